@@ -1,0 +1,127 @@
+"""Show that offloading changes nothing: the same training three times, compared to the last bit.
+
+    python examples/demo_resume.py
+    python examples/demo_resume.py --ranks 4 --steps 20 --layers 2
+
+`train_gpt.py` trains (1) with the plain optimizer, (2) with its state offloaded, and (3) offloaded again, but stopped
+half way and resumed from the checkpoint by new processes. Flags that are not this program's own go to `train_gpt.py`.
+Exit code 0 means that all losses and gradient norms were equal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+TRAIN_GPT = Path(__file__).with_name("train_gpt.py")
+
+# One line for each step, then one for the validation; every value as `float.hex` wrote it.
+Metrics = list[dict[str, str]]
+
+
+class TrainingError(Exception):
+    """A training that did not end well, with all it printed."""
+
+
+def train(ranks: int, flags: Sequence[str]) -> None:
+    # Standalone: torchrun chooses a free port, so several demos can run at a time.
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command = [sys.executable, *launcher, str(TRAIN_GPT), *flags]
+    # One thread for each rank, so that the ranks share the cores without waiting for each other.
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
+    if result.returncode:
+        raise TrainingError(f"{result.stdout}\nfailed with exit code {result.returncode}: {shlex.join(command)}")
+
+
+def read_metrics(path: Path) -> Metrics:
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    return [{name: value for name, value in record.items() if name.endswith("_hex")} for record in records]
+
+
+def timed_run(name: str, ranks: int, metrics: Path, runs: Sequence[Sequence[str]]) -> Metrics:
+    """One or more `train_gpt.py` in sequence that make one training between them."""
+    print(f"{name} ...", flush=True)
+    started_s = time.perf_counter()
+    for flags in runs:
+        train(ranks, [*flags, "--metrics", str(metrics)])
+    print(f"    {time.perf_counter() - started_s:.0f} s", flush=True)
+    return read_metrics(metrics)
+
+
+def three_trainings(ranks: int, steps: int, flags: Sequence[str], folder: Path) -> dict[str, Metrics]:
+    # Small buckets, so that even this little state comes in several.
+    common = ["--device", "cpu", "--steps", str(steps), "--bucket-mib", "1", "--staging-mib", "4", *flags]
+    saving = [*common, "--offload", "--save-dir", str(folder / "checkpoints")]
+    halves = [[*saving, "--stop-at", str(steps // 2)], [*saving, "--resume"]]
+    plans = {
+        "plain": [[*common, "--no-offload"]],
+        "offloaded": [[*common, "--offload"]],
+        "offloaded, saved and resumed": halves,
+    }
+    return {
+        name: timed_run(name, ranks, folder / f"{index}.jsonl", runs)
+        for index, (name, runs) in enumerate(plans.items())
+    }
+
+
+def first_difference(reference: Metrics, other: Metrics) -> str:
+    """Where two trainings part, in words; empty if they never do."""
+    if len(reference) != len(other):
+        return f"{len(other)} lines instead of {len(reference)}"
+    for line, (expected, got) in enumerate(zip(reference, other, strict=True), start=1):
+        for name, value in expected.items():
+            if got.get(name) != value:
+                return f"line {line}: {name} {got.get(name)} instead of {value}"
+    return ""
+
+
+def compare(trainings: dict[str, Metrics], steps: int) -> bool:
+    reference = trainings["plain"]
+    print(f"\n{'':30}{'loss, step 1':>22}{f'loss, step {steps}':>22}{'validation loss':>22}   compared with plain")
+    equal = True
+    for name, metrics in trainings.items():
+        difference = first_difference(reference, metrics)
+        equal = equal and not difference
+        cells = metrics[0]["loss_hex"], metrics[-2]["loss_hex"], metrics[-1]["validation_loss_hex"]
+        print(f"{name:30}" + "".join(f"{cell:>22}" for cell in cells) + f"   {difference or 'equal'}")
+    return equal
+
+
+def parse_args(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2, help="processes (default: 2)")
+    parser.add_argument("--steps", type=int, default=20, help="optimizer steps (default: 20)")
+    args, train_flags = parser.parse_known_args(argv)
+    if args.ranks < 1 or args.steps < 2:
+        parser.error("expected at least 1 rank and 2 steps, so that there is a half to resume")
+    return args, train_flags
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args, train_flags = parse_args(argv)
+    with tempfile.TemporaryDirectory(prefix="demo_resume_") as folder:
+        try:
+            trainings = three_trainings(args.ranks, args.steps, train_flags, Path(folder))
+        except TrainingError as error:
+            print(f"{error}\nFAIL")
+            return 1
+    if not compare(trainings, args.steps):
+        print("FAIL: the trainings differ")
+        return 1
+    print(f"PASS: every loss and gradient norm of {args.steps} steps is bitwise equal")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

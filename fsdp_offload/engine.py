@@ -1,0 +1,365 @@
+"""What an attached optimizer consists of, and how one logical step uses it.
+
+    optimizer.state ──▶ Plan: shards, buckets, homes ──▶ which buckets have gradients now
+                                                               │
+              new parameters ◀── pipeline ◀── schedule ◀───────┘
+
+The engine never refers to the optimizer (it is handed in on each call), so dropping the optimizer frees everything.
+"""
+
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from .fsdp import unsupported_gradient
+from .learn import Layouts, layout_key
+from .pipeline import Pipeline
+from .plan import Plan
+from .policy import OffloadPolicy
+from .report import OffloadReport
+from .schedule import Action, BucketStep, build_schedule
+from .shards import StateShard, leaves_of
+from .transfer import DeviceLink, device_link
+from .update import BoundRange, SharedValues, Shadow, StateStore, UserState, update_bucket
+
+class Engine:
+    """The offloaded state of one optimizer, and its steps.
+
+    Attributes:
+        cls: the user's optimizer class.
+        failure: why the state is only half updated; empty if it is whole.
+    """
+
+    def __init__(
+        self, cls: type[Optimizer], policy: OffloadPolicy, device: torch.device, names: dict[Tensor, str]
+    ) -> None:
+        self.cls = cls
+        self.policy = policy
+        self.device = device
+        self.names = names
+        self.failure = ""
+        self.layouts = Layouts(cls)
+        self._pin = device.type != "cpu" if policy.pin_memory is None else policy.pin_memory
+        self._link: DeviceLink = device_link(device)
+        self._pipeline = Pipeline(self._link, serial=policy.serial)
+        self.plan = Plan(self.layouts, policy, device, pin=self._pin, staged=self._pipeline.buckets)
+        self._ring: Tensor | None = None
+        self._bound: dict[int, list[BoundRange]] = {}
+        self._schedules: dict[tuple[BucketStep, ...], list[Action]] = {}
+        self._link.join()
+        # Ring and arena must not go while a copy still uses them. This runs before the attributes are dropped.
+        weakref.finalize(self, _let_go, self._link).atexit = False
+
+    # What is offloaded -------------------------------------------------------------------------------------------
+
+    def add(self, optimizer: Optimizer, params: Iterable[Tensor], states: StateStore) -> None:
+        """Take over the state of ``params``: what exists moves home, for the rest there is room.
+
+        Raises:
+            MemoryError: host memory does not suffice; nothing has changed.
+            ValueError: the optimizer cannot be offloaded with these parameters.
+        """
+        params = list(params)
+        self.plan.add(optimizer, params, states, self.names)
+        self._bound.clear()
+        self._schedules.clear()
+        for param in params:
+            adopt(self.plan.shards[param], states.get(param))
+
+    def clear(self) -> None:
+        """Drop all homes, after the last store."""
+        self._pipeline.synchronize()
+        self.plan.clear()
+        self._bound.clear()
+        self._schedules.clear()
+
+    def rebuild(self, optimizer: Optimizer, states: StateStore) -> None:
+        """Plan anew, for state whose layout changed. Old and new homes exist side by side until this returns."""
+        self._pipeline.synchronize()
+        old = {param: dict(states.get(param)) for param in self.plan.shards}
+        self.clear()
+        for param in old:
+            states.get(param).clear()  # so that the layout is learnt under the new hyperparameters
+        self.add(optimizer, old, states)
+        for param, state in old.items():
+            states.get(param).update(state)
+            adopt(self.plan.shards[param], states.get(param))
+
+    def install(self, optimizer: Optimizer, states: StateStore, loaded: Mapping[Tensor, UserState]) -> None:
+        """Make ``loaded`` the whole state; ``states`` is empty, and param groups are those loaded with it."""
+        self._pipeline.synchronize()
+        self._keep_up(optimizer, list(loaded), states)
+        for param, saved in loaded.items():
+            state = states.of(param)
+            state.update(saved)
+            adopt(self.plan.shards[param], state)
+        self.failure = ""
+
+    def return_to_device(self, states: StateStore) -> None:
+        """Replace every home in ``states`` by a tensor on the device, of the type that the optimizer made."""
+        self._pipeline.synchronize()
+        for param, shard in self.plan.shards.items():
+            state = states.get(param)
+            for name in shard.homes.keys() & state.keys():
+                state[name] = shard.on_device(name, self.device)
+
+    # A step ------------------------------------------------------------------------------------------------------
+
+    def step(self, optimizer: Optimizer, states: StateStore, kwargs: Mapping[str, Any]) -> bool:
+        """Update every parameter that has a gradient, and count the step as the optimizer would.
+
+        Returns when everything is issued (parameters are new in the order of the current stream): whether there was
+        any gradient.
+        """
+        self.check_usable("step()")
+        with_grad = self._params_with_grad(optimizer)
+        self._keep_up(optimizer, with_grad, states)
+        steps = self._bucket_steps(with_grad, states)
+        shared = SharedValues(optimizer, _pinned_implementations(optimizer))
+        shadow = Shadow(self.cls)
+        group_of = {param: n for n, group in enumerate(optimizer.param_groups) for param in group["params"]}
+        group_count = len(optimizer.param_groups)
+        if not steps:
+            # Groups whose parameters have no gradient count the step all the same.
+            shadow.run(shared, [[] for _ in range(group_count)], {}, kwargs)
+            shared.commit(optimizer)
+            return False
+        done: list[int] = []
+
+        def update(number: int) -> None:
+            update_bucket(shadow, shared, self._bind(number), group_of, group_count, states, kwargs)
+            done.append(number)
+
+        self._take_ring()
+        try:
+            self._pipeline.run(self._schedule(steps), update)
+        except BaseException as error:
+            self._note_failure(error, done, steps)
+            raise
+        shared.commit(optimizer)
+        return True
+
+    def _params_with_grad(self, optimizer: Optimizer) -> list[Tensor]:
+        found = []
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                grad = param.grad
+                if grad is None:
+                    continue
+                problem = unsupported_gradient(param, grad)
+                if problem:
+                    name = self.names.get(param, "a parameter")
+                    raise RuntimeError(f"{name} cannot be updated: {problem}. Nothing has been changed.")
+                found.append(param)
+        return found
+
+    def _keep_up(self, optimizer: Optimizer, with_grad: Sequence[Tensor], states: StateStore) -> None:
+        """Follow what changed since the last step: parameters, hyperparameters, and state exchanged by the user."""
+        changed = False
+        for group in optimizer.param_groups:
+            key = layout_key(group)
+            for param in group["params"]:
+                shard = self.plan.shards.get(param)
+                if shard is not None and shard.layout_key != key:
+                    shard.layout_key = key
+                    changed |= not self._still_fits(optimizer, shard, group)
+        if changed:
+            self.rebuild(optimizer, states)
+        new = [param for param in with_grad if param not in self.plan.shards]
+        if new:
+            self.add(optimizer, new, states)
+        for param in with_grad:
+            shard = self.plan.shards[param]
+            state = states.get(param)
+            if any(state.get(name, home) is not home for name, home in shard.homes.items()):
+                self.wait_home(param)
+                adopt(shard, state)
+
+    def _still_fits(self, optimizer: Optimizer, shard: StateShard, group: Mapping[str, Any]) -> bool:
+        learnt = self.layouts.learn(optimizer, shard.param, group, shard.name)
+        # State that exists keeps its place, also where the new hyperparameters would no longer create it.
+        return learnt.values.keys() <= shard.layout.values.keys()
+
+    def _bucket_steps(self, with_grad: Sequence[Tensor], states: StateStore) -> tuple[BucketStep, ...]:
+        active = {number for param in with_grad for number in self.plan.shards[param].buckets}
+        steps = []
+        for number in active:
+            moves = bool(self._pipeline.buckets[number].copies)
+            # Also for state of parameters without a gradient: the whole bucket is stored afterwards.
+            exists = moves and any(states.get(shard.param) for shard in self.plan[number].covers())
+            steps.append(BucketStep(number, load=exists, store=moves))
+        # State that is on the device already is updated while the first loads arrive.
+        return tuple(sorted(steps, key=lambda step: (step.store, step.bucket)))
+
+    def _schedule(self, steps: tuple[BucketStep, ...]) -> list[Action]:
+        if steps not in self._schedules:
+            self._schedules.clear()  # one pattern of gradients at a time is the rule
+            staged = enumerate(self._pipeline.buckets)
+            placements = {number: bucket.placement for number, bucket in staged if bucket.placement is not None}
+            self._schedules[steps] = build_schedule(steps, placements)
+        return self._schedules[steps]
+
+    def _take_ring(self) -> None:
+        ring = self._pipeline.ring(self.plan.ring_bytes) if self.plan.ring_bytes else None
+        if ring is not self._ring:
+            self._bound.clear()
+            self._ring = ring
+
+    def _bind(self, number: int) -> list[BoundRange]:
+        """What the optimizer sees of a bucket; kept from step to step while the storages stay where they are."""
+        bound = self._bound.get(number)
+        if bound is None or any(not part.still_valid() for part in bound):
+            bound = self._bound[number] = self.plan.bind(number, self._ring)
+        return bound
+
+    # Faults ------------------------------------------------------------------------------------------------------
+
+    def _note_failure(self, error: BaseException, done: Sequence[int], steps: Sequence[BucketStep]) -> None:
+        self._pipeline.abandon()
+        torn = [step.bucket for step in steps if step.bucket not in done][:1]
+        self.failure = (
+            f"an earlier step() stopped with {type(error).__name__}: {error}. {len(done)} of {len(steps)} buckets had "
+            f"been updated (parameters {self._names_in(done)}); {self._names_in(torn)} may be half updated; the others "
+            "are as before that step"
+        )
+
+    def _names_in(self, buckets: Sequence[int]) -> str:
+        names = list(dict.fromkeys(shard.name for number in buckets for shard in self.plan[number].covers()))
+        if not names:
+            return "none"
+        return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+    def check_usable(self, what: str) -> None:
+        """Refuse to go on with half updated state.
+
+        Raises:
+            RuntimeError: an exception ended an earlier step; says which parameters are new.
+        """
+        if self.failure:
+            raise RuntimeError(
+                f"{what} refused: {self.failure}. Load a checkpoint of the model and of this optimizer "
+                "(load_state_dict) before going on."
+            )
+
+    # Looking at it -----------------------------------------------------------------------------------------------
+
+    def wait_home(self, param: Tensor) -> None:
+        """Block the host until the home of this parameter's state is up to date."""
+        shard = self.plan.shards.get(param)
+        if shard is not None:
+            for number in shard.buckets:
+                self._pipeline.wait_home(number)
+
+    def wait_all_home(self) -> None:
+        """Block the host until every home is up to date."""
+        for number in range(len(self._pipeline.buckets)):
+            self._pipeline.wait_home(number)
+
+    def synchronize(self) -> None:
+        """Block the host until every transfer and every update has finished."""
+        self._pipeline.synchronize()
+
+    def report(self, states: StateStore) -> OffloadReport:
+        """Bytes by place, and the times of the last step; waits for that step."""
+        times = self._pipeline.last_step_times()
+        shards = list(self.plan.shards.values())
+        host_state_bytes = sum(shard.nbytes for shard in shards if not shard.resident)
+        return OffloadReport(
+            optimizer=self.cls.__name__,
+            host_state_bytes=host_state_bytes,
+            resident_state_bytes=sum(shard.nbytes for shard in shards if shard.resident),
+            other_state_bytes=sum(_other_bytes(shard, states.get(shard.param)) for shard in shards),
+            left_out=tuple(dict.fromkeys(name for shard in shards for name in shard.layout.left_out)),
+            host_bytes=sum(region.nbytes for region in self.plan.regions),
+            pinned=self._pin,
+            ring_bytes=self.plan.ring_bytes,
+            buckets=sum(bool(bucket.copies) for bucket in self._pipeline.buckets),
+            device_peak_bytes=torch.accelerator.max_memory_allocated(self.device) if self.device.type != "cpu" else 0,
+            loaded_bytes=times.loaded_bytes,
+            stored_bytes=times.stored_bytes,
+            load_gb_per_s=_gb_per_s(times.loaded_bytes, times.load_ms),
+            store_gb_per_s=_gb_per_s(times.stored_bytes, times.store_ms),
+            step_ms=times.step_ms,
+            update_ms=times.update_ms,
+            exposed_ms=times.exposed_ms,
+            notes=tuple(self.notes()),
+        )
+
+    def notes(self) -> Iterable[str]:
+        """What the user should know about this offload."""
+        shards = self.plan.shards.values()
+        if not any(shard.nbytes for shard in shards if not shard.resident):
+            if any(shard.resident for shard in shards):
+                yield "NOTHING IS OFFLOADED: all of the state fits into resident_bytes."
+            else:
+                yield f"NOTHING IS OFFLOADED: {self.cls.__name__} keeps no state for these parameters."
+        if self.device.type == "cpu":
+            yield "The parameters are on the CPU: offloading works, but there is nothing to gain."
+        if self.plan.ring_bytes > self.policy.ring_bytes:
+            yield (
+                f"The largest bucket that cannot be cut needs {self.plan.ring_bytes} bytes of staging, more than "
+                f"staging_bytes={self.policy.staging_bytes} leaves ({self.policy.ring_bytes})."
+            )
+        left_out = list(dict.fromkeys(name for shard in shards for name in shard.layout.left_out))
+        if left_out:
+            yield f"State {left_out} is not made of dense tensors and stays where the optimizer put it."
+        if self.failure:
+            yield f"Not usable: {self.failure}."
+
+
+def adopt(shard: StateShard, state: UserState) -> None:
+    """Copy what ``state`` holds into the shard's home and put the home's tensors there instead.
+
+    Used for state that existed before attaching and for tensors that the user exchanged between steps.
+
+    Raises:
+        ValueError: a tensor has another shape or dtype than its place.
+    """
+    for name, home in shard.homes.items():
+        value = state.get(name, home)
+        if value is home:
+            continue
+        sources, targets = leaves_of(value), leaves_of(home)
+        if [(leaf.shape, leaf.dtype) for leaf in sources] != [(leaf.shape, leaf.dtype) for leaf in targets]:
+            raise ValueError(
+                f"optimizer.state[{shard.name}][{name!r}]: expected local tensors "
+                f"{[(tuple(leaf.shape), leaf.dtype) for leaf in targets]}, got "
+                f"{[(tuple(leaf.shape), leaf.dtype) for leaf in sources]}"
+            )
+        for source, target in zip(sources, targets, strict=True):
+            if source.data_ptr() != target.data_ptr():
+                target.copy_(source)
+        state[name] = home
+
+
+def _pinned_implementations(optimizer: Optimizer) -> list[dict[str, object]]:
+    """For each group what keeps torch from choosing another implementation for a shadow than for the real optimizer.
+
+    Left to itself (``foreach=None, fused=None``) torch takes foreach only if every parameter with a gradient is a plain
+    tensor; the shadow of sharded parameters has plain tensors where the user's optimizer has DTensors.
+    """
+    pinned: list[dict[str, object]] = []
+    for group in optimizer.param_groups:
+        undecided = "foreach" in group and group["foreach"] is None and not group.get("fused")
+        plain = all(type(param) in (Tensor, Parameter) for param in group["params"] if param.grad is not None)
+        pinned.append({"foreach": False} if undecided and not plain else {})
+    return pinned
+
+
+def _other_bytes(shard: StateShard, state: UserState) -> int:
+    tensors = [value for name, value in state.items() if isinstance(value, Tensor) and name not in shard.homes]
+    return sum(leaf.numel() * leaf.element_size() for value in tensors for leaf in leaves_of(value))
+
+
+def _gb_per_s(nbytes: int, ms: float) -> float:
+    return nbytes / ms / 1e6 if ms > 0 else 0.0
+
+
+def _let_go(link: DeviceLink) -> None:
+    link.synchronize()
+    link.leave()

@@ -1,0 +1,104 @@
+"""All that touches DTensor and ``fully_shard``. Private PyTorch names live here and nowhere else.
+
+==========================  =====================  ================================================================
+private name                seen in                without it
+==========================  =====================  ================================================================
+``DTensor._local_tensor``   2.11 to 2.13           required; ``to_local()`` would wrap it for autograd
+``DTensor._spec``           2.11 to 2.13           required, to build a DTensor over host memory: ``from_local``
+                                                   moves the data to the mesh's device
+``TensorMeta``              2.11 to 2.13           required, for the same
+``_get_fsdp_state``,        2.11 to 2.13           CPUOffloadPolicy is then only recognised by parameters that are on
+``_fsdp_param_group(s)``                           the CPU while their mesh is not
+==========================  =====================  ================================================================
+"""
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import TensorMeta
+
+
+def is_dtensor(tensor: object) -> bool:
+    """Whether ``tensor`` is sharded or replicated over a device mesh."""
+    return isinstance(tensor, DTensor)
+
+
+def local_shard(tensor: Tensor) -> Tensor:
+    """This rank's part of ``tensor``: the local tensor of a DTensor itself (no copy), or ``tensor``."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def over_local(like: Tensor, local: Tensor) -> Tensor:
+    """``local`` as a DTensor with the mesh, placements and global shape of ``like``; ``local`` if that is plain.
+
+    The local tensor may live on another device than the mesh (host memory under a CUDA mesh) and may have another
+    dtype than ``like``. Nothing is copied or moved.
+    """
+    if not isinstance(like, DTensor):
+        return local
+    meta = like._spec.tensor_meta
+    assert meta is not None, "a DTensor always knows its global shape"
+    spec = dataclasses.replace(like._spec, tensor_meta=TensorMeta(meta.shape, meta.stride, local.dtype))
+    return DTensor(local, spec, requires_grad=False)
+
+
+def without_data(value: Tensor) -> Tensor:
+    """A DTensor that only knows mesh, placements and global shape: something to pass to :func:`over_local`."""
+    return over_local(value, torch.empty(0, dtype=value.dtype, device="meta"))
+
+
+def placements_of(tensor: Tensor) -> object:
+    """Mesh and placements, to be compared and shown; ``None`` for a plain tensor."""
+    return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+
+
+def is_host_offloaded(param: Tensor) -> bool:
+    """Whether ``fully_shard`` itself keeps ``param`` on the host, under a mesh of another device."""
+    return isinstance(param, DTensor) and param._local_tensor.device.type != param.device_mesh.device_type
+
+
+def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
+    """The modules to which ``fully_shard`` was applied, in registration order."""
+    return (module for module in model.modules() if isinstance(module, FSDPModule))
+
+
+def parameter_names(model: nn.Module) -> dict[Tensor, str]:
+    """FQNs of the model's parameters, sharded ones included, in registration order."""
+    for module in fsdp_modules(model):
+        # The root keeps its parameters gathered after a forward without backward; the optimizer has the shards.
+        module.reshard()
+    return {param: name for name, param in model.named_parameters()}
+
+
+def uses_cpu_offload_policy(model: nn.Module) -> bool:
+    """Whether any module was sharded with ``offload_policy=CPUOffloadPolicy()``."""
+    return any(isinstance(policy, CPUOffloadPolicy) for policy in _offload_policies(model))
+
+
+def _offload_policies(model: nn.Module) -> Iterable[object]:
+    for module in fsdp_modules(model):
+        get_state = getattr(module, "_get_fsdp_state", None)
+        state = get_state() if get_state is not None else None
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:
+            group = getattr(state, "_fsdp_param_group", None)
+            groups = [] if group is None else [group]
+        for group in groups:
+            yield getattr(group, "offload_policy", None)
+
+
+def unsupported_gradient(param: Tensor, grad: Tensor) -> str | None:
+    """Why ``grad`` cannot be used shard by shard, or ``None``."""
+    if local_shard(grad).layout != torch.strided:
+        return f"its gradient is {local_shard(grad).layout}; only dense gradients can be streamed"
+    if isinstance(param, DTensor) and (not isinstance(grad, DTensor) or grad.placements != param.placements):
+        has = grad.placements if isinstance(grad, DTensor) else "no placements"
+        return (
+            f"its gradient has {has} where the parameter has {param.placements}; redistribute the gradient to the "
+            "parameter's placements before step()"
+        )
+    return None

@@ -1,0 +1,109 @@
+"""How much host memory may be taken: asked before it is pinned, since page-locked memory ends in the OOM killer."""
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+
+class HostMemory(NamedTuple):
+    """Bytes of host memory, as the kernel reports them.
+
+    ``total_bytes`` is the smallest limit that applies to this process (machine, cgroup and its parents);
+    ``available_bytes`` what of it can still be taken without swapping, counting page cache as free.
+    """
+
+    total_bytes: int
+    available_bytes: int
+
+
+def host_memory(root: Path = Path("/")) -> HostMemory:
+    """Read the machine's memory and every cgroup limit above this process (v2 and v1). ``root`` is for tests."""
+    meminfo = _key_values(root / "proc/meminfo")
+    total = meminfo.get("MemTotal:", 0) * 1024 or _sysconf_bytes("SC_PHYS_PAGES")
+    available = meminfo.get("MemAvailable:", 0) * 1024 or _sysconf_bytes("SC_AVPHYS_PAGES")
+    for limit, used in _cgroup_limits(root):
+        total = min(total, limit)
+        available = min(available, max(0, limit - used))
+    return HostMemory(total, available)
+
+
+def check_host_memory(needed_bytes: int, limit_bytes: int | None) -> None:
+    """Refuse to take more than there is.
+
+    Args:
+        needed_bytes: what this rank is about to take.
+        limit_bytes: the user's own figure, which then replaces the kernel's; ``None`` asks the kernel. In that case
+            what all ranks of this host need together (``LOCAL_WORLD_SIZE``, as torchrun sets it) is also held against
+            the limit, as each of them alone would pass.
+
+    Raises:
+        MemoryError: says what is needed, what there is, and what to do.
+    """
+    advice = (
+        "Keep more of the state on the device (OffloadPolicy.resident_bytes), shard over more ranks, or, if the machine "
+        "has memory that the kernel does not report yet, say how much may be used with OffloadPolicy.host_limit_bytes."
+    )
+    if limit_bytes is not None:
+        if needed_bytes > limit_bytes:
+            raise MemoryError(
+                f"The optimizer state to offload needs {needed_bytes} bytes of host memory on this rank; "
+                f"OffloadPolicy.host_limit_bytes allows {limit_bytes}. {advice}"
+            )
+        return
+    memory = host_memory()
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if needed_bytes > memory.available_bytes:
+        raise MemoryError(
+            f"The optimizer state to offload needs {needed_bytes} bytes of host memory on this rank; "
+            f"{memory.available_bytes} are available. {advice}"
+        )
+    if needed_bytes * ranks > memory.total_bytes:
+        raise MemoryError(
+            f"The optimizer state to offload needs {needed_bytes} bytes of host memory on each of the {ranks} ranks of "
+            f"this host, {needed_bytes * ranks} in all; the limit is {memory.total_bytes}. {advice}"
+        )
+
+
+def _cgroup_limits(root: Path) -> list[tuple[int, int]]:
+    """``(limit, used)`` in bytes for each cgroup above this process that has a memory limit."""
+    limits = []
+    for line in _lines(root / "proc/self/cgroup"):
+        _, controllers, path = (line.split(":", 2) + ["", ""])[:3]
+        if controllers == "":
+            limits += _limits_upwards(root / "sys/fs/cgroup", path, "memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            base = root / "sys/fs/cgroup/memory"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            limits += _limits_upwards(base, path, *names)
+    return limits
+
+
+def _limits_upwards(base: Path, path: str, limit_name: str, used_name: str, cache_key: str) -> list[tuple[int, int]]:
+    limits = []
+    folder = base / path.strip("/")
+    for candidate in (folder, *folder.parents):
+        text = "".join(_lines(candidate / limit_name)).strip()
+        if text.isdigit():
+            used = int("".join(_lines(candidate / used_name)).strip() or 0)
+            # Page cache counts as used but is given back on demand.
+            cache = _key_values(candidate / "memory.stat").get(cache_key, 0)
+            limits.append((int(text), max(0, used - cache)))
+        if candidate == base:
+            break
+    return limits
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []
+
+
+def _key_values(path: Path) -> dict[str, int]:
+    pairs = (line.split()[:2] for line in _lines(path))
+    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdigit()}
+
+
+def _sysconf_bytes(pages: str) -> int:
+    return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")

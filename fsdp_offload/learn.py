@@ -1,0 +1,252 @@
+"""What an optimizer will keep, learnt on scratch tensors before it keeps anything; and whether it can be divided.
+
+Everything here runs at attach (or when a hyperparameter that decides the layout changes), on tensors that are thrown
+away, and leaves torch's random state as it was.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .fsdp import local_shard, over_local, placements_of
+from .optimizers import Traits, traits_of
+from .shards import NotUnderstood, StateLayout, ValueLayout, describe_value, leaves_of
+from .update import SharedValues, Shadow, UserState
+
+_SCRATCH_NUMEL = 64
+
+
+def layout_key(group: Mapping[str, Any]) -> tuple[tuple[str, object], ...]:
+    """What of a param group can decide which state exists: flags, and whether a number is zero (``momentum``)."""
+    return tuple(
+        sorted((name, _switch(value)) for name, value in group.items() if name not in ("params", "lr", "param_names"))
+    )
+
+
+def _switch(value: object) -> str:
+    if isinstance(value, Tensor):
+        return "tensor"
+    if value is None or isinstance(value, bool | int | float):
+        return "none" if value is None else str(bool(value))
+    return type(value).__name__
+
+
+class Layouts:
+    """Learns the state layouts of one optimizer, once for equal parameters in equal groups."""
+
+    def __init__(self, cls: type[Optimizer]) -> None:
+        self.traits: Traits = traits_of(cls)
+        self._cls = cls
+        self._learnt: dict[object, StateLayout] = {}
+        self._tried: set[object] = set()
+
+    def of_existing(self, param: Tensor, state: UserState) -> StateLayout:
+        """The layout of state that the optimizer has created already."""
+        layout = describe_state(state)
+        return layout_on_locals(layout, param) if self.traits.elementwise else layout
+
+    def learn(self, optimizer: Optimizer, param: Tensor, group: Mapping[str, Any], name: str) -> StateLayout:
+        """The layout of the state that ``optimizer`` would create for ``param`` in ``group``.
+
+        Classes whose state is known to look like the parameter are run on a few elements. Any other is run on a
+        scratch tensor like ``param``, with its sharding; the device memory of that is free again when this returns.
+
+        Raises:
+            ValueError: the class is unknown and cannot be divided by parameter, or its step fails on scratch tensors.
+        """
+        local = local_shard(param)
+        key = (layout_key(group), param.shape, local.shape, local.stride(), local.dtype, placements_of(param))
+        if key not in self._learnt:
+            if not self.traits.known:
+                self._try_class(optimizer, group, param)
+            try:
+                self._learnt[key] = _learn(self._cls, optimizer, self.traits, param, group)
+            except Exception as error:
+                raise ValueError(
+                    f"{self._cls.__name__} cannot be offloaded: a step on a scratch tensor like {name} (shape "
+                    f"{tuple(local.shape)}, {local.dtype}) failed, so what it keeps is not known "
+                    f"({type(error).__name__}: {error})."
+                ) from error
+        return self._learnt[key]
+
+    def _try_class(self, optimizer: Optimizer, group: Mapping[str, Any], param: Tensor) -> None:
+        key = (layout_key(group), param.dtype)
+        if key in self._tried:
+            return
+        problem = separability_problem(self._cls, optimizer, group, param)
+        if problem:
+            raise ValueError(
+                f"{self._cls.__name__} cannot be offloaded: {problem}. Only optimizers that update each parameter "
+                "independently of the others can be streamed bucket by bucket."
+            )
+        self._tried.add(key)
+
+
+def _learn(
+    cls: type[Optimizer], optimizer: Optimizer, traits: Traits, param: Tensor, group: Mapping[str, Any]
+) -> StateLayout:
+    generator = _generator(param)
+    scratch = _small_like(param, generator) if traits.state_like_param else _like(param, generator)
+    scratch.grad = _like(scratch, generator)
+    with _random_state_kept(local_shard(param).device), torch.no_grad():
+        after = _one_step(cls, optimizer, scratch, group)
+    if scratch not in after:
+        return StateLayout({})
+    if traits.state_like_param:
+        return _layout_like_param(after[scratch], scratch, param, wrap=not traits.elementwise)
+    return describe_state(after[scratch])
+
+
+def describe_state(state: UserState) -> StateLayout:
+    """The layout of state that exists."""
+    values: dict[str, ValueLayout] = {}
+    scalars: dict[str, object] = {}
+    left_out = []
+    for name, value in state.items():
+        if not isinstance(value, Tensor) or value.dim() == 0:
+            scalars[name] = value
+            continue
+        try:
+            values[name] = describe_value(value)
+        except NotUnderstood:
+            left_out.append(name)
+    return StateLayout(values, scalars, tuple(left_out))
+
+
+def layout_on_locals(layout: StateLayout, param: Tensor) -> StateLayout:
+    """The same layout, with values that are the local tensors themselves."""
+    local = local_shard(param)
+    values = {}
+    for name, value in layout.values.items():
+        (leaf,) = value.leaves
+        values[name] = describe_value(torch.empty_like(local, dtype=leaf.dtype, device="meta"))
+    return StateLayout(values, layout.scalars, layout.left_out)
+
+
+def _layout_like_param(state: UserState, scratch: Tensor, param: Tensor, *, wrap: bool) -> StateLayout:
+    local = local_shard(param)
+    values, scalars = {}, {}
+    for name, value in state.items():
+        if isinstance(value, Tensor) and value.dim() > 0:
+            assert value.shape == scratch.shape, f"state {name!r} does not look like its parameter"
+            like = torch.empty_like(local, dtype=value.dtype, device="meta")
+            values[name] = describe_value(over_local(param, like) if wrap else like)
+        else:
+            scalars[name] = value
+    return StateLayout(values, scalars)
+
+
+def _small_like(param: Tensor, generator: torch.Generator) -> Tensor:
+    shape = (8, 8) if param.dim() == 2 else (_SCRATCH_NUMEL,)
+    return _random(local_shard(param).new_empty(shape).detach(), generator)
+
+
+def _like(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    return over_local(tensor, _random(torch.empty_like(local_shard(tensor)).detach(), generator))
+
+
+def _generator(like: Tensor) -> torch.Generator:
+    return torch.Generator(local_shard(like).device).manual_seed(0)
+
+
+def _random(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+        return tensor.normal_(generator=generator)
+    return tensor.zero_()
+
+
+def _one_step(
+    cls: type[Optimizer], optimizer: Optimizer, scratch: Tensor, group: Mapping[str, Any]
+) -> dict[Tensor, UserState]:
+    shared = SharedValues(optimizer, [{} for _ in optimizer.param_groups])
+    lists: list[list[Tensor]] = [[scratch] if other is group else [] for other in optimizer.param_groups]
+    return Shadow(cls).run(shared, lists, {}, {})
+
+
+@contextmanager
+def _random_state_kept(device: torch.device) -> Iterator[None]:
+    """Optimizers that draw random numbers (stochastic rounding) must not advance the user's sequence here."""
+    if device.type == "cpu":
+        with torch.random.fork_rng(()):
+            yield
+    else:
+        with torch.random.fork_rng((device,), device_type=device.type):
+            yield
+
+
+_TRIAL_SHAPES = ((96, 64), (4096,), (64, 8, 3), (130,))
+_TRIAL_STEPS = 3
+
+
+def separability_problem(cls: type[Optimizer], optimizer: Optimizer, group: Mapping[str, Any], like: Tensor) -> str:
+    """Why the parameters of ``group`` cannot be updated one after the other; empty if they can.
+
+    Scratch parameters are trained twice from the same start with the same gradients: all together, and one at a time
+    as buckets would be. Parameters and state have to be equal bit by bit after each of three steps.
+    """
+    generator = _generator(like)
+    start = [_random(local_shard(like).new_empty(shape).detach(), generator) for shape in _TRIAL_SHAPES]
+    grads = [[_like(param, generator) for param in start] for _ in range(_TRIAL_STEPS)]
+    whole = _trial(cls, optimizer, group, start, grads, together=True)
+    divided = _trial(cls, optimizer, group, start, grads, together=False)
+    if isinstance(whole, Exception):
+        return f"its step fails on scratch tensors ({type(whole).__name__}: {whole})"
+    if isinstance(divided, Exception):
+        return f"its step fails when parameters are updated one at a time ({type(divided).__name__}: {divided})"
+    if not all(_same_values(one, other) for one, other in zip(whole, divided, strict=True)):
+        return "updating its parameters one at a time gives another result than updating them together"
+    return ""
+
+
+def _trial(
+    cls: type[Optimizer],
+    optimizer: Optimizer,
+    group: Mapping[str, Any],
+    start: Sequence[Tensor],
+    grads: Sequence[Sequence[Tensor]],
+    *,
+    together: bool,
+) -> list[list[Tensor]] | Exception:
+    """Every tensor after each step, or the exception that stopped it."""
+    params = [param.clone() for param in start]
+    states: dict[Tensor, UserState] = {param: {} for param in params}
+    stand_in = _StandIn(optimizer, group)
+    batches = [params] if together else [[param] for param in params]
+    seen: list[list[Tensor]] = []
+    try:
+        with _random_state_kept(params[0].device), torch.no_grad():
+            for step_grads in grads:
+                for param, grad in zip(params, step_grads, strict=True):
+                    param.grad = grad.clone()
+                shared = SharedValues(stand_in, [{}])  # type: ignore[arg-type]
+                for batch in batches:
+                    given = {param: states[param] for param in batch if states[param]}
+                    states.update(Shadow(cls).run(shared, [batch], given, {}))
+                shared.commit(stand_in)  # type: ignore[arg-type]
+                seen.append([leaf.clone() for param in params for leaf in _tensors(param, states[param])])
+    except Exception as error:  # whatever a foreign step raises is the answer
+        return error
+    return seen
+
+
+class _StandIn:
+    """Looks like ``optimizer`` with a single group whose counters may be advanced."""
+
+    def __init__(self, optimizer: Optimizer, group: Mapping[str, Any]) -> None:
+        self.__dict__.update(optimizer.__dict__)
+        copied = {name: value.clone() if isinstance(value, Tensor) else value for name, value in group.items()}
+        self.param_groups = [copied]
+
+
+def _tensors(param: Tensor, state: UserState) -> list[Tensor]:
+    numbers = [torch.tensor(value) for value in state.values() if isinstance(value, int | float)]
+    tensors = [value for value in state.values() if isinstance(value, Tensor)]
+    return [param, *numbers, *(leaf for value in tensors for leaf in leaves_of(value))]
+
+
+def _same_values(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
+    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))

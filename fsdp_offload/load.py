@@ -1,0 +1,106 @@
+"""``load_state_dict`` for offloaded state: everything is checked before anything changes, and copied straight home.
+
+torch's own version casts every tensor to the parameter's dtype and moves it to the parameter's device; here tensors keep
+their dtype and go where they live.
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .engine import Engine
+from .fsdp import placements_of
+from .shards import LeafLayout, StateLayout, leaves_of
+from .update import UserState
+
+
+def check_loadable(engine: Engine, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[Tensor, UserState]:
+    """The saved state by parameter, if all of it fits.
+
+    A parameter may have no state at all (it never had a gradient); if it has some, it must have all.
+
+    Raises:
+        ValueError: groups or parameters do not correspond; state is missing, extra, or of another shape or dtype. Names
+            what was expected, what was found and where.
+    """
+    saved_groups, groups = state_dict["param_groups"], optimizer.param_groups
+    saved_sizes, sizes = [len(g["params"]) for g in saved_groups], [len(g["params"]) for g in groups]
+    if saved_sizes != sizes:
+        raise ValueError(
+            f"load_state_dict: the optimizer has param groups of {sizes} parameters, the state dict {saved_sizes}. "
+            "Build the optimizer with the same groups as when it was saved."
+        )
+    saved_ids = list(chain.from_iterable(group["params"] for group in saved_groups))
+    params = list(chain.from_iterable(group["params"] for group in groups))
+    unknown = [key for key in state_dict["state"] if key not in set(saved_ids)]
+    if unknown:
+        raise ValueError(f"load_state_dict: state for {unknown[:4]}, which none of its param groups lists.")
+    loaded: dict[Tensor, UserState] = {}
+    group_of = [index for index, size in enumerate(sizes) for _ in range(size)]
+    for saved_id, param, index in zip(saved_ids, params, group_of, strict=True):
+        saved = state_dict["state"].get(saved_id)
+        if saved:
+            merged = {**groups[index], **{k: v for k, v in saved_groups[index].items() if k != "params"}}
+            layout = _expected_layout(engine, optimizer, param, index, merged)
+            loaded[param] = _checked(engine.names.get(param, str(saved_id)), param, layout, saved)
+    return loaded
+
+
+def _expected_layout(
+    engine: Engine, optimizer: Optimizer, param: Tensor, index: int, merged: Mapping[str, Any]
+) -> StateLayout:
+    """What ``param`` keeps under the hyperparameters that the state dict brings (``amsgrad`` may come with it)."""
+    group = optimizer.param_groups[index]
+    optimizer.param_groups[index] = dict(merged)
+    try:
+        return engine.layouts.learn(optimizer, param, optimizer.param_groups[index], engine.names.get(param, ""))
+    finally:
+        optimizer.param_groups[index] = group
+
+
+def _checked(name: str, param: Tensor, layout: StateLayout, saved: Mapping[str, Any]) -> UserState:
+    expected = [*layout.values, *layout.scalars, *layout.left_out]
+    missing, extra = [n for n in expected if n not in saved], [n for n in saved if n not in expected]
+    if missing or extra:
+        raise ValueError(
+            f"load_state_dict: the state of {name} should have {expected}; missing {missing}, extra {extra}. Was it saved "
+            "by another optimizer, or with other options?"
+        )
+    for key, value in layout.values.items():
+        _check_value(f"{name}, {key!r}", param, value.leaves, saved[key])
+    return {
+        key: _like_example(layout.scalars[key], value) if key in layout.scalars else value
+        for key, value in saved.items()
+    }
+
+
+def _check_value(place: str, param: Tensor, leaves: Sequence[LeafLayout], saved: object) -> None:
+    if not isinstance(saved, Tensor):
+        raise ValueError(f"load_state_dict: {place} should be a tensor, got {type(saved).__name__}.")
+    sharded = placements_of(param)
+    found = placements_of(saved)
+    if sharded != found and saved.shape == param.shape:
+        raise ValueError(
+            f"load_state_dict: {place} should be a DTensor with the parameter's mesh and placements {sharded}, got "
+            f"{found}. Load sharded checkpoints with torch.distributed.checkpoint, which reshards them, or pass a full "
+            "state dict to set_optimizer_state_dict(..., StateDictOptions(full_state_dict=True))."
+        )
+    got = [(tuple(leaf.shape), leaf.dtype) for leaf in leaves_of(saved)]
+    wanted = [(leaf.shape, leaf.dtype) for leaf in leaves]
+    if got != wanted:
+        raise ValueError(
+            f"load_state_dict: {place} should have local tensors of {wanted}, got {got}. Nothing is cast or resized on "
+            "load; convert the state dict first if that is what you want."
+        )
+
+
+def _like_example(example: object, saved: Any) -> Any:
+    """A counter where and as the optimizer keeps it; a copy, since the state dict may be used again."""
+    if isinstance(saved, Tensor):
+        return saved.detach().to(example, copy=True) if isinstance(example, Tensor) else saved.clone()
+    return saved
+
+

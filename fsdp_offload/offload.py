@@ -1,0 +1,476 @@
+"""What the user holds: :func:`offload_optimizer`, :func:`remove_offload` and :class:`OffloadedOptimizer`."""
+
+import functools
+import logging
+import types
+import warnings
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, ItemsView, Mapping, ValuesView
+from dataclasses import dataclass
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from .engine import Engine
+from .fsdp import is_dtensor, is_host_offloaded, local_shard, parameter_names, uses_cpu_offload_policy
+from .load import check_loadable
+from .optimizers import traits_of
+from .policy import OffloadPolicy
+from .report import OffloadReport
+from .update import ENGINE_ATTRIBUTE, UserState
+
+logger = logging.getLogger(__name__)
+
+
+def offload_optimizer(
+    optimizer: Optimizer, *, model: nn.Module | None = None, policy: OffloadPolicy | None = None
+) -> Optimizer:
+    """Keep the state of ``optimizer`` in host memory from now on, and stream it through the device in each step.
+
+    In place, like ``fully_shard``: the optimizer stays the same object, an instance of its own class as before and of
+    :class:`OffloadedOptimizer`. Results stay the same bit for bit. Call it once the model is sharded and the optimizer
+    built, before or after the first step, before or after making LR schedulers. Takes the host memory for all state at
+    once. No collective of its own; a class without a table entry is tried on scratch tensors, with whatever its step
+    does.
+
+    The tensors in ``optimizer.state`` become tensors over host memory: DTensors with the parameter's mesh and placements
+    for sharded parameters. Reading them through ``optimizer.state`` waits until they are up to date; a tensor fetched
+    earlier is valid until the next ``step()``.
+
+    Args:
+        optimizer: any ``torch.optim`` optimizer except LBFGS and SparseAdam, or another that updates its parameters
+            independently of each other. accelerate's wrapper is seen through.
+        model: the model whose parameters it has. Gives the order of the buckets, names for messages, and more checks.
+        policy: sizes of staging, buckets and what stays on the device.
+
+    Returns:
+        ``optimizer``.
+
+    Raises:
+        ValueError: it cannot be offloaded exactly; says why.
+        RuntimeError: it is offloaded already, or a CUDA graph is being captured.
+        MemoryError: host memory does not suffice.
+    """
+    policy = OffloadPolicy() if policy is None else policy
+    target = _unwrap(optimizer)
+    _check_attachable(target)
+    params = [param for group in target.param_groups for param in group["params"]]
+    names = _parameter_names(target, model)
+    device = _check_params(target, params, names)
+    if policy.pin_memory and device.type == "cpu":
+        raise ValueError("offload_optimizer: pin_memory=True needs an accelerator, and the parameters are on the CPU.")
+    engine = Engine(type(target), policy, device, names)
+    states = OffloadedState(engine, target.state)
+    # A frozen parameter gets room when it first has a gradient: reserving it would pin memory that nothing uses.
+    planned = {param for param in params if param.requires_grad or target.state.get(param)}
+    engine.add(target, [param for param in names if param in planned], states.unwaited)
+    _attach(target, engine, states, model)
+    for note in engine.notes():
+        warnings.warn(f"offload_optimizer: {note}", stacklevel=2)
+    return optimizer
+
+
+def remove_offload(optimizer: Optimizer) -> Optimizer:
+    """The inverse of :func:`offload_optimizer`: a plain optimizer again, all state on the device, host memory freed.
+
+    Schedulers and hooks go on working, whenever they were made. Needs device memory for the whole state.
+
+    Raises:
+        RuntimeError: it is not offloaded, or an exception has left its state half updated.
+    """
+    target = _unwrap(optimizer)
+    attachment = _attachment_of(target)
+    if attachment is None:
+        raise RuntimeError(f"remove_offload: this {type(target).__name__} is not offloaded.")
+    engine = attachment.engine
+    engine.check_usable("remove_offload()")
+    states = _states_of(target, engine)
+    engine.return_to_device(states.unwaited)
+    _detach(target, attachment)
+    target.state = defaultdict(dict, states)
+    engine.clear()
+    return optimizer
+
+
+@dataclass(eq=False)
+class _Attachment:
+    """What attaching has added to an optimizer, and what undoes it."""
+
+    engine: Engine
+    model: "weakref.ref[nn.Module] | None"
+    undo_step: list[Callable[[], None]]
+    bypass_guard: RemovableHandle
+    stepping: bool = False
+    told_no_gradient: bool = False
+
+
+class OffloadedOptimizer(Optimizer):
+    """Mixed into the class of an optimizer by :func:`offload_optimizer`; never instantiated by itself."""
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """As the optimizer's own ``step``; see :func:`offload_optimizer` for what is different underneath.
+
+        Returns when everything is issued. Parameters are new in the order of the current stream; stores may still run.
+
+        Raises:
+            RuntimeError: an earlier step stopped half way, a gradient is sparse or has other placements than its
+                parameter, or the optimizer turns out not to be separable by bucket.
+        """
+        attachment = _attachment_of(self)
+        if attachment is None:
+            # A scheduler made while this optimizer was offloaded holds this function; it is plain again now.
+            return type(self).step(self, *args, **kwargs)
+        attachment.stepping = True
+        try:
+            return _logical_step(self, *args, **kwargs)
+        finally:
+            attachment.stepping = False
+
+    step.hooked = True  # type: ignore[attr-defined]  # torch is not to wrap it: _logical_step fires the hooks
+
+    def state_dict(self) -> dict[str, Any]:
+        """As ``torch.optim.Optimizer``; the tensors are those of ``optimizer.state``, over host memory.
+
+        Raises:
+            RuntimeError: an exception has left the state half updated.
+        """
+        _engine_of(self).check_usable("state_dict()")
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As ``torch.optim.Optimizer``, straight into host memory; the tensors of ``state_dict`` are copied.
+
+        Raises:
+            ValueError: state is missing, extra, or of another shape, dtype or sharding. Nothing has changed then.
+        """
+        engine = _engine_of(self)
+        states = _states_of(self, engine)
+        loaded: dict[Tensor, UserState] = {}
+
+        def check(_: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+            loaded.update(check_loadable(engine, self, saved))
+            return {**saved, "state": {}}
+
+        def install(_: Optimizer) -> None:
+            self.state = states
+            states.clear()
+            engine.install(self, states.unwaited, loaded)
+            type(self).__setstate__(self, {})  # lets the class convert what old checkpoints hold
+
+        # Behind the user's hooks, which may rewrite what is loaded, and before those that look at the result.
+        before = self.register_load_state_dict_pre_hook(check)
+        after = self.register_load_state_dict_post_hook(install, prepend=True)
+        try:
+            Optimizer.load_state_dict(self, state_dict)
+        finally:
+            before.remove()
+            after.remove()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As ``torch.optim.Optimizer``; room for the new parameters' state is taken at once."""
+        super().add_param_group(param_group)
+        engine = _engine_of(self)
+        params = self.param_groups[-1]["params"]
+        try:
+            engine.names.update(_names_by_place(self))
+            _check_params(self, params, engine.names, engine.device)
+            states = _states_of(self, engine)
+            engine.add(self, [param for param in params if param.requires_grad], states.unwaited)
+        except Exception:
+            del self.param_groups[-1]  # as if it had not been called
+            raise
+
+    def synchronize(self) -> None:
+        """Block the host until transfers and updates are done, parameters are new and all state is at home."""
+        _engine_of(self).synchronize()
+
+    def offload_report(self) -> OffloadReport:
+        """Bytes by place, rates, and times of the last step; waits for that step. ``str()`` of it is a table."""
+        engine = _engine_of(self)
+        return engine.report(_states_of(self, engine).unwaited)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise TypeError(_NO_COPY.format(name=type(self).__name__))
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError(_NO_COPY.format(name=type(self).__name__))
+
+
+_NO_COPY = (
+    "{name} cannot be copied or pickled: its state lives in host memory that belongs to this optimizer. Use state_dict(), "
+    "or call remove_offload() first."
+)
+
+
+@Optimizer.profile_hook_step
+def _logical_step(self: OffloadedOptimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+    """One step as the user counts them: hooks fire around it once, the closure runs once."""
+    engine = _engine_of(self)
+    engine.check_usable("step()")
+    _refuse_capture(engine.device)
+    loss = None
+    if closure is not None:
+        with torch.enable_grad():
+            loss = closure()
+    with torch.no_grad():
+        if not engine.step(self, _states_of(self, engine).unwaited, kwargs):
+            _explain_no_gradient(self)
+    return loss
+
+
+def _explain_no_gradient(optimizer: Optimizer) -> None:
+    """A step that found no gradient at all: legal, but often an optimizer whose parameters are no longer the model's."""
+    attachment = _attachment_of(optimizer)
+    assert attachment is not None
+    model = attachment.model() if attachment.model is not None else None
+    if model is not None:
+        foreign = attachment.engine.names.keys() - parameter_names(model).keys()
+        if foreign:
+            raise RuntimeError(
+                f"step() found no gradient, and {len(foreign)} of the optimizer's parameters are no longer the model's. "
+                "fully_shard exchanges a model's parameters: call it first, then build the optimizer, then attach."
+            )
+    if not attachment.told_no_gradient:
+        attachment.told_no_gradient = True
+        logger.warning("step() found no gradient in any parameter; nothing was updated or moved")
+
+
+class OffloadedState(defaultdict[Tensor, UserState]):
+    """``optimizer.state`` of an offloaded optimizer: looking at a value waits until its home is up to date."""
+
+    def __init__(self, engine: Engine, items: Mapping[Tensor, UserState]) -> None:
+        super().__init__(dict, items)
+        self._engine = engine
+
+    @property
+    def unwaited(self) -> "UnwaitedStates":
+        """The same entries without waiting, for the engine."""
+        return UnwaitedStates(self)
+
+    def __getitem__(self, param: Tensor) -> UserState:
+        self._engine.wait_home(param)
+        return super().__getitem__(param)
+
+    def get(self, param: Tensor, default: Any = None) -> Any:  # type: ignore[override]
+        """As ``dict.get``."""
+        self._engine.wait_home(param)
+        return super().get(param, default)
+
+    def pop(self, param: Tensor, *default: Any) -> Any:  # type: ignore[override]
+        """As ``dict.pop``."""
+        self._engine.wait_home(param)
+        return super().pop(param, *default)
+
+    def setdefault(self, param: Tensor, default: Any = None) -> Any:  # type: ignore[override]
+        """As ``dict.setdefault``."""
+        self._engine.wait_home(param)
+        return super().setdefault(param, default)
+
+    def items(self) -> ItemsView[Tensor, UserState]:  # type: ignore[override]
+        """As ``dict.items``."""
+        self._engine.wait_all_home()
+        return super().items()
+
+    def values(self) -> ValuesView[UserState]:  # type: ignore[override]
+        """As ``dict.values``."""
+        self._engine.wait_all_home()
+        return super().values()
+
+
+class UnwaitedStates:
+    """The entries of an :class:`OffloadedState` without waiting: the :class:`StateStore` of the engine."""
+
+    def __init__(self, states: OffloadedState) -> None:
+        self._states = states
+
+    def get(self, param: Tensor) -> UserState:
+        """The state of ``param``; empty and not kept if there is none."""
+        return dict.get(self._states, param) or {}
+
+    def of(self, param: Tensor) -> UserState:
+        """The state of ``param``, made if there is none."""
+        return defaultdict.__getitem__(self._states, param)
+
+
+# Attaching -----------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _offloaded_class(cls: type[Optimizer]) -> type[Optimizer]:
+    """``Offloaded<Name>``: the mixin in front of the user's class."""
+    return type(f"Offloaded{cls.__name__}", (OffloadedOptimizer, cls), {"__module__": cls.__module__})
+
+
+def _attach(optimizer: Optimizer, engine: Engine, states: OffloadedState, model: nn.Module | None) -> None:
+    plain_step = type(optimizer).step
+    optimizer.__class__ = _offloaded_class(type(optimizer))
+    optimizer.state = states
+    optimizer.__dict__[ENGINE_ATTRIBUTE] = _Attachment(
+        engine,
+        None if model is None else weakref.ref(model),
+        _redirect_captured_step(optimizer, plain_step, type(optimizer).step),
+        optimizer.register_step_pre_hook(_refuse_bypass),
+    )
+
+
+def _detach(optimizer: Optimizer, attachment: _Attachment) -> None:
+    attachment.bypass_guard.remove()
+    for undo in attachment.undo_step:
+        undo()
+    del optimizer.__dict__[ENGINE_ATTRIBUTE]
+    optimizer.__class__ = attachment.engine.cls
+
+
+def _redirect_captured_step(optimizer: Optimizer, old: Any, new: Any) -> list[Callable[[], None]]:
+    """Let wrappers around ``optimizer.step`` that were made before attaching call the new step.
+
+    A scheduler replaces ``optimizer.step`` by a function that has captured the class's old ``step`` in its closure, and
+    so would train past us without a word. Returns what undoes it.
+    """
+    undo: list[Callable[[], None]] = []
+    pending = [optimizer.__dict__.get("step")]
+    seen: set[int] = set()
+    while pending:
+        function = pending.pop()
+        function = getattr(function, "__func__", function)
+        if not isinstance(function, types.FunctionType) or id(function) in seen:
+            continue
+        seen.add(id(function))
+        for cell in function.__closure__ or ():
+            content = cell.cell_contents
+            bound = isinstance(content, types.MethodType) and content.__self__ is optimizer
+            if content is old or (bound and content.__func__ is old):
+                cell.cell_contents = types.MethodType(new, optimizer) if bound else new
+                undo.append(functools.partial(setattr, cell, "cell_contents", content))
+            else:
+                pending.append(content)
+    return undo
+
+
+def _refuse_bypass(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Step pre-hook: the class's own step must not run on an offloaded optimizer."""
+    attachment = _attachment_of(optimizer)
+    if attachment is not None and not attachment.stepping:
+        raise RuntimeError(
+            f"{attachment.engine.cls.__name__}.step was called past the offload: something captured it before "
+            "offload_optimizer(). Attach first and wrap optimizer.step afterwards. Nothing has been changed."
+        )
+
+
+def _unwrap(optimizer: Optimizer) -> Optimizer:
+    """The optimizer inside accelerate's wrapper."""
+    while type(optimizer).__module__.startswith("accelerate.") and hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def _attachment_of(optimizer: Optimizer) -> _Attachment | None:
+    return cast("_Attachment | None", optimizer.__dict__.get(ENGINE_ATTRIBUTE))
+
+
+def _engine_of(optimizer: Optimizer) -> Engine:
+    attachment = _attachment_of(optimizer)
+    assert attachment is not None, "an OffloadedOptimizer always has an engine"
+    return attachment.engine
+
+
+def _states_of(optimizer: Optimizer, engine: Engine) -> OffloadedState:
+    """``optimizer.state``; another mapping that somebody put there is taken over."""
+    if not isinstance(optimizer.state, OffloadedState):
+        optimizer.state = OffloadedState(engine, optimizer.state)
+    return optimizer.state
+
+
+# Checks --------------------------------------------------------------------------------------------------------------
+
+_HOST_OFFLOADED = (
+    "This model uses CPUOffloadPolicy: parameters, gradients and optimizer state are on the host already and the update "
+    "runs there. Shard without offload_policy to keep parameters on the device and offload only the state."
+)
+
+
+def _check_attachable(optimizer: Optimizer) -> None:
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"offload_optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}.")
+    if _attachment_of(optimizer) is not None:
+        raise RuntimeError(
+            "offload_optimizer: this optimizer is offloaded already. To change the policy, call remove_offload() first."
+        )
+    traits = traits_of(type(optimizer))
+    if traits.refusal:
+        raise ValueError(f"offload_optimizer: {traits.refusal}")
+    for index, group in enumerate(optimizer.param_groups):
+        if group.get("differentiable"):
+            raise ValueError(
+                f"offload_optimizer: param_groups[{index}] has differentiable=True; a step that autograd follows needs all "
+                "state on the device."
+            )
+
+
+def _parameter_names(optimizer: Optimizer, model: nn.Module | None) -> dict[Tensor, str]:
+    """Names of the optimizer's parameters, in the order of buckets: as the model registers them, else by group."""
+    by_place = _names_by_place(optimizer)
+    if model is None:
+        return by_place
+    if uses_cpu_offload_policy(model):
+        raise ValueError(f"offload_optimizer: {_HOST_OFFLOADED}")
+    of_model = parameter_names(model)
+    foreign = [name for param, name in by_place.items() if param not in of_model]
+    if foreign:
+        raise ValueError(
+            f"offload_optimizer: {len(foreign)} of the optimizer's {len(by_place)} parameters ({', '.join(foreign[:4])}) "
+            "are not parameters of the model. fully_shard exchanges a model's parameters: call it first, then build the "
+            "optimizer, then attach."
+        )
+    return {param: name for param, name in of_model.items() if param in by_place}
+
+
+def _names_by_place(optimizer: Optimizer) -> dict[Tensor, str]:
+    names = {}
+    for index, group in enumerate(optimizer.param_groups):
+        given = group.get("param_names", ())
+        for position, param in enumerate(group["params"]):
+            place = f"param_groups[{index}].params[{position}]"
+            names[param] = given[position] if position < len(given) else place
+    return names
+
+
+def _check_params(
+    optimizer: Optimizer, params: list[Tensor], names: Mapping[Tensor, str], device: torch.device | None = None
+) -> torch.device:
+    """The one device of all parameters, after looking for what cannot be offloaded exactly."""
+    traits = traits_of(type(optimizer))
+    devices = {} if device is None else {device: "the other parameters"}
+    for param in params:
+        local = local_shard(param)
+        if local.is_meta:
+            raise ValueError(
+                f"offload_optimizer: {names[param]} is on the meta device. Materialize the model (to_empty and its "
+                "initialization, or loading a checkpoint) before attaching."
+            )
+        if is_host_offloaded(param):
+            raise ValueError(f"offload_optimizer: {names[param]} is on the host. {_HOST_OFFLOADED}")
+        if traits.refuses_dtensor and is_dtensor(param):
+            raise ValueError(f"offload_optimizer: {names[param]} is sharded. {traits.refuses_dtensor}")
+        devices.setdefault(local.device, names[param])
+    if len(devices) > 1:
+        raise ValueError(
+            "offload_optimizer: parameters on several devices: "
+            + ", ".join(f"{name} on {where}" for where, name in devices.items())
+            + ". Use one optimizer for each device."
+        )
+    found = next(iter(devices), torch.device("cpu"))
+    _refuse_capture(found)
+    return found
+
+
+def _refuse_capture(device: torch.device) -> None:
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "A CUDA graph is being captured: an offloaded step waits for events and copies of other streams, and cannot be "
+            "part of a graph. Capture forward and backward only."
+        )

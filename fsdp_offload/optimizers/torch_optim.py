@@ -1,0 +1,58 @@
+"""The optimizers of ``torch.optim``: an explicit answer for each class and implementation.
+
+``tests/test_cut_table.py`` and ``tests/gpu/test_cut_table_gpu.py`` make every entry of the cut table: whole against cut,
+several steps, ``torch.equal``. Nothing may be added here that they do not run.
+"""
+
+import itertools
+
+import torch
+from torch import optim
+
+from .base import Traits
+
+_FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+# Fused CPU kernels for reduced precision round differently from run to run of the vector loop; they are left whole.
+_FUSED_CPU = (torch.float32, torch.float64)
+
+
+def _cuttable(*, fused_on: tuple[str, ...] = ()) -> frozenset[tuple[str, str, torch.dtype]]:
+    entries = set(itertools.product(("for-loop", "foreach"), ("cpu", "cuda"), _FLOATS))
+    for device in fused_on:
+        entries |= set(itertools.product(("fused",), (device,), _FUSED_CPU if device == "cpu" else _FLOATS))
+    return frozenset(entries)
+
+
+def _elementwise(*, fused_on: tuple[str, ...] = ()) -> Traits:
+    return Traits(elementwise=True, state_like_param=True, cuttable=_cuttable(fused_on=fused_on))
+
+
+TRAITS: dict[type[optim.Optimizer], Traits] = {
+    optim.Adadelta: _elementwise(),
+    optim.Adagrad: _elementwise(fused_on=("cpu", "cuda")),
+    optim.Adam: _elementwise(fused_on=("cpu", "cuda")),
+    optim.AdamW: _elementwise(fused_on=("cpu", "cuda")),
+    optim.Adamax: _elementwise(),
+    optim.ASGD: _elementwise(),
+    optim.NAdam: _elementwise(),
+    optim.RAdam: _elementwise(),
+    optim.RMSprop: _elementwise(),
+    optim.Rprop: _elementwise(),
+    optim.SGD: _elementwise(fused_on=("cpu", "cuda")),
+    # Orthogonalizes whole matrices: sees the DTensors, and torch redistributes them as it does without offload.
+    optim.Muon: Traits(state_like_param=True),
+    # Factors whole matrices: row and column statistics, and a norm over the parameter.
+    optim.Adafactor: Traits(
+        refuses_dtensor="torch.optim.Adafactor itself does not support sharded parameters: its step fails on DTensor "
+        "shards. Use it with plain parameters, or another optimizer."
+    ),
+    optim.LBFGS: Traits(
+        refusal="LBFGS keeps one flat history over all parameters and evaluates the closure many times in a step; it "
+        "cannot be streamed parameter by parameter."
+    ),
+    optim.SparseAdam: Traits(
+        refusal="SparseAdam takes sparse gradients, which touch only some rows of the state; streaming all of it would "
+        "cost more than it saves. Keep such parameters in an optimizer of their own that is not offloaded."
+    ),
+}

@@ -1,0 +1,226 @@
+"""Executes a schedule, and is the one owner of where each bucket's newest bytes are.
+
+    home ──L──▶ loading ──U──▶ in slot ──S──▶ storing ──(store finished)──▶ home
+
+State that the optimizer creates in a step has nothing to load and goes from *home* straight to *in slot*.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from .schedule import Action, Kind, Placement
+from .transfer import DeviceLink, Lane, Mark
+
+
+class Residency(Enum):
+    """Where the newest bytes of a bucket are, and what that costs in device memory."""
+
+    HOME = "home"  # in the arena; no device memory
+    LOADING = "loading"  # in the arena, and on their way to the ring
+    IN_SLOT = "in slot"  # in the ring only: the arena is older
+    STORING = "storing"  # in the ring, and on their way to the arena
+
+
+_NEXT = {
+    Residency.HOME: (Residency.LOADING, Residency.IN_SLOT),
+    Residency.LOADING: (Residency.IN_SLOT,),
+    Residency.IN_SLOT: (Residency.STORING,),
+    # The next load is ordered behind the store on the device, so the host need not have seen it finish.
+    Residency.STORING: (Residency.HOME, Residency.LOADING, Residency.IN_SLOT),
+}
+
+
+@dataclass
+class StagedBucket:
+    """A bucket's bytes at home and in the ring.
+
+    Attributes:
+        placement: its place in the ring; ``None`` for state that is resident on the device.
+        copies: for each transfer the two ``uint8`` ranges: in the arena, and the offset in the ring.
+    """
+
+    placement: Placement | None
+    copies: Sequence[tuple[Tensor, int]]
+    residency: Residency = Residency.HOME
+    slot_views: list[Tensor] = field(default_factory=list)  # of the ring, one for each copy
+
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes that one load or one store moves."""
+        return sum(home.numel() for home, _ in self.copies)
+
+    def move_to(self, residency: Residency) -> None:
+        """Note where the newest bytes are now."""
+        assert residency in _NEXT[self.residency], f"a bucket cannot go from {self.residency} to {residency}"
+        self.residency = residency
+
+
+class Span:
+    """When an action began and ended, on its lane."""
+
+    def __init__(self) -> None:
+        self.begin: Mark | None = None
+        self.end: Mark | None = None
+
+    def ms(self) -> float:
+        """Duration in milliseconds; waits for the action to finish."""
+        assert self.begin is not None and self.end is not None
+        self.end.synchronize()
+        return self.end.elapsed_ms_since(self.begin)
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """How the last step used its lanes.
+
+    Attributes:
+        loaded_bytes, stored_bytes: moved each way.
+        load_ms, store_ms: busy time of the copies, without waits.
+        update_ms: time in which the optimizer ran.
+        step_ms: from the begin of the step to the end of its last update, on the compute stream.
+    """
+
+    loaded_bytes: int = 0
+    stored_bytes: int = 0
+    load_ms: float = 0.0
+    store_ms: float = 0.0
+    update_ms: float = 0.0
+    step_ms: float = 0.0
+
+    @property
+    def exposed_ms(self) -> float:
+        """Time in which the compute stream stood still for transfers (or for the host to issue the next action)."""
+        return max(0.0, self.step_ms - self.update_ms)
+
+
+_pipeline_numbers = itertools.count(1)
+
+
+class Pipeline:
+    """Runs schedules over a growing list of buckets on one device."""
+
+    def __init__(self, link: DeviceLink, *, serial: bool) -> None:
+        self.buckets: list[StagedBucket] = []
+        self._link = link
+        self._number = next(_pipeline_numbers)
+        self._lanes: dict[str, Lane] = link.lanes(serial=serial)
+        self._spans: dict[tuple[Kind, int], Span] = {}
+        self._ring: Tensor | None = None
+        self._step_begin: Mark | None = None
+        self._last_actions: Sequence[Action] = ()
+
+    def ring(self, nbytes: int) -> Tensor:
+        """The staging memory, of at least ``nbytes`` bytes. Views made for an earlier ring are made anew."""
+        ring = self._link.ring(nbytes)
+        if ring is not self._ring:
+            self._ring = ring
+            for bucket in self.buckets:
+                bucket.slot_views = []
+        return ring
+
+    def run(self, actions: Sequence[Action], update: Callable[[int], None]) -> None:
+        """Issue ``actions`` in order. ``update(bucket)`` runs the optimizer on that bucket, in the update lane.
+
+        On an accelerator this returns when everything is issued; the parameters are new in stream order, the last
+        stores may still run. An exception in ``update`` ends it after the transfers already issued have finished.
+        """
+        self._last_actions = ()
+        self._step_begin = self._lanes["U"].mark(self._step_begin)
+        if self._link.changes_hands(self._number):
+            stores = self._lanes["S"].mark()
+            self._lanes["L"].wait(stores)
+            self._lanes["U"].wait(stores)
+        try:
+            for action in actions:
+                self._issue(action, update)
+        except BaseException:
+            self.synchronize()
+            raise
+        self._last_actions = tuple(actions)
+
+    def _issue(self, action: Action, update: Callable[[int], None]) -> None:
+        lane = self._lanes[action.kind]
+        for wait in action.waits:
+            awaited = self._spans.get((wait.kind, wait.bucket))
+            if awaited is not None and awaited.end is not None:
+                lane.wait(awaited.end)
+        span = self._spans.setdefault((action.kind, action.bucket), Span())
+        with lane.running():
+            span.begin = lane.mark(span.begin)
+            if action.kind == "L":
+                self._load(self.buckets[action.bucket])
+            elif action.kind == "S":
+                self._store(self.buckets[action.bucket])
+            else:
+                update(action.bucket)
+                if self.buckets[action.bucket].placement is not None:
+                    self.buckets[action.bucket].move_to(Residency.IN_SLOT)
+            span.end = lane.mark(span.end)
+
+    def _load(self, bucket: StagedBucket) -> None:
+        for (home, _), slot in zip(bucket.copies, self._slots(bucket), strict=True):
+            slot.copy_(home, non_blocking=True)
+        bucket.move_to(Residency.LOADING)
+
+    def _store(self, bucket: StagedBucket) -> None:
+        for (home, _), slot in zip(bucket.copies, self._slots(bucket), strict=True):
+            home.copy_(slot, non_blocking=True)
+        bucket.move_to(Residency.STORING)
+
+    def _slots(self, bucket: StagedBucket) -> list[Tensor]:
+        if not bucket.slot_views and bucket.copies:
+            assert self._ring is not None and bucket.placement is not None
+            begin = bucket.placement.offset
+            bucket.slot_views = [
+                self._ring[begin + offset : begin + offset + home.numel()] for home, offset in bucket.copies
+            ]
+        return bucket.slot_views
+
+    def wait_home(self, number: int) -> None:
+        """Block the host until the arena holds the newest bytes of this bucket: wait for its store, and no other."""
+        bucket = self.buckets[number]
+        if bucket.residency is Residency.STORING:
+            end = self._spans["S", number].end
+            assert end is not None
+            end.synchronize()
+            bucket.move_to(Residency.HOME)
+
+    def abandon(self) -> None:
+        """After a failed step: whatever is half way counts as what the arena holds."""
+        self.synchronize()
+        for bucket in self.buckets:
+            bucket.residency = Residency.HOME
+
+    def synchronize(self) -> None:
+        """Block the host until every transfer and update has finished."""
+        self._link.synchronize()
+        for number in range(len(self.buckets)):
+            self.wait_home(number)
+
+    def last_step_times(self) -> StepTimes:
+        """Durations of the last step that ended without an exception; waits for it to finish."""
+        if not self._last_actions:
+            return StepTimes()
+        ms = {"L": 0.0, "U": 0.0, "S": 0.0}
+        moved = {"L": 0, "U": 0, "S": 0}
+        last_update: Mark | None = None
+        for action in self._last_actions:
+            span = self._spans[action.kind, action.bucket]
+            ms[action.kind] += span.ms()
+            moved[action.kind] += self.buckets[action.bucket].copied_bytes
+            if action.kind == "U":
+                last_update = span.end
+        assert last_update is not None and self._step_begin is not None
+        return StepTimes(
+            loaded_bytes=moved["L"],
+            stored_bytes=moved["S"],
+            load_ms=ms["L"],
+            store_ms=ms["S"],
+            update_ms=ms["U"],
+            step_ms=last_update.elapsed_ms_since(self._step_begin),
+        )

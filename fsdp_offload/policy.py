@@ -1,0 +1,65 @@
+"""How an optimizer's state is offloaded: plain data, validated when it is made, used by every other room."""
+
+from dataclasses import dataclass
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadPolicy:
+    """How much state may be on the device, and how it passes through.
+
+    Attributes:
+        staging_bytes: device memory for state in passing. It is taken once, when the optimizer is attached or first
+            steps, and stays allocated. One ``bucket_bytes`` of it is kept free for state that the optimizer is just
+            creating; the rest is a ring through which buckets are loaded, updated and stored. Three or more buckets
+            in the ring let loads, updates and stores overlap.
+        resident_bytes: state that never leaves the device, in addition to ``staging_bytes``: whole parameters' state,
+            taken in bucket order as long as it fits.
+        bucket_bytes: about how much state is loaded, updated and stored together. A parameter with more state than
+            this is cut into several buckets when its optimizer works element by element, and is a bucket of its own
+            otherwise.
+        pin_memory: whether the host memory is page-locked. ``None`` pins where the parameters are on an accelerator.
+            Copies from memory that is not pinned are several times slower and do not overlap.
+        serial: run the same schedule one action after the other, waiting for each. Slow; to find out whether a
+            difference comes from overlap. The bits are the same either way.
+        host_limit_bytes: host memory that the state may take. ``None`` asks the kernel (cgroup limit, available
+            memory, and what all ranks of this host would need together). Give a number where the machine grows its
+            memory on use, so that what the kernel reports is too little.
+
+    Raises:
+        ValueError: a size is negative, or ``staging_bytes`` holds fewer than two buckets.
+        TypeError: a size is not an integer.
+    """
+
+    staging_bytes: int = 256 * MIB
+    resident_bytes: int = 0
+    bucket_bytes: int = 64 * MIB
+    pin_memory: bool | None = None
+    serial: bool = False
+    host_limit_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_size("staging_bytes", self.staging_bytes, minimum=1)
+        _check_size("bucket_bytes", self.bucket_bytes, minimum=1024)
+        _check_size("resident_bytes", self.resident_bytes, minimum=0)
+        if self.host_limit_bytes is not None:
+            _check_size("host_limit_bytes", self.host_limit_bytes, minimum=0)
+        if self.staging_bytes < 2 * self.bucket_bytes:
+            raise ValueError(
+                f"OffloadPolicy: staging_bytes must hold at least two buckets, one in the ring and room for one that is "
+                f"being created; got staging_bytes={self.staging_bytes} with bucket_bytes={self.bucket_bytes}. "
+                f"Raise staging_bytes to {2 * self.bucket_bytes} (four buckets overlap best) or lower bucket_bytes."
+            )
+
+    @property
+    def ring_bytes(self) -> int:
+        """Device bytes through which buckets pass: staging without the room for state under creation."""
+        return self.staging_bytes - self.bucket_bytes
+
+
+def _check_size(name: str, value: object, *, minimum: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"OffloadPolicy: {name} must be an integer number of bytes, got {value!r}")
+    if value < minimum:
+        raise ValueError(f"OffloadPolicy: {name} must be at least {minimum} bytes, got {value}")

@@ -1,0 +1,72 @@
+"""What offloading costs and gains, in numbers a person reads."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class OffloadReport:
+    """A snapshot of an offloaded optimizer on this rank; ``str()`` is a table.
+
+    Attributes:
+        optimizer: name of the user's class.
+        host_state_bytes: state whose home is host memory. Reserved for state that the optimizer has yet to create.
+        resident_state_bytes: state that stays on the device.
+        other_state_bytes: state that is not moved: counters, and tensors that are not understood.
+        left_out: names of state tensors that are not understood.
+        host_bytes: host memory taken, padding included.
+        pinned: whether that memory is page-locked.
+        ring_bytes: device memory through which state passes.
+        buckets: how many pieces the offloaded state is divided into.
+        device_peak_bytes: the allocator's peak on this device since its statistics were last reset; 0 on the CPU.
+        loaded_bytes, stored_bytes: moved in the last step, host to device and back.
+        load_gb_per_s, store_gb_per_s: their rate (10**9 bytes) while a copy was running; 0 if nothing moved.
+        step_ms: duration of the last step, until the last update.
+        update_ms: time of that in which the optimizer ran.
+        exposed_ms: time of that in which the device waited for transfers or for the host.
+        notes: what the user should know, most important first.
+    """
+
+    optimizer: str
+    host_state_bytes: int
+    resident_state_bytes: int
+    other_state_bytes: int
+    left_out: tuple[str, ...]
+    host_bytes: int
+    pinned: bool
+    ring_bytes: int
+    buckets: int
+    device_peak_bytes: int
+    loaded_bytes: int
+    stored_bytes: int
+    load_gb_per_s: float
+    store_gb_per_s: float
+    step_ms: float
+    update_ms: float
+    exposed_ms: float
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        rows = [
+            ("state on the host", _bytes(self.host_state_bytes)),
+            ("state resident on the device", _bytes(self.resident_state_bytes)),
+            ("other state, where it was", _bytes(self.other_state_bytes)),
+            ("host memory taken", f"{_bytes(self.host_bytes)} {'pinned' if self.pinned else 'not pinned'}"),
+            ("staging ring on the device", f"{_bytes(self.ring_bytes)}, {self.buckets} buckets pass through"),
+            ("device peak", _bytes(self.device_peak_bytes)),
+            ("last step: loaded", f"{_bytes(self.loaded_bytes)} at {self.load_gb_per_s:.1f} GB/s"),
+            ("last step: stored", f"{_bytes(self.stored_bytes)} at {self.store_gb_per_s:.1f} GB/s"),
+            ("last step: time", f"{self.step_ms:.1f} ms, of it {self.update_ms:.1f} ms updates"),
+            ("last step: exposed", f"{self.exposed_ms:.1f} ms"),
+        ]
+        width = max(len(name) for name, _ in rows)
+        lines = [f"Offloaded {self.optimizer}"]
+        lines += [f"  ! {note}" for note in self.notes]
+        lines += [f"  {name:<{width}}  {value}" for name, value in rows]
+        return "\n".join(lines)
+
+
+def _bytes(nbytes: int) -> str:
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if nbytes >= size:
+            return f"{nbytes / size:.2f} {unit}"
+    return f"{nbytes} B"

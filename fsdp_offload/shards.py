@@ -1,0 +1,183 @@
+"""``optimizer.state`` as state shards: what of it moves, in which shape, and how to put it together again.
+
+A *value* is what an optimizer keeps under a name: a plain tensor, a DTensor, or a wrapper subclass (8-bit moments) that
+knows its inner tensors. Its *leaves* are the dense plain tensors inside; only leaves are ever copied.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .fsdp import is_dtensor, local_shard, over_local, without_data
+
+
+class LeafLayout(NamedTuple):
+    """One dense tensor of a state value. ``stride`` covers ``numel`` elements without gaps."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements."""
+        numel = 1
+        for size in self.shape:
+            numel *= size
+        return numel * self.dtype.itemsize
+
+
+_Build = Callable[[Iterator[Tensor], bool], Tensor]
+
+
+@dataclass(frozen=True)
+class ValueLayout:
+    """How a value is made of its leaves."""
+
+    leaves: tuple[LeafLayout, ...]
+    type: type[Tensor]
+    _build: _Build
+
+    def build(self, leaves: Sequence[Tensor], *, on_host: bool) -> Tensor:
+        """The value over ``leaves``, without a copy. ``on_host`` chooses the copy of what parameters share."""
+        return self._build(iter(leaves), on_host)
+
+
+class NotUnderstood(TypeError):
+    """A state value that is neither dense nor made of dense tensors; it stays where the optimizer put it."""
+
+
+SharedTest = Callable[[Tensor], bool]
+
+
+def describe_value(value: Tensor, is_shared: SharedTest = lambda leaf: False) -> ValueLayout:
+    """The layout of ``value``. Leaves for which ``is_shared`` holds are not moved: device and host keep one copy each.
+
+    Raises:
+        NotUnderstood: some part of it is not a dense tensor.
+    """
+    leaves: list[LeafLayout] = []
+    build = _describe(value, leaves, is_shared)
+    return ValueLayout(tuple(leaves), type(value), build)
+
+
+def _describe(value: Tensor, leaves: list[LeafLayout], is_shared: SharedTest) -> _Build:
+    if is_dtensor(value):
+        build_local = _describe(local_shard(value), leaves, is_shared)
+        like = without_data(value)
+        return lambda parts, on_host: over_local(like, build_local(parts, on_host))
+    if hasattr(type(value), "__tensor_flatten__"):
+        return _describe_wrapper(value, leaves, is_shared)
+    if value.layout != torch.strided or type(value) not in (Tensor, torch.nn.Parameter):
+        raise NotUnderstood(f"{type(value).__name__} with layout {value.layout}")
+    if is_shared(value):
+        device_copy, host_copy = value, value.detach().cpu()
+        return lambda parts, on_host: host_copy if on_host else device_copy
+    meta = torch.empty_like(value, device="meta")  # dense, in the same order of dimensions
+    leaves.append(LeafLayout(tuple(meta.shape), tuple(meta.stride()), meta.dtype))
+    return lambda parts, on_host: next(parts)
+
+
+def _describe_wrapper(value: Tensor, leaves: list[LeafLayout], is_shared: SharedTest) -> _Build:
+    names, context = value.__tensor_flatten__()  # type: ignore[attr-defined]
+    inner = {name: getattr(value, name) for name in names}
+    builds = {name: _describe(part, leaves, is_shared) for name, part in inner.items() if isinstance(part, Tensor)}
+    fixed = {name: part for name, part in inner.items() if not isinstance(part, Tensor)}
+    cls, shape, stride = type(value), value.shape, value.stride()
+
+    def build(parts: Iterator[Tensor], on_host: bool) -> Tensor:
+        tensors = {name: make(parts, on_host) for name, make in builds.items()}
+        made: Tensor = cls.__tensor_unflatten__(fixed | tensors, context, shape, stride)  # type: ignore[attr-defined]
+        return made
+
+    return build
+
+
+def leaves_of(value: Tensor, is_shared: SharedTest = lambda leaf: False) -> list[Tensor]:
+    """The dense tensors inside ``value``, in the order of its layout, without those that are shared."""
+    if is_dtensor(value):
+        return leaves_of(local_shard(value), is_shared)
+    if hasattr(type(value), "__tensor_flatten__"):
+        names, _ = value.__tensor_flatten__()  # type: ignore[attr-defined]
+        parts = [getattr(value, name) for name in names]
+        return [leaf for part in parts if isinstance(part, Tensor) for leaf in leaves_of(part, is_shared)]
+    return [] if is_shared(value) else [value]
+
+
+@dataclass(frozen=True)
+class StateLayout:
+    """What an optimizer keeps for one parameter, once it has created it.
+
+    Attributes:
+        values: the tensors that are moved, by name, in the optimizer's order.
+        scalars: names of what stays where the optimizer put it (0-dim tensors, numbers), each with an example.
+        left_out: names of tensors that are not understood and stay on the device.
+    """
+
+    values: dict[str, ValueLayout]
+    scalars: dict[str, object] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
+
+    def same_bytes(self, other: "StateLayout") -> bool:
+        """Whether both take the same places in the arena."""
+        mine = [(name, value.leaves) for name, value in self.values.items()]
+        return mine == [(name, value.leaves) for name, value in other.values.items()]
+
+
+@dataclass(eq=False)
+class StateShard:
+    """One parameter's state on this rank.
+
+    Attributes:
+        param: the optimizer's parameter, a key of ``optimizer.state``.
+        name: FQN, or the place in ``param_groups``; for messages.
+        on_locals: the optimizer runs on this rank's local tensors; otherwise it sees ``param`` itself.
+        cuttable: it may be updated in flat ranges.
+        layout: names, shapes and dtypes, learnt before the state exists.
+        resident: its home is on the device.
+        home_leaves: dense tensors over its home, by state name.
+        homes: what ``optimizer.state[param]`` holds for each name, over ``home_leaves``.
+    """
+
+    param: Tensor
+    name: str
+    on_locals: bool
+    cuttable: bool
+    layout: StateLayout
+    layout_key: object
+    resident: bool = False
+    home_leaves: dict[str, list[Tensor]] = field(default_factory=dict)
+    homes: dict[str, Tensor] = field(default_factory=dict)
+    buckets: list[int] = field(default_factory=list)
+
+    @property
+    def local_numel(self) -> int:
+        """Elements of the parameter on this rank."""
+        return local_shard(self.param).numel()
+
+    @property
+    def leaf_layouts(self) -> list[LeafLayout]:
+        """All leaves, value by value: the order in which they lie in a bucket."""
+        return [leaf for value in self.layout.values.values() for leaf in value.leaves]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the state, without padding."""
+        return sum(leaf.nbytes for leaf in self.leaf_layouts)
+
+    def settle(self, leaves: Sequence[Tensor]) -> None:
+        """Take ``leaves`` (one for each leaf layout) as the home of this state."""
+        remaining = iter(leaves)
+        for name, value in self.layout.values.items():
+            self.home_leaves[name] = [next(remaining) for _ in value.leaves]
+            built = value.build(self.home_leaves[name], on_host=not self.resident)
+            self.homes[name] = over_local(self.param, built) if self.on_locals else built
+
+    def on_device(self, name: str, device: torch.device) -> Tensor:
+        """A copy of the value ``name`` on ``device``, of the type that the optimizer made."""
+        leaves = [leaf.to(device, copy=True) for leaf in self.home_leaves[name]]
+        built = self.layout.values[name].build(leaves, on_host=False)
+        return over_local(self.param, built) if self.on_locals else built

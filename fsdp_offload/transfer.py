@@ -1,0 +1,197 @@
+"""Streams, events and the staging memory of a device: the only room that knows about them.
+
+A *lane* is where actions of one kind run: loads, updates, stores. On an accelerator the loads and the stores have a
+stream each, and updates run on the stream that is current in ``step()``:
+
+- the load stream overlaps with updates, stores, and whatever the device still has to do of the backward;
+- the store stream overlaps with updates, loads, and the next forward.
+
+The serial lanes run the same actions one by one on the current stream and wait for each: on the CPU, and to bisect.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Mark(Protocol):
+    """A point in a lane that others wait for."""
+
+    def synchronize(self) -> None:
+        """Block the host until the lane has passed this point."""
+
+    def elapsed_ms_since(self, earlier: "Mark") -> float:
+        """Milliseconds between two marks of the same lane that have both been passed."""
+
+
+class Lane(Protocol):
+    """Runs actions of one kind, in order."""
+
+    def wait(self, mark: Mark) -> None:
+        """Let what follows in this lane start only after ``mark``."""
+
+    def running(self) -> AbstractContextManager[None]:
+        """Within it, copies and kernels are issued to this lane."""
+
+    def mark(self, reuse: Mark | None = None) -> Mark:
+        """A mark at the current end of the lane; ``reuse`` is an old mark of this lane that may be moved here."""
+
+
+class StreamMark:
+    """An event on a stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.event = torch.Event(device, enable_timing=True)
+
+    def synchronize(self) -> None:
+        """Block the host until the stream has passed this point."""
+        self.event.synchronize()
+
+    def elapsed_ms_since(self, earlier: Mark) -> float:
+        """Milliseconds on the device between two marks that have both been passed."""
+        assert isinstance(earlier, StreamMark)
+        return earlier.event.elapsed_time(self.event)
+
+
+class StreamLane:
+    """A lane on a stream of its own, or on the one that is current whenever it is used."""
+
+    def __init__(self, device: torch.device, stream: torch.Stream | None) -> None:
+        self._device = device
+        self._stream = stream
+
+    @property
+    def _now(self) -> torch.Stream:
+        return self._stream if self._stream is not None else torch.accelerator.current_stream(self._device)
+
+    def wait(self, mark: Mark) -> None:
+        """Order this lane's stream behind ``mark``; the host goes on."""
+        assert isinstance(mark, StreamMark)
+        self._now.wait_event(mark.event)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Make this lane's stream the current one."""
+        if self._stream is None:
+            yield
+            return
+        with self._stream:
+            yield
+
+    def mark(self, reuse: Mark | None = None) -> Mark:
+        """Record an event at the end of this lane's stream."""
+        mark = reuse if isinstance(reuse, StreamMark) else StreamMark(self._device)
+        self._now.record_event(mark.event)
+        return mark
+
+
+class HostMark:
+    """A point that has been passed already: serial lanes wait before they mark."""
+
+    def __init__(self) -> None:
+        self.seconds = time.perf_counter()
+
+    def synchronize(self) -> None:
+        """Return at once."""
+
+    def elapsed_ms_since(self, earlier: Mark) -> float:
+        """Milliseconds on the host's clock."""
+        assert isinstance(earlier, HostMark)
+        return (self.seconds - earlier.seconds) * 1e3
+
+
+class SerialLane:
+    """A lane that waits for each of its actions."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def wait(self, mark: Mark) -> None:
+        """Return at once: whatever was issued before has finished."""
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Run on the current stream."""
+        yield
+
+    def mark(self, reuse: Mark | None = None) -> Mark:
+        """Wait for the device, then note the time."""
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
+        return HostMark()
+
+
+class DeviceLink:
+    """What all offloaded optimizers of one device share: the two copy streams and the ring of staging memory.
+
+    The streams live as long as the process: new ones would each get a memory pool of their own in torch's allocator.
+    The ring goes when the last user has left.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._streams: tuple[torch.Stream, torch.Stream] | None = None
+        self._ring: Tensor | None = None
+        self._users = 0
+        self._last_user = 0
+
+    def lanes(self, *, serial: bool) -> dict[str, Lane]:
+        """The lanes for loads (``"L"``), updates (``"U"``) and stores (``"S"``)."""
+        if serial or self.device.type == "cpu":
+            lane = SerialLane(self.device)
+            return {"L": lane, "U": lane, "S": lane}
+        if self._streams is None:
+            self._streams = (torch.Stream(self.device), torch.Stream(self.device))
+        load, store = self._streams
+        return {
+            "L": StreamLane(self.device, load),
+            "U": StreamLane(self.device, None),
+            "S": StreamLane(self.device, store),
+        }
+
+    def join(self) -> None:
+        """Count one more user of the ring."""
+        self._users += 1
+
+    def leave(self) -> None:
+        """Count one user less. The ring goes with the last one, when no copy reads or writes it any more."""
+        self._users -= 1
+        if self._users == 0 and self._ring is not None:
+            self.synchronize()
+            self._ring = None
+
+    def ring(self, nbytes: int) -> Tensor:
+        """A ``uint8`` tensor of at least ``nbytes`` bytes on the device. It stays the same until it has to grow."""
+        if self._ring is None or self._ring.numel() < nbytes:
+            self.synchronize()
+            self._ring = None
+            # Allocated on the current (compute) stream; waiting lets the copy streams touch it at once, although the
+            # memory may have been an activation that a kernel was still reading.
+            self._ring = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+            self.synchronize()
+        return self._ring
+
+    def changes_hands(self, user: int) -> bool:
+        """Whether the ring was last used by somebody else, whose stores may still read it."""
+        changed = self._last_user != user
+        self._last_user = user
+        return changed
+
+    def synchronize(self) -> None:
+        """Block the host until the device has done everything that was issued to it."""
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+
+
+_links: dict[torch.device, DeviceLink] = {}
+
+
+def device_link(device: torch.device) -> DeviceLink:
+    """The link of ``device``, made on first use."""
+    if device not in _links:
+        _links[device] = DeviceLink(device)
+    return _links[device]

@@ -1,0 +1,330 @@
+"""Runs the user's own optimizer on one bucket.
+
+The optimizer's class is given a *shadow*: an instance that the user never sees, with the live hyperparameters and
+attributes of the real one, whose parameters are this bucket's and whose state is the bucket's slot. What a step changes
+beside parameters and state tensors is collected and handed back once for the whole step:
+
+- 0-dim tensors and numbers of a parameter (``step``): each range of a cut parameter starts from the same value;
+- values of a param group (``group["k"]``) and of the optimizer object: each bucket starts from the same value, and all
+  must end at the same.
+"""
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .fsdp import local_shard
+from .shards import StateShard, leaves_of
+
+ENGINE_ATTRIBUTE = "_offload_engine"
+"""Where an offloaded optimizer keeps its engine; never copied to a shadow, which would be a reference cycle."""
+
+_OWN_ATTRIBUTES = frozenset({"param_groups", "state", "step", ENGINE_ATTRIBUTE})
+
+_READ_ONLY_TENSORS = frozenset({"lr", "betas"})
+"""Group entries that may be tensors but that no optimizer writes; they are shared with the shadow, not copied."""
+
+UserState = dict[str, Any]
+
+
+class StateStore(Protocol):
+    """``optimizer.state`` as the engine sees it: looking at an entry neither waits nor makes one."""
+
+    def get(self, param: Tensor) -> UserState:
+        """The state of ``param``; an empty one that is not kept if there is none."""
+
+    def of(self, param: Tensor) -> UserState:
+        """The state of ``param``, made if there is none."""
+
+
+@dataclass(eq=False)
+class BoundRange:
+    """A range of a shard, bound to what the optimizer sees while it is on the device.
+
+    Attributes:
+        param: the parameter itself, or an alias of its local tensor, flat for a range of a cut shard.
+        values: the state tensors in the slot, by name.
+        last: no later range of the same shard follows: this one commits the parameter's scalars.
+        address: of the local shard when it was bound; another one means that the storage was exchanged.
+    """
+
+    shard: StateShard
+    start: int
+    stop: int
+    param: Tensor
+    values: dict[str, Tensor]
+    last: bool
+    address: int
+
+    @property
+    def whole(self) -> bool:
+        """Whether it covers all of the shard."""
+        return self.start == 0 and self.last
+
+    def still_valid(self) -> bool:
+        """Whether the local shard is still the memory it was bound to."""
+        return local_shard(self.shard.param).data_ptr() == self.address
+
+    @property
+    def is_alias(self) -> bool:
+        """Whether the gradient has to be handed to ``param``, which is not the user's own tensor."""
+        return self.param is not self.shard.param
+
+
+def bind_range(shard: StateShard, start: int, stop: int, values: dict[str, Tensor]) -> BoundRange:
+    """Bind the elements ``[start, stop)`` of ``shard`` to ``values``, its state tensors on the device."""
+    local = local_shard(shard.param)
+    last = stop == shard.local_numel
+    whole = start == 0 and last
+    own = not shard.on_locals or (whole and local is shard.param)
+    param = shard.param if own else _alias(local, start, stop, whole=whole)
+    return BoundRange(shard, start, stop, param, values, last, local.data_ptr())
+
+
+def slot_values(shard: StateShard, start: int, stop: int, take: Callable[[int, int], Tensor]) -> dict[str, Tensor]:
+    """State tensors over the slot of the elements ``[start, stop)``.
+
+    Args:
+        take: ``take(leaf, nbytes)`` is a flat ``uint8`` tensor over the first ``nbytes`` bytes of that leaf's place.
+    """
+    whole = start == 0 and stop == shard.local_numel
+    numbers = itertools.count()
+    values = {}
+    for name, value in shard.layout.values.items():
+        parts = []
+        for layout in value.leaves:
+            nbytes = layout.nbytes if whole else (stop - start) * layout.dtype.itemsize
+            typed = take(next(numbers), nbytes).view(layout.dtype)
+            parts.append(typed.as_strided(layout.shape, layout.stride) if whole else typed)
+        values[name] = parts[0] if shard.on_locals else value.build(parts, on_host=False)
+    return values
+
+
+def _alias(local: Tensor, start: int, stop: int, *, whole: bool) -> Tensor:
+    alias = local.detach()
+    return alias if whole else alias.view(-1)[start:stop]
+
+
+class SharedValues:
+    """What one logical step changes in the param groups and in the optimizer object, however many buckets it has."""
+
+    def __init__(self, optimizer: Optimizer, pinned: Sequence[Mapping[str, Any]]) -> None:
+        """Note where the step starts. ``pinned`` overrides entries of each group for the shadow only."""
+        self._groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        self._pinned = pinned
+        self._attributes = instance_attributes(optimizer)
+        self._group_changes: list[dict[str, Any]] = [{} for _ in self._groups]
+        self._attribute_changes: dict[str, Any] = {}
+        self._given: Sequence[Mapping[str, Any]] = self._groups
+        self._versions = {
+            (number, name): value._version
+            for number, group in enumerate(self._groups)
+            for name, value in group.items()
+            if isinstance(value, Tensor)
+        }
+
+    def groups_for(self, params: Sequence[list[Tensor]]) -> list[dict[str, Any]]:
+        """Param groups for one bucket: all groups, in order, each with this bucket's parameters (perhaps none)."""
+        self._given = [
+            {
+                name: value.clone() if isinstance(value, Tensor) and name not in _READ_ONLY_TENSORS else value
+                for name, value in group.items()
+            }
+            for group in self._groups
+        ]
+        groups = zip(self._given, self._pinned, params, strict=True)
+        return [{**given, **pinned, "params": group_params} for given, pinned, group_params in groups]
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        """The optimizer's own attributes, for a shadow."""
+        return dict(self._attributes)
+
+    def collect(self, groups: Sequence[Mapping[str, Any]], attributes: Mapping[str, Any]) -> None:
+        """Note what a bucket's step has changed.
+
+        Raises:
+            RuntimeError: the change differs from that of an earlier bucket of the same step.
+        """
+        for number, (group, start) in enumerate(zip(groups, self._groups, strict=True)):
+            for name, value in group.items():
+                if name == "params" or name in self._pinned[number] or name in _READ_ONLY_TENSORS:
+                    continue
+                if _changed(self._given[number].get(name), value):
+                    _note(self._group_changes[number], name, value, f"param_groups[{number}][{name!r}]")
+            for name in _READ_ONLY_TENSORS & start.keys():
+                if isinstance(start[name], Tensor) and start[name]._version != self._versions[number, name]:
+                    raise RuntimeError(
+                        f"the optimizer writes param_groups[{number}][{name!r}] in its step; a tensor that is read by "
+                        "every bucket must not change in between. It cannot be offloaded."
+                    )
+        for name, value in attributes.items():
+            # Tensors and containers are the real optimizer's own objects, so writing into them needs no commit.
+            if value is not self._attributes.get(name) and _changed(self._attributes.get(name), value):
+                _note(self._attribute_changes, name, value, f"optimizer.{name}")
+
+    def commit(self, optimizer: Optimizer) -> None:
+        """Give the changes of the whole step to the user's optimizer, once."""
+        for group, changes in zip(optimizer.param_groups, self._group_changes, strict=True):
+            for name, value in changes.items():
+                if isinstance(value, Tensor) and isinstance(group.get(name), Tensor):
+                    group[name].copy_(value)  # in place: others may hold this tensor
+                else:
+                    group[name] = value
+        optimizer.__dict__.update(self._attribute_changes)
+
+
+def instance_attributes(optimizer: Optimizer) -> dict[str, Any]:
+    """Attributes that a shadow shares with ``optimizer``: all but its own, and its hooks."""
+    return {
+        name: value
+        for name, value in optimizer.__dict__.items()
+        if name not in _OWN_ATTRIBUTES and not name.startswith("_optimizer_")
+    }
+
+
+def _changed(start: object, end: object) -> bool:
+    if end is start:
+        # Groups get a fresh clone of every tensor they may write, so its version counts the writes of this bucket.
+        return isinstance(end, Tensor) and end._version > 0
+    return isinstance(start, Tensor) or isinstance(end, Tensor) or bool(end != start)
+
+
+def _note(changes: dict[str, Any], name: str, value: Any, place: str) -> None:
+    if name in changes and not _same(changes[name], value):
+        raise RuntimeError(
+            f"{place} ended at {changes[name]!r} in one bucket and at {value!r} in another of the same step: this "
+            "optimizer's step is not separable by parameter, and it cannot be offloaded."
+        )
+    changes[name] = value
+
+
+def _same(one: object, other: object) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        # Comparing on a device would wait for it; every bucket runs the same arithmetic on the same start there.
+        return one.device.type != "cpu" or torch.equal(one, other)
+    return bool(one == other)
+
+
+class Shadow:
+    """The optimizer's own class, run on what it is given."""
+
+    def __init__(self, cls: type[Optimizer]) -> None:
+        step = cls.step
+        # torch wraps step() to fire hooks; for a bucket they must not fire, since the logical step fires them once.
+        self._step: Callable[..., object] = getattr(step, "__wrapped__", step) if hasattr(step, "hooked") else step
+        self._object: Optimizer = object.__new__(cls)
+
+    def run(
+        self,
+        shared: SharedValues,
+        params: Sequence[list[Tensor]],
+        state: Mapping[Tensor, UserState],
+        kwargs: Mapping[str, Any],
+    ) -> dict[Tensor, UserState]:
+        """One step on ``params`` (a list for each group). Returns the state after it, by parameter."""
+        shadow = self._object
+        groups = shared.groups_for(params)
+        shadow.__dict__.clear()
+        filled: defaultdict[Tensor, UserState] = defaultdict(dict, state)
+        # As if unpickled: creates the (empty) hook tables that step() may look at.
+        Optimizer.__setstate__(shadow, {**shared.attributes, "param_groups": groups, "state": filled})
+        try:
+            self._step(shadow, **kwargs)
+            shared.collect(shadow.param_groups, instance_attributes(shadow))
+            return filled if shadow.state is filled else dict(shadow.state)
+        finally:
+            shadow.__dict__.clear()  # holds no gradient, no slot and no attribute beyond the step
+
+
+def update_bucket(
+    shadow: Shadow,
+    shared: SharedValues,
+    ranges: Sequence[BoundRange],
+    group_of: Mapping[Tensor, int],
+    group_count: int,
+    user_states: StateStore,
+    kwargs: Mapping[str, Any],
+) -> None:
+    """Run the optimizer on the ranges of one bucket, and commit what it created into slot and ``user_states``.
+
+    Runs on the current stream. Gradients are taken from the user's parameters and are not kept.
+    """
+    params: list[list[Tensor]] = [[] for _ in range(group_count)]
+    state: dict[Tensor, UserState] = {}
+    for bound in ranges:
+        _hand_gradient(bound)
+        params[group_of[bound.shard.param]].append(bound.param)
+        existing = user_states.get(bound.shard.param)
+        if existing:
+            state[bound.param] = {name: _in_slot(bound, name, value) for name, value in existing.items()}
+    try:
+        after = shadow.run(shared, params, state, kwargs)
+    finally:
+        for bound in ranges:
+            if bound.is_alias:
+                bound.param.grad = None
+    for bound in ranges:
+        if bound.param in after:
+            _commit(bound, after[bound.param], user_states.of(bound.shard.param))
+
+
+def _hand_gradient(bound: BoundRange) -> None:
+    grad = bound.shard.param.grad
+    if not bound.is_alias or grad is None:
+        return
+    local = local_shard(grad)
+    if not bound.whole:
+        local = local.reshape(-1)[bound.start : bound.stop]
+    if local.dtype != bound.param.dtype:
+        bound.param.grad_dtype = local.dtype
+    bound.param.grad = local
+
+
+def _in_slot(bound: BoundRange, name: str, value: Any) -> Any:
+    """What the shadow finds under ``name``: the slot, or the user's scalar (a copy if a later range needs it too)."""
+    if name in bound.values:
+        return bound.values[name]
+    if isinstance(value, Tensor) and not bound.last:
+        return value.clone()
+    return value
+
+
+def _commit(bound: BoundRange, after: UserState, user_state: UserState) -> None:
+    if bound.last:
+        for name in user_state.keys() - after.keys():
+            del user_state[name]
+    for name, value in after.items():
+        if name in bound.values:
+            if value is not bound.values[name]:
+                _fill_slot(bound, name, value)
+            if bound.last:
+                user_state.setdefault(name, bound.shard.homes[name])
+        elif bound.last:
+            user_state[name] = value
+        elif isinstance(value, Tensor) and value.numel() > 1:
+            raise RuntimeError(
+                f"state {name!r} of {bound.shard.name} appeared in a step, was not there when the optimizer was "
+                "attached, and cannot be divided; attach again with remove_offload() and offload_optimizer()."
+            )
+
+
+def _fill_slot(bound: BoundRange, name: str, value: Tensor) -> None:
+    """Move state that the optimizer has just created (or exchanged for a new tensor) into the slot."""
+    created, slot = leaves_of(value), leaves_of(bound.values[name])
+    if [(leaf.shape, leaf.dtype) for leaf in created] != [(leaf.shape, leaf.dtype) for leaf in slot]:
+        raise RuntimeError(
+            f"state {name!r} of {bound.shard.name} was expected as "
+            f"{[(tuple(leaf.shape), leaf.dtype) for leaf in slot]} and is now "
+            f"{[(tuple(leaf.shape), leaf.dtype) for leaf in created]}; hyperparameters that change the layout of the "
+            "state must be changed before step()."
+        )
+    for source, target in zip(created, slot, strict=True):
+        if source is not target:
+            target.copy_(source)

@@ -1,0 +1,157 @@
+"""The examples, run as a reader would run them, with small sizes."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from examples import demo_resume, train_gpt
+
+TRAIN_GPT = Path(train_gpt.__file__)
+SMALL = ("--device", "cpu", "--layers", "2", "--width", "32", "--heads", "2", "--seq-len", "32", "--data-mib", "1")
+
+
+@pytest.fixture(autouse=True)
+def find_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the processes that a test starts, also where the package is not installed."""
+    paths = [str(TRAIN_GPT.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+
+
+@pytest.fixture
+def torch_settings() -> Iterator[None]:
+    """For a training in this process: its seed and its deterministic algorithms are not for the tests after it."""
+    environment, rng_state = dict(os.environ), torch.get_rng_state()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(deterministic)
+    torch.utils.deterministic.fill_uninitialized_memory = fill
+    torch.set_rng_state(rng_state)
+    os.environ.clear()
+    os.environ.update(environment)
+
+
+def run_alone(*flags: str) -> str:
+    """`python train_gpt.py`, without torchrun; what it printed."""
+    command = [sys.executable, str(TRAIN_GPT), *SMALL, *flags]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def losses(metrics: Path) -> list[float]:
+    records = [json.loads(line) for line in metrics.read_text().splitlines()]
+    return [record["loss"] for record in records if "loss" in record]
+
+
+def error_of(capsys: pytest.CaptureFixture[str], flags: Sequence[str]) -> str:
+    """The message with which a training with these flags is refused."""
+    with pytest.raises(SystemExit) as refusal:
+        train_gpt.main([*SMALL, "--no-offload", *flags])
+    code = refusal.value.code
+    return code if isinstance(code, str) else capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.distributed
+def test_offloaded_and_resumed_training_has_the_same_losses(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--seq-len", "32", "--data-mib", "1", "--accumulate", "2"]  # the model's own size: several buckets
+    assert demo_resume.main(["--ranks", "2", "--steps", "6", *flags]) == 0
+    assert "PASS" in capsys.readouterr().out
+
+
+def test_the_demo_names_the_first_difference() -> None:
+    training = [{"loss_hex": "0x1.8p+2"}, {"loss_hex": "0x1.4p+2"}, {"validation_loss_hex": "0x1.6p+2"}]
+    assert demo_resume.first_difference(training, list(training)) == ""
+    other = [training[0], {"loss_hex": "0x1.4000000000001p+2"}, training[2]]
+    assert "line 2: loss_hex" in demo_resume.first_difference(training, other)
+    assert "2 lines instead of 3" in demo_resume.first_difference(training, training[:2])
+
+
+def test_one_process_learns_and_shows_where_its_state_is(tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    output = run_alone("--steps", "40", "--metrics", str(metrics))
+    measured = losses(metrics)
+    assert len(measured) == 40
+    assert measured[0] == pytest.approx(5.55, abs=0.1)  # ln 256: nothing is known about a byte
+    assert measured[-1] < 4.0
+    assert "MiB on host" in output
+    assert "validation loss" in output
+
+
+@pytest.mark.distributed
+def test_a_checkpoint_of_two_ranks_goes_on_with_one(tmp_path: Path) -> None:
+    """The same batches in the same order; only the order in which gradients are added differs."""
+    whole, resumed = tmp_path / "whole.jsonl", tmp_path / "resumed.jsonl"
+    run_alone("--steps", "6", "--metrics", str(whole))
+    saving = [*SMALL, "--steps", "6", "--save-dir", str(tmp_path / "checkpoints"), "--metrics", str(resumed)]
+    demo_resume.train(2, [*saving, "--stop-at", "3"])
+    run_alone(*saving, "--resume")
+    assert losses(resumed) == pytest.approx(losses(whole), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--data", "no-such-text"], "--data no-such-text: no such file or folder"),
+        (["--data", "{empty}"], "no text in"),
+        (["--data", "{short}"], "the text is too short"),
+        (["--heads", "3"], "--width 32 does not divide by --heads 3"),
+        (["--batch-size", "6", "--accumulate", "4"], "--batch-size 6 does not divide by --accumulate 4 x 1 ranks"),
+        (["--steps", "0"], "expected at least 1, got 0"),
+        (["--resume"], "--resume needs --save-dir"),
+        (["--resume", "--save-dir", "{empty}"], "no checkpoint in"),
+        (["--resume", "--save-dir", "no-such-folder"], "no checkpoint in no-such-folder"),
+    ],
+)
+@pytest.mark.usefixtures("torch_settings")
+def test_what_cannot_be_trained_is_one_line(
+    flags: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "short").write_text("too short for one sequence")
+    paths = {"empty": tmp_path / "empty", "short": tmp_path / "short"}
+    error = error_of(capsys, [flag.format(**paths) for flag in flags])
+    assert message in error
+    assert "\n" not in error
+
+
+@pytest.mark.usefixtures("torch_settings")
+def test_only_the_same_run_continues_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saving = ["--steps", "2", "--save-dir", str(tmp_path)]
+    train_gpt.main([*SMALL, "--no-offload", *saving])
+    assert "add --resume to continue it" in error_of(capsys, saving)
+    assert "already at step 2" in error_of(capsys, [*saving, "--resume"])
+    assert "--seed 0, this run has --seed 1" in error_of(capsys, [*saving, "--resume", "--seed", "1"])
+    assert "--width 32, this run has --width 64" in error_of(capsys, [*saving, "--resume", "--width", "64"])
+    other_text = ["--data", str(TRAIN_GPT)]
+    assert "another text" in error_of(capsys, [*saving, "--resume", *other_text])
+
+
+@pytest.mark.usefixtures("torch_settings")
+def test_an_interrupted_save_is_not_a_checkpoint(tmp_path: Path) -> None:
+    """It is passed over when a run resumes, and out of the way when the run saves the same step again."""
+    interrupted = tmp_path / "step-00000002.unfinished"
+    interrupted.mkdir()
+    (interrupted / "__0_0.distcp").write_text("half a file")
+    assert train_gpt.latest_checkpoint(tmp_path) is None
+    train_gpt.main([*SMALL, "--no-offload", "--steps", "2", "--save-dir", str(tmp_path)])
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
+    assert train_gpt.latest_checkpoint(tmp_path) == tmp_path / "step-00000002"
+
+
+@pytest.mark.usefixtures("torch_settings")
+def test_metrics_of_repeated_steps_are_replaced(tmp_path: Path) -> None:
+    """A run that went on after its last checkpoint, and then stopped, is resumed: each step is in the file once."""
+    metrics, save_dir = tmp_path / "metrics.jsonl", tmp_path / "checkpoints"
+    training = [*SMALL, "--no-offload", "--steps", "4", "--save-dir", str(save_dir), "--metrics", str(metrics)]
+    train_gpt.main([*training, "--save-every", "2"])
+    straight = metrics.read_text()
+    (save_dir / "step-00000004").rename(tmp_path / "lost")
+    train_gpt.main([*training, "--resume"])
+    assert metrics.read_text() == straight
