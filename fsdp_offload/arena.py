@@ -69,7 +69,7 @@ class Region:
         if nbytes == 0:
             return torch.empty_strided(shape, stride, dtype=dtype)
         if isinstance(self._owner, Tensor):
-            flat = torch.from_dlpack(self._owner[offset : offset + nbytes]).view(dtype)
+            flat = torch.utils.dlpack.from_dlpack(self._owner[offset : offset + nbytes]).view(dtype)
         else:
             count = nbytes // dtype.itemsize
             flat = torch.frombuffer(self._owner, dtype=dtype, count=count, offset=offset)

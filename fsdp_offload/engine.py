@@ -25,7 +25,8 @@ from .report import OffloadReport
 from .schedule import Action, BucketStep, build_schedule
 from .shards import StateShard, leaves_of
 from .transfer import DeviceLink, device_link
-from .update import BoundRange, SharedValues, Shadow, StateStore, UserState, update_bucket
+from .update import BoundRange, Shadow, SharedValues, StateStore, UserState, update_bucket
+
 
 class Engine:
     """The offloaded state of one optimizer, and its steps.

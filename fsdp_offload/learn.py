@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from .fsdp import local_shard, over_local, placements_of
 from .optimizers import Traits, traits_of
-from .shards import NotUnderstood, StateLayout, ValueLayout, describe_value, leaves_of
-from .update import SharedValues, Shadow, UserState
+from .shards import NotUnderstoodError, StateLayout, ValueLayout, describe_value, leaves_of
+from .update import Shadow, SharedValues, UserState
 
 _SCRATCH_NUMEL = 64
 
@@ -112,7 +112,7 @@ def describe_state(state: UserState) -> StateLayout:
             continue
         try:
             values[name] = describe_value(value)
-        except NotUnderstood:
+        except NotUnderstoodError:
             left_out.append(name)
     return StateLayout(values, scalars, tuple(left_out))
 

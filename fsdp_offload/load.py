@@ -102,5 +102,3 @@ def _like_example(example: object, saved: Any) -> Any:
     if isinstance(saved, Tensor):
         return saved.detach().to(example, copy=True) if isinstance(example, Tensor) else saved.clone()
     return saved
-
-

@@ -255,17 +255,17 @@ class OffloadedState(defaultdict[Tensor, UserState]):
         self._engine.wait_home(param)
         return super().__getitem__(param)
 
-    def get(self, param: Tensor, default: Any = None) -> Any:  # type: ignore[override]
+    def get(self, param: Tensor, default: Any = None) -> Any:
         """As ``dict.get``."""
         self._engine.wait_home(param)
         return super().get(param, default)
 
-    def pop(self, param: Tensor, *default: Any) -> Any:  # type: ignore[override]
+    def pop(self, param: Tensor, *default: Any) -> Any:
         """As ``dict.pop``."""
         self._engine.wait_home(param)
         return super().pop(param, *default)
 
-    def setdefault(self, param: Tensor, default: Any = None) -> Any:  # type: ignore[override]
+    def setdefault(self, param: Tensor, default: Any = None) -> Any:
         """As ``dict.setdefault``."""
         self._engine.wait_home(param)
         return super().setdefault(param, default)
@@ -299,9 +299,17 @@ class UnwaitedStates:
 # Attaching -----------------------------------------------------------------------------------------------------------
 
 
-@functools.cache
+_offloaded_classes: dict[type[Optimizer], type[Optimizer]] = {}
+
+
 def _offloaded_class(cls: type[Optimizer]) -> type[Optimizer]:
-    """``Offloaded<Name>``: the mixin in front of the user's class."""
+    """``Offloaded<Name>``: the mixin in front of the user's class; the same class every time."""
+    if cls not in _offloaded_classes:
+        _offloaded_classes[cls] = _mix_in(cls)
+    return _offloaded_classes[cls]
+
+
+def _mix_in(cls: type[Optimizer]) -> type[Optimizer]:
     return type(f"Offloaded{cls.__name__}", (OffloadedOptimizer, cls), {"__module__": cls.__module__})
 
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-import torch
 from torch import Tensor
 
 from .schedule import Action, Kind, Placement

@@ -82,9 +82,7 @@ class Plan:
             group, name = group_of[param], names.get(param, "a parameter")
             state = states.get(param)
             layout = (
-                self._layouts.of_existing(param, state)
-                if state
-                else self._layouts.learn(optimizer, param, group, name)
+                self._layouts.of_existing(param, state) if state else self._layouts.learn(optimizer, param, group, name)
             )
             on_locals = self._layouts.traits.elementwise
             shard = StateShard(param, name, on_locals, False, layout, layout_key(group))
@@ -201,4 +199,4 @@ def _own_storage(block: Tensor, offset: int, nbytes: int) -> Tensor:
     """
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8, device=block.device)
-    return torch.from_dlpack(block[offset : offset + nbytes])
+    return torch.utils.dlpack.from_dlpack(block[offset : offset + nbytes])

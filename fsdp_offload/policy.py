@@ -47,8 +47,8 @@ class OffloadPolicy:
             _check_size("host_limit_bytes", self.host_limit_bytes, minimum=0)
         if self.staging_bytes < 2 * self.bucket_bytes:
             raise ValueError(
-                f"OffloadPolicy: staging_bytes must hold at least two buckets, one in the ring and room for one that is "
-                f"being created; got staging_bytes={self.staging_bytes} with bucket_bytes={self.bucket_bytes}. "
+                "OffloadPolicy: staging_bytes must hold at least two buckets, one in the ring and room for one that "
+                f"is being created; got staging_bytes={self.staging_bytes} with bucket_bytes={self.bucket_bytes}. "
                 f"Raise staging_bytes to {2 * self.bucket_bytes} (four buckets overlap best) or lower bucket_bytes."
             )
 

@@ -13,7 +13,7 @@ Three hazards exist, and :func:`check_schedule` proves each of them absent:
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Literal, NamedTuple
 
 Kind = Literal["L", "U", "S"]
@@ -104,22 +104,21 @@ def _ready(waits: tuple[Wait, ...], stored: set[int]) -> bool:
     return all(wait.earlier or wait.bucket in stored for wait in waits)
 
 
-def _slot_waits(
-    position: int, steps: Sequence[BucketStep], placements: Mapping[int, Placement]
-) -> tuple[Wait, ...]:
+def _slot_waits(position: int, steps: Sequence[BucketStep], placements: Mapping[int, Placement]) -> tuple[Wait, ...]:
     """What must have been stored before the bucket at ``position`` may enter the ring."""
     bucket, _, store = steps[position]
     if not store:
         return ()
-    before = [step.bucket for step in steps[:position] if step.store]
-    this_step = [b for b in before if placements[b].overlaps(placements[bucket])]
-    waits = [Wait("S", this_step[-1])] if this_step else []
-    done_before = set(before)
-    for other, placement in placements.items():
-        # Its own last store wrote the home that is about to be read; the others may still read the ring.
-        if other == bucket or (other not in done_before and placement.overlaps(placements[bucket])):
-            waits.append(Wait("S", other, earlier=True))
-    return tuple(waits)
+    here = placements[bucket]
+    before = [step.bucket for step in steps[:position] if step.store and placements[step.bucket].overlaps(here)]
+    if before:
+        return (Wait("S", before[-1]),)  # stores run in order: those of earlier steps have finished with it
+    # Its own last store wrote the home that is about to be read; the others may still read the ring.
+    return tuple(
+        Wait("S", other, earlier=True)
+        for other, placement in placements.items()
+        if other == bucket or placement.overlaps(here)
+    )
 
 
 def format_schedule(actions: Sequence[Action]) -> str:
@@ -147,58 +146,54 @@ def parse_schedule(text: str) -> list[Action]:
 
 
 def check_schedule(actions: Sequence[Action], placements: Mapping[int, Placement]) -> None:
-    """Prove that ``actions``, run again and again, never meet one of the hazards above.
+    """Prove that ``actions`` never meet one of the hazards above, whichever buckets the steps before it updated.
 
-    Two rounds are followed. For each action the set of actions that have certainly finished before it starts is
-    computed from its waits, from what those waited for, and from the order within a kind.
+    So an earlier step is assumed that stored every bucket, in an unknown order, and of which nothing has certainly
+    finished. For each action the set of actions that have certainly finished before it starts is computed from its
+    waits, from what those waited for, and from the order within a kind.
 
     Raises:
-        ValueError: names the action, the missing wait and the position in the schedule.
+        ValueError: names the action, what it does not wait for, and its position in the schedule.
     """
-    finished_by: dict[tuple[int, str, int], set[tuple[int, str, int]]] = {}
-    last_of_kind: dict[str, tuple[int, str, int]] = {}
-    issued: list[tuple[int, str, int]] = []
-    for round_ in (0, 1):
-        for number, action in enumerate(actions):
-            me = (round_, action.kind, action.bucket)
-            known: set[tuple[int, str, int]] = set()
-            for wait in action.waits:
-                source = (round_ - wait.earlier, wait.kind, wait.bucket)
-                if not wait.earlier and source not in finished_by:
-                    raise ValueError(f"action {number} ({action}) waits for {wait}, which is not issued before it")
-                known |= finished_by.get(source, set())
-            if action.kind in last_of_kind:
-                known |= finished_by[last_of_kind[action.kind]]
-            for problem in _hazards(me, known, issued, placements):
-                raise ValueError(f"action {number} ({action}) may start {problem}, in {format_schedule(actions)}")
-            finished_by[me] = known | {me}
-            last_of_kind[action.kind] = me
-            issued.append(me)
+    finished_by: dict[Wait, frozenset[Wait]] = {}
+    in_order: dict[str, frozenset[Wait]] = {"L": frozenset(), "U": frozenset(), "S": frozenset()}
+    for bucket in placements:
+        update, store = Wait("U", bucket, earlier=True), Wait("S", bucket, earlier=True)
+        finished_by |= {update: frozenset({update}), store: frozenset({update, store})}
+        in_order |= {"U": in_order["U"] | {update}, "S": in_order["S"] | {update, store}}
+    for number, action in enumerate(actions):
+        me = Wait(action.kind, action.bucket)
+        known = in_order[action.kind]
+        for wait in action.waits:
+            if not wait.earlier and wait not in finished_by:
+                raise ValueError(f"action {number} ({action}) waits for {wait}, which is not issued before it")
+            known |= finished_by.get(wait, frozenset())
+        problem = _problem(me, known, finished_by.keys(), placements)
+        if problem:
+            raise ValueError(f"action {number} ({action}) {problem}, in {format_schedule(actions)}")
+        finished_by[me] = in_order[action.kind] = known | {me}
+    for bucket in placements:
+        if Wait("S", bucket) not in finished_by and (Wait("L", bucket) in finished_by or Wait("U", bucket) in finished_by):
+            raise ValueError(f"bucket {bucket} is in the ring and never stored, in {format_schedule(actions)}")
 
 
-def _hazards(
-    me: tuple[int, str, int],
-    known: set[tuple[int, str, int]],
-    issued: Sequence[tuple[int, str, int]],
-    placements: Mapping[int, Placement],
-) -> list[str]:
-    round_, kind, bucket = me
-    problems = []
-    for other in issued:
-        _, other_kind, other_bucket = other
-        if other in known:
+def _problem(me: Wait, known: Set[Wait], issued: Set[Wait], placements: Mapping[int, Placement]) -> str:
+    """Why ``me`` may start too early when no more than ``known`` has certainly finished; empty if it may not."""
+    load, update = Wait("L", me.bucket), Wait("U", me.bucket)
+    if me in issued or (me.kind == "L" and update in issued):
+        return "comes too late: its bucket has had it in this step"
+    if me.kind == "S":
+        return "" if update in known else f"may start before {update} has filled the slot"
+    if me.kind == "U" and load in issued:
+        return "" if load in known else f"may start before {load} has filled the slot"
+    if me.bucket not in placements:
+        return ""
+    # It enters the ring: everything that has been in its place must have left.
+    for other, placement in placements.items():
+        if other != me.bucket and not placement.overlaps(placements[me.bucket]):
             continue
-        if other_bucket == bucket and other[0] == round_ and (other_kind, kind) in (("L", "U"), ("U", "S")):
-            problems.append(f"before {other_kind}{other_bucket} has filled the slot")
-        if kind == "L" and other_kind == "S" and other_bucket == bucket:
-            problems.append(f"before {other_kind}{other_bucket} has written its home")
-        same_ring = bucket in placements and other_bucket in placements
-        if kind in "LU" and other_bucket != bucket and same_ring and other_kind in "US":
-            if placements[bucket].overlaps(placements[other_bucket]):
-                problems.append(f"before {other_kind}{other_bucket} has left the ring")
-    if kind in "US":
-        wanted = "L" if kind == "U" else "U"
-        same_round = {(k, b) for r, k, b in issued if r == round_}
-        if kind == "S" and (wanted, bucket) not in same_round:
-            problems.append(f"without {wanted}{bucket}")
-    return problems
+        entered = other != me.bucket and (Wait("L", other) in issued or Wait("U", other) in issued)
+        for store in (Wait("S", other, earlier=True), *([Wait("S", other)] if entered else [])):
+            if store not in known:
+                return f"may start before {store} has left the ring and reached its home"
+    return ""

@@ -46,7 +46,7 @@ class ValueLayout:
         return self._build(iter(leaves), on_host)
 
 
-class NotUnderstood(TypeError):
+class NotUnderstoodError(TypeError):
     """A state value that is neither dense nor made of dense tensors; it stays where the optimizer put it."""
 
 
@@ -57,7 +57,7 @@ def describe_value(value: Tensor, is_shared: SharedTest = lambda leaf: False) ->
     """The layout of ``value``. Leaves for which ``is_shared`` holds are not moved: device and host keep one copy each.
 
     Raises:
-        NotUnderstood: some part of it is not a dense tensor.
+        NotUnderstoodError: some part of it is not a dense tensor.
     """
     leaves: list[LeafLayout] = []
     build = _describe(value, leaves, is_shared)
@@ -72,7 +72,7 @@ def _describe(value: Tensor, leaves: list[LeafLayout], is_shared: SharedTest) ->
     if hasattr(type(value), "__tensor_flatten__"):
         return _describe_wrapper(value, leaves, is_shared)
     if value.layout != torch.strided or type(value) not in (Tensor, torch.nn.Parameter):
-        raise NotUnderstood(f"{type(value).__name__} with layout {value.layout}")
+        raise NotUnderstoodError(f"{type(value).__name__} with layout {value.layout}")
     if is_shared(value):
         device_copy, host_copy = value, value.detach().cpu()
         return lambda parts, on_host: host_copy if on_host else device_copy

@@ -29,21 +29,25 @@ MAY_IMPORT: dict[str, set[str]] = {
     "fsdp": set(),
     "host_memory": set(),
     "arena": set(),
-    # Pure: from optimizer.state to a list of actions.
+    "buckets": set(),
+    "schedule": set(),
+    "transfer": set(),
+    "report": set(),
+    # What an optimizer keeps, and how it is run on a bucket.
     "shards": {"fsdp"},
-    "buckets": {"policy", "shards"},
-    "schedule": {"policy", "shards", "buckets"},
-    # What moves bytes, what does arithmetic, and what joins the two.
-    "transfer": {"arena"},
-    "optimizers": {"fsdp", "shards"},
-    "update": {"fsdp", "shards", "buckets", "optimizers"},
-    "pipeline": {"policy", "shards", "buckets", "schedule", "arena", "transfer", "update"},
-    # What the user holds.
-    "report": {"policy"},
-    "offload": {
-        *("policy", "fsdp", "host_memory", "arena", "shards", "buckets", "schedule"),
-        *("transfer", "optimizers", "update", "pipeline", "report"),
+    "optimizers": set(),
+    "update": {"fsdp", "shards"},
+    "learn": {"fsdp", "optimizers", "shards", "update"},
+    # What moves bytes, and what joins the two.
+    "pipeline": {"schedule", "transfer"},
+    "plan": {
+        *("policy", "fsdp", "host_memory", "arena", "buckets", "schedule"),
+        *("shards", "update", "learn", "pipeline"),
     },
+    "engine": {"policy", "fsdp", "schedule", "transfer", "report", "shards", "update", "learn", "pipeline", "plan"},
+    "load": {"fsdp", "shards", "update", "engine"},
+    # What the user holds.
+    "offload": {"policy", "fsdp", "report", "optimizers", "update", "engine", "load"},
     "__init__": {"policy", "report", "offload"},
     # Beside the library, as one of its users: the public names, and what a bench measures by itself.
     "bench": {"__init__", "arena", "transfer"},

@@ -1,0 +1,25 @@
+"""Command line of the benches."""
+
+import sys
+
+try:
+    import typer
+except ImportError:
+    sys.exit("The benches need the extra 'bench': pip install 'fsdp-offload[bench]'")
+
+from . import link, step
+from .record import print_machine
+
+app = typer.Typer(help="Measure offloading on this machine. Results are JSON lines.", no_args_is_help=True)
+
+
+@app.callback()
+def _machine() -> None:
+    print_machine()
+
+
+app.command("link")(link.main)
+app.command("step")(step.main)
+
+if __name__ == "__main__":
+    app(prog_name="python -m fsdp_offload.bench")

@@ -1,0 +1,95 @@
+"""How fast this machine copies between pinned host memory and the device, and how fast it pins."""
+
+import ctypes
+import mmap
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Annotated
+
+import torch
+import typer
+from torch import Tensor
+
+from ..arena import Region
+from .record import bench_device, median, print_record, wall_ms
+
+_CHUNK_BYTES = 64 << 20
+
+
+def main(
+    gib: Annotated[float, typer.Option(help="GiB to copy each way for one figure.")] = 4.0,
+    repeats: Annotated[int, typer.Option(help="Measurements of each figure; medians are printed.")] = 7,
+) -> None:
+    """One-way and two-way bandwidth of pinned copies, and the rate of pinning beside a plain first touch."""
+    device = bench_device()
+    chunks = max(1, int(gib * (1 << 30)) // _CHUNK_BYTES)
+    link = Link(device)
+    one_way = {name: [link.gb_per_s(chunks, **{name: True}) for _ in range(repeats)] for name in ("load", "store")}
+    both = [link.gb_per_s(chunks, load=True, store=True) for _ in range(repeats)]
+    print_record(
+        "link",
+        load_gb_per_s=median(one_way["load"]),
+        store_gb_per_s=median(one_way["store"]),
+        two_way_gb_per_s=median(both),
+        two_way_best_gb_per_s=max(both),
+        chunk_bytes=_CHUNK_BYTES,
+    )
+    _pinning(int(gib * (1 << 30)), device, repeats)
+
+
+class Link:
+    """Copies fixed chunks over a ring of two device buffers, as an ideal offload would."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._hosts = [Region(_CHUNK_BYTES, device=device, pin=True) for _ in range(4)]
+        self._slots = [torch.empty(_CHUNK_BYTES, dtype=torch.uint8, device=device) for _ in range(4)]
+        self._streams = (torch.Stream(device), torch.Stream(device))
+
+    def gb_per_s(self, chunks: int, *, load: bool = False, store: bool = False) -> float:
+        """Rate in 10**9 bytes per second, both directions added, for ``chunks`` chunks each way."""
+
+        def copy() -> None:
+            for chunk in range(chunks):
+                if load:
+                    self._copy(self._slots[chunk % 2], self._hosts[chunk % 2].bytes, self._streams[0])
+                if store:
+                    self._copy(self._hosts[2 + chunk % 2].bytes, self._slots[2 + chunk % 2], self._streams[1])
+
+        (ms,) = wall_ms(copy, self._device, repeats=1)
+        return chunks * _CHUNK_BYTES * (load + store) / ms / 1e6
+
+    @staticmethod
+    def _copy(target: Tensor, source: Tensor, stream: torch.Stream) -> None:
+        with stream:
+            target.copy_(source, non_blocking=True)
+
+
+def _pinning(nbytes: int, device: torch.device, repeats: int) -> None:
+    pin_seconds, touch_seconds = [], []
+    for _ in range(repeats):  # interleaved: both see the same machine
+        touch_seconds.append(_first_touch_seconds(nbytes))
+        begin = time.perf_counter()
+        region = Region(nbytes, device=device, pin=True)
+        pin_seconds.append(time.perf_counter() - begin)
+        del region
+    print_record(
+        "pin",
+        nbytes=nbytes,
+        pin_gb_per_s=nbytes / median(pin_seconds) / 1e9,
+        first_touch_gb_per_s=nbytes / median(touch_seconds) / 1e9,
+        share_of_first_touch=median([touch / pin for touch, pin in zip(touch_seconds, pin_seconds, strict=True)]),
+    )
+
+
+def _first_touch_seconds(nbytes: int, chunk_bytes: int = 32 << 20) -> float:
+    """Map ``nbytes`` of small pages and write each once, with as many threads as there are cores."""
+    mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    mapping.madvise(mmap.MADV_NOHUGEPAGE)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+    begin = time.perf_counter()
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        for start in range(0, nbytes, chunk_bytes):
+            pool.submit(ctypes.memset, address + start, 1, min(chunk_bytes, nbytes - start))
+    return time.perf_counter() - begin

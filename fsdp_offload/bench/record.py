@@ -1,0 +1,62 @@
+"""What every bench prints beside its figures, and how it measures time."""
+
+import datetime
+import json
+import platform
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def print_machine() -> None:
+    """Hardware, versions, date and command: without them a figure says nothing."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    print_record(
+        "machine",
+        device=torch.cuda.get_device_name() if torch.cuda.is_available() else str(accelerator or "cpu"),
+        torch=torch.__version__,
+        python=platform.python_version(),
+        date=datetime.date.today().isoformat(),
+        command=shlex.join(["python", "-m", "fsdp_offload.bench", *sys.argv[1:]]),
+    )
+
+
+def print_record(what: str, **figures: Any) -> None:
+    """One JSON line. Floats are rounded to what can be repeated."""
+    rounded = {key: round(value, 4) if isinstance(value, float) else value for key, value in figures.items()}
+    print(json.dumps({"bench": what, **rounded}), flush=True)
+
+
+def bench_device() -> torch.device:
+    """The current accelerator.
+
+    Raises:
+        SystemExit: there is none; nothing here means anything on the CPU.
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        sys.exit("This bench measures copies between host and device, and there is no accelerator here.")
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+def wall_ms(work: Callable[[], None], device: torch.device, *, repeats: int, warmup: int = 1) -> list[float]:
+    """Milliseconds of ``work`` from an idle device to an idle device, for each repeat."""
+    times = []
+    for repeat in range(warmup + repeats):
+        torch.accelerator.synchronize(device)
+        begin = time.perf_counter()
+        work()
+        torch.accelerator.synchronize(device)
+        if repeat >= warmup:
+            times.append((time.perf_counter() - begin) * 1e3)
+    return times
+
+
+def median(values: list[float]) -> float:
+    """The middle one, which noise moves least."""
+    return statistics.median(values)

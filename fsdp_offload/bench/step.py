@@ -1,0 +1,127 @@
+"""How close a step comes to the link: AdamW's state streamed through the device, with nothing else to hide behind."""
+
+import itertools
+import random
+from enum import StrEnum
+from functools import partial
+from typing import Annotated, cast
+
+import torch
+import torch.distributed as dist
+import typer
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from .. import OffloadedOptimizer, OffloadPolicy, offload_optimizer
+from .link import Link
+from .record import bench_device, median, print_record, wall_ms
+
+_MIB = 1 << 20
+
+
+class Implementation(StrEnum):
+    """Which of torch's implementations updates."""
+
+    FUSED = "fused"
+    FOREACH = "foreach"
+
+
+def main(
+    params: Annotated[int, typer.Option(help="Parameters in all.")] = 1_050_000_000,
+    tensors: Annotated[int, typer.Option(help="Number of parameter tensors.")] = 200,
+    equal: Annotated[bool, typer.Option(help="All tensors of one size, instead of a wide mix.")] = False,
+    staging_mib: Annotated[int, typer.Option(help="OffloadPolicy.staging_bytes, in MiB.")] = 512,
+    bucket_mib: Annotated[int, typer.Option(help="OffloadPolicy.bucket_bytes, in MiB.")] = 64,
+    implementation: Annotated[Implementation, typer.Option(help="AdamW's implementation.")] = Implementation.FUSED,
+    sharded: Annotated[bool, typer.Option(help="DTensors of a one-rank mesh, as fully_shard makes them.")] = True,
+    repeats: Annotated[int, typer.Option(help="Measured steps; medians are printed.")] = 9,
+) -> None:
+    """Time of one AdamW step with fp32 moments, beside the two-way bandwidth of the same run."""
+    device = bench_device()
+    model = _model(_sizes(params, tensors, equal=equal), device, sharded=sharded)
+    fused = implementation is Implementation.FUSED
+    plain_ms = _plain_step_ms(model, device, fused=fused, repeats=repeats)
+    torch.accelerator.reset_peak_memory_stats(device)
+    before_bytes = torch.accelerator.memory_allocated(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=fused, foreach=not fused)
+    policy = OffloadPolicy(staging_bytes=staging_mib * _MIB, bucket_bytes=bucket_mib * _MIB)
+    attach_ms = wall_ms(lambda: _attach(optimizer, model, policy), device, repeats=1, warmup=0)[0]
+    first_ms = wall_ms(optimizer.step, device, repeats=1, warmup=0)[0]
+    offloaded = cast(OffloadedOptimizer, optimizer)
+    link = Link(device)
+    single, queued, two_way = [], [], []
+    for _ in range(repeats):  # interleaved: the link's rate drifts
+        two_way.append(link.gb_per_s(64, load=True, store=True))
+        single += wall_ms(optimizer.step, device, repeats=1)
+        queued += [ms / 3 for ms in wall_ms(partial(_steps, optimizer, 3), device, repeats=1, warmup=0)]
+    report = offloaded.offload_report()
+    moved = report.loaded_bytes + report.stored_bytes
+    rate = median(two_way)
+    print_record(
+        "step",
+        params=params,
+        tensors=tensors,
+        implementation=implementation.value,
+        sharded=sharded,
+        state_bytes=report.host_state_bytes,
+        host_bytes=report.host_bytes,
+        buckets=report.buckets,
+        ring_bytes=report.ring_bytes,
+        two_way_gb_per_s=rate,
+        copy_ms=moved / rate / 1e6,
+        step_ms=median(single),
+        share_of_two_way=moved / median(single) / 1e6 / rate,
+        queued_step_ms=median(queued),
+        queued_share_of_two_way=moved / median(queued) / 1e6 / rate,
+        over_copy_ms=median(single) - moved / rate / 1e6,
+        one_way_copies_ms=report.loaded_bytes / report.load_gb_per_s / 1e6 * 2,
+        exposed_ms=report.exposed_ms,
+        update_ms=report.update_ms,
+        load_gb_per_s=report.load_gb_per_s,
+        store_gb_per_s=report.store_gb_per_s,
+        plain_step_ms=plain_ms,
+        attach_ms=attach_ms,
+        first_step_ms=first_ms,
+        peak_over_model_bytes=torch.accelerator.max_memory_allocated(device) - before_bytes,
+    )
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _steps(optimizer: torch.optim.Optimizer, count: int) -> None:
+    for _ in range(count):
+        optimizer.step()
+
+
+def _attach(optimizer: torch.optim.Optimizer, model: nn.Module, policy: OffloadPolicy) -> None:
+    offload_optimizer(optimizer, model=model, policy=policy)
+
+
+def _plain_step_ms(model: nn.Module, device: torch.device, *, fused: bool, repeats: int) -> float:
+    """The same step with its state on the device, where that fits."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=fused, foreach=not fused)
+    return median(wall_ms(optimizer.step, device, repeats=repeats))
+
+
+def _sizes(params: int, tensors: int, *, equal: bool) -> list[tuple[int, ...]]:
+    """Shapes with about ``params`` elements in all: a wide mix, as from a transformer's norms to its embeddings."""
+    if equal:
+        return [(params // tensors,)] * tensors
+    chooser = random.Random(0)
+    weights = [chooser.choice((1, 2, 4, 8, 16, 64, 256, 512)) * chooser.uniform(0.7, 1.3) for _ in range(tensors)]
+    scale = params / sum(weights)
+    columns = 1024 if scale * min(weights) >= 1024 else 8
+    return [(max(1, round(weight * scale / columns)), columns) for weight in weights]
+
+
+def _model(shapes: list[tuple[int, ...]], device: torch.device, *, sharded: bool) -> nn.Module:
+    model = nn.Module()
+    for number, shape in zip(itertools.count(), shapes, strict=False):
+        model.register_parameter(f"weight{number}", nn.Parameter(torch.randn(shape, device=device)))
+    if sharded:
+        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+        fully_shard(model, mesh=init_device_mesh(device.type, (1,)))
+    for param in model.parameters():
+        param.grad = torch.randn_like(param)
+    return model

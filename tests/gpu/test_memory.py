@@ -1,0 +1,134 @@
+"""Device and host memory against formulas with every term named."""
+
+import gc
+import os
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp_offload import OffloadPolicy, offload_optimizer, remove_offload
+
+MIB = 1 << 20
+SHAPES = [(4096, 4096), (4096,), (8192, 2048), (1000, 4099), (32000, 1024), (1024, 3000)]
+NUMEL = sum(torch.Size(shape).numel() for shape in SHAPES)
+PARAM_BYTES = 4 * NUMEL
+STATE_BYTES = 2 * PARAM_BYTES  # AdamW: exp_avg and exp_avg_sq in fp32
+TOLERANCE = 0.02
+
+
+def make(device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.ParameterList(nn.Parameter(torch.randn(shape, device=device)) for shape in SHAPES)
+    return model, torch.optim.AdamW(model.parameters(), fused=True)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for param in model.parameters():
+        param.grad = torch.randn_like(param)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.fixture(autouse=True)
+def clean_device():
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    yield
+    torch.cuda.synchronize()
+
+
+def peak_above(before: int) -> int:
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+@pytest.mark.parametrize("resident_bytes", [0, 120 * MIB])
+def test_device_peak_of_the_first_and_of_later_steps(device, resident_bytes):
+    before = torch.cuda.memory_allocated()
+    model, optimizer = make(device)
+    policy = OffloadPolicy(staging_bytes=96 * MIB, bucket_bytes=16 * MIB, resident_bytes=resident_bytes)
+    offload_optimizer(optimizer, model=model, policy=policy)
+    report = optimizer.offload_report()
+    expected = (
+        PARAM_BYTES  # the parameters
+        + PARAM_BYTES  # their gradients, all alive until step() returns
+        + policy.ring_bytes  # buckets in passing
+        + policy.bucket_bytes  # state that the optimizer is just creating, before it is copied into the ring
+        + report.resident_state_bytes  # what never leaves
+    )
+    step(model, optimizer)
+    assert peak_above(before) == pytest.approx(expected, rel=TOLERANCE)
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(3):
+        step(model, optimizer)
+    later = expected - policy.bucket_bytes  # nothing is created any more
+    assert peak_above(before) == pytest.approx(later, rel=TOLERANCE)
+    assert resident_bytes * 0.5 <= report.resident_state_bytes <= resident_bytes
+
+
+def test_attaching_late_frees_the_state_and_removing_brings_it_back(device):
+    before = torch.cuda.memory_allocated()
+    model, optimizer = make(device)
+    step(model, optimizer)
+    assert torch.cuda.memory_allocated() - before == pytest.approx(PARAM_BYTES + STATE_BYTES, rel=TOLERANCE)
+    offload_optimizer(optimizer, model=model, policy=OffloadPolicy(staging_bytes=96 * MIB, bucket_bytes=16 * MIB))
+    assert torch.cuda.memory_allocated() - before == pytest.approx(PARAM_BYTES, rel=TOLERANCE)
+    step(model, optimizer)
+    remove_offload(optimizer)
+    del optimizer
+    gc.collect()
+    assert torch.cuda.memory_allocated() - before == pytest.approx(PARAM_BYTES, rel=TOLERANCE)
+
+
+def test_state_dict_and_load_never_bring_the_state_to_the_device(device):
+    model, optimizer = make(device)
+    offload_optimizer(optimizer, model=model, policy=OffloadPolicy(staging_bytes=96 * MIB, bucket_bytes=16 * MIB))
+    step(model, optimizer)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    saved = optimizer.state_dict()
+    assert all(state["exp_avg"].device.type == "cpu" for state in saved["state"].values())
+    copied = {
+        "state": {key: {k: v.clone() for k, v in state.items()} for key, state in saved["state"].items()},
+        "param_groups": saved["param_groups"],
+    }
+    optimizer.load_state_dict(copied)
+    assert peak_above(before) < MIB  # counters only
+
+
+def resident_set_bytes() -> int:
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_host_memory_is_exact_pinned_and_freed(device):
+    model, optimizer = make(device)
+    step(model, optimizer)  # the driver's own host memory is there before we measure
+    torch.cuda.synchronize()
+    before = resident_set_bytes()
+    offload_optimizer(optimizer, model=model)
+    report = optimizer.offload_report()
+    assert report.host_state_bytes == STATE_BYTES
+    assert report.host_bytes == pytest.approx(STATE_BYTES, rel=0.01)
+    assert resident_set_bytes() - before == pytest.approx(STATE_BYTES, rel=0.02)
+    assert all(optimizer.state[param]["exp_avg"].is_pinned() for param in model.parameters())
+    step(model, optimizer)
+    del optimizer
+    assert resident_set_bytes() - before < 0.02 * STATE_BYTES
+
+
+def test_a_forked_worker_does_not_duplicate_the_arena(device):
+    model, optimizer = make(device)
+    offload_optimizer(optimizer, model=model)
+    step(model, optimizer)
+    torch.cuda.synchronize()
+    read_end, write_end = os.pipe()
+    child = os.fork()
+    if child == 0:  # a DataLoader worker: looks at its own memory and leaves
+        os.write(write_end, str(resident_set_bytes()).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    in_child = int(os.read(read_end, 64))
+    assert in_child < resident_set_bytes() - 0.9 * STATE_BYTES
+    step(model, optimizer)

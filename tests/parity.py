@@ -1,0 +1,345 @@
+"""Trains the same model with and without offload, side by side, and compares all that training has left behind.
+
+    pair = make_pair(Zoo, lambda params: torch.optim.AdamW(params))
+    pair.train(10)
+
+Both sides start from the same seed and see the same data and the same random numbers. After each step every parameter,
+every state tensor, every counter and every entry of the param groups has to be the same, bit by bit. Works on any device
+and with DTensors: then the local tensors are compared, and what is offloaded has to be on the host.
+"""
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from fsdp_offload import OffloadPolicy, offload_optimizer, remove_offload
+
+SMALL = OffloadPolicy(bucket_bytes=2048, staging_bytes=8192)
+"""So little that the models below have many buckets, and every parameter above 256 elements of Adam's is cut."""
+
+MakeModel = Callable[[], nn.Module]
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
+
+
+@dataclass
+class Run:
+    """One side: a model, its optimizer, and what the test adds (``parts["scheduler"]``)."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    device: torch.device
+    dtype: torch.dtype
+    parts: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def params(self) -> dict[str, nn.Parameter]:
+        return dict(self.model.named_parameters())
+
+    def loss(self, step: int) -> Tensor:
+        """The loss of this step's batch."""
+        return self.model(batch(step, self.device, self.dtype))
+
+    @property
+    def is_offloaded(self) -> bool:
+        return "_offload_engine" in vars(self.optimizer)
+
+
+Action = Callable[[Run, int], Any]
+
+
+def batch(step: int, device: torch.device, dtype: torch.dtype, rows: int = 4) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 + step)
+    return torch.randn(rows, 16, generator=generator).to(device, dtype)
+
+
+def train_step(run: Run, step: int) -> float:
+    """What most people's loops do."""
+    run.optimizer.zero_grad()
+    loss = run.loss(step)
+    loss.backward()
+    run.optimizer.step()
+    return loss.item()
+
+
+class Pair:
+    """The plain side and the offloaded one."""
+
+    def __init__(self, plain: Run, offloaded: Run) -> None:
+        self.plain = plain
+        self.offloaded = offloaded
+        self.steps = 0
+
+    def __iter__(self) -> Iterator[Run]:
+        return iter((self.plain, self.offloaded))
+
+    def attach(self, policy: OffloadPolicy = SMALL, *, with_model: bool = False) -> None:
+        attach(self.offloaded.optimizer, policy=policy, model=self.offloaded.model if with_model else None)
+
+    def detach(self) -> None:
+        remove_offload(self.offloaded.optimizer)
+
+    def each(self, action: Callable[[Run], Any]) -> tuple[Any, Any]:
+        """``action`` on both sides, with the same random numbers; what it returned."""
+        before = random_state(self.plain.device)
+        of_plain = action(self.plain)
+        after = random_state(self.plain.device)
+        set_random_state(self.plain.device, before)
+        of_offloaded = action(self.offloaded)
+        assert same_bits(after, random_state(self.plain.device)), "offload has drawn random numbers of the user's"
+        return of_plain, of_offloaded
+
+    def train(self, steps: int = 10, action: Action = train_step) -> None:
+        """``action`` on both sides and :meth:`assert_same`, ``steps`` times."""
+        for _ in range(steps):
+            step = self.steps
+            results = self.each(lambda run: action(run, step))
+            assert results[0] == results[1], f"step {step} returned {results[0]} without and {results[1]} with offload"
+            self.steps += 1
+            self.assert_same()
+
+    def assert_same(self) -> None:
+        found = list(differences(self.plain, self.offloaded))
+        assert not found, f"after {self.steps} steps: " + "; ".join(found[:6])
+        if self.offloaded.is_offloaded:
+            assert_at_home(self.offloaded.optimizer)
+
+    def assert_trained(self, *untouched: str) -> None:
+        """That something was shown: every parameter but ``untouched`` has changed since the seed, and none is NaN."""
+        for name, param in self.plain.params.items():
+            start = self.plain.parts["start"][name]
+            assert torch.isfinite(local(param)).all(), f"{name} is not finite"
+            moved = not torch.equal(local(param).cpu(), start)
+            assert moved == (name not in untouched and local(param).numel() > 0), f"{name} moved: {moved}"
+
+
+def make_pair(
+    make_model: MakeModel,
+    make_optimizer: MakeOptimizer,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    policy: OffloadPolicy | None = SMALL,
+    seed: int = 0,
+) -> Pair:
+    """Both sides, from the same seed; the second attached unless ``policy`` is ``None``."""
+    device = torch.device(device)
+    runs = []
+    for _ in range(2):
+        torch.manual_seed(seed)
+        model = make_model()
+        if not any(isinstance(param, DTensor) for param in model.parameters()):
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="Complex modules are a new feature")
+                model = model.to(device).to(dtype)
+        run = Run(model, make_optimizer(model.parameters()), device, dtype)
+        run.parts["start"] = {name: local(param).detach().cpu().clone() for name, param in run.params.items()}
+        runs.append(run)
+    pair = Pair(*runs)
+    pair.assert_same()
+    if policy is not None:
+        pair.attach(policy)
+    return pair
+
+
+def attach(optimizer: Optimizer, **kwargs: Any) -> Optimizer:
+    """``offload_optimizer`` without its advice (nothing to gain on the CPU, a tiny staging): tests are not users."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="offload_optimizer: ", category=UserWarning)
+        return offload_optimizer(optimizer, **{"policy": SMALL, **kwargs})
+
+
+# Comparing -----------------------------------------------------------------------------------------------------------
+
+
+def differences(plain: Run, offloaded: Run) -> Iterator[str]:
+    """What is not the same, in words."""
+    if list(plain.params) != list(offloaded.params):
+        yield f"parameters {list(plain.params)} and {list(offloaded.params)}"
+    names = {}
+    for name, one, other in zip(plain.params, plain.params.values(), offloaded.params.values(), strict=True):
+        names[one] = name
+        if not same_value(one.detach(), other.detach()):
+            yield f"parameter {name}"
+    yield from optimizer_differences(plain.optimizer, offloaded.optimizer, names)
+
+
+def optimizer_differences(plain: Optimizer, offloaded: Optimizer, names: dict[Any, str]) -> Iterator[str]:
+    if len(plain.param_groups) != len(offloaded.param_groups):
+        yield f"{len(plain.param_groups)} and {len(offloaded.param_groups)} groups"
+    for number, (one, other) in enumerate(zip(plain.param_groups, offloaded.param_groups, strict=True)):
+        if list(one) != list(other):
+            yield f"keys of param_groups[{number}] are {list(one)} and {list(other)}"
+        for key in one.keys() & other.keys() - {"params"}:
+            if not same_value(one[key], other[key]):
+                yield f"param_groups[{number}][{key!r}] is {one[key]!r} and {other[key]!r}"
+    pairs = dict(zip(params_of(plain), params_of(offloaded), strict=True))
+    # Which parameters have state. Their order is that of the buckets, not that of the plain optimizer's first step.
+    with_state = [names.get(param, "?") for param, other in pairs.items() if param in plain.state]
+    with_state_offloaded = [names.get(param, "?") for param, other in pairs.items() if other in offloaded.state]
+    if with_state != with_state_offloaded or len(plain.state) != len(offloaded.state):
+        yield f"there is state for {with_state} and {with_state_offloaded}"
+        return
+    for param, other in pairs.items():
+        if param in plain.state:
+            yield from state_differences(names.get(param, "?"), plain.state[param], offloaded.state[other])
+
+
+def state_differences(name: str, one: dict[str, Any], other: dict[str, Any]) -> Iterator[str]:
+    if list(one) != list(other):
+        yield f"state of {name} has the keys {list(one)} and {list(other)}"
+    for key in one.keys() & other.keys():
+        if not same_value(one[key], other[key]):
+            yield f"state {key!r} of {name} is {_short(one[key])} and {_short(other[key])}"
+
+
+def same_value(one: Any, other: Any) -> bool:
+    """The same type, shape and bits; of numbers the same type and value. Where it lives does not matter."""
+    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
+        return type(one) is type(other) and bool(one == other)
+    if type(one) is not type(other) or one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if isinstance(one, DTensor) and isinstance(other, DTensor) and one.placements != other.placements:
+        return False
+    mine, others = leaves(one), leaves(other)
+    return len(mine) == len(others) and all(same_bits(a, b) for a, b in zip(mine, others, strict=True))
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Also of NaN, of minus zero, and in the same order in memory."""
+    if one.shape != other.shape or one.dtype != other.dtype or one.stride() != other.stride():
+        return False
+    return torch.equal(_bytes_of(one), _bytes_of(other))
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+
+
+def leaves(value: Tensor) -> list[Tensor]:
+    """The plain tensors inside a DTensor or another wrapper."""
+    if isinstance(value, DTensor):
+        return leaves(value._local_tensor)
+    if hasattr(type(value), "__tensor_flatten__"):
+        inner = (getattr(value, name) for name in value.__tensor_flatten__()[0])
+        return [leaf for part in inner if isinstance(part, Tensor) for leaf in leaves(part)]
+    return [value]
+
+
+def local(tensor: Tensor) -> Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def params_of(optimizer: Optimizer) -> list[Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, Tensor) and value.numel() != 1:
+        return f"{type(value).__name__}{tuple(value.shape)} {value.dtype} of norm {value.float().norm().item():.9g}"
+    return repr(value)
+
+
+def assert_at_home(optimizer: Optimizer) -> None:
+    """Every state tensor that has a home is there, on the host, and not in memory that a step has left behind."""
+    engine = vars(optimizer)["_offload_engine"].engine
+    regions = [(region.bytes.data_ptr(), region.nbytes) for region in engine.plan.regions]
+    for param, shard in engine.plan.shards.items():
+        if shard.resident:
+            continue
+        for name, value in optimizer.state.get(param, {}).items():
+            if name not in shard.homes:
+                continue
+            for leaf in leaves(value):
+                assert leaf.device.type == "cpu", f"state {name!r} of {shard.name} is on {leaf.device}"
+                inside = any(begin <= leaf.data_ptr() < begin + nbytes for begin, nbytes in regions)
+                shared = leaf.numel() == 0 or leaf.data_ptr() not in _home_addresses(shard, name)
+                assert inside or shared, f"state {name!r} of {shard.name} is not in the arena"
+
+
+def _home_addresses(shard: Any, name: str) -> set[int]:
+    return {leaf.data_ptr() for leaf in shard.home_leaves[name]}
+
+
+def offloaded_names(optimizer: Optimizer) -> set[str]:
+    """Names of the state that moves, over all parameters."""
+    engine = vars(optimizer)["_offload_engine"].engine
+    return {name for shard in engine.plan.shards.values() for name in shard.homes}
+
+
+def random_state(device: torch.device) -> Tensor:
+    on_device = torch.get_device_module(device).get_rng_state(device) if device.type != "cpu" else torch.empty(0)
+    return torch.cat([torch.get_rng_state(), on_device.to(torch.uint8).cpu()])
+
+
+def set_random_state(device: torch.device, state: Tensor) -> None:
+    host_size = torch.get_rng_state().numel()
+    torch.set_rng_state(state[:host_size])
+    if device.type != "cpu":
+        torch.get_device_module(device).set_rng_state(state[host_size:], device)
+
+
+# Models --------------------------------------------------------------------------------------------------------------
+
+
+class Zoo(nn.Module):
+    """Parameters of every kind of shape: 0-dim, one element, ends that fill no vector, channels last, an empty one."""
+
+    def __init__(self, *, empty: bool = True) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(()))
+        self.one = nn.Parameter(torch.randn(1))
+        self.bias = nn.Parameter(torch.randn(65))
+        self.weight = nn.Parameter(torch.randn(40, 33))
+        self.transposed = nn.Parameter(torch.randn(24, 31).t())
+        self.conv = nn.Parameter(torch.randn(8, 5, 3, 3).to(memory_format=torch.channels_last))
+        self.long = nn.Parameter(torch.randn(2500))
+        if empty:
+            self.empty = nn.Parameter(torch.randn(0, 7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        factors = x.real.flatten() if x.is_complex() else x.flatten()
+        total = factors.new_zeros(())
+        for number, param in enumerate(self.parameters()):
+            values = (param * factors[number]).sin()
+            total = total + (values.abs() if values.is_complex() else values).sum()
+        return total
+
+
+class Matrices(nn.Module):
+    """Matrices only: what Muon takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tall = nn.Parameter(torch.randn(40, 12))
+        self.square = nn.Parameter(torch.randn(16, 16))
+        self.wide = nn.Parameter(torch.randn(9, 33))
+
+    forward = Zoo.forward
+
+
+class Net(nn.Module):
+    """A small network: a table that is tied to the head, a convolution in channels_last, norms, and linear layers."""
+
+    def __init__(self, width: int = 24) -> None:
+        super().__init__()
+        self.table = nn.Linear(16, width, bias=False)
+        self.conv = nn.Conv2d(1, 4, 3, padding=1).to(memory_format=torch.channels_last)
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width * 4, 40)
+        self.down = nn.Linear(40, width)
+        self.unused = nn.Linear(3, 5)
+        self.gain = nn.Parameter(torch.ones(()))
+        self.head = nn.Linear(width, 16, bias=False)
+        self.head.weight = nn.Parameter(self.head.weight.detach().clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.norm(self.table(x))
+        image = self.conv(hidden.view(len(x), 1, 4, -1)).flatten(1)
+        hidden = hidden + self.down(torch.tanh(self.up(image))) * self.gain
+        return (self.head(hidden) - x.roll(1, 1)).pow(2).mean()
