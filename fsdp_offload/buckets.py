@@ -6,7 +6,7 @@ ranges of them. Whole shards lie in the arena just as in the slot, so a bucket o
 shard costs one copy for each leaf.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import NamedTuple
 
 ALIGN_BYTES = 64
@@ -14,6 +14,11 @@ ALIGN_BYTES = 64
 
 CUT_NUMEL = 64
 """Cuts fall on multiples of this many elements: vectorized kernels may round a vector's tail differently."""
+
+BREAK_BYTES = 256 << 20
+"""About every so many bytes of the arena lies a break, so that its memory can be prepared in parallel pieces."""
+
+_PAGE_BYTES = 4096
 
 
 class ShardSpec(NamedTuple):
@@ -55,51 +60,88 @@ class BucketPlan(NamedTuple):
     buckets: tuple[Bucket, ...]
     home_offsets: tuple[tuple[int, ...], ...]  # for each shard, where each leaf begins in the arena
     home_nbytes: int
+    home_breaks: tuple[int, ...]  # page-aligned offsets that no leaf and no copy crosses: memory may be divided there
 
 
 def plan_buckets(shards: Sequence[ShardSpec], bucket_bytes: int) -> BucketPlan:
     """Pack ``shards``, in the given order, into buckets of at most ``bucket_bytes`` as far as cuts allow.
 
+    Where there are many buckets, the first and the last are smaller: nothing overlaps with the first load and the last
+    store, so they should be short.
+
     Args:
         shards: this rank's state shards. Empty ones (``numel == 0``) belong to a bucket like any other.
-        bucket_bytes: the size not to exceed. A shard with more state is cut if it may be, else it is a bucket alone.
+        bucket_bytes: the size not to exceed. A shard that does not fit into what is left of a bucket is cut there if it
+            may be; one that may not and is larger than this is a bucket alone.
 
     Returns:
         The buckets, and offsets in bytes into an arena of ``home_nbytes`` bytes.
     """
     homes = _HomeOffsets(shards)
-    buckets = tuple(_lay_out(ranges, shards, homes) for ranges in _pack(shards, bucket_bytes))
-    return BucketPlan(buckets, tuple(homes.of_shard(index) for index in range(len(shards))), homes.nbytes)
+    buckets = tuple(_lay_out(ranges, shards, homes) for ranges in _Packer(shards, bucket_bytes).pack())
+    home_offsets = tuple(homes.of_shard(index) for index in range(len(shards)))
+    return BucketPlan(buckets, home_offsets, homes.nbytes, tuple(sorted(homes.breaks)))
 
 
-def _pack(shards: Sequence[ShardSpec], bucket_bytes: int) -> Iterator[tuple[Range, ...]]:
-    current: list[Range] = []
-    filled_bytes = 0
-    for index, shard in enumerate(shards):
-        for piece in _pieces(index, shard, bucket_bytes):
-            piece_bytes = sum(_leaf_range_nbytes(shard, piece))
-            if current and filled_bytes + piece_bytes > bucket_bytes:
-                yield tuple(current)
-                current, filled_bytes = [], 0
-            current.append(piece)
-            filled_bytes += piece_bytes
-    if current:
-        yield tuple(current)
+class _Packer:
+    """Fills one bucket after the other."""
 
+    def __init__(self, shards: Sequence[ShardSpec], bucket_bytes: int) -> None:
+        self._shards = shards
+        self._bucket_bytes = bucket_bytes
+        self._left_bytes = sum(_aligned(nbytes) for shard in shards for nbytes in shard.leaf_nbytes)
+        self._ramps = self._left_bytes >= 16 * bucket_bytes
+        self._done_bytes = 0
+        self._ranges: list[Range] = []
+        self._filled_bytes = 0
 
-def _pieces(index: int, shard: ShardSpec, bucket_bytes: int) -> Iterator[Range]:
-    """The shard whole if it fits or must stay whole, else in nearly equal ranges that each fit."""
-    shard_bytes = sum(_aligned(nbytes) for nbytes in shard.leaf_nbytes)
-    if not shard.cuttable or shard_bytes <= bucket_bytes:
-        yield Range(index, 0, shard.numel)
-        return
-    bytes_per_unit = CUT_NUMEL * sum(nbytes // shard.numel for nbytes in shard.leaf_nbytes)
-    units_per_piece = max(1, (bucket_bytes - ALIGN_BYTES * len(shard.leaf_nbytes)) // bytes_per_unit)
-    units = -(-shard.numel // CUT_NUMEL)
-    pieces = -(-units // units_per_piece)
-    for piece in range(pieces):
-        start, stop = units * piece // pieces, units * (piece + 1) // pieces
-        yield Range(index, start * CUT_NUMEL, min(stop * CUT_NUMEL, shard.numel))
+    def pack(self) -> Iterator[tuple[Range, ...]]:
+        """The ranges of each bucket."""
+        for index, shard in enumerate(self._shards):
+            start = 0
+            while start < shard.numel or start == 0:
+                stop = self._take_until(shard, start)
+                if stop > start or shard.numel == 0:
+                    self._add(Range(index, start, stop))
+                if stop == shard.numel:
+                    break
+                yield self._flush()
+                start = stop
+        if self._ranges:
+            yield self._flush()
+
+    def _take_until(self, shard: ShardSpec, start: int) -> int:
+        """How far ``shard`` goes into the current bucket: to its end, to a cut, or not at all (``start``)."""
+        room_bytes = self._limit_bytes() - self._filled_bytes
+        if sum(_leaf_range_nbytes(shard, start, shard.numel)) <= room_bytes:
+            return shard.numel
+        if not shard.cuttable:
+            return start if self._ranges else shard.numel
+        small = sum(shard.leaf_nbytes) <= self._bucket_bytes // 4
+        if self._ranges and (small or room_bytes < self._bucket_bytes // 8):
+            return start  # not worth a cut: each costs a copy for every leaf
+        unit_bytes = CUT_NUMEL * sum(nbytes // shard.numel for nbytes in shard.leaf_nbytes)
+        units = (room_bytes - ALIGN_BYTES * len(shard.leaf_nbytes)) // unit_bytes
+        if units < 1:
+            return start if self._ranges else min(start + CUT_NUMEL, shard.numel)
+        return min(start + units * CUT_NUMEL, shard.numel)
+
+    def _limit_bytes(self) -> int:
+        if not self._ramps:
+            return self._bucket_bytes
+        ramp_bytes = min(self._done_bytes, self._left_bytes // 2)
+        return max(self._bucket_bytes // 4, min(self._bucket_bytes, ramp_bytes))
+
+    def _add(self, piece: Range) -> None:
+        self._ranges.append(piece)
+        self._filled_bytes += sum(_leaf_range_nbytes(self._shards[piece.shard], piece.start, piece.stop))
+
+    def _flush(self) -> tuple[Range, ...]:
+        ranges = tuple(self._ranges)
+        self._done_bytes += self._filled_bytes
+        self._left_bytes -= self._filled_bytes
+        self._ranges, self._filled_bytes = [], 0
+        return ranges
 
 
 def _lay_out(ranges: tuple[Range, ...], shards: Sequence[ShardSpec], homes: "_HomeOffsets") -> Bucket:
@@ -109,29 +151,31 @@ def _lay_out(ranges: tuple[Range, ...], shards: Sequence[ShardSpec], homes: "_Ho
     for piece in ranges:
         shard = shards[piece.shard]
         offsets = []
-        for leaf, nbytes in enumerate(_leaf_range_nbytes(shard, piece)):
+        for leaf, nbytes in enumerate(_leaf_range_nbytes(shard, piece.start, piece.stop)):
             offsets.append(slot_end)
             if nbytes:
                 skipped = shard.leaf_nbytes[leaf] // shard.numel * piece.start if piece.start else 0
-                copies.append(Copy(homes.of_leaf(piece.shard, leaf) + skipped, slot_end, nbytes))
+                copies.append(Copy(homes.of_shard(piece.shard)[leaf] + skipped, slot_end, nbytes))
             slot_end += nbytes
         leaf_offsets.append(tuple(offsets))
-    return Bucket(ranges, tuple(leaf_offsets), tuple(_merge(copies)), slot_end)
+    return Bucket(ranges, tuple(leaf_offsets), tuple(_merge(copies, homes.breaks)), slot_end)
 
 
-def _leaf_range_nbytes(shard: ShardSpec, piece: Range) -> list[int]:
-    """Slot bytes of each leaf of ``piece``, with the padding that keeps the next leaf aligned."""
-    if (piece.start, piece.stop) == (0, shard.numel):
+def _leaf_range_nbytes(shard: ShardSpec, start: int, stop: int) -> list[int]:
+    """Slot bytes of each leaf of a range, with the padding that keeps the next leaf aligned."""
+    if start == 0 and stop == shard.numel:
         return [_aligned(nbytes) for nbytes in shard.leaf_nbytes]
-    return [_aligned(nbytes // shard.numel * (piece.stop - piece.start)) for nbytes in shard.leaf_nbytes]
+    return [_aligned(nbytes // shard.numel * (stop - start)) for nbytes in shard.leaf_nbytes]
 
 
-def _merge(copies: Sequence[Copy]) -> Iterator[Copy]:
-    """Join copies that continue each other at home and in the slot."""
+def _merge(copies: Sequence[Copy], breaks: Container[int]) -> Iterator[Copy]:
+    """Join copies that continue each other at home and in the slot, unless memory may be divided between them."""
     current: Copy | None = None
     for copy in copies:
-        if current is not None and (
-            copy.home_offset - current.home_offset == copy.slot_offset - current.slot_offset == current.nbytes
+        if (
+            current is not None
+            and copy.home_offset - current.home_offset == copy.slot_offset - current.slot_offset == current.nbytes
+            and copy.home_offset not in breaks
         ):
             current = current._replace(nbytes=current.nbytes + copy.nbytes)
             continue
@@ -148,10 +192,16 @@ class _HomeOffsets:
     def __init__(self, shards: Sequence[ShardSpec]) -> None:
         self._shards = shards
         self._offsets: dict[int, tuple[int, ...]] = {}
+        self._last_break = 0
+        self.breaks: set[int] = set()
         self.nbytes = 0
 
     def of_shard(self, shard: int) -> tuple[int, ...]:
+        """Where each leaf of ``shard`` begins."""
         if shard not in self._offsets:
+            if self.nbytes - self._last_break >= BREAK_BYTES:
+                self.nbytes = self._last_break = _aligned(self.nbytes, _PAGE_BYTES)
+                self.breaks.add(self.nbytes)
             offsets = []
             for nbytes in self._shards[shard].leaf_nbytes:
                 offsets.append(self.nbytes)
@@ -159,9 +209,6 @@ class _HomeOffsets:
             self._offsets[shard] = tuple(offsets)
         return self._offsets[shard]
 
-    def of_leaf(self, shard: int, leaf: int) -> int:
-        return self.of_shard(shard)[leaf]
 
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
+def _aligned(nbytes: int, to_bytes: int = ALIGN_BYTES) -> int:
+    return -(-nbytes // to_bytes) * to_bytes

@@ -25,7 +25,7 @@ from .report import OffloadReport
 from .schedule import Action, BucketStep, build_schedule
 from .shards import StateShard, leaves_of
 from .transfer import DeviceLink, device_link
-from .update import BoundRange, Shadow, SharedValues, StateStore, UserState, update_bucket
+from .update import BoundRange, Shadow, SharedValues, StateStore, UserState, same_order_on_ranks, update_bucket
 
 
 class Engine:
@@ -52,6 +52,9 @@ class Engine:
         self._ring: Tensor | None = None
         self._bound: dict[int, list[BoundRange]] = {}
         self._schedules: dict[tuple[BucketStep, ...], list[Action]] = {}
+        self._param_ids: list[int] = []
+        self._unplanned: list[Tensor] = []  # in the groups, but without room: they never had a gradient
+        self._layout_keys: list[object] = []  # of each group, when its state was last planned
         self._link.join()
         # Ring and arena must not go while a copy still uses them. This runs before the attributes are dropped.
         weakref.finalize(self, _let_go, self._link).atexit = False
@@ -66,6 +69,11 @@ class Engine:
             ValueError: the optimizer cannot be offloaded with these parameters.
         """
         params = list(params)
+        if not params:
+            return
+        self._param_ids = []  # look at the groups again
+        self._layout_keys += [layout_key(group) for group in optimizer.param_groups[len(self._layout_keys) :]]
+        self._pipeline.synchronize()  # places in the ring may change, and waits know only the new ones
         self.plan.add(optimizer, params, states, self.names)
         self._bound.clear()
         self._schedules.clear()
@@ -86,15 +94,20 @@ class Engine:
         self.clear()
         for param in old:
             states.get(param).clear()  # so that the layout is learnt under the new hyperparameters
-        self.add(optimizer, old, states)
-        for param, state in old.items():
-            states.get(param).update(state)
+        try:
+            self.add(optimizer, old, states)
+        finally:
+            for param, state in old.items():
+                if state:
+                    states.of(param).update(state)
+        for param in old:
             adopt(self.plan.shards[param], states.get(param))
 
     def install(self, optimizer: Optimizer, states: StateStore, loaded: Mapping[Tensor, UserState]) -> None:
         """Make ``loaded`` the whole state; ``states`` is empty, and param groups are those loaded with it."""
         self._pipeline.synchronize()
-        self._keep_up(optimizer, list(loaded), states)
+        self._follow_groups(optimizer, states)
+        self.add(optimizer, [param for param in loaded if param not in self.plan.shards], states)
         for param, saved in loaded.items():
             state = states.of(param)
             state.update(saved)
@@ -118,22 +131,23 @@ class Engine:
         any gradient.
         """
         self.check_usable("step()")
-        with_grad = self._params_with_grad(optimizer)
-        self._keep_up(optimizer, with_grad, states)
-        steps = self._bucket_steps(with_grad, states)
+        self._follow_groups(optimizer, states)
+        updated = self._shards_with_grad(optimizer, states)
+        steps = self._bucket_steps(updated, states)
         shared = SharedValues(optimizer, _pinned_implementations(optimizer))
         shadow = Shadow(self.cls)
-        group_of = {param: n for n, group in enumerate(optimizer.param_groups) for param in group["params"]}
         group_count = len(optimizer.param_groups)
         if not steps:
             # Groups whose parameters have no gradient count the step all the same.
             shadow.run(shared, [[] for _ in range(group_count)], {}, kwargs)
             shared.commit(optimizer)
             return False
+        created = [shard.param for shard in updated if not states.get(shard.param)]
         done: list[int] = []
 
         def update(number: int) -> None:
-            update_bucket(shadow, shared, self._bind(number), group_of, group_count, states, kwargs)
+            for ranges in same_order_on_ranks(self._bind(number)):
+                update_bucket(shadow, shared, ranges, group_count, states, kwargs)
             done.append(number)
 
         self._take_ring()
@@ -142,60 +156,68 @@ class Engine:
         except BaseException as error:
             self._note_failure(error, done, steps)
             raise
+        # In the order of planning, the same on every rank; which buckets come first may differ between ranks.
+        states.move_last(created)
         shared.commit(optimizer)
         return True
 
-    def _params_with_grad(self, optimizer: Optimizer) -> list[Tensor]:
-        found = []
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                grad = param.grad
-                if grad is None:
-                    continue
-                problem = unsupported_gradient(param, grad)
-                if problem:
-                    name = self.names.get(param, "a parameter")
-                    raise RuntimeError(f"{name} cannot be updated: {problem}. Nothing has been changed.")
-                found.append(param)
-        return found
-
-    def _keep_up(self, optimizer: Optimizer, with_grad: Sequence[Tensor], states: StateStore) -> None:
-        """Follow what changed since the last step: parameters, hyperparameters, and state exchanged by the user."""
-        changed = False
-        for group in optimizer.param_groups:
-            key = layout_key(group)
-            for param in group["params"]:
-                shard = self.plan.shards.get(param)
-                if shard is not None and shard.layout_key != key:
-                    shard.layout_key = key
-                    changed |= not self._still_fits(optimizer, shard, group)
-        if changed:
-            self.rebuild(optimizer, states)
-        new = [param for param in with_grad if param not in self.plan.shards]
+    def _shards_with_grad(self, optimizer: Optimizer, states: StateStore) -> list[StateShard]:
+        """The shards to update. Takes over parameters that have a gradient for the first time, and exchanged state."""
+        new = [param for param in self._unplanned if param.grad is not None]
+        for param in (*new, *self.plan.shards):
+            grad = param.grad
+            problem = grad is not None and unsupported_gradient(param, grad)
+            if problem:
+                name = self.names.get(param, "a parameter")
+                raise RuntimeError(f"{name} cannot be updated: {problem}. Nothing has been changed.")
         if new:
             self.add(optimizer, new, states)
-        for param in with_grad:
-            shard = self.plan.shards[param]
-            state = states.get(param)
-            if any(state.get(name, home) is not home for name, home in shard.homes.items()):
-                self.wait_home(param)
+        shards = self.plan.shards.values()
+        updated = [shard for shard in shards if shard.param.grad is not None and shard.group >= 0]
+        for shard in updated:
+            state = states.get(shard.param)
+            if state and _exchanged(shard, state):
+                self.wait_home(shard.param)
                 adopt(shard, state)
+        return updated
 
-    def _still_fits(self, optimizer: Optimizer, shard: StateShard, group: Mapping[str, Any]) -> bool:
-        learnt = self.layouts.learn(optimizer, shard.param, group, shard.name)
+    def _follow_groups(self, optimizer: Optimizer, states: StateStore) -> None:
+        """Follow param groups that were edited, and hyperparameters that decide which state there is."""
+        ids = [id(param) for group in optimizer.param_groups for param in group["params"]]
+        if ids != self._param_ids:
+            self._param_ids = ids
+            self._unplanned = []
+            for shard in self.plan.shards.values():
+                shard.group = -1  # no longer in any group, unless found below
+            for number, group in enumerate(optimizer.param_groups):
+                for param in group["params"]:
+                    if param in self.plan.shards:
+                        self.plan.shards[param].group = number
+                    else:
+                        self._unplanned.append(param)
+        keys: list[object] = [layout_key(group) for group in optimizer.param_groups]
+        if keys != self._layout_keys:
+            self._layout_keys = keys
+            if not all(self._still_fits(optimizer, shard) for shard in self.plan.shards.values() if shard.group >= 0):
+                self.rebuild(optimizer, states)
+
+    def _still_fits(self, optimizer: Optimizer, shard: StateShard) -> bool:
+        learnt = self.layouts.learn(optimizer, shard.param, optimizer.param_groups[shard.group], shard.name)
         # State that exists keeps its place, also where the new hyperparameters would no longer create it.
         return learnt.values.keys() <= shard.layout.values.keys()
 
-    def _bucket_steps(self, with_grad: Sequence[Tensor], states: StateStore) -> tuple[BucketStep, ...]:
-        active = {number for param in with_grad for number in self.plan.shards[param].buckets}
+    def _bucket_steps(self, updated: Sequence[StateShard], states: StateStore) -> tuple[BucketStep, ...]:
+        active = {number for shard in updated for number in shard.buckets}
         steps = []
         for number in active:
             moves = bool(self._pipeline.buckets[number].copies)
             # Also for state of parameters without a gradient: the whole bucket is stored afterwards.
             exists = moves and any(states.get(shard.param) for shard in self.plan[number].covers())
             steps.append(BucketStep(number, load=exists, store=moves))
-        # State that is on the device already is updated while the first loads arrive.
-        return tuple(sorted(steps, key=lambda step: (step.store, step.bucket)))
+        # State that is on the device already is updated while the first loads arrive. Not where the optimizer sees
+        # DTensors: which buckets move differs between ranks, and its collectives must come in the same order.
+        resident_first = self.layouts.traits.elementwise
+        return tuple(sorted(steps, key=lambda step: (resident_first and step.store, step.bucket)))
 
     def _schedule(self, steps: tuple[BucketStep, ...]) -> list[Action]:
         if steps not in self._schedules:
@@ -311,6 +333,14 @@ class Engine:
             yield f"State {left_out} is not made of dense tensors and stays where the optimizer put it."
         if self.failure:
             yield f"Not usable: {self.failure}."
+
+
+def _exchanged(shard: StateShard, state: UserState) -> bool:
+    """Whether the user has put another tensor where a home was."""
+    for name, home in shard.homes.items():  # noqa: SIM110  # a generator would cost as much as all the rest
+        if state.get(name, home) is not home:
+            return True
+    return False
 
 
 def adopt(shard: StateShard, state: UserState) -> None:

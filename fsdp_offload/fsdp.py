@@ -13,6 +13,7 @@ private name                seen in                without it
 """
 
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -56,6 +57,17 @@ def placements_of(tensor: Tensor) -> object:
     return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
 
 
+def largest_local_numel(tensor: Tensor) -> int:
+    """Elements of the largest local part over all ranks: the same figure on each of them."""
+    if not isinstance(tensor, DTensor):
+        return tensor.numel()
+    sizes = list(tensor.shape)
+    for placement, ranks in zip(tensor.placements, tensor.device_mesh.shape, strict=True):
+        if not placement.is_replicate():
+            sizes[placement.dim] = -(-sizes[placement.dim] // ranks)  # type: ignore[attr-defined]
+    return math.prod(sizes)
+
+
 def is_host_offloaded(param: Tensor) -> bool:
     """Whether ``fully_shard`` itself keeps ``param`` on the host, under a mesh of another device."""
     return isinstance(param, DTensor) and param._local_tensor.device.type != param.device_mesh.device_type
@@ -93,6 +105,8 @@ def _offload_policies(model: nn.Module) -> Iterable[object]:
 
 def unsupported_gradient(param: Tensor, grad: Tensor) -> str | None:
     """Why ``grad`` cannot be used shard by shard, or ``None``."""
+    if isinstance(param, DTensor) and isinstance(grad, DTensor) and grad._spec is param._spec:
+        return None  # as fully_shard makes them; comparing placements costs more than the rest of the step's checks
     if local_shard(grad).layout != torch.strided:
         return f"its gradient is {local_shard(grad).layout}; only dense gradients can be streamed"
     if isinstance(param, DTensor) and (not isinstance(grad, DTensor) or grad.placements != param.placements):

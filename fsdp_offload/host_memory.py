@@ -27,7 +27,7 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
     return HostMemory(total, available)
 
 
-def check_host_memory(needed_bytes: int, limit_bytes: int | None) -> None:
+def check_host_memory(needed_bytes: int, limit_bytes: int | None, held_bytes: int = 0) -> None:
     """Refuse to take more than there is.
 
     Args:
@@ -35,19 +35,22 @@ def check_host_memory(needed_bytes: int, limit_bytes: int | None) -> None:
         limit_bytes: the user's own figure, which then replaces the kernel's; ``None`` asks the kernel. In that case
             what all ranks of this host need together (``LOCAL_WORLD_SIZE``, as torchrun sets it) is also held against
             the limit, as each of them alone would pass.
+        held_bytes: what this rank has taken before, for the same optimizer; it counts towards both limits.
 
     Raises:
         MemoryError: says what is needed, what there is, and what to do.
     """
     advice = (
-        "Keep more of the state on the device (OffloadPolicy.resident_bytes), shard over more ranks, or, if the machine "
-        "has memory that the kernel does not report yet, say how much may be used with OffloadPolicy.host_limit_bytes."
+        "Keep more of the state on the device (OffloadPolicy.resident_bytes), shard over more ranks, or, if the "
+        "machine has memory that the kernel does not report yet, say how much may be used with "
+        "OffloadPolicy.host_limit_bytes."
     )
     if limit_bytes is not None:
-        if needed_bytes > limit_bytes:
+        if held_bytes + needed_bytes > limit_bytes:
+            held = f"{held_bytes} are taken already and " if held_bytes else ""
             raise MemoryError(
                 f"The optimizer state to offload needs {needed_bytes} bytes of host memory on this rank; "
-                f"OffloadPolicy.host_limit_bytes allows {limit_bytes}. {advice}"
+                f"{held}OffloadPolicy.host_limit_bytes allows {limit_bytes}. {advice}"
             )
         return
     memory = host_memory()
@@ -57,10 +60,11 @@ def check_host_memory(needed_bytes: int, limit_bytes: int | None) -> None:
             f"The optimizer state to offload needs {needed_bytes} bytes of host memory on this rank; "
             f"{memory.available_bytes} are available. {advice}"
         )
-    if needed_bytes * ranks > memory.total_bytes:
+    together_bytes = (held_bytes + needed_bytes) * ranks
+    if together_bytes > memory.total_bytes:
         raise MemoryError(
-            f"The optimizer state to offload needs {needed_bytes} bytes of host memory on each of the {ranks} ranks of "
-            f"this host, {needed_bytes * ranks} in all; the limit is {memory.total_bytes}. {advice}"
+            f"The optimizer state to offload needs {held_bytes + needed_bytes} bytes of host memory on each of the "
+            f"{ranks} ranks of this host, {together_bytes} in all; the limit is {memory.total_bytes}. {advice}"
         )
 
 
@@ -68,7 +72,7 @@ def _cgroup_limits(root: Path) -> list[tuple[int, int]]:
     """``(limit, used)`` in bytes for each cgroup above this process that has a memory limit."""
     limits = []
     for line in _lines(root / "proc/self/cgroup"):
-        _, controllers, path = (line.split(":", 2) + ["", ""])[:3]
+        _, controllers, path = [*line.split(":", 2), "", ""][:3]
         if controllers == "":
             limits += _limits_upwards(root / "sys/fs/cgroup", path, "memory.max", "memory.current", "inactive_file")
         elif "memory" in controllers.split(","):

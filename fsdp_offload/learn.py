@@ -162,9 +162,14 @@ def _random(tensor: Tensor, generator: torch.Generator) -> Tensor:
 def _one_step(
     cls: type[Optimizer], optimizer: Optimizer, scratch: Tensor, group: Mapping[str, Any]
 ) -> dict[Tensor, UserState]:
-    shared = SharedValues(optimizer, [{} for _ in optimizer.param_groups])
+    shared = SharedValues(optimizer, _as_in_training(optimizer.param_groups))
     lists: list[list[Tensor]] = [[scratch] if other is group else [] for other in optimizer.param_groups]
     return Shadow(cls).run(shared, lists, {}, {})
+
+
+def _as_in_training(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What scratch groups have instead: schedulefree's optimizers step in train mode only, and start in the other."""
+    return [{"train_mode": True} if "train_mode" in group else {} for group in groups]
 
 
 @contextmanager
@@ -222,13 +227,13 @@ def _trial(
             for step_grads in grads:
                 for param, grad in zip(params, step_grads, strict=True):
                     param.grad = grad.clone()
-                shared = SharedValues(stand_in, [{}])  # type: ignore[arg-type]
+                shared = SharedValues(stand_in, _as_in_training(stand_in.param_groups))  # type: ignore[arg-type]
                 for batch in batches:
                     given = {param: states[param] for param in batch if states[param]}
                     states.update(Shadow(cls).run(shared, [batch], given, {}))
                 shared.commit(stand_in)  # type: ignore[arg-type]
                 seen.append([leaf.clone() for param in params for leaf in _tensors(param, states[param])])
-    except Exception as error:  # whatever a foreign step raises is the answer
+    except Exception as error:  # noqa: BLE001  # whatever a foreign step raises is the answer
         return error
     return seen
 

@@ -1,6 +1,6 @@
 """``load_state_dict`` for offloaded state: everything is checked before anything changes, and copied straight home.
 
-torch's own version casts every tensor to the parameter's dtype and moves it to the parameter's device; here tensors keep
+torch's own version casts every tensor to the dtype of its parameter and moves it to its device; here tensors keep
 their dtype and go where they live.
 """
 
@@ -66,15 +66,25 @@ def _checked(name: str, param: Tensor, layout: StateLayout, saved: Mapping[str, 
     missing, extra = [n for n in expected if n not in saved], [n for n in saved if n not in expected]
     if missing or extra:
         raise ValueError(
-            f"load_state_dict: the state of {name} should have {expected}; missing {missing}, extra {extra}. Was it saved "
-            "by another optimizer, or with other options?"
+            f"load_state_dict: the state of {name} should have {expected}; missing {missing}, extra {extra}. Was it "
+            "saved by another optimizer, or with other options?"
         )
+    for key, example in layout.scalars.items():
+        _check_scalar(f"{name}, {key!r}", example, saved[key])
     for key, value in layout.values.items():
         _check_value(f"{name}, {key!r}", param, value.leaves, saved[key])
     return {
         key: _like_example(layout.scalars[key], value) if key in layout.scalars else value
         for key, value in saved.items()
     }
+
+
+def _check_scalar(place: str, example: object, saved: object) -> None:
+    """A counter that is a 0-dim tensor may have been saved as a number: old checkpoints have that."""
+    is_number = isinstance(saved, bool | int | float) or (isinstance(saved, Tensor) and saved.numel() == 1)
+    if isinstance(example, Tensor | bool | int | float) and not is_number:
+        got = f"a tensor of shape {tuple(saved.shape)}" if isinstance(saved, Tensor) else repr(saved)
+        raise ValueError(f"load_state_dict: {place} should be a number or a tensor with one element, got {got}.")
 
 
 def _check_value(place: str, param: Tensor, leaves: Sequence[LeafLayout], saved: object) -> None:

@@ -6,7 +6,7 @@ import types
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, ItemsView, Mapping, ValuesView
+from collections.abc import Callable, ItemsView, Iterable, Mapping, ValuesView
 from dataclasses import dataclass
 from typing import Any, NoReturn, cast
 
@@ -37,7 +37,7 @@ def offload_optimizer(
     once. No collective of its own; a class without a table entry is tried on scratch tensors, with whatever its step
     does.
 
-    The tensors in ``optimizer.state`` become tensors over host memory: DTensors with the parameter's mesh and placements
+    The tensors in ``optimizer.state`` become tensors over host memory: DTensors with the mesh and placements of theirs
     for sharded parameters. Reading them through ``optimizer.state`` waits until they are up to date; a tensor fetched
     earlier is valid until the next ``step()``.
 
@@ -149,6 +149,7 @@ class OffloadedOptimizer(Optimizer):
         """
         engine = _engine_of(self)
         states = _states_of(self, engine)
+        groups, before_load = self.param_groups, dict(states.items())
         loaded: dict[Tensor, UserState] = {}
 
         def check(_: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
@@ -158,17 +159,23 @@ class OffloadedOptimizer(Optimizer):
         def install(_: Optimizer) -> None:
             self.state = states
             states.clear()
-            engine.install(self, states.unwaited, loaded)
+            try:
+                engine.install(self, states.unwaited, loaded)
+            except BaseException:  # more state than host memory
+                self.param_groups = groups
+                states.clear()
+                states.update(before_load)
+                raise
             type(self).__setstate__(self, {})  # lets the class convert what old checkpoints hold
 
         # Behind the user's hooks, which may rewrite what is loaded, and before those that look at the result.
-        before = self.register_load_state_dict_pre_hook(check)
-        after = self.register_load_state_dict_post_hook(install, prepend=True)
+        last = self.register_load_state_dict_pre_hook(check)
+        first = self.register_load_state_dict_post_hook(install, prepend=True)
         try:
             Optimizer.load_state_dict(self, state_dict)
         finally:
-            before.remove()
-            after.remove()
+            last.remove()
+            first.remove()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As ``torch.optim.Optimizer``; room for the new parameters' state is taken at once."""
@@ -201,8 +208,8 @@ class OffloadedOptimizer(Optimizer):
 
 
 _NO_COPY = (
-    "{name} cannot be copied or pickled: its state lives in host memory that belongs to this optimizer. Use state_dict(), "
-    "or call remove_offload() first."
+    "{name} cannot be copied or pickled: its state lives in host memory that belongs to this optimizer. Use "
+    "state_dict(), or call remove_offload() first."
 )
 
 
@@ -223,7 +230,7 @@ def _logical_step(self: OffloadedOptimizer, closure: Callable[[], Any] | None = 
 
 
 def _explain_no_gradient(optimizer: Optimizer) -> None:
-    """A step that found no gradient at all: legal, but often an optimizer whose parameters are no longer the model's."""
+    """Look into a step without any gradient: legal, but often its parameters are no longer the model's."""
     attachment = _attachment_of(optimizer)
     assert attachment is not None
     model = attachment.model() if attachment.model is not None else None
@@ -231,8 +238,9 @@ def _explain_no_gradient(optimizer: Optimizer) -> None:
         foreign = attachment.engine.names.keys() - parameter_names(model).keys()
         if foreign:
             raise RuntimeError(
-                f"step() found no gradient, and {len(foreign)} of the optimizer's parameters are no longer the model's. "
-                "fully_shard exchanges a model's parameters: call it first, then build the optimizer, then attach."
+                f"step() found no gradient, and {len(foreign)} of the optimizer's parameters are no longer the "
+                "model's. fully_shard exchanges a model's parameters: call it first, then build the optimizer, then "
+                "attach."
             )
     if not attachment.told_no_gradient:
         attachment.told_no_gradient = True
@@ -294,6 +302,12 @@ class UnwaitedStates:
     def of(self, param: Tensor) -> UserState:
         """The state of ``param``, made if there is none."""
         return defaultdict.__getitem__(self._states, param)
+
+    def move_last(self, params: Iterable[Tensor]) -> None:
+        """Put the entries of ``params`` that exist behind all others, in this order."""
+        for param in params:
+            if param in self._states:
+                dict.__setitem__(self._states, param, dict.pop(self._states, param))
 
 
 # Attaching -----------------------------------------------------------------------------------------------------------
@@ -396,8 +410,8 @@ def _states_of(optimizer: Optimizer, engine: Engine) -> OffloadedState:
 # Checks --------------------------------------------------------------------------------------------------------------
 
 _HOST_OFFLOADED = (
-    "This model uses CPUOffloadPolicy: parameters, gradients and optimizer state are on the host already and the update "
-    "runs there. Shard without offload_policy to keep parameters on the device and offload only the state."
+    "This model uses CPUOffloadPolicy: parameters, gradients and optimizer state are on the host already and the "
+    "update runs there. Shard without offload_policy to keep parameters on the device and offload only the state."
 )
 
 
@@ -414,8 +428,8 @@ def _check_attachable(optimizer: Optimizer) -> None:
     for index, group in enumerate(optimizer.param_groups):
         if group.get("differentiable"):
             raise ValueError(
-                f"offload_optimizer: param_groups[{index}] has differentiable=True; a step that autograd follows needs all "
-                "state on the device."
+                f"offload_optimizer: param_groups[{index}] has differentiable=True; a step that autograd follows needs "
+                "all state on the device."
             )
 
 
@@ -430,9 +444,9 @@ def _parameter_names(optimizer: Optimizer, model: nn.Module | None) -> dict[Tens
     foreign = [name for param, name in by_place.items() if param not in of_model]
     if foreign:
         raise ValueError(
-            f"offload_optimizer: {len(foreign)} of the optimizer's {len(by_place)} parameters ({', '.join(foreign[:4])}) "
-            "are not parameters of the model. fully_shard exchanges a model's parameters: call it first, then build the "
-            "optimizer, then attach."
+            f"offload_optimizer: {len(foreign)} of the optimizer's {len(by_place)} parameters are not parameters of "
+            f"the model ({', '.join(foreign[:4])}). fully_shard exchanges a model's parameters: call it first, then build "
+            "the optimizer, then attach."
         )
     return {param: name for param, name in of_model.items() if param in by_place}
 
@@ -479,6 +493,6 @@ def _check_params(
 def _refuse_capture(device: torch.device) -> None:
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            "A CUDA graph is being captured: an offloaded step waits for events and copies of other streams, and cannot be "
-            "part of a graph. Capture forward and backward only."
+            "A CUDA graph is being captured: an offloaded step waits for events and copies of other streams, and "
+            "cannot be part of a graph. Capture forward and backward only."
         )

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .arena import Region
-from .buckets import Bucket, BucketPlan, ShardSpec, plan_buckets
-from .fsdp import local_shard
+from .buckets import Bucket, BucketPlan, Range, ShardSpec, plan_buckets
+from .fsdp import is_dtensor, largest_local_numel, local_shard
 from .host_memory import check_host_memory
-from .learn import Layouts, layout_key
+from .learn import Layouts
 from .pipeline import StagedBucket
 from .policy import OffloadPolicy
 from .schedule import place_in_ring
@@ -76,16 +76,20 @@ class Plan:
             MemoryError: host memory does not suffice; nothing has been taken.
             ValueError: the optimizer cannot be offloaded with these parameters.
         """
-        group_of = {param: group for group in optimizer.param_groups for param in group["params"]}
+        group_of = {param: number for number, group in enumerate(optimizer.param_groups) for param in group["params"]}
         shards = []
         for param in params:
-            group, name = group_of[param], names.get(param, "a parameter")
+            group, name = optimizer.param_groups[group_of[param]], names.get(param, "a parameter")
             state = states.get(param)
+            # State of a 0-dim parameter looks like a counter, so which of it is one is learnt.
+            described = bool(state) and param.dim() > 0
             layout = (
-                self._layouts.of_existing(param, state) if state else self._layouts.learn(optimizer, param, group, name)
+                self._layouts.of_existing(param, state)
+                if described
+                else self._layouts.learn(optimizer, param, group, name)
             )
             on_locals = self._layouts.traits.elementwise
-            shard = StateShard(param, name, on_locals, False, layout, layout_key(group))
+            shard = StateShard(param, name, on_locals, False, layout, group_of[param])
             shard.cuttable = self._may_cut(shard, group)
             shards.append(shard)
         self._take_homes(*self._choose_resident(shards))
@@ -106,16 +110,16 @@ class Plan:
     def _choose_resident(self, shards: Sequence[StateShard]) -> tuple[list[StateShard], list[StateShard]]:
         left_bytes = self._policy.resident_bytes - self.resident_bytes
         for shard in shards:
-            # Padding counts, so that the device memory taken stays below what was allowed.
-            nbytes = _home_nbytes([shard])
+            nbytes = _resident_nbytes(shard)
             if 0 < nbytes <= left_bytes:
-                shard.resident, shard.cuttable = True, False
+                shard.resident = True
                 left_bytes -= nbytes
         return [s for s in shards if s.resident], [s for s in shards if not s.resident]
 
     def _take_homes(self, resident: Sequence[StateShard], offloaded: Sequence[StateShard]) -> None:
         on_host = plan_buckets([_spec(shard) for shard in offloaded], self._policy.bucket_bytes)
-        check_host_memory(on_host.home_nbytes, self._policy.host_limit_bytes)
+        held_bytes = sum(region.nbytes for region in self.regions)
+        check_host_memory(on_host.home_nbytes, self._policy.host_limit_bytes, held_bytes)
         if resident:
             # Buckets here too, although nothing moves: they bound the temporaries of an update.
             on_device = plan_buckets([_spec(shard) for shard in resident], self._policy.bucket_bytes)
@@ -123,7 +127,7 @@ class Plan:
             self.resident_bytes += on_device.home_nbytes
             _settle(resident, on_device, lambda offset, leaf: _device_leaf(block, offset, leaf))
             self._add_buckets(on_device, resident, None)
-        region = Region(on_host.home_nbytes, device=self._device, pin=self._pin)
+        region = Region(on_host.home_nbytes, device=self._device, pin=self._pin, breaks=on_host.home_breaks)
         _settle(offloaded, on_host, lambda at, leaf: region.range(at, leaf.nbytes, leaf.dtype, leaf.shape, leaf.stride))
         self.regions.append(region)
         self._add_buckets(on_host, offloaded, region)
@@ -152,7 +156,7 @@ class Plan:
         for piece, offsets in zip(planned.bucket.ranges, planned.bucket.leaf_offsets, strict=True):
             shard = planned.shards[piece.shard]
             if shard.resident:
-                values = {n: shard.home_leaves[n][0] if shard.on_locals else h for n, h in shard.homes.items()}
+                values = _resident_values(shard, piece)
             else:
                 begin = staged.placement.offset if staged.placement else 0
                 places = [begin + offset for offset in offsets]
@@ -178,6 +182,18 @@ def _home_nbytes(shards: Sequence[StateShard]) -> int:
     return plan_buckets([_spec(shard) for shard in shards], 1 << 62).home_nbytes
 
 
+def _resident_nbytes(shard: StateShard) -> int:
+    """What it takes to keep ``shard`` on the device. Padding counts: what is taken stays below what was allowed."""
+    if shard.on_locals or not is_dtensor(shard.param):
+        return _home_nbytes([shard])
+    # Resident state is updated first. Steps that see DTensors may issue collectives, so every rank has to choose the
+    # same parameters, by the largest shard of each.
+    local = local_shard(shard.param)
+    largest = largest_local_numel(shard.param)
+    sizes = [leaf.dtype.itemsize * largest if leaf.shape == local.shape else leaf.nbytes for leaf in shard.leaf_layouts]
+    return plan_buckets([ShardSpec(largest, tuple(sizes), False)], 1 << 62).home_nbytes
+
+
 def _settle(shards: Sequence[StateShard], plan: BucketPlan, make: Callable[[int, LeafLayout], Tensor]) -> None:
     for shard, offsets in zip(shards, plan.home_offsets, strict=True):
         shard.settle([make(offset, leaf) for offset, leaf in zip(offsets, shard.leaf_layouts, strict=True)])
@@ -185,6 +201,15 @@ def _settle(shards: Sequence[StateShard], plan: BucketPlan, make: Callable[[int,
 
 def _device_leaf(block: Tensor, offset: int, leaf: LeafLayout) -> Tensor:
     return _own_storage(block, offset, leaf.nbytes).view(leaf.dtype).as_strided(leaf.shape, leaf.stride)
+
+
+def _resident_values(shard: StateShard, piece: Range) -> dict[str, Tensor]:
+    """The state in its home on the device, or a flat range of it."""
+    if not shard.on_locals:
+        return dict(shard.homes)
+    if piece.stop - piece.start == shard.local_numel:
+        return {name: leaves[0] for name, leaves in shard.home_leaves.items()}
+    return {name: leaves[0].view(-1)[piece.start : piece.stop] for name, leaves in shard.home_leaves.items()}
 
 
 def _slot_leaf(ring: Tensor, places: Sequence[int], leaf: int, nbytes: int) -> Tensor:

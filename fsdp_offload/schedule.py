@@ -173,7 +173,9 @@ def check_schedule(actions: Sequence[Action], placements: Mapping[int, Placement
             raise ValueError(f"action {number} ({action}) {problem}, in {format_schedule(actions)}")
         finished_by[me] = in_order[action.kind] = known | {me}
     for bucket in placements:
-        if Wait("S", bucket) not in finished_by and (Wait("L", bucket) in finished_by or Wait("U", bucket) in finished_by):
+        if Wait("S", bucket) not in finished_by and (
+            Wait("L", bucket) in finished_by or Wait("U", bucket) in finished_by
+        ):
             raise ValueError(f"bucket {bucket} is in the ring and never stored, in {format_schedule(actions)}")
 
 

@@ -137,6 +137,7 @@ class StateShard:
         on_locals: the optimizer runs on this rank's local tensors; otherwise it sees ``param`` itself.
         cuttable: it may be updated in flat ranges.
         layout: names, shapes and dtypes, learnt before the state exists.
+        group: which of ``optimizer.param_groups`` the parameter is in.
         resident: its home is on the device.
         home_leaves: dense tensors over its home, by state name.
         homes: what ``optimizer.state[param]`` holds for each name, over ``home_leaves``.
@@ -147,7 +148,7 @@ class StateShard:
     on_locals: bool
     cuttable: bool
     layout: StateLayout
-    layout_key: object
+    group: int
     resident: bool = False
     home_leaves: dict[str, list[Tensor]] = field(default_factory=dict)
     homes: dict[str, Tensor] = field(default_factory=dict)

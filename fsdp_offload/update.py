@@ -11,7 +11,7 @@ beside parameters and state tensors is collected and handed back once for the wh
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -41,6 +41,9 @@ class StateStore(Protocol):
 
     def of(self, param: Tensor) -> UserState:
         """The state of ``param``, made if there is none."""
+
+    def move_last(self, params: Iterable[Tensor]) -> None:
+        """Put the entries of ``params`` that exist behind all others, in this order."""
 
 
 @dataclass(eq=False)
@@ -88,10 +91,9 @@ def bind_range(shard: StateShard, start: int, stop: int, values: dict[str, Tenso
 
 
 def slot_values(shard: StateShard, start: int, stop: int, take: Callable[[int, int], Tensor]) -> dict[str, Tensor]:
-    """State tensors over the slot of the elements ``[start, stop)``.
+    """State tensors over the slot of the elements ``[start, stop)`` of ``shard``.
 
-    Args:
-        take: ``take(leaf, nbytes)`` is a flat ``uint8`` tensor over the first ``nbytes`` bytes of that leaf's place.
+    ``take(leaf, nbytes)`` is a flat ``uint8`` tensor over the first ``nbytes`` bytes of that leaf's place.
     """
     whole = start == 0 and stop == shard.local_numel
     numbers = itertools.count()
@@ -243,11 +245,20 @@ class Shadow:
             shadow.__dict__.clear()  # holds no gradient, no slot and no attribute beyond the step
 
 
+def same_order_on_ranks(ranges: Sequence[BoundRange]) -> Iterator[list[BoundRange]]:
+    """Divide a bucket so that an optimizer that sees DTensors meets parameters in the same order on every rank.
+
+    Its step may issue collectives and goes through its parameters group by group, while how many shards share a bucket
+    depends on their sizes on this rank. So each step there has parameters of one group only.
+    """
+    for _, run in itertools.groupby(ranges, key=lambda bound: None if bound.shard.on_locals else bound.shard.group):
+        yield list(run)
+
+
 def update_bucket(
     shadow: Shadow,
     shared: SharedValues,
     ranges: Sequence[BoundRange],
-    group_of: Mapping[Tensor, int],
     group_count: int,
     user_states: StateStore,
     kwargs: Mapping[str, Any],
@@ -258,21 +269,22 @@ def update_bucket(
     """
     params: list[list[Tensor]] = [[] for _ in range(group_count)]
     state: dict[Tensor, UserState] = {}
-    for bound in ranges:
+    existing = [user_states.get(bound.shard.param) for bound in ranges]
+    for bound, user_state in zip(ranges, existing, strict=True):
         _hand_gradient(bound)
-        params[group_of[bound.shard.param]].append(bound.param)
-        existing = user_states.get(bound.shard.param)
-        if existing:
-            state[bound.param] = {name: _in_slot(bound, name, value) for name, value in existing.items()}
+        params[bound.shard.group].append(bound.param)
+        if user_state:
+            state[bound.param] = _in_slot(bound, user_state)
     try:
         after = shadow.run(shared, params, state, kwargs)
     finally:
         for bound in ranges:
             if bound.is_alias:
                 bound.param.grad = None
-    for bound in ranges:
-        if bound.param in after:
-            _commit(bound, after[bound.param], user_states.of(bound.shard.param))
+    for bound, user_state in zip(ranges, existing, strict=True):
+        result = after.get(bound.param)
+        if result is not None:
+            _commit(bound, result, user_state or user_states.of(bound.shard.param))
 
 
 def _hand_gradient(bound: BoundRange) -> None:
@@ -287,28 +299,29 @@ def _hand_gradient(bound: BoundRange) -> None:
     bound.param.grad = local
 
 
-def _in_slot(bound: BoundRange, name: str, value: Any) -> Any:
-    """What the shadow finds under ``name``: the slot, or the user's scalar (a copy if a later range needs it too)."""
-    if name in bound.values:
-        return bound.values[name]
-    if isinstance(value, Tensor) and not bound.last:
-        return value.clone()
-    return value
+def _in_slot(bound: BoundRange, user_state: UserState) -> UserState:
+    """What the shadow finds: the slot, and the user's scalars (copies of them if a later range needs them too)."""
+    if bound.last:
+        return user_state | {name: value for name, value in bound.values.items() if name in user_state}
+    return {
+        name: bound.values[name] if name in bound.values else value.clone() if isinstance(value, Tensor) else value
+        for name, value in user_state.items()
+    }
 
 
 def _commit(bound: BoundRange, after: UserState, user_state: UserState) -> None:
+    for name, slot in bound.values.items():
+        value = after.get(name)
+        if value is not None and value is not slot:
+            _fill_slot(bound, name, value)
     if bound.last:
         for name in user_state.keys() - after.keys():
             del user_state[name]
+        for name, value in after.items():
+            user_state[name] = bound.shard.homes[name] if name in bound.values else value
+        return
     for name, value in after.items():
-        if name in bound.values:
-            if value is not bound.values[name]:
-                _fill_slot(bound, name, value)
-            if bound.last:
-                user_state.setdefault(name, bound.shard.homes[name])
-        elif bound.last:
-            user_state[name] = value
-        elif isinstance(value, Tensor) and value.numel() > 1:
+        if name not in bound.values and isinstance(value, Tensor) and value.numel() > 1:
             raise RuntimeError(
                 f"state {name!r} of {bound.shard.name} appeared in a step, was not there when the optimizer was "
                 "attached, and cannot be divided; attach again with remove_offload() and offload_optimizer()."

@@ -50,7 +50,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "offload": {"policy", "fsdp", "report", "optimizers", "update", "engine", "load"},
     "__init__": {"policy", "report", "offload"},
     # Beside the library, as one of its users: the public names, and what a bench measures by itself.
-    "bench": {"__init__", "arena", "transfer"},
+    "bench": {"__init__", "arena", "buckets"},
 }
 
 # Files that may use private names of torch.distributed and torch._C, each under its own table of what is used and why.

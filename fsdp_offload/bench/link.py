@@ -12,6 +12,7 @@ import typer
 from torch import Tensor
 
 from ..arena import Region
+from ..buckets import BREAK_BYTES
 from .record import bench_device, median, print_record, wall_ms
 
 _CHUNK_BYTES = 64 << 20
@@ -67,26 +68,30 @@ class Link:
 
 
 def _pinning(nbytes: int, device: torch.device, repeats: int) -> None:
-    pin_seconds, touch_seconds = [], []
-    for _ in range(repeats):  # interleaved: both see the same machine
-        touch_seconds.append(_first_touch_seconds(nbytes))
+    seconds: dict[str, list[float]] = {"pin": [], "touch": [], "touch_huge": []}
+    for _ in range(repeats):  # interleaved: all see the same machine
+        seconds["touch"].append(_first_touch_seconds(nbytes, mmap.MADV_NORMAL))
+        seconds["touch_huge"].append(_first_touch_seconds(nbytes, mmap.MADV_HUGEPAGE))
         begin = time.perf_counter()
-        region = Region(nbytes, device=device, pin=True)
-        pin_seconds.append(time.perf_counter() - begin)
+        region = Region(nbytes, device=device, pin=True, breaks=range(BREAK_BYTES, nbytes, BREAK_BYTES))
+        seconds["pin"].append(time.perf_counter() - begin)
         del region
+    rate = {name: nbytes / median(values) / 1e9 for name, values in seconds.items()}
     print_record(
         "pin",
         nbytes=nbytes,
-        pin_gb_per_s=nbytes / median(pin_seconds) / 1e9,
-        first_touch_gb_per_s=nbytes / median(touch_seconds) / 1e9,
-        share_of_first_touch=median([touch / pin for touch, pin in zip(touch_seconds, pin_seconds, strict=True)]),
+        pin_gb_per_s=rate["pin"],
+        first_touch_gb_per_s=rate["touch"],
+        share_of_first_touch=rate["pin"] / rate["touch"],
+        huge_page_first_touch_gb_per_s=rate["touch_huge"],
+        share_of_huge_page_first_touch=rate["pin"] / rate["touch_huge"],
     )
 
 
-def _first_touch_seconds(nbytes: int, chunk_bytes: int = 32 << 20) -> float:
-    """Map ``nbytes`` of small pages and write each once, with as many threads as there are cores."""
+def _first_touch_seconds(nbytes: int, advice: int, chunk_bytes: int = 32 << 20) -> float:
+    """Map ``nbytes`` and write each page once, with as many threads as there are cores; nothing is locked."""
     mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    mapping.madvise(mmap.MADV_NOHUGEPAGE)
+    mapping.madvise(advice)
     address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
     begin = time.perf_counter()
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:

@@ -48,6 +48,7 @@ def main(
     policy = OffloadPolicy(staging_bytes=staging_mib * _MIB, bucket_bytes=bucket_mib * _MIB)
     attach_ms = wall_ms(lambda: _attach(optimizer, model, policy), device, repeats=1, warmup=0)[0]
     first_ms = wall_ms(optimizer.step, device, repeats=1, warmup=0)[0]
+    peak_bytes = torch.accelerator.max_memory_allocated(device) - before_bytes
     offloaded = cast(OffloadedOptimizer, optimizer)
     link = Link(device)
     single, queued, two_way = [], [], []
@@ -83,7 +84,7 @@ def main(
         plain_step_ms=plain_ms,
         attach_ms=attach_ms,
         first_step_ms=first_ms,
-        peak_over_model_bytes=torch.accelerator.max_memory_allocated(device) - before_bytes,
+        peak_over_model_bytes=peak_bytes,
     )
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,7 +1,7 @@
 """The optimizers of ``torch.optim``: an explicit answer for each class and implementation.
 
-``tests/test_cut_table.py`` and ``tests/gpu/test_cut_table_gpu.py`` make every entry of the cut table: whole against cut,
-several steps, ``torch.equal``. Nothing may be added here that they do not run.
+``tests/test_cut_table.py`` and ``tests/gpu/test_cut_table_gpu.py`` prove every entry of the cut table: whole against
+cut, several steps, ``torch.equal``. Nothing may be added here that they do not run.
 """
 
 import itertools
@@ -11,16 +11,19 @@ from torch import optim
 
 from .base import Traits
 
-_FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-
-# Fused CPU kernels for reduced precision round differently from run to run of the vector loop; they are left whole.
-_FUSED_CPU = (torch.float32, torch.float64)
+# On the CPU reduced precision is left whole: scalar and vector loops round it differently, and where the one takes over
+# from the other depends on how a tensor's size divides among threads.
+_FLOATS = {
+    "cpu": (torch.float32, torch.float64),
+    "cuda": (torch.float32, torch.float64, torch.bfloat16, torch.float16),
+}
 
 
 def _cuttable(*, fused_on: tuple[str, ...] = ()) -> frozenset[tuple[str, str, torch.dtype]]:
-    entries = set(itertools.product(("for-loop", "foreach"), ("cpu", "cuda"), _FLOATS))
-    for device in fused_on:
-        entries |= set(itertools.product(("fused",), (device,), _FUSED_CPU if device == "cpu" else _FLOATS))
+    entries: set[tuple[str, str, torch.dtype]] = set()
+    for device, dtypes in _FLOATS.items():
+        implementations = ("for-loop", "foreach", "fused") if device in fused_on else ("for-loop", "foreach")
+        entries |= set(itertools.product(implementations, (device,), dtypes))
     return frozenset(entries)
 
 

@@ -1,6 +1,6 @@
 """Overlap on real streams: the same bits as without offload, and other bits as soon as one kind of wait is missing.
 
-Every lane is slowed down in turn with a busy kernel in front of each of its actions, so that whatever should have waited
+Every lane is slowed down in turn by a busy kernel in front of each of its actions, so that whatever should have waited
 for that lane, and does not, reads old bytes.
 """
 
