@@ -141,6 +141,7 @@ class Engine:
             # Groups whose parameters have no gradient count the step all the same.
             shadow.run(shared, [[] for _ in range(group_count)], {}, kwargs)
             shared.commit(optimizer)
+            self._pipeline.run([], lambda number: None)  # for the report: this step moved nothing
             return False
         created = [shard.param for shard in updated if not states.get(shard.param)]
         done: list[int] = []
@@ -156,8 +157,10 @@ class Engine:
         except BaseException as error:
             self._note_failure(error, done, steps)
             raise
-        # In the order of planning, the same on every rank; which buckets come first may differ between ranks.
-        states.move_last(created)
+        if created:
+            # In the order of the param groups: as without offload, and the same on every rank, whatever its buckets.
+            new = set(created)
+            states.move_last([param for group in optimizer.param_groups for param in group["params"] if param in new])
         shared.commit(optimizer)
         return True
 

@@ -250,7 +250,8 @@ class _StandIn:
 def _tensors(param: Tensor, state: UserState) -> list[Tensor]:
     numbers = [torch.tensor(value) for value in state.values() if isinstance(value, int | float)]
     tensors = [value for value in state.values() if isinstance(value, Tensor)]
-    return [param, *numbers, *(leaf for value in tensors for leaf in leaves_of(value))]
+    leaves = [leaf for value in tensors for leaf in leaves_of(value)]
+    return [param, *numbers, *(leaf if leaf.layout == torch.strided else leaf.to_dense() for leaf in leaves)]
 
 
 def _same_values(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:

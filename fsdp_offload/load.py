@@ -46,7 +46,8 @@ def check_loadable(engine: Engine, optimizer: Optimizer, state_dict: Mapping[str
             merged = {**groups[index], **{k: v for k, v in saved_groups[index].items() if k != "params"}}
             layout = _expected_layout(engine, optimizer, param, index, merged)
             loaded[param] = _checked(engine.names.get(param, str(saved_id)), param, layout, saved)
-    return loaded
+    param_of = dict(zip(saved_ids, params, strict=True))
+    return {param_of[key]: loaded[param_of[key]] for key, saved in state_dict["state"].items() if saved}
 
 
 def _expected_layout(

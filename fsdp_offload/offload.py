@@ -106,6 +106,7 @@ class _Attachment:
     bypass_guard: RemovableHandle
     stepping: bool = False
     told_no_gradient: bool = False
+    has_stepped: bool = False
 
 
 class OffloadedOptimizer(Optimizer):
@@ -224,24 +225,39 @@ def _logical_step(self: OffloadedOptimizer, closure: Callable[[], Any] | None = 
         with torch.enable_grad():
             loss = closure()
     with torch.no_grad():
+        attachment = _attachment_of(self)
+        assert attachment is not None
+        if not attachment.has_stepped:
+            _check_still_of_model(self)
+            attachment.has_stepped = True
         if not engine.step(self, _states_of(self, engine).unwaited, kwargs):
             _explain_no_gradient(self)
     return loss
 
 
-def _explain_no_gradient(optimizer: Optimizer) -> None:
-    """Look into a step without any gradient: legal, but often its parameters are no longer the model's."""
+def _check_still_of_model(optimizer: Optimizer) -> None:
+    """The optimizer may have been left with parameters that the model no longer uses, and that get no gradient."""
     attachment = _attachment_of(optimizer)
     assert attachment is not None
     model = attachment.model() if attachment.model is not None else None
-    if model is not None:
-        foreign = attachment.engine.names.keys() - parameter_names(model).keys()
-        if foreign:
-            raise RuntimeError(
-                f"step() found no gradient, and {len(foreign)} of the optimizer's parameters are no longer the "
-                "model's. fully_shard exchanges a model's parameters: call it first, then build the optimizer, then "
-                "attach."
-            )
+    if model is None:
+        return
+    of_model = parameter_names(model)
+    names = attachment.engine.names
+    foreign = [name for param, name in names.items() if param.grad is None and param not in of_model]
+    if foreign:
+        raise RuntimeError(
+            f"step() found parameters with no gradient, and {len(foreign)} of the optimizer's parameters are no longer "
+            f"the model's ({', '.join(foreign[:4])}). fully_shard exchanges a model's parameters: call it first, then "
+            "build the optimizer, then attach. Nothing has been changed."
+        )
+
+
+def _explain_no_gradient(optimizer: Optimizer) -> None:
+    """A step without any gradient is legal, but often a mistake."""
+    _check_still_of_model(optimizer)
+    attachment = _attachment_of(optimizer)
+    assert attachment is not None
     if not attachment.told_no_gradient:
         attachment.told_no_gradient = True
         logger.warning("step() found no gradient in any parameter; nothing was updated or moved")
@@ -444,9 +460,9 @@ def _parameter_names(optimizer: Optimizer, model: nn.Module | None) -> dict[Tens
     foreign = [name for param, name in by_place.items() if param not in of_model]
     if foreign:
         raise ValueError(
-            f"offload_optimizer: {len(foreign)} of the optimizer's {len(by_place)} parameters are not parameters of "
-            f"the model ({', '.join(foreign[:4])}). fully_shard exchanges a model's parameters: call it first, then build "
-            "the optimizer, then attach."
+            f"offload_optimizer: {len(foreign)} of the {len(by_place)} parameters of the optimizer are not parameters "
+            f"of the model ({', '.join(foreign[:4])}). fully_shard exchanges a model's parameters: call it first, then "
+            "build the optimizer, then attach."
         )
     return {param: name for param, name in of_model.items() if param in by_place}
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+import torch
 from torch import Tensor
 
 from .schedule import Action, Kind, Placement
@@ -149,7 +150,8 @@ class Pipeline:
             if awaited is not None and awaited.end is not None:
                 lane.wait(awaited.end)
         span = self._spans.setdefault((action.kind, action.bucket), Span())
-        with lane.running():
+        # A trace then reads like the schedule.
+        with torch.profiler.record_function(f"fsdp_offload {action.kind}{action.bucket}"), lane.running():
             span.begin = lane.mark(span.begin)
             if action.kind == "L":
                 self._load(self.buckets[action.bucket])

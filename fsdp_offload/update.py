@@ -267,6 +267,7 @@ def update_bucket(
 
     Runs on the current stream. Gradients are taken from the user's parameters and are not kept.
     """
+    ranges = [bound for bound in ranges if bound.shard.group >= 0]  # the user may have taken others out of their group
     params: list[list[Tensor]] = [[] for _ in range(group_count)]
     state: dict[Tensor, UserState] = {}
     existing = [user_states.get(bound.shard.param) for bound in ranges]
