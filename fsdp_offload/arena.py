@@ -149,8 +149,8 @@ def _raise_lock_errors(pieces: Sequence[tuple[int, int]], errors: Mapping[int, i
     if failed:
         raise RuntimeError(
             f"cudaHostRegister refused to page-lock {sum(nbytes for _, nbytes in pieces)} bytes of host memory (CUDA "
-            f"error {failed}). Check the memory that may be locked (ulimit -l, the container's limits), or pass "
-            "OffloadPolicy(pin_memory=False) to go on with slower, pageable memory."
+            f"error {sorted(failed)}). Check the memory that may be locked (ulimit -l, the container's limits), or "
+            "pass OffloadPolicy(pin_memory=False) to go on with slower, pageable memory."
         )
 
 

@@ -121,7 +121,7 @@ class _Packer:
         if self._ranges and (small or room_bytes < self._bucket_bytes // 8):
             return start  # not worth a cut: each costs a copy for every leaf
         unit_bytes = CUT_NUMEL * sum(nbytes // shard.numel for nbytes in shard.leaf_nbytes)
-        units = (room_bytes - ALIGN_BYTES * len(shard.leaf_nbytes)) // unit_bytes
+        units = room_bytes // unit_bytes
         if units < 1:
             return start if self._ranges else min(start + CUT_NUMEL, shard.numel)
         return min(start + units * CUT_NUMEL, shard.numel)

@@ -72,7 +72,7 @@ class Engine:
         if not params:
             return
         self._param_ids = []  # look at the groups again
-        self._layout_keys += [layout_key(group) for group in optimizer.param_groups[len(self._layout_keys) :]]
+        self._layout_keys += self._keys(optimizer)[len(self._layout_keys) :]
         self._pipeline.synchronize()  # places in the ring may change, and waits know only the new ones
         self.plan.add(optimizer, params, states, self.names)
         self._bound.clear()
@@ -119,6 +119,7 @@ class Engine:
         self._pipeline.synchronize()
         for param, shard in self.plan.shards.items():
             state = states.get(param)
+            adopt(shard, state)  # what the user has exchanged since the last step counts
             for name in shard.homes.keys() & state.keys():
                 state[name] = shard.on_device(name, self.device)
 
@@ -140,7 +141,7 @@ class Engine:
         if not steps:
             # Groups whose parameters have no gradient count the step all the same.
             shadow.run(shared, [[] for _ in range(group_count)], {}, kwargs)
-            shared.commit(optimizer)
+            self._commit(shared, optimizer)
             self._pipeline.run([], lambda number: None)  # for the report: this step moved nothing
             return False
         created = [shard.param for shard in updated if not states.get(shard.param)]
@@ -161,7 +162,7 @@ class Engine:
             # In the order of the param groups: as without offload, and the same on every rank, whatever its buckets.
             new = set(created)
             states.move_last([param for group in optimizer.param_groups for param in group["params"] if param in new])
-        shared.commit(optimizer)
+        self._commit(shared, optimizer)
         return True
 
     def _shards_with_grad(self, optimizer: Optimizer, states: StateStore) -> list[StateShard]:
@@ -198,11 +199,20 @@ class Engine:
                         self.plan.shards[param].group = number
                     else:
                         self._unplanned.append(param)
-        keys: list[object] = [layout_key(group) for group in optimizer.param_groups]
+        keys = self._keys(optimizer)
         if keys != self._layout_keys:
             self._layout_keys = keys
             if not all(self._still_fits(optimizer, shard) for shard in self.plan.shards.values() if shard.group >= 0):
                 self.rebuild(optimizer, states)
+
+    def _keys(self, optimizer: Optimizer) -> list[object]:
+        return [layout_key(group, self.layouts.counters) for group in optimizer.param_groups]
+
+    def _commit(self, shared: SharedValues, optimizer: Optimizer) -> None:
+        shared.commit(optimizer)
+        if not shared.changed_entries <= self.layouts.counters:
+            self.layouts.count(shared.changed_entries)
+            self._layout_keys = self._keys(optimizer)
 
     def _still_fits(self, optimizer: Optimizer, shard: StateShard) -> bool:
         learnt = self.layouts.learn(optimizer, shard.param, optimizer.param_groups[shard.group], shard.name)

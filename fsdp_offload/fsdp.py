@@ -1,4 +1,4 @@
-"""All that touches DTensor and ``fully_shard``. Private PyTorch names live here and nowhere else.
+"""All that touches DTensor and ``fully_shard``, and every private name of PyTorch that the package uses.
 
 ==========================  =====================  ================================================================
 private name                seen in                without it
@@ -9,12 +9,16 @@ private name                seen in                without it
 ``TensorMeta``              2.11 to 2.13           required, for the same
 ``_get_fsdp_state``,        2.11 to 2.13           CPUOffloadPolicy is then only recognised by parameters that are on
 ``_fsdp_param_group(s)``                           the CPU while their mesh is not
+``_global_optimizer_pre_``  2.11 to 2.13           global step hooks fire for each bucket, where a subclass's ``step``
+``hooks``, ``…_post_hooks``                        calls its parent's
 ==========================  =====================  ================================================================
 """
 
 import dataclasses
 import math
+import sys
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -116,3 +120,21 @@ def unsupported_gradient(param: Tensor, grad: Tensor) -> str | None:
             "parameter's placements before step()"
         )
     return None
+
+
+@contextmanager
+def no_global_step_hooks() -> Iterator[None]:
+    """Within it, hooks registered for all optimizers do not fire: a logical step has fired them already."""
+    module = sys.modules[torch.optim.Optimizer.__module__]
+    tables = [getattr(module, name, {}) for name in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")]
+    kept = [dict(table) for table in tables]
+    if not any(kept):
+        yield
+        return
+    for table in tables:
+        table.clear()
+    try:
+        yield
+    finally:
+        for table, hooks in zip(tables, kept, strict=True):
+            table.update(hooks)

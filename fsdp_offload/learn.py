@@ -4,7 +4,9 @@ Everything here runs at attach (or when a hyperparameter that decides the layout
 away, and leaves torch's random state as it was.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import collections
+import copy
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,15 +17,23 @@ from torch.optim import Optimizer
 from .fsdp import local_shard, over_local, placements_of
 from .optimizers import Traits, traits_of
 from .shards import NotUnderstoodError, StateLayout, ValueLayout, describe_value, leaves_of
-from .update import Shadow, SharedValues, UserState
+from .update import Shadow, SharedValues, UserState, instance_attributes
 
 _SCRATCH_NUMEL = 64
 
 
-def layout_key(group: Mapping[str, Any]) -> tuple[tuple[str, object], ...]:
-    """What of a param group can decide which state exists: flags, and whether a number is zero (``momentum``)."""
+_NO_SWITCHES = frozenset({"params", "lr", "param_names", "train_mode"})
+
+
+def layout_key(group: Mapping[str, Any], counters: Container[str] = ()) -> tuple[tuple[str, object], ...]:
+    """What of a param group can decide which state exists: flags, and whether a number is zero (``momentum``).
+
+    ``counters`` are entries that the optimizer's own step has changed; they decide nothing.
+    """
     return tuple(
-        sorted((name, _switch(value)) for name, value in group.items() if name not in ("params", "lr", "param_names"))
+        sorted(
+            (name, _switch(value)) for name, value in group.items() if name not in _NO_SWITCHES and name not in counters
+        )
     )
 
 
@@ -41,11 +51,30 @@ class Layouts:
     def __init__(self, cls: type[Optimizer]) -> None:
         self.traits: Traits = traits_of(cls)
         self._cls = cls
-        self._learnt: dict[object, StateLayout] = {}
-        self._tried: set[object] = set()
+        self.counters: set[str] = set()  # entries of param groups that the optimizer's own step changes
+        self._learnt: dict[Any, StateLayout] = {}
+        self._tried: set[Any] = set()
 
-    def of_existing(self, param: Tensor, state: UserState) -> StateLayout:
-        """The layout of state that the optimizer has created already."""
+    def count(self, names: set[str]) -> None:
+        """Note entries of param groups that a step has changed: they decide no layout, now or in what was learnt."""
+        self.counters |= names
+
+        def without(key: Any) -> Any:
+            return (tuple(entry for entry in key[0] if entry[0] not in self.counters), *key[1:])
+
+        self._learnt = {without(key): layout for key, layout in self._learnt.items()}
+        self._tried = {without(key) for key in self._tried}
+
+    def of_existing(
+        self, optimizer: Optimizer, param: Tensor, group: Mapping[str, Any], state: UserState
+    ) -> StateLayout:
+        """The layout of state that the optimizer has created already.
+
+        Raises:
+            ValueError: the class is unknown and cannot be divided by parameter.
+        """
+        if not self.traits.known:
+            self._try_class(optimizer, group, param)
         layout = describe_state(state)
         return layout_on_locals(layout, param) if self.traits.elementwise else layout
 
@@ -59,7 +88,14 @@ class Layouts:
             ValueError: the class is unknown and cannot be divided by parameter, or its step fails on scratch tensors.
         """
         local = local_shard(param)
-        key = (layout_key(group), param.shape, local.shape, local.stride(), local.dtype, placements_of(param))
+        key = (
+            layout_key(group, self.counters),
+            param.shape,
+            local.shape,
+            local.stride(),
+            local.dtype,
+            placements_of(param),
+        )
         if key not in self._learnt:
             if not self.traits.known:
                 self._try_class(optimizer, group, param)
@@ -74,7 +110,7 @@ class Layouts:
         return self._learnt[key]
 
     def _try_class(self, optimizer: Optimizer, group: Mapping[str, Any], param: Tensor) -> None:
-        key = (layout_key(group), param.dtype)
+        key = (layout_key(group, self.counters), param.dtype)
         if key in self._tried:
             return
         problem = separability_problem(self._cls, optimizer, group, param)
@@ -159,12 +195,44 @@ def _random(tensor: Tensor, generator: torch.Generator) -> Tensor:
     return tensor.zero_()
 
 
+class _StandIn:
+    """Looks like ``optimizer``, with copies of its groups and attributes: a trial must not count in the real one."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        memo = {id(param): param for param in params}
+        attributes = instance_attributes(optimizer)
+        self.__dict__.update((name, _copied(value, memo)) for name, value in attributes.items())
+        self.param_groups = [
+            {name: _copied(value, memo) for name, value in group.items() if name != "params"}
+            for group in optimizer.param_groups
+        ]
+
+    def counted(self) -> list[object]:
+        """What steps may have advanced outside of parameters and their state."""
+        attributes = [value for name, value in sorted(self.__dict__.items()) if name != "param_groups"]
+        return [*attributes, *(value for group in self.param_groups for _, value in sorted(group.items()))]
+
+
+def _copied(value: Any, memo: Mapping[int, object]) -> Any:
+    try:
+        return copy.deepcopy(value, dict(memo))
+    except Exception:  # noqa: BLE001  # process groups, locks, ...: whatever cannot be copied is not a counter
+        return value
+
+
 def _one_step(
     cls: type[Optimizer], optimizer: Optimizer, scratch: Tensor, group: Mapping[str, Any]
 ) -> dict[Tensor, UserState]:
-    shared = SharedValues(optimizer, _as_in_training(optimizer.param_groups))
-    lists: list[list[Tensor]] = [[scratch] if other is group else [] for other in optimizer.param_groups]
+    stand_in = _StandIn(optimizer)
+    shared = SharedValues(stand_in, _as_in_training(stand_in.param_groups))  # type: ignore[arg-type]
+    index = _index_of(optimizer, group)
+    lists: list[list[Tensor]] = [[scratch] if number == index else [] for number in range(len(stand_in.param_groups))]
     return Shadow(cls).run(shared, lists, {}, {})
+
+
+def _index_of(optimizer: Optimizer, group: Mapping[str, Any]) -> int:
+    return next(number for number, other in enumerate(optimizer.param_groups) if other is group)
 
 
 def _as_in_training(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -196,21 +264,25 @@ def separability_problem(cls: type[Optimizer], optimizer: Optimizer, group: Mapp
     generator = _generator(like)
     start = [_random(local_shard(like).new_empty(shape).detach(), generator) for shape in _TRIAL_SHAPES]
     grads = [[_like(param, generator) for param in start] for _ in range(_TRIAL_STEPS)]
-    whole = _trial(cls, optimizer, group, start, grads, together=True)
-    divided = _trial(cls, optimizer, group, start, grads, together=False)
+    stand_ins = [_StandIn(optimizer), _StandIn(optimizer)]
+    index = _index_of(optimizer, group)
+    whole = _trial(cls, stand_ins[0], index, start, grads, together=True)
+    divided = _trial(cls, stand_ins[1], index, start, grads, together=False)
     if isinstance(whole, Exception):
         return f"its step fails on scratch tensors ({type(whole).__name__}: {whole})"
     if isinstance(divided, Exception):
         return f"its step fails when parameters are updated one at a time ({type(divided).__name__}: {divided})"
     if not all(_same_values(one, other) for one, other in zip(whole, divided, strict=True)):
         return "updating its parameters one at a time gives another result than updating them together"
+    if not _same_counts(*(stand_in.counted() for stand_in in stand_ins)):
+        return "its step counts in place, in an attribute or in a param group, how often it is called"
     return ""
 
 
 def _trial(
     cls: type[Optimizer],
-    optimizer: Optimizer,
-    group: Mapping[str, Any],
+    stand_in: _StandIn,
+    index: int,
     start: Sequence[Tensor],
     grads: Sequence[Sequence[Tensor]],
     *,
@@ -219,7 +291,6 @@ def _trial(
     """Every tensor after each step, or the exception that stopped it."""
     params = [param.clone() for param in start]
     states: dict[Tensor, UserState] = {param: {} for param in params}
-    stand_in = _StandIn(optimizer, group)
     batches = [params] if together else [[param] for param in params]
     seen: list[list[Tensor]] = []
     try:
@@ -230,7 +301,8 @@ def _trial(
                 shared = SharedValues(stand_in, _as_in_training(stand_in.param_groups))  # type: ignore[arg-type]
                 for batch in batches:
                     given = {param: states[param] for param in batch if states[param]}
-                    states.update(Shadow(cls).run(shared, [batch], given, {}))
+                    lists = [batch if number == index else [] for number in range(len(stand_in.param_groups))]
+                    states.update(Shadow(cls).run(shared, lists, given, {}))
                 shared.commit(stand_in)  # type: ignore[arg-type]
                 seen.append([leaf.clone() for param in params for leaf in _tensors(param, states[param])])
     except Exception as error:  # noqa: BLE001  # whatever a foreign step raises is the answer
@@ -238,13 +310,16 @@ def _trial(
     return seen
 
 
-class _StandIn:
-    """Looks like ``optimizer`` with a single group whose counters may be advanced."""
-
-    def __init__(self, optimizer: Optimizer, group: Mapping[str, Any]) -> None:
-        self.__dict__.update(optimizer.__dict__)
-        copied = {name: value.clone() if isinstance(value, Tensor) else value for name, value in group.items()}
-        self.param_groups = [copied]
+def _same_counts(one: Any, other: Any) -> bool:
+    """Whether numbers and tensors in ``one`` and ``other`` are equal, however deep; other objects do not count."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        plain = one.layout == other.layout == torch.strided
+        return not plain or all(torch.equal(a, b) for a, b in zip(leaves_of(one), leaves_of(other), strict=True))
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_same_counts(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple | collections.deque):
+        return len(one) == len(other) and all(map(_same_counts, one, other))
+    return not isinstance(one, bool | int | float | str) or bool(one == other)
 
 
 def _tensors(param: Tensor, state: UserState) -> list[Tensor]:

@@ -8,12 +8,13 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from .engine import Engine
-from .fsdp import placements_of
-from .shards import LeafLayout, StateLayout, leaves_of
+from .fsdp import is_dtensor, over_local, placements_of
+from .shards import LeafLayout, StateLayout, ValueLayout, leaves_of
 from .update import UserState
 
 
@@ -45,7 +46,7 @@ def check_loadable(engine: Engine, optimizer: Optimizer, state_dict: Mapping[str
         if saved:
             merged = {**groups[index], **{k: v for k, v in saved_groups[index].items() if k != "params"}}
             layout = _expected_layout(engine, optimizer, param, index, merged)
-            loaded[param] = _checked(engine.names.get(param, str(saved_id)), param, layout, saved)
+            loaded[param] = _checked(engine, engine.names.get(param, str(saved_id)), param, layout, saved)
     param_of = dict(zip(saved_ids, params, strict=True))
     return {param_of[key]: loaded[param_of[key]] for key, saved in state_dict["state"].items() if saved}
 
@@ -62,7 +63,7 @@ def _expected_layout(
         optimizer.param_groups[index] = group
 
 
-def _checked(name: str, param: Tensor, layout: StateLayout, saved: Mapping[str, Any]) -> UserState:
+def _checked(engine: Engine, name: str, param: Tensor, layout: StateLayout, saved: Mapping[str, Any]) -> UserState:
     expected = [*layout.values, *layout.scalars, *layout.left_out]
     missing, extra = [n for n in expected if n not in saved], [n for n in saved if n not in expected]
     if missing or extra:
@@ -73,11 +74,21 @@ def _checked(name: str, param: Tensor, layout: StateLayout, saved: Mapping[str, 
     for key, example in layout.scalars.items():
         _check_scalar(f"{name}, {key!r}", example, saved[key])
     for key, value in layout.values.items():
-        _check_value(f"{name}, {key!r}", param, value.leaves, saved[key])
+        _check_value(f"{name}, {key!r}", _home_like(engine, param, value), value.leaves, saved[key])
     return {
         key: _like_example(layout.scalars[key], value) if key in layout.scalars else value
         for key, value in saved.items()
     }
+
+
+def _home_like(engine: Engine, param: Tensor, value: ValueLayout) -> Tensor:
+    """A tensor that is sharded as this value will be: like the parameter, or as the optimizer would make it."""
+    if not is_dtensor(param):
+        return param
+    meta = [torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device="meta") for leaf in value.leaves]
+    if engine.layouts.traits.elementwise:
+        return over_local(param, meta[0])
+    return value.build(meta, on_host=True)
 
 
 def _check_scalar(place: str, example: object, saved: object) -> None:
@@ -88,16 +99,16 @@ def _check_scalar(place: str, example: object, saved: object) -> None:
         raise ValueError(f"load_state_dict: {place} should be a number or a tensor with one element, got {got}.")
 
 
-def _check_value(place: str, param: Tensor, leaves: Sequence[LeafLayout], saved: object) -> None:
+def _check_value(place: str, home: Tensor, leaves: Sequence[LeafLayout], saved: object) -> None:
     if not isinstance(saved, Tensor):
         raise ValueError(f"load_state_dict: {place} should be a tensor, got {type(saved).__name__}.")
-    sharded = placements_of(param)
-    found = placements_of(saved)
-    if sharded != found and saved.shape == param.shape:
+    wanted_sharding, found_sharding = placements_of(home), placements_of(saved)
+    # A plain local tensor of the right size is refused too: nothing says which rank's shard it is.
+    if wanted_sharding != found_sharding and (saved.shape == home.shape or found_sharding is None):
         raise ValueError(
-            f"load_state_dict: {place} should be a DTensor with the parameter's mesh and placements {sharded}, got "
-            f"{found}. Load sharded checkpoints with torch.distributed.checkpoint, which reshards them, or pass a full "
-            "state dict to set_optimizer_state_dict(..., StateDictOptions(full_state_dict=True))."
+            f"load_state_dict: {place} should be a DTensor with mesh and placements {wanted_sharding}, got "
+            f"{found_sharding}. Load sharded checkpoints with torch.distributed.checkpoint, which reshards them, or "
+            "pass a full state dict to set_optimizer_state_dict(..., StateDictOptions(full_state_dict=True))."
         )
     got = [(tuple(leaf.shape), leaf.dtype) for leaf in leaves_of(saved)]
     wanted = [(leaf.shape, leaf.dtype) for leaf in leaves]

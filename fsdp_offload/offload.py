@@ -183,14 +183,20 @@ class OffloadedOptimizer(Optimizer):
         super().add_param_group(param_group)
         engine = _engine_of(self)
         params = self.param_groups[-1]["params"]
+        known = dict(engine.names)
         try:
-            engine.names.update(_names_by_place(self))
+            for param, name in _names_by_place(self).items():
+                engine.names.setdefault(param, name)
             _check_params(self, params, engine.names, engine.device)
             states = _states_of(self, engine)
             engine.add(self, [param for param in params if param.requires_grad], states.unwaited)
         except Exception:
             del self.param_groups[-1]  # as if it had not been called
+            engine.names = known
             raise
+        attachment = _attachment_of(self)
+        if attachment is not None:
+            attachment.model = None  # the optimizer has parameters of its own now; nothing to hold them against
 
     def synchronize(self) -> None:
         """Block the host until transfers and updates are done, parameters are new and all state is at home."""

@@ -84,7 +84,7 @@ class Plan:
             # State of a 0-dim parameter looks like a counter, so which of it is one is learnt.
             described = bool(state) and param.dim() > 0
             layout = (
-                self._layouts.of_existing(param, state)
+                self._layouts.of_existing(optimizer, param, group, state)
                 if described
                 else self._layouts.learn(optimizer, param, group, name)
             )

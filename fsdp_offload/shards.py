@@ -121,11 +121,6 @@ class StateLayout:
     scalars: dict[str, object] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
 
-    def same_bytes(self, other: "StateLayout") -> bool:
-        """Whether both take the same places in the arena."""
-        mine = [(name, value.leaves) for name, value in self.values.items()]
-        return mine == [(name, value.leaves) for name, value in other.values.items()]
-
 
 @dataclass(eq=False)
 class StateShard:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .fsdp import local_shard
+from .fsdp import local_shard, no_global_step_hooks
 from .shards import StateShard, leaves_of
 
 ENGINE_ATTRIBUTE = "_offload_engine"
@@ -171,6 +171,11 @@ class SharedValues:
             if value is not self._attributes.get(name) and _changed(self._attributes.get(name), value):
                 _note(self._attribute_changes, name, value, f"optimizer.{name}")
 
+    @property
+    def changed_entries(self) -> set[str]:
+        """Names of what this step changes in any param group."""
+        return {name for changes in self._group_changes for name in changes}
+
     def commit(self, optimizer: Optimizer) -> None:
         """Give the changes of the whole step to the user's optimizer, once."""
         for group, changes in zip(optimizer.param_groups, self._group_changes, strict=True):
@@ -238,7 +243,8 @@ class Shadow:
         # As if unpickled: creates the (empty) hook tables that step() may look at.
         Optimizer.__setstate__(shadow, {**shared.attributes, "param_groups": groups, "state": filled})
         try:
-            self._step(shadow, **kwargs)
+            with no_global_step_hooks():  # a subclass's step may call a hooked one of its parent
+                self._step(shadow, **kwargs)
             shared.collect(shadow.param_groups, instance_attributes(shadow))
             return filled if shadow.state is filled else dict(shadow.state)
         finally:

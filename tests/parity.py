@@ -4,8 +4,8 @@
     pair.train(10)
 
 Both sides start from the same seed and see the same data and the same random numbers. After each step every parameter,
-every state tensor, every counter and every entry of the param groups has to be the same, bit by bit. Works on any device
-and with DTensors: then the local tensors are compared, and what is offloaded has to be on the host.
+every state tensor, every counter and every entry of the param groups has to be the same, bit by bit. Works on any
+device and with DTensors: then the local tensors are compared, and what is offloaded has to be on the host.
 """
 
 import warnings
@@ -22,6 +22,8 @@ from fsdp_offload import OffloadPolicy, offload_optimizer, remove_offload
 
 SMALL = OffloadPolicy(bucket_bytes=2048, staging_bytes=8192)
 """So little that the models below have many buckets, and every parameter above 256 elements of Adam's is cut."""
+
+torch.set_num_threads(1)  # the models are so small that several threads only wait for each other
 
 MakeModel = Callable[[], nn.Module]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -97,9 +99,8 @@ class Pair:
     def train(self, steps: int = 10, action: Action = train_step) -> None:
         """``action`` on both sides and :meth:`assert_same`, ``steps`` times."""
         for _ in range(steps):
-            step = self.steps
-            results = self.each(lambda run: action(run, step))
-            assert results[0] == results[1], f"step {step} returned {results[0]} without and {results[1]} with offload"
+            results = self.each(lambda run: action(run, self.steps))
+            assert results[0] == results[1], f"step {self.steps} returned {results}"
             self.steps += 1
             self.assert_same()
 
@@ -211,8 +212,9 @@ def same_value(one: Any, other: Any) -> bool:
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Also of NaN, of minus zero, and in the same order in memory."""
-    if one.shape != other.shape or one.dtype != other.dtype or one.stride() != other.stride():
+    """Also of NaN and of minus zero, and in the same order in memory (where a dimension of size 1 says nothing)."""
+    strides = [[step for step, size in zip(t.stride(), t.shape, strict=True) if size > 1] for t in (one, other)]
+    if one.shape != other.shape or one.dtype != other.dtype or strides[0] != strides[1]:
         return False
     return torch.equal(_bytes_of(one), _bytes_of(other))
 
@@ -258,12 +260,7 @@ def assert_at_home(optimizer: Optimizer) -> None:
             for leaf in leaves(value):
                 assert leaf.device.type == "cpu", f"state {name!r} of {shard.name} is on {leaf.device}"
                 inside = any(begin <= leaf.data_ptr() < begin + nbytes for begin, nbytes in regions)
-                shared = leaf.numel() == 0 or leaf.data_ptr() not in _home_addresses(shard, name)
-                assert inside or shared, f"state {name!r} of {shard.name} is not in the arena"
-
-
-def _home_addresses(shard: Any, name: str) -> set[int]:
-    return {leaf.data_ptr() for leaf in shard.home_leaves[name]}
+                assert inside or leaf.numel() == 0, f"state {name!r} of {shard.name} is not in the arena"
 
 
 def offloaded_names(optimizer: Optimizer) -> set[str]:
@@ -324,7 +321,7 @@ class Matrices(nn.Module):
 
 
 class Net(nn.Module):
-    """A small network: a table that is tied to the head, a convolution in channels_last, norms, and linear layers."""
+    """A small network: linear layers, a norm, a convolution in channels_last, a 0-dim gain, and a layer never used."""
 
     def __init__(self, width: int = 24) -> None:
         super().__init__()
@@ -336,7 +333,6 @@ class Net(nn.Module):
         self.unused = nn.Linear(3, 5)
         self.gain = nn.Parameter(torch.ones(()))
         self.head = nn.Linear(width, 16, bias=False)
-        self.head.weight = nn.Parameter(self.head.weight.detach().clone())
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.norm(self.table(x))

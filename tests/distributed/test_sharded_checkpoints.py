@@ -1,0 +1,303 @@
+"""Saving and loading offloaded state as people do it: torch's state-dict functions, DCP, torch.save; and resharding.
+
+What is loaded has to be what was saved, and training has to go on as if it had not been interrupted, bit by bit.
+"""
+
+import copy
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, optim
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.optim import Optimizer
+
+from fsdp_offload import OffloadPolicy
+from tests.distributed import models
+from tests.distributed.launch import agree, run_cases, spawn, this_device
+from tests.distributed.models import Net, batch, build, decay_groups
+from tests.parity import Pair, Run, assert_at_home, attach, differences
+
+pytestmark = pytest.mark.distributed
+
+TINY = OffloadPolicy(bucket_bytes=1024, staging_bytes=5 * 1024)
+SOME_RESIDENT = OffloadPolicy(bucket_bytes=1024, staging_bytes=4096, resident_bytes=2600)
+FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+MakeOptimizer = Callable[[Net], Optimizer]
+Resume = Callable[[Run, Run, Path], None]
+
+
+def adamw(net: Net, **options: Any) -> Optimizer:
+    return optim.AdamW(decay_groups(net), lr=1e-2, **options)
+
+
+def muon(net: Net) -> Optimizer:
+    return optim.Muon([net.embed.weight, net.blocks[0].up.weight, net.odd.weight], lr=1e-2, ns_steps=1)
+
+
+def new_run(shard: models.ShardNet, make_optimizer: MakeOptimizer, policy: OffloadPolicy | None, seed: int = 0) -> Run:
+    net = build(shard, seed=seed)
+    run = Run(net, make_optimizer(net), this_device(), torch.float32)
+    if policy is not None:
+        attach(run.optimizer, model=net, policy=policy)
+    return run
+
+
+def train(run: Run, first: int, last: int) -> None:
+    for step in range(first, last):
+        run.model(batch(step * 8 + run.model.data_rank)).backward()
+        run.optimizer.step()
+        run.model.zero_grad()
+
+
+# Ways to get from one process to another -----------------------------------------------------------------------------
+
+
+def resume_in_memory(source: Run, target: Run, folder: Path, options: StateDictOptions | None = None) -> None:
+    del folder
+    saved_model = copy_of(get_model_state_dict(source.model))
+    saved = copy_of(get_optimizer_state_dict(source.model, source.optimizer, options=options))
+    set_model_state_dict(target.model, saved_model)
+    set_optimizer_state_dict(target.model, target.optimizer, saved, options=options)
+
+
+def resume_full(source: Run, target: Run, folder: Path) -> None:
+    """Gathered on rank 0, and sent from there to all."""
+    del folder
+    saved_model = get_model_state_dict(source.model, options=FULL)
+    saved = get_optimizer_state_dict(source.model, source.optimizer, options=FULL)
+    assert bool(saved) == (dist.get_rank() == 0)
+    sent = StateDictOptions(full_state_dict=True, cpu_offload=True, broadcast_from_rank0=True)
+    set_model_state_dict(target.model, saved_model, options=sent)
+    set_optimizer_state_dict(target.model, target.optimizer, saved, options=sent)
+
+
+def resume_dcp(source: Run, target: Run, folder: Path, options: StateDictOptions | None = None) -> None:
+    dcp_save(source, folder, options)
+    dcp_load(target, folder, options)
+
+
+def dcp_save(run: Run, folder: Path, options: StateDictOptions | None = None) -> None:
+    optimizer = get_optimizer_state_dict(run.model, run.optimizer, options=options)
+    dcp.save({"model": get_model_state_dict(run.model), "optimizer": optimizer}, checkpoint_id=folder)
+
+
+def dcp_load(run: Run, folder: Path, options: StateDictOptions | None = None) -> None:
+    saved = {
+        "model": get_model_state_dict(run.model),
+        "optimizer": get_optimizer_state_dict(run.model, run.optimizer, options=options),
+    }
+    dcp.load(saved, checkpoint_id=folder)
+    set_model_state_dict(run.model, saved["model"])
+    set_optimizer_state_dict(run.model, run.optimizer, saved["optimizer"], options=options)
+
+
+def resume_torch_save(source: Run, target: Run, folder: Path) -> None:
+    """Each rank its own file, with the state dicts of model and optimizer as they are."""
+    folder.mkdir(exist_ok=True)
+    path = folder / f"rank{dist.get_rank()}.pt"
+    torch.save({"model": source.model.state_dict(), "optimizer": source.optimizer.state_dict()}, path)
+    saved = torch.load(path, weights_only=False)
+    target.model.load_state_dict(saved["model"])
+    target.optimizer.load_state_dict(saved["optimizer"])
+
+
+def resume_state_dict(source: Run, target: Run, folder: Path) -> None:
+    """Straight from optimizer to optimizer: what is loaded must not stay connected with what it was loaded from."""
+    del folder
+    target.model.load_state_dict(source.model.state_dict())
+    target.optimizer.load_state_dict(source.optimizer.state_dict())
+
+
+def copy_of(state_dict: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: copy_of(value)
+        if isinstance(value, dict)
+        else value.detach().clone()
+        if isinstance(value, Tensor)
+        else copy.deepcopy(value)
+        for key, value in state_dict.items()
+    }
+
+
+WAYS: dict[str, Resume] = {
+    "in memory": resume_in_memory,
+    "in memory, flat": partial(resume_in_memory, options=FLAT),
+    "full": resume_full,
+    "dcp": resume_dcp,
+    "dcp, flat": partial(resume_dcp, options=FLAT),
+    "torch.save": resume_torch_save,
+    "state_dict": resume_state_dict,
+}
+
+
+def resumes(
+    way: Resume,
+    folder: Path,
+    *,
+    source_policy: OffloadPolicy | None = TINY,
+    target_policy: OffloadPolicy | None = TINY,
+    shard: models.ShardNet = models.shard_even,
+    make_optimizer: MakeOptimizer = adamw,
+    target_steps: int = 0,
+) -> Iterator[str]:
+    """Train, save, load into a new model and optimizer (perhaps in use already), train on; against no interruption."""
+    never_stopped = new_run(shard, make_optimizer, None)
+    source = new_run(shard, make_optimizer, source_policy)
+    target = new_run(shard, make_optimizer, target_policy, seed=1)
+    train(never_stopped, 0, 3)
+    train(source, 0, 3)
+    train(target, 7, 7 + target_steps)
+    way(source, target, folder)
+    for stage, last in (("loaded", 3), ("after the next step", 4), ("later", 7)):
+        for run in (never_stopped, target):
+            train(run, {3: 3, 4: 3, 7: 4}[last], last)
+        yield from compared(never_stopped, target, stage)
+    if target_policy is not None:  # on the CPU, torch's own load_state_dict keeps the tensors that it is given
+        train(source, 3, 7)
+        yield from compared(never_stopped, source, "source, trained on")
+
+
+def compared(plain: Run, other: Run, stage: str) -> Iterator[str]:
+    tidy_groups(plain.optimizer)
+    tidy_groups(other.optimizer)
+    yield from agree(f"{stage}: {problem}" for problem in differences(*Pair(plain, other)))[:3]
+    if other.is_offloaded:
+        assert_at_home(other.optimizer)
+
+
+def tidy_groups(optimizer: Optimizer) -> None:
+    """torch's own load puts ``params`` last, and its broadcast makes lists of tuples; neither is a difference."""
+    for group in optimizer.param_groups:
+        entries = {key: tuple(group[key]) if key == "betas" else group[key] for key in sorted(group)}
+        group.clear()
+        group.update(entries)
+
+
+def cases(folder: Path) -> dict[str, Callable[[], Iterator[str]]]:
+    found = {f"{name}, offloaded to offloaded": partial(resumes, way) for name, way in WAYS.items()}
+    found |= {f"{name}, offloaded to plain": partial(resumes, way, target_policy=None) for name, way in WAYS.items()}
+    found |= {f"{name}, plain to offloaded": partial(resumes, way, source_policy=None) for name, way in WAYS.items()}
+    for name in ("in memory", "dcp", "torch.save"):
+        found[f"{name}, into one in use"] = partial(resumes, WAYS[name], target_steps=2)
+    found["dcp, Shard(1)"] = partial(resumes, resume_dcp, shard=models.shard_columns)
+    found["dcp, some resident"] = partial(resumes, resume_dcp, source_policy=SOME_RESIDENT, target_policy=TINY)
+    found["dcp, to some resident"] = partial(resumes, resume_dcp, target_policy=SOME_RESIDENT)
+    found["full, some resident"] = partial(resumes, resume_full, source_policy=SOME_RESIDENT)
+    found["dcp, fused"] = partial(resumes, resume_dcp, make_optimizer=partial(adamw, fused=True))
+    found["dcp, amsgrad"] = partial(resumes, resume_dcp, make_optimizer=partial(adamw, amsgrad=True, foreach=True))
+    found["dcp, bfloat16"] = partial(resumes, resume_dcp, shard=models.shard_bfloat16)
+    found["dcp, Muon"] = partial(resumes, resume_dcp, make_optimizer=muon)
+    return {name: partial(case, folder / f"case{number}") for number, (name, case) in enumerate(found.items())}
+
+
+def run_resume(rank: int, world_size: int, folder: Path) -> None:
+    del rank, world_size
+    run_cases(cases(folder))
+
+
+def test_training_resumes_where_it_was_saved(tmp_path: Path) -> None:
+    spawn(run_resume, 2, tmp_path, tmp_path)
+
+
+def run_resume_several_dims(rank: int, world_size: int, folder: Path) -> None:
+    del rank, world_size
+    run_cases(
+        {
+            "dcp, uneven": partial(resumes, resume_dcp, folder / "uneven"),
+            "full, uneven": partial(resumes, resume_full, folder / "full"),
+            "torch.save, uneven": partial(resumes, resume_torch_save, folder / "files"),
+            "dcp, HSDP": partial(resumes, resume_dcp, folder / "hsdp", shard=models.shard_hybrid),
+            "dcp, TP": partial(resumes, resume_dcp, folder / "tp", shard=models.shard_tensor_parallel),
+            "full, TP": partial(resumes, resume_full, folder / "tp_full", shard=models.shard_tensor_parallel),
+        }
+    )
+
+
+def test_training_resumes_with_uneven_shards_and_several_mesh_dims(tmp_path: Path) -> None:
+    spawn(run_resume_several_dims, 4, tmp_path, tmp_path)
+
+
+# Another number of ranks ---------------------------------------------------------------------------------------------
+
+LAYOUTS: dict[str, models.ShardNet] = {"even": models.shard_even, "columns": models.shard_columns}
+
+
+def run_save(rank: int, world_size: int, folder: Path) -> None:
+    """A checkpoint and, gathered by torch, what it must contain; with and without offload."""
+    for name, shard in LAYOUTS.items():
+        for policy in (TINY, None) if name == "even" else (TINY,):
+            run = new_run(shard, adamw, policy)
+            train(run, 0, 3)
+            kind = f"{name}-{'plain' if policy is None else 'offloaded'}"
+            dcp_save(run, folder / kind)
+            full = gathered(run)
+            if rank == 0:
+                torch.save(full, folder / f"{kind}.pt")
+
+
+def gathered(run: Run) -> dict[str, Any]:
+    return {
+        "model": get_model_state_dict(run.model, options=FULL),
+        "optimizer": get_optimizer_state_dict(run.model, run.optimizer, options=FULL),
+    }
+
+
+def reshards(shard: models.ShardNet, folder: Path, saved_kind: str) -> Iterator[str]:
+    offloaded, plain = (new_run(shard, adamw, policy, seed=1) for policy in (TINY, None))
+    for run in (plain, offloaded):
+        dcp_load(run, folder / saved_kind)
+    found = gathered(offloaded)
+    if dist.get_rank() == 0:
+        saved = torch.load(folder / f"{saved_kind}.pt", weights_only=False)
+        yield from not_equal(saved, found, "")
+    yield from compared(plain, offloaded, "loaded")
+    for run in (plain, offloaded):
+        train(run, 3, 6)
+    yield from compared(plain, offloaded, "trained on")
+
+
+def not_equal(saved: Any, found: Any, where: str) -> Iterator[str]:
+    if isinstance(saved, dict):
+        if saved.keys() != found.keys():
+            yield f"{where} has {list(found)[:9]} instead of {list(saved)[:9]}"
+        for key in saved.keys() & found.keys():
+            yield from not_equal(saved[key], found[key], f"{where}/{key}")
+    elif isinstance(saved, list):
+        for number, (one, other) in enumerate(zip(saved, found, strict=True)):
+            yield from not_equal(one, other, f"{where}/{number}")
+    elif isinstance(saved, Tensor):
+        if saved.dtype != found.dtype or not torch.equal(saved, found):
+            yield f"{where} differs"
+    elif saved != found:
+        yield f"{where} is {found}, saved was {saved}"
+
+
+def run_reshard(rank: int, world_size: int, folder: Path) -> None:
+    del rank, world_size
+    pairs = [
+        ("even-offloaded", "even"),
+        ("even-plain", "even"),
+        ("columns-offloaded", "even"),
+        ("even-offloaded", "columns"),
+    ]
+    run_cases({f"{kind} into {layout}": partial(reshards, LAYOUTS[layout], folder, kind) for kind, layout in pairs})
+
+
+@pytest.mark.parametrize(("saved_by", "loaded_by"), [(2, 4), (4, 2)])
+def test_a_checkpoint_is_loaded_by_another_number_of_ranks(saved_by: int, loaded_by: int, tmp_path: Path) -> None:
+    spawn(run_save, saved_by, tmp_path, tmp_path)
+    spawn(run_reshard, loaded_by, tmp_path, tmp_path)

@@ -1,0 +1,369 @@
+"""Host memory of exactly the size asked for, that goes with its last user and is not inherited by forked children."""
+
+import ctypes
+import gc
+import mmap
+import os
+import re
+import sys
+import warnings
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from fsdp_offload import OffloadPolicy, arena, offload_optimizer
+from fsdp_offload.arena import Region
+
+MIB = 1 << 20
+CPU = torch.device("cpu")
+needs_smaps = pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs Linux")
+
+
+def take(nbytes: int) -> Region:
+    return Region(nbytes, device=CPU, pin=False)
+
+
+def whole(region: Region, nbytes: int, dtype: torch.dtype = torch.uint8) -> Tensor:
+    return region.range(0, nbytes, dtype, (nbytes // dtype.itemsize,), (1,))
+
+
+def mapping_of(address: int) -> dict[str, str] | None:
+    """What the kernel says about the mapping that begins at ``address``; ``None`` if there is none."""
+    head = re.compile(r"([0-9a-f]+)-([0-9a-f]+) ")
+    found: dict[str, str] | None = None
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        match = head.match(line)
+        if match:
+            if found is not None:
+                break
+            begin, end = (int(part, 16) for part in match.groups())
+            if begin <= address < end:
+                found = {"bytes": str(end - begin)}
+        elif found is not None:
+            name, _, value = line.partition(":")
+            found[name] = value.strip()
+    return found
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+# Size ----------------------------------------------------------------------------------------------------------------
+
+
+@needs_smaps
+def test_it_takes_what_was_asked_for_and_no_power_of_two() -> None:
+    nbytes = 33 * MIB
+    before = resident_bytes()
+    region = take(nbytes)
+    assert (region.nbytes, region.bytes.numel(), region.pinned) == (nbytes, nbytes, False)
+    assert resident_bytes() - before == pytest.approx(nbytes, rel=0.05)
+
+
+def test_it_is_zero_and_can_be_written() -> None:
+    region = take(10_000)
+    assert not region.bytes.any()
+    region.bytes.fill_(7)
+    assert (region.bytes == 7).all()
+
+
+def test_nothing_is_a_region_too() -> None:
+    region = take(0)
+    assert region.bytes.shape == (0,)
+    assert region.range(0, 0, torch.float32, (0, 5), (5, 1)).shape == (0, 5)
+
+
+# Ranges --------------------------------------------------------------------------------------------------------------
+
+
+def test_each_range_has_a_storage_of_its_own_of_exactly_its_size() -> None:
+    region = take(4096)
+    for offset, dtype, shape, stride in [
+        (0, torch.float32, (16, 4), (4, 1)),
+        (256, torch.bfloat16, (3, 5), (5, 1)),
+        (320, torch.float64, (4, 6), (1, 4)),  # transposed
+        (512, torch.int64, (), ()),
+        (576, torch.complex64, (7,), (1,)),
+        (704, torch.float8_e4m3fn, (7,), (1,)),
+    ]:
+        numel = torch.Size(shape).numel()
+        value = region.range(offset, numel * dtype.itemsize, dtype, shape, stride)
+        assert (value.shape, value.stride(), value.dtype) == (shape, stride, dtype)
+        assert value.storage_offset() == 0
+        assert value.untyped_storage().nbytes() == numel * dtype.itemsize
+        assert value.data_ptr() == region.bytes.data_ptr() + offset
+
+
+def test_ranges_are_the_region_itself() -> None:
+    region = take(256)
+    value = region.range(64, 64, torch.float32, (16,), (1,))
+    value.copy_(torch.arange(16.0))
+    assert torch.equal(region.bytes[64:128].view(torch.float32), torch.arange(16.0))
+    region.bytes.zero_()
+    assert not value.any()
+
+
+def test_a_saved_range_is_not_the_whole_region(tmp_path: Path) -> None:
+    region = take(4 * MIB)
+    torch.save(region.range(MIB, 4096, torch.float32, (1024,), (1,)), tmp_path / "range.pt")
+    assert (tmp_path / "range.pt").stat().st_size < 16_384
+
+
+# Lifetime ------------------------------------------------------------------------------------------------------------
+
+
+@needs_smaps
+def test_memory_goes_with_the_last_tensor_and_not_before() -> None:
+    nbytes = 32 * MIB
+    before = resident_bytes()
+    region = take(nbytes)
+    address = region.bytes.data_ptr()
+    value = region.range(0, 4096, torch.float32, (1024,), (1,))
+    view = value[10:20]
+    del region, value
+    assert mapping_of(address) is not None
+    view.fill_(3)
+    del view
+    assert mapping_of(address) is None
+    assert resident_bytes() - before < nbytes / 4
+
+
+def test_no_reference_cycle_keeps_it() -> None:
+    region = take(4096)
+    mapping = weakref.ref(region._owner)
+    gc.disable()
+    try:
+        del region
+        assert mapping() is None
+    finally:
+        gc.enable()
+
+
+def test_a_state_tensor_outlives_the_optimizer() -> None:
+    param = nn.Parameter(torch.ones(1000))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        optimizer = offload_optimizer(torch.optim.AdamW([param]))
+    param.grad = torch.ones(1000)
+    optimizer.step()
+    exp_avg = optimizer.state[param]["exp_avg"]
+    expected = exp_avg.clone()
+    del optimizer
+    assert torch.equal(exp_avg, expected)
+    exp_avg.add_(1)
+    assert torch.equal(exp_avg, expected + 1)
+
+
+# Fork ----------------------------------------------------------------------------------------------------------------
+
+
+def in_forked_child(action: Callable[[], object]) -> int:
+    """The exit code of a child that does ``action``: 0 if it is true, 1 if it is not, negative for a signal."""
+    pid = os.fork()
+    if pid == 0:
+        code = 2
+        try:
+            code = 0 if action() else 1
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+@needs_smaps
+def test_the_kernel_is_told_not_to_copy_it() -> None:
+    region = take(MIB)
+    mapping = mapping_of(region.bytes.data_ptr())
+    assert mapping is not None
+    assert "dc" in mapping["VmFlags"].split(), "MADV_DONTFORK"
+
+
+@needs_smaps
+def test_a_forked_child_does_not_have_it() -> None:
+    region = take(MIB)
+    address = region.bytes.data_ptr()
+    assert in_forked_child(lambda: mapping_of(address) is None) == 0
+    assert mapping_of(address) is not None
+
+
+def test_a_forked_child_that_drops_it_does_not_crash() -> None:
+    regions = [take(MIB)]
+
+    def drop() -> bool:
+        regions.clear()
+        gc.collect()
+        return bool(torch.ones(1000).sum() == 1000)
+
+    assert in_forked_child(drop) == 0
+    assert not regions[0].bytes.any()
+
+
+class Squares(Dataset[Tensor]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor(float(index) ** 2)
+
+
+def test_a_data_loader_with_forked_workers_runs_beside_an_offloaded_optimizer() -> None:
+    param = nn.Parameter(torch.zeros(1000))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        optimizer = offload_optimizer(torch.optim.AdamW([param], lr=0.5))
+    loader = DataLoader(Squares(), num_workers=1, multiprocessing_context="fork")
+    for batch in loader:
+        param.grad = batch.expand(1000).clone()
+        optimizer.step()
+    assert optimizer.state[param]["step"] == 8
+    assert param.isfinite().all()
+
+
+# Touch ---------------------------------------------------------------------------------------------------------------
+
+
+def test_every_byte_is_touched_and_none_beside_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena, "_TOUCH_CHUNK_BYTES", 8192)
+    sizes, margin = [5 * 8192 + 100, 8192, 1, 0, 8191], 64
+    buffer = (ctypes.c_ubyte * (sum(sizes) + 2 * margin)).from_buffer(bytearray(b"\xff" * (sum(sizes) + 2 * margin)))
+    begin = ctypes.addressof(buffer) + margin
+    arena._touch_and_lock([(begin + sum(sizes[:number]), size) for number, size in enumerate(sizes)], None, {})
+    assert bytes(buffer) == b"\xff" * margin + b"\0" * sum(sizes) + b"\xff" * margin
+
+
+def test_a_piece_is_locked_once_all_of_it_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena, "_TOUCH_CHUNK_BYTES", 8192)
+    sizes = [5 * 8192 + 100, 8192, 300]
+    content = bytearray(b"\xff" * sum(sizes))
+    buffer = (ctypes.c_ubyte * sum(sizes)).from_buffer(content)
+    addresses = [ctypes.addressof(buffer) + sum(sizes[:number]) for number in range(len(sizes))]
+
+    def lock(address: int, nbytes: int) -> int:
+        return int(any(ctypes.string_at(address, nbytes)))
+
+    errors: dict[int, int] = {}
+    arena._touch_and_lock(list(zip(addresses, sizes, strict=True)), lock, errors)
+    assert errors == dict.fromkeys(addresses, 0)
+
+
+def test_an_exception_while_locking_is_not_lost() -> None:
+    buffer = (ctypes.c_ubyte * 100)()
+
+    def lock(address: int, nbytes: int) -> int:
+        raise RuntimeError("no context")
+
+    with pytest.raises(RuntimeError, match="no context"):
+        arena._touch_and_lock([(ctypes.addressof(buffer), 100)], lock, {})
+
+
+@needs_smaps
+def test_every_page_exists_before_the_first_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena, "_TOUCH_CHUNK_BYTES", MIB)
+    region = take(5 * MIB + 4096)
+    mapping = mapping_of(region.bytes.data_ptr())
+    assert mapping is not None
+    # The kernel may have put a neighbour into the same mapping.
+    assert int(mapping["Rss"].split()[0]) * 1024 >= 5 * MIB + 4096
+
+
+def test_cores_are_shared_among_the_ranks_of_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(12)))
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert arena._usable_cores() == 12
+    for ranks, cores in (("4", 3), ("8", 1), ("99", 1)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+        assert arena._usable_cores() == cores
+
+
+# Driver --------------------------------------------------------------------------------------------------------------
+
+
+class FakeDriver:
+    """What of ``torch.cuda`` registering needs."""
+
+    def __init__(self, error: int = 0) -> None:
+        self.error = error
+        self.calls: list[tuple[object, ...]] = []
+
+    def cudart(self) -> "FakeDriver":
+        return self
+
+    def device(self, device: torch.device) -> object:
+        return warnings.catch_warnings()  # any context manager
+
+    def synchronize(self, device: torch.device) -> None:
+        self.calls.append(("synchronize",))
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802
+        self.calls.append(("register", address, nbytes))
+        return self.error
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        self.calls.append(("unregister", address, mapped(address)))
+        return self.error
+
+
+def mapped(address: int) -> bool:
+    return sys.platform != "linux" or mapping_of(address) is not None
+
+
+def test_memory_is_registered_with_its_exact_size_and_unregistered_before_it_goes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver = FakeDriver()
+    monkeypatch.setattr(torch, "cuda", driver)
+    region = Region(5 * mmap.PAGESIZE + 100, device=torch.device("cuda"), pin=True)
+    address = region.bytes.data_ptr()
+    assert region.pinned
+    assert driver.calls == [("register", address, 5 * mmap.PAGESIZE + 100)]
+    del region
+    assert driver.calls[1:] == [("synchronize",), ("unregister", address, True)]
+
+
+def test_pieces_are_registered_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = FakeDriver()
+    monkeypatch.setattr(torch, "cuda", driver)
+    page = mmap.PAGESIZE
+    region = Region(3 * page + 100, device=torch.device("cuda"), pin=True, breaks=[page, 3 * page])
+    address = region.bytes.data_ptr()
+    pieces = [(address, page), (address + page, 2 * page), (address + 3 * page, 100)]
+    assert sorted(driver.calls) == [("register", *piece) for piece in pieces]
+    del region
+    unregistered = sorted(call[1:] for call in driver.calls if call[0] == "unregister")
+    assert unregistered == [(begin, True) for begin, _ in pieces]
+
+
+def test_a_driver_that_refuses_says_what_to_do_and_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = FakeDriver(error=2)
+    monkeypatch.setattr(torch, "cuda", driver)
+    with pytest.raises(RuntimeError, match="refused to page-lock 12345 bytes") as error:
+        Region(12_345, device=torch.device("cuda"), pin=True)
+    assert "ulimit -l" in str(error.value)
+    assert "pin_memory=False" in str(error.value)
+    assert [call[0] for call in driver.calls] == ["register"]
+
+
+def test_a_forked_child_never_calls_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = FakeDriver()
+    monkeypatch.setattr(torch, "cuda", driver)
+    regions = [Region(4096, device=torch.device("cuda"), pin=True)]
+
+    def drop() -> bool:
+        regions.clear()
+        return [call[0] for call in driver.calls] == ["register"]
+
+    assert in_forked_child(drop) == 0
+
+
+def test_offloading_takes_exactly_what_the_plan_says() -> None:
+    params = [nn.Parameter(torch.zeros(size)) for size in (1000, 1, 50, 4096)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        optimizer = offload_optimizer(torch.optim.AdamW(params), policy=OffloadPolicy())
+    padded = sum(2 * -(-4 * param.numel() // 64) * 64 for param in params)
+    assert optimizer.offload_report().host_bytes == padded

@@ -1,0 +1,256 @@
+"""State shards to buckets: every byte is moved exactly once, in ranges that every kernel can take."""
+
+import itertools
+from collections import Counter
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from fsdp_offload import buckets
+from fsdp_offload.buckets import ALIGN_BYTES, CUT_NUMEL, BucketPlan, Copy, Range, ShardSpec, plan_buckets
+
+
+def adam(numel: int, *, itemsize: int = 4, cuttable: bool = True) -> ShardSpec:
+    return ShardSpec(numel, (numel * itemsize,) * 2, cuttable)
+
+
+@st.composite
+def shards(draw: st.DrawFn) -> ShardSpec:
+    numel = draw(st.one_of(st.integers(0, 300), st.integers(0, 5000)))
+    if numel == 0:
+        return ShardSpec(0, (0,) * draw(st.integers(0, 3)), cuttable=False)
+    if draw(st.booleans()):
+        itemsizes = draw(st.lists(st.sampled_from([1, 2, 4, 8]), max_size=3))
+        return ShardSpec(numel, tuple(numel * itemsize for itemsize in itemsizes), cuttable=True)
+    return ShardSpec(numel, tuple(draw(st.lists(st.integers(0, 9000), max_size=3))), cuttable=False)
+
+
+quick = settings(max_examples=50, deadline=None)  # no deadline: cores are shared with other tests
+plans = given(st.lists(shards(), max_size=12), st.integers(1024, 20_000))
+
+
+def aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
+
+
+def leaf_range_nbytes(shard: ShardSpec, piece: Range, leaf: int) -> int:
+    """Bytes of one leaf's part of ``piece``, without padding."""
+    if piece.start == 0 and piece.stop == shard.numel:
+        return shard.leaf_nbytes[leaf]
+    return shard.leaf_nbytes[leaf] // shard.numel * (piece.stop - piece.start)
+
+
+@quick
+@plans
+def test_ranges_cover_each_shard_once_in_order(specs: list[ShardSpec], bucket_bytes: int) -> None:
+    plan = plan_buckets(specs, bucket_bytes)
+    ranges = [piece for bucket in plan.buckets for piece in bucket.ranges]
+    assert [piece.shard for piece in ranges] == sorted(piece.shard for piece in ranges)
+    for number, spec in enumerate(specs):
+        mine = [piece for piece in ranges if piece.shard == number]
+        assert (mine[0].start, mine[-1].stop) == (0, spec.numel)
+        assert all(one.stop == other.start for one, other in itertools.pairwise(mine))
+        assert len(mine) == 1 or spec.cuttable
+        assert len(mine) == 1 or all(piece.stop > piece.start for piece in mine)
+
+
+@quick
+@plans
+def test_each_byte_of_each_leaf_is_moved_by_one_copy_to_where_its_bucket_expects_it(
+    specs: list[ShardSpec], bucket_bytes: int
+) -> None:
+    plan = plan_buckets(specs, bucket_bytes)
+    moved: Counter[int] = Counter()  # home bytes
+    for bucket in plan.buckets:
+        home_of_slot = {
+            copy.slot_offset + byte: copy.home_offset + byte for copy in bucket.copies for byte in range(copy.nbytes)
+        }
+        assert len(home_of_slot) == sum(copy.nbytes for copy in bucket.copies), "copies overlap in the slot"
+        moved.update(home_of_slot.values())
+        for piece, offsets in zip(bucket.ranges, bucket.leaf_offsets, strict=True):
+            spec = specs[piece.shard]
+            for leaf, slot_offset in enumerate(offsets):
+                skipped = spec.leaf_nbytes[leaf] // spec.numel * piece.start if piece.start else 0
+                home = plan.home_offsets[piece.shard][leaf] + skipped
+                for byte in range(leaf_range_nbytes(spec, piece, leaf)):
+                    assert home_of_slot[slot_offset + byte] == home + byte
+    assert set(moved.values()) <= {1}, "a byte is moved by two buckets"
+    assert max(moved, default=-1) < plan.home_nbytes
+
+
+@quick
+@plans
+def test_homes_and_places_in_a_slot_are_aligned_and_disjoint(specs: list[ShardSpec], bucket_bytes: int) -> None:
+    plan = plan_buckets(specs, bucket_bytes)
+    homes = [
+        (offset, nbytes)
+        for spec, offsets in zip(specs, plan.home_offsets, strict=True)
+        for offset, nbytes in zip(offsets, spec.leaf_nbytes, strict=True)
+    ]
+    assert_aligned_and_disjoint(homes, plan.home_nbytes)
+    for bucket in plan.buckets:
+        places = [
+            (offset, leaf_range_nbytes(specs[piece.shard], piece, leaf))
+            for piece, offsets in zip(bucket.ranges, bucket.leaf_offsets, strict=True)
+            for leaf, offset in enumerate(offsets)
+        ]
+        assert_aligned_and_disjoint(places, bucket.nbytes)
+        for copy in bucket.copies:
+            assert not any(value % ALIGN_BYTES for value in copy)
+
+
+def assert_aligned_and_disjoint(places: list[tuple[int, int]], end: int) -> None:
+    assert not any(offset % ALIGN_BYTES for offset, _ in places)
+    used = sorted(place for place in places if place[1])
+    following = [*(offset for offset, _ in used[1:]), end] if used else []
+    assert all(offset + nbytes <= after for (offset, nbytes), after in zip(used, following, strict=True))
+
+
+@quick
+@plans
+def test_cuts_fall_where_vectorized_kernels_can_take_them(specs: list[ShardSpec], bucket_bytes: int) -> None:
+    for bucket in plan_buckets(specs, bucket_bytes).buckets:
+        for piece in bucket.ranges:
+            assert piece.start % CUT_NUMEL == 0
+            assert piece.stop % CUT_NUMEL == 0 or piece.stop == specs[piece.shard].numel
+
+
+@quick
+@plans
+@example([ShardSpec(4000, (32_000, 32_000, 32_000), cuttable=True)], 1024)  # 64 elements of it are more than a bucket
+def test_buckets_keep_within_their_size_where_cuts_allow(specs: list[ShardSpec], bucket_bytes: int) -> None:
+    for bucket in plan_buckets(specs, bucket_bytes).buckets:
+        smallest = [
+            sum(map(aligned, (CUT_NUMEL * nbytes // max(1, spec.numel) for nbytes in spec.leaf_nbytes)))
+            if spec.cuttable
+            else sum(map(aligned, spec.leaf_nbytes))
+            for spec in (specs[piece.shard] for piece in bucket.ranges)
+        ]
+        indivisible = sum(map(bool, smallest)) == 1 and max(smallest) > bucket_bytes
+        assert bucket.nbytes <= bucket_bytes or indivisible
+
+
+@quick
+@plans
+def test_a_bucket_of_whole_shards_is_one_copy(specs: list[ShardSpec], bucket_bytes: int) -> None:
+    for bucket in plan_buckets(specs, bucket_bytes).buckets:
+        if all((piece.start, piece.stop) == (0, specs[piece.shard].numel) for piece in bucket.ranges):
+            assert len(bucket.copies) == (1 if bucket.nbytes else 0)
+            assert sum(copy.nbytes for copy in bucket.copies) == bucket.nbytes
+
+
+@quick
+@plans
+@example([ShardSpec(2048, (8192,), cuttable=False)] * 3, 20_000)  # breaks without padding before them
+def test_no_leaf_and_no_copy_crosses_a_break(specs: list[ShardSpec], bucket_bytes: int) -> None:
+    """The arena is locked in pieces that end at breaks, and a copy across two pieces is refused by the driver."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(buckets, "BREAK_BYTES", 5000)
+        plan = plan_buckets(specs, bucket_bytes)
+    assert list(plan.home_breaks) == sorted(set(plan.home_breaks))
+    assert not any(offset % 4096 for offset in plan.home_breaks)
+    pieces = list(itertools.pairwise([0, *plan.home_breaks, plan.home_nbytes]))
+    homes = [
+        (offset, nbytes)
+        for spec, offsets in zip(specs, plan.home_offsets, strict=True)
+        for offset, nbytes in zip(offsets, spec.leaf_nbytes, strict=True)
+    ]
+    moved = [(copy.home_offset, copy.nbytes) for bucket in plan.buckets for copy in bucket.copies]
+    for offset, nbytes in homes + moved:
+        assert any(begin <= offset and offset + nbytes <= end for begin, end in pieces)
+
+
+@quick
+@given(st.lists(st.integers(6_000, 50_000_000), min_size=1, max_size=40), st.sampled_from([1, 2, 4]))
+def test_host_memory_is_the_state_within_one_percent(numels: list[int], itemsize: int) -> None:
+    specs = [adam(numel, itemsize=itemsize) for numel in numels]
+    exact_bytes = sum(sum(spec.leaf_nbytes) for spec in specs)
+    assert exact_bytes <= plan_buckets(specs, 64 << 20).home_nbytes <= 1.01 * exact_bytes
+
+
+def test_biases_and_norms_beside_their_matrices_cost_less_than_one_percent() -> None:
+    """A block of a transformer over 8 ranks: its vectors are short, and padding is what they mostly are."""
+    width, ranks = 1024, 8
+    matrices = [adam(rows * width // ranks) for rows in (3 * width, width, 4 * width, 4 * width)]
+    vectors = [adam(size // ranks) for size in (width, width, 3 * width, width, 4 * width, width)]
+    specs = [spec for _ in range(24) for spec in (*matrices, *vectors)]
+    exact_bytes = sum(sum(spec.leaf_nbytes) for spec in specs)
+    assert plan_buckets(specs, 64 << 20).home_nbytes <= 1.01 * exact_bytes
+
+
+# By hand -------------------------------------------------------------------------------------------------------------
+
+
+def copies(plan: BucketPlan) -> list[tuple[Copy, ...]]:
+    return [bucket.copies for bucket in plan.buckets]
+
+
+def test_small_shards_share_a_bucket() -> None:
+    plan = plan_buckets([adam(16), adam(10), adam(16)], 1024)
+    assert plan.home_offsets == ((0, 64), (128, 192), (256, 320))
+    assert [bucket.leaf_offsets for bucket in plan.buckets] == [plan.home_offsets]
+    assert copies(plan) == [(Copy(0, 0, 384),)]
+    assert plan.home_nbytes == 384
+
+
+def test_a_large_shard_is_cut_into_ranges_that_fill_buckets_and_stays_contiguous_at_home() -> None:
+    plan = plan_buckets([adam(300)], 1280)
+    assert [bucket.ranges for bucket in plan.buckets] == [
+        (Range(0, 0, 128),),
+        (Range(0, 128, 256),),
+        (Range(0, 256, 300),),
+    ]
+    assert plan.home_offsets == ((0, 1216),)
+    assert copies(plan) == [
+        (Copy(0, 0, 512), Copy(1216, 512, 512)),
+        (Copy(512, 0, 512), Copy(1728, 512, 512)),
+        (Copy(1024, 0, 192), Copy(2240, 192, 192)),
+    ]
+
+
+def test_a_cut_fills_what_is_left_of_a_bucket() -> None:
+    plan = plan_buckets([adam(64), adam(4096)], 4096)
+    assert plan.buckets[0].ranges == (Range(0, 0, 64), Range(1, 0, 448))
+    assert [bucket.nbytes for bucket in plan.buckets] == [4096] * 8 + [512]
+
+
+def test_a_small_shard_is_not_cut_to_fill_a_bucket() -> None:
+    plan = plan_buckets([adam(448), adam(128)], 4096)
+    assert [bucket.ranges for bucket in plan.buckets] == [(Range(0, 0, 448),), (Range(1, 0, 128),)]
+
+
+def test_the_first_and_the_last_of_many_buckets_are_small() -> None:
+    """Nothing overlaps with the first load and the last store."""
+    sizes = [bucket.nbytes for bucket in plan_buckets([adam(64 * 1024)], 16_384).buckets]
+    assert max(sizes) == 16_384
+    assert max(sizes[0], sizes[-1]) <= 16_384 / 4
+    assert len(sizes) <= 32 + 6
+
+
+def test_a_shard_of_exactly_some_buckets_is_cut_into_as_many() -> None:
+    assert [bucket.nbytes for bucket in plan_buckets([adam(1024)], 2048).buckets] == [2048] * 4
+
+
+def test_the_end_of_a_cut_shard_shares_a_bucket_with_what_follows() -> None:
+    plan = plan_buckets([adam(192), adam(16)], 1280)
+    assert [bucket.ranges for bucket in plan.buckets] == [(Range(0, 0, 128),), (Range(0, 128, 192), Range(1, 0, 16))]
+
+
+def test_a_large_shard_that_must_stay_whole_is_a_bucket_alone() -> None:
+    plan = plan_buckets([adam(16), adam(4096, cuttable=False), adam(16)], 1024)
+    assert [bucket.ranges for bucket in plan.buckets] == [(Range(0, 0, 16),), (Range(1, 0, 4096),), (Range(2, 0, 16),)]
+    assert plan.buckets[1].nbytes == 2 * 4 * 4096
+
+
+def test_empty_shards_and_shards_without_state_have_a_bucket_too() -> None:
+    """An optimizer must see them (Adam gives an empty shard its counter), although nothing is moved."""
+    plan = plan_buckets([adam(0), ShardSpec(70, (), cuttable=True)], 1024)
+    assert [bucket.ranges for bucket in plan.buckets] == [(Range(0, 0, 0), Range(1, 0, 70))]
+    assert copies(plan) == [()]
+    assert plan.home_nbytes == 0
+
+
+@pytest.mark.parametrize("bucket_bytes", [1024, 1 << 30])
+def test_nothing_to_offload_is_no_bucket(bucket_bytes: int) -> None:
+    assert plan_buckets([], bucket_bytes) == ((), (), 0, ())

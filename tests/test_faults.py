@@ -1,0 +1,518 @@
+"""Bad input and faults: each says what was expected, what was found and what to do, and loses nothing."""
+
+import copy
+import importlib
+import io
+import logging
+import pickle
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from fsdp_offload import OffloadedOptimizer, OffloadPolicy, offload_optimizer, remove_offload
+
+pytestmark = pytest.mark.filterwarnings("ignore:offload_optimizer. The parameters are on the CPU:UserWarning")
+
+adam_module = importlib.import_module("torch.optim.adam")  # torch.optim itself hides it
+
+POLICY = OffloadPolicy(bucket_bytes=1024, staging_bytes=4096)
+NUMEL = 100  # of each parameter below: Adam's state of one is a bucket
+
+
+class Net(nn.Module):
+    """Parameters ``first``, ``middle`` and ``last``, a bucket each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for number, name in enumerate(("first", "middle", "last")):
+            setattr(self, name, nn.Parameter(torch.linspace(-1, number, NUMEL)))
+
+
+def backward(net: nn.Module, step: int) -> None:
+    for number, param in enumerate(net.parameters()):
+        param.grad = torch.linspace(number, step + 1.0, param.numel()).view_as(param)
+
+
+def train(net: nn.Module, optimizer: Optimizer, steps: Iterable[int]) -> None:
+    for step in steps:
+        backward(net, step)
+        optimizer.step()
+
+
+def tensors_of(net: nn.Module, optimizer: Optimizer) -> list[Tensor]:
+    """Parameters and state, copied."""
+    state = [value for param in net.parameters() for value in optimizer.state[param].values()]
+    return [value.detach().clone() for value in [*net.parameters(), *state]]
+
+
+def assert_equal(ones: list[Tensor], others: list[Tensor]) -> None:
+    assert len(ones) == len(others)
+    assert all(torch.equal(one, other) for one, other in zip(ones, others, strict=True))
+
+
+def plain_run(steps: int) -> list[Tensor]:
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters())
+    train(net, optimizer, range(steps))
+    return tensors_of(net, optimizer)
+
+
+# Attaching -----------------------------------------------------------------------------------------------------------
+
+
+def assert_refused(
+    optimizer: Optimizer, error: type[Exception], message: str, *, model: nn.Module | None = None, policy: Any = POLICY
+) -> None:
+    """Attaching fails, and leaves the optimizer as it was."""
+    before = dict(optimizer.__dict__), type(optimizer), dict(optimizer.state)
+    hooks = dict(optimizer._optimizer_step_pre_hooks)
+    with pytest.raises(error, match=message):
+        offload_optimizer(optimizer, model=model, policy=policy)
+    assert (dict(optimizer.__dict__), type(optimizer), dict(optimizer.state)) == before
+    assert dict(optimizer._optimizer_step_pre_hooks) == hooks
+
+
+def test_attaching_twice_is_refused_and_the_offload_goes_on() -> None:
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters())
+    offload_optimizer(optimizer, policy=POLICY)
+    train(net, optimizer, [0])
+    assert_refused(optimizer, RuntimeError, r"offloaded already.*remove_offload\(\) first")
+    assert isinstance(optimizer, OffloadedOptimizer)
+    train(net, optimizer, [1, 2])
+    assert_equal(tensors_of(net, optimizer), plain_run(3))
+
+
+def test_removing_what_is_not_offloaded_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="this AdamW is not offloaded"):
+        remove_offload(torch.optim.AdamW(Net().parameters()))
+
+
+def test_something_that_is_no_optimizer_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"expected a torch.optim.Optimizer, got Net"):
+        offload_optimizer(Net())  # type: ignore[arg-type]
+
+
+def test_parameters_that_are_not_the_models_are_refused() -> None:
+    """As when the optimizer was built before ``fully_shard``, which exchanges the model's parameters."""
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters())
+    train(net, optimizer, [0])
+    net.middle = nn.Parameter(net.middle.detach().clone())
+    assert_refused(optimizer, ValueError, r"1 of the .*parameters.*params\[1\].*fully_shard", model=net)
+
+
+def test_parameters_that_are_exchanged_after_attaching_are_noticed_by_a_step_without_gradients() -> None:
+    net = Net()
+    optimizer = offload_optimizer(torch.optim.AdamW(net.parameters()), model=net, policy=POLICY)
+    for name, param in list(net.named_parameters()):
+        setattr(net, name, nn.Parameter(param.detach().clone()))
+    backward(net, 0)
+    with pytest.raises(
+        RuntimeError, match=r"no gradient, and 3 of the optimizer's parameters are no longer the model's"
+    ):
+        optimizer.step()
+
+
+def test_a_step_without_any_gradient_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    net = Net()
+    optimizer = offload_optimizer(torch.optim.AdamW(net.parameters()), model=net, policy=POLICY)
+    with caplog.at_level(logging.WARNING, logger="fsdp_offload"):
+        optimizer.step()
+        optimizer.step()
+    assert [record.getMessage() for record in caplog.records if "no gradient" in record.getMessage()] == [
+        "step() found no gradient in any parameter; nothing was updated or moved"
+    ]
+
+
+def test_meta_parameters_are_refused() -> None:
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, device="meta"))
+    optimizer = torch.optim.AdamW(net.parameters())
+    assert_refused(optimizer, ValueError, r"1\.weight is on the meta device.*Materialize", model=net)
+
+
+def test_parameters_on_several_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = Net()
+    real = torch.Tensor.device.__get__
+    elsewhere = property(lambda tensor: torch.device("cuda", 1) if tensor is net.last else real(tensor))
+    optimizer = torch.optim.AdamW(net.parameters())
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "device", elsewhere)
+        with pytest.raises(
+            ValueError, match=r"several devices: first on cpu, last on cuda:1\. Use one optimizer for each"
+        ):
+            offload_optimizer(optimizer, model=net, policy=POLICY)
+    train(net, optimizer, range(2))
+    assert_equal(tensors_of(net, optimizer), plain_run(2))
+
+
+def test_pinning_without_an_accelerator_is_refused() -> None:
+    policy = OffloadPolicy(pin_memory=True)
+    assert_refused(torch.optim.AdamW(Net().parameters()), ValueError, "pin_memory=True needs an accel", policy=policy)
+
+
+def test_a_step_that_autograd_follows_is_refused() -> None:
+    optimizer = torch.optim.AdamW(Net().parameters(), differentiable=True)
+    assert_refused(optimizer, ValueError, r"param_groups\[0\] has differentiable=True")
+
+
+@pytest.mark.parametrize(
+    ("cls", "reason"), [(torch.optim.LBFGS, "one flat history"), (torch.optim.SparseAdam, "sparse")]
+)
+def test_optimizers_that_cannot_be_streamed_are_refused(cls: type[Optimizer], reason: str) -> None:
+    assert_refused(cls(Net().parameters()), ValueError, f"{cls.__name__} .*{reason}")
+
+
+class NormAdam(torch.optim.AdamW):
+    """Not separable: clips by the norm over all parameters in its own step."""
+
+    def step(self, closure: Any = None) -> Any:
+        params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
+        nn.utils.clip_grad_norm_(params, 1.0)
+        return super().step(closure)
+
+
+def test_an_optimizer_that_uses_a_norm_over_all_parameters_is_refused() -> None:
+    net = Net()
+    optimizer = NormAdam(net.parameters())
+    assert_refused(optimizer, ValueError, r"NormAdam cannot be offloaded: updating its parameters one at a time")
+    train(net, optimizer, range(2))
+
+
+class FailsAlways(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        raise NotImplementedError("no kernel for this")
+
+
+def test_an_optimizer_whose_step_fails_on_scratch_tensors_is_refused() -> None:
+    optimizer = FailsAlways(Net().parameters())
+    assert_refused(optimizer, ValueError, r"FailsAlways cannot be offloaded.*NotImplementedError: no kernel for this")
+
+
+def test_random_numbers_of_the_user_are_not_advanced_by_attaching() -> None:
+    before = torch.get_rng_state()
+    optimizer = offload_optimizer(NoisySGD(Net().parameters()), policy=POLICY)
+    assert isinstance(optimizer, OffloadedOptimizer)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+class NoisySGD(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param]["noise"] = torch.rand_like(param)
+                param.sub_(param.grad, alpha=0.1)
+
+
+# Copies --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "make_copy",
+    [copy.copy, copy.deepcopy, pickle.dumps, lambda optimizer: torch.save(optimizer, io.BytesIO())],
+    ids=["copy", "deepcopy", "pickle", "torch.save"],
+)
+def test_a_copy_is_refused_while_offloaded(make_copy: Callable[[Optimizer], object]) -> None:
+    net = Net()
+    optimizer = offload_optimizer(torch.optim.AdamW(net.parameters()), policy=POLICY)
+    train(net, optimizer, [0])
+    with pytest.raises(
+        TypeError, match=r"OffloadedAdamW cannot be copied .*state_dict\(\), or call remove_offload\(\)"
+    ):
+        make_copy(optimizer)
+    train(net, optimizer, [1])
+    assert_equal(tensors_of(net, optimizer), plain_run(2))
+    make_copy(remove_offload(optimizer))
+
+
+def test_a_copy_of_something_that_holds_an_offloaded_optimizer_is_refused() -> None:
+    net = Net()
+    optimizer = offload_optimizer(torch.optim.AdamW(net.parameters()), policy=POLICY)
+    with pytest.raises(TypeError, match="cannot be copied"):
+        copy.deepcopy({"trainer": [optimizer]})
+
+
+# Gradients -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_sparse_gradient_changes_nothing_and_the_next_step_works() -> None:
+    net = Net()
+    optimizer = offload_optimizer(torch.optim.AdamW(net.parameters()), model=net, policy=POLICY)
+    train(net, optimizer, [0])
+    before = tensors_of(net, optimizer)
+    backward(net, 1)
+    net.last.grad = torch.sparse_coo_tensor(torch.tensor([[3]]), torch.tensor([1.0]), (NUMEL,), check_invariants=False)
+    with pytest.raises(
+        RuntimeError, match=r"last cannot be updated: its gradient is torch.sparse_coo.*Nothing has been"
+    ):
+        optimizer.step()
+    assert_equal(tensors_of(net, optimizer), before)
+    train(net, optimizer, [1])
+    assert_equal(tensors_of(net, optimizer), plain_run(2))
+
+
+def test_complex_parameters_train_as_they_do_without_offload() -> None:
+    ours, theirs = (nn.Parameter(torch.linspace(-1, 1, 300).to(torch.complex64)) for _ in range(2))
+    optimizer = offload_optimizer(torch.optim.AdamW([ours]))
+    plain = torch.optim.AdamW([theirs])
+    for step in range(3):
+        ours.grad = torch.complex(torch.linspace(0, 1, 300), torch.full((300,), float(step)))
+        theirs.grad = ours.grad.clone()
+        optimizer.step()
+        plain.step()
+    assert torch.equal(ours, theirs)
+    assert torch.equal(optimizer.state[ours]["exp_avg"], plain.state[theirs]["exp_avg"])
+
+
+# An exception inside a bucket's update -------------------------------------------------------------------------------
+
+
+class Breaks(torch.optim.Optimizer):
+    """Momentum, that stops half way through the parameter called ``broken``."""
+
+    broken: Tensor | None = None
+
+    def __init__(self, params: Iterable[Tensor]) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                state.setdefault("buffer", torch.zeros_like(param)).mul_(0.9).add_(param.grad)
+                if Breaks.broken is not None and param.data_ptr() == Breaks.broken.data_ptr():
+                    raise ArithmeticError("a bit has flipped")
+                param.sub_(state["buffer"], alpha=group["lr"])
+
+
+@pytest.fixture
+def unbroken() -> Iterator[None]:
+    yield
+    Breaks.broken = None
+
+
+class WideNet(Net):
+    """Parameters so large that each is a bucket of ``Breaks``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for number, name in enumerate(("first", "middle", "last")):
+            setattr(self, name, nn.Parameter(torch.linspace(-1, number, 200)))
+
+
+@pytest.mark.usefixtures("unbroken")
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        ("first", r"0 of 3 buckets had been updated \(parameters none\); first may be half updated; the others"),
+        ("middle", r"1 of 3 buckets had been updated \(parameters first\); middle may be half updated; the others"),
+        ("last", r"2 of 3 buckets had been updated \(parameters first, middle\); last may be half updated; the others"),
+    ],
+)
+@pytest.mark.parametrize("steps_before", [0, 2])
+def test_a_failed_update_is_named_and_nothing_goes_on_until_a_load(
+    broken: str, message: str, steps_before: int
+) -> None:
+    net = WideNet()
+    optimizer = offload_optimizer(Breaks(net.parameters()), model=net, policy=POLICY)
+    train(net, optimizer, [0, 1][:steps_before])
+    saved = copy.deepcopy((net.state_dict(), optimizer.state_dict()))
+    before = tensors_of(net, optimizer)
+    Breaks.broken = getattr(net, broken)
+    with pytest.raises(ArithmeticError, match="a bit has flipped"):
+        train(net, optimizer, [2])
+    Breaks.broken = None
+
+    untouched = list(net._parameters).index(broken)
+    for number, param in enumerate(net.parameters()):
+        assert torch.equal(param, before[number]) == (number >= untouched)
+    message = rf"ArithmeticError: a bit has flipped\. {message}.*load_state_dict"
+    for refused in (optimizer.step, optimizer.state_dict, lambda: remove_offload(optimizer)):
+        with pytest.raises(RuntimeError, match=message):
+            refused()
+    assert "Not usable" in str(optimizer.offload_report())
+    assert isinstance(optimizer, OffloadedOptimizer)
+
+    net.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    train(net, optimizer, [2, 3])
+    reference = WideNet()
+    plain = Breaks(reference.parameters())
+    train(reference, plain, [*[0, 1][:steps_before], 2, 3])
+    assert_equal(tensors_of(net, optimizer), tensors_of(reference, plain))
+    remove_offload(optimizer)
+
+
+@pytest.mark.usefixtures("unbroken")
+def test_a_load_that_is_refused_does_not_heal() -> None:
+    net = WideNet()
+    optimizer = offload_optimizer(Breaks(net.parameters()), model=net, policy=POLICY)
+    train(net, optimizer, [0])
+    saved = copy.deepcopy(optimizer.state_dict())
+    Breaks.broken = net.middle
+    with pytest.raises(ArithmeticError):
+        train(net, optimizer, [1])
+    del saved["state"][1]["buffer"]
+    saved["state"][1]["other"] = torch.zeros(())
+    with pytest.raises(ValueError, match="middle"):
+        optimizer.load_state_dict(saved)
+    with pytest.raises(RuntimeError, match="half updated"):
+        optimizer.step()
+
+
+def test_an_exception_from_torchs_own_step_is_noted_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = Net()
+    optimizer = offload_optimizer(torch.optim.AdamW(net.parameters(), foreach=False), model=net, policy=POLICY)
+    calls: list[int] = []
+    real = adam_module.adam
+
+    def adam(*args: Any, **kwargs: Any) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("no room for temporaries")
+        real(*args, **kwargs)
+
+    monkeypatch.setattr(adam_module, "adam", adam)
+    with pytest.raises(torch.OutOfMemoryError):
+        train(net, optimizer, [0])
+    with pytest.raises(RuntimeError, match=r"1 of 3 buckets had been updated \(parameters first\)"):
+        optimizer.state_dict()
+
+
+def test_a_keyboard_interrupt_is_a_fault_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = Net()
+    optimizer = offload_optimizer(torch.optim.AdamW(net.parameters()), model=net, policy=POLICY)
+
+    def adam(*args: Any, **kwargs: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(adam_module, "adam", adam)
+    with pytest.raises(KeyboardInterrupt):
+        train(net, optimizer, [0])
+    with pytest.raises(RuntimeError, match=r"stopped with KeyboardInterrupt.*0 of 3 buckets"):
+        optimizer.step()
+
+
+# Exceptions outside the updates --------------------------------------------------------------------------------------
+
+
+def test_an_exception_in_the_closure_loses_nothing() -> None:
+    net = Net()
+    optimizer = offload_optimizer(torch.optim.AdamW(net.parameters()), policy=POLICY)
+    train(net, optimizer, [0])
+
+    def closure() -> float:
+        raise ArithmeticError("no loss")
+
+    with pytest.raises(ArithmeticError):
+        optimizer.step(closure)
+    train(net, optimizer, [1])
+    assert_equal(tensors_of(net, optimizer), plain_run(2))
+
+
+@pytest.mark.parametrize("where", ["pre", "post", "global"])
+def test_an_exception_in_a_hook_loses_nothing(where: str) -> None:
+    net = Net()
+    optimizer = offload_optimizer(torch.optim.AdamW(net.parameters()), policy=POLICY)
+    train(net, optimizer, [0])
+
+    def hook(*_: Any) -> None:
+        raise ArithmeticError("a hook")
+
+    register = {
+        "pre": optimizer.register_step_pre_hook,
+        "post": optimizer.register_step_post_hook,
+        "global": register_optimizer_step_pre_hook,
+    }[where]
+    handle = register(hook)
+    try:
+        with pytest.raises(ArithmeticError):
+            train(net, optimizer, [1])
+    finally:
+        handle.remove()
+    train(net, optimizer, [2] if where == "post" else [1, 2])
+    assert_equal(tensors_of(net, optimizer), plain_run(3))
+
+
+# Steps past us -------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_that_was_captured_before_attaching_is_refused() -> None:
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters())
+    captured = optimizer.step
+    train(net, optimizer, [0])
+    offload_optimizer(optimizer, policy=POLICY)
+    before = tensors_of(net, optimizer)
+    backward(net, 1)
+    with pytest.raises(RuntimeError, match=r"AdamW\.step was called past the offload.*Nothing has been changed"):
+        captured()
+    assert_equal(tensors_of(net, optimizer), before)
+    train(net, optimizer, [1])
+    assert_equal(tensors_of(net, optimizer), plain_run(2))
+    remove_offload(optimizer)
+    backward(net, 2)
+    captured()
+    assert_equal(tensors_of(net, optimizer), plain_run(3))
+
+
+def test_the_classes_own_step_is_refused_too() -> None:
+    net = Net()
+    optimizer = offload_optimizer(torch.optim.AdamW(net.parameters()), policy=POLICY)
+    backward(net, 0)
+    with pytest.raises(RuntimeError, match="past the offload"):
+        torch.optim.AdamW.step(optimizer)
+
+
+def test_a_scheduler_made_before_attaching_is_redirected() -> None:
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters())
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+    offload_optimizer(optimizer, policy=POLICY)
+    for step in range(2):
+        train(net, optimizer, [step])
+        scheduler.step()
+    assert optimizer.offload_report().stored_bytes > 0
+    assert_equal(tensors_of(net, optimizer), plain_run(2))
+
+
+# Nothing to gain -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("default")
+def test_one_warning_on_the_cpu_that_there_is_nothing_to_gain() -> None:
+    with pytest.warns(UserWarning, match="nothing to gain") as warned:
+        optimizer = offload_optimizer(torch.optim.AdamW(Net().parameters()), policy=POLICY)
+    assert len(warned) == 1
+    assert "on the CPU: offloading works, but there is nothing to gain" in str(warned[0].message)
+    assert warned[0].filename == __file__
+    assert "nothing to gain" in str(optimizer.offload_report())
+
+
+@pytest.mark.parametrize(
+    ("make", "resident_bytes", "reason"),
+    [
+        (lambda params: torch.optim.SGD(params, lr=0.1), 0, "SGD keeps no state for these parameters"),
+        (torch.optim.AdamW, 1 << 20, "all of the state fits into resident_bytes"),
+    ],
+)
+def test_an_offload_that_moves_nothing_says_so_loudly(
+    make: Callable[[Any], Optimizer], resident_bytes: int, reason: str
+) -> None:
+    policy = OffloadPolicy(bucket_bytes=1024, staging_bytes=4096, resident_bytes=resident_bytes)
+    net = Net()
+    with pytest.warns(UserWarning, match=f"NOTHING IS OFFLOADED: .*{re.escape(reason)}"):
+        optimizer = offload_optimizer(make(net.parameters()), policy=policy)
+    train(net, optimizer, range(2))
+    report = optimizer.offload_report()
+    assert "NOTHING IS OFFLOADED" in str(report).splitlines()[1]
+    assert (report.host_bytes, report.loaded_bytes, report.stored_bytes) == (0, 0, 0)

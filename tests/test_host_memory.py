@@ -1,0 +1,292 @@
+"""Host memory is asked for before it is taken: what the kernel says, what the user says, and what a refusal leaves."""
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp_offload import OffloadPolicy, host_memory, offload_optimizer, remove_offload
+from fsdp_offload.host_memory import HostMemory, check_host_memory
+
+pytestmark = pytest.mark.filterwarnings("ignore:offload_optimizer. The parameters are on the CPU:UserWarning")
+
+GB = 10**9
+
+
+def tree(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+def meminfo(total_bytes: int, available_bytes: int) -> dict[str, str]:
+    lines = (f"MemTotal: {total_bytes // 1024} kB", "MemFree: 5 kB", f"MemAvailable: {available_bytes // 1024} kB")
+    return {"proc/meminfo": "\n".join(lines) + "\nHugePages_Total: 0\n"}
+
+
+def v2(path: str, limit: str, used: int, cache: int = 0) -> dict[str, str]:
+    folder = f"sys/fs/cgroup/{path}".rstrip("/")
+    return {
+        f"{folder}/memory.max": f"{limit}\n",
+        f"{folder}/memory.current": f"{used}\n",
+        f"{folder}/memory.stat": f"anon 5\ninactive_file {cache}\nactive_file 7\n",
+    }
+
+
+def v1(path: str, limit: int, used: int, cache: int = 0) -> dict[str, str]:
+    folder = f"sys/fs/cgroup/memory/{path}".rstrip("/")
+    return {
+        f"{folder}/memory.limit_in_bytes": f"{limit}\n",
+        f"{folder}/memory.usage_in_bytes": f"{used}\n",
+        f"{folder}/memory.stat": f"cache 9\ninactive_file 1\ntotal_inactive_file {cache}\n",
+    }
+
+
+MACHINE = meminfo(1024 * GB, 512 * GB)
+
+
+# What the kernel says ------------------------------------------------------------------------------------------------
+
+
+def test_without_cgroups_it_is_what_the_machine_has(tmp_path: Path) -> None:
+    assert host_memory.host_memory(tree(tmp_path, MACHINE)) == HostMemory(1024 * GB, 512 * GB)
+
+
+def test_without_proc_it_is_what_the_system_says(tmp_path: Path) -> None:
+    memory = host_memory.host_memory(tmp_path)
+    assert 0 < memory.available_bytes <= memory.total_bytes
+
+
+def test_this_machine_has_memory() -> None:
+    memory = host_memory.host_memory()
+    assert 0 < memory.available_bytes <= memory.total_bytes
+
+
+def test_the_limit_of_a_container(tmp_path: Path) -> None:
+    """A container sees its own cgroup as the root."""
+    root = tree(tmp_path, MACHINE | {"proc/self/cgroup": "0::/\n"} | v2("", str(64 * GB), 24 * GB))
+    assert host_memory.host_memory(root) == HostMemory(64 * GB, 40 * GB)
+
+
+def test_page_cache_counts_as_free(tmp_path: Path) -> None:
+    root = tree(tmp_path, MACHINE | {"proc/self/cgroup": "0::/\n"} | v2("", str(64 * GB), 60 * GB, cache=30 * GB))
+    assert host_memory.host_memory(root) == HostMemory(64 * GB, 34 * GB)
+
+
+def test_every_parent_limits(tmp_path: Path) -> None:
+    files = MACHINE | {"proc/self/cgroup": "0::/slurm/job_1/step_0\n"}
+    files |= v2("slurm/job_1/step_0", "max", 10 * GB)
+    files |= v2("slurm/job_1", str(200 * GB), 150 * GB)
+    files |= v2("slurm", str(100 * GB), 20 * GB)
+    assert host_memory.host_memory(tree(tmp_path, files)) == HostMemory(100 * GB, 50 * GB)
+
+
+def test_the_machine_itself_may_be_the_tightest(tmp_path: Path) -> None:
+    files = meminfo(32 * GB, 8 * GB) | {"proc/self/cgroup": "0::/\n"} | v2("", str(64 * GB), 0)
+    assert host_memory.host_memory(tree(tmp_path, files)) == HostMemory(32 * GB, 8 * GB)
+
+
+def test_no_limit_is_no_limit(tmp_path: Path) -> None:
+    files = MACHINE | {"proc/self/cgroup": "0::/a\n"} | v2("a", "max", 10 * GB)
+    assert host_memory.host_memory(tree(tmp_path, files)) == HostMemory(1024 * GB, 512 * GB)
+
+
+def test_a_cgroup_over_its_limit_has_nothing_left(tmp_path: Path) -> None:
+    files = MACHINE | {"proc/self/cgroup": "0::/\n"} | v2("", str(64 * GB), 65 * GB)
+    assert host_memory.host_memory(tree(tmp_path, files)) == HostMemory(64 * GB, 0)
+
+
+def test_version_1_of_cgroups(tmp_path: Path) -> None:
+    files = MACHINE | {"proc/self/cgroup": "12:cpu,cpuacct:/docker/a\n4:memory:/docker/a\n1:name=systemd:/docker/a\n"}
+    files |= v1("docker/a", 48 * GB, 40 * GB, cache=8 * GB)
+    files |= v1("", 9_223_372_036_854_771_712, 300 * GB)
+    assert host_memory.host_memory(tree(tmp_path, files)) == HostMemory(48 * GB, 16 * GB)
+
+
+def test_version_1_seen_from_within_a_container(tmp_path: Path) -> None:
+    """The path is the host's, and only the container's own cgroup is mounted."""
+    files = MACHINE | {"proc/self/cgroup": "4:memory:/docker/a\n"} | v1("", 48 * GB, 40 * GB)
+    assert host_memory.host_memory(tree(tmp_path, files)) == HostMemory(48 * GB, 8 * GB)
+
+
+def test_both_versions_at_once(tmp_path: Path) -> None:
+    files = MACHINE | {"proc/self/cgroup": "4:memory:/a\n0::/a\n"} | v1("a", 48 * GB, 0)
+    assert host_memory.host_memory(tree(tmp_path, files)) == HostMemory(48 * GB, 48 * GB)
+
+
+@pytest.mark.parametrize("path", ["/gone", "/../outside", "", "/a/../../.."])
+def test_files_that_are_not_there_are_no_limit(tmp_path: Path, path: str) -> None:
+    root = tree(tmp_path, MACHINE | {"proc/self/cgroup": f"0::{path}\n\nnonsense\n"})
+    assert host_memory.host_memory(root) == HostMemory(1024 * GB, 512 * GB)
+
+
+def test_a_limit_without_its_companions_still_limits(tmp_path: Path) -> None:
+    root = tree(tmp_path, MACHINE | {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": f"{64 * GB}\n"})
+    assert host_memory.host_memory(root) == HostMemory(64 * GB, 64 * GB)
+
+
+# What is refused -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "host_memory", lambda: HostMemory(100, 60))
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+
+
+@pytest.mark.usefixtures("machine")
+def test_what_is_available_may_be_taken() -> None:
+    check_host_memory(60, None)
+    with pytest.raises(MemoryError, match="needs 61 bytes of host memory on this rank; 60 are available") as error:
+        check_host_memory(61, None)
+    for advice in ("resident_bytes", "more ranks", "host_limit_bytes"):
+        assert advice in str(error.value)
+
+
+@pytest.mark.usefixtures("machine")
+def test_the_ranks_of_a_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    check_host_memory(25, None)
+    with pytest.raises(
+        MemoryError, match=r"26 bytes .* each of the 4 ranks of this host, 104 in all; the limit is 100"
+    ):
+        check_host_memory(26, None)
+
+
+@pytest.mark.usefixtures("machine")
+def test_the_user_knows_better_than_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    check_host_memory(1000, 1000)
+    with pytest.raises(MemoryError, match=r"needs 1001 bytes .*host_limit_bytes allows 1000") as error:
+        check_host_memory(1001, 1000)
+    assert "resident_bytes" in str(error.value)
+
+
+# What a refusal leaves -----------------------------------------------------------------------------------------------
+
+NUMEL = 1000
+STATE_BYTES = 2 * 4032  # of AdamW, each tensor padded to 64 bytes
+
+
+def parameter() -> nn.Parameter:
+    return nn.Parameter(torch.linspace(-1, 1, NUMEL))
+
+
+def train(optimizer: torch.optim.Optimizer, steps: int) -> None:
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                param.grad = torch.linspace(step, 1, param.numel())
+        optimizer.step()
+
+
+@pytest.mark.parametrize("steps_before", [0, 2])
+def test_an_optimizer_that_does_not_fit_stays_plain_and_trains(
+    monkeypatch: pytest.MonkeyPatch, steps_before: int
+) -> None:
+    taken: list[int] = []
+    monkeypatch.setattr("fsdp_offload.plan.Region", lambda nbytes, **_: taken.append(nbytes))
+    ours, theirs = parameter(), parameter()
+    optimizer, plain = torch.optim.AdamW([ours]), torch.optim.AdamW([theirs])
+    train(optimizer, steps_before)
+    before = {name: value for state in optimizer.state.values() for name, value in state.items()}
+    with pytest.raises(MemoryError, match=f"needs {STATE_BYTES} bytes"):
+        offload_optimizer(optimizer, policy=OffloadPolicy(host_limit_bytes=STATE_BYTES - 1))
+    assert taken == []
+    assert type(optimizer) is torch.optim.AdamW
+    assert all(optimizer.state[ours][name] is value for name, value in before.items())
+    train(optimizer, 3)
+    train(plain, steps_before)
+    train(plain, 3)
+    assert torch.equal(ours, theirs)
+
+
+def test_it_fits_exactly() -> None:
+    optimizer = torch.optim.AdamW([parameter()])
+    offload_optimizer(optimizer, policy=OffloadPolicy(host_limit_bytes=STATE_BYTES))
+    assert optimizer.offload_report().host_bytes == STATE_BYTES
+
+
+def test_resident_state_needs_no_host_memory() -> None:
+    optimizer = torch.optim.AdamW([parameter(), parameter()])
+    policy = OffloadPolicy(host_limit_bytes=STATE_BYTES, resident_bytes=STATE_BYTES)
+    offload_optimizer(optimizer, policy=policy)
+    assert optimizer.offload_report().host_bytes == STATE_BYTES
+
+
+def test_a_group_that_does_not_fit_is_not_added() -> None:
+    ours = parameter()
+    optimizer = offload_optimizer(torch.optim.AdamW([ours]), policy=OffloadPolicy(host_limit_bytes=STATE_BYTES))
+    train(optimizer, 2)
+    with pytest.raises(MemoryError, match="host_limit_bytes"):
+        optimizer.add_param_group({"params": [parameter(), parameter()]})
+    assert len(optimizer.param_groups) == 1
+    train(optimizer, 1)
+    assert optimizer.state[ours]["step"] == 3
+
+
+def test_the_limit_is_for_all_groups_together() -> None:
+    optimizer = torch.optim.AdamW([parameter()])
+    offload_optimizer(optimizer, policy=OffloadPolicy(host_limit_bytes=2 * STATE_BYTES - 1))
+    with pytest.raises(MemoryError, match="host_limit_bytes"):
+        optimizer.add_param_group({"params": [parameter()]})
+
+
+def sgd(*momenta: float) -> torch.optim.SGD:
+    return torch.optim.SGD([{"params": [parameter()], "momentum": momentum} for momentum in momenta], lr=0.1)
+
+
+def params_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def test_state_that_grows_beyond_memory_is_not_lost() -> None:
+    """Momentum that is switched on wants a tensor for each parameter of its group."""
+    optimizer, plain = sgd(0.9, 0.0), sgd(0.9, 0.0)
+    offload_optimizer(optimizer, policy=OffloadPolicy(host_limit_bytes=STATE_BYTES // 2))
+    train(optimizer, 2)
+    train(plain, 2)
+    optimizer.param_groups[1]["momentum"] = 0.9
+    for _ in range(2):
+        with pytest.raises(MemoryError, match="host_limit_bytes"):
+            train(optimizer, 1)
+    optimizer.param_groups[1]["momentum"] = 0.0
+    train(optimizer, 2)
+    train(plain, 2)
+    assert all(torch.equal(*pair) for pair in zip(params_of(optimizer), params_of(plain), strict=True))
+
+
+def test_loading_more_than_fits_changes_nothing() -> None:
+    optimizer, plain, larger = sgd(0.9, 0.0), sgd(0.9, 0.0), sgd(0.9, 0.9)
+    offload_optimizer(optimizer, policy=OffloadPolicy(host_limit_bytes=STATE_BYTES // 2))
+    for each in (optimizer, plain, larger):
+        train(each, 2)
+    with pytest.raises(MemoryError, match="host_limit_bytes"):
+        optimizer.load_state_dict(larger.state_dict())
+    assert optimizer.param_groups[1]["momentum"] == 0.0
+    train(optimizer, 2)
+    train(plain, 2)
+    assert all(torch.equal(*pair) for pair in zip(params_of(optimizer), params_of(plain), strict=True))
+
+
+def test_after_a_refusal_a_smaller_offload_works() -> None:
+    optimizer = torch.optim.AdamW([parameter(), parameter()])
+    train(optimizer, 1)
+    with pytest.raises(MemoryError):
+        offload_optimizer(optimizer, policy=OffloadPolicy(host_limit_bytes=STATE_BYTES))
+    offload_optimizer(optimizer, policy=OffloadPolicy(host_limit_bytes=STATE_BYTES, resident_bytes=STATE_BYTES))
+    train(optimizer, 1)
+    remove_offload(optimizer)
+    assert [state["step"].item() for state in optimizer.state.values()] == [2, 2]
+
+
+def test_a_check_costs_no_memory() -> None:
+    """State of a terabyte is refused at once."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        huge = nn.Parameter(torch.empty(1).expand(1 << 37))
+        with pytest.raises(MemoryError, match=f"needs {2 * 4 << 37} bytes"):
+            offload_optimizer(torch.optim.AdamW([huge]))

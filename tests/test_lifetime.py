@@ -1,0 +1,261 @@
+"""The arena goes with the optimizer, at once: nothing of ours keeps it, no cycle waits for the garbage collector."""
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fsdp_offload import OffloadPolicy, offload_optimizer, remove_offload
+from fsdp_offload.transfer import device_link
+
+pytestmark = pytest.mark.filterwarnings("ignore:offload_optimizer. The parameters are on the CPU:UserWarning")
+
+POLICY = OffloadPolicy(bucket_bytes=2048, staging_bytes=8192)
+
+
+@pytest.fixture(autouse=True)
+def no_garbage_collection() -> Iterator[None]:
+    torch.optim.AdamW(model().parameters())  # the first one imports modules whose frames keep it in a cycle
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 4))
+
+
+def train(net: nn.Module, optimizer: Optimizer, steps: int = 2) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        net(torch.ones(2, 16)).sum().backward()
+        optimizer.step()
+
+
+def offloaded(net: nn.Module) -> Optimizer:
+    return offload_optimizer(torch.optim.AdamW(net.parameters()), model=net, policy=POLICY)
+
+
+def mappings(optimizer: Optimizer) -> list["weakref.ref[object]"]:
+    """Weak references to the host memory itself."""
+    regions = optimizer._offload_engine.engine.plan.regions
+    assert regions
+    return [weakref.ref(region._owner) for region in regions]
+
+
+def assert_gone(memory: list["weakref.ref[object]"]) -> None:
+    assert [reference() for reference in memory] == [None] * len(memory)
+
+
+def assert_alive(memory: list["weakref.ref[object]"]) -> None:
+    assert all(reference() is not None for reference in memory)
+
+
+def test_memory_goes_with_the_optimizer() -> None:
+    net = model()
+    optimizer = offloaded(net)
+    memory = mappings(optimizer)
+    train(net, optimizer)
+    assert_alive(memory)
+    del optimizer
+    assert_gone(memory)
+
+
+def test_an_optimizer_that_never_stepped_goes_too() -> None:
+    optimizer = offloaded(model())
+    memory = mappings(optimizer)
+    del optimizer
+    assert_gone(memory)
+
+
+def scheduler_before(net: nn.Module) -> tuple[Optimizer, object]:
+    optimizer = torch.optim.AdamW(net.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    return offload_optimizer(optimizer, model=net, policy=POLICY), scheduler
+
+
+def scheduler_after(net: nn.Module) -> tuple[Optimizer, object]:
+    optimizer = offloaded(net)
+    return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+
+def step_hook(net: nn.Module) -> tuple[Optimizer, object]:
+    optimizer = offloaded(net)
+    return optimizer, optimizer.register_step_post_hook(lambda *_: None)
+
+
+def state_dict(net: nn.Module) -> tuple[Optimizer, object]:
+    optimizer = offloaded(net)
+    train(net, optimizer)
+    return optimizer, optimizer.state_dict()["param_groups"]
+
+
+def loaded_state(net: nn.Module) -> tuple[Optimizer, object]:
+    optimizer = offloaded(net)
+    train(net, optimizer)
+    optimizer.load_state_dict(optimizer.state_dict())
+    return optimizer, None
+
+
+def failed_step(net: nn.Module) -> tuple[Optimizer, object]:
+    optimizer = offloaded(net)
+    optimizer.register_step_post_hook(lambda *_: None)
+    net[1].bias.register_hook(lambda grad: grad * float("nan"))
+    net[0].weight.grad = torch.zeros(32, 16).to_sparse()
+    with pytest.raises(RuntimeError, match="sparse"):
+        optimizer.step()
+    return optimizer, None
+
+
+def more_groups(net: nn.Module) -> tuple[Optimizer, object]:
+    optimizer = offloaded(net)
+    net.register_parameter("scale", nn.Parameter(torch.ones(100)))
+    optimizer.add_param_group({"params": [net.scale]})
+    return optimizer, None
+
+
+def report(net: nn.Module) -> tuple[Optimizer, object]:
+    optimizer = offloaded(net)
+    train(net, optimizer)
+    return optimizer, optimizer.offload_report()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [scheduler_before, scheduler_after, step_hook, state_dict, loaded_state, failed_step, more_groups, report],
+)
+def test_nothing_around_an_optimizer_keeps_its_memory(make: Callable[[nn.Module], tuple[Optimizer, object]]) -> None:
+    net = model()
+    optimizer, beside = make(net)
+    memory = mappings(optimizer)
+    train(net, optimizer)
+    if isinstance(beside, torch.optim.lr_scheduler.LRScheduler):
+        beside.step()
+        del beside  # it holds the optimizer itself, offloaded or not
+    del optimizer
+    assert_gone(memory)
+
+
+def test_a_captured_step_of_before_attaching_keeps_the_optimizer_no_longer_than_itself() -> None:
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters())
+    captured = optimizer.step
+    offload_optimizer(optimizer, model=net, policy=POLICY)
+    memory = mappings(optimizer)
+    train(net, optimizer)
+    del optimizer, captured
+    assert_gone(memory)
+
+
+def test_the_model_does_not_keep_it() -> None:
+    net = model()
+    optimizer = offloaded(net)
+    memory = mappings(optimizer)
+    train(net, optimizer)
+    net(torch.ones(2, 16)).sum().backward()
+    del optimizer
+    assert_gone(memory)
+
+
+def test_the_optimizer_does_not_keep_the_model() -> None:
+    net = model()
+    params = list(net.parameters())
+    optimizer = offloaded(net)
+    reference = weakref.ref(net)
+    del net
+    assert reference() is None
+    assert [param for group in optimizer.param_groups for param in group["params"]] == params
+
+
+def test_removing_frees_it() -> None:
+    net = model()
+    optimizer = offloaded(net)
+    memory = mappings(optimizer)
+    train(net, optimizer)
+    remove_offload(optimizer)
+    assert_gone(memory)
+    train(net, optimizer)
+
+
+def test_removing_frees_it_although_a_scheduler_lives_on() -> None:
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters())
+    before = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    offload_optimizer(optimizer, model=net, policy=POLICY)
+    after = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    memory = mappings(optimizer)
+    train(net, optimizer)
+    remove_offload(optimizer)
+    assert_gone(memory)
+    train(net, optimizer)
+    before.step()
+    after.step()
+
+
+def test_attaching_again_and_again_takes_no_more() -> None:
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters())
+    memory: list[weakref.ref[object]] = []
+    for _ in range(3):
+        assert_gone(memory)
+        offload_optimizer(optimizer, model=net, policy=POLICY)
+        memory = mappings(optimizer)
+        assert len(memory) == 1
+        train(net, optimizer, steps=1)
+        remove_offload(optimizer)
+    assert optimizer.state[net[0].weight]["step"] == 3
+
+
+def test_a_state_tensor_keeps_the_memory_and_nothing_else() -> None:
+    net = model()
+    optimizer = offloaded(net)
+    memory = mappings(optimizer)
+    train(net, optimizer)
+    engine = weakref.ref(optimizer._offload_engine.engine)
+    exp_avg: Tensor = optimizer.state[net[0].weight]["exp_avg"]
+    del optimizer
+    assert engine() is None
+    assert_alive(memory)
+    assert exp_avg.isfinite().all()
+    del exp_avg
+    assert_gone(memory)
+
+
+def test_gradients_are_not_kept() -> None:
+    net = model()
+    optimizer = offloaded(net)
+    train(net, optimizer)
+    gradient = weakref.ref(net[0].weight.grad)
+    optimizer.zero_grad()
+    assert gradient() is None
+
+
+def test_the_ring_goes_with_its_last_user() -> None:
+    link = device_link(torch.device("cpu"))
+    users = link._users
+    nets = [model(), model()]
+    first, second = (offloaded(net) for net in nets)
+    train(nets[0], first)
+    train(nets[1], second)
+    assert link._users == users + 2
+    assert link._ring is not None
+    del first
+    assert link._ring is not None
+    train(nets[1], second)
+    del second
+    assert link._users == users
+    assert users or link._ring is None
+
+
+def test_an_attach_that_fails_leaves_no_user_of_the_ring() -> None:
+    link = device_link(torch.device("cpu"))
+    users = link._users
+    optimizer = torch.optim.AdamW(model().parameters())
+    with pytest.raises(MemoryError):
+        offload_optimizer(optimizer, policy=OffloadPolicy(host_limit_bytes=1))
+    assert link._users == users

@@ -1,0 +1,480 @@
+"""``optimizer.state``, ``state_dict`` and ``load_state_dict`` are as users, torch and DCP expect them."""
+
+import copy
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.optim import Optimizer
+
+from fsdp_offload import OffloadPolicy, offload_optimizer, remove_offload
+
+pytestmark = pytest.mark.filterwarnings("ignore:offload_optimizer. The parameters are on the CPU:UserWarning")
+
+POLICY = OffloadPolicy(bucket_bytes=2048, staging_bytes=8192)
+
+MakeOptimizer = Callable[[Iterable[Any]], Optimizer]
+
+
+def adamw(params: Iterable[Any]) -> Optimizer:
+    return torch.optim.AdamW(params, lr=0.01)
+
+
+def sgd(params: Iterable[Any]) -> Optimizer:
+    return torch.optim.SGD(params, lr=0.01, momentum=0.9)
+
+
+def rmsprop(params: Iterable[Any]) -> Optimizer:
+    return torch.optim.RMSprop(params, lr=0.01, momentum=0.9, centered=True)
+
+
+class Run:
+    """A model with an optimizer: a frozen parameter, one that is unused, two groups, several buckets."""
+
+    def __init__(self, make: MakeOptimizer = adamw, *, offload: bool, dtype: torch.dtype = torch.float32) -> None:
+        torch.manual_seed(0)
+        self.model = nn.ModuleDict(
+            {"up": nn.Linear(16, 32), "down": nn.Linear(32, 4), "frozen": nn.Linear(2, 2), "unused": nn.Linear(3, 1)}
+        ).to(dtype)
+        self.model["frozen"].requires_grad_(False)
+        params = list(self.model.parameters())
+        decayed = [param for param in params if param.dim() > 1]
+        others = [param for param in params if param.dim() < 2]
+        self.optimizer = make([{"params": decayed}, {"params": others, "weight_decay": 0.0, "name": "biases"}])
+        if offload:
+            offload_optimizer(self.optimizer, model=self.model, policy=POLICY)
+
+    def train(self, *steps: int) -> "Run":
+        dtype = self.model["up"].weight.dtype
+        for step in steps:
+            batch = torch.randn(8, 16, generator=torch.Generator().manual_seed(step)).to(dtype)
+            self.optimizer.zero_grad()
+            self.model["down"](self.model["up"](batch).relu()).pow(2).sum().backward()
+            self.optimizer.step()
+        return self
+
+    def continue_from(self, other: "Run") -> None:
+        """Take over the parameters of ``other``."""
+        self.model.load_state_dict(copy.deepcopy(other.model.state_dict()))
+
+
+def assert_same(one: Any, other: Any, place: str = "") -> None:
+    """The same types, keys, order and values, bit by bit."""
+    assert type(one) is type(other), place
+    if isinstance(one, dict):
+        assert list(one) == list(other), place
+        for key in one:
+            assert_same(one[key], other[key], f"{place}.{key}")
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other), place
+        for number, (a, b) in enumerate(zip(one, other, strict=True)):
+            assert_same(a, b, f"{place}[{number}]")
+    elif isinstance(one, Tensor):
+        assert (one.dtype, one.device, one.shape) == (other.dtype, other.device, other.shape), place
+        assert torch.equal(one, other), place
+    else:
+        assert one == other, place
+
+
+def assert_same_runs(one: Run, other: Run) -> None:
+    assert_same(dict(one.model.state_dict()), dict(other.model.state_dict()))
+    assert_same(one.optimizer.state_dict(), other.optimizer.state_dict())
+
+
+def is_home(run: Run) -> bool:
+    """Whether all state that moves is in the arena: in storages of exactly its size that the engine knows."""
+    shards = run.optimizer._offload_engine.engine.plan.shards
+    for param, state in run.optimizer.state.items():
+        for name, home in shards[param].homes.items():
+            if name in state and state[name] is not home:
+                return False
+    return True
+
+
+# What is there -------------------------------------------------------------------------------------------------------
+
+
+def test_state_is_keyed_by_the_models_parameters() -> None:
+    run = Run(offload=True)
+    assert len(run.optimizer.state) == 0
+    assert run.model["up"].weight not in run.optimizer.state
+    run.train(0)
+    used = [*run.model["up"].parameters(), *run.model["down"].parameters()]
+    assert set(run.optimizer.state) == set(used)
+    state = run.optimizer.state[run.model["up"].weight]
+    assert sorted(state) == ["exp_avg", "exp_avg_sq", "step"]
+    assert state["exp_avg"].shape == (32, 16)
+    assert state["exp_avg"].untyped_storage().nbytes() == 32 * 16 * 4
+    assert state["step"] == 1
+
+
+def test_state_is_read_as_from_any_optimizer() -> None:
+    run = Run(offload=True).train(0)
+    param = run.model["up"].weight
+    assert run.optimizer.state.get(nn.Parameter(torch.ones(1))) is None
+    assert run.optimizer.state.get(param) is run.optimizer.state[param]
+    assert [len(state) for state in run.optimizer.state.values()] == [3] * 4
+    assert {param for param, _ in run.optimizer.state.items()} == set(run.optimizer.state)
+    assert run.optimizer.state.setdefault(param, {}) is run.optimizer.state[param]
+
+
+@pytest.mark.parametrize("make", [adamw, sgd, rmsprop])
+@pytest.mark.parametrize("steps", [0, 1, 5])
+def test_a_state_dict_is_what_it_would_be_without_offload(make: MakeOptimizer, steps: int) -> None:
+    plain, ours = (Run(make, offload=offload).train(*range(steps)) for offload in (False, True))
+    assert_same(ours.optimizer.state_dict(), plain.optimizer.state_dict())
+
+
+def test_after_removing_it_is_still_the_same() -> None:
+    plain, ours = (Run(offload=offload).train(0, 1) for offload in (False, True))
+    remove_offload(ours.optimizer)
+    assert_same_runs(ours, plain)
+    assert_same_runs(ours.train(2), plain.train(2))
+
+
+def test_a_state_dict_is_a_view_and_its_copy_is_not() -> None:
+    """As without offload: who wants to keep it while training goes on has to copy it."""
+    run = Run(offload=True).train(0)
+    view = run.optimizer.state_dict()
+    kept = copy.deepcopy(view)
+    before = kept["state"][0]["exp_avg"].clone()
+    run.train(1)
+    run.optimizer.synchronize()
+    assert not torch.equal(view["state"][0]["exp_avg"], before)
+    assert torch.equal(kept["state"][0]["exp_avg"], before)
+
+
+# Loading -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [adamw, sgd, rmsprop])
+@pytest.mark.parametrize(("source", "target"), [(False, True), (True, False), (True, True)])
+@pytest.mark.parametrize("steps_before", [0, 3], ids=["fresh", "used"])
+def test_training_goes_on_after_a_load_as_it_does_without_offload(
+    make: MakeOptimizer, source: bool, target: bool, steps_before: int
+) -> None:
+    saver = Run(make, offload=source).train(0, 1)
+    loader = Run(make, offload=target).train(*range(10, 10 + steps_before))
+    loader.continue_from(saver)
+    loader.optimizer.load_state_dict(saver.optimizer.state_dict())
+    assert_same_runs(loader, saver)
+    plain = Run(make, offload=False).train(0, 1, 2, 3)
+    assert_same_runs(loader.train(2, 3), plain)
+    assert not target or is_home(loader)
+
+
+def test_loading_its_own_state_dict_changes_nothing() -> None:
+    plain, ours = (Run(offload=offload).train(0, 1) for offload in (False, True))
+    ours.optimizer.load_state_dict(ours.optimizer.state_dict())
+    assert is_home(ours)
+    assert_same_runs(ours, plain)
+    assert_same_runs(ours.train(2), plain.train(2))
+
+
+def test_what_is_loaded_is_copied_and_stays_as_it_was() -> None:
+    saved = Run(offload=False).train(0, 1).optimizer.state_dict()
+    kept = copy.deepcopy(saved)
+    loader = Run(offload=True)
+    loader.optimizer.load_state_dict(saved)
+    loader.train(2, 3)
+    assert_same(saved, kept)
+
+
+def test_state_goes_straight_home_in_its_place() -> None:
+    saver, loader = Run(offload=False).train(0, 1), Run(offload=True).train(5)
+    param = loader.model["up"].weight
+    address = loader.optimizer.state[param]["exp_avg"].data_ptr()
+    loader.optimizer.load_state_dict(saver.optimizer.state_dict())
+    assert loader.optimizer.state[param]["exp_avg"].data_ptr() == address
+    assert len(loader.optimizer._offload_engine.engine.plan.regions) == 1
+
+
+def test_state_that_the_state_dict_does_not_have_is_gone() -> None:
+    saver, loader = Run(offload=True), Run(offload=True).train(0, 1)
+    loader.continue_from(saver)
+    loader.optimizer.load_state_dict(saver.optimizer.state_dict())
+    assert len(loader.optimizer.state) == 0
+    assert_same_runs(loader.train(0, 1), Run(offload=False).train(0, 1))
+
+
+def test_through_a_file(tmp_path: Path) -> None:
+    saver, loader = Run(offload=True).train(0, 1), Run(offload=True)
+    torch.save(saver.optimizer.state_dict(), tmp_path / "optimizer.pt")
+    assert (tmp_path / "optimizer.pt").stat().st_size < 20_000
+    loader.continue_from(saver)
+    loader.optimizer.load_state_dict(torch.load(tmp_path / "optimizer.pt", weights_only=True))
+    assert_same_runs(loader.train(2), Run(offload=False).train(0, 1, 2))
+
+
+def test_hyperparameters_come_with_the_groups() -> None:
+    saver, loader = Run(offload=False).train(0), Run(offload=True)
+    saver.optimizer.param_groups[0] |= {"lr": 0.5, "betas": (0.8, 0.9)}
+    loader.optimizer.load_state_dict(saver.optimizer.state_dict())
+    assert_same(loader.optimizer.state_dict(), saver.optimizer.state_dict())
+
+
+@pytest.mark.parametrize("steps_before", [0, 2], ids=["fresh", "used"])
+def test_amsgrad_comes_with_the_groups(steps_before: int) -> None:
+    def amsgrad(params: Iterable[Any]) -> Optimizer:
+        return torch.optim.AdamW(params, lr=0.01, amsgrad=True)
+
+    saver, loader = Run(amsgrad, offload=False).train(0, 1), Run(offload=True).train(*range(steps_before))
+    loader.continue_from(saver)
+    loader.optimizer.load_state_dict(saver.optimizer.state_dict())
+    assert is_home(loader)
+    assert_same_runs(loader, saver)
+    assert_same_runs(loader.train(2, 3), saver.train(2, 3))
+
+
+def test_momentum_comes_and_goes_with_the_groups() -> None:
+    def without(params: Iterable[Any]) -> Optimizer:
+        return torch.optim.SGD(params, lr=0.01)
+
+    with_momentum = Run(sgd, offload=False).train(0, 1)
+    loader = Run(sgd, offload=True).train(5)
+    plain = Run(without, offload=False).train(0, 1)
+    for saver in (plain, with_momentum):
+        loader.continue_from(saver)
+        loader.optimizer.load_state_dict(saver.optimizer.state_dict())
+        assert_same_runs(loader, saver)
+        loader.train(2)
+        assert_same_runs(loader, saver.train(2))
+
+
+def test_old_checkpoints_have_counters_that_are_floats() -> None:
+    saver, loader = Run(offload=False).train(0, 1), Run(offload=True)
+    saved = saver.optimizer.state_dict()
+    saved["state"] = {key: {**state, "step": float(state["step"])} for key, state in saved["state"].items()}
+    loader.continue_from(saver)
+    loader.optimizer.load_state_dict(saved)
+    assert isinstance(saved["state"][0]["step"], float)
+    assert_same_runs(loader.train(2), saver.train(2))
+
+
+def test_fused_counters_are_loaded_as_the_optimizer_keeps_them() -> None:
+    def fused(params: Iterable[Any]) -> Optimizer:
+        return torch.optim.AdamW(params, lr=0.01, fused=True)
+
+    saver = Run(fused, offload=False).train(0, 1)
+    loader = Run(fused, offload=True)
+    loader.continue_from(saver)
+    loader.optimizer.load_state_dict(saver.optimizer.state_dict())
+    assert_same_runs(loader.train(2), saver.train(2))
+
+
+class WideState(Optimizer):
+    """Keeps fp32 state for parameters of any dtype, as many optimizers for bf16 training do."""
+
+    def __init__(self, params: Iterable[Any]) -> None:
+        super().__init__(params, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                if not state:
+                    state["master"] = param.float()
+                    state["counter"] = torch.zeros((), dtype=torch.float64)
+                    state["count"] = 0
+                state["master"].sub_(param.grad.float(), alpha=group["lr"])
+                state["counter"] += 1.0 + 2.0**-40
+                state["count"] += 1
+                param.copy_(state["master"])
+
+
+def test_state_keeps_its_dtype_where_torchs_own_load_would_cast_it() -> None:
+    saver, loader = (Run(WideState, offload=True, dtype=torch.bfloat16) for _ in range(2))
+    saver.train(0, 1)
+    saved = copy.deepcopy(saver.optimizer.state_dict())
+    loader.continue_from(saver)
+    loader.optimizer.load_state_dict(saved)
+    assert loader.optimizer.state[loader.model["up"].weight]["master"].dtype is torch.float32
+    assert_same(loader.optimizer.state_dict(), saved)
+    plain = Run(WideState, offload=False, dtype=torch.bfloat16).train(0, 1, 2)
+    assert_same_runs(loader.train(2), plain)
+
+
+# Hooks ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_hooks_fire_once_and_in_order_and_may_rewrite(offload: bool) -> None:
+    run = Run(offload=offload).train(0)
+    events: list[str] = []
+
+    def rewrite(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        events.append("load pre")
+        state = {key: {**state, "step": state["step"] + 5} for key, state in state_dict["state"].items()}
+        return {**state_dict, "state": state}
+
+    def loaded(optimizer: Optimizer) -> None:
+        events.append(f"load post {optimizer.state[run.model['up'].weight]['step'].item()}")
+
+    def saved(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        events.append("save post")
+        return {**state_dict, "extra": 1}
+
+    run.optimizer.register_state_dict_pre_hook(lambda _: events.append("save pre"))
+    run.optimizer.register_state_dict_post_hook(saved)
+    run.optimizer.register_load_state_dict_pre_hook(rewrite)
+    run.optimizer.register_load_state_dict_post_hook(loaded)
+    state_dict = run.optimizer.state_dict()
+    assert state_dict["extra"] == 1
+    for _ in range(2):
+        run.optimizer.load_state_dict(state_dict)
+        assert events == ["save pre", "save post", "load pre", "load post 6.0"]
+        del events[2:]
+
+
+def test_hooks_are_the_users_own_after_a_load() -> None:
+    run = Run(offload=True).train(0)
+    before = len(run.optimizer._optimizer_load_state_dict_pre_hooks)
+    run.optimizer.load_state_dict(run.optimizer.state_dict())
+    with pytest.raises(ValueError, match="param groups"):
+        run.optimizer.load_state_dict({"state": {}, "param_groups": []})
+    assert len(run.optimizer._optimizer_load_state_dict_pre_hooks) == before
+    assert len(run.optimizer._optimizer_load_state_dict_post_hooks) == before
+
+
+# What does not fit ---------------------------------------------------------------------------------------------------
+
+
+def missing(saved: dict[str, Any]) -> None:
+    del saved["state"][0]["exp_avg"]
+
+
+def extra(saved: dict[str, Any]) -> None:
+    saved["state"][0]["momentum_buffer"] = torch.zeros(32, 16)
+
+
+def wrongly_shaped(saved: dict[str, Any]) -> None:
+    saved["state"][0]["exp_avg"] = torch.zeros(16, 32)
+
+
+def wrong_dtype(saved: dict[str, Any]) -> None:
+    saved["state"][0]["exp_avg_sq"] = saved["state"][0]["exp_avg_sq"].bfloat16()
+
+
+def not_a_tensor(saved: dict[str, Any]) -> None:
+    saved["state"][0]["exp_avg"] = [0.0] * 512
+
+
+def counter_with_elements(saved: dict[str, Any]) -> None:
+    saved["state"][0]["step"] = torch.ones(3)
+
+
+def counter_of_text(saved: dict[str, Any]) -> None:
+    saved["state"][0]["step"] = "two"
+
+
+def no_such_parameter(saved: dict[str, Any]) -> None:
+    saved["state"][99] = saved["state"][0]
+
+
+def fewer_groups(saved: dict[str, Any]) -> None:
+    del saved["param_groups"][1]
+
+
+def larger_group(saved: dict[str, Any]) -> None:
+    saved["param_groups"][1]["params"].append(99)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (missing, r"state of up\.weight should have .*missing \['exp_avg'\], extra \[\]"),
+        (extra, r"state of up\.weight .*missing \[\], extra \['momentum_buffer'\]"),
+        (wrongly_shaped, r"up\.weight, 'exp_avg' should have .*\(32, 16\).*got .*\(16, 32\)"),
+        (wrong_dtype, r"up\.weight, 'exp_avg_sq' .*torch\.float32.*got .*torch\.bfloat16.*Nothing is cast"),
+        (not_a_tensor, r"up\.weight, 'exp_avg' should be a tensor, got list"),
+        (counter_with_elements, r"up\.weight, 'step' should be a number .*got a tensor of shape \(3,\)"),
+        (counter_of_text, r"up\.weight, 'step' should be a number .*got 'two'"),
+        (no_such_parameter, r"state for \[99\], which none of its param groups lists"),
+        (fewer_groups, r"param groups of \[4, 4\] parameters, the state dict \[4\]"),
+        (larger_group, r"param groups of \[4, 4\] parameters, the state dict \[4, 5\]"),
+    ],
+)
+def test_what_does_not_fit_is_named_and_nothing_has_changed(
+    spoil: Callable[[dict[str, Any]], None], message: str
+) -> None:
+    run = Run(offload=True).train(0)
+    saved = copy.deepcopy(Run(offload=False).train(5, 6, 7).optimizer.state_dict())
+    saved["param_groups"][0]["lr"] = 123.0
+    before = copy.deepcopy(run.optimizer.state_dict())
+    spoil(saved)
+    with pytest.raises(ValueError, match=message):
+        run.optimizer.load_state_dict(saved)
+    assert_same(run.optimizer.state_dict(), before)
+    assert is_home(run)
+    assert_same_runs(run.train(1), Run(offload=False).train(0, 1))
+
+
+def test_state_of_another_optimizer_is_refused() -> None:
+    run = Run(offload=True).train(0)
+    with pytest.raises(ValueError, match=r"missing \['exp_avg', 'exp_avg_sq'\].*another optimizer"):
+        run.optimizer.load_state_dict(Run(rmsprop, offload=False).train(0).optimizer.state_dict())
+
+
+# torch.distributed.checkpoint ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("source", "target"), [(False, True), (True, False), (True, True)])
+def test_dcps_state_dicts_go_between_plain_and_offloaded(source: bool, target: bool) -> None:
+    saver, loader = dense(offload=source).train(0, 1), dense(offload=target)
+    saved = get_optimizer_state_dict(saver.model, saver.optimizer)
+    reference = dense(offload=False).train(0, 1)
+    assert_same(saved, get_optimizer_state_dict(reference.model, reference.optimizer))
+    loader.continue_from(saver)
+    set_optimizer_state_dict(loader.model, loader.optimizer, saved)
+    assert not target or is_home(loader)
+    assert_same_runs(loader.train(2), reference.train(2))
+
+
+def test_dcps_state_dict_of_a_fresh_optimizer_leaves_it_untrained() -> None:
+    """DCP makes state by a step of its own, with zero gradients and without a learning rate."""
+    run, plain = dense(offload=True), dense(offload=False)
+    assert_same(
+        get_optimizer_state_dict(run.model, run.optimizer), get_optimizer_state_dict(plain.model, plain.optimizer)
+    )
+    assert_same_runs(run.train(0, 1), plain.train(0, 1))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("steps_before", [0, 2], ids=["fresh", "used"])
+def test_through_a_dcp_checkpoint(tmp_path: Path, steps_before: int) -> None:
+    saver, loader = dense(offload=True).train(0, 1), dense(offload=True).train(*range(5, 5 + steps_before))
+    dcp.save(
+        {"optimizer": get_optimizer_state_dict(saver.model, saver.optimizer)}, checkpoint_id=tmp_path, no_dist=True
+    )
+    reference = dense(offload=False).train(0, 1)
+    saved = get_optimizer_state_dict(reference.model, reference.optimizer)
+    dcp.save({"optimizer": saved}, checkpoint_id=tmp_path / "plain", no_dist=True)
+    assert written_bytes(tmp_path) == pytest.approx(written_bytes(tmp_path / "plain"), rel=0.02), "whole arenas?"
+    restored = {"optimizer": get_optimizer_state_dict(loader.model, loader.optimizer)}
+    dcp.load(restored, checkpoint_id=tmp_path, no_dist=True)
+    loader.continue_from(saver)
+    set_optimizer_state_dict(loader.model, loader.optimizer, restored["optimizer"])
+    assert is_home(loader)
+    assert_same_runs(loader.train(2), reference.train(2))
+
+
+def written_bytes(checkpoint: Path) -> int:
+    return sum(file.stat().st_size for file in checkpoint.glob("*.distcp"))
+
+
+def dense(*, offload: bool) -> Run:
+    """All parameters are trained: DCP asks for the state of each."""
+    run = Run(offload=False)
+    del run.model["frozen"], run.model["unused"]
+    run.optimizer = adamw(run.model.parameters())
+    if offload:
+        offload_optimizer(run.optimizer, model=run.model, policy=POLICY)
+    return run

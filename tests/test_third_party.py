@@ -1,0 +1,340 @@
+"""Optimizers that torch does not know: from PyPI as their own users use them, and written by hand."""
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from fsdp_offload import offload_optimizer
+from tests.parity import SMALL, Run, Zoo, attach, make_pair, offloaded_names, params_of, train_step
+
+torchao = pytest.importorskip("torchao.optim")
+schedulefree = pytest.importorskip("schedulefree")
+
+
+class Large(nn.Module):
+    """Sizes that are quantized (a multiple of 4,096 elements or so, in blocks of 256) and some that are not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.randn(64, 80))
+        self.bias = nn.Parameter(torch.randn(130))
+        self.blocks = nn.Parameter(torch.randn(4096))
+        self.experts = nn.Parameter(torch.randn(2, 64, 48))
+
+    forward = Zoo.forward
+
+
+@pytest.fixture
+def eager() -> Iterator[None]:
+    """torchao compiles its step, which takes ten seconds; what is compiled also runs without."""
+    torch.compiler.set_stance("force_eager")
+    yield
+    torch.compiler.set_stance("default")
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize(
+    ("cls", "kwargs", "quantized"),
+    [
+        (torchao.AdamW8bit, {}, "OptimState8bit"),
+        (torchao.AdamW8bit, {"weight_decay": 0.1, "block_size": 128}, "OptimState8bit"),
+        (torchao.AdamW4bit, {}, "OptimState4bit"),
+        (torchao.AdamWFp8, {}, "OptimStateFp8"),
+        (torchao.Adam8bit, {}, "OptimState8bit"),
+    ],
+    ids=str,
+)
+def test_torchao(cls: type[torch.optim.Optimizer], kwargs: dict[str, Any], quantized: str) -> None:
+    pair = make_pair(Large, lambda params: cls(params, lr=1e-2, **kwargs))
+    pair.train(10)
+    pair.assert_trained()
+    optimizer = pair.offloaded.optimizer
+    kinds = {type(value).__name__ for state in optimizer.state.values() for value in state.values()}
+    assert quantized in kinds  # as their users see it
+    assert offloaded_names(optimizer) >= {"exp_avg", "exp_avg_sq"}
+    assert optimizer.offload_report().buckets > 1
+    pair.detach()
+    pair.train(2)
+
+
+@pytest.mark.usefixtures("eager")
+def test_torchao_stochastic_rounding_draws_the_same_numbers() -> None:
+    """One parameter, one bucket: several would share one sequence of random numbers, in the order of buckets."""
+
+    class One(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(64, 80))
+
+        forward = Zoo.forward
+
+    def make(params: Any) -> torch.optim.Optimizer:
+        return torchao.AdamW8bit(params, lr=1e-2, bf16_stochastic_round=True)
+
+    pair = make_pair(One, make, dtype=torch.bfloat16)
+    pair.train(10)
+    pair.assert_trained()
+
+
+def test_torchao_compiled() -> None:
+    pair = make_pair(Large, lambda params: torchao.AdamW8bit(params, lr=1e-2))
+    pair.train(10)
+    pair.assert_trained()
+
+
+def schedulefree_step(run: Run, step: int) -> tuple[float, float]:
+    """Trains, and now and then evaluates with the averaged parameters, as its README says."""
+    run.optimizer.train()
+    loss = train_step(run, step)
+    if step % 3 != 2:
+        return loss, 0.0
+    run.optimizer.eval()
+    with torch.no_grad():
+        return loss, run.loss(step).item()
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [{"foreach": True}, {"foreach": False}, {"warmup_steps": 4, "weight_decay": 0.1, "r": 1.0}],
+    ids=str,
+)
+def test_schedulefree(kwargs: dict[str, Any]) -> None:
+    pair = make_pair(Large, lambda params: schedulefree.AdamWScheduleFree(params, lr=0.01, **kwargs))
+    pair.train(11, schedulefree_step)
+    pair.assert_trained()
+    assert offloaded_names(pair.offloaded.optimizer) == {"z", "exp_avg_sq"}
+    assert pair.offloaded.optimizer.param_groups[0]["k"] == 11
+    for run in pair:
+        run.optimizer.eval()
+    pair.assert_same()
+
+
+def test_schedulefree_must_be_in_train_mode() -> None:
+    """Its own error, and nothing has changed."""
+    pair = make_pair(Large, lambda params: schedulefree.AdamWScheduleFree(params, lr=0.01))
+    for run in pair:
+        with pytest.raises(Exception, match="not in train mode"):
+            train_step(run, 0)
+
+
+# Written by hand ------------------------------------------------------------------------------------------------------
+
+
+class Counting(torch.optim.Optimizer):
+    """Separable, with counters in every place: the parameter, the group and the object."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr, "k": 0, "weight_sum": torch.tensor(0.0)})
+        self.updates = 0
+        self.history: list[int] = []
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        for group in self.param_groups:
+            group["k"] += 1
+            group["weight_sum"] += group["lr"] / group["k"]
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                if not state:
+                    state["count"] = 0
+                    state["velocity"] = torch.zeros_like(param)
+                state["count"] += 1
+                state["velocity"].mul_(0.9).add_(param.grad)
+                param.sub_(state["velocity"] * (group["lr"] / group["weight_sum"] * 1e-2 / (self.updates + 1)))
+        self.updates += 1
+        return closure() if closure is not None else None
+
+
+def test_counters_in_group_and_object_count_steps_not_buckets() -> None:
+    pair = make_pair(Zoo, Counting)
+    weight_sum = pair.offloaded.optimizer.param_groups[0]["weight_sum"]
+    pair.train(10)
+    pair.assert_trained()
+    for run in pair:
+        assert run.optimizer.updates == 10
+        assert run.optimizer.param_groups[0]["k"] == 10
+    assert pair.offloaded.optimizer.param_groups[0]["weight_sum"] is weight_sum
+    assert offloaded_names(pair.offloaded.optimizer) == {"velocity"}
+
+
+class GlobalNorm(torch.optim.Optimizer):
+    """Not separable: every update depends on every gradient."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            params = [param for param in group["params"] if param.grad is not None]
+            norm = sum(param.grad.pow(2).sum() for param in params) if params else 0.0
+            for param in params:
+                self.state[param].setdefault("norms", torch.zeros_like(param)).add_(norm)
+                param.sub_(param.grad * group["lr"] / (1e-6 + norm))
+
+
+class Tallying(torch.optim.Optimizer):
+    """Not separable: a group counter depends on how many parameters there are, from step ``after`` on."""
+
+    def __init__(self, params: Any, after: int = 0) -> None:
+        super().__init__(params, {"lr": 0.1, "tally": 0, "k": 0})
+        self.after = after
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            group["k"] += 1
+            if group["k"] > self.after:
+                group["tally"] += sum(param.numel() for param in group["params"] if param.grad is not None)
+            for param in group["params"]:
+                if param.grad is not None:
+                    self.state[param].setdefault("seen", torch.zeros_like(param)).add_(param.grad)
+                    param.sub_(param.grad * group["lr"])
+
+
+class Failing(GlobalNorm):
+    def step(self) -> None:
+        raise LookupError("no such table")
+
+
+@pytest.mark.parametrize(
+    ("cls", "message"),
+    [
+        (GlobalNorm, "one at a time gives another result"),
+        (Tallying, "'tally'"),
+        (Failing, "LookupError: no such table"),
+    ],
+)
+def test_not_separable_is_refused_when_attaching(cls: type[torch.optim.Optimizer], message: str) -> None:
+    model = Zoo()
+    before = copy.deepcopy(model.state_dict())
+    optimizer = cls(model.parameters())
+    with pytest.raises(ValueError, match=message):
+        attach(optimizer)
+    assert type(optimizer) is cls
+    assert not optimizer.state
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_what_shows_later_stops_before_the_next_bucket() -> None:
+    """The trial has three steps; from the sixth on this one is not separable."""
+    pair = make_pair(Zoo, lambda params: Tallying(params, after=5), policy=None)
+    pair.train(2)
+    pair.attach()
+    pair.train(3)
+    run = pair.offloaded
+    saved = copy.deepcopy(pair.plain.optimizer.state_dict())
+    before = {name: param.detach().clone() for name, param in run.params.items()}
+    run.optimizer.zero_grad()
+    run.loss(5).backward()
+    with pytest.raises(RuntimeError, match=r"param_groups\[0\]\['tally'\]"):
+        run.optimizer.step()
+    changed = [name for name, param in run.params.items() if not torch.equal(param, before[name])]
+    assert 0 < len(changed) < len(before) - 2
+    for refused in (run.optimizer.step, run.optimizer.state_dict):
+        with pytest.raises(RuntimeError, match="half updated"):
+            refused()
+    # Loading both model and optimizer makes it whole again.
+    with torch.no_grad():
+        for name, param in run.params.items():
+            param.copy_(before[name])
+    for side in pair:
+        side.optimizer.load_state_dict(copy.deepcopy(saved))
+        side.optimizer.after = 100
+    pair.assert_same()
+    pair.train(3)
+
+
+# Subclasses -----------------------------------------------------------------------------------------------------------
+
+
+class MyAdamW(torch.optim.AdamW):
+    """What people write: something of their own around the step of their parent."""
+
+    def __init__(self, params: Any, **kwargs: Any) -> None:
+        super().__init__(params, **kwargs)
+        self.calls = 0
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        self.calls += 1
+        with torch.no_grad():
+            for group in self.param_groups:
+                for param in group["params"]:
+                    if param.grad is not None:
+                        param.grad.mul_(1 / self.calls)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"foreach": True}, {"fused": True}], ids=str)
+def test_subclass_with_a_step_around_its_parents(kwargs: dict[str, Any]) -> None:
+    pair = make_pair(Zoo, lambda params: MyAdamW(params, lr=0.01, **kwargs))
+    pair.train(10)
+    pair.assert_trained()
+    assert [run.optimizer.calls for run in pair] == [10, 10]
+    assert isinstance(pair.offloaded.optimizer, MyAdamW)
+
+
+def test_hooks_of_a_subclass_fire_once_per_step() -> None:
+    """Its parent's step is one that torch has hooked as well; no hook may see the buckets."""
+    torch.optim.AdamW([nn.Parameter(torch.zeros(1))])  # from now on AdamW.step is hooked
+    pair = make_pair(Zoo, lambda params: MyAdamW(params, lr=0.01))
+    seen: list[object] = []
+    handle = register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: seen.append(optimizer))
+    try:
+        train_step(pair.offloaded, 0)
+    finally:
+        handle.remove()
+    assert all(optimizer is pair.offloaded.optimizer for optimizer in seen)
+    assert len(seen) == 1
+
+
+def test_a_subclass_sees_tensors_of_its_own_parameters() -> None:
+    """A step that looks parameters up in a table of its own: the parameters it sees are the model's."""
+
+    class Named(torch.optim.SGD):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, lr=0.1, momentum=0.9)
+            self.table: dict[Tensor, float] = {}
+
+        def step(self, closure: Callable[[], Any] | None = None) -> Any:
+            for param in params_of(self):
+                if param.grad is not None and param in self.table:
+                    param.grad.mul_(self.table[param])
+            return super().step(closure)
+
+    pair = make_pair(Zoo, Named, policy=None)
+    for run in pair:
+        run.optimizer.table.update((param, 0.5 + number) for number, param in enumerate(params_of(run.optimizer)))
+    pair.attach(SMALL)
+    pair.train(10)
+
+
+class CountsInPlace(torch.optim.SGD):
+    """Counts its steps by writing into an object that every bucket shares: a list, a tensor, or a group's list."""
+
+    def __init__(self, params: Any, where: str) -> None:
+        super().__init__(params, lr=0.1, momentum=0.9)
+        self.where, self.history, self.steps = where, [0], torch.zeros(1)
+        self.param_groups[0]["log"] = [0]
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        if self.where == "tensor":
+            self.steps += 1
+        else:
+            (self.history if self.where == "list" else self.param_groups[0]["log"]).append(1)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("where", ["tensor", "list", "group"])
+def test_counting_in_place_is_refused_and_the_attempt_counts_nothing(where: str) -> None:
+    optimizer = CountsInPlace([nn.Parameter(torch.zeros(3))], where)
+    with pytest.raises(ValueError, match="counts in place"):
+        offload_optimizer(optimizer)
+    assert (optimizer.history, optimizer.steps.item(), optimizer.param_groups[0]["log"]) == ([0], 0, [0])
