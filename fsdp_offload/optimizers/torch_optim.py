@@ -33,7 +33,7 @@ def _elementwise(*, fused_on: tuple[str, ...] = ()) -> Traits:
 
 TRAITS: dict[type[optim.Optimizer], Traits] = {
     optim.Adadelta: _elementwise(),
-    optim.Adagrad: _elementwise(fused_on=("cpu", "cuda")),
+    optim.Adagrad: _elementwise(fused_on=("cpu",)),
     optim.Adam: _elementwise(fused_on=("cpu", "cuda")),
     optim.AdamW: _elementwise(fused_on=("cpu", "cuda")),
     optim.Adamax: _elementwise(),
