@@ -6,6 +6,7 @@ away, and leaves torch's random state as it was.
 
 import collections
 import copy
+import inspect
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -128,13 +129,20 @@ def _learn(
     generator = _generator(param)
     scratch = _small_like(param, generator) if traits.state_like_param else _like(param, generator)
     scratch.grad = _like(scratch, generator)
+    before = _state_of_construction(cls, scratch, group) if traits.known else {}
     with _random_state_kept(local_shard(param).device), torch.no_grad():
-        after = _one_step(cls, optimizer, scratch, group)
+        after = _one_step(cls, optimizer, scratch, group, before)
     if scratch not in after:
         return StateLayout({})
     if traits.state_like_param:
         return _layout_like_param(after[scratch], scratch, param, wrap=not traits.elementwise)
     return describe_state(after[scratch])
+
+
+def _state_of_construction(cls: type[Optimizer], scratch: Tensor, group: Mapping[str, Any]) -> UserState:
+    """State that exists before the first step: torch's Adagrad makes it in its constructor up to 2.11."""
+    options = {name: group[name] for name in inspect.signature(cls).parameters.keys() & group.keys() - {"params"}}
+    return dict(cls([scratch], **options).state.get(scratch, {}))
 
 
 def describe_state(state: UserState) -> StateLayout:
@@ -222,13 +230,13 @@ def _copied(value: Any, memo: Mapping[int, object]) -> Any:
 
 
 def _one_step(
-    cls: type[Optimizer], optimizer: Optimizer, scratch: Tensor, group: Mapping[str, Any]
+    cls: type[Optimizer], optimizer: Optimizer, scratch: Tensor, group: Mapping[str, Any], before: UserState
 ) -> dict[Tensor, UserState]:
     stand_in = _StandIn(optimizer)
     shared = SharedValues(stand_in, _as_in_training(stand_in.param_groups))  # type: ignore[arg-type]
     index = _index_of(optimizer, group)
     lists: list[list[Tensor]] = [[scratch] if number == index else [] for number in range(len(stand_in.param_groups))]
-    return Shadow(cls).run(shared, lists, {}, {})
+    return Shadow(cls).run(shared, lists, {scratch: before} if before else {}, {})
 
 
 def _index_of(optimizer: Optimizer, group: Mapping[str, Any]) -> int:

@@ -89,8 +89,9 @@ def test_attaching_twice_and_removing_twice_are_errors() -> None:
 
 
 @pytest.mark.parametrize("after_steps", [0, 3])
-@each_kind
-def test_add_param_group(make: Make, after_steps: int) -> None:
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "adagrad"])  # torch's fails itself, up to 2.11
+def test_add_param_group(kind: str, after_steps: int) -> None:
+    make = KINDS[kind]
     pair = make_pair(Net, lambda params: make([param for param in params if param.dim() < 2]))
     pair.train(after_steps)
     for run in pair:
