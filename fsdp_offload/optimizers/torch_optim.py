@@ -42,7 +42,8 @@ TRAITS: dict[type[optim.Optimizer], Traits] = {
     optim.RAdam: _elementwise(),
     optim.RMSprop: _elementwise(),
     optim.Rprop: _elementwise(),
-    optim.SGD: _elementwise(fused_on=("cpu", "cuda")),
+    # Its fused CUDA kernel rounds dampening differently where a tensor's size is no multiple of the vector's.
+    optim.SGD: _elementwise(fused_on=("cpu",)),
     # Orthogonalizes whole matrices: sees the DTensors, and torch redistributes them as it does without offload.
     optim.Muon: Traits(state_like_param=True),
     # Factors whole matrices: row and column statistics, and a norm over the parameter.
