@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from .fsdp import unsupported_gradient
+from .fsdp import foreach_supports, unsupported_gradient
 from .learn import Layouts, layout_key
 from .pipeline import Pipeline
 from .plan import Plan
@@ -384,14 +383,14 @@ def adopt(shard: StateShard, state: UserState) -> None:
 def _pinned_implementations(optimizer: Optimizer) -> list[dict[str, object]]:
     """For each group what keeps torch from choosing another implementation for a shadow than for the real optimizer.
 
-    Left to itself (``foreach=None, fused=None``) torch takes foreach only if every parameter with a gradient is a plain
-    tensor; the shadow of sharded parameters has plain tensors where the user's optimizer has DTensors.
+    Left to itself (``foreach=None, fused=None``) torch takes foreach on accelerators if it supports the types of all
+    parameters with a gradient; the shadow has plain tensors where the user's optimizer may have other types.
     """
     pinned: list[dict[str, object]] = []
     for group in optimizer.param_groups:
         undecided = "foreach" in group and group["foreach"] is None and not group.get("fused")
-        plain = all(type(param) in (Tensor, Parameter) for param in group["params"] if param.grad is not None)
-        pinned.append({"foreach": False} if undecided and not plain else {})
+        supported = not undecided or foreach_supports(param for param in group["params"] if param.grad is not None)
+        pinned.append({} if supported else {"foreach": False})
     return pinned
 
 

@@ -9,6 +9,8 @@ private name                seen in                without it
 ``TensorMeta``              2.11 to 2.13           required, for the same
 ``_get_fsdp_state``,        2.11 to 2.13           CPUOffloadPolicy is then only recognised by parameters that are on
 ``_fsdp_param_group(s)``                           the CPU while their mesh is not
+``_foreach_supported_``     2.11 to 2.13           assumed to be plain tensors, parameters and DTensors
+``types``
 ``_global_optimizer_pre_``  2.11 to 2.13           global step hooks fire for each bucket, where a subclass's ``step``
 ``hooks``, ``…_post_hooks``                        calls its parent's
 ==========================  =====================  ================================================================
@@ -120,6 +122,13 @@ def unsupported_gradient(param: Tensor, grad: Tensor) -> str | None:
             "parameter's placements before step()"
         )
     return None
+
+
+def foreach_supports(params: Iterable[Tensor]) -> bool:
+    """Whether ``torch.optim`` would, of itself, run its foreach implementation on parameters of these types."""
+    supported = getattr(sys.modules[torch.optim.Optimizer.__module__], "_foreach_supported_types", None)
+    types = (Tensor, nn.Parameter, DTensor) if supported is None else supported
+    return all(type(param) in types for param in params)
 
 
 @contextmanager
