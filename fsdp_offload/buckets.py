@@ -20,6 +20,9 @@ BREAK_BYTES = 256 << 20
 
 _PAGE_BYTES = 4096
 
+_SMALL_BUCKET_BYTES = 16 << 20
+"""Below this, launching a bucket costs as much as copying it."""
+
 
 class ShardSpec(NamedTuple):
     """One parameter's state on this rank, as far as planning needs it."""
@@ -88,8 +91,9 @@ class _Packer:
 
     def __init__(self, shards: Sequence[ShardSpec], bucket_bytes: int) -> None:
         self._shards = shards
-        self._bucket_bytes = bucket_bytes
         self._left_bytes = sum(_aligned(nbytes) for shard in shards for nbytes in shard.leaf_nbytes)
+        # A little state is two buckets rather than one: with one, nothing overlaps.
+        self._bucket_bytes = min(bucket_bytes, max(_aligned(self._left_bytes // 2), _SMALL_BUCKET_BYTES))
         self._ramps = self._left_bytes >= 16 * bucket_bytes
         self._done_bytes = 0
         self._ranges: list[Range] = []

@@ -49,12 +49,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     # What the user holds.
     "offload": {"policy", "fsdp", "report", "optimizers", "update", "engine", "load"},
     "__init__": {"policy", "report", "offload"},
+    # Beside it: checkpoints of what it holds.
+    "checkpoint": {"fsdp"},
     # Beside the library, as one of its users: the public names, and what a bench measures by itself.
     "bench": {"__init__", "arena", "buckets"},
 }
 
 # Files that may use private names of torch.distributed and torch._C, each under its own table of what is used and why.
-MAY_USE_PRIVATE_TORCH = {"fsdp.py"}
+MAY_USE_PRIVATE_TORCH = {"fsdp.py", "checkpoint/torch_private.py"}
 
 PRIVATE_TORCH_ATTRIBUTES = {"_local_tensor", "_spec", "_get_fsdp_state", "_comm_ctx"}
 PRIVATE_TORCH_ATTRIBUTE_PREFIX = "_fsdp_param"

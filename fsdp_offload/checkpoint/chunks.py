@@ -1,0 +1,142 @@
+"""Chunk metadata: which rectangles of a global tensor this rank has. Pure arithmetic, no collective.
+
+::
+
+    DTensor ──▶ mesh shape, coordinate, placements ──▶ Cuts ───────────────────────┐
+    Megatron-FSDP parameter ──▶ its TP Cut ──▶ rectangle, megatron_fsdp_slice ──┐  │
+    shape, flat range ──────────────────────────────▶ rectangle, [begin, end) ──┤  │
+                                                                 ragged_chunks ─┴──┴─ cut_chunks ──▶ ShardChunks
+    ShardTensor ──▶ what it carries ───────────────────────────────────────────────────────────────▶ ShardChunks
+
+``rectangles.py`` has the nouns and the arithmetic; this file reads the integers off the objects. Equal to torch's
+``compute_local_shape_and_global_offset`` where that is right. It is not where interleaved rows leave several rectangles
+(it names one, of the total size) and where the spec has a shard order of its own (it goes from left to right).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ..fsdp import local_shard
+from .rectangles import Chunk, Cut, Shape, ShardChunks, cut_chunks, ragged_chunks
+from .torch_private import mesh_dims_in_order, split_factor
+
+__all__ = ["Chunk", "ShardChunks", "chunks_of"]
+
+FlatRange = tuple[int, int] | slice
+
+
+def chunks_of(source: Tensor | Sequence[int], flat_range: FlatRange | None = None) -> ShardChunks:
+    """The chunks of this rank's part of a tensor.
+
+    Args:
+        source: What has chunks:
+
+            - a DTensor; with a ``ShardTensor`` inside, what that carries;
+            - a Megatron-FSDP parameter, recognised by ``megatron_fsdp_slice`` and ``megatron_fsdp_dist_index``;
+            - a plain tensor or a global shape: all of it.
+        flat_range: ``(begin, end)`` or a slice: only these elements of that part, counted row by row within it.
+
+    Returns:
+        Chunks in the order of the local buffer. None on a rank outside the mesh. An empty part is one chunk with
+        the dimension's size as its offset.
+
+    Raises:
+        ValueError: a ``Partial`` placement; a range outside the part; a range of a part of several rectangles.
+        TypeError: an unknown placement.
+    """
+    whole = _chunks_of_part(source)
+    if flat_range is None:
+        return whole
+    if len(whole.chunks) != 1:
+        raise ValueError(
+            f"a flat range is taken of one rectangle; this part has {len(whole.chunks)}: {whole.chunks}. Give the "
+            "global shape and the range within it"
+        )
+    chunk = whole.chunks[0]
+    return ragged_chunks(whole.global_shape, (chunk.offsets, chunk.sizes), *_begin_end(flat_range))
+
+
+def _chunks_of_part(source: Tensor | Sequence[int]) -> ShardChunks:
+    if not isinstance(source, Tensor):
+        return cut_chunks(tuple(source), ())
+    carried = getattr(local_shard(source), "shard_chunks", None)
+    if isinstance(carried, ShardChunks):
+        return carried
+    fsdp_slice = getattr(source, "megatron_fsdp_slice", None)
+    if fsdp_slice is not None:
+        return _megatron_chunks(source, fsdp_slice)
+    if isinstance(source, DTensor):
+        return _placed_chunks(source)
+    return cut_chunks(tuple(source.shape), ())
+
+
+def _begin_end(flat_range: FlatRange) -> tuple[int, int]:
+    if not isinstance(flat_range, slice):
+        return flat_range
+    if flat_range.start is None or flat_range.stop is None or flat_range.step not in (None, 1):
+        raise ValueError(f"a flat range has a start, a stop and no step, got {flat_range}")
+    return flat_range.start, flat_range.stop
+
+
+# --- DTensors --------------------------------------------------------------------------------------------------------
+
+
+def _placed_chunks(tensor: DTensor) -> ShardChunks:
+    global_shape = tuple(tensor.shape)
+    cuts = _cuts_of(tensor)
+    return ShardChunks(global_shape, (0,), ()) if cuts is None else cut_chunks(global_shape, cuts)
+
+
+def _cuts_of(tensor: DTensor, only_mesh_dims: Sequence[int] | None = None) -> tuple[Cut, ...] | None:
+    """The cuts of the mesh dimensions that shard, in the order they are applied; ``None`` outside the mesh."""
+    mesh, placements = tensor.device_mesh, tensor.placements
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return None
+    cuts = []
+    for mesh_dim in mesh_dims_in_order(tensor):
+        placement: Any = placements[mesh_dim]
+        if placement.is_partial():
+            raise ValueError(
+                f"a tensor with placements {placements} has no chunks: {placement} is a term of a sum. Redistribute it "
+                "to Shard or Replicate"
+            )
+        if placement.is_replicate() or (only_mesh_dims is not None and mesh_dim not in only_mesh_dims):
+            continue
+        cuts.append(Cut(placement.dim, mesh.size(mesh_dim), coordinate[mesh_dim], split_factor(placement)))
+    return tuple(cuts)
+
+
+# --- Megatron-FSDP ---------------------------------------------------------------------------------------------------
+
+
+def _megatron_chunks(param: Tensor, fsdp_slice: slice) -> ShardChunks:
+    """The chunks of a parameter of Megatron-FSDP, in whose buffers shards are not cut as ``torch.chunk`` does.
+
+    As ``megatron_fsdp/param_and_grad_buffer.py`` of Megatron-LM sets them (read at d98e8a64, 2026-08-22):
+
+    ``megatron_fsdp_slice``
+        the flat range that this rank has, in coordinates of its *tensor-parallel* part, row by row; empty ones may be
+        ``(0, 0)`` or ``(numel, numel)``; absent where nothing is sharded, and then the placements say it all.
+    ``megatron_fsdp_dist_index.tp_dim``
+        the name of the mesh dimension of tensor parallelism, or ``None``. The parameter's own ``device_mesh`` has a
+        dimension of that name only if tensor parallelism shards the parameter; its placement is that cut. The
+        placements of the other dimensions are nominal.
+
+    Megatron derives the same from one gather per tensor and mesh dimension, and knows one chunk per rank; a fragment
+    that is cut in mid-row has several here.
+    """
+    if not isinstance(param, DTensor):
+        raise TypeError(f"expected a Megatron-FSDP parameter to be a DTensor, got {type(param).__name__}")
+    tp_dim = getattr(getattr(param, "megatron_fsdp_dist_index", None), "tp_dim", None)
+    names = param.device_mesh.mesh_dim_names or ()
+    cuts = _cuts_of(param, [names.index(tp_dim)] if tp_dim in names else [])
+    global_shape: Shape = tuple(param.shape)
+    if cuts is None:
+        return ShardChunks(global_shape, (0,), ())
+    (tensor_parallel_part,) = cut_chunks(global_shape, cuts).chunks
+    rectangle = (tensor_parallel_part.offsets, tensor_parallel_part.sizes)
+    return ragged_chunks(global_shape, rectangle, *_begin_end(fsdp_slice))

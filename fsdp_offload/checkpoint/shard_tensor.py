@@ -1,0 +1,227 @@
+"""ShardTensor: a local tensor that carries its chunks.
+
+DCP takes the local tensor of a DTensor for one rectangle that the placements describe. A ragged shard is several, and
+no placement describes it; so the local tensor itself brings its chunks, from the state dict to the file and back::
+
+    local memory ──ShardTensor(local, chunks)──▶ with_chunks(like, ...): a DTensor with it inside ──▶ state dict
+    DTensor's three methods for DCP ──▶ ShardTensor's ──▶ views of the local memory: written from, loaded into
+
+The chunks are a value of the tensor, not closures hung onto it: they go where it goes (``detach``, ``clone``, ``to``,
+staging, pickling), and a copy's views are of the copy's memory. Plain FSDP2 shards are one rectangle and need none of
+this.
+
+==================================  ===================================================================================
+what would lose the chunks          what happens
+==================================  ===================================================================================
+``plain.copy_(shard_tensor)``       RuntimeError. A stager that replaces local tensors by plain ones ends here, before
+                                    anything is written (``BlockingAsyncStager`` keeps them, as we answer
+                                    ``zeros_like``)
+HuggingFaceStorageWriter            keeps one tensor per name and file: call :func:`check_storage_writer` before saving.
+                                    The tensor itself is never told which writer asks, so it cannot refuse by itself
+pointwise operations                keep them: the result is of the same elements of the global tensor
+other operations                    compute on the local data; their results are plain tensors
+a ShardTensor outside a DTensor     saves; cannot be loaded, as DCP compares its local shape with the global one
+==================================  ===================================================================================
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import StorageWriter
+
+from ..fsdp import local_shard, over_local
+from .chunks import chunks_of
+from .rectangles import Chunk, ShardChunks
+from .torch_private import disabled_torch_function, make_wrapper
+
+_aten = torch.ops.aten
+
+# Beside pointwise operations, what gives a tensor for the same elements of the global tensor, if it keeps the shape.
+_KEEP_CHUNKS = {
+    *(_aten.detach.default, _aten.alias.default, _aten.clone.default, _aten._to_copy.default),
+    *(_aten._pin_memory.default, _aten.new_empty.default, _aten.new_zeros.default, _aten.new_full.default),
+    *(_aten.empty_like.default, _aten.zeros_like.default, _aten.ones_like.default, _aten.full_like.default),
+}
+
+
+class ShardTensor(Tensor):
+    """``local`` and its chunks, as one tensor of the shape, dtype and device of ``local``.
+
+    Args:
+        local: A contiguous tensor; flat for ragged shards. Shared, not copied: loads write into it.
+        shard_chunks: What :func:`~fsdp_offload.checkpoint.chunks_of` gave for it.
+
+    Raises:
+        ValueError: ``local`` has another number of elements than the chunks, or is not contiguous.
+    """
+
+    local: Tensor
+    shard_chunks: ShardChunks
+
+    __torch_function__ = disabled_torch_function
+
+    @staticmethod
+    def __new__(cls, local: Tensor, shard_chunks: ShardChunks) -> "ShardTensor":  # noqa: D102  # see the class
+        if local.numel() != shard_chunks.local_numel:
+            raise ValueError(
+                f"expected a local tensor of {shard_chunks.local_numel} elements, as its chunks have, got shape "
+                f"{tuple(local.shape)}; chunks of global shape {shard_chunks.global_shape}: {shard_chunks.chunks}"
+            )
+        if not local.is_contiguous():
+            raise ValueError(f"expected a contiguous local tensor, got strides {local.stride()} for {local.shape}")
+        made: ShardTensor = make_wrapper(cls, local)
+        made.local = local
+        made.shard_chunks = shard_chunks
+        return made
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # Any, says torch's stub
+        return f"ShardTensor({self.local!r}, {self.shard_chunks!r})"
+
+    # --- for DCP (torch/distributed/_checkpointable.py) --------------------------------------------------------------
+
+    def __create_write_items__(self, fqn: str, object: Tensor) -> list[WriteItem]:  # noqa: A002  # torch names it so
+        """One item per chunk. Called by ``DTensor`` with itself as ``object``, whose shape must be the chunks' own."""
+        global_shape = torch.Size(self.shard_chunks.global_shape)
+        if object is not self and object.size() != global_shape:
+            raise ValueError(f"{fqn} has shape {object.size()}, but its chunks are those of a tensor of {global_shape}")
+        properties = TensorProperties.create_from_tensor(self.local)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=global_shape),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        """Offsets and sizes of the chunks in the global tensor."""
+        return [
+            ChunkStorageMetadata(offsets=torch.Size(chunk.offsets), sizes=torch.Size(chunk.sizes))
+            for chunk in self.shard_chunks.chunks
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        """The chunk at ``index.offset``, as a view of the local memory."""
+        for chunk in self.shard_chunks.chunks:
+            if chunk.offsets == index.offset:
+                return self._view(chunk)
+        offsets = [chunk.offsets for chunk in self.shard_chunks.chunks]
+        raise ValueError(f"{index.fqn} has no chunk at {index.offset} on this rank, only at {offsets}")
+
+    def _view(self, chunk: Chunk) -> Tensor:
+        start = self.local.storage_offset() + chunk.local_start
+        return self.local.detach().as_strided(chunk.sizes, chunk.local_strides, start)
+
+    # --- as a tensor -------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stub leaves out `func`
+        cls, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        _refuse_to_lose_chunks(func, args)
+        result = func(*_unwrapped(args), **_unwrapped(kwargs or {}))
+        return _rewrapped(func, args, result)
+
+    def __tensor_flatten__(self) -> tuple[list[str], ShardChunks]:
+        """The inner tensors' names, and what else is needed to make the tensor again."""
+        return ["local"], self.shard_chunks
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], shard_chunks: ShardChunks, outer_size: object, outer_stride: object
+    ) -> "ShardTensor":
+        """The inverse of ``__tensor_flatten__``."""
+        return ShardTensor(inner["local"], shard_chunks)
+
+
+# Pickling is torch's own for wrappers, attributes included. These are for torch.load(weights_only=True).
+torch.serialization.add_safe_globals([ShardTensor, ShardChunks, Chunk])
+
+
+def with_chunks(like: Tensor, local: Tensor | None = None, shard_chunks: ShardChunks | None = None) -> Tensor:
+    """A DTensor over ``local`` that saves and loads as the given chunks.
+
+    Args:
+        like: The DTensor whose mesh, placements and global shape it gets.
+        local: This rank's memory, shared; by default that of ``like``.
+        shard_chunks: By default ``chunks_of(like)``.
+
+    Raises:
+        TypeError: ``like`` is not a DTensor.
+        ValueError: the chunks are of another global shape, or do not fit ``local``.
+    """
+    if local_shard(like) is like:
+        raise TypeError(f"expected a DTensor, whose mesh the result gets; got {type(like).__name__}")
+    shard_chunks = chunks_of(like) if shard_chunks is None else shard_chunks
+    if tuple(like.shape) != shard_chunks.global_shape:
+        raise ValueError(f"expected chunks of a tensor of shape {tuple(like.shape)}, got {shard_chunks.global_shape}")
+    local = local_shard(like) if local is None else local
+    memory = local.local if isinstance(local, ShardTensor) else local
+    return over_local(like, ShardTensor(memory.detach(), shard_chunks))
+
+
+def check_storage_writer(state_dict: Mapping[str, Any], storage_writer: StorageWriter) -> None:
+    """Refuse a writer that would keep only some of the chunks. Call it before ``dcp.save`` and ``dcp.async_save``.
+
+    ``HuggingFaceStorageWriter`` keeps one tensor per name and file: of several chunks the last one.
+
+    Raises:
+        ValueError: names the tensors with several chunks on this rank.
+    """
+    if not isinstance(storage_writer, HuggingFaceStorageWriter):
+        return
+    ragged = [name for name, shard in _shard_tensors(state_dict) if len(shard.shard_chunks.chunks) > 1]
+    if ragged:
+        raise ValueError(
+            f"HuggingFaceStorageWriter keeps one chunk per tensor and rank, and would silently drop the others of "
+            f"{', '.join(ragged[:5])}{' ...' if len(ragged) > 5 else ''}. Save with FileSystemWriter"
+        )
+
+
+def _shard_tensors(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, ShardTensor]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _shard_tensors(value, f"{prefix}{key}.")
+        elif isinstance(value, Tensor) and isinstance(local_shard(value), ShardTensor):
+            shard: Any = local_shard(value)
+            yield f"{prefix}{key}", shard
+
+
+def _refuse_to_lose_chunks(func: Any, args: tuple[Any, ...]) -> None:
+    if func is not _aten.copy_.default or isinstance(args[0], ShardTensor):
+        return
+    raise RuntimeError(
+        "a ShardTensor is being copied into a plain tensor, which would lose its chunks and, saved in its place, make "
+        "a checkpoint that cannot be loaded. If this is staging for an asynchronous save, use torch's DefaultStager; "
+        "to copy the bare data, copy from its `local`"
+    )
+
+
+def _rewrapped(func: Any, args: tuple[Any, ...], result: Any) -> Any:
+    """``result`` of ``func`` on the local tensors, with its chunks if those of an argument hold for it."""
+    for arg in args:
+        if result is arg:  # in place, on a plain tensor
+            return result
+        if isinstance(arg, ShardTensor) and result is arg.local:  # in place
+            return arg
+    first = next((arg for arg in args if isinstance(arg, ShardTensor)), None)
+    keeps = func in _KEEP_CHUNKS or torch.Tag.pointwise in func.tags
+    if first is not None and keeps and isinstance(result, Tensor) and result.shape == first.shape:
+        return ShardTensor(result, first.shard_chunks)
+    return result
+
+
+def _unwrapped(value: Any) -> Any:
+    if isinstance(value, ShardTensor):
+        return value.local
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_unwrapped, value))
+    if isinstance(value, dict):
+        return {key: _unwrapped(item) for key, item in value.items()}
+    return value

@@ -1,0 +1,72 @@
+"""Private PyTorch names that chunk metadata and ShardTensor need; nowhere else in this folder.
+
+============================================  ==============  =========================================================
+private name                                  seen in         without it
+============================================  ==============  =========================================================
+``_StridedShard``                             2.11 to 2.13    no tensor can have that placement
+``DTensor._spec.shard_order``                 2.11 to 2.13    mesh dimensions are taken from left to right
+``Tensor._make_wrapper_subclass``             2.11 to 2.13    required: AttributeError when a ShardTensor is made
+``torch._C._disabled_torch_function_impl``    2.11 to 2.13    required: AttributeError at import
+============================================  ==============  =========================================================
+
+The three methods through which DCP asks a tensor for its chunks (``torch/distributed/_checkpointable.py``) are named in
+``shard_tensor.py``: they are looked up on the object, so nothing has to be imported.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import placement_types as _placement_types
+
+_STRIDED_SHARD: type | None = getattr(_placement_types, "_StridedShard", None)
+
+# Operations on a wrapper reach __torch_dispatch__ as they are; torch would otherwise turn results into the wrapper.
+disabled_torch_function: Any = torch._C._disabled_torch_function_impl
+
+
+def is_strided_shard(placement: object) -> bool:
+    """Whether ``placement`` gives a rank interleaved rows."""
+    return _STRIDED_SHARD is not None and isinstance(placement, _STRIDED_SHARD)
+
+
+def split_factor(placement: object) -> int:
+    """The blocks in each of which a rank has a part; 1 for a plain ``Shard``.
+
+    Raises:
+        TypeError: a placement of a kind that is neither.
+    """
+    if is_strided_shard(placement):
+        return int(placement.split_factor)  # type: ignore[attr-defined]
+    if isinstance(placement, Shard):
+        return 1
+    raise TypeError(
+        f"chunks are known for Shard, _StridedShard and Replicate, not for {placement!r}; wrap the local tensor in a "
+        "ShardTensor that says which chunks it has"
+    )
+
+
+def mesh_dims_in_order(tensor: DTensor) -> list[int]:
+    """Mesh dimensions in the order in which their placements cut the tensor.
+
+    From left to right, unless the spec of plain shards names another order. ``_StridedShard`` says the same in another
+    way, and is always taken from left to right.
+    """
+    in_order = list(range(tensor.device_mesh.ndim))
+    shard_order = getattr(tensor._spec, "shard_order", None)
+    if not shard_order or any(map(is_strided_shard, tensor.placements)):
+        return in_order
+    named = [mesh_dim for entry in shard_order for mesh_dim in entry.mesh_dims]
+    return named + [mesh_dim for mesh_dim in in_order if mesh_dim not in named]
+
+
+def make_wrapper(cls: type[Tensor], like: Tensor) -> Any:
+    """A tensor of class ``cls`` with the shape, strides, dtype and device of ``like``, and no memory of its own.
+
+    At storage offset 0 whatever ``like`` has: ``data_ptr()`` of the wrapper is then 0, by which torch's stager and
+    ``deepcopy`` recognise a tensor without memory.
+    """
+    return Tensor._make_wrapper_subclass(
+        cls, like.size(), strides=like.stride(), dtype=like.dtype, device=like.device, requires_grad=False
+    )

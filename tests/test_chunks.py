@@ -1,0 +1,393 @@
+"""Chunk metadata: every element of the global tensor in exactly one chunk, and where torch and the data say."""
+
+import itertools
+import math
+import tracemalloc
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fsdp_offload.checkpoint import ShardChunks, ShardTensor, chunks_of, with_chunks
+from fsdp_offload.checkpoint.rectangles import Cut, cut_chunks, ragged_chunks
+from fsdp_offload.fsdp import over_local
+
+Shape = tuple[int, ...]
+
+shapes = st.lists(st.integers(0, 9), min_size=1, max_size=4).map(tuple)
+small_shapes = st.lists(st.integers(1, 4), min_size=1, max_size=3).map(tuple)
+
+
+@st.composite
+def shardings(draw: Callable[..., Any]) -> tuple[Shape, Shape, tuple[Placement, ...]]:
+    """Global shape, mesh shape, placements."""
+    shape = draw(shapes)
+    mesh_shape = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3).map(tuple))
+    dims = st.integers(0, len(shape) - 1)
+    strided = st.builds(lambda dim, factor: _StridedShard(dim, split_factor=factor), dims, st.integers(1, 5))
+    placement = st.one_of(st.just(Replicate()), st.builds(Shard, dims), strided)
+    return shape, mesh_shape, tuple(draw(placement) for _ in mesh_shape)
+
+
+# --- parts made by placements ----------------------------------------------------------------------------------------
+
+
+@settings(max_examples=400, deadline=None)
+@given(shardings())
+@example(((5,), (4,), (Shard(0),)))  # 2, 2, 1, 0 rows
+@example(((9, 4), (2, 2), (_StridedShard(0, split_factor=2), Shard(0))))  # FSDP2 with tensor parallelism
+@example(((7, 2), (3,), (_StridedShard(0, split_factor=2),)))  # several rectangles
+@example(((3, 5), (2, 2, 2), (Shard(0), Shard(1), Shard(0))))
+def test_chunks_hold_what_torch_puts_on_each_rank(sharding: tuple[Shape, Shape, tuple[Placement, ...]]):
+    shape, mesh_shape, placements = sharding
+    whole = torch.arange(math.prod(shape)).view(shape)
+    for coordinate in coordinates(mesh_shape):
+        local = sharded(whole, mesh_shape, placements, coordinate)
+        found = cut_chunks(shape, cuts_of(mesh_shape, placements, coordinate))
+        assert found.local_shape == tuple(local.shape)
+        assert_holds(found, whole, local)
+
+
+@settings(max_examples=200, deadline=None)
+@given(shardings())
+def test_one_rectangle_is_the_one_that_torch_names(sharding: tuple[Shape, Shape, tuple[Placement, ...]]):
+    shape, mesh_shape, placements = sharding
+    for coordinate in coordinates(mesh_shape):
+        found = cut_chunks(shape, cuts_of(mesh_shape, placements, coordinate))
+        torchs = _compute_local_shape_and_global_offset(shape, mesh_shape, list(coordinate), placements)
+        assert (found.local_shape, found.chunks[0].offsets) == torchs  # of several, torch names the first
+        assert len(found.chunks) == 1 or any(isinstance(placement, _StridedShard) for placement in placements)
+
+
+@settings(max_examples=200, deadline=None)
+@given(shardings())
+def test_the_chunks_of_all_ranks_tile_the_tensor(sharding: tuple[Shape, Shape, tuple[Placement, ...]]):
+    shape, mesh_shape, placements = sharding
+    one_replica = [1 if placement.is_replicate() else n for n, placement in zip(mesh_shape, placements, strict=True)]
+    parts = [cut_chunks(shape, cuts_of(mesh_shape, placements, at)) for at in coordinates(one_replica)]
+    assert_tile(shape, parts)
+
+
+def test_empty_parts_are_all_the_same_chunk():
+    parts = [cut_chunks((5, 3), (Cut(0, 8, part),)) for part in range(8)]
+    assert {part.chunks[0][:2] for part in parts[5:]} == {((5, 0), (0, 3))}
+
+
+def test_interleaved_rows_are_several_rectangles():
+    found = cut_chunks((8, 2), (Cut(0, 2, 1, split_factor=2),))
+    assert [(chunk.offsets, chunk.sizes, chunk.local_start) for chunk in found.chunks] == [
+        ((2, 0), (2, 2), 0),
+        ((6, 0), (2, 2), 4),
+    ]
+
+
+def test_rows_that_follow_each_other_are_one_rectangle():
+    assert len(cut_chunks((8, 2), (Cut(0, 1, 0, split_factor=4),)).chunks) == 1
+    assert len(cut_chunks((8, 2), (Cut(0, 2, 0, split_factor=2), Cut(0, 2, 1))).chunks) == 1
+
+
+# --- ragged parts ----------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=300, deadline=None)
+@given(shapes, st.data())
+def test_ragged_parts_tile_the_tensor(shape: Shape, data: st.DataObject):
+    numel = math.prod(shape)
+    inner = data.draw(st.lists(st.integers(0, numel), max_size=5))
+    bounds = [0, *sorted(inner), numel]
+    whole = torch.arange(numel).view(shape)
+    parts = []
+    for begin, end in itertools.pairwise(bounds):
+        parts.append(chunks_of(shape, (begin, end)))
+        assert_holds(parts[-1], whole, whole.flatten()[begin:end])
+        assert len(parts[-1].chunks) <= 2 * len(shape) - 1
+        assert [chunk.local_start for chunk in parts[-1].chunks] == running_starts(parts[-1])
+    assert_tile(shape, parts)
+
+
+@settings(max_examples=150, deadline=None)
+@given(small_shapes, st.data())
+def test_no_fewer_consecutive_rectangles_would_do(shape: Shape, data: st.DataObject):
+    numel = math.prod(shape)
+    begin = data.draw(st.integers(0, numel - 1))
+    end = data.draw(st.integers(begin + 1, numel))
+    assert len(chunks_of(shape, (begin, end)).chunks) == fewest_rectangles(shape, begin, end)
+
+
+def test_the_bound_is_reached():
+    assert len(chunks_of((4, 4, 4), (1, 63)).chunks) == 5
+
+
+@settings(max_examples=100, deadline=None)
+@given(small_shapes, st.data())
+def test_a_flat_range_of_a_rectangle(shape: Shape, data: st.DataObject):
+    offsets = tuple(data.draw(st.integers(0, size - 1)) for size in shape)
+    sizes = tuple(data.draw(st.integers(1, size - offset)) for size, offset in zip(shape, offsets, strict=True))
+    begin = data.draw(st.integers(0, math.prod(sizes)))
+    end = data.draw(st.integers(begin, math.prod(sizes)))
+    whole = torch.arange(math.prod(shape)).view(shape)
+    rectangle = whole[tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))]
+    found = ragged_chunks(shape, (offsets, sizes), begin, end)
+    assert_holds(found, whole, rectangle.flatten()[begin:end])
+
+
+def test_empty_ranges_are_all_the_same_chunk_and_scalars_have_none():
+    assert chunks_of((4, 3), (0, 0)) == chunks_of((4, 3), (12, 12)) == chunks_of((4, 3), slice(5, 5))
+    assert chunks_of((4, 3), (5, 5)).chunks[0][:2] == cut_chunks((4, 3), (Cut(0, 5, 4),)).chunks[0][:2]
+    assert chunks_of((), (0, 0)).chunks == ()
+    assert chunks_of((), (0, 1)).chunks == chunks_of(()).chunks
+
+
+@pytest.mark.parametrize("flat_range", [(-1, 2), (3, 2), (0, 13), slice(None, 3), slice(0, 4, 2)])
+def test_impossible_ranges_are_refused(flat_range: Any):
+    with pytest.raises(ValueError, match="flat range"):
+        chunks_of((4, 3), flat_range)
+
+
+# --- read off tensors ------------------------------------------------------------------------------------------------
+
+
+PLACED = [
+    ((7, 4), (4,), (Shard(0),)),
+    ((4, 6), (3,), (Shard(1),)),
+    ((7, 4), (2, 2), (Replicate(), Shard(0))),
+    ((7, 4), (2, 2), (Shard(0), Shard(1))),
+    ((7, 4), (2, 2), (_StridedShard(0, split_factor=2), Shard(0))),
+    ((9, 5, 2), (2, 2, 2), (Replicate(), _StridedShard(0, split_factor=2), Shard(0))),
+    ((9, 5, 2), (2, 3, 2), (Shard(0), Shard(0), Shard(1))),
+]
+
+
+@pytest.mark.parametrize(("shape", "mesh_shape", "placements"), PLACED, ids=str)
+def test_chunks_of_dtensors(shape: Shape, mesh_shape: Shape, placements: tuple[Placement, ...]):
+    whole = torch.arange(math.prod(shape)).view(shape)
+    for mesh, coordinate in all_ranks(mesh_shape):
+        tensor = dtensor(mesh, placements, shape)
+        local = sharded(whole, mesh_shape, tensor.placements, coordinate)
+        assert_holds(chunks_of(tensor), whole, local)
+        (torchs,) = tensor.__create_chunk_list__()
+        assert (torchs.offsets, torchs.sizes) == chunks_of(tensor).chunks[0][:2]
+
+
+def test_a_shard_order_of_its_own_is_followed():
+    """torch's own goes from left to right here, and names the rows of another rank."""
+    whole = torch.arange(8)
+    for mesh, coordinate in all_ranks((2, 2)):
+        meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
+        spec = DTensorSpec(mesh, (Shard(0), Shard(0)), meta, shard_order=(ShardOrderEntry(0, (1, 0)),))
+        local = whole.chunk(2)[coordinate[1]].chunk(2)[coordinate[0]]
+        assert_holds(chunks_of(DTensor(local, spec, requires_grad=False)), whole, local)
+
+
+def test_a_flat_range_of_a_dtensors_own_part():
+    whole = torch.arange(28).view(7, 4)
+    for mesh, coordinate in all_ranks((2,)):
+        local = whole.chunk(2)[coordinate[0]]
+        found = chunks_of(dtensor(mesh, (Shard(0),), (7, 4)), (1, 6))
+        assert_holds(found, whole, local.flatten()[1:6])
+
+
+def test_a_flat_range_of_several_rectangles_is_refused():
+    for mesh, _ in all_ranks((2,)):
+        with pytest.raises(ValueError, match="this part has 2"):
+            chunks_of(dtensor(mesh, (_StridedShard(0, split_factor=2),), (8, 2)), (0, 1))
+
+
+def test_partial_tensors_have_no_chunks():
+    for mesh, _ in all_ranks((2,)):
+        with pytest.raises(ValueError, match="Redistribute"):
+            chunks_of(dtensor(mesh, (Partial(),), (4,)))
+
+
+def test_a_rank_outside_the_mesh_has_no_chunks():
+    with fake_ranks(rank=2, world_size=3):
+        mesh = DeviceMesh("cpu", [0, 1])
+        assert chunks_of(dtensor(mesh, (Shard(0),), (4, 3))) == ShardChunks((4, 3), (0,), ())
+
+
+def test_a_shard_tensor_says_its_own():
+    ragged = chunks_of((6, 2), (1, 8))
+    for mesh, _ in all_ranks((2,)):
+        shard = ShardTensor(torch.zeros(7), ragged)
+        assert chunks_of(shard) is ragged
+        assert chunks_of(with_chunks(dtensor(mesh, (Shard(0),), (6, 2)), torch.zeros(7), ragged)) is ragged
+
+
+def test_plain_tensors_and_shapes_are_whole():
+    assert chunks_of(torch.zeros(3, 2)) == chunks_of((3, 2)) == cut_chunks((3, 2), ())
+
+
+# --- Megatron-FSDP ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tp_placement", [None, Shard(0), Shard(1)], ids=["no TP", "column", "row"])
+def test_megatron_parameters(tp_placement: Placement | None):
+    """Three parameters in one flat buffer, cut into four equal shards: in mid-row, and leaving some ranks without."""
+    global_shapes = [(8, 6), (6, 2), (4, 4)]
+    wholes = [torch.arange(math.prod(shape)).view(shape) for shape in global_shapes]
+    parts: list[list[ShardChunks]] = [[] for _ in wholes]
+    mesh_shape = (4,) if tp_placement is None else (4, 2)
+    for mesh, coordinate in all_ranks(mesh_shape, names=("dp_shard", "tp")[: len(mesh_shape)]):
+        of_this_tp_rank = [
+            whole if tp_placement is None else sharded(whole, (2,), (tp_placement,), coordinate[1:]) for whole in wholes
+        ]
+        for index, (fsdp_slice, local) in enumerate(buffer_slices(of_this_tp_rank, dp_size=4, dp_rank=coordinate[0])):
+            placements = (Shard(0),) if tp_placement is None else (Shard(0), tp_placement)
+            param: Any = dtensor(mesh, placements, global_shapes[index])
+            param.megatron_fsdp_slice = fsdp_slice
+            param.megatron_fsdp_dist_index = SimpleNamespace(tp_dim=None if tp_placement is None else "tp")
+            parts[index].append(chunks_of(param))
+            assert_holds(parts[index][-1], wholes[index], local)
+    for shape, of_all_ranks in zip(global_shapes, parts, strict=True):
+        assert_tile(shape, of_all_ranks)
+
+
+def test_a_megatron_parameter_without_a_slice_goes_by_its_placements():
+    for mesh, _ in all_ranks((2,), names=("dp_shard",)):
+        param: Any = dtensor(mesh, (Replicate(),), (3, 2))
+        param.megatron_fsdp_dist_index = SimpleNamespace(tp_dim=None)
+        assert chunks_of(param) == chunks_of((3, 2))
+
+
+# --- what it costs ---------------------------------------------------------------------------------------------------
+
+
+class NoOperations(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError(f"{func} was called")
+
+
+@pytest.mark.parametrize(
+    "placements", [(Shard(0), Shard(0)), (_StridedShard(0, split_factor=64), Shard(0)), (Replicate(), Shard(1))]
+)
+def test_no_tensor_no_collective_and_no_list_of_rows(placements: tuple[Placement, ...]):
+    with fake_ranks(rank=777, world_size=16_384):
+        mesh = init_device_mesh("cpu", (256, 64))
+        tensor = dtensor(mesh, placements, (10**12, 64))
+        cut_chunks.cache_clear()
+        tracemalloc.start()
+        with CommDebugMode() as collectives, NoOperations():
+            found = chunks_of(tensor)
+            chunks_of(tensor, (1, found.local_numel - 1))
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert collectives.get_total_counts() == 0
+    assert peak_bytes < 200_000
+
+
+def test_all_state_of_a_parameter_shares_one_answer():
+    with fake_ranks(rank=3, world_size=8):
+        param = dtensor(init_device_mesh("cpu", (8,)), (Shard(0),), (1000, 3))
+        assert chunks_of(param) is chunks_of(over_local(param, torch.empty(0, dtype=torch.bfloat16)))
+
+
+# --- helpers ---------------------------------------------------------------------------------------------------------
+
+
+class fake_ranks:  # noqa: N801  # a context manager
+    """This process as one rank of many, with collectives that do nothing."""
+
+    def __init__(self, rank: int, world_size: int):
+        self.rank, self.world_size = rank, world_size
+
+    def __enter__(self) -> None:
+        dist.init_process_group("fake", store=FakeStore(), rank=self.rank, world_size=self.world_size)
+
+    def __exit__(self, *_: object) -> None:
+        dist.destroy_process_group()
+
+
+def all_ranks(mesh_shape: Shape, names: tuple[str, ...] | None = None) -> Iterator[tuple[DeviceMesh, Shape]]:
+    """The mesh as every rank sees it, one after the other."""
+    for rank, coordinate in enumerate(coordinates(mesh_shape)):
+        with fake_ranks(rank, math.prod(mesh_shape)):
+            yield init_device_mesh("cpu", mesh_shape, mesh_dim_names=names), coordinate
+
+
+def dtensor(mesh: DeviceMesh, placements: Sequence[Placement], shape: Shape) -> DTensor:
+    """Without data: only mesh, placements and global shape."""
+    stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    local = torch.empty(0, device="meta")
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+def coordinates(mesh_shape: Sequence[int]) -> Iterator[Shape]:
+    return itertools.product(*(range(n) for n in mesh_shape))
+
+
+def cuts_of(mesh_shape: Shape, placements: Sequence[Placement], coordinate: Shape) -> tuple[Cut, ...]:
+    along = zip(placements, mesh_shape, coordinate, strict=True)
+    return tuple(
+        Cut(placement.dim, parts, part, getattr(placement, "split_factor", 1))
+        for placement, parts, part in along
+        if not placement.is_replicate()
+    )
+
+
+def sharded(whole: Tensor, mesh_shape: Shape, placements: Sequence[Placement], coordinate: Shape) -> Tensor:
+    """What torch puts onto a rank: the data themselves, cut by the placements, without any metadata."""
+    for placement, parts, part in zip(placements, mesh_shape, coordinate, strict=True):
+        if not placement.is_replicate():
+            whole = placement._split_tensor(whole, parts, with_padding=False, contiguous=True)[0][part]
+    return whole
+
+
+def buffer_slices(tensors: list[Tensor], dp_size: int, dp_rank: int) -> Iterator[tuple[slice, Tensor]]:
+    """Slice and data of each tensor in one shard of a flat buffer, as Megatron-FSDP records them."""
+    shard_numel = -(-sum(tensor.numel() for tensor in tensors) // dp_size)
+    at = 0
+    for tensor in tensors:
+        numel = tensor.numel()
+        begin, end = (min(max(shard_numel * rank - at, 0), numel) for rank in (dp_rank, dp_rank + 1))
+        yield slice(begin, end), tensor.flatten()[begin:end]
+        at += numel
+
+
+def assert_holds(found: ShardChunks, whole: Tensor, local: Tensor) -> None:
+    """Each chunk, viewed in the local buffer, is that rectangle of the whole; together they are all of the buffer."""
+    buffer = local.flatten().clone()
+    assert sum(chunk.numel for chunk in found.chunks) == found.local_numel == buffer.numel()
+    for chunk in found.chunks:
+        there = whole[tuple(slice(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=True))]
+        assert torch.equal(buffer.as_strided(chunk.sizes, chunk.local_strides, chunk.local_start), there)
+        assert all(o + s <= n for o, s, n in zip(chunk.offsets, chunk.sizes, whole.shape, strict=True))
+
+
+def assert_tile(shape: Shape, parts: Sequence[ShardChunks]) -> None:
+    times = torch.zeros(shape, dtype=torch.int)
+    for chunk in itertools.chain.from_iterable(part.chunks for part in parts):
+        times[tuple(slice(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=True))] += 1
+    assert torch.equal(times, torch.ones_like(times))
+
+
+def running_starts(found: ShardChunks) -> list[int]:
+    return list(itertools.accumulate((chunk.numel for chunk in found.chunks[:-1]), initial=0))
+
+
+def fewest_rectangles(shape: Shape, begin: int, end: int) -> int:
+    """By trying: the fewest stretches of ``[begin, end)`` that are rectangles each."""
+    index = torch.stack(torch.unravel_index(torch.arange(math.prod(shape)), shape), dim=1)
+    fewest = {begin: 0}
+    for stop in range(begin + 1, end + 1):
+        starts = (at for at in range(begin, stop) if is_rectangle(index[at:stop]))
+        fewest[stop] = 1 + min(fewest[at] for at in starts)
+    return fewest[end]
+
+
+def is_rectangle(index: Tensor) -> bool:
+    extent = index.amax(0) - index.amin(0) + 1
+    return int(extent.prod()) == len(index)

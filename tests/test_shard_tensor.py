@@ -1,0 +1,263 @@
+"""ShardTensor: chunks that travel with the data through DCP's save and load, staging, copies and pickling.
+
+In one process: the local tensor has the whole global tensor, as several chunks. ``distributed/test_ragged_checkpoints``
+has parts of it on each rank.
+"""
+
+import copy
+import io
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultStager, StagingOptions
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+from fsdp_offload.checkpoint import ShardChunks, ShardTensor, check_storage_writer, chunks_of, with_chunks
+from fsdp_offload.checkpoint.rectangles import Cut, cut_chunks
+from fsdp_offload.fsdp import local_shard, over_local
+
+SHAPE = (5, 3, 2)
+WHOLE = torch.arange(30.0).view(SHAPE)
+
+
+@pytest.fixture(scope="module")
+def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeviceMesh]:
+    store = tmp_path_factory.mktemp("store") / "store"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def plain(mesh: DeviceMesh) -> DTensor:
+    """As FSDP2 would have it."""
+    return distribute_tensor(WHOLE, mesh, [Shard(0)])
+
+
+@pytest.fixture
+def ragged(plain: DTensor) -> Tensor:
+    """The whole, in one flat buffer of eight chunks."""
+    return with_chunks(plain, WHOLE.flatten().clone(), ragged_whole(7, 13))
+
+
+# --- save and load ---------------------------------------------------------------------------------------------------
+
+
+def test_saved_by_chunks_and_loaded_as_a_plain_shard(tmp_path: Path, ragged: Tensor, plain: DTensor):
+    dcp.save({"a": ragged}, checkpoint_id=tmp_path)
+    loaded = torch.zeros_like(plain)
+    dcp.load({"a": loaded}, checkpoint_id=tmp_path)
+    assert torch.equal(loaded.to_local(), WHOLE)
+
+
+def test_saved_as_a_plain_shard_and_loaded_by_chunks_in_place(tmp_path: Path, ragged: Tensor, plain: DTensor):
+    dcp.save({"a": plain}, checkpoint_id=tmp_path)
+    memory = torch.zeros(30)
+    target = with_chunks(plain, memory, chunks_of(ragged))
+    before = memory._version
+    dcp.load({"a": target}, checkpoint_id=tmp_path)
+    assert torch.equal(memory, WHOLE.flatten())
+    assert memory._version > before  # how a pipeline notices that what it had loaded is stale
+
+
+@pytest.mark.parametrize(("begin", "end"), [(0, 30), (1, 29), (7, 8), (0, 0), (30, 30)])
+def test_a_part_is_loaded(tmp_path: Path, ragged: Tensor, plain: DTensor, begin: int, end: int):
+    dcp.save({"a": ragged}, checkpoint_id=tmp_path)
+    memory = torch.full((end - begin,), -1.0)
+    dcp.load({"a": with_chunks(plain, memory, chunks_of(SHAPE, (begin, end)))}, checkpoint_id=tmp_path)
+    assert torch.equal(memory, WHOLE.flatten()[begin:end])
+
+
+def test_interleaved_rows_are_saved_where_they_belong(tmp_path: Path, plain: DTensor):
+    """A _StridedShard that leaves one rank several rectangles: torch itself would save them as one."""
+    parts = [cut_chunks(SHAPE, (Cut(0, 2, part, split_factor=2),)) for part in range(2)]
+    assert [len(part.chunks) for part in parts] == [2, 2]
+    local = torch.cat([rows_of(part) for part in parts])
+    dcp.save({"a": with_chunks(plain, local, joined(parts))}, checkpoint_id=tmp_path)
+    loaded = torch.zeros_like(plain)
+    dcp.load({"a": loaded}, checkpoint_id=tmp_path)
+    assert torch.equal(loaded.to_local(), WHOLE)
+
+
+def test_two_saves_are_the_same(ragged: Tensor):
+    items = ragged.__create_write_items__("a", ragged)
+    assert items == ragged.__create_write_items__("a", ragged)
+    assert [item.index.offset for item in items] == [chunk.offsets for chunk in chunks_of(ragged).chunks]
+
+
+def test_metadata_needs_no_collective(ragged: Tensor):
+    with CommDebugMode() as collectives:
+        ragged.__create_write_items__("a", ragged)
+        ragged.__create_chunk_list__()
+    assert collectives.get_total_counts() == 0
+
+
+# --- asynchronous saves ----------------------------------------------------------------------------------------------
+
+
+STAGERS: dict[str, Callable[[], Any]] = {
+    "default": lambda: DefaultStager(StagingOptions(False, False, False, False)),
+    "blocking": BlockingAsyncStager,
+    "blocking, cached": lambda: BlockingAsyncStager(cache_staged_state_dict=True),
+}
+
+
+@pytest.mark.parametrize("stager", STAGERS)
+def test_a_staged_copy_is_isolated(ragged: Tensor, stager: str):
+    staged = STAGERS[stager]().stage({"a": ragged})["a"]
+    local_shard(ragged).zero_()
+    assert isinstance(local_shard(staged), ShardTensor)
+    assert torch.equal(local_shard(staged).local, WHOLE.flatten())
+    index = MetadataIndex("a", chunks_of(ragged).chunks[-1].offsets)
+    assert torch.equal(staged.__get_tensor_shard__(index), WHOLE[3:])
+
+
+@pytest.mark.parametrize("stager", STAGERS)
+def test_async_save(tmp_path: Path, ragged: Tensor, plain: DTensor, stager: str):
+    future = dcp.async_save({"a": ragged}, checkpoint_id=tmp_path, async_stager=STAGERS[stager]())
+    future.result()
+    loaded = torch.zeros_like(plain)
+    dcp.load({"a": loaded}, checkpoint_id=tmp_path)
+    assert torch.equal(loaded.to_local(), WHOLE)
+
+
+def test_a_stager_that_would_lose_the_chunks_fails(ragged: Tensor):
+    """What a stager does that puts a plain tensor into the copied DTensor and fills it."""
+    with pytest.raises(RuntimeError, match="DefaultStager"):
+        torch.empty(30).copy_(local_shard(ragged))
+
+
+# --- copies ----------------------------------------------------------------------------------------------------------
+
+
+def pickled(value: Any, **kwargs: Any) -> Any:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, **kwargs)
+
+
+COPIES: dict[str, Callable[[Tensor], Tensor]] = {
+    "clone": Tensor.clone,
+    "deepcopy": copy.deepcopy,
+    "to": lambda tensor: tensor.to("cpu", copy=True),
+    "double": Tensor.double,
+    "pointwise": lambda tensor: tensor + 0,
+    "torch.save": lambda tensor: pickled(tensor, weights_only=False),
+    "torch.save, weights_only": lambda tensor: pickled(tensor, weights_only=True),
+}
+
+
+@pytest.mark.parametrize("way", COPIES)
+@pytest.mark.parametrize("inside", [True, False], ids=["in a DTensor", "bare"])
+def test_copies_carry_the_chunks_and_have_memory_of_their_own(ragged: Tensor, way: str, inside: bool):
+    copied = COPIES[way](ragged if inside else local_shard(ragged))
+    local_shard(ragged).zero_()
+    assert isinstance(local_shard(copied), ShardTensor)
+    assert chunks_of(copied) == chunks_of(ragged)
+    assert torch.equal(local_shard(copied).local, WHOLE.flatten().to(copied.dtype))
+
+
+def test_detach_shares_the_memory(ragged: Tensor):
+    detached = ragged.detach()
+    local_shard(ragged).fill_(3)
+    assert isinstance(local_shard(detached), ShardTensor)
+    assert local_shard(detached).local.eq(3).all()
+
+
+@pytest.mark.parametrize("make", [torch.zeros_like, torch.empty_like, torch.ones_like])
+def test_state_made_like_it_carries_the_chunks(ragged: Tensor, make: Callable[[Tensor], Tensor]):
+    assert chunks_of(make(ragged)) == chunks_of(ragged)
+    assert isinstance(local_shard(make(ragged)), ShardTensor)
+
+
+def test_other_operations_give_plain_tensors():
+    shard = ShardTensor(torch.arange(4.0), chunks_of((4,)))
+    assert type(shard.flip(0)) is Tensor
+    assert type(shard.sum()) is Tensor
+    assert shard.sum() == 6
+
+
+def test_operations_in_place_give_the_same_object():
+    shard = ShardTensor(torch.arange(4.0), chunks_of((4,)))
+    memory = shard.local
+    assert shard.add_(1) is shard
+    torch._foreach_mul_([shard], 2)
+    assert torch.equal(memory, torch.tensor([2.0, 4.0, 6.0, 8.0]))
+
+
+def test_flatten_and_unflatten():
+    shard = ShardTensor(torch.arange(4.0), chunks_of((4,)))
+    names, context = shard.__tensor_flatten__()
+    inner = {name: getattr(shard, name) for name in names}
+    again = ShardTensor.__tensor_unflatten__(inner, context, shard.size(), shard.stride())
+    assert again.local is shard.local
+    assert again.shard_chunks == shard.shard_chunks
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+
+def test_wrong_memory_is_refused(plain: DTensor):
+    with pytest.raises(ValueError, match="expected a local tensor of 3 elements"):
+        ShardTensor(torch.zeros(4), chunks_of((4,), (0, 3)))
+    with pytest.raises(ValueError, match="contiguous"):
+        ShardTensor(torch.zeros(2, 3).t(), chunks_of((3, 2)))
+    with pytest.raises(ValueError, match="expected chunks of a tensor of shape"):
+        with_chunks(plain, torch.zeros(4), chunks_of((4,)))
+    with pytest.raises(TypeError, match="expected a DTensor"):
+        with_chunks(torch.zeros(4))
+
+
+def test_chunks_of_another_tensor_are_not_saved(tmp_path: Path, plain: DTensor):
+    wrong = over_local(plain, ShardTensor(torch.zeros(4), chunks_of((4,))))
+    with pytest.raises(dcp.api.CheckpointException, match="its chunks are those of a tensor of"):
+        dcp.save({"a": wrong}, checkpoint_id=tmp_path / "checkpoint")
+    assert not list(tmp_path.glob("checkpoint/*.distcp"))
+
+
+def test_a_chunk_that_is_not_there_is_an_error(ragged: Tensor):
+    with pytest.raises(ValueError, match="has no chunk at"):
+        ragged.__get_tensor_shard__(MetadataIndex("a", (4, 2, 1)))
+
+
+def test_a_writer_that_keeps_one_chunk_is_refused(tmp_path: Path, ragged: Tensor, plain: DTensor):
+    one_chunk = with_chunks(plain)
+    writer = dcp.HuggingFaceStorageWriter(str(tmp_path))
+    with pytest.raises(ValueError, match=r"state\.a"):
+        check_storage_writer({"state": {"a": ragged}}, writer)
+    check_storage_writer({"a": one_chunk, "b": plain, "c": 1}, writer)
+    check_storage_writer({"a": ragged}, dcp.FileSystemWriter(tmp_path))
+
+
+# --- helpers ---------------------------------------------------------------------------------------------------------
+
+
+def ragged_whole(*inner_bounds: int) -> ShardChunks:
+    bounds = [0, *inner_bounds, WHOLE.numel()]
+    return joined([chunks_of(SHAPE, (begin, end)) for begin, end in itertools.pairwise(bounds)])
+
+
+def joined(parts: list[ShardChunks]) -> ShardChunks:
+    """One rank with the parts of several, one after the other in its buffer."""
+    chunks = []
+    start = 0
+    for part in parts:
+        chunks += [chunk._replace(local_start=start + chunk.local_start) for chunk in part.chunks]
+        start += part.local_numel
+    return ShardChunks(parts[0].global_shape, (start,), tuple(chunks))
+
+
+def rows_of(part: ShardChunks) -> Tensor:
+    rows = [WHOLE[chunk.offsets[0] : chunk.offsets[0] + chunk.sizes[0]] for chunk in part.chunks]
+    return torch.cat(rows).flatten()
