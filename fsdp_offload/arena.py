@@ -65,7 +65,7 @@ class Region:
         self.pinned = pin and nbytes > 0
         if self.pinned and device.type != "cuda":
             # Registering memory is CUDA's alone: elsewhere the host allocator of torch has to do, with its rounding.
-            self._owner: object = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+            self._owner: object = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True, device="cpu")
             self.bytes: Tensor = self._owner
             return
         mapping = _map(max(nbytes, 1))
@@ -88,7 +88,7 @@ class Region:
         so views of one large storage would each be staged as all of it.
         """
         if nbytes == 0:
-            return torch.empty_strided(shape, stride, dtype=dtype)
+            return torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
         if isinstance(self._owner, Tensor):
             flat = torch.utils.dlpack.from_dlpack(self._owner[offset : offset + nbytes]).view(dtype)
         else:

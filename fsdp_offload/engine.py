@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from .adopt import adopt, is_exchanged
 from .fsdp import foreach_supports, unsupported_gradient
 from .learn import Layouts, layout_key
 from .pipeline import Pipeline
@@ -76,8 +77,7 @@ class Engine:
         self.plan.add(optimizer, params, states, self.names)
         self._bound.clear()
         self._schedules.clear()
-        for param in params:
-            adopt(self.plan.shards[param], states.get(param))
+        adopt((self.plan.shards[param], states.get(param)) for param in params)
 
     def clear(self) -> None:
         """Drop all homes, after the last store."""
@@ -89,7 +89,11 @@ class Engine:
     def rebuild(self, optimizer: Optimizer, states: StateStore) -> None:
         """Plan anew, for state whose layout changed. Old and new homes exist side by side until this returns."""
         self._pipeline.synchronize()
-        old = {param: dict(states.get(param)) for param in self.plan.shards}
+        dead = [param for param, shard in self.plan.shards.items() if self._is_dead(shard, states)]
+        kept = [param for param in self.plan.shards if self.plan.shards[param].group >= 0]
+        old = {param: dict(states.get(param)) for param in kept}
+        for param in dead:
+            self.names.pop(param, None)
         self.clear()
         for param in old:
             states.get(param).clear()  # so that the layout is learnt under the new hyperparameters
@@ -99,8 +103,7 @@ class Engine:
             for param, state in old.items():
                 if state:
                     states.of(param).update(state)
-        for param in old:
-            adopt(self.plan.shards[param], states.get(param))
+        adopt((self.plan.shards[param], states.get(param)) for param in old)
 
     def install(self, optimizer: Optimizer, states: StateStore, loaded: Mapping[Tensor, UserState]) -> None:
         """Make ``loaded`` the whole state; ``states`` is empty, and param groups are those loaded with it."""
@@ -108,17 +111,17 @@ class Engine:
         self._follow_groups(optimizer, states)
         self.add(optimizer, [param for param in loaded if param not in self.plan.shards], states)
         for param, saved in loaded.items():
-            state = states.of(param)
-            state.update(saved)
-            adopt(self.plan.shards[param], state)
+            states.of(param).update(saved)
+        adopt((self.plan.shards[param], states.of(param)) for param in loaded)
         self.failure = ""
 
     def return_to_device(self, states: StateStore) -> None:
         """Replace every home in ``states`` by a tensor on the device, of the type that the optimizer made."""
         self._pipeline.synchronize()
+        # What the user has exchanged since the last step counts.
+        adopt((shard, states.get(param)) for param, shard in self.plan.shards.items())
         for param, shard in self.plan.shards.items():
             state = states.get(param)
-            adopt(shard, state)  # what the user has exchanged since the last step counts
             for name in shard.homes.keys() & state.keys():
                 state[name] = shard.on_device(name, self.device)
 
@@ -151,9 +154,10 @@ class Engine:
                 update_bucket(shadow, shared, ranges, group_count, states, kwargs)
             done.append(number)
 
-        self._take_ring()
         try:
-            self._pipeline.run(self._schedule(steps), update)
+            with self._link.in_use:  # another thread's optimizer may want a larger ring
+                self._take_ring()
+                self._pipeline.run(self._schedule(steps), update)
         except BaseException as error:
             self._note_failure(error, done, steps)
             raise
@@ -177,17 +181,18 @@ class Engine:
             self.add(optimizer, new, states)
         shards = self.plan.shards.values()
         updated = [shard for shard in shards if shard.param.grad is not None and shard.group >= 0]
-        for shard in updated:
-            state = states.get(shard.param)
-            if state and _exchanged(shard, state):
-                self.wait_home(shard.param)
-                adopt(shard, state)
+        entries = [(shard, states.get(shard.param)) for shard in updated]
+        exchanged = [(shard, state) for shard, state in entries if state and is_exchanged(shard, state)]
+        if exchanged:
+            self._pipeline.synchronize()  # what was put there may be another parameter's home, still being stored
+            adopt(exchanged)
         return updated
 
     def _follow_groups(self, optimizer: Optimizer, states: StateStore) -> None:
         """Follow param groups that were edited, and hyperparameters that decide which state there is."""
         ids = [id(param) for group in optimizer.param_groups for param in group["params"]]
-        if ids != self._param_ids:
+        regrouped = ids != self._param_ids
+        if regrouped:
             self._param_ids = ids
             self._unplanned = []
             for shard in self.plan.shards.values():
@@ -200,9 +205,37 @@ class Engine:
                         self._unplanned.append(param)
         keys = self._keys(optimizer)
         if keys != self._layout_keys:
+            live = [shard for shard in self.plan.shards.values() if shard.group >= 0]
+            self._check_state_is_complete(optimizer, live, states)
             self._layout_keys = keys
-            if not all(self._still_fits(optimizer, shard) for shard in self.plan.shards.values() if shard.group >= 0):
+            if not all(self._still_fits(optimizer, shard) for shard in live):
                 self.rebuild(optimizer, states)
+        elif regrouped and self._mostly_dead(states):
+            self.rebuild(optimizer, states)
+
+    def _check_state_is_complete(self, optimizer: Optimizer, shards: Sequence[StateShard], states: StateStore) -> None:
+        """The optimizers of torch look for all of their state once there is some; better before a step than in it."""
+        if not self.layouts.traits.known:
+            return
+        for shard in shards:
+            state = states.get(shard.param)
+            layout = self.layouts.learn(optimizer, shard.param, optimizer.param_groups[shard.group], shard.name)
+            missing = [name for name in layout.values if name not in state]
+            if state and missing:
+                raise RuntimeError(
+                    f"The hyperparameters of param_groups[{shard.group}] now need state {missing}, which {shard.name} "
+                    "does not have: it was created under other ones. Set them back, or add that state. Nothing has "
+                    "been changed."
+                )
+
+    def _mostly_dead(self, states: StateStore) -> bool:
+        """Whether most of the memory belongs to parameters that the user has taken out, with their state."""
+        shards = self.plan.shards.values()
+        dead_bytes = sum(shard.nbytes for shard in shards if self._is_dead(shard, states))
+        return 2 * dead_bytes > sum(shard.nbytes for shard in shards)
+
+    def _is_dead(self, shard: StateShard, states: StateStore) -> bool:
+        return shard.group < 0 and not states.get(shard.param)
 
     def _keys(self, optimizer: Optimizer) -> list[object]:
         return [layout_key(group, self.layouts.counters) for group in optimizer.param_groups]
@@ -215,6 +248,9 @@ class Engine:
 
     def _still_fits(self, optimizer: Optimizer, shard: StateShard) -> bool:
         learnt = self.layouts.learn(optimizer, shard.param, optimizer.param_groups[shard.group], shard.name)
+        group = optimizer.param_groups[shard.group]
+        if len(shard.buckets) > 1 and not self.plan.may_cut(shard, group):
+            return False  # another implementation now, which rounds pieces differently
         # State that exists keeps its place, also where the new hyperparameters would no longer create it.
         return learnt.values.keys() <= shard.layout.values.keys()
 
@@ -332,7 +368,10 @@ class Engine:
             if any(shard.resident for shard in shards):
                 yield "NOTHING IS OFFLOADED: all of the state fits into resident_bytes."
             else:
-                yield f"NOTHING IS OFFLOADED: {self.cls.__name__} keeps no state for these parameters."
+                why = (
+                    f"{self.cls.__name__} keeps no state for these parameters" if shards else "no parameter is trained"
+                )
+                yield f"NOTHING IS OFFLOADED: {why}."
         if self.device.type == "cpu":
             yield "The parameters are on the CPU: offloading works, but there is nothing to gain."
         if self.plan.ring_bytes > self.policy.ring_bytes:
@@ -345,39 +384,6 @@ class Engine:
             yield f"State {left_out} is not made of dense tensors and stays where the optimizer put it."
         if self.failure:
             yield f"Not usable: {self.failure}."
-
-
-def _exchanged(shard: StateShard, state: UserState) -> bool:
-    """Whether the user has put another tensor where a home was."""
-    for name, home in shard.homes.items():  # noqa: SIM110  # a generator would cost as much as all the rest
-        if state.get(name, home) is not home:
-            return True
-    return False
-
-
-def adopt(shard: StateShard, state: UserState) -> None:
-    """Copy what ``state`` holds into the shard's home and put the home's tensors there instead.
-
-    Used for state that existed before attaching and for tensors that the user exchanged between steps.
-
-    Raises:
-        ValueError: a tensor has another shape or dtype than its place.
-    """
-    for name, home in shard.homes.items():
-        value = state.get(name, home)
-        if value is home:
-            continue
-        sources, targets = leaves_of(value), leaves_of(home)
-        if [(leaf.shape, leaf.dtype) for leaf in sources] != [(leaf.shape, leaf.dtype) for leaf in targets]:
-            raise ValueError(
-                f"optimizer.state[{shard.name}][{name!r}]: expected local tensors "
-                f"{[(tuple(leaf.shape), leaf.dtype) for leaf in targets]}, got "
-                f"{[(tuple(leaf.shape), leaf.dtype) for leaf in sources]}"
-            )
-        for source, target in zip(sources, targets, strict=True):
-            if source.data_ptr() != target.data_ptr():
-                target.copy_(source)
-        state[name] = home
 
 
 def _pinned_implementations(optimizer: Optimizer) -> list[dict[str, object]]:

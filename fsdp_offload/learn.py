@@ -165,10 +165,13 @@ def layout_on_locals(layout: StateLayout, param: Tensor) -> StateLayout:
     """The same layout, with values that are the local tensors themselves."""
     local = local_shard(param)
     values = {}
+    left_out = list(layout.left_out)
     for name, value in layout.values.items():
-        (leaf,) = value.leaves
-        values[name] = describe_value(torch.empty_like(local, dtype=leaf.dtype, device="meta"))
-    return StateLayout(values, layout.scalars, layout.left_out)
+        if [leaf.shape for leaf in value.leaves] == [tuple(local.shape)]:
+            values[name] = describe_value(torch.empty_like(local, dtype=value.leaves[0].dtype, device="meta"))
+        else:
+            left_out.append(name)  # not the optimizer's own: something the user keeps there
+    return StateLayout(values, layout.scalars, tuple(left_out))
 
 
 def _layout_like_param(state: UserState, scratch: Tensor, param: Tensor, *, wrap: bool) -> StateLayout:
@@ -260,18 +263,22 @@ def _random_state_kept(device: torch.device) -> Iterator[None]:
 
 
 _TRIAL_SHAPES = ((96, 64), (4096,), (64, 8, 3), (130,))
-_TRIAL_STEPS = 3
+
+
+def _trial_scales(dtype: torch.dtype) -> tuple[float, ...]:
+    """One step each. Small and large gradients too: a norm that is only clipped above a threshold has to show."""
+    return (1.0, 1e-2, 1e2) if dtype is torch.float16 else (1.0, 1e-4, 1e6)
 
 
 def separability_problem(cls: type[Optimizer], optimizer: Optimizer, group: Mapping[str, Any], like: Tensor) -> str:
     """Why the parameters of ``group`` cannot be updated one after the other; empty if they can.
 
     Scratch parameters are trained twice from the same start with the same gradients: all together, and one at a time
-    as buckets would be. Parameters and state have to be equal bit by bit after each of three steps.
+    as buckets would be. Parameters and state have to be equal bit by bit after each step, whatever the gradients' size.
     """
     generator = _generator(like)
     start = [_random(local_shard(like).new_empty(shape).detach(), generator) for shape in _TRIAL_SHAPES]
-    grads = [[_like(param, generator) for param in start] for _ in range(_TRIAL_STEPS)]
+    grads = [[_like(param, generator).mul_(scale) for param in start] for scale in _trial_scales(like.dtype)]
     stand_ins = [_StandIn(optimizer), _StandIn(optimizer)]
     index = _index_of(optimizer, group)
     whole = _trial(cls, stand_ins[0], index, start, grads, together=True)
@@ -324,6 +331,8 @@ def _same_counts(one: Any, other: Any) -> bool:
         plain = one.layout == other.layout == torch.strided
         return not plain or all(torch.equal(a, b) for a, b in zip(leaves_of(one), leaves_of(other), strict=True))
     if isinstance(one, Mapping) and isinstance(other, Mapping):
+        if any(isinstance(key, Tensor) for key in one):  # by parameter: each trial has scratch parameters of its own
+            return len(one) == len(other) and all(map(_same_counts, one.values(), other.values()))
         return one.keys() == other.keys() and all(_same_counts(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple | collections.deque):
         return len(one) == len(other) and all(map(_same_counts, one, other))
@@ -331,7 +340,7 @@ def _same_counts(one: Any, other: Any) -> bool:
 
 
 def _tensors(param: Tensor, state: UserState) -> list[Tensor]:
-    numbers = [torch.tensor(value) for value in state.values() if isinstance(value, int | float)]
+    numbers = [torch.tensor(value, device="cpu") for value in state.values() if isinstance(value, int | float)]
     tensors = [value for value in state.values() if isinstance(value, Tensor)]
     leaves = [leaf for value in tensors for leaf in leaves_of(value)]
     return [param, *numbers, *(leaf if leaf.layout == torch.strided else leaf.to_dense() for leaf in leaves)]

@@ -27,6 +27,11 @@ def check_loadable(engine: Engine, optimizer: Optimizer, state_dict: Mapping[str
         ValueError: groups or parameters do not correspond; state is missing, extra, or of another shape or dtype. Names
             what was expected, what was found and where.
     """
+    if not isinstance(state_dict.get("state"), Mapping) or not isinstance(state_dict.get("param_groups"), list):
+        raise ValueError(
+            "load_state_dict: expected a dict with 'state' and 'param_groups', as state_dict() gives, got the keys "
+            f"{list(state_dict)[:6]}."
+        )
     saved_groups, groups = state_dict["param_groups"], optimizer.param_groups
     saved_sizes, sizes = [len(g["params"]) for g in saved_groups], [len(g["params"]) for g in groups]
     if saved_sizes != sizes:
@@ -42,13 +47,22 @@ def check_loadable(engine: Engine, optimizer: Optimizer, state_dict: Mapping[str
     loaded: dict[Tensor, UserState] = {}
     group_of = [index for index, size in enumerate(sizes) for _ in range(size)]
     for saved_id, param, index in zip(saved_ids, params, group_of, strict=True):
-        saved = state_dict["state"].get(saved_id)
+        saved = _without_none(state_dict["state"].get(saved_id), saved_id)
         if saved:
             merged = {**groups[index], **{k: v for k, v in saved_groups[index].items() if k != "params"}}
             layout = _expected_layout(engine, optimizer, param, index, merged)
             loaded[param] = _checked(engine, engine.names.get(param, str(saved_id)), param, layout, saved)
     param_of = dict(zip(saved_ids, params, strict=True))
-    return {param_of[key]: loaded[param_of[key]] for key, saved in state_dict["state"].items() if saved}
+    return {param_of[key]: loaded[param_of[key]] for key in state_dict["state"] if param_of[key] in loaded}
+
+
+def _without_none(saved: object, saved_id: object) -> dict[str, Any]:
+    """The entries of one parameter that say something: SGD used to save ``momentum_buffer: None``."""
+    if saved is None:
+        return {}
+    if not isinstance(saved, Mapping):
+        raise ValueError(f"load_state_dict: the state of {saved_id} should be a dict, got {type(saved).__name__}.")
+    return {name: value for name, value in saved.items() if value is not None}
 
 
 def _expected_layout(

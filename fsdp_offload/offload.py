@@ -1,12 +1,13 @@
 """What the user holds: :func:`offload_optimizer`, :func:`remove_offload` and :class:`OffloadedOptimizer`."""
 
+import copy
 import functools
 import logging
 import types
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, ItemsView, Iterable, Mapping, ValuesView
+from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, ValuesView
 from dataclasses import dataclass
 from typing import Any, NoReturn, cast
 
@@ -56,18 +57,24 @@ def offload_optimizer(
         MemoryError: host memory does not suffice.
     """
     policy = OffloadPolicy() if policy is None else policy
+    _check_types(model, policy)
     target = _unwrap(optimizer)
     _check_attachable(target)
     params = [param for group in target.param_groups for param in group["params"]]
     names = _parameter_names(target, model)
     device = _check_params(target, params, names)
     if policy.pin_memory and device.type == "cpu":
-        raise ValueError("offload_optimizer: pin_memory=True needs an accelerator, and the parameters are on the CPU.")
+        raise ValueError(
+            "offload_optimizer: pin_memory=True needs an accelerator, and the parameters are on the CPU. Leave it "
+            "None, which pins where that is of use."
+        )
     engine = Engine(type(target), policy, device, names)
     states = OffloadedState(engine, target.state)
     # A frozen parameter gets room when it first has a gradient: reserving it would pin memory that nothing uses.
     planned = {param for param in params if param.requires_grad or target.state.get(param)}
-    engine.add(target, [param for param in names if param in planned], states.unwaited)
+    # Optimizers that draw random numbers do it parameter by parameter: only the group's order repeats theirs.
+    order = names if traits_of(type(target)).elementwise else params
+    engine.add(target, [param for param in order if param in planned], states.unwaited)
     _attach(target, engine, states, model)
     for note in engine.notes():
         warnings.warn(f"offload_optimizer: {note}", stacklevel=2)
@@ -112,6 +119,12 @@ class _Attachment:
 class OffloadedOptimizer(Optimizer):
     """Mixed into the class of an optimizer by :func:`offload_optimizer`; never instantiated by itself."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise TypeError(
+            f"{type(self).__name__} is made by offload_optimizer() out of an existing optimizer; build one of the "
+            f"class {type(self).__mro__[2].__name__} and attach it."
+        )
+
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """As the optimizer's own ``step``; see :func:`offload_optimizer` for what is different underneath.
 
@@ -152,6 +165,7 @@ class OffloadedOptimizer(Optimizer):
         states = _states_of(self, engine)
         groups, before_load = self.param_groups, dict(states.items())
         loaded: dict[Tensor, UserState] = {}
+        installed: list[bool] = []
 
         def check(_: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
             loaded.update(check_loadable(engine, self, saved))
@@ -160,6 +174,7 @@ class OffloadedOptimizer(Optimizer):
         def install(_: Optimizer) -> None:
             self.state = states
             states.clear()
+            installed.append(True)
             try:
                 engine.install(self, states.unwaited, loaded)
             except BaseException:  # more state than host memory
@@ -173,7 +188,10 @@ class OffloadedOptimizer(Optimizer):
         last = self.register_load_state_dict_pre_hook(check)
         first = self.register_load_state_dict_post_hook(install, prepend=True)
         try:
-            Optimizer.load_state_dict(self, state_dict)
+            super().load_state_dict(state_dict)
+            if not installed:  # the class loads in a way of its own, without hooks
+                loaded = {param: dict(state) for param, state in self.state.items()}
+                install(self)
         finally:
             last.remove()
             first.remove()
@@ -228,6 +246,11 @@ def _logical_step(self: OffloadedOptimizer, closure: Callable[[], Any] | None = 
     _refuse_capture(engine.device)
     loss = None
     if closure is not None:
+        if not engine.layouts.traits.known:
+            raise RuntimeError(
+                f"{engine.cls.__name__} may evaluate the closure anywhere in its step, and a step in buckets cannot "
+                "repeat that. Call the closure yourself, then step() without it. Nothing has been changed."
+            )
         with torch.enable_grad():
             loss = closure()
     with torch.no_grad():
@@ -310,6 +333,36 @@ class OffloadedState(defaultdict[Tensor, UserState]):
         self._engine.wait_all_home()
         return super().values()
 
+    def popitem(self) -> tuple[Tensor, UserState]:
+        """As ``dict.popitem``."""
+        self._engine.wait_all_home()
+        return super().popitem()
+
+    def __iter__(self) -> Iterator[Tensor]:
+        # Overridden only so that dict(state), {**state} and update(state) do not copy the table behind our back.
+        return super().__iter__()
+
+    def copy(self) -> defaultdict[Tensor, UserState]:  # type: ignore[override]
+        """As ``defaultdict.copy``: a plain one, which no longer waits."""
+        return defaultdict(dict, self.items())
+
+    __copy__ = copy  # type: ignore[assignment]
+
+    def __or__(self, other: Any) -> Any:
+        return self.copy() | other
+
+    def __ror__(self, other: Any) -> Any:
+        return other | self.copy()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> defaultdict[Tensor, UserState]:
+        return copy.deepcopy(self.copy(), memo)
+
+    def __reduce__(self) -> Any:
+        return self.copy().__reduce__()
+
+    def __repr__(self) -> str:
+        return repr(self.copy())
+
 
 class UnwaitedStates:
     """The entries of an :class:`OffloadedState` without waiting: the :class:`StateStore` of the engine."""
@@ -346,7 +399,9 @@ def _offloaded_class(cls: type[Optimizer]) -> type[Optimizer]:
 
 
 def _mix_in(cls: type[Optimizer]) -> type[Optimizer]:
-    return type(f"Offloaded{cls.__name__}", (OffloadedOptimizer, cls), {"__module__": cls.__module__})
+    # torch.compile(optimizer.step) must not trace into streams and events; it runs the step as it is.
+    step = torch.compiler.disable(OffloadedOptimizer.step)
+    return type(f"Offloaded{cls.__name__}", (OffloadedOptimizer, cls), {"__module__": cls.__module__, "step": step})
 
 
 def _attach(optimizer: Optimizer, engine: Engine, states: OffloadedState, model: nn.Module | None) -> None:
@@ -413,7 +468,7 @@ def _unwrap(optimizer: Optimizer) -> Optimizer:
 
 
 def _attachment_of(optimizer: Optimizer) -> _Attachment | None:
-    return cast("_Attachment | None", optimizer.__dict__.get(ENGINE_ATTRIBUTE))
+    return cast("_Attachment | None", getattr(optimizer, "__dict__", {}).get(ENGINE_ATTRIBUTE))
 
 
 def _engine_of(optimizer: Optimizer) -> Engine:
@@ -437,6 +492,13 @@ _HOST_OFFLOADED = (
 )
 
 
+def _check_types(model: object, policy: object) -> None:
+    if not isinstance(policy, OffloadPolicy):
+        raise TypeError(f"offload_optimizer: policy must be an OffloadPolicy, got {type(policy).__name__}.")
+    if model is not None and not isinstance(model, nn.Module):
+        raise TypeError(f"offload_optimizer: model must be a torch.nn.Module, got {type(model).__name__}.")
+
+
 def _check_attachable(optimizer: Optimizer) -> None:
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"offload_optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}.")
@@ -447,12 +509,33 @@ def _check_attachable(optimizer: Optimizer) -> None:
     traits = traits_of(type(optimizer))
     if traits.refusal:
         raise ValueError(f"offload_optimizer: {traits.refusal}")
+    inner = [name for name, value in vars(optimizer).items() if _holds_optimizer(value)]
+    if inner:
+        raise ValueError(
+            f"offload_optimizer: {type(optimizer).__name__} wraps another optimizer (its attribute {inner[0]!r}), "
+            "whose step would run once for each bucket. Attach to the inner optimizer instead."
+        )
+    keys: list[object] = list(optimizer.state)
+    other = [key for key in keys if not isinstance(key, Tensor)]
+    if other:
+        raise ValueError(
+            f"offload_optimizer: optimizer.state has the key {other[0]!r}, which is not a parameter; such state cannot "
+            "be divided among buckets."
+        )
     for index, group in enumerate(optimizer.param_groups):
         if group.get("differentiable"):
             raise ValueError(
                 f"offload_optimizer: param_groups[{index}] has differentiable=True; a step that autograd follows needs "
                 "all state on the device."
             )
+
+
+def _holds_optimizer(value: object) -> bool:
+    if isinstance(value, list | tuple):
+        return any(isinstance(item, Optimizer) for item in value)
+    if isinstance(value, dict):
+        return any(isinstance(item, Optimizer) for item in value.values())
+    return isinstance(value, Optimizer)
 
 
 def _parameter_names(optimizer: Optimizer, model: nn.Module | None) -> dict[Tensor, str]:

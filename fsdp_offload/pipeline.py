@@ -129,6 +129,10 @@ class Pipeline:
         On an accelerator this returns when everything is issued; the parameters are new in stream order, the last
         stores may still run. An exception in ``update`` ends it after the transfers already issued have finished.
         """
+        with self._link.in_use:
+            self._run(actions, update)
+
+    def _run(self, actions: Sequence[Action], update: Callable[[int], None]) -> None:
         self._last_actions = ()
         self._step_begin = self._lanes["U"].mark(self._step_begin)
         if self._link.changes_hands(self._number):

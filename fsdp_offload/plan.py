@@ -90,13 +90,14 @@ class Plan:
             )
             on_locals = self._layouts.traits.elementwise
             shard = StateShard(param, name, on_locals, False, layout, group_of[param])
-            shard.cuttable = self._may_cut(shard, group)
+            shard.cuttable = self.may_cut(shard, group)
             shards.append(shard)
         self._take_homes(*self._choose_resident(shards))
         self.shards.update((shard.param, shard) for shard in shards)
         self._place()
 
-    def _may_cut(self, shard: StateShard, group: Mapping[str, object]) -> bool:
+    def may_cut(self, shard: StateShard, group: Mapping[str, object]) -> bool:
+        """Whether the tested table says that this shard gives the same bits in pieces, in this group."""
         local = local_shard(shard.param)
         implementation = "fused" if group.get("fused") else "foreach" if group.get("foreach") else "for-loop"
         return (
@@ -120,6 +121,8 @@ class Plan:
         on_host = plan_buckets([_spec(shard) for shard in offloaded], self._policy.bucket_bytes)
         held_bytes = sum(region.nbytes for region in self.regions)
         check_host_memory(on_host.home_nbytes, self._policy.host_limit_bytes, held_bytes)
+        # First what may fail (the driver may refuse to lock pages), so that nothing has to be undone.
+        region = Region(on_host.home_nbytes, device=self._device, pin=self._pin, breaks=on_host.home_breaks)
         if resident:
             # Buckets here too, although nothing moves: they bound the temporaries of an update.
             on_device = plan_buckets([_spec(shard) for shard in resident], self._policy.bucket_bytes)
@@ -127,7 +130,6 @@ class Plan:
             self.resident_bytes += on_device.home_nbytes
             _settle(resident, on_device, lambda offset, leaf: _device_leaf(block, offset, leaf))
             self._add_buckets(on_device, resident, None)
-        region = Region(on_host.home_nbytes, device=self._device, pin=self._pin, breaks=on_host.home_breaks)
         _settle(offloaded, on_host, lambda at, leaf: region.range(at, leaf.nbytes, leaf.dtype, leaf.shape, leaf.stride))
         self.regions.append(region)
         self._add_buckets(on_host, offloaded, region)

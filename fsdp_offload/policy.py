@@ -43,6 +43,10 @@ class OffloadPolicy:
         _check_size("staging_bytes", self.staging_bytes, minimum=1)
         _check_size("bucket_bytes", self.bucket_bytes, minimum=1024)
         _check_size("resident_bytes", self.resident_bytes, minimum=0)
+        if not isinstance(self.serial, bool):
+            raise TypeError(f"OffloadPolicy: serial must be a bool, got {self.serial!r}")
+        if self.pin_memory is not None and not isinstance(self.pin_memory, bool):
+            raise TypeError(f"OffloadPolicy: pin_memory must be a bool or None, got {self.pin_memory!r}")
         if self.host_limit_bytes is not None:
             _check_size("host_limit_bytes", self.host_limit_bytes, minimum=0)
         if self.staging_bytes < 2 * self.bucket_bytes:

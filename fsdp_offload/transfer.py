@@ -9,6 +9,7 @@ stream each, and updates run on the stream that is current in ``step()``:
 The serial lanes run the same actions one by one on the current stream and wait for each: on the CPU, and to bisect.
 """
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -134,6 +135,8 @@ class DeviceLink:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        # Threads that step optimizers of their own take turns: the ring and the order on the streams are shared.
+        self.in_use = threading.RLock()
         self._streams: tuple[torch.Stream, torch.Stream] | None = None
         self._ring: Tensor | None = None
         self._users = 0

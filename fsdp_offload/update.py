@@ -245,6 +245,13 @@ class Shadow:
         try:
             with no_global_step_hooks():  # a subclass's step may call a hooked one of its parent
                 self._step(shadow, **kwargs)
+            keys: list[object] = list(shadow.state)
+            foreign = [key for key in keys if not isinstance(key, Tensor)]
+            if foreign:
+                raise RuntimeError(
+                    "the optimizer keeps state of its own beside that of parameters "
+                    f"(optimizer.state[{foreign[0]!r}]); it cannot be divided among buckets"
+                )
             shared.collect(shadow.param_groups, instance_attributes(shadow))
             return filled if shadow.state is filled else dict(shadow.state)
         finally:
@@ -309,11 +316,16 @@ def _hand_gradient(bound: BoundRange) -> None:
 def _in_slot(bound: BoundRange, user_state: UserState) -> UserState:
     """What the shadow finds: the slot, and the user's scalars (copies of them if a later range needs them too)."""
     if bound.last:
-        return user_state | {name: value for name, value in bound.values.items() if name in user_state}
+        return user_state | {name: value for name, value in bound.values.items() if user_state.get(name) is not None}
     return {
-        name: bound.values[name] if name in bound.values else value.clone() if isinstance(value, Tensor) else value
+        name: bound.values[name] if name in bound.values and value is not None else _own_scalar(value)
         for name, value in user_state.items()
     }
+
+
+def _own_scalar(value: Any) -> Any:
+    """A copy of a counter; tensors of any other size are the user's, and no optimizer writes them."""
+    return value.clone() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
 def _commit(bound: BoundRange, after: UserState, user_state: UserState) -> None:
@@ -328,7 +340,7 @@ def _commit(bound: BoundRange, after: UserState, user_state: UserState) -> None:
             user_state[name] = bound.shard.homes[name] if name in bound.values else value
         return
     for name, value in after.items():
-        if name not in bound.values and isinstance(value, Tensor) and value.numel() > 1:
+        if name not in bound.values and name not in user_state and isinstance(value, Tensor) and value.numel() > 1:
             raise RuntimeError(
                 f"state {name!r} of {bound.shard.name} appeared in a step, was not there when the optimizer was "
                 "attached, and cannot be divided; attach again with remove_offload() and offload_optimizer()."

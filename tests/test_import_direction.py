@@ -44,7 +44,11 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("policy", "fsdp", "host_memory", "arena", "buckets", "schedule"),
         *("shards", "update", "learn", "pipeline"),
     },
-    "engine": {"policy", "fsdp", "schedule", "transfer", "report", "shards", "update", "learn", "pipeline", "plan"},
+    "adopt": {"shards", "update"},
+    "engine": {
+        *("policy", "fsdp", "schedule", "transfer", "report", "shards"),
+        *("update", "learn", "pipeline", "plan", "adopt"),
+    },
     "load": {"fsdp", "shards", "update", "engine"},
     # What the user holds.
     "offload": {"policy", "fsdp", "report", "optimizers", "update", "engine", "load"},

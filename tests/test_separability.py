@@ -1,0 +1,157 @@
+"""Optimizers whose step is not that of one parameter after the other: each is refused, or repeats exactly."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+
+from fsdp_offload import offload_optimizer
+from tests.parity import Zoo, attach, make_pair, params_of
+
+
+class ClippedAboveThreshold(optim.Optimizer):
+    """Looks separable as long as gradients are small."""
+
+    def __init__(self, params: Any, threshold: float) -> None:
+        super().__init__(params, {"lr": 0.1, "threshold": threshold})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        grads = [param.grad for param in params_of(self) if param.grad is not None]
+        norm = torch.stack([grad.norm() for grad in grads]).norm() if grads else torch.tensor(0.0)
+        for group in self.param_groups:
+            scale = torch.clamp(group["threshold"] / (norm + 1e-6), max=1.0)
+            for param in group["params"]:
+                if param.grad is not None:
+                    self.state[param].setdefault("sum", torch.zeros_like(param)).add_(param.grad)
+                    param.sub_(param.grad * scale * group["lr"])
+
+
+class KeepsStateOfItsOwn(optim.SGD):
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        self.state["k"] = self.state.get("k", 0) + 1  # type: ignore[index]
+        return super().step(closure)
+
+
+class Lookahead(optim.Optimizer):
+    def __init__(self, inner: optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        return self.inner.step(closure)
+
+
+@pytest.mark.parametrize("threshold", [1.0, 200.0, 1e3])
+def test_a_norm_that_acts_only_on_large_gradients_is_refused(threshold: float) -> None:
+    with pytest.raises(ValueError, match="one at a time gives another result"):
+        attach(ClippedAboveThreshold(Zoo().parameters(), threshold))
+
+
+def test_state_that_belongs_to_no_parameter_is_refused() -> None:
+    optimizer = KeepsStateOfItsOwn(Zoo().parameters(), lr=0.1, momentum=0.9)
+    with pytest.raises(ValueError, match="state of its own"):
+        attach(optimizer)
+    optimizer.state["k"] = 3  # type: ignore[index]
+    with pytest.raises(ValueError, match="'k', which is not a parameter"):
+        attach(optimizer)
+
+
+def test_a_wrapper_around_another_optimizer_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"'inner'.*Attach to the inner optimizer"):
+        attach(Lookahead(optim.AdamW(Zoo().parameters())))
+
+
+class Noisy(optim.SGD):
+    """Draws random numbers parameter by parameter."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        for param in params_of(self):
+            if param.grad is not None:
+                param.grad.add_(torch.randn_like(param) * 0.01)
+        return super().step(closure)
+
+
+def test_random_numbers_are_drawn_in_the_order_of_the_groups() -> None:
+    def two_groups(params: Any) -> optim.Optimizer:
+        params = list(params)
+        return Noisy([{"params": params[1::2]}, {"params": params[::2]}], lr=0.1, momentum=0.9)
+
+    pair = make_pair(Zoo, two_groups, policy=None)
+    pair.attach(with_model=True)  # whose order is another one
+    pair.train(10)
+
+
+def test_a_closure_of_an_unknown_class_is_refused() -> None:
+    optimizer = attach(Noisy(Zoo().parameters(), lr=0.1, momentum=0.9))
+    with pytest.raises(RuntimeError, match=r"Call the closure yourself.*Nothing has been changed"):
+        optimizer.step(lambda: 1.0)
+
+
+class LoadsMore(optim.AdamW):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.02)
+        self.extra = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "extra": self.extra}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.extra = state_dict["extra"]
+        super().load_state_dict({key: value for key, value in state_dict.items() if key != "extra"})
+
+
+def test_what_a_class_adds_to_its_state_dict_is_loaded() -> None:
+    pair = make_pair(Zoo, LoadsMore)
+    pair.train(2)
+    pair.each(lambda run: run.optimizer.load_state_dict({**run.optimizer.state_dict(), "extra": 7}))
+    assert [run.optimizer.extra for run in pair] == [7, 7]
+    pair.train(2)
+
+
+def test_the_offloaded_class_is_not_a_constructor() -> None:
+    optimizer = attach(optim.AdamW(Zoo().parameters()))
+    with pytest.raises(TypeError, match="build one of the class AdamW"):
+        type(optimizer)(Zoo().parameters())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"policy": {}}, "policy must be an OffloadPolicy"),
+        ({"model": [nn.Linear(1, 1)]}, "model must be a torch.nn.Mo"),
+    ],
+)
+def test_arguments_of_another_type(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        offload_optimizer(optim.AdamW(Zoo().parameters()), **arguments)
+
+
+def test_threads_with_optimizers_of_their_own() -> None:
+    """All optimizers of a device share its ring; steps of several threads take turns."""
+    pairs = [make_pair(Zoo, lambda params: optim.AdamW(params, lr=0.02)) for _ in range(3)]
+    before = threading.Barrier(len(pairs))
+
+    def train(number: int) -> None:
+        run = pairs[number].offloaded
+        for step in range(40):
+            before.wait()
+            for index, param in enumerate(run.model.parameters()):
+                param.grad = torch.full_like(param, 0.1 * (1 + number + step % 3 + index))
+            run.optimizer.step()
+
+    threads = [threading.Thread(target=train, args=(number,)) for number in range(len(pairs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number, pair in enumerate(pairs):
+        for step in range(40):
+            for index, param in enumerate(pair.plain.model.parameters()):
+                param.grad = torch.full_like(param, 0.1 * (1 + number + step % 3 + index))
+            pair.plain.optimizer.step()
+        pair.assert_same()

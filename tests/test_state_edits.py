@@ -1,0 +1,211 @@
+"""What users do to ``optimizer.state`` between steps, and how they copy it: nothing is lost or read too early."""
+
+import copy
+import pickle
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+
+from fsdp_offload import offload_optimizer
+from fsdp_offload.engine import Engine
+from tests.parity import SMALL, Run, make_pair, params_of
+
+
+class Twins(nn.Module):
+    """Parameters of equal shape, whose states can be exchanged, and one of several buckets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.randn(40, 33)) for _ in range(3))
+        self.small = nn.ParameterList(nn.Parameter(torch.randn(65)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return sum((param * x.flatten()[i]).sin().sum() for i, param in enumerate(self.parameters()))
+
+
+def adamw(params: Any) -> optim.Optimizer:
+    return optim.AdamW(params, lr=0.02)
+
+
+def swap_states(run: Run) -> None:
+    one, other = params_of(run.optimizer)[:2]
+    state = run.optimizer.state
+    state[one], state[other] = state[other], state[one]
+
+
+def rotate_one_name(run: Run) -> None:
+    params = params_of(run.optimizer)[:3]
+    values = [run.optimizer.state[param]["exp_avg"] for param in params]
+    for param, value in zip(params, values[1:] + values[:1], strict=True):
+        run.optimizer.state[param]["exp_avg"] = value
+
+
+def exchange_within_a_parameter(run: Run) -> None:
+    state = run.optimizer.state[params_of(run.optimizer)[0]]
+    state["exp_avg"], state["exp_avg_sq"] = state["exp_avg_sq"], state["exp_avg"].abs()
+
+
+def load_permuted(run: Run) -> None:
+    saved = run.optimizer.state_dict()
+    saved["state"] = {**saved["state"], 0: saved["state"][1], 1: saved["state"][0]}
+    # torch keeps the tensors it is given; what is shared between two parameters there would be updated twice.
+    run.optimizer.load_state_dict(copy.deepcopy(saved) if not run.is_offloaded else saved)
+
+
+@pytest.mark.parametrize("edit", [swap_states, rotate_one_name, exchange_within_a_parameter, load_permuted])
+def test_exchanged_state_is_read_before_it_is_overwritten(edit: Callable[[Run], None]) -> None:
+    pair = make_pair(Twins, adamw)
+    pair.train(3)
+    pair.each(edit)
+    pair.train(3)
+
+
+def test_exchanged_state_counts_when_offload_is_removed() -> None:
+    pair = make_pair(Twins, adamw)
+    pair.train(3)
+    pair.each(swap_states)
+    pair.detach()
+    pair.train(3)
+
+
+def test_none_resets_momentum() -> None:
+    pair = make_pair(Twins, lambda params: optim.SGD(params, lr=0.1, momentum=0.9))
+    pair.train(3)
+
+    def reset(run: Run) -> None:
+        run.optimizer.state[params_of(run.optimizer)[1]]["momentum_buffer"] = None
+
+    pair.each(reset)
+    pair.train(3)
+
+
+def test_a_checkpoint_of_sgd_that_says_none() -> None:
+    param = nn.Parameter(torch.ones(3))
+    optimizer = offload_quietly(optim.SGD([param], lr=0.1, momentum=0.9))
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": {0: {"momentum_buffer": None}}})
+    assert not optimizer.state.get(param)
+
+
+def test_a_tensor_of_the_users_own_is_left_alone() -> None:
+    pair = make_pair(Twins, adamw)
+    pair.train(2)
+
+    def keep_average(run: Run) -> None:
+        for param in params_of(run.optimizer):
+            run.optimizer.state[param]["ema"] = param.detach().clone()
+            run.optimizer.state[param]["extent"] = torch.ones(5)
+
+    pair.each(keep_average)
+    pair.train(3)
+    pair.detach()
+    pair.attach()  # and it does not stand in the way of attaching
+    pair.train(3)
+
+
+def test_a_state_tensor_of_the_wrong_shape_changes_nothing() -> None:
+    pair = make_pair(Twins, adamw)
+    pair.train(2)
+    run = pair.offloaded
+    first, second = params_of(run.optimizer)[:2]
+    kept = run.optimizer.state[second]["exp_avg"]
+    exchanged = kept.clone()
+    run.optimizer.state[first]["exp_avg"] = torch.zeros(7)
+    run.optimizer.state[second]["exp_avg"] = exchanged
+    run.optimizer.zero_grad()
+    run.loss(9).backward()
+    with pytest.raises(
+        ValueError, match=r"'exp_avg'\]: expected .*\(40, 33\).* got .*\(7,\).*Nothing has been changed"
+    ):
+        run.optimizer.step()
+    assert run.optimizer.state[second]["exp_avg"] is exchanged
+
+
+def test_hyperparameters_that_need_state_which_is_not_there_are_refused_before_the_step() -> None:
+    pair = make_pair(Twins, adamw)
+    pair.train(2)
+    run = pair.offloaded
+    run.optimizer.zero_grad()
+    run.loss(9).backward()
+    run.optimizer.param_groups[0]["amsgrad"] = True
+    with pytest.raises(RuntimeError, match=r"max_exp_avg_sq.*Nothing has been changed"):
+        run.optimizer.step()
+    run.optimizer.param_groups[0]["amsgrad"] = False
+    pair.assert_same()
+    pair.train(2)
+
+
+def test_memory_of_parameters_that_are_exchanged_again_and_again_does_not_grow() -> None:
+    """As in Gaussian splatting: parameters and their state are replaced by larger or smaller ones."""
+    param = nn.Parameter(torch.randn(1000))
+    optimizer = offload_quietly(optim.Adam([param]))
+    for size in range(1000, 1040):
+        old, new = optimizer.param_groups[0]["params"][0], nn.Parameter(torch.randn(size))
+        state = optimizer.state.pop(old, None)
+        if state:
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name] = torch.zeros(size)
+            optimizer.state[new] = state
+        optimizer.param_groups[0]["params"][0] = new
+        new.grad = torch.ones(size)
+        optimizer.step()
+    report = optimizer.offload_report()
+    assert report.host_state_bytes <= 3 * 8 * 1040
+    assert optimizer.state[new]["step"].item() == 40
+
+
+# Copies --------------------------------------------------------------------------------------------------------------
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "copy": lambda state: state.copy(),
+    "copy.copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "dict": dict,
+    "unpacked": lambda state: {**state},
+    "or": lambda state: state | {},
+    "ror": lambda state: {} | state,
+    "update": lambda state: defaultdict(dict).__ior__(state),
+    "items": lambda state: dict(state.items()),
+    "values": lambda state: list(state.values()),
+    "popitem": lambda state: state.popitem(),
+    "repr": repr,
+}
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_every_way_of_reading_all_state_waits_for_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = make_pair(Twins, adamw)
+    pair.train(2)
+    optimizer = pair.offloaded.optimizer
+    waited: set[int] = set()
+    wait_home, wait_all = Engine.wait_home, Engine.wait_all_home
+
+    def note_one(engine: Engine, param: torch.Tensor) -> None:
+        waited.add(id(param))
+        wait_home(engine, param)
+
+    def note_all(engine: Engine) -> None:
+        waited.update(map(id, params_of(optimizer)))
+        wait_all(engine)
+
+    monkeypatch.setattr(Engine, "wait_home", note_one)
+    monkeypatch.setattr(Engine, "wait_all_home", note_all)
+    COPIES[name](optimizer.state)
+    assert waited >= {id(param) for param in params_of(optimizer)}
+
+
+def test_a_pickled_copy_of_the_state_is_a_plain_one() -> None:
+    pair = make_pair(Twins, adamw)
+    pair.train(2)
+    restored = pickle.loads(pickle.dumps(pair.offloaded.optimizer.state))
+    assert type(restored) is defaultdict
+    for state, original in zip(restored.values(), pair.offloaded.optimizer.state.values(), strict=True):
+        assert all(torch.equal(state[name], original[name]) for name in original)
+
+
+def offload_quietly(optimizer: optim.Optimizer) -> Any:
+    with pytest.warns(UserWarning, match="offload_optimizer"):
+        return offload_optimizer(optimizer, policy=SMALL)
