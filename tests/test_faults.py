@@ -5,8 +5,8 @@ import importlib
 import io
 import logging
 import pickle
-import warnings
 import re
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
