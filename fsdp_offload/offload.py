@@ -1,13 +1,12 @@
 """What the user holds: :func:`offload_optimizer`, :func:`remove_offload` and :class:`OffloadedOptimizer`."""
 
-import copy
 import functools
 import logging
 import types
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, ValuesView
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn, cast
 
@@ -16,12 +15,21 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from .checks import (
+    check_attachable,
+    check_params,
+    check_types,
+    names_by_place,
+    names_of_parameters,
+    refuse_capture,
+)
 from .engine import Engine
-from .fsdp import is_dtensor, is_host_offloaded, local_shard, parameter_names, uses_cpu_offload_policy
+from .fsdp import parameter_names
 from .load import check_loadable
 from .optimizers import traits_of
 from .policy import OffloadPolicy
 from .report import OffloadReport
+from .state import OffloadedState
 from .update import ENGINE_ATTRIBUTE, UserState
 
 logger = logging.getLogger(__name__)
@@ -57,12 +65,12 @@ def offload_optimizer(
         MemoryError: host memory does not suffice.
     """
     policy = OffloadPolicy() if policy is None else policy
-    _check_types(model, policy)
+    check_types(model, policy)
     target = _unwrap(optimizer)
-    _check_attachable(target)
+    check_attachable(target)
     params = [param for group in target.param_groups for param in group["params"]]
-    names = _parameter_names(target, model)
-    device = _check_params(target, params, names)
+    names = names_of_parameters(target, model)
+    device = check_params(target, params, names)
     if policy.pin_memory and device.type == "cpu":
         raise ValueError(
             "offload_optimizer: pin_memory=True needs an accelerator, and the parameters are on the CPU. Leave it "
@@ -203,9 +211,9 @@ class OffloadedOptimizer(Optimizer):
         params = self.param_groups[-1]["params"]
         known = dict(engine.names)
         try:
-            for param, name in _names_by_place(self).items():
+            for param, name in names_by_place(self).items():
                 engine.names.setdefault(param, name)
-            _check_params(self, params, engine.names, engine.device)
+            check_params(self, params, engine.names, engine.device)
             states = _states_of(self, engine)
             engine.add(self, [param for param in params if param.requires_grad], states.unwaited)
         except Exception:
@@ -243,7 +251,7 @@ def _logical_step(self: OffloadedOptimizer, closure: Callable[[], Any] | None = 
     """One step as the user counts them: hooks fire around it once, the closure runs once."""
     engine = _engine_of(self)
     engine.check_usable("step()")
-    _refuse_capture(engine.device)
+    refuse_capture(engine.device)
     loss = None
     if closure is not None:
         if not engine.layouts.traits.known:
@@ -290,99 +298,6 @@ def _explain_no_gradient(optimizer: Optimizer) -> None:
     if not attachment.told_no_gradient:
         attachment.told_no_gradient = True
         logger.warning("step() found no gradient in any parameter; nothing was updated or moved")
-
-
-class OffloadedState(defaultdict[Tensor, UserState]):
-    """``optimizer.state`` of an offloaded optimizer: looking at a value waits until its home is up to date."""
-
-    def __init__(self, engine: Engine, items: Mapping[Tensor, UserState]) -> None:
-        super().__init__(dict, items)
-        self._engine = engine
-
-    @property
-    def unwaited(self) -> "UnwaitedStates":
-        """The same entries without waiting, for the engine."""
-        return UnwaitedStates(self)
-
-    def __getitem__(self, param: Tensor) -> UserState:
-        self._engine.wait_home(param)
-        return super().__getitem__(param)
-
-    def get(self, param: Tensor, default: Any = None) -> Any:
-        """As ``dict.get``."""
-        self._engine.wait_home(param)
-        return super().get(param, default)
-
-    def pop(self, param: Tensor, *default: Any) -> Any:
-        """As ``dict.pop``."""
-        self._engine.wait_home(param)
-        return super().pop(param, *default)
-
-    def setdefault(self, param: Tensor, default: Any = None) -> Any:
-        """As ``dict.setdefault``."""
-        self._engine.wait_home(param)
-        return super().setdefault(param, default)
-
-    def items(self) -> ItemsView[Tensor, UserState]:  # type: ignore[override]
-        """As ``dict.items``."""
-        self._engine.wait_all_home()
-        return super().items()
-
-    def values(self) -> ValuesView[UserState]:  # type: ignore[override]
-        """As ``dict.values``."""
-        self._engine.wait_all_home()
-        return super().values()
-
-    def popitem(self) -> tuple[Tensor, UserState]:
-        """As ``dict.popitem``."""
-        self._engine.wait_all_home()
-        return super().popitem()
-
-    def __iter__(self) -> Iterator[Tensor]:
-        # Overridden only so that dict(state), {**state} and update(state) do not copy the table behind our back.
-        return super().__iter__()
-
-    def copy(self) -> defaultdict[Tensor, UserState]:  # type: ignore[override]
-        """As ``defaultdict.copy``: a plain one, which no longer waits."""
-        return defaultdict(dict, self.items())
-
-    __copy__ = copy  # type: ignore[assignment]
-
-    def __or__(self, other: Any) -> Any:
-        return self.copy() | other
-
-    def __ror__(self, other: Any) -> Any:
-        return other | self.copy()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> defaultdict[Tensor, UserState]:
-        return copy.deepcopy(self.copy(), memo)
-
-    def __reduce__(self) -> Any:
-        return self.copy().__reduce__()
-
-    def __repr__(self) -> str:
-        return repr(self.copy())
-
-
-class UnwaitedStates:
-    """The entries of an :class:`OffloadedState` without waiting: the :class:`StateStore` of the engine."""
-
-    def __init__(self, states: OffloadedState) -> None:
-        self._states = states
-
-    def get(self, param: Tensor) -> UserState:
-        """The state of ``param``; empty and not kept if there is none."""
-        return dict.get(self._states, param) or {}
-
-    def of(self, param: Tensor) -> UserState:
-        """The state of ``param``, made if there is none."""
-        return defaultdict.__getitem__(self._states, param)
-
-    def move_last(self, params: Iterable[Tensor]) -> None:
-        """Put the entries of ``params`` that exist behind all others, in this order."""
-        for param in params:
-            if param in self._states:
-                dict.__setitem__(self._states, param, dict.pop(self._states, param))
 
 
 # Attaching -----------------------------------------------------------------------------------------------------------
@@ -482,122 +397,3 @@ def _states_of(optimizer: Optimizer, engine: Engine) -> OffloadedState:
     if not isinstance(optimizer.state, OffloadedState):
         optimizer.state = OffloadedState(engine, optimizer.state)
     return optimizer.state
-
-
-# Checks --------------------------------------------------------------------------------------------------------------
-
-_HOST_OFFLOADED = (
-    "This model uses CPUOffloadPolicy: parameters, gradients and optimizer state are on the host already and the "
-    "update runs there. Shard without offload_policy to keep parameters on the device and offload only the state."
-)
-
-
-def _check_types(model: object, policy: object) -> None:
-    if not isinstance(policy, OffloadPolicy):
-        raise TypeError(f"offload_optimizer: policy must be an OffloadPolicy, got {type(policy).__name__}.")
-    if model is not None and not isinstance(model, nn.Module):
-        raise TypeError(f"offload_optimizer: model must be a torch.nn.Module, got {type(model).__name__}.")
-
-
-def _check_attachable(optimizer: Optimizer) -> None:
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"offload_optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}.")
-    if _attachment_of(optimizer) is not None:
-        raise RuntimeError(
-            "offload_optimizer: this optimizer is offloaded already. To change the policy, call remove_offload() first."
-        )
-    traits = traits_of(type(optimizer))
-    if traits.refusal:
-        raise ValueError(f"offload_optimizer: {traits.refusal}")
-    inner = [name for name, value in vars(optimizer).items() if _holds_optimizer(value)]
-    if inner:
-        raise ValueError(
-            f"offload_optimizer: {type(optimizer).__name__} wraps another optimizer (its attribute {inner[0]!r}), "
-            "whose step would run once for each bucket. Attach to the inner optimizer instead."
-        )
-    keys: list[object] = list(optimizer.state)
-    other = [key for key in keys if not isinstance(key, Tensor)]
-    if other:
-        raise ValueError(
-            f"offload_optimizer: optimizer.state has the key {other[0]!r}, which is not a parameter; such state cannot "
-            "be divided among buckets."
-        )
-    for index, group in enumerate(optimizer.param_groups):
-        if group.get("differentiable"):
-            raise ValueError(
-                f"offload_optimizer: param_groups[{index}] has differentiable=True; a step that autograd follows needs "
-                "all state on the device."
-            )
-
-
-def _holds_optimizer(value: object) -> bool:
-    if isinstance(value, list | tuple):
-        return any(isinstance(item, Optimizer) for item in value)
-    if isinstance(value, dict):
-        return any(isinstance(item, Optimizer) for item in value.values())
-    return isinstance(value, Optimizer)
-
-
-def _parameter_names(optimizer: Optimizer, model: nn.Module | None) -> dict[Tensor, str]:
-    """Names of the optimizer's parameters, in the order of buckets: as the model registers them, else by group."""
-    by_place = _names_by_place(optimizer)
-    if model is None:
-        return by_place
-    if uses_cpu_offload_policy(model):
-        raise ValueError(f"offload_optimizer: {_HOST_OFFLOADED}")
-    of_model = parameter_names(model)
-    foreign = [name for param, name in by_place.items() if param not in of_model]
-    if foreign:
-        raise ValueError(
-            f"offload_optimizer: {len(foreign)} of the {len(by_place)} parameters of the optimizer are not parameters "
-            f"of the model ({', '.join(foreign[:4])}). fully_shard exchanges a model's parameters: call it first, then "
-            "build the optimizer, then attach."
-        )
-    return {param: name for param, name in of_model.items() if param in by_place}
-
-
-def _names_by_place(optimizer: Optimizer) -> dict[Tensor, str]:
-    names = {}
-    for index, group in enumerate(optimizer.param_groups):
-        given = group.get("param_names", ())
-        for position, param in enumerate(group["params"]):
-            place = f"param_groups[{index}].params[{position}]"
-            names[param] = given[position] if position < len(given) else place
-    return names
-
-
-def _check_params(
-    optimizer: Optimizer, params: list[Tensor], names: Mapping[Tensor, str], device: torch.device | None = None
-) -> torch.device:
-    """The one device of all parameters, after looking for what cannot be offloaded exactly."""
-    traits = traits_of(type(optimizer))
-    devices = {} if device is None else {device: "the other parameters"}
-    for param in params:
-        local = local_shard(param)
-        if local.is_meta:
-            raise ValueError(
-                f"offload_optimizer: {names[param]} is on the meta device. Materialize the model (to_empty and its "
-                "initialization, or loading a checkpoint) before attaching."
-            )
-        if is_host_offloaded(param):
-            raise ValueError(f"offload_optimizer: {names[param]} is on the host. {_HOST_OFFLOADED}")
-        if traits.refuses_dtensor and is_dtensor(param):
-            raise ValueError(f"offload_optimizer: {names[param]} is sharded. {traits.refuses_dtensor}")
-        devices.setdefault(local.device, names[param])
-    if len(devices) > 1:
-        raise ValueError(
-            "offload_optimizer: parameters on several devices: "
-            + ", ".join(f"{name} on {where}" for where, name in devices.items())
-            + ". Use one optimizer for each device."
-        )
-    found = next(iter(devices), torch.device("cpu"))
-    _refuse_capture(found)
-    return found
-
-
-def _refuse_capture(device: torch.device) -> None:
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "A CUDA graph is being captured: an offloaded step waits for events and copies of other streams, and "
-            "cannot be part of a graph. Capture forward and backward only."
-        )

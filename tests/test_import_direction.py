@@ -50,8 +50,10 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("update", "learn", "pipeline", "plan", "adopt"),
     },
     "load": {"fsdp", "shards", "update", "engine"},
+    "state": {"update", "engine"},
+    "checks": {"policy", "fsdp", "optimizers", "update"},
     # What the user holds.
-    "offload": {"policy", "fsdp", "report", "optimizers", "update", "engine", "load"},
+    "offload": {"policy", "fsdp", "report", "optimizers", "update", "engine", "load", "state", "checks"},
     "__init__": {"policy", "report", "offload"},
     # Beside it: checkpoints of what it holds.
     "checkpoint": {"fsdp"},

@@ -1,0 +1,132 @@
+"""What has to be true of an optimizer, its parameters and its model before it is offloaded, and who is called what."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from .fsdp import is_dtensor, is_host_offloaded, local_shard, parameter_names, uses_cpu_offload_policy
+from .optimizers import traits_of
+from .policy import OffloadPolicy
+from .update import ENGINE_ATTRIBUTE
+
+_HOST_OFFLOADED = (
+    "This model uses CPUOffloadPolicy: parameters, gradients and optimizer state are on the host already and the "
+    "update runs there. Shard without offload_policy to keep parameters on the device and offload only the state."
+)
+
+
+def check_types(model: object, policy: object) -> None:
+    """Refuse arguments of another type with a TypeError."""
+    if not isinstance(policy, OffloadPolicy):
+        raise TypeError(f"offload_optimizer: policy must be an OffloadPolicy, got {type(policy).__name__}.")
+    if model is not None and not isinstance(model, nn.Module):
+        raise TypeError(f"offload_optimizer: model must be a torch.nn.Module, got {type(model).__name__}.")
+
+
+def check_attachable(optimizer: Optimizer) -> None:
+    """Refuse optimizers that are offloaded already or whose step cannot be divided among buckets."""
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"offload_optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}.")
+    if ENGINE_ATTRIBUTE in vars(optimizer):
+        raise RuntimeError(
+            "offload_optimizer: this optimizer is offloaded already. To change the policy, call remove_offload() first."
+        )
+    traits = traits_of(type(optimizer))
+    if traits.refusal:
+        raise ValueError(f"offload_optimizer: {traits.refusal}")
+    inner = [name for name, value in vars(optimizer).items() if _holds_optimizer(value)]
+    if inner:
+        raise ValueError(
+            f"offload_optimizer: {type(optimizer).__name__} wraps another optimizer (its attribute {inner[0]!r}), "
+            "whose step would run once for each bucket. Attach to the inner optimizer instead."
+        )
+    keys: list[object] = list(optimizer.state)
+    other = [key for key in keys if not isinstance(key, Tensor)]
+    if other:
+        raise ValueError(
+            f"offload_optimizer: optimizer.state has the key {other[0]!r}, which is not a parameter; such state cannot "
+            "be divided among buckets."
+        )
+    for index, group in enumerate(optimizer.param_groups):
+        if group.get("differentiable"):
+            raise ValueError(
+                f"offload_optimizer: param_groups[{index}] has differentiable=True; a step that autograd follows needs "
+                "all state on the device."
+            )
+
+
+def _holds_optimizer(value: object) -> bool:
+    if isinstance(value, list | tuple):
+        return any(isinstance(item, Optimizer) for item in value)
+    if isinstance(value, dict):
+        return any(isinstance(item, Optimizer) for item in value.values())
+    return isinstance(value, Optimizer)
+
+
+def names_of_parameters(optimizer: Optimizer, model: nn.Module | None) -> dict[Tensor, str]:
+    """Names of the optimizer's parameters, in the order of buckets: as the model registers them, else by group."""
+    by_place = names_by_place(optimizer)
+    if model is None:
+        return by_place
+    if uses_cpu_offload_policy(model):
+        raise ValueError(f"offload_optimizer: {_HOST_OFFLOADED}")
+    of_model = parameter_names(model)
+    foreign = [name for param, name in by_place.items() if param not in of_model]
+    if foreign:
+        raise ValueError(
+            f"offload_optimizer: {len(foreign)} of the {len(by_place)} parameters of the optimizer are not parameters "
+            f"of the model ({', '.join(foreign[:4])}). fully_shard exchanges a model's parameters: call it first, then "
+            "build the optimizer, then attach."
+        )
+    return {param: name for param, name in of_model.items() if param in by_place}
+
+
+def names_by_place(optimizer: Optimizer) -> dict[Tensor, str]:
+    """Names from ``param_names`` where a group has them, else the place in ``param_groups``."""
+    names = {}
+    for index, group in enumerate(optimizer.param_groups):
+        given = group.get("param_names", ())
+        for position, param in enumerate(group["params"]):
+            place = f"param_groups[{index}].params[{position}]"
+            names[param] = given[position] if position < len(given) else place
+    return names
+
+
+def check_params(
+    optimizer: Optimizer, params: list[Tensor], names: Mapping[Tensor, str], device: torch.device | None = None
+) -> torch.device:
+    """The one device of all parameters, after looking for what cannot be offloaded exactly."""
+    traits = traits_of(type(optimizer))
+    devices = {} if device is None else {device: "the other parameters"}
+    for param in params:
+        local = local_shard(param)
+        if local.is_meta:
+            raise ValueError(
+                f"offload_optimizer: {names[param]} is on the meta device. Materialize the model (to_empty and its "
+                "initialization, or loading a checkpoint) before attaching."
+            )
+        if is_host_offloaded(param):
+            raise ValueError(f"offload_optimizer: {names[param]} is on the host. {_HOST_OFFLOADED}")
+        if traits.refuses_dtensor and is_dtensor(param):
+            raise ValueError(f"offload_optimizer: {names[param]} is sharded. {traits.refuses_dtensor}")
+        devices.setdefault(local.device, names[param])
+    if len(devices) > 1:
+        raise ValueError(
+            "offload_optimizer: parameters on several devices: "
+            + ", ".join(f"{name} on {where}" for where, name in devices.items())
+            + ". Use one optimizer for each device."
+        )
+    found = next(iter(devices), torch.device("cpu"))
+    refuse_capture(found)
+    return found
+
+
+def refuse_capture(device: torch.device) -> None:
+    """Refuse to run while a CUDA graph is being captured on the current stream."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "A CUDA graph is being captured: an offloaded step waits for events and copies of other streams, and "
+            "cannot be part of a graph. Capture forward and backward only."
+        )
