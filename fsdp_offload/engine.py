@@ -23,7 +23,7 @@ from .plan import Plan
 from .policy import OffloadPolicy
 from .report import OffloadReport
 from .schedule import Action, BucketStep, build_schedule
-from .shards import StateShard, leaves_of
+from .shards import StateLayout, StateShard, leaves_of
 from .transfer import DeviceLink, device_link
 from .update import BoundRange, Shadow, SharedValues, StateStore, UserState, same_order_on_ranks, update_bucket
 
@@ -219,8 +219,7 @@ class Engine:
             return
         for shard in shards:
             state = states.get(shard.param)
-            layout = self.layouts.learn(optimizer, shard.param, optimizer.param_groups[shard.group], shard.name)
-            missing = [name for name in layout.values if name not in state]
+            missing = [name for name in self._learnt(optimizer, shard).values if name not in state]
             if state and missing:
                 raise RuntimeError(
                     f"The hyperparameters of param_groups[{shard.group}] now need state {missing}, which {shard.name} "
@@ -247,12 +246,13 @@ class Engine:
             self._layout_keys = self._keys(optimizer)
 
     def _still_fits(self, optimizer: Optimizer, shard: StateShard) -> bool:
-        learnt = self.layouts.learn(optimizer, shard.param, optimizer.param_groups[shard.group], shard.name)
-        group = optimizer.param_groups[shard.group]
-        if len(shard.buckets) > 1 and not self.plan.may_cut(shard, group):
+        if len(shard.buckets) > 1 and not self.plan.may_cut(shard, optimizer.param_groups[shard.group]):
             return False  # another implementation now, which rounds pieces differently
         # State that exists keeps its place, also where the new hyperparameters would no longer create it.
-        return learnt.values.keys() <= shard.layout.values.keys()
+        return self._learnt(optimizer, shard).values.keys() <= shard.layout.values.keys()
+
+    def _learnt(self, optimizer: Optimizer, shard: StateShard) -> StateLayout:
+        return self.layouts.learn(optimizer, shard.param, optimizer.param_groups[shard.group], shard.name)
 
     def _bucket_steps(self, updated: Sequence[StateShard], states: StateStore) -> tuple[BucketStep, ...]:
         active = {number for shard in updated for number in shard.buckets}

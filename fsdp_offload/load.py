@@ -102,7 +102,7 @@ def _home_like(engine: Engine, param: Tensor, value: ValueLayout) -> Tensor:
     meta = [torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device="meta") for leaf in value.leaves]
     if engine.layouts.traits.elementwise:
         return over_local(param, meta[0])
-    return value.build(meta, on_host=True)
+    return value.build(meta)
 
 
 def _check_scalar(place: str, example: object, saved: object) -> None:

@@ -30,7 +30,7 @@ class LeafLayout(NamedTuple):
         return numel * self.dtype.itemsize
 
 
-_Build = Callable[[Iterator[Tensor], bool], Tensor]
+_Build = Callable[[Iterator[Tensor]], Tensor]
 
 
 @dataclass(frozen=True)
@@ -41,70 +41,64 @@ class ValueLayout:
     type: type[Tensor]
     _build: _Build
 
-    def build(self, leaves: Sequence[Tensor], *, on_host: bool) -> Tensor:
-        """The value over ``leaves``, without a copy. ``on_host`` chooses the copy of what parameters share."""
-        return self._build(iter(leaves), on_host)
+    def build(self, leaves: Sequence[Tensor]) -> Tensor:
+        """The value over ``leaves``, without a copy."""
+        return self._build(iter(leaves))
 
 
 class NotUnderstoodError(TypeError):
     """A state value that is neither dense nor made of dense tensors; it stays where the optimizer put it."""
 
 
-SharedTest = Callable[[Tensor], bool]
-
-
-def describe_value(value: Tensor, is_shared: SharedTest = lambda leaf: False) -> ValueLayout:
-    """The layout of ``value``. Leaves for which ``is_shared`` holds are not moved: device and host keep one copy each.
+def describe_value(value: Tensor) -> ValueLayout:
+    """The layout of ``value``.
 
     Raises:
         NotUnderstoodError: some part of it is not a dense tensor.
     """
     leaves: list[LeafLayout] = []
-    build = _describe(value, leaves, is_shared)
+    build = _describe(value, leaves)
     return ValueLayout(tuple(leaves), type(value), build)
 
 
-def _describe(value: Tensor, leaves: list[LeafLayout], is_shared: SharedTest) -> _Build:
+def _describe(value: Tensor, leaves: list[LeafLayout]) -> _Build:
     if is_dtensor(value):
-        build_local = _describe(local_shard(value), leaves, is_shared)
+        build_local = _describe(local_shard(value), leaves)
         like = without_data(value)
-        return lambda parts, on_host: over_local(like, build_local(parts, on_host))
+        return lambda parts: over_local(like, build_local(parts))
     if hasattr(type(value), "__tensor_flatten__"):
-        return _describe_wrapper(value, leaves, is_shared)
+        return _describe_wrapper(value, leaves)
     if value.layout != torch.strided or type(value) not in (Tensor, torch.nn.Parameter):
         raise NotUnderstoodError(f"{type(value).__name__} with layout {value.layout}")
-    if is_shared(value):
-        device_copy, host_copy = value, value.detach().cpu()
-        return lambda parts, on_host: host_copy if on_host else device_copy
     meta = torch.empty_like(value, device="meta")  # dense, in the same order of dimensions
     leaves.append(LeafLayout(tuple(meta.shape), tuple(meta.stride()), meta.dtype))
-    return lambda parts, on_host: next(parts)
+    return next
 
 
-def _describe_wrapper(value: Tensor, leaves: list[LeafLayout], is_shared: SharedTest) -> _Build:
+def _describe_wrapper(value: Tensor, leaves: list[LeafLayout]) -> _Build:
     names, context = value.__tensor_flatten__()  # type: ignore[attr-defined]
     inner = {name: getattr(value, name) for name in names}
-    builds = {name: _describe(part, leaves, is_shared) for name, part in inner.items() if isinstance(part, Tensor)}
+    builds = {name: _describe(part, leaves) for name, part in inner.items() if isinstance(part, Tensor)}
     fixed = {name: part for name, part in inner.items() if not isinstance(part, Tensor)}
     cls, shape, stride = type(value), value.shape, value.stride()
 
-    def build(parts: Iterator[Tensor], on_host: bool) -> Tensor:
-        tensors = {name: make(parts, on_host) for name, make in builds.items()}
+    def build(parts: Iterator[Tensor]) -> Tensor:
+        tensors = {name: make(parts) for name, make in builds.items()}
         made: Tensor = cls.__tensor_unflatten__(fixed | tensors, context, shape, stride)  # type: ignore[attr-defined]
         return made
 
     return build
 
 
-def leaves_of(value: Tensor, is_shared: SharedTest = lambda leaf: False) -> list[Tensor]:
-    """The dense tensors inside ``value``, in the order of its layout, without those that are shared."""
+def leaves_of(value: Tensor) -> list[Tensor]:
+    """The dense tensors inside ``value``, in the order of its layout."""
     if is_dtensor(value):
-        return leaves_of(local_shard(value), is_shared)
+        return leaves_of(local_shard(value))
     if hasattr(type(value), "__tensor_flatten__"):
         names, _ = value.__tensor_flatten__()  # type: ignore[attr-defined]
         parts = [getattr(value, name) for name in names]
-        return [leaf for part in parts if isinstance(part, Tensor) for leaf in leaves_of(part, is_shared)]
-    return [] if is_shared(value) else [value]
+        return [leaf for part in parts if isinstance(part, Tensor) for leaf in leaves_of(part)]
+    return [value]
 
 
 @dataclass(frozen=True)
@@ -169,11 +163,11 @@ class StateShard:
         remaining = iter(leaves)
         for name, value in self.layout.values.items():
             self.home_leaves[name] = [next(remaining) for _ in value.leaves]
-            built = value.build(self.home_leaves[name], on_host=not self.resident)
+            built = value.build(self.home_leaves[name])
             self.homes[name] = over_local(self.param, built) if self.on_locals else built
 
     def on_device(self, name: str, device: torch.device) -> Tensor:
         """A copy of the value ``name`` on ``device``, of the type that the optimizer made."""
         leaves = [leaf.to(device, copy=True) for leaf in self.home_leaves[name]]
-        built = self.layout.values[name].build(leaves, on_host=False)
+        built = self.layout.values[name].build(leaves)
         return over_local(self.param, built) if self.on_locals else built

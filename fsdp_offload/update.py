@@ -104,7 +104,7 @@ def slot_values(shard: StateShard, start: int, stop: int, take: Callable[[int, i
             nbytes = layout.nbytes if whole else (stop - start) * layout.dtype.itemsize
             typed = take(next(numbers), nbytes).view(layout.dtype)
             parts.append(typed.as_strided(layout.shape, layout.stride) if whole else typed)
-        values[name] = parts[0] if shard.on_locals else value.build(parts, on_host=False)
+        values[name] = parts[0] if shard.on_locals else value.build(parts)
     return values
 
 
