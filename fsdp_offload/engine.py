@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .adopt import adopt, is_exchanged
-from .fsdp import foreach_supports, unsupported_gradient
+from .fsdp import foreach_supports, local_shard, unsupported_gradient
 from .learn import Layouts, layout_key
+from .masters import MASTER, can_rebuild
 from .pipeline import Pipeline
 from .plan import Plan
 from .policy import OffloadPolicy
@@ -113,7 +114,28 @@ class Engine:
         for param, saved in loaded.items():
             states.of(param).update(saved)
         adopt((self.plan.shards[param], states.of(param)) for param in loaded)
+        for param in loaded:
+            self._rebuild_master(self.plan.shards[param], states.of(param))
         self.failure = ""
+
+    def _rebuild_master(self, shard: StateShard, state: UserState) -> None:
+        home = shard.homes.get(MASTER)
+        if home is not None and state.get(MASTER) is None and can_rebuild(home.dtype):
+            local_shard(home).copy_(local_shard(shard.param).detach())
+            state[MASTER] = home
+
+    def reserved_state(self, optimizer: Optimizer, states: StateStore) -> dict[Tensor, UserState]:
+        """What parameters without state have room for: their homes, and counters like those they will get, at zero.
+
+        For a load to write into. Nothing of it is in ``states``, and what the homes hold means nothing.
+        """
+        self._follow_groups(optimizer, states)
+        self._pipeline.synchronize()
+        return {
+            param: {name: _zero_like(example) for name, example in shard.layout.scalars.items()} | shard.homes
+            for param, shard in self.plan.shards.items()
+            if shard.group >= 0 and not states.get(param)
+        }
 
     def return_to_device(self, states: StateStore) -> None:
         """Replace every home in ``states`` by a tensor on the device, of the type that the optimizer made."""
@@ -398,6 +420,10 @@ def _pinned_implementations(optimizer: Optimizer) -> list[dict[str, object]]:
         supported = not undecided or foreach_supports(param for param in group["params"] if param.grad is not None)
         pinned.append({} if supported else {"foreach": False})
     return pinned
+
+
+def _zero_like(example: object) -> object:
+    return torch.zeros_like(example) if isinstance(example, Tensor) else type(example)()
 
 
 def _other_bytes(shard: StateShard, state: UserState) -> int:

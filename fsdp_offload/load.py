@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from .engine import Engine
 from .fsdp import is_dtensor, over_local, placements_of
+from .masters import MASTER, can_rebuild
 from .shards import LeafLayout, StateLayout, ValueLayout, leaves_of
 from .update import UserState
 
@@ -79,7 +80,8 @@ def _expected_layout(
 
 def _checked(engine: Engine, name: str, param: Tensor, layout: StateLayout, saved: Mapping[str, Any]) -> UserState:
     expected = [*layout.values, *layout.scalars, *layout.left_out]
-    missing, extra = [n for n in expected if n not in saved], [n for n in saved if n not in expected]
+    missing = [n for n in expected if n not in saved and not _will_be_rebuilt(layout, n)]
+    extra = [n for n in saved if n not in expected]
     if missing or extra:
         raise ValueError(
             f"load_state_dict: the state of {name} should have {expected}; missing {missing}, extra {extra}. Was it "
@@ -88,11 +90,17 @@ def _checked(engine: Engine, name: str, param: Tensor, layout: StateLayout, save
     for key, example in layout.scalars.items():
         _check_scalar(f"{name}, {key!r}", example, saved[key])
     for key, value in layout.values.items():
+        if key not in saved:
+            continue
         _check_value(f"{name}, {key!r}", _home_like(engine, param, value), value.leaves, saved[key])
     return {
         key: _like_example(layout.scalars[key], value) if key in layout.scalars else value
         for key, value in saved.items()
     }
+
+
+def _will_be_rebuilt(layout: StateLayout, name: str) -> bool:
+    return name == MASTER and name in layout.values and can_rebuild(layout.values[name].leaves[0].dtype)
 
 
 def _home_like(engine: Engine, param: Tensor, value: ValueLayout) -> Tensor:

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .fsdp import local_shard, no_global_step_hooks
+from .masters import MASTER, is_only_copy, let_weights_win
 from .shards import StateShard, leaves_of
 
 ENGINE_ATTRIBUTE = "_offload_engine"
@@ -289,6 +290,7 @@ def update_bucket(
         params[bound.shard.group].append(bound.param)
         if user_state:
             state[bound.param] = _in_slot(bound, user_state)
+            _follow_weights(bound, user_state)
     try:
         after = shadow.run(shared, params, state, kwargs)
     finally:
@@ -321,6 +323,14 @@ def _in_slot(bound: BoundRange, user_state: UserState) -> UserState:
         name: bound.values[name] if name in bound.values and value is not None else _own_scalar(value)
         for name, value in user_state.items()
     }
+
+
+def _follow_weights(bound: BoundRange, user_state: UserState) -> None:
+    master = bound.values.get(MASTER)
+    if master is not None and user_state.get(MASTER) is not None:
+        param, slot = local_shard(bound.param).detach(), local_shard(master)
+        if is_only_copy(param, slot):
+            let_weights_win(param, slot)
 
 
 def _own_scalar(value: Any) -> Any:

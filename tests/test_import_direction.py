@@ -33,10 +33,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "schedule": set(),
     "transfer": set(),
     "report": set(),
+    "masters": set(),
     # What an optimizer keeps, and how it is run on a bucket.
     "shards": {"fsdp"},
     "optimizers": set(),
-    "update": {"fsdp", "shards"},
+    "update": {"fsdp", "shards", "masters"},
     "learn": {"fsdp", "optimizers", "shards", "update"},
     # What moves bytes, and what joins the two.
     "pipeline": {"schedule", "transfer"},
@@ -46,17 +47,17 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "adopt": {"shards", "update"},
     "engine": {
-        *("policy", "fsdp", "schedule", "transfer", "report", "shards"),
+        *("policy", "fsdp", "schedule", "transfer", "report", "masters", "shards"),
         *("update", "learn", "pipeline", "plan", "adopt"),
     },
-    "load": {"fsdp", "shards", "update", "engine"},
+    "load": {"fsdp", "masters", "shards", "update", "engine"},
     "state": {"update", "engine"},
     "checks": {"policy", "fsdp", "optimizers", "update"},
     # What the user holds.
     "offload": {"policy", "fsdp", "report", "optimizers", "update", "engine", "load", "state", "checks"},
     "__init__": {"policy", "report", "offload"},
     # Beside it: checkpoints of what it holds.
-    "checkpoint": {"fsdp"},
+    "checkpoint": {"fsdp", "masters", "shards", "update", "engine", "state"},
     # Beside the library, as one of its users: the public names, and what a bench measures by itself.
     "bench": {"__init__", "arena", "buckets"},
 }

@@ -2,5 +2,15 @@
 
 from .chunks import Chunk, ShardChunks, chunks_of
 from .shard_tensor import ShardTensor, check_storage_writer, with_chunks
+from .state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
-__all__ = ["Chunk", "ShardChunks", "ShardTensor", "check_storage_writer", "chunks_of", "with_chunks"]
+__all__ = [
+    "Chunk",
+    "ShardChunks",
+    "ShardTensor",
+    "check_storage_writer",
+    "chunks_of",
+    "get_optimizer_state_dict",
+    "set_optimizer_state_dict",
+    "with_chunks",
+]

@@ -7,6 +7,8 @@ private name                                  seen in         without it
 ``DTensor._spec.shard_order``                 2.11 to 2.13    mesh dimensions are taken from left to right
 ``Tensor._make_wrapper_subclass``             2.11 to 2.13    required: AttributeError when a ShardTensor is made
 ``torch._C._disabled_torch_function_impl``    2.11 to 2.13    required: AttributeError at import
+``checkpoint.state_dict._get_fqns``           2.11 to 2.13    the prefixes of torch.compile, activation checkpointing
+                                                              and DDP are cut out of names wherever they occur
 ============================================  ==============  =========================================================
 
 The three methods through which DCP asks a tensor for its chunks (``torch/distributed/_checkpointable.py``) are named in
@@ -16,9 +18,13 @@ The three methods through which DCP asks a tensor for its chunks (``torch/distri
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict as _state_dict
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor import placement_types as _placement_types
+
+_GET_FQNS: Any = getattr(_state_dict, "_get_fqns", None)
+_WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 _STRIDED_SHARD: type | None = getattr(_placement_types, "_StridedShard", None)
 
@@ -59,6 +65,19 @@ def mesh_dims_in_order(tensor: DTensor) -> list[int]:
         return in_order
     named = [mesh_dim for entry in shard_order for mesh_dim in entry.mesh_dims]
     return named + [mesh_dim for mesh_dim in in_order if mesh_dim not in named]
+
+
+def canonical_fqn(model: nn.Module, name: str) -> str:
+    """``name`` of a parameter as checkpoints have it: without the prefixes of modules that only wrap others.
+
+    The same as ``torch.distributed.checkpoint.state_dict`` gives it, so that files of either are files of the other.
+    """
+    if _GET_FQNS is not None:
+        (fqn,) = _GET_FQNS(model, name)
+        return str(fqn)
+    for prefix in _WRAPPER_PREFIXES:
+        name = name.replace(prefix, "")
+    return name.removeprefix("module.") if isinstance(model, nn.parallel.DistributedDataParallel) else name
 
 
 def make_wrapper(cls: type[Tensor], like: Tensor) -> Any:

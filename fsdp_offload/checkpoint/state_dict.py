@@ -1,0 +1,348 @@
+"""State dicts of offloaded optimizers: the layout of ``torch.distributed.checkpoint.state_dict``, without its traps.
+
+::
+
+    optimizer.state ──names, masters, ragged shards──▶ nested ──▶ flattened      get_optimizer_state_dict
+    nested or flattened ──▶ by FQN ──▶ by parameter ──▶ load_state_dict          set_optimizer_state_dict
+
+Every tensor in a state dict *is* a home in the arena (or a view of it): saving reads it and loading writes it where it
+is, without the device and without a collective.
+
+============================================  =========================================================================
+torch's function                              this one
+============================================  =========================================================================
+KeyError after a forward without backward     finds the sharded parameters
+runs a hidden step where there is no state    nothing is made up; ``for_load=True`` gives reserved homes to load into
+casts and moves what is loaded                keeps dtypes; loaded bytes are where they belong already
+a load that matched nothing trains from zero  is an error, as is one that filled a parameter's state only in part
+``NotImplementedError`` when flattening       passes any value through
+saves stale fp32 ``master_param``             leaves them out, and needs none in what it loads
+============================================  =========================================================================
+"""
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..engine import Engine
+from ..fsdp import is_dtensor, local_shard, over_local, parameter_names
+from ..masters import MASTER, is_duplicate
+from ..shards import leaves_of
+from ..state import OffloadedState
+from ..update import ENGINE_ATTRIBUTE, UserState
+from .chunks import chunks_of
+from .layouts import SavedByFqn, StateDict, by_fqn, flattened
+from .shard_tensor import ShardTensor, with_chunks
+from .torch_private import canonical_fqn
+
+
+def get_optimizer_state_dict(
+    model: nn.Module,
+    optimizer: Optimizer | Iterable[Optimizer],
+    *,
+    for_load: bool = False,
+    flatten_optimizer_state_dict: bool = False,
+) -> StateDict:
+    """The state of offloaded optimizers by FQN, as ``torch.distributed.checkpoint.state_dict`` lays it out.
+
+    Tensors are DTensors over host memory with the mesh and placements of their parameter: the homes themselves, valid
+    until the next step. Waits for the last stores. Allocates no device memory and issues no collective. The keys are
+    the same on every rank of a shard mesh, also where this rank's shard is empty.
+
+    Args:
+        model: the model whose parameters they have.
+        optimizer: one offloaded optimizer, or several that share the model's parameters among them.
+        for_load: also for state that does not exist yet, its reserved home (the content means nothing): what a fresh
+            process gives to ``dcp.load`` and then to :func:`set_optimizer_state_dict`. Never save such a dict.
+        flatten_optimizer_state_dict: ``{"state.{fqn}.{name}": ..., "param_groups.{fqn}.{entry}": ...}`` instead of
+            ``{"state": {fqn: {name: ...}}, "param_groups": [{"params": [fqn, ...], ...}]}``. Independent of the order
+            of the groups.
+
+    Raises:
+        ValueError: an optimizer is not offloaded, or has a parameter that the model has not.
+        RuntimeError: an exception has left the state half updated. ``for_load`` works all the same.
+    """
+    fqns = _fqns_of(model)
+    nested: StateDict = {"state": {}, "param_groups": []}
+    for attached in _attached(optimizer, "get_optimizer_state_dict"):
+        attached.check_names(fqns)
+        states = attached.for_load() if for_load else attached.saved()
+        for param, state in states.items():
+            nested["state"][fqns[param]] = _as_saved(param, state)
+        for group in attached.saved_groups(for_load=for_load):
+            nested["param_groups"].append({**group, "params": [fqns[param] for param in group["params"]]})
+    return flattened(nested) if flatten_optimizer_state_dict else nested
+
+
+def set_optimizer_state_dict(
+    model: nn.Module,
+    optimizer: Optimizer | Iterable[Optimizer],
+    optim_state_dict: Mapping[str, Any],
+    *,
+    strict: bool = True,
+) -> None:
+    """Load what :func:`get_optimizer_state_dict` gives, nested or flattened, by FQN. Everything is checked first.
+
+    State that was loaded in place stays where it is; other tensors are copied into their homes. Parameters may be in
+    other groups than when they were saved, as long as those of one group bring the same hyperparameters.
+
+    Args:
+        model: the model whose parameters they have.
+        optimizer: one offloaded optimizer, or several.
+        optim_state_dict: not changed.
+        strict: refuse parameters of the optimizer that the state dict does not know, and the other way round. Without
+            it the former keep the state they have, and the latter are ignored.
+
+    Raises:
+        ValueError: names or groups do not correspond; the load left a template of ``for_load=True`` untouched, or
+            filled only a part of some parameter's state; state is missing, extra, or of another shape, dtype or
+            sharding. Nothing has changed then, apart from what had been loaded in place.
+    """
+    fqns = _fqns_of(model)
+    saved = by_fqn(optim_state_dict)
+    known: set[str] = set()
+    plans = []
+    for attached in _attached(optimizer, "set_optimizer_state_dict"):
+        attached.check_names(fqns)
+        known.update(fqns[param] for param in attached.params)
+        plans.append((attached, attached.by_parameter(fqns, saved, strict=strict)))
+    extra = [fqn for fqn in (*saved.state, *saved.entries) if fqn not in known]
+    if strict and extra:
+        raise ValueError(
+            f"set_optimizer_state_dict: the state dict has parameters that the optimizer has not: {_some(extra)}. Is "
+            "it of another model? strict=False ignores them."
+        )
+    for attached, state_dict in plans:
+        attached.optimizer.load_state_dict(state_dict)
+        _offers.pop(attached.engine, None)
+
+
+# Values --------------------------------------------------------------------------------------------------------------
+
+
+def _as_saved(param: Tensor, state: UserState) -> dict[str, Any]:
+    """The state of one parameter as a checkpoint has it."""
+    ragged = _is_ragged(param)
+    saved = {}
+    for name, value in state.items():
+        if name == MASTER and isinstance(value, Tensor) and is_duplicate(param, value.dtype):
+            continue
+        if ragged and isinstance(value, Tensor) and value.shape == param.shape:
+            value = with_chunks(param, local_shard(value), chunks_of(param))
+        saved[name] = value
+    return saved
+
+
+def _is_ragged(param: Tensor) -> bool:
+    """Whether placements do not say which part of ``param`` this rank has, or say it as several rectangles."""
+    if not is_dtensor(param):
+        return False
+    return hasattr(param, "megatron_fsdp_slice") or len(chunks_of(param).chunks) > 1
+
+
+def _as_loaded(param: Tensor, value: Any) -> Any:
+    """The value over plain local memory, as the optimizer has it."""
+    local = local_shard(value) if isinstance(value, Tensor) else None
+    if isinstance(local, ShardTensor) and value is not local:
+        return over_local(param, local.local.view(local_shard(param).shape))
+    return value
+
+
+# Optimizers ----------------------------------------------------------------------------------------------------------
+
+
+class _Offer(NamedTuple):
+    """A tensor handed out to load into, and its version at that time."""
+
+    leaf: Tensor
+    version: int
+
+
+_offers: "weakref.WeakKeyDictionary[Engine, dict[Tensor, dict[str, _Offer]]]" = weakref.WeakKeyDictionary()
+"""What the last ``for_load=True`` of each engine handed out."""
+
+
+@dataclass
+class _Attached:
+    """An offloaded optimizer."""
+
+    optimizer: Optimizer
+    engine: Engine
+    params: list[Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.params = [param for group in self.optimizer.param_groups for param in group["params"]]
+
+    def check_names(self, fqns: Mapping[Tensor, str]) -> None:
+        """Refuse parameters that have no FQN."""
+        foreign = [self.engine.names.get(param, "?") for param in self.params if param not in fqns]
+        if foreign:
+            raise ValueError(
+                f"{len(foreign)} parameters of the optimizer are not the model's: {_some(foreign)}. Give the model "
+                "that it was built for; fully_shard exchanges a model's parameters, so build the optimizer after it."
+            )
+
+    def saved(self) -> dict[Tensor, UserState]:
+        """State by parameter, through the optimizer's own ``state_dict`` and its hooks."""
+        state: Mapping[int, UserState] = self.optimizer.state_dict()["state"]
+        return {self.params[number]: values for number, values in state.items()}
+
+    def saved_groups(self, *, for_load: bool) -> list[dict[str, Any]]:
+        """The param groups, through ``state_dict``'s hooks where the state is whole."""
+        if for_load:
+            return [dict(group) for group in self.optimizer.param_groups]
+        groups = self.optimizer.state_dict()["param_groups"]
+        return [{**group, "params": [self.params[number] for number in group["params"]]} for group in groups]
+
+    def for_load(self) -> dict[Tensor, UserState]:
+        """State by parameter, in the order of the groups: what there is and, where there is none, its reserved home."""
+        states = self._states()
+        reserved = self.engine.reserved_state(self.optimizer, states.unwaited)
+        existing = dict(states.items())  # waits for the last stores
+        found = {param: existing.get(param) or reserved.get(param) for param in self.params}
+        offered = {param: state for param, state in found.items() if state}
+        _offers[self.engine] = {
+            param: {name: _Offer(leaf, leaf._version) for name, leaf in _first_leaves(state) if leaf.numel()}
+            for param, state in offered.items()
+        }
+        return offered
+
+    def by_parameter(self, fqns: Mapping[Tensor, str], saved: SavedByFqn, *, strict: bool) -> dict[str, Any]:
+        """What ``load_state_dict`` takes, with positions for names."""
+        missing = [fqns[param] for param in self.params if fqns[param] not in saved.entries]
+        if strict and missing:
+            raise ValueError(
+                f"set_optimizer_state_dict: the state dict lacks parameters of the optimizer: {_some(missing)}. "
+                "strict=False leaves them as they are."
+            )
+        numbers = {param: number for number, param in enumerate(self.params)}
+        groups = [self._merged_group(index, fqns, saved) for index in range(len(self.optimizer.param_groups))]
+        for group in groups:
+            group["params"] = [numbers[param] for param in group["params"]]
+        loaded = self._loaded_state(fqns, saved)
+        return {"state": {numbers[param]: state for param, state in loaded.items()}, "param_groups": groups}
+
+    def _merged_group(self, index: int, fqns: Mapping[Tensor, str], saved: SavedByFqn) -> dict[str, Any]:
+        """A param group with the saved entries of its parameters, which have to agree."""
+        group = dict(self.optimizer.param_groups[index])
+        first: str | None = None
+        for fqn in (fqns[param] for param in group["params"]):
+            entries = saved.entries.get(fqn)
+            if entries is None:
+                continue
+            if first is not None and not _same_entries(saved.entries[first], entries):
+                raise ValueError(
+                    f"set_optimizer_state_dict: {first} and {fqn} are in one param group ({index}), but were saved "
+                    f"with different hyperparameters: {saved.entries[first]} and {entries}. Build the optimizer with "
+                    "groups that do not mix them."
+                )
+            if first is None:
+                first = fqn
+                group.update(entries)
+        return group
+
+    def _loaded_state(self, fqns: Mapping[Tensor, str], saved: SavedByFqn) -> dict[Tensor, UserState]:
+        current = self._states().unwaited
+        loaded: dict[Tensor, UserState] = {}
+        untouched: list[str] = []
+        for param in self.params:
+            fqn = fqns[param]
+            state = {name: _as_loaded(param, value) for name, value in saved.state.get(fqn, {}).items()}
+            if fqn not in saved.entries:
+                state = current.get(param)
+            elif self._nothing_came(param, fqn, state, existed=bool(current.get(param))):
+                untouched.append(fqn)
+                state = current.get(param)
+            if state:
+                loaded[param] = state
+        if untouched and len(untouched) == sum(bool(offers) for offers in _offers.get(self.engine, {}).values()):
+            raise ValueError(
+                "set_optimizer_state_dict: nothing was loaded into the tensors that get_optimizer_state_dict("
+                f"for_load=True) gave: the checkpoint has none of {_some(untouched)}. Are the keys those under which "
+                "it was saved?"
+            )
+        return loaded
+
+    def _nothing_came(self, param: Tensor, fqn: str, state: UserState, *, existed: bool) -> bool:
+        """Whether ``state`` is what ``for_load=True`` gave, and no load has written it."""
+        offers = _offers.get(self.engine, {}).get(param, {})
+        given = dict(_first_leaves(state))
+        same = {name: offer for name, offer in offers.items() if name in given and _is_same(given[name], offer.leaf)}
+        untouched = [name for name, offer in same.items() if offer.leaf._version == offer.version]
+        if not untouched or len(untouched) == len(given):
+            return bool(untouched)
+        required = [name for name in untouched if name != MASTER]
+        if required and not existed:
+            raise ValueError(
+                f"set_optimizer_state_dict: of the state of {fqn}, {required} was not loaded and "
+                f"{sorted(given.keys() - set(untouched))} was. The checkpoint lacks it; load it, or take {fqn} out of "
+                "the state dict."
+            )
+        for name in set(untouched) - set(required):
+            del state[name]  # a master that the checkpoint lacks: made anew from the parameter
+        return False
+
+    def _states(self) -> OffloadedState:
+        states: Any = self.optimizer.state
+        if not isinstance(states, OffloadedState):
+            raise RuntimeError(
+                "optimizer.state has been replaced by another mapping since the last step; call step() or "
+                "load_state_dict() first, or assign to optimizer.state[param] instead."
+            )
+        return states
+
+
+def _first_leaves(state: UserState) -> Iterator[tuple[str, Tensor]]:
+    """One tensor with memory for each state tensor: what a load into it writes."""
+    for name, value in state.items():
+        leaves = leaves_of(value) if isinstance(value, Tensor) else []
+        if leaves and leaves[0].numel():
+            yield name, leaves[0]
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    return one.data_ptr() == other.data_ptr()
+
+
+def _same_entries(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    if one is other:
+        return True
+    if one.keys() != other.keys():
+        return False
+    return all(_same(one[name], other[name]) for name in one)
+
+
+def _same(one: object, other: object) -> bool:
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return one is other or (
+            isinstance(one, Tensor) and isinstance(other, Tensor) and bool((one.cpu() == other.cpu()).all())
+        )
+    return bool(one == other)
+
+
+def _attached(optimizer: Optimizer | Iterable[Optimizer], function: str) -> list[_Attached]:
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    found = []
+    for one in optimizers:
+        attachment = getattr(one, "__dict__", {}).get(ENGINE_ATTRIBUTE)
+        if attachment is None:
+            raise ValueError(
+                f"{function}: this {type(one).__name__} is not offloaded. Attach it with offload_optimizer(), or use "
+                f"torch.distributed.checkpoint.state_dict.{function}, which writes and reads the same layout."
+            )
+        found.append(_Attached(one, attachment.engine))
+    return found
+
+
+def _fqns_of(model: nn.Module) -> dict[Tensor, str]:
+    """Names as checkpoints have them. A tied parameter has its first one."""
+    return {param: canonical_fqn(model, name) for param, name in parameter_names(model).items()}
+
+
+def _some(names: Sequence[object]) -> str:
+    shown = ", ".join(map(str, names[:5]))
+    return shown + (f" and {len(names) - 5} more" if len(names) > 5 else "")
