@@ -6,7 +6,7 @@ ranges of them. Whole shards lie in the arena just as in the slot, so a bucket o
 shard costs one copy for each leaf.
 """
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 ALIGN_BYTES = 64
@@ -53,7 +53,8 @@ class Bucket(NamedTuple):
 
     ranges: tuple[Range, ...]
     leaf_offsets: tuple[tuple[int, ...], ...]  # for each range, where each leaf begins in the slot
-    copies: tuple[Copy, ...]
+    leaf_copies: tuple[tuple[int, Copy], ...]  # the shard, and a copy of one leaf of it
+    copies: tuple[Copy, ...]  # the same, joined where they continue each other
     nbytes: int  # of the slot
 
 
@@ -91,9 +92,9 @@ class _Packer:
 
     def __init__(self, shards: Sequence[ShardSpec], bucket_bytes: int) -> None:
         self._shards = shards
-        self._left_bytes = sum(_aligned(nbytes) for shard in shards for nbytes in shard.leaf_nbytes)
+        self._left_bytes = sum(aligned(nbytes) for shard in shards for nbytes in shard.leaf_nbytes)
         # A little state is two buckets rather than one: with one, nothing overlaps.
-        self._bucket_bytes = min(bucket_bytes, max(_aligned(self._left_bytes // 2), _SMALL_BUCKET_BYTES))
+        self._bucket_bytes = min(bucket_bytes, max(aligned(self._left_bytes // 2), _SMALL_BUCKET_BYTES))
         self._ramps = self._left_bytes >= 16 * bucket_bytes
         self._done_bytes = 0
         self._ranges: list[Range] = []
@@ -150,7 +151,7 @@ class _Packer:
 
 def _lay_out(ranges: tuple[Range, ...], shards: Sequence[ShardSpec], homes: "_HomeOffsets") -> Bucket:
     leaf_offsets: list[tuple[int, ...]] = []
-    copies: list[Copy] = []
+    copies: list[tuple[int, Copy]] = []
     slot_end = 0
     for piece in ranges:
         shard = shards[piece.shard]
@@ -159,20 +160,22 @@ def _lay_out(ranges: tuple[Range, ...], shards: Sequence[ShardSpec], homes: "_Ho
             offsets.append(slot_end)
             if nbytes:
                 skipped = shard.leaf_nbytes[leaf] // shard.numel * piece.start if piece.start else 0
-                copies.append(Copy(homes.of_shard(piece.shard)[leaf] + skipped, slot_end, nbytes))
+                copy = Copy(homes.of_shard(piece.shard)[leaf] + skipped, slot_end, nbytes)
+                copies.append((piece.shard, copy))
             slot_end += nbytes
         leaf_offsets.append(tuple(offsets))
-    return Bucket(ranges, tuple(leaf_offsets), tuple(_merge(copies, homes.breaks)), slot_end)
+    joined = tuple(join_copies((copy for _, copy in copies), homes.breaks))
+    return Bucket(ranges, tuple(leaf_offsets), tuple(copies), joined, slot_end)
 
 
 def _leaf_range_nbytes(shard: ShardSpec, start: int, stop: int) -> list[int]:
     """Slot bytes of each leaf of a range, with the padding that keeps the next leaf aligned."""
     if start == 0 and stop == shard.numel:
-        return [_aligned(nbytes) for nbytes in shard.leaf_nbytes]
-    return [_aligned(nbytes // shard.numel * (stop - start)) for nbytes in shard.leaf_nbytes]
+        return [aligned(nbytes) for nbytes in shard.leaf_nbytes]
+    return [aligned(nbytes // shard.numel * (stop - start)) for nbytes in shard.leaf_nbytes]
 
 
-def _merge(copies: Sequence[Copy], breaks: Container[int]) -> Iterator[Copy]:
+def join_copies(copies: Iterable[Copy], breaks: Container[int]) -> Iterator[Copy]:
     """Join copies that continue each other at home and in the slot, unless memory may be divided between them."""
     current: Copy | None = None
     for copy in copies:
@@ -204,15 +207,16 @@ class _HomeOffsets:
         """Where each leaf of ``shard`` begins."""
         if shard not in self._offsets:
             if self.nbytes - self._last_break >= BREAK_BYTES:
-                self.nbytes = self._last_break = _aligned(self.nbytes, _PAGE_BYTES)
+                self.nbytes = self._last_break = aligned(self.nbytes, _PAGE_BYTES)
                 self.breaks.add(self.nbytes)
             offsets = []
             for nbytes in self._shards[shard].leaf_nbytes:
                 offsets.append(self.nbytes)
-                self.nbytes += _aligned(nbytes)
+                self.nbytes += aligned(nbytes)
             self._offsets[shard] = tuple(offsets)
         return self._offsets[shard]
 
 
-def _aligned(nbytes: int, to_bytes: int = ALIGN_BYTES) -> int:
+def aligned(nbytes: int, to_bytes: int = ALIGN_BYTES) -> int:
+    """The next multiple of ``to_bytes``."""
     return -(-nbytes // to_bytes) * to_bytes

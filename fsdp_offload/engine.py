@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from .adopt import adopt, is_exchanged
 from .fsdp import foreach_supports, local_shard, unsupported_gradient
 from .learn import Layouts, layout_key
+from .lending import Lending
 from .masters import MASTER, can_rebuild
 from .pipeline import Pipeline
 from .plan import Plan
@@ -50,6 +51,7 @@ class Engine:
         self._link: DeviceLink = device_link(device)
         self._pipeline = Pipeline(self._link, serial=policy.serial)
         self.plan = Plan(self.layouts, policy, device, pin=self._pin, staged=self._pipeline.buckets)
+        self.lending = Lending(self.plan, self._pipeline)
         self._ring: Tensor | None = None
         self._bound: dict[int, list[BoundRange]] = {}
         self._schedules: dict[tuple[BucketStep, ...], list[Action]] = {}
@@ -113,6 +115,7 @@ class Engine:
         self.add(optimizer, [param for param in loaded if param not in self.plan.shards], states)
         for param, saved in loaded.items():
             states.of(param).update(saved)
+        self.lending.wait()
         adopt((self.plan.shards[param], states.of(param)) for param in loaded)
         for param in loaded:
             self._rebuild_master(self.plan.shards[param], states.of(param))
@@ -130,7 +133,6 @@ class Engine:
         For a load to write into. Nothing of it is in ``states``, and what the homes hold means nothing.
         """
         self._follow_groups(optimizer, states)
-        self._pipeline.synchronize()
         return {
             param: {name: _zero_like(example) for name, example in shard.layout.scalars.items()} | shard.homes
             for param, shard in self.plan.shards.items()
@@ -141,6 +143,7 @@ class Engine:
         """Replace every home in ``states`` by a tensor on the device, of the type that the optimizer made."""
         self._pipeline.synchronize()
         # What the user has exchanged since the last step counts.
+        self.lending.wait()
         adopt((shard, states.get(param)) for param, shard in self.plan.shards.items())
         for param, shard in self.plan.shards.items():
             state = states.get(param)
@@ -169,6 +172,7 @@ class Engine:
             self._pipeline.run([], lambda number: None)  # for the report: this step moved nothing
             return False
         created = [shard.param for shard in updated if not states.get(shard.param)]
+        moving = self.lending.make_way(updated, steps)
         done: list[int] = []
 
         def update(number: int) -> None:
@@ -181,8 +185,11 @@ class Engine:
                 self._take_ring()
                 self._pipeline.run(self._schedule(steps), update)
         except BaseException as error:
+            stored = self._pipeline.stored(done)
+            self.lending.settle([shard for shard in moving if stored.issuperset(shard.buckets)], steps, states)
             self._note_failure(error, done, steps)
             raise
+        self.lending.settle(moving, steps, states)
         if created:
             # In the order of the param groups: as without offload, and the same on every rank, whatever its buckets.
             new = set(created)
@@ -207,6 +214,7 @@ class Engine:
         exchanged = [(shard, state) for shard, state in entries if state and is_exchanged(shard, state)]
         if exchanged:
             self._pipeline.synchronize()  # what was put there may be another parameter's home, still being stored
+            self.lending.wait()
             adopt(exchanged)
         return updated
 
@@ -369,6 +377,7 @@ class Engine:
             other_state_bytes=sum(_other_bytes(shard, states.get(shard.param)) for shard in shards),
             left_out=tuple(dict.fromkeys(name for shard in shards for name in shard.layout.left_out)),
             host_bytes=sum(region.nbytes for region in self.plan.regions),
+            snapshot_bytes=self.plan.spare_bytes,
             pinned=self._pin,
             ring_bytes=self.plan.ring_bytes,
             buckets=sum(bool(bucket.copies) for bucket in self._pipeline.buckets),

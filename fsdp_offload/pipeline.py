@@ -6,7 +6,7 @@ State that the optimizer creates in a step has nothing to load and goes from *ho
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -42,10 +42,12 @@ class StagedBucket:
     Attributes:
         placement: its place in the ring; ``None`` for state that is resident on the device.
         copies: for each transfer the two ``uint8`` ranges: in the arena, and the offset in the ring.
+        store_copies: in place of ``copies`` for the stores of one step, where state moves to another home.
     """
 
     placement: Placement | None
     copies: Sequence[tuple[Tensor, int]]
+    store_copies: Sequence[tuple[Tensor, int]] | None = None
     residency: Residency = Residency.HOME
     slot_views: list[Tensor] = field(default_factory=list)  # of the ring, one for each copy
 
@@ -173,18 +175,24 @@ class Pipeline:
         bucket.move_to(Residency.LOADING)
 
     def _store(self, bucket: StagedBucket) -> None:
-        for (home, _), slot in zip(bucket.copies, self._slots(bucket), strict=True):
+        if bucket.store_copies is None:
+            copies, slots = bucket.copies, self._slots(bucket)
+        else:
+            copies = bucket.store_copies
+            slots = self._slot_views(bucket, copies)
+        for (home, _), slot in zip(copies, slots, strict=True):
             home.copy_(slot, non_blocking=True)
         bucket.move_to(Residency.STORING)
 
     def _slots(self, bucket: StagedBucket) -> list[Tensor]:
         if not bucket.slot_views and bucket.copies:
-            assert self._ring is not None and bucket.placement is not None
-            begin = bucket.placement.offset
-            bucket.slot_views = [
-                self._ring[begin + offset : begin + offset + home.numel()] for home, offset in bucket.copies
-            ]
+            bucket.slot_views = self._slot_views(bucket, bucket.copies)
         return bucket.slot_views
+
+    def _slot_views(self, bucket: StagedBucket, copies: Sequence[tuple[Tensor, int]]) -> list[Tensor]:
+        assert self._ring is not None and bucket.placement is not None
+        begin = bucket.placement.offset
+        return [self._ring[begin + offset : begin + offset + home.numel()] for home, offset in copies]
 
     def wait_home(self, number: int) -> None:
         """Block the host until the arena holds the newest bytes of this bucket: wait for its store, and no other."""
@@ -194,6 +202,10 @@ class Pipeline:
             assert end is not None
             end.synchronize()
             bucket.move_to(Residency.HOME)
+
+    def stored(self, numbers: Iterable[int]) -> set[int]:
+        """Those of ``numbers`` whose newest bytes are in the arena, or on their way there."""
+        return {n for n in numbers if self.buckets[n].residency in (Residency.STORING, Residency.HOME)}
 
     def abandon(self) -> None:
         """After a failed step: whatever is half way counts as what the arena holds."""

@@ -3,16 +3,18 @@
 Grows when parameters are added, and is made anew when a hyperparameter changes the layout of the state.
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from .arena import Region
-from .buckets import Bucket, BucketPlan, Range, ShardSpec, plan_buckets
+from .buckets import Bucket, BucketPlan, Copy, Range, ShardSpec, aligned, join_copies, plan_buckets
 from .fsdp import is_dtensor, largest_local_numel, local_shard
 from .host_memory import check_host_memory
 from .learn import Layouts
@@ -24,15 +26,46 @@ from .update import BoundRange, StateStore, bind_range, slot_values
 
 
 @dataclass(frozen=True)
+class Arena:
+    """The host memory of some shards' homes.
+
+    Attributes:
+        regions: their home, and a spare one for the shards at its beginning.
+        breaks: offsets that no copy crosses.
+    """
+
+    regions: tuple[Region, ...]
+    breaks: frozenset[int]
+
+
+@dataclass(frozen=True)
 class PlannedBucket:
-    """A bucket, and the shards its numbers refer to."""
+    """A bucket, and the shards its numbers refer to; ``arena`` is ``None`` for state that is resident."""
 
     bucket: Bucket
     shards: Sequence[StateShard]
+    arena: Arena | None
 
     def covers(self) -> Iterator[StateShard]:
         """The shards of which it holds at least a range."""
         return (self.shards[piece.shard] for piece in self.bucket.ranges)
+
+    def copies(self, side_of: Callable[[StateShard], int | None]) -> list[tuple[Tensor, int]]:
+        """The transfers between the arena and a slot: bytes at home, and an offset in the slot.
+
+        Args:
+            side_of: which home of a shard; ``None`` leaves it out.
+        """
+        if self.arena is None:
+            return []
+        sides = {piece.shard: side_of(self.shards[piece.shard]) for piece in self.bucket.ranges}
+        found: list[tuple[Tensor, int]] = []
+        for side, run in itertools.groupby(self.bucket.leaf_copies, key=lambda part: sides[part[0]]):
+            if side is not None:
+                region = self.arena.regions[side].bytes
+                copies: Iterator[Copy] = join_copies((copy for _, copy in run), self.arena.breaks)
+                found += [(region[copy.home_offset :][: copy.nbytes], copy.slot_offset) for copy in copies]
+        return found
 
 
 class Plan:
@@ -41,6 +74,7 @@ class Plan:
     Attributes:
         shards: by parameter, in planning order: the same on every rank.
         regions: the host memory of the homes.
+        spare_bytes: of ``regions``, what is second homes.
         ring_bytes: device memory that buckets pass through.
         resident_bytes: device memory of the homes that never leave it, padding included.
     """
@@ -50,6 +84,7 @@ class Plan:
     ) -> None:
         self.shards: dict[Tensor, StateShard] = {}
         self.regions: list[Region] = []
+        self.spare_bytes = 0
         self.ring_bytes = 0
         self.resident_bytes = 0
         self._layouts = layouts
@@ -120,9 +155,12 @@ class Plan:
     def _take_homes(self, resident: Sequence[StateShard], offloaded: Sequence[StateShard]) -> None:
         on_host = plan_buckets([_spec(shard) for shard in offloaded], self._policy.bucket_bytes)
         held_bytes = sum(region.nbytes for region in self.regions)
-        check_host_memory(on_host.home_nbytes, self._policy.host_limit_bytes, held_bytes)
+        with_spare = _shards_within(on_host, offloaded, self._policy.snapshot_bytes - self.spare_bytes)
+        check_host_memory(on_host.home_nbytes + with_spare.nbytes, self._policy.host_limit_bytes, held_bytes)
         # First what may fail (the driver may refuse to lock pages), so that nothing has to be undone.
-        region = Region(on_host.home_nbytes, device=self._device, pin=self._pin, breaks=on_host.home_breaks)
+        regions = tuple(
+            self._region(nbytes, on_host.home_breaks) for nbytes in (on_host.home_nbytes, with_spare.nbytes)
+        )
         if resident:
             # Buckets here too, although nothing moves: they bound the temporaries of an update.
             on_device = plan_buckets([_spec(shard) for shard in resident], self._policy.bucket_bytes)
@@ -130,17 +168,23 @@ class Plan:
             self.resident_bytes += on_device.home_nbytes
             _settle(resident, on_device, lambda offset, leaf: _device_leaf(block, offset, leaf))
             self._add_buckets(on_device, resident, None)
-        _settle(offloaded, on_host, lambda at, leaf: region.range(at, leaf.nbytes, leaf.dtype, leaf.shape, leaf.stride))
-        self.regions.append(region)
-        self._add_buckets(on_host, offloaded, region)
+        _settle(offloaded, on_host, partial(_host_leaf, regions[0]))
+        _settle(offloaded, on_host, partial(_host_leaf, regions[1]), with_spare.shards)
+        self.regions += [region for region in regions if region.nbytes]
+        self.spare_bytes += with_spare.nbytes
+        self._add_buckets(on_host, offloaded, Arena(regions, frozenset(on_host.home_breaks)))
 
-    def _add_buckets(self, plan: BucketPlan, shards: Sequence[StateShard], region: Region | None) -> None:
+    def _region(self, nbytes: int, breaks: Sequence[int]) -> Region:
+        within = [at for at in breaks if at < nbytes]
+        return Region(nbytes, device=self._device, pin=self._pin, breaks=within)
+
+    def _add_buckets(self, plan: BucketPlan, shards: Sequence[StateShard], arena: Arena | None) -> None:
         for bucket in plan.buckets:
             for shard in {piece.shard: shards[piece.shard] for piece in bucket.ranges}.values():
                 shard.buckets.append(len(self._buckets))
-            copies = [] if region is None else [(region.bytes[c.home_offset :][: c.nbytes], c) for c in bucket.copies]
-            self._buckets.append(PlannedBucket(bucket, shards))
-            self._staged.append(StagedBucket(None, [(home, copy.slot_offset) for home, copy in copies]))
+            planned = PlannedBucket(bucket, shards, arena)
+            self._buckets.append(planned)
+            self._staged.append(StagedBucket(None, planned.copies(home_side)))
 
     def _place(self) -> None:
         """Give every bucket that moves its place in the ring, anew: a larger bucket may have made the ring larger."""
@@ -173,7 +217,29 @@ class Plan:
         self.regions.clear()
         self._buckets.clear()
         self._staged.clear()
-        self.ring_bytes = self.resident_bytes = 0
+        self.ring_bytes = self.resident_bytes = self.spare_bytes = 0
+
+
+def home_side(shard: StateShard) -> int:
+    """Which of its places is the home of ``shard`` now: the usual argument of :meth:`PlannedBucket.copies`."""
+    return shard.side
+
+
+class _WithSpare(NamedTuple):
+    shards: int  # how many, from the first
+    nbytes: int
+
+
+def _shards_within(plan: BucketPlan, shards: Sequence[StateShard], nbytes: int) -> _WithSpare:
+    """How many of ``shards`` have all of their home within the first ``nbytes`` bytes, and where those end."""
+    end = 0
+    for count, offsets in enumerate(plan.home_offsets):
+        leaves = zip(offsets, shards[count].leaf_layouts, strict=True)
+        shard_end = max((offset + aligned(leaf.nbytes) for offset, leaf in leaves), default=end)
+        if shard_end > nbytes:
+            return _WithSpare(count, end)
+        end = max(end, shard_end)
+    return _WithSpare(len(shards), end)
 
 
 def _spec(shard: StateShard) -> ShardSpec:
@@ -196,9 +262,19 @@ def _resident_nbytes(shard: StateShard) -> int:
     return plan_buckets([ShardSpec(largest, tuple(sizes), False)], 1 << 62).home_nbytes
 
 
-def _settle(shards: Sequence[StateShard], plan: BucketPlan, make: Callable[[int, LeafLayout], Tensor]) -> None:
-    for shard, offsets in zip(shards, plan.home_offsets, strict=True):
+def _settle(
+    shards: Sequence[StateShard],
+    plan: BucketPlan,
+    make: Callable[[int, LeafLayout], Tensor],
+    count: int | None = None,
+) -> None:
+    """Give a home to the first ``count`` of ``shards``, or to all."""
+    for shard, offsets in zip(shards[:count], plan.home_offsets[:count], strict=True):
         shard.settle([make(offset, leaf) for offset, leaf in zip(offsets, shard.leaf_layouts, strict=True)])
+
+
+def _host_leaf(region: Region, offset: int, leaf: LeafLayout) -> Tensor:
+    return region.range(offset, leaf.nbytes, leaf.dtype, leaf.shape, leaf.stride)
 
 
 def _device_leaf(block: Tensor, offset: int, leaf: LeafLayout) -> Tensor:

@@ -19,6 +19,10 @@ class OffloadPolicy:
         bucket_bytes: about how much state is loaded, updated and stored together. A parameter with more state than
             this is cut into several buckets when its optimizer works element by element, and is a bucket of its own
             otherwise.
+        snapshot_bytes: host memory kept for asynchronous saves, pinned when the optimizer is attached: a second home
+            for as much of the state as fits. While a checkpoint writer still reads one home, steps store into the
+            other. Without it, or beyond it, a step during an asynchronous save waits for the writer. Only
+            ``fsdp_offload.checkpoint.ArenaStager`` makes use of it.
         pin_memory: whether the host memory is page-locked. ``None`` pins where the parameters are on an accelerator.
             Copies from memory that is not pinned are several times slower and do not overlap.
         serial: run the same schedule one action after the other, waiting for each. Slow; to find out whether a
@@ -35,6 +39,7 @@ class OffloadPolicy:
     staging_bytes: int = 256 * MIB
     resident_bytes: int = 0
     bucket_bytes: int = 64 * MIB
+    snapshot_bytes: int = 0
     pin_memory: bool | None = None
     serial: bool = False
     host_limit_bytes: int | None = None
@@ -43,6 +48,7 @@ class OffloadPolicy:
         _check_size("staging_bytes", self.staging_bytes, minimum=1)
         _check_size("bucket_bytes", self.bucket_bytes, minimum=1024)
         _check_size("resident_bytes", self.resident_bytes, minimum=0)
+        _check_size("snapshot_bytes", self.snapshot_bytes, minimum=0)
         if not isinstance(self.serial, bool):
             raise TypeError(f"OffloadPolicy: serial must be a bool, got {self.serial!r}")
         if self.pin_memory is not None and not isinstance(self.pin_memory, bool):

@@ -14,6 +14,7 @@ class OffloadReport:
         other_state_bytes: state that is not moved: counters, and tensors that are not understood.
         left_out: names of state tensors that are not understood.
         host_bytes: host memory taken, padding included.
+        snapshot_bytes: of that, spare homes for asynchronous saves.
         pinned: whether that memory is page-locked.
         ring_bytes: device memory through which state passes.
         buckets: how many pieces the offloaded state is divided into.
@@ -32,6 +33,7 @@ class OffloadReport:
     other_state_bytes: int
     left_out: tuple[str, ...]
     host_bytes: int
+    snapshot_bytes: int
     pinned: bool
     ring_bytes: int
     buckets: int
@@ -51,6 +53,7 @@ class OffloadReport:
             ("state resident on the device", _bytes(self.resident_state_bytes)),
             ("other state, where it was", _bytes(self.other_state_bytes)),
             ("host memory taken", f"{_bytes(self.host_bytes)} {'pinned' if self.pinned else 'not pinned'}"),
+            ("  of it for asynchronous saves", _bytes(self.snapshot_bytes)),
             ("staging ring on the device", f"{_bytes(self.ring_bytes)}, {self.buckets} buckets pass through"),
             ("device peak", _bytes(self.device_peak_bytes)),
             ("last step: loaded", f"{_bytes(self.loaded_bytes)} at {self.load_gb_per_s:.1f} GB/s"),

@@ -6,7 +6,7 @@ knows its inner tensors. Its *leaves* are the dense plain tensors inside; only l
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -116,6 +116,42 @@ class StateLayout:
     left_out: tuple[str, ...] = ()
 
 
+class Reader(Protocol):
+    """Somebody else who reads homes while training goes on: the writer of a checkpoint."""
+
+    def is_reading(self) -> bool:
+        """Whether it may still look at what it was given."""
+
+    def wait(self) -> None:
+        """Block until it no longer does."""
+
+
+@dataclass(eq=False)
+class Home:
+    """Memory for one parameter's state.
+
+    Attributes:
+        leaves: dense tensors over it, by state name.
+        values: what ``optimizer.state[param]`` holds for each name, over ``leaves``.
+        readers: whoever was given it to read; some of them may have finished.
+    """
+
+    leaves: dict[str, list[Tensor]]
+    values: dict[str, Tensor]
+    readers: list[Reader] = field(default_factory=list)
+
+    def is_read(self) -> bool:
+        """Whether anybody still reads it."""
+        self.readers = [reader for reader in self.readers if reader.is_reading()]
+        return bool(self.readers)
+
+    def wait_unread(self) -> None:
+        """Block until nobody reads it any more."""
+        for reader in self.readers:
+            reader.wait()
+        self.readers = []
+
+
 @dataclass(eq=False)
 class StateShard:
     """One parameter's state on this rank.
@@ -128,8 +164,8 @@ class StateShard:
         layout: names, shapes and dtypes, learnt before the state exists.
         group: which of ``optimizer.param_groups`` the parameter is in.
         resident: its home is on the device.
-        home_leaves: dense tensors over its home, by state name.
-        homes: what ``optimizer.state[param]`` holds for each name, over ``home_leaves``.
+        places: its home, and a spare one if there is room for it.
+        side: which of ``places`` is the home now.
     """
 
     param: Tensor
@@ -139,8 +175,8 @@ class StateShard:
     layout: StateLayout
     group: int
     resident: bool = False
-    home_leaves: dict[str, list[Tensor]] = field(default_factory=dict)
-    homes: dict[str, Tensor] = field(default_factory=dict)
+    places: list[Home] = field(default_factory=list)
+    side: int = 0
     buckets: list[int] = field(default_factory=list)
 
     @property
@@ -158,13 +194,30 @@ class StateShard:
         """Bytes of the state, without padding."""
         return sum(leaf.nbytes for leaf in self.leaf_layouts)
 
+    @property
+    def home(self) -> Home:
+        """Where the state lives now."""
+        return self.places[self.side]
+
+    @property
+    def homes(self) -> dict[str, Tensor]:
+        """What ``optimizer.state[param]`` holds, by name."""
+        return self.places[self.side].values
+
+    @property
+    def home_leaves(self) -> dict[str, list[Tensor]]:
+        """The dense tensors inside ``homes``, by name."""
+        return self.places[self.side].leaves
+
     def settle(self, leaves: Sequence[Tensor]) -> None:
-        """Take ``leaves`` (one for each leaf layout) as the home of this state."""
+        """Take ``leaves`` (one for each leaf layout) as a home of this state; the first one is where it lives."""
         remaining = iter(leaves)
+        home = Home({}, {})
         for name, value in self.layout.values.items():
-            self.home_leaves[name] = [next(remaining) for _ in value.leaves]
-            built = value.build(self.home_leaves[name])
-            self.homes[name] = over_local(self.param, built) if self.on_locals else built
+            home.leaves[name] = [next(remaining) for _ in value.leaves]
+            built = value.build(home.leaves[name])
+            home.values[name] = over_local(self.param, built) if self.on_locals else built
+        self.places.append(home)
 
     def on_device(self, name: str, device: torch.device) -> Tensor:
         """A copy of the value ``name`` on ``device``, of the type that the optimizer made."""

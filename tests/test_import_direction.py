@@ -46,9 +46,10 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("shards", "update", "learn", "pipeline"),
     },
     "adopt": {"shards", "update"},
+    "lending": {"schedule", "shards", "update", "pipeline", "plan"},
     "engine": {
         *("policy", "fsdp", "schedule", "transfer", "report", "masters", "shards"),
-        *("update", "learn", "pipeline", "plan", "adopt"),
+        *("update", "learn", "pipeline", "plan", "adopt", "lending"),
     },
     "load": {"fsdp", "masters", "shards", "update", "engine"},
     "state": {"update", "engine"},
@@ -57,7 +58,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "offload": {"policy", "fsdp", "report", "optimizers", "update", "engine", "load", "state", "checks"},
     "__init__": {"policy", "report", "offload"},
     # Beside it: checkpoints of what it holds.
-    "checkpoint": {"fsdp", "masters", "shards", "update", "engine", "state"},
+    "checkpoint": {"fsdp", "arena", "buckets", "masters", "shards", "update", "lending", "engine", "state"},
     # Beside the library, as one of its users: the public names, and what a bench measures by itself.
     "bench": {"__init__", "arena", "buckets"},
 }

@@ -142,6 +142,7 @@ def test_it_prints_as_a_table() -> None:
         resident_state_bytes=0,
         other_state_bytes=812,
         left_out=(),
+        snapshot_bytes=0,
         host_bytes=8_000_012_288,
         pinned=True,
         ring_bytes=201_326_592,
@@ -162,16 +163,17 @@ def test_it_prints_as_a_table() -> None:
 Offloaded AdamW
   ! First.
   ! Second.
-  state on the host             8.00 GB
-  state resident on the device  0 B
-  other state, where it was     812 B
-  host memory taken             8.00 GB pinned
-  staging ring on the device    201.33 MB, 120 buckets pass through
-  device peak                   24.60 GB
-  last step: loaded             8.00 GB at 47.2 GB/s
-  last step: stored             8.00 GB at 46.9 GB/s
-  last step: time               178.4 ms, of it 9.1 ms updates
-  last step: exposed            169.3 ms"""
+  state on the host               8.00 GB
+  state resident on the device    0 B
+  other state, where it was       812 B
+  host memory taken               8.00 GB pinned
+    of it for asynchronous saves  0 B
+  staging ring on the device      201.33 MB, 120 buckets pass through
+  device peak                     24.60 GB
+  last step: loaded               8.00 GB at 47.2 GB/s
+  last step: stored               8.00 GB at 46.9 GB/s
+  last step: time                 178.4 ms, of it 9.1 ms updates
+  last step: exposed              169.3 ms"""
     )
 
 

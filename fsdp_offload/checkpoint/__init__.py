@@ -1,10 +1,12 @@
 """Sharded checkpoints of offloaded state."""
 
+from .async_save import ArenaStager
 from .chunks import Chunk, ShardChunks, chunks_of
 from .shard_tensor import ShardTensor, check_storage_writer, with_chunks
 from .state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 __all__ = [
+    "ArenaStager",
     "Chunk",
     "ShardChunks",
     "ShardTensor",

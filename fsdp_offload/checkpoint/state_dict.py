@@ -201,6 +201,7 @@ class _Attached:
     def for_load(self) -> dict[Tensor, UserState]:
         """State by parameter, in the order of the groups: what there is and, where there is none, its reserved home."""
         states = self._states()
+        self.engine.lending.wait()  # what is handed out will be written
         reserved = self.engine.reserved_state(self.optimizer, states.unwaited)
         existing = dict(states.items())  # waits for the last stores
         found = {param: existing.get(param) or reserved.get(param) for param in self.params}

@@ -1,0 +1,96 @@
+"""Homes that others read while training goes on: a step must not write them.
+
+::
+
+    lend(reader, homes) ──▶ make_way(the step's shards) ──▶ the step stores what is read into spare homes ──▶ settle
+
+A shard with a spare place lives in either, in turns: the step loads from the one and stores into the other, so moving
+costs nothing. Without a spare place, or where that is read as well, the step waits for the reader.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from .pipeline import Pipeline
+from .plan import Plan, home_side
+from .schedule import BucketStep
+from .shards import Home, Reader, StateShard
+from .update import StateStore
+
+
+class Lending:
+    """Who reads which homes of one plan."""
+
+    def __init__(self, plan: Plan, pipeline: Pipeline) -> None:
+        self._plan = plan
+        self._pipeline = pipeline
+        self._readers: list[Reader] = []  # some of them may have finished
+
+    def homes_by_address(self) -> dict[int, tuple[Home, bool]]:
+        """The place that begins a tensor at an address, and whether the state lives there now. Host memory only."""
+        return {
+            leaf.data_ptr(): (place, place is shard.home)
+            for shard in self._plan.shards.values()
+            if not shard.resident
+            for place in shard.places
+            for leaves in place.leaves.values()
+            for leaf in leaves
+            if leaf.numel()
+        }
+
+    def lend(self, reader: Reader, homes: Iterable[Home]) -> None:
+        """From now on nothing writes ``homes`` until ``reader`` has finished; they hold the newest bytes."""
+        for home in homes:
+            home.readers.append(reader)
+        self._readers.append(reader)
+
+    def wait(self) -> None:
+        """Block until nobody else reads any home."""
+        for reader in self._readers:
+            reader.wait()
+        self._readers = []
+
+    def make_way(self, updated: Sequence[StateShard], steps: Sequence[BucketStep]) -> list[StateShard]:
+        """Keep a step from writing homes that others read.
+
+        Returns:
+            The shards that it will store in their other place; hand them to :meth:`settle` when it has.
+        """
+        self._readers = [reader for reader in self._readers if reader.is_reading()]
+        if not self._readers:
+            return []
+        moving = {shard for shard in updated if _has_to_move(shard)}
+        live = set(updated)
+
+        def side_of(shard: StateShard) -> int | None:
+            if shard in moving:
+                return 1 - shard.side
+            # A neighbour in the bucket that has no gradient: its bytes do not change, so there is nothing to store.
+            return None if shard not in live and shard.home.is_read() else shard.side
+
+        for step in steps:
+            if step.store:
+                self._pipeline.buckets[step.bucket].store_copies = self._plan[step.bucket].copies(side_of)
+        return [shard for shard in updated if shard in moving]
+
+    def settle(self, moved: Sequence[StateShard], steps: Sequence[BucketStep], states: StateStore) -> None:
+        """The state of ``moved`` lives in their other place from now on."""
+        for shard in moved:
+            state, old = states.get(shard.param), shard.homes
+            shard.side = 1 - shard.side
+            state.update((name, home) for name, home in shard.homes.items() if state.get(name) is old[name])
+        for step in steps:
+            bucket = self._pipeline.buckets[step.bucket]
+            if bucket.store_copies is not None:
+                bucket.store_copies = None
+                bucket.copies, bucket.slot_views = self._plan[step.bucket].copies(home_side), []
+
+
+def _has_to_move(shard: StateShard) -> bool:
+    """Whether its home is being read, and another place is free. Waits where there is none."""
+    if not shard.home.is_read():
+        return False
+    if len(shard.places) > 1:
+        shard.places[1 - shard.side].wait_unread()
+        return True
+    shard.home.wait_unread()
+    return False
