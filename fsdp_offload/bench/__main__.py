@@ -7,7 +7,7 @@ try:
 except ImportError:
     sys.exit("The benches need the extra 'bench': pip install 'fsdp-offload[bench]'")
 
-from . import link, step
+from . import checkpoint, link, step
 from .record import print_machine
 
 app = typer.Typer(help="Measure offloading on this machine. Results are JSON lines.", no_args_is_help=True)
@@ -18,6 +18,7 @@ def _machine() -> None:
     print_machine()
 
 
+app.command("checkpoint")(checkpoint.main)
 app.command("link")(link.main)
 app.command("step")(step.main)
 

@@ -1,7 +1,7 @@
 """How close a step comes to the link: AdamW's state streamed through the device, with nothing else to hide behind."""
 
-import itertools
 import random
+from collections.abc import Sequence
 from enum import StrEnum
 from functools import partial
 from typing import Annotated, cast
@@ -39,7 +39,8 @@ def main(
 ) -> None:
     """Time of one AdamW step with fp32 moments, beside the two-way bandwidth of the same run."""
     device = bench_device()
-    model = _model(_sizes(params, tensors, equal=equal), device, sharded=sharded)
+    sizes = [(params // tensors,)] * tensors if equal else varied_sizes(params, tensors)
+    model = sharded_model(sizes, device) if sharded else plain_model(sizes, device)
     fused = implementation is Implementation.FUSED
     plain_ms = _plain_step_ms(model, device, fused=fused, repeats=repeats)
     torch.accelerator.reset_peak_memory_stats(device)
@@ -105,10 +106,8 @@ def _plain_step_ms(model: nn.Module, device: torch.device, *, fused: bool, repea
     return median(wall_ms(optimizer.step, device, repeats=repeats))
 
 
-def _sizes(params: int, tensors: int, *, equal: bool) -> list[tuple[int, ...]]:
+def varied_sizes(params: int, tensors: int) -> list[tuple[int, ...]]:
     """Shapes with about ``params`` elements in all: a wide mix, as from a transformer's norms to its embeddings."""
-    if equal:
-        return [(params // tensors,)] * tensors
     chooser = random.Random(0)
     weights = [chooser.choice((1, 2, 4, 8, 16, 64, 256, 512)) * chooser.uniform(0.7, 1.3) for _ in range(tensors)]
     scale = params / sum(weights)
@@ -116,13 +115,27 @@ def _sizes(params: int, tensors: int, *, equal: bool) -> list[tuple[int, ...]]:
     return [(max(1, round(weight * scale / columns)), columns) for weight in weights]
 
 
-def _model(shapes: list[tuple[int, ...]], device: torch.device, *, sharded: bool) -> nn.Module:
+def plain_model(shapes: Sequence[tuple[int, ...]], device: torch.device) -> nn.Module:
+    """Parameters of these shapes, with gradients."""
+    return _with_gradients(_of_parameters(shapes, device))
+
+
+def sharded_model(shapes: Sequence[tuple[int, ...]], device: torch.device) -> nn.Module:
+    """The same as DTensors of a mesh of this one rank. Makes a process group."""
+    dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    model = _of_parameters(shapes, device)
+    fully_shard(model, mesh=init_device_mesh(device.type, (1,)))
+    return _with_gradients(model)
+
+
+def _of_parameters(shapes: Sequence[tuple[int, ...]], device: torch.device) -> nn.Module:
     model = nn.Module()
-    for number, shape in zip(itertools.count(), shapes, strict=False):
+    for number, shape in enumerate(shapes):
         model.register_parameter(f"weight{number}", nn.Parameter(torch.randn(shape, device=device)))
-    if sharded:
-        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-        fully_shard(model, mesh=init_device_mesh(device.type, (1,)))
+    return model
+
+
+def _with_gradients(model: nn.Module) -> nn.Module:
     for param in model.parameters():
         param.grad = torch.randn_like(param)
     return model

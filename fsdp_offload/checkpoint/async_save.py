@@ -17,14 +17,12 @@ A home that is lent is not written: the next steps store into a spare home (``Of
 """
 
 import copy
-import ctypes
+import gc
 import logging
-import threading
-import time
 import weakref
-from collections.abc import ItemsView, Iterator, Mapping, Sequence
-from itertools import groupby
-from typing import Any, Literal, NamedTuple, NoReturn
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,14 +32,13 @@ from torch.optim import Optimizer
 from ..arena import Region
 from ..buckets import aligned
 from ..engine import Engine
-from ..fsdp import is_dtensor, local_shard, over_local
+from ..fsdp import local_shard, over_local
 from ..lending import Lending
 from ..shards import Home, describe_value, leaves_of
 from ..update import ENGINE_ATTRIBUTE
+from .loan import Loan, StagedDict
 
 logger = logging.getLogger(__name__)
-
-_POLL_SECONDS = 0.005
 
 
 class ArenaStager(AsyncStager):
@@ -79,7 +76,7 @@ class ArenaStager(AsyncStager):
         self._optimizers = [weakref.ref(_check_offloaded(optimizer)) for optimizer in optimizers]
         self._when_busy = when_busy
         self._buffer: Region | None = None
-        self._loan: _Loan | None = None
+        self._loan: Loan | None = None
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """``state_dict`` as it is now, to be written while training goes on. Called by ``dcp.async_save``.
@@ -95,12 +92,15 @@ class ArenaStager(AsyncStager):
         for engine in engines:
             engine.check_usable("dcp.async_save()")
             engine.wait_all_home()
-        found = _Leaves(engines)
-        found.look_into(state_dict)
-        loan = _Loan()
-        found.take(loan, self._buffer_for(found.copied, engines))
+        with _no_garbage_collection():
+            loan, staging = Loan(), _Staging(engines)
+            buffer = self._buffer_for(staging.look_into(state_dict), engines)
+            loan.add(region for engine in engines for region in engine.plan.regions)
+            loan.add([buffer])
+            staged = StagedDict(loan, staging.staged(state_dict, loan, buffer))
+            loan.seal()
         self._loan = loan
-        return _StagedDict(loan, found.replaced(state_dict))
+        return staged
 
     def close(self) -> None:
         """Wait for the writer, then free the buffer."""
@@ -130,78 +130,12 @@ class ArenaStager(AsyncStager):
         return self._buffer
 
 
-class _Loan:
-    """The memory of one staged dict, and who reads it: a :class:`~fsdp_offload.shards.Reader` of homes.
+class _Staging:
+    """Makes the staged dict: what is at home is lent, everything else that training may change is copied.
 
-    Ends when the tensors over it are gone. A writer that failed may leave its tensors to the exception that it raised,
-    and that to whoever holds the future; but its thread ends, so that counts as well.
+    Thousands of tensors go through here while training stands still, so it looks at each of them three times only: to
+    find its dense tensors (*leaves*), to stage those, and to put it together again.
     """
-
-    def __init__(self) -> None:
-        self._memory: list[weakref.ref[Any]] = []
-        self._owner = threading.current_thread()
-        self._thread: threading.Thread | None = None
-
-    def tensor(self, like: Tensor) -> Tensor:
-        """A tensor over the memory of ``like``, on the CPU, of which this loan knows when it goes."""
-        nbytes = like.numel() * like.element_size()
-        memory = (ctypes.c_ubyte * nbytes).from_address(like.data_ptr())
-        memory.keeps = like  # type: ignore[attr-defined]  # and with it the arena
-        self._memory.append(weakref.ref(memory))
-        return torch.frombuffer(memory, dtype=like.dtype).as_strided(like.shape, like.stride())
-
-    def is_looked_into(self) -> None:
-        """Called in whatever thread looks into the staged dict."""
-        thread = threading.current_thread()
-        if self._thread is None and thread is not self._owner:
-            self._thread = thread
-
-    def is_reading(self) -> bool:
-        """Whether the writer may still look at what it was given."""
-        if self._thread is not None and not self._thread.is_alive():
-            return False
-        while self._memory and self._memory[-1]() is None:  # asked often; this looks at each only once
-            self._memory.pop()
-        return bool(self._memory)
-
-    def wait(self) -> None:
-        """Block until it no longer does."""
-        while self.is_reading():
-            if self._thread is None or self._thread is threading.current_thread():
-                time.sleep(_POLL_SECONDS)
-            else:
-                self._thread.join(_POLL_SECONDS)  # a thread of a pool outlives the save: its tensors tell then
-
-
-class _StagedDict(dict[str, Any]):
-    """The top level of what is handed to the writer: tells the loan which thread that is."""
-
-    def __init__(self, loan: _Loan, values: Mapping[str, Any]) -> None:
-        super().__init__(values)
-        self._loan = loan
-
-    def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
-        """As ``dict.items``."""
-        self._loan.is_looked_into()
-        return super().items()
-
-    def __iter__(self) -> Iterator[str]:
-        self._loan.is_looked_into()
-        return super().__iter__()
-
-    def __getitem__(self, key: str) -> Any:
-        self._loan.is_looked_into()
-        return super().__getitem__(key)
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise TypeError(
-            "ArenaStager lends memory of this process, which a process of its own cannot read. Use "
-            "AsyncCheckpointerType.THREAD, or torch's DefaultStager, which copies."
-        )
-
-
-class _Leaves:
-    """The dense tensors of a state dict: which of them are at home, and which have to be copied."""
 
     def __init__(self, engines: Sequence[Engine]) -> None:
         self._homes = {
@@ -209,97 +143,79 @@ class _Leaves:
             for engine in engines
             for address, found in engine.lending.homes_by_address().items()
         }
-        self._lent: dict[int, Tensor] = {}  # by address
+        self._lent: dict[Lending, dict[int, Home]] = {}
+        self._leaves: list[Tensor] = []  # of all tensors, in the order in which they are found
         self._copied: dict[_Key, Tensor] = {}
-        self._staged: dict[_Key, Tensor] = {}
-        self._homes_lent: dict[Lending, dict[int, Home]] = {}
+        self._keys: list[_Key | None] = []  # of each leaf; None is at home
 
-    @property
-    def copied(self) -> list[Tensor]:
-        """What has to be copied."""
+    def look_into(self, values: Any) -> list[Tensor]:
+        """Note every tensor inside ``values``. Returns what has to be copied."""
+        for value in _tensors_in(values):
+            local = local_shard(value)
+            for leaf in (local,) if type(local) in _PLAIN else leaves_of(value):
+                self._leaves.append(leaf)
+                self._keys.append(None if self._is_at_home(leaf) else self._to_copy(leaf))
         return list(self._copied.values())
 
-    def look_into(self, values: Any) -> None:
-        """Note every tensor inside ``values``."""
-        for value in _tensors_in(values):
-            for leaf in _leaves(value):
-                self._note(leaf)
-
-    def _note(self, leaf: Tensor) -> None:
-        address = leaf.data_ptr()
-        found = self._homes.get(address) if leaf.device.type == "cpu" and leaf.numel() else None
+    def _is_at_home(self, leaf: Tensor) -> bool:
+        found = self._homes.get(leaf.data_ptr()) if leaf.device.type == "cpu" else None
         if found is None:
-            self._copied[_key(leaf)] = leaf
-            return
+            return False
         lending, home, is_current = found
         if not is_current:
             raise RuntimeError(
                 "dcp.async_save: this state dict was made before the last step, and its tensors hold old state. Make "
                 "a new one with get_optimizer_state_dict() right before saving."
             )
-        self._homes_lent.setdefault(lending, {})[id(home)] = home
-        self._lent[address] = leaf
+        self._lent.setdefault(lending, {})[id(home)] = home
+        return True
 
-    def take(self, loan: _Loan, buffer: Region) -> None:
-        """Make what is staged for every leaf; returns when all copies have arrived."""
-        self._lent = {address: loan.tensor(leaf) for address, leaf in self._lent.items()}
-        self._copy(loan, buffer)
-        for lending, homes in self._homes_lent.items():
+    def _to_copy(self, leaf: Tensor) -> "_Key":
+        key = _Key(leaf.data_ptr(), leaf.shape, leaf.stride(), leaf.dtype, leaf.device)
+        self._copied.setdefault(key, leaf.detach())
+        return key
+
+    def staged(self, values: Any, loan: Loan, buffer: Region) -> Any:
+        """``values`` as they are now; returns when all copies have arrived."""
+        copies = self._copies(loan, buffer)
+        leaves = iter(
+            [
+                loan.tensor(leaf) if key is None else copies[key]
+                for leaf, key in zip(self._leaves, self._keys, strict=True)
+            ]
+        )
+        for lending, homes in self._lent.items():
             lending.lend(loan, homes.values())
+        return _replaced(values, leaves)
 
-    def _copy(self, loan: _Loan, buffer: Region) -> None:
+    def _copies(self, loan: Loan, buffer: Region) -> "dict[_Key, Tensor]":
+        targets: dict[_Key, Tensor] = {}
         offset = 0
-        ordered = sorted(self._copied.items(), key=lambda item: _is_counter(item[1]))
-        for counters, run in groupby(ordered, key=lambda item: _is_counter(item[1])):
-            if counters:
-                offset = self._copy_counters(loan, buffer, dict(run), offset)
+        for key, leaf in self._copied.items():
+            if not key.shape:
                 continue
-            for key, leaf in run:
-                nbytes = leaf.numel() * leaf.element_size()
-                target = buffer.range(offset, nbytes, leaf.dtype, tuple(leaf.shape), _dense_stride(leaf))
-                offset += aligned(nbytes)
-                target.copy_(leaf, non_blocking=True)
-                self._staged[key] = loan.tensor(target) if nbytes else target
-        for device in {leaf.device for leaf in self._copied.values() if leaf.device.type != "cpu"}:
-            torch.accelerator.current_stream(device).synchronize()
-
-    def _copy_counters(self, loan: _Loan, buffer: Region, counters: "dict[_Key, Tensor]", offset: int) -> int:
-        """Thousands of single elements: one copy for all of a dtype and device."""
-        kinds: dict[tuple[torch.dtype, torch.device], list[_Key]] = {}
-        for key, leaf in counters.items():
-            kinds.setdefault((leaf.dtype, leaf.device), []).append(key)
-        for (dtype, _), keys in kinds.items():
-            together = torch.stack([counters[key] for key in keys])
-            nbytes = together.numel() * dtype.itemsize
-            target = buffer.range(offset, nbytes, dtype, tuple(together.shape), (1,))
+            nbytes = leaf.numel() * leaf.element_size()
+            targets[key] = buffer.range(offset, nbytes, leaf.dtype, tuple(leaf.shape), _dense_stride(leaf))
+            targets[key].copy_(leaf, non_blocking=True)
             offset += aligned(nbytes)
+        for keys in self._counters():
+            # Thousands of single elements: one copy for all of a dtype and device.
+            together = torch.stack([self._copied[key] for key in keys])
+            nbytes = together.numel() * together.element_size()
+            target = buffer.range(offset, nbytes, together.dtype, tuple(together.shape), (1,))
             target.copy_(together, non_blocking=True)
-            for number, key in enumerate(keys):
-                self._staged[key] = loan.tensor(target[number])
-        return offset
+            targets.update(zip(keys, target.unbind(), strict=True))
+            offset += aligned(nbytes)
+        for device in {key.device for key in targets if key.device.type != "cpu"}:
+            torch.accelerator.current_stream(device).synchronize()
+        return {key: loan.tensor(target) for key, target in targets.items()}
 
-    def replaced(self, values: Any) -> Any:
-        """``values`` with everything that training may change exchanged for what is staged."""
-        if isinstance(values, Mapping):
-            return {key: self.replaced(value) for key, value in values.items()}
-        if isinstance(values, list):
-            return [self.replaced(value) for value in values]
-        if isinstance(values, tuple) and type(values) is tuple:
-            return tuple(self.replaced(value) for value in values)
-        if isinstance(values, Tensor):
-            return self._replaced_tensor(values)
-        return values if isinstance(values, _UNCHANGING) else copy.deepcopy(values)
-
-    def _replaced_tensor(self, value: Tensor) -> Tensor:
-        local = local_shard(value)
-        if type(local) in _PLAIN:
-            staged = self._for(local)
-            return over_local(value, staged) if is_dtensor(value) else staged
-        return describe_value(value).build([self._for(leaf) for leaf in leaves_of(value)])
-
-    def _for(self, leaf: Tensor) -> Tensor:
-        lent = self._lent.get(leaf.data_ptr()) if leaf.device.type == "cpu" and leaf.numel() else None
-        return lent if lent is not None else self._staged[_key(leaf)]
+    def _counters(self) -> "Iterable[list[_Key]]":
+        kinds: dict[tuple[torch.dtype, torch.device], list[_Key]] = {}
+        for key in self._copied:
+            if not key.shape:
+                kinds.setdefault((key.dtype, key.device), []).append(key)
+        return kinds.values()
 
 
 class _Key(NamedTuple):
@@ -312,20 +228,40 @@ class _Key(NamedTuple):
     device: torch.device
 
 
+def _replaced(values: Any, leaves: Iterator[Tensor]) -> Any:
+    """``values`` with every tensor made anew of the next of ``leaves``, and with copies of what else may change."""
+    if isinstance(values, Tensor):
+        local = local_shard(values)
+        if type(local) not in _PLAIN:
+            return describe_value(values).build([next(leaves) for _ in leaves_of(values)])
+        return next(leaves) if local is values else over_local(values, next(leaves))
+    if isinstance(values, Mapping):
+        return {key: _replaced(value, leaves) for key, value in values.items()}
+    if type(values) in (list, tuple):
+        return type(values)([_replaced(value, leaves) for value in values])
+    return values if isinstance(values, _UNCHANGING) else copy.deepcopy(values)
+
+
 _PLAIN = (Tensor, torch.nn.Parameter)
 _UNCHANGING = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
 
 
-def _key(leaf: Tensor) -> _Key:
-    return _Key(leaf.data_ptr(), leaf.shape, leaf.stride(), leaf.dtype, leaf.device)
-
-
-def _is_counter(leaf: Tensor) -> bool:
-    return leaf.dim() == 0
-
-
 def _dense_stride(leaf: Tensor) -> tuple[int, ...]:
-    return tuple(torch.empty_like(leaf, device="meta").stride())
+    if leaf.is_contiguous():
+        return leaf.stride()
+    return torch.empty_like(leaf, device="meta").stride()
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """So many new objects would set it off, and a full collection takes longer than all the rest."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _tensors_in(values: Any) -> Iterator[Tensor]:
@@ -334,13 +270,9 @@ def _tensors_in(values: Any) -> Iterator[Tensor]:
     elif isinstance(values, Mapping):
         for value in values.values():
             yield from _tensors_in(value)
-    elif isinstance(values, list | tuple):
+    elif type(values) in (list, tuple):
         for value in values:
             yield from _tensors_in(value)
-
-
-def _leaves(value: Tensor) -> list[Tensor]:
-    return [leaf.detach() for leaf in leaves_of(value)]
 
 
 def _engine_of(optimizer: Optimizer | None) -> Engine | None:

@@ -188,6 +188,7 @@ class _Attached:
 
     def saved(self) -> dict[Tensor, UserState]:
         """State by parameter, through the optimizer's own ``state_dict`` and its hooks."""
+        _offers.pop(self.engine, None)  # these homes hold state, whatever had been offered to load into
         state: Mapping[int, UserState] = self.optimizer.state_dict()["state"]
         return {self.params[number]: values for number, values in state.items()}
 

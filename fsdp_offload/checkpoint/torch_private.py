@@ -9,21 +9,28 @@ private name                                  seen in         without it
 ``torch._C._disabled_torch_function_impl``    2.11 to 2.13    required: AttributeError at import
 ``checkpoint.state_dict._get_fqns``           2.11 to 2.13    the prefixes of torch.compile, activation checkpointing
                                                               and DDP are cut out of names wherever they occur
+``state_dict_loader._storage_setup``          2.11 to 2.13    paths are read as local files; URLs need a
+                                                              ``storage_reader``
 ============================================  ==============  =========================================================
 
 The three methods through which DCP asks a tensor for its chunks (``torch/distributed/_checkpointable.py``) are named in
 ``shard_tensor.py``: they are looked up on the object, so nothing has to be imported.
 """
 
+import os
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as _state_dict
+from torch.distributed.checkpoint import state_dict_loader as _state_dict_loader
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor import placement_types as _placement_types
 
 _GET_FQNS: Any = getattr(_state_dict, "_get_fqns", None)
+_STORAGE_SETUP: Any = getattr(_state_dict_loader, "_storage_setup", None)
 _WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 _STRIDED_SHARD: type | None = getattr(_placement_types, "_StridedShard", None)
@@ -89,3 +96,11 @@ def make_wrapper(cls: type[Tensor], like: Tensor) -> Any:
     return Tensor._make_wrapper_subclass(
         cls, like.size(), strides=like.stride(), dtype=like.dtype, device=like.device, requires_grad=False
     )
+
+
+def storage_reader_for(checkpoint_id: str | os.PathLike[str]) -> StorageReader:
+    """The reader that ``dcp.load`` takes for ``checkpoint_id`` if none is given: local files, or fsspec's."""
+    if _STORAGE_SETUP is None:
+        return FileSystemReader(checkpoint_id)
+    reader: StorageReader = _STORAGE_SETUP(None, checkpoint_id, reader=True)
+    return reader

@@ -1,0 +1,135 @@
+"""The files of a checkpoint, looked at before anything is read from them.
+
+DCP notices a file that is gone or cut short when it comes to it; by then a part of the destination is overwritten, and
+other ranks may have loaded theirs. Here every rank looks at its own files while it plans, and a failure in planning is
+one on all ranks, before the first byte.
+"""
+
+import inspect
+import io
+import os
+from typing import Any
+
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from .load_checks import listed
+
+
+class CheckedReader(StorageReader):
+    """A ``FileSystemReader`` that vouches for its files.
+
+    Passes everything on to ``reader``, through whose file system it looks.
+    """
+
+    def __init__(self, reader: FileSystemReader) -> None:
+        self.reader = reader
+        self._damage: RuntimeError | None = None
+
+    @property
+    def checkpoint_id(self) -> str | os.PathLike[str]:
+        """Where the checkpoint is; shown in DCP's own log."""
+        return self.reader.checkpoint_id
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """As ``FileSystemReader``."""
+        return FileSystemReader.validate_checkpoint_id(checkpoint_id)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Another load begins, perhaps of another checkpoint."""
+        self._damage = None
+        self.reader.reset(checkpoint_id)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The metadata. DCP asks once, and if that fails again with ``rank=``: for what this rank alone has saved.
+
+        Raises:
+            FileNotFoundError: there is none.
+            RuntimeError: it is damaged, or something else. Also the second time: a file of this rank, perhaps left
+                over from another save, does not stand in for a damaged one.
+        """
+        if self._damage is not None:
+            raise self._damage
+        rank = kwargs.get("rank")
+        path = self.reader.fs.concat_path(self.reader.path, ".metadata" if rank is None else f"__{rank}.metadata")
+        try:
+            metadata = self.reader.read_metadata(*args, **kwargs)
+        except FileNotFoundError:
+            raise FileNotFoundError(
+                f"there is no {path}. DCP writes it last: either this is no checkpoint, or its save did not end"
+            ) from None
+        except Exception as error:  # unpickling what is not a pickle can raise anything
+            self._damage = _damage(path, f"{type(error).__name__}: {error}")
+            raise self._damage from error
+        if not isinstance(metadata, Metadata):
+            self._damage = _damage(path, f"it has a {type(metadata).__name__}")
+            raise self._damage
+        return metadata
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """As the reader; without keywords for one that was written before DCP gave any."""
+        if "kwargs" not in inspect.signature(self.reader.set_up_storage_reader).parameters:
+            kwargs = {}
+        self.reader.set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """The reader's plan.
+
+        Raises:
+            RuntimeError: a file that this rank needs is not there, or too short.
+        """
+        plan = self.reader.prepare_local_plan(plan)
+        _check_files(self.reader, plan)
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """As the reader."""
+        return self.reader.prepare_global_plan(plans)
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """As the reader."""
+        return self.reader.read_data(plan, planner)
+
+
+def _damage(path: object, what: str) -> RuntimeError:
+    return RuntimeError(
+        f"{path} cannot be read as the metadata of a checkpoint ({what}). It is damaged, cut short, or not from "
+        "torch.distributed.checkpoint; use another checkpoint"
+    )
+
+
+def _check_files(reader: FileSystemReader, plan: LoadPlan) -> None:
+    needed_bytes: dict[str, int] = {}  # by file
+    nowhere = []
+    for item in plan.items:
+        info = reader.storage_data.get(item.storage_index)
+        if info is None:
+            nowhere.append(item.storage_index.fqn)
+        else:
+            end = info.offset + info.length
+            needed_bytes[info.relative_path] = max(end, needed_bytes.get(info.relative_path, 0))
+    wrong = [text for path, needed in needed_bytes.items() if (text := _why_unreadable(reader, path, needed))]
+    if nowhere:
+        wrong.append(f"the metadata does not say where it has {listed(list(dict.fromkeys(nowhere)))}")
+    if wrong:
+        raise RuntimeError(
+            f"the checkpoint {reader.path} is incomplete, and nothing has been loaded: {listed(wrong)}. Was it copied "
+            "in part, or did its save not end? Use another checkpoint, or fetch these files again"
+        )
+
+
+def _why_unreadable(reader: FileSystemReader, relative_path: str, needed_bytes: int) -> str | None:
+    try:
+        with reader.fs.create_stream(reader.fs.concat_path(reader.path, relative_path), "rb") as stream:
+            found_bytes = stream.seek(0, io.SEEK_END)
+    except FileNotFoundError:
+        return f"{relative_path} is not there"
+    except OSError as error:
+        return f"{relative_path} cannot be opened ({error})"
+    if found_bytes < needed_bytes:
+        return f"{relative_path} has {found_bytes} bytes of at least {needed_bytes}"
+    return None

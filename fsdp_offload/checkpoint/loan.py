@@ -1,0 +1,105 @@
+"""Memory lent to the writer of an asynchronous save, and how to know that it has finished.
+
+``torch.distributed.checkpoint`` does not tell a stager when the writer is done, so it is seen by what the writer holds
+and where it runs.
+"""
+
+import bisect
+import ctypes
+import threading
+import time
+import weakref
+from collections.abc import ItemsView, Iterable, Iterator, Mapping
+from operator import itemgetter
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from ..arena import Region
+
+_POLL_SECONDS = 0.005
+
+
+class Loan:
+    """The memory of one staged dict, and who reads it: a :class:`~fsdp_offload.shards.Reader` of homes.
+
+    Ends when the tensors over it are gone. A writer that failed may leave its tensors to the exception that it raised,
+    and that to whoever holds the future; but its thread ends, so that counts as well.
+    """
+
+    def __init__(self) -> None:
+        self._memory: list[tuple[int, Any]] = []  # where each begins, while the loan is made
+        self._alive: list[weakref.ref[Any]] = []
+        self._owner = threading.current_thread()
+        self._thread: threading.Thread | None = None
+
+    def add(self, regions: Iterable[Region]) -> None:
+        """Memory that tensors of this loan may be over."""
+        for region in regions:
+            if region.nbytes:
+                address = region.bytes.data_ptr()
+                memory = (ctypes.c_ubyte * region.nbytes).from_address(address)
+                memory.keeps = region  # type: ignore[attr-defined]  # as long as any tensor over it lives
+                bisect.insort(self._memory, (address, memory), key=itemgetter(0))
+                self._alive.append(weakref.ref(memory))
+
+    def tensor(self, like: Tensor) -> Tensor:
+        """A tensor over the memory of ``like``, on the CPU, of which this loan knows when it goes."""
+        if not like.numel():
+            return like
+        address = like.data_ptr()
+        begin, memory = self._memory[bisect.bisect_right(self._memory, address, key=itemgetter(0)) - 1]
+        flat = torch.frombuffer(memory, dtype=like.dtype, count=like.numel(), offset=address - begin)
+        return flat if like.dim() == 1 else flat.as_strided(like.shape, like.stride())
+
+    def seal(self) -> None:
+        """The loan is made: from now on only its tensors hold the memory."""
+        self._memory.clear()
+
+    def is_looked_into(self) -> None:
+        """Called in whatever thread looks into the staged dict."""
+        thread = threading.current_thread()
+        if self._thread is None and thread is not self._owner:
+            self._thread = thread
+
+    def is_reading(self) -> bool:
+        """Whether the writer may still look at what it was given."""
+        if self._thread is not None and not self._thread.is_alive():
+            return False
+        return any(memory() is not None for memory in self._alive)
+
+    def wait(self) -> None:
+        """Block until it no longer does."""
+        while self.is_reading():
+            if self._thread is None or self._thread is threading.current_thread():
+                time.sleep(_POLL_SECONDS)
+            else:
+                self._thread.join(_POLL_SECONDS)  # a thread of a pool outlives the save: its tensors tell then
+
+
+class StagedDict(dict[str, Any]):
+    """The top level of what is handed to the writer: tells the loan which thread that is."""
+
+    def __init__(self, loan: Loan, values: Mapping[str, Any]) -> None:
+        super().__init__(values)
+        self._loan = loan
+
+    def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
+        """As ``dict.items``."""
+        self._loan.is_looked_into()
+        return super().items()
+
+    def __iter__(self) -> Iterator[str]:
+        self._loan.is_looked_into()
+        return super().__iter__()
+
+    def __getitem__(self, key: str) -> Any:
+        self._loan.is_looked_into()
+        return super().__getitem__(key)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError(
+            "ArenaStager lends memory of this process, which a process of its own cannot read. Use "
+            "AsyncCheckpointerType.THREAD, or torch's DefaultStager, which copies."
+        )
