@@ -9,6 +9,7 @@ costs nothing. Without a spare place, or where that is read as well, the step wa
 """
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 from .pipeline import Pipeline
 from .plan import Plan, home_side
@@ -58,19 +59,19 @@ class Lending:
         self._readers = [reader for reader in self._readers if reader.is_reading()]
         if not self._readers:
             return []
-        moving = {shard for shard in updated if _has_to_move(shard)}
-        live = set(updated)
+        moving = dict.fromkeys(shard for shard in updated if _has_to_move(shard))
+        # Neighbours in a bucket that have no gradient: their bytes do not change, so there is nothing to store.
+        idle = {shard for shard in self._plan.shards.values() if shard.home.is_read()} - moving.keys()
 
         def side_of(shard: StateShard) -> int | None:
-            if shard in moving:
-                return 1 - shard.side
-            # A neighbour in the bucket that has no gradient: its bytes do not change, so there is nothing to store.
-            return None if shard not in live and shard.home.is_read() else shard.side
+            return 1 - shard.side if shard in moving else None if shard in idle else shard.side
 
+        touched = {number for shard in (*moving, *idle) for number in shard.buckets}
         for step in steps:
-            if step.store:
-                self._pipeline.buckets[step.bucket].store_copies = self._plan[step.bucket].copies(side_of)
-        return [shard for shard in updated if shard in moving]
+            if step.store and step.bucket in touched:
+                # Made when the store is issued: by then the device has work.
+                self._pipeline.buckets[step.bucket].store_copies = partial(self._plan[step.bucket].copies, side_of)
+        return list(moving)
 
     def settle(self, moved: Sequence[StateShard], steps: Sequence[BucketStep], states: StateStore) -> None:
         """The state of ``moved`` lives in their other place from now on."""

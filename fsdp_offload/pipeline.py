@@ -42,12 +42,12 @@ class StagedBucket:
     Attributes:
         placement: its place in the ring; ``None`` for state that is resident on the device.
         copies: for each transfer the two ``uint8`` ranges: in the arena, and the offset in the ring.
-        store_copies: in place of ``copies`` for the stores of one step, where state moves to another home.
+        store_copies: makes what replaces ``copies`` in the store of one step, where state moves to another home.
     """
 
     placement: Placement | None
     copies: Sequence[tuple[Tensor, int]]
-    store_copies: Sequence[tuple[Tensor, int]] | None = None
+    store_copies: Callable[[], Sequence[tuple[Tensor, int]]] | None = None
     residency: Residency = Residency.HOME
     slot_views: list[Tensor] = field(default_factory=list)  # of the ring, one for each copy
 
@@ -178,7 +178,7 @@ class Pipeline:
         if bucket.store_copies is None:
             copies, slots = bucket.copies, self._slots(bucket)
         else:
-            copies = bucket.store_copies
+            copies = bucket.store_copies()
             slots = self._slot_views(bucket, copies)
         for (home, _), slot in zip(copies, slots, strict=True):
             home.copy_(slot, non_blocking=True)

@@ -142,7 +142,8 @@ class Home:
 
     def is_read(self) -> bool:
         """Whether anybody still reads it."""
-        self.readers = [reader for reader in self.readers if reader.is_reading()]
+        if self.readers:
+            self.readers = [reader for reader in self.readers if reader.is_reading()]
         return bool(self.readers)
 
     def wait_unread(self) -> None:

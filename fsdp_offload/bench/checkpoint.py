@@ -39,16 +39,11 @@ def _default_stager(_: torch.optim.Optimizer) -> AsyncStager:
     return DefaultStager(StagingOptions(False, False, False, False))  # what async_save makes if it is given none
 
 
-def _pinned_stager(_: torch.optim.Optimizer) -> AsyncStager:
-    return DefaultStager(StagingOptions(True, False, False, True))
-
-
 WAYS = {
     "arena": _Way(ArenaStager, reused=True, covered=True),
     "arena, no spare homes": _Way(ArenaStager, reused=True, covered=False),
     "torch default, fresh": _Way(_default_stager, reused=False, covered=False),
     "torch default, reused": _Way(_default_stager, reused=True, covered=False),
-    "torch pinned, reused": _Way(_pinned_stager, reused=True, covered=False),
 }
 
 
@@ -58,6 +53,7 @@ def main(
     staging_mib: Annotated[int, typer.Option(help="OffloadPolicy.staging_bytes, in MiB.")] = 512,
     repeats: Annotated[int, typer.Option(help="Saves of each kind, after a first one.")] = 3,
     compute_ms: Annotated[float, typer.Option(help="Device time between steps, as a forward and backward take.")] = 0.0,
+    way: Annotated[str | None, typer.Option(help="Only this way of staging.")] = None,
     directory: Annotated[Path | None, typer.Option(help="Where to write; by default a temporary folder.")] = None,
 ) -> None:
     """Time for which ``dcp.async_save`` blocks, steps during a save beside undisturbed ones, and host memory."""
@@ -66,8 +62,10 @@ def main(
     folder = Path(tempfile.mkdtemp(dir=directory))
     copy_ms = _model_copy_ms(model, device)
     try:
-        for name, way in WAYS.items():
-            figures = _measure(model, way, staging_mib * _MIB, folder, device, repeats, compute_ms)
+        for name, chosen in WAYS.items():
+            if way not in (None, name):
+                continue
+            figures = _measure(model, chosen, staging_mib * _MIB, folder, device, repeats, compute_ms)
             print_record("checkpoint", way=name, params=params, tensors=tensors, model_copy_ms=copy_ms, **figures)
     finally:
         shutil.rmtree(folder, ignore_errors=True)

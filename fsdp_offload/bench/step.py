@@ -122,7 +122,9 @@ def plain_model(shapes: Sequence[tuple[int, ...]], device: torch.device) -> nn.M
 
 def sharded_model(shapes: Sequence[tuple[int, ...]], device: torch.device) -> nn.Module:
     """The same as DTensors of a mesh of this one rank. Makes a process group."""
-    dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    backends = {kind: dist.get_default_backend_for_device(kind) for kind in ("cpu", device.type)}
+    backend = ",".join(f"{kind}:{name}" for kind, name in backends.items())  # checkpoints need the CPU's as well
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     model = _of_parameters(shapes, device)
     fully_shard(model, mesh=init_device_mesh(device.type, (1,)))
     return _with_gradients(model)

@@ -167,6 +167,8 @@ class _Staging:
                 "dcp.async_save: this state dict was made before the last step, and its tensors hold old state. Make "
                 "a new one with get_optimizer_state_dict() right before saving."
             )
+        if leaf.stride() != _dense_stride(leaf):
+            return False  # some columns of a home: they are read as they are, not from the home's first byte on
         self._lent.setdefault(lending, {})[id(home)] = home
         return True
 
@@ -177,18 +179,21 @@ class _Staging:
 
     def staged(self, values: Any, loan: Loan, buffer: Region) -> Any:
         """``values`` as they are now; returns when all copies have arrived."""
-        copies = self._copies(loan, buffer)
+        copies = self._issue_copies(loan, buffer)
         leaves = iter(
             [
                 loan.tensor(leaf) if key is None else copies[key]
                 for leaf, key in zip(self._leaves, self._keys, strict=True)
             ]
         )
-        for lending, homes in self._lent.items():
+        replaced = _replaced(values, leaves)  # while the device copies
+        for lending, homes in self._lent.items():  # last: whoever could not stage has lent nothing
             lending.lend(loan, homes.values())
-        return _replaced(values, leaves)
+        for device in {leaf.device for leaf in self._copied.values() if leaf.device.type != "cpu"}:
+            torch.accelerator.current_stream(device).synchronize()
+        return replaced
 
-    def _copies(self, loan: Loan, buffer: Region) -> "dict[_Key, Tensor]":
+    def _issue_copies(self, loan: Loan, buffer: Region) -> "dict[_Key, Tensor]":
         targets: dict[_Key, Tensor] = {}
         offset = 0
         for key, leaf in self._copied.items():
@@ -206,8 +211,6 @@ class _Staging:
             target.copy_(together, non_blocking=True)
             targets.update(zip(keys, target.unbind(), strict=True))
             offset += aligned(nbytes)
-        for device in {key.device for key in targets if key.device.type != "cpu"}:
-            torch.accelerator.current_stream(device).synchronize()
         return {key: loan.tensor(target) for key, target in targets.items()}
 
     def _counters(self) -> "Iterable[list[_Key]]":
