@@ -34,7 +34,7 @@ class Kind(Enum):
         "Is it of another model, or of other options? allow_missing=[patterns] leaves such keys as they are.",
     )
     MISSING_STATE = (
-        "optimizer state that is requested, but not in the checkpoint",
+        "keys of optimizer state that are requested, but not in the checkpoint",
         (
             "In this layout the metadata does not tell whether these parameters had any state when they were saved. If "
             "they had none, allow_missing=[patterns] leaves theirs as it is. flatten_optimizer_state_dict=True saves "
@@ -58,7 +58,7 @@ class Kind(Enum):
         "Load into tensors of the saved dtype, or cast on purpose with allow_cast=[patterns].",
     )
     DESTINATION = (
-        "tensors that DCP cannot load into correctly",
+        "that DCP cannot load into correctly",
         "Redistribute them, or give their local tensors chunks with fsdp_offload.checkpoint.with_chunks.",
     )
     HOLE = (

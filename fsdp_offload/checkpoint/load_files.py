@@ -8,6 +8,7 @@ one on all ranks, before the first byte.
 import inspect
 import io
 import os
+from collections.abc import Callable, Collection
 from typing import Any
 
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -20,14 +21,14 @@ from .load_checks import listed
 
 
 class CheckedReader(StorageReader):
-    """A ``FileSystemReader`` that vouches for its files.
+    """A ``FileSystemReader`` that vouches for its files, in one load.
 
     Passes everything on to ``reader``, through whose file system it looks.
     """
 
     def __init__(self, reader: FileSystemReader) -> None:
         self.reader = reader
-        self._damage: RuntimeError | None = None
+        self._failure: RuntimeError | None = None
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
@@ -41,38 +42,48 @@ class CheckedReader(StorageReader):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Another load begins, perhaps of another checkpoint."""
-        self._damage = None
         self.reader.reset(checkpoint_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The metadata. DCP asks once, and if that fails again with ``rank=``: for what this rank alone has saved.
+        """The metadata; none at all if there are none that can be read.
+
+        DCP takes an exception here as a reason to try again with ``rank=``, for what this rank alone has saved, and
+        may not even pass on its message. So only a ``.metadata`` that is not there is an exception: a damaged one must
+        not be replaced by a file of this rank, perhaps left over from another save. What is wrong is said in
+        :meth:`set_up_storage_reader`, which is called next.
 
         Raises:
-            FileNotFoundError: there is none.
-            RuntimeError: it is damaged, or something else. Also the second time: a file of this rank, perhaps left
-                over from another save, does not stand in for a damaged one.
+            FileNotFoundError: there is no ``.metadata``, and ``rank`` is not given.
         """
-        if self._damage is not None:
-            raise self._damage
         rank = kwargs.get("rank")
         path = self.reader.fs.concat_path(self.reader.path, ".metadata" if rank is None else f"__{rank}.metadata")
         try:
-            metadata = self.reader.read_metadata(*args, **kwargs)
+            if rank is not None and "kwargs" not in _parameters(self.reader.read_metadata):
+                raise FileNotFoundError(path)
+            metadata: object = self.reader.read_metadata(*args, **kwargs)
+            if isinstance(metadata, Metadata) and isinstance(metadata.storage_data, dict):
+                return metadata
+            self._failure = _damage(path, f"it has a {type(metadata).__name__} that says of no data where it is")
         except FileNotFoundError:
-            raise FileNotFoundError(
-                f"there is no {path}. DCP writes it last: either this is no checkpoint, or its save did not end"
-            ) from None
-        except Exception as error:  # unpickling what is not a pickle can raise anything
-            self._damage = _damage(path, f"{type(error).__name__}: {error}")
-            raise self._damage from error
-        if not isinstance(metadata, Metadata):
-            self._damage = _damage(path, f"it has a {type(metadata).__name__}")
-            raise self._damage
-        return metadata
+            if rank is None:
+                raise
+            self._failure = RuntimeError(
+                f"there is no .metadata in {self.reader.path}. DCP writes it last: either this is no checkpoint, or "
+                "its save did not end"
+            )
+        except Exception as error:  # noqa: BLE001  # unpickling what is not a pickle can raise anything
+            self._failure = _damage(path, f"{type(error).__name__}: {error}")
+        return Metadata({}, storage_data={})
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """As the reader; without keywords for one that was written before DCP gave any."""
-        if "kwargs" not in inspect.signature(self.reader.set_up_storage_reader).parameters:
+        """As the reader; without keywords for one that was written before DCP gave any.
+
+        Raises:
+            RuntimeError: there are no metadata that can be read.
+        """
+        if self._failure is not None:
+            raise self._failure
+        if "kwargs" not in _parameters(self.reader.set_up_storage_reader):
             kwargs = {}
         self.reader.set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
 
@@ -93,6 +104,10 @@ class CheckedReader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """As the reader."""
         return self.reader.read_data(plan, planner)
+
+
+def _parameters(method: Callable[..., Any]) -> Collection[str]:
+    return inspect.signature(method).parameters  # where DCP itself looks
 
 
 def _damage(path: object, what: str) -> RuntimeError:

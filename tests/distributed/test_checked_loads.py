@@ -1,0 +1,155 @@
+"""Checked loads on two ranks: what one of them refuses changes nothing on any, and nobody waits in vain."""
+
+import os
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from fsdp_offload.checkpoint import chunks_of, with_chunks
+from fsdp_offload.checkpoint.load_planner import LoadPlanner, load
+from fsdp_offload.fsdp import local_shard
+from tests.distributed.launch import mesh, run_cases, spawn, this_device
+
+pytestmark = pytest.mark.distributed
+
+WHOLE = torch.arange(20.0).view(5, 4)
+ROW = torch.arange(4.0).view(1, 4)  # of two ranks, the second has nothing
+
+
+def test_checked_loads(tmp_path: Path):
+    spawn(run_checked_loads, 2, tmp_path, tmp_path)
+
+
+def run_checked_loads(rank: int, world_size: int, folder: Path) -> None:
+    cases = {
+        "what fits is loaded": lambda: what_fits(folder / "fits"),
+        "a hole on one rank": lambda: hole(folder / "hole"),
+        "a file that one rank needs is gone": lambda: lost_file(folder / "lost", os.remove),
+        "a file that one rank needs is cut short": lambda: lost_file(
+            folder / "cut", lambda file: os.truncate(file, 100)
+        ),
+        "another shape on one rank": lambda: another_shape(folder / "shape"),
+        "every rank its own keys": lambda: own_keys(folder / "stages"),
+        "interleaved rows": lambda: interleaved_rows(folder / "rows"),
+    }
+    run_cases(cases)
+
+
+def what_fits(folder: Path) -> Iterator[str]:
+    """Uneven and empty shards, a counter, a replica; from and into other cuts."""
+    saved = {"whole": sharded(WHOLE), "row": sharded(ROW), "step": torch.tensor(3.0), "note": "x"}
+    dcp.save(saved, checkpoint_id=folder)
+    bounds = (0, 7) if dist.get_rank() == 0 else (7, 20)
+    flat = torch.zeros(bounds[1] - bounds[0], device=this_device())
+    ragged = with_chunks(sharded(WHOLE), flat, chunks_of((5, 4), bounds))
+    loaded = {"whole": ragged, "row": sharded(ROW * 0), "step": torch.tensor(0.0), "note": ""}
+    load(loaded, checkpoint_id=folder)
+    if not torch.equal(flat.cpu(), WHOLE.flatten()[slice(*bounds)]):
+        yield f"ragged: {flat}"
+    if not torch.equal(loaded["row"].full_tensor().cpu(), ROW) or loaded["step"] != 3 or loaded["note"] != "x":
+        yield f"{loaded}"
+
+
+def hole(folder: Path) -> Iterator[str]:
+    dcp.save({"whole": sharded(WHOLE), "other": sharded(WHOLE)}, checkpoint_id=folder)
+    if dist.get_rank() == 0:
+        edit_metadata(folder, lambda metadata: metadata.state_dict_metadata["whole"].chunks.pop(1))
+    dist.barrier()
+    loaded = {"whole": sharded(WHOLE * 0), "other": sharded(WHOLE * 0)}
+    yield from refused(loaded, folder, "whole (0 of the 8 elements", on={1})
+
+
+def lost_file(folder: Path, lose: Callable[[Path], None]) -> Iterator[str]:
+    """The second rank's part is in a file of its own."""
+    dcp.save({"whole": sharded(WHOLE)}, checkpoint_id=folder)
+    if dist.get_rank() == 0:
+        lose(folder / "__1_0.distcp")
+    dist.barrier()
+    yield from refused({"whole": sharded(WHOLE * 0)}, folder, "__1_0.distcp", on={1})
+
+
+def cut_short(file: Path) -> None:
+    os.truncate(file, 100)
+
+
+def another_shape(folder: Path) -> Iterator[str]:
+    """Plain tensors, as no DTensor could be of two shapes."""
+    dcp.save({"whole": WHOLE, "other": WHOLE}, checkpoint_id=folder)
+    loaded = {"whole": torch.zeros(5, 4 + dist.get_rank()), "other": torch.zeros(5, 4)}
+    yield from refused(loaded, folder, "whole ((5, 5), saved as (5, 4))", on={1})
+
+
+def own_keys(folder: Path) -> Iterator[str]:
+    """As pipeline stages: what the other one requests is not extra, and what neither does is."""
+    key = f"layer{dist.get_rank()}"
+    own = {"model": {key: WHOLE + dist.get_rank(), "shared": WHOLE}}
+    dcp.save(own, checkpoint_id=folder)
+    loaded = {"model": {key: torch.zeros(5, 4), "shared": torch.zeros(5, 4)}}
+    load(loaded, checkpoint_id=folder)
+    if not torch.equal(loaded["model"][key], own["model"][key]):
+        yield f"{loaded}"
+    yield from refused(
+        {"model": {key: torch.zeros(5, 4)}}, folder, "1 in the checkpoint, but not requested: model.shared", on={0}
+    )
+    load({"model": {key: torch.zeros(5, 4)}}, checkpoint_id=folder, planner=LoadPlanner(allow_extra=["*.shared"]))
+
+
+def interleaved_rows(folder: Path) -> Iterator[str]:
+    """DCP takes them for one rectangle of as many rows, and would load the wrong ones."""
+    dcp.save({"whole": WHOLE}, checkpoint_id=folder)
+    rows = _StridedShard(0, split_factor=2)
+    local = rows._split_tensor(WHOLE * 0, 2, with_padding=False)[0][dist.get_rank()].clone().to(this_device())
+    of_rows = DTensor.from_local(local, mesh(2), [rows], run_check=False, shape=WHOLE.shape, stride=WHOLE.stride())
+    yield from refused({"whole": of_rows}, folder, "1 that DCP cannot load into correctly: whole", on={0, 1})
+    loaded = {"whole": with_chunks(of_rows)}
+    load(loaded, checkpoint_id=folder)
+    expected = rows._split_tensor(WHOLE, 2, with_padding=False)[0][dist.get_rank()]
+    if not torch.equal(local.cpu(), expected):
+        yield f"{local}, not {expected}"
+
+
+# --- helpers ---------------------------------------------------------------------------------------------------------
+
+
+def refused(loaded: dict[str, Tensor], folder: Path, text: str, *, on: set[int]) -> Iterator[str]:
+    """All ranks fail in planning, with the error of those in ``on``, and nothing has changed on this one."""
+    tensors = {key: local_shard(tensor) for key, tensor in flat(loaded)}
+    before = {key: (tensor.clone(), tensor._version) for key, tensor in tensors.items()}
+    try:
+        load(loaded, checkpoint_id=folder)
+        yield "it was not refused"
+    except CheckpointException as error:
+        if error.args[0] != "plan" or error.failures.keys() != on:
+            yield f"it failed in {error.args[0]} on {set(error.failures)}, not in planning on {on}"
+        yield from (f"{cause} does not say: {text}" for cause, _ in error.failures.values() if text not in str(cause))
+    for key, (content, version) in before.items():
+        if not torch.equal(tensors[key], content) or tensors[key]._version != version:
+            yield f"{key} was written to"
+
+
+def flat(values: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from flat(value)
+        else:
+            yield key, value
+
+
+def sharded(whole: Tensor) -> DTensor:
+    return distribute_tensor(whole.clone().to(this_device()), mesh(2), [Shard(0)], src_data_rank=None)
+
+
+def edit_metadata(folder: Path, edit: Callable[[Metadata], object]) -> None:
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    edit(metadata)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))

@@ -1,0 +1,108 @@
+"""Checked loads in one process: what all of their tests need."""
+
+import itertools
+import pickle
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from fsdp_offload.checkpoint import ShardTensor, chunks_of, with_chunks
+from fsdp_offload.checkpoint.load_planner import load
+from fsdp_offload.checkpoint.rectangles import ShardChunks
+from fsdp_offload.fsdp import local_shard
+
+WHOLE = torch.arange(24.0).view(6, 4)
+
+
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeviceMesh]:
+    """For a fixture: a process group of this process alone, and its mesh."""
+    store = tmp_path_factory.mktemp("store") / "store"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def refused(loaded: dict[str, Any], checkpoint: Path | str | None, match: str, **kwargs: Any) -> str:
+    """The text of the error with which a load fails in planning, having changed nothing; ``.`` matches newlines."""
+    if checkpoint is not None:
+        kwargs["checkpoint_id"] = checkpoint
+    tensors = dict(tensors_of(loaded))
+    before = {key: (memory_of(t), memory_of(t).clone(), memory_of(t)._version) for key, t in tensors.items()}
+    others = repr(without_tensors(loaded))
+    with pytest.raises(CheckpointException) as caught:
+        load(loaded, **kwargs)
+    assert caught.value.args[0] == "plan"
+    text = str(caught.value.failures[0][0])
+    assert re.search(match, text, re.DOTALL), text
+    after = dict(tensors_of(loaded))
+    assert after.keys() == before.keys()
+    for key, (memory, content, version) in before.items():
+        assert after[key] is tensors[key], key
+        assert memory_of(after[key]) is memory, key
+        assert memory.is_meta or torch.equal(memory, content), key
+        assert memory._version == version, f"{key} was written to"
+    assert repr(without_tensors(loaded)) == others
+    return text
+
+
+def tensors_of(value: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield prefix.removesuffix("."), value
+    elif isinstance(value, Mapping | list):
+        for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from tensors_of(item, f"{prefix}{key}.")
+
+
+def without_tensors(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: without_tensors(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [without_tensors(item) for item in value]
+    return "tensor" if isinstance(value, Tensor) else value
+
+
+def emptied(value: Any) -> Any:
+    """The same structure with zeros, for tensors and numbers."""
+    if isinstance(value, Mapping):
+        return {key: emptied(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [emptied(item) for item in value]
+    if isinstance(value, Tensor):
+        return torch.zeros_like(value)
+    return type(value)() if isinstance(value, int | float | str) else value
+
+
+def memory_of(tensor: Tensor) -> Tensor:
+    local = local_shard(tensor)
+    return local.local if isinstance(local, ShardTensor) else local
+
+
+def sharded(whole: Tensor, mesh: DeviceMesh) -> DTensor:
+    return distribute_tensor(whole.clone(), mesh, [Shard(0)])
+
+
+def ragged(whole: Tensor, mesh: DeviceMesh, *inner_bounds: int) -> Tensor:
+    """All of ``whole``, in one flat buffer whose parts have chunks of their own."""
+    bounds = [0, *inner_bounds, whole.numel()]
+    chunks = []
+    for begin, end in itertools.pairwise(bounds):
+        part = chunks_of(tuple(whole.shape), (begin, end)).chunks
+        chunks += [chunk._replace(local_start=begin + chunk.local_start) for chunk in part]
+    carried = ShardChunks(tuple(whole.shape), (whole.numel(),), tuple(chunks))
+    return with_chunks(sharded(whole, mesh), whole.flatten().clone(), carried)
+
+
+def edit_metadata(folder: Path, edit: Callable[[Metadata], object]) -> None:
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    edit(metadata)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
