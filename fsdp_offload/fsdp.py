@@ -55,6 +55,14 @@ def over_local(like: Tensor, local: Tensor) -> Tensor:
     return DTensor(local, spec, requires_grad=False)
 
 
+def over_part(like: Tensor, local: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """``local`` as a DTensor of another global ``shape`` on the mesh of ``like``. Its placements say nothing then."""
+    assert isinstance(like, DTensor), "only a DTensor has a mesh"
+    stride = torch.empty(shape, device="meta").stride()
+    spec = dataclasses.replace(like._spec, tensor_meta=TensorMeta(torch.Size(shape), stride, local.dtype))
+    return DTensor(local, spec, requires_grad=False)
+
+
 def without_data(value: Tensor) -> Tensor:
     """A DTensor that only knows mesh, placements and global shape: something to pass to :func:`over_local`."""
     return over_local(value, torch.empty(0, dtype=value.dtype, device="meta"))

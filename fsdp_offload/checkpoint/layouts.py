@@ -59,7 +59,7 @@ def by_fqn(state_dict: Mapping[str, Any]) -> SavedByFqn:
     strange = [key for key in state_dict if not str(key).startswith((_FLAT_STATE, _FLAT_GROUPS))]
     if strange or not state_dict:
         raise ValueError(
-            "set_optimizer_state_dict: expected {'state': ..., 'param_groups': ...} or keys that begin with "
+            "not the state dict of an optimizer: expected {'state': ..., 'param_groups': ...} or keys that begin with "
             f"'{_FLAT_STATE}' and '{_FLAT_GROUPS}', as get_optimizer_state_dict gives them; got {strange[:5]}."
         )
     return SavedByFqn(_split_keys(state_dict, _FLAT_STATE), _split_keys(state_dict, _FLAT_GROUPS))

@@ -1,0 +1,134 @@
+"""Where the parts of a fused tensor lie in it, and in the shards of it. Integers in, integers out.
+
+Along one dimension, every layout that fused projections have is a *comb*: blocks of equal length at equal distances::
+
+    concatenated   gggguuuu    gate: 1 block of 4 at 0           up: 1 block of 4 at 4
+    grouped        gguugguu    gate: 2 blocks of 2, every 4      up: the same, from 2 on
+    interleaved    gugugugu    gate: 4 blocks of 1, every 2      up: the same, from 1 on
+
+::
+
+    sizes, layout ──combs_of──▶ Comb of each part ──▶ part_chunks(chunks of a shard, Comb) ──▶ chunks of the part,
+                                                                                             in the same local memory
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Literal, NamedTuple
+
+from fsdp_offload.checkpoint import Chunk, ShardChunks
+from fsdp_offload.checkpoint.rectangles import contiguous_strides
+
+Layout = Literal["concatenated", "interleaved", "grouped"]
+
+
+class Comb(NamedTuple):
+    """The indices of one part along the fused dimension: so many ``blocks`` of ``length``, ``distance`` apart."""
+
+    start: int
+    length: int
+    distance: int
+    blocks: int
+
+    @property
+    def size(self) -> int:
+        """How many indices: the part's size along the dimension."""
+        return self.length * self.blocks
+
+
+def combs_of(sizes: Sequence[int], layout: Layout, groups: int = 1) -> tuple[Comb, ...]:
+    """The comb of each part.
+
+    Args:
+        sizes: of the parts along the fused dimension, over all groups.
+        layout: how they are fused. Interleaved parts have equal sizes.
+        groups: for ``grouped``: how many; each has an equal share of every part.
+
+    Raises:
+        ValueError: sizes that the layout does not allow.
+    """
+    if layout == "interleaved":
+        if len(set(sizes)) > 1:
+            raise ValueError(f"interleaved parts have equal sizes, got {list(sizes)}")
+        return tuple(Comb(number, 1, len(sizes), size) for number, size in enumerate(sizes))
+    count = groups if layout == "grouped" else 1
+    if count < 1 or any(size % count for size in sizes):
+        raise ValueError(f"part sizes {list(sizes)} do not divide into {count} groups")
+    starts = itertools.accumulate((size // count for size in sizes), initial=0)
+    distance = sum(sizes) // count
+    return tuple(Comb(start, size // count, distance, count) for start, size in zip(starts, sizes, strict=False))
+
+
+def part_chunks(fused: ShardChunks, dim: int, comb: Comb) -> ShardChunks:
+    """Which rectangles of a part this rank has, as places in the memory of its shard of the fused tensor.
+
+    Args:
+        fused: this rank's chunks of the fused tensor.
+        dim: the fused dimension, not negative.
+        comb: the part.
+
+    Returns:
+        Chunks of the part's global shape over the whole local buffer of ``fused``. A rank that has nothing of the part
+        has one chunk without elements, at the end of dimension 0.
+    """
+    shape = (*fused.global_shape[:dim], comb.size, *fused.global_shape[dim + 1 :])
+    chunks = tuple(piece for chunk in fused.chunks for piece in _cut(chunk, dim, comb) if piece.numel)
+    if not chunks:
+        chunks = (_nothing_of(shape),)
+    return ShardChunks(shape, fused.local_shape, chunks)
+
+
+def span_of(part: ShardChunks) -> tuple[int, ShardChunks]:
+    """The stretch of local memory from the part's first element to its last, and its chunks within that.
+
+    Returns:
+        Where the stretch begins in the flat local buffer, and the chunks with the stretch as their buffer.
+    """
+    chunks = [chunk for chunk in part.chunks if chunk.numel]
+    if not chunks:
+        return 0, ShardChunks(part.global_shape, (0,), part.chunks)
+    begin = min(chunk.local_start for chunk in chunks)
+    end = max(_last_element(chunk) for chunk in chunks) + 1
+    moved = tuple(chunk._replace(local_start=chunk.local_start - begin) for chunk in chunks)
+    return begin, ShardChunks(part.global_shape, (end - begin,), moved)
+
+
+def _cut(chunk: Chunk, dim: int, comb: Comb) -> Iterator[Chunk]:
+    """The parts of one rectangle that are in the comb, in the part's own coordinates."""
+    begin, end = chunk.offsets[dim], chunk.offsets[dim] + chunk.sizes[dim]
+    if comb.length == 1:  # one strided rectangle instead of many thin ones
+        first, last = (_blocks_before(comb, at) for at in (begin, end))
+        if first < last:
+            fused_at = comb.start + first * comb.distance
+            yield _piece(chunk, dim, first, last - first, fused_at - begin, comb.distance)
+        return
+    for block in range(_blocks_before(comb, begin - comb.length + 1), _blocks_before(comb, end)):
+        block_at = comb.start + block * comb.distance
+        lower, upper = max(begin, block_at), min(end, block_at + comb.length)
+        if lower < upper:
+            yield _piece(chunk, dim, block * comb.length + lower - block_at, upper - lower, lower - begin, 1)
+
+
+def _blocks_before(comb: Comb, index: int) -> int:
+    """How many blocks begin before ``index``."""
+    return min(max(-(-(index - comb.start) // comb.distance), 0), comb.blocks) if comb.distance else 0
+
+
+def _piece(chunk: Chunk, dim: int, part_at: int, size: int, local_at: int, step: int) -> Chunk:
+    strides = list(chunk.local_strides)
+    start = chunk.local_start + local_at * strides[dim]
+    strides[dim] *= step
+    offsets = (*chunk.offsets[:dim], part_at, *chunk.offsets[dim + 1 :])
+    sizes = (*chunk.sizes[:dim], size, *chunk.sizes[dim + 1 :])
+    return Chunk(offsets, sizes, start, tuple(strides))
+
+
+def _nothing_of(shape: Sequence[int]) -> Chunk:
+    """As torch's empty shards: at the end of dimension 0, so that all of them are the same chunk."""
+    sizes = (0, *shape[1:])
+    return Chunk((shape[0], *(0 for _ in shape[1:])), sizes, 0, contiguous_strides(sizes))
+
+
+def _last_element(chunk: Chunk) -> int:
+    extents = zip(chunk.sizes, chunk.local_strides, strict=True)
+    return chunk.local_start + sum((size - 1) * stride for size, stride in extents)

@@ -1,0 +1,322 @@
+r"""Rules: which tensors are fused of which parts, as data.
+
+A rule names the fused tensor and its parts by templates. ``{name}`` stands for any text and ``{name:regex}`` for text
+that matches; the parts are named with the same texts, so a rule reads in both directions::
+
+    fused = "{prefix}.mlp.gate_up_proj{suffix:\\.weight|\\.bias}"
+    parts = ["{prefix}.mlp.gate_proj{suffix}", "{prefix}.mlp.up_proj{suffix}"]
+
+Rules come from Python (:class:`Rule`), from a TOML or JSON file (:func:`load_rules`) or from :func:`preset`.
+"""
+
+import ast
+import functools
+import json
+import math
+import operator
+import re
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from importlib import resources
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+
+from .parts import Comb, Layout, combs_of
+
+Size = int | str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """One way in which tensors are fused.
+
+    Attributes:
+        fused: template of the fused tensor's key: the whole FQN.
+        parts: templates of the parts' keys, in the order in which they lie in the fused tensor.
+        sizes: of the parts along ``dim``, over all groups: ``"equal"``, or for each part a number or an expression of
+            config values such as ``"num_heads * head_dim"``. One size may be ``"rest"``.
+        dim: the fused dimension; negative counts from the last.
+        layout: ``"concatenated"``; ``"interleaved"`` (one index of each part in turns); ``"grouped"``: for each
+            tensor-parallel rank, or each group of heads, its share of all parts.
+        groups: for ``grouped``, a number or an expression: how many ranks or groups.
+        same_size_as: ``(template, dim)`` of another tensor whose size along ``dim`` has to be that of the first part.
+            What tells a gated MLP from one without a gate, where ``linear_fc1`` is half as large and must not be split.
+        optional: whether a model may have no such tensor. Of several optional rules one has to match all the same.
+        source: where the layout is defined.
+
+    Raises:
+        ValueError: the rule contradicts itself.
+    """
+
+    fused: str
+    parts: tuple[str, ...]
+    sizes: str | tuple[Size, ...] = "equal"
+    dim: int = 0
+    layout: Layout = "concatenated"
+    groups: Size = 1
+    same_size_as: tuple[str, int] | None = None
+    optional: bool = False
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        if len(self.parts) < 2:
+            raise ValueError(f"rule for {self.fused}: expected at least two parts, got {list(self.parts)}")
+        if self.layout not in get_args(Layout):
+            raise ValueError(f"rule for {self.fused}: layout must be one of {get_args(Layout)}, got {self.layout!r}")
+        if self.sizes != "equal" and (isinstance(self.sizes, str) or len(self.sizes) != len(self.parts)):
+            raise ValueError(f"rule for {self.fused}: expected 'equal' or {len(self.parts)} sizes, got {self.sizes!r}")
+        names = set(_pattern(self.fused).groupindex)
+        for part in self.parts:
+            if set(_pattern(part).groupindex) != names:
+                raise ValueError(f"rule for {self.fused}: the part {part} has other placeholders than {sorted(names)}")
+
+    def match(self, key: str) -> "Match | None":
+        """The parts of the fused tensor ``key``, if this rule is about it."""
+        found = _pattern(self.fused).fullmatch(key)
+        if found is None:
+            return None
+        texts = found.groupdict()
+        return Match(self, key, tuple(_filled(part, texts) for part in self.parts), texts)
+
+    def match_part(self, key: str) -> "Match | None":
+        """The fused tensor of which ``key`` is the first part, if this rule is about it."""
+        found = _pattern(_typed(self.parts[0], self.fused)).fullmatch(key)
+        return None if found is None else self.match(_filled(self.fused, found.groupdict()))
+
+    def combs(self, fused_size: int, values: Mapping[str, float], where: str) -> tuple[Comb, ...]:
+        """Where the parts lie along the fused dimension.
+
+        Args:
+            fused_size: of the fused tensor along ``dim``.
+            values: the config values that expressions name.
+            where: the key, for messages.
+
+        Raises:
+            ValueError: sizes do not add up, do not divide, or name values that there are not.
+        """
+        groups = _evaluated(self.groups, values, where)
+        sizes = self._sizes(fused_size, values, where)
+        if sum(sizes) != fused_size or min(sizes) < 0:
+            raise ValueError(
+                f"{where}: its parts have sizes {sizes}, {sum(sizes)} together, but its dimension {self.dim} has "
+                f"{fused_size}. Is it fused as the rule for {self.fused} says?"
+            )
+        try:
+            return combs_of(sizes, self.layout, groups)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
+
+    def _sizes(self, fused_size: int, values: Mapping[str, float], where: str) -> list[int]:
+        count = len(self.parts)
+        if self.sizes == "equal":
+            if fused_size % count:
+                raise ValueError(f"{where}: dimension {self.dim} of size {fused_size} has no {count} equal parts")
+            return [fused_size // count] * count
+        known = [None if size == "rest" else _evaluated(size, values, where) for size in self.sizes]
+        rest = fused_size - sum(size for size in known if size is not None)
+        return [rest if size is None else size for size in known]
+
+
+class Match(NamedTuple):
+    """A fused tensor and its parts.
+
+    ``texts`` are what the placeholders stand for.
+    """
+
+    rule: Rule
+    fused: str
+    parts: tuple[str, ...]
+    texts: dict[str, str]
+
+    def check_sibling(self, shapes: Mapping[str, Sequence[int]], first_size: int) -> None:
+        """Hold the first part's size against the tensor that ``same_size_as`` names.
+
+        Raises:
+            ValueError: that tensor is not there, or says that this one is not fused.
+        """
+        if self.rule.same_size_as is None:
+            return
+        template, dim = self.rule.same_size_as
+        sibling = _filled(template, self.texts)
+        if sibling not in shapes:
+            raise ValueError(
+                f"{self.fused}: whether it is fused can be told from {sibling}, which is not there. Leave it out of "
+                "the rules, or give a rule without same_size_as if you know."
+            )
+        if shapes[sibling][dim] != first_size:
+            raise ValueError(
+                f"{self.fused} is not fused: its parts would have {first_size} rows, but {sibling} takes "
+                f"{shapes[sibling][dim]}. A module without a gate? Exclude it."
+            )
+
+
+def find_matches(keys: Iterable[str], rules: Sequence[Rule]) -> list[Match]:
+    """The fused tensors among ``keys``.
+
+    Raises:
+        ValueError: a rule matches nothing, two rules match one key, or a part's key is taken.
+    """
+    known = list(keys)
+    found = {key: [match for rule in rules if (match := rule.match(key)) is not None] for key in known}
+    return _checked([(key, matches) for key, matches in found.items() if matches], known, rules)
+
+
+def find_parts(keys: Iterable[str], rules: Sequence[Rule]) -> list[Match]:
+    """The fused tensors whose parts are among ``keys``.
+
+    Raises:
+        ValueError: a rule matches nothing, two rules match one key, parts are missing, or the fused key is taken.
+    """
+    known = list(keys)
+    taken = set(known)
+    found = {key: [match for rule in rules if (match := rule.match_part(key)) is not None] for key in known}
+    matches = _checked([(key, matches) for key, matches in found.items() if matches], (), rules)
+    for match in matches:
+        missing = [part for part in match.parts if part not in taken]
+        if missing or match.fused in taken:
+            raise ValueError(
+                f"{match.fused} cannot be merged: " + (f"{missing} missing" if missing else "it is there already")
+            )
+    return matches
+
+
+def _checked(found: list[tuple[str, list[Match]]], taken: Iterable[str], rules: Sequence[Rule]) -> list[Match]:
+    for key, matches in found:
+        if len(matches) > 1:
+            raise ValueError(f"{key} is matched by several rules: {', '.join(match.rule.fused for match in matches)}")
+    single = [matches[0] for _, matches in found]
+    idle = [rule.fused for rule in rules if all(match.rule is not rule for match in single) and not rule.optional]
+    if idle or not single:
+        raise ValueError(
+            f"rules that match nothing: {', '.join(idle)}. Look at the keys, and take out what is not there"
+        )
+    names = [part for match in single for part in match.parts]
+    twice = {name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else set()
+    clash = sorted(twice | (set(names) & set(taken)))
+    if clash:
+        raise ValueError(f"part names are taken already: {', '.join(clash[:5])}")
+    return single
+
+
+# Files and presets ---------------------------------------------------------------------------------------------------
+
+
+def load_rules(path: str | Path) -> tuple[Rule, ...]:
+    """Rules from a file: ``[[rule]]`` tables in TOML, or ``{"rule": [{...}]}`` in JSON, with the fields of ``Rule``.
+
+    Raises:
+        ValueError: it is no such file; names the field.
+        OSError: it cannot be read.
+    """
+    text = Path(path).read_text()
+    try:
+        data = json.loads(text) if str(path).endswith(".json") else tomllib.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{path} is not a rules file: {error}") from None
+    return _rules_of(data, str(path))
+
+
+def preset(name: str) -> tuple[Rule, ...]:
+    """The rules of a framework, by name.
+
+    Raises:
+        ValueError: there is no such preset; names those that there are.
+    """
+    if name not in preset_names():
+        raise ValueError(f"no preset {name!r}; there are {', '.join(preset_names())}")
+    file = resources.files(__package__) / "presets" / f"{name}.toml"
+    return _rules_of(tomllib.loads(file.read_text()), name)
+
+
+@functools.cache
+def preset_names() -> tuple[str, ...]:
+    """Names of the presets."""
+    files = (resources.files(__package__) / "presets").iterdir()
+    return tuple(sorted(file.name.removesuffix(".toml") for file in files if file.name.endswith(".toml")))
+
+
+def _rules_of(data: Mapping[str, Any], where: str) -> tuple[Rule, ...]:
+    tables = data.get("rule")
+    if not isinstance(tables, list) or not tables:
+        raise ValueError(f"{where}: expected [[rule]] tables")
+    known = {field.name for field in fields(Rule)}
+    for table in tables:
+        unknown = table.keys() - known
+        if unknown:
+            raise ValueError(f"{where}: a rule has the unknown fields {sorted(unknown)}; there are {sorted(known)}")
+    frozen = [{name: _frozen(value) for name, value in table.items()} for table in tables]
+    try:
+        return tuple(Rule(**table) for table in frozen)
+    except TypeError as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+
+
+# Templates -----------------------------------------------------------------------------------------------------------
+
+_PLACEHOLDER = re.compile(r"\{(\w+)(?::((?:[^{}]|\{\d+(?:,\d*)?\})*))?\}")
+
+
+@functools.cache
+def _pattern(template: str) -> re.Pattern[str]:
+    """A regular expression with a named group for every placeholder."""
+    pattern, at = "", 0
+    for found in _PLACEHOLDER.finditer(template):
+        name, regex = found.groups()
+        pattern += re.escape(template[at : found.start()]) + f"(?P<{name}>{regex if regex is not None else '.*'})"
+        at = found.end()
+    return re.compile(pattern + re.escape(template[at:]))
+
+
+def _filled(template: str, texts: Mapping[str, str]) -> str:
+    return _PLACEHOLDER.sub(lambda found: texts[found.group(1)], template)
+
+
+def _typed(template: str, typed_by: str) -> str:
+    """``template`` with the placeholders as the other one writes them, regular expressions included."""
+    written = {found.group(1): found.group(0) for found in _PLACEHOLDER.finditer(typed_by)}
+    return _PLACEHOLDER.sub(lambda found: written[found.group(1)], template)
+
+
+# Expressions ---------------------------------------------------------------------------------------------------------
+
+_OPERATORS: dict[type[ast.operator], Any] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Div: operator.truediv,
+}
+
+
+def _evaluated(size: Size, values: Mapping[str, float], where: str) -> int:
+    if isinstance(size, int):
+        return size
+    try:
+        result = _value(ast.parse(size, mode="eval").body, values)
+    except KeyError as error:
+        raise ValueError(
+            f"{where}: the size {size!r} needs the config value {error.args[0]!r}; give it, for example with "
+            f"{{{error.args[0]!r}: ...}}. There are {sorted(values)}"
+        ) from None
+    except (SyntaxError, TypeError, ZeroDivisionError) as error:
+        raise ValueError(f"{where}: the size {size!r} cannot be evaluated: {error}") from None
+    if not math.isfinite(result) or result != int(result):
+        raise ValueError(f"{where}: the size {size!r} is {result}, not a whole number")
+    return int(result)
+
+
+def _value(node: ast.expr, values: Mapping[str, float]) -> float:
+    """Sums, products and quotients of numbers and names: nothing that could do anything else."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
+        return node.value
+    if isinstance(node, ast.Name):
+        return values[node.id]
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        result: float = _OPERATORS[type(node.op)](_value(node.left, values), _value(node.right, values))
+        return result
+    raise TypeError(f"only + - * / // of numbers and config values are allowed, not {ast.unparse(node)!r}")
