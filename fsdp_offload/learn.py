@@ -53,6 +53,7 @@ class Layouts:
         self.traits: Traits = traits_of(cls)
         self._cls = cls
         self.counters: set[str] = set()  # entries of param groups that the optimizer's own step changes
+        self._new_entries: dict[str, object] = {}  # of param groups, as a first step leaves them
         self._learnt: dict[Any, StateLayout] = {}
         self._tried: set[Any] = set()
 
@@ -65,6 +66,14 @@ class Layouts:
 
         self._learnt = {without(key): layout for key, layout in self._learnt.items()}
         self._tried = {without(key) for key in self._tried}
+
+    def group_counters_at_zero(self) -> dict[str, object]:
+        """Numbers that param groups get in the first step only (``group["step"]``), as they are before it."""
+        numbers = {name: value for name, value in self._new_entries.items() if isinstance(value, int | float | Tensor)}
+        return {
+            name: torch.zeros_like(value) if isinstance(value, Tensor) else type(value)()
+            for name, value in numbers.items()
+        }
 
     def of_existing(
         self, optimizer: Optimizer, param: Tensor, group: Mapping[str, Any], state: UserState
@@ -101,7 +110,7 @@ class Layouts:
             if not self.traits.known:
                 self._try_class(optimizer, group, param)
             try:
-                self._learnt[key] = _learn(self._cls, optimizer, self.traits, param, group)
+                self._learnt[key] = _learn(self._cls, optimizer, self.traits, param, group, self._new_entries)
             except Exception as error:
                 raise ValueError(
                     f"{self._cls.__name__} cannot be offloaded: a step on a scratch tensor like {name} (shape "
@@ -124,14 +133,20 @@ class Layouts:
 
 
 def _learn(
-    cls: type[Optimizer], optimizer: Optimizer, traits: Traits, param: Tensor, group: Mapping[str, Any]
+    cls: type[Optimizer],
+    optimizer: Optimizer,
+    traits: Traits,
+    param: Tensor,
+    group: Mapping[str, Any],
+    new_entries: dict[str, object],
 ) -> StateLayout:
     generator = _generator(param)
     scratch = _small_like(param, generator) if traits.state_like_param else _like(param, generator)
     scratch.grad = _like(scratch, generator)
     before = _state_of_construction(cls, scratch, group) if traits.known else {}
     with _random_state_kept(local_shard(param).device), torch.no_grad():
-        after = _one_step(cls, optimizer, scratch, group, before)
+        after, entries = _one_step(cls, optimizer, scratch, group, before)
+    new_entries.update((name, value) for name, value in entries.items() if name not in group)
     if scratch not in after:
         return StateLayout({})
     if traits.state_like_param:
@@ -234,12 +249,15 @@ def _copied(value: Any, memo: Mapping[int, object]) -> Any:
 
 def _one_step(
     cls: type[Optimizer], optimizer: Optimizer, scratch: Tensor, group: Mapping[str, Any], before: UserState
-) -> dict[Tensor, UserState]:
+) -> tuple[dict[Tensor, UserState], dict[str, Any]]:
+    """The state after a step on ``scratch`` alone, and its param group."""
     stand_in = _StandIn(optimizer)
     shared = SharedValues(stand_in, _as_in_training(stand_in.param_groups))  # type: ignore[arg-type]
     index = _index_of(optimizer, group)
     lists: list[list[Tensor]] = [[scratch] if number == index else [] for number in range(len(stand_in.param_groups))]
-    return Shadow(cls).run(shared, lists, {scratch: before} if before else {}, {})
+    after = Shadow(cls).run(shared, lists, {scratch: before} if before else {}, {})
+    shared.commit(stand_in)  # type: ignore[arg-type]
+    return after, stand_in.param_groups[index]
 
 
 def _index_of(optimizer: Optimizer, group: Mapping[str, Any]) -> int:

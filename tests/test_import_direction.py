@@ -58,7 +58,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "offload": {"policy", "fsdp", "report", "optimizers", "update", "engine", "load", "state", "checks"},
     "__init__": {"policy", "report", "offload"},
     # Beside it: checkpoints of what it holds.
-    "checkpoint": {"fsdp", "arena", "buckets", "masters", "shards", "update", "lending", "engine", "state"},
+    "checkpoint": {"fsdp", "arena", "buckets", "masters", "shards", "update", "lending", "engine", "load", "state"},
     # Beside the library, as one of its users: the public names, and what a bench measures by itself.
     "bench": {"__init__", "arena", "buckets", "checkpoint"},
 }

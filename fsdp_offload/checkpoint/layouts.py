@@ -11,7 +11,12 @@ As ``torch.distributed.checkpoint.state_dict`` has them (``flatten_optimizer_sta
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from torch.utils.weak import WeakIdKeyDictionary
+
 StateDict = dict[str, Any]
+
+LEFT_OUT: Any = WeakIdKeyDictionary()
+"""Tensors that the last checked load into them has left as they were, as the checkpoint has nothing for them."""
 
 _FLAT_STATE, _FLAT_GROUPS = "state.", "param_groups."
 

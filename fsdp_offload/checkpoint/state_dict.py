@@ -30,12 +30,13 @@ from torch.optim import Optimizer
 
 from ..engine import Engine
 from ..fsdp import is_dtensor, local_shard, over_local, parameter_names
+from ..load import check_loadable
 from ..masters import MASTER, is_duplicate
 from ..shards import leaves_of
 from ..state import OffloadedState
 from ..update import ENGINE_ATTRIBUTE, UserState
 from .chunks import chunks_of
-from .layouts import SavedByFqn, StateDict, by_fqn, flattened
+from .layouts import LEFT_OUT, SavedByFqn, StateDict, by_fqn, flattened
 from .shard_tensor import ShardTensor, with_chunks
 from .torch_private import canonical_fqn
 
@@ -70,10 +71,13 @@ def get_optimizer_state_dict(
     nested: StateDict = {"state": {}, "param_groups": []}
     for attached in _attached(optimizer, "get_optimizer_state_dict"):
         attached.check_names(fqns)
-        states = attached.for_load() if for_load else attached.saved()
+        states, groups = attached.for_load() if for_load else attached.saved()
         for param, state in states.items():
             nested["state"][fqns[param]] = _as_saved(param, state)
-        for group in attached.saved_groups(for_load=for_load):
+            for value in nested["state"][fqns[param]].values():
+                if isinstance(value, Tensor):
+                    LEFT_OUT.pop(value, None)  # what an earlier load did not find says nothing about the next one
+        for group in groups:
             nested["param_groups"].append({**group, "params": [fqns[param] for param in group["params"]]})
     return flattened(nested) if flatten_optimizer_state_dict else nested
 
@@ -116,6 +120,9 @@ def set_optimizer_state_dict(
             f"set_optimizer_state_dict: the state dict has parameters that the optimizer has not: {_some(extra)}. Is "
             "it of another model? strict=False ignores them."
         )
+    if len(plans) > 1:  # one alone checks before it changes anything
+        for attached, state_dict in plans:
+            check_loadable(attached.engine, attached.optimizer, state_dict)
     for attached, state_dict in plans:
         attached.optimizer.load_state_dict(state_dict)
         _offers.pop(attached.engine, None)
@@ -186,20 +193,14 @@ class _Attached:
                 "that it was built for; fully_shard exchanges a model's parameters, so build the optimizer after it."
             )
 
-    def saved(self) -> dict[Tensor, UserState]:
-        """State by parameter, through the optimizer's own ``state_dict`` and its hooks."""
+    def saved(self) -> tuple[dict[Tensor, UserState], list[dict[str, Any]]]:
+        """State by parameter, and the param groups, through the optimizer's own ``state_dict`` and its hooks."""
         _offers.pop(self.engine, None)  # these homes hold state, whatever had been offered to load into
-        state: Mapping[int, UserState] = self.optimizer.state_dict()["state"]
-        return {self.params[number]: values for number, values in state.items()}
+        saved = self.optimizer.state_dict()
+        state = {self.params[number]: values for number, values in saved["state"].items()}
+        return state, [{**g, "params": [self.params[number] for number in g["params"]]} for g in saved["param_groups"]]
 
-    def saved_groups(self, *, for_load: bool) -> list[dict[str, Any]]:
-        """The param groups, through ``state_dict``'s hooks where the state is whole."""
-        if for_load:
-            return [dict(group) for group in self.optimizer.param_groups]
-        groups = self.optimizer.state_dict()["param_groups"]
-        return [{**group, "params": [self.params[number] for number in group["params"]]} for group in groups]
-
-    def for_load(self) -> dict[Tensor, UserState]:
+    def for_load(self) -> tuple[dict[Tensor, UserState], list[dict[str, Any]]]:
         """State by parameter, in the order of the groups: what there is and, where there is none, its reserved home."""
         states = self._states()
         self.engine.lending.wait()  # what is handed out will be written
@@ -211,7 +212,9 @@ class _Attached:
             param: {name: _Offer(leaf, leaf._version) for name, leaf in _first_leaves(state) if leaf.numel()}
             for param, state in offered.items()
         }
-        return offered
+        # Counters that groups get in the first step would not be asked for, and so not be loaded.
+        counters = self.engine.layouts.group_counters_at_zero() if reserved else {}
+        return offered, [{**counters, **group} for group in self.optimizer.param_groups]
 
     def by_parameter(self, fqns: Mapping[Tensor, str], saved: SavedByFqn, *, strict: bool) -> dict[str, Any]:
         """What ``load_state_dict`` takes, with positions for names."""
@@ -230,22 +233,22 @@ class _Attached:
 
     def _merged_group(self, index: int, fqns: Mapping[Tensor, str], saved: SavedByFqn) -> dict[str, Any]:
         """A param group with the saved entries of its parameters, which have to agree."""
-        group = dict(self.optimizer.param_groups[index])
         first: str | None = None
-        for fqn in (fqns[param] for param in group["params"]):
-            entries = saved.entries.get(fqn)
-            if entries is None:
+        merged: dict[str, Any] = {}
+        for fqn in (fqns[param] for param in self.optimizer.param_groups[index]["params"]):
+            if fqn not in saved.entries:
                 continue
-            if first is not None and not _same_entries(saved.entries[first], entries):
+            # The names of a group's parameters are not hyperparameters: they are those of the group as it is now.
+            entries = {name: value for name, value in saved.entries[fqn].items() if name != "param_names"}
+            if first is not None and not _same_entries(merged, entries):
                 raise ValueError(
                     f"set_optimizer_state_dict: {first} and {fqn} are in one param group ({index}), but were saved "
-                    f"with different hyperparameters: {saved.entries[first]} and {entries}. Build the optimizer with "
-                    "groups that do not mix them."
+                    f"with different hyperparameters: {merged} and {entries}. Build the optimizer with groups that do "
+                    "not mix them."
                 )
             if first is None:
-                first = fqn
-                group.update(entries)
-        return group
+                first, merged = fqn, entries
+        return {**self.optimizer.param_groups[index], **merged}
 
     def _loaded_state(self, fqns: Mapping[Tensor, str], saved: SavedByFqn) -> dict[Tensor, UserState]:
         current = self._states().unwaited
@@ -253,8 +256,11 @@ class _Attached:
         untouched: list[str] = []
         for param in self.params:
             fqn = fqns[param]
-            state = {name: _as_loaded(param, value) for name, value in saved.state.get(fqn, {}).items()}
-            if fqn not in saved.entries:
+            given = saved.state.get(fqn, {})
+            # A master that the checkpoint is known to lack is made anew from the parameter.
+            lacks_master = given.get(MASTER) in LEFT_OUT if isinstance(given.get(MASTER), Tensor) else False
+            state = {n: _as_loaded(param, value) for n, value in given.items() if n != MASTER or not lacks_master}
+            if fqn not in saved.entries or _was_left_out(given):
                 state = current.get(param)
             elif self._nothing_came(param, fqn, state, existed=bool(current.get(param))):
                 untouched.append(fqn)
@@ -284,7 +290,7 @@ class _Attached:
                 f"{sorted(given.keys() - set(untouched))} was. The checkpoint lacks it; load it, or take {fqn} out of "
                 "the state dict."
             )
-        for name in set(untouched) - set(required):
+        for name in set(untouched) - set(required) if not existed else ():
             del state[name]  # a master that the checkpoint lacks: made anew from the parameter
         return False
 
@@ -296,6 +302,12 @@ class _Attached:
                 "load_state_dict() first, or assign to optimizer.state[param] instead."
             )
         return states
+
+
+def _was_left_out(given: Mapping[str, Any]) -> bool:
+    """Whether a checked load says that the checkpoint has nothing of this: on every rank, empty shards included."""
+    tensors = [value for value in given.values() if isinstance(value, Tensor)]
+    return bool(tensors) and all(value in LEFT_OUT for value in tensors)
 
 
 def _first_leaves(state: UserState) -> Iterator[tuple[str, Tensor]]:

@@ -1,0 +1,265 @@
+"""Checkpoint metadata and state dicts are this rank's own affair: no collective, whatever the sharding.
+
+Looked at in three ways, since each of them is blind to something:
+
+- ``CommDebugMode`` sees what goes through the dispatcher, but no barrier;
+- the sequence numbers of all process groups grow with everything that is issued on them, barriers included;
+- a process group of our own raises, so that also an attempt that somebody catches is noticed.
+"""
+
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import optim
+from torch.distributed import distributed_c10d
+from torch.distributed._functional_collectives import all_reduce
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.futures import Future
+from torch.optim import Optimizer
+
+from fsdp_offload.checkpoint import chunks_of, get_optimizer_state_dict, set_optimizer_state_dict, with_chunks
+from tests.distributed import models
+from tests.distributed.launch import DEVICE_TYPE, agree, run_cases, spawn, this_device
+from tests.distributed.models import Net, batch, build, decay_groups
+from tests.distributed.test_sharded_checkpoints import TINY
+from tests.parity import attach, local
+
+pytestmark = pytest.mark.distributed
+
+
+@dataclass
+class Subject:
+    """A model whose optimizer has state after two steps, and another optimizer that has none yet."""
+
+    net: Net
+    optimizer: Optimizer
+    fresh: Optimizer = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.fresh = attach(optim.AdamW(decay_groups(self.net)), model=self.net, policy=TINY)
+
+    @property
+    def params(self) -> list[DTensor]:
+        return [param.detach() for group in self.optimizer.param_groups for param in group["params"]]
+
+    def get(self, *, fresh: bool = False, **options: Any) -> dict[str, Any]:
+        return get_optimizer_state_dict(self.net, self.fresh if fresh else self.optimizer, **options)
+
+    def set(self, state: dict[str, Any], *, fresh: bool = False, **options: Any) -> None:
+        set_optimizer_state_dict(self.net, self.fresh if fresh else self.optimizer, state, **options)
+
+    def load_in_place(self) -> None:
+        state = self.get(fresh=True, for_load=True)
+        for values in state["state"].values():
+            for value in values.values():
+                local(value).fill_(1)
+        self.set(state, fresh=True)
+
+
+FLAT = {"flatten_optimizer_state_dict": True}
+
+# What must not issue a collective: a line for each. Subjects have just been through a forward without a backward, after
+# which FSDP2's root is still gathered.
+ACTIONS: dict[str, Callable[[Subject], Any]] = {
+    "chunks_of": lambda it: [chunks_of(param) for param in it.params],
+    "chunks_of, a flat range": lambda it: [chunks_of(param, (0, local(param).numel())) for param in it.params],
+    "with_chunks": lambda it: [with_chunks(param) for param in it.params],
+    "write items": lambda it: [with_chunks(param).__create_write_items__("p", param) for param in it.params],
+    "chunk list": lambda it: [with_chunks(param).__create_chunk_list__() for param in it.params],
+    "get": lambda it: it.get(),
+    "get, flattened": lambda it: it.get(**FLAT),
+    "get, fresh": lambda it: it.get(fresh=True),
+    "get for a load": lambda it: it.get(for_load=True),
+    "get for a load, flattened": lambda it: it.get(for_load=True, **FLAT),
+    "get for a load, fresh": lambda it: it.get(fresh=True, for_load=True),
+    "set": lambda it: it.set(it.get()),
+    "set, flattened": lambda it: it.set(it.get(**FLAT)),
+    "set, not strict": lambda it: it.set(it.get(**FLAT), strict=False),
+    "set into a fresh one": lambda it: it.set(it.get(**FLAT), fresh=True),
+    "set what was loaded in place": lambda it: it.load_in_place(),
+}
+
+
+LAYOUTS: dict[str, models.ShardNet] = {
+    "rows": models.shard_even,
+    "columns": models.shard_columns,
+    "HSDP": models.shard_hybrid,
+    "TP and FSDP": models.shard_tensor_parallel,
+}
+
+# Real ranks, counted -------------------------------------------------------------------------------------------------
+
+
+def issued() -> list[int]:
+    """How many collectives each process group has seen; a new group is one more number."""
+    return [group._get_sequence_number_for_group() for group in distributed_c10d._world.pg_map]
+
+
+def counted(action: Callable[[], Any]) -> Iterator[str]:
+    before = issued()
+    with CommDebugMode() as comms:
+        action()
+    if comms.get_total_counts():
+        yield f"the dispatcher has seen {dict(comms.get_comm_counts())}"
+    if issued() != before:
+        yield f"collectives of all process groups were {before}, and are {issued()}"
+
+
+def look_at(net: Net) -> None:
+    """Leaves the root gathered."""
+    with torch.no_grad():
+        net(batch(9))
+
+
+def trained(shard: models.ShardNet) -> tuple[Net, Optimizer]:
+    net = build(shard)
+    optimizer = attach(optim.AdamW(decay_groups(net)), model=net, policy=TINY)
+    for step in range(2):
+        net(batch(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return net, optimizer
+
+
+def both_counters_count(net: Net) -> Iterator[str]:
+    if len(list(counted(lambda: look_at(net)))) != 2:
+        yield "a forward is without collectives, it seems"
+    if DEVICE_TYPE == "cpu" and len(list(counted(dist.barrier))) != 1:  # with NCCL another backend may do it
+        yield "a barrier is not counted"
+
+
+def issues_no_collective(shard: models.ShardNet) -> Iterator[str]:
+    net, optimizer = trained(shard)
+    yield from both_counters_count(net)
+    for name, action in ACTIONS.items():
+        net.reshard()
+        subject = Subject(net, optimizer)
+        look_at(net)
+        yield from (f"{name}: {problem}" for problem in counted(partial(action, subject)))
+
+
+def run_counted(rank: int, world_size: int) -> None:
+    del rank
+    wanted = LAYOUTS if world_size % 2 == 0 else {"rows": models.shard_even}
+    run_cases({name: partial(issues_no_collective, shard) for name, shard in wanted.items()})
+
+
+@pytest.mark.parametrize("world_size", [3, 4])
+def test_no_collective_is_counted(world_size: int, tmp_path: Path) -> None:
+    spawn(run_counted, world_size, tmp_path)
+
+
+# Ranks on their own ---------------------------------------------------------------------------------------------------
+
+
+class RefusingGroup(dist.ProcessGroup):
+    """Does nothing while models are built, and refuses everything within :func:`refusing`."""
+
+    refuses: list[str] | None = None  # what has been refused; None: nothing is
+
+    @property
+    def group_name(self) -> str:
+        return distributed_c10d._world.pg_names[self]
+
+    def getBackendName(self) -> str:  # noqa: N802  # torch names it so
+        return "refusing"
+
+    @classmethod
+    def called(cls, name: str) -> Any:
+        if cls.refuses is not None:
+            cls.refuses.append(name)
+            raise AssertionError(f"collective {name} was called")
+        done: Future[Any] = Future()
+        done.set_result(None)
+        return torch._C._distributed_c10d._create_work_from_future(done)
+
+
+# By the names of torch 2.11 and of 2.13. What is not named here raises always: the base class finds no backend for it.
+_COLLECTIVES = (
+    *("allreduce", "allreduce_coalesced", "broadcast", "reduce", "barrier", "send", "recv", "recv_anysource"),
+    *("allgather", "_allgather_base", "allgather_coalesced", "allgather_into_tensor_coalesced", "gather", "scatter"),
+    *("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced", "alltoall", "alltoall_base"),
+    *("all_gather_single", "all_gather_single_coalesced", "reduce_scatter_single", "reduce_scatter_single_coalesced"),
+)
+for _name in _COLLECTIVES:
+    setattr(RefusingGroup, _name, lambda self, *args, _name=_name, **kwargs: self.called(_name))
+
+
+@contextmanager
+def refusing() -> Iterator[list[str]]:
+    RefusingGroup.refuses = refused = []
+    try:
+        yield refused
+    finally:
+        RefusingGroup.refuses = None
+
+
+def run_refusing(rank: int, world_size: int, folder: Path) -> None:
+    """Ranks that are alone: nothing ever arrives from the others."""
+    dist.destroy_process_group()
+    devices = ["cpu", "cuda"]
+    dist.Backend.register_backend("refusing", lambda _, rank, size, __: RefusingGroup(rank, size), devices=devices)
+    dist.init_process_group("refusing", store=dist.HashStore(), rank=rank, world_size=world_size)
+    problems = list(refuses_what_people_use())
+    for name, shard in LAYOUTS.items():
+        problems += [f"{name}: {problem}" for problem in gets_along_without_the_others(shard)]
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'end'}", rank=rank, world_size=world_size)
+    found = agree(problems)
+    assert not found, "\n".join(found)
+
+
+def refuses_what_people_use() -> Iterator[str]:
+    """Collectives on tensors, on objects, functional ones, and those of DTensor and FSDP2."""
+    net = build(models.shard_even)
+    ones = torch.ones(1, device=this_device())
+    attempts: dict[str, Callable[[], Any]] = {
+        "all_reduce": lambda: dist.all_reduce(ones),
+        "barrier": dist.barrier,
+        "all_gather_object": lambda: dist.all_gather_object([None] * dist.get_world_size(), 1),
+        "functional": lambda: all_reduce(ones, "sum", dist.group.WORLD),
+        "full_tensor": net.embed.weight.full_tensor,
+        "forward": lambda: look_at(net),
+    }
+    for name, attempt in attempts.items():
+        with refusing() as refused:
+            try:
+                attempt()
+            except Exception:  # noqa: BLE001  # torch wraps what a group raises in errors of its own
+                if len(refused) == 1:
+                    continue
+        yield f"{name} was not refused"
+
+
+def gets_along_without_the_others(shard: models.ShardNet) -> Iterator[str]:
+    net = build(shard)
+    with refusing() as refused:
+        optimizer = attach(optim.AdamW(decay_groups(net)), model=net, policy=TINY)
+        for _ in range(2):
+            for param in net.parameters():
+                param.grad = torch.ones_like(param)
+            optimizer.step()
+        for name, action in ACTIONS.items():
+            try:
+                action(Subject(net, optimizer))
+            except Exception:  # noqa: BLE001  # reported with the others
+                yield f"{name}: {traceback.format_exc(limit=-6)}"
+    if refused:
+        yield f"{refused} were called"
+    for param, state in optimizer.state.items():
+        if local(param).numel() and not local(state["exp_avg"]).any():
+            yield "there was no training"
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_ranks_get_along_without_each_other(world_size: int, tmp_path: Path) -> None:
+    spawn(run_refusing, world_size, tmp_path, tmp_path)

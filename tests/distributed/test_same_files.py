@@ -1,0 +1,230 @@
+"""A checkpoint of an offloaded run is the one that the same run without offload writes: either resumes from either.
+
+Each case trains the same model with and without offload, saves both, compares what the files say about themselves, and
+then lets each side resume from the files of the other.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict as torch_get
+from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict as torch_set
+
+from fsdp_offload import OffloadPolicy
+from fsdp_offload.checkpoint import get_optimizer_state_dict, set_optimizer_state_dict
+from tests.distributed import models
+from tests.distributed.launch import agree, run_cases, spawn
+from tests.distributed.test_sharded_checkpoints import TINY, MakeOptimizer, adamw, compared, new_run, train
+from tests.parity import Run
+
+pytestmark = pytest.mark.distributed
+
+ONE_BUCKET = OffloadPolicy(bucket_bytes=1 << 20, staging_bytes=2 << 20)
+
+# Saving and loading, by whoever --------------------------------------------------------------------------------------
+
+
+def state_of(run: Run, *, flat: bool, for_load: bool = False) -> dict[str, Any]:
+    """What goes into a checkpoint: through our functions if the run is offloaded, through torch's if it is not."""
+    if run.is_offloaded:
+        optimizer = get_optimizer_state_dict(
+            run.model, run.optimizer, for_load=for_load, flatten_optimizer_state_dict=flat
+        )
+    else:
+        options = StateDictOptions(flatten_optimizer_state_dict=flat)
+        optimizer = torch_get(run.model, run.optimizer, options=options)
+    return {"model": get_model_state_dict(run.model), "optimizer": optimizer}
+
+
+def save(run: Run, folder: Path, *, flat: bool) -> None:
+    dcp.save(state_of(run, flat=flat), checkpoint_id=folder)
+
+
+def load(run: Run, folder: Path, *, flat: bool) -> None:
+    """Into a fresh process, as far as the run is concerned."""
+    state = state_of(run, flat=flat, for_load=True)
+    dcp.load(state, checkpoint_id=folder)
+    set_model_state_dict(run.model, state["model"])
+    if run.is_offloaded:
+        set_optimizer_state_dict(run.model, run.optimizer, state["optimizer"])
+    else:
+        options = StateDictOptions(flatten_optimizer_state_dict=flat)
+        torch_set(run.model, run.optimizer, state["optimizer"], options=options)
+
+
+# What the files say about themselves ---------------------------------------------------------------------------------
+
+
+def metadata_of(folder: Path) -> Metadata:
+    return dcp.FileSystemReader(folder).read_metadata()
+
+
+def description(metadata: Metadata) -> dict[str, Any]:
+    """By key: global size, dtype and chunks (each of them once) of a tensor, or that it is something else."""
+    return {
+        key: (entry.size, entry.properties.dtype, sorted((chunk.offsets, chunk.sizes) for chunk in entry.chunks))
+        if isinstance(entry, TensorStorageMetadata)
+        else type(entry).__name__
+        for key, entry in metadata.state_dict_metadata.items()
+    }
+
+
+def metadata_differences(plain: Metadata, ours: Metadata) -> Iterator[str]:
+    wanted, found = description(plain), description(ours)
+    if len(wanted) < 20 or not any("exp_avg_sq" in key for key in wanted):
+        yield f"a checkpoint with hardly anything in it: {list(wanted)}"
+    if wanted.keys() != found.keys():
+        yield f"extra keys {sorted(found.keys() - wanted.keys())}, missing {sorted(wanted.keys() - found.keys())}"
+    for key in wanted.keys() & found.keys():
+        if wanted[key] != found[key]:
+            yield f"{key} is described as {found[key]} instead of {wanted[key]}"
+    if plain.planner_data != ours.planner_data:
+        yield f"keys stand for {ours.planner_data} instead of {plain.planner_data}"
+
+
+# Cases ---------------------------------------------------------------------------------------------------------------
+
+
+def fused_adamw(net: models.Net) -> Any:
+    return adamw(net, fused=True)
+
+
+def either_resumes_from_either(
+    folder: Path, shard: models.ShardNet, *, flat: bool, make_optimizer: MakeOptimizer = adamw
+) -> Iterator[str]:
+    plain, offloaded = (new_run(shard, make_optimizer, policy) for policy in (None, TINY))
+    for run, name in ((plain, "plain"), (offloaded, "offloaded")):
+        train(run, 0, 3)
+        save(run, folder / name, flat=flat)
+    yield from agree(metadata_differences(metadata_of(folder / "plain"), metadata_of(folder / "offloaded")))
+    resumed = {
+        "plain from the offloaded run's files": (new_run(shard, make_optimizer, None, seed=1), "offloaded"),
+        "offloaded from the plain run's files": (new_run(shard, make_optimizer, TINY, seed=1), "plain"),
+        "offloaded from its own files": (new_run(shard, make_optimizer, TINY, seed=1), "offloaded"),
+    }
+    for run, name in resumed.values():
+        load(run, folder / name, flat=flat)
+    never_stopped = plain
+    for last in (3, 6):
+        train(never_stopped, 3, last)
+        for what, (run, _) in resumed.items():
+            train(run, 3, last)
+            yield from compared(never_stopped, run, f"{what}, after {last} steps")
+
+
+LAYOUTS: dict[int, dict[str, models.ShardNet]] = {
+    1: {"one rank": models.shard_even},
+    2: {"rows": models.shard_even, "columns": models.shard_columns, "TP only": models.shard_tensor_parallel},
+    3: {"rows": models.shard_even},
+    4: {
+        "rows, some ranks empty": models.shard_even,
+        "columns": models.shard_columns,
+        "HSDP": models.shard_hybrid,
+        "TP and FSDP": models.shard_tensor_parallel,
+    },
+}
+
+Case = Callable[[], Iterator[str]]
+
+
+def run_same_files(rank: int, world_size: int, folder: Path) -> None:
+    del rank
+    cases: dict[str, Case] = {}
+    for name, shard in LAYOUTS[world_size].items():
+        for form in ("nested", "flattened"):
+            at = folder / f"case{len(cases)}"
+            cases[f"{name}, {form}"] = partial(either_resumes_from_either, at, shard, flat=form == "flattened")
+    if world_size == 2:
+        cases["fused"] = partial(
+            either_resumes_from_either, folder / "fused", models.shard_even, flat=False, make_optimizer=fused_adamw
+        )
+        cases["bfloat16"] = partial(either_resumes_from_either, folder / "bf16", models.shard_bfloat16, flat=True)
+    run_cases(cases)
+
+
+@pytest.mark.parametrize("world_size", LAYOUTS)
+def test_files_are_those_of_a_run_without_offload(world_size: int, tmp_path: Path) -> None:
+    spawn(run_same_files, world_size, tmp_path, tmp_path)
+
+
+# The same state, the same bytes --------------------------------------------------------------------------------------
+
+
+class RecordingPlanner(dcp.DefaultSavePlanner):
+    """Keeps the plans of this rank: its own, and what the coordinator has made of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plans: list[SavePlan] = []
+
+    def create_local_plan(self) -> SavePlan:
+        self.plans.append(super().create_local_plan())
+        return self.plans[-1]
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        self.plans.append(super().finish_plan(new_plan))
+        return self.plans[-1]
+
+
+def recorded_save(run: Run, folder: Path, *, flat: bool) -> list[SavePlan]:
+    planner = RecordingPlanner()
+    dcp.save(state_of(run, flat=flat), checkpoint_id=folder, planner=planner)
+    return planner.plans
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.glob("*.distcp"))}
+
+
+def same_state_same_bytes(folder: Path, shard: models.ShardNet, *, flat: bool) -> Iterator[str]:
+    run, in_one_bucket = (new_run(shard, adamw, policy) for policy in (TINY, ONE_BUCKET))
+    resumed = new_run(shard, adamw, TINY, seed=1)
+    for trained in (run, in_one_bucket):
+        train(trained, 0, 2)
+    first = recorded_save(run, folder / "first", flat=flat)
+    load(resumed, folder / "first", flat=flat)
+    again = {
+        "saved again": (run, recorded_save(run, folder / "saved again", flat=flat)),
+        "in one bucket": (in_one_bucket, recorded_save(in_one_bucket, folder / "in one bucket", flat=flat)),
+        "resumed": (resumed, recorded_save(resumed, folder / "resumed", flat=flat)),
+    }
+    wanted = digests(folder / "first")
+    problems = [] if len(wanted) == dist.get_world_size() else [f"files are {list(wanted)}"]
+    for what, (_, plans) in again.items():
+        if plans != first:
+            problems.append(f"{what}: another plan")
+        if digests(folder / what) != wanted:
+            problems.append(f"{what}: other bytes")
+    train(run, 2, 3)
+    recorded_save(run, folder / "later", flat=flat)
+    if digests(folder / "later") == wanted:
+        problems.append("the bytes do not show another step")
+    yield from agree(problems)
+
+
+def run_determinism(rank: int, world_size: int, folder: Path) -> None:
+    del rank, world_size
+    run_cases(
+        {
+            "nested": partial(same_state_same_bytes, folder / "nested", models.shard_even, flat=False),
+            "flattened": partial(same_state_same_bytes, folder / "flattened", models.shard_even, flat=True),
+            "columns": partial(same_state_same_bytes, folder / "columns", models.shard_columns, flat=False),
+        }
+    )
+
+
+def test_the_same_state_is_saved_as_the_same_plan_and_bytes(tmp_path: Path) -> None:
+    spawn(run_determinism, 2, tmp_path, tmp_path)
