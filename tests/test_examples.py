@@ -4,13 +4,15 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint import FileSystemWriter
 
-from examples import demo_resume, train_gpt
+from examples import async_checkpoint, demo_resume, resume_other_world_size, train_gpt
 
 TRAIN_GPT = Path(train_gpt.__file__)
 SMALL = ("--device", "cpu", "--layers", "2", "--width", "32", "--heads", "2", "--seq-len", "32", "--data-mib", "1")
@@ -155,3 +157,77 @@ def test_metrics_of_repeated_steps_are_replaced(tmp_path: Path) -> None:
     (save_dir / "step-00000004").rename(tmp_path / "lost")
     train_gpt.main([*training, "--resume"])
     assert metrics.read_text() == straight
+
+
+# Checkpoints ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.distributed
+@pytest.mark.filterwarnings("ignore:.*The parameters are on the CPU:UserWarning")
+def test_a_checkpoint_is_the_same_on_another_number_of_ranks(capfd: pytest.CaptureFixture[str]) -> None:
+    assert resume_other_world_size.main(["--ranks", "2", "--resume-ranks", "1"]) == 0
+    output = capfd.readouterr().out.splitlines()
+    assert output == ["saved by 2 ranks: 24 tensors", "resumed by 1 ranks: every bit is the same", "PASS"]
+
+
+def test_the_comparison_of_ranks_finds_what_differs() -> None:
+    saved = {
+        "model": {"a": torch.ones(2), "b": torch.zeros(1)},
+        "optimizer": {"state": {"a": {"step": torch.ones(())}}},
+    }
+    assert list(resume_other_world_size.tensors_of(saved)) == ["model.a", "model.b", "optimizer.state.a.step"]
+    assert resume_other_world_size.compare(saved, saved) == []
+    other = {"model": {"a": torch.tensor([1.0, 1.1])}, "optimizer": saved["optimizer"]}
+    assert resume_other_world_size.compare(saved, other) == ["model.a", "model.b"]
+
+
+@pytest.fixture
+def train_and_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], torch_settings: None
+) -> Callable[..., list[str]]:
+    """`async_checkpoint.py` on one rank, in this process; what it printed."""
+
+    def run(folder: str, *flags: str) -> list[str]:
+        async_checkpoint.main(["--folder", str(tmp_path / folder), "--width", "16", "--save-every", "3", *flags])
+        return capsys.readouterr().out.splitlines()
+
+    return run
+
+
+@pytest.mark.filterwarnings("ignore:.*The parameters are on the CPU:UserWarning")
+def test_training_with_asynchronous_checkpoints_goes_on_where_it_was(
+    tmp_path: Path, train_and_checkpoint: Callable[..., list[str]]
+) -> None:
+    straight = train_and_checkpoint("straight", "--steps", "11")
+    interrupted = tmp_path / "parts" / "step-00000005"
+    interrupted.mkdir(parents=True)
+    assert train_and_checkpoint("parts", "--steps", "7")[0] == "starting from nothing"
+    assert not interrupted.exists()
+    resumed = train_and_checkpoint("parts", "--steps", "11")
+    assert resumed == ["resumed after step 7", straight[-1]]
+    assert straight[-1].startswith("step 11, checksum ")
+    # Two stay: the last of every three steps, and the last of all.
+    for folder in (tmp_path / "straight", tmp_path / "parts"):
+        assert sorted(path.name for path in folder.iterdir()) == ["latest", "step-00000009", "step-00000011"]
+        assert (folder / "latest").read_text() == "step-00000011"
+
+
+@pytest.mark.filterwarnings("ignore:.*The parameters are on the CPU:UserWarning")
+def test_a_checkpoint_that_cannot_be_written_costs_itself_only(
+    tmp_path: Path, train_and_checkpoint: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, calls = FileSystemWriter.write_data, []
+
+    def fail_once(self: FileSystemWriter, *args: Any) -> Any:
+        calls.append(self)
+        if len(calls) == 2:
+            raise OSError("no space left on device")
+        return write(self, *args)
+
+    straight = train_and_checkpoint("straight", "--steps", "9")
+    monkeypatch.setattr(FileSystemWriter, "write_data", fail_once)
+    output = train_and_checkpoint("folder", "--steps", "9")
+    assert output[1].startswith("checkpoint step-00000006 failed: ")
+    assert output[-1] == straight[-1]
+    names = sorted(path.name for path in (tmp_path / "folder").iterdir())
+    assert names == ["latest", "step-00000003", "step-00000009"]

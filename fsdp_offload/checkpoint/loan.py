@@ -6,6 +6,7 @@ and where it runs.
 
 import bisect
 import ctypes
+import sys
 import threading
 import time
 import weakref
@@ -19,6 +20,8 @@ from torch import Tensor
 from ..arena import Region
 
 _POLL_SECONDS = 0.005
+
+_LOOKED_AT_FRAMES = 8
 
 
 class Loan:
@@ -60,8 +63,12 @@ class Loan:
     def is_looked_into(self) -> None:
         """Called in whatever thread looks into the staged dict."""
         thread = threading.current_thread()
-        if self._thread is None and thread is not self._owner:
+        if self._thread is None and thread is not self._owner and _is_called_by_dcp():
             self._thread = thread
+
+    def is_writing_thread(self) -> bool:
+        """Whether the caller runs in the thread that writes."""
+        return threading.current_thread() is self._thread
 
     def is_reading(self) -> bool:
         """Whether the writer may still look at what it was given."""
@@ -79,16 +86,38 @@ class Loan:
 
 
 class StagedDict(dict[str, Any]):
-    """The top level of what is handed to the writer: tells the loan which thread that is."""
+    """The top level of what is handed to the writer: tells the loan which thread that is.
+
+    It gives its contents to that thread once and forgets them, since ``torch.distributed.checkpoint`` keeps the dict
+    itself for longer than it writes: in the work item of its thread, and in the traceback of a save that failed.
+    """
 
     def __init__(self, loan: Loan, values: Mapping[str, Any]) -> None:
         super().__init__(values)
         self._loan = loan
+        self._is_handed_over = False
+
+    def __getattribute__(self, name: str) -> Any:
+        # The writing thread begins with isinstance(), which asks for __class__: so it is known also where the save
+        # fails before it looks at any value (no such folder, an unknown scheme).
+        if name not in ("_loan", "_is_handed_over"):
+            self._loan.is_looked_into()
+        return super().__getattribute__(name)
 
     def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
-        """As ``dict.items``."""
-        self._loan.is_looked_into()
-        return super().items()
+        """As ``dict.items``; in the writing thread the only time.
+
+        Raises:
+            RuntimeError: the writing thread has had them already.
+        """
+        if self._is_handed_over:
+            raise RuntimeError("a staged dict is written once; what it held has been handed to the writer")
+        if not self._loan.is_writing_thread():
+            return super().items()
+        handed = dict(super().items())
+        self.clear()
+        self._is_handed_over = True
+        return handed.items()
 
     def __iter__(self) -> Iterator[str]:
         self._loan.is_looked_into()
@@ -103,3 +132,15 @@ class StagedDict(dict[str, Any]):
             "ArenaStager lends memory of this process, which a process of its own cannot read. Use "
             "AsyncCheckpointerType.THREAD, or torch's DefaultStager, which copies."
         )
+
+
+def _is_called_by_dcp() -> bool:
+    """Whether the call comes from ``torch.distributed``: a thread of a profiler may look at any object."""
+    frame = sys._getframe(2)
+    for _ in range(_LOOKED_AT_FRAMES):
+        if frame.f_globals.get("__name__", "").startswith("torch.distributed"):
+            return True
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+    return False
