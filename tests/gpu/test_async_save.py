@@ -64,6 +64,8 @@ def on_host(values: Any) -> Any:
     """A copy of everything, on the host."""
     if isinstance(values, dict):
         return {key: on_host(value) for key, value in values.items()}
+    if isinstance(values, list):
+        return [on_host(value) for value in values]
     return values.detach().to("cpu", copy=True) if isinstance(values, Tensor) else copy.deepcopy(values)
 
 
