@@ -15,6 +15,7 @@ It runs on CUDA devices where there are any, else on the CPU.
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import shutil
 import sys
@@ -238,6 +239,7 @@ def join_world() -> Iterator[torch.device]:
     yield device
     dist.barrier()
     dist.destroy_process_group()
+    gc.collect()  # what refers to the group goes with its threads: now, not while the interpreter shuts down
 
 
 def positive(text: str) -> int:

@@ -12,6 +12,7 @@ the rest is an ordinary training loop, and `--no-offload` runs it with the plain
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
 import os
@@ -87,6 +88,7 @@ def join_world(device_type: str) -> Iterator[World]:
     # still do when the interpreter shuts down, the process aborts ("terminate called without an active exception").
     dist.barrier()
     dist.destroy_process_group()
+    gc.collect()  # model and meshes refer to each other, and to the group, whose threads end with it: now, not at exit
 
 
 def choose_device(device_type: str) -> torch.device:
