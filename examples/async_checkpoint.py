@@ -63,7 +63,7 @@ class Checkpoints:
         """Returns as soon as training may go on; the file gets the state of this moment."""
         self.finish()  # one at a time. It has had all the steps since to be written
         name = f"step-{step:08d}"
-        # Make the state dict right here. One from before the last step holds what state was then, and is refused.
+        # Make the state dict right here. One from before the last step may show state from before it or after it.
         state = {
             "model": get_model_state_dict(self._model),
             "optimizer": get_optimizer_state_dict(self._model, self._optimizer),

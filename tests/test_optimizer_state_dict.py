@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from fsdp_offload import OffloadPolicy, offload_optimizer
 from fsdp_offload.checkpoint import ShardTensor, chunks_of, get_optimizer_state_dict, set_optimizer_state_dict
+from fsdp_offload.checkpoint import load as checked_load
 from fsdp_offload.fsdp import local_shard, over_local
 from tests.test_state_dict import adamw, assert_same, assert_same_runs, is_home, rmsprop, sgd
 
@@ -254,6 +255,16 @@ def test_parameters_that_were_never_used_resume_without_state(tmp_path: Path, fo
     load(resumed, tmp_path, partial=True, **form)
     assert {name for name, param in resumed.params().items() if param in resumed.optimizer.state} == set(USED)
     assert_same_runs(resumed.train(2), Run(offload=False).train(0, 1, 2))
+
+
+def test_going_back_to_before_the_first_step_drops_the_state(tmp_path: Path) -> None:
+    flat = {"flatten_optimizer_state_dict": True}
+    save(Run(), tmp_path, **flat)
+    run = Run(seed=1).train(0, 1)
+    state = {"optimizer": run.get(for_load=True, **flat)}
+    checked_load(state, checkpoint_id=tmp_path)
+    run.set(state["optimizer"])
+    assert len(run.optimizer.state) == 0
 
 
 def test_a_load_goes_home_without_a_copy(tmp_path: Path) -> None:

@@ -57,7 +57,8 @@ class ArenaStager(AsyncStager):
 
     One save at a time: the collectives of two would mix. Writing in place into a home during a save (your own
     ``copy_``, a ``dcp.load`` into a state dict that did not come from ``get_optimizer_state_dict(for_load=True)``)
-    spoils it. ``AsyncCheckpointerType.PROCESS`` is refused: give that torch's ``DefaultStager``.
+    spoils it. ``AsyncCheckpointerType.PROCESS`` is refused, with a TypeError in its future: give that torch's
+    ``DefaultStager``.
 
     Args:
         optimizers: offloaded optimizers; none is fine, everything is copied then.

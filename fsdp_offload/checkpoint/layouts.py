@@ -9,14 +9,23 @@ As ``torch.distributed.checkpoint.state_dict`` has them (``flatten_optimizer_sta
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from enum import Enum
 from typing import Any, NamedTuple
 
 from torch.utils.weak import WeakIdKeyDictionary
 
 StateDict = dict[str, Any]
 
+
+class LeftOut(Enum):
+    """Why a load has left a tensor as it was."""
+
+    HAD_NONE = "the checkpoint knows its parameter, which had no state"
+    ALLOWED = "it is not in the checkpoint, and the caller allows that"
+
+
 LEFT_OUT: Any = WeakIdKeyDictionary()
-"""Tensors that the last checked load into them has left as they were, as the checkpoint has nothing for them."""
+"""Tensors that the last checked load into them has left as they were, and why."""
 
 _FLAT_STATE, _FLAT_GROUPS = "state.", "param_groups."
 

@@ -31,7 +31,10 @@ class Kind(Enum):
 
     MISSING = (
         "requested, but not in the checkpoint",
-        "Is it of another model, or of other options? allow_missing=[patterns] leaves such keys as they are.",
+        (
+            "Is it of another model, of other options, or saved with another flatten_optimizer_state_dict? "
+            "allow_missing=[patterns] leaves such keys as they are."
+        ),
     )
     MISSING_STATE = (
         "keys of optimizer state that are requested, but not in the checkpoint",
@@ -43,7 +46,10 @@ class Kind(Enum):
     )
     EXTRA = (
         "in the checkpoint, but not requested",
-        "Request them too, or leave them in the checkpoint with allow_extra=[patterns].",
+        (
+            "Request them too (get_optimizer_state_dict(..., for_load=True) requests state that does not exist yet), "
+            "or leave them in the checkpoint with allow_extra=[patterns]."
+        ),
     )
     VALUE = (
         "of another kind than in the checkpoint",

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 
 from ..masters import can_rebuild
-from .layouts import LEFT_OUT
+from .layouts import LEFT_OUT, LeftOut
 from .load_checks import Kind, Problem, check_coverage, check_entry, checked_metadata, dtype_of, listed, refusal
 from .load_files import CheckedReader
 from .load_rules import (
@@ -142,12 +142,13 @@ class LoadPlanner(DefaultLoadPlanner):
             if isinstance(value, Tensor) and getattr(container[place], "device", None) == torch.device("meta"):
                 container[place] = value
         self.original_state_dict = self._users_state_dict
+        had_no_state = without_saved_state(self.missing_keys, checked_metadata(self.metadata).state_dict_metadata)
         for key in self.mappings:
             container, place = _place(self._users_state_dict, self.mappings[key])
             if isinstance(container[place], Tensor):
                 LEFT_OUT.pop(container[place], None)
                 if key not in self.state_dict:
-                    LEFT_OUT[container[place]] = True
+                    LEFT_OUT[container[place]] = LeftOut.HAD_NONE if key in had_no_state else LeftOut.ALLOWED
         return new_plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:

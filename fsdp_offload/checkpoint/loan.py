@@ -21,6 +21,9 @@ from ..arena import Region
 
 _POLL_SECONDS = 0.005
 
+_BEGIN_SECONDS = 60
+"""A writing thread begins in milliseconds. One that never comes must not hang training for ever."""
+
 _LOOKED_AT_FRAMES = 8
 
 
@@ -77,8 +80,19 @@ class Loan:
         return any(memory() is not None for memory in self._alive)
 
     def wait(self) -> None:
-        """Block until it no longer does."""
+        """Block until it no longer does.
+
+        Raises:
+            RuntimeError: nobody has begun to read for a long time.
+        """
+        give_up = time.monotonic() + _BEGIN_SECONDS
         while self.is_reading():
+            if self._thread is None and time.monotonic() > give_up:
+                raise RuntimeError(
+                    f"an asynchronous save was staged, but for {_BEGIN_SECONDS} s no thread has begun to write it, and "
+                    "somebody keeps it. If dcp.async_save failed, let go of its future; ArenaStager.stage() alone "
+                    "lends state until its result is written or dropped."
+                )
             if self._thread is None or self._thread is threading.current_thread():
                 time.sleep(_POLL_SECONDS)
             else:

@@ -36,7 +36,7 @@ from ..shards import leaves_of
 from ..state import OffloadedState
 from ..update import ENGINE_ATTRIBUTE, UserState
 from .chunks import chunks_of
-from .layouts import LEFT_OUT, SavedByFqn, StateDict, by_fqn, flattened
+from .layouts import LEFT_OUT, LeftOut, SavedByFqn, StateDict, by_fqn, flattened
 from .shard_tensor import ShardTensor, with_chunks
 from .torch_private import canonical_fqn
 
@@ -260,7 +260,10 @@ class _Attached:
             # A master that the checkpoint is known to lack is made anew from the parameter.
             lacks_master = given.get(MASTER) in LEFT_OUT if isinstance(given.get(MASTER), Tensor) else False
             state = {n: _as_loaded(param, value) for n, value in given.items() if n != MASTER or not lacks_master}
-            if fqn not in saved.entries or _was_left_out(given):
+            left_out = _left_out(given)
+            if left_out == {LeftOut.HAD_NONE}:
+                state = {}
+            elif fqn not in saved.entries or left_out:
                 state = current.get(param)
             elif self._nothing_came(param, fqn, state, existed=bool(current.get(param))):
                 untouched.append(fqn)
@@ -304,10 +307,10 @@ class _Attached:
         return states
 
 
-def _was_left_out(given: Mapping[str, Any]) -> bool:
-    """Whether a checked load says that the checkpoint has nothing of this: on every rank, empty shards included."""
-    tensors = [value for value in given.values() if isinstance(value, Tensor)]
-    return bool(tensors) and all(value in LEFT_OUT for value in tensors)
+def _left_out(given: Mapping[str, Any]) -> set[LeftOut]:
+    """Why a checked load has loaded nothing of this; empty if it has. The same on every rank, empty shards included."""
+    reasons = [LEFT_OUT.get(value) for value in given.values() if isinstance(value, Tensor)]
+    return set() if None in reasons else set(reasons)
 
 
 def _first_leaves(state: UserState) -> Iterator[tuple[str, Tensor]]:
