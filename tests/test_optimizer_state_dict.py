@@ -257,11 +257,14 @@ def test_parameters_that_were_never_used_resume_without_state(tmp_path: Path, fo
     assert_same_runs(resumed.train(2), Run(offload=False).train(0, 1, 2))
 
 
-def test_going_back_to_before_the_first_step_drops_the_state(tmp_path: Path) -> None:
-    flat = {"flatten_optimizer_state_dict": True}
-    save(Run(), tmp_path, **flat)
-    run = Run(seed=1).train(0, 1)
-    state = {"optimizer": run.get(for_load=True, **flat)}
+@FORMS
+@pytest.mark.parametrize("steps_before", [0, 2], ids=["fresh", "used"])
+def test_a_checkpoint_from_before_the_first_step_gives_no_state(
+    tmp_path: Path, steps_before: int, form: dict[str, Any]
+) -> None:
+    save(Run(), tmp_path, **form)
+    run = Run(seed=1).train(*range(steps_before))
+    state = {"optimizer": run.get(for_load=True, **form)}
     checked_load(state, checkpoint_id=tmp_path)
     run.set(state["optimizer"])
     assert len(run.optimizer.state) == 0

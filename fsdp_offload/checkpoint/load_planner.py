@@ -11,8 +11,10 @@ reads: an error on one rank is one on all, and then nothing has changed on any. 
 """
 
 import io
+import logging
 import os
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import planner as dcp_planner
 from torch.distributed.checkpoint import state_dict_loader as dcp_loader
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_local_load_plan
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
@@ -36,11 +39,14 @@ from .load_rules import (
     extra_keys,
     is_master,
     matcher,
+    nested_group_keys,
     nested_state_roots,
     superfluous_masters,
     without_saved_state,
 )
 from .torch_private import storage_reader_for
+
+logger = logging.getLogger(__name__)
 
 
 class LoadPlanner(DefaultLoadPlanner):
@@ -83,6 +89,7 @@ class LoadPlanner(DefaultLoadPlanner):
         self._may_be_extra = matcher("allow_extra", allow_extra)
         self._may_be_cast = matcher("allow_cast", allow_cast)
         self.missing_keys = ()
+        self.listed_parameters: dict[str, Collection[str]] = {}  # of nested param groups, if somebody has read them
 
     # --- called by DCP, in this order --------------------------------------------------------------------------------
 
@@ -142,7 +149,9 @@ class LoadPlanner(DefaultLoadPlanner):
             if isinstance(value, Tensor) and getattr(container[place], "device", None) == torch.device("meta"):
                 container[place] = value
         self.original_state_dict = self._users_state_dict
-        had_no_state = without_saved_state(self.missing_keys, checked_metadata(self.metadata).state_dict_metadata)
+        had_no_state = without_saved_state(
+            self.missing_keys, checked_metadata(self.metadata).state_dict_metadata, self.listed_parameters
+        )
         for key in self.mappings:
             container, place = _place(self._users_state_dict, self.mappings[key])
             if isinstance(container[place], Tensor):
@@ -162,7 +171,7 @@ class LoadPlanner(DefaultLoadPlanner):
         missing = [key for key in requested if key not in stored and not self._may_be_missing(key)]
         if not missing:
             return []
-        had_no_state = without_saved_state(missing, stored)
+        had_no_state = without_saved_state(missing, stored, self.listed_parameters)
         roots = tuple(nested_state_roots(stored))
         return [
             Problem(Kind.MISSING_STATE if key.startswith(roots) else Kind.MISSING, key)
@@ -211,14 +220,32 @@ def load(
     # The latter has its metadata in the very files, and opens them as a whole.
     if isinstance(storage_reader, FileSystemReader) and not isinstance(storage_reader, HuggingFaceStorageReader):
         storage_reader = CheckedReader(storage_reader)
+    planner = LoadPlanner() if planner is None else planner
+    if isinstance(planner, LoadPlanner) and isinstance(storage_reader, CheckedReader):
+        planner.listed_parameters = _listed_parameters(storage_reader)
     dcp_loader.load(
         state_dict,
         checkpoint_id=checkpoint_id,
         storage_reader=storage_reader,
-        planner=LoadPlanner() if planner is None else planner,
+        planner=planner,
         process_group=process_group,
         no_dist=no_dist,
     )
+
+
+def _listed_parameters(reader: CheckedReader) -> dict[str, Collection[str]]:
+    """The FQNs of each nested param group. Every rank reads these few bytes by itself."""
+    try:
+        groups: dict[str, Any] = dict.fromkeys(nested_group_keys(reader.read_metadata().state_dict_metadata), ())
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # on purpose: no collective
+            if groups:
+                dcp_loader.load(groups, storage_reader=reader, no_dist=True)
+    except (Exception, CheckpointException):
+        # A rank that raised here would leave the others waiting. What is wrong is found again, and told, by the load.
+        logger.debug("param groups could not be read", exc_info=True)
+        return {}
+    return {key: fqns for key, fqns in groups.items() if isinstance(fqns, list | tuple)}
 
 
 def _nothing_in_common(requested: list[str], stored: list[str]) -> ValueError:

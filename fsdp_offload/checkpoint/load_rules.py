@@ -6,14 +6,15 @@
     stored keys ────┴─ not requested, in scope ▶ extra: left in the checkpoint, or refused
 
 Optimizer state is recognised by the ``param_groups`` beside it, below whatever prefix. Its two forms are those of
-``layouts.py``; only the flattened one says in its keys which parameters it knows.
+``layouts.py``; the flattened one says in its keys which parameters it knows, the nested one in a value for each group.
 
 ==============================================  =======================================================================
 key                                             left out without asking
 ==============================================  =======================================================================
 missing ``….master_param``                      the caller rebuilds it from the parameter
-missing ``state.{fqn}.*``, flattened form       if the checkpoint lists ``param_groups.{fqn}.*`` and no state of that
-                                                parameter at all: it had none when it was saved
+missing ``state.{fqn}.*``                       if the checkpoint lists the parameter in its groups, and no state of it
+                                                at all: it had none when it was saved. In the nested form ``load`` finds
+                                                out; a planner alone does not read, and refuses
 extra ``….master_param``                        if other state of its parameter is requested: a copy of fp32 parameters
 ==============================================  =======================================================================
 
@@ -22,7 +23,7 @@ planner looks at the dtypes.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from ..masters import MASTER
@@ -59,13 +60,22 @@ def is_master(key: str) -> bool:
 # --- missing ---------------------------------------------------------------------------------------------------------
 
 
-def without_saved_state(missing: Iterable[str], stored: Iterable[str]) -> set[str]:
+def without_saved_state(
+    missing: Iterable[str], stored: Iterable[str], nested: Mapping[str, Collection[str]] | None = None
+) -> set[str]:
     """Those of the ``missing`` keys that are state of a parameter which the checkpoint lists, but has no state of.
 
-    Empty for the nested form, where the names of the listed parameters are a value, not keys.
+    Args:
+        missing: keys.
+        stored: all keys of the checkpoint.
+        nested: what :func:`nested_group_keys` hold, by key, where that has been read: in the nested form the names of
+            the listed parameters are values.
     """
     stored = list(stored)
     listed = _flattened_parameters(stored)
+    for key, fqns in (nested or {}).items():
+        for root, _ in _group_entries([key]):
+            listed.setdefault(root, set()).update(map(str, fqns))
     if not listed:
         return set()
     with_state = {parameter_of(key, listed) for key in stored}
@@ -76,6 +86,11 @@ def without_saved_state(missing: Iterable[str], stored: Iterable[str]) -> set[st
 def nested_state_roots(stored: Iterable[str]) -> set[str]:
     """``…state.`` of every optimizer that the checkpoint has in the nested form."""
     return {root for root, entry in _group_entries(stored) if _IS_NESTED_GROUP(entry)}
+
+
+def nested_group_keys(stored: Iterable[str]) -> list[str]:
+    """The keys under which the nested form has the FQNs of each param group."""
+    return [key for key in stored for _, entry in _group_entries([key]) if _IS_NESTED_GROUP(entry)]
 
 
 def _flattened_parameters(stored: list[str]) -> dict[str, set[str]]:
