@@ -1,0 +1,289 @@
+"""What differs between two checkpoints. How their tensors are divided into chunks is no difference.
+
+::
+
+    Checkpoint, Checkpoint ──▶ keys, shapes, dtypes ──▶ Difference
+                           ──▶ blocks of a tensor, put together from the chunks of each side ──compare──▶ Difference
+
+A block is a range of elements of the whole tensor in row-major order that is also one range in every chunk it meets:
+rows, or a part of one row where a row is too large. So every chunk is read once, from start to end.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import torch
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor
+
+from .errors import CheckpointError
+from .inspect import counted, new_table
+from .items import Reader
+from .reading import Checkpoint, StoredChunk, StoredTensor
+from .sizes import block_bounds, human_shape, natural_order
+from .values import Comparison, compare_values
+from .verify import check_coverage
+
+MAX_BLOCK_BYTES = 32 << 20
+
+
+class Difference(NamedTuple):
+    """How one key differs.
+
+    Attributes:
+        key: of both, or of the one that has it.
+        kind: ``only in A``, ``only in B``, ``kind``, ``shape``, ``dtype``, ``values`` or ``object``.
+        detail: for people.
+        differing: how many elements differ, for values.
+        numel: of how many.
+        max_abs_diff: the largest difference; infinite where only one is a number; ``None`` if it has no meaning.
+    """
+
+    key: str
+    kind: str
+    detail: str
+    differing: int | None = None
+    numel: int | None = None
+    max_abs_diff: float | None = None
+
+
+class Tolerance(NamedTuple):
+    """Values are equal if ``|a - b| <= atol + rtol * |b|``; with zeros, if their bits are."""
+
+    rtol: float = 0.0
+    atol: float = 0.0
+
+
+EXACT = Tolerance()
+
+
+def diff(
+    first: Checkpoint,
+    second: Checkpoint,
+    keys: Sequence[str],
+    tolerance: Tolerance = EXACT,
+    max_memory_bytes: int = 2 << 30,
+    threads: int = 4,
+    advance: Callable[[int], object] = lambda done: None,
+) -> list[Difference]:
+    """The differences of ``keys`` (see :func:`all_keys`), at most one for each, in their order.
+
+    Raises:
+        CheckpointError: one of the two is damaged, or does not fit into the memory.
+    """
+
+    def compare(key: str) -> Difference | None:
+        found = _diff_entries(first, second, key)
+        if found is not None:
+            advance(_bytes_of(first, key) + _bytes_of(second, key))
+        elif key in first.tensors:
+            found = _diff_tensors(first, second, key, tolerance, max_memory_bytes // threads, advance)
+        else:
+            found = _diff_objects(first, second, key)
+        return found
+
+    with ThreadPoolExecutor(max_workers=threads) as pool:
+        return [found for found in pool.map(compare, keys) if found is not None]
+
+
+def all_keys(first: Checkpoint, second: Checkpoint) -> list[str]:
+    """Of either, in natural order."""
+    return sorted({*first.tensors, *first.objects, *second.tensors, *second.objects}, key=natural_order)
+
+
+def bytes_to_compare(first: Checkpoint, second: Checkpoint, keys: Sequence[str]) -> int:
+    """What ``advance`` is told in total."""
+    return sum(_bytes_of(first, key) + _bytes_of(second, key) for key in keys)
+
+
+def _bytes_of(checkpoint: Checkpoint, key: str) -> int:
+    return checkpoint.tensors[key].nbytes if key in checkpoint.tensors else 0
+
+
+# --- keys, shapes, dtypes --------------------------------------------------------------------------------------------
+
+
+def _diff_entries(first: Checkpoint, second: Checkpoint, key: str) -> Difference | None:
+    kinds = [_kind(checkpoint, key) for checkpoint in (first, second)]
+    if None in kinds:
+        name, kind = ("A", kinds[0]) if kinds[1] is None else ("B", kinds[1])
+        return Difference(key, f"only in {name}", str(kind))
+    if kinds[0] != kinds[1]:
+        return Difference(key, "kind", f"{kinds[0]} in A, {kinds[1]} in B")
+    if kinds[0] == "object":
+        return None
+    a, b = first.tensors[key], second.tensors[key]
+    if a.shape != b.shape:
+        return Difference(key, "shape", f"{human_shape(a.shape)} in A, {human_shape(b.shape)} in B")
+    if a.dtype != b.dtype:
+        return Difference(key, "dtype", f"{a.dtype} in A, {b.dtype} in B".replace("torch.", ""))
+    return None
+
+
+def _kind(checkpoint: Checkpoint, key: str) -> str | None:
+    if key in checkpoint.tensors:
+        return "tensor"
+    return "object" if key in checkpoint.objects else None
+
+
+# --- values ----------------------------------------------------------------------------------------------------------
+
+
+def _diff_tensors(
+    first: Checkpoint,
+    second: Checkpoint,
+    key: str,
+    tolerance: Tolerance,
+    memory_bytes: int,
+    advance: Callable[[int], object],
+) -> Difference | None:
+    a, b = first.tensors[key], second.tensors[key]
+    for checkpoint, tensor in ((first, a), (second, b)):
+        for _, text in check_coverage(tensor):
+            raise CheckpointError(f"{key} in {checkpoint.path}: {text}; see the command verify")
+    # A quarter for two blocks, and for the parts of them that are read. The rest is for items that can only be read as
+    # a whole: one side's is kept while the other side's is there twice, as stored and in row-major order.
+    block_numel = max(1, min(MAX_BLOCK_BYTES, memory_bytes // 16) // a.dtype.itemsize)
+    total = Comparison(0, 0, None)
+    with Reader(first, memory_bytes // 4) as reader_a, Reader(second, memory_bytes // 4) as reader_b:
+        for block in blocks(a.shape, block_numel):
+            here = compare_values(read_block(reader_a, a, block), read_block(reader_b, b, block), *tolerance)
+            total = total.plus(here)
+            advance(2 * block.numel * a.dtype.itemsize)
+    if not total.differing:
+        return None
+    detail = f"{total.differing:,} of {total.numel:,} differ"
+    return Difference(key, "values", detail, total.differing, total.numel, total.max_abs_diff)
+
+
+class Block(NamedTuple):
+    """A hyper-rectangle whose elements follow each other, in the tensor and in every chunk that it meets."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """How many elements."""
+        return math.prod(self.sizes)
+
+
+def blocks(shape: Sequence[int], max_numel: int) -> Iterator[Block]:
+    """The blocks of a tensor, in row-major order; none for an empty one."""
+    if not math.prod(shape):
+        return
+    # Indices of the dimensions before `dim` are taken one by one, those after it all at once.
+    dim = 0
+    while dim + 1 < len(shape) and math.prod(shape[dim + 1 :]) > max_numel:
+        dim += 1
+    if not shape:
+        yield Block((), ())
+        return
+    count = max(1, max_numel // math.prod(shape[dim + 1 :]))
+    rest = len(shape) - dim - 1
+    for outer in itertools.product(*map(range, shape[:dim])):
+        for start, stop in block_bounds(shape[dim], count):
+            yield Block((*outer, start, *(0,) * rest), (*(1,) * dim, stop - start, *shape[dim + 1 :]))
+
+
+def read_block(reader: Reader, tensor: StoredTensor, block: Block) -> Tensor:
+    """The elements of a block, from all chunks that it meets.
+
+    Raises:
+        CheckpointError: they cannot be read, or are of another dtype than the metadata say.
+    """
+    result: Tensor | None = None
+    for chunk in tensor.chunks:
+        common = _common(chunk, block)
+        if common is None:
+            continue
+        part = _read_part(reader, chunk, common)
+        if part.dtype != tensor.dtype:
+            raise CheckpointError(
+                f"{tensor.key} is stored as {part.dtype}, not as {tensor.dtype}; see the command verify"
+            )
+        if common == block:
+            return part.reshape(block.sizes)
+        if result is None:
+            result = torch.empty(block.sizes, dtype=tensor.dtype)
+        at = tuple(
+            slice(offset - start, offset - start + size)
+            for offset, start, size in zip(common.offsets, block.offsets, common.sizes, strict=True)
+        )
+        result[at] = part.reshape(common.sizes)
+    assert result is not None  # no block is empty, and all elements are in chunks
+    return result
+
+
+def _common(chunk: StoredChunk, block: Block) -> Block | None:
+    starts = tuple(map(max, chunk.offsets, block.offsets))
+    stops = (
+        min(a + a_size, b + b_size)
+        for a, a_size, b, b_size in zip(chunk.offsets, chunk.sizes, block.offsets, block.sizes, strict=True)
+    )
+    sizes = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
+    return Block(starts, sizes) if all(size > 0 for size in sizes) else None
+
+
+def _read_part(reader: Reader, chunk: StoredChunk, part: Block) -> Tensor:
+    first = 0  # of the part's elements in the chunk, in row-major order
+    for size, offset, start in zip(chunk.sizes, part.offsets, chunk.offsets, strict=True):
+        first = first * size + offset - start
+    return reader.read_elements(chunk, first, first + part.numel)
+
+
+# --- objects ---------------------------------------------------------------------------------------------------------
+
+
+def _diff_objects(first: Checkpoint, second: Checkpoint, key: str) -> Difference | None:
+    a, b = first.objects[key], second.objects[key]
+    with Reader(first) as reader_a, Reader(second) as reader_b:
+        if reader_a.read_bytes(a) == reader_b.read_bytes(b):
+            return None
+        try:
+            objects = reader_a.read_object(a), reader_b.read_object(b)
+        except CheckpointError:
+            return Difference(key, "object", "their bytes differ; they cannot be looked into")
+    return (
+        None if _same(*objects) else Difference(key, "object", f"{_short(objects[0])} in A, {_short(objects[1])} in B")
+    )
+
+
+def _same(a: Any, b: Any) -> bool:
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, Tensor):
+        return a.shape == b.shape and a.dtype == b.dtype and not compare_values(a, b).differing
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return bool(a == b or (a != a and b != b))
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}…"
+
+
+# --- shown -----------------------------------------------------------------------------------------------------------
+
+
+def as_table(differences: Sequence[Difference]) -> Table:
+    """A row for each difference."""
+    table = new_table("key", "difference", "detail", numbers=("max |A - B|",))
+    for found in differences:
+        gap = "" if found.max_abs_diff is None else f"{found.max_abs_diff:.6g}"
+        table.add_row(Text(found.key), found.kind, Text(found.detail), gap)
+    return table
+
+
+def headline(differences: Sequence[Difference], keys: int, *, exact: bool) -> str:
+    """The result in a line."""
+    if not differences:
+        return f"the same: {counted(keys, 'key')}, {'bit by bit' if exact else 'within the tolerance'}"
+    return f"different: {len(differences):,} of {counted(keys, 'key')}"

@@ -1,0 +1,11 @@
+"""The one error that users of the tools see."""
+
+
+class CheckpointError(Exception):
+    """Something about a checkpoint, or about what was asked for, is wrong.
+
+    The message is one line: what is wrong, and what to do.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(" ".join(message.split()))

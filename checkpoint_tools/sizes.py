@@ -1,0 +1,55 @@
+"""Sizes as people read and write them, and an order of keys in which layer 2 comes before layer 10."""
+
+import math
+import re
+from collections.abc import Iterable
+
+from .errors import CheckpointError
+
+_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
+_FACTORS = {"": 1} | {
+    f"{letter}{suffix}": base ** (power + 1)
+    for power, letter in enumerate("kmgt")
+    for suffix, base in (("", 1024), ("b", 1000), ("ib", 1024))
+}
+
+
+def human_bytes(count: float) -> str:
+    """``1536`` → ``1.5 KiB``."""
+    power = 0
+    while power + 1 < len(_UNITS) and count >= 1023.95:  # 1023.95 would be printed as 1024.0
+        count /= 1024
+        power += 1
+    if power == 0:
+        return f"{count:.0f} byte{'' if count == 1 else 's'}"
+    return f"{count:.1f} {_UNITS[power]}"
+
+
+def parse_bytes(text: str) -> int:
+    """``2GiB`` or ``2G`` → 2147483648, ``2GB`` → 2000000000, ``4096`` → 4096.
+
+    Raises:
+        CheckpointError: not a size, or zero.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower())
+    factor = _FACTORS.get(match[2].removesuffix("bytes") if match else "?")
+    size = 0 if match is None or factor is None else int(float(match[1]) * factor)
+    if size < 1:
+        raise CheckpointError(f"{text!r} is not a size; write for example 512MiB, 2GiB or a number of bytes")
+    return size
+
+
+def human_shape(shape: Iterable[int]) -> str:
+    """``(4, 8)`` → ``4 × 8``; ``()`` → ``scalar``."""
+    return " × ".join(map(str, shape)) or "scalar"
+
+
+def natural_order(key: str) -> tuple[tuple[bool, int, str], ...]:
+    """A sort key: digits in a key count as numbers."""
+    parts = re.split(r"(\d+)", key)
+    return tuple((False, int(part), "") if part.isdecimal() else (True, 0, part) for part in parts if part)
+
+
+def block_bounds(total: int, size: int) -> list[tuple[int, int]]:
+    """``total`` things in blocks of ``size``, the last one smaller."""
+    return [(start, min(start + size, total)) for start in range(0, total, size)] if math.prod((total, size)) else []

@@ -1,0 +1,162 @@
+"""The folder of a checkpoint: on a local disk, or behind any URL that fsspec knows.
+
+The same two ways as DCP's ``FileSystemReader`` and ``FsspecReader``, and the same rule for which it is: ``://``.
+"""
+
+import io
+import os
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol, cast
+
+from .errors import CheckpointError
+
+
+class Folder(Protocol):
+    """Files by their name relative to the checkpoint."""
+
+    path: str
+
+    def open(self, file: str) -> BinaryIO:
+        """For reading, from the start.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            OSError: it cannot be opened.
+        """
+        ...
+
+    def size_bytes(self, file: str) -> int:
+        """The length of a file.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+        """
+        ...
+
+    def files(self) -> list[str]:
+        """What lies directly in the folder, sorted; folders end in ``/``."""
+        ...
+
+
+class LocalFolder:
+    """A folder on this machine."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = os.fspath(path)
+        self._path = Path(path)
+
+    def open(self, file: str) -> BinaryIO:
+        """See :class:`Folder`."""
+        return (self._path / file).open("rb")
+
+    def size_bytes(self, file: str) -> int:
+        """See :class:`Folder`."""
+        return (self._path / file).stat().st_size
+
+    def files(self) -> list[str]:
+        """See :class:`Folder`."""
+        return sorted(entry.name + ("/" if entry.is_dir() else "") for entry in os.scandir(self._path))
+
+
+class RemoteFolder:
+    """A folder behind an fsspec URL."""
+
+    def __init__(self, url: str) -> None:
+        self.path = url
+        try:
+            from fsspec.core import url_to_fs
+        except ImportError as error:
+            raise CheckpointError(
+                f"{url} is a URL, and those need fsspec: pip install 'fsdp-offload[tools]'"
+            ) from error
+        try:
+            self._fs, self._root = url_to_fs(url)
+        except (ImportError, ValueError) as error:
+            raise CheckpointError(
+                f"{url} cannot be opened ({error}); is the file system's package installed?"
+            ) from error
+
+    def open(self, file: str) -> BinaryIO:
+        """See :class:`Folder`."""
+        return cast(BinaryIO, self._fs.open(self._at(file), "rb"))
+
+    def size_bytes(self, file: str) -> int:
+        """See :class:`Folder`."""
+        return int(self._fs.size(self._at(file)))
+
+    def files(self) -> list[str]:
+        """See :class:`Folder`."""
+        entries: list[dict[str, Any]] = self._fs.ls(self._root, detail=True)
+        names = (entry["name"].rstrip("/").rsplit("/", 1)[-1] + _slash(entry) for entry in entries)
+        return sorted(names)
+
+    def _at(self, file: str) -> str:
+        return f"{self._root.rstrip('/')}/{file}"
+
+
+def _slash(entry: dict[str, Any]) -> str:
+    return "/" if entry["type"] == "directory" else ""
+
+
+def open_folder(path: str | os.PathLike[str]) -> Folder:
+    """The folder at a local path or a URL.
+
+    Raises:
+        CheckpointError: a URL that nothing here can open.
+    """
+    return RemoteFolder(path) if isinstance(path, str) and "://" in path else LocalFolder(path)
+
+
+class Window(io.RawIOBase):
+    """A byte range of an open file, as a file of its own, for one thread at a time.
+
+    Attributes:
+        offset_bytes: where in the file it begins.
+    """
+
+    def __init__(self, stream: BinaryIO, offset_bytes: int, length_bytes: int) -> None:
+        self._stream = stream
+        self.offset_bytes = offset_bytes
+        self._length_bytes = length_bytes
+        self._at = 0
+
+    def readable(self) -> bool:
+        """It is."""
+        return True
+
+    def seekable(self) -> bool:
+        """It is."""
+        return True
+
+    def tell(self) -> int:
+        """From the start of the range."""
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Also past the end, as in any file."""
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length_bytes}[whence]
+        if base + offset < 0:
+            raise OSError("seek before the start")
+        self._at = base + offset
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        """Up to the end of the range."""
+        view = memoryview(buffer).cast("B")
+        count = max(0, min(len(view), self._length_bytes - self._at))
+        self._stream.seek(self.offset_bytes + self._at)
+        # Both open() and fsspec give a readinto; what typing calls BinaryIO does not.
+        got: int = self._stream.readinto(view[:count])  # type: ignore[attr-defined]
+        self._at += got
+        return got
+
+
+def read_into(stream: BinaryIO | Window, view: memoryview) -> int:
+    """Fill ``view`` from where the stream is; fewer bytes are returned only at its end."""
+    done = 0
+    while done < len(view):
+        got: int = stream.readinto(view[done:])  # type: ignore[union-attr]  # see Window.readinto
+        if not got:
+            break
+        done += got
+    return done

@@ -1,0 +1,74 @@
+"""Two tensors, element by element: their bits, or within a tolerance."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_COMPARED_NUMEL = 1 << 18  # for how many elements at a time there are masks and copies in float64
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+
+
+class Comparison(NamedTuple):
+    """What a comparison found; those of two parts add up.
+
+    Attributes:
+        differing: how many elements differ.
+        numel: of how many.
+        max_abs_diff: among those that differ: infinite where only one is a number; ``None`` if none differs, or if the
+            dtype has no differences.
+    """
+
+    differing: int
+    numel: int
+    max_abs_diff: float | None
+
+    def plus(self, other: "Comparison") -> "Comparison":
+        """Of both parts together."""
+        known = [value for value in (self.max_abs_diff, other.max_abs_diff) if value is not None]
+        return Comparison(self.differing + other.differing, self.numel + other.numel, max(known, default=None))
+
+
+def compare_values(a: Tensor, b: Tensor, rtol: float = 0.0, atol: float = 0.0) -> Comparison:
+    """Compare two tensors of the same shape and dtype.
+
+    With tolerances of zero, bit by bit: two NaN of the same bits are equal, and 0.0 and -0.0 are not. Otherwise as
+    ``torch.isclose``, and NaN are equal to each other.
+    """
+    a, b = a.contiguous().flatten(), b.contiguous().flatten()
+    total = Comparison(0, a.numel(), None)
+    if a.numel() == 0 or torch.equal(_bits(a), _bits(b)):
+        return total
+    for part_a, part_b in zip(a.split(_COMPARED_NUMEL), b.split(_COMPARED_NUMEL), strict=True):
+        differs = _differs_in_bits(part_a, part_b)
+        if differs.any():
+            total = total.plus(_compare_numbers(part_a[differs], part_b[differs], rtol, atol))
+    return total
+
+
+def _compare_numbers(a: Tensor, b: Tensor, rtol: float, atol: float) -> Comparison:
+    # Counted in the total already; here are only those of differing bits.
+    try:
+        kind = torch.complex128 if a.is_complex() else torch.float64
+        wide_a, wide_b = a.to(kind), b.to(kind)
+    except (RuntimeError, NotImplementedError):  # packed dtypes such as float4 have no numbers one by one
+        return Comparison(a.numel(), 0, None)
+    if rtol or atol:
+        differs = ~torch.isclose(wide_a, wide_b, rtol=rtol, atol=atol, equal_nan=True)
+        wide_a, wide_b = wide_a[differs], wide_b[differs]
+    if not wide_a.numel():
+        return Comparison(0, 0, None)
+    gaps = (wide_a - wide_b).abs()
+    both_nan = wide_a.isnan() & wide_b.isnan()
+    gaps = gaps.masked_fill(gaps.isnan(), torch.inf).masked_fill(both_nan, 0.0)
+    return Comparison(wide_a.numel(), 0, float(gaps.max()))
+
+
+def _bits(values: Tensor) -> Tensor:
+    return values.view(_BITS[values.itemsize])
+
+
+def _differs_in_bits(a: Tensor, b: Tensor) -> Tensor:
+    differs = _bits(a) != _bits(b)
+    return differs.view(len(a), -1).any(dim=1) if a.itemsize == 16 else differs

@@ -1,0 +1,234 @@
+"""Whether a checkpoint is whole: everything that is wrong with it, not only the first thing.
+
+::
+
+    Checkpoint ──check_structure──▶ problems of metadata, coverage, files and items; no data are read
+               ──check_finite─────▶ problems of values; all data are read, in blocks
+
+Files are looked at in parallel. The checks of checksums are in :mod:`checkpoint_tools.checksums`.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fsdp_offload.checkpoint.load_checks import Region, overlapping
+
+from .errors import CheckpointError
+from .items import Reader
+from .reading import Checkpoint, Problem, StoredChunk, StoredObject, StoredTensor
+from .sizes import block_bounds, human_bytes
+
+Advance = Callable[[int], object]
+"""Called with the number of bytes that are done since the last call, from any thread."""
+
+_BLOCK_BYTES = 4 << 20  # fits into caches, and is long enough for a disk
+_COUNTED_NUMEL = 1 << 20  # for how many elements at a time there are masks, where a block is not finite
+
+Entry = tuple[str, StoredChunk | StoredObject]
+
+
+class Files(NamedTuple):
+    """What a look at the files gave.
+
+    Attributes:
+        sound: those that are as long as they have to be.
+        problems: of the others.
+        notes: what is no problem, but may surprise.
+        nbytes: of all of them.
+    """
+
+    sound: tuple[str, ...]
+    problems: tuple[Problem, ...]
+    notes: tuple[str, ...]
+    nbytes: int
+
+
+def check_structure(checkpoint: Checkpoint, threads: int = 4) -> tuple[list[Problem], Files]:
+    """Everything that can be checked without reading data: all problems, and what was found of the files."""
+    problems = list(checkpoint.problems)
+    for tensor in checkpoint.tensors.values():
+        problems += check_coverage(tensor)
+    files = check_files(checkpoint)
+    problems += files.problems
+    problems += check_items(checkpoint, files.sound, threads)
+    return problems, files
+
+
+# --- metadata --------------------------------------------------------------------------------------------------------
+
+
+def check_coverage(tensor: StoredTensor) -> Iterator[Problem]:
+    """Whether every element is in exactly one chunk."""
+    regions = []
+    for chunk in tensor.chunks:
+        ends = [offset + size for offset, size in zip(chunk.offsets, chunk.sizes, strict=True)]
+        if any(end > size for end, size in zip(ends, tensor.shape, strict=True)):
+            yield Problem(tensor.key, f"a chunk of {chunk.sizes} at {chunk.offsets} does not fit into {tensor.shape}")
+        elif chunk.numel:
+            regions.append(Region(chunk.offsets, chunk.sizes, chunk.offsets))
+    pair = overlapping(regions)
+    if pair is not None:
+        first, second = sorted(pair)
+        yield Problem(
+            tensor.key,
+            f"the chunks of {first.sizes} at {first.offsets} and of {second.sizes} at {second.offsets} overlap",
+        )
+        return  # with an overlap, the sum below says nothing
+    covered, numel = sum(math.prod(region.sizes) for region in regions), math.prod(tensor.shape)
+    if covered < numel:
+        yield Problem(tensor.key, f"{numel - covered:,} of {numel:,} elements are in no chunk")
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+def check_files(checkpoint: Checkpoint) -> Files:
+    """Whether all files are there and long enough."""
+    sound, problems, notes, nbytes = [], [], [], 0
+    by_file = checkpoint.items_by_file()
+    for file, entries in by_file.items():
+        needed = max(item.offset_bytes + item.length_bytes for _, item in entries)
+        try:
+            found = checkpoint.folder.size_bytes(file)
+        except OSError as error:
+            what = "is not there" if isinstance(error, FileNotFoundError) else f"cannot be opened ({error})"
+            problems.append(Problem(file, f"{what}; it has {_of_whom(entries)}"))
+            continue
+        nbytes += found
+        if found < needed:
+            lost = [entry for entry in entries if entry[1].offset_bytes + entry[1].length_bytes > found]
+            problems.append(Problem(file, f"has {found:,} bytes of {needed:,}; cut off: {_of_whom(lost)}"))
+        else:
+            sound.append(file)
+            if found > needed:
+                notes.append(f"{file} is {human_bytes(found - needed)} longer than what is known of it")
+        problems += _check_ranges(file, entries)
+    spare = [name for name in checkpoint.folder.files() if name.endswith(".distcp") and name not in by_file]
+    notes += [f"{name} is not part of the checkpoint; was another one saved here before?" for name in spare]
+    return Files(tuple(sound), tuple(problems), tuple(notes), nbytes)
+
+
+def _of_whom(entries: Sequence[Entry]) -> str:
+    keys = list(dict.fromkeys(key for key, _ in entries))
+    return keys[0] if len(keys) == 1 else f"{keys[0]} and {len(keys) - 1:,} more keys"
+
+
+def _check_ranges(file: str, entries: Sequence[Entry]) -> Iterator[Problem]:
+    # A tensor's empty chunks share their item with each other, and in old checkpoints with a chunk that is not empty.
+    ranges = dict.fromkeys((key, item.offset_bytes, item.length_bytes) for key, item in entries)
+    for (first, start, length), (second, next_start, _) in itertools.pairwise(ranges):
+        if start + length > next_start:
+            yield Problem(file, f"the items of {first} and {second} are in the same bytes, from {next_start:,} on")
+
+
+# --- items -----------------------------------------------------------------------------------------------------------
+
+
+def check_items(checkpoint: Checkpoint, files: Sequence[str], threads: int = 4) -> list[Problem]:
+    """Whether every item of these files is what ``torch.save`` writes, and of the right shape and dtype."""
+    by_file = checkpoint.items_by_file()
+
+    def check(file: str) -> list[Problem]:
+        with Reader(checkpoint) as reader:
+            return [problem for key, item in by_file[file] for problem in _check_item(checkpoint, reader, key, item)]
+
+    return _in_parallel(check, files, threads)
+
+
+def _check_item(
+    checkpoint: Checkpoint, reader: Reader, key: str, item: StoredChunk | StoredObject
+) -> Iterator[Problem]:
+    try:
+        layout = reader.check(item)
+    except CheckpointError as error:
+        yield Problem(key, str(error))
+        return
+    if layout is not None and layout.dtype != checkpoint.tensors[key].dtype:
+        yield Problem(key, f"is stored as {layout.dtype} in {item.file}, and not as {checkpoint.tensors[key].dtype}")
+
+
+def _in_parallel(check: Callable[[str], list[Problem]], files: Sequence[str], threads: int) -> list[Problem]:
+    with ThreadPoolExecutor(max_workers=threads) as pool:
+        return [problem for problems in pool.map(check, files) for problem in problems]
+
+
+# --- values ----------------------------------------------------------------------------------------------------------
+
+
+def finite_bytes(checkpoint: Checkpoint) -> int:
+    """How much :func:`check_finite` reads of all files."""
+    return sum(tensor.nbytes for tensor in checkpoint.tensors.values() if may_be_infinite(tensor.dtype))
+
+
+def check_finite(
+    checkpoint: Checkpoint,
+    files: Sequence[str],
+    threads: int = 4,
+    max_memory_bytes: int = 2 << 30,
+    advance: Advance = lambda done: None,
+) -> list[Problem]:
+    """Whether all floating-point values in these files are finite. Each thread holds one block of them."""
+    by_file = checkpoint.items_by_file()
+    thread_bytes = max_memory_bytes // threads
+    block_bytes = max(16, min(_BLOCK_BYTES, thread_bytes // 2))  # 16: of one element, of any dtype
+
+    def check(file: str) -> list[Problem]:
+        problems: list[Problem] = []
+        memory = torch.empty(block_bytes, dtype=torch.uint8)
+        with Reader(checkpoint, max_whole_bytes=thread_bytes // 2) as reader:
+            for key, item in by_file[file]:
+                dtype = checkpoint.tensors[key].dtype if isinstance(item, StoredChunk) else None
+                if isinstance(item, StoredChunk) and dtype is not None and may_be_infinite(dtype):
+                    problems += _check_values(reader, key, item, dtype, memory, advance)
+        return problems
+
+    return _in_parallel(check, files, threads)
+
+
+def _check_values(
+    reader: Reader, key: str, chunk: StoredChunk, dtype: torch.dtype, memory: Tensor, advance: Advance
+) -> Iterator[Problem]:
+    bad = 0
+    itemsize = dtype.itemsize
+    try:
+        for start, stop in block_bounds(chunk.numel, memory.nbytes // itemsize):
+            out = memory[: (stop - start) * itemsize].view(dtype)
+            block = reader.read_elements(chunk, start, stop, out)
+            bad += count_not_finite(block)
+            advance(block.nbytes)
+    except CheckpointError as error:
+        yield Problem(key, str(error))
+        return
+    if bad:
+        at = f"in its chunk at {chunk.offsets} in {chunk.file}"
+        yield Problem(key, f"{bad:,} of {chunk.numel:,} values are not finite, {at}")
+
+
+def may_be_infinite(dtype: torch.dtype) -> bool:
+    """Whether there are values of the dtype that are infinite or no numbers."""
+    return (dtype.is_floating_point or dtype.is_complex) and "float4" not in str(dtype)
+
+
+def count_not_finite(values: Tensor) -> int:
+    """How many values of a 1-D tensor are infinite or no numbers."""
+    if values.numel() == 0 or (values.itemsize > 1 and _extremes_are_finite(values)):
+        return 0
+    return sum(_count(block) for block in values.split(_COUNTED_NUMEL))
+
+
+def _extremes_are_finite(values: Tensor) -> bool:
+    # One pass without a mask, and a NaN anywhere makes both NaN: about ten times as fast as isfinite.
+    parts = torch.view_as_real(values) if values.is_complex() else values
+    return all(math.isfinite(extreme) for extreme in torch.aminmax(parts))
+
+
+def _count(values: Tensor) -> int:
+    if values.itemsize == 1:  # torch has few operations for these
+        values = values.to(torch.float32)
+    return int(values.numel() - torch.isfinite(values).sum())

@@ -1,0 +1,83 @@
+"""Checkpoints to look into: written by torch, and edited."""
+
+import os
+import shutil
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from tests.distributed.launch import mesh, spawn
+from tests.loading import edit_metadata
+
+ROOT = Path(__file__).resolve().parents[2]
+
+STRIDED = torch.arange(24.0).view(4, 6).t()
+STATE = {
+    "model": {"layers.10.weight": torch.arange(20.0).view(4, 5), "layers.2.weight": torch.ones(3).bfloat16()},
+    "optim": {
+        "state": {
+            "layers.10.weight": {"step": torch.tensor(3.0), "exp_avg": torch.full((4, 5), 0.5)},
+            "layers.2.weight": {"step": torch.tensor(3.0), "exp_avg": STRIDED},
+        },
+        "param_groups": [{"lr": 0.1, "betas": (0.9, 0.99)}],
+    },
+    "nothing": torch.empty(0, 3),
+}
+FUSED = torch.randn(7, 6, generator=torch.Generator().manual_seed(0))
+
+
+def save(folder: Path, state: dict[str, Any], **options: Any) -> Path:
+    """By this process alone."""
+    with warnings.catch_warnings(action="ignore"):  # that there is no process group
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(folder, **options), no_dist=True)
+    return folder
+
+
+def save_on_two_ranks(tmp_path: Path) -> tuple[Path, Path]:
+    """The same state, divided into rows, and into columns: folders ``rows`` and ``columns``."""
+    spawn(_save_sharded, 2, tmp_path, tmp_path)
+    return tmp_path / "rows", tmp_path / "columns"
+
+
+def _save_sharded(rank: int, world_size: int, tmp_path: Path) -> None:
+    device_mesh = mesh(world_size)
+    for name, dim in (("rows", 0), ("columns", 1)):
+        fused = distribute_tensor(FUSED.clone(), device_mesh, [Shard(dim)])
+        moments = {"exp_avg": fused * 2, "step": torch.tensor(5.0)}
+        state = {"model": {"fused": fused}, "optim": {"state": {"fused": moments}}}
+        dcp.save(state, checkpoint_id=tmp_path / name)
+    dist.barrier()
+
+
+def changed(folder: Path, name: str, edit: Any) -> Path:
+    """A copy whose metadata are edited."""
+    copy = folder.with_name(name)
+    shutil.copytree(folder, copy)
+    edit_metadata(copy, edit)
+    return copy
+
+
+def chunks_in(metadata: Metadata, key: str) -> list[Any]:
+    """The chunks of a tensor in torch's own metadata."""
+    return metadata.state_dict_metadata[key].chunks  # type: ignore[union-attr]
+
+
+def run_tool(*args: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """``python -m checkpoint_tools ARGS``, as from a shell, not on a terminal."""
+    return subprocess.run(
+        [sys.executable, "-m", "checkpoint_tools", *map(str, args)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "100"},
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )

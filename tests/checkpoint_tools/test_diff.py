@@ -1,0 +1,204 @@
+"""What differs between two checkpoints, bit by bit and within tolerances, however they are divided."""
+
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from checkpoint_tools.diff import EXACT, Difference, Tolerance, all_keys, blocks, bytes_to_compare, diff
+from checkpoint_tools.errors import CheckpointError
+from checkpoint_tools.reading import open_checkpoint
+from checkpoint_tools.values import compare_values
+from tests.checkpoint_tools.checkpoints import FUSED, STATE, changed, chunks_in, save, save_on_two_ranks
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return save_on_two_ranks(tmp_path_factory.mktemp("ranks"))
+
+
+def differences(a: Path, b: Path, tolerance: Tolerance = EXACT, max_memory_bytes: int = 1 << 30) -> list[Difference]:
+    first, second = open_checkpoint(a), open_checkpoint(b)
+    keys = all_keys(first, second)
+    advanced: list[int] = []
+    found = diff(first, second, keys, tolerance, max_memory_bytes, 2, advanced.append)
+    assert sum(advanced) == bytes_to_compare(first, second, keys)
+    return found
+
+
+def of_states(tmp_path: Path, a: dict[str, Any], b: dict[str, Any], tolerance: Tolerance = EXACT) -> list[Difference]:
+    return differences(save(tmp_path / "a", a), save(tmp_path / "b", b), tolerance)
+
+
+# The same ------------------------------------------------------------------------------------------------------------
+
+
+def test_saved_twice(tmp_path: Path) -> None:
+    assert of_states(tmp_path, STATE, STATE) == []
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("max_memory_bytes", [1 << 30, 16 * 2 * 50, 1])
+def test_divided_otherwise(two_ranks: tuple[Path, Path], tmp_path: Path, max_memory_bytes: int) -> None:
+    rows, columns = two_ranks
+    moments = {"exp_avg": FUSED * 2, "step": torch.tensor(5.0)}
+    whole = save(tmp_path / "whole", {"model": {"fused": FUSED}, "optim": {"state": {"fused": moments}}})
+    for a, b in itertools.permutations((rows, columns, whole), 2):
+        assert differences(a, b, max_memory_bytes=max_memory_bytes) == []
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("max_memory_bytes", [1 << 30, 16 * 2 * 50, 1])
+def test_each_element_counts(two_ranks: tuple[Path, Path], tmp_path: Path, max_memory_bytes: int) -> None:
+    moments = {"exp_avg": FUSED * 2, "step": torch.tensor(5.0)}
+    for row, column in [(0, 0), (3, 5), (4, 2), (6, 5)]:
+        other = FUSED.clone()
+        other[row, column] += 1
+        state = {"model": {"fused": other}, "optim": {"state": {"fused": moments}}}
+        folder = save(tmp_path / f"{row}{column}", state)
+        for ranks in two_ranks:
+            (found,) = differences(ranks, folder, max_memory_bytes=max_memory_bytes)
+            assert found[:2] == ("model.fused", "values")
+            assert (found.differing, found.numel) == (1, 42)
+            assert found.max_abs_diff == pytest.approx(1, abs=1e-6)
+
+
+@pytest.mark.parametrize("max_memory_bytes", [1 << 30, 1 << 14])
+def test_tensors_that_are_stored_in_another_order(tmp_path: Path, max_memory_bytes: int) -> None:
+    tensor = torch.randn(6, 9)
+    a, b = save(tmp_path / "a", {"x": tensor}), save(tmp_path / "b", {"x": tensor.t().contiguous().t()})
+    assert differences(a, b, max_memory_bytes=max_memory_bytes) == []
+
+
+# Different -----------------------------------------------------------------------------------------------------------
+
+
+def test_keys_kinds_shapes_and_dtypes(tmp_path: Path) -> None:
+    x = torch.zeros(2, 3)
+    a = {"a": x, "kind": x, "shape": x, "dtype": x, "same": x, "object": 1, "lost": "text"}
+    b = {"b": x, "kind": 1, "shape": x.t().contiguous(), "dtype": x.half(), "same": x, "object": 2}
+    assert of_states(tmp_path, a, b) == [
+        Difference("a", "only in A", "tensor"),
+        Difference("b", "only in B", "tensor"),
+        Difference("dtype", "dtype", "float32 in A, float16 in B"),
+        Difference("kind", "kind", "tensor in A, object in B"),
+        Difference("lost", "only in A", "object"),
+        Difference("object", "object", "1 in A, 2 in B"),
+        Difference("shape", "shape", "2 × 3 in A, 3 × 2 in B"),
+    ]
+
+
+def test_values(tmp_path: Path) -> None:
+    a = {"x": torch.zeros(5), "y": torch.arange(4), "z": torch.tensor([1 + 1j])}
+    b = {"x": torch.tensor([0, 0.5, 0, -2, 0]), "y": torch.tensor([0, 1, 2, 7]), "z": torch.tensor([4 + 5j])}
+    assert of_states(tmp_path, a, b) == [
+        Difference("x", "values", "2 of 5 differ", 2, 5, 2.0),
+        Difference("y", "values", "1 of 4 differ", 1, 4, 4.0),
+        Difference("z", "values", "1 of 1 differ", 1, 1, 5.0),
+    ]
+
+
+def test_tolerances(tmp_path: Path) -> None:
+    a = save(tmp_path / "a", {"x": torch.tensor([1.0, 100.0, 0.0])})
+    b = save(tmp_path / "b", {"x": torch.tensor([1.5, 101.0, 0.25])})
+    assert [found.differing for found in differences(a, b)] == [3]
+    assert [found.differing for found in differences(a, b, Tolerance(atol=0.5))] == [1]
+    assert [found.differing for found in differences(a, b, Tolerance(rtol=0.01))] == [2]
+    assert differences(a, b, Tolerance(rtol=0.01, atol=0.5)) == []
+
+
+class Custom:
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+
+def test_objects(tmp_path: Path) -> None:
+    a = {"nan": math.nan, "tensors": (torch.zeros(2), 1), "custom": Custom(1), "same": Custom(1), "type": 1}
+    b = {"nan": math.nan, "tensors": (torch.ones(2), 1), "custom": Custom(2), "same": Custom(1), "type": 1.0}
+    found = of_states(tmp_path, a, b)
+    assert [each.key for each in found] == ["custom", "tensors", "type"]
+    assert found[0].detail == "their bytes differ; they cannot be looked into"
+
+
+# Trouble -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.distributed
+def test_holes_are_not_compared(two_ranks: tuple[Path, Path], tmp_path: Path) -> None:
+    rows, columns = two_ranks
+    broken = changed(rows, "broken", lambda metadata: chunks_in(metadata, "model.fused").pop())
+    with pytest.raises(CheckpointError, match=r"model.fused in .*elements are in no chunk; see the command verify"):
+        differences(broken, columns)
+
+
+def test_a_dtype_that_is_not_stored(tmp_path: Path) -> None:
+    def edit(metadata: Any) -> None:
+        metadata.state_dict_metadata["x"].properties.dtype = torch.int32
+
+    folder = save(tmp_path / "a", {"x": torch.zeros(4)})
+    broken = changed(folder, "broken", edit)
+    with pytest.raises(CheckpointError, match=r"stored as torch.float32, not as torch.int32"):
+        differences(broken, broken)
+
+
+def test_files_that_are_gone(tmp_path: Path) -> None:
+    a, b = save(tmp_path / "a", STATE), save(tmp_path / "b", STATE)
+    (b / "__0_0.distcp").unlink()
+    with pytest.raises(CheckpointError, match="cannot be opened"):
+        differences(a, b)
+
+
+# Values --------------------------------------------------------------------------------------------------------------
+
+
+def test_bits_are_compared() -> None:
+    nan, other_nan = (torch.tensor([bits], dtype=torch.int32).view(torch.float32) for bits in (0x7FC00000, 0x7FC00001))
+    assert compare_values(nan, nan.clone()).differing == 0
+    assert compare_values(nan, other_nan) == (1, 1, 0.0)
+    assert compare_values(nan, other_nan, atol=1.0) == (0, 1, None)
+    assert compare_values(torch.tensor([0.0]), torch.tensor([-0.0])) == (1, 1, 0.0)
+    assert compare_values(torch.tensor([0.0]), nan) == (1, 1, torch.inf)
+    assert compare_values(torch.tensor([torch.inf]), torch.tensor([-torch.inf])) == (1, 1, torch.inf)
+    assert compare_values(torch.tensor([torch.inf]), nan, atol=1.0) == (1, 1, torch.inf)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2),
+        *(torch.int64, torch.int32, torch.uint16, torch.int8, torch.uint8, torch.bool, torch.complex64),
+        torch.complex128,
+    ],
+)
+def test_all_dtypes(dtype: torch.dtype) -> None:
+    a = torch.zeros(3, dtype=torch.float32).to(dtype)
+    b = torch.tensor([0.0, 1.0, 0.0]).to(dtype)
+    assert compare_values(a, a.clone()) == (0, 3, None)
+    assert compare_values(a, b) == (1, 3, 1.0)
+    assert compare_values(a, b, atol=2.0) == (0, 3, None)
+
+
+def test_many_elements() -> None:
+    a = torch.zeros(1_000_003)
+    b = a.clone()
+    b[::1000] = torch.arange(1001.0)[: len(b[::1000])] + 1
+    assert compare_values(a, b) == (1001, 1_000_003, 1001.0)
+
+
+# Blocks --------------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(0, 5), max_size=4), st.integers(1, 40))
+def test_blocks_are_the_tensor_in_order(shape: list[int], max_numel: int) -> None:
+    whole = torch.arange(math.prod(shape)).view(shape)
+    parts = []
+    for block in blocks(shape, max_numel):
+        at = tuple(slice(offset, offset + size) for offset, size in zip(block.offsets, block.sizes, strict=True))
+        parts.append(whole[at].flatten())
+        assert block.numel == len(parts[-1]) <= max_numel
+    assert torch.cat([torch.empty(0, dtype=torch.int64), *parts]).tolist() == list(range(whole.numel()))

@@ -1,0 +1,291 @@
+"""Elements of stored chunks: read in parts where they lie in order, as a whole where not; and damaged items."""
+
+import io
+import shutil
+import struct
+import warnings
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from checkpoint_tools.errors import CheckpointError
+from checkpoint_tools.items import Reader
+from checkpoint_tools.reading import Checkpoint, StoredChunk, open_checkpoint
+from tests.checkpoint_tools.checkpoints import save
+
+IN_ORDER = {
+    "float32": torch.arange(35.0).view(7, 5),
+    "bfloat16": torch.arange(35).view(7, 5).bfloat16(),
+    "float16": torch.arange(21.0).view(7, 3).half(),
+    "float8": torch.arange(14.0).view(7, 2).to(torch.float8_e4m3fn),
+    "bool": torch.tensor([True, False] * 7).view(7, 2),
+    "int64": torch.arange(7),
+    "uint16": torch.arange(7).to(torch.uint16),
+    "complex": torch.arange(7) * (1 + 2j),
+    "three": torch.arange(7 * 6.0).view(7, 2, 3),
+    "one": torch.arange(7.0).view(1, 7).t(),
+    "scalar": torch.tensor(2.5),
+    "empty": torch.empty(7, 0),
+    "nothing": torch.empty(0, 3, dtype=torch.bfloat16),
+}
+OTHERWISE = {
+    "transposed": torch.arange(35.0).view(5, 7).t(),
+    "channels": torch.arange(7 * 24.0).view(7, 2, 3, 4).to(memory_format=torch.channels_last),
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("saved") / "checkpoint", {**IN_ORDER, **OTHERWISE})
+
+
+@pytest.fixture(scope="module")
+def checkpoint(saved: Path) -> Checkpoint:
+    return open_checkpoint(saved)
+
+
+def chunk_of(checkpoint: Checkpoint, key: str) -> StoredChunk:
+    (chunk,) = checkpoint.tensors[key].chunks
+    return chunk
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and a.tolist() == b.tolist()
+
+
+# Reading -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", [*IN_ORDER, *OTHERWISE])
+def test_whole_and_by_rows(checkpoint: Checkpoint, key: str) -> None:
+    expected = {**IN_ORDER, **OTHERWISE}[key]
+    chunk = chunk_of(checkpoint, key)
+    with Reader(checkpoint) as reader:
+        assert same(reader.read_chunk(chunk), expected)
+        if expected.dim():
+            for start, stop in [(0, len(expected)), (0, 0), (len(expected) // 2, len(expected))]:
+                assert same(reader.read_rows(chunk, start, stop), expected[start:stop]), (start, stop)
+
+
+@pytest.mark.parametrize("key", IN_ORDER)
+def test_in_parts_without_loading(checkpoint: Checkpoint, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch, "load")
+    with Reader(checkpoint) as reader:
+        layout = reader.layout(chunk_of(checkpoint, key))
+        assert layout is not None
+        assert layout.start_bytes is not None
+        reader.read_chunk(chunk_of(checkpoint, key))
+
+
+@pytest.mark.parametrize("key", OTHERWISE)
+def test_other_orders_need_a_load(checkpoint: Checkpoint, key: str) -> None:
+    with Reader(checkpoint) as reader:
+        layout = reader.layout(chunk_of(checkpoint, key))
+        assert layout is not None
+        assert layout.start_bytes is None
+
+
+@pytest.mark.parametrize("key", ["bfloat16", "transposed"])
+def test_into_memory_that_is_there(checkpoint: Checkpoint, key: str) -> None:
+    expected = {**IN_ORDER, **OTHERWISE}[key].flatten()[3:30]
+    out = torch.zeros(27, dtype=expected.dtype)
+    with Reader(checkpoint) as reader:
+        assert reader.read_elements(chunk_of(checkpoint, key), 3, 30, out) is out
+        assert same(out, expected)
+        with pytest.raises(CheckpointError, match=r"where torch.int16 is expected"):
+            reader.read_elements(chunk_of(checkpoint, key), 3, 30, out.to(torch.int16))
+
+
+def test_what_is_too_large_to_be_loaded_as_a_whole(checkpoint: Checkpoint) -> None:
+    chunk = chunk_of(checkpoint, "transposed")
+    with Reader(checkpoint, max_whole_bytes=chunk.length_bytes) as reader:
+        reader.read_rows(chunk, 0, 1)
+    with Reader(checkpoint, max_whole_bytes=chunk.length_bytes - 1) as reader:
+        reader.read_rows(chunk_of(checkpoint, "float32"), 0, 1)
+        with pytest.raises(CheckpointError, match="can only be read as a whole"):
+            reader.read_rows(chunk, 0, 1)
+
+
+def test_few_bytes_are_read_for_few_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = open_checkpoint(save(tmp_path / "checkpoint", {"large": torch.zeros(1024, 4096)}))
+    read = 0
+
+    class Counting(io.FileIO):
+        def readinto(self, buffer: Any) -> int:
+            nonlocal read
+            got = super().readinto(buffer)
+            read += got
+            return got
+
+    monkeypatch.setattr(checkpoint.folder, "open", lambda file: Counting(tmp_path / "checkpoint" / file))
+    with Reader(checkpoint) as reader:
+        reader.read_rows(chunk_of(checkpoint, "large"), 1000, 1002)
+    assert 2 * 4096 * 4 <= read < 2 * 4096 * 4 + 100_000
+
+
+@pytest.mark.parametrize(("start", "stop"), [(-1, 2), (3, 2), (0, 8)])
+def test_rows_that_there_are_not(checkpoint: Checkpoint, start: int, stop: int) -> None:
+    with Reader(checkpoint) as reader, pytest.raises(IndexError):
+        reader.read_rows(chunk_of(checkpoint, "float32"), start, stop)
+
+
+def test_a_view_of_a_larger_storage(tmp_path: Path) -> None:
+    # DCP clones such tensors. Others may not.
+    whole = torch.arange(40.0)
+    assert same(read_archive(tmp_path, whole[8:20].view(3, 4)), torch.arange(8.0, 20.0).view(3, 4))
+
+
+def test_conjugated(tmp_path: Path) -> None:
+    tensor = torch.arange(4) * (1 + 2j)
+    assert same(read_archive(tmp_path, tensor.conj()), tensor.conj().resolve_conj())
+
+
+def test_a_parameter(tmp_path: Path) -> None:
+    assert same(read_archive(tmp_path, torch.nn.Parameter(torch.arange(4.0))), torch.arange(4.0))
+
+
+def test_compressed_records(tmp_path: Path) -> None:
+    tensor = torch.arange(64.0)
+    assert same(read_archive(tmp_path, tensor, compression=zipfile.ZIP_DEFLATED), tensor)
+
+
+def test_no_checksums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        assert same(read_archive(tmp_path, torch.arange(4.0)), torch.arange(4.0))
+    finally:
+        torch.serialization.set_crc32_options(True)
+
+
+def read_archive(tmp_path: Path, tensor: Tensor, compression: int | None = None) -> Tensor:
+    """``tensor``, by way of an item that torch.save wrote by itself, with others around it."""
+    buffer = io.BytesIO()
+    torch.save(tensor, buffer)
+    if compression is not None:
+        buffer = rewritten(buffer, compression)
+    content = buffer.getvalue()
+    folder = save(tmp_path / "checkpoint", {"x": torch.empty(tensor.shape, dtype=tensor.dtype)})
+    (folder / "__0_0.distcp").write_bytes(b"before" + content + b"after")
+    checkpoint = open_checkpoint(folder)
+    chunk = chunk_of(checkpoint, "x")._replace(offset_bytes=6, length_bytes=len(content))
+    with Reader(checkpoint) as reader:
+        return torch.cat([reader.read_rows(chunk, row, row + 1) for row in range(len(tensor))])
+
+
+def rewritten(buffer: io.BytesIO, compression: int) -> io.BytesIO:
+    result = io.BytesIO()
+    with zipfile.ZipFile(buffer) as old, zipfile.ZipFile(result, "w", compression) as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+    return result
+
+
+# Objects -------------------------------------------------------------------------------------------------------------
+
+
+class Custom:
+    """What ``weights_only`` does not take."""
+
+
+def test_objects(tmp_path: Path) -> None:
+    plain = {"lr": 0.1, "betas": (0.9, 0.99), "name": "x", "none": None}
+    checkpoint = open_checkpoint(save(tmp_path / "checkpoint", {**plain, "custom": Custom()}))
+    with Reader(checkpoint) as reader:
+        assert {key: reader.read_object(checkpoint.objects[key]) for key in plain} == plain
+        reader.check(checkpoint.objects["custom"])
+        with pytest.raises(CheckpointError, match="more than tensors and plain values"):
+            reader.read_object(checkpoint.objects["custom"])
+
+
+# Damaged -------------------------------------------------------------------------------------------------------------
+
+
+def damaged(saved: Path, tmp_path: Path, at: int, content: bytes) -> Checkpoint:
+    shutil.copytree(saved, tmp_path / "copy")
+    with (tmp_path / "copy" / "__0_0.distcp").open("r+b") as stream:
+        stream.seek(at)
+        stream.write(content)
+    return open_checkpoint(tmp_path / "copy")
+
+
+def refused(checkpoint: Checkpoint, chunk: StoredChunk, match: str) -> None:
+    with Reader(checkpoint) as reader, pytest.raises(CheckpointError, match=match) as caught:
+        reader.check(chunk)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_directory_that_is_overwritten(saved: Path, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    chunk = chunk_of(checkpoint, "float32")
+    end = chunk.offset_bytes + chunk.length_bytes
+    refused(damaged(saved, tmp_path, end - 22, bytes(22)), chunk, "not what torch.save writes")
+
+
+def test_a_pickle_that_is_overwritten(saved: Path, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    chunk = chunk_of(checkpoint, "float32")
+    with (saved / "__0_0.distcp").open("rb") as stream:
+        stream.seek(chunk.offset_bytes)
+        at = chunk.offset_bytes + stream.read(chunk.length_bytes).index(b"torch._utils")
+    refused(damaged(saved, tmp_path, at - 3, b"\xff\xff\xff"), chunk, "data.pkl is no pickle")
+
+
+def test_a_record_that_is_not_where_the_directory_says(saved: Path, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    chunk = chunk_of(checkpoint, "float32")
+    refused(damaged(saved, tmp_path, chunk.offset_bytes, b"PKxx"), chunk, "is not where it should be")
+
+
+@pytest.mark.parametrize(("begin", "end"), [(0, -1), (-1, 0), (100, 0), (0, -100)])
+def test_another_byte_range(checkpoint: Checkpoint, begin: int, end: int) -> None:
+    chunk = chunk_of(checkpoint, "float32")
+    offset, length = chunk.offset_bytes + begin, chunk.length_bytes - begin + end
+    refused(checkpoint, chunk._replace(offset_bytes=offset, length_bytes=length), "not what torch.save writes")
+
+
+def test_another_shape(checkpoint: Checkpoint) -> None:
+    chunk = chunk_of(checkpoint, "float32")
+    refused(checkpoint, chunk._replace(sizes=(5, 7)), r"shape \(7, 5\) where one of \(5, 7\)")
+
+
+def test_a_storage_of_another_size(saved: Path, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    # The pickle says that there are more elements than there are.
+    chunk = chunk_of(checkpoint, "int64")
+    with (saved / "__0_0.distcp").open("rb") as stream:
+        stream.seek(chunk.offset_bytes)
+        content = stream.read(chunk.length_bytes)
+    at = content.index(b"cpu") + len("cpu")
+    at = content.index(struct.pack("<cB", b"K", 7), at)
+    broken = damaged(saved, tmp_path, chunk.offset_bytes + at, struct.pack("<cB", b"K", 9))
+    refused(broken, chunk, "56 bytes where 72 are expected")
+
+
+def test_a_file_that_is_cut_while_it_is_read(tmp_path: Path) -> None:
+    folder = save(tmp_path / "checkpoint", {"large": torch.zeros(1024, 1024)})
+    checkpoint = open_checkpoint(folder)
+    chunk = chunk_of(checkpoint, "large")
+    with Reader(checkpoint) as reader:
+        reader.read_rows(chunk, 0, 1)
+        with (folder / "__0_0.distcp").open("r+b") as stream:
+            stream.truncate(100_000)
+        with pytest.raises(CheckpointError, match="is cut short"):
+            reader.read_rows(chunk, 0, 1024)
+
+
+def test_extensions(tmp_path: Path, checkpoint: Checkpoint) -> None:
+    chunk = chunk_of(checkpoint, "float32")._replace(transforms=("stream.zstd/1",))
+    with Reader(checkpoint) as reader:
+        assert reader.check(chunk) is None
+        with pytest.raises(CheckpointError, match=r"written through stream.zstd/1"):
+            reader.read_chunk(chunk)
+
+
+def test_what_dcp_loads_is_what_is_read(saved: Path, checkpoint: Checkpoint) -> None:
+    loaded = {key: torch.zeros_like(value) for key, value in {**IN_ORDER, **OTHERWISE}.items()}
+    with warnings.catch_warnings(action="ignore"):  # that there is no process group
+        dcp.load(loaded, checkpoint_id=saved, no_dist=True)
+    with Reader(checkpoint) as reader:
+        for key, value in loaded.items():
+            assert same(reader.read_chunk(chunk_of(checkpoint, key)), value), key

@@ -1,0 +1,294 @@
+"""Everything that can be wrong with a checkpoint is found, and all of it at once."""
+
+import hashlib
+import shutil
+import subprocess
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
+
+from checkpoint_tools.checksums import check_checksums, checksums_of, files_of, read_checksums, write_checksums
+from checkpoint_tools.errors import CheckpointError
+from checkpoint_tools.reading import open_checkpoint
+from checkpoint_tools.verify import check_finite, check_structure, count_not_finite, finite_bytes
+from tests.checkpoint_tools.checkpoints import STATE, changed, chunks_in, save, save_on_two_ranks
+
+WEIGHT = "model.layers.10.weight"
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_on_two_ranks(tmp_path_factory.mktemp("ranks"))[0]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return save(tmp_path / "checkpoint", STATE, single_file_per_rank=False)
+
+
+def problems_of(folder: Path) -> list[tuple[str, str]]:
+    return [tuple(problem) for problem in check_structure(open_checkpoint(folder))[0]]
+
+
+def file_of(folder: Path, key: str) -> Path:
+    item = next(item for name, item in open_checkpoint(folder).items() if name == key)
+    return folder / item.file
+
+
+def edited(folder: Path, edit: Callable[[Metadata], Any]) -> list[tuple[str, str]]:
+    return problems_of(changed(folder, f"edited-{uuid.uuid4().hex}", edit))
+
+
+# Coverage ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.distributed
+def test_nothing_is_wrong_on_two_ranks(two_ranks: Path) -> None:
+    problems, files = check_structure(open_checkpoint(two_ranks))
+    assert problems == []
+    assert files.notes == ()
+    assert files.sound == ("__0_0.distcp", "__1_0.distcp")
+    assert files.nbytes == sum(file.stat().st_size for file in two_ranks.glob("*.distcp"))
+
+
+@pytest.mark.distributed
+def test_a_chunk_is_gone(two_ranks: Path) -> None:
+    def edit(metadata: Metadata) -> None:
+        chunk = chunks_in(metadata, "model.fused").pop()
+        del metadata.storage_data[MetadataIndex("model.fused", chunk.offsets)]
+
+    assert edited(two_ranks, edit) == [("model.fused", "18 of 42 elements are in no chunk")]
+
+
+@pytest.mark.distributed
+def test_chunks_overlap(two_ranks: Path) -> None:
+    def edit(metadata: Metadata) -> None:
+        second = chunks_in(metadata, "model.fused")[1]
+        place = metadata.storage_data.pop(MetadataIndex("model.fused", second.offsets))
+        second.offsets = torch.Size([3, 0])
+        metadata.storage_data[MetadataIndex("model.fused", (3, 0))] = place
+
+    assert edited(two_ranks, edit) == [
+        ("model.fused", "the chunks of (4, 6) at (0, 0) and of (3, 6) at (3, 0) overlap")
+    ]
+
+
+@pytest.mark.distributed
+def test_a_chunk_that_does_not_fit(two_ranks: Path) -> None:
+    def edit(metadata: Metadata) -> None:
+        metadata.state_dict_metadata["model.fused"].size = torch.Size([6, 6])  # type: ignore[union-attr]
+
+    assert ("model.fused", "a chunk of (3, 6) at (4, 0) does not fit into (6, 6)") in edited(two_ranks, edit)
+
+
+def test_empty_chunks_are_no_overlap(folder: Path) -> None:
+    def edit(metadata: Metadata) -> None:
+        # Inside of a chunk that is not empty; torch itself puts them at the end.
+        chunks_in(metadata, WEIGHT).append(ChunkStorageMetadata(torch.Size([2, 0]), torch.Size([0, 5])))
+        place = metadata.storage_data[MetadataIndex("nothing", (0, 0))]
+        metadata.storage_data[MetadataIndex(WEIGHT, (2, 0))] = place
+
+    found = edited(folder, edit)
+    assert not [text for _, text in found if "overlap" in text or "no chunk" in text]
+
+
+# Files ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_is_gone(folder: Path) -> None:
+    file = file_of(folder, WEIGHT)
+    file.unlink()
+    assert problems_of(folder) == [(file.name, f"is not there; it has {WEIGHT}")]
+
+
+def test_all_files_are_gone(folder: Path) -> None:
+    files = list(folder.glob("*.distcp"))
+    for file in files:
+        file.unlink()
+    assert sorted(where for where, _ in problems_of(folder)) == sorted(file.name for file in files)
+
+
+@pytest.mark.parametrize("left", [0, -1])
+def test_a_file_is_cut_short(folder: Path, left: int) -> None:
+    file = file_of(folder, WEIGHT)
+    needed = file.stat().st_size
+    kept = needed + left if left else 0
+    with file.open("r+b") as stream:
+        stream.truncate(kept)
+    assert problems_of(folder) == [(file.name, f"has {kept:,} bytes of {needed:,}; cut off: {WEIGHT}")]
+
+
+def test_leftovers_are_notes(folder: Path) -> None:
+    (folder / "__7_0.distcp").write_bytes(b"")
+    with file_of(folder, WEIGHT).open("ab") as stream:
+        stream.write(bytes(2048))
+    problems, files = check_structure(open_checkpoint(folder))
+    assert problems == []
+    assert files.notes == (
+        f"{file_of(folder, WEIGHT).name} is 2.0 KiB longer than what is known of it",
+        "__7_0.distcp is not part of the checkpoint; was another one saved here before?",
+    )
+
+
+def test_items_in_the_same_bytes(tmp_path: Path) -> None:
+    folder = save(tmp_path / "checkpoint", {"a": torch.zeros(4), "b": torch.zeros(4)})
+
+    def edit(metadata: Metadata) -> None:
+        storage = metadata.storage_data
+        storage[MetadataIndex("b", (0,))].offset = storage[MetadataIndex("a", (0,))].offset
+
+    assert edited(folder, edit) == [("__0_0.distcp", "the items of a and b are in the same bytes, from 0 on")]
+
+
+# Items ---------------------------------------------------------------------------------------------------------------
+
+
+def test_damage_is_found_in_each_item(folder: Path) -> None:
+    keys = [WEIGHT, "optim.param_groups.0.lr"]
+    for key in keys:
+        file = file_of(folder, key)
+        file.write_bytes(bytes(file.stat().st_size))
+    found = problems_of(folder)
+    assert [where for where, _ in found] == keys
+    assert all("not what torch.save writes" in text for _, text in found)
+
+
+def test_another_dtype(folder: Path) -> None:
+    def edit(metadata: Metadata) -> None:
+        metadata.state_dict_metadata[WEIGHT].properties.dtype = torch.int32  # type: ignore[union-attr]
+
+    file = file_of(folder, WEIGHT).name
+    assert edited(folder, edit) == [(WEIGHT, f"is stored as torch.float32 in {file}, and not as torch.int32")]
+
+
+def test_another_shape(folder: Path) -> None:
+    def edit(metadata: Metadata) -> None:
+        metadata.state_dict_metadata[WEIGHT].size = torch.Size([5, 4])  # type: ignore[union-attr]
+        chunks_in(metadata, WEIGHT)[0].sizes = torch.Size([5, 4])
+
+    ((where, text),) = edited(folder, edit)
+    assert where == WEIGHT
+    assert "shape (4, 5) where one of (5, 4) is expected" in text
+
+
+def test_no_data_are_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch, "load")
+    monkeypatch.delattr("checkpoint_tools.items.Reader.read_elements")
+    assert problems_of(folder) == []
+
+
+# Values --------------------------------------------------------------------------------------------------------------
+
+BAD = {
+    "float32": torch.tensor([1.0, torch.nan, torch.inf, -torch.inf]),
+    "bfloat16": torch.tensor([1.0, torch.nan]).bfloat16(),
+    "float8": torch.tensor([1.0, torch.nan]).to(torch.float8_e4m3fn),
+    "complex": torch.tensor([1.0, complex(0, torch.nan), complex(torch.inf, torch.nan)]),
+    "strided": torch.tensor([[1.0, 2.0], [3.0, torch.nan]]).t(),
+}
+GOOD = {
+    "int": torch.arange(4),
+    "largest": torch.full((3,), torch.finfo(torch.float32).max),
+    "smallest": torch.full((3,), torch.finfo(torch.bfloat16).min, dtype=torch.bfloat16),
+    "float8 largest": torch.full((3,), 448.0).to(torch.float8_e4m3fn),
+    "complex good": torch.tensor([1 + 2j]),
+    "scalar": torch.tensor(1.0),
+    "empty": torch.empty(0),
+    "object": "nan",
+}
+
+
+@pytest.mark.parametrize("max_memory_bytes", [1 << 30, 4 * 4096])
+def test_values_that_are_not_finite(tmp_path: Path, max_memory_bytes: int) -> None:
+    checkpoint = open_checkpoint(save(tmp_path / "checkpoint", {**BAD, **GOOD}))
+    problems = check_finite(checkpoint, ["__0_0.distcp"], max_memory_bytes=max_memory_bytes)
+    assert {where: text.split(" values")[0] for where, text in problems} == {
+        "float32": "3 of 4",
+        "bfloat16": "1 of 2",
+        "float8": "1 of 2",
+        "complex": "2 of 3",
+        "strided": "1 of 4",
+    }
+
+
+def test_one_bad_value_anywhere() -> None:
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        for at in [*range(0, 1000, 37), 999]:
+            values = torch.zeros(1000, dtype=dtype)
+            values[at] = torch.nan
+            assert count_not_finite(values) == 1
+
+
+def test_memory_is_bounded(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(save(tmp_path / "checkpoint", {"large": torch.zeros(1 << 22)}))
+    advanced = []
+    sizes = []
+    original = torch.empty
+
+    def empty(numel: int, **options: Any) -> torch.Tensor:
+        sizes.append(original(numel, **options).nbytes)
+        return original(numel, **options)
+
+    torch.empty = empty  # type: ignore[assignment]
+    try:
+        problems = check_finite(checkpoint, ["__0_0.distcp"], 2, 1 << 20, advanced.append)
+    finally:
+        torch.empty = original
+    assert problems == []
+    assert max(sizes) <= (1 << 20) // 2 // 2
+    assert sum(advanced) == finite_bytes(checkpoint) == 4 << 22
+
+
+# Checksums -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("algorithm", "program"), [("sha256", "sha256sum"), ("blake2b", "b2sum")])
+def test_checksums(folder: Path, tmp_path: Path, algorithm: Any, program: str) -> None:
+    checkpoint = open_checkpoint(folder)
+    found = checksums_of(checkpoint, files_of(checkpoint), algorithm)
+    assert set(found) == {file.name for file in folder.iterdir()}
+    assert found[".metadata"] == hashlib.new(algorithm, (folder / ".metadata").read_bytes()).hexdigest()
+    write_checksums(tmp_path / "sums", found)
+    assert read_checksums(tmp_path / "sums") == (algorithm, found)
+    if shutil.which(program):
+        subprocess.run([program, "--check", "--status", tmp_path / "sums"], cwd=folder, check=True)
+
+
+def test_checksums_that_differ(folder: Path) -> None:
+    checkpoint = open_checkpoint(folder)
+    files = files_of(checkpoint)
+    expected = checksums_of(checkpoint, files)
+    assert check_checksums(checkpoint, "sha256", expected, files) == []
+    file = file_of(folder, WEIGHT)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    gone, unlisted = [name for name in files[1:] if name != file.name][:2]
+    (folder / gone).unlink()
+    listed = {name: digest for name, digest in expected.items() if name != unlisted} | {"else": "0" * 64}
+    assert check_checksums(checkpoint, "sha256", listed, [name for name in files if name != gone]) == [
+        ("else", "is in the list of checksums, but not in the checkpoint"),
+        (unlisted, "is not in the list of checksums"),
+        (file.name, "has another sha256 checksum: its bytes have changed since the list was written"),
+    ]
+
+
+def test_a_list_is_not_overwritten(tmp_path: Path) -> None:
+    write_checksums(tmp_path / "sums", {"a": "0" * 64})
+    with pytest.raises(CheckpointError, match="exists"):
+        write_checksums(tmp_path / "sums", {"b": "0" * 64})
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        write_checksums(tmp_path / "nowhere" / "sums", {"b": "0" * 64})
+    assert [file.name for file in tmp_path.iterdir()] == ["sums"]
+
+
+@pytest.mark.parametrize("content", ["", "text", "0" * 63 + "  a", "0" * 64 + "  a\n" + "0" * 128 + "  b"])
+def test_what_is_no_list(tmp_path: Path, content: str) -> None:
+    (tmp_path / "sums").write_text(content)
+    with pytest.raises(CheckpointError, match=r"no list|no checksums|two kinds"):
+        read_checksums(tmp_path / "sums")
