@@ -130,7 +130,7 @@ def _check_value(place: str, home: Tensor, leaves: Sequence[LeafLayout], saved: 
         raise ValueError(
             f"load_state_dict: {place} should be a DTensor with mesh and placements {wanted_sharding}, got "
             f"{found_sharding}. Load sharded checkpoints with torch.distributed.checkpoint, which reshards them, or "
-            "pass a full state dict to set_optimizer_state_dict(..., StateDictOptions(full_state_dict=True))."
+            "pass a full one to torch's set_optimizer_state_dict(..., options=StateDictOptions(full_state_dict=True))."
         )
     got = [(tuple(leaf.shape), leaf.dtype) for leaf in leaves_of(saved)]
     wanted = [(leaf.shape, leaf.dtype) for leaf in leaves]
