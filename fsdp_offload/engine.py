@@ -27,7 +27,16 @@ from .report import OffloadReport
 from .schedule import Action, BucketStep, build_schedule
 from .shards import StateLayout, StateShard, leaves_of
 from .transfer import DeviceLink, device_link
-from .update import BoundRange, Shadow, SharedValues, StateStore, UserState, same_order_on_ranks, update_bucket
+from .update import (
+    ENGINE_ATTRIBUTE,
+    BoundRange,
+    Shadow,
+    SharedValues,
+    StateStore,
+    UserState,
+    same_order_on_ranks,
+    update_bucket,
+)
 
 
 class Engine:
@@ -415,6 +424,13 @@ class Engine:
             yield f"State {left_out} is not made of dense tensors and stays where the optimizer put it."
         if self.failure:
             yield f"Not usable: {self.failure}."
+
+
+def engine_of(optimizer: object) -> Engine | None:
+    """The engine of an offloaded optimizer; ``None`` for anything else."""
+    attachment = getattr(optimizer, "__dict__", {}).get(ENGINE_ATTRIBUTE)
+    engine: Engine | None = None if attachment is None else attachment.engine
+    return engine
 
 
 def _pinned_implementations(optimizer: Optimizer) -> list[dict[str, object]]:

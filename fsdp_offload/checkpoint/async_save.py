@@ -31,11 +31,10 @@ from torch.optim import Optimizer
 
 from ..arena import Region
 from ..buckets import aligned
-from ..engine import Engine
+from ..engine import Engine, engine_of
 from ..fsdp import local_shard, over_local
 from ..lending import Lending
 from ..shards import Home, describe_value, leaves_of
-from ..update import ENGINE_ATTRIBUTE
 from .loan import Loan, StagedDict
 
 logger = logging.getLogger(__name__)
@@ -89,7 +88,7 @@ class ArenaStager(AsyncStager):
                 ``state_dict`` was made before the last step and state has moved since.
         """
         self._wait_for_writer()
-        engines = [engine for optimizer in self._optimizers if (engine := _engine_of(optimizer())) is not None]
+        engines = [engine for optimizer in self._optimizers if (engine := engine_of(optimizer())) is not None]
         for engine in engines:
             engine.check_usable("dcp.async_save()")
             engine.wait_all_home()
@@ -279,13 +278,8 @@ def _tensors_in(values: Any) -> Iterator[Tensor]:
             yield from _tensors_in(value)
 
 
-def _engine_of(optimizer: Optimizer | None) -> Engine | None:
-    attachment = getattr(optimizer, "__dict__", {}).get(ENGINE_ATTRIBUTE)
-    return None if attachment is None else attachment.engine
-
-
 def _check_offloaded(optimizer: Optimizer) -> Optimizer:
-    if _engine_of(optimizer) is None:
+    if engine_of(optimizer) is None:
         raise ValueError(
             f"ArenaStager: expected an offloaded optimizer, got a {type(optimizer).__name__} that is not; call "
             "offload_optimizer() first."

@@ -28,13 +28,13 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..engine import Engine
+from ..engine import Engine, engine_of
 from ..fsdp import is_dtensor, local_shard, over_local, parameter_names
 from ..load import check_loadable
 from ..masters import MASTER, is_duplicate
 from ..shards import leaves_of
 from ..state import OffloadedState
-from ..update import ENGINE_ATTRIBUTE, UserState
+from ..update import UserState
 from .chunks import chunks_of
 from .layouts import LEFT_OUT, LeftOut, SavedByFqn, StateDict, by_fqn, flattened
 from .shard_tensor import ShardTensor, with_chunks
@@ -209,7 +209,7 @@ class _Attached:
         found = {param: existing.get(param) or reserved.get(param) for param in self.params}
         offered = {param: state for param, state in found.items() if state}
         _offers[self.engine] = {
-            param: {name: _Offer(leaf, leaf._version) for name, leaf in _first_leaves(state) if leaf.numel()}
+            param: {name: _Offer(leaf, leaf._version) for name, leaf in _first_leaves(state)}
             for param, state in offered.items()
         }
         # Counters that groups get in the first step would not be asked for, and so not be loaded.
@@ -345,13 +345,13 @@ def _attached(optimizer: Optimizer | Iterable[Optimizer], function: str) -> list
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     found = []
     for one in optimizers:
-        attachment = getattr(one, "__dict__", {}).get(ENGINE_ATTRIBUTE)
-        if attachment is None:
+        engine = engine_of(one)
+        if engine is None:
             raise ValueError(
                 f"{function}: this {type(one).__name__} is not offloaded. Attach it with offload_optimizer(), or use "
                 f"torch.distributed.checkpoint.state_dict.{function}, which writes and reads the same layout."
             )
-        found.append(_Attached(one, attachment.engine))
+        found.append(_Attached(one, engine))
     return found
 
 
