@@ -5,13 +5,13 @@
     model state, optimizer state ──find_matches──▶ fused keys ──chunks_of, part_chunks──▶ parts: views of fused memory
     parts ──(saved, or loaded into)──▶ merge_state_dict ──▶ the very fused tensors again
 
-No collective, and no copy: what is loaded into the parts is in the fused tensors. A part of a sharded tensor is a
-DTensor whose local tensor carries its chunks (:class:`~fsdp_offload.checkpoint.ShardTensor`), since no placement says
-which rows of it a rank has.
+No collective, and for shards no copy: what is loaded into the parts is in the fused tensors. A part of a sharded tensor
+is a DTensor whose local tensor carries its chunks (:class:`~fsdp_offload.checkpoint.ShardTensor`), since no placement
+says which rows of it a rank has.
 """
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,12 +28,20 @@ from .rules import Match, Rule, find_matches, find_parts
 
 StateDict = dict[str, Any]
 
+_MEGATRON_SLICE = "megatron_fsdp_slice"
+
 
 class _Origin(NamedTuple):
-    """Of which fused tensor a part is a view."""
+    """Of which fused tensor a part is a view, or else a copy that goes back to ``dim`` and ``comb``."""
 
     fused: Tensor
+    key: str
     number: int
+    parts: int
+    memory: Tensor
+    dim: int
+    comb: Comb
+    is_copy: bool
 
 
 _origins: Any = WeakIdKeyDictionary()
@@ -50,7 +58,8 @@ def split_state_dict(
     """Exchange every fused tensor for its parts, in the model's and the optimizer's state dict.
 
     Args:
-        model_state: ``{fqn: tensor}``: DTensors, plain tensors, Megatron-FSDP parameters.
+        model_state: ``{fqn: tensor}``: DTensors, plain tensors, Megatron-FSDP parameters. (Those themselves, as
+            ``named_parameters()`` gives them: its ``state_dict()`` loses what they know of their slices.)
         optim_state: nested or flattened, as ``get_optimizer_state_dict`` gives it, or ``None``. State that is shaped
             like the parameter is split like it, also where it is the flat local part of a Megatron-FSDP buffer;
             counters and numbers are copied; ``master_param`` of the parameter's own dtype repeats it and is left out.
@@ -58,7 +67,9 @@ def split_state_dict(
         values: config values that the rules' sizes name.
 
     Returns:
-        New dicts; what is not fused is taken over as it is. Parts are views of the memory of the fused tensors.
+        New dicts; what is not fused is taken over as it is. Parts are views of the memory of the fused tensors, except
+        where a plain tensor was fused in groups, which no strides can tell: those are copies, and
+        :func:`merge_state_dict` writes them back.
 
     Raises:
         ValueError: rules do not fit the keys or the shapes; state of another shape than its parameter, by name.
@@ -68,9 +79,10 @@ def split_state_dict(
     splits = {match.fused: _split_of(match, model_state[match.fused], shapes, values or {}) for match in matches}
     model: StateDict = {}
     for key, value in model_state.items():
-        model.update(splits[key].named(splits[key].parts_of(value)) if key in splits else {key: value})
+        model.update(splits[key].named(splits[key].parts_of(value, key)) if key in splits else {key: value})
     if optim_state is None:
         return model, None
+    _check_same_names(by_fqn(optim_state).state, splits, rules)
     names = {fqn: split.match.parts for fqn, split in splits.items()}
     return model, _exchange(optim_state, names, lambda fqn, state: _split_values(splits.get(fqn), fqn, state))
 
@@ -134,50 +146,105 @@ class _Split(NamedTuple):
     def named(self, parts: Sequence[Any]) -> dict[str, Any]:
         return dict(zip(self.match.parts, parts, strict=True))
 
-    def parts_of(self, value: Tensor) -> list[Tensor]:
+    def parts_of(self, value: Tensor, where: str) -> list[Tensor]:
         """Views of ``value``, which has this rank's part of a tensor like the parameter."""
-        found = [self._part(value, comb) for comb in self.combs]
-        for number, part in enumerate(found):
-            _origins[part] = _Origin(value, number)
+        memory = _memory_of(value, where, is_sharded=is_dtensor(value) or is_dtensor(self.param))
+        chunks = self._chunks_in(value, memory)
+        if chunks is None:
+            raise ValueError(
+                f"{where} has shape {tuple(value.shape)}, its parameter {self.shape}: it is not known how to split "
+                f"that. Exclude {self.match.fused}"
+            )
+        found = [self._part(value, memory, chunks, comb) for comb in self.combs]
+        for number, (part, comb) in enumerate(zip(found, self.combs, strict=True)):
+            is_copy = not is_dtensor(part) and not _is_view(comb)
+            _origins[part] = _Origin(value, self.match.fused, number, len(found), memory, self.dim, comb, is_copy)
         return found
 
-    def _part(self, value: Tensor, comb: Comb) -> Tensor:
-        local = local_shard(value)
-        memory = local.local if isinstance(local, ShardTensor) else local
-        if not is_dtensor(value) and not is_dtensor(self.param):
-            return _plain_part(memory.detach(), self.dim, comb, self.match.fused)
-        if not memory.is_contiguous():
-            raise ValueError(f"{self.match.fused}: expected a contiguous local tensor, got strides {memory.stride()}")
-        begin, chunks = span_of(part_chunks(self.chunks, self.dim, comb))
-        stretch = memory.detach().view(-1)[begin : begin + chunks.local_numel]
-        return over_part(self.param, ShardTensor(stretch, chunks), chunks.global_shape)
+    def _chunks_in(self, value: Tensor, memory: Tensor) -> ShardChunks | None:
+        """What ``memory`` has of the fused tensor; ``None`` if that cannot be told."""
+        is_whole_shape = tuple(value.shape) == self.shape
+        if self._is_plain(value, memory):
+            return chunks_of(memory) if is_whole_shape else None
+        if is_whole_shape and is_dtensor(value):
+            # Placements of Megatron-FSDP's tensors are nominal: their chunks are the parameter's.
+            own = self.chunks if hasattr(self.param, _MEGATRON_SLICE) else chunks_of(value)
+            return own if own.local_numel == memory.numel() else None
+        # What some optimizers keep: this rank's elements, shaped as in the parameter or flat, and maybe without a mesh.
+        is_shaped = tuple(memory.shape) == tuple(local_shard(self.param).shape)
+        is_flat = memory.dim() == 1 and len(self.chunks.local_shape) == 1
+        is_local = memory.numel() == self.chunks.local_numel and (is_shaped or is_flat)
+        return self.chunks if is_local else None
+
+    def _is_plain(self, value: Tensor, memory: Tensor) -> bool:
+        """Whether ``value`` is all of a tensor; beside a sharded parameter too, if it has more than its shard."""
+        if is_dtensor(value):
+            return False
+        return not is_dtensor(self.param) or memory.numel() != self.chunks.local_numel
+
+    def _part(self, value: Tensor, memory: Tensor, chunks: ShardChunks, comb: Comb) -> Tensor:
+        if self._is_plain(value, memory):
+            return _plain_part(memory, self.dim, comb)
+        begin, part = span_of(part_chunks(chunks, self.dim, comb))
+        stretch = memory.view(-1)[begin : begin + part.local_numel]
+        return over_part(value if is_dtensor(value) else self.param, ShardTensor(stretch, part), part.global_shape)
+
+
+def _memory_of(value: Tensor, where: str, *, is_sharded: bool) -> Tensor:
+    """The plain tensor of this rank's elements, without a copy."""
+    local = local_shard(value)
+    memory = (local.local if isinstance(local, ShardTensor) else local).detach()
+    if type(memory) is not Tensor:
+        raise ValueError(f"{where} is a {type(memory).__name__}, of which no views can be taken; convert it first")
+    if is_sharded and not memory.is_contiguous():
+        raise ValueError(f"{where}: expected a contiguous local tensor, got strides {memory.stride()}")
+    return memory
 
 
 def _split_of(match: Match, param: Any, shapes: Mapping[str, tuple[int, ...]], values: Mapping[str, float]) -> _Split:
     if not isinstance(param, Tensor):
         raise ValueError(f"{match.fused}: expected a tensor, got {type(param).__name__}")
     shape = tuple(param.shape)
-    dim = match.rule.dim + (len(shape) if match.rule.dim < 0 else 0)
-    if not 0 <= dim < len(shape):
-        raise ValueError(f"{match.fused} has shape {shape}, and the rule divides dimension {match.rule.dim}")
+    dim = match.rule.dim_of(shape, match.fused)
     combs = match.rule.combs(shape[dim], values, match.fused)
     match.check_sibling(shapes, combs[0].size)
     return _Split(match, shape, dim, combs, chunks_of(param), param)
 
 
-def _plain_part(whole: Tensor, dim: int, comb: Comb, where: str) -> Tensor:
-    if comb.blocks == 1:
-        return whole.narrow(dim, comb.start, comb.length)
+def _is_view(comb: Comb) -> bool:
+    """Whether strides can tell the part of a plain tensor."""
+    return comb.blocks == 1 or comb.length == 1
+
+
+def _plain_part(whole: Tensor, dim: int, comb: Comb) -> Tensor:
+    if comb.is_dropped:
+        return whole.select(dim, comb.start)
     if comb.length == 1:
-        index = (slice(None),) * dim + (slice(comb.start, None, comb.distance),)
-        return whole[index]
-    raise ValueError(
-        f"{where}: a plain tensor that was fused in groups has no parts that are views. Shard it (a "
-        "mesh of one rank will do)"
-    )
+        return whole[(*(slice(None),) * dim, slice(comb.start, None, comb.distance))]
+    blocks = [whole.narrow(dim, comb.start + n * comb.distance, comb.length) for n in range(comb.blocks)]
+    return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim)
+
+
+def _write(whole: Tensor, dim: int, comb: Comb, part: Tensor) -> None:
+    if _is_view(comb):
+        _plain_part(whole, dim, comb).copy_(part)
+        return
+    for block in range(comb.blocks):
+        target = whole.narrow(dim, comb.start + block * comb.distance, comb.length)
+        target.copy_(part.narrow(dim, block * comb.length, comb.length))
 
 
 # Optimizer state -----------------------------------------------------------------------------------------------------
+
+
+def _check_same_names(fqns: Iterable[str], splits: Mapping[str, _Split], rules: Sequence[Rule]) -> None:
+    """A fused parameter in the optimizer's state alone would stay fused, without a word."""
+    strange = [fqn for fqn in fqns if fqn not in splits and any(rule.match(fqn) for rule in rules)]
+    if strange:
+        raise ValueError(
+            f"the optimizer has state of {strange[0]}, which is fused, and the model's state dict has no such tensor. "
+            "Give both by the same names; for a model whose state_dict() splits it, dict(model.named_parameters())"
+        )
 
 
 def _exchange(
@@ -225,13 +292,7 @@ def _split_value(split: _Split, where: str, value: Any) -> list[Any]:
         return [copy.deepcopy(value) for _ in range(count)]
     if value.dim() == 0:
         return [value.detach().clone() for _ in range(count)]
-    is_flat_local = value.dim() == 1 and local_shard(value).numel() == split.chunks.local_numel
-    if tuple(value.shape) == split.shape or (is_flat_local and is_dtensor(split.param)):
-        return split.parts_of(value)
-    raise ValueError(
-        f"{where} has shape {tuple(value.shape)}, its parameter {split.shape}: it is not known how to split that. "
-        f"Leave {split.match.fused} out of the rules"
-    )
+    return split.parts_of(value, where)
 
 
 def _merged_values(match: Match, parts: Sequence[Mapping[str, Any]], values: Mapping[str, float]) -> dict[str, Any]:
@@ -248,9 +309,13 @@ def _merged(match: Match, parts: Sequence[Any], where: str, values: Mapping[str,
             raise ValueError(f"{where}: its parts have {list(parts)}; one fused value cannot be all of them")
         return first
     origins = [_origins.get(part) for part in parts]
-    if all(origin is not None for origin in origins):
+    # Other parts of the same tensor, or parts of others, may be merged into something else: then they are just tensors.
+    if all(origin is not None and (origin.key, origin.parts) == (match.fused, len(parts)) for origin in origins):
         if any(origin.fused is not origins[0].fused or origin.number != n for n, origin in enumerate(origins)):
             raise ValueError(f"{where}: its parts were split from different tensors")
+        for origin, part in zip(origins, parts, strict=True):
+            if origin.is_copy:
+                _write(origin.memory, origin.dim, origin.comb, part)
         return origins[0].fused
     if any(is_dtensor(part) for part in parts):
         raise ValueError(
@@ -267,17 +332,29 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _put_together(match: Match, parts: Sequence[Tensor], where: str, values: Mapping[str, float]) -> Tensor:
-    first = parts[0]
-    dim = match.rule.dim + (first.dim() if match.rule.dim < 0 else 0)
-    sizes = [part.shape[dim] for part in parts]
-    combs = match.rule.combs(sum(sizes), values, where)
-    if [comb.size for comb in combs] != sizes:
-        raise ValueError(f"{where}: the rule gives its parts sizes {[comb.size for comb in combs]}, they have {sizes}")
-    fused = first.new_empty((*first.shape[:dim], sum(sizes), *first.shape[dim + 1 :]))
+    shape = _fused_shape(match.rule, parts, where)
+    dim = match.rule.dim_of(shape, where)
+    combs = match.rule.combs(shape[dim], values, where)
+    expected = [comb.part_shape(shape, dim) for comb in combs]
+    found = [tuple(part.shape) for part in parts]
+    if found != expected:
+        raise ValueError(f"{where}: its parts have shapes {found}, and the rule says {expected}")
+    if len({(part.dtype, part.device) for part in parts}) > 1:
+        kinds = [f"{part.dtype} on {part.device}" for part in parts]
+        raise ValueError(f"{where}: its parts are {', '.join(kinds)}; a fused tensor is all of one dtype and device")
+    fused = parts[0].new_empty(shape)
     for part, comb in zip(parts, combs, strict=True):
-        for block in range(comb.blocks) if comb.length > 1 else ():
-            target = fused.narrow(dim, comb.start + block * comb.distance, comb.length)
-            target.copy_(part.narrow(dim, block * comb.length, comb.length))
-        if comb.length == 1:
-            _plain_part(fused, dim, comb, where).copy_(part)
+        _write(fused, dim, comb, part.detach())
     return fused
+
+
+def _fused_shape(rule: Rule, parts: Sequence[Tensor], where: str) -> list[int]:
+    shape = list(parts[0].shape)
+    if rule.layout == "stacked":
+        shape.insert(rule.dim + (len(shape) + 1 if rule.dim < 0 else 0), len(parts))
+        return shape
+    dim = rule.dim_of(shape, where)
+    if any(part.dim() != len(shape) for part in parts):
+        raise ValueError(f"{where}: its parts have shapes {[tuple(part.shape) for part in parts]}")
+    shape[dim] = sum(part.shape[dim] for part in parts)
+    return shape

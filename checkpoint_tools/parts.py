@@ -5,6 +5,7 @@ Along one dimension, every layout that fused projections have is a *comb*: block
     concatenated   gggguuuu    gate: 1 block of 4 at 0           up: 1 block of 4 at 4
     grouped        gguugguu    gate: 2 blocks of 2, every 4      up: the same, from 2 on
     interleaved    gugugugu    gate: 4 blocks of 1, every 2      up: the same, from 1 on
+    stacked        gu          gate: index 0                     up: index 1; the parts do not have the dimension
 
 ::
 
@@ -19,21 +20,30 @@ from typing import Literal, NamedTuple
 from fsdp_offload.checkpoint import Chunk, ShardChunks
 from fsdp_offload.checkpoint.rectangles import contiguous_strides
 
-Layout = Literal["concatenated", "interleaved", "grouped"]
+Layout = Literal["concatenated", "interleaved", "grouped", "stacked"]
 
 
 class Comb(NamedTuple):
-    """The indices of one part along the fused dimension: so many ``blocks`` of ``length``, ``distance`` apart."""
+    """The indices of one part along the fused dimension: so many ``blocks`` of ``length``, ``distance`` apart.
+
+    ``is_dropped``: the part has one index there, and does not have the dimension.
+    """
 
     start: int
     length: int
     distance: int
     blocks: int
+    is_dropped: bool = False
 
     @property
     def size(self) -> int:
         """How many indices: the part's size along the dimension."""
         return self.length * self.blocks
+
+    def part_shape(self, fused_shape: Sequence[int], dim: int) -> tuple[int, ...]:
+        """The part's shape, of a fused tensor of that shape; ``dim`` is not negative."""
+        own = () if self.is_dropped else (self.size,)
+        return (*fused_shape[:dim], *own, *fused_shape[dim + 1 :])
 
 
 def combs_of(sizes: Sequence[int], layout: Layout, groups: int = 1) -> tuple[Comb, ...]:
@@ -41,7 +51,7 @@ def combs_of(sizes: Sequence[int], layout: Layout, groups: int = 1) -> tuple[Com
 
     Args:
         sizes: of the parts along the fused dimension, over all groups.
-        layout: how they are fused. Interleaved parts have equal sizes.
+        layout: how they are fused. Interleaved parts have equal sizes, and stacked ones size 1.
         groups: for ``grouped``: how many; each has an equal share of every part.
 
     Raises:
@@ -51,6 +61,10 @@ def combs_of(sizes: Sequence[int], layout: Layout, groups: int = 1) -> tuple[Com
         if len(set(sizes)) > 1:
             raise ValueError(f"interleaved parts have equal sizes, got {list(sizes)}")
         return tuple(Comb(number, 1, len(sizes), size) for number, size in enumerate(sizes))
+    if layout == "stacked":
+        if set(sizes) != {1}:
+            raise ValueError(f"stacked parts have one index each, got {list(sizes)}")
+        return tuple(Comb(number, 1, len(sizes), 1, is_dropped=True) for number in range(len(sizes)))
     count = groups if layout == "grouped" else 1
     if count < 1 or any(size % count for size in sizes):
         raise ValueError(f"part sizes {list(sizes)} do not divide into {count} groups")
@@ -71,9 +85,11 @@ def part_chunks(fused: ShardChunks, dim: int, comb: Comb) -> ShardChunks:
         Chunks of the part's global shape over the whole local buffer of ``fused``. A rank that has nothing of the part
         has one chunk without elements, at the end of dimension 0.
     """
-    shape = (*fused.global_shape[:dim], comb.size, *fused.global_shape[dim + 1 :])
+    shape = comb.part_shape(fused.global_shape, dim)
     chunks = tuple(piece for chunk in fused.chunks for piece in _cut(chunk, dim, comb) if piece.numel)
-    if not chunks:
+    if comb.is_dropped:
+        chunks = tuple(_without(chunk, dim) for chunk in chunks)
+    if not chunks and shape:  # a part without dimensions has no chunk without elements
         chunks = (_nothing_of(shape),)
     return ShardChunks(shape, fused.local_shape, chunks)
 
@@ -121,6 +137,12 @@ def _piece(chunk: Chunk, dim: int, part_at: int, size: int, local_at: int, step:
     offsets = (*chunk.offsets[:dim], part_at, *chunk.offsets[dim + 1 :])
     sizes = (*chunk.sizes[:dim], size, *chunk.sizes[dim + 1 :])
     return Chunk(offsets, sizes, start, tuple(strides))
+
+
+def _without(chunk: Chunk, dim: int) -> Chunk:
+    """The same elements without a dimension in which there is one index."""
+    offsets, sizes, strides = ((*of[:dim], *of[dim + 1 :]) for of in (chunk.offsets, chunk.sizes, chunk.local_strides))
+    return Chunk(offsets, sizes, chunk.local_start, strides)
 
 
 def _nothing_of(shape: Sequence[int]) -> Chunk:

@@ -10,13 +10,15 @@ Rules come from Python (:class:`Rule`), from a TOML or JSON file (:func:`load_ru
 """
 
 import ast
+import dataclasses
+import fnmatch
 import functools
 import json
 import math
 import operator
 import re
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from importlib import resources
 from pathlib import Path
@@ -38,11 +40,13 @@ class Rule:
             config values such as ``"num_heads * head_dim"``. One size may be ``"rest"``.
         dim: the fused dimension; negative counts from the last.
         layout: ``"concatenated"``; ``"interleaved"`` (one index of each part in turns); ``"grouped"``: for each
-            tensor-parallel rank, or each group of heads, its share of all parts.
+            tensor-parallel rank, or each group of heads, its share of all parts; ``"stacked"``: one index for each
+            part, along a dimension that the parts do not have.
         groups: for ``grouped``, a number or an expression: how many ranks or groups.
         same_size_as: ``(template, dim)`` of another tensor whose size along ``dim`` has to be that of the first part.
             What tells a gated MLP from one without a gate, where ``linear_fc1`` is half as large and must not be split.
         optional: whether a model may have no such tensor. Of several optional rules one has to match all the same.
+        exclude: patterns of keys, as a shell's (``*``, ``?``, ``[...]``), that the rule is not about.
         source: where the layout is defined.
 
     Raises:
@@ -57,24 +61,50 @@ class Rule:
     groups: Size = 1
     same_size_as: tuple[str, int] | None = None
     optional: bool = False
+    exclude: tuple[str, ...] = ()
     source: str = ""
 
     def __post_init__(self) -> None:
+        self._check_types()
         if len(self.parts) < 2:
             raise ValueError(f"rule for {self.fused}: expected at least two parts, got {list(self.parts)}")
         if self.layout not in get_args(Layout):
             raise ValueError(f"rule for {self.fused}: layout must be one of {get_args(Layout)}, got {self.layout!r}")
+        if self.groups != 1 and self.layout != "grouped":
+            raise ValueError(f"rule for {self.fused}: groups are of the layout 'grouped', not of {self.layout!r}")
         if self.sizes != "equal" and (isinstance(self.sizes, str) or len(self.sizes) != len(self.parts)):
             raise ValueError(f"rule for {self.fused}: expected 'equal' or {len(self.parts)} sizes, got {self.sizes!r}")
+        if self.layout == "stacked" and (self.sizes != "equal" or self.same_size_as is not None):
+            raise ValueError(f"rule for {self.fused}: stacked parts have no sizes; leave out sizes and same_size_as")
         names = set(_pattern(self.fused).groupindex)
         for part in self.parts:
             if set(_pattern(part).groupindex) != names:
                 raise ValueError(f"rule for {self.fused}: the part {part} has other placeholders than {sorted(names)}")
 
+    def _check_types(self) -> None:
+        """Rules come from files, where a string may stand where a list is meant."""
+        for name, (is_right, what) in _FIELD_CHECKS.items():
+            value = getattr(self, name)
+            if not is_right(value):
+                raise ValueError(f"rule for {self.fused}: {name} must be {what}, got {value!r}")
+
+    def dim_of(self, shape: Sequence[int], where: str) -> int:
+        """The fused dimension of a fused tensor of that shape, not negative.
+
+        Raises:
+            ValueError: it has no such dimension, or no other one where parts are stacked.
+        """
+        dim = self.dim + (len(shape) if self.dim < 0 else 0)
+        if not 0 <= dim < len(shape):
+            raise ValueError(f"{where} has shape {tuple(shape)}, and the rule divides dimension {self.dim}")
+        if self.layout == "stacked" and len(shape) == 1:
+            raise ValueError(f"{where} has shape {tuple(shape)}: nothing is left of a stack of numbers without it")
+        return dim
+
     def match(self, key: str) -> "Match | None":
         """The parts of the fused tensor ``key``, if this rule is about it."""
         found = _pattern(self.fused).fullmatch(key)
-        if found is None:
+        if found is None or any(fnmatch.fnmatchcase(key, pattern) for pattern in self.exclude):
             return None
         texts = found.groupdict()
         return Match(self, key, tuple(_filled(part, texts) for part in self.parts), texts)
@@ -109,6 +139,8 @@ class Rule:
 
     def _sizes(self, fused_size: int, values: Mapping[str, float], where: str) -> list[int]:
         count = len(self.parts)
+        if self.layout == "stacked":
+            return [1] * count
         if self.sizes == "equal":
             if fused_size % count:
                 raise ValueError(f"{where}: dimension {self.dim} of size {fused_size} has no {count} equal parts")
@@ -141,14 +173,21 @@ class Match(NamedTuple):
         sibling = _filled(template, self.texts)
         if sibling not in shapes:
             raise ValueError(
-                f"{self.fused}: whether it is fused can be told from {sibling}, which is not there. Leave it out of "
-                "the rules, or give a rule without same_size_as if you know."
+                f"{self.fused}: whether it is fused can be told from {sibling}, which is not there. Exclude it, or "
+                "give a rule without same_size_as if you know"
             )
+        if dim >= len(shapes[sibling]):
+            raise ValueError(f"{self.fused}: expected {sibling} to have a dimension {dim}, got {shapes[sibling]}")
         if shapes[sibling][dim] != first_size:
             raise ValueError(
-                f"{self.fused} is not fused: its parts would have {first_size} rows, but {sibling} takes "
-                f"{shapes[sibling][dim]}. A module without a gate? Exclude it."
+                f"{self.fused} is not fused as the rule says: its first part would have size {first_size}, but "
+                f"{sibling} takes {shapes[sibling][dim]}. A module without a gate? Exclude it"
             )
+
+
+def excluding(rules: Iterable[Rule], *patterns: str) -> tuple[Rule, ...]:
+    """The rules, without the keys that match one of the patterns: ``excluding(preset(...), "vision_model.*")``."""
+    return tuple(dataclasses.replace(rule, exclude=(*rule.exclude, *patterns)) for rule in rules)
 
 
 def find_matches(keys: Iterable[str], rules: Sequence[Rule]) -> list[Match]:
@@ -188,8 +227,9 @@ def _checked(found: list[tuple[str, list[Match]]], taken: Iterable[str], rules: 
     single = [matches[0] for _, matches in found]
     idle = [rule.fused for rule in rules if all(match.rule is not rule for match in single) and not rule.optional]
     if idle or not single:
+        nothing = idle or [rule.fused for rule in rules]
         raise ValueError(
-            f"rules that match nothing: {', '.join(idle)}. Look at the keys, and take out what is not there"
+            f"rules that match nothing: {', '.join(nothing)}. Look at the keys, and take out what is not there"
         )
     names = [part for match in single for part in match.parts]
     twice = {name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else set()
@@ -209,8 +249,8 @@ def load_rules(path: str | Path) -> tuple[Rule, ...]:
         ValueError: it is no such file; names the field.
         OSError: it cannot be read.
     """
-    text = Path(path).read_text()
     try:
+        text = Path(path).read_text()
         data = json.loads(text) if str(path).endswith(".json") else tomllib.loads(text)
     except ValueError as error:
         raise ValueError(f"{path} is not a rules file: {error}") from None
@@ -236,10 +276,10 @@ def preset_names() -> tuple[str, ...]:
     return tuple(sorted(file.name.removesuffix(".toml") for file in files if file.name.endswith(".toml")))
 
 
-def _rules_of(data: Mapping[str, Any], where: str) -> tuple[Rule, ...]:
-    tables = data.get("rule")
-    if not isinstance(tables, list) or not tables:
-        raise ValueError(f"{where}: expected [[rule]] tables")
+def _rules_of(data: Any, where: str) -> tuple[Rule, ...]:
+    tables = data.get("rule") if isinstance(data, dict) else None
+    if not isinstance(tables, list) or not tables or not all(isinstance(table, dict) for table in tables):
+        raise ValueError(f'{where}: expected [[rule]] tables, or {{"rule": [{{...}}]}} in JSON')
     known = {field.name for field in fields(Rule)}
     for table in tables:
         unknown = table.keys() - known
@@ -248,12 +288,42 @@ def _rules_of(data: Mapping[str, Any], where: str) -> tuple[Rule, ...]:
     frozen = [{name: _frozen(value) for name, value in table.items()} for table in tables]
     try:
         return tuple(Rule(**table) for table in frozen)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:  # TypeError: a field is missing
         raise ValueError(f"{where}: {error}") from None
 
 
 def _frozen(value: Any) -> Any:
     return tuple(map(_frozen, value)) if isinstance(value, list) else value
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_size(value: object) -> bool:
+    return _is_text(value) or _is_int(value)
+
+
+def _is_tuple_of(is_right: Callable[[object], bool], value: object) -> bool:
+    return isinstance(value, tuple) and all(map(is_right, value))
+
+
+_FIELD_CHECKS: dict[str, tuple[Callable[[object], bool], str]] = {
+    **dict.fromkeys(("fused", "layout", "source"), (_is_text, "a string")),
+    **dict.fromkeys(("parts", "exclude"), (functools.partial(_is_tuple_of, _is_text), "a list of strings")),
+    "sizes": (lambda v: _is_text(v) or _is_tuple_of(_is_size, v), '"equal", or a list of numbers and expressions'),
+    "groups": (_is_size, "a number or an expression"),
+    "dim": (_is_int, "a number"),
+    "optional": (lambda v: isinstance(v, bool), "true or false"),
+    "same_size_as": (
+        lambda v: v is None or (isinstance(v, tuple) and len(v) == 2 and _is_text(v[0]) and _is_int(v[1])),
+        "a template and a dimension",
+    ),
+}
 
 
 # Templates -----------------------------------------------------------------------------------------------------------
@@ -263,13 +333,22 @@ _PLACEHOLDER = re.compile(r"\{(\w+)(?::((?:[^{}]|\{\d+(?:,\d*)?\})*))?\}")
 
 @functools.cache
 def _pattern(template: str) -> re.Pattern[str]:
-    """A regular expression with a named group for every placeholder."""
+    """A regular expression with a named group for every placeholder.
+
+    Raises:
+        ValueError: a placeholder is not whole, is there twice, or has a bad regular expression.
+    """
+    if set("{}") & set(_PLACEHOLDER.sub("", template)):
+        raise ValueError(f"{template}: expected placeholders such as {{name}} or {{name:regex}}")
     pattern, at = "", 0
     for found in _PLACEHOLDER.finditer(template):
         name, regex = found.groups()
         pattern += re.escape(template[at : found.start()]) + f"(?P<{name}>{regex if regex is not None else '.*'})"
         at = found.end()
-    return re.compile(pattern + re.escape(template[at:]))
+    try:
+        return re.compile(pattern + re.escape(template[at:]))
+    except re.error as error:
+        raise ValueError(f"{template}: a placeholder cannot be used: {error}") from None
 
 
 def _filled(template: str, texts: Mapping[str, str]) -> str:
@@ -315,7 +394,10 @@ def _value(node: ast.expr, values: Mapping[str, float]) -> float:
     if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
         return node.value
     if isinstance(node, ast.Name):
-        return values[node.id]
+        value = values[node.id]
+        if not isinstance(value, int | float):
+            raise TypeError(f"{node.id} is {value!r}")
+        return value
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
         result: float = _OPERATORS[type(node.op)](_value(node.left, values), _value(node.right, values))
         return result

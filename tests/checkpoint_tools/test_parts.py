@@ -29,13 +29,25 @@ def test_interleaved() -> None:
     assert [indices(comb) for comb in combs_of((3, 3), "interleaved")] == [[0, 2, 4], [1, 3, 5]]
 
 
+def test_stacked_parts_do_not_have_the_dimension() -> None:
+    first, second = combs_of((1, 1), "stacked")
+    assert [indices(first), indices(second)] == [[0], [1]]
+    assert second.part_shape((5, 2, 3), 1) == (5, 3)
+    (chunk,) = part_chunks(cut_chunks((6, 2, 3), (Cut(0, 2, 1),)), 1, second).chunks
+    assert (chunk.offsets, chunk.sizes, chunk.local_start, chunk.local_strides) == ((3, 0), (3, 3), 3, (6, 1))
+
+
 def test_grouped_has_a_share_of_every_part_in_each_group() -> None:
     assert [indices(comb) for comb in combs_of((4, 2), "grouped", 2)] == [[0, 1, 3, 4], [2, 5]]
 
 
 @pytest.mark.parametrize(
     ("sizes", "layout", "groups", "match"),
-    [((2, 3), "interleaved", 1, "equal sizes"), ((4, 3), "grouped", 2, "do not divide into 2 groups")],
+    [
+        ((2, 3), "interleaved", 1, "equal sizes"),
+        ((4, 3), "grouped", 2, "do not divide into 2 groups"),
+        ((2, 2), "stacked", 1, "one index each"),
+    ],
 )
 def test_sizes_that_a_layout_does_not_allow(sizes, layout, groups, match) -> None:
     with pytest.raises(ValueError, match=match):
@@ -54,7 +66,9 @@ def test_the_parts_of_every_layout_are_a_partition(data: st.DataObject) -> None:
 
 @st.composite
 def layouts(draw: st.DrawFn) -> tuple[Comb, ...]:
-    kind = draw(st.sampled_from(["concatenated", "interleaved", "grouped"]))
+    kind = draw(st.sampled_from(["concatenated", "interleaved", "grouped", "stacked"]))
+    if kind == "stacked":
+        return combs_of((1,) * draw(st.integers(2, 3)), kind)
     if kind == "interleaved":
         return combs_of((draw(st.integers(0, 5)),) * draw(st.integers(2, 3)), kind)
     groups = draw(st.integers(1, 3)) if kind == "grouped" else 1
@@ -102,6 +116,8 @@ def test_parts_of_shards_are_shards_of_parts(data: st.DataObject) -> None:
     ranks = data.draw(shards(shape))
     for comb in combs:
         expected = whole.index_select(dim, torch.tensor(indices(comb), dtype=torch.long))
+        if comb.is_dropped:
+            expected = expected.squeeze(dim)
         found = torch.full_like(expected, -2.0)
         written = torch.zeros_like(expected)
         for shard in ranks:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint_tools.rules import Rule, find_matches, find_parts, load_rules, preset, preset_names
+from checkpoint_tools.rules import Rule, excluding, find_matches, find_parts, load_rules, preset, preset_names
 
 GATE_UP = Rule(
     fused=r"{prefix}mlp.gate_up{suffix:\.weight|\.bias}",
@@ -47,7 +47,7 @@ def test_merging_reports_missing_parts_and_a_taken_name() -> None:
 def test_optional_rules_may_match_nothing_but_not_all_of_them() -> None:
     rules = [Rule(fused=f"{name}.ab", parts=(f"{name}.a", f"{name}.b"), optional=True) for name in ("dense", "experts")]
     assert [match.fused for match in find_matches(["dense.ab"], rules)] == ["dense.ab"]
-    with pytest.raises(ValueError, match="match nothing"):
+    with pytest.raises(ValueError, match=r"match nothing: dense\.ab, experts\.ab"):
         find_matches(["other"], rules)
 
 
@@ -78,11 +78,14 @@ def test_equal_given_and_computed_sizes() -> None:
         ({"sizes": ("__import__('os')", 4)}, 8, "only \\+ - \\* / //"),
         ({"sizes": ("8 / 3", "rest")}, 8, "not a whole number"),
         ({"layout": "grouped", "groups": 3}, 8, "do not divide into 3 groups"),
+        ({"layout": "stacked"}, 3, "sizes \\[1, 1\\].* has 3"),
+        ({"sizes": ("no_value", "rest")}, 8, "no_value is None"),
+        ({"sizes": ("rest", "rest")}, 8, "sizes .*16 together"),
     ],
 )
 def test_sizes_that_do_not_fit_are_errors_that_name_the_key(fields, size, message) -> None:
     with pytest.raises(ValueError, match=f"key.*{message}"):
-        sizes_of(rule_with(**fields), size)
+        sizes_of(rule_with(**fields), size, no_value=None)
 
 
 def test_a_module_without_a_gate_is_told_by_its_sibling() -> None:
@@ -93,6 +96,23 @@ def test_a_module_without_a_gate_is_told_by_its_sibling() -> None:
         match.check_sibling({"mlp.fc2": (4, 16)}, 8)
     with pytest.raises(ValueError, match="which is not there"):
         match.check_sibling({}, 8)
+
+
+def test_a_sibling_of_fewer_dimensions() -> None:
+    rule = Rule(fused="{p}fc1", parts=("{p}fc1_w", "{p}fc1_v"), same_size_as=("{p}fc2", 1))
+    (match,) = find_matches(["mlp.fc1"], [rule])
+    with pytest.raises(ValueError, match=r"expected mlp\.fc2 to have a dimension 1, got \(8,\)"):
+        match.check_sibling({"mlp.fc2": (8,)}, 8)
+
+
+def test_keys_can_be_excluded() -> None:
+    chosen = excluding([GATE_UP], "vision.*", "*.9.*")
+    keys = ["text.0.mlp.gate_up.weight", "vision.0.mlp.gate_up.weight", "text.9.mlp.gate_up.weight"]
+    assert [match.fused for match in find_matches(keys, chosen)] == keys[:1]
+    parts = [key.replace("gate_up", part) for key in keys for part in ("gate", "up")]
+    assert [match.fused for match in find_parts(parts, chosen)] == keys[:1]
+    with pytest.raises(ValueError, match="match nothing"):
+        find_matches(keys, excluding([GATE_UP], "*"))
 
 
 # Files and presets ---------------------------------------------------------------------------------------------------
@@ -115,12 +135,36 @@ def test_rules_from_toml_and_json(tmp_path: Path) -> None:
         ("[[rule]]\nfused = 'x'\nparts = ['a']", "at least two parts"),
         ("[[rule]]\nfused = '{p}x'\nparts = ['{q}a', '{p}b']", "other placeholders"),
         ("[[rule]]\nfused = 'x'\nparts = ['a', 'b']\nlayout = 'mixed'", "layout"),
+        ("rule = ['x']", "expected \\[\\[rule\\]\\] tables"),
+        ("[[rule]]\nfused = 'x'\nparts = 'ab'", "parts must be a list of strings, got 'ab'"),
+        ("[[rule]]\nfused = 'x'\nparts = ['a', 'b']\ndim = '0'", "dim must be a number"),
+        ("[[rule]]\nfused = 'x'\nparts = ['a', 'b']\nsizes = [1.5, 2]", "sizes must be"),
+        ("[[rule]]\nfused = 'x'\nparts = ['a', 'b']\nsizes = [1, 2, 3]", "2 sizes"),
+        ("[[rule]]\nfused = 'x'\nparts = ['a', 'b']\noptional = 1", "optional must be true or false"),
+        ("[[rule]]\nfused = 'x'\nparts = ['a', 'b']\nsame_size_as = 'c'", "a template and a dimension"),
+        ("[[rule]]\nfused = 'x'\nparts = ['a', 'b']\ngroups = 2", "groups are of the layout 'grouped'"),
+        (
+            "[[rule]]\nfused = 'x'\nparts = ['a', 'b']\nlayout = 'stacked'\nsizes = [1, 1]",
+            "stacked parts have no sizes",
+        ),
+        ("[[rule]]\nfused = '{p:(}x'\nparts = ['{p}a', '{p}b']", "a placeholder cannot be used"),
+        ("[[rule]]\nfused = '{p}{p}x'\nparts = ['{p}a', '{p}b']", "a placeholder cannot be used"),
+        ("[[rule]]\nfused = '{p x'\nparts = ['a', 'b']", "expected placeholders such as"),
     ],
 )
 def test_bad_files(text, message, tmp_path: Path) -> None:
     (tmp_path / "r.toml").write_text(text)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as error:
         load_rules(tmp_path / "r.toml")
+    assert str(tmp_path / "r.toml") in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["[1]", '{"rule": {"fused": "x"}}', "{", "\udcff"])
+def test_bad_json_files(text: str, tmp_path: Path) -> None:
+    (tmp_path / "r.json").write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(ValueError, match=r"r\.json"):
+        load_rules(tmp_path / "r.json")
 
 
 @pytest.mark.parametrize("name", preset_names())

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from checkpoint_tools.live import merge_state_dict, split_state_dict
-from checkpoint_tools.rules import Rule
+from checkpoint_tools.rules import Rule, excluding, preset
 from tests.distributed.launch import mesh, run_cases, spawn
 
 FUSED, DOWN = "mlp.gate_up.weight", "mlp.down.weight"
@@ -101,6 +101,125 @@ def test_masters_are_split_unless_they_repeat_the_parameter(param_dtype: torch.d
     assert ("master_param" in parts["state"][GATE]) == is_kept
 
 
+def test_stacked_parts_are_views_and_are_put_together() -> None:
+    whole = torch.randn(6, 2, 3)
+    stacked = Rule(fused="{p}w13", parts=("{p}w1", "{p}w3"), dim=-2, layout="stacked")
+    parts, _ = split_state_dict({"a.w13": whole}, None, [stacked])
+    assert torch.equal(parts["a.w3"], whole[:, 1])
+    assert parts["a.w3"].data_ptr() == whole[:, 1].data_ptr()
+    assert merge_state_dict(parts, None, [stacked])[0]["a.w13"] is whole
+    copies = {key: part.clone() for key, part in parts.items()}
+    assert torch.equal(merge_state_dict(copies, None, [stacked])[0]["a.w13"], whole)
+
+
+def test_copies_of_a_plain_tensor_in_groups_are_written_back_when_merged() -> None:
+    whole = torch.arange(12.0)[:, None]
+    grouped = rule(layout="grouped", groups=3)
+    parts, _ = split_state_dict({FUSED: whole}, None, [grouped])
+    assert parts[UP].flatten().tolist() == [2, 3, 6, 7, 10, 11]
+    parts[UP].zero_()
+    merged, _ = merge_state_dict(parts, None, [grouped])
+    assert merged[FUSED] is whole
+    assert whole.flatten().tolist() == [0, 1, 0, 0, 4, 5, 0, 0, 8, 9, 0, 0]
+
+
+def test_parts_can_be_merged_into_something_else_than_they_come_from() -> None:
+    """Of q, k, v and z in one tensor, only q, k and v are together elsewhere."""
+    whole = torch.arange(8.0)[:, None]
+    four = Rule(fused="qkvz", parts=("q", "k", "v", "z"))
+    three = Rule(fused="qkv", parts=("q", "k", "v"))
+    parts, _ = split_state_dict({"qkvz": whole}, None, [four])
+    merged, _ = merge_state_dict(parts, None, [three])
+    assert list(merged) == ["qkv", "z"]
+    assert torch.equal(merged["qkv"], whole[:6])
+
+
+def test_parts_of_different_tensors_do_not_make_one() -> None:
+    (one, _), (other, _) = (split_state_dict({FUSED: torch.randn(12, 3)}, None, [rule()]) for _ in range(2))
+    with pytest.raises(ValueError, match="split from different tensors"):
+        merge_state_dict({GATE: one[GATE], UP: other[UP]}, None, [rule()])
+
+
+@pytest.mark.parametrize(
+    ("fused", "message"),
+    [
+        (torch.randn(11, 3), r"gate_up\.weight: dimension 0 of size 11 has no 2 equal parts"),
+        (torch.tensor(1.0), "has shape \\(\\), and the rule divides dimension 0"),
+        ("a string", "expected a tensor, got str"),
+    ],
+)
+def test_what_cannot_be_split_is_an_error_that_names_it(fused: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        split_state_dict({FUSED: fused}, None, [rule()])
+
+
+def test_a_stack_of_numbers_cannot_be_split() -> None:
+    with pytest.raises(ValueError, match="nothing is left"):
+        split_state_dict({FUSED: torch.randn(2)}, None, [rule(layout="stacked")])
+
+
+@pytest.mark.parametrize(
+    ("up", "message"),
+    [
+        (torch.randn(6, 3, dtype=torch.float64), "one dtype and device"),
+        (torch.randn(6, 1), "have shapes"),  # would be broadcast
+        (torch.randn(5, 3), "has no 2 equal parts|have shapes"),
+        (torch.randn(6), "have shapes"),
+    ],
+)
+def test_parts_that_do_not_fit_together(up: Tensor, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        merge_state_dict({GATE: torch.randn(6, 3), UP: up}, None, [rule()])
+
+
+def test_parts_with_different_state() -> None:
+    parts, optim = split_state_dict(*states(torch.randn(12, 3)), [rule()])
+    del optim["state"][UP]["exp_avg"]
+    with pytest.raises(ValueError, match="its parts have different state"):
+        merge_state_dict(parts, optim, [rule()])
+
+
+def test_state_of_a_fused_parameter_that_the_model_does_not_have() -> None:
+    """A model whose ``state_dict()`` splits it, as torchtitan's: its optimizer's state would stay fused, silently."""
+    model, optim = states(torch.randn(12, 3))
+    optim["state"]["other.gate_up.weight"] = optim["state"][FUSED]
+    with pytest.raises(ValueError, match=r"state of other\.gate_up\.weight, which is fused, and the model"):
+        split_state_dict(model, optim, [rule()])
+
+
+def test_state_that_is_no_ordinary_tensor_is_refused() -> None:
+    model, optim = states(torch.randn(12, 3))
+    optim["state"][FUSED]["exp_avg"] = Quantized(torch.randn(12, 3))
+    with pytest.raises(ValueError, match=r"gate_up\.weight\.exp_avg is a Quantized, of which no views"):
+        split_state_dict(model, optim, [rule()])
+
+
+class Quantized(Tensor):
+    """Stands for a tensor of blocks with scales."""
+
+    @staticmethod
+    def __new__(cls, data: Tensor) -> "Quantized":
+        return data.as_subclass(cls)
+
+
+def test_a_tower_without_a_gate_is_reported_and_can_be_excluded() -> None:
+    """A GELU MLP has a linear_fc1 of the same name, of the size of linear_fc2's columns."""
+    keys = {
+        "decoder.mlp.linear_fc1.weight": torch.randn(16, 4),
+        "decoder.mlp.linear_fc2.weight": torch.randn(4, 8),
+        "vision.mlp.linear_fc1.weight": torch.randn(8, 4),
+        "vision.mlp.linear_fc2.weight": torch.randn(4, 8),
+    }
+    rules = preset("megatron-swiglu")
+    with pytest.raises(ValueError, match=r"vision\.mlp\.linear_fc1\.weight is not fused.*Exclude it"):
+        split_state_dict(keys, None, rules, values={"tp_size": 2})
+    chosen = excluding(rules, "vision.*")
+    parts, _ = split_state_dict(keys, None, chosen, values={"tp_size": 2})
+    assert "vision.mlp.linear_fc1.weight" in parts
+    assert parts["decoder.mlp.linear_fc1.weight_v"].shape == (8, 4)
+    assert merge_state_dict(parts, None, chosen)[0].keys() == keys.keys()
+
+
 # On ranks ------------------------------------------------------------------------------------------------------------
 
 
@@ -158,13 +277,38 @@ def round_trip(folder: Path, chosen: Rule, dim: int) -> Iterator[str]:
         yield "loading into the parts did not fill the whole"
 
 
-def test_sharded_parts_from_elsewhere_are_refused(tmp_path: Path) -> None:
-    store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        one = init_device_mesh("cpu", (1,))
-        parts = {key: distribute_tensor(torch.randn(6, 3), one, [Shard(0)]) for key in (GATE, UP)}
-        with pytest.raises(ValueError, match="were not made by split_state_dict"):
-            merge_state_dict(parts, None, [rule()])
-    finally:
-        dist.destroy_process_group()
+@pytest.fixture
+def one(tmp_path: Path) -> Iterator[DeviceMesh]:
+    """A mesh of this process."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def test_sharded_parts_from_elsewhere_are_refused(one: DeviceMesh) -> None:
+    parts = {key: distribute_tensor(torch.randn(6, 3), one, [Shard(0)]) for key in (GATE, UP)}
+    with pytest.raises(ValueError, match="were not made by split_state_dict"):
+        merge_state_dict(parts, None, [rule()])
+
+
+@pytest.mark.distributed
+def test_state_beside_a_sharded_parameter(tmp_path: Path) -> None:
+    spawn(run_state_beside, 2, tmp_path)
+
+
+def run_state_beside(rank: int, world_size: int) -> None:
+    """Sharded otherwise, whole on every rank, or of this rank alone; what cannot be told is refused."""
+    whole = torch.arange(12.0 * 4).view(12, 4)
+    half = whole[6 * rank : 6 * rank + 6].clone()
+    optim = {"state": {FUSED: {"columns": sharded(whole, 1), "whole": whole.clone(), "half": half}}}
+    optim["param_groups"] = [{"params": [FUSED], "lr": 1.0}]
+    _, parts = split_state_dict({FUSED: sharded(whole, 0)}, optim, [rule()])
+    up = parts["state"][UP]
+    assert torch.equal(up["whole"], whole[6:])
+    (piece,) = up["columns"].__create_chunk_list__()
+    assert (piece.offsets, piece.sizes) == ((0, 2 * rank), (6, 2))
+    (piece,) = up["half"].__create_chunk_list__()
+    assert (piece.offsets, piece.sizes) == (((6, 0), (0, 4)), ((0, 0), (6, 4)))[rank]
+    optim["state"][FUSED] = {"column_sums": torch.zeros(24 // world_size * 2)}  # as many elements as the shard
+    with pytest.raises(ValueError, match=r"column_sums has shape \(24,\), its parameter \(12, 4\)"):
+        split_state_dict({FUSED: sharded(whole, 0)}, optim, [rule()])

@@ -1,0 +1,108 @@
+"""What the tests of real formats share: from fused to separate weights through files, and exact matrix products."""
+
+import copy
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.optim import Optimizer
+
+from checkpoint_tools import Rule, split_state_dict
+from tests.checkpoint_tools.checkpoints import save
+
+
+def exact(*modules: nn.Module, inputs_of: Sequence[type[nn.Module]] = (nn.Linear,)) -> None:
+    """Make matrix products exact: a BLAS may sum in another order where the matrix has other columns beside it.
+
+    Weights, and what comes into the modules of these types, are rounded to bfloat16 and kept in float64: products of
+    two have 16 bits, and a sum of some of them, of sizes not too far apart, fits into 53.
+    """
+    for module in modules:
+        module.double()
+        for tensor in module.state_dict().values():
+            if tensor.is_floating_point():
+                tensor.copy_(tensor.bfloat16())
+        for child in module.modules():
+            if isinstance(child, tuple(inputs_of)):
+                child.register_forward_pre_hook(_rounded)
+
+
+def _rounded(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    del module
+    return (args[0].bfloat16().to(args[0].dtype), *args[1:])
+
+
+class Separate(nn.Module):
+    """Linear layers in place of a fused one; ``join`` puts their outputs together as the fused one gave them."""
+
+    def __init__(self, fused: nn.Module, layers: Mapping[str, nn.Module], join: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.fused_type = type(fused)
+        self.join = join
+        for name, layer in layers.items():
+            self.add_module(name, layer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.join(*(layer(x) for layer in self.children()))
+
+
+def separated(
+    model: nn.Module, name: str, layers: Callable[[nn.Module], Mapping[str, nn.Module]], join: Callable[..., Tensor]
+) -> nn.Module:
+    """A copy in which the layers of that name are exchanged for separate ones, whose keys are as if beside it."""
+    twin = copy.deepcopy(model)
+    for path, module in list(twin.named_modules()):
+        parent, _, last = path.rpartition(".")
+        if last == name:
+            twin.set_submodule(path, Separate(module, layers(module), join))
+            _hide_name(twin.get_submodule(parent), name)
+    return twin
+
+
+def _hide_name(parent: nn.Module, name: str) -> None:
+    """``attn.qkv.q.weight`` is ``attn.q.weight`` in the state dict."""
+    for child, layer in parent.get_submodule(name).named_children():
+        parent.add_module(child, layer)
+    separate = parent._modules.pop(name)
+    object.__setattr__(parent, name, separate)
+
+
+def stepped(module: nn.Module) -> Optimizer:
+    """An optimizer that has made two steps with random gradients."""
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.125)
+    for _ in range(2):
+        for param in module.parameters():
+            param.grad = torch.randn_like(param)
+        optimizer.step()
+    optimizer.zero_grad()
+    return optimizer
+
+
+def through_files(
+    folder: Path,
+    fused: nn.Module,
+    optimizer: Optimizer | None,
+    separate: nn.Module,
+    rules: Iterable[Rule],
+    values: Mapping[str, float] | None = None,
+) -> Optimizer | None:
+    """Split, write with DCP, and load into ``separate`` with DCP; its optimizer if there is one."""
+    optim_state = None if optimizer is None else get_optimizer_state_dict(fused, optimizer)
+    model, optim = split_state_dict(fused.state_dict(), optim_state, tuple(rules), values=values)
+    save(folder, {"model": model, "optim": optim})
+    for param in separate.parameters():
+        param.detach().fill_(float("nan"))
+    other = None if optimizer is None else torch.optim.AdamW(separate.parameters(), lr=1.0)
+    target: dict[str, Any] = {"model": separate.state_dict()}
+    if other is not None:
+        target["optim"] = get_optimizer_state_dict(separate, other)
+    with warnings.catch_warnings(action="ignore"):  # that there is no process group
+        dcp.load(target, checkpoint_id=folder, no_dist=True)
+    if other is not None:
+        set_optimizer_state_dict(separate, other, target["optim"])
+    return other

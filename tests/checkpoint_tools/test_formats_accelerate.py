@@ -1,0 +1,163 @@
+"""accelerate with FSDP2: what its ``save_state`` writes is read, and split through its own loads and saves."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
+from accelerate.utils import DistributedType
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+
+from checkpoint_tools import diff, merge_state_dict, preset, split_state_dict, verify
+from checkpoint_tools.inspect import summarize
+from checkpoint_tools.reading import open_checkpoint
+from tests.distributed.launch import run_cases, spawn
+
+pytestmark = pytest.mark.distributed
+
+
+class Fused(nn.Module):
+    """An MLP as Phi-3's, of sizes that two ranks cannot share evenly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Linear(5, 14)
+        self.down_proj = nn.Linear(7, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, -1)
+        return self.down_proj(F.relu(gate) * up)
+
+
+class Separate(nn.Module):
+    """The same with separate weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(5, 7), nn.Linear(5, 7)
+        self.down_proj = nn.Linear(7, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.relu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Model(nn.Module):
+    """With the MLP under its name."""
+
+    def __init__(self, mlp: type[nn.Module]) -> None:
+        super().__init__()
+        self.mlp = mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(x)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("accelerate")
+    spawn(run_accelerate, 2, folder, folder)
+    return folder
+
+
+def accelerated(rank: int, world_size: int, mlp: type[nn.Module]) -> tuple[Accelerator, nn.Module, Any]:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "LOCAL_WORLD_SIZE": str(world_size)}
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, state_dict_type="SHARDED_STATE_DICT", auto_wrap_policy="no_wrap", reshard_after_forward=True
+    )
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    # It would leave FSDP to accelerators; what it does after this line is the same on a CPU.
+    PartialState().distributed_type = accelerator.state.distributed_type = DistributedType.FSDP
+    accelerator.state.fsdp_plugin = plugin
+    torch.manual_seed(1)
+    model = Model(mlp)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.125)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    return accelerator, model, optimizer
+
+
+def output(model: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        result = model(x)
+    model.reshard()  # fully_shard leaves the root gathered after a forward without backward
+    return result
+
+
+def run_accelerate(rank: int, world_size: int, folder: Path) -> None:
+    run_cases({"fused to separate": lambda: fused_to_separate(rank, world_size, folder)})
+
+
+def fused_to_separate(rank: int, world_size: int, folder: Path) -> Iterator[str]:
+    accelerator, model, optimizer = accelerated(rank, world_size, Fused)
+    x = torch.arange(15.0).view(3, 5)
+    for _ in range(2):
+        accelerator.backward(model(x).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+    for param in model.parameters():  # whole numbers, so that sums are the same in any order
+        param.detach()._local_tensor.mul_(16).round_()
+    accelerator.save_state(folder / "fused")
+    expected = output(model, x)
+
+    # As accelerate saves it, but split; then loaded by accelerate into a model with separate weights.
+    rules = preset("hf-gate-up")
+    state = get_model_state_dict(model), get_optimizer_state_dict(model, optimizer)
+    parts, part_optim = split_state_dict(*state, rules)
+    dcp.save({"model": parts}, checkpoint_id=folder / "split" / "pytorch_model_fsdp_0")
+    dcp.save({"optimizer": part_optim}, checkpoint_id=folder / "split" / "optimizer_0")
+    accelerator, other, other_optimizer = accelerated(rank, world_size, Separate)
+    for name in ("random_states_0.pkl", "random_states_1.pkl"):
+        if (folder / "fused" / name).exists() and rank == 0:
+            (folder / "split" / name).write_bytes((folder / "fused" / name).read_bytes())
+    torch.distributed.barrier()
+    accelerator.load_state(folder / "split")
+    if not torch.equal(output(other, x), expected):
+        yield "the separate weights give another output"
+    loaded = get_optimizer_state_dict(other, other_optimizer)["state"]
+    for name, state in part_optim["state"].items():
+        whole = {key: torch.zeros(value.shape) for key, value in state.items()}
+        dcp.load({"optimizer": {"state": {name: whole}}}, checkpoint_id=folder / "split" / "optimizer_0")
+        for key, value in whole.items():
+            found = loaded[name][key]
+            if not torch.equal(found.full_tensor() if value.dim() else found, value):
+                yield f"{key} of {name} is another one"
+
+    # And the fused checkpoint into the parts of a fused model.
+    state = get_model_state_dict(model)
+    before = {key: value.full_tensor() for key, value in state.items()}
+    for value in state.values():
+        value._local_tensor.zero_()
+    parts, _ = split_state_dict(state, None, rules)
+    dcp.load({"model": parts}, checkpoint_id=folder / "split" / "pytorch_model_fsdp_0")
+    merged, _ = merge_state_dict(parts, None, rules)
+    for key, value in before.items():
+        if not torch.equal(merged[key].full_tensor(), value):
+            yield f"{key} was not filled"
+
+
+@pytest.mark.parametrize("kind", ["fused", "split"])
+@pytest.mark.parametrize("part", ["pytorch_model_fsdp_0", "optimizer_0"])
+def test_the_tools_read_it(saved: Path, kind: str, part: str) -> None:
+    checkpoint = open_checkpoint(saved / kind / part)
+    problems, _ = verify.check_structure(checkpoint)
+    assert not problems
+    assert not verify.check_finite(checkpoint, list(checkpoint.items_by_file()))
+    groups = {row.group for row in summarize(checkpoint).groups}
+    moments = {"optimizer exp_avg", "optimizer exp_avg_sq", "optimizer step", "optimizer param_groups"}
+    assert groups == ({"model"} if "model" in part else moments)
+    keys = " ".join(checkpoint.tensors)
+    assert ("gate_up_proj" in keys) == (kind == "fused")
+    assert ("mlp.up_proj" in keys) == (kind == "split")
+
+
+def test_what_differs_between_fused_and_split(saved: Path) -> None:
+    fused, split = (open_checkpoint(saved / kind / "pytorch_model_fsdp_0") for kind in ("fused", "split"))
+    different = {found.key for found in diff.diff(fused, split, diff.all_keys(fused, split))}
+    names = ("gate_up_proj", "gate_proj", "up_proj")
+    assert different == {f"model.mlp.{name}.{kind}" for name in names for kind in ("weight", "bias")}

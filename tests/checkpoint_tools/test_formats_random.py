@@ -1,0 +1,226 @@
+"""Random tensors, rules and shardings: parts of shards are shards of parts, and loading into them fills the whole.
+
+All ranks are simulated in this process, under torch's fake process group. DCP asks a part for its chunks and for views
+of them, to write from and to load into; so does the test.
+"""
+
+import contextlib
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from checkpoint_tools import Rule, merge_state_dict, split_state_dict
+from fsdp_offload.fsdp import local_shard
+
+pytestmark = pytest.mark.distributed
+FUSED, PARTS = "mlp.fused", ("mlp.a", "mlp.b", "mlp.c")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A fused tensor and how it is sharded."""
+
+    rule: Rule
+    shape: tuple[int, ...]
+    sharding: str
+    mesh: tuple[int, ...]
+    dims: tuple[int, ...]
+    bounds: tuple[int, ...]
+    is_flattened: bool
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    count = draw(st.integers(2, 3))
+    layout = draw(st.sampled_from(["concatenated", "interleaved", "grouped", "stacked"]))
+    groups = draw(st.integers(1, 3)) if layout == "grouped" else 1
+    sizes: Any = "equal"
+    if layout in ("concatenated", "grouped") and draw(st.booleans()):
+        sizes = tuple(draw(st.integers(1, 4)) * groups for _ in range(count))
+    size = (
+        count if layout == "stacked" else draw(st.integers(1, 4)) * count * groups if sizes == "equal" else sum(sizes)
+    )
+    others = draw(st.lists(st.integers(1, 6), min_size=1, max_size=2))
+    dim = draw(st.integers(0, len(others)))
+    shape = (*others[:dim], size, *others[dim:])
+    sharding = draw(st.sampled_from(["sharded", "hybrid", "tensor parallel", "strided", "megatron"]))
+    mesh = draw(st.tuples(st.integers(1, 3), st.integers(1, 3)))
+    dims = draw(st.tuples(*[st.integers(0, len(shape) - 1)] * 2))
+    if sharding in ("strided", "megatron"):  # rows divide by the ranks of tensor parallelism, as Megatron asks for
+        rows = math.prod(mesh)
+        shape = (*(n * rows if (at == 0 and dim != 0) else n for at, n in enumerate(shape)),)
+        if dim == 0 and shape[0] % rows:
+            sharding = "sharded"
+    bounds = draw(st.lists(st.integers(0, math.prod(shape)), min_size=mesh[0] - 1, max_size=mesh[0] - 1))
+    rule = Rule(
+        fused="{p}fused",
+        parts=tuple(f"{{p}}{name[-1]}" for name in PARTS[:count]),
+        dim=dim - draw(st.sampled_from([0, len(shape)])),
+        layout=layout,
+        groups=groups,
+        sizes=sizes,
+    )
+    return Case(rule, shape, sharding, mesh, dims, tuple(sorted(bounds)), draw(st.booleans()))
+
+
+@contextlib.contextmanager
+def simulated(rank: int, world_size: int) -> Iterator[None]:
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def sharded(case: Case, whole: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """This rank's DTensor of ``whole``, and the elements that it has, cut by indexing."""
+    device_mesh = init_device_mesh("cpu", case.mesh, mesh_dim_names=("dp", "tp"))
+    dp, tp = divmod(rank, case.mesh[1])
+    first, second = case.dims
+    if case.sharding == "megatron":
+        return megatron_parameter(case, whole, device_mesh, dp, tp)
+    if case.sharding == "sharded":
+        device_mesh = device_mesh._flatten()
+        placements: list[Any] = [Shard(first)]
+        local = chunk(whole, math.prod(case.mesh), first, rank)
+    elif case.sharding == "hybrid":
+        placements, local = [Replicate(), Shard(first)], chunk(whole, case.mesh[1], first, tp)
+    else:
+        if case.sharding == "strided":
+            placements, first, second = [_StridedShard(0, split_factor=case.mesh[1]), Shard(0)], 0, 0
+        elif first == second:
+            placements = [Replicate(), Shard(second)]
+        else:
+            placements = [Shard(first), Shard(second)]
+        local = chunk(whole, case.mesh[1], second, tp)
+        if placements[0] != Replicate():
+            local = chunk(local, case.mesh[0], first, dp)
+    local = local.clone()
+    return DTensor.from_local(
+        local, device_mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    ), local
+
+
+def chunk(whole: Tensor, parts: int, dim: int, part: int) -> Tensor:
+    """As FSDP2 and DTensor cut: the last parts may be smaller, or empty."""
+    size = -(-whole.shape[dim] // parts)
+    start = min(size * part, whole.shape[dim])
+    return whole.narrow(dim, start, min(size, whole.shape[dim] - start))
+
+
+def megatron_parameter(case: Case, whole: Tensor, device_mesh: Any, dp: int, tp: int) -> tuple[Tensor, Tensor]:
+    """A slice of the flat elements of its tensor-parallel rows, beginning and ending anywhere."""
+    rows = chunk(whole, case.mesh[1], 0, tp).reshape(-1)
+    edges = [0, *(min(bound, rows.numel()) for bound in case.bounds), rows.numel()]
+    begin, end = edges[dp], edges[dp + 1]
+    local = rows[begin:end].clone()
+    param = DTensor.from_local(
+        local, device_mesh, [Shard(0), Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+    param.megatron_fsdp_slice = slice(begin, end)
+    param.megatron_fsdp_dist_index = SimpleNamespace(tp_dim="tp")
+    return param, local
+
+
+SHIFTS = {"weight": 0.0, "of_this_rank": 0.5, "on_the_mesh": 0.25, "flat_on_the_mesh": 0.75}
+
+
+def moments(case: Case, param: Tensor, local: Tensor) -> dict[str, Tensor]:
+    """In every form in which an optimizer may hold them. Those of Megatron-FSDP have placements that say nothing."""
+    assert isinstance(param, DTensor)
+
+    def on_the_mesh(shift: float, shape: tuple[int, ...]) -> Tensor:
+        stride = torch.empty(shape, device="meta").stride()
+        mesh, placements = param.device_mesh, param.placements
+        return DTensor.from_local(local + shift, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+    state = {
+        "step": torch.tensor(3.0),
+        "of_this_rank": local + SHIFTS["of_this_rank"],
+        "on_the_mesh": on_the_mesh(SHIFTS["on_the_mesh"], tuple(param.shape)),
+    }
+    if case.sharding == "megatron":
+        state["flat_on_the_mesh"] = on_the_mesh(SHIFTS["flat_on_the_mesh"], (param.numel(),))
+    return state
+
+
+def part_of(case: Case, whole: Tensor, number: int) -> Tensor:
+    """By indexing."""
+    rule, count = case.rule, len(case.rule.parts)
+    dim = rule.dim % whole.dim()
+    if rule.layout == "stacked":
+        return whole.unbind(dim)[number]
+    if rule.layout == "interleaved":
+        return whole.unflatten(dim, (-1, count)).select(dim + 1, number)
+    groups = whole.unflatten(dim, (rule.groups, -1))
+    size = whole.shape[dim]
+    sizes = [size // count] * count if rule.sizes == "equal" else rule.sizes
+    return groups.split([each // rule.groups for each in sizes], dim + 1)[number].flatten(dim, dim + 1)
+
+
+def flattened(optim: dict[str, Any]) -> dict[str, Any]:
+    flat = {f"state.{fqn}.{name}": v for fqn, state in optim["state"].items() for name, v in state.items()}
+    return flat | {f"param_groups.{fqn}.lr": group["lr"] for group in optim["param_groups"] for fqn in group["params"]}
+
+
+def views(part: Tensor) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
+    """What DCP writes from and loads into, and where in the whole part that is."""
+    assert isinstance(part, DTensor)
+    for each in part.__create_chunk_list__():
+        where = tuple(slice(at, at + size) for at, size in zip(each.offsets, each.sizes, strict=True))
+        yield where, part.__get_tensor_shard__(MetadataIndex("part", each.offsets))
+
+
+@given(cases())
+@settings(max_examples=150, deadline=None)
+def test_parts_of_shards_are_shards_of_parts_and_fill_the_whole(case: Case) -> None:
+    whole = torch.arange(float(math.prod(case.shape))).view(case.shape)
+    count = len(case.rule.parts)
+    names = list(SHIFTS) if case.sharding == "megatron" else list(SHIFTS)[:-1]
+    shifts = {name: SHIFTS[name] for name in names}
+    expected = {(name, n): part_of(case, whole + shift, n) for name, shift in shifts.items() for n in range(count)}
+    found = {key: torch.full_like(part, -1.0) for key, part in expected.items()}
+    for rank in range(math.prod(case.mesh)):
+        with simulated(rank, math.prod(case.mesh)):
+            param, local = sharded(case, whole, rank)
+            state = moments(case, param, local)
+            optim = {"state": {FUSED: state}, "param_groups": [{"params": [FUSED], "lr": 0.5}]}
+            given_optim = flattened(optim) if case.is_flattened else optim
+            model, parts_optim = split_state_dict({FUSED: param}, given_optim, [case.rule])
+            assert list(model) == list(PARTS[:count])
+            tensors = {("weight", n): model[PARTS[n]] for n in range(count)}
+            for name, n in itertools.product(names[1:], range(count)):
+                part = PARTS[n]
+                flat = parts_optim.get(f"state.{part}.{name}")
+                tensors[name, n] = flat if case.is_flattened else parts_optim["state"][part][name]
+            for key, tensor in tensors.items():
+                assert tuple(tensor.shape) == tuple(expected[key].shape)
+                for where, view in views(tensor):
+                    assert torch.equal(view, expected[key][where])
+                    found[key][where] = view
+                    view.copy_(-expected[key][where])  # a load of other values
+            merged, merged_optim = merge_state_dict(model, parts_optim, [case.rule])
+            assert merged[FUSED] is param
+            assert torch.equal(local_shard(param), -sharded(case, whole, rank)[1])
+            for name, value in state.items():
+                if value.dim():
+                    other = merged_optim[f"state.{FUSED}.{name}"] if case.is_flattened else value
+                    assert other is value
+                    shifted = sharded(case, whole + shifts[name], rank)[1]
+                    assert torch.equal(local_shard(value), -shifted), name
+    assert all(torch.equal(found[key], part) for key, part in expected.items())
