@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .fsdp import is_dtensor, is_host_offloaded, local_shard, parameter_names, uses_cpu_offload_policy
-from .optimizers import traits_of
+from .optimizers import Traits
 from .policy import OffloadPolicy
 from .update import ENGINE_ATTRIBUTE
 
@@ -33,9 +33,6 @@ def check_attachable(optimizer: Optimizer) -> None:
         raise RuntimeError(
             "offload_optimizer: this optimizer is offloaded already. To change the policy, call remove_offload() first."
         )
-    traits = traits_of(type(optimizer))
-    if traits.refusal:
-        raise ValueError(f"offload_optimizer: {traits.refusal}")
     inner = [name for name, value in vars(optimizer).items() if _holds_optimizer(value)]
     if inner:
         raise ValueError(
@@ -55,6 +52,26 @@ def check_attachable(optimizer: Optimizer) -> None:
                 f"offload_optimizer: param_groups[{index}] has differentiable=True; a step that autograd follows needs "
                 "all state on the device."
             )
+
+
+def check_traits(optimizer: Optimizer, traits: Traits, policy: OffloadPolicy, names: Mapping[Tensor, str]) -> None:
+    """Refuse optimizers that cannot be offloaded, and masters where one cannot be run on them, or has its own."""
+    if traits.refusal:
+        raise ValueError(f"offload_optimizer: {traits.refusal}")
+    if policy.master_weights == "none":
+        return
+    if not traits.takes_masters:
+        raise ValueError(
+            f"offload_optimizer: master_weights={policy.master_weights!r} is for the elementwise optimizers of "
+            f"torch.optim, and {type(optimizer).__name__} is not one of them. Leave it 'none', or shard an fp32 model "
+            "with MixedPrecisionPolicy(param_dtype=torch.bfloat16)."
+        )
+    fp16 = [names[param] for param in names if local_shard(param).dtype is torch.float16]
+    if policy.master_weights == "remainder" and fp16:
+        raise ValueError(
+            f"offload_optimizer: master_weights='remainder' is for bf16, whose 16 bits are the upper ones of fp32; "
+            f"{len(fp16)} parameters are fp16 ({', '.join(fp16[:4])}). Use 'fp32'."
+        )
 
 
 def _holds_optimizer(value: object) -> bool:
@@ -95,10 +112,9 @@ def names_by_place(optimizer: Optimizer) -> dict[Tensor, str]:
 
 
 def check_params(
-    optimizer: Optimizer, params: list[Tensor], names: Mapping[Tensor, str], device: torch.device | None = None
+    traits: Traits, params: list[Tensor], names: Mapping[Tensor, str], device: torch.device | None = None
 ) -> torch.device:
     """The one device of all parameters, after looking for what cannot be offloaded exactly."""
-    traits = traits_of(type(optimizer))
     devices = {} if device is None else {device: "the other parameters"}
     for param in params:
         local = local_shard(param)

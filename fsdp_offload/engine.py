@@ -16,10 +16,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .adopt import adopt, is_exchanged
-from .fsdp import foreach_supports, local_shard, unsupported_gradient
+from .forms import as_kept, as_saved, drop_master, rebuild_master
+from .fsdp import foreach_supports, unsupported_gradient
 from .learn import Layouts, layout_key
 from .lending import Lending
-from .masters import MASTER, can_rebuild
+from .masters import MASTER
+from .optimizers import LogicalStep, Traits
 from .pipeline import Pipeline
 from .plan import Plan
 from .policy import OffloadPolicy
@@ -48,14 +50,20 @@ class Engine:
     """
 
     def __init__(
-        self, cls: type[Optimizer], policy: OffloadPolicy, device: torch.device, names: dict[Tensor, str]
+        self,
+        cls: type[Optimizer],
+        traits: Traits,
+        policy: OffloadPolicy,
+        device: torch.device,
+        names: dict[Tensor, str],
     ) -> None:
         self.cls = cls
         self.policy = policy
         self.device = device
         self.names = names
         self.failure = ""
-        self.layouts = Layouts(cls)
+        self.layouts = Layouts(cls, traits, policy.master_weights)
+        self.habits = traits.habits
         self._pin = device.type != "cpu" if policy.pin_memory is None else policy.pin_memory
         self._link: DeviceLink = device_link(device)
         self._pipeline = Pipeline(self._link, serial=policy.serial)
@@ -85,6 +93,10 @@ class Engine:
             return
         self._param_ids = []  # look at the groups again
         self._layout_keys += self._keys(optimizer)[len(self._layout_keys) :]
+        for param in params:
+            state = states.get(param)
+            for name in state.keys() - self.habits.without_dispensable(param, state).keys():
+                del state[name]
         self._pipeline.synchronize()  # places in the ring may change, and waits know only the new ones
         self.plan.add(optimizer, params, states, self.names)
         self._bound.clear()
@@ -118,23 +130,39 @@ class Engine:
         adopt((self.plan.shards[param], states.get(param)) for param in old)
 
     def install(self, optimizer: Optimizer, states: StateStore, loaded: Mapping[Tensor, UserState]) -> None:
-        """Make ``loaded`` the whole state; ``states`` is empty, and param groups are those loaded with it."""
+        """Make ``loaded`` the whole state; ``states`` is empty, and param groups are those loaded with it.
+
+        Tensors of ``loaded`` are as in a state dict. What the optimizer keeps in another form is made one parameter at
+        a time, so that it takes no more device memory than that.
+        """
         self._pipeline.synchronize()
         self._follow_groups(optimizer, states)
         self.add(optimizer, [param for param in loaded if param not in self.plan.shards], states)
-        for param, saved in loaded.items():
-            states.of(param).update(saved)
         self.lending.wait()
-        adopt((self.plan.shards[param], states.of(param)) for param in loaded)
-        for param in loaded:
-            self._rebuild_master(self.plan.shards[param], states.of(param))
+        if self.habits.keeps_raw_state:
+            for param, saved in loaded.items():
+                states.of(param).update(saved)
+            adopt((self.plan.shards[param], states.of(param)) for param in loaded)
+        for param, saved in loaded.items():
+            shard, state = self.plan.shards[param], states.of(param)
+            if not self.habits.keeps_raw_state:
+                state.update(as_kept(self.habits, optimizer, shard, saved))
+                adopt([(shard, state)])
+            if rebuild_master(self.habits, optimizer, shard, state):
+                adopt([(shard, state)])
         self.failure = ""
 
-    def _rebuild_master(self, shard: StateShard, state: UserState) -> None:
-        home = shard.homes.get(MASTER)
-        if home is not None and state.get(MASTER) is None and can_rebuild(home.dtype):
-            local_shard(home).copy_(local_shard(shard.param).detach())
-            state[MASTER] = home
+    def as_saved(self, optimizer: Optimizer, param: Tensor, state: UserState, *, empty: bool = False) -> UserState:
+        """The state of one parameter as a state dict has it: homes, or tensors in host memory made from them.
+
+        Args:
+            optimizer: whose.
+            param: of which.
+            state: as the optimizer keeps it.
+            empty: what it holds means nothing; it is to be loaded into.
+        """
+        homes = self.plan.shards[param].homes if param in self.plan.shards else {}
+        return as_saved(self.habits, optimizer, param, state, homes, empty=empty)
 
     def reserved_state(self, optimizer: Optimizer, states: StateStore) -> dict[Tensor, UserState]:
         """What parameters without state have room for: their homes, and counters like those they will get, at zero.
@@ -158,6 +186,8 @@ class Engine:
             state = states.get(param)
             for name in shard.homes.keys() & state.keys():
                 state[name] = shard.on_device(name, self.device)
+            if shard.master != "none":
+                drop_master(shard, state)
 
     # A step ------------------------------------------------------------------------------------------------------
 
@@ -171,13 +201,14 @@ class Engine:
         self._follow_groups(optimizer, states)
         updated = self._shards_with_grad(optimizer, states)
         steps = self._bucket_steps(updated, states)
-        shared = SharedValues(optimizer, _pinned_implementations(optimizer))
+        logical = self.habits.begin(optimizer, kwargs)
+        shared = self._shared_values(optimizer, logical)
         shadow = Shadow(self.cls)
         group_count = len(optimizer.param_groups)
         if not steps:
             # Groups whose parameters have no gradient count the step all the same.
-            shadow.run(shared, [[] for _ in range(group_count)], {}, kwargs)
-            self._commit(shared, optimizer)
+            shadow.run(shared, [[] for _ in range(group_count)], {}, logical.kwargs)
+            self._commit(shared, logical, optimizer)
             self._pipeline.run([], lambda number: None)  # for the report: this step moved nothing
             return False
         created = [shard.param for shard in updated if not states.get(shard.param)]
@@ -185,8 +216,8 @@ class Engine:
         done: list[int] = []
 
         def update(number: int) -> None:
-            for ranges in same_order_on_ranks(self._bind(number)):
-                update_bucket(shadow, shared, ranges, group_count, states, kwargs)
+            for ranges in same_order_on_ranks(self._bind(number), group_by_group=self.habits.group_by_group):
+                update_bucket(shadow, shared, self.habits, ranges, group_count, states, logical.kwargs)
             done.append(number)
 
         try:
@@ -203,14 +234,20 @@ class Engine:
             # In the order of the param groups: as without offload, and the same on every rank, whatever its buckets.
             new = set(created)
             states.move_last([param for group in optimizer.param_groups for param in group["params"] if param in new])
-        self._commit(shared, optimizer)
+        self._commit(shared, logical, optimizer)
         return True
+
+    def _shared_values(self, optimizer: Optimizer, logical: LogicalStep) -> SharedValues:
+        implementations = _pinned_implementations(optimizer)
+        pinned = [{**one, **other} for one, other in zip(implementations, logical.pinned, strict=True)]
+        return SharedValues(optimizer, pinned, logical.attributes, self.habits.attributes_by_param)
 
     def _shards_with_grad(self, optimizer: Optimizer, states: StateStore) -> list[StateShard]:
         """The shards to update. Takes over parameters that have a gradient for the first time, and exchanged state."""
-        new = [param for param in self._unplanned if param.grad is not None]
+        eager, gradient = self.habits.state_without_gradient, self.habits.gradient
+        new = [param for param in self._unplanned if eager or gradient(param) is not None]
         for param in (*new, *self.plan.shards):
-            grad = param.grad
+            grad = gradient(param)
             problem = grad is not None and unsupported_gradient(param, grad)
             if problem:
                 name = self.names.get(param, "a parameter")
@@ -218,7 +255,11 @@ class Engine:
         if new:
             self.add(optimizer, new, states)
         shards = self.plan.shards.values()
-        updated = [shard for shard in shards if shard.param.grad is not None and shard.group >= 0]
+        updated = [
+            shard
+            for shard in shards
+            if shard.group >= 0 and (gradient(shard.param) is not None or (eager and not states.get(shard.param)))
+        ]
         entries = [(shard, states.get(shard.param)) for shard in updated]
         exchanged = [(shard, state) for shard, state in entries if state and is_exchanged(shard, state)]
         if exchanged:
@@ -258,7 +299,9 @@ class Engine:
             return
         for shard in shards:
             state = states.get(shard.param)
-            missing = [name for name in self._learnt(optimizer, shard).values if name not in state]
+            # A master of ours is made in the next step, whenever that is.
+            needed = self._learnt(optimizer, shard).values.keys() - ({MASTER} if shard.master != "none" else set())
+            missing = [name for name in needed if name not in state]
             if state and missing:
                 raise RuntimeError(
                     f"The hyperparameters of param_groups[{shard.group}] now need state {missing}, which {shard.name} "
@@ -278,8 +321,9 @@ class Engine:
     def _keys(self, optimizer: Optimizer) -> list[object]:
         return [layout_key(group, self.layouts.counters) for group in optimizer.param_groups]
 
-    def _commit(self, shared: SharedValues, optimizer: Optimizer) -> None:
+    def _commit(self, shared: SharedValues, logical: LogicalStep, optimizer: Optimizer) -> None:
         shared.commit(optimizer)
+        logical.finish()
         if not shared.changed_entries <= self.layouts.counters:
             self.layouts.count(shared.changed_entries)
             self._layout_keys = self._keys(optimizer)

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .fsdp import local_shard, over_local, placements_of
-from .optimizers import Traits, traits_of
+from .masters import MASTER, MasterKind, kept_dtype, kind_for
+from .optimizers import Traits
 from .shards import NotUnderstoodError, StateLayout, ValueLayout, describe_value, leaves_of
 from .update import Shadow, SharedValues, UserState, instance_attributes
 
@@ -49,13 +50,20 @@ def _switch(value: object) -> str:
 class Layouts:
     """Learns the state layouts of one optimizer, once for equal parameters in equal groups."""
 
-    def __init__(self, cls: type[Optimizer]) -> None:
-        self.traits: Traits = traits_of(cls)
+    def __init__(self, cls: type[Optimizer], traits: Traits, masters: MasterKind = "none") -> None:
+        self.traits = traits
         self._cls = cls
+        self._masters: MasterKind = masters
         self.counters: set[str] = set()  # entries of param groups that the optimizer's own step changes
-        self._new_entries: dict[str, object] = {}  # of param groups, as a first step leaves them
+        self._new_entries: dict[str, object] = dict(
+            traits.habits.group_counters
+        )  # of param groups, as a first step leaves them
         self._learnt: dict[Any, StateLayout] = {}
         self._tried: set[Any] = set()
+
+    def master_of(self, param: Tensor) -> MasterKind:
+        """Which master we keep for ``param``."""
+        return kind_for(self._masters, local_shard(param).dtype)
 
     def count(self, names: set[str]) -> None:
         """Note entries of param groups that a step has changed: they decide no layout, now or in what was learnt."""
@@ -109,14 +117,16 @@ class Layouts:
         if key not in self._learnt:
             if not self.traits.known:
                 self._try_class(optimizer, group, param)
+            kind = self.master_of(param)
             try:
-                self._learnt[key] = _learn(self._cls, optimizer, self.traits, param, group, self._new_entries)
+                layout = _learn(self._cls, optimizer, self.traits, param, group, self._new_entries, kind)
             except Exception as error:
                 raise ValueError(
                     f"{self._cls.__name__} cannot be offloaded: a step on a scratch tensor like {name} (shape "
                     f"{tuple(local.shape)}, {local.dtype}) failed, so what it keeps is not known "
                     f"({type(error).__name__}: {error})."
                 ) from error
+            self._learnt[key] = layout if kind == "none" else _with_master(layout, local, kind)
         return self._learnt[key]
 
     def _try_class(self, optimizer: Optimizer, group: Mapping[str, Any], param: Tensor) -> None:
@@ -139,19 +149,25 @@ def _learn(
     param: Tensor,
     group: Mapping[str, Any],
     new_entries: dict[str, object],
+    master: MasterKind,
 ) -> StateLayout:
+    initial = traits.habits.initial_state(optimizer, param)
+    if initial is not None:
+        return describe_state(traits.habits.without_dispensable(param, initial))
     generator = _generator(param)
-    scratch = _small_like(param, generator) if traits.state_like_param else _like(param, generator)
-    scratch.grad = _like(scratch, generator)
+    dtype = local_shard(param).dtype if master == "none" else torch.float32
+    scratch = _small_like(param, dtype, generator) if traits.state_like_param else _like(param, generator)
+    traits.habits.hand_gradient(scratch, _like(scratch, generator))
     before = _state_of_construction(cls, scratch, group) if traits.known else {}
     with _random_state_kept(local_shard(param).device), torch.no_grad():
         after, entries = _one_step(cls, optimizer, scratch, group, before)
     new_entries.update((name, value) for name, value in entries.items() if name not in group)
     if scratch not in after:
         return StateLayout({})
+    state = traits.habits.without_dispensable(scratch, after[scratch])
     if traits.state_like_param:
-        return _layout_like_param(after[scratch], scratch, param, wrap=not traits.elementwise)
-    return describe_state(after[scratch])
+        return _layout_like_param(state, scratch, param, wrap=not traits.elementwise)
+    return describe_state(state)
 
 
 def _state_of_construction(cls: type[Optimizer], scratch: Tensor, group: Mapping[str, Any]) -> UserState:
@@ -202,9 +218,14 @@ def _layout_like_param(state: UserState, scratch: Tensor, param: Tensor, *, wrap
     return StateLayout(values, scalars)
 
 
-def _small_like(param: Tensor, generator: torch.Generator) -> Tensor:
+def _with_master(layout: StateLayout, local: Tensor, kind: MasterKind) -> StateLayout:
+    master = describe_value(torch.empty_like(local, dtype=kept_dtype(kind), device="meta"))
+    return StateLayout({**layout.values, MASTER: master}, layout.scalars, layout.left_out)
+
+
+def _small_like(param: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
     shape = (8, 8) if param.dim() == 2 else (_SCRATCH_NUMEL,)
-    return _random(local_shard(param).new_empty(shape).detach(), generator)
+    return _random(local_shard(param).new_empty(shape, dtype=dtype).detach(), generator)
 
 
 def _like(tensor: Tensor, generator: torch.Generator) -> Tensor:

@@ -49,6 +49,7 @@ def check_loadable(engine: Engine, optimizer: Optimizer, state_dict: Mapping[str
     group_of = [index for index, size in enumerate(sizes) for _ in range(size)]
     for saved_id, param, index in zip(saved_ids, params, group_of, strict=True):
         saved = _without_none(state_dict["state"].get(saved_id), saved_id)
+        saved = engine.habits.without_dispensable(param, saved)
         if saved:
             merged = {**groups[index], **{k: v for k, v in saved_groups[index].items() if k != "params"}}
             layout = _expected_layout(engine, optimizer, param, index, merged)
@@ -92,7 +93,8 @@ def _checked(engine: Engine, name: str, param: Tensor, layout: StateLayout, save
     for key, value in layout.values.items():
         if key not in saved:
             continue
-        _check_value(f"{name}, {key!r}", _home_like(engine, param, value), value.leaves, saved[key])
+        leaves = _saved_leaves(engine, param, key, value)
+        _check_value(f"{name}, {key!r}", _home_like(engine, param, value), leaves, saved[key])
     return {
         key: _like_example(layout.scalars[key], value) if key in layout.scalars else value
         for key, value in saved.items()
@@ -101,6 +103,15 @@ def _checked(engine: Engine, name: str, param: Tensor, layout: StateLayout, save
 
 def _will_be_rebuilt(layout: StateLayout, name: str) -> bool:
     return name == MASTER and name in layout.values and can_rebuild(layout.values[name].leaves[0].dtype)
+
+
+def _saved_leaves(engine: Engine, param: Tensor, name: str, value: ValueLayout) -> Sequence[LeafLayout]:
+    """What a state dict has for a value that is kept so."""
+    if engine.habits.keeps_raw_state:
+        return value.leaves
+    first = value.leaves[0]
+    dtype = engine.habits.saved_dtype(name, first.dtype)
+    return [LeafLayout(first.shape, first.stride, dtype)]
 
 
 def _home_like(engine: Engine, param: Tensor, value: ValueLayout) -> Tensor:

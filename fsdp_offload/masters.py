@@ -8,10 +8,18 @@ low precision, floating-point master    the only copy of the precision: saved; r
 same dtype (fp32 and fp32)              a duplicate that no kernel reads nor updates: not saved, not needed in a load
 integer master (the lower bits)         meaningless without the exact parameter: never rebuilt
 ======================================  ===============================================================================
+
+Some optimizers keep masters themselves. For those that do not, ``OffloadPolicy.master_weights`` adds them: the
+optimizer then updates the master, and the parameter is written from it.
 """
+
+from typing import Literal
 
 import torch
 from torch import Tensor
+
+MasterKind = Literal["none", "fp32", "remainder"]
+"""Which masters we keep for an optimizer that keeps none: whole ones, or the lower 16 bits of one in int16."""
 
 MASTER = "master_param"
 """The name under which Transformer Engine's FusedAdam and Megatron-LM keep it in ``optimizer.state[param]``."""
@@ -45,3 +53,64 @@ def let_weights_win(param: Tensor, master: Tensor) -> None:
     """
     written = param != master.to(param.dtype)
     master.copy_(torch.where(written, param.to(master.dtype), master))
+
+
+# Masters that we keep ------------------------------------------------------------------------------------------------
+
+_DTYPES: dict[MasterKind, torch.dtype] = {"fp32": torch.float32, "remainder": torch.int16}
+
+
+def kind_for(kind: MasterKind, param_dtype: torch.dtype) -> MasterKind:
+    """What we keep for a parameter of that dtype: fp32 and fp64 are their own masters."""
+    return kind if param_dtype in (torch.bfloat16, torch.float16) else "none"
+
+
+def kept_dtype(kind: MasterKind) -> torch.dtype:
+    """Of what is kept under ``master_param``."""
+    return _DTYPES[kind]
+
+
+def open_master(kind: MasterKind, weights: Tensor, kept: Tensor, *, exists: bool) -> Tensor:
+    """The fp32 master that an optimizer may update: ``kept`` itself, or put together from it and ``weights``.
+
+    Args:
+        kind: ``"fp32"`` or ``"remainder"``.
+        weights: the low-precision parameter, a local tensor.
+        kept: what is kept for it, of the same shape, dense.
+        exists: whether ``kept`` says anything yet; if not, the master is what ``weights`` is.
+    """
+    if kind == "fp32":
+        if exists:
+            let_weights_win(weights, kept)
+        else:
+            kept.copy_(weights)
+        return kept
+    if not exists:
+        kept.zero_()
+    lower = _in_memory_order(kept)
+    rounded = _in_memory_order(torch.empty_like(kept).view(weights.dtype).copy_(weights)).view(torch.int16)
+    halves = torch.stack((lower, rounded - (lower < 0).to(torch.int16)), dim=-1)
+    return halves.view(torch.float32).as_strided(kept.shape, kept.stride())
+
+
+def close_master(kind: MasterKind, master: Tensor, weights: Tensor, kept: Tensor) -> None:
+    """Write ``weights`` from the updated ``master``, and keep what they do not say.
+
+    ``"fp32"`` rounds to nearest, ties to even. ``"remainder"`` is the format of Transformer Engine's
+    ``store_param_remainders``: the parameter is the upper 16 bits, plus one if the lower 16, read as a signed number,
+    are negative. So ties round away from zero, which can be undone.
+    """
+    if kind == "fp32":
+        weights.copy_(master)
+        return
+    # The lower bits of a NaN may all be ones, and adding one to its upper bits would make it a number.
+    master.masked_fill_(master.isnan(), torch.nan)
+    halves = _in_memory_order(master).view(torch.int16).view(-1, 2)
+    lower, upper = halves[:, 0], halves[:, 1]
+    _in_memory_order(kept).copy_(lower)
+    rounded = upper + (lower < 0).to(torch.int16)
+    weights.copy_(rounded.view(weights.dtype).as_strided(kept.shape, kept.stride()))
+
+
+def _in_memory_order(dense: Tensor) -> Tensor:
+    return dense.as_strided((dense.numel(),), (1,))

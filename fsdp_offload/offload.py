@@ -1,6 +1,7 @@
 """What the user holds: :func:`offload_optimizer`, :func:`remove_offload` and :class:`OffloadedOptimizer`."""
 
 import functools
+import inspect
 import logging
 import types
 import warnings
@@ -18,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from .checks import (
     check_attachable,
     check_params,
+    check_traits,
     check_types,
     names_by_place,
     names_of_parameters,
@@ -26,7 +28,7 @@ from .checks import (
 from .engine import Engine
 from .fsdp import parameter_names
 from .load import check_loadable
-from .optimizers import traits_of
+from .optimizers import traits_for
 from .policy import OffloadPolicy
 from .report import OffloadReport
 from .state import OffloadedState
@@ -70,18 +72,21 @@ def offload_optimizer(
     check_attachable(target)
     params = [param for group in target.param_groups for param in group["params"]]
     names = names_of_parameters(target, model)
-    device = check_params(target, params, names)
+    traits = traits_for(target)
+    check_traits(target, traits, policy, names)
+    device = check_params(traits, params, names)
     if policy.pin_memory and device.type == "cpu":
         raise ValueError(
             "offload_optimizer: pin_memory=True needs an accelerator, and the parameters are on the CPU. Leave it "
             "None, which pins where that is of use."
         )
-    engine = Engine(type(target), policy, device, names)
+    engine = Engine(type(target), traits, policy, device, names)
     states = OffloadedState(engine, target.state)
     # A frozen parameter gets room when it first has a gradient: reserving it would pin memory that nothing uses.
-    planned = {param for param in params if param.requires_grad or target.state.get(param)}
+    eager = traits.habits.state_without_gradient
+    planned = {param for param in params if eager or param.requires_grad or target.state.get(param)}
     # Optimizers that draw random numbers do it parameter by parameter: only the group's order repeats theirs.
-    order = names if traits_of(type(target)).elementwise else params
+    order = names if traits.elementwise else params
     engine.add(target, [param for param in order if param in planned], states.unwaited)
     _attach(target, engine, states, model)
     for note in engine.notes():
@@ -103,6 +108,12 @@ def remove_offload(optimizer: Optimizer) -> Optimizer:
         raise RuntimeError(f"remove_offload: this {type(target).__name__} is not offloaded.")
     engine = attachment.engine
     engine.check_usable("remove_offload()")
+    if engine.policy.master_weights != "none":
+        warnings.warn(
+            "remove_offload: the masters of low-precision parameters go, and their state is rounded to the parameters' "
+            f"dtype; a plain {engine.cls.__name__} knows no masters.",
+            stacklevel=2,
+        )
     states = _states_of(target, engine)
     engine.return_to_device(states.unwaited)
     _detach(target, attachment)
@@ -160,8 +171,18 @@ class OffloadedOptimizer(Optimizer):
         Raises:
             RuntimeError: an exception has left the state half updated.
         """
-        _engine_of(self).check_usable("state_dict()")
-        return super().state_dict()
+        engine = _engine_of(self)
+        engine.check_usable("state_dict()")
+        if engine.habits.keeps_raw_state:
+            return super().state_dict()
+        # Not that of the class, which converts what is on the device.
+        saved = Optimizer.state_dict(self)
+        params = [param for group in self.param_groups for param in group["params"]]
+        saved["state"] = {
+            key: engine.as_saved(self, params[key], state) if isinstance(key, int) else state
+            for key, state in saved["state"].items()
+        }
+        return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As ``torch.optim.Optimizer``, straight into host memory; the tensors of ``state_dict`` are copied.
@@ -196,7 +217,10 @@ class OffloadedOptimizer(Optimizer):
         last = self.register_load_state_dict_pre_hook(check)
         first = self.register_load_state_dict_post_hook(install, prepend=True)
         try:
-            super().load_state_dict(state_dict)
+            if engine.habits.keeps_raw_state:
+                super().load_state_dict(state_dict)
+            else:
+                Optimizer.load_state_dict(self, state_dict)
             if not installed:  # the class loads in a way of its own, without hooks
                 loaded = {param: dict(state) for param, state in self.state.items()}
                 install(self)
@@ -213,9 +237,10 @@ class OffloadedOptimizer(Optimizer):
         try:
             for param, name in names_by_place(self).items():
                 engine.names.setdefault(param, name)
-            check_params(self, params, engine.names, engine.device)
+            check_params(engine.layouts.traits, params, engine.names, engine.device)
             states = _states_of(self, engine)
-            engine.add(self, [param for param in params if param.requires_grad], states.unwaited)
+            eager = engine.habits.state_without_gradient
+            engine.add(self, [param for param in params if eager or param.requires_grad], states.unwaited)
         except Exception:
             del self.param_groups[-1]  # as if it had not been called
             engine.names = known
@@ -316,6 +341,8 @@ def _offloaded_class(cls: type[Optimizer]) -> type[Optimizer]:
 def _mix_in(cls: type[Optimizer]) -> type[Optimizer]:
     # torch.compile(optimizer.step) must not trace into streams and events; it runs the step as it is.
     step = torch.compiler.disable(OffloadedOptimizer.step)
+    # GradScaler asks whether step() takes it.
+    step.__signature__ = inspect.signature(cls.step)
     return type(f"Offloaded{cls.__name__}", (OffloadedOptimizer, cls), {"__module__": cls.__module__, "step": step})
 
 

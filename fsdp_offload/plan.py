@@ -117,14 +117,15 @@ class Plan:
             group, name = optimizer.param_groups[group_of[param]], names.get(param, "a parameter")
             state = states.get(param)
             # State of a 0-dim parameter looks like a counter, so which of it is one is learnt.
-            described = bool(state) and param.dim() > 0
+            master = self._layouts.master_of(param)
+            described = bool(state) and param.dim() > 0 and master == "none"
             layout = (
                 self._layouts.of_existing(optimizer, param, group, state)
                 if described
                 else self._layouts.learn(optimizer, param, group, name)
             )
             on_locals = self._layouts.traits.elementwise
-            shard = StateShard(param, name, on_locals, False, layout, group_of[param])
+            shard = StateShard(param, name, on_locals, False, layout, group_of[param], master)
             shard.cuttable = self.may_cut(shard, group)
             shards.append(shard)
         self._take_homes(*self._choose_resident(shards))
@@ -134,13 +135,14 @@ class Plan:
     def may_cut(self, shard: StateShard, group: Mapping[str, object]) -> bool:
         """Whether the tested table says that this shard gives the same bits in pieces, in this group."""
         local = local_shard(shard.param)
+        dtype = local.dtype if shard.master == "none" else torch.float32
         implementation = "fused" if group.get("fused") else "foreach" if group.get("foreach") else "for-loop"
         return (
             shard.on_locals
             and local.numel() > 0
             and local.is_contiguous()
             and not shard.layout.left_out
-            and (implementation, local.device.type, local.dtype) in self._layouts.traits.cuttable
+            and (implementation, local.device.type, dtype) in self._layouts.traits.cuttable
         )
 
     def _choose_resident(self, shards: Sequence[StateShard]) -> tuple[list[StateShard], list[StateShard]]:

@@ -1,6 +1,9 @@
 """How an optimizer's state is offloaded: plain data, validated when it is made, used by every other room."""
 
 from dataclasses import dataclass
+from typing import get_args
+
+from .masters import MasterKind
 
 MIB = 1 << 20
 
@@ -19,6 +22,11 @@ class OffloadPolicy:
         bucket_bytes: about how much state is loaded, updated and stored together. A parameter with more state than
             this is cut into several buckets when its optimizer works element by element, and is a bucket of its own
             otherwise.
+        master_weights: masters for bf16 and fp16 parameters, kept as state under ``"master_param"``. ``"fp32"``: the
+            optimizer updates an fp32 master, with fp32 state, and the parameter is rounded from it; the result is that
+            of the same optimizer on an fp32 copy of the model. 12 bytes of state for each parameter with Adam.
+            ``"remainder"``: the same, but of the master only the 16 bits are kept that a bf16 parameter does not say:
+            10 bytes. For elementwise optimizers of ``torch.optim``; parameters in fp32 are their own masters.
         snapshot_bytes: host memory kept for asynchronous saves, pinned when the optimizer is attached: a second home
             for as much of the state as fits. While a checkpoint writer still reads one home, steps store into the
             other. Without it, or beyond it, a step during an asynchronous save waits for the writer. Only
@@ -39,6 +47,7 @@ class OffloadPolicy:
     staging_bytes: int = 256 * MIB
     resident_bytes: int = 0
     bucket_bytes: int = 64 * MIB
+    master_weights: MasterKind = "none"
     snapshot_bytes: int = 0
     pin_memory: bool | None = None
     serial: bool = False
@@ -49,6 +58,10 @@ class OffloadPolicy:
         _check_size("bucket_bytes", self.bucket_bytes, minimum=1024)
         _check_size("resident_bytes", self.resident_bytes, minimum=0)
         _check_size("snapshot_bytes", self.snapshot_bytes, minimum=0)
+        if self.master_weights not in get_args(MasterKind):
+            raise ValueError(
+                f"OffloadPolicy: master_weights must be one of {get_args(MasterKind)}, got {self.master_weights!r}"
+            )
         if not isinstance(self.serial, bool):
             raise TypeError(f"OffloadPolicy: serial must be a bool, got {self.serial!r}")
         if self.pin_memory is not None and not isinstance(self.pin_memory, bool):

@@ -6,12 +6,13 @@ knows its inner tensors. Its *leaves* are the dense plain tensors inside; only l
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from .fsdp import is_dtensor, local_shard, over_local, without_data
+from .masters import MasterKind
 
 
 class LeafLayout(NamedTuple):
@@ -75,8 +76,24 @@ def _describe(value: Tensor, leaves: list[LeafLayout]) -> _Build:
     return next
 
 
+def is_wrapper(value: Tensor) -> bool:
+    """Whether ``value`` is made of inner tensors that it knows."""
+    return hasattr(type(value), "__tensor_flatten__") and not is_dtensor(value)
+
+
+def _flatten(value: Any) -> tuple[list[str], Any]:
+    """Names of the inner tensors, and the rest. Transformer Engine's tensors cache a transpose of themselves there."""
+    if hasattr(value, "remove_caches"):
+        quantizer = getattr(value, "_quantizer", None)
+        if quantizer is not None:
+            quantizer.set_usage(rowwise=True, columnwise=False)  # or the next write makes it again
+        value.remove_caches()
+    names, context = value.__tensor_flatten__()
+    return names, context
+
+
 def _describe_wrapper(value: Tensor, leaves: list[LeafLayout]) -> _Build:
-    names, context = value.__tensor_flatten__()  # type: ignore[attr-defined]
+    names, context = _flatten(value)
     inner = {name: getattr(value, name) for name in names}
     builds = {name: _describe(part, leaves) for name, part in inner.items() if isinstance(part, Tensor)}
     fixed = {name: part for name, part in inner.items() if not isinstance(part, Tensor)}
@@ -95,7 +112,7 @@ def leaves_of(value: Tensor) -> list[Tensor]:
     if is_dtensor(value):
         return leaves_of(local_shard(value))
     if hasattr(type(value), "__tensor_flatten__"):
-        names, _ = value.__tensor_flatten__()  # type: ignore[attr-defined]
+        names, _ = _flatten(value)
         parts = [getattr(value, name) for name in names]
         return [leaf for part in parts if isinstance(part, Tensor) for leaf in leaves_of(part)]
     return [value]
@@ -164,6 +181,7 @@ class StateShard:
         cuttable: it may be updated in flat ranges.
         layout: names, shapes and dtypes, learnt before the state exists.
         group: which of ``optimizer.param_groups`` the parameter is in.
+        master: which master we keep for it: the optimizer then updates that instead of the parameter.
         resident: its home is on the device.
         places: its home, and a spare one if there is room for it.
         side: which of ``places`` is the home now.
@@ -175,6 +193,7 @@ class StateShard:
     cuttable: bool
     layout: StateLayout
     group: int
+    master: MasterKind = "none"
     resident: bool = False
     places: list[Home] = field(default_factory=list)
     side: int = 0

@@ -20,8 +20,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .fsdp import local_shard, no_global_step_hooks
-from .masters import MASTER, is_only_copy, let_weights_win
-from .shards import StateShard, leaves_of
+from .masters import MASTER, close_master, is_only_copy, let_weights_win, open_master
+from .optimizers import Habits
+from .shards import StateShard, is_wrapper, leaves_of
 
 ENGINE_ATTRIBUTE = "_offload_engine"
 """Where an offloaded optimizer keeps its engine; never copied to a shadow, which would be a reference cycle."""
@@ -52,7 +53,8 @@ class BoundRange:
     """A range of a shard, bound to what the optimizer sees while it is on the device.
 
     Attributes:
-        param: the parameter itself, or an alias of its local tensor, flat for a range of a cut shard.
+        param: the parameter itself, or an alias of its local tensor, flat for a range of a cut shard. The optimizer
+            sees it, or the master of it that we keep.
         values: the state tensors in the slot, by name.
         last: no later range of the same shard follows: this one commits the parameter's scalars.
         address: of the local shard when it was bound; another one means that the storage was exchanged.
@@ -77,8 +79,13 @@ class BoundRange:
 
     @property
     def is_alias(self) -> bool:
-        """Whether the gradient has to be handed to ``param``, which is not the user's own tensor."""
+        """Whether the gradient has to be handed over, since the optimizer does not see the user's own tensor."""
         return self.param is not self.shard.param
+
+    @property
+    def has_master(self) -> bool:
+        """Whether the optimizer updates a master that we keep, and ``param`` is written from it."""
+        return self.shard.master != "none"
 
 
 def bind_range(shard: StateShard, start: int, stop: int, values: dict[str, Tensor]) -> BoundRange:
@@ -86,7 +93,7 @@ def bind_range(shard: StateShard, start: int, stop: int, values: dict[str, Tenso
     local = local_shard(shard.param)
     last = stop == shard.local_numel
     whole = start == 0 and last
-    own = not shard.on_locals or (whole and local is shard.param)
+    own = not shard.on_locals or (whole and local is shard.param and shard.master == "none")
     param = shard.param if own else _alias(local, start, stop, whole=whole)
     return BoundRange(shard, start, stop, param, values, last, local.data_ptr())
 
@@ -117,11 +124,27 @@ def _alias(local: Tensor, start: int, stop: int, *, whole: bool) -> Tensor:
 class SharedValues:
     """What one logical step changes in the param groups and in the optimizer object, however many buckets it has."""
 
-    def __init__(self, optimizer: Optimizer, pinned: Sequence[Mapping[str, Any]]) -> None:
-        """Note where the step starts. ``pinned`` overrides entries of each group for the shadow only."""
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        pinned: Sequence[Mapping[str, Any]],
+        fresh_attributes: Callable[[], dict[str, Any]] = dict,
+        by_param: Iterable[str] = (),
+    ) -> None:
+        """Note where the step starts.
+
+        Args:
+            optimizer: the user's.
+            pinned: overrides entries of each group for the shadow only. Tensors are copied for each bucket.
+            fresh_attributes: makes what overrides attributes for the shadow only.
+            by_param: names of attributes that are dicts with parameters as keys.
+        """
         self._groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         self._pinned = pinned
         self._attributes = instance_attributes(optimizer)
+        self._fresh_attributes = fresh_attributes
+        self._unwatched = {*fresh_attributes(), *by_param}
+        self.by_param: dict[str, dict[Tensor, Any]] = {name: self._attributes[name] for name in by_param}
         self._group_changes: list[dict[str, Any]] = [{} for _ in self._groups]
         self._attribute_changes: dict[str, Any] = {}
         self._given: Sequence[Mapping[str, Any]] = self._groups
@@ -142,12 +165,15 @@ class SharedValues:
             for group in self._groups
         ]
         groups = zip(self._given, self._pinned, params, strict=True)
-        return [{**given, **pinned, "params": group_params} for given, pinned, group_params in groups]
+        return [
+            {**given, **{name: _own(value) for name, value in pinned.items()}, "params": group_params}
+            for given, pinned, group_params in groups
+        ]
 
     @property
     def attributes(self) -> dict[str, Any]:
         """The optimizer's own attributes, for a shadow."""
-        return dict(self._attributes)
+        return {**self._attributes, **self._fresh_attributes()}
 
     def collect(self, groups: Sequence[Mapping[str, Any]], attributes: Mapping[str, Any]) -> None:
         """Note what a bucket's step has changed.
@@ -168,6 +194,8 @@ class SharedValues:
                         "every bucket must not change in between. It cannot be offloaded."
                     )
         for name, value in attributes.items():
+            if name in self._unwatched:
+                continue
             # Tensors and containers are the real optimizer's own objects, so writing into them needs no commit.
             if value is not self._attributes.get(name) and _changed(self._attributes.get(name), value):
                 _note(self._attribute_changes, name, value, f"optimizer.{name}")
@@ -195,6 +223,10 @@ def instance_attributes(optimizer: Optimizer) -> dict[str, Any]:
         for name, value in optimizer.__dict__.items()
         if name not in _OWN_ATTRIBUTES and not name.startswith("_optimizer_")
     }
+
+
+def _own(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _changed(start: object, end: object) -> bool:
@@ -235,14 +267,19 @@ class Shadow:
         params: Sequence[list[Tensor]],
         state: Mapping[Tensor, UserState],
         kwargs: Mapping[str, Any],
+        by_param: Mapping[str, dict[Tensor, Any]] | None = None,
     ) -> dict[Tensor, UserState]:
-        """One step on ``params`` (a list for each group). Returns the state after it, by parameter."""
+        """One step on ``params`` (a list for each group). Returns the state after it, by parameter.
+
+        ``by_param`` overrides attributes that are dicts with parameters as keys; what the step adds is found there.
+        """
         shadow = self._object
         groups = shared.groups_for(params)
         shadow.__dict__.clear()
         filled: defaultdict[Tensor, UserState] = defaultdict(dict, state)
         # As if unpickled: creates the (empty) hook tables that step() may look at.
-        Optimizer.__setstate__(shadow, {**shared.attributes, "param_groups": groups, "state": filled})
+        own = {**shared.attributes, **(by_param or {}), "param_groups": groups, "state": filled}
+        Optimizer.__setstate__(shadow, own)
         try:
             with no_global_step_hooks():  # a subclass's step may call a hooked one of its parent
                 self._step(shadow, **kwargs)
@@ -259,19 +296,24 @@ class Shadow:
             shadow.__dict__.clear()  # holds no gradient, no slot and no attribute beyond the step
 
 
-def same_order_on_ranks(ranges: Sequence[BoundRange]) -> Iterator[list[BoundRange]]:
+def same_order_on_ranks(ranges: Sequence[BoundRange], *, group_by_group: bool = False) -> Iterator[list[BoundRange]]:
     """Divide a bucket so that an optimizer that sees DTensors meets parameters in the same order on every rank.
 
     Its step may issue collectives and goes through its parameters group by group, while how many shards share a bucket
-    depends on their sizes on this rank. So each step there has parameters of one group only.
+    depends on their sizes on this rank. So each step there has parameters of one group only; with ``group_by_group``
+    any step has.
     """
-    for _, run in itertools.groupby(ranges, key=lambda bound: None if bound.shard.on_locals else bound.shard.group):
+    together = not group_by_group
+    for _, run in itertools.groupby(
+        ranges, key=lambda bound: None if together and bound.shard.on_locals else bound.shard.group
+    ):
         yield list(run)
 
 
 def update_bucket(
     shadow: Shadow,
     shared: SharedValues,
+    habits: Habits,
     ranges: Sequence[BoundRange],
     group_count: int,
     user_states: StateStore,
@@ -282,41 +324,70 @@ def update_bucket(
     Runs on the current stream. Gradients are taken from the user's parameters and are not kept.
     """
     ranges = [bound for bound in ranges if bound.shard.group >= 0]  # the user may have taken others out of their group
+    # Optimizers pass over parameters without a gradient; their masters are neither made nor looked at.
+    ranges = [b for b in ranges if not (b.has_master and habits.gradient(b.shard.param) is None)]
     params: list[list[Tensor]] = [[] for _ in range(group_count)]
     state: dict[Tensor, UserState] = {}
     existing = [user_states.get(bound.shard.param) for bound in ranges]
-    for bound, user_state in zip(ranges, existing, strict=True):
-        _hand_gradient(bound)
-        params[bound.shard.group].append(bound.param)
+    seen = [_seen_by_optimizer(bound, user_state) for bound, user_state in zip(ranges, existing, strict=True)]
+    for bound, param, user_state in zip(ranges, seen, existing, strict=True):
+        _hand_gradient(bound, param, habits)
+        params[bound.shard.group].append(param)
         if user_state:
-            state[bound.param] = _in_slot(bound, user_state)
-            _follow_weights(bound, user_state)
+            state[param] = _in_slot(bound, user_state)
+    by_param: dict[str, dict[Tensor, Any]] = {
+        name: {
+            param: real[bound.shard.param]
+            for bound, param in zip(ranges, seen, strict=True)
+            if bound.shard.param in real
+        }
+        for name, real in shared.by_param.items()
+    }
     try:
-        after = shadow.run(shared, params, state, kwargs)
+        after = shadow.run(shared, params, state, kwargs, by_param)
     finally:
-        for bound in ranges:
+        for bound, param in zip(ranges, seen, strict=True):
             if bound.is_alias:
-                bound.param.grad = None
-    for bound, user_state in zip(ranges, existing, strict=True):
-        result = after.get(bound.param)
+                habits.hand_gradient(param, None)
+    for name, given in by_param.items():
+        for bound, param in zip(ranges, seen, strict=True):
+            if param in given:
+                shared.by_param[name][bound.shard.param] = given[param]
+    for bound, param, user_state in zip(ranges, seen, existing, strict=True):
+        result = after.get(param)
+        if bound.has_master:
+            close_master(bound.shard.master, param, bound.param, bound.values[MASTER])
+            result = {**(result or {}), MASTER: bound.values[MASTER]}
         if result is not None:
+            result = habits.without_dispensable(bound.param, result)
             _commit(bound, result, user_state or user_states.of(bound.shard.param))
 
 
-def _hand_gradient(bound: BoundRange) -> None:
-    grad = bound.shard.param.grad
+def _seen_by_optimizer(bound: BoundRange, user_state: UserState) -> Tensor:
+    """What the optimizer is to update: the bound parameter, or its master."""
+    if bound.has_master:
+        exists = user_state.get(MASTER) is not None
+        return open_master(bound.shard.master, bound.param, bound.values[MASTER], exists=exists)
+    _follow_weights(bound, user_state)
+    return bound.param
+
+
+def _hand_gradient(bound: BoundRange, param: Tensor, habits: Habits) -> None:
+    grad = habits.gradient(bound.shard.param)
     if not bound.is_alias or grad is None:
         return
     local = local_shard(grad)
     if not bound.whole:
         local = local.reshape(-1)[bound.start : bound.stop]
-    if local.dtype != bound.param.dtype:
-        bound.param.grad_dtype = local.dtype
-    bound.param.grad = local
+    if bound.has_master:
+        local = local.to(param.dtype)
+    habits.hand_gradient(param, local)
 
 
 def _in_slot(bound: BoundRange, user_state: UserState) -> UserState:
     """What the shadow finds: the slot, and the user's scalars (copies of them if a later range needs them too)."""
+    if bound.has_master:  # which the optimizer does not know of
+        user_state = {name: value for name, value in user_state.items() if name != MASTER}
     if bound.last:
         return user_state | {name: value for name, value in bound.values.items() if user_state.get(name) is not None}
     return {
@@ -329,7 +400,7 @@ def _follow_weights(bound: BoundRange, user_state: UserState) -> None:
     master = bound.values.get(MASTER)
     if master is not None and user_state.get(MASTER) is not None:
         param, slot = local_shard(bound.param).detach(), local_shard(master)
-        if is_only_copy(param, slot):
+        if not is_wrapper(param) and is_only_copy(param, slot):
             let_weights_win(param, slot)
 
 

@@ -171,14 +171,7 @@ def differences(plain: Run, offloaded: Run) -> Iterator[str]:
 
 
 def optimizer_differences(plain: Optimizer, offloaded: Optimizer, names: dict[Any, str]) -> Iterator[str]:
-    if len(plain.param_groups) != len(offloaded.param_groups):
-        yield f"{len(plain.param_groups)} and {len(offloaded.param_groups)} groups"
-    for number, (one, other) in enumerate(zip(plain.param_groups, offloaded.param_groups, strict=True)):
-        if list(one) != list(other):
-            yield f"keys of param_groups[{number}] are {list(one)} and {list(other)}"
-        for key in one.keys() & other.keys() - {"params"}:
-            if not same_value(one[key], other[key]):
-                yield f"param_groups[{number}][{key!r}] is {one[key]!r} and {other[key]!r}"
+    yield from group_differences(plain, offloaded)
     pairs = dict(zip(params_of(plain), params_of(offloaded), strict=True))
     # Which parameters have state. Their order is that of the buckets, not that of the plain optimizer's first step.
     with_state = [names.get(param, "?") for param, other in pairs.items() if param in plain.state]
@@ -189,6 +182,17 @@ def optimizer_differences(plain: Optimizer, offloaded: Optimizer, names: dict[An
     for param, other in pairs.items():
         if param in plain.state:
             yield from state_differences(names.get(param, "?"), plain.state[param], offloaded.state[other])
+
+
+def group_differences(plain: Optimizer, offloaded: Optimizer) -> Iterator[str]:
+    if len(plain.param_groups) != len(offloaded.param_groups):
+        yield f"{len(plain.param_groups)} and {len(offloaded.param_groups)} groups"
+    for number, (one, other) in enumerate(zip(plain.param_groups, offloaded.param_groups, strict=True)):
+        if list(one) != list(other):
+            yield f"keys of param_groups[{number}] are {list(one)} and {list(other)}"
+        for key in one.keys() & other.keys() - {"params"}:
+            if not same_value(one[key], other[key]):
+                yield f"param_groups[{number}][{key!r}] is {one[key]!r} and {other[key]!r}"
 
 
 def state_differences(name: str, one: dict[str, Any], other: dict[str, Any]) -> Iterator[str]:

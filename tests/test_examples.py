@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemWriter
 
-from examples import async_checkpoint, demo_resume, resume_other_world_size, train_gpt
+from examples import async_checkpoint, bf16_master_weights, demo_resume, resume_other_world_size, train_gpt
 
 TRAIN_GPT = Path(train_gpt.__file__)
 SMALL = ("--device", "cpu", "--layers", "2", "--width", "32", "--heads", "2", "--seq-len", "32", "--data-mib", "1")
@@ -231,3 +231,27 @@ def test_a_checkpoint_that_cannot_be_written_costs_itself_only(
     assert output[-1] == straight[-1]
     names = sorted(path.name for path in (tmp_path / "folder").iterdir())
     assert names == ["latest", "step-00000003", "step-00000009"]
+
+
+# Masters -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.distributed
+def test_masters_are_the_weights_of_an_fp32_model(capfd: pytest.CaptureFixture[str]) -> None:
+    assert bf16_master_weights.main(["--steps", "20"]) == 0
+    lines = capfd.readouterr().out.splitlines()
+    columns = [line.split() for line in lines[1:4]]
+    state, comparisons = (line[line.index("bytes/parameter") - 1] for line in columns), [line[30:] for line in lines]
+    assert list(state) == ["4", "12", "10"]
+    assert [text.endswith("the same bits in every step") for text in comparisons[1:4]] == [False, True, True]
+    assert lines[4:] == ["PASS"]
+    losses = [float(line[line.index("bytes/parameter") - 2]) for line in columns]
+    assert losses[0] > losses[1] == losses[2]  # without masters updates are rounded off
+
+
+def test_the_example_would_find_a_wrong_master() -> None:
+    """The formula of the lower bits, with a rounded tie, and one bit more."""
+    param, kept = torch.tensor([1.0, 1.0078125]).bfloat16(), torch.tensor([3, -32768], dtype=torch.int16)
+    master = bf16_master_weights.master_of(param, kept)
+    assert master.view(torch.int32).tolist() == [0x3F800003, 0x3F808000]
+    assert bf16_master_weights.master_of(param, master) is master

@@ -25,7 +25,7 @@ PACKAGE = "fsdp_offload"
 # that is, its public names.
 MAY_IMPORT: dict[str, set[str]] = {
     # Leaves: torch and the standard library, nothing of ours.
-    "policy": set(),
+    "masters": set(),
     "fsdp": set(),
     "host_memory": set(),
     "arena": set(),
@@ -33,12 +33,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "schedule": set(),
     "transfer": set(),
     "report": set(),
-    "masters": set(),
+    "policy": {"masters"},
     # What an optimizer keeps, and how it is run on a bucket.
-    "shards": {"fsdp"},
-    "optimizers": set(),
-    "update": {"fsdp", "shards", "masters"},
-    "learn": {"fsdp", "optimizers", "shards", "update"},
+    "shards": {"fsdp", "masters"},
+    "optimizers": {"fsdp", "masters"},
+    "update": {"fsdp", "shards", "masters", "optimizers"},
+    "learn": {"fsdp", "masters", "optimizers", "shards", "update"},
     # What moves bytes, and what joins the two.
     "pipeline": {"schedule", "transfer"},
     "plan": {
@@ -46,10 +46,11 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("shards", "update", "learn", "pipeline"),
     },
     "adopt": {"shards", "update"},
+    "forms": {"fsdp", "masters", "optimizers", "shards", "update"},
     "lending": {"schedule", "shards", "update", "pipeline", "plan"},
     "engine": {
-        *("policy", "fsdp", "schedule", "transfer", "report", "masters", "shards"),
-        *("update", "learn", "pipeline", "plan", "adopt", "lending"),
+        *("policy", "fsdp", "schedule", "transfer", "report", "masters", "optimizers", "shards"),
+        *("update", "learn", "pipeline", "plan", "adopt", "forms", "lending"),
     },
     "load": {"fsdp", "masters", "shards", "update", "engine"},
     "state": {"update", "engine"},

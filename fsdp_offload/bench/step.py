@@ -1,10 +1,11 @@
-"""How close a step comes to the link: AdamW's state streamed through the device, with nothing else to hide behind."""
+"""How close a step comes to the link: Adam's state streamed through the device, with nothing else to hide behind."""
 
 import random
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
 from functools import partial
-from typing import Annotated, cast
+from typing import Annotated, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,21 @@ class Implementation(StrEnum):
     FOREACH = "foreach"
 
 
+class MasterWeights(StrEnum):
+    """``OffloadPolicy.master_weights``."""
+
+    NONE = "none"
+    FP32 = "fp32"
+    REMAINDER = "remainder"
+
+
+class Kind(StrEnum):
+    """Whose Adam."""
+
+    ADAMW = "adamw"
+    TE = "te"
+
+
 def main(
     params: Annotated[int, typer.Option(help="Parameters in all.")] = 1_050_000_000,
     tensors: Annotated[int, typer.Option(help="Number of parameter tensors.")] = 200,
@@ -34,19 +50,30 @@ def main(
     staging_mib: Annotated[int, typer.Option(help="OffloadPolicy.staging_bytes, in MiB.")] = 512,
     bucket_mib: Annotated[int, typer.Option(help="OffloadPolicy.bucket_bytes, in MiB.")] = 64,
     implementation: Annotated[Implementation, typer.Option(help="AdamW's implementation.")] = Implementation.FUSED,
+    master_weights: Annotated[
+        MasterWeights, typer.Option(help="Masters that we keep; parameters and gradients are in bf16 then.")
+    ] = MasterWeights.NONE,
+    optimizer_kind: Annotated[
+        Kind,
+        typer.Option("--optimizer", help="torch's AdamW, or Transformer Engine's FusedAdam with masters of its own."),
+    ] = Kind.ADAMW,
     sharded: Annotated[bool, typer.Option(help="DTensors of a one-rank mesh, as fully_shard makes them.")] = True,
     repeats: Annotated[int, typer.Option(help="Measured steps; medians are printed.")] = 9,
 ) -> None:
-    """Time of one AdamW step with fp32 moments, beside the two-way bandwidth of the same run."""
+    """Time of one step of Adam with fp32 moments, beside the two-way bandwidth of the same run."""
+    make_optimizer = optimizer_maker(optimizer_kind, implementation, master_weights)
     device = bench_device()
     sizes = [(params // tensors,)] * tensors if equal else varied_sizes(params, tensors)
-    model = sharded_model(sizes, device) if sharded else plain_model(sizes, device)
-    fused = implementation is Implementation.FUSED
-    plain_ms = _plain_step_ms(model, device, fused=fused, repeats=repeats)
+    own_masters = optimizer_kind is Kind.TE
+    dtype = torch.bfloat16 if own_masters or master_weights is not MasterWeights.NONE else torch.float32
+    model = sharded_model(sizes, device, dtype) if sharded else plain_model(sizes, device, dtype)
+    plain_ms = _plain_step_ms(make_optimizer(model.parameters()), device, repeats=repeats)
     torch.accelerator.reset_peak_memory_stats(device)
     before_bytes = torch.accelerator.memory_allocated(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=fused, foreach=not fused)
-    policy = OffloadPolicy(staging_bytes=staging_mib * _MIB, bucket_bytes=bucket_mib * _MIB)
+    optimizer = make_optimizer(model.parameters())
+    policy = OffloadPolicy(
+        staging_bytes=staging_mib * _MIB, bucket_bytes=bucket_mib * _MIB, master_weights=master_weights.value
+    )
     attach_ms = wall_ms(lambda: _attach(optimizer, model, policy), device, repeats=1, warmup=0)[0]
     first_ms = wall_ms(optimizer.step, device, repeats=1, warmup=0)[0]
     peak_bytes = torch.accelerator.max_memory_allocated(device) - before_bytes
@@ -64,9 +91,13 @@ def main(
         "step",
         params=params,
         tensors=tensors,
-        implementation=implementation.value,
+        optimizer=optimizer_kind.value,
+        implementation=implementation.value if optimizer_kind is Kind.ADAMW else None,
+        dtype=str(dtype).removeprefix("torch."),
+        master_weights="its own" if own_masters else master_weights.value,
         sharded=sharded,
         state_bytes=report.host_state_bytes,
+        state_bytes_per_param=report.host_state_bytes / sum(torch.Size(size).numel() for size in sizes),
         host_bytes=report.host_bytes,
         buckets=report.buckets,
         ring_bytes=report.ring_bytes,
@@ -100,9 +131,33 @@ def _attach(optimizer: torch.optim.Optimizer, model: nn.Module, policy: OffloadP
     offload_optimizer(optimizer, model=model, policy=policy)
 
 
-def _plain_step_ms(model: nn.Module, device: torch.device, *, fused: bool, repeats: int) -> float:
-    """The same step with its state on the device, where that fits."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=fused, foreach=not fused)
+def optimizer_maker(
+    kind: Kind, implementation: Implementation, master_weights: MasterWeights
+) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
+    """What makes the optimizer.
+
+    Raises:
+        SystemExit: the options contradict each other, or Transformer Engine is not installed.
+    """
+    fused = implementation is Implementation.FUSED
+    if kind is Kind.ADAMW:
+        return partial(torch.optim.AdamW, lr=1e-4, fused=fused, foreach=not fused)
+    if master_weights is not MasterWeights.NONE:
+        sys.exit("--optimizer te keeps masters of its own: leave out --master-weights.")
+    return partial(_fused_adam(), lr=1e-4, master_weights=True)
+
+
+def _fused_adam() -> Any:
+    """Imported after torch, whose libraries it needs."""
+    try:
+        from transformer_engine.pytorch.optimizers import FusedAdam
+    except (ImportError, OSError) as error:
+        sys.exit(f"--optimizer te needs Transformer Engine (pip install 'fsdp-offload[te]'): {error}")
+    return FusedAdam
+
+
+def _plain_step_ms(optimizer: torch.optim.Optimizer, device: torch.device, *, repeats: int) -> float:
+    """The step of an optimizer that is not offloaded, where its state fits; with no masters but its own."""
     return median(wall_ms(optimizer.step, device, repeats=repeats))
 
 
@@ -115,25 +170,29 @@ def varied_sizes(params: int, tensors: int) -> list[tuple[int, ...]]:
     return [(max(1, round(weight * scale / columns)), columns) for weight in weights]
 
 
-def plain_model(shapes: Sequence[tuple[int, ...]], device: torch.device) -> nn.Module:
+def plain_model(
+    shapes: Sequence[tuple[int, ...]], device: torch.device, dtype: torch.dtype = torch.float32
+) -> nn.Module:
     """Parameters of these shapes, with gradients."""
-    return _with_gradients(_of_parameters(shapes, device))
+    return _with_gradients(_of_parameters(shapes, device, dtype))
 
 
-def sharded_model(shapes: Sequence[tuple[int, ...]], device: torch.device) -> nn.Module:
+def sharded_model(
+    shapes: Sequence[tuple[int, ...]], device: torch.device, dtype: torch.dtype = torch.float32
+) -> nn.Module:
     """The same as DTensors of a mesh of this one rank. Makes a process group."""
     backends = {kind: dist.get_default_backend_for_device(kind) for kind in ("cpu", device.type)}
     backend = ",".join(f"{kind}:{name}" for kind, name in backends.items())  # checkpoints need the CPU's as well
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-    model = _of_parameters(shapes, device)
+    model = _of_parameters(shapes, device, dtype)
     fully_shard(model, mesh=init_device_mesh(device.type, (1,)))
     return _with_gradients(model)
 
 
-def _of_parameters(shapes: Sequence[tuple[int, ...]], device: torch.device) -> nn.Module:
+def _of_parameters(shapes: Sequence[tuple[int, ...]], device: torch.device, dtype: torch.dtype) -> nn.Module:
     model = nn.Module()
     for number, shape in enumerate(shapes):
-        model.register_parameter(f"weight{number}", nn.Parameter(torch.randn(shape, device=device)))
+        model.register_parameter(f"weight{number}", nn.Parameter(torch.randn(shape, device=device, dtype=dtype)))
     return model
 
 

@@ -2,6 +2,7 @@
 
 from .async_save import ArenaStager
 from .chunks import Chunk, ShardChunks, chunks_of
+from .convert import adamw_to_fused_adam, fused_adam_to_adamw
 from .load_planner import LoadPlanner, load
 from .shard_tensor import ShardTensor, check_storage_writer, with_chunks
 from .state_dict import get_optimizer_state_dict, set_optimizer_state_dict
@@ -12,8 +13,10 @@ __all__ = [
     "LoadPlanner",
     "ShardChunks",
     "ShardTensor",
+    "adamw_to_fused_adam",
     "check_storage_writer",
     "chunks_of",
+    "fused_adam_to_adamw",
     "get_optimizer_state_dict",
     "load",
     "set_optimizer_state_dict",

@@ -207,7 +207,11 @@ class _Attached:
         reserved = self.engine.reserved_state(self.optimizer, states.unwaited)
         existing = dict(states.items())  # waits for the last stores
         found = {param: existing.get(param) or reserved.get(param) for param in self.params}
-        offered = {param: state for param, state in found.items() if state}
+        offered = {
+            param: self.engine.as_saved(self.optimizer, param, state, empty=param not in existing)
+            for param, state in found.items()
+            if state
+        }
         _offers[self.engine] = {
             param: {name: _Offer(leaf, leaf._version) for name, leaf in _first_leaves(state)}
             for param, state in offered.items()

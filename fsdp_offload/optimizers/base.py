@@ -1,8 +1,84 @@
 """What the house needs to know about a class of optimizers."""
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+@dataclass
+class LogicalStep:
+    """What one step of the user's means for each of the steps that buckets take.
+
+    Attributes:
+        kwargs: for the optimizer's ``step``.
+        pinned: for each param group, entries that every bucket starts from instead of the group's own, and whose
+            changes nobody looks at. Tensors are copied for each bucket.
+        attributes: makes attributes that every bucket starts from, likewise.
+        finish: commits, once, what the step has changed in groups and attributes beyond that.
+    """
+
+    kwargs: Mapping[str, Any]
+    pinned: list[dict[str, Any]]
+    attributes: Callable[[], dict[str, Any]] = dict
+    finish: Callable[[], None] = lambda: None
+
+
+class Habits:
+    """Conventions of ``torch.optim``; an optimizer with others overrides what it does differently.
+
+    Attributes:
+        keeps_raw_state: ``state_dict()`` gives and ``load_state_dict()`` takes what is in ``state``. If not, the class
+            has methods of its own for that, which want everything on the device, and :meth:`saved` and :meth:`kept`
+            take their place.
+        state_without_gradient: the first step also creates the state of parameters that have no gradient.
+        group_by_group: a step may have parameters of one group only.
+        attributes_by_param: names of attributes that are dicts with parameters as keys.
+        group_counters: what param groups get in the first step, as it is before that.
+    """
+
+    keeps_raw_state = True
+    state_without_gradient = False
+    group_by_group = False
+    attributes_by_param: frozenset[str] = frozenset()
+    group_counters: Mapping[str, object] = {}  # nobody writes it
+
+    def gradient(self, param: Tensor) -> Tensor | None:
+        """What the optimizer updates ``param`` with."""
+        return param.grad
+
+    def hand_gradient(self, param: Tensor, grad: Tensor | None) -> None:
+        """Give a local tensor that stands for a parameter its gradient, or take it away."""
+        if grad is not None and grad.dtype != param.dtype:
+            param.grad_dtype = grad.dtype
+        param.grad = grad
+
+    def initial_state(self, optimizer: Optimizer, param: Tensor) -> dict[str, Any] | None:
+        """The state that a first step would create for ``param``; ``None`` where only a step can tell."""
+        return None
+
+    def begin(self, optimizer: Optimizer, kwargs: Mapping[str, Any]) -> LogicalStep:
+        """Prepare one logical step."""
+        return LogicalStep(kwargs, [{} for _ in optimizer.param_groups])
+
+    def without_dispensable(self, param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
+        """``state`` without what nobody ever reads; not a copy if it is all needed."""
+        return state
+
+    def saved_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        """Of the state ``name`` in a state dict, where it is kept in ``dtype``."""
+        return dtype
+
+    def saved(self, optimizer: Optimizer, param: Tensor, name: str, local: Tensor) -> Tensor:
+        """The state ``name`` as a state dict has it, from the local tensor on the host."""
+        return local
+
+    def kept(self, optimizer: Optimizer, param: Tensor, name: str, saved: Tensor) -> Tensor:
+        """The inverse of :meth:`saved`: what ``state[param]`` is to hold for a local tensor of a state dict."""
+        return saved
 
 
 @dataclass(frozen=True)
@@ -14,14 +90,18 @@ class Traits:
         cuttable: (implementation, device type, parameter dtype) for which flat ranges give the same bits as the whole.
             The implementation is ``"for-loop"``, ``"foreach"`` or ``"fused"``.
         state_like_param: every state tensor has the parameter's shape, so a small scratch tensor shows the layout.
+        takes_masters: it may be run on fp32 masters that we keep for low-precision parameters.
         refusal: why this class cannot be offloaded at all; empty if it can.
         refuses_dtensor: why it cannot be offloaded with sharded parameters; empty if it can.
         known: the class is in a tested table. An unknown one has to prove at attach that parameters are separable.
+        habits: in which way it differs from ``torch.optim``.
     """
 
     elementwise: bool = False
     cuttable: frozenset[tuple[str, str, torch.dtype]] = frozenset()
     state_like_param: bool = False
+    takes_masters: bool = False
     refusal: str = ""
     refuses_dtensor: str = ""
     known: bool = True
+    habits: Habits = field(default_factory=Habits)

@@ -28,7 +28,7 @@ def _cuttable(*, fused_on: tuple[str, ...] = ()) -> frozenset[tuple[str, str, to
 
 
 def _elementwise(*, fused_on: tuple[str, ...] = ()) -> Traits:
-    return Traits(elementwise=True, state_like_param=True, cuttable=_cuttable(fused_on=fused_on))
+    return Traits(elementwise=True, state_like_param=True, takes_masters=True, cuttable=_cuttable(fused_on=fused_on))
 
 
 TRAITS: dict[type[optim.Optimizer], Traits] = {

@@ -19,11 +19,22 @@ import pytest
             ["step", "--params", "300000", "--tensors", "7", "--equal", "--no-sharded", "--implementation", "foreach"],
             None,
         ),
+        (["step", "--params", "3000000", "--bucket-mib", "4", "--repeats", "2", "--master-weights", "fp32"], None),
+        (["step", "--params", "300000", "--tensors", "9", "--repeats", "2", "--master-weights", "remainder"], None),
     ],
-    ids=["link", "step", "step-foreach"],
+    ids=["link", "step", "step-foreach", "step-masters", "step-remainders"],
 )
 def test_bench(arguments, records):
     command = [sys.executable, "-m", "fsdp_offload.bench", *arguments]
     output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     found = [json.loads(line)["bench"] for line in output.splitlines()]
     assert found == (records or ["machine", "step"])
+
+
+def test_transformer_engine_keeps_three_states():
+    pytest.importorskip("transformer_engine.pytorch")
+    flags = ["step", "--optimizer", "te", "--params", "3000000", "--tensors", "20", "--repeats", "2"]
+    command = [sys.executable, "-m", "fsdp_offload.bench", *flags, "--bucket-mib", "4"]
+    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    record = json.loads(output.splitlines()[1])
+    assert (record["optimizer"], record["state_bytes_per_param"]) == ("te", 12)

@@ -1,0 +1,224 @@
+"""Transformer Engine's ``FusedAdam``: what is different from ``torch.optim``, as read in version 2.20.2.
+
+==============================================  =====================================================================
+FusedAdam                                       here
+==============================================  =====================================================================
+moments and masters in fp16 or fp8 have one     whole parameters only: a range would get a scale of its own
+scale for each tensor
+scales are in ``_scales[param]``, beside        stay on the device, and are handed to each bucket's step
+``state``
+``state_dict()`` unscales everything to fp32    the same content, computed on the host from the homes
+``load_state_dict()`` scales it again           FusedAdam's own scaling, one parameter at a time on the device
+the first step creates state for parameters     the same
+without a gradient
+fp32 parameters get a ``master_param`` that     not kept: nobody reads it, and it goes stale
+nobody reads
+``capturable`` counts on the device, by the     counted once for the whole step; each bucket starts from that
+overflow flag of the last group
+==============================================  =====================================================================
+"""
+
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..fsdp import local_shard
+from ..masters import MASTER
+from .base import Habits, LogicalStep, Traits
+
+OLDEST = (2, 18)
+"""Before it, empty local shards, which fully_shard makes, were updated out of bounds or not at all."""
+
+_UNSCALED = (torch.float32, torch.bfloat16)
+"""State of these dtypes has no scale that depends on all elements, so its update is elementwise."""
+
+_PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def is_fused_adam(cls: type[Optimizer]) -> bool:
+    """Whether it is exactly Transformer Engine's class, which is not imported for this."""
+    return cls.__name__ == "FusedAdam" and cls.__module__.partition(".")[0] == "transformer_engine"
+
+
+def traits_of_fused_adam(optimizer: Any) -> Traits:
+    """How this FusedAdam may be run: that depends on the dtypes that it was made with."""
+    refusal = _version_problem(getattr(sys.modules.get("transformer_engine"), "__version__", ""))
+    if optimizer.store_param_remainders and any(_is_quantized(param) for param in _params_of(optimizer)):
+        refusal = (
+            "FusedAdam with store_param_remainders=True and quantized parameters gives int16 remainders to a kernel "
+            "that reads fp32 masters. Use store_param_remainders=False."
+        )
+    kept = {optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype}
+    if optimizer.master_weights:
+        kept.add(optimizer.master_weight_dtype)
+    elementwise = kept.issubset(_UNSCALED) and not any(_is_quantized(param) for param in _params_of(optimizer))
+    devices = ("cuda", "cpu")  # there is no FusedAdam for the CPU but the one that tests use
+    cuttable = frozenset(("for-loop", device, dtype) for device in devices for dtype in _PARAM_DTYPES)
+    return Traits(
+        elementwise=elementwise,
+        state_like_param=elementwise,
+        cuttable=cuttable if elementwise else frozenset(),
+        refusal=refusal,
+        habits=FusedAdamHabits(optimizer, elementwise=elementwise),
+    )
+
+
+def _version_problem(version: str) -> str:
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found is None or tuple(map(int, found.groups())) >= OLDEST:
+        return ""
+    return (
+        f"FusedAdam of Transformer Engine {version} writes out of bounds, or skips updates, where a rank's shard of a "
+        f"parameter is empty. Use {'.'.join(map(str, OLDEST))} or newer."
+    )
+
+
+def _params_of(optimizer: Optimizer) -> list[Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _is_quantized(param: Tensor) -> bool:
+    return hasattr(type(local_shard(param)), "__tensor_flatten__")
+
+
+class FusedAdamHabits(Habits):
+    """The conventions of one FusedAdam."""
+
+    keeps_raw_state = False
+    state_without_gradient = True
+    attributes_by_param = frozenset({"_scales"})
+
+    def __init__(self, optimizer: Any, *, elementwise: bool) -> None:
+        self._elementwise = elementwise
+        self._decoupled = bool(optimizer.use_decoupled_grad)
+        self._capturable = bool(optimizer.capturable)
+        self._dtypes: dict[str, torch.dtype] = dict(optimizer.name_to_dtype_map)
+        self.group_by_group = self._capturable
+        self.group_counters = {"step": torch.zeros(1, dtype=torch.int) if self._capturable else 0}
+
+    def gradient(self, param: Tensor) -> Tensor | None:
+        """``decoupled_grad``, if the optimizer uses that: its dtype need not be the parameter's."""
+        return getattr(param, "decoupled_grad", None) if self._decoupled else param.grad
+
+    def hand_gradient(self, param: Tensor, grad: Tensor | None) -> None:
+        """Likewise."""
+        if self._decoupled:
+            param.decoupled_grad = grad  # type: ignore[attr-defined]
+        else:
+            super().hand_gradient(param, grad)
+
+    def without_dispensable(self, param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
+        """Without the master of an fp32 parameter: the kernels read the parameter itself."""
+        if MASTER not in state or param.dtype is not torch.float32 or _is_quantized(param):
+            return state
+        return {name: value for name, value in state.items() if name != MASTER}
+
+    def initial_state(self, optimizer: Any, param: Tensor) -> dict[str, Any] | None:
+        """Where every element counts: as the first step makes it, also for quantized parameters."""
+        if self._elementwise:
+            return None
+        cls: Any = next(cls for cls in type(optimizer).__mro__ if is_fused_adam(cls))
+        bare = _bare(optimizer, cls, _scales={})
+        cls.initialize_state(bare, param, optimizer.store_param_remainders and param.dtype is torch.bfloat16)
+        return dict(bare.state[param])
+
+    # Counting on the device ---------------------------------------------------------------------------------------
+
+    def begin(self, optimizer: Any, kwargs: Mapping[str, Any]) -> LogicalStep:
+        """Count as FusedAdam does, and look for infinite gradients, once for all buckets."""
+        if not self._capturable:
+            return super().begin(optimizer, kwargs)
+        flag = optimizer._dummy_overflow_buf
+        device = flag.device
+        found_inf = _found_inf(optimizer, kwargs.get("grad_scaler"), device)
+        now = flag.clone()
+        ends = []
+        for group in optimizer.param_groups:
+            if isinstance(group["lr"], Tensor):
+                group["lr"] = group["lr"].to(device)  # a checkpoint may have brought it to the host
+            # A group is counted by the flag that the group before it has left.
+            step = torch.zeros_like(now) if "step" not in group else group["step"].to(device)
+            ends.append(step + 1 if "step" not in group else step + (now != 1).to(torch.int))
+            if group["params"]:
+                now.copy_(found_inf)
+
+        def finish() -> None:
+            for group, end in zip(optimizer.param_groups, ends, strict=True):
+                if isinstance(group.get("step"), Tensor) and group["step"].device == device:
+                    group["step"].copy_(end)
+                else:
+                    group["step"] = end
+            flag.copy_(now)
+
+        scaler = kwargs.get("grad_scaler")
+        given = kwargs if scaler is None else {**kwargs, "grad_scaler": _CheckedScaler(scaler, device, found_inf)}
+        return LogicalStep(
+            given,
+            [{"step": end - 1} for end in ends],
+            lambda: {"_dummy_overflow_buf": torch.zeros_like(flag)},
+            finish,
+        )
+
+    # State dicts --------------------------------------------------------------------------------------------------
+
+    def saved_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        """Everything is saved in fp32, but for the remainders of masters."""
+        return dtype if dtype is torch.int16 else torch.float32
+
+    def saved(self, optimizer: Any, param: Tensor, name: str, local: Any) -> Tensor:
+        """As ``FusedAdam.get_unscaled_state``, which wants everything on the device."""
+        if self._dtypes.get(name) is torch.uint8:
+            dequantized: Tensor = local.dequantize(dtype=torch.float32)
+            return dequantized
+        if local.dtype is torch.float16:
+            unscaled: Tensor = local.float().mul_(optimizer._scales[param][name].to(local.device))
+            return unscaled
+        as_saved: Tensor = local.float() if local.dtype is torch.bfloat16 else local
+        return as_saved
+
+    def kept(self, optimizer: Any, param: Tensor, name: str, saved: Tensor) -> Tensor:
+        """As ``FusedAdam.set_scaled_state``, and by it where there is a scale to be found; sets ``_scales``."""
+        dtype = self._dtypes.get(name, torch.float32)
+        if dtype is torch.float32 or saved.dtype is torch.int16:
+            return saved
+        if dtype is torch.bfloat16:
+            scale = torch.ones([1], dtype=torch.float32, device=param.device)
+            optimizer._scales.setdefault(param, {}).setdefault(name, scale)
+            return saved.bfloat16()
+        cls: Any = next(cls for cls in type(optimizer).__mro__ if is_fused_adam(cls))
+        bare = _bare(optimizer, cls)
+        # A copy: fp16 is scaled in place.
+        cls.set_scaled_state(bare, param, name, saved.to(param.device, torch.float32, copy=True))
+        value: Tensor = bare.state[param][name]
+        return local_shard(value)
+
+
+def _bare(optimizer: Any, cls: Any, **attributes: Any) -> Any:
+    """Something with the optimizer's attributes and no state, for methods of its class."""
+    bare = object.__new__(cls)
+    bare.__dict__.update(optimizer.__dict__, state=defaultdict(dict), **attributes)
+    return bare
+
+
+class _CheckedScaler:
+    """A GradScaler that has looked at all gradients already: a bucket would look at its own alone."""
+
+    def __init__(self, scaler: Any, device: torch.device, found_inf: Tensor) -> None:
+        self._found_inf = {device: found_inf}
+        self._get_scale_async: Callable[[], Tensor] = scaler._get_scale_async
+
+    def _check_inf_per_device(self, optimizer: Optimizer) -> dict[torch.device, Tensor]:
+        return self._found_inf
+
+
+def _found_inf(optimizer: Optimizer, scaler: Any, device: torch.device) -> Tensor:
+    if scaler is None:
+        return torch.zeros(1, device=device)
+    by_device: dict[torch.device, Tensor] = scaler._check_inf_per_device(optimizer)
+    return by_device.get(device, torch.zeros(1, device=device))

@@ -1,0 +1,199 @@
+"""Sharded low-precision models with masters train as fp32 ones fed the same gradients; also saved and resumed.
+
+The fp32 side is sharded in the same way.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn, optim
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from fsdp_offload.checkpoint import get_optimizer_state_dict, load, set_optimizer_state_dict
+from tests.distributed import models
+from tests.distributed.launch import DEVICE_TYPE, agree, mesh, run_cases, spawn
+from tests.distributed.models import Net, batch, build
+from tests.distributed.test_sharded_training import TINY, state_not_at_home
+from tests.parity import MakeOptimizer, Run, attach
+from tests.twins import Twins, twins_of
+
+pytestmark = pytest.mark.distributed
+
+KINDS = ("fp32", "remainder")
+
+
+def make_twins(
+    shard: models.ShardNet, optimizer: MakeOptimizer, kind: str, dtype: torch.dtype = torch.bfloat16, seed: int = 0
+) -> Twins:
+    low = build(shard, seed=seed, prepare=lambda net: net.to(dtype))
+    full = build(shard, seed=seed, prepare=lambda net: net.to(dtype).float())
+    twins = twins_of(full, low, optimizer, kind, dtype)
+    twins.attach(TINY, with_model=True)
+    return twins
+
+
+def gradients(run: Run, step: int) -> None:
+    """``extra`` is used from the third step on."""
+    run.model(batch(step * 8 + run.model.data_rank), extra=step >= 2).backward()
+
+
+def train(twins: Twins, steps: int) -> Iterator[str]:
+    """What is different, in words; nothing if all is the same."""
+    for _ in range(steps):
+        twins.update(gradients)
+        found = [f"after {twins.steps} steps: {problem}" for problem in twins.differences()]
+        found += [f"{problem} has state on a device" for problem in state_not_at_home(twins.low)]
+        problems = agree(found)
+        if problems:
+            yield from problems[:4]
+            return
+
+
+def adamw(params: Iterable[nn.Parameter], **options: bool) -> optim.Optimizer:
+    return optim.AdamW(params, lr=1e-2, **options)
+
+
+def sgd(params: Iterable[nn.Parameter]) -> optim.Optimizer:
+    """Without momentum: its only state is a master."""
+    return optim.SGD(params, lr=1e-2)
+
+
+# Training ------------------------------------------------------------------------------------------------------------
+
+
+def trains(
+    shard: models.ShardNet, optimizer: MakeOptimizer, kind: str, dtype: torch.dtype = torch.bfloat16
+) -> Iterator[str]:
+    twins = make_twins(shard, optimizer, kind, dtype)
+    yield from train(twins, 6)
+    twins.assert_trained()
+
+
+def shard_reduced_in_fp32(net: Net) -> None:
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    models.shard_groups(net, mesh=mesh(dist.get_world_size()), mp_policy=policy)
+
+
+Case = Callable[[], Iterator[str]]
+Cases = dict[str, Case]
+
+
+def for_each_kind(name: str, shard: models.ShardNet, optimizer: MakeOptimizer) -> Cases:
+    return {f"{name}, {kind}": partial(trains, shard, optimizer, kind) for kind in KINDS}
+
+
+EVERYWHERE = {
+    **for_each_kind("AdamW", models.shard_even, adamw),
+    **for_each_kind("AdamW fused", models.shard_even, partial(adamw, fused=True)),
+}
+"""For every world size; at 3 and 4 ranks shards are uneven and empty."""
+
+CASES: dict[int, Cases] = {
+    1: EVERYWHERE,
+    2: {
+        **EVERYWHERE,
+        **for_each_kind("AdamW foreach, Shard(1)", models.shard_columns, partial(adamw, foreach=True)),
+        **for_each_kind("reduced in fp32", shard_reduced_in_fp32, adamw),
+        "fp16": partial(trains, models.shard_even, adamw, "fp32", torch.float16),
+    },
+    3: {**EVERYWHERE, **for_each_kind("SGD", models.shard_even, sgd)},
+    4: {
+        **EVERYWHERE,
+        **for_each_kind("HSDP", models.shard_hybrid, adamw),
+        **for_each_kind("TP and FSDP", models.shard_tensor_parallel, partial(adamw, foreach=True)),
+    },
+}
+
+
+def run_training(rank: int, world_size: int) -> None:
+    del rank
+    run_cases(CASES[world_size])
+
+
+@pytest.mark.parametrize("world_size", CASES)
+def test_training_is_that_of_an_fp32_model(world_size: int, tmp_path: Path) -> None:
+    spawn(run_training, world_size, tmp_path)
+
+
+# Checkpoints ---------------------------------------------------------------------------------------------------------
+
+SAVED_BY = {"3 ranks": (3, models.shard_even), "4 ranks, TP and FSDP": (4, models.shard_tensor_parallel)}
+LOADED_BY: dict[int, models.ShardNet] = {1: models.shard_even, 2: models.shard_columns, 4: models.shard_even}
+
+
+def twins_of_files(shard: models.ShardNet, kind: str, seed: int = 0) -> Twins:
+    """The fp32 side is offloaded as well, without masters: its files are as tested elsewhere."""
+    twins = make_twins(shard, adamw, kind, seed=seed)
+    attach(twins.full.optimizer, policy=TINY, model=twins.full.model)
+    return twins
+
+
+def state_of(run: Run, *, for_load: bool) -> dict[str, Any]:
+    optimizer = get_optimizer_state_dict(run.model, run.optimizer, for_load=for_load)
+    return {"model": get_model_state_dict(run.model), "optimizer": optimizer}
+
+
+def saves(shard: models.ShardNet, kind: str, folder: Path) -> Iterator[str]:
+    """After two steps: ``extra`` has had no gradient, and neither side has state for it."""
+    twins = twins_of_files(shard, kind)
+    yield from train(twins, 2)
+    for run, name in zip(twins, ("full", "low"), strict=True):
+        dcp.save(state_of(run, for_load=False), checkpoint_id=folder / name)
+
+
+def loads(shard: models.ShardNet, kind: str, folder: Path) -> Iterator[str]:
+    twins = twins_of_files(shard, kind, seed=1)
+    for run, name in zip(twins, ("full", "low"), strict=True):
+        state = state_of(run, for_load=True)
+        load(state, checkpoint_id=folder / name)
+        set_model_state_dict(run.model, state["model"])
+        set_optimizer_state_dict(run.model, run.optimizer, state["optimizer"])
+    twins.steps = 2
+    twins.updated = {name for name in twins.low.params if not name.startswith("extra")}
+    yield from agree(f"loaded: {problem}" for problem in twins.differences())
+    yield from train(twins, 3)
+
+
+def run_saves(rank: int, world_size: int, folder: Path) -> None:
+    del rank
+    run_cases(
+        {
+            f"{name}, {kind}": partial(saves, shard, kind, folder / name / kind)
+            for name, (ranks, shard) in SAVED_BY.items()
+            for kind in KINDS
+            if ranks == world_size
+        }
+    )
+
+
+def run_loads(rank: int, world_size: int, folder: Path) -> None:
+    del rank
+    run_cases(
+        {
+            f"{name}, {kind}": partial(loads, LOADED_BY[world_size], kind, folder / name / kind)
+            for name in SAVED_BY
+            for kind in KINDS
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if DEVICE_TYPE != "cpu" and torch.accelerator.device_count() < 4:
+        pytest.skip("needs 4 devices")
+    folder = tmp_path_factory.mktemp("checkpoints")
+    for ranks, _ in SAVED_BY.values():
+        spawn(run_saves, ranks, folder, folder)
+    return folder
+
+
+@pytest.mark.parametrize("world_size", LOADED_BY)
+def test_a_checkpoint_goes_on_with_another_number_of_ranks(world_size: int, checkpoints: Path, tmp_path: Path) -> None:
+    spawn(run_loads, world_size, tmp_path, checkpoints)

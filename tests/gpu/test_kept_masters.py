@@ -1,0 +1,120 @@
+"""Masters that we keep, on a device: the same bits as an fp32 model, and device memory against a formula."""
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+
+from fsdp_offload import OffloadPolicy, offload_optimizer
+from tests.gpu.test_parity import ROOMY, on_device
+from tests.parity import SMALL, Net, Run, Zoo, batch
+from tests.test_kept_masters import EVERY_FORMAT, KINDS, cases, check_remainders, load_own, of_bits
+from tests.twins import make_twins
+
+MIB = 1 << 20
+
+
+def has_kernel(case: Any) -> bool:
+    return on_device(pytest.param(*case.values[:2]))
+
+
+@pytest.mark.parametrize(("cls", "kwargs", "kind", "dtype"), [case for case in cases() if has_kernel(case)])
+def test_same_bits(cls: type[optim.Optimizer], kwargs: dict[str, Any], kind: str, dtype: torch.dtype) -> None:
+    twins = make_twins(Zoo, lambda params: cls(params, **kwargs), kind, dtype, device="cuda")
+    twins.train(5)
+    twins.assert_trained()
+
+
+@EVERY_FORMAT
+@pytest.mark.parametrize("kwargs", [{"fused": True}, {"foreach": True}, {}, {"capturable": True}], ids=str)
+@pytest.mark.parametrize("policy", [ROOMY, OffloadPolicy(bucket_bytes=2048, staging_bytes=8192, resident_bytes=20_000)])
+def test_a_network_with_clipping_and_parameters_that_are_used_later(
+    kwargs: dict[str, Any], kind: str, dtype: torch.dtype, policy: OffloadPolicy
+) -> None:
+    def accumulate_and_clip(run: Run, step: int) -> None:
+        for micro in range(2):
+            (run.model(batch(2 * step + micro, run.device, run.dtype)) / 2).backward()
+        nn.utils.clip_grad_norm_(run.model.parameters(), 0.5)
+        if step < 2:
+            run.params["up.weight"].grad = None
+
+    twins = make_twins(
+        Net, lambda params: optim.AdamW(params, lr=0.02, **kwargs), kind, dtype, device="cuda", policy=policy
+    )
+    twins.train(6, accumulate_and_clip)
+    twins.assert_trained("unused.weight", "unused.bias")
+    twins.each(load_own)
+    twins.assert_same()
+    twins.train(3, accumulate_and_clip)
+
+
+@KINDS
+def test_many_steps_in_a_row(kind: str) -> None:
+    """Nobody looks in between, so loads, updates and stores of following steps are all queued."""
+    twins = make_twins(Zoo, lambda params: optim.AdamW(params, lr=0.02, fused=True), kind, device="cuda", policy=SMALL)
+    for _ in range(20):
+        twins.update()
+    twins.assert_same()
+    twins.assert_trained()
+
+
+def test_remainders_of_every_upper_half() -> None:
+    lower = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
+    bits = (torch.arange(1 << 16)[:, None] << 16 | lower).flatten()
+    check_remainders(of_bits(*bits.tolist()).cuda())
+
+
+# Memory --------------------------------------------------------------------------------------------------------------
+
+SHAPES = [(4096, 4096), (4096,), (8192, 2048), (1000, 4099), (32000, 1024), (1024, 3000)]
+POLICY = {"staging_bytes": 384 * MIB, "bucket_bytes": 64 * MIB}
+# Beside the ring, in bytes for each element of one bucket: what there is at once when there is most.
+TEMPORARIES = {
+    # First step: moments that are being created 8, gradient in fp32 4. Later, while it is looked at whether somebody
+    # has written weights: parameter in fp32 4, master to be 4, where it was written 1.
+    "fp32": (8 + 4, 4 + 4 + 1),
+    # First step: moments 8, gradient 4, master 4. Later: master 4 and gradient 4.
+    "remainder": (8 + 4 + 4, 4 + 4),
+}
+BYTES_PER_ELEMENT = {"fp32": 12, "remainder": 10}
+
+
+@KINDS
+def test_device_peak_of_the_first_and_of_later_steps(kind: str, device: torch.device) -> None:
+    model = nn.ParameterList(nn.Parameter(torch.randn(shape, device=device, dtype=torch.bfloat16)) for shape in SHAPES)
+    optimizer = optim.AdamW(model.parameters(), fused=True)
+    for param in model.parameters():
+        param.grad = torch.randn_like(param)
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    policy = OffloadPolicy(**POLICY, master_weights=kind)
+    offload_optimizer(optimizer, model=model, policy=policy)
+    bucket_numel = policy.bucket_bytes / BYTES_PER_ELEMENT[kind]
+    for temporary_bytes in (TEMPORARIES[kind][0], *[TEMPORARIES[kind][1]] * 3):
+        torch.cuda.reset_peak_memory_stats()
+        optimizer.step()
+        torch.cuda.synchronize()
+        expected = policy.ring_bytes + temporary_bytes * bucket_numel
+        # Blocks of the allocator are up to 1 MiB larger than what is asked for.
+        assert torch.cuda.max_memory_allocated() - before == pytest.approx(expected, abs=0.1 * policy.bucket_bytes)
+    numel = sum(param.numel() for param in model.parameters())
+    assert optimizer.offload_report().host_state_bytes == BYTES_PER_ELEMENT[kind] * numel
+
+
+@KINDS
+def test_attaching_late_frees_the_state(kind: str, device: torch.device) -> None:
+    model = nn.ParameterList(nn.Parameter(torch.randn(shape, device=device, dtype=torch.bfloat16)) for shape in SHAPES)
+    optimizer = optim.AdamW(model.parameters(), fused=True)
+    for param in model.parameters():
+        param.grad = torch.randn_like(param)
+    gc.collect()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    optimizer.step()
+    offload_optimizer(optimizer, model=model, policy=OffloadPolicy(**POLICY, master_weights=kind))
+    gc.collect()
+    assert torch.cuda.memory_allocated() - before < 2 * MIB  # counters only
+    optimizer.step()

@@ -1,0 +1,83 @@
+"""Transformer Engine's FusedAdam, as far as it can be tested on the CPU: against a reference of its Python contract."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from fsdp_offload import OffloadPolicy, offload_optimizer
+from tests.fused_adam import BF16, FP16, FP32, MASTERS, Twins, check_options, name_of, options
+from tests.fused_adam_reference import FusedAdam
+
+CASES = list(options((FP32, FP16, BF16)))
+
+
+@pytest.mark.parametrize("decoupled", [False, True], ids=["grad", "decoupled_grad"])
+@pytest.mark.parametrize("kwargs", CASES, ids=name_of)
+def test_same_bits(kwargs: dict[str, Any], decoupled: bool) -> None:
+    check_options(FusedAdam, {**kwargs, "use_decoupled_grad": decoupled})
+
+
+@pytest.mark.parametrize("master", MASTERS, ids=str)
+@pytest.mark.parametrize("policy", [OffloadPolicy(), OffloadPolicy(resident_bytes=12_000)], ids=["roomy", "resident"])
+def test_attached_late(policy: OffloadPolicy, master: str) -> None:
+    twins = Twins(FusedAdam, policy=policy, late=2, **MASTERS[master], exp_avg_dtype=BF16)
+    twins.assert_same()
+    twins.step(3)
+
+
+def test_state_of_parameters_without_gradient() -> None:
+    twins = Twins(FusedAdam, master_weights=True)
+    twins.step(1, without=("up", "down", "norm"))
+    assert len(twins.offloaded.state) == len(list(twins.models[1].parameters()))
+    assert [group["step"] for group in twins.offloaded.param_groups] == [1, 1, 1]
+
+
+def test_remainder_and_fp32_masters_refuse_each_other() -> None:
+    one = Twins(FusedAdam, **MASTERS["fp32"]).step(2)
+    other = Twins(FusedAdam, **MASTERS["remainder"]).step(2)
+    for target, source in ((one, other), (other, one)):
+        saved, before = source.offloaded.state_dict(), target.offloaded.state_dict()
+        with pytest.raises(ValueError, match=r"master_param.*int16"):
+            target.offloaded.load_state_dict(saved)
+        assert target.offloaded.state_dict()["param_groups"] == before["param_groups"]
+        target.assert_same()
+
+
+def test_an_old_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+    import types
+
+    package = types.ModuleType("transformer_engine")
+    package.__version__ = "2.17.1"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "transformer_engine", package)
+    with pytest.raises(ValueError, match=r"2\.17\.1 writes out of bounds.*Use 2\.18 or newer"):
+        offload_optimizer(FusedAdam([torch.nn.Parameter(torch.ones(3))]))
+
+
+def test_masters_of_our_own_are_refused() -> None:
+    optimizer = FusedAdam([torch.nn.Parameter(torch.ones(3))])
+    with pytest.raises(ValueError, match="FusedAdam is not one of them"):
+        offload_optimizer(optimizer, policy=OffloadPolicy(master_weights="fp32"))
+
+
+@pytest.mark.parametrize("moments", [FP32, BF16], ids=str)
+def test_grad_scaler_with_capturable(moments: torch.dtype) -> None:
+    """An overflow skips the step on both sides, and the counters of the groups follow FusedAdam's own order."""
+    twins = Twins(FusedAdam, capturable=True, exp_avg_dtype=moments, exp_avg_sq_dtype=moments)
+    scalers = [torch.amp.GradScaler("cpu", init_scale=4.0) for _ in range(2)]
+    for step in range(6):
+        twins.give_gradients()
+        for scaler, optimizer, model in zip(scalers, twins.optimizers, twins.models, strict=True):
+            scaler.scale(torch.ones(()))
+            for param in model.parameters():
+                if param.grad is not None:
+                    param.grad.mul_(scaler.get_scale())
+            if step in (1, 4):
+                model.norm.bias.grad[3] = torch.inf
+            with pytest.warns(FutureWarning, match="GradScaler is going to stop passing itself"):
+                scaler.step(optimizer)
+            scaler.update()
+        twins.steps += 1
+        twins.assert_same()
+    assert scalers[0].get_scale() == scalers[1].get_scale() == 1.0
