@@ -30,6 +30,7 @@ class ShardSpec(NamedTuple):
     numel: int  # elements of the parameter's local shard
     leaf_nbytes: tuple[int, ...]
     cuttable: bool  # every leaf then has ``numel`` elements
+    together: int = 0  # only shards of one number share a bucket
 
 
 class Range(NamedTuple):
@@ -103,6 +104,8 @@ class _Packer:
     def pack(self) -> Iterator[tuple[Range, ...]]:
         """The ranges of each bucket."""
         for index, shard in enumerate(self._shards):
+            if self._ranges and self._shards[self._ranges[-1].shard].together != shard.together:
+                yield self._flush()
             start = 0
             while start < shard.numel or start == 0:
                 stop = self._take_until(shard, start)

@@ -8,7 +8,8 @@ The engine never refers to the optimizer (it is handed in on each call), so drop
 """
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.optim import Optimizer
 
 from .adopt import adopt, is_exchanged
 from .forms import as_kept, as_saved, drop_master, rebuild_master
-from .fsdp import foreach_supports, unsupported_gradient
+from .fsdp import foreach_supports, unsupported_gradient, version_of
 from .learn import Layouts, layout_key
 from .lending import Lending
 from .masters import MASTER
@@ -28,7 +29,8 @@ from .policy import OffloadPolicy
 from .report import OffloadReport
 from .schedule import Action, BucketStep, build_schedule
 from .shards import StateLayout, StateShard, leaves_of
-from .transfer import DeviceLink, device_link
+from .spent import is_spent, restore, spend
+from .transfer import DeviceLink, EventMark, device_link
 from .update import (
     ENGINE_ATTRIBUTE,
     BoundRange,
@@ -56,6 +58,7 @@ class Engine:
         policy: OffloadPolicy,
         device: torch.device,
         names: dict[Tensor, str],
+        together: Mapping[Tensor, int],
     ) -> None:
         self.cls = cls
         self.policy = policy
@@ -66,8 +69,8 @@ class Engine:
         self.habits = traits.habits
         self._pin = device.type != "cpu" if policy.pin_memory is None else policy.pin_memory
         self._link: DeviceLink = device_link(device)
-        self._pipeline = Pipeline(self._link, serial=policy.serial)
-        self.plan = Plan(self.layouts, policy, device, pin=self._pin, staged=self._pipeline.buckets)
+        self._pipeline = Pipeline(self._link, serial=policy.serial, beside_compute=policy.updates_beside_compute)
+        self.plan = Plan(self.layouts, policy, device, pin=self._pin, staged=self._pipeline.buckets, together=together)
         self.lending = Lending(self.plan, self._pipeline)
         self._ring: Tensor | None = None
         self._bound: dict[int, list[BoundRange]] = {}
@@ -75,6 +78,10 @@ class Engine:
         self._param_ids: list[int] = []
         self._unplanned: list[Tensor] = []  # in the groups, but without room: they never had a gradient
         self._layout_keys: list[object] = []  # of each group, when its state was last planned
+        self._begun: _BegunStep | None = None  # in a backward, and not ended by step() yet
+        self._last_steps: tuple[BucketStep, ...] = ()  # what the last step updated
+        self._held: dict[int, list[tuple[Tensor, Tensor | None, _BegunStep]]] = {}  # by bucket: what updates still read
+        self.backward_order: list[int] = []  # buckets as their gradients became final in the last backward
         self._link.join()
         # Ring and arena must not go while a copy still uses them. This runs before the attributes are dropped.
         weakref.finalize(self, _let_go, self._link).atexit = False
@@ -91,6 +98,7 @@ class Engine:
         params = list(params)
         if not params:
             return
+        self._drop_begun()
         self._param_ids = []  # look at the groups again
         self._layout_keys += self._keys(optimizer)[len(self._layout_keys) :]
         for param in params:
@@ -105,6 +113,7 @@ class Engine:
 
     def clear(self) -> None:
         """Drop all homes, after the last store."""
+        self._drop_begun()
         self._pipeline.synchronize()
         self.plan.clear()
         self._bound.clear()
@@ -135,6 +144,8 @@ class Engine:
         Tensors of ``loaded`` are as in a state dict. What the optimizer keeps in another form is made one parameter at
         a time, so that it takes no more device memory than that.
         """
+        self._drop_begun()
+        self.wait_for_all()
         self._pipeline.synchronize()
         self._follow_groups(optimizer, states)
         self.add(optimizer, [param for param in loaded if param not in self.plan.shards], states)
@@ -178,6 +189,8 @@ class Engine:
 
     def return_to_device(self, states: StateStore) -> None:
         """Replace every home in ``states`` by a tensor on the device, of the type that the optimizer made."""
+        self._drop_begun()
+        self.wait_for_all()
         self._pipeline.synchronize()
         # What the user has exchanged since the last step counts.
         self.lending.wait()
@@ -194,53 +207,271 @@ class Engine:
     def step(self, optimizer: Optimizer, states: StateStore, kwargs: Mapping[str, Any]) -> bool:
         """Update every parameter that has a gradient, and count the step as the optimizer would.
 
-        Returns when everything is issued (parameters are new in the order of the current stream): whether there was
-        any gradient.
+        Returns when everything is issued: whether there was any gradient. Parameters are new in the order of the
+        current stream; under ``overlap_forward`` only once :meth:`wait_for` has been called for them.
         """
-        self.check_usable("step()")
+        self.check_usable("step()", mid_step=True)
+        begun = self._resume(optimizer, states, kwargs)
+        if begun is not None and begun.done:
+            self._end(begun, states)
         self._follow_groups(optimizer, states)
         updated = self._shards_with_grad(optimizer, states)
         steps = self._bucket_steps(updated, states)
-        logical = self.habits.begin(optimizer, kwargs)
-        shared = self._shared_values(optimizer, logical)
-        shadow = Shadow(self.cls)
-        group_count = len(optimizer.param_groups)
+        created = [shard.param for shard in updated if not states.get(shard.param)]
+        if self._begun is not None and not self._begun.done:
+            fits = sorted(self._begun.steps) == sorted(steps) and self._begun.versions == self._home_versions(states)
+            if not fits:
+                self._drop_begun()
+        begun = self._begun or self._begin(optimizer, kwargs, steps, states)
         if not steps:
             # Groups whose parameters have no gradient count the step all the same.
-            shadow.run(shared, [[] for _ in range(group_count)], {}, logical.kwargs)
-            self._commit(shared, logical, optimizer)
-            self._pipeline.run([], lambda number: None)  # for the report: this step moved nothing
-            return False
-        created = [shard.param for shard in updated if not states.get(shard.param)]
-        moving = self.lending.make_way(updated, steps)
-        done: list[int] = []
-
-        def update(number: int) -> None:
-            for ranges in same_order_on_ranks(self._bind(number), group_by_group=self.habits.group_by_group):
-                update_bucket(shadow, shared, self.habits, ranges, group_count, states, logical.kwargs)
-            done.append(number)
-
-        try:
-            with self._link.in_use:  # another thread's optimizer may want a larger ring
-                self._take_ring()
-                self._pipeline.run(self._schedule(steps), update)
-        except BaseException as error:
-            stored = self._pipeline.stored(done)
-            self.lending.settle([shard for shard in moving if stored.issuperset(shard.buckets)], steps, states)
-            self._note_failure(error, done, steps)
-            raise
-        self.lending.settle(moving, steps, states)
+            begun.shadow.run(begun.shared, [[] for _ in optimizer.param_groups], {}, begun.logical.kwargs)
+        left = tuple(step for step in steps if step.bucket not in begun.done)
+        if begun.done and left:  # the backward had not known that these would have gradients
+            begun.steps, begun.moving = left, None
+            self._pipeline.begin(self._schedule(left))
+        if left or not steps:
+            self._pipeline.updates_after_compute()
+            self._advance(begun, states)
+            self._finish(begun, states)
         if created:
             # In the order of the param groups: as without offload, and the same on every rank, whatever its buckets.
             new = set(created)
             states.move_last([param for group in optimizer.param_groups for param in group["params"] if param in new])
-        self._commit(shared, logical, optimizer)
-        return True
+        with self._pipeline.updating():
+            self._commit(begun, optimizer)
+        self._pipeline.end_updates()
+        self._begun, self._last_steps = None, steps
+        if not self.policy.overlap_forward:
+            self.wait_for_all()
+        return bool(steps)
+
+    def _end(self, begun: "_BegunStep", states: StateStore) -> None:
+        """All gradients that there are going to be are there: the rest of what the backward has begun."""
+        idle = {step.bucket for step in begun.steps if not self._covered([step])} - set(begun.done)
+        self._pipeline.skip(idle)
+        begun.steps = tuple(step for step in begun.steps if step.bucket not in idle)
+        self._pipeline.updates_after_compute()
+        self._advance(begun, states)
+        self._finish(begun, states)
+
+    def _drop_begun(self) -> None:
+        """Forget what the backward has begun: it is to be done again, or the state is to be replaced."""
+        if self._begun is not None:
+            self._restore_gradients(self._begun)
+            if self._begun.done:
+                self._pipeline.abandon()
+            else:
+                self._pipeline.cancel()
+            self._begun = None
+
+    def _begin(
+        self, optimizer: Optimizer, kwargs: Mapping[str, Any], steps: tuple[BucketStep, ...], states: StateStore
+    ) -> "_BegunStep":
+        """Note where a logical step starts, and take up its schedule."""
+        self.wait_for_all()  # the gradients of the last step are let go
+        logical = self.habits.begin(optimizer, kwargs)
+        shared = self._shared_values(optimizer, logical)
+        begun = _BegunStep(Shadow(self.cls), shared, logical, len(optimizer.param_groups), steps)
+        self._pipeline.begin(self._schedule(steps))
+        if self.policy.uses_backward:
+            begun.versions = self._home_versions(states)
+        return begun
+
+    def _advance(
+        self,
+        begun: "_BegunStep",
+        states: StateStore,
+        may_update: Callable[[int], bool] = lambda number: True,
+        most_loads: int | None = None,
+    ) -> None:
+        """Issue what of a step may be issued now."""
+        habits = self.habits
+
+        def update(number: int) -> None:
+            if begun.moving is None:
+                begun.moving = self.lending.make_way(self._covered(begun.steps), begun.steps)
+            for ranges in same_order_on_ranks(self._bind(number), group_by_group=habits.group_by_group):
+                update_bucket(
+                    begun.shadow, begun.shared, habits, ranges, begun.group_count, states, begun.logical.kwargs
+                )
+            begun.done.append(number)
+            if self.policy.updates_beside_compute:
+                # Whoever clears gradients meanwhile must not free what an update is still to read.
+                covers = [shard.param for shard in self.plan[number].covers()]
+                self._held[number] = [(param, habits.gradient(param), begun) for param in covers]
+
+        try:
+            with self._link.in_use:  # another thread's optimizer may want a larger ring
+                self._take_ring()
+                self._pipeline.advance(update, may_update, most_loads)
+        except BaseException as error:
+            stored = self._pipeline.stored(begun.done)
+            moved = [shard for shard in begun.moving or () if stored.issuperset(shard.buckets)]
+            self.lending.settle(moved, begun.steps, states)
+            self._note_failure(error, begun.done, begun.steps)
+            self._begun = None
+            raise
+
+    def _finish(self, begun: "_BegunStep", states: StateStore) -> None:
+        self._pipeline.finish()
+        self.lending.settle(begun.moving or [], begun.steps, states)
+
+    def _covered(self, steps: Iterable[BucketStep]) -> list[StateShard]:
+        """The shards with a gradient in these buckets, once each."""
+        shards = dict.fromkeys(shard for step in steps for shard in self.plan[step.bucket].covers())
+        return [shard for shard in shards if shard.group >= 0 and self.habits.gradient(shard.param) is not None]
+
+    # In the backward ---------------------------------------------------------------------------------------------
+
+    def gradients_reduced(self, optimizer: Optimizer, states: StateStore, final: Set[Tensor], event: object) -> None:
+        """The backward has reduced more gradients: load, and update what may be updated.
+
+        Args:
+            optimizer: whose backward this may be.
+            states: its state.
+            final: all parameters whose gradients are final by now, once ``event`` has passed.
+            event: of torch, or ``None``.
+        """
+        begun = self._begun
+        if begun is None:
+            begun = self._begin_early(optimizer, states)
+            if begun is None:
+                return
+        if event is not None:
+            self._pipeline.updates_after(EventMark(event))  # type: ignore[arg-type]
+        updates = self.policy.update == "backward"
+
+        def may_update(number: int) -> bool:
+            return updates and all(shard.param in final for shard in self.plan[number].covers() if shard.group >= 0)
+
+        with torch.no_grad():
+            self._advance(begun, states, may_update, None if updates else _LOADS_FOR_EACH_GROUP)
+        self._spend(begun)
+
+    def _spend(self, begun: "_BegunStep") -> None:
+        """Put gradients out of reach of which nothing is left to be used."""
+        done = set(begun.done)
+        for shard in dict.fromkeys(shard for number in begun.done for shard in self.plan[number].covers()):
+            grad = shard.param.grad
+            if grad is not None and shard.param not in begun.spent and done.issuperset(shard.buckets):
+                begun.spent[shard.param] = grad
+                spend(shard.param)
+
+    def refuse_second_backward(self) -> None:
+        """A backward is about to add to gradients that an update may have used.
+
+        Raises:
+            RuntimeError: it has.
+        """
+        if self._begun is None or not self._begun.done:
+            return
+        self._drop_begun()
+        self.failure = "a backward came after the one whose gradients had been updated with already"
+        raise RuntimeError(
+            "a second backward before step(), with OffloadPolicy(update='backward'): parameters have been updated with "
+            "the gradients of the first one. The number of backwards before each step must not change (it was learnt "
+            "in the first steps); use update='step', or one step for each backward."
+        )
+
+    def _begin_early(self, optimizer: Optimizer, states: StateStore) -> "_BegunStep | None":
+        """Begin a step in the backward, if it will be like the last one."""
+        ids = [id(param) for group in optimizer.param_groups for param in group["params"]]
+        as_before = ids == self._param_ids and self._keys(optimizer) == self._layout_keys
+        if self.failure or not self._last_steps or not as_before or not all(step.load for step in self._last_steps):
+            return None
+        if self.policy.update == "backward":
+            order = self._backward_order(self._last_steps)
+        else:
+            order = self._last_steps
+        self._begun = self._begin(optimizer, {}, order, states)
+        self._pipeline.updates_after_compute()
+        return self._begun
+
+    def _backward_order(self, steps: Sequence[BucketStep]) -> tuple[BucketStep, ...]:
+        """As their gradients become final: learnt in the last backward."""
+        known = {number: at for at, number in enumerate(self.backward_order)}
+        return tuple(sorted(steps, key=lambda step: known.get(step.bucket, len(known))))
+
+    def _resume(self, optimizer: Optimizer, states: StateStore, kwargs: Mapping[str, Any]) -> "_BegunStep | None":
+        """The step that the backward has begun, if it can go on.
+
+        Raises:
+            RuntimeError: it cannot, and parameters have been updated.
+        """
+        begun = self._begun
+        if begun is None:
+            return None
+        ids = [id(param) for group in optimizer.param_groups for param in group["params"]]
+        unchanged = ids == self._param_ids and begun.shared.still_starts_from(optimizer)
+        if not begun.done:
+            if not unchanged or kwargs:
+                self._drop_begun()  # loads only; they are made again
+            return self._begun
+        problem = ""
+        if not unchanged:
+            problem = "hyperparameters have changed since then"
+        elif kwargs or getattr(optimizer, "grad_scale", None) is not None or hasattr(optimizer, "found_inf"):
+            problem = "a GradScaler decides only now whether there is a step"
+        elif begun.versions != self._home_versions(states):
+            problem = "optimizer.state has changed since then"
+        else:
+            changed = [self.names.get(param, "a parameter") for param in begun.spent if not is_spent(param)]
+            if changed:
+                problem = f"the gradient of {changed[0]} has been exchanged since then"
+        self._restore_gradients(begun)
+        if problem:
+            self._drop_begun()
+            self.failure = f"the update began in the backward, and {problem}"
+            raise RuntimeError(
+                f"step(), with OffloadPolicy(update='backward'): parameters have been updated in the backward, and "
+                f"{problem}. Use update='step' for a loop that does this."
+            )
+        return begun
+
+    def _restore_gradients(self, begun: "_BegunStep") -> None:
+        for param, grad in begun.spent.items():
+            restore(param, grad)
+
+    def _home_versions(self, states: StateStore) -> list[object]:
+        """Changes when somebody writes into the state."""
+        found: list[object] = []
+        for param, shard in self.plan.shards.items():
+            state = states.get(param)
+            for name, home in shard.homes.items():
+                leaves = [leaf._version for leaf in shard.home_leaves[name]]
+                found.append(state.get(name) is home and (version_of(home), leaves))
+        return found
+
+    # New parameters ----------------------------------------------------------------------------------------------
+
+    def buckets_of(self, params: Iterable[Tensor]) -> set[int]:
+        """The buckets in which the state of any of these is."""
+        return {number for param in params if param in self.plan.shards for number in self.plan.shards[param].buckets}
+
+    def wait_for(self, buckets: Iterable[int], stream: torch.Stream | None = None) -> None:
+        """Let what follows on ``stream`` (``None``: the current one) see the parameters of these buckets new."""
+        for number in buckets:
+            self._pipeline.wait_updated(number, stream)
+            if stream is None:
+                self._held.pop(number, None)
+
+    def wait_for_all(self) -> None:
+        """Let what follows on the current stream see all parameters and counters new."""
+        self._pipeline.wait_all_updated()
+        self._held.clear()
 
     def _shared_values(self, optimizer: Optimizer, logical: LogicalStep) -> SharedValues:
         implementations = _pinned_implementations(optimizer)
         pinned = [{**one, **other} for one, other in zip(implementations, logical.pinned, strict=True)]
-        return SharedValues(optimizer, pinned, logical.attributes, self.habits.attributes_by_param)
+        return SharedValues(
+            optimizer,
+            pinned,
+            logical.attributes,
+            self.habits.attributes_by_param,
+            # A scheduler may write a tensor before an update beside the compute stream has read it.
+            own_read_only=self.policy.updates_beside_compute,
+        )
 
     def _shards_with_grad(self, optimizer: Optimizer, states: StateStore) -> list[StateShard]:
         """The shards to update. Takes over parameters that have a gradient for the first time, and exchanged state."""
@@ -321,9 +552,10 @@ class Engine:
     def _keys(self, optimizer: Optimizer) -> list[object]:
         return [layout_key(group, self.layouts.counters) for group in optimizer.param_groups]
 
-    def _commit(self, shared: SharedValues, logical: LogicalStep, optimizer: Optimizer) -> None:
+    def _commit(self, begun: "_BegunStep", optimizer: Optimizer) -> None:
+        shared = begun.shared
         shared.commit(optimizer)
-        logical.finish()
+        begun.logical.finish()
         if not shared.changed_entries <= self.layouts.counters:
             self.layouts.count(shared.changed_entries)
             self._layout_keys = self._keys(optimizer)
@@ -352,7 +584,8 @@ class Engine:
 
     def _schedule(self, steps: tuple[BucketStep, ...]) -> list[Action]:
         if steps not in self._schedules:
-            self._schedules.clear()  # one pattern of gradients at a time is the rule
+            if len(self._schedules) >= _KEPT_SCHEDULES:
+                self._schedules.clear()
             staged = enumerate(self._pipeline.buckets)
             placements = {number: bucket.placement for number, bucket in staged if bucket.placement is not None}
             self._schedules[steps] = build_schedule(steps, placements)
@@ -388,12 +621,21 @@ class Engine:
             return "none"
         return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
-    def check_usable(self, what: str) -> None:
+    def check_usable(self, what: str, *, mid_step: bool = False) -> None:
         """Refuse to go on with half updated state.
+
+        Args:
+            what: is about to be done.
+            mid_step: it is the end of a step that the backward has begun.
 
         Raises:
             RuntimeError: an exception ended an earlier step; says which parameters are new.
         """
+        if self._begun is not None and self._begun.done and not mid_step:
+            raise RuntimeError(
+                f"{what} refused: the backward has updated part of the state (OffloadPolicy(update='backward')). Call "
+                "step() first."
+            )
         if self.failure:
             raise RuntimeError(
                 f"{what} refused: {self.failure}. Load a checkpoint of the model and of this optimizer "
@@ -408,15 +650,23 @@ class Engine:
         if shard is not None:
             for number in shard.buckets:
                 self._pipeline.wait_home(number)
+        self._wait_counted()
+
+    def _wait_counted(self) -> None:
+        # Counters on the device, and state that is resident, are new when the update has run.
+        if self._held:
+            self._pipeline.wait_all_updated()
 
     def wait_all_home(self) -> None:
         """Block the host until every home is up to date."""
         for number in range(len(self._pipeline.buckets)):
             self._pipeline.wait_home(number)
+        self._wait_counted()
 
     def synchronize(self) -> None:
         """Block the host until every transfer and every update has finished."""
         self._pipeline.synchronize()
+        self.wait_for_all()
 
     def report(self, states: StateStore) -> OffloadReport:
         """Bytes by place, and the times of the last step; waits for that step."""
@@ -468,6 +718,36 @@ class Engine:
             yield f"State {left_out} is not made of dense tensors and stays where the optimizer put it."
         if self.failure:
             yield f"Not usable: {self.failure}."
+
+
+@dataclass(eq=False)
+class _BegunStep:
+    """A logical step of which something has been issued.
+
+    Attributes:
+        steps: the buckets of its schedule.
+        moving: shards that are stored in their other place; ``None`` before the first update.
+        done: the buckets that have been updated.
+        versions: of the homes when loading began.
+        spent: the gradients used in the backward, which are out of the user's reach until ``step()``.
+    """
+
+    shadow: Shadow
+    shared: SharedValues
+    logical: LogicalStep
+    group_count: int
+    steps: tuple[BucketStep, ...]
+    moving: list[StateShard] | None = None
+    done: list[int] = field(default_factory=list)
+    versions: list[object] = field(default_factory=list)
+    spent: dict[Tensor, Tensor] = field(default_factory=dict)
+
+
+_KEPT_SCHEDULES = 4
+"""One pattern of gradients at a time is the rule, in the order of ``step()`` and in that of the backward."""
+
+_LOADS_FOR_EACH_GROUP = 1
+"""More at once would hold up the small copies that fully_shard makes for its next reduction."""
 
 
 def engine_of(optimizer: object) -> Engine | None:

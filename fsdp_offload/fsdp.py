@@ -9,6 +9,11 @@ private name                seen in                without it
 ``TensorMeta``              2.11 to 2.13           required, for the same
 ``_get_fsdp_state``,        2.11 to 2.13           CPUOffloadPolicy is then only recognised by parameters that are on
 ``_fsdp_param_group(s)``                           the CPU while their mesh is not
+``FSDPParamGroup`` with     2.11 to 2.13           overlap_forward, prefetch and update in the backward are refused
+``unshard``, ``wait_for_``
+``unshard``, ``post_``
+``backward``, and the
+attributes in ``_READ``
 ``_foreach_supported_``     2.11 to 2.13           assumed to be plain tensors, parameters and DTensors
 ``types``
 ``_global_optimizer_pre_``  2.11 to 2.13           global step hooks fire for each bucket, where a subclass's ``step``
@@ -17,10 +22,12 @@ private name                seen in                without it
 """
 
 import dataclasses
+import functools
 import math
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +44,11 @@ def is_dtensor(tensor: object) -> bool:
 def local_shard(tensor: Tensor) -> Tensor:
     """This rank's part of ``tensor``: the local tensor of a DTensor itself (no copy), or ``tensor``."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def version_of(tensor: Tensor) -> tuple[int, int]:
+    """Changes with every write into ``tensor``: through a DTensor itself, or through its local tensor."""
+    return tensor._version, local_shard(tensor)._version
 
 
 def over_local(like: Tensor, local: Tensor) -> Tensor:
@@ -108,15 +120,120 @@ def uses_cpu_offload_policy(model: nn.Module) -> bool:
 
 
 def _offload_policies(model: nn.Module) -> Iterable[object]:
+    return (getattr(group, "offload_policy", None) for group in _param_groups(model))
+
+
+def _param_groups(model: nn.Module) -> list[Any]:
+    """What ``fully_shard`` gathers and reduces together, in registration order."""
+    found: dict[int, Any] = {}  # several modules may share one
     for module in fsdp_modules(model):
         get_state = getattr(module, "_get_fsdp_state", None)
         state = get_state() if get_state is not None else None
-        groups = getattr(state, "_fsdp_param_groups", None)
+        groups = getattr(state, "_fsdp_param_groups", None)  # since 2.12
         if groups is None:
             group = getattr(state, "_fsdp_param_group", None)
             groups = [] if group is None else [group]
-        for group in groups:
-            yield getattr(group, "offload_policy", None)
+        found.update((id(group), group) for group in groups)
+    return list(found.values())
+
+
+class ShardingGroup:
+    """Parameters that ``fully_shard`` gathers and reduces together, and the points at which it does so.
+
+    The methods of FSDP's own group are shadowed by attributes of the instance; every path (own forward, explicit and
+    implicit prefetch, ``module.unshard()``, backward) calls them through the instance.
+    """
+
+    def __init__(self, group: Any) -> None:
+        missing = [name for name in (*_HOOKED, *_READ) if not hasattr(group, name)]
+        if missing:
+            raise NotImplementedError(
+                f"this torch's fully_shard has no {missing}, by which updates and loads are hidden behind forward and "
+                "backward; use OffloadPolicy(prefetch='step', update='step', overlap_forward=False)"
+            )
+        self._group = group
+
+    @property
+    def params(self) -> list[Tensor]:
+        """The sharded parameters: those that an optimizer has."""
+        return [param.sharded_param for param in self._group.fsdp_params]
+
+    def hook(
+        self,
+        before_gather: Callable[[torch.Stream | None], None],
+        before_use: Callable[[], None],
+        before_reduce: Callable[[], None],
+        reduced: Callable[[object], None],
+    ) -> Callable[[], None]:
+        """Call these from now on; returns what ends it.
+
+        Args:
+            before_gather: the parameters are about to be read on this stream (``None``: the current one).
+            before_use: the current stream is about to use them gathered.
+            before_reduce: gradients are about to be reduced, if there are any.
+            reduced: gradients have been reduced, once this event (of torch, or ``None`` on the CPU) has passed.
+        """
+        group = self._group
+        unshard, wait_for_unshard, post_backward = (getattr(group, name) for name in _HOOKED)
+
+        @functools.wraps(unshard)
+        def gathering(async_op: bool = False) -> Any:
+            if not group.is_unsharded and group._all_gather_result is None:
+                before_gather(self._copy_in_stream(async_op))
+            return unshard(async_op)
+
+        @functools.wraps(wait_for_unshard)
+        def waiting() -> Any:
+            if group._all_gather_result is not None:
+                # One rank alone reads the shards here, and not in unshard.
+                before_use()
+            return wait_for_unshard()
+
+        @functools.wraps(post_backward)
+        def reducing(*args: Any) -> Any:
+            before_reduce()
+            before = self._gradient_versions()
+            result = post_backward(*args)
+            # Also called where there was nothing to reduce; and partial sums of HSDP are still to be reduced further.
+            if self._gradient_versions() != before:
+                reduced(group._post_reduce_event)
+            return result
+
+        group.unshard, group.wait_for_unshard, group.post_backward = gathering, waiting, reducing
+
+        def unhook() -> None:
+            for name, ours in zip(_HOOKED, (gathering, waiting, reducing), strict=True):
+                if vars(group).get(name) is ours:
+                    delattr(group, name)
+
+        return unhook
+
+    def _gradient_versions(self) -> list[object]:
+        grads = [param.grad for param in self.params]
+        return [None if grad is None else (id(grad), version_of(grad)) for grad in grads]
+
+    def _copy_in_stream(self, async_op: bool) -> torch.Stream | None:
+        context = self._group.comm_ctx
+        if not hasattr(context, "all_gather_copy_in_stream"):  # before the first forward
+            return None
+        stream: torch.Stream = context.get_all_gather_streams(async_op, self._group._training_state)[0]
+        return stream
+
+
+_HOOKED = ("unshard", "wait_for_unshard", "post_backward")
+_READ = (
+    *("fsdp_params", "comm_ctx", "is_unsharded", "_training_state"),
+    *("_all_gather_result", "_post_reduce_event"),
+)
+
+
+def sharding_groups(model: nn.Module) -> list[ShardingGroup]:
+    """All of them in the order in which a forward first needs them: the root's, then by registration.
+
+    Raises:
+        NotImplementedError: this torch's ``fully_shard`` has other hook points.
+    """
+    return [ShardingGroup(group) for group in _param_groups(model)]
 
 
 def unsupported_gradient(param: Tensor, grad: Tensor) -> str | None:

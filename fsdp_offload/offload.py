@@ -29,9 +29,10 @@ from .engine import Engine
 from .fsdp import parameter_names
 from .load import check_loadable
 from .optimizers import traits_for
+from .overlap import Overlap, group_numbers, make_overlap
 from .policy import OffloadPolicy
 from .report import OffloadReport
-from .state import OffloadedState
+from .state import OffloadedState, UnwaitedStates
 from .update import ENGINE_ATTRIBUTE, UserState
 
 logger = logging.getLogger(__name__)
@@ -80,15 +81,24 @@ def offload_optimizer(
             "offload_optimizer: pin_memory=True needs an accelerator, and the parameters are on the CPU. Leave it "
             "None, which pins where that is of use."
         )
-    engine = Engine(type(target), traits, policy, device, names)
+    together = group_numbers(model, policy)
+    engine = Engine(type(target), traits, policy, device, names, together)
     states = OffloadedState(engine, target.state)
     # A frozen parameter gets room when it first has a gradient: reserving it would pin memory that nothing uses.
     eager = traits.habits.state_without_gradient
     planned = {param for param in params if eager or param.requires_grad or target.state.get(param)}
     # Optimizers that draw random numbers do it parameter by parameter: only the group's order repeats theirs.
-    order = names if traits.elementwise else params
+    order = params
+    if traits.elementwise:
+        # As a forward needs them.
+        order = list(dict.fromkeys([*(param for param in together if param in names), *names]))
     engine.add(target, [param for param in order if param in planned], states.unwaited)
     _attach(target, engine, states, model)
+    try:
+        _attachment_of(target).overlap = make_overlap(model, target, engine, _unwaited_states)  # type: ignore[union-attr]
+    except BaseException:
+        remove_offload(target)
+        raise
     for note in engine.notes():
         warnings.warn(f"offload_optimizer: {note}", stacklevel=2)
     return optimizer
@@ -130,6 +140,7 @@ class _Attachment:
     model: "weakref.ref[nn.Module] | None"
     undo_step: list[Callable[[], None]]
     bypass_guard: RemovableHandle
+    overlap: Overlap | None = None
     stepping: bool = False
     told_no_gradient: bool = False
     has_stepped: bool = False
@@ -249,6 +260,12 @@ class OffloadedOptimizer(Optimizer):
         if attachment is not None:
             attachment.model = None  # the optimizer has parameters of its own now; nothing to hold them against
 
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """As ``torch.optim.Optimizer``. What an update still reads is kept until then, and waited for if zeroed."""
+        if False in (*args, *kwargs.values()):
+            _engine_of(self).wait_for_all()
+        super().zero_grad(*args, **kwargs)
+
     def synchronize(self) -> None:
         """Block the host until transfers and updates are done, parameters are new and all state is at home."""
         _engine_of(self).synchronize()
@@ -275,7 +292,7 @@ _NO_COPY = (
 def _logical_step(self: OffloadedOptimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
     """One step as the user counts them: hooks fire around it once, the closure runs once."""
     engine = _engine_of(self)
-    engine.check_usable("step()")
+    engine.check_usable("step()", mid_step=True)
     refuse_capture(engine.device)
     loss = None
     if closure is not None:
@@ -294,6 +311,8 @@ def _logical_step(self: OffloadedOptimizer, closure: Callable[[], Any] | None = 
             attachment.has_stepped = True
         if not engine.step(self, _states_of(self, engine).unwaited, kwargs):
             _explain_no_gradient(self)
+        if attachment.overlap is not None:
+            attachment.overlap.after_step()
     return loss
 
 
@@ -359,6 +378,8 @@ def _attach(optimizer: Optimizer, engine: Engine, states: OffloadedState, model:
 
 
 def _detach(optimizer: Optimizer, attachment: _Attachment) -> None:
+    if attachment.overlap is not None:
+        attachment.overlap.remove()
     attachment.bypass_guard.remove()
     for undo in attachment.undo_step:
         undo()
@@ -417,6 +438,10 @@ def _engine_of(optimizer: Optimizer) -> Engine:
     attachment = _attachment_of(optimizer)
     assert attachment is not None, "an OffloadedOptimizer always has an engine"
     return attachment.engine
+
+
+def _unwaited_states(optimizer: Optimizer) -> UnwaitedStates:
+    return _states_of(optimizer, _engine_of(optimizer)).unwaited
 
 
 def _states_of(optimizer: Optimizer, engine: Engine) -> OffloadedState:

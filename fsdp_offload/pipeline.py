@@ -6,7 +6,9 @@ State that the optimizer creates in a step has nothing to load and goes from *ho
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Container, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -14,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .schedule import Action, Kind, Placement
-from .transfer import DeviceLink, Lane, Mark
+from .transfer import DeviceLink, Lane, Mark, wait_on
 
 
 class Residency(Enum):
@@ -28,7 +30,7 @@ class Residency(Enum):
 
 _NEXT = {
     Residency.HOME: (Residency.LOADING, Residency.IN_SLOT),
-    Residency.LOADING: (Residency.IN_SLOT,),
+    Residency.LOADING: (Residency.IN_SLOT, Residency.HOME),  # home: what was loaded is not needed after all
     Residency.IN_SLOT: (Residency.STORING,),
     # The next load is ordered behind the store on the device, so the host need not have seen it finish.
     Residency.STORING: (Residency.HOME, Residency.LOADING, Residency.IN_SLOT),
@@ -106,15 +108,19 @@ _pipeline_numbers = itertools.count(1)
 class Pipeline:
     """Runs schedules over a growing list of buckets on one device."""
 
-    def __init__(self, link: DeviceLink, *, serial: bool) -> None:
+    def __init__(self, link: DeviceLink, *, serial: bool, beside_compute: bool = False) -> None:
         self.buckets: list[StagedBucket] = []
         self._link = link
         self._number = next(_pipeline_numbers)
-        self._lanes: dict[str, Lane] = link.lanes(serial=serial)
+        self._lanes: dict[str, Lane] = link.lanes(serial=serial, beside_compute=beside_compute)
         self._spans: dict[tuple[Kind, int], Span] = {}
         self._ring: Tensor | None = None
         self._step_begin: Mark | None = None
+        self._compute_point: Mark | None = None
+        self._updates_end: Mark | None = None
         self._last_actions: Sequence[Action] = ()
+        self._queue: deque[Action] = deque()
+        self._issued: list[Action] = []
 
     def ring(self, nbytes: int) -> Tensor:
         """The staging memory, of at least ``nbytes`` bytes. Views made for an earlier ring are made anew."""
@@ -128,26 +134,113 @@ class Pipeline:
     def run(self, actions: Sequence[Action], update: Callable[[int], None]) -> None:
         """Issue ``actions`` in order. ``update(bucket)`` runs the optimizer on that bucket, in the update lane.
 
-        On an accelerator this returns when everything is issued; the parameters are new in stream order, the last
-        stores may still run. An exception in ``update`` ends it after the transfers already issued have finished.
+        On an accelerator this returns when everything is issued; the stores may still run. An exception in ``update``
+        ends it after the transfers already issued have finished.
         """
         with self._link.in_use:
-            self._run(actions, update)
+            self.begin(actions)
+            self.advance(update)
+            self.finish()
 
-    def _run(self, actions: Sequence[Action], update: Callable[[int], None]) -> None:
+    def begin(self, actions: Sequence[Action]) -> None:
+        """Take up a schedule, of which nothing is issued yet."""
         self._last_actions = ()
-        self._step_begin = self._lanes["U"].mark(self._step_begin)
-        if self._link.changes_hands(self._number):
-            stores = self._lanes["S"].mark()
-            self._lanes["L"].wait(stores)
-            self._lanes["U"].wait(stores)
+        self._step_begin = self._lanes["C"].mark(self._step_begin)
+        self._queue = deque(actions)
+        self._issued = []
+
+    def _take_ring_back(self) -> None:
+        """Somebody else has used the ring: their stores may still read it, and what was loaded is no longer there."""
+        stores = self._lanes["S"].mark()
+        self._lanes["L"].wait(stores)
+        self._lanes["U"].wait(stores)
+        updated = {action.bucket for action in self._issued if action.kind == "U"}
+        lost = [action for action in self._issued if action.kind == "L" and action.bucket not in updated]
+        for action in lost:
+            self.buckets[action.bucket].residency = Residency.HOME
+        self._issued = [action for action in self._issued if action not in lost]
+        self._queue.extendleft(reversed(lost))
+
+    def advance(
+        self,
+        update: Callable[[int], None],
+        may_update: Callable[[int], bool] = lambda number: True,
+        most_loads: int | None = None,
+    ) -> None:
+        """Issue actions in order, up to the first update that may not run yet.
+
+        Args:
+            update: runs the optimizer on a bucket, in the update lane.
+            may_update: whether the gradients of a bucket are final.
+            most_loads: how many loads to issue ahead of that update at most.
+        """
+        loads = 0
+        if self._queue and self._link.changes_hands(self._number):
+            self._take_ring_back()
         try:
-            for action in actions:
+            while self._queue:
+                action = self._queue[0]
+                if action.kind == "U" and not may_update(action.bucket):
+                    return
+                if action.kind == "L" and most_loads is not None:
+                    if loads == most_loads and not may_update(action.bucket):
+                        return
+                    loads += 1
+                self._queue.popleft()
                 self._issue(action, update)
+                self._issued.append(action)
         except BaseException:
             self.synchronize()
             raise
-        self._last_actions = tuple(actions)
+
+    def finish(self) -> None:
+        """The whole schedule has been issued."""
+        assert not self._queue
+        self._last_actions, self._issued = tuple(self._issued), []
+
+    def skip(self, buckets: Container[int]) -> None:
+        """Take buckets that turn out to have no gradient out of the schedule. What is loaded of them goes unused."""
+        for action in self._issued:
+            if action.bucket in buckets and action.kind == "L":
+                self.buckets[action.bucket].residency = Residency.HOME
+        self._queue = deque(action for action in self._queue if action.bucket not in buckets)
+        self._issued = [action for action in self._issued if action.bucket not in buckets]
+
+    def cancel(self) -> None:
+        """Forget a schedule of which only loads have been issued."""
+        assert not any(action.kind == "U" for action in self._issued), "state has been updated"
+        for action in self._issued:
+            self.buckets[action.bucket].residency = Residency.HOME
+        self._queue, self._issued = deque(), []
+
+    def updates_after(self, mark: Mark) -> None:
+        """Updates that are issued from now on start only after ``mark``."""
+        self._lanes["U"].wait(mark)
+
+    def updates_after_compute(self) -> None:
+        """Updates that are issued from now on start only when the current stream has done what it was given so far."""
+        if self._lanes["U"] is not self._lanes["C"]:
+            self._compute_point = self._lanes["C"].mark(self._compute_point)
+            self._lanes["U"].wait(self._compute_point)
+
+    def updating(self) -> AbstractContextManager[None]:
+        """Within it, kernels are issued in order with the updates."""
+        return self._lanes["U"].running()
+
+    def end_updates(self) -> None:
+        """Nothing more is issued in order with this step's updates."""
+        self._updates_end = self._lanes["U"].mark(self._updates_end)
+
+    def wait_all_updated(self) -> None:
+        """Let what follows on the current stream start only after everything that was issued with the updates."""
+        if self._updates_end is not None and self._lanes["U"] is not self._lanes["C"]:
+            self._lanes["C"].wait(self._updates_end)
+
+    def wait_updated(self, number: int, stream: torch.Stream | None = None) -> None:
+        """Let what follows on ``stream`` (``None``: the current one) start only after the last update of a bucket."""
+        span = self._spans.get(("U", number))
+        if span is not None and span.end is not None:
+            wait_on(stream, self._lanes["C"], span.end)
 
     def _issue(self, action: Action, update: Callable[[int], None]) -> None:
         lane = self._lanes[action.kind]
@@ -210,6 +303,7 @@ class Pipeline:
     def abandon(self) -> None:
         """After a failed step: whatever is half way counts as what the arena holds."""
         self.synchronize()
+        self._queue, self._issued = deque(), []
         for bucket in self.buckets:
             bucket.residency = Residency.HOME
 

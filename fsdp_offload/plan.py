@@ -80,7 +80,14 @@ class Plan:
     """
 
     def __init__(
-        self, layouts: Layouts, policy: OffloadPolicy, device: torch.device, *, pin: bool, staged: list[StagedBucket]
+        self,
+        layouts: Layouts,
+        policy: OffloadPolicy,
+        device: torch.device,
+        *,
+        pin: bool,
+        staged: list[StagedBucket],
+        together: Mapping[Tensor, int],
     ) -> None:
         self.shards: dict[Tensor, StateShard] = {}
         self.regions: list[Region] = []
@@ -91,6 +98,7 @@ class Plan:
         self._policy = policy
         self._device = device
         self._pin = pin
+        self._together = together
         self._buckets: list[PlannedBucket] = []
         self._no_bytes = torch.empty(0, dtype=torch.uint8, device=device)
         self._staged = staged  # the pipeline's list: one entry for each of ours
@@ -125,7 +133,8 @@ class Plan:
                 else self._layouts.learn(optimizer, param, group, name)
             )
             on_locals = self._layouts.traits.elementwise
-            shard = StateShard(param, name, on_locals, False, layout, group_of[param], master)
+            together = self._together.get(param, -1)
+            shard = StateShard(param, name, on_locals, False, layout, group_of[param], master, together)
             shard.cuttable = self.may_cut(shard, group)
             shards.append(shard)
         self._take_homes(*self._choose_resident(shards))
@@ -245,7 +254,8 @@ def _shards_within(plan: BucketPlan, shards: Sequence[StateShard], nbytes: int) 
 
 
 def _spec(shard: StateShard) -> ShardSpec:
-    return ShardSpec(shard.local_numel, tuple(leaf.nbytes for leaf in shard.leaf_layouts), shard.cuttable)
+    leaf_nbytes = tuple(leaf.nbytes for leaf in shard.leaf_layouts)
+    return ShardSpec(shard.local_numel, leaf_nbytes, shard.cuttable, shard.together)
 
 
 def _home_nbytes(shards: Sequence[StateShard]) -> int:

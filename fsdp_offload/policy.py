@@ -1,7 +1,7 @@
 """How an optimizer's state is offloaded: plain data, validated when it is made, used by every other room."""
 
 from dataclasses import dataclass
-from typing import get_args
+from typing import Literal, get_args
 
 from .masters import MasterKind
 
@@ -31,6 +31,14 @@ class OffloadPolicy:
             for as much of the state as fits. While a checkpoint writer still reads one home, steps store into the
             other. Without it, or beyond it, a step during an asynchronous save waits for the writer. Only
             ``fsdp_offload.checkpoint.ArenaStager`` makes use of it.
+        prefetch: ``"backward"`` begins to load when the backward has reduced the first gradients, as far as staging
+            reaches. ``"step"`` loads in ``step()``.
+        update: ``"backward"`` updates each bucket as soon as its gradients are final, in the last backward before
+            ``step()``, which then only waits. For loops that neither clip by a global norm nor touch gradients after
+            the backward; how many backwards there are before a step must not change. ``"step"`` updates in ``step()``.
+        overlap_forward: ``step()`` returns when everything is queued, and the next forward waits in each
+            ``fully_shard`` module for that module's parameters only. Call ``synchronize()`` before touching parameters
+            or gradients in between by any other way than a forward, ``state_dict`` and the optimizer.
         pin_memory: whether the host memory is page-locked. ``None`` pins where the parameters are on an accelerator.
             Copies from memory that is not pinned are several times slower and do not overlap.
         serial: run the same schedule one action after the other, waiting for each. Slow; to find out whether a
@@ -49,6 +57,9 @@ class OffloadPolicy:
     bucket_bytes: int = 64 * MIB
     master_weights: MasterKind = "none"
     snapshot_bytes: int = 0
+    prefetch: Literal["step", "backward"] = "step"
+    update: Literal["step", "backward"] = "step"
+    overlap_forward: bool = False
     pin_memory: bool | None = None
     serial: bool = False
     host_limit_bytes: int | None = None
@@ -62,8 +73,12 @@ class OffloadPolicy:
             raise ValueError(
                 f"OffloadPolicy: master_weights must be one of {get_args(MasterKind)}, got {self.master_weights!r}"
             )
-        if not isinstance(self.serial, bool):
-            raise TypeError(f"OffloadPolicy: serial must be a bool, got {self.serial!r}")
+        for name in ("prefetch", "update"):
+            if getattr(self, name) not in ("step", "backward"):
+                raise ValueError(f"OffloadPolicy: {name} must be 'step' or 'backward', got {getattr(self, name)!r}")
+        for name in ("serial", "overlap_forward"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"OffloadPolicy: {name} must be a bool, got {getattr(self, name)!r}")
         if self.pin_memory is not None and not isinstance(self.pin_memory, bool):
             raise TypeError(f"OffloadPolicy: pin_memory must be a bool or None, got {self.pin_memory!r}")
         if self.host_limit_bytes is not None:
@@ -74,6 +89,16 @@ class OffloadPolicy:
                 f"is being created; got staging_bytes={self.staging_bytes} with bucket_bytes={self.bucket_bytes}. "
                 f"Raise staging_bytes to {2 * self.bucket_bytes} (four buckets overlap best) or lower bucket_bytes."
             )
+
+    @property
+    def uses_backward(self) -> bool:
+        """Whether anything happens before ``step()``."""
+        return self.prefetch == "backward" or self.update == "backward"
+
+    @property
+    def updates_beside_compute(self) -> bool:
+        """Whether updates run beside a forward or a backward."""
+        return self.update == "backward" or self.overlap_forward
 
     @property
     def ring_bytes(self) -> int:

@@ -182,6 +182,7 @@ class StateShard:
         layout: names, shapes and dtypes, learnt before the state exists.
         group: which of ``optimizer.param_groups`` the parameter is in.
         master: which master we keep for it: the optimizer then updates that instead of the parameter.
+        together: only state of one number shares buckets: parameters whose gradients are final at the same time.
         resident: its home is on the device.
         places: its home, and a spare one if there is room for it.
         side: which of ``places`` is the home now.
@@ -194,6 +195,7 @@ class StateShard:
     layout: StateLayout
     group: int
     master: MasterKind = "none"
+    together: int = 0
     resident: bool = False
     places: list[Home] = field(default_factory=list)
     side: int = 0

@@ -1,7 +1,8 @@
 """Streams, events and the staging memory of a device: the only room that knows about them.
 
 A *lane* is where actions of one kind run: loads, updates, stores. On an accelerator the loads and the stores have a
-stream each, and updates run on the stream that is current in ``step()``:
+stream each, and updates run on the stream that is current in ``step()``, or on one of their own where they are to run
+beside a forward or a backward:
 
 - the load stream overlaps with updates, stores, and whatever the device still has to do of the backward;
 - the store stream overlaps with updates, loads, and the next forward.
@@ -71,7 +72,7 @@ class StreamLane:
 
     def wait(self, mark: Mark) -> None:
         """Order this lane's stream behind ``mark``; the host goes on."""
-        assert isinstance(mark, StreamMark)
+        assert isinstance(mark, StreamMark | EventMark)
         self._now.wait_event(mark.event)
 
     @contextmanager
@@ -88,6 +89,21 @@ class StreamLane:
         mark = reuse if isinstance(reuse, StreamMark) else StreamMark(self._device)
         self._now.record_event(mark.event)
         return mark
+
+
+class EventMark:
+    """Somebody else's event, to be waited for."""
+
+    def __init__(self, event: torch.Event) -> None:
+        self.event = event
+
+    def synchronize(self) -> None:
+        """Block the host until the event has passed."""
+        self.event.synchronize()
+
+    def elapsed_ms_since(self, earlier: Mark) -> float:
+        """Not known: others' events have no times."""
+        raise NotImplementedError
 
 
 class HostMark:
@@ -138,23 +154,30 @@ class DeviceLink:
         # Threads that step optimizers of their own take turns: the ring and the order on the streams are shared.
         self.in_use = threading.RLock()
         self._streams: tuple[torch.Stream, torch.Stream] | None = None
+        self._update_stream: torch.Stream | None = None
         self._ring: Tensor | None = None
         self._users = 0
         self._last_user = 0
 
-    def lanes(self, *, serial: bool) -> dict[str, Lane]:
-        """The lanes for loads (``"L"``), updates (``"U"``) and stores (``"S"``)."""
+    def lanes(self, *, serial: bool, beside_compute: bool = False) -> dict[str, Lane]:
+        """The lanes for loads (``"L"``), updates (``"U"``) and stores (``"S"``), and the current stream (``"C"``).
+
+        Args:
+            serial: one lane for all, which waits for each action.
+            beside_compute: updates have a stream of their own.
+        """
         if serial or self.device.type == "cpu":
             lane = SerialLane(self.device)
-            return {"L": lane, "U": lane, "S": lane}
+            return {"L": lane, "U": lane, "S": lane, "C": lane}
         if self._streams is None:
             self._streams = (torch.Stream(self.device), torch.Stream(self.device))
         load, store = self._streams
-        return {
-            "L": StreamLane(self.device, load),
-            "U": StreamLane(self.device, None),
-            "S": StreamLane(self.device, store),
-        }
+        compute = StreamLane(self.device, None)
+        if beside_compute and self._update_stream is None:
+            # Ahead of the model's kernels: everything that comes later waits for updates, and they are short.
+            self._update_stream = torch.Stream(self.device, priority=-1)
+        update = StreamLane(self.device, self._update_stream) if beside_compute else compute
+        return {"L": StreamLane(self.device, load), "U": update, "S": StreamLane(self.device, store), "C": compute}
 
     def join(self) -> None:
         """Count one more user of the ring."""
@@ -188,6 +211,14 @@ class DeviceLink:
         """Block the host until the device has done everything that was issued to it."""
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
+
+
+def wait_on(stream: torch.Stream | None, lane: Lane, mark: Mark) -> None:
+    """Let what follows on ``stream`` (``None``: in ``lane``) start only after ``mark``."""
+    if stream is None or not isinstance(mark, StreamMark):
+        lane.wait(mark)
+    else:
+        stream.wait_event(mark.event)
 
 
 _links: dict[torch.device, DeviceLink] = {}

@@ -130,6 +130,8 @@ class SharedValues:
         pinned: Sequence[Mapping[str, Any]],
         fresh_attributes: Callable[[], dict[str, Any]] = dict,
         by_param: Iterable[str] = (),
+        *,
+        own_read_only: bool = False,
     ) -> None:
         """Note where the step starts.
 
@@ -138,8 +140,16 @@ class SharedValues:
             pinned: overrides entries of each group for the shadow only. Tensors are copied for each bucket.
             fresh_attributes: makes what overrides attributes for the shadow only.
             by_param: names of attributes that are dicts with parameters as keys.
+            own_read_only: copy tensors that are only read, too.
         """
-        self._groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        self._start = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        self._start_versions = _versions(self._start)
+        self._groups = self._start
+        if own_read_only:
+            self._groups = [
+                {name: _own(value) if name in _READ_ONLY_TENSORS else value for name, value in group.items()}
+                for group in self._start
+            ]
         self._pinned = pinned
         self._attributes = instance_attributes(optimizer)
         self._fresh_attributes = fresh_attributes
@@ -148,12 +158,7 @@ class SharedValues:
         self._group_changes: list[dict[str, Any]] = [{} for _ in self._groups]
         self._attribute_changes: dict[str, Any] = {}
         self._given: Sequence[Mapping[str, Any]] = self._groups
-        self._versions = {
-            (number, name): value._version
-            for number, group in enumerate(self._groups)
-            for name, value in group.items()
-            if isinstance(value, Tensor)
-        }
+        self._versions = _versions(self._groups)
 
     def groups_for(self, params: Sequence[list[Tensor]]) -> list[dict[str, Any]]:
         """Param groups for one bucket: all groups, in order, each with this bucket's parameters (perhaps none)."""
@@ -200,6 +205,17 @@ class SharedValues:
             if value is not self._attributes.get(name) and _changed(self._attributes.get(name), value):
                 _note(self._attribute_changes, name, value, f"optimizer.{name}")
 
+    def still_starts_from(self, optimizer: Optimizer) -> bool:
+        """Whether the param groups are what they were when this was made."""
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        if [group.keys() for group in groups] != [group.keys() for group in self._start]:
+            return False
+        return _versions(groups) == self._start_versions and all(
+            value is start[name] if isinstance(value, Tensor) else bool(value == start[name])
+            for group, start in zip(groups, self._start, strict=True)
+            for name, value in group.items()
+        )
+
     @property
     def changed_entries(self) -> set[str]:
         """Names of what this step changes in any param group."""
@@ -222,6 +238,15 @@ def instance_attributes(optimizer: Optimizer) -> dict[str, Any]:
         name: value
         for name, value in optimizer.__dict__.items()
         if name not in _OWN_ATTRIBUTES and not name.startswith("_optimizer_")
+    }
+
+
+def _versions(groups: Sequence[Mapping[str, Any]]) -> dict[tuple[int, str], int]:
+    return {
+        (number, name): value._version
+        for number, group in enumerate(groups)
+        for name, value in group.items()
+        if isinstance(value, Tensor)
     }
 
 

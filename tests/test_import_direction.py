@@ -26,6 +26,7 @@ PACKAGE = "fsdp_offload"
 MAY_IMPORT: dict[str, set[str]] = {
     # Leaves: torch and the standard library, nothing of ours.
     "masters": set(),
+    "spent": set(),
     "fsdp": set(),
     "host_memory": set(),
     "arena": set(),
@@ -50,13 +51,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "lending": {"schedule", "shards", "update", "pipeline", "plan"},
     "engine": {
         *("policy", "fsdp", "schedule", "transfer", "report", "masters", "optimizers", "shards"),
-        *("update", "learn", "pipeline", "plan", "adopt", "forms", "lending"),
+        *("spent", "update", "learn", "pipeline", "plan", "adopt", "forms", "lending"),
     },
     "load": {"fsdp", "masters", "shards", "update", "engine"},
     "state": {"update", "engine"},
     "checks": {"policy", "fsdp", "optimizers", "update"},
     # What the user holds.
-    "offload": {"policy", "fsdp", "report", "optimizers", "update", "engine", "load", "state", "checks"},
+    "overlap": {"policy", "fsdp", "update", "engine"},
+    "offload": {"policy", "fsdp", "report", "optimizers", "update", "engine", "load", "state", "checks", "overlap"},
     "__init__": {"policy", "report", "offload"},
     # Beside it: checkpoints of what it holds.
     "checkpoint": {"fsdp", "arena", "buckets", "masters", "shards", "update", "lending", "engine", "load", "state"},

@@ -1,0 +1,165 @@
+"""Where a model's forward and backward meet the engine: who waits for which parameters, and when gradients are final.
+
+    forward:   a group of fully_shard is gathered ──▶ its stream waits for the updates of that group's buckets
+    backward:  a group's gradients are reduced ──▶ loads begin; updates too, once the last reduction before step() is
+
+How many reductions of a group come before a step (micro-batches, a module that is used several times) is learnt in the
+steps before. Everything here refers to the optimizer weakly, so that the hooks keep nothing alive.
+"""
+
+import weakref
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from .engine import Engine
+from .fsdp import sharding_groups
+from .policy import OffloadPolicy
+from .update import StateStore
+
+GetStates = Callable[[Optimizer], StateStore]
+
+
+class Overlap:
+    """The hooks on one model for one optimizer.
+
+    Attributes:
+        in_groups: parameters that ``fully_shard`` gathers; all others have to be new when ``step()`` returns.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, engine: Engine, get_states: GetStates) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._engine = weakref.ref(engine)
+        self._get_states = get_states
+        self._groups = sharding_groups(model)
+        self.in_groups = {param for group in self._groups for param in group.params}
+        self._seen: list[int] = [0] * len(self._groups)  # reductions since the last step
+        self._expected: list[int] = []  # in the last one
+        self._order: list[int] = []  # groups by their last reduction
+        self._final: set[Tensor] = set()
+        overlap = weakref.ref(self)
+        self._undo: list[Callable[[], None]] = []
+        for number, group in enumerate(self._groups):
+            gather = partial(_call, overlap, "_before_gather", number)
+            points = [partial(_call, overlap, name, number) for name in ("_before_reduce", "_reduced")]
+            self._undo.append(group.hook(gather, partial(gather, None), *points))
+        if engine.policy.overlap_forward:
+            for register in (model.register_state_dict_pre_hook, model.register_load_state_dict_pre_hook):
+                handle: RemovableHandle = register(partial(_call, overlap, "_before_state_dict"))  # type: ignore[no-untyped-call]
+                self._undo.append(handle.remove)
+
+    def remove(self) -> None:
+        """Take the hooks away."""
+        for undo in self._undo:
+            undo()
+        self._undo = []
+
+    def after_step(self) -> None:
+        """Call it when ``step()`` has issued everything."""
+        engine = self._engine()
+        assert engine is not None
+        if engine.policy.overlap_forward:
+            elsewhere = [param for param in engine.plan.shards if param not in self.in_groups]
+            engine.wait_for(engine.buckets_of(elsewhere))
+        self._expected, self._seen = self._seen, [0] * len(self._groups)
+        order = [number for number in self._order if self._expected[number]]
+        buckets = (engine.buckets_of(self._groups[number].params) for number in order)
+        engine.backward_order = _by_last_appearance(buckets)
+        self._order = []
+        self._final = set()
+
+    # Called by the hooks ------------------------------------------------------------------------------------------
+
+    def _before_gather(self, number: int, stream: torch.Stream | None) -> None:
+        engine = self._engine()
+        if engine is not None and engine.policy.overlap_forward:
+            engine.wait_for(engine.buckets_of(self._groups[number].params), stream)
+
+    def _before_state_dict(self, *_: object) -> None:
+        engine = self._engine()
+        if engine is not None:
+            engine.wait_for_all()
+
+    def _before_reduce(self, number: int) -> None:
+        engine = self._engine()
+        if engine is not None and self._expected and self._seen[number] >= self._expected[number] > 0:
+            engine.refuse_second_backward()
+
+    def _reduced(self, number: int, event: object) -> None:
+        optimizer, engine = self._optimizer(), self._engine()
+        if optimizer is None or engine is None or not engine.policy.uses_backward:
+            return
+        self._seen[number] += 1
+        self._order = [other for other in self._order if other != number] + [number]
+        if not self._expected:
+            return
+        if self._seen[number] >= self._expected[number]:
+            self._final.update(self._groups[number].params)
+        # Where several backwards come before a step, loads begin in the last of them.
+        is_last = all(seen >= expected - 1 for seen, expected in zip(self._seen, self._expected, strict=True))
+        if is_last:
+            device_event = event if engine.device.type != "cpu" else None
+            engine.gradients_reduced(optimizer, self._get_states(optimizer), self._final, device_event)
+
+
+def _call(overlap: "weakref.ref[Overlap]", method: str, *args: Any) -> None:
+    target = overlap()
+    if target is not None:
+        getattr(target, method)(*args)
+
+
+def _by_last_appearance(sets: Any) -> list[int]:
+    """A bucket that several groups share comes where the last of them does."""
+    order: dict[int, None] = {}
+    for numbers in sets:
+        for number in sorted(numbers):
+            order.pop(number, None)
+            order[number] = None
+    return list(order)
+
+
+def make_overlap(
+    model: nn.Module | None, optimizer: Optimizer, engine: Engine, get_states: GetStates
+) -> Overlap | None:
+    """The hooks that the policy needs, if any.
+
+    Raises:
+        ValueError: there is no model to hook into, or it is not sharded.
+        NotImplementedError: this torch's ``fully_shard`` has other hook points.
+    """
+    policy = engine.policy
+    if not (policy.uses_backward or policy.overlap_forward):
+        return None
+    wanted = _named(policy)
+    if model is None:
+        raise ValueError(f"offload_optimizer: {wanted} needs model=..., into whose forward and backward it hooks.")
+    overlap = Overlap(model, optimizer, engine, get_states)
+    if not overlap.in_groups & set(engine.plan.shards):
+        overlap.remove()
+        raise ValueError(
+            f"offload_optimizer: {wanted} hooks into fully_shard, and none of the optimizer's parameters is sharded by "
+            "it. Shard the model first, or leave these fields at their defaults."
+        )
+    return overlap
+
+
+def _named(policy: OffloadPolicy) -> str:
+    fields: Mapping[str, object] = {
+        "prefetch": policy.prefetch,
+        "update": policy.update,
+        "overlap_forward": policy.overlap_forward,
+    }
+    changed = [f"{name}={value!r}" for name, value in fields.items() if value not in ("step", False)]
+    return f"OffloadPolicy({', '.join(changed)})"
+
+
+def group_numbers(model: nn.Module | None, policy: OffloadPolicy) -> dict[Tensor, int]:
+    """Of the model's sharded parameters, in the order in which a forward gathers them; none if nothing overlaps."""
+    if model is None or not (policy.uses_backward or policy.overlap_forward):
+        return {}
+    return {param: number for number, group in enumerate(sharding_groups(model)) for param in group.params}

@@ -1,0 +1,150 @@
+"""Overlap on real streams: the same bits whichever lane is slow, and other bits as soon as a wait is missing."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fsdp_offload import OffloadPolicy
+from fsdp_offload.pipeline import Pipeline
+from tests.overlapping import HABITS, NOT_IN_BACKWARD, POLICIES, Loop, Net, adamw, same
+
+SLEEP_CYCLES = 2_000_000  # about 1 ms: longer than anything else that a group does here
+SIZES = {"bucket_bytes": 256 << 10, "staging_bytes": 5 * (256 << 10)}
+EVERY_POLICY = pytest.mark.parametrize("fields", POLICIES.values(), ids=POLICIES)
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[DeviceMesh]:
+    torch.cuda.set_device(0)
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cuda", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """``slow("U")`` puts a busy kernel before every action of that kind, on its own stream."""
+
+    def install(kind: str) -> None:
+        issue = Pipeline._issue
+
+        def slowed(self: Pipeline, action: Any, update: Any) -> None:
+            if action.kind == kind:
+                with self._lanes[kind].running():
+                    torch.cuda._sleep(SLEEP_CYCLES)
+            issue(self, action, update)
+
+        monkeypatch.setattr(Pipeline, "_issue", slowed)
+
+    yield install
+    torch.cuda.synchronize()
+
+
+def net() -> Net:
+    return Net(width=128, layers=5)
+
+
+def policy_of(fields: dict[str, Any], **more: Any) -> OffloadPolicy:
+    return OffloadPolicy(**{**SIZES, **fields, **more})
+
+
+@pytest.fixture(scope="module")
+def expected(mesh: DeviceMesh) -> Loop:
+    return Loop(mesh, adamw, None, net=net).train(8)
+
+
+@pytest.mark.parametrize("kind", ["none", "L", "U", "S"])
+@EVERY_POLICY
+def test_same_bits_whichever_lane_is_slow(
+    mesh: DeviceMesh, expected: Loop, slow: Callable[[str], None], fields: dict[str, Any], kind: str
+) -> None:
+    slow(kind)
+    assert same(expected, Loop(mesh, adamw, policy_of(fields), net=net).train(8))
+
+
+@EVERY_POLICY
+def test_same_bits_serially(mesh: DeviceMesh, expected: Loop, fields: dict[str, Any]) -> None:
+    assert same(expected, Loop(mesh, adamw, policy_of(fields, serial=True), net=net).train(8))
+
+
+@pytest.mark.parametrize("habit", HABITS)
+@EVERY_POLICY
+def test_habits(mesh: DeviceMesh, slow: Callable[[str], None], fields: dict[str, Any], habit: str) -> None:
+    if fields.get("update") == "backward" and (habit in NOT_IN_BACKWARD or habit == "evaluate-before-step"):
+        habit = "evaluate"
+    plain = Loop(mesh, adamw, None, net=net).train(9, HABITS[habit])
+    slow("U")
+    assert same(plain, Loop(mesh, adamw, policy_of(fields), net=net).train(9, HABITS[habit]))
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+@EVERY_POLICY
+def test_tensors_that_a_scheduler_writes(
+    mesh: DeviceMesh, slow: Callable[[str], None], fields: dict[str, Any], capturable: bool
+) -> None:
+    def make(params: Any) -> torch.optim.Optimizer:
+        lr = torch.tensor(0.02, device="cuda")
+        return torch.optim.AdamW(params, lr=lr, fused=not capturable, foreach=capturable, capturable=capturable)
+
+    plain = Loop(mesh, make, None, net=net).train(6)
+    slow("U")
+    assert same(plain, Loop(mesh, make, policy_of(fields), net=net).train(6))
+
+
+def test_other_bits_without_the_wait_before_the_gather(
+    mesh: DeviceMesh, expected: Loop, slow: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The suite can fail."""
+    slow("U")
+    monkeypatch.setattr(Pipeline, "wait_updated", lambda *_: None)
+    assert not same(expected, Loop(mesh, adamw, policy_of({"overlap_forward": True}), net=net).train(8))
+
+
+def test_other_bits_without_the_wait_for_gradients(
+    mesh: DeviceMesh, expected: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+
+    reduce = _fsdp_param_group.foreach_reduce
+
+    def late(*args: Any, **kwargs: Any) -> Any:
+        reduce_stream = next(arg for arg in args if isinstance(arg, torch.cuda.Stream))
+        with torch.cuda.stream(reduce_stream):
+            torch.cuda._sleep(SLEEP_CYCLES)
+        return reduce(*args, **kwargs)
+
+    monkeypatch.setattr(_fsdp_param_group, "foreach_reduce", late)
+    assert same(expected, Loop(mesh, adamw, policy_of({"update": "backward"}), net=net).train(8))
+    monkeypatch.setattr(Pipeline, "updates_after", lambda *_: None)
+    assert not same(expected, Loop(mesh, adamw, policy_of({"update": "backward"}), net=net).train(8))
+
+
+def test_other_bits_if_gradients_are_let_go(
+    mesh: DeviceMesh, slow: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients have to live until the update has read them, although zero_grad has been called."""
+
+    def fill_free_memory(loop: Loop, step: int) -> None:
+        loop.backward(step)
+        loop.step()
+        for size in (1 << 12, 1 << 16, 1 << 18, 1 << 20, 1 << 22):
+            torch.full((size,), 7.0, device="cuda")
+
+    plain = Loop(mesh, adamw, None, net=net).train(6, fill_free_memory)
+    slow("U")
+    policy = policy_of({"overlap_forward": True})
+    assert same(plain, Loop(mesh, adamw, policy, net=net).train(6, fill_free_memory))
+
+
+@EVERY_POLICY
+def test_nothing_is_left_on_the_device(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
+    loop = Loop(mesh, adamw, policy_of(fields), net=net).train(4)
+    loop.optimizer.synchronize()
+    before = torch.cuda.memory_allocated()
+    loop.train(10, first=4)
+    loop.optimizer.synchronize()
+    assert torch.cuda.memory_allocated() <= before

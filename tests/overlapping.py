@@ -1,0 +1,221 @@
+"""Trains a sharded model under policies that overlap with forward and backward, and compares with a plain optimizer.
+
+On any device and any number of ranks. A *habit* is what a loop does beside the usual in some steps.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.optim import Optimizer
+
+from fsdp_offload import OffloadPolicy
+from tests.parity import attach, leaves, same_bits
+
+POLICIES: dict[str, dict[str, Any]] = {
+    "forward": {"overlap_forward": True},
+    "prefetch": {"prefetch": "backward"},
+    "prefetch-forward": {"prefetch": "backward", "overlap_forward": True},
+    "backward": {"update": "backward"},
+    "backward-forward": {"update": "backward", "overlap_forward": True},
+}
+SIZES = {"bucket_bytes": 4096, "staging_bytes": 5 * 4096}
+
+Habit = Callable[["Loop", int], None]
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """An embedding and a head in the root, blocks of their own, and a parameter that is used twice."""
+
+    def __init__(self, width: int = 32, layers: int = 4) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(51, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
+        self.extra = Block(width)
+        self.head = nn.Linear(width, 51)
+
+    def forward(self, tokens: Tensor, *, extra: bool = True) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        if extra:
+            x = self.extra(self.extra(x))  # its gradients are reduced twice
+        return self.head(x).float().logsumexp(-1).mean()
+
+
+class Loop:
+    """One training run."""
+
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        make: Callable[[Any], Optimizer],
+        policy: OffloadPolicy | None,
+        *,
+        net: Callable[[], Net] = Net,
+        micro_batches: int = 1,
+        prepare: Callable[[Net], object] = lambda model: None,
+    ) -> None:
+        torch.manual_seed(0)
+        self.device = torch.device(mesh.device_type, dist.get_rank() if mesh.device_type != "cpu" else None)
+        self.model = net().to(self.device)
+        for block in (*self.model.blocks, self.model.extra):
+            fully_shard(block, mesh=mesh)
+        fully_shard(self.model, mesh=mesh)
+        prepare(self.model)
+        self.optimizer = make(list(self.model.parameters()))
+        self.scheduler = torch.optim.lr_scheduler.LinearLR(self.optimizer, 0.5, 1.0, 5)
+        self.micro_batches = micro_batches
+        self.seen: list[float] = []
+        if policy is not None:
+            attach(self.optimizer, model=self.model, policy=policy)
+
+    def batch(self, seed: int) -> Tensor:
+        generator = torch.Generator().manual_seed(100 * seed + dist.get_rank())
+        return torch.randint(0, 51, (3, 7), generator=generator).to(self.device)
+
+    def backward(self, step: int, **options: Any) -> None:
+        for micro in range(self.micro_batches):
+            loss = self.model(self.batch(10 * step + micro), **options)
+            loss.backward()
+            self.seen.append(loss.item())
+
+    def train(self, steps: int, habit: Habit | None = None, first: int = 0) -> "Loop":
+        for step in range(first, first + steps):
+            if habit is None:
+                self.backward(step)
+                self.step()
+            else:
+                habit(self, step)
+        return self
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+
+    def everything(self) -> list[Tensor]:
+        """Losses, parameters, state and counters."""
+        params = [param.detach().to_local().cpu() for param in self.model.state_dict().values()]
+        states = [self.optimizer.state[param] for param in self.model.parameters() if param in self.optimizer.state]
+        values = [state[name] for state in states for name in sorted(state)]
+        return [torch.tensor(self.seen), *params, *(leaf.cpu() for value in values for leaf in leaves(value))]
+
+
+def same(one: Loop, other: Loop) -> bool:
+    mine, others = one.everything(), other.everything()
+    return len(mine) == len(others) and all(same_bits(a, b) for a, b in zip(mine, others, strict=True))
+
+
+# Habits --------------------------------------------------------------------------------------------------------------
+
+
+def evaluate(loop: Loop, step: int) -> None:
+    loop.backward(step)
+    loop.step()
+    if step in (2, 4):
+        look(loop)
+
+
+def evaluate_before_step(loop: Loop, step: int) -> None:
+    loop.backward(step)
+    if step in (3, 4):
+        look(loop)
+    loop.step()
+
+
+def look(loop: Loop) -> None:
+    loop.model.eval()
+    with torch.no_grad():
+        loop.seen.append(loop.model(loop.batch(999)).item())
+    loop.model.train()
+
+
+def clip(loop: Loop, step: int) -> None:
+    loop.backward(step)
+    norm = nn.utils.clip_grad_norm_(loop.model.parameters(), 0.1)
+    loop.seen.append(norm.full_tensor().item())
+    loop.step()
+
+
+def skip(loop: Loop, step: int) -> None:
+    """Some steps are not taken, and one is taken twice."""
+    loop.backward(step)
+    if step != 3:
+        loop.optimizer.step()
+    if step == 5:
+        loop.optimizer.step()
+    loop.optimizer.zero_grad()
+
+
+def use_other_parameters(loop: Loop, step: int) -> None:
+    loop.backward(step, extra=step not in (3, 4, 5))
+    loop.step()
+
+
+def save_and_load(loop: Loop, step: int) -> None:
+    loop.backward(step)
+    loop.step()
+    if step in (2, 4):
+        model = {name: value.detach().clone() for name, value in loop.model.state_dict().items()}
+        saved = loop.optimizer.state_dict()
+        saved["state"] = {
+            key: {name: value.clone() for name, value in state.items()} for key, state in saved["state"].items()
+        }
+        loop.backward(step + 20)
+        loop.step()
+        loop.model.load_state_dict(model)
+        loop.optimizer.load_state_dict(saved)
+
+
+def write_state(loop: Loop, step: int) -> None:
+    """Somebody writes into the state when loads may have begun."""
+    loop.backward(step)
+    if step == 4:
+        for param in loop.model.parameters():
+            loop.optimizer.state[param]["exp_avg"].mul_(0.5)
+    if step == 5:
+        for state in loop.optimizer.state.values():
+            state["exp_avg_sq"] = state["exp_avg_sq"] * 2
+    if step == 6:
+        loop.optimizer.param_groups[0]["weight_decay"] = 0.3
+    loop.step()
+
+
+def zero_in_place(loop: Loop, step: int) -> None:
+    loop.backward(step)
+    loop.optimizer.step()
+    loop.optimizer.zero_grad(set_to_none=False)
+
+
+HABITS: dict[str, Habit] = {
+    "evaluate": evaluate,
+    "evaluate-before-step": evaluate_before_step,
+    "clip": clip,
+    "skip": skip,
+    "other-parameters": use_other_parameters,
+    "save-and-load": save_and_load,
+    "write-state": write_state,
+    "zero-in-place": zero_in_place,
+}
+NOT_IN_BACKWARD = {"clip", "skip", "write-state"}
+"""Loops that update="backward" is not for, and refuses."""
+
+
+def adamw(params: Any) -> Optimizer:
+    return torch.optim.AdamW(params, lr=0.02, fused=params[0].device.type != "cpu" or None)

@@ -1,0 +1,206 @@
+"""Overlap with forward and backward gives the same bits, whatever the loop does; what it cannot repeat is refused."""
+
+import gc
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fsdp_offload import OffloadPolicy, offload_optimizer, remove_offload
+from tests.overlapping import HABITS, NOT_IN_BACKWARD, POLICIES, SIZES, Loop, adamw, look, same
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[DeviceMesh]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+EVERY_POLICY = pytest.mark.parametrize("fields", POLICIES.values(), ids=POLICIES)
+
+
+def policy_of(fields: dict[str, Any], **more: Any) -> OffloadPolicy:
+    return OffloadPolicy(**{**SIZES, **fields, **more})
+
+
+def pair(mesh: DeviceMesh, policy: OffloadPolicy, make: Any = adamw, **kwargs: Any) -> tuple[Loop, Loop]:
+    return Loop(mesh, make, None, **kwargs), Loop(mesh, make, policy, **kwargs)
+
+
+@EVERY_POLICY
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_same_bits(mesh: DeviceMesh, fields: dict[str, Any], micro_batches: int) -> None:
+    plain, offloaded = pair(mesh, policy_of(fields), micro_batches=micro_batches)
+    assert same(plain.train(8), offloaded.train(8))
+
+
+@EVERY_POLICY
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda params: torch.optim.SGD(params, lr=0.02, momentum=0.9),
+        lambda params: torch.optim.AdamW(params, lr=torch.tensor(0.02), foreach=False),
+        lambda params: torch.optim.RMSprop(params, lr=0.01),
+        lambda params: torch.optim.SGD(params, lr=0.02),
+    ],
+    ids=["sgd", "tensor-lr", "rmsprop", "no-state"],
+)
+def test_other_optimizers(mesh: DeviceMesh, fields: dict[str, Any], make: Any) -> None:
+    plain, offloaded = pair(mesh, policy_of(fields), make)
+    assert same(plain.train(6), offloaded.train(6))
+
+
+@EVERY_POLICY
+@pytest.mark.parametrize("more", [{"resident_bytes": 60_000}, {"serial": True}, {"snapshot_bytes": 1 << 20}], ids=str)
+def test_with_other_fields(mesh: DeviceMesh, fields: dict[str, Any], more: dict[str, Any]) -> None:
+    plain, offloaded = pair(mesh, policy_of(fields, **more))
+    assert same(plain.train(6), offloaded.train(6))
+
+
+@pytest.mark.parametrize("habit", HABITS)
+@EVERY_POLICY
+def test_habits(mesh: DeviceMesh, fields: dict[str, Any], habit: str) -> None:
+    if fields.get("update") == "backward" and habit == "evaluate-before-step":
+        habit = "evaluate"  # what the policy means is that parameters are new after the backward
+    plain, offloaded = pair(mesh, policy_of(fields))
+    plain.train(9, HABITS[habit])
+    if fields.get("update") == "backward" and habit in NOT_IN_BACKWARD:
+        with pytest.raises(RuntimeError, match=r"[Uu]se\s+update='step'"):
+            offloaded.train(9, HABITS[habit])
+        return
+    offloaded.train(9, HABITS[habit])
+    assert same(plain, offloaded)
+
+
+@EVERY_POLICY
+def test_updates_and_loads_really_begin_in_the_backward(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
+    loop = Loop(mesh, adamw, policy_of(fields)).train(3)
+    engine = vars(loop.optimizer)["_offload_engine"].engine
+    loop.backward(3)
+    begun = engine._begun
+    if fields.get("update") == "backward":
+        assert sorted(begun.done) == sorted(step.bucket for step in engine._last_steps)
+    elif fields.get("prefetch") == "backward":
+        loaded = [action for action in engine._pipeline._issued if action.kind == "L"]
+        assert len(loaded) >= 3  # as many as the ring has room for
+        assert not begun.done
+    else:
+        assert begun is None
+
+
+def test_more_backwards_than_before_are_refused(mesh: DeviceMesh) -> None:
+    loop = Loop(mesh, adamw, policy_of({"update": "backward"})).train(3)
+    loop.backward(3)
+    with pytest.raises(RuntimeError, match=r"a second backward before step\(\)"):
+        loop.backward(4)
+    for action in (loop.optimizer.step, loop.optimizer.state_dict):
+        with pytest.raises(RuntimeError, match="refused: a backward came after"):
+            action()
+
+
+def test_fewer_backwards_than_before_update_in_the_step(mesh: DeviceMesh) -> None:
+    plain, offloaded = pair(mesh, policy_of({"update": "backward"}), micro_batches=3)
+    for loop in (plain, offloaded):
+        loop.train(3)
+        loop.micro_batches = 2
+        loop.train(3, first=3)
+    assert same(plain, offloaded)
+
+
+def test_a_save_between_backward_and_step_is_refused(mesh: DeviceMesh) -> None:
+    loop = Loop(mesh, adamw, policy_of({"update": "backward"})).train(3)
+    loop.backward(3)
+    with pytest.raises(RuntimeError, match=r"the backward has updated part of the state.*Call step\(\) first"):
+        loop.optimizer.state_dict()
+    loop.step()
+    loop.optimizer.state_dict()
+
+
+@EVERY_POLICY
+def test_a_backward_that_fails(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
+    plain, offloaded = pair(mesh, policy_of(fields))
+    for loop in (plain, offloaded):
+        loop.train(3)
+        x = loop.model.embed.weight.new_zeros(1) if False else None
+        assert x is None
+        handle = loop.model.blocks[0].register_full_backward_pre_hook(_fail)
+        with pytest.raises(ZeroDivisionError):
+            loop.backward(3)
+        handle.remove()
+    if fields.get("update") == "backward":
+        # Some parameters have been updated with gradients of a backward that never ended.
+        assert vars(offloaded.optimizer)["_offload_engine"].engine._begun.done
+        with pytest.raises(RuntimeError, match="refused"):
+            offloaded.optimizer.state_dict()
+
+
+def _fail(*_: object) -> None:
+    raise ZeroDivisionError
+
+
+@EVERY_POLICY
+def test_two_optimizers_on_one_model(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
+    results = []
+    for policy in (None, policy_of(fields)):
+        loop = Loop(mesh, lambda params: torch.optim.AdamW(params[::2], lr=0.02), None)
+        second = torch.optim.AdamW(list(loop.model.parameters())[1::2], lr=0.01)
+        if policy is not None:
+            for optimizer in (loop.optimizer, second):
+                with pytest.warns(UserWarning, match="nothing to gain"):
+                    offload_optimizer(optimizer, model=loop.model, policy=policy)
+        for step in range(6):
+            loop.backward(step)
+            second.step()
+            loop.step()
+            second.zero_grad()
+        states = [value for o in (loop.optimizer, second) for state in o.state.values() for value in state.values()]
+        states = [getattr(value, "_local_tensor", value) for value in states]
+        results.append([*(p.detach().to_local() for p in loop.model.parameters()), *states])
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+@EVERY_POLICY
+def test_removed_and_attached_again(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
+    plain, offloaded = pair(mesh, policy_of(fields))
+    plain.train(9)
+    offloaded.train(3)
+    groups = [vars(module) for module in offloaded.model.modules()]
+    remove_offload(offloaded.optimizer)
+    assert [vars(module) for module in offloaded.model.modules()] == groups
+    offloaded.train(3, first=3)
+    with pytest.warns(UserWarning, match="nothing to gain"):
+        offload_optimizer(offloaded.optimizer, model=offloaded.model, policy=policy_of(fields))
+    offloaded.train(3, first=6)
+    assert same(plain, offloaded)
+
+
+@EVERY_POLICY
+def test_hooks_keep_nothing_alive(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
+    loop = Loop(mesh, adamw, policy_of(fields)).train(3)
+    engine = weakref.ref(vars(loop.optimizer)["_offload_engine"].engine)
+    del loop.optimizer, loop.scheduler
+    gc.collect()
+    assert engine() is None
+    loop.backward(3)
+    look(loop)
+
+
+def test_refusals(mesh: DeviceMesh) -> None:
+    loop = Loop(mesh, adamw, None)
+    with pytest.raises(ValueError, match=r"OffloadPolicy\(overlap_forward=True\) needs model=\.\.\."):
+        offload_optimizer(loop.optimizer, policy=policy_of({"overlap_forward": True}))
+    plain = nn.Linear(3, 3)
+    optimizer = torch.optim.AdamW(plain.parameters())
+    with pytest.raises(ValueError, match=r"update='backward'\) hooks into fully_shard, and none"):
+        offload_optimizer(optimizer, model=plain, policy=policy_of({"update": "backward"}))
+    assert "_offload_engine" not in vars(optimizer)
+    assert type(optimizer) is torch.optim.AdamW
+    for wrong in ({"update": "forward"}, {"prefetch": "now"}):
+        with pytest.raises(ValueError, match="must be 'step' or 'backward'"):
+            policy_of(wrong)
