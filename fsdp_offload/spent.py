@@ -16,9 +16,7 @@ class SpentGradient(Tensor):
     @staticmethod
     def __new__(cls, like: Tensor) -> "SpentGradient":
         """For a parameter, whose gradient it may then be."""
-        made: SpentGradient = Tensor._make_wrapper_subclass(
-            cls, like.shape, dtype=like.dtype, device=like.device
-        )
+        made: SpentGradient = Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)
         return made
 
     def __init__(self, like: Tensor) -> None:

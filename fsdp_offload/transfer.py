@@ -72,7 +72,12 @@ class StreamLane:
 
     def wait(self, mark: Mark) -> None:
         """Order this lane's stream behind ``mark``; the host goes on."""
-        assert isinstance(mark, StreamMark | EventMark)
+        if isinstance(mark, EventMark):
+            # Not wait_event: torch.Stream's does nothing, without a word, for a torch.cuda.Event (2.11).
+            with self.running():
+                mark.event.wait()
+            return
+        assert isinstance(mark, StreamMark)
         self._now.wait_event(mark.event)
 
     @contextmanager

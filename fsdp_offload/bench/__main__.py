@@ -1,5 +1,6 @@
 """Command line of the benches."""
 
+import os
 import sys
 
 try:
@@ -7,7 +8,7 @@ try:
 except ImportError:
     sys.exit("The benches need the extra 'bench': pip install 'fsdp-offload[bench]'")
 
-from . import checkpoint, link, step
+from . import checkpoint, link, step, tools, train
 from .record import print_machine
 
 app = typer.Typer(help="Measure offloading on this machine. Results are JSON lines.", no_args_is_help=True)
@@ -15,12 +16,15 @@ app = typer.Typer(help="Measure offloading on this machine. Results are JSON lin
 
 @app.callback()
 def _machine() -> None:
-    print_machine()
+    if os.environ.get("RANK", "0") == "0":
+        print_machine()
 
 
 app.command("checkpoint")(checkpoint.main)
 app.command("link")(link.main)
 app.command("step")(step.main)
+app.command("tools")(tools.main)
+app.command("train")(train.main)
 
 if __name__ == "__main__":
     app(prog_name="python -m fsdp_offload.bench")
