@@ -3,10 +3,11 @@
 import functools
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, TypeVar
+from typing import Annotated, Any, NamedTuple, NoReturn, TypeVar
 
 try:
     import rich.console
@@ -15,9 +16,13 @@ try:
 except ImportError:
     sys.exit("The checkpoint tools need the extra 'tools': pip install 'fsdp-offload[tools]'")
 
-from . import checksums, diff, inspect, tiling, verify
+from . import checksums, convert, diff, inspect, rewriting, tiling, verify
+from .converting import Plan, Wanted
 from .errors import CheckpointError
-from .reading import Checkpoint, Problem, open_checkpoint
+from .opening import open_checkpoint
+from .reading import Checkpoint, Problem
+from .rewrite import Rewrite
+from .rules import Rule, load_rules, preset, preset_names
 from .sizes import human_bytes, parse_bytes
 
 TROUBLE = 2
@@ -34,7 +39,10 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-Folder = Annotated[str, typer.Argument(metavar="CHECKPOINT", help="Folder with a .metadata file, or its fsspec URL.")]
+Folder = Annotated[
+    str,
+    typer.Argument(metavar="CHECKPOINT", help="Folder with a .metadata file or with safetensors, or its fsspec URL."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, with all sizes in bytes.")]
 Threads = Annotated[int, typer.Option(min=1, help="How many files are read at the same time.")]
 MaxMemory = Annotated[str, typer.Option(metavar="SIZE", help="For data, over all threads: 512MiB, 2GiB, bytes.")]
@@ -221,6 +229,257 @@ def diff_main(
             _console().print(diff.as_table(differences))
         typer.echo(diff.headline(differences, len(keys), exact=not (rtol or atol)))
     raise typer.Exit(1 if differences else 0)
+
+
+# --- split and merge -------------------------------------------------------------------------------------------------
+
+Source = Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint: its folder or its fsspec URL.")]
+Destination = Annotated[
+    str, typer.Argument(metavar="DST", help="The new one. A folder that is not there yet, or an fsspec URL.")
+]
+Presets = Annotated[
+    list[str] | None, typer.Option("--preset", metavar="NAME", help="Rules that come with the tools. Several may be.")
+]
+RuleFiles = Annotated[
+    list[Path] | None, typer.Option("--rules", metavar="FILE", help="Rules of your own, as TOML or JSON.")
+]
+Values = Annotated[
+    list[str] | None,
+    typer.Option("--value", metavar="NAME=NUMBER", help="A value of the model's config that the rules name."),
+]
+Excluded = Annotated[
+    list[str] | None, typer.Option("--exclude", metavar="PATTERN", help="Leave keys like these as they are.")
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show what would be written.")]
+Restart = Annotated[bool, typer.Option("--restart", help="Begin anew, whatever an earlier run has left.")]
+WriteThreads = Annotated[int, typer.Option("--threads", min=1, help="How many blocks are in work at the same time.")]
+
+
+@command("split")
+def split_main(
+    source: Source,
+    destination: Destination,
+    presets: Presets = None,
+    rule_files: RuleFiles = None,
+    values: Values = None,
+    excluded: Excluded = None,
+    threads: WriteThreads = 4,
+    max_memory: MaxMemory = "2GiB",
+    dry_run: DryRun = False,
+    restart: Restart = False,
+    as_json: Json = False,
+) -> None:
+    """Exchange fused weights for their parts, with all of the optimizer's state.
+
+    SRC is only read. DST is there when it is complete, and not before: run the same command again after a kill, and it
+    goes on where it was. (Behind a URL, files are sent as they are ready, the metadata last, and nothing is resumed.)
+    Exit code: 0 done, 2 not done, 130 interrupted.
+    """
+    options = _Options(presets, rule_files, values, excluded, threads, max_memory, dry_run, restart, as_json)
+    _rewrite("split", source, destination, options)
+
+
+@command("merge")
+def merge_main(
+    source: Source,
+    destination: Destination,
+    presets: Presets = None,
+    rule_files: RuleFiles = None,
+    values: Values = None,
+    excluded: Excluded = None,
+    threads: WriteThreads = 4,
+    max_memory: MaxMemory = "2GiB",
+    dry_run: DryRun = False,
+    restart: Restart = False,
+    as_json: Json = False,
+) -> None:
+    """Exchange the parts of fused weights for these: the inverse of split, with the same rules.
+
+    How each part is divided over files does not matter. Counters have to be the same for all parts. For all else, see
+    split. Exit code: 0 done, 2 not done, 130 interrupted.
+    """
+    options = _Options(presets, rule_files, values, excluded, threads, max_memory, dry_run, restart, as_json)
+    _rewrite("merge", source, destination, options)
+
+
+class _Options(NamedTuple):
+    """What both commands are given."""
+
+    presets: list[str] | None
+    rule_files: list[Path] | None
+    values: list[str] | None
+    excluded: list[str] | None
+    threads: int
+    max_memory: str
+    dry_run: bool
+    restart: bool
+    as_json: bool
+
+
+def _rewrite(way: rewriting.Way, source: str, destination: str, options: _Options) -> None:
+    begin = time.monotonic()
+    memory_bytes = parse_bytes(options.max_memory)
+    wanted = (_rules(options), _parse_values(options.values), options.excluded or [])
+    if options.as_json and not options.dry_run:
+        raise CheckpointError("--json is for --dry-run; without it there is nothing to print but one line")
+    rewriting.check_destination(source, destination)
+    checkpoint, notes = rewriting.open_whole(source, options.threads)
+    planned = rewriting.plan(checkpoint, way, *wanted)
+    if options.dry_run:
+        _show_plan(planned, way, notes, as_json=options.as_json)
+        return
+    fingerprint = rewriting.fingerprint_of(checkpoint, way, *wanted)
+    try:
+        with _progress(way, planned.nbytes) as advance:
+            rewriting.write(
+                checkpoint,
+                planned,
+                destination,
+                fingerprint,
+                threads=options.threads,
+                max_memory_bytes=memory_bytes,
+                restart=options.restart,
+                advance=advance,
+            )
+    except KeyboardInterrupt:
+        typer.echo(f"interrupted. {rewriting.after_interrupt(destination)}", err=True)
+        raise
+    for note in notes:
+        typer.echo(f"note: {note}")
+    typer.echo(f"{destination}: {rewriting.headline(planned, way)} ({time.monotonic() - begin:.1f} s)")
+
+
+def _show_plan(planned: Rewrite, way: rewriting.Way, notes: Sequence[str], *, as_json: bool) -> None:
+    if as_json:
+        _print_json({**rewriting.as_json(planned, way), "notes": list(notes)})
+        return
+    _console().print(rewriting.as_table(planned, way))
+    for note in notes:
+        typer.echo(f"note: {note}")
+    typer.echo(f"to be written: {rewriting.headline(planned, way)}")
+
+
+def _rules(options: _Options) -> list[Rule]:
+    try:
+        rules = [rule for name in options.presets or () for rule in preset(name)]
+        rules += [rule for file in options.rule_files or () for rule in load_rules(file)]
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
+    if not rules:
+        raise CheckpointError(f"no rules; give --preset ({', '.join(preset_names())}) or --rules FILE")
+    return rules
+
+
+def _parse_values(values: Sequence[str] | None) -> dict[str, float]:
+    parsed: dict[str, float] = {}
+    for text in values or ():
+        name, _, number = text.partition("=")
+        try:
+            parsed[name.strip()] = int(number) if number.strip().lstrip("-").isdecimal() else float(number)
+        except ValueError as error:
+            raise CheckpointError(f"--value is NAME=NUMBER, for example tp_size=2, not {text}") from error
+    return parsed
+
+
+# --- convert ---------------------------------------------------------------------------------------------------------
+
+
+@command("convert")
+def convert_main(
+    source: Annotated[
+        str,
+        typer.Argument(metavar="SRC", help="A checkpoint of DCP, or safetensors: a folder, a file or a URL."),
+    ],
+    destination: Destination,
+    to: Annotated[
+        str | None, typer.Option("--to", metavar="FORMAT", help="safetensors or dcp. Without it, the other one.")
+    ] = None,
+    what: Annotated[str, typer.Option("--what", help="model, optimizer (everything else), or all.")] = "all",
+    key_prefix: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT",
+            help="What the model's keys begin with in DCP, and not in safetensors. Without it, 'model.' where the "
+            "model was nested in the state dict; the other way round, what was taken away, or 'model.'.",
+        ),
+    ] = None,
+    shard_size: Annotated[str, typer.Option(metavar="SIZE", help="About how large the new files are.")] = "5GB",
+    excluded: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--exclude", metavar="PATTERN", help="Leave out keys like these (in DCP); with --flat-to-nd, as they are."
+        ),
+    ] = None,
+    flat_to_nd: Annotated[
+        bool,
+        typer.Option(
+            "--flat-to-nd", help="From DCP to DCP: optimizer state of one dimension gets its parameter's shape."
+        ),
+    ] = False,
+    shapes_from: Annotated[
+        str | None,
+        typer.Option(metavar="OTHER", help="For --flat-to-nd: the checkpoint that has the model, if SRC has not."),
+    ] = None,
+    threads: WriteThreads = 4,
+    max_memory: MaxMemory = "2GiB",
+    dry_run: DryRun = False,
+    restart: Restart = False,
+    as_json: Json = False,
+) -> None:
+    """Make safetensors of a checkpoint of DCP, or a checkpoint of safetensors, bit by bit.
+
+    The model's tensors get their own names, in model-*.safetensors with an index, as Hugging Face has them. All other
+    tensors are in optimizer-*.safetensors under the keys of the checkpoint, and what is no tensor is in optimizer.json.
+    The way back gives the same checkpoint. SRC is only read. DST is there when it is complete, and not before: run the
+    same command again after a kill, and it goes on where it was. Exit code: 0 done, 2 not done, 130 interrupted.
+    """
+    begin = time.monotonic()
+    memory_bytes = parse_bytes(max_memory)
+    if what not in ("model", "optimizer", "all"):
+        raise CheckpointError(f"--what is model, optimizer or all, not {what}")
+    if as_json and not dry_run:
+        raise CheckpointError("--json is for --dry-run; without it there is nothing to print but one line")
+    if flat_to_nd and (what != "all" or key_prefix is not None):
+        raise CheckpointError("--flat-to-nd changes state alone, and takes neither --what nor --key-prefix")
+    if shapes_from is not None and not flat_to_nd:
+        raise CheckpointError("--shapes-from is for --flat-to-nd")
+    wanted = Wanted(what, key_prefix, excluded or (), parse_bytes(shard_size))  # type: ignore[arg-type]
+    for each in (source, shapes_from):
+        if each is not None:
+            rewriting.check_destination(each, destination)
+    opened = convert.open_source(source, to, key_prefix, threads, flat=flat_to_nd)
+    planned = convert.plan_flat(opened, shapes_from, wanted) if flat_to_nd else convert.plan(opened, wanted)
+    notes = [*opened.notes, *planned.notes]
+    if dry_run:
+        _show_conversion(opened, planned, notes, as_json=as_json)
+        return
+    try:
+        with _progress("convert", planned.rewrite.nbytes) as advance:
+            convert.write(
+                opened,
+                planned,
+                destination,
+                threads=threads,
+                max_memory_bytes=memory_bytes,
+                restart=restart,
+                advance=advance,
+            )
+    except KeyboardInterrupt:
+        typer.echo(f"interrupted. {rewriting.after_interrupt(destination)}", err=True)
+        raise
+    for note in notes:
+        typer.echo(f"note: {note}")
+    typer.echo(f"{destination}: {convert.headline(opened, planned)} ({time.monotonic() - begin:.1f} s)")
+
+
+def _show_conversion(opened: convert.Source, planned: Plan, notes: Sequence[str], *, as_json: bool) -> None:
+    if as_json:
+        _print_json({**convert.as_json(planned), "notes": notes})
+        return
+    _console().print(convert.as_table(planned))
+    for note in notes:
+        typer.echo(f"note: {note}")
+    typer.echo(f"to be written: {convert.headline(opened, planned)}")
 
 
 # --- output ----------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from .unpickle import TENSOR_NAMES, ForbiddenNameError, Record, unpickle
 
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature; lengths of the name and of the padding, which follow
 
-_STORAGE_DTYPES = {
+STORAGE_DTYPES = {
     "DoubleStorage": torch.float64,
     "FloatStorage": torch.float32,
     "HalfStorage": torch.float16,
@@ -26,6 +26,7 @@ _STORAGE_DTYPES = {
     "ComplexDoubleStorage": torch.complex128,
     "ComplexFloatStorage": torch.complex64,
 }
+"""By the class of storage that ``torch.save`` names; storages of other dtypes count bytes."""
 
 
 class Layout(NamedTuple):
@@ -146,7 +147,7 @@ def _storage_of(pid: Any) -> _Storage:
     kind, storage_class, name, _, numel = pid
     if kind != "storage" or not issubclass(storage_class, Record):
         raise DamagedError(f"it refers to a {kind}")
-    return _Storage(str(name), _STORAGE_DTYPES.get(storage_class.name), int(numel))
+    return _Storage(str(name), STORAGE_DTYPES.get(storage_class.name), int(numel))
 
 
 def _tensor_of(pickled: object) -> _Tensor | None:

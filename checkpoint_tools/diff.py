@@ -249,19 +249,22 @@ def _diff_objects(first: Checkpoint, second: Checkpoint, key: str) -> Difference
         except CheckpointError:
             return Difference(key, "object", "their bytes differ; they cannot be looked into")
     return (
-        None if _same(*objects) else Difference(key, "object", f"{_short(objects[0])} in A, {_short(objects[1])} in B")
+        None
+        if same_values(*objects)
+        else Difference(key, "object", f"{_short(objects[0])} in A, {_short(objects[1])} in B")
     )
 
 
-def _same(a: Any, b: Any) -> bool:
+def same_values(a: Any, b: Any) -> bool:
+    """Whether two objects are the same, tensors in them bit by bit."""
     if type(a) is not type(b):
         return False
     if isinstance(a, Tensor):
         return a.shape == b.shape and a.dtype == b.dtype and not compare_values(a, b).differing
     if isinstance(a, dict):
-        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+        return a.keys() == b.keys() and all(same_values(a[key], b[key]) for key in a)
     if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(_same, a, b))
+        return len(a) == len(b) and all(map(same_values, a, b))
     return bool(a == b or (a != a and b != b))
 
 

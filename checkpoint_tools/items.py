@@ -8,6 +8,7 @@ read with one ``read``. What is stored otherwise (strided, compressed, of anothe
 Items begin wherever the last one ended, so the elements are not aligned in the file, and are not mapped into memory.
 """
 
+import io
 from typing import Any, BinaryIO, cast
 
 import torch
@@ -20,6 +21,7 @@ from .sizes import human_bytes
 from .storage import Window, read_into
 
 _OPEN_FILES = 8
+_KNOWN_LAYOUTS = 256
 
 
 class Reader:
@@ -34,7 +36,7 @@ class Reader:
         self._checkpoint = checkpoint
         self._max_whole_bytes = max_whole_bytes
         self._streams: dict[str, BinaryIO] = {}
-        self._layout: tuple[StoredChunk, Layout | None] | None = None
+        self._layouts: dict[StoredChunk, Layout | None] = {}
         self._whole: tuple[StoredChunk, Tensor] | None = None
 
     def __enter__(self) -> "Reader":
@@ -48,7 +50,8 @@ class Reader:
         for stream in self._streams.values():
             stream.close()
         self._streams.clear()
-        self._layout = self._whole = None
+        self._layouts.clear()
+        self._whole = None
 
     def layout(self, chunk: StoredChunk) -> Layout | None:
         """What is stored, without reading it; ``None`` where only ``torch.load`` knows.
@@ -56,15 +59,19 @@ class Reader:
         Raises:
             CheckpointError: it is not a whole file of ``torch.save``, or not of the chunk's sizes.
         """
-        if self._layout is None or self._layout[0] != chunk:
+        if chunk.bare_dtype is not None:
+            return Layout(chunk.bare_dtype, chunk.sizes, chunk.offset_bytes)
+        if chunk not in self._layouts:
             try:
                 layout = None if chunk.transforms else read_layout(self._window(chunk))
             except DamagedError as error:
                 raise self._damaged(chunk, str(error)) from error
             if layout is not None:
                 self._check_sizes(chunk, layout.shape)
-            self._layout = chunk, layout
-        return self._layout[1]
+            if len(self._layouts) >= _KNOWN_LAYOUTS:
+                self._layouts.clear()
+            self._layouts[chunk] = layout
+        return self._layouts[chunk]
 
     def read_rows(self, chunk: StoredChunk, start: int, stop: int) -> Tensor:
         """The rows ``start`` to ``stop`` along the chunk's first dimension. A chunk of no dimensions is one row.
@@ -187,6 +194,8 @@ class Reader:
             raise self._damaged(item, text.partition("\n")[0]) from error
 
     def _window(self, item: StoredChunk | StoredObject) -> Window:
+        if isinstance(item, StoredObject) and item.content is not None:
+            return Window(io.BytesIO(item.content), 0, len(item.content))
         return Window(self._open(item.file), item.offset_bytes, item.length_bytes)
 
     def _open(self, file: str) -> BinaryIO:

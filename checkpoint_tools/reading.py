@@ -28,7 +28,10 @@ _VERSIONS = ("1",)  # the major numbers that are understood; torch before 2.6 wr
 
 
 class StoredChunk(NamedTuple):
-    """One hyper-rectangle of a tensor, and the byte range of a file that holds it as ``torch.save`` wrote it."""
+    """One hyper-rectangle of a tensor, and the byte range of a file that holds it as ``torch.save`` wrote it.
+
+    Or its elements alone, in row-major order, as in safetensors: then ``bare_dtype`` is theirs.
+    """
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -37,6 +40,7 @@ class StoredChunk(NamedTuple):
     length_bytes: int
     transforms: tuple[str, ...] = ()
     """What the byte range went through (``stream.zstd/1``), if anything."""
+    bare_dtype: torch.dtype | None = None
 
     @property
     def numel(self) -> int:
@@ -59,13 +63,17 @@ class StoredTensor(NamedTuple):
 
 
 class StoredObject(NamedTuple):
-    """Anything else that was saved: the byte range that holds it as ``torch.save`` wrote it."""
+    """Anything else that was saved: the byte range that holds it as ``torch.save`` wrote it.
+
+    Or that as ``content``, where the file has it in another form.
+    """
 
     key: str
     file: str
     offset_bytes: int
     length_bytes: int
     transforms: tuple[str, ...] = ()
+    content: bytes | None = None
 
 
 class Problem(NamedTuple):
@@ -110,7 +118,7 @@ class Checkpoint:
         for key, item in self.items():
             by_file.setdefault(item.file, []).append((key, item))
         return {
-            file: sorted(by_file[file], key=lambda entry: entry[1].offset_bytes)
+            file: sorted(by_file[file], key=lambda entry: (entry[1].offset_bytes, entry[1].length_bytes))
             for file in sorted(by_file, key=natural_order)
         }
 
@@ -190,7 +198,7 @@ class _Builder:
             tuple(map(str, info.get("transform_descriptors") or ())),
         )
         where = (cast(str, index.get("fqn")), None if offset is None else _counts(offset))
-        if _leaves_the_folder(place.file):
+        if leaves_the_folder(place.file):
             self.used.add(where)  # said here, and nothing else about it
             self.problems.append(Problem(where[0], f"its data would be in {place.file!r}, outside of the checkpoint"))
         elif where in self.places:
@@ -244,7 +252,8 @@ def _dtype(properties: Record) -> torch.dtype:
     return dtype
 
 
-def _leaves_the_folder(file: str) -> bool:
+def leaves_the_folder(file: str) -> bool:
+    """Whether a name of a file in a checkpoint is of one outside of it."""
     parts = file.replace("\\", "/").split("/")
     return not file or ".." in parts or parts[0] == "" or ":" in parts[0]
 

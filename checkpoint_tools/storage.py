@@ -37,6 +37,14 @@ class Folder(Protocol):
         """What lies directly in the folder, sorted; folders end in ``/``."""
         ...
 
+    def stamp(self, file: str) -> str:
+        """What is different after a file was changed: its length, and when that was, if it is known.
+
+        Raises:
+            OSError: there is no such file, or it cannot be looked at.
+        """
+        ...
+
 
 class LocalFolder:
     """A folder on this machine."""
@@ -56,6 +64,11 @@ class LocalFolder:
     def files(self) -> list[str]:
         """See :class:`Folder`."""
         return sorted(entry.name + ("/" if entry.is_dir() else "") for entry in os.scandir(self._path))
+
+    def stamp(self, file: str) -> str:
+        """See :class:`Folder`."""
+        found = (self._path / file).stat()
+        return f"{found.st_size} {found.st_mtime_ns}"
 
 
 class RemoteFolder:
@@ -89,6 +102,12 @@ class RemoteFolder:
         entries: list[dict[str, Any]] = self._fs.ls(self._root, detail=True)
         names = (entry["name"].rstrip("/").rsplit("/", 1)[-1] + _slash(entry) for entry in entries)
         return sorted(names)
+
+    def stamp(self, file: str) -> str:
+        """See :class:`Folder`."""
+        found: dict[str, Any] = self._fs.info(self._at(file))
+        times = [found[name] for name in ("mtime", "LastModified", "updated", "created") if name in found]
+        return f"{found.get('size')} {times[:1]} {found.get('ETag', '')}"
 
     def _at(self, file: str) -> str:
         return f"{self._root.rstrip('/')}/{file}"

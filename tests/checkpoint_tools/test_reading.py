@@ -48,7 +48,10 @@ def test_the_same_as_torch_reads(saved: Path) -> None:
     assert {*checkpoint.tensors, *checkpoint.objects} == set(metadata.state_dict_metadata)
     assert checkpoint.paths == metadata.planner_data
     assert checkpoint.version == metadata.version
-    found = {(key, getattr(item, "offsets", None)): item[-4:-1] for key, item in checkpoint.items()}
+    found = {
+        (key, getattr(item, "offsets", None)): (item.file, item.offset_bytes, item.length_bytes)
+        for key, item in checkpoint.items()
+    }
     assert found == {
         (index.fqn, None if index.offset is None else tuple(index.offset)): (
             info.relative_path,

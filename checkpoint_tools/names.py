@@ -1,0 +1,150 @@
+"""What the keys of a checkpoint are: tensors of a model, state of an optimizer by FQN, or its param groups.
+
+====================================== ================================================================================
+path or key                            what it is
+====================================== ================================================================================
+``optim`` ``state`` FQN ``exp_avg``    state of a parameter, of a nested optimizer state dict
+``optim`` ``state.FQN.exp_avg``        the same, of a flattened one
+``optim`` ``param_groups.FQN.lr``      what a param group says of one parameter, flattened; ``param_to_group_meta`` in
+                                       Megatron's ``fsdp_dtensor``
+``optim`` ``param_groups`` 0           a param group, or one entry of it: ``params`` lists FQNs
+anything else                          a tensor of a model, or something that has no parts
+====================================== ================================================================================
+
+DCP keeps the path of a value in the nested state dict; where another writer has not, the key's own dots are taken. FQNs
+have dots and names of state have none, as :mod:`fsdp_offload.checkpoint.layouts` reads them too.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+Path = tuple[str | int, ...]
+
+_BY_FQN = ("state", "param_groups", "param_to_group_meta")
+
+
+class StateName(NamedTuple):
+    """A key that is about one parameter of an optimizer.
+
+    Attributes:
+        key: the whole.
+        before: what comes before the FQN: ``optim.state.``.
+        fqn: of the parameter.
+        after: what comes after it: ``.exp_avg``.
+        path: where the value was; empty if that is not known.
+        at: the component of the path that has the FQN in it.
+        around: the rest of that component, before and after the FQN.
+    """
+
+    key: str
+    before: str
+    fqn: str
+    after: str
+    path: Path = ()
+    at: int = 0
+    around: tuple[str, str] = ("", "")
+
+    @property
+    def optimizer(self) -> str:
+        """What the keys of one optimizer begin with, and those of others do not."""
+        return ".".join(self.before.split(".")[:-2])
+
+    @property
+    def is_state(self) -> bool:
+        """State, rather than what a group says."""
+        return self.before.split(".")[-2] == "state"
+
+    @property
+    def name(self) -> str:
+        """Of the entry: ``exp_avg``."""
+        return self.after.removeprefix(".")
+
+    def renamed(self, fqn: str) -> tuple[str, Path]:
+        """The key and the path of the same entry of another parameter."""
+        key = f"{self.before}{fqn}{self.after}"
+        if not self.path:
+            return key, ()
+        return key, (*self.path[: self.at], fqn.join(self.around), *self.path[self.at + 1 :])
+
+
+class GroupName(NamedTuple):
+    """A key that is a param group, all of them, or the list of FQNs of one."""
+
+    key: str
+    optimizer: str
+    is_list: bool
+
+
+class Names(NamedTuple):
+    """The keys of a checkpoint, by what they are."""
+
+    states: tuple[StateName, ...]
+    groups: tuple[GroupName, ...]
+    others: tuple[str, ...]
+
+
+def sorted_out(keys: Iterable[str], paths: Mapping[str, Path]) -> Names:
+    """What each key is."""
+    states, groups, others = [], [], []
+    for key in keys:
+        path = paths.get(key, ())
+        known = path if ".".join(map(str, path)) == key else ()
+        name = _of_path(key, known)
+        if name is None and len(known) < 2:  # nothing is nested there, or nobody knows
+            name = _of_key(key, known)
+        if isinstance(name, StateName):
+            states.append(name)
+        elif isinstance(name, GroupName):
+            groups.append(name)
+        else:
+            others.append(key)
+    return Names(tuple(states), tuple(groups), tuple(others))
+
+
+def _of_path(key: str, path: Path) -> StateName | GroupName | None:
+    for at, component in enumerate(path):
+        rest = path[at + 1 :]
+        start = "".join(f"{part}." for part in path[:at])
+        if component == "param_groups" and (not rest or isinstance(rest[0], int)):
+            return _group(key, start.removesuffix("."), rest)
+        if component in _BY_FQN and rest:
+            nested = _in_component(key, f"{start}{component}.", "", str(rest[0]), path, at + 1)
+            return nested if isinstance(rest[0], str) else None
+        kind = str(component).partition(".")[0]
+        if kind in _BY_FQN and component != kind:
+            return _in_component(key, f"{start}{kind}.", f"{kind}.", str(component), path, at)
+    return None
+
+
+def _in_component(key: str, before: str, kind: str, component: str, path: Path, at: int) -> StateName | None:
+    rest = "".join(f".{part}" for part in path[at + 1 :])
+    text = component.removeprefix(kind)
+    # With the FQN alone in its component, what follows is the entry; else the entry is the last word.
+    fqn, name = (text, "") if rest and not kind else text.rpartition(".")[::2]
+    if not fqn:
+        return None
+    after = f".{name}" if name else ""
+    return StateName(key, before, fqn, after + rest, path, at, (kind, after))
+
+
+def _of_key(key: str, path: Path) -> StateName | GroupName | None:
+    parts = key.split(".")
+    for at in range(len(parts)):
+        rest = parts[at + 1 :]
+        if parts[at] not in _BY_FQN:
+            continue
+        optimizer = ".".join(parts[:at])
+        if parts[at] == "param_groups" and (not rest or rest[0].isdecimal()):
+            return _group(key, optimizer, [int(part) if part.isdecimal() else part for part in rest])
+        if len(rest) > 1:
+            before = ".".join([*parts[: at + 1], ""])
+            after = f".{rest[-1]}"
+            return StateName(key, before, ".".join(rest[:-1]), after, path, 0, (before, after))
+    return None
+
+
+def _group(key: str, optimizer: str, rest: Iterable[str | int]) -> GroupName | None:
+    inside = [part for part in rest if isinstance(part, str)]
+    if inside and inside != ["params"]:
+        return None  # an entry that all parameters of the group share
+    return GroupName(key, optimizer, bool(inside))

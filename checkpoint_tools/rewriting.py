@@ -1,0 +1,359 @@
+"""From one checkpoint folder to another: checked, planned, written, and there only when it is complete.
+
+::
+
+    open_checkpoint ──check──▶ Exchange ──plan──▶ Rewrite ──units──▶ perform ──▶ files ──▶ .metadata ──▶ DST
+
+Nothing of the source is changed, and nothing is written before the source was found to be whole.
+"""
+
+import contextlib
+import errno
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from rich.table import Table
+from rich.text import Text
+
+from .errors import CheckpointError
+from .exchange import Exchange, Fusion, merge_exchange, split_exchange
+from .inspect import counted, new_table
+from .metadata import METADATA_FILE, read_metadata
+from .new_metadata import metadata_bytes
+from .partial import Partial, open_partial, partial_of
+from .perform import perform
+from .reading import Checkpoint, open_checkpoint
+from .rewrite import Rewrite, Unit, plan_rewrite, unit_bytes_of, units_of
+from .rules import Rule
+from .sinks import LocalSink, Sink, is_empty_remote, remote_sink
+from .sizes import human_bytes, human_shape
+from .verify import check_structure
+
+Way = Literal["split", "merge"]
+
+FORMAT = 1
+"""Of what is in a partial folder: another number, and nobody goes on with it."""
+
+_MAY_END = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
+"""Errors of writing after which somebody makes room, and goes on."""
+
+_ROUND_NOTES = 3
+
+
+def open_whole(source: str, threads: int) -> tuple[Checkpoint, list[str]]:
+    """A checkpoint, and what there is to be said about it.
+
+    Raises:
+        CheckpointError: it is not whole.
+    """
+    checkpoint = open_checkpoint(source)
+    check_whole(checkpoint, threads)
+    return checkpoint, foreign_files(checkpoint, {METADATA_FILE})
+
+
+def check_whole(checkpoint: Checkpoint, threads: int) -> None:
+    """Whether everything is there that has to be.
+
+    Raises:
+        CheckpointError: it is not.
+    """
+    problems, _ = check_structure(checkpoint, threads)
+    if problems:
+        first, more = problems[0], len(problems) - 1
+        also = f", and {more:,} more problems" if more else ""
+        raise CheckpointError(
+            f"{checkpoint.path} is not whole: {first.where}: {first.text}{also}. The command verify lists all of them"
+        )
+
+
+def foreign_files(checkpoint: Checkpoint, own: Iterable[str]) -> list[str]:
+    """Notes about files that have nothing of the checkpoint, and are not among its ``own`` files without data."""
+    known = {*own, *checkpoint.items_by_file()}
+    left = [name for name in checkpoint.folder.files() if name not in known and not _is_folder_of(name, known)]
+    notes = [f"{name} does not belong to the checkpoint, and is not copied" for name in left[:_ROUND_NOTES]]
+    if len(left) > _ROUND_NOTES:
+        notes.append(f"{len(left) - _ROUND_NOTES} more files and folders do not belong to it either")
+    return notes
+
+
+def _is_folder_of(name: str, files: set[str]) -> bool:
+    return name.endswith("/") and any(file.startswith(name) for file in files)
+
+
+def plan(
+    checkpoint: Checkpoint, way: Way, rules: Sequence[Rule], values: Mapping[str, float], excluded: Sequence[str]
+) -> Rewrite:
+    """What would be written.
+
+    Raises:
+        CheckpointError: the rules do not fit the checkpoint.
+    """
+    exchange = (split_exchange if way == "split" else merge_exchange)(checkpoint, rules, values, excluded)
+    for key in (key for fusion in exchange.fusions for key in (fusion.fused, *fusion.parts)):
+        for chunk in checkpoint.tensors[key].chunks if key in checkpoint.tensors else ():
+            if chunk.transforms:
+                raise CheckpointError(
+                    f"{key} was written through {', '.join(chunk.transforms)}, which these tools do not undo; load the "
+                    "checkpoint with DCP and save it without, or --exclude it"
+                )
+    return plan_rewrite(checkpoint, exchange)
+
+
+def fingerprint_of(
+    checkpoint: Checkpoint, way: Way, rules: Sequence[Rule], values: Mapping[str, float], excluded: Sequence[str]
+) -> dict[str, object]:
+    """Of everything that the files of the new checkpoint depend on."""
+    folder = checkpoint.folder
+    with folder.open(METADATA_FILE) as stream:
+        metadata = stream.read()
+    asked = repr((way, list(rules), sorted(values.items()), sorted(excluded)))
+    return {
+        "format": FORMAT,
+        "torch": torch.__version__,
+        "metadata": hashlib.sha256(metadata).hexdigest(),
+        "files": stamps_of(checkpoint),
+        "asked": hashlib.sha256(asked.encode()).hexdigest(),
+    }
+
+
+def stamps_of(checkpoint: Checkpoint) -> str:
+    """What is different after a file with data was changed."""
+    files = {file: checkpoint.folder.stamp(file) for file in checkpoint.items_by_file()}
+    return hashlib.sha256(repr(sorted(files.items())).encode()).hexdigest()
+
+
+# --- where to --------------------------------------------------------------------------------------------------------
+
+
+def check_destination(source: str, destination: str) -> None:
+    """Refuse a destination that is there, or is in the source, or the other way round.
+
+    Raises:
+        CheckpointError: says which.
+    """
+    if "://" in destination:
+        _check_remote(source, destination)
+        return
+    path = Path(destination)
+    if os.path.lexists(path):
+        raise CheckpointError(f"{destination} exists; give a name that is not taken, or remove it first")
+    if not path.name or path.name in (".", ".."):
+        raise CheckpointError(f"{destination!r} is not the name of a new folder")
+    if not path.parent.is_dir():
+        raise CheckpointError(f"{path.parent} is not a folder; make it first, or choose another place")
+    old = _local_path(source)
+    if old is not None:
+        new = path.parent.resolve() / path.name
+        if new == old or old in new.parents:
+            raise CheckpointError(f"{destination} lies inside of {source}; choose a place outside of it")
+        if new in old.parents or partial_of(new) in (old, *old.parents):
+            raise CheckpointError(f"{source} lies inside of {destination}; choose another place")
+
+
+def _check_remote(source: str, destination: str) -> None:
+    ends = [each.rstrip("/") + "/" for each in (source, destination)]
+    if ends[0].startswith(ends[1]) or ends[1].startswith(ends[0]):
+        raise CheckpointError(f"{destination} and {source} lie inside of each other; choose another place")
+    old, new = _local_path(source), _local_path(destination)
+    if old is not None and new is not None and (old == new or old in new.parents or new in old.parents):
+        raise CheckpointError(f"{destination} and {source} lie inside of each other; choose another place")
+    if not is_empty_remote(destination):
+        raise CheckpointError(f"{destination} exists; give a name that is not taken, or remove it first")
+
+
+def _local_path(path: str) -> Path | None:
+    if path.startswith(("file://", "local://")):
+        path = path.partition("://")[2]
+    return None if "://" in path else Path(path).resolve()
+
+
+# --- doing it --------------------------------------------------------------------------------------------------------
+
+
+def write(
+    checkpoint: Checkpoint,
+    rewrite: Rewrite,
+    destination: str,
+    fingerprint: Mapping[str, object],
+    *,
+    threads: int,
+    max_memory_bytes: int,
+    restart: bool = False,
+    advance: Callable[[int], object] = lambda done: None,
+    last_files: Mapping[str, bytes] | None = None,
+) -> None:
+    """Write the new checkpoint.
+
+    Args:
+        checkpoint: to read from.
+        rewrite: the plan.
+        destination: where to, checked.
+        fingerprint: of everything that the files depend on.
+        threads: how many units are done at the same time.
+        max_memory_bytes: for data, over all threads.
+        restart: begin anew, whatever an earlier run has left.
+        advance: is told of bytes that are written, from any thread.
+        last_files: what is written when all else is there, by name; without it, the metadata.
+
+    Raises:
+        CheckpointError: the source cannot be read, or the destination not be written. What was written so far is gone,
+            unless it says otherwise.
+        KeyboardInterrupt: as it came. What was written so far is there to go on with.
+    """
+    if last_files is None:
+        last_files = {METADATA_FILE: metadata_bytes(read_metadata(checkpoint.folder), rewrite, destination)}
+    units = units_of(rewrite, unit_bytes_of(rewrite.nbytes))
+    options: dict[str, Any] = {"threads": threads, "max_memory_bytes": max_memory_bytes, "advance": advance}
+    if "://" in destination:
+        with _errors_named(destination), remote_sink(destination) as sink:
+            _fill(checkpoint, rewrite, units, sink, last_files, done={}, record=lambda unit, filled: None, **options)
+        return
+    path = Path(destination)
+    with open_partial(path, fingerprint, restart=restart) as partial, _removed_unless_of_use(partial):
+        local = LocalSink(partial.files)
+        _check_what_is_done(partial, units, rewrite.file_bytes())
+        _fill(checkpoint, rewrite, units, local, last_files, done=partial.done, record=partial.record, **options)
+        _check_unchanged(checkpoint, fingerprint)
+        partial.publish()
+
+
+def _fill(
+    checkpoint: Checkpoint,
+    rewrite: Rewrite,
+    units: Sequence[Unit],
+    sink: Sink,
+    last_files: Mapping[str, bytes],
+    **options: Any,
+) -> None:
+    sink.prepare(rewrite.file_bytes())
+    perform(checkpoint, rewrite, units, sink, **options)
+    for file, content in last_files.items():
+        sink.write_metadata(content, file)
+
+
+def _check_what_is_done(partial: Partial, units: Sequence[Unit], file_bytes: Mapping[str, int]) -> None:
+    for file in {file for number in partial.done for file in units[number].files}:
+        path = partial.files / file
+        if not path.is_file() or path.stat().st_size != file_bytes[file]:
+            raise CheckpointError(f"{path} is not as it was left, so that all is begun anew; run the command again")
+
+
+def _check_unchanged(checkpoint: Checkpoint, fingerprint: Mapping[str, object]) -> None:
+    if stamps_of(checkpoint) != fingerprint["files"]:
+        raise CheckpointError(f"{checkpoint.path} was changed while it was read; run this again when nobody writes it")
+
+
+@contextlib.contextmanager
+def _removed_unless_of_use(partial: Partial) -> Iterator[None]:
+    """What was written is kept for somebody who can go on with it: after an interrupt, or when there is room again."""
+    try:
+        yield
+    except CheckpointError:
+        partial.remove()
+        raise
+    except OSError as error:
+        if error.errno not in _MAY_END or not partial.is_of_use:
+            partial.remove()
+            raise CheckpointError(f"the new checkpoint cannot be written: {error.strerror or error}") from error
+        raise CheckpointError(
+            f"the new checkpoint cannot be written: {error.strerror or error}. What there is stays in "
+            f"{partial.folder}: run the same command again to go on with it, or remove it"
+        ) from error
+
+
+@contextlib.contextmanager
+def _errors_named(destination: str) -> Iterator[None]:
+    try:
+        yield
+    except (CheckpointError, KeyboardInterrupt):
+        raise
+    except Exception as error:  # file systems have errors of their own
+        raise CheckpointError(f"{destination} cannot be written: {type(error).__name__}: {error}") from error
+
+
+def after_interrupt(destination: str) -> str:
+    """What can be done now."""
+    if "://" in destination:
+        return "What was sent is removed again"
+    return (
+        f"What there is stays in {partial_of(Path(destination))}: run the same command again to go on with it, or "
+        "remove it"
+    )
+
+
+# --- shown -----------------------------------------------------------------------------------------------------------
+
+
+def as_json(rewrite: Rewrite, way: Way) -> dict[str, Any]:
+    """The plan, with sizes in bytes."""
+    counts = _chunk_counts(rewrite)
+    return {
+        "way": way,
+        "fusions": [_fusion_json(fusion, counts, way) for fusion in rewrite.exchange.fusions],
+        "copies": {key: list(new) for key, new in rewrite.exchange.copies.items()},
+        "rewritten": sorted(rewrite.exchange.objects),
+        "files": rewrite.file_bytes(),
+        "nbytes": rewrite.nbytes,
+        "fused_bytes": _fused_bytes(rewrite.exchange),
+    }
+
+
+def _fusion_json(fusion: Fusion, counts: Mapping[str, int], way: Way) -> dict[str, Any]:
+    parts = [
+        {"key": key, "shape": comb.part_shape(fusion.shape, fusion.dim), "chunks": counts.get(key)}
+        for key, comb in zip(fusion.parts, fusion.combs, strict=True)
+    ]
+    return {
+        "fused": fusion.fused,
+        "shape": fusion.shape,
+        "dtype": str(fusion.dtype).removeprefix("torch."),
+        "dim": fusion.dim,
+        "chunks": counts.get(fusion.fused),
+        "parts": parts,
+    }
+
+
+def as_table(rewrite: Rewrite, way: Way) -> Table:
+    """A row for each fused tensor, and one for each of its parts."""
+    table = new_table("fused tensor", "parts", "shape", "dtype", numbers=("new chunks",))
+    counts = _chunk_counts(rewrite)
+    for fusion in rewrite.exchange.fusions:
+        dtype = str(fusion.dtype).removeprefix("torch.")
+        chunks = f"{counts[fusion.fused]:,}" if way == "merge" else ""
+        table.add_row(Text(fusion.fused), "", human_shape(fusion.shape), dtype, chunks)
+        for key, comb in zip(fusion.parts, fusion.combs, strict=True):
+            chunks = f"{counts[key]:,}" if way == "split" else ""
+            shape = human_shape(comb.part_shape(fusion.shape, fusion.dim))
+            table.add_row("", Text(key), shape, dtype, chunks)
+    return table
+
+
+def _chunk_counts(rewrite: Rewrite) -> dict[str, int]:
+    counts = dict.fromkeys(rewrite.tensors, 0)
+    for items in rewrite.files.values():
+        for item in items:
+            for entry in item.entries:
+                if entry.region is not None:
+                    counts[entry.key] += 1
+    return counts
+
+
+def _fused_bytes(exchange: Exchange) -> int:
+    return sum(torch.Size(fusion.shape).numel() * fusion.dtype.itemsize for fusion in exchange.fusions)
+
+
+def headline(rewrite: Rewrite, way: Way) -> str:
+    """What is done, in a line."""
+    exchange = rewrite.exchange
+    state = len(exchange.fusions) - exchange.parameters
+    verb = "split" if way == "split" else "merged"
+    objects = len(rewrite.tensors) + len(rewrite.objects)
+    return (
+        f"{counted(exchange.parameters, 'tensor')} and {counted(state, 'state tensor')} {verb}, "
+        f"{human_bytes(_fused_bytes(exchange))} of {human_bytes(rewrite.nbytes)}; "
+        f"{counted(objects, 'key')} in {counted(len(rewrite.files), 'file')}"
+    )

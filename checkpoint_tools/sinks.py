@@ -1,0 +1,202 @@
+"""Where new files go: into a folder on this machine, or to any place that fsspec knows.
+
+A file is written in parts, in any order and by several threads, and closed once. Object storage takes a file only from
+its start to its end, and only as a whole; files for it are made in a temporary folder, and sent when they are closed.
+"""
+
+import contextlib
+import errno
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from .errors import CheckpointError
+from .metadata import METADATA_FILE
+from .sizes import human_bytes
+
+_SENT_BYTES = 8 << 20  # at a time
+
+
+class OpenFile:
+    """A file to write to, for one thread."""
+
+    def __init__(self, path: Path) -> None:
+        self.descriptor = os.open(path, os.O_WRONLY)
+
+    def write(self, offset: int, content: Any) -> None:
+        """All of ``content``, at ``offset``."""
+        view = memoryview(content)
+        while view:
+            written = os.pwrite(self.descriptor, view, offset)
+            view, offset = view[written:], offset + written
+
+    def close(self) -> None:
+        """No more is written. Whether it is on the disk is another question: see :meth:`Sink.sync`."""
+        os.close(self.descriptor)
+
+
+class Sink(Protocol):
+    """The files of a new checkpoint."""
+
+    def prepare(self, file_bytes: Mapping[str, int]) -> None:
+        """Before anything is written: all files and their lengths."""
+        ...
+
+    def open(self, file: str) -> OpenFile:
+        """A file to write to; any thread may."""
+        ...
+
+    def sync(self, file: str) -> None:
+        """What was written to the file is safe on the disk."""
+        ...
+
+    def finish(self, file: str) -> None:
+        """The file is complete."""
+        ...
+
+    def write_metadata(self, content: bytes, file: str = METADATA_FILE) -> None:
+        """The last of all."""
+        ...
+
+
+class LocalSink:
+    """Files in a folder that is there."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def prepare(self, file_bytes: Mapping[str, int]) -> None:
+        """All of the disk's space that is needed is taken at once: a full disk is found now, not in an hour.
+
+        Raises:
+            OSError: there is not enough.
+        """
+        missing = sum(max(nbytes - _taken_bytes(self._folder / file), 0) for file, nbytes in file_bytes.items())
+        free = shutil.disk_usage(self._folder).free
+        if missing > free:
+            room = f"{human_bytes(missing)} are needed, and {human_bytes(free)} are free"
+            raise OSError(errno.ENOSPC, f"{room}; make room, or choose another disk")
+        for file, nbytes in file_bytes.items():
+            path = self._folder / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("ab") as stream:
+                if nbytes:
+                    _reserve(stream.fileno(), nbytes)
+
+    def open(self, file: str) -> OpenFile:
+        """See :class:`Sink`."""
+        return OpenFile(self._folder / file)
+
+    def sync(self, file: str) -> None:
+        """See :class:`Sink`."""
+        descriptor = os.open(self._folder / file, os.O_RDONLY)
+        try:
+            os.fdatasync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def finish(self, file: str) -> None:
+        """See :class:`Sink`."""
+
+    def write_metadata(self, content: bytes, file: str = METADATA_FILE) -> None:
+        """See :class:`Sink`."""
+        with (self._folder / file).open("wb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+
+
+def _taken_bytes(path: Path) -> int:
+    try:
+        return path.stat().st_blocks * 512
+    except FileNotFoundError:
+        return 0
+
+
+def _reserve(descriptor: int, nbytes: int) -> None:
+    if hasattr(os, "posix_fallocate"):
+        try:
+            os.posix_fallocate(descriptor, 0, nbytes)
+            return
+        except OSError as error:
+            if error.errno not in _CANNOT_RESERVE:
+                raise
+    os.truncate(descriptor, nbytes)
+
+
+_CANNOT_RESERVE = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
+
+
+class RemoteSink:
+    """Files behind an fsspec URL, each sent as a whole when it is complete. The metadata are the last."""
+
+    def __init__(self, url: str, spool: Path) -> None:
+        from fsspec.core import url_to_fs
+
+        self._fs, self._root = url_to_fs(url)
+        self._spool = spool
+
+    def prepare(self, file_bytes: Mapping[str, int]) -> None:
+        """See :class:`Sink`."""
+        self._fs.makedirs(self._root, exist_ok=True)
+
+    def open(self, file: str) -> OpenFile:
+        """See :class:`Sink`."""
+        path = self._spool / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        return OpenFile(path)
+
+    def sync(self, file: str) -> None:
+        """See :class:`Sink`. What is only sent need not be."""
+
+    def finish(self, file: str) -> None:
+        """See :class:`Sink`."""
+        path = self._spool / file
+        with path.open("rb") as source, self._fs.open(self._at(file), "wb") as target:
+            while block := source.read(_SENT_BYTES):
+                target.write(block)
+        path.unlink()
+
+    def write_metadata(self, content: bytes, file: str = METADATA_FILE) -> None:
+        """See :class:`Sink`."""
+        with self._fs.open(self._at(file), "wb") as target:
+            target.write(content)
+
+    def remove(self) -> None:
+        """What was sent."""
+        with contextlib.suppress(Exception):  # what is said is why it did not end well
+            self._fs.rm(self._root, recursive=True)
+
+    def _at(self, file: str) -> str:
+        return f"{self._root.rstrip('/')}/{file}"
+
+
+def is_empty_remote(url: str) -> bool:
+    """Whether there is nothing at a URL yet.
+
+    Raises:
+        CheckpointError: it cannot be opened.
+    """
+    try:
+        from fsspec.core import url_to_fs
+
+        fs, root = url_to_fs(url)
+        return not fs.exists(root) or not fs.ls(root)
+    except (ImportError, ValueError) as error:
+        raise CheckpointError(f"{url} cannot be opened ({error}); is the file system's package installed?") from error
+
+
+@contextlib.contextmanager
+def remote_sink(url: str) -> Iterator[RemoteSink]:
+    """A sink for a URL; what was sent is removed again if it does not end well."""
+    with tempfile.TemporaryDirectory(prefix="checkpoint-tools-") as spool:
+        sink = RemoteSink(url, Path(spool))
+        try:
+            yield sink
+        except BaseException:
+            sink.remove()
+            raise

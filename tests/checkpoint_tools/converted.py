@@ -1,0 +1,47 @@
+"""Checkpoints that are converted in this process, and looked into."""
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+from checkpoint_tools import convert, rewriting
+from checkpoint_tools.converting import Wanted
+from checkpoint_tools.opening import open_checkpoint
+from checkpoint_tools.reading import Checkpoint
+from checkpoint_tools.verify import check_structure
+
+
+def converted(
+    source: Path | str,
+    destination: Path | str,
+    *,
+    shard_bytes: int = 5_000_000_000,
+    key_prefix: str | None = None,
+    what: str = "all",
+    excluded: tuple[str, ...] = (),
+    flat: bool = False,
+    shapes_from: Path | None = None,
+    threads: int = 2,
+    max_memory_bytes: int = 1 << 20,
+) -> Checkpoint:
+    """The new one, and it is whole."""
+    rewriting.check_destination(str(source), str(destination))
+    wanted = Wanted(what, key_prefix, excluded, shard_bytes)  # type: ignore[arg-type]
+    opened = convert.open_source(str(source), None, key_prefix, 1, flat=flat)
+    shapes = None if shapes_from is None else str(shapes_from)
+    planned = convert.plan_flat(opened, shapes, wanted) if flat else convert.plan(opened, wanted)
+    convert.write(opened, planned, str(destination), threads=threads, max_memory_bytes=max_memory_bytes)
+    made = open_checkpoint(destination)
+    problems, files = check_structure(made, 1)
+    assert not problems
+    assert not files.notes
+    return made
+
+
+def safetensors_file(path: Path, header: Any, data: bytes = b"", *, length: int | None = None) -> Path:
+    """A file with whatever header."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(struct.pack("<Q", len(text) if length is None else length) + text + data)
+    return path

@@ -1,0 +1,131 @@
+"""Checkpoints that are rewritten without a process group: made, rewritten in this process, and looked into."""
+
+import io
+import zipfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from checkpoint_tools import rewriting
+from checkpoint_tools.items import Reader
+from checkpoint_tools.parts import Comb
+from checkpoint_tools.reading import Checkpoint, open_checkpoint
+from checkpoint_tools.rules import Rule
+from checkpoint_tools.verify import check_structure
+from fsdp_offload.checkpoint import Chunk, ShardChunks, ShardTensor
+from fsdp_offload.checkpoint.rectangles import contiguous_strides
+
+FUSED, DOWN = "mlp.gate_up.weight", "mlp.down.weight"
+GATE, UP = "mlp.gate.weight", "mlp.up.weight"
+
+Rectangle = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def rule(**fields: Any) -> Rule:
+    fields = {"fused": "{p}gate_up.weight", "parts": ("{p}gate.weight", "{p}up.weight"), **fields}
+    return Rule(**fields)
+
+
+def rewritten(
+    way: rewriting.Way,
+    source: Path,
+    destination: Path | str,
+    *rules: Rule,
+    values: dict[str, float] | None = None,
+    excluded: Sequence[str] = (),
+    threads: int = 2,
+    max_memory_bytes: int = 1 << 20,
+    restart: bool = False,
+) -> Checkpoint:
+    """The new checkpoint, and it is whole."""
+    wanted = (rules, values or {}, excluded)
+    rewriting.check_destination(str(source), str(destination))
+    checkpoint, _ = rewriting.open_whole(str(source), 1)
+    planned = rewriting.plan(checkpoint, way, *wanted)
+    fingerprint = rewriting.fingerprint_of(checkpoint, way, *wanted)
+    rewriting.write(
+        checkpoint,
+        planned,
+        str(destination),
+        fingerprint,
+        threads=threads,
+        max_memory_bytes=max_memory_bytes,
+        restart=restart,
+    )
+    made = open_checkpoint(destination)
+    problems, files = check_structure(made, 1)
+    assert not problems
+    assert not files.notes
+    return made
+
+
+def tiled(whole: Tensor, rectangles: Iterable[Rectangle]) -> ShardTensor:
+    """All of ``whole``, saved as these chunks."""
+    chunks, pieces, start = [], [], 0
+    for offsets, sizes in rectangles:
+        piece = whole[tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))]
+        chunks.append(Chunk(offsets, sizes, start, contiguous_strides(sizes)))
+        pieces.append(piece.reshape(-1))
+        start += piece.numel()
+    memory = torch.cat(pieces) if pieces else whole.new_empty(0)
+    return ShardTensor(memory, ShardChunks(tuple(whole.shape), tuple(memory.shape), tuple(chunks)))
+
+
+def part_of(whole: Tensor, dim: int, comb: Comb) -> Tensor:
+    """A part, by indices: another way than the tools have."""
+    if comb.is_dropped:
+        return whole.select(dim, comb.start)
+    index = [comb.start + block * comb.distance + at for block in range(comb.blocks) for at in range(comb.length)]
+    numbers = torch.arange(whole.numel()).view(whole.shape).index_select(dim, torch.tensor(index, dtype=torch.long))
+    if not numbers.numel():
+        return whole.new_empty(numbers.shape)
+    elements = whole.reshape(-1).view(torch.uint8).view(-1, whole.itemsize)  # not all dtypes can be indexed
+    return elements[numbers.flatten()].view(-1).view(whole.dtype).view(numbers.shape)
+
+
+def values_of(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Everything, by flat key."""
+    with Reader(checkpoint) as reader:
+        found: dict[str, Any] = {key: reader.read_object(item) for key, item in checkpoint.objects.items()}
+        for key, tensor in checkpoint.tensors.items():
+            whole = torch.empty(tensor.shape, dtype=tensor.dtype)
+            for chunk in tensor.chunks:
+                place = tuple(slice(at, at + n) for at, n in zip(chunk.offsets, chunk.sizes, strict=True))
+                whole[place] = reader.read_chunk(chunk)
+            found[key] = whole
+    return found
+
+
+def chunks_of_keys(checkpoint: Checkpoint) -> dict[str, list[Rectangle]]:
+    return {key: [(c.offsets, c.sizes) for c in tensor.chunks] for key, tensor in checkpoint.tensors.items()}
+
+
+def same_bits(a: Any, b: Any) -> bool:
+    if not isinstance(a, Tensor):
+        return bool(a == b)
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(_bytes_of(a), _bytes_of(b))
+
+
+def _bytes_of(values: Tensor) -> Tensor:
+    return torch.empty(values.numel(), dtype=values.dtype).copy_(values.reshape(-1)).view(torch.uint8)
+
+
+def assert_same(a: Checkpoint, b: Checkpoint) -> None:
+    """All values, bit by bit, and where each was in the nested state dict."""
+    first, second = values_of(a), values_of(b)
+    assert first.keys() == second.keys()
+    assert [key for key, value in first.items() if not same_bits(value, second[key])] == []
+    assert a.paths == b.paths
+
+
+def check_zip_files(checkpoint: Checkpoint) -> None:
+    """Every item is a zip file whose checksums are right."""
+    with Reader(checkpoint) as reader:
+        for key, item in checkpoint.items():
+            with zipfile.ZipFile(io.BytesIO(reader.read_bytes(item))) as archive:
+                assert archive.testzip() is None, key

@@ -1,0 +1,292 @@
+"""Whose state it is: the keys that torch and others write, and what is refused rather than guessed."""
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+
+from checkpoint_tools.errors import CheckpointError
+from checkpoint_tools.names import sorted_out
+from checkpoint_tools.reading import open_checkpoint
+from checkpoint_tools.rules import Rule, preset
+from fsdp_offload.checkpoint.rectangles import ragged_chunks
+from tests.checkpoint_tools.checkpoints import changed, save
+from tests.checkpoint_tools.offline import (
+    DOWN,
+    FUSED,
+    GATE,
+    UP,
+    assert_same,
+    chunks_of_keys,
+    rewritten,
+    rule,
+    same_bits,
+    tiled,
+    values_of,
+)
+
+WHOLE = torch.arange(24.0).view(8, 3)
+MEGATRON = "decoder.layers.0.mlp.linear_fc1.weight"
+
+
+def optimizer(**state: Any) -> dict[str, Any]:
+    return {"state": {FUSED: state}, "param_groups": [{"lr": 0.5, "params": [DOWN, FUSED]}]}
+
+
+def round_trip(tmp_path: Path, state: dict[str, Any], *rules: Rule, **options: Any) -> dict[str, Any]:
+    """What splitting makes of it; and merging gives it back."""
+    source = save(tmp_path / "source", state)
+    split = rewritten("split", source, tmp_path / "split", *(rules or (rule(),)), **options)
+    merged = rewritten("merge", tmp_path / "split", tmp_path / "merged", *(rules or (rule(),)), **options)
+    assert_same(merged, open_checkpoint(source))
+    return values_of(split)
+
+
+def refused(tmp_path: Path, state: dict[str, Any], *rules: Rule, match: str, **options: Any) -> None:
+    source = save(tmp_path / "source", state)
+    with pytest.raises(CheckpointError, match=match):
+        rewritten(options.pop("way", "split"), source, tmp_path / "new", *(rules or (rule(),)), **options)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+# What is split -------------------------------------------------------------------------------------------------------
+
+
+def test_only_an_optimizer_as_accelerate_saves_it(tmp_path: Path) -> None:
+    values = round_trip(tmp_path, {"optimizer": optimizer(exp_avg=WHOLE, step=torch.tensor(1.0), kind="adam")})
+    assert same_bits(values[f"optimizer.state.{UP}.exp_avg"], WHOLE[4:])
+    assert values[f"optimizer.state.{GATE}.kind"] == "adam"
+    assert values["optimizer.param_groups.0.params"] == [DOWN, GATE, UP]
+
+
+def test_keys_of_torchtitan(tmp_path: Path) -> None:
+    moments = {f"state.{FUSED}.exp_avg": WHOLE * 2, f"state.{FUSED}.step": torch.tensor(1.0)}
+    groups = {f"param_groups.{FUSED}.lr": 0.5, f"param_groups.{FUSED}.betas": (0.9, 0.99)}
+    values = round_trip(tmp_path, {FUSED: WHOLE, "optimizer": moments | groups, "train_state": {"step": 3}})
+    assert same_bits(values[UP], WHOLE[4:])
+    assert same_bits(values[f"optimizer.state.{UP}.exp_avg"], WHOLE[4:] * 2)
+    assert values[f"optimizer.param_groups.{GATE}.betas"] == (0.9, 0.99)
+    assert values["train_state.step"] == 3
+
+
+def test_torchtitan_whose_model_has_the_parts_already(tmp_path: Path) -> None:
+    whole = torch.arange(24.0).view(4, 2, 3)
+    model = {"layers.0.ff.w1.weight": whole[:, 0], "layers.0.ff.w3.weight": whole[:, 1]}
+    state = {**model, "optimizer": {"state.layers.0.ff.w13.exp_avg": whole, "param_groups.layers.0.ff.w13.lr": 0.5}}
+    source = save(tmp_path / "source", state)
+    values = values_of(rewritten("split", source, tmp_path / "split", *preset("torchtitan-w13")))
+    assert same_bits(values["optimizer.state.layers.0.ff.w3.weight.exp_avg"], whole[:, 1].contiguous())
+    assert values["optimizer.param_groups.layers.0.ff.w1.weight.lr"] == 0.5
+
+
+def test_keys_of_megatron(tmp_path: Path) -> None:
+    down = MEGATRON.replace("fc1", "fc2")
+    own = f"module.module.module.{MEGATRON}"
+    state = {
+        "model": {f"module.{MEGATRON}": WHOLE.bfloat16(), f"module.{down}": torch.zeros(3, 4)},
+        "optimizer": {
+            "state": {own: {"exp_avg": WHOLE + 1, "step": 2, "master_param": WHOLE}},
+            "param_to_group_meta": {own: {"lr": 0.5, "wd_mult": 1.0}},
+        },
+    }
+    values = round_trip(tmp_path, state, *preset("megatron-swiglu"), values={"tp_size": 2})
+    assert same_bits(values[f"model.module.{MEGATRON}_w"], WHOLE[[0, 1, 4, 5]].bfloat16())
+    assert same_bits(values[f"optimizer.state.{own}_v.exp_avg"], WHOLE[[2, 3, 6, 7]] + 1)
+    assert same_bits(values[f"optimizer.state.{own}_v.master_param"], WHOLE[[2, 3, 6, 7]])
+    assert values[f"optimizer.param_to_group_meta.{own}_w.wd_mult"] == 1.0
+
+
+def test_a_wrapped_state_dict_and_two_optimizers(tmp_path: Path) -> None:
+    app = {"model": {FUSED: WHOLE}, "optim": optimizer(exp_avg=WHOLE), "other": optimizer(momentum_buffer=WHOLE)}
+    values = round_trip(tmp_path, {"app": app})
+    assert same_bits(values[f"app.other.state.{UP}.momentum_buffer"], WHOLE[4:])
+
+
+def test_without_paths(tmp_path: Path) -> None:
+    source = save(tmp_path / "source", {"model": {FUSED: WHOLE}, "optim": optimizer(exp_avg=WHOLE)})
+    bare = changed(source, "bare", lambda metadata: setattr(metadata, "planner_data", None))
+    values = values_of(rewritten("split", bare, tmp_path / "split", rule()))
+    assert same_bits(values[f"optim.state.{GATE}.exp_avg"], WHOLE[:4])
+    assert values["optim.param_groups.0.params"] == [DOWN, GATE, UP]
+
+
+def test_without_paths_and_deeper(tmp_path: Path) -> None:
+    source = save(tmp_path / "source", {"app": {"model": {FUSED: WHOLE}, "optim": optimizer(exp_avg=WHOLE)}})
+    bare = changed(source, "bare", lambda metadata: setattr(metadata, "planner_data", None))
+    values = values_of(rewritten("split", bare, tmp_path / "split", rule()))
+    assert same_bits(values[f"app.optim.state.{GATE}.exp_avg"], WHOLE[:4])
+
+
+def test_transforms(tmp_path: Path) -> None:
+    """Items that went through an extension are taken over as they are; fused ones cannot be split."""
+
+    def through(key: str) -> Callable[[Any], None]:
+        def edit(metadata: Any) -> None:
+            for index, info in metadata.storage_data.items():
+                if index.fqn == key:
+                    info.transform_descriptors = ["stream.zstd/1"]
+
+        return edit
+
+    source = save(tmp_path / "source", {"model": {FUSED: WHOLE, DOWN: WHOLE}})
+    kept = changed(source, "kept", through(f"model.{DOWN}"))
+    split = rewritten("split", kept, tmp_path / "split", rule())
+    assert split.tensors[f"model.{DOWN}"].chunks[0].transforms == ("stream.zstd/1",)
+    with pytest.raises(CheckpointError, match=r"was written through stream.zstd/1"):
+        rewritten("split", changed(source, "fused", through(f"model.{FUSED}")), tmp_path / "new", rule())
+
+
+def test_flat_state_becomes_rectangles_of_the_parts(tmp_path: Path) -> None:
+    flat = WHOLE.flatten() + 1
+    ranges = [((0,), (8,)), ((8,), (9,)), ((17,), (7,))]
+    state = {"model": {FUSED: WHOLE}, "optim": optimizer(exp_avg=tiled(flat, ranges))}
+    source = save(tmp_path / "source", state)
+    split = rewritten("split", source, tmp_path / "split", rule())
+    assert same_bits(values_of(split)[f"optim.state.{UP}.exp_avg"], WHOLE[4:] + 1)
+    expected = [
+        (chunk.offsets, chunk.sizes)
+        for begin, end in ((0, 5), (5, 12))
+        for chunk in ragged_chunks((4, 3), ((0, 0), (4, 3)), begin, end).chunks
+    ]
+    assert chunks_of_keys(split)[f"optim.state.{UP}.exp_avg"] == expected
+
+
+@pytest.mark.parametrize(("dtype", "is_kept"), [(torch.bfloat16, True), (torch.float32, False)])
+def test_masters_are_split_unless_they_repeat_the_parameter(tmp_path: Path, dtype: torch.dtype, is_kept: bool) -> None:
+    state = {"model": {FUSED: WHOLE.to(dtype)}, "optim": optimizer(master_param=WHOLE)}
+    split = rewritten("split", save(tmp_path / "source", state), tmp_path / "split", rule())
+    assert (f"optim.state.{GATE}.master_param" in split.tensors) is is_kept
+    assert f"optim.state.{FUSED}.master_param" not in split.tensors
+
+
+def test_what_is_excluded_stays_with_its_state(tmp_path: Path) -> None:
+    other = f"vision.{FUSED}"
+    model = {FUSED: WHOLE, other: WHOLE}
+    optim = {"state": {key: {"exp_avg": WHOLE} for key in model}, "param_groups": [{"params": [*model]}]}
+    values = round_trip(tmp_path, {"model": model, "optim": optim}, excluded=["model.vision.*"])
+    assert values["optim.param_groups.0.params"] == [GATE, UP, other]
+    assert f"optim.state.{other}.exp_avg" in values
+
+
+def test_one_key_that_ends_as_another(tmp_path: Path) -> None:
+    keys = [FUSED, f"encoder.{FUSED}", f"encoder.encoder.{FUSED}"]
+    model = {key: WHOLE + number for number, key in enumerate(keys)}
+    optim = {"state": {key: {"exp_avg": value * 2} for key, value in model.items()}, "param_groups": []}
+    values = round_trip(tmp_path, {"model": model, "optim": optim}, excluded=[f"model.encoder.{FUSED}"])
+    assert same_bits(values[f"optim.state.encoder.encoder.{UP}.exp_avg"], (WHOLE[4:] + 2) * 2)
+    assert f"optim.state.encoder.{FUSED}.exp_avg" in values
+
+
+# What is refused -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("state", "match"),
+    [
+        ({"model": {DOWN: WHOLE}}, "rules that match nothing"),
+        ({"model": {FUSED: WHOLE[:7]}}, "has no 2 equal parts"),
+        ({"model": {FUSED: WHOLE, GATE: WHOLE}}, "are taken already"),
+        ({"model": {FUSED: WHOLE}, "optim": optimizer(rows=torch.ones(8))}, r"exp_avg|rows has shape \(8,\)"),
+        ({"model": {FUSED: WHOLE}, "optim": optimizer(columns=torch.ones(1, 3))}, r"columns has shape \(1, 3\)"),
+        ({"model": {FUSED: WHOLE}, "optim": {"state": {0: {"exp_avg": WHOLE}}}}, "are numbered"),
+        ({"model": {FUSED: WHOLE}, "optim": {FUSED: {"exp_avg": WHOLE}}}, "looks as if it belongs to"),
+        ({"model": {FUSED: WHOLE, f"{FUSED}.scale": WHOLE}}, "looks as if it belongs to"),
+        ({"model": {FUSED: WHOLE, f"state.{FUSED}": WHOLE}}, "may be a tensor of a model, or state of"),
+        ({"model": {FUSED: WHOLE}, "ema": {FUSED: WHOLE[:4]}, "optim": optimizer(exp_avg=WHOLE)}, "may belong to"),
+    ],
+)
+def test_what_does_not_fit_is_refused(tmp_path: Path, state: dict[str, Any], match: str) -> None:
+    refused(tmp_path, state, match=match)
+
+
+def test_what_cannot_be_merged(tmp_path: Path) -> None:
+    def parts(edit: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
+        state = {key: {"exp_avg": WHOLE[:4], "step": torch.tensor(1.0)} for key in (GATE, UP)}
+        found = {"model": {GATE: WHOLE[:4], UP: WHOLE[4:]}, "optim": {"state": state}}
+        edit(found)
+        return found
+
+    cases: dict[str, Callable[[dict[str, Any]], object]] = {
+        "missing": lambda found: found["model"].pop(UP),
+        "one fused value cannot be both": lambda found: found["optim"]["state"][UP].update(step=torch.tensor(2.0)),
+        "have exp_avg, and": lambda found: found["optim"]["state"][UP].pop("exp_avg"),
+        "and they have": lambda found: found["model"].update({UP: WHOLE[4:, :2]}),
+        "no 2 equal parts": lambda found: found["model"].update({UP: WHOLE[4:7]}),
+        "bfloat16": lambda found: found["model"].update({UP: WHOLE[4:].bfloat16()}),
+        "its parameter": lambda found: [found["optim"]["state"][key].update(rows=torch.ones(4)) for key in (GATE, UP)],
+        "is there already": lambda found: found["model"].update({FUSED: WHOLE}),
+    }
+    for number, (match, edit) in enumerate(cases.items()):
+        (tmp_path / str(number)).mkdir()
+        refused(tmp_path / str(number), parts(edit), match=match, way="merge")
+
+
+# Keys ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        (("optim", "state", "a.b", "exp_avg"), ("optim.state.", "a.b", ".exp_avg")),
+        (("optim", "state", "a.b", "nested", "x"), ("optim.state.", "a.b", ".nested.x")),
+        (("optim", "state.a.b.exp_avg"), ("optim.state.", "a.b", ".exp_avg")),
+        (("state.a.b.exp_avg",), ("state.", "a.b", ".exp_avg")),
+        (("optim", "param_groups.a.b.lr"), ("optim.param_groups.", "a.b", ".lr")),
+        (("optim", "param_to_group_meta", "a.b", "lr"), ("optim.param_to_group_meta.", "a.b", ".lr")),
+        (("model", "state.weight"), None),
+        (("model", "a.b"), None),
+        (("optim", "param_groups", 0, "lr"), None),
+    ],
+)
+def test_what_a_path_is(path: tuple[str | int, ...], expected: tuple[str, str, str] | None) -> None:
+    key = ".".join(map(str, path))
+    for paths in ({key: path}, {}):  # with the path, and by the dots alone
+        names = sorted_out([key], paths)
+        if expected is None:
+            assert not names.states
+        elif paths or "nested" not in key:
+            (name,) = names.states
+            assert (name.before, name.fqn, name.after) == expected
+            renamed, new_path = name.renamed("c")
+            assert renamed == key.replace("a.b", "c")
+            assert not paths or new_path == tuple(str(part).replace("a.b", "c") for part in path)
+
+
+def test_what_a_group_is() -> None:
+    keys = {"o.param_groups.0.params": ("o", "param_groups", 0, "params"), "o.param_groups": ("o", "param_groups")}
+    assert [(name.optimizer, name.is_list) for name in sorted_out(keys, keys).groups] == [("o", True), ("o", False)]
+    assert sorted_out(keys, {}).groups == sorted_out(keys, keys).groups
+
+
+# Metadata ------------------------------------------------------------------------------------------------------------
+
+
+def test_what_else_the_metadata_say_stays(tmp_path: Path) -> None:
+    def edit(metadata: Metadata) -> None:
+        for key in (f"model.{FUSED}", f"model.{DOWN}"):
+            properties = metadata.state_dict_metadata[key].properties  # type: ignore[union-attr]
+            properties.requires_grad, properties.pin_memory = True, True
+            properties.memory_format = torch.channels_last
+        assert metadata.storage_meta is not None
+        metadata.storage_meta.modules = ["m"]
+
+    state = {"model": {FUSED: WHOLE, DOWN: WHOLE}, "optim": optimizer(exp_avg=WHOLE)}
+    source = changed(save(tmp_path / "first", state), "source", edit)
+    rewritten("split", source, tmp_path / "split", rule())
+    old, new = (pickle.loads((folder / ".metadata").read_bytes()) for folder in (source, tmp_path / "split"))
+    for key in (GATE, UP, DOWN):
+        properties = new.state_dict_metadata[f"model.{key}"].properties
+        assert properties == old.state_dict_metadata[f"model.{FUSED}"].properties
+        assert properties.memory_format == torch.channels_last
+    assert not new.state_dict_metadata[f"optim.state.{UP}.exp_avg"].properties.requires_grad
+    assert (new.version, new.storage_meta.save_id) == (old.version, old.storage_meta.save_id)
+    assert (new.storage_meta.modules, new.storage_meta.checkpoint_id) == (["m"], str(tmp_path / "split"))
+    for index, info in new.storage_data.items():  # where DCP looks first for a chunk
+        if index.offset is not None:
+            assert new.state_dict_metadata[index.fqn].chunks[index.index].offsets == index.offset
+        assert isinstance(info.relative_path, str)
+    assert new.planner_data.keys() == new.state_dict_metadata.keys()

@@ -1,0 +1,86 @@
+"""Rectangles: stretches of memory, what two have in common, joining, and from a part to the whole."""
+
+import math
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from checkpoint_tools.parts import Comb, combs_of, part_chunks
+from checkpoint_tools.regions import Index, Region, common, contains, fused_regions, joined, position_in, stretches
+from fsdp_offload.checkpoint import Chunk, ShardChunks
+from fsdp_offload.checkpoint.rectangles import contiguous_strides
+
+SIZES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
+
+
+@given(sizes=SIZES, max_numel=st.integers(0, 40), shift=st.integers(0, 3))
+def test_stretches_are_consecutive_and_small(sizes: tuple[int, ...], max_numel: int, shift: int) -> None:
+    region = Region(tuple(shift for _ in sizes), sizes)
+    at = 0
+    for stretch in stretches(region, max_numel):
+        assert contains(region, stretch)
+        assert position_in(region, stretch.offsets) == at
+        assert stretch.numel <= max(max_numel, 1)
+        last = tuple(start + size - 1 for start, size in zip(*stretch, strict=True))
+        assert position_in(region, last) == at + stretch.numel - 1
+        at += stretch.numel
+    assert at == region.numel
+
+
+def test_stretches_are_few() -> None:
+    assert len(list(stretches(Region((0, 0), (4, 6)), 12))) == 2
+    assert len(list(stretches(Region((0, 0), (4, 6)), 4))) == 8
+    assert len(list(stretches(Region((0, 0), (1, 10**9)), 10**8))) == 10
+    assert list(stretches(Region((0, 7), (0, 3)), 5)) == [Region((0, 7), (0, 3))]
+
+
+@st.composite
+def regions(draw: st.DrawFn, ndim: int) -> Region:
+    return Region(*(tuple(draw(st.integers(0, 4)) for _ in range(ndim)) for _ in range(2)))
+
+
+@given(data=st.data(), ndim=st.integers(0, 3))
+def test_what_regions_have_in_common(data: st.DataObject, ndim: int) -> None:
+    found = data.draw(st.lists(regions(ndim), max_size=6))
+    one = data.draw(regions(ndim))
+    for other in found:
+        masks = []
+        for region in (one, other):
+            mask = torch.zeros((8,) * ndim, dtype=torch.bool)
+            mask[tuple(slice(at, at + size) for at, size in zip(*region, strict=True))] = True
+            masks.append(mask)
+        both = common(one, other)
+        assert (0 if both is None else both.numel) == int((masks[0] & masks[1]).sum())
+    expected = sorted(other for other in found if common(one, other) is not None)
+    assert sorted(Index(found).overlapping(one)) == expected
+
+
+def test_joined() -> None:
+    rows = [Region((row, 0), (1, 3)) for row in (2, 0, 1, 5)]
+    assert joined(rows, 0) == [Region((0, 0), (3, 3)), Region((5, 0), (1, 3))]
+    assert joined([Region((0, 0), (1, 2)), Region((1, 0), (1, 3))], 0) == [
+        Region((0, 0), (1, 2)),
+        Region((1, 0), (1, 3)),
+    ]
+
+
+@given(
+    layout=st.sampled_from(["concatenated", "interleaved", "grouped", "stacked"]),
+    before=st.lists(st.integers(1, 3), max_size=2),
+    after=st.lists(st.integers(1, 3), max_size=2),
+    size=st.integers(1, 4),
+)
+def test_from_the_part_to_the_whole_and_back(layout: str, before: list[int], after: list[int], size: int) -> None:
+    groups = 2 if layout == "grouped" else 1
+    sizes = [1, 1] if layout == "stacked" else [size * groups] * 2
+    combs: tuple[Comb, ...] = combs_of(sizes, layout, groups)  # type: ignore[arg-type]
+    dim, shape = len(before), (*before, sum(sizes), *after)
+    for comb in combs:
+        part = Region((0,) * len(comb.part_shape(shape, dim)), comb.part_shape(shape, dim))
+        for region in fused_regions(part, dim, comb):
+            whole = Chunk(region.offsets, region.sizes, 0, contiguous_strides(region.sizes))
+            (back,) = part_chunks(ShardChunks(shape, region.sizes, (whole,)), dim, comb).chunks
+            assert back.numel == region.numel
+            assert contains(part, back)
+        assert sum(region.numel for region in fused_regions(part, dim, comb)) == math.prod(part.sizes)

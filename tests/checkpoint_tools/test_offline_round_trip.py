@@ -1,0 +1,156 @@
+"""Splitting and merging of checkpoints in whatever chunks: right parts, and the same bits again."""
+
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from checkpoint_tools.reading import open_checkpoint
+from fsdp_offload.checkpoint.rectangles import ragged_chunks
+from tests.checkpoint_tools.checkpoints import save
+from tests.checkpoint_tools.offline import (
+    FUSED,
+    GATE,
+    UP,
+    Rectangle,
+    assert_same,
+    check_zip_files,
+    part_of,
+    rewritten,
+    rule,
+    same_bits,
+    tiled,
+    values_of,
+)
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float64, torch.complex128, torch.uint16, torch.bool]
+SETTINGS = settings(
+    max_examples=30,
+    phases=[Phase.explicit, Phase.generate, Phase.shrink],
+    report_multiple_bugs=False,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+
+
+@st.composite
+def tilings(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Rectangle]:
+    """Cut, and cut again; or cut as flat ranges are, which leaves thin rectangles."""
+    if draw(st.booleans()) and math.prod(shape):
+        bounds = draw(st.lists(st.integers(0, math.prod(shape)), max_size=3).map(sorted))
+        whole = ((0,) * len(shape), shape)
+        ranges = itertools.pairwise([0, *bounds, math.prod(shape)])
+        chunks = [ragged_chunks(shape, whole, *each).chunks for each in ranges]
+        return [(chunk.offsets, chunk.sizes) for found in chunks for chunk in found if chunk.numel]
+    tiles: list[Rectangle] = [((0,) * len(shape), shape)]
+    for _ in range(draw(st.integers(0, 4))):
+        offsets, sizes = tiles.pop(draw(st.integers(0, len(tiles) - 1)))
+        dim = draw(st.integers(0, len(shape) - 1))
+        cut = draw(st.integers(1, max(sizes[dim] - 1, 1)))
+        for start, size in ((0, cut), (cut, sizes[dim] - cut)):
+            if size > 0 or sizes[dim] == 0:
+                at = (*offsets[:dim], offsets[dim] + start, *offsets[dim + 1 :])
+                tiles.append((at, (*sizes[:dim], min(size, sizes[dim]), *sizes[dim + 1 :])))
+            if sizes[dim] == 0:
+                break
+    return tiles
+
+
+@st.composite
+def fused(draw: st.DrawFn) -> dict[str, Any]:
+    """A rule, and a shape that it fits."""
+    layout = draw(st.sampled_from(["concatenated", "interleaved", "grouped", "stacked"]))
+    ndim = draw(st.integers(2 if layout == "stacked" else 1, 4))
+    dim = draw(st.integers(0, ndim - 1))
+    groups = draw(st.integers(1, 3))
+    size = draw(st.integers(0, 4))
+    if layout == "stacked":
+        fields: dict[str, Any] = {}
+        total = 2
+    elif layout == "grouped":
+        sizes = (size * groups, draw(st.integers(0 if size else 1, 3)) * groups)
+        fields, total = {"sizes": sizes, "groups": groups}, sum(sizes)
+    elif layout == "interleaved":
+        fields, total = {}, 2 * size
+    else:
+        sizes = (size, draw(st.integers(0, 4)))
+        fields, total = {"sizes": sizes}, sum(sizes)
+    shape = [draw(st.integers(1, 4)) for _ in range(ndim)]
+    shape[dim] = total
+    negative = draw(st.booleans())
+    return {"rule": rule(layout=layout, dim=dim - ndim * negative, **fields), "shape": tuple(shape), "dim": dim}
+
+
+def content(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    high = 2 if dtype == torch.bool else 256
+    numbers = torch.randint(0, high, (math.prod(shape) * dtype.itemsize,), dtype=torch.uint8, generator=generator)
+    return numbers.view(dtype).view(shape)
+
+
+@SETTINGS
+@given(data=st.data())
+def test_the_parts_are_right_and_merging_gives_back_the_same_bits(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    tmp_path = tmp_path_factory.mktemp("case")
+    chosen = data.draw(fused())
+    shape, dim, the_rule = chosen["shape"], chosen["dim"], chosen["rule"]
+    dtype = data.draw(st.sampled_from(DTYPES))
+    wholes = {"weight": content(shape, dtype, 0), "exp_avg": content(shape, torch.float32, 1)}
+    saved = {name: tiled(whole, data.draw(tilings(shape))) for name, whole in wholes.items()}
+    state: dict[str, Any] = {
+        "model": {FUSED: saved["weight"], "other": torch.arange(3)},
+        "optim": {
+            "state": {FUSED: {"exp_avg": saved["exp_avg"], "step": torch.tensor(2.0)}},
+            "param_groups": [{"lr": 0.5, "params": ["other", FUSED]}],
+        },
+    }
+    files = {"single_file_per_rank": data.draw(st.booleans()), "thread_count": data.draw(st.integers(1, 3))}
+    source = save(tmp_path / "source", state, **files)
+    work = {"threads": data.draw(st.integers(1, 3)), "max_memory_bytes": data.draw(st.sampled_from([1, 300, 4000]))}
+    split = rewritten("split", source, tmp_path / "split", the_rule, **work)
+    check_zip_files(split)
+    values = values_of(split)
+    combs = the_rule.combs(shape[dim], {}, FUSED)
+    for part, comb in zip((GATE, UP), combs, strict=True):
+        assert same_bits(values[f"model.{part}"], part_of(wholes["weight"], dim, comb))
+        assert same_bits(values[f"optim.state.{part}.exp_avg"], part_of(wholes["exp_avg"], dim, comb))
+        assert same_bits(values[f"optim.state.{part}.step"], torch.tensor(2.0))
+    assert values["optim.param_groups.0.params"] == ["other", GATE, UP]
+    merged = rewritten("merge", tmp_path / "split", tmp_path / "merged", the_rule, **work)
+    check_zip_files(merged)
+    assert_same(merged, open_checkpoint(source))
+
+
+@SETTINGS
+@given(data=st.data())
+def test_parts_in_whatever_chunks_are_merged(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Those that others have saved, who do not divide all parts in the same way."""
+    tmp_path = tmp_path_factory.mktemp("case")
+    chosen = data.draw(fused())
+    shape, dim, the_rule = chosen["shape"], chosen["dim"], chosen["rule"]
+    whole = content(shape, torch.int32, 0)
+    parts = {
+        key: part_of(whole, dim, comb) for key, comb in zip((GATE, UP), the_rule.combs(shape[dim], {}, ""), strict=True)
+    }
+    saved = {key: tiled(part, data.draw(tilings(tuple(part.shape)))) for key, part in parts.items()}
+    source = save(tmp_path / "source", {"model": saved}, thread_count=data.draw(st.integers(1, 3)))
+    memory = data.draw(st.sampled_from([1, 200, 4000]))
+    merged = rewritten("merge", source, tmp_path / "merged", the_rule, max_memory_bytes=memory)
+    assert same_bits(values_of(merged)[f"model.{FUSED}"], whole)
+
+
+def test_what_is_split_may_be_larger_than_memory_in_any_dimension(tmp_path: Path) -> None:
+    wholes = {"a": torch.arange(4000).view(1, 4000), "b": torch.arange(4000).view(2, 2, 1000)}
+    for number, dim in enumerate((1, 2)):
+        whole = list(wholes.values())[number]
+        source = save(tmp_path / f"source-{number}", {FUSED: whole})
+        split = rewritten("split", source, tmp_path / f"split-{number}", rule(dim=dim), max_memory_bytes=2000)
+        assert all(same_bits(values_of(split)[part], whole.chunk(2, dim)[n]) for n, part in enumerate((GATE, UP)))
