@@ -101,6 +101,8 @@ class Engine:
         self._drop_begun()
         self._param_ids = []  # look at the groups again
         self._layout_keys += self._keys(optimizer)[len(self._layout_keys) :]
+        if self._begun is not None and self._begun.done:
+            self.check_usable("taking over more parameters")
         for param in params:
             state = states.get(param)
             for name in state.keys() - self.habits.without_dispensable(param, state).keys():
@@ -211,18 +213,18 @@ class Engine:
         current stream; under ``overlap_forward`` only once :meth:`wait_for` has been called for them.
         """
         self.check_usable("step()", mid_step=True)
-        begun = self._resume(optimizer, states, kwargs)
-        if begun is not None and begun.done:
-            self._end(begun, states)
+        ended = self._resume(optimizer, states, kwargs)
+        if ended is not None:
+            self._end(ended, states)
         self._follow_groups(optimizer, states)
         updated = self._shards_with_grad(optimizer, states)
         steps = self._bucket_steps(updated, states)
         created = [shard.param for shard in updated if not states.get(shard.param)]
-        if self._begun is not None and not self._begun.done:
+        if self._begun is not None:
             fits = sorted(self._begun.steps) == sorted(steps) and self._begun.versions == self._home_versions(states)
             if not fits:
                 self._drop_begun()
-        begun = self._begun or self._begin(optimizer, kwargs, steps, states)
+        begun = ended or self._begun or self._begin(optimizer, kwargs, steps, states)
         if not steps:
             # Groups whose parameters have no gradient count the step all the same.
             begun.shadow.run(begun.shared, [[] for _ in optimizer.param_groups], {}, begun.logical.kwargs)
@@ -254,6 +256,7 @@ class Engine:
         self._pipeline.updates_after_compute()
         self._advance(begun, states)
         self._finish(begun, states)
+        self._begun = None
 
     def _drop_begun(self) -> None:
         """Forget what the backward has begun: it is to be done again, or the state is to be replaced."""
@@ -309,6 +312,7 @@ class Engine:
             stored = self._pipeline.stored(begun.done)
             moved = [shard for shard in begun.moving or () if stored.issuperset(shard.buckets)]
             self.lending.settle(moved, begun.steps, states)
+            self._restore_gradients(begun)
             self._note_failure(error, begun.done, begun.steps)
             self._begun = None
             raise
@@ -394,10 +398,10 @@ class Engine:
         return tuple(sorted(steps, key=lambda step: known.get(step.bucket, len(known))))
 
     def _resume(self, optimizer: Optimizer, states: StateStore, kwargs: Mapping[str, Any]) -> "_BegunStep | None":
-        """The step that the backward has begun, if it can go on.
+        """The step of which the backward has updated a part. One of which it has only loaded some is kept or dropped.
 
         Raises:
-            RuntimeError: it cannot, and parameters have been updated.
+            RuntimeError: it cannot go on, and parameters have been updated.
         """
         begun = self._begun
         if begun is None:
@@ -407,7 +411,7 @@ class Engine:
         if not begun.done:
             if not unchanged or kwargs:
                 self._drop_begun()  # loads only; they are made again
-            return self._begun
+            return None
         problem = ""
         if not unchanged:
             problem = "hyperparameters have changed since then"

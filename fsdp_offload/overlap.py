@@ -8,7 +8,7 @@ steps before. Everything here refers to the optimizer weakly, so that the hooks 
 """
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from .engine import Engine
-from .fsdp import sharding_groups
+from .fsdp import fsdp_modules, sharding_groups
 from .policy import OffloadPolicy
 from .update import StateStore
 
@@ -49,7 +49,7 @@ class Overlap:
             points = [partial(_call, overlap, name, number) for name in ("_before_reduce", "_reduced")]
             self._undo.append(group.hook(gather, partial(gather, None), *points))
         if engine.policy.overlap_forward:
-            for register in (model.register_state_dict_pre_hook, model.register_load_state_dict_pre_hook):
+            for register in _state_dict_hooks(model):
                 handle: RemovableHandle = register(partial(_call, overlap, "_before_state_dict"))  # type: ignore[no-untyped-call]
                 self._undo.append(handle.remove)
 
@@ -105,6 +105,14 @@ class Overlap:
         if is_last:
             device_event = event if engine.device.type != "cpu" else None
             engine.gradients_reduced(optimizer, self._get_states(optimizer), self._final, device_event)
+
+
+def _state_dict_hooks(model: nn.Module) -> Iterator[Callable[..., Any]]:
+    """Also of parts of the model, whose state dict may be asked for by itself."""
+    modules: set[Any] = {model, *fsdp_modules(model)}
+    for module in modules:
+        yield module.register_state_dict_pre_hook
+        yield module.register_load_state_dict_pre_hook
 
 
 def _call(overlap: "weakref.ref[Overlap]", method: str, *args: Any) -> None:

@@ -23,7 +23,8 @@ class OffloadReport:
         load_gb_per_s, store_gb_per_s: their rate (10**9 bytes) while a copy was running; 0 if nothing moved.
         step_ms: duration of the last step, until the last update.
         update_ms: time of that in which the optimizer ran.
-        exposed_ms: time of that in which the device waited for transfers or for the host.
+        exposed_ms: time of that in which no update ran: the device waited for transfers or for the host, unless updates
+            run beside the model, which then hides it.
         notes: what the user should know, most important first.
     """
 

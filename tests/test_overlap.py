@@ -204,3 +204,30 @@ def test_refusals(mesh: DeviceMesh) -> None:
     for wrong in ({"update": "forward"}, {"prefetch": "now"}):
         with pytest.raises(ValueError, match="must be 'step' or 'backward'"):
             policy_of(wrong)
+
+
+@EVERY_POLICY
+def test_parameters_that_are_unfrozen_later(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
+    """They get room in the middle of training, in a step of which the backward may have done a part."""
+
+    def train(policy: OffloadPolicy | None) -> Loop:
+        loop = Loop(mesh, adamw, None)
+        late = [param for name, param in loop.model.named_parameters() if "blocks.1" in name or "embed" in name]
+        for param in late:
+            param.requires_grad_(False)
+        if policy is not None:
+            with pytest.warns(UserWarning, match="nothing to gain"):
+                offload_optimizer(loop.optimizer, model=loop.model, policy=policy)
+        loop.train(4)
+        for param in late:
+            param.requires_grad_(True)
+        return loop.train(4, first=4)
+
+    assert same(train(None), train(policy_of(fields)))
+
+
+@EVERY_POLICY
+def test_a_part_of_the_model_saved_by_itself(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
+    plain, offloaded = pair(mesh, policy_of(fields))
+    one, other = (loop.train(4).model.blocks[2].state_dict() for loop in (plain, offloaded))
+    assert all(torch.equal(one[name].to_local(), other[name].to_local()) for name in one)
