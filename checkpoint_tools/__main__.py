@@ -378,6 +378,8 @@ def _parse_values(values: Sequence[str] | None) -> dict[str, float]:
             parsed[name.strip()] = int(number) if number.strip().lstrip("-").isdecimal() else float(number)
         except ValueError as error:
             raise CheckpointError(f"--value is NAME=NUMBER, for example tp_size=2, not {text}") from error
+    if len(parsed) < len(values or ()):
+        raise CheckpointError(f"--value gives one name twice: {', '.join(values or ())}; give each once")
     return parsed
 
 

@@ -24,6 +24,7 @@ from .errors import CheckpointError
 from .inspect import matches as is_like
 from .items import Reader
 from .names import GroupName, Names, Path, StateName, sorted_out
+from .options import check_same_options, holds_tensors
 from .parts import Comb
 from .reading import Checkpoint
 from .rules import Match, Rule, find_matches, find_parts
@@ -203,6 +204,7 @@ class _Direction:
         self.exchange_model()
         parameters = len(self.fusions)
         self.exchange_states()
+        self.check_groups(groups)
         for name, content in groups.items():
             self._exchange_group(name, content)
         self._check_new_keys()
@@ -214,6 +216,9 @@ class _Direction:
 
     def exchange_states(self) -> None:
         raise NotImplementedError
+
+    def check_groups(self, groups: Mapping[GroupName, Any]) -> None:
+        """Whether param groups allow it. Splitting they always do: every part has the options of the whole."""
 
     # --- roles ---
 
@@ -386,10 +391,14 @@ def _beginnings(key: str) -> Iterator[str]:
 
 def _listed(content: Any, name: GroupName) -> list[Any]:
     """The FQNs in a param group, in several, or in the list of one."""
+    return [fqn for group in _groups_in(content, name) for fqn in group.get("params", ())]
+
+
+def _groups_in(content: Any, name: GroupName) -> list[dict[str, Any]]:
     if name.is_list:
-        return list(content) if isinstance(content, list | tuple) else []
+        return [{"params": list(content)}] if isinstance(content, list | tuple) else []
     groups = content if isinstance(content, list | tuple) else [content]
-    return [fqn for group in groups if isinstance(group, dict) for fqn in group.get("params", ())]
+    return [group for group in groups if isinstance(group, dict)]
 
 
 def _relisted(content: Any, name: GroupName, listed_as: Callable[[Any], Sequence[Any]]) -> Any:
@@ -444,12 +453,22 @@ class _Split(_Direction):
             tensor = self.tensors.get(name.key)
             param = None if role.owner is None else self.tensors[role.owner]
             if tensor is None or tensor.shape == ():
+                if tensor is None:
+                    self._check_object(name)
                 self.copy(name, role.parts)
             elif name.name == MASTER and param is not None and tensor.dtype == param.dtype:
                 self.copies[name.key] = ()  # it repeats the parameter
             else:
                 shape = shapes[name.optimizer, name.fqn] if param is None else param.shape
                 self._split_state(name, role, shape, shapes if param is None else None)
+
+    def _check_object(self, name: StateName) -> None:
+        with Reader(self.checkpoint) as reader:
+            if holds_tensors(reader.read_object(self.checkpoint.objects[name.key])):
+                raise CheckpointError(
+                    f"{name.key} is an object with tensors in it, and it is not known how to split that; leave its "
+                    "parameter out, with --exclude"
+                )
 
     def _split_state(
         self, name: StateName, role: _Role, shape: Shape, siblings: Mapping[tuple[str, str], Shape] | None
@@ -524,6 +543,25 @@ class _Merge(_Direction):
         with Reader(self.checkpoint) as reader:
             for of, by_entry in entries.items():
                 self._merge_state(roles[of], by_entry, reader)
+
+    def check_groups(self, groups: Mapping[GroupName, Any]) -> None:
+        options: dict[tuple[str, str], dict[str, Any]] = {}
+        for name, content in groups.items():
+            for group in _groups_in(content, name):
+                entries = {entry: value for entry, value in group.items() if entry != "params"}
+                if name.is_list:  # the options are under keys of their own; groups are taken to differ
+                    entries = {"listed in": name.key}
+                options.update(((name.optimizer, str(fqn)), entries) for fqn in group.get("params", ()))
+        for optimizer, roles in self._state_roles.items():
+            fused: dict[str, dict[str, Mapping[str, Any] | None]] = {}
+            for role in roles.values():
+                if role is not None:
+                    fused[role.fused] = {part: options.get((optimizer, part)) for part in role.parts}
+            for key, of_parts in fused.items():
+                try:
+                    check_same_options(key, of_parts)
+                except ValueError as error:
+                    raise CheckpointError(f"{error}, with --exclude") from error
 
     def _merge_state(self, role: _Role, by_entry: Mapping[str, Mapping[int, StateName]], reader: Reader) -> None:
         for entry, by_number in by_entry.items():

@@ -23,6 +23,7 @@ from fsdp_offload.checkpoint.layouts import by_fqn, flattened
 from fsdp_offload.fsdp import is_dtensor, local_shard, over_part
 from fsdp_offload.masters import MASTER, is_duplicate
 
+from .options import check_same_options, holds_tensors
 from .parts import Comb, part_chunks, span_of
 from .rules import Match, Rule, find_matches, find_parts
 
@@ -115,7 +116,10 @@ def merge_state_dict(
             model[key] = value
     if optim_state is None:
         return model, None
-    states = by_fqn(optim_state).state
+    saved = by_fqn(optim_state)
+    states = saved.state
+    for match in matches:
+        check_same_options(match.fused, {part: saved.entries.get(part) for part in match.parts})
 
     def merge(fqn: str, state: dict[str, Any]) -> dict[str, dict[str, Any]]:
         if fqn in others:
@@ -289,6 +293,8 @@ def _split_values(split: _Split | None, fqn: str, state: dict[str, Any]) -> dict
 def _split_value(split: _Split, where: str, value: Any) -> list[Any]:
     count = len(split.combs)
     if not isinstance(value, Tensor):
+        if holds_tensors(value):
+            raise ValueError(f"{where} is a {type(value).__name__} of tensors: it is not known how to split that")
         return [copy.deepcopy(value) for _ in range(count)]
     if value.dim() == 0:
         return [value.detach().clone() for _ in range(count)]
@@ -313,6 +319,7 @@ def _merged(match: Match, parts: Sequence[Any], where: str, values: Mapping[str,
     if all(origin is not None and (origin.key, origin.parts) == (match.fused, len(parts)) for origin in origins):
         if any(origin.fused is not origins[0].fused or origin.number != n for n, origin in enumerate(origins)):
             raise ValueError(f"{where}: its parts were split from different tensors")
+        _check_same_layout(match.rule, [origin.comb for origin in origins], where, values)
         for origin, part in zip(origins, parts, strict=True):
             if origin.is_copy:
                 _write(origin.memory, origin.dim, origin.comb, part)
@@ -323,6 +330,18 @@ def _merged(match: Match, parts: Sequence[Any], where: str, values: Mapping[str,
             "be on different ranks. Split the state dict of the fused model, load into that, then merge"
         )
     return _put_together(match, parts, where, values)
+
+
+def _check_same_layout(rule: Rule, combs: Sequence[Comb], where: str, values: Mapping[str, float]) -> None:
+    size = len(combs) if combs[0].is_dropped else sum(comb.size for comb in combs)
+    try:
+        expected = rule.combs(size, values, where)
+    except ValueError:  # config values that only splitting needs are not given
+        return
+    if tuple(combs) != tuple(expected):
+        raise ValueError(
+            f"{where}: its parts were split with another rule; merge them with the one they were split with"
+        )
 
 
 def _equal(one: Any, other: Any) -> bool:

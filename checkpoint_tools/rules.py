@@ -109,9 +109,9 @@ class Rule:
         texts = found.groupdict()
         return Match(self, key, tuple(_filled(part, texts) for part in self.parts), texts)
 
-    def match_part(self, key: str) -> "Match | None":
-        """The fused tensor of which ``key`` is the first part, if this rule is about it."""
-        found = _pattern(_typed(self.parts[0], self.fused)).fullmatch(key)
+    def match_part(self, key: str, number: int = 0) -> "Match | None":
+        """The fused tensor of which ``key`` is the first part (or that one), if this rule is about it."""
+        found = _pattern(_typed(self.parts[number], self.fused)).fullmatch(key)
         return None if found is None else self.match(_filled(self.fused, found.groupdict()))
 
     def combs(self, fused_size: int, values: Mapping[str, float], where: str) -> tuple[Comb, ...]:
@@ -217,6 +217,16 @@ def find_parts(keys: Iterable[str], rules: Sequence[Rule]) -> list[Match]:
             raise ValueError(
                 f"{match.fused} cannot be merged: " + (f"{missing} missing" if missing else "it is there already")
             )
+    used = {part for match in matches for part in match.parts}
+    for key in known:
+        for rule in rules:
+            for number in range(1, len(rule.parts)):
+                alone = rule.match_part(key, number) if key not in used else None
+                if alone is not None:
+                    raise ValueError(
+                        f"{key} cannot be merged into {alone.fused}: {alone.parts[0]} is missing. Exclude it, if it is "
+                        "no part of anything"
+                    )
     return matches
 
 

@@ -98,11 +98,11 @@ class Engine:
         params = list(params)
         if not params:
             return
-        self._drop_begun()
-        self._param_ids = []  # look at the groups again
-        self._layout_keys += self._keys(optimizer)[len(self._layout_keys) :]
         if self._begun is not None and self._begun.done:
             self.check_usable("taking over more parameters")
+        self._drop_begun()
+        self._layout_keys += self._keys(optimizer)[len(self._layout_keys) :]
+        self._param_ids = []  # look at the groups again
         for param in params:
             state = states.get(param)
             for name in state.keys() - self.habits.without_dispensable(param, state).keys():
@@ -221,7 +221,9 @@ class Engine:
         steps = self._bucket_steps(updated, states)
         created = [shard.param for shard in updated if not states.get(shard.param)]
         if self._begun is not None:
-            fits = sorted(self._begun.steps) == sorted(steps) and self._begun.versions == self._home_versions(states)
+            fits = sorted(self._begun.steps) == sorted(steps) and self._begun.versions == self._home_versions(
+                self._begun, states
+            )
             if not fits:
                 self._drop_begun()
         begun = ended or self._begun or self._begin(optimizer, kwargs, steps, states)
@@ -230,7 +232,7 @@ class Engine:
             begun.shadow.run(begun.shared, [[] for _ in optimizer.param_groups], {}, begun.logical.kwargs)
         left = tuple(step for step in steps if step.bucket not in begun.done)
         if begun.done and left:  # the backward had not known that these would have gradients
-            begun.steps, begun.moving = left, None
+            begun.steps, begun.moving, begun.in_backward = left, None, False
             self._pipeline.begin(self._schedule(left))
         if left or not steps:
             self._pipeline.updates_after_compute()
@@ -261,8 +263,9 @@ class Engine:
     def _drop_begun(self) -> None:
         """Forget what the backward has begun: it is to be done again, or the state is to be replaced."""
         if self._begun is not None:
-            self._restore_gradients(self._begun)
             if self._begun.done:
+                for param in filter(is_spent, self._begun.spent):
+                    param.grad = None  # used; in a step after this it would be used twice
                 self._pipeline.abandon()
             else:
                 self._pipeline.cancel()
@@ -278,7 +281,10 @@ class Engine:
         begun = _BegunStep(Shadow(self.cls), shared, logical, len(optimizer.param_groups), steps)
         self._pipeline.begin(self._schedule(steps))
         if self.policy.uses_backward:
-            begun.versions = self._home_versions(states)
+            # Updates write resident state where it is, which counts as well.
+            offloaded = (shard for shard in self.plan.shards.values() if not shard.resident)
+            begun.watched = [shard for shard in offloaded if states.get(shard.param)]
+            begun.versions = self._home_versions(begun, states)
         return begun
 
     def _advance(
@@ -293,7 +299,9 @@ class Engine:
 
         def update(number: int) -> None:
             if begun.moving is None:
-                begun.moving = self.lending.make_way(self._covered(begun.steps), begun.steps)
+                # In the backward, more gradients are still to come: whatever is loaded may be stored elsewhere.
+                shards = self._covered(begun.steps, with_gradient=not begun.in_backward)
+                begun.moving, begun.made_way = self.lending.make_way(shards, begun.steps), begun.steps
             for ranges in same_order_on_ranks(self._bind(number), group_by_group=habits.group_by_group):
                 update_bucket(
                     begun.shadow, begun.shared, habits, ranges, begun.group_count, states, begun.logical.kwargs
@@ -319,12 +327,14 @@ class Engine:
 
     def _finish(self, begun: "_BegunStep", states: StateStore) -> None:
         self._pipeline.finish()
-        self.lending.settle(begun.moving or [], begun.steps, states)
+        done = set(begun.done)
+        self.lending.settle([s for s in begun.moving or () if done.issuperset(s.buckets)], begun.made_way, states)
 
-    def _covered(self, steps: Iterable[BucketStep]) -> list[StateShard]:
-        """The shards with a gradient in these buckets, once each."""
+    def _covered(self, steps: Iterable[BucketStep], *, with_gradient: bool = True) -> list[StateShard]:
+        """The shards in these buckets, once each; only those with a gradient, or all."""
         shards = dict.fromkeys(shard for step in steps for shard in self.plan[step.bucket].covers())
-        return [shard for shard in shards if shard.group >= 0 and self.habits.gradient(shard.param) is not None]
+        gradient = self.habits.gradient
+        return [s for s in shards if s.group >= 0 and not (with_gradient and gradient(s.param) is None)]
 
     # In the backward ---------------------------------------------------------------------------------------------
 
@@ -359,7 +369,7 @@ class Engine:
         for shard in dict.fromkeys(shard for number in begun.done for shard in self.plan[number].covers()):
             grad = shard.param.grad
             if grad is not None and shard.param not in begun.spent and done.issuperset(shard.buckets):
-                begun.spent[shard.param] = grad
+                begun.spent[shard.param] = grad, version_of(shard.param)
                 spend(shard.param)
 
     def refuse_second_backward(self) -> None:
@@ -382,15 +392,26 @@ class Engine:
         """Begin a step in the backward, if it will be like the last one."""
         ids = [id(param) for group in optimizer.param_groups for param in group["params"]]
         as_before = ids == self._param_ids and self._keys(optimizer) == self._layout_keys
-        if self.failure or not self._last_steps or not as_before or not all(step.load for step in self._last_steps):
+        if self.failure or not as_before or not self._is_whole(self._last_steps):
             return None
         if self.policy.update == "backward":
             order = self._backward_order(self._last_steps)
         else:
             order = self._last_steps
         self._begun = self._begin(optimizer, {}, order, states)
+        self._begun.in_backward = True
         self._pipeline.updates_after_compute()
         return self._begun
+
+    def _is_whole(self, steps: Sequence[BucketStep]) -> bool:
+        """Whether these are all buckets of some groups, with state in each.
+
+        A parameter of which only some buckets were updated in the backward would be counted too early for the others.
+        """
+        numbers = {step.bucket for step in steps}
+        touched = {shard.together for number in numbers for shard in self.plan[number].covers()}
+        needed = {n for s in self.plan.shards.values() if s.together in touched for n in s.buckets if s.group >= 0}
+        return bool(steps) and needed <= numbers and all(step.load or not step.store for step in steps)
 
     def _backward_order(self, steps: Sequence[BucketStep]) -> tuple[BucketStep, ...]:
         """As their gradients become final: learnt in the last backward."""
@@ -417,12 +438,14 @@ class Engine:
             problem = "hyperparameters have changed since then"
         elif kwargs or getattr(optimizer, "grad_scale", None) is not None or hasattr(optimizer, "found_inf"):
             problem = "a GradScaler decides only now whether there is a step"
-        elif begun.versions != self._home_versions(states):
+        elif begun.versions != self._home_versions(begun, states):
             problem = "optimizer.state has changed since then"
         else:
-            changed = [self.names.get(param, "a parameter") for param in begun.spent if not is_spent(param)]
-            if changed:
-                problem = f"the gradient of {changed[0]} has been exchanged since then"
+            for param, (_, version) in begun.spent.items():
+                if not is_spent(param):
+                    problem = f"the gradient of {self.names.get(param, 'a parameter')} has been exchanged since then"
+                elif version_of(param) != version:
+                    problem = f"{self.names.get(param, 'a parameter')} has been written since then"
         self._restore_gradients(begun)
         if problem:
             self._drop_begun()
@@ -434,14 +457,14 @@ class Engine:
         return begun
 
     def _restore_gradients(self, begun: "_BegunStep") -> None:
-        for param, grad in begun.spent.items():
+        for param, (grad, _) in begun.spent.items():
             restore(param, grad)
 
-    def _home_versions(self, states: StateStore) -> list[object]:
-        """Changes when somebody writes into the state."""
+    def _home_versions(self, begun: "_BegunStep", states: StateStore) -> list[object]:
+        """Changes when somebody writes into the state that there was when the step began."""
         found: list[object] = []
-        for param, shard in self.plan.shards.items():
-            state = states.get(param)
+        for shard in begun.watched:
+            state = states.get(shard.param)
             for name, home in shard.homes.items():
                 leaves = [leaf._version for leaf in shard.home_leaves[name]]
                 found.append(state.get(name) is home and (version_of(home), leaves))
@@ -731,9 +754,13 @@ class _BegunStep:
     Attributes:
         steps: the buckets of its schedule.
         moving: shards that are stored in their other place; ``None`` before the first update.
+        made_way: the buckets that this was decided for.
+        in_backward: begun before all gradients are there.
         done: the buckets that have been updated.
-        versions: of the homes when loading began.
-        spent: the gradients used in the backward, which are out of the user's reach until ``step()``.
+        watched: shards that had state when loading began.
+        versions: of their homes at that time.
+        spent: the gradients used in the backward, which are out of the user's reach until ``step()``; and the version
+            of the parameter after its update.
     """
 
     shadow: Shadow
@@ -742,9 +769,12 @@ class _BegunStep:
     group_count: int
     steps: tuple[BucketStep, ...]
     moving: list[StateShard] | None = None
+    made_way: tuple[BucketStep, ...] = ()
+    in_backward: bool = False
     done: list[int] = field(default_factory=list)
+    watched: list[StateShard] = field(default_factory=list)
     versions: list[object] = field(default_factory=list)
-    spent: dict[Tensor, Tensor] = field(default_factory=dict)
+    spent: dict[Tensor, tuple[Tensor, tuple[int, int]]] = field(default_factory=dict)
 
 
 _KEPT_SCHEDULES = 4

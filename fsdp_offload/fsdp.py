@@ -25,7 +25,7 @@ import dataclasses
 import functools
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -173,40 +173,53 @@ class ShardingGroup:
             before_reduce: gradients are about to be reduced, if there are any.
             reduced: gradients have been reduced, once this event (of torch, or ``None`` on the CPU) has passed.
         """
+        points = (before_gather, before_use, before_reduce, reduced)
+        hooked: list[Any] = self._group.__dict__.setdefault(_POINTS, [])
+        if not hooked:
+            self._shadow(hooked)
+        hooked.append(points)
+
+        def unhook() -> None:
+            hooked.remove(points)
+            if not hooked:
+                for name in (*_HOOKED, _POINTS):
+                    self._group.__dict__.pop(name, None)
+
+        return unhook
+
+    def _shadow(self, hooked: Sequence[Any]) -> None:
+        """Methods on the instance that call all ``hooked``, of any number of optimizers, and then FSDP's own."""
         group = self._group
         unshard, wait_for_unshard, post_backward = (getattr(group, name) for name in _HOOKED)
 
         @functools.wraps(unshard)
         def gathering(async_op: bool = False) -> Any:
             if not group.is_unsharded and group._all_gather_result is None:
-                before_gather(self._copy_in_stream(async_op))
+                for before_gather, *_ in tuple(hooked):
+                    before_gather(self._copy_in_stream(async_op))
             return unshard(async_op)
 
         @functools.wraps(wait_for_unshard)
         def waiting() -> Any:
             if group._all_gather_result is not None:
                 # One rank alone reads the shards here, and not in unshard.
-                before_use()
+                for _, before_use, *_ in tuple(hooked):
+                    before_use()
             return wait_for_unshard()
 
         @functools.wraps(post_backward)
         def reducing(*args: Any) -> Any:
-            before_reduce()
+            for *_, before_reduce, _ in tuple(hooked):
+                before_reduce()
             before = self._gradient_versions()
             result = post_backward(*args)
             # Also called where there was nothing to reduce; and partial sums of HSDP are still to be reduced further.
             if self._gradient_versions() != before:
-                reduced(group._post_reduce_event)
+                for *_, reduced in tuple(hooked):
+                    reduced(group._post_reduce_event)
             return result
 
         group.unshard, group.wait_for_unshard, group.post_backward = gathering, waiting, reducing
-
-        def unhook() -> None:
-            for name, ours in zip(_HOOKED, (gathering, waiting, reducing), strict=True):
-                if vars(group).get(name) is ours:
-                    delattr(group, name)
-
-        return unhook
 
     def _gradient_versions(self) -> list[object]:
         grads = [param.grad for param in self.params]
@@ -220,6 +233,7 @@ class ShardingGroup:
         return stream
 
 
+_POINTS = "_fsdp_offload_points"
 _HOOKED = ("unshard", "wait_for_unshard", "post_backward")
 _READ = (
     *("fsdp_params", "comm_ctx", "is_unsharded", "_training_state"),

@@ -265,6 +265,9 @@ class OffloadedOptimizer(Optimizer):
         if False in (*args, *kwargs.values()):
             _engine_of(self).wait_for_all()
         super().zero_grad(*args, **kwargs)
+        attachment = _attachment_of(self)
+        if attachment is not None and attachment.overlap is not None:
+            attachment.overlap.forget_reductions()
 
     def synchronize(self) -> None:
         """Block the host until transfers and updates are done, parameters are new and all state is at home."""

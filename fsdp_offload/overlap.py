@@ -50,7 +50,7 @@ class Overlap:
             self._undo.append(group.hook(gather, partial(gather, None), *points))
         if engine.policy.overlap_forward:
             for register in _state_dict_hooks(model):
-                handle: RemovableHandle = register(partial(_call, overlap, "_before_state_dict"))  # type: ignore[no-untyped-call]
+                handle: RemovableHandle = register(partial(_call, overlap, "_before_state_dict"))
                 self._undo.append(handle.remove)
 
     def remove(self) -> None:
@@ -59,6 +59,12 @@ class Overlap:
             undo()
         self._undo = []
 
+    def forget_reductions(self) -> None:
+        """Gradients have been cleared without a step: what has been reduced counts for nothing."""
+        self._seen = [0] * len(self._groups)
+        self._order = []
+        self._final = set()
+
     def after_step(self) -> None:
         """Call it when ``step()`` has issued everything."""
         engine = self._engine()
@@ -66,12 +72,11 @@ class Overlap:
         if engine.policy.overlap_forward:
             elsewhere = [param for param in engine.plan.shards if param not in self.in_groups]
             engine.wait_for(engine.buckets_of(elsewhere))
-        self._expected, self._seen = self._seen, [0] * len(self._groups)
+        self._expected = self._seen
         order = [number for number in self._order if self._expected[number]]
         buckets = (engine.buckets_of(self._groups[number].params) for number in order)
         engine.backward_order = _by_last_appearance(buckets)
-        self._order = []
-        self._final = set()
+        self.forget_reductions()
 
     # Called by the hooks ------------------------------------------------------------------------------------------
 
@@ -96,9 +101,9 @@ class Overlap:
             return
         self._seen[number] += 1
         self._order = [other for other in self._order if other != number] + [number]
-        if not self._expected:
+        if not any(self._expected):
             return
-        if self._seen[number] >= self._expected[number]:
+        if self._seen[number] >= self._expected[number] > 0:
             self._final.update(self._groups[number].params)
         # Where several backwards come before a step, loads begin in the last of them.
         is_last = all(seen >= expected - 1 for seen, expected in zip(self._seen, self._expected, strict=True))
@@ -146,6 +151,11 @@ def make_overlap(
     wanted = _named(policy)
     if model is None:
         raise ValueError(f"offload_optimizer: {wanted} needs model=..., into whose forward and backward it hooks.")
+    if policy.update == "backward" and not engine.habits.reads_param_grad:
+        raise ValueError(
+            "offload_optimizer: update='backward' uses gradients as fully_shard makes them, and this optimizer reads "
+            "param.decoupled_grad, which is made later. Use update='step'."
+        )
     overlap = Overlap(model, optimizer, engine, get_states)
     if not overlap.in_groups & set(engine.plan.shards):
         overlap.remove()

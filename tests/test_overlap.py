@@ -1,5 +1,6 @@
 """Overlap with forward and backward gives the same bits, whatever the loop does; what it cannot repeat is refused."""
 
+import copy
 import gc
 import weakref
 from collections.abc import Iterator
@@ -8,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_offload import OffloadPolicy, offload_optimizer, remove_offload
+from tests.fused_adam_reference import FusedAdam
 from tests.overlapping import HABITS, NOT_IN_BACKWARD, POLICIES, SIZES, Loop, adamw, look, same
 
 
@@ -231,3 +234,113 @@ def test_a_part_of_the_model_saved_by_itself(mesh: DeviceMesh, fields: dict[str,
     plain, offloaded = pair(mesh, policy_of(fields))
     one, other = (loop.train(4).model.blocks[2].state_dict() for loop in (plain, offloaded))
     assert all(torch.equal(one[name].to_local(), other[name].to_local()) for name in one)
+
+
+def used_now_and_then(loop: Loop, step: int) -> None:
+    """One weight of a group has no gradient in some steps, and is cut into several buckets."""
+    weight = loop.model.blocks[1].up.weight
+    loop.backward(step)
+    if step in (3, 5):
+        weight.grad = None
+    loop.step()
+
+
+@EVERY_POLICY
+def test_a_weight_without_gradient_now_and_then(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
+    plain, offloaded = pair(mesh, policy_of(fields))
+    plain.train(8, used_now_and_then)
+    if fields.get("update") == "backward":
+        with pytest.raises(RuntimeError, match="has been exchanged since then"):
+            offloaded.train(8, used_now_and_then)
+    else:
+        assert same(plain, offloaded.train(8, used_now_and_then))
+
+
+class FrozenNowAndThen(Loop):
+    def backward(self, step: int, **options: Any) -> None:
+        self.model.blocks[1].up.weight.requires_grad_(step not in (3, 4))
+        super().backward(step, **options)
+
+
+@EVERY_POLICY
+def test_a_weight_that_is_frozen_for_some_steps(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
+    plain, offloaded = (FrozenNowAndThen(mesh, adamw, policy) for policy in (None, policy_of(fields)))
+    assert same(plain.train(8), offloaded.train(8))
+
+
+@EVERY_POLICY
+def test_asynchronous_saves(mesh: DeviceMesh, fields: dict[str, Any], tmp_path: Any) -> None:
+    from fsdp_offload.checkpoint import ArenaStager, get_optimizer_state_dict
+
+    plain, offloaded = pair(mesh, policy_of(fields, snapshot_bytes=1 << 20))
+    stager = ArenaStager(offloaded.optimizer)
+    plain.train(8)
+    futures = []
+    for step in range(8):
+        offloaded.train(1, first=step)
+        if step in (2, 4, 5):
+            state = {"optimizer": get_optimizer_state_dict(offloaded.model, offloaded.optimizer)}
+            futures.append(dcp.async_save(state, checkpoint_id=tmp_path / str(step), async_stager=stager))
+    for future in futures:
+        future.result()
+    stager.close()
+    assert same(plain, offloaded)
+
+
+def test_more_parameters_between_backward_and_step_are_refused(mesh: DeviceMesh) -> None:
+    plain, offloaded = pair(mesh, policy_of({"update": "backward"}))
+    for loop in (plain, offloaded):
+        loop.train(3)
+        loop.backward(3)
+    with pytest.raises(RuntimeError, match="the backward has updated part of the state"):
+        offloaded.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    for loop in (plain, offloaded):
+        loop.step()
+        loop.train(2, first=4)
+    assert same(plain, offloaded)
+
+
+def test_a_load_between_backward_and_step_uses_up_the_gradients(mesh: DeviceMesh) -> None:
+    loop = Loop(mesh, adamw, policy_of({"update": "backward"})).train(3)
+    saved = copy.deepcopy(loop.optimizer.state_dict())
+    loop.backward(3)
+    new = [param.detach().clone() for param in loop.model.parameters()]
+    loop.optimizer.load_state_dict(saved)
+    loop.optimizer.step()
+    assert all(torch.equal(a.to_local(), b.to_local()) for a, b in zip(new, loop.model.parameters(), strict=True))
+
+
+def test_weights_written_between_backward_and_step_are_refused(mesh: DeviceMesh) -> None:
+    loop = Loop(mesh, adamw, policy_of({"update": "backward"})).train(3)
+    loop.backward(3)
+    with torch.no_grad():
+        loop.model.head.weight.mul_(0.5)
+    with pytest.raises(RuntimeError, match=r"head\.weight has been written since then"):
+        loop.step()
+
+
+@EVERY_POLICY
+def test_the_hooks_of_one_optimizer_survive_another(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
+    loop = Loop(mesh, lambda params: torch.optim.AdamW(params[::2], lr=0.02), policy_of(fields))
+    other = torch.optim.AdamW(list(loop.model.parameters())[1::2], lr=0.01)
+    with pytest.warns(UserWarning, match="nothing to gain"):
+        offload_optimizer(other, model=loop.model, policy=policy_of(fields))
+    remove_offload(other)
+    loop.train(3)
+    loop.backward(3)
+    overlap = vars(loop.optimizer)["_offload_engine"].overlap
+    assert any(overlap._seen) == (fields != {"overlap_forward": True})
+    assert hasattr(overlap._groups[0]._group, "_fsdp_offload_points")
+
+
+def test_decoupled_gradients_are_refused(mesh: DeviceMesh) -> None:
+    loop = Loop(mesh, lambda params: FusedAdam(params, use_decoupled_grad=True), None)
+    with pytest.raises(ValueError, match=r"reads param\.decoupled_grad"):
+        offload_optimizer(loop.optimizer, model=loop.model, policy=policy_of({"update": "backward"}))
+
+
+@pytest.mark.parametrize("fields", [POLICIES["prefetch"], POLICIES["backward"]], ids=["prefetch", "backward"])
+def test_resident_state_does_not_turn_overlap_off(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
+    loop = Loop(mesh, adamw, policy_of(fields, resident_bytes=60_000)).train(3)
+    loop.backward(3)
+    assert vars(loop.optimizer)["_offload_engine"].engine._begun is not None

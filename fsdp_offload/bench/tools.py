@@ -64,7 +64,14 @@ def main(
                 peaks[name].append(peak_bytes)
                 for made in work.glob("made-*"):
                     shutil.rmtree(made)
-        figures = {"nbytes": nbytes, "files": files, "threads": threads, "cold_cache": is_cold, "repeats": repeats}
+        figures = {
+            "load_average": round(os.getloadavg()[0], 2),
+            "nbytes": nbytes,
+            "files": files,
+            "threads": threads,
+            "cold_cache": is_cold,
+            "repeats": repeats,
+        }
         for name in ways:
             _print(name, nbytes, seconds, peaks, figures)
     finally:
@@ -85,6 +92,10 @@ def _print(
         compared = {
             "beside": _BESIDE[name],
             "share_of_its_speed": median(seconds[_BESIDE[name]]) / median(seconds[name]),
+            # Of each repeat alone: what others do to the disk meanwhile, they do to both.
+            "share_in_each_repeat": [
+                round(beside / own, 3) for beside, own in zip(seconds[_BESIDE[name]], seconds[name], strict=True)
+            ],
             "peak_resident_bytes": max(peaks[name]),
         }
     print_record(

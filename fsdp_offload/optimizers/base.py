@@ -37,12 +37,14 @@ class Habits:
         state_without_gradient: the first step also creates the state of parameters that have no gradient.
         group_by_group: a step may have parameters of one group only.
         attributes_by_param: names of attributes that are dicts with parameters as keys.
+        reads_param_grad: gradients are in ``param.grad``, where autograd puts them.
         group_counters: what param groups get in the first step, as it is before that.
     """
 
     keeps_raw_state = True
     state_without_gradient = False
     group_by_group = False
+    reads_param_grad = True
     attributes_by_param: frozenset[str] = frozenset()
     group_counters: Mapping[str, object] = {}  # nobody writes it
 

@@ -100,6 +100,7 @@ class FusedAdamHabits(Habits):
         self._capturable = bool(optimizer.capturable)
         self._dtypes: dict[str, torch.dtype] = dict(optimizer.name_to_dtype_map)
         self.group_by_group = self._capturable
+        self.reads_param_grad = not self._decoupled
         self.group_counters = {"step": torch.zeros(1, dtype=torch.int) if self._capturable else 0}
 
     def gradient(self, param: Tensor) -> Tensor | None:

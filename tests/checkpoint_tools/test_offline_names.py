@@ -9,7 +9,10 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
+from checkpoint_tools.diff import Tolerance, diff
 from checkpoint_tools.errors import CheckpointError
+from checkpoint_tools.exchange import merge_exchange, split_exchange
+from checkpoint_tools.live import merge_state_dict, split_state_dict
 from checkpoint_tools.names import sorted_out
 from checkpoint_tools.reading import open_checkpoint
 from checkpoint_tools.rules import Rule, preset
@@ -290,3 +293,85 @@ def test_what_else_the_metadata_say_stays(tmp_path: Path) -> None:
             assert new.state_dict_metadata[index.fqn].chunks[index.index].offsets == index.offset
         assert isinstance(info.relative_path, str)
     assert new.planner_data.keys() == new.state_dict_metadata.keys()
+
+
+# What a merge may not decide by itself -------------------------------------------------------------------------------
+
+
+def groups_of(*groups: dict[str, object]) -> dict[str, object]:
+    names = [f"a.mlp.{name}_proj.weight" for name in ("gate", "up", "down")]
+    model = {name: torch.randn(4, 4) for name in names}
+    states = {name: {"exp_avg": torch.randn(4, 4)} for name in names}
+    listed = {fqn for group in groups for fqn in group["params"]}  # type: ignore[union-attr]
+    return {
+        "model": model,
+        "optim": {
+            "state": {name: state for name, state in states.items() if name in listed},
+            "param_groups": list(groups),
+        },
+    }
+
+
+G, U, D = (f"a.mlp.{name}_proj.weight" for name in ("gate", "up", "down"))
+
+
+@pytest.mark.parametrize(
+    ("groups", "match"),
+    [
+        ([{"params": [G], "lr": 1e-3}, {"params": [U, D], "lr": 5e-2}], "param groups with different options"),
+        ([{"params": [U, D], "lr": 1e-3}], "param groups list .*up_proj.* and not .*gate_proj"),
+        ([{"params": [G, D], "lr": 1e-3}], "param groups list .*gate_proj.* and not .*up_proj"),
+    ],
+    ids=["different", "only-the-second", "only-the-first"],
+)
+def test_parts_in_different_param_groups_are_not_merged(groups: list[Any], match: str, tmp_path: Path) -> None:
+    state: Any = groups_of(*groups)
+    with pytest.raises(ValueError, match=match):
+        merge_state_dict(state["model"], state["optim"], preset("hf-gate-up"))
+    state["optim"]["state"] = {}  # or that of the other part is missed first
+    saved = save(tmp_path / "saved", state)
+    with pytest.raises(CheckpointError, match=match):
+        merge_exchange(open_checkpoint(saved), preset("hf-gate-up"), {}, [])
+
+
+def test_equal_options_in_two_groups_are_merged() -> None:
+    state: Any = groups_of({"params": [G], "lr": 1e-3}, {"params": [U, D], "lr": 1e-3})
+    _, optim = merge_state_dict(state["model"], state["optim"], preset("hf-gate-up"))
+    assert optim is not None
+    assert [group["params"] for group in optim["param_groups"]] == [["a.mlp.gate_up_proj.weight"], [D]]
+
+
+def test_a_part_without_its_first_is_reported() -> None:
+    model = {name: torch.zeros(4, 4) for name in (G, U, D, "b.mlp.up_proj.weight")}
+    with pytest.raises(
+        ValueError, match=r"b\.mlp\.up_proj\.weight cannot be merged .* b\.mlp\.gate_proj\.weight is mis"
+    ):
+        merge_state_dict(model, None, preset("hf-gate-up"))
+
+
+def test_an_object_of_tensors_is_not_copied_to_the_parts(tmp_path: Path) -> None:
+    fused = "a.mlp.gate_up_proj.weight"
+    model = {fused: torch.randn(8, 4), D: torch.randn(4, 4)}
+    optim: Any = {"state": {fused: {"exp_avg": (torch.randn(8, 4),)}}, "param_groups": [{"params": [fused, D]}]}
+    with pytest.raises(ValueError, match="is a tuple of tensors"):
+        split_state_dict(model, optim, preset("hf-gate-up"))
+    saved = save(tmp_path / "saved", {"model": model, "optim": optim})
+    with pytest.raises(CheckpointError, match="is an object with tensors in it"):
+        split_exchange(open_checkpoint(saved), preset("hf-gate-up"), {}, [])
+
+
+def test_parts_are_merged_with_the_rule_that_split_them() -> None:
+    rules = [Rule(fused="{p}.w", parts=("{p}.a", "{p}.b"), layout=layout) for layout in ("concatenated", "interleaved")]
+    model, _ = split_state_dict({"x.w": torch.randn(6, 2)}, None, rules[:1])
+    with pytest.raises(ValueError, match="were split with another rule"):
+        merge_state_dict(model, None, rules[1:])
+
+
+def test_large_integers_differ_by_one(tmp_path: Path) -> None:
+    one, other = (
+        open_checkpoint(save(tmp_path / name, {"x": torch.tensor([value])}))
+        for name, value in (("a", 2**60 + 1), ("b", 2**60))
+    )
+    (found,) = diff(one, other, ["x"], Tolerance(atol=0.5))
+    assert found.max_abs_diff == 1.0
+    assert diff(one, other, ["x"], Tolerance(atol=1.0)) == []
