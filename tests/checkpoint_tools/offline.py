@@ -59,6 +59,9 @@ def rewritten(
     problems, files = check_structure(made, 1)
     assert not problems
     assert not files.notes
+    for file, entries in made.items_by_file().items():  # one after the other
+        ranges = {(item.offset_bytes, item.length_bytes) for _, item in entries}
+        assert sum(length for _, length in ranges) == made.folder.size_bytes(file)
     return made
 
 

@@ -19,12 +19,16 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from typer.testing import CliRunner
 
+from checkpoint_tools import rewriting
 from checkpoint_tools.__main__ import app
 from checkpoint_tools.errors import CheckpointError
 from checkpoint_tools.partial import open_partial, partial_of
+from checkpoint_tools.perform import perform
 from checkpoint_tools.reading import open_checkpoint
+from checkpoint_tools.rewrite import unit_bytes_of, units_of
+from checkpoint_tools.sinks import LocalSink
 from tests.checkpoint_tools.checkpoints import ROOT, changed, run_tool, save
-from tests.checkpoint_tools.offline import DOWN, FUSED, GATE, UP, assert_same, rewritten, rule
+from tests.checkpoint_tools.offline import DOWN, FUSED, GATE, UP, assert_same, check_zip_files, rewritten, rule
 from tests.checkpoint_tools.test_command_line import assert_one_line, run_all
 
 RULES = """
@@ -216,6 +220,10 @@ def lines_in(journal: Path) -> int:
     return len(journal.read_bytes().splitlines()) if journal.exists() else 0
 
 
+def test_checksums_of_items_that_several_units_fill(large: Path) -> None:
+    check_zip_files(open_checkpoint(large / "made"))
+
+
 @pytest.mark.parametrize(("units", "how"), [(0, signal.SIGKILL), (7, signal.SIGKILL), (3, signal.SIGINT)])
 def test_the_same_command_goes_on_after_a_kill(large: Path, tmp_path: Path, units: int, how: signal.Signals) -> None:
     journal = tmp_path / "made.partial" / "journal"
@@ -267,6 +275,53 @@ def test_what_was_begun_with_something_else(source: Path, tmp_path: Path) -> Non
     assert partial_of(tmp_path / "new").exists()
     assert run_here(*arguments, "--restart").returncode == 0
     assert not partial_of(tmp_path / "new").exists()
+
+
+def test_what_makes_a_difference(source: Path) -> None:
+    """To go on with it would make a checkpoint of two halves that do not belong together."""
+    checkpoint = open_checkpoint(source)
+    wanted: tuple[Any, ...] = ("split", [rule()], {"a": 1}, ["x"])
+    others = [("merge", *wanted[1:]), ("split", [rule(dim=1)], *wanted[2:]), (*wanted[:2], {"a": 2}, ["x"]), wanted[:3]]
+    first = rewriting.fingerprint_of(checkpoint, *wanted)
+    assert rewriting.fingerprint_of(checkpoint, *wanted) == first
+    assert all(rewriting.fingerprint_of(checkpoint, *other, *((),) * (4 - len(other))) != first for other in others)
+    os.utime(source / "__0_0.distcp", ns=(1, 1))
+    assert rewriting.fingerprint_of(checkpoint, *wanted) != first
+
+
+def test_a_source_that_is_written_to_meanwhile(source: Path, tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(source)
+    wanted: tuple[Any, ...] = ("split", [rule()], {}, [])
+    planned, before = rewriting.plan(checkpoint, *wanted), rewriting.fingerprint_of(checkpoint, *wanted)
+    os.utime(source / "__0_0.distcp", ns=(1, 1))
+    with pytest.raises(CheckpointError, match="was changed while it was read"):
+        rewriting.write(checkpoint, planned, str(tmp_path / "new"), before, threads=1, max_memory_bytes=1 << 20)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rules.toml", "source"]
+
+
+def test_a_kill_between_the_last_unit_and_the_end_of_a_file(large: Path, tmp_path: Path) -> None:
+    """What is around the elements of an item that several units fill is written last of all."""
+    checkpoint = open_checkpoint(large / "source")
+    planned = rewriting.plan(checkpoint, "split", [rule()], {}, [])
+    units = units_of(planned, unit_bytes_of(planned.nbytes))
+    options: dict[str, Any] = {"threads": 1, "max_memory_bytes": 1 << 24, "advance": lambda done: None}
+    with open_partial(tmp_path / "made", {}) as partial:
+        sink = LocalSink(partial.files)
+        sink.prepare(planned.file_bytes())
+
+        def record(unit: int, filled: Any) -> None:
+            partial.record(unit, filled)
+            if unit == len(units) - 1:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            perform(checkpoint, planned, units, sink, done={}, record=record, **options)
+    with open_partial(tmp_path / "made", {}) as partial:
+        assert len(partial.done) == len(units)
+        sink = LocalSink(partial.files)
+        perform(checkpoint, planned, units, sink, done=partial.done, record=partial.record, **options)
+        made = partial.files / "__0_0.distcp"
+        assert made.read_bytes() == (large / "made" / "__0_0.distcp").read_bytes()
 
 
 def test_what_is_left_of_a_checkpoint_that_was_finished(source: Path, tmp_path: Path) -> None:
@@ -351,6 +406,7 @@ MEASURED = """
 import sys
 from pathlib import Path
 import torch
+from checkpoint_tools import rewriting
 from checkpoint_tools.__main__ import app
 
 def peak_mib():  # of this process alone; ru_maxrss begins with what the process before it had
