@@ -1,5 +1,6 @@
 """Random programs of what a training loop may do, under every policy, against a plain optimizer."""
 
+import copy
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -66,7 +67,8 @@ def load(loop: Loop, at: int) -> None:
     del at
     if hasattr(loop, "saved"):
         loop.model.load_state_dict(loop.saved[0])
-        loop.optimizer.load_state_dict(loop.saved[1])
+        # A copy: torch's own optimizer goes on in the tensors that it is given, and they may be loaded again.
+        loop.optimizer.load_state_dict(copy.deepcopy(loop.saved[1]))
 
 
 def zero_in_place(loop: Loop, at: int) -> None:
