@@ -31,7 +31,7 @@ from .new_metadata import first_metadata_bytes
 from .parts import Comb
 from .reading import Checkpoint, StoredTensor
 from .regions import Index, Region, stretches
-from .rewrite import Entry, MergeTask, NewItem, NewTensor, Rewrite
+from .rewrite import Entry, MergeTask, NewItem, NewTensor, Rewrite, place_items
 from .safetensors_file import METADATA_KEY, SUFFIX, FileTensor, has_dtype, header_of, in_file_order
 from .safetensors_folder import INDEX_SUFFIX, MODEL, OBJECTS_FILE, OBJECTS_FORMAT, OPTIMIZER, Folders, path_of
 from .sizes import natural_order
@@ -287,12 +287,7 @@ class _Builder:
             self._tasks.setdefault(file, []).append(task)
 
     def rewrite(self, paths: Mapping[str, tuple[str | int, ...]], objects: tuple[str, ...]) -> Rewrite:
-        number = 0
-        for file, items in self._files.items():
-            offset = 0
-            for item in items:
-                item.number, item.file, item.offset_bytes = number, file, offset
-                number, offset = number + 1, offset + item.length_bytes
+        place_items(self._files)
         return Rewrite(
             tensors=self._tensors,
             objects=objects,

@@ -295,12 +295,7 @@ class _Builder:
     def rewrite(self) -> Rewrite:
         """With every item at its place."""
         self._add_nothings()
-        number = 0
-        for file, items in self._files.items():
-            offset = 0
-            for item in items:
-                item.number, item.file, item.offset_bytes = number, file, offset
-                number, offset = number + 1, offset + item.length_bytes
+        place_items(self._files)
         return Rewrite(
             tensors=self._tensors,
             objects=tuple(dict.fromkeys(self._objects)),
@@ -491,3 +486,13 @@ def _cut(run: Copy | None, unit_bytes: int) -> Iterator[tuple[Copy, int]]:
 def target_of(items: Sequence[NewItem], piece: Chunk) -> NewItem:
     """The one of a task's items for a part that has ``piece``."""
     return items[0] if len(items) == 1 else next(item for item in items if contains(item, piece))
+
+
+def place_items(files: Mapping[str, Sequence[NewItem]]) -> None:
+    """Give every item its number, and its place behind the others of its file."""
+    number = 0
+    for file, items in files.items():
+        offset = 0
+        for item in items:
+            item.number, item.file, item.offset_bytes = number, file, offset
+            number, offset = number + 1, offset + item.length_bytes

@@ -390,7 +390,7 @@ class Engine:
 
     def _begin_early(self, optimizer: Optimizer, states: StateStore) -> "_BegunStep | None":
         """Begin a step in the backward, if it will be like the last one."""
-        ids = [id(param) for group in optimizer.param_groups for param in group["params"]]
+        ids = _param_ids(optimizer)
         as_before = ids == self._param_ids and self._keys(optimizer) == self._layout_keys
         if self.failure or not as_before or not self._is_whole(self._last_steps):
             return None
@@ -427,7 +427,7 @@ class Engine:
         begun = self._begun
         if begun is None:
             return None
-        ids = [id(param) for group in optimizer.param_groups for param in group["params"]]
+        ids = _param_ids(optimizer)
         unchanged = ids == self._param_ids and begun.shared.still_starts_from(optimizer)
         if not begun.done:
             if not unchanged or kwargs:
@@ -528,7 +528,7 @@ class Engine:
 
     def _follow_groups(self, optimizer: Optimizer, states: StateStore) -> None:
         """Follow param groups that were edited, and hyperparameters that decide which state there is."""
-        ids = [id(param) for group in optimizer.param_groups for param in group["params"]]
+        ids = _param_ids(optimizer)
         regrouped = ids != self._param_ids
         if regrouped:
             self._param_ids = ids
@@ -803,6 +803,10 @@ def _pinned_implementations(optimizer: Optimizer) -> list[dict[str, object]]:
         supported = not undecided or foreach_supports(param for param in group["params"] if param.grad is not None)
         pinned.append({} if supported else {"foreach": False})
     return pinned
+
+
+def _param_ids(optimizer: Optimizer) -> list[int]:
+    return [id(param) for group in optimizer.param_groups for param in group["params"]]
 
 
 def _zero_like(example: object) -> object:

@@ -146,7 +146,7 @@ def make_overlap(
         NotImplementedError: this torch's ``fully_shard`` has other hook points.
     """
     policy = engine.policy
-    if not (policy.uses_backward or policy.overlap_forward):
+    if not policy.overlaps:
         return None
     wanted = _named(policy)
     if model is None:
@@ -178,6 +178,6 @@ def _named(policy: OffloadPolicy) -> str:
 
 def group_numbers(model: nn.Module | None, policy: OffloadPolicy) -> dict[Tensor, int]:
     """Of the model's sharded parameters, in the order in which a forward gathers them; none if nothing overlaps."""
-    if model is None or not (policy.uses_backward or policy.overlap_forward):
+    if model is None or not policy.overlaps:
         return {}
     return {param: number for number, group in enumerate(sharding_groups(model)) for param in group.params}

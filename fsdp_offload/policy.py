@@ -101,6 +101,11 @@ class OffloadPolicy:
         return self.update == "backward" or self.overlap_forward
 
     @property
+    def overlaps(self) -> bool:
+        """Whether anything hooks into the model."""
+        return self.uses_backward or self.overlap_forward
+
+    @property
     def ring_bytes(self) -> int:
         """Device bytes through which buckets pass: staging without the room for state under creation."""
         return self.staging_bytes - self.bucket_bytes
