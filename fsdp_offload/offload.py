@@ -117,7 +117,7 @@ def remove_offload(optimizer: Optimizer) -> Optimizer:
     if attachment is None:
         raise RuntimeError(f"remove_offload: this {type(target).__name__} is not offloaded.")
     engine = attachment.engine
-    engine.check_usable("remove_offload()")
+    engine.steps.check_usable("remove_offload()")
     if engine.policy.master_weights != "none":
         warnings.warn(
             "remove_offload: the masters of low-precision parameters go, and their state is rounded to the parameters' "
@@ -183,7 +183,7 @@ class OffloadedOptimizer(Optimizer):
             RuntimeError: an exception has left the state half updated.
         """
         engine = _engine_of(self)
-        engine.check_usable("state_dict()")
+        engine.steps.check_usable("state_dict()")
         if engine.habits.keeps_raw_state:
             return super().state_dict()
         # Not that of the class, which converts what is on the device.
@@ -263,7 +263,7 @@ class OffloadedOptimizer(Optimizer):
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """As ``torch.optim.Optimizer``. What an update still reads is kept until then, and waited for if zeroed."""
         if False in (*args, *kwargs.values()):
-            _engine_of(self).wait_for_all()
+            _engine_of(self).steps.wait_for_all()
         super().zero_grad(*args, **kwargs)
         attachment = _attachment_of(self)
         if attachment is not None and attachment.overlap is not None:
@@ -295,7 +295,7 @@ _NO_COPY = (
 def _logical_step(self: OffloadedOptimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
     """One step as the user counts them: hooks fire around it once, the closure runs once."""
     engine = _engine_of(self)
-    engine.check_usable("step()", mid_step=True)
+    engine.steps.check_usable("step()", mid_step=True)
     refuse_capture(engine.device)
     loss = None
     if closure is not None:

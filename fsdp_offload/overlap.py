@@ -71,11 +71,11 @@ class Overlap:
         assert engine is not None
         if engine.policy.overlap_forward:
             elsewhere = [param for param in engine.plan.shards if param not in self.in_groups]
-            engine.wait_for(engine.buckets_of(elsewhere))
+            engine.steps.wait_for(engine.steps.buckets_of(elsewhere))
         self._expected = self._seen
         order = [number for number in self._order if self._expected[number]]
-        buckets = (engine.buckets_of(self._groups[number].params) for number in order)
-        engine.backward_order = _by_last_appearance(buckets)
+        buckets = (engine.steps.buckets_of(self._groups[number].params) for number in order)
+        engine.steps.backward_order = _by_last_appearance(buckets)
         self.forget_reductions()
 
     # Called by the hooks ------------------------------------------------------------------------------------------
@@ -83,17 +83,17 @@ class Overlap:
     def _before_gather(self, number: int, stream: torch.Stream | None) -> None:
         engine = self._engine()
         if engine is not None and engine.policy.overlap_forward:
-            engine.wait_for(engine.buckets_of(self._groups[number].params), stream)
+            engine.steps.wait_for(engine.steps.buckets_of(self._groups[number].params), stream)
 
     def _before_state_dict(self, *_: object) -> None:
         engine = self._engine()
         if engine is not None:
-            engine.wait_for_all()
+            engine.steps.wait_for_all()
 
     def _before_reduce(self, number: int) -> None:
         engine = self._engine()
         if engine is not None and self._expected and self._seen[number] >= self._expected[number] > 0:
-            engine.refuse_second_backward()
+            engine.steps.refuse_second_backward()
 
     def _reduced(self, number: int, event: object) -> None:
         optimizer, engine = self._optimizer(), self._engine()

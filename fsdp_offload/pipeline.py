@@ -165,16 +165,13 @@ class Pipeline:
         self,
         update: Callable[[int], None],
         may_update: Callable[[int], bool] = lambda number: True,
-        most_loads: int | None = None,
     ) -> None:
         """Issue actions in order, up to the first update that may not run yet.
 
         Args:
             update: runs the optimizer on a bucket, in the update lane.
             may_update: whether the gradients of a bucket are final.
-            most_loads: how many loads to issue ahead of that update at most.
         """
-        loads = 0
         if self._queue and self._link.changes_hands(self._number):
             self._take_ring_back()
         try:
@@ -182,10 +179,6 @@ class Pipeline:
                 action = self._queue[0]
                 if action.kind == "U" and not may_update(action.bucket):
                     return
-                if action.kind == "L" and most_loads is not None:
-                    if loads == most_loads and not may_update(action.bucket):
-                        return
-                    loads += 1
                 self._queue.popleft()
                 self._issue(action, update)
                 self._issued.append(action)
@@ -253,28 +246,28 @@ class Pipeline:
         with torch.profiler.record_function(f"fsdp_offload {action.kind}{action.bucket}"), lane.running():
             span.begin = lane.mark(span.begin)
             if action.kind == "L":
-                self._load(self.buckets[action.bucket])
+                self._load(self.buckets[action.bucket], lane)
             elif action.kind == "S":
-                self._store(self.buckets[action.bucket])
+                self._store(self.buckets[action.bucket], lane)
             else:
                 update(action.bucket)
                 if self.buckets[action.bucket].placement is not None:
                     self.buckets[action.bucket].move_to(Residency.IN_SLOT)
             span.end = lane.mark(span.end)
 
-    def _load(self, bucket: StagedBucket) -> None:
+    def _load(self, bucket: StagedBucket, lane: Lane) -> None:
         for (home, _), slot in zip(bucket.copies, self._slots(bucket), strict=True):
-            slot.copy_(home, non_blocking=True)
+            lane.copy(slot, home)
         bucket.move_to(Residency.LOADING)
 
-    def _store(self, bucket: StagedBucket) -> None:
+    def _store(self, bucket: StagedBucket, lane: Lane) -> None:
         if bucket.store_copies is None:
             copies, slots = bucket.copies, self._slots(bucket)
         else:
             copies = bucket.store_copies()
             slots = self._slot_views(bucket, copies)
         for (home, _), slot in zip(copies, slots, strict=True):
-            home.copy_(slot, non_blocking=True)
+            lane.copy(home, slot)
         bucket.move_to(Residency.STORING)
 
     def _slots(self, bucket: StagedBucket) -> list[Tensor]:

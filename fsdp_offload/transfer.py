@@ -4,7 +4,9 @@ A *lane* is where actions of one kind run: loads, updates, stores. On an acceler
 stream each, and updates run on the stream that is current in ``step()``, or on one of their own where they are to run
 beside a forward or a backward:
 
-- the load stream overlaps with updates, stores, and whatever the device still has to do of the backward;
+- loads overlap with updates, stores, and whatever the device still has to do of the backward. They have two streams
+  that take turns: a small pinned copy of somebody else (``fully_shard`` makes one in each gather and each reduction)
+  waits until all copies have finished that were released to the copy engine before it, so never more than one piece is;
 - the store stream overlaps with updates, loads, and the next forward.
 
 The serial lanes run the same actions one by one on the current stream and wait for each: on the CPU, and to bisect.
@@ -38,6 +40,9 @@ class Lane(Protocol):
 
     def running(self) -> AbstractContextManager[None]:
         """Within it, copies and kernels are issued to this lane."""
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Copy ``source`` into ``target``, both contiguous and of the same ``uint8`` shape ``(nbytes,)``."""
 
     def mark(self, reuse: Mark | None = None) -> Mark:
         """A mark at the current end of the lane; ``reuse`` is an old mark of this lane that may be moved here."""
@@ -89,11 +94,53 @@ class StreamLane:
         with self._stream:
             yield
 
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Issue a copy between the device and host memory; the host goes on where that is page-locked."""
+        with self.running():
+            target.copy_(source, non_blocking=True)
+
     def mark(self, reuse: Mark | None = None) -> Mark:
         """Record an event at the end of this lane's stream."""
         mark = reuse if isinstance(reuse, StreamMark) else StreamMark(self._device)
         self._now.record_event(mark.event)
         return mark
+
+
+class TurnsLane(StreamLane):
+    """A lane on two streams that take turns: each piece of a copy is released only when the one before has finished.
+
+    Measured on an H200: 16 MiB pieces cost no bandwidth, and a small copy beside them waits 0.2 ms instead of until the
+    last of the copies; pieces of one stream, or gated by a third, do not let it pass.
+    """
+
+    def __init__(self, device: torch.device, streams: tuple[torch.Stream, torch.Stream]) -> None:
+        super().__init__(device, streams[0])
+        self._next = streams[1]
+        self._done, self._next_done = torch.Event(device), torch.Event(device)
+        self._piece_bytes = 0  # copied since the last turn
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Issue a copy in pieces."""
+        begin = 0
+        while begin < target.numel():
+            if self._piece_bytes >= PIECE_BYTES:
+                self._take_turns()
+            end = min(target.numel(), begin + PIECE_BYTES - self._piece_bytes)
+            super().copy(target[begin:end], source[begin:end])
+            self._piece_bytes += end - begin
+            begin = end
+
+    def _take_turns(self) -> None:
+        assert self._stream is not None
+        self._stream.record_event(self._done)
+        self._next.wait_event(self._done)
+        self._stream, self._next = self._next, self._stream
+        self._done, self._next_done = self._next_done, self._done
+        self._piece_bytes = 0
+
+
+PIECE_BYTES = 16 << 20
+"""Smaller pieces cost bandwidth (8 MiB: 5 %); larger ones hold up small copies of others for longer."""
 
 
 class EventMark:
@@ -140,6 +187,10 @@ class SerialLane:
         """Run on the current stream."""
         yield
 
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Copy on the current stream."""
+        target.copy_(source, non_blocking=True)
+
     def mark(self, reuse: Mark | None = None) -> Mark:
         """Wait for the device, then note the time."""
         if self._device.type != "cpu":
@@ -148,7 +199,7 @@ class SerialLane:
 
 
 class DeviceLink:
-    """What all offloaded optimizers of one device share: the two copy streams and the ring of staging memory.
+    """What all offloaded optimizers of one device share: the lanes of the copies and the ring of staging memory.
 
     The streams live as long as the process: new ones would each get a memory pool of their own in torch's allocator.
     The ring goes when the last user has left.
@@ -158,7 +209,7 @@ class DeviceLink:
         self.device = device
         # Threads that step optimizers of their own take turns: the ring and the order on the streams are shared.
         self.in_use = threading.RLock()
-        self._streams: tuple[torch.Stream, torch.Stream] | None = None
+        self._copy_lanes: tuple[Lane, Lane] | None = None
         self._update_stream: torch.Stream | None = None
         self._ring: Tensor | None = None
         self._users = 0
@@ -174,15 +225,17 @@ class DeviceLink:
         if serial or self.device.type == "cpu":
             lane = SerialLane(self.device)
             return {"L": lane, "U": lane, "S": lane, "C": lane}
-        if self._streams is None:
-            self._streams = (torch.Stream(self.device), torch.Stream(self.device))
-        load, store = self._streams
+        if self._copy_lanes is None:
+            streams = torch.Stream(self.device), torch.Stream(self.device)
+            # The same lane for all users: copies of one kind are in order, whoever issues them.
+            self._copy_lanes = TurnsLane(self.device, streams), StreamLane(self.device, torch.Stream(self.device))
+        load, store = self._copy_lanes
         compute = StreamLane(self.device, None)
         if beside_compute and self._update_stream is None:
             # Ahead of the model's kernels: everything that comes later waits for updates, and they are short.
             self._update_stream = torch.Stream(self.device, priority=-1)
         update = StreamLane(self.device, self._update_stream) if beside_compute else compute
-        return {"L": StreamLane(self.device, load), "U": update, "S": StreamLane(self.device, store), "C": compute}
+        return {"L": load, "U": update, "S": store, "C": compute}
 
     def join(self) -> None:
         """Count one more user of the ring."""

@@ -49,9 +49,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "adopt": {"shards", "update"},
     "forms": {"fsdp", "masters", "optimizers", "shards", "update"},
     "lending": {"schedule", "shards", "update", "pipeline", "plan"},
+    "stepping": {
+        *("policy", "fsdp", "schedule", "transfer", "optimizers", "shards"),
+        *("spent", "update", "pipeline", "plan", "lending"),
+    },
     "engine": {
         *("policy", "fsdp", "schedule", "transfer", "report", "masters", "optimizers", "shards"),
-        *("spent", "update", "learn", "pipeline", "plan", "adopt", "forms", "lending"),
+        *("update", "learn", "pipeline", "plan", "adopt", "forms", "lending", "stepping"),
     },
     "load": {"fsdp", "masters", "shards", "update", "engine"},
     "state": {"update", "engine"},

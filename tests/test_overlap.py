@@ -86,9 +86,9 @@ def test_updates_and_loads_really_begin_in_the_backward(mesh: DeviceMesh, fields
     loop = Loop(mesh, adamw, policy_of(fields)).train(3)
     engine = vars(loop.optimizer)["_offload_engine"].engine
     loop.backward(3)
-    begun = engine._begun
+    begun = engine.steps.begun
     if fields.get("update") == "backward":
-        assert sorted(begun.done) == sorted(step.bucket for step in engine._last_steps)
+        assert sorted(begun.done) == sorted(step.bucket for step in engine.steps.last)
     elif fields.get("prefetch") == "backward":
         loaded = [action for action in engine._pipeline._issued if action.kind == "L"]
         assert len(loaded) >= 3  # as many as the ring has room for
@@ -138,7 +138,7 @@ def test_a_backward_that_fails(mesh: DeviceMesh, fields: dict[str, Any]) -> None
         handle.remove()
     if fields.get("update") == "backward":
         # Some parameters have been updated with gradients of a backward that never ended.
-        assert vars(offloaded.optimizer)["_offload_engine"].engine._begun.done
+        assert vars(offloaded.optimizer)["_offload_engine"].engine.steps.begun.done
         with pytest.raises(RuntimeError, match="refused"):
             offloaded.optimizer.state_dict()
 
@@ -343,4 +343,4 @@ def test_decoupled_gradients_are_refused(mesh: DeviceMesh) -> None:
 def test_resident_state_does_not_turn_overlap_off(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
     loop = Loop(mesh, adamw, policy_of(fields, resident_bytes=60_000)).train(3)
     loop.backward(3)
-    assert vars(loop.optimizer)["_offload_engine"].engine._begun is not None
+    assert vars(loop.optimizer)["_offload_engine"].engine.steps.begun is not None

@@ -90,7 +90,7 @@ class ArenaStager(AsyncStager):
         self._wait_for_writer()
         engines = [engine for optimizer in self._optimizers if (engine := engine_of(optimizer())) is not None]
         for engine in engines:
-            engine.check_usable("dcp.async_save()")
+            engine.steps.check_usable("dcp.async_save()")
             engine.wait_all_home()
         with _no_garbage_collection():
             loan, staging = Loan(), _Staging(engines)

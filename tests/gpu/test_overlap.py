@@ -13,6 +13,7 @@ from fsdp_offload.pipeline import Pipeline
 from tests.overlapping import HABITS, NOT_IN_BACKWARD, POLICIES, Loop, Net, adamw, same
 
 SLEEP_CYCLES = 2_000_000  # about 1 ms: longer than anything else that a group does here
+LONG_CYCLES = 40_000_000  # longer than the host takes to issue what follows, so that a missing wait is surely seen
 SIZES = {"bucket_bytes": 256 << 10, "staging_bytes": 5 * (256 << 10)}
 EVERY_POLICY = pytest.mark.parametrize("fields", POLICIES.values(), ids=POLICIES)
 
@@ -26,16 +27,16 @@ def mesh() -> Iterator[DeviceMesh]:
 
 
 @pytest.fixture
-def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """``slow("U")`` puts a busy kernel before every action of that kind, on its own stream."""
 
-    def install(kind: str) -> None:
+    def install(kind: str, cycles: int = SLEEP_CYCLES) -> None:
         issue = Pipeline._issue
 
         def slowed(self: Pipeline, action: Any, update: Any) -> None:
             if action.kind == kind:
                 with self._lanes[kind].running():
-                    torch.cuda._sleep(SLEEP_CYCLES)
+                    torch.cuda._sleep(cycles)
             issue(self, action, update)
 
         monkeypatch.setattr(Pipeline, "_issue", slowed)
@@ -60,7 +61,7 @@ def expected(mesh: DeviceMesh) -> Loop:
 @pytest.mark.parametrize("kind", ["none", "L", "U", "S"])
 @EVERY_POLICY
 def test_same_bits_whichever_lane_is_slow(
-    mesh: DeviceMesh, expected: Loop, slow: Callable[[str], None], fields: dict[str, Any], kind: str
+    mesh: DeviceMesh, expected: Loop, slow: Callable[..., None], fields: dict[str, Any], kind: str
 ) -> None:
     slow(kind)
     assert same(expected, Loop(mesh, adamw, policy_of(fields), net=net).train(8))
@@ -73,7 +74,7 @@ def test_same_bits_serially(mesh: DeviceMesh, expected: Loop, fields: dict[str, 
 
 @pytest.mark.parametrize("habit", HABITS)
 @EVERY_POLICY
-def test_habits(mesh: DeviceMesh, slow: Callable[[str], None], fields: dict[str, Any], habit: str) -> None:
+def test_habits(mesh: DeviceMesh, slow: Callable[..., None], fields: dict[str, Any], habit: str) -> None:
     if fields.get("update") == "backward" and (habit in NOT_IN_BACKWARD or habit == "evaluate-before-step"):
         habit = "evaluate"
     plain = Loop(mesh, adamw, None, net=net).train(9, HABITS[habit])
@@ -84,7 +85,7 @@ def test_habits(mesh: DeviceMesh, slow: Callable[[str], None], fields: dict[str,
 @pytest.mark.parametrize("capturable", [False, True])
 @EVERY_POLICY
 def test_tensors_that_a_scheduler_writes(
-    mesh: DeviceMesh, slow: Callable[[str], None], fields: dict[str, Any], capturable: bool
+    mesh: DeviceMesh, slow: Callable[..., None], fields: dict[str, Any], capturable: bool
 ) -> None:
     def make(params: Any) -> torch.optim.Optimizer:
         lr = torch.tensor(0.02, device="cuda")
@@ -96,10 +97,10 @@ def test_tensors_that_a_scheduler_writes(
 
 
 def test_other_bits_without_the_wait_before_the_gather(
-    mesh: DeviceMesh, expected: Loop, slow: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+    mesh: DeviceMesh, expected: Loop, slow: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The suite can fail."""
-    slow("U")
+    slow("U", LONG_CYCLES)
     monkeypatch.setattr(Pipeline, "wait_updated", lambda *_: None)
     assert not same(expected, Loop(mesh, adamw, policy_of({"overlap_forward": True}), net=net).train(8))
 
@@ -114,7 +115,7 @@ def test_other_bits_without_the_wait_for_gradients(
     def late(*args: Any, **kwargs: Any) -> Any:
         reduce_stream = next(arg for arg in args if isinstance(arg, torch.cuda.Stream))
         with torch.cuda.stream(reduce_stream):
-            torch.cuda._sleep(SLEEP_CYCLES)
+            torch.cuda._sleep(LONG_CYCLES)
         return reduce(*args, **kwargs)
 
     monkeypatch.setattr(_fsdp_param_group, "foreach_reduce", late)
@@ -124,7 +125,7 @@ def test_other_bits_without_the_wait_for_gradients(
 
 
 def test_other_bits_if_gradients_are_let_go(
-    mesh: DeviceMesh, slow: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+    mesh: DeviceMesh, slow: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Gradients have to live until the update has read them, although zero_grad has been called."""
 

@@ -1,0 +1,413 @@
+"""One logical step, in the parts in which it is issued: by the backward, by ``step()``, or by both.
+
+::
+
+    begin ──▶ advance, advance, ... (what may be issued by now) ──▶ finish ──▶ gradients held until they have been read
+       └────▶ drop (only loads were issued, or the state is to be replaced)
+
+What is left unfinished by an exception is noted in :attr:`Stepping.failure`.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .fsdp import foreach_supports, version_of
+from .lending import Lending
+from .optimizers import LogicalStep, Traits
+from .pipeline import Pipeline
+from .plan import Plan
+from .policy import OffloadPolicy
+from .schedule import Action, BucketStep, build_schedule
+from .shards import StateShard
+from .spent import is_spent, restore, spend
+from .transfer import DeviceLink
+from .update import BoundRange, Shadow, SharedValues, StateStore, same_order_on_ranks, update_bucket
+
+
+@dataclass(eq=False)
+class BegunStep:
+    """A logical step of which something has been issued.
+
+    Attributes:
+        steps: the buckets of its schedule.
+        moving: shards that are stored in their other place; ``None`` before the first update.
+        made_way: the buckets that this was decided for.
+        in_backward: begun before all gradients are there.
+        done: the buckets that have been updated.
+        watched: shards that had state when loading began.
+        versions: of their homes at that time.
+        spent: the gradients used in the backward, which are out of the user's reach until ``step()``; and the version
+            of the parameter after its update.
+    """
+
+    shadow: Shadow
+    shared: SharedValues
+    logical: LogicalStep
+    group_count: int
+    steps: tuple[BucketStep, ...]
+    moving: list[StateShard] | None = None
+    made_way: tuple[BucketStep, ...] = ()
+    in_backward: bool = False
+    done: list[int] = field(default_factory=list)
+    watched: list[StateShard] = field(default_factory=list)
+    versions: list[object] = field(default_factory=list)
+    spent: dict[Tensor, tuple[Tensor, tuple[int, int]]] = field(default_factory=dict)
+
+
+class Stepping:
+    """The steps of one optimizer over its plan.
+
+    Attributes:
+        begun: in a backward, and not ended by ``step()`` yet.
+        failure: why the state is only half updated; empty if it is whole.
+        last: what the last step updated.
+        backward_order: buckets as their gradients became final in the last backward.
+    """
+
+    def __init__(
+        self,
+        cls: type[Optimizer],
+        traits: Traits,
+        policy: OffloadPolicy,
+        names: Mapping[Tensor, str],
+        plan: Plan,
+        pipeline: Pipeline,
+        lending: Lending,
+        link: DeviceLink,
+    ) -> None:
+        self.begun: BegunStep | None = None
+        self.failure = ""
+        self.last: tuple[BucketStep, ...] = ()
+        self.backward_order: list[int] = []
+        self._cls = cls
+        self._policy = policy
+        self._names = names
+        self._habits = traits.habits
+        self._plan = plan
+        self._pipeline = pipeline
+        self._lending = lending
+        self._link = link
+        self._ring: Tensor | None = None
+        self._bound: dict[int, list[BoundRange]] = {}
+        self._schedules: dict[tuple[BucketStep, ...], list[Action]] = {}
+        self._held: dict[int, list[tuple[Tensor, Tensor | None, BegunStep]]] = {}  # by bucket: what updates still read
+
+    def forget_places(self) -> None:
+        """Buckets have other homes or slots from now on."""
+        self._bound.clear()
+        self._schedules.clear()
+
+    # One after the other -----------------------------------------------------------------------------------------
+
+    def begin(
+        self, optimizer: Optimizer, kwargs: Mapping[str, Any], steps: tuple[BucketStep, ...], states: StateStore
+    ) -> BegunStep:
+        """Note where a logical step starts, and take up its schedule."""
+        self.wait_for_all()  # the gradients of the last step are let go
+        logical = self._habits.begin(optimizer, kwargs)
+        shared = self._shared_values(optimizer, logical)
+        begun = BegunStep(Shadow(self._cls), shared, logical, len(optimizer.param_groups), steps)
+        self._pipeline.begin(self._schedule(steps))
+        if self._policy.uses_backward:
+            # Updates write resident state where it is, which counts as well.
+            offloaded = (shard for shard in self._plan.shards.values() if not shard.resident)
+            begun.watched = [shard for shard in offloaded if states.get(shard.param)]
+            begun.versions = self._home_versions(begun, states)
+        return begun
+
+    def advance(
+        self, begun: BegunStep, states: StateStore, may_update: Callable[[int], bool] = lambda number: True
+    ) -> None:
+        """Issue what of a step may be issued now."""
+        habits = self._habits
+
+        def update(number: int) -> None:
+            if begun.moving is None:
+                # In the backward, more gradients are still to come: whatever is loaded may be stored elsewhere.
+                shards = self._covered(begun.steps, with_gradient=not begun.in_backward)
+                begun.moving, begun.made_way = self._lending.make_way(shards, begun.steps), begun.steps
+            for ranges in same_order_on_ranks(self._bind(number), group_by_group=habits.group_by_group):
+                update_bucket(
+                    begun.shadow, begun.shared, habits, ranges, begun.group_count, states, begun.logical.kwargs
+                )
+            begun.done.append(number)
+            if self._policy.updates_beside_compute:
+                # Whoever clears gradients meanwhile must not free what an update is still to read.
+                covers = [shard.param for shard in self._plan[number].covers()]
+                self._held[number] = [(param, habits.gradient(param), begun) for param in covers]
+
+        try:
+            with self._link.in_use:  # another thread's optimizer may want a larger ring
+                self._take_ring()
+                self._pipeline.advance(update, may_update)
+        except BaseException as error:
+            stored = self._pipeline.stored(begun.done)
+            moved = [shard for shard in begun.moving or () if stored.issuperset(shard.buckets)]
+            self._lending.settle(moved, begun.steps, states)
+            self._restore_gradients(begun)
+            self._note_failure(error, begun.done, begun.steps)
+            self.begun = None
+            raise
+
+    def finish(self, begun: BegunStep, states: StateStore) -> None:
+        """Everything has been issued: homes that moved are the homes from now on."""
+        self._pipeline.finish()
+        done = set(begun.done)
+        self._lending.settle([s for s in begun.moving or () if done.issuperset(s.buckets)], begun.made_way, states)
+
+    def end(self, begun: BegunStep, states: StateStore) -> None:
+        """All gradients that there are going to be are there: the rest of what the backward has begun."""
+        idle = {step.bucket for step in begun.steps if not self._covered([step])} - set(begun.done)
+        self._pipeline.skip(idle)
+        begun.steps = tuple(step for step in begun.steps if step.bucket not in idle)
+        self._pipeline.updates_after_compute()
+        self.advance(begun, states)
+        self.finish(begun, states)
+        self.begun = None
+
+    def fits(self, begun: BegunStep, steps: Sequence[BucketStep], states: StateStore) -> bool:
+        """Whether what has been loaded is what a step over these buckets needs."""
+        return sorted(begun.steps) == sorted(steps) and begun.versions == self._home_versions(begun, states)
+
+    def go_on(self, begun: BegunStep, left: tuple[BucketStep, ...]) -> None:
+        """More is to be updated than the backward had known of."""
+        begun.steps, begun.moving, begun.in_backward = left, None, False
+        self._pipeline.begin(self._schedule(left))
+
+    def drop(self) -> None:
+        """Forget what the backward has begun: it is to be done again, or the state is to be replaced."""
+        if self.begun is not None:
+            if self.begun.done:
+                for param in filter(is_spent, self.begun.spent):
+                    param.grad = None  # used; in a step after this it would be used twice
+                self._pipeline.abandon()
+            else:
+                self._pipeline.cancel()
+            self.begun = None
+
+    def _covered(self, steps: Iterable[BucketStep], *, with_gradient: bool = True) -> list[StateShard]:
+        """The shards in these buckets, once each; only those with a gradient, or all."""
+        shards = dict.fromkeys(shard for step in steps for shard in self._plan[step.bucket].covers())
+        gradient = self._habits.gradient
+        return [s for s in shards if s.group >= 0 and not (with_gradient and gradient(s.param) is None)]
+
+    # In the backward ---------------------------------------------------------------------------------------------
+
+    def is_whole(self, steps: Sequence[BucketStep]) -> bool:
+        """Whether these are all buckets of some groups, with state in each.
+
+        A parameter of which only some buckets were updated in the backward would be counted too early for the others.
+        """
+        numbers = {step.bucket for step in steps}
+        touched = {shard.together for number in numbers for shard in self._plan[number].covers()}
+        needed = {n for s in self._plan.shards.values() if s.together in touched for n in s.buckets if s.group >= 0}
+        return bool(steps) and needed <= numbers and all(step.load or not step.store for step in steps)
+
+    def in_backward_order(self, steps: Sequence[BucketStep]) -> tuple[BucketStep, ...]:
+        """As their gradients become final: learnt in the last backward."""
+        known = {number: at for at, number in enumerate(self.backward_order)}
+        return tuple(sorted(steps, key=lambda step: known.get(step.bucket, len(known))))
+
+    def spend(self, begun: BegunStep) -> None:
+        """Put gradients out of reach of which nothing is left to be used."""
+        done = set(begun.done)
+        for shard in dict.fromkeys(shard for number in begun.done for shard in self._plan[number].covers()):
+            grad = shard.param.grad
+            if grad is not None and shard.param not in begun.spent and done.issuperset(shard.buckets):
+                begun.spent[shard.param] = grad, version_of(shard.param)
+                spend(shard.param)
+
+    def refuse_second_backward(self) -> None:
+        """A backward is about to add to gradients that an update may have used.
+
+        Raises:
+            RuntimeError: it has.
+        """
+        if self.begun is None or not self.begun.done:
+            return
+        self.drop()
+        self.failure = "a backward came after the one whose gradients had been updated with already"
+        raise RuntimeError(
+            "a second backward before step(), with OffloadPolicy(update='backward'): parameters have been updated with "
+            "the gradients of the first one. The number of backwards before each step must not change (it was learnt "
+            "in the first steps); use update='step', or one step for each backward."
+        )
+
+    def resume(
+        self, optimizer: Optimizer, states: StateStore, kwargs: Mapping[str, Any], *, same_groups: bool
+    ) -> BegunStep | None:
+        """The step of which the backward has updated a part. One of which it has only loaded some is kept or dropped.
+
+        Args:
+            optimizer: whose ``step()`` this is.
+            states: its state.
+            kwargs: of ``step()``.
+            same_groups: its param groups have the parameters that they had.
+
+        Raises:
+            RuntimeError: it cannot go on, and parameters have been updated.
+        """
+        begun = self.begun
+        if begun is None:
+            return None
+        unchanged = same_groups and begun.shared.still_starts_from(optimizer)
+        if not begun.done:
+            if not unchanged or kwargs:
+                self.drop()  # loads only; they are made again
+            return None
+        problem = ""
+        if not unchanged:
+            problem = "hyperparameters have changed since then"
+        elif kwargs or getattr(optimizer, "grad_scale", None) is not None or hasattr(optimizer, "found_inf"):
+            problem = "a GradScaler decides only now whether there is a step"
+        elif begun.versions != self._home_versions(begun, states):
+            problem = "optimizer.state has changed since then"
+        else:
+            for param, (_, version) in begun.spent.items():
+                if not is_spent(param):
+                    problem = f"the gradient of {self._names.get(param, 'a parameter')} has been exchanged since then"
+                elif version_of(param) != version:
+                    problem = f"{self._names.get(param, 'a parameter')} has been written since then"
+        self._restore_gradients(begun)
+        if problem:
+            self.drop()
+            self.failure = f"the update began in the backward, and {problem}"
+            raise RuntimeError(
+                f"step(), with OffloadPolicy(update='backward'): parameters have been updated in the backward, and "
+                f"{problem}. Use update='step' for a loop that does this."
+            )
+        return begun
+
+    def _restore_gradients(self, begun: BegunStep) -> None:
+        for param, (grad, _) in begun.spent.items():
+            restore(param, grad)
+
+    def _home_versions(self, begun: BegunStep, states: StateStore) -> list[object]:
+        """Changes when somebody writes into the state that there was when the step began."""
+        found: list[object] = []
+        for shard in begun.watched:
+            state = states.get(shard.param)
+            for name, home in shard.homes.items():
+                leaves = [leaf._version for leaf in shard.home_leaves[name]]
+                found.append(state.get(name) is home and (version_of(home), leaves))
+        return found
+
+    # New parameters ----------------------------------------------------------------------------------------------
+
+    def buckets_of(self, params: Iterable[Tensor]) -> set[int]:
+        """The buckets in which the state of any of these is."""
+        return {number for param in params if param in self._plan.shards for number in self._plan.shards[param].buckets}
+
+    def wait_for(self, buckets: Iterable[int], stream: torch.Stream | None = None) -> None:
+        """Let what follows on ``stream`` (``None``: the current one) see the parameters of these buckets new."""
+        for number in buckets:
+            self._pipeline.wait_updated(number, stream)
+            if stream is None:
+                self._held.pop(number, None)
+
+    def wait_for_all(self) -> None:
+        """Let what follows on the current stream see all parameters and counters new."""
+        self._pipeline.wait_all_updated()
+        self._held.clear()
+
+    def wait_counted(self) -> None:
+        """Let what follows on the current stream see counters and resident state new, where an update may still run."""
+        if self._held:
+            self._pipeline.wait_all_updated()
+
+    # What an update needs ----------------------------------------------------------------------------------------
+
+    def _shared_values(self, optimizer: Optimizer, logical: LogicalStep) -> SharedValues:
+        implementations = _pinned_implementations(optimizer)
+        pinned = [{**one, **other} for one, other in zip(implementations, logical.pinned, strict=True)]
+        return SharedValues(
+            optimizer,
+            pinned,
+            logical.attributes,
+            self._habits.attributes_by_param,
+            # A scheduler may write a tensor before an update beside the compute stream has read it.
+            own_read_only=self._policy.updates_beside_compute,
+        )
+
+    def _schedule(self, steps: tuple[BucketStep, ...]) -> list[Action]:
+        if steps not in self._schedules:
+            if len(self._schedules) >= _KEPT_SCHEDULES:
+                self._schedules.clear()
+            staged = enumerate(self._pipeline.buckets)
+            placements = {number: bucket.placement for number, bucket in staged if bucket.placement is not None}
+            self._schedules[steps] = build_schedule(steps, placements)
+        return self._schedules[steps]
+
+    def _take_ring(self) -> None:
+        ring = self._pipeline.ring(self._plan.ring_bytes) if self._plan.ring_bytes else None
+        if ring is not self._ring:
+            self._bound.clear()
+            self._ring = ring
+
+    def _bind(self, number: int) -> list[BoundRange]:
+        """What the optimizer sees of a bucket; kept from step to step while the storages stay where they are."""
+        bound = self._bound.get(number)
+        if bound is None or any(not part.still_valid() for part in bound):
+            bound = self._bound[number] = self._plan.bind(number, self._ring)
+        return bound
+
+    # Faults ------------------------------------------------------------------------------------------------------
+
+    def _note_failure(self, error: BaseException, done: Sequence[int], steps: Sequence[BucketStep]) -> None:
+        self._pipeline.abandon()
+        torn = [step.bucket for step in steps if step.bucket not in done][:1]
+        self.failure = (
+            f"an earlier step() stopped with {type(error).__name__}: {error}. {len(done)} of {len(steps)} buckets had "
+            f"been updated (parameters {self._names_in(done)}); {self._names_in(torn)} may be half updated; the others "
+            "are as before that step"
+        )
+
+    def _names_in(self, buckets: Sequence[int]) -> str:
+        names = list(dict.fromkeys(shard.name for number in buckets for shard in self._plan[number].covers()))
+        if not names:
+            return "none"
+        return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+    def check_usable(self, what: str, *, mid_step: bool = False) -> None:
+        """Refuse to go on with half updated state.
+
+        Args:
+            what: is about to be done.
+            mid_step: it is the end of a step that the backward has begun.
+
+        Raises:
+            RuntimeError: an exception ended an earlier step; says which parameters are new.
+        """
+        if self.begun is not None and self.begun.done and not mid_step:
+            raise RuntimeError(
+                f"{what} refused: the backward has updated part of the state (OffloadPolicy(update='backward')). Call "
+                "step() first."
+            )
+        if self.failure:
+            raise RuntimeError(
+                f"{what} refused: {self.failure}. Load a checkpoint of the model and of this optimizer "
+                "(load_state_dict) before going on."
+            )
+
+
+_KEPT_SCHEDULES = 4
+"""One pattern of gradients at a time is the rule, in the order of ``step()`` and in that of the backward."""
+
+
+def _pinned_implementations(optimizer: Optimizer) -> list[dict[str, object]]:
+    """For each group what keeps torch from choosing another implementation for a shadow than for the real optimizer.
+
+    Left to itself (``foreach=None, fused=None``) torch takes foreach on accelerators if it supports the types of all
+    parameters with a gradient; the shadow has plain tensors where the user's optimizer may have other types.
+    """
+    pinned: list[dict[str, object]] = []
+    for group in optimizer.param_groups:
+        undecided = "foreach" in group and group["foreach"] is None and not group.get("fused")
+        supported = not undecided or foreach_supports(param for param in group["params"] if param.grad is not None)
+        pinned.append({} if supported else {"foreach": False})
+    return pinned
