@@ -8,7 +8,7 @@ The engine never refers to the optimizer (it is handed in on each call), so drop
 """
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -22,14 +22,14 @@ from .learn import Layouts, layout_key
 from .lending import Lending
 from .masters import MASTER
 from .optimizers import Traits
-from .pipeline import Pipeline
+from .pipeline import BucketTimes, Pipeline
 from .plan import Plan
 from .policy import OffloadPolicy
 from .report import OffloadReport
 from .schedule import BucketStep
 from .shards import StateLayout, StateShard, leaves_of
 from .stepping import BegunStep, Stepping
-from .transfer import DeviceLink, EventMark, device_link
+from .transfer import DeviceLink, EventMark, Mark, device_link
 from .update import ENGINE_ATTRIBUTE, StateStore, UserState
 
 
@@ -39,6 +39,7 @@ class Engine:
     Attributes:
         cls: the user's optimizer class.
         steps: its logical steps.
+        tuning: what ``"auto"`` has chosen, and why, in sentences.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Engine:
         self._param_ids: list[int] = []
         self._unplanned: list[Tensor] = []  # in the groups, but without room: they never had a gradient
         self._layout_keys: list[object] = []  # of each group, when its state was last planned
+        self.tuning = ""
         self._link.join()
         # Ring and arena must not go while a copy still uses them. This runs before the attributes are dropped.
         weakref.finalize(self, _let_go, self._link).atexit = False
@@ -170,6 +172,23 @@ class Engine:
             if shard.group >= 0 and not states.get(param)
         }
 
+    def keep_on_device(self, buckets: Collection[int], states: StateStore) -> None:
+        """From now on the state of whole buckets stays on the device. Not in the middle of a step; waits for the last.
+
+        Raises:
+            torch.OutOfMemoryError: there is no room; nothing has changed.
+        """
+        self.steps.drop()
+        self.synchronize()
+        self.lending.wait()
+        shards = self.plan.keep_on_device(buckets)
+        self.steps.forget_places()
+        adopt((shard, states.get(shard.param)) for shard in shards)
+
+    def room_bytes(self) -> int:
+        """Device memory that would still be free at the highest point so far, less a reserve."""
+        return self._link.room_bytes()
+
     def return_to_device(self, states: StateStore) -> None:
         """Replace every home in ``states`` by a tensor on the device, of the type that the optimizer made."""
         self.steps.drop()
@@ -265,6 +284,20 @@ class Engine:
         begun.in_backward = True
         self._pipeline.updates_after_compute()
         return begun
+
+    # Measuring ---------------------------------------------------------------------------------------------------
+
+    def mark(self) -> Mark:
+        """A mark at what the current stream has been given so far."""
+        return self._pipeline.mark()
+
+    def ms_since_begin(self, mark: Mark) -> float:
+        """When the current stream passed ``mark``, since the schedule of the last step was taken up; waits for it."""
+        return self._pipeline.ms_since_begin(mark)
+
+    def bucket_times(self) -> dict[int, BucketTimes]:
+        """Of the last step; waits for it."""
+        return self._pipeline.bucket_times()
 
     # Which buckets a step needs ----------------------------------------------------------------------------------
 
@@ -422,6 +455,7 @@ class Engine:
             step_ms=times.step_ms,
             update_ms=times.update_ms,
             exposed_ms=times.exposed_ms,
+            tuning=self.tuning,
             notes=tuple(self.notes()),
         )
 

@@ -312,10 +312,13 @@ def _logical_step(self: OffloadedOptimizer, closure: Callable[[], Any] | None = 
         if not attachment.has_stepped:
             _check_still_of_model(self)
             attachment.has_stepped = True
-        if not engine.step(self, _states_of(self, engine).unwaited, kwargs):
+        states = _states_of(self, engine).unwaited
+        if attachment.overlap is not None:
+            attachment.overlap.before_step()
+        if not engine.step(self, states, kwargs):
             _explain_no_gradient(self)
         if attachment.overlap is not None:
-            attachment.overlap.after_step()
+            attachment.overlap.after_step(states)
     return loss
 
 

@@ -102,6 +102,21 @@ class StepTimes:
         return max(0.0, self.step_ms - self.update_ms)
 
 
+@dataclass(frozen=True)
+class BucketTimes:
+    """One bucket in one step.
+
+    Attributes:
+        move_ms: the longer of its load and its store.
+        update_ms: how long the optimizer ran on it.
+        updated_ms: when that had ended, since the step's schedule was taken up.
+    """
+
+    move_ms: float
+    update_ms: float
+    updated_ms: float
+
+
 _pipeline_numbers = itertools.count(1)
 
 
@@ -305,6 +320,27 @@ class Pipeline:
         self._link.synchronize()
         for number in range(len(self.buckets)):
             self.wait_home(number)
+
+    def mark(self) -> Mark:
+        """A mark at what the current stream has been given so far."""
+        return self._lanes["C"].mark()
+
+    def ms_since_begin(self, mark: Mark) -> float:
+        """When the current stream passed ``mark``, since the last schedule was taken up; waits for it."""
+        assert self._step_begin is not None
+        mark.synchronize()
+        return mark.elapsed_ms_since(self._step_begin)
+
+    def bucket_times(self) -> dict[int, BucketTimes]:
+        """Of the last step that has been issued whole; waits for it to finish."""
+        issued = {(action.kind, action.bucket) for action in self._last_actions}
+        times = {}
+        for number in {bucket for kind, bucket in issued if kind == "U"}:
+            update = self._spans["U", number]
+            moves = [self._spans[kind, number].ms() for kind in ("L", "S") if (kind, number) in issued]
+            assert update.end is not None
+            times[number] = BucketTimes(max(moves, default=0.0), update.ms(), self.ms_since_begin(update.end))
+        return times
 
     def last_step_times(self) -> StepTimes:
         """Durations of the last step that ended without an exception; waits for it to finish."""

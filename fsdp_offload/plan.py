@@ -5,7 +5,7 @@ Grows when parameters are added, and is made anew when a hyperparameter changes 
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -155,7 +155,7 @@ class Plan:
         )
 
     def _choose_resident(self, shards: Sequence[StateShard]) -> tuple[list[StateShard], list[StateShard]]:
-        left_bytes = self._policy.resident_bytes - self.resident_bytes
+        left_bytes = self._policy.given_resident_bytes - self.resident_bytes
         for shard in shards:
             nbytes = _resident_nbytes(shard)
             if 0 < nbytes <= left_bytes:
@@ -184,6 +184,38 @@ class Plan:
         self.regions += [region for region in regions if region.nbytes]
         self.spare_bytes += with_spare.nbytes
         self._add_buckets(on_host, offloaded, Arena(regions, frozenset(on_host.home_breaks)))
+
+    def resident_nbytes(self, numbers: Iterable[int]) -> int:
+        """Device bytes that :meth:`keep_on_device` would take."""
+        return _home_nbytes(self._shards_in(numbers))
+
+    def keep_on_device(self, numbers: Iterable[int]) -> list[StateShard]:
+        """Give the state of whole buckets a home on the device, for good; nothing is copied.
+
+        Args:
+            numbers: buckets that together have all of each of their shards. Nothing of them is moving.
+
+        Returns:
+            Their shards, whose old homes stay reserved.
+        """
+        numbers = sorted(numbers)
+        shards = self._shards_in(numbers)
+        assert {number for shard in shards for number in shard.buckets} == set(numbers), "a shard would be divided"
+        plan = plan_buckets([_spec(shard) for shard in shards], 1 << 62)
+        block = torch.empty(plan.home_nbytes, dtype=torch.uint8, device=self._device)
+        for shard in shards:
+            shard.leave_host()
+        _settle(shards, plan, lambda offset, leaf: _device_leaf(block, offset, leaf))
+        for number in numbers:
+            self._buckets[number] = replace(self._buckets[number], arena=None)
+            self._staged[number] = StagedBucket(None, [])
+        self.resident_bytes += plan.home_nbytes
+        self._place()
+        return shards
+
+    def _shards_in(self, numbers: Iterable[int]) -> list[StateShard]:
+        covered = (shard for number in numbers for shard in self._buckets[number].covers())
+        return [shard for shard in dict.fromkeys(covered) if not shard.resident]
 
     def _region(self, nbytes: int, breaks: Sequence[int]) -> Region:
         within = [at for at in breaks if at < nbytes]

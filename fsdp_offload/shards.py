@@ -186,6 +186,7 @@ class StateShard:
         resident: its home is on the device.
         places: its home, and a spare one if there is room for it.
         side: which of ``places`` is the home now.
+        host_places: what it had before it came to stay on the device; nothing while it lives on the host.
     """
 
     param: Tensor
@@ -199,6 +200,7 @@ class StateShard:
     resident: bool = False
     places: list[Home] = field(default_factory=list)
     side: int = 0
+    host_places: list[Home] = field(default_factory=list)
     buckets: list[int] = field(default_factory=list)
 
     @property
@@ -240,6 +242,11 @@ class StateShard:
             built = value.build(home.leaves[name])
             home.values[name] = over_local(self.param, built) if self.on_locals else built
         self.places.append(home)
+
+    def leave_host(self) -> None:
+        """It is to live on the device; settle it there. What it had on the host is kept for it."""
+        self.resident = True
+        self.host_places, self.places, self.side = self.places, [], 0
 
     def on_device(self, name: str, device: torch.device) -> Tensor:
         """A copy of the value ``name`` on ``device``, of the type that the optimizer made."""

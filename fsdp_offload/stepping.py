@@ -67,6 +67,7 @@ class Stepping:
         failure: why the state is only half updated; empty if it is whole.
         last: what the last step updated.
         backward_order: buckets as their gradients became final in the last backward.
+        measured_order: a better order for the same, if the rehearsal has found one.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Stepping:
         self.failure = ""
         self.last: tuple[BucketStep, ...] = ()
         self.backward_order: list[int] = []
+        self.measured_order: list[int] = []
         self._cls = cls
         self._policy = policy
         self._names = names
@@ -101,6 +103,7 @@ class Stepping:
         """Buckets have other homes or slots from now on."""
         self._bound.clear()
         self._schedules.clear()
+        self.last, self.measured_order = (), []
 
     # One after the other -----------------------------------------------------------------------------------------
 
@@ -209,9 +212,12 @@ class Stepping:
         return bool(steps) and needed <= numbers and all(step.load or not step.store for step in steps)
 
     def in_backward_order(self, steps: Sequence[BucketStep]) -> tuple[BucketStep, ...]:
-        """As their gradients become final: learnt in the last backward."""
-        known = {number: at for at, number in enumerate(self.backward_order)}
-        return tuple(sorted(steps, key=lambda step: known.get(step.bucket, len(known))))
+        """As their gradients become final, and better if that is known: learnt in earlier steps."""
+        position = {number: at for at, number in enumerate(self.measured_order)}
+        if not all(step.bucket in position for step in steps):
+            # Each order keeps the ranges of a parameter in order; a mixture would not.
+            position = {number: at for at, number in enumerate(self.backward_order)}
+        return tuple(sorted(steps, key=lambda step: position.get(step.bucket, len(position))))
 
     def spend(self, begun: BegunStep) -> None:
         """Put gradients out of reach of which nothing is left to be used."""

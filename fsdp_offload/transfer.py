@@ -259,6 +259,14 @@ class DeviceLink:
             self.synchronize()
         return self._ring
 
+    def room_bytes(self) -> int:
+        """Device memory that would still be free at the highest point so far, less a twentieth of the device."""
+        if self.device.type == "cpu":
+            return 0
+        free, total = torch.get_device_module(self.device).mem_get_info(self.device)
+        cached = torch.accelerator.memory_reserved(self.device) - torch.accelerator.max_memory_allocated(self.device)
+        return max(0, int(free) + cached - int(total) // 20)
+
     def changes_hands(self, user: int) -> bool:
         """Whether the ring was last used by somebody else, whose stores may still read it."""
         changed = self._last_user != user
