@@ -18,11 +18,9 @@ from .residency import IterationTimes, groups_to_keep
 from .transfer import Mark
 from .update import StateStore
 
-_FIRST = 2
-"""The step before creates the state, and moves half of what later ones do."""
-
-_LAST = 6
-"""By then what was concluded from the first ones has shown its effect."""
+_MEASURED_STEPS = (2, 4, 6, 8)
+"""The first step creates the state, and moves half of what later ones do. After a measured one comes another that is
+not: what is concluded at its beginning waits for the device, so that the host issues all of it late."""
 
 _TOLERANCE = 0.005
 """Of the time that the link is busy: less of a wait is not worth any memory."""
@@ -47,7 +45,7 @@ class Rehearsal:
 
     @property
     def _measures(self) -> bool:
-        return (self._orders or self._keeps) and _FIRST <= self._steps + 1 <= _LAST
+        return (self._orders or self._keeps) and self._steps + 1 in _MEASURED_STEPS
 
     def final(self, engine: Engine, number: int) -> None:
         """The gradients of a group have been reduced, perhaps not for the last time before the step."""
@@ -87,7 +85,7 @@ class Rehearsal:
                 final_ms |= dict.fromkeys(self._buckets(engine, group) & times.keys(), at_ms)
             forward = [number for group in range(len(self._groups)) for number in sorted(self._buckets(engine, group))]
             engine.steps.measured_order = update_order(final_ms, move_ms, forward)
-        if self._keeps and self._steps > _FIRST:
+        if self._keeps and self._steps > _MEASURED_STEPS[0]:
             self._choose(engine, self._iteration(engine, final_ms))
 
     def _iteration(self, engine: Engine, final_ms: dict[int, float]) -> IterationTimes:

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_offload import OffloadPolicy
 from fsdp_offload.pipeline import Pipeline
+from fsdp_offload.transfer import TurnsLane
 from tests.overlapping import HABITS, NOT_IN_BACKWARD, POLICIES, Loop, Net, adamw, same
 
 SLEEP_CYCLES = 2_000_000  # about 1 ms: longer than anything else that a group does here
@@ -156,10 +157,10 @@ def test_nothing_is_left_on_the_device(mesh: DeviceMesh, fields: dict[str, Any])
 @pytest.mark.parametrize("limited", [False, True])
 def test_auto_keeps_what_the_forward_would_wait_for(mesh: DeviceMesh, slow: Callable[..., None], limited: bool) -> None:
     limit = 3 * (256 << 10) if limited else None
-    expected = Loop(mesh, adamw, None, net=net).train(12)
+    expected = Loop(mesh, adamw, None, net=net).train(11)
     slow("L")  # far slower than this forward
     policy = policy_of({"overlap_forward": True}, resident_bytes="auto", resident_limit_bytes=limit)
-    loop = Loop(mesh, adamw, policy, net=net).train(12)
+    loop = Loop(mesh, adamw, policy, net=net).train(11)
     assert same(expected, loop)
     report = loop.optimizer.offload_report()
     if limited:
@@ -168,10 +169,17 @@ def test_auto_keeps_what_the_forward_would_wait_for(mesh: DeviceMesh, slow: Call
         assert report.resident_state_bytes > report.host_state_bytes
 
 
-def test_a_backward_that_is_too_short_for_the_transfers(mesh: DeviceMesh, slow: Callable[..., None]) -> None:
+def test_a_backward_that_is_too_short_for_the_transfers(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
     """The measured order leaves what the forward needs last for last."""
     expected = Loop(mesh, adamw, None, net=net).train(10)
-    slow("L")
+    copy = TurnsLane.copy
+
+    def slow_copy(self: TurnsLane, target: torch.Tensor, source: torch.Tensor) -> None:
+        with self.running():
+            torch.cuda._sleep(SLEEP_CYCLES)
+        copy(self, target, source)
+
+    monkeypatch.setattr(TurnsLane, "copy", slow_copy)
     loop = Loop(mesh, adamw, policy_of({"update": "backward", "overlap_forward": True}), net=net).train(10)
     assert same(expected, loop)
     steps = vars(loop.optimizer)["_offload_engine"].engine.steps
