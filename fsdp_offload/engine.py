@@ -22,6 +22,7 @@ from .learn import Layouts, layout_key
 from .lending import Lending
 from .masters import MASTER
 from .optimizers import Traits
+from .phases import Phases
 from .pipeline import BucketTimes, Pipeline
 from .plan import Plan
 from .policy import OffloadPolicy
@@ -63,13 +64,14 @@ class Engine:
         self.plan = Plan(self.layouts, policy, device, pin=self._pin, staged=self._pipeline.buckets, together=together)
         self.lending = Lending(self.plan, self._pipeline)
         self.steps = Stepping(cls, traits, policy, names, self.plan, self._pipeline, self.lending, self._link)
+        self.phases = Phases(self.plan, self._pipeline, self.steps)
         self._param_ids: list[int] = []
         self._unplanned: list[Tensor] = []  # in the groups, but without room: they never had a gradient
         self._layout_keys: list[object] = []  # of each group, when its state was last planned
         self.tuning = ""
         self._link.join()
         # Ring and arena must not go while a copy still uses them. This runs before the attributes are dropped.
-        weakref.finalize(self, _let_go, self._link).atexit = False
+        weakref.finalize(self, _let_go, self._link, self._pipeline.number).atexit = False
 
     # What is offloaded -------------------------------------------------------------------------------------------
 
@@ -101,6 +103,7 @@ class Engine:
         """Drop all homes, after the last store."""
         self.steps.drop()
         self._pipeline.synchronize()
+        self.phases.forget()
         self.plan.clear()
         self.steps.forget_places()
 
@@ -179,6 +182,7 @@ class Engine:
             torch.OutOfMemoryError: there is no room; nothing has changed.
         """
         self.steps.drop()
+        self.phases.reload(states)
         self.synchronize()
         self.lending.wait()
         shards = self.plan.keep_on_device(buckets)
@@ -214,6 +218,7 @@ class Engine:
         """
         steps = self.steps
         steps.check_usable("step()", mid_step=True)
+        self.phases.reload(states)
         ended = steps.resume(optimizer, states, kwargs, same_groups=_param_ids(optimizer) == self._param_ids)
         if ended is not None:
             steps.end(ended, states)
@@ -257,11 +262,9 @@ class Engine:
             final: all parameters whose gradients are final by now, once ``event`` has passed.
             event: of torch, or ``None``.
         """
-        begun = self.steps.begun
+        begun = self.steps.begun or self._begin_early(optimizer, states)
         if begun is None:
-            begun = self._begin_early(optimizer, states)
-            if begun is None:
-                return
+            return
         if event is not None:
             self._pipeline.updates_after(EventMark(event))  # type: ignore[arg-type]
         updates = self.policy.update == "backward"
@@ -279,11 +282,19 @@ class Engine:
         as_before = _param_ids(optimizer) == self._param_ids and self._keys(optimizer) == self._layout_keys
         if steps.failure or not as_before or not steps.is_whole(steps.last):
             return None
+        self.phases.reload(states)
         order = steps.in_backward_order(steps.last) if self.policy.update == "backward" else steps.last
-        begun = steps.begun = steps.begin(optimizer, {}, order, states)
-        begun.in_backward = True
-        self._pipeline.updates_after_compute()
-        return begun
+        return steps.begin(optimizer, {}, order, states, early=True)
+
+    # By hand -----------------------------------------------------------------------------------------------------
+
+    def reload(self, optimizer: Optimizer, states: StateStore) -> None:
+        """Bring back what has left the device, and begin to load for the next step if it is known what that needs."""
+        self.phases.reload(states)
+        begun = self.steps.begun or self._begin_early(optimizer, states)
+        if begun is not None and not begun.done:
+            with torch.no_grad():
+                self.steps.advance(begun, states, lambda number: False)
 
     # Measuring ---------------------------------------------------------------------------------------------------
 
@@ -418,12 +429,15 @@ class Engine:
         if shard is not None:
             for number in shard.buckets:
                 self._pipeline.wait_home(number)
+            self.phases.wait(shard)
         self.steps.wait_counted()
 
     def wait_all_home(self) -> None:
         """Block the host until every home is up to date."""
         for number in range(len(self._pipeline.buckets)):
             self._pipeline.wait_home(number)
+        for shard in self.plan.resident_shards():
+            self.phases.wait(shard)
         self.steps.wait_counted()
 
     def synchronize(self) -> None:
@@ -435,17 +449,18 @@ class Engine:
         """Bytes by place, and the times of the last step; waits for that step."""
         times = self._pipeline.last_step_times()
         shards = list(self.plan.shards.values())
-        host_state_bytes = sum(shard.nbytes for shard in shards if not shard.resident)
+        on_device = {shard for shard in shards if shard.resident and not self.phases.away}
+        host_state_bytes = sum(shard.nbytes for shard in shards if shard not in on_device)
         return OffloadReport(
             optimizer=self.cls.__name__,
             host_state_bytes=host_state_bytes,
-            resident_state_bytes=sum(shard.nbytes for shard in shards if shard.resident),
+            resident_state_bytes=sum(shard.nbytes for shard in on_device),
             other_state_bytes=sum(_other_bytes(shard, states.get(shard.param)) for shard in shards),
             left_out=tuple(dict.fromkeys(name for shard in shards for name in shard.layout.left_out)),
             host_bytes=sum(region.nbytes for region in self.plan.regions),
             snapshot_bytes=self.plan.spare_bytes,
             pinned=self._pin,
-            ring_bytes=self.plan.ring_bytes,
+            ring_bytes=0 if self.phases.away else self.plan.ring_bytes,
             buckets=sum(bool(bucket.copies) for bucket in self._pipeline.buckets),
             device_peak_bytes=torch.accelerator.max_memory_allocated(self.device) if self.device.type != "cpu" else 0,
             loaded_bytes=times.loaded_bytes,
@@ -508,6 +523,6 @@ def _gb_per_s(nbytes: int, ms: float) -> float:
     return nbytes / ms / 1e6 if ms > 0 else 0.0
 
 
-def _let_go(link: DeviceLink) -> None:
+def _let_go(link: DeviceLink, user: int) -> None:
     link.synchronize()
-    link.leave()
+    link.leave(user)

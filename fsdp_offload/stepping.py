@@ -108,19 +108,28 @@ class Stepping:
     # One after the other -----------------------------------------------------------------------------------------
 
     def begin(
-        self, optimizer: Optimizer, kwargs: Mapping[str, Any], steps: tuple[BucketStep, ...], states: StateStore
+        self,
+        optimizer: Optimizer,
+        kwargs: Mapping[str, Any],
+        steps: tuple[BucketStep, ...],
+        states: StateStore,
+        *,
+        early: bool = False,
     ) -> BegunStep:
-        """Note where a logical step starts, and take up its schedule."""
+        """Note where a logical step starts, and take up its schedule; ``early``: before ``step()`` is called."""
         self.wait_for_all()  # the gradients of the last step are let go
         logical = self._habits.begin(optimizer, kwargs)
         shared = self._shared_values(optimizer, logical)
         begun = BegunStep(Shadow(self._cls), shared, logical, len(optimizer.param_groups), steps)
         self._pipeline.begin(self._schedule(steps))
-        if self._policy.uses_backward:
+        if early:
             # Updates write resident state where it is, which counts as well.
             offloaded = (shard for shard in self._plan.shards.values() if not shard.resident)
             begun.watched = [shard for shard in offloaded if states.get(shard.param)]
             begun.versions = self._home_versions(begun, states)
+            begun.in_backward = True
+            self._pipeline.updates_after_compute()
+            self.begun = begun
         return begun
 
     def advance(
@@ -354,6 +363,16 @@ class Stepping:
         if ring is not self._ring:
             self._bound.clear()
             self._ring = ring
+
+    def forget_bound(self) -> None:
+        """Resident state has other homes from now on."""
+        self._bound.clear()
+
+    def give_back_ring(self) -> None:
+        """Free the staging memory. No schedule is in progress."""
+        self._ring = None
+        self._bound.clear()
+        self._pipeline.give_back_ring()
 
     def _bind(self, number: int) -> list[BoundRange]:
         """What the optimizer sees of a bucket; kept from step to step while the storages stay where they are."""
