@@ -30,7 +30,7 @@ from .report import OffloadReport
 from .schedule import BucketStep
 from .shards import StateLayout, StateShard, leaves_of
 from .stepping import BegunStep, Stepping
-from .transfer import DeviceLink, EventMark, Mark, device_link
+from .transfer import Allocated, DeviceLink, EventMark, Mark, device_link
 from .update import ENGINE_ATTRIBUTE, StateStore, UserState
 
 
@@ -40,7 +40,7 @@ class Engine:
     Attributes:
         cls: the user's optimizer class.
         steps: its logical steps.
-        tuning: what ``"auto"`` has chosen, and why, in sentences.
+        tuning_of_residents, tuning_of_staging: what ``"auto"`` has chosen, and why, in sentences.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Engine:
         self._param_ids: list[int] = []
         self._unplanned: list[Tensor] = []  # in the groups, but without room: they never had a gradient
         self._layout_keys: list[object] = []  # of each group, when its state was last planned
-        self.tuning = ""
+        self.tuning_of_residents = self.tuning_of_staging = ""
         self._link.join()
         # Ring and arena must not go while a copy still uses them. This runs before the attributes are dropped.
         weakref.finalize(self, _let_go, self._link, self._pipeline.number).atexit = False
@@ -188,6 +188,28 @@ class Engine:
         shards = self.plan.keep_on_device(buckets)
         self.steps.forget_places()
         adopt((shard, states.get(shard.param)) for shard in shards)
+
+    def resize_staging(self, nbytes: int) -> None:
+        """Let buckets pass through this much memory from the next step on. Not in the middle of one; waits for it."""
+        self.steps.drop()
+        self.synchronize()
+        self.steps.give_back_ring()
+        self.plan.resize_ring(nbytes)
+        self.steps.forget_places()
+
+    def give_back_staging(self) -> None:
+        """Free the staging memory until the next loads, in the order of the current stream, unless it is in use."""
+        if self.steps.begun is None:
+            self.steps.give_back_ring()
+
+    @property
+    def has_staging(self) -> bool:
+        """Whether the staging memory is there."""
+        return self.steps.has_ring
+
+    def allocated_bytes(self) -> Allocated:
+        """Device memory that is in use, without staging. On the CPU there is always room."""
+        return self._link.allocated_bytes()
 
     def room_bytes(self) -> int:
         """Device memory that would still be free at the highest point so far, less a reserve."""
@@ -470,7 +492,7 @@ class Engine:
             step_ms=times.step_ms,
             update_ms=times.update_ms,
             exposed_ms=times.exposed_ms,
-            tuning=self.tuning,
+            tuning=tuple(filter(None, (self.tuning_of_residents, self.tuning_of_staging))),
             notes=tuple(self.notes()),
         )
 

@@ -25,7 +25,7 @@ class OffloadReport:
         update_ms: time of that in which the optimizer ran.
         exposed_ms: time of that in which no update ran: the device waited for transfers or for the host, unless updates
             run beside the model, which then hides it.
-        tuning: what ``"auto"`` has chosen, and why; empty if nothing was left to it, or nothing is known yet.
+        tuning: what each ``"auto"`` has chosen, and why, once it is known.
         notes: what the user should know, most important first.
     """
 
@@ -47,7 +47,7 @@ class OffloadReport:
     step_ms: float
     update_ms: float
     exposed_ms: float
-    tuning: str = ""
+    tuning: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -67,7 +67,7 @@ class OffloadReport:
         width = max(len(name) for name, _ in rows)
         lines = [f"Offloaded {self.optimizer}"]
         lines += [f"  ! {note}" for note in self.notes]
-        lines += [f"  {self.tuning}"] if self.tuning else []
+        lines += [f"  {sentence}" for sentence in self.tuning]
         lines += [f"  {name:<{width}}  {value}" for name, value in rows]
         return "\n".join(lines)
 

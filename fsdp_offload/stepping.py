@@ -368,6 +368,11 @@ class Stepping:
         """Resident state has other homes from now on."""
         self._bound.clear()
 
+    @property
+    def has_ring(self) -> bool:
+        """Whether the staging memory is there."""
+        return self._ring is not None
+
     def give_back_ring(self) -> None:
         """Free the staging memory. No schedule is in progress."""
         self._ring = None
