@@ -103,7 +103,7 @@ class Stepping:
         """Buckets have other homes or slots from now on."""
         self._bound.clear()
         self._schedules.clear()
-        self.last, self.measured_order = (), []
+        self.last = ()
 
     # One after the other -----------------------------------------------------------------------------------------
 
