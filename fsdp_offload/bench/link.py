@@ -83,7 +83,7 @@ class Link:
         return chunks * _CHUNK_BYTES * (load + store) / ms / 1e6
 
     def beside_small_copies(self, lane: Lane, chunks: int) -> tuple[list[float], float]:
-        """Milliseconds from asking for each of some small copies to its end, and the rate of loads in ``lane`` beside."""
+        """Milliseconds from asking for each small copy to its end, and the rate of loads in ``lane`` beside them."""
         small_host = torch.empty(_SMALL_BYTES, dtype=torch.uint8, pin_memory=True)
         small = torch.empty(_SMALL_BYTES, dtype=torch.uint8, device=self._device)
         stream = torch.Stream(self._device)
