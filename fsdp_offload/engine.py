@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .adopt import adopt, is_exchanged
+from .adopt import adopt
 from .forms import as_kept, as_saved, drop_master, rebuild_master
 from .fsdp import unsupported_gradient
 from .learn import Layouts, layout_key
@@ -64,7 +64,7 @@ class Engine:
         self.plan = Plan(self.layouts, policy, device, pin=self._pin, staged=self._pipeline.buckets, together=together)
         self.lending = Lending(self.plan, self._pipeline)
         self.steps = Stepping(cls, traits, policy, names, self.plan, self._pipeline, self.lending, self._link)
-        self.phases = Phases(self.plan, self._pipeline, self.steps)
+        self.phases = Phases(self.plan, self._pipeline, self.steps, self.lending)
         self._param_ids: list[int] = []
         self._unplanned: list[Tensor] = []  # in the groups, but without room: they never had a gradient
         self._layout_keys: list[object] = []  # of each group, when its state was last planned
@@ -96,6 +96,7 @@ class Engine:
                 del state[name]
         self._pipeline.synchronize()  # places in the ring may change, and waits know only the new ones
         self.plan.add(optimizer, params, states, self.names)
+        self.phases.take_along(self.plan.shards[param] for param in params)
         self.steps.forget_places()
         adopt((self.plan.shards[param], states.get(param)) for param in params)
 
@@ -285,7 +286,7 @@ class Engine:
             final: all parameters whose gradients are final by now, once ``event`` has passed.
             event: of torch, or ``None``.
         """
-        begun = self.steps.begun or self._begin_early(optimizer, states)
+        begun = self._go_on_by_hand(optimizer, states) or self._begin_early(optimizer, states)
         if begun is None:
             return
         if event is not None:
@@ -299,6 +300,19 @@ class Engine:
             self.steps.advance(begun, states, may_update)
         self.steps.spend(begun)
 
+    def _go_on_by_hand(self, optimizer: Optimizer, states: StateStore) -> BegunStep | None:
+        """What has begun. Before the backward, by hand, it had begun with what may have changed since."""
+        begun = self.steps.begun
+        if begun is None or not begun.by_hand:
+            return begun
+        begun.by_hand = False
+        as_before = _param_ids(optimizer) == self._param_ids and self._keys(optimizer) == self._layout_keys
+        if not as_before or not self.steps.fits(begun, begun.steps, states):
+            self.steps.drop()
+            return None
+        self.steps.start_from(begun, optimizer, {})
+        return begun
+
     def _begin_early(self, optimizer: Optimizer, states: StateStore) -> BegunStep | None:
         """Begin a step in the backward, if it will be like the last one."""
         steps = self.steps
@@ -306,6 +320,7 @@ class Engine:
         if steps.failure or not as_before or not steps.is_whole(steps.last):
             return None
         self.phases.reload(states)
+        self.lending.take_over(self.plan.shards.values(), states)  # the backward may update with it
         order = steps.in_backward_order(steps.last) if self.policy.update == "backward" else steps.last
         return steps.begin(optimizer, {}, order, states, early=True)
 
@@ -316,6 +331,7 @@ class Engine:
         self.phases.reload(states)
         begun = self.steps.begun or self._begin_early(optimizer, states)
         if begun is not None and not begun.done:
+            begun.by_hand = True
             with torch.no_grad():
                 self.steps.advance(begun, states, lambda number: False)
 
@@ -353,12 +369,7 @@ class Engine:
             for shard in shards
             if shard.group >= 0 and (gradient(shard.param) is not None or (eager and not states.get(shard.param)))
         ]
-        entries = [(shard, states.get(shard.param)) for shard in updated]
-        exchanged = [(shard, state) for shard, state in entries if state and is_exchanged(shard, state)]
-        if exchanged:
-            self._pipeline.synchronize()  # what was put there may be another parameter's home, still being stored
-            self.lending.wait()
-            adopt(exchanged)
+        self.lending.take_over(updated, states)
         return updated
 
     def _follow_groups(self, optimizer: Optimizer, states: StateStore) -> None:

@@ -11,6 +11,7 @@ costs nothing. Without a spare place, or where that is read as well, the step wa
 from collections.abc import Iterable, Sequence
 from functools import partial
 
+from .adopt import adopt, is_exchanged
 from .pipeline import Pipeline
 from .plan import Plan, home_side
 from .schedule import BucketStep
@@ -31,8 +32,9 @@ class Lending:
         return {
             leaf.data_ptr(): (place, place is shard.home)
             for shard in self._plan.shards.values()
-            if not shard.resident
-            for place in shard.places
+            # Resident state that is away is copied, since it may leave again at any time.
+            for place in (shard.host_places if shard.resident else shard.places)
+            if not (shard.resident and place is shard.home)
             for leaves in place.leaves.values()
             for leaf in leaves
             if leaf.numel()
@@ -49,6 +51,15 @@ class Lending:
         for reader in self._readers:
             reader.wait()
         self._readers = []
+
+    def take_over(self, shards: Iterable[StateShard], states: StateStore) -> None:
+        """Copy what the user has exchanged for a home into the home. All at once: it may be another one of ours."""
+        entries = [(shard, states.get(shard.param)) for shard in shards]
+        exchanged = [(shard, state) for shard, state in entries if state and is_exchanged(shard, state)]
+        if exchanged:
+            self._pipeline.synchronize()  # what was put there may be another parameter's home, still being stored
+            self.wait()
+            adopt(exchanged)
 
     def make_way(self, updated: Sequence[StateShard], steps: Sequence[BucketStep]) -> list[StateShard]:
         """Keep a step from writing homes that others read.

@@ -157,11 +157,16 @@ def reload_before(callback: Callable[..., Any] | None, optimizer: Optimizer) -> 
         raise TypeError(
             f"reload_before: this {type(target).__name__} is not offloaded; call offload_optimizer() first."
         )
-    wrapped_for: tuple[Any, ...] = getattr(callback, _RELOADS, ())
+    inner = callback
+    while isinstance(inner, functools.partial):
+        inner = inner.func
+    wrapped_for: tuple[Any, ...] = getattr(inner, _RELOADS, ())
     if callback is not None and any(reference() is target for reference in wrapped_for):
+        if attachment.steps == 0:
+            attachment.reloads = attachment.reloads or 0  # attached anew, after remove_offload()
         return callback
     reference = weakref.ref(target)
-    attachment.reloads = 0
+    attachment.reloads = attachment.steps = 0
 
     def reload_then_call(*args: Any, **kwargs: Any) -> Any:
         offloaded = reference()
@@ -352,7 +357,9 @@ class OffloadedOptimizer(Optimizer):
         For the time when the last gradients are being reduced; see :func:`reload_before`. Harmless when all is there.
         Before the first two steps it is not known what a step will need, and only resident state is loaded.
         """
-        engine = _engine_of(self)
+        engine, attachment = _engine_of(self), _attachment_of(self)
+        if attachment is not None and attachment.overlap is not None:
+            attachment.overlap.before_reload()
         engine.reload(self, _states_of(self, engine).unwaited)
 
     def offload_report(self) -> OffloadReport:

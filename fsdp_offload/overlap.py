@@ -99,6 +99,12 @@ class Overlap:
         self._rehearsal.conclude(engine)
         self._rehearsal.step_begins(engine)
 
+    def before_reload(self) -> None:
+        """Call it before loads are begun by hand: from then on, the times of the last step are gone."""
+        engine = self._engine()
+        assert engine is not None
+        self._rehearsal.conclude(engine)
+
     def after_step(self, states: StateStore) -> None:
         """Call it when ``step()`` has issued everything."""
         engine = self._engine()

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from .adopt import adopt
+from .lending import Lending
 from .pipeline import Pipeline
 from .plan import Plan
 from .shards import Home, StateShard
@@ -30,11 +30,12 @@ class Phases:
         away: everything has left the device, or is on its way.
     """
 
-    def __init__(self, plan: Plan, pipeline: Pipeline, steps: Stepping) -> None:
+    def __init__(self, plan: Plan, pipeline: Pipeline, steps: Stepping, lending: Lending) -> None:
         self.away = False
         self._plan = plan
         self._pipeline = pipeline
         self._steps = steps
+        self._lending = lending
         self._leaving: list[Home] = []  # on the device; still read by copies to the host
         self._moved: Mark | None = None  # the end of the last copies of resident state
 
@@ -49,7 +50,7 @@ class Phases:
         self._steps.drop()
         shards = self._plan.resident_shards()
         self._plan.take_host_places(shards)
-        adopt((shard, states.get(shard.param)) for shard in shards)  # what the user has exchanged
+        self._lending.take_over(self._plan.shards.values(), states)
         left = [shard.home for shard in shards]
         self._move(shards, [shard.host_places for shard in shards], states)
         self._moved = self._pipeline.copy_down(_bytes_of([shard.home for shard in shards], left)) if shards else None
@@ -64,6 +65,7 @@ class Phases:
         if self._moved is not None:
             self._pipeline.wait_on_current(self._moved)
         self._leaving = []
+        self._steps.wait_for_all()  # lets go of gradients that updates beside the model have read
         self._steps.give_back_ring()
 
     def reload(self, states: StateStore) -> None:
@@ -75,7 +77,7 @@ class Phases:
         if not self.away:
             return
         shards = self._plan.resident_shards()
-        adopt((shard, states.get(shard.param)) for shard in shards)
+        self._lending.take_over(self._plan.shards.values(), states)
         if self._leaving and self._moved is not None:
             self._pipeline.wait_on_current(self._moved)  # nobody has released what may now be used again
             self._leaving = []
@@ -85,6 +87,13 @@ class Phases:
         self._moved = self._pipeline.copy_up(_bytes_of(homes, here)) if shards else None
         self._steps.forget_bound()
         self.away = False
+
+    def take_along(self, shards: Iterable[StateShard]) -> None:
+        """State that was added while the rest is away lives on the host as well. It holds nothing yet."""
+        new = [shard for shard in shards if shard.resident and self.away]
+        self._plan.take_host_places(new)
+        for shard in new:
+            shard.move(shard.host_places)
 
     def forget(self) -> None:
         """There is no state any more. Nothing is being copied."""

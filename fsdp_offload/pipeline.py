@@ -166,11 +166,13 @@ class Pipeline:
     def copy_down(self, copies: Iterable[tuple[Tensor, Tensor]]) -> Mark:
         """Store ``(to the host, from the device)``, all ``uint8``, after the updates and loads that were issued."""
         store = self._lanes["S"]
-        store.wait(self._lanes["U"].mark())
-        store.wait(self._lanes["L"].mark())
-        for home, source in copies:
-            store.copy(home, source)
-        return store.mark()
+        with self._link.in_use:
+            store.wait(self._lanes["U"].mark())
+            store.wait(self._lanes["L"].mark())
+            store.wait(self._lanes["C"].mark())  # the user may have written state there
+            for home, source in copies:
+                store.copy(home, source)
+            return store.mark()
 
     def copy_up(self, copies: Iterable[tuple[Tensor, Tensor]]) -> Mark:
         """Load ``(to the device, from the host)``, all ``uint8``, ahead of the updates that are issued from now on.
@@ -178,11 +180,12 @@ class Pipeline:
         What is on the device was allocated on the current stream; what is on the host was stored by :meth:`copy_down`.
         """
         load = self._lanes["L"]
-        load.wait(self._lanes["C"].mark())
-        load.wait(self._lanes["S"].mark())
-        for target, home in copies:
-            load.copy(target, home)
-        mark = load.mark()
+        with self._link.in_use:
+            load.wait(self._lanes["C"].mark())
+            load.wait(self._lanes["S"].mark())
+            for target, home in copies:
+                load.copy(target, home)
+            mark = load.mark()
         self._before_updates.append(mark)
         return mark
 

@@ -38,6 +38,7 @@ class BegunStep:
         moving: shards that are stored in their other place; ``None`` before the first update.
         made_way: the buckets that this was decided for.
         in_backward: begun before all gradients are there.
+        by_hand: loads were begun by ``reload_states()``, perhaps long before the backward.
         done: the buckets that have been updated.
         watched: shards that had state when loading began.
         versions: of their homes at that time.
@@ -53,6 +54,7 @@ class BegunStep:
     moving: list[StateShard] | None = None
     made_way: tuple[BucketStep, ...] = ()
     in_backward: bool = False
+    by_hand: bool = False
     done: list[int] = field(default_factory=list)
     watched: list[StateShard] = field(default_factory=list)
     versions: list[object] = field(default_factory=list)
@@ -186,6 +188,12 @@ class Stepping:
         """Whether what has been loaded is what a step over these buckets needs."""
         return sorted(begun.steps) == sorted(steps) and begun.versions == self._home_versions(begun, states)
 
+    def start_from(self, begun: BegunStep, optimizer: Optimizer, kwargs: Mapping[str, Any]) -> None:
+        """Only loads have been issued: hyperparameters, attributes and gradients count as they are now."""
+        begun.logical = self._habits.begin(optimizer, kwargs)
+        begun.shared = self._shared_values(optimizer, begun.logical)
+        begun.group_count = len(optimizer.param_groups)
+
     def go_on(self, begun: BegunStep, left: tuple[BucketStep, ...]) -> None:
         """More is to be updated than the backward had known of."""
         begun.steps, begun.moving, begun.in_backward = left, None, False
@@ -270,11 +278,13 @@ class Stepping:
         begun = self.begun
         if begun is None:
             return None
-        unchanged = same_groups and begun.shared.still_starts_from(optimizer)
         if not begun.done:
-            if not unchanged or kwargs:
+            if same_groups:
+                self.start_from(begun, optimizer, kwargs)
+            else:
                 self.drop()  # loads only; they are made again
             return None
+        unchanged = same_groups and begun.shared.still_starts_from(optimizer)
         problem = ""
         if not unchanged:
             problem = "hyperparameters have changed since then"

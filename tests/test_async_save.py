@@ -27,7 +27,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.optim import Optimizer
 
-import fsdp_offload.engine
+import fsdp_offload.stepping
 from fsdp_offload import OffloadPolicy, remove_offload
 from fsdp_offload.checkpoint import (
     ArenaStager,
@@ -690,7 +690,7 @@ def test_a_step_that_fails_during_a_save(
 
 
 def fail_in_bucket(patch: pytest.MonkeyPatch, number: int) -> None:
-    update, calls = fsdp_offload.engine.update_bucket, [0]
+    update, calls = fsdp_offload.stepping.update_bucket, [0]
 
     def failing(*args: Any) -> None:
         calls[0] += 1
@@ -698,7 +698,7 @@ def fail_in_bucket(patch: pytest.MonkeyPatch, number: int) -> None:
             raise ValueError("kernel failed")
         update(*args)
 
-    patch.setattr(fsdp_offload.engine, "update_bucket", failing)
+    patch.setattr(fsdp_offload.stepping, "update_bucket", failing)
 
 
 def set_plain_rates(training: Training, step: int) -> None:

@@ -48,12 +48,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "adopt": {"shards", "update"},
     "forms": {"fsdp", "masters", "optimizers", "shards", "update"},
-    "lending": {"schedule", "shards", "update", "pipeline", "plan"},
+    "lending": {"schedule", "shards", "update", "adopt", "pipeline", "plan"},
     "stepping": {
         *("policy", "fsdp", "schedule", "transfer", "optimizers", "shards"),
         *("spent", "update", "pipeline", "plan", "lending"),
     },
-    "phases": {"transfer", "shards", "update", "pipeline", "plan", "adopt", "stepping"},
+    "phases": {"transfer", "shards", "update", "pipeline", "plan", "lending", "stepping"},
     "engine": {
         *("policy", "fsdp", "schedule", "transfer", "report", "masters", "optimizers", "shards"),
         *("update", "learn", "pipeline", "plan", "adopt", "forms", "lending", "stepping", "phases"),
@@ -75,7 +75,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     # Beside it: checkpoints of what it holds.
     "checkpoint": {"fsdp", "arena", "buckets", "masters", "shards", "update", "lending", "engine", "load", "state"},
     # Beside the library, as one of its users: the public names, and what a bench measures by itself.
-    "bench": {"__init__", "fsdp", "arena", "buckets", "checkpoint"},
+    "bench": {"__init__", "fsdp", "arena", "buckets", "transfer", "checkpoint"},
 }
 
 # Files that may use private names of torch.distributed and torch._C, each under its own table of what is used and why.
