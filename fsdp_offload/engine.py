@@ -18,6 +18,8 @@ from torch.optim import Optimizer
 from .adopt import adopt, is_exchanged
 from .forms import as_kept, as_saved, drop_master, rebuild_master
 from .fsdp import unsupported_gradient
+from .host_update import HostTimes, HostUpdates, counters_as_made
+from .host_worker import host_worker
 from .learn import Layouts, layout_key
 from .lending import Lending
 from .masters import MASTER
@@ -58,8 +60,20 @@ class Engine:
         self.habits = traits.habits
         self._pin = device.type != "cpu" if policy.pin_memory is None else policy.pin_memory
         self._link: DeviceLink = device_link(device)
-        self._pipeline = Pipeline(self._link, serial=policy.serial, beside_compute=policy.updates_beside_compute)
-        self.plan = Plan(self.layouts, policy, device, pin=self._pin, staged=self._pipeline.buckets, together=together)
+        self.host: HostUpdates | None = None
+        if policy.host_fraction:
+            worker = host_worker(device)
+            self.host = HostUpdates(cls, traits, self._link, worker, serial=policy.serial, pin=self._pin)
+        self._pipeline = Pipeline(
+            self._link, serial=policy.serial, beside_compute=policy.updates_beside_compute, host=self.host
+        )
+        self.plan = Plan(
+            *(self.layouts, policy, device),
+            pin=self._pin,
+            staged=self._pipeline.buckets,
+            together=together,
+            host=self.host,
+        )
         self.lending = Lending(self.plan, self._pipeline)
         self.steps = Stepping(cls, traits, policy, names, self.plan, self._pipeline, self.lending, self._link)
         self._param_ids: list[int] = []
@@ -83,6 +97,8 @@ class Engine:
             return
         if self.steps.begun is not None and self.steps.begun.done:
             self.steps.check_usable("taking over more parameters")
+        if isinstance(self.policy.host_fraction, float | int):
+            self.plan.host_fraction = self.policy.host_fraction
         self.steps.drop()
         self._layout_keys += self._keys(optimizer)[len(self._layout_keys) :]
         self._param_ids = []  # look at the groups again
@@ -105,6 +121,7 @@ class Engine:
     def rebuild(self, optimizer: Optimizer, states: StateStore) -> None:
         """Plan anew, for state whose layout changed. Old and new homes exist side by side until this returns."""
         self._pipeline.synchronize()
+        self._counters_as_made(states)
         dead = [param for param, shard in self.plan.shards.items() if self._is_dead(shard, states)]
         kept = [param for param in self.plan.shards if self.plan.shards[param].group >= 0]
         old = {param: dict(states.get(param)) for param in kept}
@@ -184,6 +201,11 @@ class Engine:
                 state[name] = shard.on_device(name, self.device)
             if shard.master != "none":
                 drop_master(shard, state)
+        self._counters_as_made(states)
+
+    def _counters_as_made(self, states: StateStore) -> None:
+        for shard in self.plan.host_shards():
+            counters_as_made(shard, states.get(shard.param))
 
     # A step ------------------------------------------------------------------------------------------------------
 
@@ -218,6 +240,9 @@ class Engine:
         if created:
             # In the order of the param groups: as without offload, and the same on every rank, whatever its buckets.
             new = set(created)
+            if self.host is not None:
+                for param, state in self.host.take_created().items():
+                    states.of(param).update(state)
             states.move_last([param for group in optimizer.param_groups for param in group["params"] if param in new])
         with self._pipeline.updating():
             self._commit(begun, optimizer)
@@ -299,6 +324,7 @@ class Engine:
         ids = _param_ids(optimizer)
         regrouped = ids != self._param_ids
         if regrouped:
+            self._pipeline.synchronize()  # the host may be at an update that looks at the groups
             self._param_ids = ids
             self._unplanned = []
             for shard in self.plan.shards.values():
@@ -396,11 +422,12 @@ class Engine:
     def synchronize(self) -> None:
         """Block the host until every transfer and every update has finished."""
         self._pipeline.synchronize()
-        self.steps.wait_for_all()
+        self.steps.wait_for_all()  # also raises what has failed
 
     def report(self, states: StateStore) -> OffloadReport:
         """Bytes by place, and the times of the last step; waits for that step."""
         times = self._pipeline.last_step_times()
+        on_host = self.host.last_times() if self.host is not None else HostTimes()
         shards = list(self.plan.shards.values())
         host_state_bytes = sum(shard.nbytes for shard in shards if not shard.resident)
         return OffloadReport(
@@ -422,6 +449,11 @@ class Engine:
             step_ms=times.step_ms,
             update_ms=times.update_ms,
             exposed_ms=times.exposed_ms,
+            host_updated_bytes=on_host.state_bytes,
+            host_update_ms=on_host.update_ms,
+            host_update_gb_per_s=_gb_per_s(on_host.state_bytes, on_host.update_ms),
+            host_waited_ms=on_host.waited_ms,
+            host_buffer_bytes=self.host.buffer_bytes if self.host is not None else 0,
             notes=tuple(self.notes()),
         )
 

@@ -184,6 +184,7 @@ class StateShard:
         master: which master we keep for it: the optimizer then updates that instead of the parameter.
         together: only state of one number shares buckets: parameters whose gradients are final at the same time.
         resident: its home is on the device.
+        on_host: it is updated on the host, in its home.
         places: its home, and a spare one if there is room for it.
         side: which of ``places`` is the home now.
     """
@@ -197,6 +198,7 @@ class StateShard:
     master: MasterKind = "none"
     together: int = 0
     resident: bool = False
+    on_host: bool = False
     places: list[Home] = field(default_factory=list)
     side: int = 0
     buckets: list[int] = field(default_factory=list)

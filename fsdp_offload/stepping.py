@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .fsdp import foreach_supports, version_of
+from .host_update import HostStep
 from .lending import Lending
 from .optimizers import LogicalStep, Traits
 from .pipeline import Pipeline
@@ -50,6 +51,7 @@ class BegunStep:
     logical: LogicalStep
     group_count: int
     steps: tuple[BucketStep, ...]
+    host: HostStep | None = None
     moving: list[StateShard] | None = None
     made_way: tuple[BucketStep, ...] = ()
     in_backward: bool = False
@@ -64,7 +66,6 @@ class Stepping:
 
     Attributes:
         begun: in a backward, and not ended by ``step()`` yet.
-        failure: why the state is only half updated; empty if it is whole.
         last: what the last step updated.
         backward_order: buckets as their gradients became final in the last backward.
     """
@@ -81,7 +82,7 @@ class Stepping:
         link: DeviceLink,
     ) -> None:
         self.begun: BegunStep | None = None
-        self.failure = ""
+        self._failure = ""
         self.last: tuple[BucketStep, ...] = ()
         self.backward_order: list[int] = []
         self._cls = cls
@@ -97,8 +98,21 @@ class Stepping:
         self._schedules: dict[tuple[BucketStep, ...], list[Action]] = {}
         self._held: dict[int, list[tuple[Tensor, Tensor | None, BegunStep]]] = {}  # by bucket: what updates still read
 
+    @property
+    def failure(self) -> str:
+        """Why the state is only half updated, by the device or by the host."""
+        return self._failure or (self._pipeline.host.failure if self._pipeline.host is not None else "")
+
+    @failure.setter
+    def failure(self, failure: str) -> None:
+        self._failure = failure
+        if self._pipeline.host is not None and not failure:
+            self._pipeline.host.failure = ""
+
     def forget_places(self) -> None:
         """Buckets have other homes or slots from now on."""
+        if self._pipeline.host is not None:
+            self._pipeline.host.forget()
         self._bound.clear()
         self._schedules.clear()
 
@@ -111,11 +125,13 @@ class Stepping:
         self.wait_for_all()  # the gradients of the last step are let go
         logical = self._habits.begin(optimizer, kwargs)
         shared = self._shared_values(optimizer, logical)
-        begun = BegunStep(Shadow(self._cls), shared, logical, len(optimizer.param_groups), steps)
+        host = self._pipeline.host
+        on_host = None if host is None else host.begin(optimizer, self._plan.host_shards())
+        begun = BegunStep(Shadow(self._cls), shared, logical, len(optimizer.param_groups), steps, on_host)
         self._pipeline.begin(self._schedule(steps))
         if self._policy.uses_backward:
-            # Updates write resident state where it is, which counts as well.
-            offloaded = (shard for shard in self._plan.shards.values() if not shard.resident)
+            # Updates write state where it is, on the device or on the host, which counts as well.
+            offloaded = (shard for shard in self._plan.shards.values() if not shard.resident and not shard.on_host)
             begun.watched = [shard for shard in offloaded if states.get(shard.param)]
             begun.versions = self._home_versions(begun, states)
         return begun
@@ -131,6 +147,11 @@ class Stepping:
                 # In the backward, more gradients are still to come: whatever is loaded may be stored elsewhere.
                 shards = self._covered(begun.steps, with_gradient=not begun.in_backward)
                 begun.moving, begun.made_way = self._lending.make_way(shards, begun.steps), begun.steps
+            if begun.host is not None and self._plan[number].on_host:
+                assert self._pipeline.host is not None
+                self._pipeline.host.submit(number, self._bind(number), begun.host, states)
+                begun.done.append(number)
+                return  # the gradients are held there
             for ranges in same_order_on_ranks(self._bind(number), group_by_group=habits.group_by_group):
                 update_bucket(
                     begun.shadow, begun.shared, habits, ranges, begun.group_count, states, begun.logical.kwargs

@@ -29,6 +29,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "spent": set(),
     "fsdp": set(),
     "host_memory": set(),
+    "host_share": set(),
+    "cores": set(),
     "arena": set(),
     "buckets": set(),
     "schedule": set(),
@@ -39,11 +41,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "shards": {"fsdp", "masters"},
     "optimizers": {"fsdp", "masters"},
     "update": {"fsdp", "shards", "masters", "optimizers"},
+    "host_worker": {"arena", "cores", "transfer"},
+    "host_update": {"fsdp", "buckets", "transfer", "optimizers", "shards", "update", "host_worker"},
     "learn": {"fsdp", "masters", "optimizers", "shards", "update"},
     # What moves bytes, and what joins the two.
-    "pipeline": {"schedule", "transfer"},
+    "pipeline": {"schedule", "transfer", "host_update"},
     "plan": {
-        *("policy", "fsdp", "host_memory", "arena", "buckets", "schedule"),
+        *("policy", "fsdp", "host_memory", "host_share", "host_update", "arena", "buckets", "schedule"),
         *("shards", "update", "learn", "pipeline"),
     },
     "adopt": {"shards", "update"},
@@ -51,11 +55,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "lending": {"schedule", "shards", "update", "pipeline", "plan"},
     "stepping": {
         *("policy", "fsdp", "schedule", "transfer", "optimizers", "shards"),
-        *("spent", "update", "pipeline", "plan", "lending"),
+        *("spent", "update", "pipeline", "plan", "lending", "host_update"),
     },
     "engine": {
         *("policy", "fsdp", "schedule", "transfer", "report", "masters", "optimizers", "shards"),
         *("update", "learn", "pipeline", "plan", "adopt", "forms", "lending", "stepping"),
+        *("host_worker", "host_update"),
     },
     "load": {"fsdp", "masters", "shards", "update", "engine"},
     "state": {"update", "engine"},
