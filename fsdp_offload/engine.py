@@ -7,6 +7,7 @@
 The engine never refers to the optimizer (it is handed in on each call), so dropping the optimizer frees everything.
 """
 
+import logging
 import weakref
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
@@ -17,7 +18,9 @@ from torch.optim import Optimizer
 
 from .adopt import adopt, is_exchanged
 from .forms import as_kept, as_saved, drop_master, rebuild_master
-from .fsdp import unsupported_gradient
+from .fsdp import has_replicas, local_shard, unsupported_gradient
+from .host_measure import measure
+from .host_share import best_fraction
 from .host_update import HostTimes, HostUpdates, counters_as_made
 from .host_worker import host_worker
 from .learn import Layouts, layout_key
@@ -33,6 +36,8 @@ from .shards import StateLayout, StateShard, leaves_of
 from .stepping import BegunStep, Stepping
 from .transfer import DeviceLink, EventMark, device_link
 from .update import ENGINE_ATTRIBUTE, StateStore, UserState
+
+logger = logging.getLogger(__name__)
 
 
 class Engine:
@@ -61,6 +66,7 @@ class Engine:
         self._pin = device.type != "cpu" if policy.pin_memory is None else policy.pin_memory
         self._link: DeviceLink = device_link(device)
         self.host: HostUpdates | None = None
+        self.host_note = ""  # what "auto" has chosen, and why
         if policy.host_fraction:
             worker = host_worker(device)
             self.host = HostUpdates(cls, traits, self._link, worker, serial=policy.serial, pin=self._pin)
@@ -97,8 +103,8 @@ class Engine:
             return
         if self.steps.begun is not None and self.steps.begun.done:
             self.steps.check_usable("taking over more parameters")
-        if isinstance(self.policy.host_fraction, float | int):
-            self.plan.host_fraction = self.policy.host_fraction
+        if self.policy.host_fraction == "auto" and not self.host_note:
+            self._measure(optimizer, params)
         self.steps.drop()
         self._layout_keys += self._keys(optimizer)[len(self._layout_keys) :]
         self._param_ids = []  # look at the groups again
@@ -110,6 +116,34 @@ class Engine:
         self.plan.add(optimizer, params, states, self.names)
         self.steps.forget_places()
         adopt((self.plan.shards[param], states.get(param)) for param in params)
+
+    def _measure(self, optimizer: Optimizer, params: Sequence[Tensor]) -> None:
+        """Choose the host's share by what both sides can do. Once: whatever is added later gets the same."""
+        assert self.host is not None
+        like = max((param for param in params if not has_replicas(param)), key=Tensor.numel, default=None)
+        group = next((n for n, g in enumerate(optimizer.param_groups) if any(p is like for p in g["params"])), 0)
+        layout = None if like is None else self.layouts.learn(optimizer, like, optimizer.param_groups[group], "")
+        if like is None or layout is None or not layout.values:
+            self.host_note = (
+                "host_fraction auto: 0, as other ranks may hold copies of all parameters, or there is no state"
+            )
+            return
+        rates, traffic = measure(
+            *(self.cls, self.layouts.traits, optimizer),
+            like=local_shard(like),
+            group=group,
+            layout=layout,
+            link=self._link,
+            worker=host_worker(self.device),
+            pin=self._pin,
+        )
+        self.plan.host_fraction = best_fraction(rates, traffic)
+        self.host_note = (
+            f"host_fraction auto: {self.plan.host_fraction:.2f}: CPU {rates.cpu / 1e9:.1f} GB/s of state "
+            f"({rates.cpu_beside / 1e9:.1f} beside copies), link {rates.two_way / 1e9:.1f} GB/s both ways "
+            f"({rates.two_way_beside / 1e9:.1f} beside updates)"
+        )
+        logger.info(self.host_note)
 
     def clear(self) -> None:
         """Drop all homes, after the last store."""
@@ -242,7 +276,8 @@ class Engine:
             new = set(created)
             if self.host is not None:
                 for param, state in self.host.take_created().items():
-                    states.of(param).update(state)
+                    homes = self.plan.shards[param].homes
+                    states.of(param).update({name: homes.get(name, value) for name, value in state.items()})
             states.move_last([param for group in optimizer.param_groups for param in group["params"] if param in new])
         with self._pipeline.updating():
             self._commit(begun, optimizer)
@@ -454,6 +489,7 @@ class Engine:
             host_update_gb_per_s=_gb_per_s(on_host.state_bytes, on_host.update_ms),
             host_waited_ms=on_host.waited_ms,
             host_buffer_bytes=self.host.buffer_bytes if self.host is not None else 0,
+            host_note=self.host_note,
             notes=tuple(self.notes()),
         )
 

@@ -86,9 +86,21 @@ def _on_host(value: Any) -> Any:
 class _States:
     """The entries of ``optimizer.state`` for one bucket, as they were when it was submitted."""
 
-    def __init__(self, known: Mapping[Tensor, UserState], created: dict[Tensor, UserState]) -> None:
-        self._known = known
+    def __init__(self, users: Mapping[StateShard, UserState], created: dict[Tensor, UserState]) -> None:
+        self._users = users
+        # Copies: the main thread may give the homes other places meanwhile.
+        self._known = {shard.param: dict(state) for shard, state in users.items()}
         self._created = created
+
+    def commit(self) -> None:
+        """Give what is not at home to the user's entries."""
+        for shard, user in self._users.items():
+            known = self._known[shard.param]
+            for name in user.keys() - known.keys():
+                del user[name]
+            for name, value in known.items():
+                if name not in shard.homes and user[name] is not value:
+                    user[name] = value
 
     def get(self, param: Tensor) -> UserState:
         """The state of ``param``; empty if there is none."""
@@ -111,6 +123,8 @@ class HostJob:
     Attributes:
         ranges: of the bucket, those with a gradient; bound to parameters on the device and to state at home.
         grads: their gradients on the device, held until they have been copied.
+        moves: state to copy first, to and from: an asynchronous save still reads where it was.
+        states: the state of their parameters, and what becomes of it.
         uploaded: recorded behind the parameters' way up.
         update_seconds: time in which the optimizer ran.
         done: the host may look at the results: ``uploaded``, and ``errors`` if it is among them.
@@ -119,6 +133,7 @@ class HostJob:
     number: int
     ranges: list[BoundRange]
     grads: list[Tensor]
+    moves: list[tuple[Tensor, Tensor]]
     step: HostStep
     states: _States
     habits: Habits
@@ -178,7 +193,7 @@ class HostJob:
         except BaseException as error:  # noqa: BLE001  # the main thread's, whatever it is
             self._fail(error)
         # The rest goes with its step, not with the next step of this bucket.
-        self.ranges, self.grads, self._on_host = [], [], []
+        self.ranges, self.grads, self.moves, self._on_host = [], [], [], []
         self.step = self.states = None  # type: ignore[assignment]
         self.done.set()
         return self.uploaded
@@ -186,9 +201,12 @@ class HostJob:
     def _update(self) -> None:
         with torch.no_grad(), torch.profiler.record_function(f"fsdp_offload H{self.number}"):
             begin = time.perf_counter()
+            for target, source in self.moves:
+                target.copy_(source)
             shared = self.step.shared(self.lanes[0])
             groups = len(self.step.pinned)
             update_bucket(self.step.shadow, shared, self.habits, self._on_host, groups, self.states, {})
+            self.states.commit()
             self.update_seconds = time.perf_counter() - begin
             up = self.lanes[1]
             with up.running():
@@ -219,6 +237,17 @@ def _copy(lane: Lane, target: Tensor, source: Tensor) -> None:
 
 def _flat(dense: Tensor) -> Tensor:
     return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
+
+
+def _at_home(bound: BoundRange, side: int) -> BoundRange:
+    return replace(bound, values=bound.shard.values_at(side, bound.start, bound.stop))
+
+
+def _moves(bound: BoundRange, states: StateStore) -> list[tuple[Tensor, Tensor]]:
+    """State that exists, to the place that ``bound`` has, from where it is."""
+    existing = states.get(bound.shard.param)
+    before = bound.shard.values_at(bound.shard.side, bound.start, bound.stop)
+    return [(value, before[name]) for name, value in bound.values.items() if existing.get(name) is not None]
 
 
 class HostUpdates:
@@ -264,19 +293,38 @@ class HostUpdates:
         """What is submitted from now on starts only after ``mark``."""
         self._lanes[0].wait(mark)
 
-    def submit(self, number: int, ranges: Sequence[BoundRange], step: HostStep, states: StateStore) -> None:
-        """Have a bucket updated. Returns at once; gradients are held until they have been read."""
+    def submit(
+        self,
+        number: int,
+        ranges: Sequence[BoundRange],
+        step: HostStep,
+        states: StateStore,
+        moving: Sequence[StateShard] = (),
+    ) -> None:
+        """Have a bucket updated. Returns at once; gradients are held until they have been read.
+
+        Args:
+            number: of the bucket.
+            ranges: all of its ranges.
+            step: which logical step this belongs to.
+            states: of the optimizer.
+            moving: shards whose state is to be in their other place afterwards.
+        """
         habits = self._traits.habits
+        ranges = [
+            _at_home(bound, 1 - bound.shard.side if bound.shard in moving else bound.shard.side) for bound in ranges
+        ]
+        moves = [pair for bound in ranges if bound.shard in moving for pair in _moves(bound, states)]
         bound_grads = [(b, habits.gradient(b.shard.param)) for b in ranges if b.shard.group >= 0]
         active = [(bound, local_shard(grad)) for bound, grad in bound_grads if grad is not None]
-        if not active:
+        if not active and not moves:
             return
         known = {}
         for bound, _ in active:
             state = states.get(bound.shard.param)
             if state:
                 counters_to(torch.device("cpu"), bound.shard, state)
-                known[bound.shard.param] = state
+                known[bound.shard] = state
             # Counted here, where the order with what others count is that of the program.
             increment_version(local_shard(bound.shard.param))
         grads = [grad if b.whole else local_range(grad, b.start, b.stop) for b, grad in active]
@@ -284,6 +332,7 @@ class HostUpdates:
             number,
             [bound for bound, _ in active],
             grads,
+            moves,
             step,
             _States(known, step.created),
             habits,

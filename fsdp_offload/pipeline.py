@@ -240,6 +240,10 @@ class Pipeline:
         uploaded = self.host.wait_all() if self.host is not None else None
         if uploaded is not None:
             self._lanes["C"].wait(uploaded)
+        self.wait_device_updated()
+
+    def wait_device_updated(self) -> None:
+        """The same for what the device updates: not for the host's share."""
         if self._updates_end is not None and self._lanes["U"] is not self._lanes["C"]:
             self._lanes["C"].wait(self._updates_end)
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .arena import Region
-from .buckets import Bucket, BucketPlan, Copy, Range, ShardSpec, aligned, join_copies, plan_buckets
-from .fsdp import is_dtensor, largest_local_numel, local_shard
+from .buckets import Bucket, BucketPlan, Copy, ShardSpec, aligned, join_copies, plan_buckets
+from .fsdp import has_replicas, is_dtensor, largest_local_numel, local_shard
 from .host_memory import check_host_memory
 from .host_share import NOTHING_YET, Taken, choose_host_share
 from .host_update import HostUpdates
@@ -98,7 +98,7 @@ class Plan:
         together: Mapping[Tensor, int],
         host: HostUpdates | None = None,
     ) -> None:
-        self.host_fraction = 0.0
+        self.host_fraction = 0.0 if policy.host_fraction == "auto" else policy.host_fraction
         self._host = host
         self._host_taken = NOTHING_YET
         self.shards: dict[Tensor, StateShard] = {}
@@ -181,12 +181,17 @@ class Plan:
         if not self.host_fraction:
             return
         sizes = [_largest_nbytes(shard) for shard in shards]
-        eligible = [0 if is_wrapper(local_shard(s.param)) else size for s, size in zip(shards, sizes, strict=True)]
+        eligible = [size if self._may_be_host(s) else 0 for s, size in zip(shards, sizes, strict=True)]
         chosen = choose_host_share(eligible, self.host_fraction, self._host_taken)
         for shard, on_host in zip(shards, chosen, strict=True):
             shard.on_host = on_host
         host_bytes = sum(size for size, on_host in zip(sizes, chosen, strict=True) if on_host)
         self._host_taken = Taken(self._host_taken.host_bytes + host_bytes, self._host_taken.total_bytes + sum(sizes))
+
+    def _may_be_host(self, shard: StateShard) -> bool:
+        # A share that each rank has measured for itself would let replicas drift apart.
+        alone = self._policy.host_fraction != "auto" or not has_replicas(shard.param)
+        return alone and not is_wrapper(local_shard(shard.param))
 
     def _choose_resident(self, shards: Sequence[StateShard]) -> tuple[list[StateShard], list[StateShard]]:
         left_bytes = self._policy.resident_bytes - self.resident_bytes
@@ -205,14 +210,16 @@ class Plan:
         on_host = plan_buckets([_spec(shard) for shard in offloaded], self._policy.bucket_bytes)
         held_bytes = sum(region.nbytes for region in self.regions)
         with_spare = _shards_within(on_host, offloaded, self._policy.snapshot_bytes - self.spare_bytes)
-        needed_bytes = on_host.home_nbytes + with_spare.nbytes + there.home_nbytes
+        left_bytes = self._policy.snapshot_bytes - self.spare_bytes - with_spare.nbytes
+        there_spare = _shards_within(there, updated_there, left_bytes)
+        needed_bytes = on_host.home_nbytes + with_spare.nbytes + there.home_nbytes + there_spare.nbytes
         if self._host is not None:
             needed_bytes += self._host.missing_bytes(there_passing)
         check_host_memory(needed_bytes, self._policy.host_limit_bytes, held_bytes)
         # First what may fail (the driver may refuse to lock pages), so that nothing has to be undone.
         if self._host is not None and there_passing:
             self._host.reserve(there_passing)
-        there_region = self._region(there.home_nbytes, there.home_breaks)
+        there_regions = [self._region(n, there.home_breaks) for n in (there.home_nbytes, there_spare.nbytes)]
         regions = tuple(
             self._region(nbytes, on_host.home_breaks) for nbytes in (on_host.home_nbytes, with_spare.nbytes)
         )
@@ -225,9 +232,11 @@ class Plan:
             self._add_buckets(on_device, resident, None)
         _settle(offloaded, on_host, partial(_host_leaf, regions[0]))
         _settle(offloaded, on_host, partial(_host_leaf, regions[1]), with_spare.shards)
-        _settle(updated_there, there, partial(_host_leaf, there_region))
+        _settle(updated_there, there, partial(_host_leaf, there_regions[0]))
+        _settle(updated_there, there, partial(_host_leaf, there_regions[1]), there_spare.shards)
+        self.spare_bytes += there_spare.nbytes
         self._add_buckets(there, updated_there, None)  # nothing of it ever moves
-        self.regions += [region for region in (*regions, there_region) if region.nbytes]
+        self.regions += [region for region in (*regions, *there_regions) if region.nbytes]
         self.spare_bytes += with_spare.nbytes
         self._add_buckets(on_host, offloaded, Arena(regions, frozenset(on_host.home_breaks)))
 
@@ -259,7 +268,7 @@ class Plan:
         for piece, offsets in zip(planned.bucket.ranges, planned.bucket.leaf_offsets, strict=True):
             shard = planned.shards[piece.shard]
             if shard.resident or shard.on_host:
-                values = _values_at_home(shard, piece)
+                values = shard.values_at(shard.side, piece.start, piece.stop)
             else:
                 begin = staged.placement.offset if staged.placement else 0
                 places = [begin + offset for offset in offsets]
@@ -349,15 +358,6 @@ def _host_leaf(region: Region, offset: int, leaf: LeafLayout) -> Tensor:
 
 def _device_leaf(block: Tensor, offset: int, leaf: LeafLayout) -> Tensor:
     return _own_storage(block, offset, leaf.nbytes).view(leaf.dtype).as_strided(leaf.shape, leaf.stride)
-
-
-def _values_at_home(shard: StateShard, piece: Range) -> dict[str, Tensor]:
-    """The state in its home, or a flat range of it."""
-    if not shard.on_locals:
-        return dict(shard.homes)
-    if piece.stop - piece.start == shard.local_numel:
-        return {name: leaves[0] for name, leaves in shard.home_leaves.items()}
-    return {name: leaves[0].view(-1)[piece.start : piece.stop] for name, leaves in shard.home_leaves.items()}
 
 
 def _slot_leaf(ring: Tensor, places: Sequence[int], leaf: int, nbytes: int) -> Tensor:

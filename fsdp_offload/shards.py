@@ -233,6 +233,15 @@ class StateShard:
         """The dense tensors inside ``homes``, by name."""
         return self.places[self.side].leaves
 
+    def values_at(self, side: int, start: int, stop: int) -> dict[str, Tensor]:
+        """The state in one of its places, or a flat range of it, as the optimizer sees it."""
+        home = self.places[side]
+        if not self.on_locals:
+            return dict(home.values)
+        if stop - start == self.local_numel:
+            return {name: leaves[0] for name, leaves in home.leaves.items()}
+        return {name: leaves[0].view(-1)[start:stop] for name, leaves in home.leaves.items()}
+
     def settle(self, leaves: Sequence[Tensor]) -> None:
         """Take ``leaves`` (one for each leaf layout) as a home of this state; the first one is where it lives."""
         remaining = iter(leaves)

@@ -149,7 +149,7 @@ class Stepping:
                 begun.moving, begun.made_way = self._lending.make_way(shards, begun.steps), begun.steps
             if begun.host is not None and self._plan[number].on_host:
                 assert self._pipeline.host is not None
-                self._pipeline.host.submit(number, self._bind(number), begun.host, states)
+                self._pipeline.host.submit(number, self._bind(number), begun.host, states, begun.moving or ())
                 begun.done.append(number)
                 return  # the gradients are held there
             for ranges in same_order_on_ranks(self._bind(number), group_by_group=habits.group_by_group):
@@ -339,7 +339,7 @@ class Stepping:
     def wait_counted(self) -> None:
         """Let what follows on the current stream see counters and resident state new, where an update may still run."""
         if self._held:
-            self._pipeline.wait_all_updated()
+            self._pipeline.wait_device_updated()
 
     # What an update needs ----------------------------------------------------------------------------------------
 

@@ -43,6 +43,16 @@ MAY_IMPORT: dict[str, set[str]] = {
     "update": {"fsdp", "shards", "masters", "optimizers"},
     "host_worker": {"arena", "cores", "transfer"},
     "host_update": {"fsdp", "buckets", "transfer", "optimizers", "shards", "update", "host_worker"},
+    "host_measure": {
+        "arena",
+        "masters",
+        "transfer",
+        "optimizers",
+        "shards",
+        "host_share",
+        "host_worker",
+        "host_update",
+    },
     "learn": {"fsdp", "masters", "optimizers", "shards", "update"},
     # What moves bytes, and what joins the two.
     "pipeline": {"schedule", "transfer", "host_update"},
@@ -60,7 +70,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine": {
         *("policy", "fsdp", "schedule", "transfer", "report", "masters", "optimizers", "shards"),
         *("update", "learn", "pipeline", "plan", "adopt", "forms", "lending", "stepping"),
-        *("host_worker", "host_update"),
+        *("host_share", "host_worker", "host_update", "host_measure"),
     },
     "load": {"fsdp", "masters", "shards", "update", "engine"},
     "state": {"update", "engine"},
