@@ -271,13 +271,13 @@ class Engine:
             self._pipeline.updates_after_compute()
             steps.advance(begun, states)
             steps.finish(begun, states)
+        if self.host is not None and self.host.creates:
+            for param, state in self.host.take_created().items():
+                homes = self.plan.shards[param].homes
+                states.of(param).update({name: homes.get(name, value) for name, value in state.items()})
         if created:
             # In the order of the param groups: as without offload, and the same on every rank, whatever its buckets.
             new = set(created)
-            if self.host is not None:
-                for param, state in self.host.take_created().items():
-                    homes = self.plan.shards[param].homes
-                    states.of(param).update({name: homes.get(name, value) for name, value in state.items()})
             states.move_last([param for group in optimizer.param_groups for param in group["params"] if param in new])
         with self._pipeline.updating():
             self._commit(begun, optimizer)

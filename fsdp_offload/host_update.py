@@ -93,14 +93,16 @@ class _States:
         self._created = created
 
     def commit(self) -> None:
-        """Give what is not at home to the user's entries."""
+        """Give counters to the user's entries; state that an update has made is handed over by the main thread."""
         for shard, user in self._users.items():
             known = self._known[shard.param]
             for name in user.keys() - known.keys():
                 del user[name]
             for name, value in known.items():
-                if name not in shard.homes and user[name] is not value:
+                if name not in shard.homes:
                     user[name] = value
+                elif user.get(name) is None:
+                    self._created.setdefault(shard.param, {})[name] = value
 
     def get(self, param: Tensor) -> UserState:
         """The state of ``param``; empty if there is none."""
@@ -127,7 +129,8 @@ class HostJob:
         states: the state of their parameters, and what becomes of it.
         uploaded: recorded behind the parameters' way up.
         update_seconds: time in which the optimizer ran.
-        done: the host may look at the results: ``uploaded``, and ``errors`` if it is among them.
+        done: the host may look at the results: ``uploaded``, ``failed``, and ``errors``.
+        failed: it, or another one of its step before it, has.
     """
 
     number: int
@@ -141,6 +144,7 @@ class HostJob:
     done: threading.Event
     errors: list[tuple[str, BaseException]]
     uploaded: Mark | None = None
+    failed: bool = False
     update_seconds: float = 0.0
     state_bytes: int = 0
     _down: Mark | None = None
@@ -192,6 +196,7 @@ class HostJob:
                     self._update()
         except BaseException as error:  # noqa: BLE001  # the main thread's, whatever it is
             self._fail(error)
+        self.failed = self.step.failed
         # The rest goes with its step, not with the next step of this bucket.
         self.ranges, self.grads, self.moves, self._on_host = [], [], [], []
         self.step = self.states = None  # type: ignore[assignment]
@@ -255,12 +260,14 @@ class HostUpdates:
 
     Attributes:
         failure: why its part of the state is only half updated; empty if it is whole.
+        creates: the step makes state that there was not before.
     """
 
     def __init__(
         self, cls: type[Optimizer], traits: Traits, link: DeviceLink, worker: HostWorker, *, serial: bool, pin: bool
     ) -> None:
         self.failure = ""
+        self.creates = False
         self._cls = cls
         self._traits = traits
         self._worker = worker
@@ -325,6 +332,7 @@ class HostUpdates:
             if state:
                 counters_to(torch.device("cpu"), bound.shard, state)
                 known[bound.shard] = state
+            self.creates |= any(state.get(name) is None for name in bound.shard.homes)
             # Counted here, where the order with what others count is that of the program.
             increment_version(local_shard(bound.shard.param))
         grads = [grad if b.whole else local_range(grad, b.start, b.stop) for b, grad in active]
@@ -356,13 +364,14 @@ class HostUpdates:
             A mark behind which its parameters are new on the device.
 
         Raises:
-            RuntimeError: an update has failed.
+            RuntimeError: it has failed, or another one of its step before it.
         """
         job = self._jobs.get(number)
         if job is None:
             return None
         self._wait_for(job)
-        self._raise_failure()
+        if job.failed:
+            self.raise_failure()
         return job.uploaded
 
     def wait_all(self) -> Mark | None:
@@ -370,7 +379,7 @@ class HostUpdates:
         if self._last is None:
             return None
         self._wait_for(self._last)
-        self._raise_failure()
+        self.raise_failure()
         return self._last.uploaded
 
     def wait_quietly(self) -> None:
@@ -379,7 +388,8 @@ class HostUpdates:
             self._wait_for(self._last)
 
     def take_created(self) -> dict[Tensor, UserState]:
-        """State that updates have made for parameters that had none; waits for them all."""
+        """State that updates have made where there was none; waits for them all."""
+        self.creates = False
         self.wait_all()
         created, self._created = self._created, {}
         return created
@@ -396,7 +406,12 @@ class HostUpdates:
             job.done.wait()
             self._waited_seconds += time.perf_counter() - begin
 
-    def _raise_failure(self) -> None:
+    def raise_failure(self) -> None:
+        """Raise what has failed by now, if nobody has been told yet.
+
+        Raises:
+            RuntimeError: an update has failed; says which.
+        """
         if not self._errors:
             return
         names, error = self._errors[0]

@@ -404,6 +404,8 @@ class Stepping:
         Raises:
             RuntimeError: an exception ended an earlier step; says which parameters are new.
         """
+        if self._pipeline.host is not None:
+            self._pipeline.host.raise_failure()
         if self.begun is not None and self.begun.done and not mid_step:
             raise RuntimeError(
                 f"{what} refused: the backward has updated part of the state (OffloadPolicy(update='backward')). Call "

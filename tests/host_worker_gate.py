@@ -31,14 +31,33 @@ class Gate:
     def open(self) -> None:
         self._open.set()
 
+    @property
+    def is_open(self) -> bool:
+        return self._open.is_set()
+
+
+_gates: list[Gate] = []
+
+
+def is_closed() -> bool:
+    """Whether any gate is."""
+    return any(not gate.is_open for gate in _gates)
+
+
+def open_all() -> None:
+    for gate in _gates:
+        gate.open()
+
 
 @contextmanager
 def closed(device: torch.device | None = None) -> Iterator[Gate]:
     """Within it, whatever is submitted waits until the gate is opened."""
     gate = Gate()
+    _gates.append(gate)
     host_worker(device or torch.device("cpu")).submit(gate)
     assert gate.reached.wait(TIMEOUT_SECONDS)
     try:
         yield gate
     finally:
         gate.open()
+        _gates.remove(gate)
