@@ -4,10 +4,10 @@ import functools
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, NoReturn, TypeVar
+from typing import Annotated, Any, NoReturn, TypeVar
 
 try:
     import rich.console
@@ -16,14 +16,15 @@ try:
 except ImportError:
     sys.exit("The checkpoint tools need the extra 'tools': pip install 'fsdp-offload[tools]'")
 
-from . import checksums, convert, diff, inspect, rewriting, tiling, verify
+from . import checksums, convert, diff, inspect, perform, rewriting, tiling, verify
 from .converting import Plan, Wanted
 from .errors import CheckpointError
 from .opening import open_checkpoint
+from .patterns import idle_patterns, matches
 from .reading import Checkpoint, Problem
 from .rewrite import Rewrite
 from .rules import Rule, load_rules, preset, preset_names
-from .sizes import human_bytes, parse_bytes
+from .sizes import human_bytes, parse_bytes, thread_bytes
 
 TROUBLE = 2
 """Exit code where a question has no answer: also that of wrong options, and as diff(1) has it."""
@@ -55,8 +56,8 @@ def _tools() -> None:
     pass
 
 
-def command(name: str) -> Callable[[Command], Command]:
-    """Make a function a command whose errors are one line on standard error."""
+def command(name: str, description: str | None = None) -> Callable[[Command], Command]:
+    """Make a function a command whose errors are one line on standard error; its docstring describes it otherwise."""
 
     def register(run: Command) -> Command:
         @functools.wraps(run)
@@ -68,11 +69,11 @@ def command(name: str) -> Callable[[Command], Command]:
             except BrokenPipeError:
                 raise  # the reader of our output has left; the command line knows
             except OSError as error:
-                _fail(str(error))
+                _fail(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error))
             except KeyboardInterrupt:
                 raise typer.Exit(INTERRUPTED) from None  # 1 would say that something is different, or not whole
 
-        app.command(name)(guarded)
+        app.command(name, help=description)(guarded)
         return run
 
     return register
@@ -81,6 +82,13 @@ def command(name: str) -> Callable[[Command], Command]:
 def _fail(message: str) -> NoReturn:
     typer.echo(f"error: {message}", err=True)
     raise typer.Exit(TROUBLE)
+
+
+def _memory(text: str, threads: int, least_thread_bytes: int) -> int:
+    """What --max-memory says, if so many threads can do with that."""
+    memory_bytes = parse_bytes(text)
+    thread_bytes(memory_bytes, threads, least_thread_bytes)
+    return memory_bytes
 
 
 # --- commands --------------------------------------------------------------------------------------------------------
@@ -104,9 +112,10 @@ def inspect_main(
     if tiling_key is not None:
         _show_tiling(checkpoint, tiling_key, as_json)
         return
+    idle = idle_patterns(patterns or (), [*checkpoint.tensors, *checkpoint.objects])
+    if idle:
+        raise CheckpointError(f"no key of {path} is like {' or '.join(idle)}; without a pattern, all are listed")
     summary = inspect.summarize(checkpoint, patterns or ())
-    if patterns and not summary.keys:
-        raise CheckpointError(f"no key of {path} is like {' or '.join(patterns)}; without a pattern, all are listed")
     if as_json:
         _print_json(inspect.as_json(summary))
     else:
@@ -147,7 +156,7 @@ def verify_main(
     item in them is of the right shape and dtype. Data are only read for --finite and checksums. The lists are those of
     sha256sum and b2sum. Exit code: 0 whole, 1 something is wrong, 2 it could not be checked.
     """
-    memory_bytes = parse_bytes(max_memory)
+    memory_bytes = _memory(max_memory, threads, verify.LEAST_THREAD_BYTES)
     if algorithm not in ("sha256", "blake2b"):
         raise CheckpointError(f"--algorithm is sha256 or blake2b, not {algorithm}")
     expected = None if list_to_check is None else checksums.read_checksums(list_to_check)
@@ -204,8 +213,8 @@ def diff_main(
     patterns: Annotated[
         list[str] | None, typer.Argument(metavar="PATTERN", help="Only keys like these: '*.weight' 'optim.*'.")
     ] = None,
-    rtol: Annotated[float, typer.Option(min=0, help="Values may differ by this much of B's.")] = 0.0,
-    atol: Annotated[float, typer.Option(min=0, help="Values may differ by this much.")] = 0.0,
+    rtol: Annotated[float, typer.Option(min=0, help="Values of tensors may differ by this much of B's.")] = 0.0,
+    atol: Annotated[float, typer.Option(min=0, help="Values of tensors may differ by this much.")] = 0.0,
     threads: Annotated[int, typer.Option(min=1, help="How many keys are compared at the same time.")] = 2,
     max_memory: MaxMemory = "2GiB",
     as_json: Json = False,
@@ -215,11 +224,13 @@ def diff_main(
     Values are compared bit by bit unless a tolerance is given. How tensors are divided into chunks is no difference.
     Exit code: 0 the same, 1 different, 2 it could not be found out.
     """
-    memory_bytes = parse_bytes(max_memory)
+    memory_bytes = _memory(max_memory, threads, diff.LEAST_THREAD_BYTES)
     first, second = open_checkpoint(path_a), open_checkpoint(path_b)
-    keys = [key for key in diff.all_keys(first, second) if inspect.matches(key, patterns or ())]
-    if patterns and not keys:
-        raise CheckpointError(f"no key of either is like {' or '.join(patterns)}; see the command inspect")
+    all_keys = diff.all_keys(first, second)
+    idle = idle_patterns(patterns or (), all_keys)
+    if idle:
+        raise CheckpointError(f"no key of either is like {' or '.join(idle)}; see the command inspect")
+    keys = [key for key in all_keys if matches(key, patterns or ())]
     with _progress("values", diff.bytes_to_compare(first, second, keys)) as advance:
         differences = diff.diff(first, second, keys, diff.Tolerance(rtol, atol), memory_bytes, threads, advance)
     if as_json:
@@ -255,98 +266,65 @@ Restart = Annotated[bool, typer.Option("--restart", help="Begin anew, whatever a
 WriteThreads = Annotated[int, typer.Option("--threads", min=1, help="How many blocks are in work at the same time.")]
 
 
-@command("split")
-def split_main(
-    source: Source,
-    destination: Destination,
-    presets: Presets = None,
-    rule_files: RuleFiles = None,
-    values: Values = None,
-    excluded: Excluded = None,
-    threads: WriteThreads = 4,
-    max_memory: MaxMemory = "2GiB",
-    dry_run: DryRun = False,
-    restart: Restart = False,
-    as_json: Json = False,
-) -> None:
-    """Exchange fused weights for their parts, with all of the optimizer's state.
+def _add_rewriting(way: rewriting.Way, description: str) -> None:
+    """One of two commands that have the same options."""
 
-    SRC is only read. DST is there when it is complete, and not before: run the same command again after a kill, and it
-    goes on where it was. (Behind a URL, files are sent as they are ready, the metadata last, and nothing is resumed.)
-    Exit code: 0 done, 2 not done, 130 interrupted.
-    """
-    options = _Options(presets, rule_files, values, excluded, threads, max_memory, dry_run, restart, as_json)
-    _rewrite("split", source, destination, options)
-
-
-@command("merge")
-def merge_main(
-    source: Source,
-    destination: Destination,
-    presets: Presets = None,
-    rule_files: RuleFiles = None,
-    values: Values = None,
-    excluded: Excluded = None,
-    threads: WriteThreads = 4,
-    max_memory: MaxMemory = "2GiB",
-    dry_run: DryRun = False,
-    restart: Restart = False,
-    as_json: Json = False,
-) -> None:
-    """Exchange the parts of fused weights for these: the inverse of split, with the same rules.
-
-    How each part is divided over files does not matter. Counters have to be the same for all parts. For all else, see
-    split. Exit code: 0 done, 2 not done, 130 interrupted.
-    """
-    options = _Options(presets, rule_files, values, excluded, threads, max_memory, dry_run, restart, as_json)
-    _rewrite("merge", source, destination, options)
-
-
-class _Options(NamedTuple):
-    """What both commands are given."""
-
-    presets: list[str] | None
-    rule_files: list[Path] | None
-    values: list[str] | None
-    excluded: list[str] | None
-    threads: int
-    max_memory: str
-    dry_run: bool
-    restart: bool
-    as_json: bool
-
-
-def _rewrite(way: rewriting.Way, source: str, destination: str, options: _Options) -> None:
-    begin = time.monotonic()
-    memory_bytes = parse_bytes(options.max_memory)
-    wanted = (_rules(options), _parse_values(options.values), options.excluded or [])
-    if options.as_json and not options.dry_run:
-        raise CheckpointError("--json is for --dry-run; without it there is nothing to print but one line")
-    rewriting.check_destination(source, destination)
-    checkpoint, notes = rewriting.open_whole(source, options.threads)
-    planned = rewriting.plan(checkpoint, way, *wanted)
-    if options.dry_run:
-        _show_plan(planned, way, notes, as_json=options.as_json)
-        return
-    fingerprint = rewriting.fingerprint_of(checkpoint, way, *wanted)
-    try:
-        with _progress(way, planned.nbytes) as advance:
+    @command(way, description)
+    def run(
+        source: Source,
+        destination: Destination,
+        presets: Presets = None,
+        rule_files: RuleFiles = None,
+        values: Values = None,
+        excluded: Excluded = None,
+        threads: WriteThreads = 4,
+        max_memory: MaxMemory = "2GiB",
+        dry_run: DryRun = False,
+        restart: Restart = False,
+        as_json: Json = False,
+    ) -> None:
+        begin = time.monotonic()
+        memory_bytes = _memory(max_memory, threads, perform.LEAST_THREAD_BYTES)
+        wanted = (_rules(presets, rule_files), _parse_values(values), excluded or [])
+        _check_json(as_json, dry_run)
+        rewriting.check_destination(source, destination)
+        checkpoint, notes = rewriting.open_whole(source, threads)
+        planned = rewriting.plan(checkpoint, way, *wanted)
+        if dry_run:
+            _show_plan(planned, way, notes, as_json=as_json)
+            return
+        fingerprint = rewriting.fingerprint_of(checkpoint, way, *wanted)
+        with _writing(way, destination, planned.nbytes) as advance:
             rewriting.write(
                 checkpoint,
                 planned,
                 destination,
                 fingerprint,
-                threads=options.threads,
+                threads=threads,
                 max_memory_bytes=memory_bytes,
-                restart=options.restart,
+                restart=restart,
                 advance=advance,
             )
-    except KeyboardInterrupt:
-        typer.echo(f"interrupted. {rewriting.after_interrupt(destination)}", err=True)
-        raise
-    for note in notes:
-        typer.echo(f"note: {note}")
-    typer.echo(f"{destination}: {rewriting.headline(planned, way)} ({time.monotonic() - begin:.1f} s)")
+        _report_written(destination, rewriting.headline(planned, way), notes, begin)
+
+
+_add_rewriting(
+    "split",
+    """Exchange fused weights for their parts, with all of the optimizer's state.
+
+    SRC is only read. DST is there when it is complete, and not before: run the same command again after a kill, and it
+    goes on where it was. (Behind a URL, files are sent as they are ready, the metadata last, and nothing is resumed.)
+    Exit code: 0 done, 2 not done, 130 interrupted.
+    """,
+)
+_add_rewriting(
+    "merge",
+    """Exchange the parts of fused weights for these: the inverse of split, with the same rules.
+
+    How each part is divided over files does not matter. Counters have to be the same for all parts. For all else, see
+    split. Exit code: 0 done, 2 not done, 130 interrupted.
+    """,
+)
 
 
 def _show_plan(planned: Rewrite, way: rewriting.Way, notes: Sequence[str], *, as_json: bool) -> None:
@@ -359,12 +337,14 @@ def _show_plan(planned: Rewrite, way: rewriting.Way, notes: Sequence[str], *, as
     typer.echo(f"to be written: {rewriting.headline(planned, way)}")
 
 
-def _rules(options: _Options) -> list[Rule]:
+def _rules(presets: Sequence[str] | None, files: Sequence[Path] | None) -> list[Rule]:
     try:
-        rules = [rule for name in options.presets or () for rule in preset(name)]
-        rules += [rule for file in options.rule_files or () for rule in load_rules(file)]
+        rules = [rule for name in presets or () for rule in preset(name)]
+        rules += [rule for file in files or () for rule in load_rules(file)]
     except ValueError as error:
         raise CheckpointError(str(error)) from error
+    except IsADirectoryError as error:
+        raise CheckpointError(f"{error.filename} is a folder; --rules takes a TOML or JSON file") from error
     if not rules:
         raise CheckpointError(f"no rules; give --preset ({', '.join(preset_names())}) or --rules FILE")
     return rules
@@ -436,11 +416,10 @@ def convert_main(
     same command again after a kill, and it goes on where it was. Exit code: 0 done, 2 not done, 130 interrupted.
     """
     begin = time.monotonic()
-    memory_bytes = parse_bytes(max_memory)
+    memory_bytes = _memory(max_memory, threads, perform.LEAST_THREAD_BYTES)
     if what not in ("model", "optimizer", "all"):
         raise CheckpointError(f"--what is model, optimizer or all, not {what}")
-    if as_json and not dry_run:
-        raise CheckpointError("--json is for --dry-run; without it there is nothing to print but one line")
+    _check_json(as_json, dry_run)
     if flat_to_nd and (what != "all" or key_prefix is not None):
         raise CheckpointError("--flat-to-nd changes state alone, and takes neither --what nor --key-prefix")
     if shapes_from is not None and not flat_to_nd:
@@ -455,23 +434,17 @@ def convert_main(
     if dry_run:
         _show_conversion(opened, planned, notes, as_json=as_json)
         return
-    try:
-        with _progress("convert", planned.rewrite.nbytes) as advance:
-            convert.write(
-                opened,
-                planned,
-                destination,
-                threads=threads,
-                max_memory_bytes=memory_bytes,
-                restart=restart,
-                advance=advance,
-            )
-    except KeyboardInterrupt:
-        typer.echo(f"interrupted. {rewriting.after_interrupt(destination)}", err=True)
-        raise
-    for note in notes:
-        typer.echo(f"note: {note}")
-    typer.echo(f"{destination}: {convert.headline(opened, planned)} ({time.monotonic() - begin:.1f} s)")
+    with _writing("convert", destination, planned.rewrite.nbytes) as advance:
+        convert.write(
+            opened,
+            planned,
+            destination,
+            threads=threads,
+            max_memory_bytes=memory_bytes,
+            restart=restart,
+            advance=advance,
+        )
+    _report_written(destination, convert.headline(opened, planned), notes, begin)
 
 
 def _show_conversion(opened: convert.Source, planned: Plan, notes: Sequence[str], *, as_json: bool) -> None:
@@ -482,6 +455,31 @@ def _show_conversion(opened: convert.Source, planned: Plan, notes: Sequence[str]
     for note in notes:
         typer.echo(f"note: {note}")
     typer.echo(f"to be written: {convert.headline(opened, planned)}")
+
+
+# --- what split, merge and convert share -----------------------------------------------------------------------------
+
+
+def _check_json(as_json: bool, dry_run: bool) -> None:
+    if as_json and not dry_run:
+        raise CheckpointError("--json is for --dry-run; without it there is nothing to print but one line")
+
+
+@contextmanager
+def _writing(what: str, destination: str, nbytes: int) -> Iterator[Callable[[int], object]]:
+    """Progress; and if it is interrupted, what can be done then."""
+    try:
+        with _progress(what, nbytes) as advance:
+            yield advance
+    except KeyboardInterrupt:
+        typer.echo(f"interrupted. {rewriting.after_interrupt(destination)}", err=True)
+        raise
+
+
+def _report_written(destination: str, headline: str, notes: Iterable[str], begin: float) -> None:
+    for note in notes:
+        typer.echo(f"note: {note}")
+    typer.echo(f"{destination}: {headline} ({time.monotonic() - begin:.1f} s)")
 
 
 # --- output ----------------------------------------------------------------------------------------------------------

@@ -65,8 +65,7 @@ def open_source(source: str, to: str | None, key_prefix: str | None, threads: in
         rewriting.check_whole(folders.checkpoint, threads)
         is_file = PurePath(source).suffix == ".safetensors"
         notes = [] if is_file else rewriting.foreign_files(folders.checkpoint, folders.own_files)
-        if folders.is_sharded:
-            notes.append("tensors are as large as the parts that are there; no file says whether the last ones are")
+        notes += folders.checkpoint.notes
         return Source(folders.checkpoint, folders, "dcp", tuple(notes), folders.digest)
     if flat and to == "safetensors":
         raise CheckpointError("--flat-to-nd gives a checkpoint of DCP; convert that to safetensors afterwards")

@@ -20,15 +20,15 @@ from typing import Any, Literal, NamedTuple
 
 from .envelope import Envelope, bare, envelope_of
 from .errors import CheckpointError
-from .exchange import Exchange, Fusion
+from .fusions import Exchange, Fusion
 from .inspect import counted
-from .inspect import matches as is_like
 from .items import Reader
 from .json_values import NotPlainError, to_json
 from .metadata import METADATA_FILE
 from .names import sorted_out
 from .new_metadata import first_metadata_bytes
 from .parts import Comb
+from .patterns import check_excluded, is_excluded
 from .reading import Checkpoint, StoredTensor
 from .regions import Index, Region, stretches
 from .rewrite import Entry, MergeTask, NewItem, NewTensor, Rewrite, place_items
@@ -110,7 +110,8 @@ class _Parts:
 
     def __init__(self, checkpoint: Checkpoint, wanted: Wanted) -> None:
         everything = [*checkpoint.tensors, *checkpoint.objects]
-        keys = [key for key in everything if not (wanted.excluded and is_like(key, wanted.excluded))]
+        check_excluded(wanted.excluded, everything)
+        keys = [key for key in everything if not is_excluded(key, wanted.excluded)]
         neither = [key for key in sorted_out(keys, checkpoint.paths).others if key in checkpoint.tensors]
         self.notes: list[str] = []
         self.prefix = _prefix_of(checkpoint, neither) if wanted.key_prefix is None else wanted.key_prefix
@@ -203,6 +204,7 @@ def to_dcp(folders: Folders, wanted: Wanted) -> Plan:
         CheckpointError: nothing of what is wanted is there.
     """
     checkpoint = folders.checkpoint
+    check_excluded(wanted.excluded, [*checkpoint.tensors, *checkpoint.objects])
     keys = [key for key in (*checkpoint.tensors, *checkpoint.objects) if _is_wanted(key, folders, wanted)]
     if not keys:
         raise CheckpointError(f"{checkpoint.path} has nothing that would be converted; see --what and --exclude")
@@ -218,7 +220,7 @@ def to_dcp(folders: Folders, wanted: Wanted) -> Plan:
 
 
 def _is_wanted(key: str, folders: Folders, wanted: Wanted) -> bool:
-    if wanted.excluded and is_like(key, wanted.excluded):
+    if is_excluded(key, wanted.excluded):
         return False
     return wanted.what == "all" or (wanted.what == MODEL) == (key in folders.model_keys)
 

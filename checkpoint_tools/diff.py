@@ -13,7 +13,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from rich.table import Table
@@ -24,9 +24,12 @@ from .errors import CheckpointError
 from .inspect import counted, new_table
 from .items import Reader
 from .reading import Checkpoint, StoredChunk, StoredTensor
-from .sizes import block_bounds, human_shape, natural_order
-from .values import Comparison, compare_values
+from .sizes import MAX_ITEM_BYTES, block_bounds, human_shape, natural_order, thread_bytes
+from .values import Comparison, compare_values, same_values
 from .verify import check_coverage
+
+LEAST_THREAD_BYTES = 16 * MAX_ITEM_BYTES
+"""With less, a block's share of a thread's memory is not one element."""
 
 MAX_BLOCK_BYTES = 32 << 20
 
@@ -52,7 +55,10 @@ class Difference(NamedTuple):
 
 
 class Tolerance(NamedTuple):
-    """Values are equal if ``|a - b| <= atol + rtol * |b|``; with zeros, if their bits are."""
+    """Values are equal if ``|a - b| <= atol + rtol * |b|``; with zeros, if their bits are.
+
+    That is for tensors. Objects are always compared as :func:`~checkpoint_tools.values.same_values` does.
+    """
 
     rtol: float = 0.0
     atol: float = 0.0
@@ -75,13 +81,14 @@ def diff(
     Raises:
         CheckpointError: one of the two is damaged, or does not fit into the memory.
     """
+    memory_bytes = thread_bytes(max_memory_bytes, threads, LEAST_THREAD_BYTES)
 
     def compare(key: str) -> Difference | None:
         found = _diff_entries(first, second, key)
         if found is not None:
             advance(_bytes_of(first, key) + _bytes_of(second, key))
         elif key in first.tensors:
-            found = _diff_tensors(first, second, key, tolerance, max_memory_bytes // threads, advance)
+            found = _diff_tensors(first, second, key, tolerance, memory_bytes, advance)
         else:
             found = _diff_objects(first, second, key)
         return found
@@ -147,7 +154,7 @@ def _diff_tensors(
             raise CheckpointError(f"{key} in {checkpoint.path}: {text}; see the command verify")
     # A quarter for two blocks, and for the parts of them that are read. The rest is for items that can only be read as
     # a whole: one side's is kept while the other side's is there twice, as stored and in row-major order.
-    block_numel = max(1, min(MAX_BLOCK_BYTES, memory_bytes // 16) // a.dtype.itemsize)
+    block_numel = min(MAX_BLOCK_BYTES, memory_bytes // 16) // a.dtype.itemsize
     total = Comparison(0, 0, None)
     with Reader(first, memory_bytes // 4) as reader_a, Reader(second, memory_bytes // 4) as reader_b:
         for block in blocks(a.shape, block_numel):
@@ -253,19 +260,6 @@ def _diff_objects(first: Checkpoint, second: Checkpoint, key: str) -> Difference
         if same_values(*objects)
         else Difference(key, "object", f"{_short(objects[0])} in A, {_short(objects[1])} in B")
     )
-
-
-def same_values(a: Any, b: Any) -> bool:
-    """Whether two objects are the same, tensors in them bit by bit."""
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, Tensor):
-        return a.shape == b.shape and a.dtype == b.dtype and not compare_values(a, b).differing
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same_values(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(same_values, a, b))
-    return bool(a == b or (a != a and b != b))
 
 
 def _short(value: object) -> str:

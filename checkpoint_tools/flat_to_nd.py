@@ -17,9 +17,10 @@ from collections.abc import Mapping, Sequence
 
 from .converting import whole
 from .errors import CheckpointError
-from .exchange import Exchange, Fusion, Owners
-from .inspect import matches as is_like
+from .fusions import Exchange, Fusion
 from .names import StateName, sorted_out
+from .owners import Owners
+from .patterns import check_excluded, is_excluded
 from .reading import Checkpoint
 from .rewrite import Rewrite, plan_rewrite
 
@@ -44,10 +45,11 @@ def flat_to_nd(checkpoint: Checkpoint, shapes_from: Checkpoint | None, excluded:
         raise CheckpointError(
             f"{model.path} has no model, whose shapes are needed; give --shapes-from a checkpoint that has it"
         )
+    check_excluded(excluded, [*checkpoint.tensors, *checkpoint.objects])
     owners = Owners(shapes)
     fusions = []
     for name in sorted_out([*checkpoint.tensors, *checkpoint.objects], checkpoint.paths).states:
-        if name.is_state and name.key in checkpoint.tensors and not (excluded and is_like(name.key, excluded)):
+        if name.is_state and name.key in checkpoint.tensors and not is_excluded(name.key, excluded):
             tensor = checkpoint.tensors[name.key]
             shape = _shape_of(name, tensor.shape, owners, shapes)
             if shape != tensor.shape:

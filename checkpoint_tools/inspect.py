@@ -5,7 +5,6 @@
     Checkpoint ──summarize──▶ Summary ──▶ as_json, or tables of rich
 """
 
-import fnmatch
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -14,6 +13,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from .patterns import matches
 from .reading import Checkpoint
 from .sizes import human_bytes, human_shape, natural_order
 
@@ -56,6 +56,7 @@ class Summary(NamedTuple):
     groups: tuple[GroupRow, ...]
     files: tuple[FileRow, ...]
     problems: int
+    notes: tuple[str, ...]
 
 
 def summarize(checkpoint: Checkpoint, patterns: Sequence[str] = ()) -> Summary:
@@ -69,12 +70,8 @@ def summarize(checkpoint: Checkpoint, patterns: Sequence[str] = ()) -> Summary:
         groups=_group_rows(keys),
         files=tuple(_file_rows(checkpoint, selected)),
         problems=len(checkpoint.problems),
+        notes=checkpoint.notes,
     )
-
-
-def matches(key: str, patterns: Sequence[str]) -> bool:
-    """Whether any pattern matches, or there is none."""
-    return not patterns or any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)
 
 
 def group_of(key: str, path: Sequence[str | int] = ()) -> str:
@@ -138,6 +135,7 @@ def as_json(summary: Summary) -> Mapping[str, Any]:
         "version": summary.version,
         "nbytes": sum(row.nbytes for row in summary.keys),
         "problems": summary.problems,
+        "notes": list(summary.notes),
         "groups": [row._asdict() for row in summary.groups],
         "keys": [row._asdict() for row in summary.keys],
         "files": [row._asdict() for row in summary.files],
@@ -151,6 +149,7 @@ def as_tables(summary: Summary, *, keys: bool = True, files: bool = False) -> Re
         parts.append(_key_table(summary))
     if files:
         parts.append(_file_table(summary))
+    parts += [Text(f"note: {note}") for note in summary.notes]
     if summary.problems:
         parts.append(Text(f"The metadata contradict themselves ({summary.problems} times): see the command verify."))
     return Group(*parts)

@@ -30,11 +30,14 @@ from .reading import Checkpoint, StoredChunk
 from .regions import Region, common, position_in, stretches
 from .rewrite import Copy, MergeTask, NewItem, Rewrite, SplitTask, Unit, Work, Write, pieces_of, target_of
 from .sinks import OpenFile, Sink
-from .sizes import block_bounds
+from .sizes import MAX_ITEM_BYTES, block_bounds, thread_bytes
 from .storage import read_into
 
 Advance = Callable[[int], object]
 Record = Callable[[int, Sequence[Filled]], object]
+
+LEAST_THREAD_BYTES = 4 * MAX_ITEM_BYTES
+"""With less, a quarter of a thread's memory is not one element."""
 
 _BLOCK_BYTES = 1 << 20  # what was read is still in a cache when it is written
 _RUN_BYTES = 64 << 10  # shorter stretches of a stored item are read together with what is between them
@@ -73,7 +76,7 @@ def perform(
         advance: is told of bytes that are written, from any thread.
 
     Raises:
-        CheckpointError: the source cannot be read.
+        CheckpointError: the source cannot be read, or the memory is too small.
         OSError: the new files cannot be written.
     """
     progress = _Progress(rewrite, units, sink, done)
@@ -105,9 +108,8 @@ class _Crew:
         self._record = record
         self._threads = threads
         self._stop = threading.Event()
-        self._make_worker: Callable[[], _Worker] = lambda: _Worker(
-            checkpoint, sink, self._stop, advance, max_memory_bytes // threads
-        )
+        memory_bytes = thread_bytes(max_memory_bytes, threads, LEAST_THREAD_BYTES)
+        self._make_worker: Callable[[], _Worker] = lambda: _Worker(checkpoint, sink, self._stop, advance, memory_bytes)
         # Units that are done and not yet safe: more would only be more to do again after a kill.
         self._room = threading.Semaphore(2 * threads)
         self._saved: list[Future[None]] = []
@@ -274,7 +276,7 @@ class _Worker:
     ) -> None:
         # A quarter for the block, one for what is packed, or read between what is needed; and the rest for items that
         # only torch.load can read, which it has twice.
-        nbytes = max(min(memory_bytes // 4, _BLOCK_BYTES), 16)
+        nbytes = min(memory_bytes // 4, _BLOCK_BYTES)
         self._block = torch.empty(nbytes, dtype=torch.uint8)
         self._scratch = torch.empty(nbytes, dtype=torch.uint8)
         self._checkpoint = checkpoint

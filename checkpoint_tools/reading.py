@@ -95,6 +95,7 @@ class Checkpoint:
         paths: key → where the value was in the nested state dict, as the planner recorded it; no entry, not recorded.
         problems: what the metadata contradict themselves in. Such chunks are not in ``tensors``.
         version: of the format, or ``None`` as of torch before 2.6.
+        notes: what nobody can find out about it, and people should know.
     """
 
     path: str
@@ -104,6 +105,7 @@ class Checkpoint:
     paths: Mapping[str, tuple[str | int, ...]]
     problems: tuple[Problem, ...]
     version: str | None
+    notes: tuple[str, ...] = ()
 
     def items(self) -> Iterator[tuple[str, StoredChunk | StoredObject]]:
         """Everything that is stored, with its key."""

@@ -27,7 +27,7 @@ from fsdp_offload.checkpoint import Chunk, ShardChunks, chunks_of
 from fsdp_offload.checkpoint.rectangles import contiguous_strides
 
 from .envelope import Envelope, envelope_of
-from .exchange import Exchange, Fusion
+from .fusions import Exchange, Fusion
 from .inspect import rank_of
 from .parts import part_chunks
 from .reading import Checkpoint, StoredChunk, StoredObject

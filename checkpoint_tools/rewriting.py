@@ -20,7 +20,8 @@ from rich.table import Table
 from rich.text import Text
 
 from .errors import CheckpointError
-from .exchange import Exchange, Fusion, merge_exchange, split_exchange
+from .exchange import merge_exchange, split_exchange
+from .fusions import Exchange, Fusion
 from .inspect import counted, new_table
 from .metadata import METADATA_FILE, read_metadata
 from .new_metadata import metadata_bytes
@@ -135,6 +136,8 @@ def check_destination(source: str, destination: str) -> None:
     Raises:
         CheckpointError: says which.
     """
+    if not destination.strip():
+        raise CheckpointError("DST is empty; give the name of a new folder, or a URL")
     if "://" in destination:
         _check_remote(source, destination)
         return

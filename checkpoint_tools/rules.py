@@ -88,6 +88,13 @@ class Rule:
             if not is_right(value):
                 raise ValueError(f"rule for {self.fused}: {name} must be {what}, got {value!r}")
 
+    @property
+    def value_names(self) -> frozenset[str]:
+        """The config values that its sizes and groups name, whether or not they can be evaluated."""
+        own = () if self.sizes == "equal" else self.sizes
+        expressions = [size for size in (*own, self.groups) if isinstance(size, str) and size != "rest"]
+        return frozenset(name for text in expressions for name in re.findall(r"\b[^\W\d]\w*", text))
+
     def dim_of(self, shape: Sequence[int], where: str) -> int:
         """The fused dimension of a fused tensor of that shape, not negative.
 
@@ -123,7 +130,8 @@ class Rule:
             where: the key, for messages.
 
         Raises:
-            ValueError: sizes do not add up, do not divide, or name values that there are not.
+            ValueError: sizes do not add up, do not divide, or name values that there are not
+                (:class:`MissingValueError`).
         """
         groups = _evaluated(self.groups, values, where)
         sizes = self._sizes(fused_size, values, where)
@@ -148,6 +156,23 @@ class Rule:
         known = [None if size == "rest" else _evaluated(size, values, where) for size in self.sizes]
         rest = fused_size - sum(size for size in known if size is not None)
         return [rest if size is None else size for size in known]
+
+
+class MissingValueError(ValueError):
+    """A rule needs a value of the model's config that was not given.
+
+    Attributes:
+        name: of the value.
+    """
+
+    def __init__(self, where: str, size: str, name: str, values: Iterable[str]) -> None:
+        self._what = f"{where}: the size {size!r} needs the config value {name!r}"
+        self.name = name
+        super().__init__(self.told(f"values={{{name!r}: ...}}", values))
+
+    def told(self, how: str, values: Iterable[str]) -> str:
+        """The message for an interface in which values are given as ``how``; ``values`` are those that there are."""
+        return f"{self._what}; give it with {how}. Given are: {', '.join(sorted(values)) or 'none'}"
 
 
 class Match(NamedTuple):
@@ -388,10 +413,7 @@ def _evaluated(size: Size, values: Mapping[str, float], where: str) -> int:
     try:
         result = _value(ast.parse(size, mode="eval").body, values)
     except KeyError as error:
-        raise ValueError(
-            f"{where}: the size {size!r} needs the config value {error.args[0]!r}; give it, for example with "
-            f"{{{error.args[0]!r}: ...}}. There are {sorted(values)}"
-        ) from None
+        raise MissingValueError(where, size, error.args[0], values) from None
     except (SyntaxError, TypeError, ZeroDivisionError) as error:
         raise ValueError(f"{where}: the size {size!r} cannot be evaluated: {error}") from None
     if not math.isfinite(result) or result != int(result):

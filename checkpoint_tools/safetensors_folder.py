@@ -14,6 +14,7 @@ import hashlib
 import io
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -32,6 +33,7 @@ OBJECTS_FILE = f"{OPTIMIZER}.json"
 OBJECTS_FORMAT = "checkpoint_tools 1"
 
 _SHARDING = "DCP_SHARDING_INFO"  # of torch.distributed.checkpoint, in the headers
+_SHARD_FILE = re.compile(rf"shard-(\d+)-model-(\d+)-of-(\d+){re.escape(SUFFIX)}")  # its names of files
 
 Path = tuple[str | int, ...]
 
@@ -44,7 +46,6 @@ class Folders(NamedTuple):
         model_keys: which of its keys are tensors of the model.
         key_prefix: what these begin with, and in the files do not.
         own_files: without data.
-        is_sharded: tensors are parts of tensors, and nothing says how large these are beyond what is there.
         digest: of everything but data.
     """
 
@@ -52,7 +53,6 @@ class Folders(NamedTuple):
     model_keys: frozenset[str]
     key_prefix: str
     own_files: tuple[str, ...]
-    is_sharded: bool
     digest: str
 
 
@@ -134,9 +134,10 @@ class _Opening:
             paths={**{key: (key,) for key in (*tensors, *objects)}, **defaults, **known},
             problems=(),
             version=None,
+            notes=tuple(_notes_on_parts(self._headers)) if self._is_sharded else (),
         )
         own_files = tuple(self._json_files)
-        return Folders(checkpoint, model_keys, key_prefix, own_files, self._is_sharded, self._digest.hexdigest())
+        return Folders(checkpoint, model_keys, key_prefix, own_files, self._digest.hexdigest())
 
     # --- which files ---
 
@@ -258,10 +259,9 @@ class _Opening:
         if len(set(dtypes)) > 1 or len({len(chunk.sizes) for chunk in chunks}) > 1:
             raise CheckpointError(f"the parts of {name.name} in {self._path} are of different dtypes or dimensions")
         shape = [0] * len(chunks[0].sizes)
-        for chunk in chunks:
-            if chunk.numel or len(chunks) == 1:
-                ends = map(int.__add__, chunk.offsets, chunk.sizes)
-                shape = [max(size, end) for size, end in zip(shape, ends, strict=True)]
+        for chunk in chunks:  # those without elements too: torch puts them at the end of the whole
+            ends = map(int.__add__, chunk.offsets, chunk.sizes)
+            shape = [max(size, end) for size, end in zip(shape, ends, strict=True)]
         kept = [chunk for chunk in chunks if chunk.numel] or chunks[:1]
         return StoredTensor(key, tuple(shape), dtypes[0], tuple(sorted(kept)))
 
@@ -295,6 +295,30 @@ class _Opening:
         if isinstance(found.get("key_prefix"), str):
             self._recorded_prefix = found["key_prefix"]
         return objects, paths
+
+
+def _notes_on_parts(files: Iterable[str]) -> Iterator[str]:
+    """What the files of torch's ranks leave open.
+
+    Each has the offsets of its parts, and nothing about the whole: neither shapes, nor how many ranks there were. The
+    last rank's file is missing, or the tensors ended there: both look the same. A rank without anything to write has no
+    file, and the files that a mapping names (``-of-00004``) may be those of keys that were not saved.
+    """
+    yield (
+        "torch's files of parts of tensors say neither how large these are nor how many files there were: if the last "
+        "ones are missing, nobody can tell"
+    )
+    found = [match for file in files if (match := _SHARD_FILE.fullmatch(file)) is not None]
+    ranks = {int(match[1]) for match in found}
+    numbers = {int(match[2]) for match in found}
+    for what, there, count in (
+        ("shard-{:05}-*", ranks, max(ranks, default=0)),
+        ("*-model-{:05}-of-*", numbers, max((int(match[3]) for match in found), default=0)),
+    ):
+        gone = [what.format(number) for number in range(1, count + 1) if number not in there]
+        if gone:
+            more = f" and {len(gone) - 1:,} more like it" if len(gone) > 1 else ""
+            yield f"there is no {gone[0]}{SUFFIX}{more}: nothing was to be written there, or it is missing"
 
 
 def _stored_objects(found: Mapping[str, Any]) -> Iterator[tuple[str, StoredObject]]:

@@ -6,6 +6,9 @@ from collections.abc import Iterable
 
 from .errors import CheckpointError
 
+MAX_ITEM_BYTES = 16
+"""Of one element of any dtype: complex128."""
+
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
 _FACTORS = {"": 1} | {
     f"{letter}{suffix}": base ** (power + 1)
@@ -37,6 +40,21 @@ def parse_bytes(text: str) -> int:
     if size < 1:
         raise CheckpointError(f"{text!r} is not a size; write for example 512MiB, 2GiB or a number of bytes")
     return size
+
+
+def thread_bytes(max_memory_bytes: int, threads: int, least_bytes: int) -> int:
+    """Each thread's share of the memory for data.
+
+    Raises:
+        CheckpointError: it is less than the work of one thread needs, ``least_bytes``.
+    """
+    share = max_memory_bytes // threads
+    if share < least_bytes:
+        raise CheckpointError(
+            f"--max-memory is at least {least_bytes * threads} bytes for {threads} threads, not {max_memory_bytes}; "
+            f"give more, or fewer --threads: each needs {least_bytes} bytes"
+        )
+    return share
 
 
 def human_shape(shape: Iterable[int]) -> str:

@@ -1,6 +1,7 @@
-"""Two tensors, element by element: their bits, or within a tolerance."""
+"""Two tensors, element by element: their bits, or within a tolerance. Two objects: their types and bits."""
 
-from typing import NamedTuple
+import struct
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -83,3 +84,38 @@ def _bits(values: Tensor) -> Tensor:
 def _differs_in_bits(a: Tensor, b: Tensor) -> Tensor:
     differs = _bits(a) != _bits(b)
     return differs.view(len(a), -1).any(dim=1) if a.itemsize == 16 else differs
+
+
+# Objects -------------------------------------------------------------------------------------------------------------
+
+
+def same_values(a: Any, b: Any) -> bool:
+    """Whether two objects are the same: their types, and the bits of the numbers and the tensors in them.
+
+    So 1, 1.0 and True are three values, 0.0 and -0.0 are two, and a NaN is the same as one of the same bits; also as
+    keys of dicts, whose order is of no account, and in sets.
+    """
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, Tensor):
+        return a.shape == b.shape and a.dtype == b.dtype and not compare_values(a, b).differing
+    if isinstance(a, dict):
+        of_a, of_b = ({_identity(key): value for key, value in each.items()} for each in (a, b))
+        return of_a.keys() == of_b.keys() and all(same_values(of_a[key], of_b[key]) for key in of_a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same_values, a, b))
+    return bool(_identity(a) == _identity(b))
+
+
+def _identity(value: Any) -> Any:
+    """What is equal only for the same values, where ``==`` is for others too; hashable, if ``value`` is."""
+    kind = type(value)
+    if isinstance(value, float):
+        return kind, struct.pack("<d", value)
+    if isinstance(value, complex):
+        return kind, struct.pack("<2d", value.real, value.imag)
+    if isinstance(value, tuple):
+        return kind, tuple(map(_identity, value))
+    if isinstance(value, set | frozenset):
+        return kind, frozenset(map(_identity, value))
+    return kind, value

@@ -22,10 +22,13 @@ from fsdp_offload.checkpoint.load_checks import Region, overlapping
 from .errors import CheckpointError
 from .items import Reader
 from .reading import Checkpoint, Problem, StoredChunk, StoredObject, StoredTensor
-from .sizes import block_bounds, human_bytes
+from .sizes import MAX_ITEM_BYTES, block_bounds, human_bytes, thread_bytes
 
 Advance = Callable[[int], object]
 """Called with the number of bytes that are done since the last call, from any thread."""
+
+LEAST_THREAD_BYTES = 2 * MAX_ITEM_BYTES
+"""With less, half of a thread's memory is not one element."""
 
 _BLOCK_BYTES = 4 << 20  # fits into caches, and is long enough for a disk
 _COUNTED_NUMEL = 1 << 20  # for how many elements at a time there are masks, where a block is not finite
@@ -90,7 +93,7 @@ def check_coverage(tensor: StoredTensor) -> Iterator[Problem]:
 
 def check_files(checkpoint: Checkpoint) -> Files:
     """Whether all files are there and long enough."""
-    sound, problems, notes, nbytes = [], [], [], 0
+    sound, problems, notes, nbytes = [], [], [*checkpoint.notes], 0
     by_file = checkpoint.items_by_file()
     for file, entries in by_file.items():
         needed = max(item.offset_bytes + item.length_bytes for _, item in entries)
@@ -173,15 +176,19 @@ def check_finite(
     max_memory_bytes: int = 2 << 30,
     advance: Advance = lambda done: None,
 ) -> list[Problem]:
-    """Whether all floating-point values in these files are finite. Each thread holds one block of them."""
+    """Whether all floating-point values in these files are finite. Each thread holds one block of them.
+
+    Raises:
+        CheckpointError: the memory is too small.
+    """
     by_file = checkpoint.items_by_file()
-    thread_bytes = max_memory_bytes // threads
-    block_bytes = max(16, min(_BLOCK_BYTES, thread_bytes // 2))  # 16: of one element, of any dtype
+    memory_bytes = thread_bytes(max_memory_bytes, threads, LEAST_THREAD_BYTES)
+    block_bytes = min(_BLOCK_BYTES, memory_bytes // 2)
 
     def check(file: str) -> list[Problem]:
         problems: list[Problem] = []
         memory = torch.empty(block_bytes, dtype=torch.uint8)
-        with Reader(checkpoint, max_whole_bytes=thread_bytes // 2) as reader:
+        with Reader(checkpoint, max_whole_bytes=memory_bytes // 2) as reader:
             for key, item in by_file[file]:
                 dtype = checkpoint.tensors[key].dtype if isinstance(item, StoredChunk) else None
                 if isinstance(item, StoredChunk) and dtype is not None and may_be_infinite(dtype):

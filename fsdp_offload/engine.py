@@ -9,7 +9,7 @@ The engine never refers to the optimizer (it is handed in on each call), so drop
 
 import logging
 import weakref
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -27,14 +27,15 @@ from .learn import Layouts, layout_key
 from .lending import Lending
 from .masters import MASTER
 from .optimizers import Traits
-from .pipeline import Pipeline
+from .phases import Phases
+from .pipeline import BucketTimes, Pipeline
 from .plan import Plan
 from .policy import OffloadPolicy
 from .report import OffloadReport
 from .schedule import BucketStep
 from .shards import StateLayout, StateShard, leaves_of
 from .stepping import BegunStep, Stepping
-from .transfer import DeviceLink, EventMark, device_link
+from .transfer import DeviceLink, EventMark, Mark, device_link
 from .update import ENGINE_ATTRIBUTE, StateStore, UserState
 
 logger = logging.getLogger(__name__)
@@ -46,6 +47,7 @@ class Engine:
     Attributes:
         cls: the user's optimizer class.
         steps: its logical steps.
+        tuning: what ``"auto"`` has chosen, and why, in sentences.
     """
 
     def __init__(
@@ -82,12 +84,14 @@ class Engine:
         )
         self.lending = Lending(self.plan, self._pipeline)
         self.steps = Stepping(cls, traits, policy, names, self.plan, self._pipeline, self.lending, self._link)
+        self.phases = Phases(self.plan, self._pipeline, self.steps)
         self._param_ids: list[int] = []
         self._unplanned: list[Tensor] = []  # in the groups, but without room: they never had a gradient
         self._layout_keys: list[object] = []  # of each group, when its state was last planned
+        self.tuning = ""
         self._link.join()
         # Ring and arena must not go while a copy still uses them. This runs before the attributes are dropped.
-        weakref.finalize(self, _let_go, self._link).atexit = False
+        weakref.finalize(self, _let_go, self._link, self._pipeline.number).atexit = False
 
     # What is offloaded -------------------------------------------------------------------------------------------
 
@@ -149,6 +153,7 @@ class Engine:
         """Drop all homes, after the last store."""
         self.steps.drop()
         self._pipeline.synchronize()
+        self.phases.forget()
         self.plan.clear()
         self.steps.forget_places()
 
@@ -221,6 +226,24 @@ class Engine:
             if shard.group >= 0 and not states.get(param)
         }
 
+    def keep_on_device(self, buckets: Collection[int], states: StateStore) -> None:
+        """From now on the state of whole buckets stays on the device. Not in the middle of a step; waits for the last.
+
+        Raises:
+            torch.OutOfMemoryError: there is no room; nothing has changed.
+        """
+        self.steps.drop()
+        self.phases.reload(states)
+        self.synchronize()
+        self.lending.wait()
+        shards = self.plan.keep_on_device(buckets)
+        self.steps.forget_places()
+        adopt((shard, states.get(shard.param)) for shard in shards)
+
+    def room_bytes(self) -> int:
+        """Device memory that would still be free at the highest point so far, less a reserve."""
+        return self._link.room_bytes()
+
     def return_to_device(self, states: StateStore) -> None:
         """Replace every home in ``states`` by a tensor on the device, of the type that the optimizer made."""
         self.steps.drop()
@@ -251,6 +274,7 @@ class Engine:
         """
         steps = self.steps
         steps.check_usable("step()", mid_step=True)
+        self.phases.reload(states)
         ended = steps.resume(optimizer, states, kwargs, same_groups=_param_ids(optimizer) == self._param_ids)
         if ended is not None:
             steps.end(ended, states)
@@ -298,11 +322,9 @@ class Engine:
             final: all parameters whose gradients are final by now, once ``event`` has passed.
             event: of torch, or ``None``.
         """
-        begun = self.steps.begun
+        begun = self.steps.begun or self._begin_early(optimizer, states)
         if begun is None:
-            begun = self._begin_early(optimizer, states)
-            if begun is None:
-                return
+            return
         if event is not None:
             self._pipeline.updates_after(EventMark(event))  # type: ignore[arg-type]
         updates = self.policy.update == "backward"
@@ -320,11 +342,33 @@ class Engine:
         as_before = _param_ids(optimizer) == self._param_ids and self._keys(optimizer) == self._layout_keys
         if steps.failure or not as_before or not steps.is_whole(steps.last):
             return None
+        self.phases.reload(states)
         order = steps.in_backward_order(steps.last) if self.policy.update == "backward" else steps.last
-        begun = steps.begun = steps.begin(optimizer, {}, order, states)
-        begun.in_backward = True
-        self._pipeline.updates_after_compute()
-        return begun
+        return steps.begin(optimizer, {}, order, states, early=True)
+
+    # By hand -----------------------------------------------------------------------------------------------------
+
+    def reload(self, optimizer: Optimizer, states: StateStore) -> None:
+        """Bring back what has left the device, and begin to load for the next step if it is known what that needs."""
+        self.phases.reload(states)
+        begun = self.steps.begun or self._begin_early(optimizer, states)
+        if begun is not None and not begun.done:
+            with torch.no_grad():
+                self.steps.advance(begun, states, lambda number: False)
+
+    # Measuring ---------------------------------------------------------------------------------------------------
+
+    def mark(self) -> Mark:
+        """A mark at what the current stream has been given so far."""
+        return self._pipeline.mark()
+
+    def ms_since_begin(self, mark: Mark) -> float:
+        """When the current stream passed ``mark``, since the schedule of the last step was taken up; waits for it."""
+        return self._pipeline.ms_since_begin(mark)
+
+    def bucket_times(self) -> dict[int, BucketTimes]:
+        """Of the last step; waits for it."""
+        return self._pipeline.bucket_times()
 
     # Which buckets a step needs ----------------------------------------------------------------------------------
 
@@ -446,12 +490,15 @@ class Engine:
         if shard is not None:
             for number in shard.buckets:
                 self._pipeline.wait_home(number)
+            self.phases.wait(shard)
         self.steps.wait_counted()
 
     def wait_all_home(self) -> None:
         """Block the host until every home is up to date."""
         for number in range(len(self._pipeline.buckets)):
             self._pipeline.wait_home(number)
+        for shard in self.plan.resident_shards():
+            self.phases.wait(shard)
         self.steps.wait_counted()
 
     def synchronize(self) -> None:
@@ -464,17 +511,18 @@ class Engine:
         times = self._pipeline.last_step_times()
         on_host = self.host.last_times() if self.host is not None else HostTimes()
         shards = list(self.plan.shards.values())
-        host_state_bytes = sum(shard.nbytes for shard in shards if not shard.resident)
+        on_device = {shard for shard in shards if shard.resident and not self.phases.away}
+        host_state_bytes = sum(shard.nbytes for shard in shards if shard not in on_device)
         return OffloadReport(
             optimizer=self.cls.__name__,
             host_state_bytes=host_state_bytes,
-            resident_state_bytes=sum(shard.nbytes for shard in shards if shard.resident),
+            resident_state_bytes=sum(shard.nbytes for shard in on_device),
             other_state_bytes=sum(_other_bytes(shard, states.get(shard.param)) for shard in shards),
             left_out=tuple(dict.fromkeys(name for shard in shards for name in shard.layout.left_out)),
             host_bytes=sum(region.nbytes for region in self.plan.regions),
             snapshot_bytes=self.plan.spare_bytes,
             pinned=self._pin,
-            ring_bytes=self.plan.ring_bytes,
+            ring_bytes=0 if self.phases.away else self.plan.ring_bytes,
             buckets=sum(bool(bucket.copies) for bucket in self._pipeline.buckets),
             device_peak_bytes=torch.accelerator.max_memory_allocated(self.device) if self.device.type != "cpu" else 0,
             loaded_bytes=times.loaded_bytes,
@@ -490,6 +538,7 @@ class Engine:
             host_waited_ms=on_host.waited_ms,
             host_buffer_bytes=self.host.buffer_bytes if self.host is not None else 0,
             host_note=self.host_note,
+            tuning=self.tuning,
             notes=tuple(self.notes()),
         )
 
@@ -542,6 +591,6 @@ def _gb_per_s(nbytes: int, ms: float) -> float:
     return nbytes / ms / 1e6 if ms > 0 else 0.0
 
 
-def _let_go(link: DeviceLink) -> None:
+def _let_go(link: DeviceLink, user: int) -> None:
     link.synchronize()
-    link.leave()
+    link.leave(user)

@@ -14,6 +14,11 @@ private name                seen in                without it
 ``unshard``, ``post_``
 ``backward``, and the
 attributes in ``_READ``
+``_sharded_param_data``,    2.11 to 2.13           using a model that is asleep is not refused everywhere;
+``_unsharded_param``,                              gradients that are not reduced yet stay on the device
+``unsharded_accumulated_``
+``grad``, ``_partial_``
+``reduce_output``
 ``_foreach_supported_``     2.11 to 2.13           assumed to be plain tensors, parameters and DTensors
 ``types``
 ``_global_optimizer_pre_``  2.11 to 2.13           global step hooks fire for each bucket, where a subclass's ``step``
@@ -146,6 +151,40 @@ def _param_groups(model: nn.Module) -> list[Any]:
     return list(found.values())
 
 
+def sharded_data(model: nn.Module) -> list[Tensor]:
+    """The flat tensors that ``fully_shard`` reads when it gathers: other objects over the memory of the parameters."""
+    data = (
+        getattr(param, "_sharded_param_data", None) for group in _param_groups(model) for param in group.fsdp_params
+    )
+    return [tensor for tensor in data if isinstance(tensor, Tensor)]
+
+
+def gathered_gradients(model: nn.Module) -> list[Tensor]:
+    """Gradients that ``fully_shard`` accumulates without having reduced them, over all ranks or some of them."""
+    return [grad for holder, name in _gradient_holders(model) if isinstance(grad := getattr(holder, name), Tensor)]
+
+
+def drop_gathered_gradients(model: nn.Module) -> None:
+    """Set all of :func:`gathered_gradients` to ``None``."""
+    for holder, name in _gradient_holders(model):
+        setattr(holder, name, None)
+
+
+def _gradient_holders(model: nn.Module) -> Iterator[tuple[object, str]]:
+    for group in _param_groups(model):
+        holders = [(group, "_partial_reduce_output")]
+        for param in group.fsdp_params:
+            holders += [(param, "unsharded_accumulated_grad"), (getattr(param, "_unsharded_param", None), "grad")]
+        yield from ((holder, name) for holder, name in holders if hasattr(holder, name))
+
+
+def wait_for_updates(model: nn.Module) -> None:
+    """Let the current stream wait for updates that still run; nobody holds the gradients for them any more."""
+    for group in _param_groups(model):
+        for before_gather, *_ in tuple(group.__dict__.get(_POINTS, ())):
+            before_gather(None)
+
+
 class ShardingGroup:
     """Parameters that ``fully_shard`` gathers and reduces together, and the points at which it does so.
 
@@ -170,7 +209,7 @@ class ShardingGroup:
     def hook(
         self,
         before_gather: Callable[[torch.Stream | None], None],
-        before_use: Callable[[], None],
+        before_use: Callable[[bool], None],
         before_reduce: Callable[[], None],
         reduced: Callable[[object], None],
     ) -> Callable[[], None]:
@@ -178,7 +217,7 @@ class ShardingGroup:
 
         Args:
             before_gather: the parameters are about to be read on this stream (``None``: the current one).
-            before_use: the current stream is about to use them gathered.
+            before_use: the current stream is about to use them gathered; told whether in a backward.
             before_reduce: gradients are about to be reduced, if there are any.
             reduced: gradients have been reduced, once this event (of torch, or ``None`` on the CPU) has passed.
         """
@@ -212,8 +251,9 @@ class ShardingGroup:
         def waiting() -> Any:
             if group._all_gather_result is not None:
                 # One rank alone reads the shards here, and not in unshard.
+                in_backward = group._training_state.name == "PRE_BACKWARD"
                 for _, before_use, *_ in tuple(hooked):
-                    before_use()
+                    before_use(in_backward)
             return wait_for_unshard()
 
         @functools.wraps(post_backward)

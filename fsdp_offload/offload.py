@@ -132,6 +132,54 @@ def remove_offload(optimizer: Optimizer) -> Optimizer:
     return optimizer
 
 
+def reload_before(callback: Callable[..., Any] | None, optimizer: Optimizer) -> Callable[..., Any]:
+    """Wrap a framework's hook that ends the gradients of a step, so that ``optimizer`` reloads while it runs.
+
+    For hooks such as Megatron's ``finalize_model_grads_func``::
+
+        config.finalize_model_grads_func = reload_before(config.finalize_model_grads_func, optimizer)
+
+    The wrapper calls ``optimizer.reload_states()`` and then ``callback``, with whatever was bound into it, and returns
+    what that returns. Wrapped again for the same optimizer, ``callback`` itself is returned. It does not keep the
+    optimizer alive, and does nothing of its own once that is gone, or plain again. If no call of it ever comes, the
+    optimizer warns in its third step.
+
+    Args:
+        callback: what has been bound; ``None`` if nothing has.
+        optimizer: an offloaded one. Wrap once for each of several.
+
+    Raises:
+        TypeError: ``optimizer`` is not offloaded.
+    """
+    target = _unwrap(optimizer)
+    attachment = _attachment_of(target)
+    if attachment is None:
+        raise TypeError(
+            f"reload_before: this {type(target).__name__} is not offloaded; call offload_optimizer() first."
+        )
+    wrapped_for: tuple[Any, ...] = getattr(callback, _RELOADS, ())
+    if callback is not None and any(reference() is target for reference in wrapped_for):
+        return callback
+    reference = weakref.ref(target)
+    attachment.reloads = 0
+
+    def reload_then_call(*args: Any, **kwargs: Any) -> Any:
+        offloaded = reference()
+        attachment = None if offloaded is None else _attachment_of(offloaded)
+        if attachment is not None and isinstance(offloaded, OffloadedOptimizer):
+            attachment.reloads = (attachment.reloads or 0) + 1
+            offloaded.reload_states()
+        return None if callback is None else callback(*args, **kwargs)
+
+    if callback is not None:
+        functools.update_wrapper(reload_then_call, callback)
+    setattr(reload_then_call, _RELOADS, (*wrapped_for, reference))
+    return reload_then_call
+
+
+_RELOADS = "_fsdp_offload_reloads"
+
+
 @dataclass(eq=False)
 class _Attachment:
     """What attaching has added to an optimizer, and what undoes it."""
@@ -144,6 +192,8 @@ class _Attachment:
     stepping: bool = False
     told_no_gradient: bool = False
     has_stepped: bool = False
+    reloads: int | None = None  # calls of the wrapped hook since the last warning was due; None: nothing is wrapped
+    steps: int = 0
 
 
 class OffloadedOptimizer(Optimizer):
@@ -273,6 +323,35 @@ class OffloadedOptimizer(Optimizer):
         """Block the host until transfers and updates are done, parameters are new and all state is at home."""
         _engine_of(self).synchronize()
 
+    def offload_states(self) -> None:
+        """Start returning everything to the host: resident state, and the staging memory. Asynchronous.
+
+        State that is not resident is at home already, or on its way since the step. Harmless when there is nothing to
+        do. Everything may be done while the state is away: ``step()`` reloads by itself.
+
+        Raises:
+            MemoryError: resident state needs host memory when it first leaves, and there is not enough.
+        """
+        engine = _engine_of(self)
+        engine.phases.offload(_states_of(self, engine).unwaited)
+
+    def release_states(self) -> None:
+        """Free the device memory of what :meth:`offload_states` has sent away: in the order of the current stream.
+
+        The memory goes to torch's allocator. Staging is shared by the offloaded optimizers of a device, and goes when
+        all of them have released it.
+        """
+        _engine_of(self).phases.release()
+
+    def reload_states(self) -> None:
+        """Start loading what the policy allows: resident state, and the first buckets of the next step. Asynchronous.
+
+        For the time when the last gradients are being reduced; see :func:`reload_before`. Harmless when all is there.
+        Before the first two steps it is not known what a step will need, and only resident state is loaded.
+        """
+        engine = _engine_of(self)
+        engine.reload(self, _states_of(self, engine).unwaited)
+
     def offload_report(self) -> OffloadReport:
         """Bytes by place, rates, and times of the last step; waits for that step. ``str()`` of it is a table."""
         engine = _engine_of(self)
@@ -312,11 +391,33 @@ def _logical_step(self: OffloadedOptimizer, closure: Callable[[], Any] | None = 
         if not attachment.has_stepped:
             _check_still_of_model(self)
             attachment.has_stepped = True
-        if not engine.step(self, _states_of(self, engine).unwaited, kwargs):
+        states = _states_of(self, engine).unwaited
+        if attachment.overlap is not None:
+            attachment.overlap.before_step()
+        if not engine.step(self, states, kwargs):
             _explain_no_gradient(self)
         if attachment.overlap is not None:
-            attachment.overlap.after_step()
+            attachment.overlap.after_step(states)
+        _tell_if_never_reloaded(attachment)
     return loss
+
+
+def _tell_if_never_reloaded(attachment: _Attachment) -> None:
+    """The hook that :func:`reload_before` wrapped may be one that the training loop never calls."""
+    if attachment.reloads is None:
+        return
+    attachment.steps += 1
+    if attachment.steps == _STEPS_UNTIL_TOLD:
+        if not attachment.reloads:
+            warnings.warn(
+                f"reload_before() has wrapped a hook that was not called in {_STEPS_UNTIL_TOLD} steps: the training "
+                "loop does not use it, and loads begin in step() only. Bind the wrapper where the loop looks for it.",
+                stacklevel=2,
+            )
+        attachment.reloads = None
+
+
+_STEPS_UNTIL_TOLD = 3
 
 
 def _check_still_of_model(optimizer: Optimizer) -> None:

@@ -4,7 +4,8 @@
     backward:  a group's gradients are reduced ──▶ loads begin; updates too, once the last reduction before step() is
 
 How many reductions of a group come before a step (micro-batches, a module that is used several times) is learnt in the
-steps before. Everything here refers to the optimizer weakly, so that the hooks keep nothing alive.
+steps before; what else is learnt, from measured iterations, is in ``rehearsal.py``. Everything here refers to the
+optimizer weakly, so that the hooks keep nothing alive.
 """
 
 import weakref
@@ -20,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from .engine import Engine
 from .fsdp import fsdp_modules, sharding_groups
 from .policy import OffloadPolicy
+from .rehearsal import Rehearsal
 from .update import StateStore
 
 GetStates = Callable[[Optimizer], StateStore]
@@ -42,12 +44,12 @@ class Overlap:
         self._expected: list[int] = []  # in the last one
         self._order: list[int] = []  # groups by their last reduction
         self._final: set[Tensor] = set()
+        self._rehearsal = Rehearsal(engine, [group.params for group in self._groups])
         overlap = weakref.ref(self)
         self._undo: list[Callable[[], None]] = []
         for number, group in enumerate(self._groups):
-            gather = partial(_call, overlap, "_before_gather", number)
-            points = [partial(_call, overlap, name, number) for name in ("_before_reduce", "_reduced")]
-            self._undo.append(group.hook(gather, partial(gather, None), *points))
+            names = ("_before_gather", "_before_use", "_before_reduce", "_reduced")
+            self._undo.append(group.hook(*(partial(_call, overlap, name, number) for name in names)))
         if engine.policy.overlap_forward:
             for register in _state_dict_hooks(model):
                 handle: RemovableHandle = register(partial(_call, overlap, "_before_state_dict"))
@@ -65,10 +67,18 @@ class Overlap:
         self._order = []
         self._final = set()
 
-    def after_step(self) -> None:
+    def before_step(self) -> None:
+        """Call it before ``step()`` issues anything."""
+        engine = self._engine()
+        assert engine is not None
+        self._rehearsal.conclude(engine)
+        self._rehearsal.step_begins(engine)
+
+    def after_step(self, states: StateStore) -> None:
         """Call it when ``step()`` has issued everything."""
         engine = self._engine()
         assert engine is not None
+        self._rehearsal.step_ended(engine, states)
         if engine.policy.overlap_forward:
             elsewhere = [param for param in engine.plan.shards if param not in self.in_groups]
             engine.steps.wait_for(engine.steps.buckets_of(elsewhere))
@@ -85,6 +95,12 @@ class Overlap:
         if engine is not None and engine.policy.overlap_forward:
             engine.steps.wait_for(engine.steps.buckets_of(self._groups[number].params), stream)
 
+    def _before_use(self, number: int, in_backward: bool) -> None:
+        engine = self._engine()
+        if engine is not None and not in_backward:
+            self._rehearsal.wanted(engine, number)
+        self._before_gather(number, None)
+
     def _before_state_dict(self, *_: object) -> None:
         engine = self._engine()
         if engine is not None:
@@ -99,6 +115,9 @@ class Overlap:
         optimizer, engine = self._optimizer(), self._engine()
         if optimizer is None or engine is None or not engine.policy.uses_backward:
             return
+        if not any(self._seen):
+            self._rehearsal.conclude(engine)
+        self._rehearsal.final(engine, number)
         self._seen[number] += 1
         self._order = [other for other in self._order if other != number] + [number]
         if not any(self._expected):

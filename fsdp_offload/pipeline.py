@@ -103,6 +103,21 @@ class StepTimes:
         return max(0.0, self.step_ms - self.update_ms)
 
 
+@dataclass(frozen=True)
+class BucketTimes:
+    """One bucket in one step.
+
+    Attributes:
+        move_ms: the longer of its load and its store.
+        update_ms: how long the optimizer ran on it.
+        updated_ms: when that had ended, since the step's schedule was taken up.
+    """
+
+    move_ms: float
+    update_ms: float
+    updated_ms: float
+
+
 _pipeline_numbers = itertools.count(1)
 
 
@@ -110,6 +125,7 @@ class Pipeline:
     """Runs schedules over a growing list of buckets on one device.
 
     Attributes:
+        number: tells users of the device's staging memory apart.
         buckets: by number.
         host: who updates those of them that are the host's. They never move, but everything here waits for them.
     """
@@ -120,7 +136,7 @@ class Pipeline:
         self.buckets: list[StagedBucket] = []
         self.host = host
         self._link = link
-        self._number = next(_pipeline_numbers)
+        self.number = next(_pipeline_numbers)
         self._lanes: dict[str, Lane] = link.lanes(serial=serial, beside_compute=beside_compute)
         self._spans: dict[tuple[Kind, int], Span] = {}
         self._ring: Tensor | None = None
@@ -128,17 +144,57 @@ class Pipeline:
         self._compute_point: Mark | None = None
         self._updates_end: Mark | None = None
         self._last_actions: Sequence[Action] = ()
+        self._before_updates: list[Mark] = []  # what the next update has to wait for
         self._queue: deque[Action] = deque()
         self._issued: list[Action] = []
 
     def ring(self, nbytes: int) -> Tensor:
         """The staging memory, of at least ``nbytes`` bytes. Views made for an earlier ring are made anew."""
-        ring = self._link.ring(nbytes)
+        ring = self._link.ring(nbytes, self.number)
         if ring is not self._ring:
+            if self._ring is not None:
+                # The memory of the one before is free from now on, and the current stream may get it.
+                self.wait_on_current(self._lanes["S"].mark())
+                self.wait_on_current(self._lanes["L"].mark())
             self._ring = ring
             for bucket in self.buckets:
                 bucket.slot_views = []
         return ring
+
+    def give_back_ring(self) -> None:
+        """Free the staging memory, once the stores have ended and if no other optimizer needs it. Nothing is loaded."""
+        assert not self._queue, "a schedule is in progress"
+        self._ring = None
+        for bucket in self.buckets:
+            bucket.slot_views = []
+        self._link.give_back_ring(self.number)
+
+    def copy_down(self, copies: Iterable[tuple[Tensor, Tensor]]) -> Mark:
+        """Store ``(to the host, from the device)``, all ``uint8``, after the updates and loads that were issued."""
+        store = self._lanes["S"]
+        store.wait(self._lanes["U"].mark())
+        store.wait(self._lanes["L"].mark())
+        for home, source in copies:
+            store.copy(home, source)
+        return store.mark()
+
+    def copy_up(self, copies: Iterable[tuple[Tensor, Tensor]]) -> Mark:
+        """Load ``(to the device, from the host)``, all ``uint8``, ahead of the updates that are issued from now on.
+
+        What is on the device was allocated on the current stream; what is on the host was stored by :meth:`copy_down`.
+        """
+        load = self._lanes["L"]
+        load.wait(self._lanes["C"].mark())
+        load.wait(self._lanes["S"].mark())
+        for target, home in copies:
+            load.copy(target, home)
+        mark = load.mark()
+        self._before_updates.append(mark)
+        return mark
+
+    def wait_on_current(self, mark: Mark) -> None:
+        """Let what follows on the current stream start only after ``mark``."""
+        self._lanes["C"].wait(mark)
 
     def run(self, actions: Sequence[Action], update: Callable[[int], None]) -> None:
         """Issue ``actions`` in order. ``update(bucket)`` runs the optimizer on that bucket, in the update lane.
@@ -181,7 +237,7 @@ class Pipeline:
             update: runs the optimizer on a bucket, in the update lane.
             may_update: whether the gradients of a bucket are final.
         """
-        if self._queue and self._link.changes_hands(self._number):
+        if self._queue and self._link.changes_hands(self.number):
             self._take_ring_back()
         try:
             while self._queue:
@@ -263,6 +319,10 @@ class Pipeline:
             awaited = self._spans.get((wait.kind, wait.bucket))
             if awaited is not None and awaited.end is not None:
                 lane.wait(awaited.end)
+        if action.kind == "U":
+            for mark in self._before_updates:
+                lane.wait(mark)
+            self._before_updates = []
         span = self._spans.setdefault((action.kind, action.bucket), Span())
         # A trace then reads like the schedule.
         with torch.profiler.record_function(f"fsdp_offload {action.kind}{action.bucket}"), lane.running():
@@ -334,6 +394,27 @@ class Pipeline:
         for number, bucket in enumerate(self.buckets):
             if bucket.residency is Residency.STORING:
                 self._wait_stored(number)
+
+    def mark(self) -> Mark:
+        """A mark at what the current stream has been given so far."""
+        return self._lanes["C"].mark()
+
+    def ms_since_begin(self, mark: Mark) -> float:
+        """When the current stream passed ``mark``, since the last schedule was taken up; waits for it."""
+        assert self._step_begin is not None
+        mark.synchronize()
+        return mark.elapsed_ms_since(self._step_begin)
+
+    def bucket_times(self) -> dict[int, BucketTimes]:
+        """Of the last step that has been issued whole; waits for it to finish."""
+        issued = {(action.kind, action.bucket) for action in self._last_actions}
+        times = {}
+        for number in {bucket for kind, bucket in issued if kind == "U"}:
+            update = self._spans["U", number]
+            moves = [self._spans[kind, number].ms() for kind in ("L", "S") if (kind, number) in issued]
+            assert update.end is not None
+            times[number] = BucketTimes(max(moves, default=0.0), update.ms(), self.ms_since_begin(update.end))
+        return times
 
     def last_step_times(self) -> StepTimes:
         """Durations of the last step that ended without an exception; waits for it to finish."""

@@ -5,7 +5,7 @@ Grows when parameters are added, and is made anew when a hyperparameter changes 
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ from .learn import Layouts
 from .pipeline import StagedBucket
 from .policy import OffloadPolicy
 from .schedule import place_in_ring
-from .shards import LeafLayout, StateShard, is_wrapper
+from .shards import Home, LeafLayout, StateShard, is_wrapper
 from .update import BoundRange, StateStore, bind_range, slot_values
 
 
@@ -194,7 +194,7 @@ class Plan:
         return alone and not is_wrapper(local_shard(shard.param))
 
     def _choose_resident(self, shards: Sequence[StateShard]) -> tuple[list[StateShard], list[StateShard]]:
-        left_bytes = self._policy.resident_bytes - self.resident_bytes
+        left_bytes = self._policy.given_resident_bytes - self.resident_bytes
         for shard in shards:
             nbytes = _resident_nbytes(shard)
             if 0 < nbytes <= left_bytes and not shard.on_host:
@@ -239,6 +239,67 @@ class Plan:
         self.regions += [region for region in (*regions, *there_regions) if region.nbytes]
         self.spare_bytes += with_spare.nbytes
         self._add_buckets(on_host, offloaded, Arena(regions, frozenset(on_host.home_breaks)))
+
+    def resident_nbytes(self, numbers: Iterable[int]) -> int:
+        """Device bytes that :meth:`keep_on_device` would take."""
+        return _home_nbytes(self._shards_in(numbers))
+
+    def keep_on_device(self, numbers: Iterable[int]) -> list[StateShard]:
+        """Give the state of whole buckets a home on the device, for good; nothing is copied.
+
+        Args:
+            numbers: buckets that together have all of each of their shards. Nothing of them is moving.
+
+        Returns:
+            Their shards, whose old homes stay reserved.
+        """
+        numbers = sorted(numbers)
+        shards = self._shards_in(numbers)
+        assert {number for shard in shards for number in shard.buckets} == set(numbers), "a shard would be divided"
+        plan, homes = self._homes_on_device(shards)
+        for shard, home in zip(shards, homes, strict=True):
+            shard.leave_host()
+            shard.move([home])
+        for number in numbers:
+            self._buckets[number] = replace(self._buckets[number], arena=None)
+            self._staged[number] = StagedBucket(None, [])
+        self.resident_bytes += plan.home_nbytes
+        self._place()
+        return shards
+
+    def resident_shards(self) -> list[StateShard]:
+        """Those whose home is on the device, except while everything has left it."""
+        return [shard for shard in self.shards.values() if shard.resident]
+
+    def homes_on_device(self, shards: Sequence[StateShard]) -> list[Home]:
+        """A home on the device for each, in one block that goes with the last of them."""
+        return self._homes_on_device(shards)[1]
+
+    def _homes_on_device(self, shards: Sequence[StateShard]) -> tuple[BucketPlan, list[Home]]:
+        plan = plan_buckets([_spec(shard) for shard in shards], 1 << 62)
+        block = torch.empty(plan.home_nbytes, dtype=torch.uint8, device=self._device)
+        return plan, _homes(shards, plan, lambda offset, leaf: _device_leaf(block, offset, leaf))
+
+    def take_host_places(self, shards: Sequence[StateShard]) -> None:
+        """Give ``shards``, which are resident, the host memory to go to. It is kept from then on.
+
+        Raises:
+            MemoryError: host memory does not suffice; nothing has been taken.
+        """
+        homeless = [shard for shard in shards if not shard.host_places]
+        if not homeless:
+            return
+        plan = plan_buckets([_spec(shard) for shard in homeless], 1 << 62)
+        held_bytes = sum(region.nbytes for region in self.regions)
+        check_host_memory(plan.home_nbytes, self._policy.host_limit_bytes, held_bytes)
+        region = self._region(plan.home_nbytes, plan.home_breaks)
+        self.regions += [region] if region.nbytes else []
+        for shard, home in zip(homeless, _homes(homeless, plan, partial(_host_leaf, region)), strict=True):
+            shard.host_places = [home]
+
+    def _shards_in(self, numbers: Iterable[int]) -> list[StateShard]:
+        covered = (shard for number in numbers for shard in self._buckets[number].covers())
+        return [shard for shard in dict.fromkeys(covered) if not shard.resident]
 
     def _region(self, nbytes: int, breaks: Sequence[int]) -> Region:
         within = [at for at in breaks if at < nbytes]
@@ -348,8 +409,17 @@ def _settle(
     count: int | None = None,
 ) -> None:
     """Give a home to the first ``count`` of ``shards``, or to all."""
-    for shard, offsets in zip(shards[:count], plan.home_offsets[:count], strict=True):
-        shard.settle([make(offset, leaf) for offset, leaf in zip(offsets, shard.leaf_layouts, strict=True)])
+    for shard, home in zip(shards[:count], _homes(shards[:count], plan, make), strict=True):
+        shard.places.append(home)
+
+
+def _homes(shards: Sequence[StateShard], plan: BucketPlan, make: Callable[[int, LeafLayout], Tensor]) -> list[Home]:
+    """A home for each of ``shards``, which are the first of ``plan``."""
+    places = zip(shards, plan.home_offsets, strict=False)
+    return [
+        shard.home_over([make(offset, leaf) for offset, leaf in zip(offsets, shard.leaf_layouts, strict=True)])
+        for shard, offsets in places
+    ]
 
 
 def _host_leaf(region: Region, offset: int, leaf: LeafLayout) -> Tensor:

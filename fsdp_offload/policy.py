@@ -18,7 +18,12 @@ class OffloadPolicy:
             creating; the rest is a ring through which buckets are loaded, updated and stored. Three or more buckets
             in the ring let loads, updates and stores overlap.
         resident_bytes: state that never leaves the device, in addition to ``staging_bytes``: whole parameters' state,
-            taken in bucket order as long as it fits.
+            taken in bucket order as long as it fits. ``"auto"`` begins with none, measures some iterations, and then
+            keeps just the part without which the model would wait for transfers: together with ``overlap_forward``,
+            ``prefetch="backward"`` or ``update="backward"``, for optimizers that work element by element. Its host
+            memory stays reserved.
+        resident_limit_bytes: the most that ``resident_bytes="auto"`` may keep. ``None``: as much as would have been
+            free at the highest point so far, less a twentieth of the device's memory.
         bucket_bytes: about how much state is loaded, updated and stored together. A parameter with more state than
             this is cut into several buckets when its optimizer works element by element, and is a bucket of its own
             otherwise.
@@ -59,7 +64,8 @@ class OffloadPolicy:
     """
 
     staging_bytes: int = 256 * MIB
-    resident_bytes: int = 0
+    resident_bytes: int | Literal["auto"] = 0
+    resident_limit_bytes: int | None = None
     bucket_bytes: int = 64 * MIB
     master_weights: MasterKind = "none"
     snapshot_bytes: int = 0
@@ -74,7 +80,16 @@ class OffloadPolicy:
     def __post_init__(self) -> None:
         _check_size("staging_bytes", self.staging_bytes, minimum=1)
         _check_size("bucket_bytes", self.bucket_bytes, minimum=1024)
-        _check_size("resident_bytes", self.resident_bytes, minimum=0)
+        if self.resident_bytes == "auto":
+            if not self.overlaps:
+                raise ValueError(
+                    "OffloadPolicy: resident_bytes='auto' keeps what overlap cannot hide, and nothing overlaps. Add "
+                    "overlap_forward=True, prefetch='backward' or update='backward', or give a number of bytes."
+                )
+        else:
+            _check_size("resident_bytes", self.resident_bytes, minimum=0)
+        if self.resident_limit_bytes is not None:
+            _check_size("resident_limit_bytes", self.resident_limit_bytes, minimum=0)
         _check_size("snapshot_bytes", self.snapshot_bytes, minimum=0)
         if self.master_weights not in get_args(MasterKind):
             raise ValueError(
@@ -112,6 +127,11 @@ class OffloadPolicy:
     def overlaps(self) -> bool:
         """Whether anything hooks into the model."""
         return self.uses_backward or self.overlap_forward
+
+    @property
+    def given_resident_bytes(self) -> int:
+        """What is resident from the first."""
+        return 0 if self.resident_bytes == "auto" else self.resident_bytes
 
     @property
     def ring_bytes(self) -> int:

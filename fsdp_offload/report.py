@@ -33,6 +33,7 @@ class OffloadReport:
         host_buffer_bytes: host memory through which their parameters and gradients pass; all optimizers of the device
             share it.
         host_note: what ``host_fraction="auto"`` has measured and chosen.
+        tuning: what ``"auto"`` has chosen, and why; empty if nothing was left to it, or nothing is known yet.
         notes: what the user should know, most important first.
     """
 
@@ -60,6 +61,7 @@ class OffloadReport:
     host_waited_ms: float = 0.0
     host_buffer_bytes: int = 0
     host_note: str = ""
+    tuning: str = ""
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -86,6 +88,7 @@ class OffloadReport:
         lines = [f"Offloaded {self.optimizer}"]
         lines += [f"  ! {note}" for note in self.notes]
         lines += [f"  {self.host_note}"] if self.host_note else []
+        lines += [f"  {self.tuning}"] if self.tuning else []
         lines += [f"  {name:<{width}}  {value}" for name, value in rows]
         return "\n".join(lines)
 

@@ -183,10 +183,11 @@ class StateShard:
         group: which of ``optimizer.param_groups`` the parameter is in.
         master: which master we keep for it: the optimizer then updates that instead of the parameter.
         together: only state of one number shares buckets: parameters whose gradients are final at the same time.
-        resident: its home is on the device.
+        resident: its home is on the device, except between ``offload_states()`` and ``reload_states()``.
         on_host: it is updated on the host, in its home.
         places: its home, and a spare one if there is room for it.
         side: which of ``places`` is the home now.
+        host_places: for state that is resident, where it goes when everything is to leave the device, if that is known.
     """
 
     param: Tensor
@@ -201,6 +202,7 @@ class StateShard:
     on_host: bool = False
     places: list[Home] = field(default_factory=list)
     side: int = 0
+    host_places: list[Home] = field(default_factory=list)
     buckets: list[int] = field(default_factory=list)
 
     @property
@@ -242,15 +244,24 @@ class StateShard:
             return {name: leaves[0] for name, leaves in home.leaves.items()}
         return {name: leaves[0].view(-1)[start:stop] for name, leaves in home.leaves.items()}
 
-    def settle(self, leaves: Sequence[Tensor]) -> None:
-        """Take ``leaves`` (one for each leaf layout) as a home of this state; the first one is where it lives."""
+    def home_over(self, leaves: Sequence[Tensor]) -> Home:
+        """A home of this state over ``leaves``, one for each leaf layout."""
         remaining = iter(leaves)
         home = Home({}, {})
         for name, value in self.layout.values.items():
             home.leaves[name] = [next(remaining) for _ in value.leaves]
             built = value.build(home.leaves[name])
             home.values[name] = over_local(self.param, built) if self.on_locals else built
-        self.places.append(home)
+        return home
+
+    def move(self, places: list[Home]) -> None:
+        """Live in the first of ``places`` from now on. Nothing is copied."""
+        self.places, self.side = places, 0
+
+    def leave_host(self) -> None:
+        """It is to live on the device; settle it there. What it had on the host is kept for it."""
+        self.resident, self.host_places = True, self.places
+        self.move([])
 
     def on_device(self, name: str, device: torch.device) -> Tensor:
         """A copy of the value ``name`` on ``device``, of the type that the optimizer made."""

@@ -68,6 +68,7 @@ class Stepping:
         begun: in a backward, and not ended by ``step()`` yet.
         last: what the last step updated.
         backward_order: buckets as their gradients became final in the last backward.
+        measured_order: a better order for the same, if the rehearsal has found one.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Stepping:
         self._failure = ""
         self.last: tuple[BucketStep, ...] = ()
         self.backward_order: list[int] = []
+        self.measured_order: list[int] = []
         self._cls = cls
         self._policy = policy
         self._names = names
@@ -115,13 +117,20 @@ class Stepping:
             self._pipeline.host.forget()
         self._bound.clear()
         self._schedules.clear()
+        self.last, self.measured_order = (), []
 
     # One after the other -----------------------------------------------------------------------------------------
 
     def begin(
-        self, optimizer: Optimizer, kwargs: Mapping[str, Any], steps: tuple[BucketStep, ...], states: StateStore
+        self,
+        optimizer: Optimizer,
+        kwargs: Mapping[str, Any],
+        steps: tuple[BucketStep, ...],
+        states: StateStore,
+        *,
+        early: bool = False,
     ) -> BegunStep:
-        """Note where a logical step starts, and take up its schedule."""
+        """Note where a logical step starts, and take up its schedule; ``early``: before ``step()`` is called."""
         self.wait_for_all()  # the gradients of the last step are let go
         logical = self._habits.begin(optimizer, kwargs)
         shared = self._shared_values(optimizer, logical)
@@ -129,11 +138,14 @@ class Stepping:
         on_host = None if host is None else host.begin(optimizer, self._plan.host_shards())
         begun = BegunStep(Shadow(self._cls), shared, logical, len(optimizer.param_groups), steps, on_host)
         self._pipeline.begin(self._schedule(steps))
-        if self._policy.uses_backward:
+        if early:
             # Updates write state where it is, on the device or on the host, which counts as well.
             offloaded = (shard for shard in self._plan.shards.values() if not shard.resident and not shard.on_host)
             begun.watched = [shard for shard in offloaded if states.get(shard.param)]
             begun.versions = self._home_versions(begun, states)
+            begun.in_backward = True
+            self._pipeline.updates_after_compute()
+            self.begun = begun
         return begun
 
     def advance(
@@ -230,9 +242,12 @@ class Stepping:
         return bool(steps) and needed <= numbers and all(step.load or not step.store for step in steps)
 
     def in_backward_order(self, steps: Sequence[BucketStep]) -> tuple[BucketStep, ...]:
-        """As their gradients become final: learnt in the last backward."""
-        known = {number: at for at, number in enumerate(self.backward_order)}
-        return tuple(sorted(steps, key=lambda step: known.get(step.bucket, len(known))))
+        """As their gradients become final, and better if that is known: learnt in earlier steps."""
+        position = {number: at for at, number in enumerate(self.measured_order)}
+        if not all(step.bucket in position for step in steps):
+            # Each order keeps the ranges of a parameter in order; a mixture would not.
+            position = {number: at for at, number in enumerate(self.backward_order)}
+        return tuple(sorted(steps, key=lambda step: position.get(step.bucket, len(position))))
 
     def spend(self, begun: BegunStep) -> None:
         """Put gradients out of reach of which nothing is left to be used."""
@@ -369,6 +384,16 @@ class Stepping:
         if ring is not self._ring:
             self._bound.clear()
             self._ring = ring
+
+    def forget_bound(self) -> None:
+        """Resident state has other homes from now on."""
+        self._bound.clear()
+
+    def give_back_ring(self) -> None:
+        """Free the staging memory. No schedule is in progress."""
+        self._ring = None
+        self._bound.clear()
+        self._pipeline.give_back_ring()
 
     def _bind(self, number: int) -> list[BoundRange]:
         """What the optimizer sees of a bucket; kept from step to step while the storages stay where they are."""

@@ -15,7 +15,7 @@ The serial lanes run the same actions one by one on the current stream and wait 
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
@@ -212,8 +212,10 @@ class DeviceLink:
         self.in_use = threading.RLock()
         self._copy_lanes: tuple[Lane, Lane] | None = None
         self._host_lanes: tuple[Lane, Lane] | None = None
-        self._update_stream: torch.Stream | None = None
+        self._update_lane: Lane | None = None
         self._ring: Tensor | None = None
+        self._compute: Lane = StreamLane(device, None) if device.type != "cpu" else SerialLane(device)
+        self._holders: set[int] = set()  # who needs the ring
         self._users = 0
         self._last_user = 0
 
@@ -232,12 +234,11 @@ class DeviceLink:
             # The same lane for all users: copies of one kind are in order, whoever issues them.
             self._copy_lanes = TurnsLane(self.device, streams), StreamLane(self.device, torch.Stream(self.device))
         load, store = self._copy_lanes
-        compute = StreamLane(self.device, None)
-        if beside_compute and self._update_stream is None:
+        if beside_compute and self._update_lane is None:
             # Ahead of the model's kernels: everything that comes later waits for updates, and they are short.
-            self._update_stream = torch.Stream(self.device, priority=-1)
-        update = StreamLane(self.device, self._update_stream) if beside_compute else compute
-        return {"L": load, "U": update, "S": store, "C": compute}
+            self._update_lane = StreamLane(self.device, torch.Stream(self.device, priority=-1))
+        update = self._update_lane if beside_compute and self._update_lane is not None else self._compute
+        return {"L": load, "U": update, "S": store, "C": self._compute}
 
     def host_lanes(self, *, serial: bool) -> tuple[Lane, Lane]:
         """For what the host updates: gradients and parameters going down, and parameters going up.
@@ -258,23 +259,57 @@ class DeviceLink:
         """Count one more user of the ring."""
         self._users += 1
 
-    def leave(self) -> None:
+    def leave(self, user: int) -> None:
         """Count one user less. The ring goes with the last one, when no copy reads or writes it any more."""
         self._users -= 1
+        self._holders.discard(user)
         if self._users == 0 and self._ring is not None:
             self.synchronize()
             self._ring = None
 
-    def ring(self, nbytes: int) -> Tensor:
-        """A ``uint8`` tensor of at least ``nbytes`` bytes on the device. It stays the same until it has to grow."""
+    def ring(self, nbytes: int, user: int) -> Tensor:
+        """A ``uint8`` tensor of at least ``nbytes`` bytes on the device, allocated on the current (compute) stream.
+
+        It stays the same until it has to grow, or all who asked for it have given it back.
+        """
+        self._holders.add(user)
         if self._ring is None or self._ring.numel() < nbytes:
-            self.synchronize()
-            self._ring = None
-            # Allocated on the current (compute) stream; waiting lets the copy streams touch it at once, although the
-            # memory may have been an activation that a kernel was still reading.
+            self._drop_ring()
             self._ring = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-            self.synchronize()
+            # The memory may have been an activation that a kernel on the current stream is still reading.
+            self._order(first=[self._compute], then=self._others)
         return self._ring
+
+    def give_back_ring(self, user: int) -> None:
+        """``user`` needs the ring no more. It goes with the last one, when no copy reads or writes it any more."""
+        self._holders.discard(user)
+        if not self._holders:
+            self._drop_ring()
+
+    def _drop_ring(self) -> None:
+        if self._ring is not None:
+            # What gets this memory next, on the current stream, has to come after the copies.
+            self._order(first=self._others, then=[self._compute])
+            self._ring = None
+
+    def _order(self, *, first: Iterable[Lane], then: Iterable[Lane]) -> None:
+        marks = [lane.mark() for lane in first]
+        for lane in then:
+            for mark in marks:
+                lane.wait(mark)
+
+    @property
+    def _others(self) -> list[Lane]:
+        """All lanes that use the ring beside the current stream."""
+        return [*(self._copy_lanes or ()), *([self._update_lane] if self._update_lane is not None else [])]
+
+    def room_bytes(self) -> int:
+        """Device memory that would still be free at the highest point so far, less a twentieth of the device."""
+        if self.device.type == "cpu":
+            return 0
+        free, total = torch.get_device_module(self.device).mem_get_info(self.device)
+        cached = torch.accelerator.memory_reserved(self.device) - torch.accelerator.max_memory_allocated(self.device)
+        return max(0, int(free) + cached - int(total) // 20)
 
     def changes_hands(self, user: int) -> bool:
         """Whether the ring was last used by somebody else, whose stores may still read it."""

@@ -76,9 +76,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "state": {"update", "engine"},
     "checks": {"policy", "fsdp", "optimizers", "update"},
     # What the user holds.
-    "overlap": {"policy", "fsdp", "update", "engine"},
+    "ordering": set(),
+    "residency": {"ordering"},
+    "rehearsal": {"ordering", "residency", "transfer", "update", "engine"},
+    "overlap": {"policy", "fsdp", "update", "engine", "rehearsal"},
     "offload": {"policy", "fsdp", "report", "optimizers", "update", "engine", "load", "state", "checks", "overlap"},
-    "__init__": {"policy", "report", "offload"},
+    "asleep": set(),
+    "sleep": {"fsdp", "host_memory", "arena", "buckets", "transfer", "asleep"},
+    "__init__": {"policy", "report", "offload", "sleep"},
     # Beside it: checkpoints of what it holds.
     "checkpoint": {"fsdp", "arena", "buckets", "masters", "shards", "update", "lending", "engine", "load", "state"},
     # Beside the library, as one of its users: the public names, and what a bench measures by itself.

@@ -344,3 +344,30 @@ def test_resident_state_does_not_turn_overlap_off(mesh: DeviceMesh, fields: dict
     loop = Loop(mesh, adamw, policy_of(fields, resident_bytes=60_000)).train(3)
     loop.backward(3)
     assert vars(loop.optimizer)["_offload_engine"].engine.steps.begun is not None
+
+
+@EVERY_POLICY
+def test_state_that_comes_to_stay_on_the_device(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
+    """What ``resident_bytes="auto"`` does when it has measured enough, twice."""
+    plain, offloaded = pair(mesh, policy_of(fields))
+    engine = vars(offloaded.optimizer)["_offload_engine"].engine
+    for first, layers in ((0, [0]), (4, [1, 2])):
+        plain.train(4, first=first)
+        offloaded.train(4, first=first)
+        kept = engine.steps.buckets_of(p for layer in layers for p in offloaded.model.blocks[layer].parameters())
+        before = offloaded.optimizer.offload_report()  # type: ignore[attr-defined]
+        engine.keep_on_device(kept, offloaded.optimizer.state.unwaited)
+        after = offloaded.optimizer.offload_report()  # type: ignore[attr-defined]
+        nbytes = sum(8 * p.numel() for layer in layers for p in offloaded.model.blocks[layer].parameters())
+        assert after.resident_state_bytes == before.resident_state_bytes + nbytes
+        assert after.host_state_bytes == before.host_state_bytes - nbytes
+    assert same(plain.train(4, first=8), offloaded.train(4, first=8))
+    times = offloaded.optimizer.offload_report()  # type: ignore[attr-defined]
+    assert times.loaded_bytes < times.host_state_bytes * 1.2
+
+
+def test_auto_says_what_it_has_chosen(mesh: DeviceMesh) -> None:
+    policy = policy_of({"overlap_forward": True, "resident_bytes": "auto", "resident_limit_bytes": 1 << 30})
+    plain, offloaded = pair(mesh, policy)
+    assert same(plain.train(9), offloaded.train(9))
+    assert "resident_bytes='auto'" in str(offloaded.optimizer.offload_report())  # type: ignore[attr-defined]

@@ -110,15 +110,62 @@ def step_twice(loop: Loop, at: int) -> None:
     loop.step()
 
 
+def phase(loop: Loop, *names: str) -> None:
+    for name in names:
+        if hasattr(loop.optimizer, name):  # a plain one has no phases
+            getattr(loop.optimizer, name)()
+
+
+def leave(loop: Loop, at: int) -> None:
+    del at
+    phase(loop, "offload_states", "release_states")
+
+
+def start_to_leave(loop: Loop, at: int) -> None:
+    del at
+    phase(loop, "offload_states")
+
+
+def release(loop: Loop, at: int) -> None:
+    del at
+    phase(loop, "release_states", "release_states")
+
+
+def come_back(loop: Loop, at: int) -> None:
+    del at
+    phase(loop, "reload_states", "reload_states")
+
+
+def reload_before_step(loop: Loop, at: int) -> None:
+    """The three call sites of Megatron's loop."""
+    phase(loop, "offload_states")
+    loop.model(loop.batch(10 * at + 9))
+    phase(loop, "release_states")
+    loop.backward(at)
+    phase(loop, "reload_states")
+    loop.step()
+
+
+PHASES = (leave, leave, start_to_leave, release, come_back, reload_before_step, reload_before_step)
 ALWAYS = (step, step, step, step_without_some, evaluate, read_state, write_state, save, load, change_hyperparameter)
 # With updates in the backward, parameters are new after it, and gradients are gone.
 NOT_IN_BACKWARD = (skip, clip, look_before_step, write_before_step)
 ONE_MICRO_BATCH = (zero_in_place, step_twice)
 
 
-@pytest.mark.parametrize("fields", POLICIES.values(), ids=POLICIES)
-def test_any_program(mesh: DeviceMesh, fields: dict[str, object]) -> None:
-    allowed: tuple[Operation, ...] = (*ALWAYS, *ONE_MICRO_BATCH)
+WITH_RESIDENT: dict[str, dict[str, object]] = {
+    "step": {},
+    "step-resident": {"resident_bytes": 20_000},
+    **POLICIES,
+    "forward-resident": {"overlap_forward": True, "resident_bytes": 20_000},
+    "backward-resident": {"update": "backward", "overlap_forward": True, "resident_bytes": 20_000},
+}
+
+
+@pytest.mark.parametrize("with_phases", [False, True], ids=["", "phases"])
+@pytest.mark.parametrize("fields", WITH_RESIDENT.values(), ids=WITH_RESIDENT)
+def test_any_program(mesh: DeviceMesh, fields: dict[str, object], with_phases: bool) -> None:
+    allowed: tuple[Operation, ...] = (*ALWAYS, *ONE_MICRO_BATCH, *(PHASES if with_phases else ()))
     if fields.get("update") != "backward":
         allowed = (*allowed, *NOT_IN_BACKWARD)
 

@@ -3,17 +3,24 @@
 On several devices: ``torchrun --standalone --nproc-per-node 2 -m fsdp_offload.bench train``.
 
 The bound of a policy is what an iteration takes at least, from times of the same run: forward F, backward B, update U
-alone; all loads L and all stores S alone; both at once T (see DESIGN.md section 3)::
+alone; all loads L and all stores S of what is offloaded alone; both at once T (see DESIGN.md section 3)::
 
-    in the step           F + B + clip + max(U, T)
-    overlap_forward       B + clip + max(F + U, T)
-    update="backward"     max(F + B + U, T)
+    in the step                            F + B + clip + max(U, T)
+    overlap_forward                        B + clip + max(F + U, T)
+    prefetch, with room for all loads      B + clip + max(F + U, S, L - B)
+    update="backward"                      max(F + B + U, T)
+
+``--traces FOLDER`` writes of each policy a Chrome trace of three settled iterations (for ui.perfetto.dev) and a picture
+of the middle one, and a picture of all policies on one scale.
 """
 
 import gc
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -27,9 +34,17 @@ from .. import OffloadPolicy, offload_optimizer, remove_offload
 from ..fsdp import fsdp_modules, local_shard
 from .link import Link
 from .record import bench_device, median, print_record, wall_ms
+from .timeline import Lane, Timeline, check_matplotlib, draw, phase, read_trace, timeline_of
 
 _MIB = 1 << 20
+_MEMORY = ("peak", "reserved")
 
+SETTLE_ITERATIONS = 8
+"""Before anything is measured. The first creates the state, the next ones teach the overlap in which order gradients
+become final and the allocator what it needs; 4 were enough for that. A policy that chooses sizes by what it measures
+needs a few more. The same for all policies, whose losses would not compare otherwise."""
+
+# What a policy says beyond the sizes of the command line: any fields of OffloadPolicy, sizes too.
 POLICIES: dict[str, dict[str, Any] | None] = {
     "plain": None,
     "step": {},
@@ -63,7 +78,7 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """1.35 G parameters with the defaults of the bench."""
 
-    def __init__(self, layers: int, width: int, vocabulary: int = 32_768) -> None:
+    def __init__(self, layers: int, width: int, vocabulary: int) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocabulary, width)
         self.blocks = nn.ModuleList(Block(width, width // 128) for _ in range(layers))
@@ -90,70 +105,157 @@ def main(
     rounds: Annotated[int, typer.Option(help="Rounds over all policies; medians are printed.")] = 3,
     only: Annotated[str, typer.Option(help="Only these policies, separated by commas; plain is always there.")] = "",
     clip: Annotated[bool, typer.Option(help="Clip by the global norm, where the policy allows it.")] = True,
+    traces: Annotated[Path | None, typer.Option(help="Folder for a trace and a picture of each policy.")] = None,
 ) -> None:
     """Iteration time, memory and the bound of each policy, interleaved in one run."""
+    policies = _chosen(only, {"staging_bytes": staging_mib * _MIB, "bucket_bytes": bucket_mib * _MIB})
+    if traces is not None:
+        check_matplotlib()
+        traces.mkdir(parents=True, exist_ok=True)
     with _process_group() as device:
-        wanted = {"plain", *(only.split(",") if only else POLICIES)}
-        bench = _Bench(device, layers, width, sequences, length, clip=clip)
-        sizes = {"staging_bytes": staging_mib * _MIB, "bucket_bytes": bucket_mib * _MIB}
-        results: dict[str, list[dict[str, float]]] = {name: [] for name in POLICIES if name in wanted}
+        bench = Bench(device, layers, width, sequences, length, clip=clip)
         parts = bench.parts()
-        for _ in range(rounds):
-            for name, fields in POLICIES.items():
-                if name in wanted:
-                    policy = None if fields is None else OffloadPolicy(**{**sizes, **fields})
-                    results[name].append(bench.measure(policy, iterations))
-        link = Link(device)
-        rates = [link.gb_per_s(64, load=True) for _ in range(3)], [link.gb_per_s(64, store=True) for _ in range(3)]
-        both = median([link.gb_per_s(64, load=True, store=True) for _ in range(3)])
-        state_bytes = bench.state_bytes
-        load_ms, store_ms = (state_bytes / median(rate) / 1e6 for rate in rates)
-        two_way_ms = 2 * state_bytes / both / 1e6
+        found: dict[str, list[dict[str, float]]] = {name: [] for name in policies}
+        for number in range(rounds):
+            for name, policy in policies.items():
+                trace = trace_path(traces, name) if traces is not None and number == rounds - 1 else None
+                found[name].append(bench.measure(policy, iterations, trace))
+        times = Times(**parts, **_copy_times(device, bench.state_bytes))
         if dist.get_rank() == 0:
             print_record(
                 "train-parts",
                 world_size=dist.get_world_size(),
                 params=bench.params,
                 tokens=sequences * length,
-                state_bytes=state_bytes,
-                **parts,
-                load_ms=load_ms,
-                store_ms=store_ms,
-                two_way_ms=two_way_ms,
+                state_bytes=bench.state_bytes,
+                **asdict(times),
             )
-            for name, found in results.items():
-                _print(name, found, results["plain"], parts, two_way_ms)
+            for name, policy in policies.items():
+                _print(name, policy, found[name], found["plain"], times, bench.state_bytes)
+            if traces is not None:
+                draw_all(traces, list(policies))
+
+
+def _chosen(only: str, sizes: Mapping[str, int]) -> dict[str, OffloadPolicy | None]:
+    wanted = {"plain", *(only.split(",") if only else POLICIES)}
+    unknown = sorted(wanted - POLICIES.keys())
+    if unknown:
+        raise typer.BadParameter(f"--only: there are {', '.join(POLICIES)}; got {', '.join(unknown)}")
+    return {
+        name: None if fields is None else OffloadPolicy(**{**sizes, **fields})
+        for name, fields in POLICIES.items()
+        if name in wanted
+    }
+
+
+# Bounds -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Times:
+    """What an iteration consists of, each part alone, in milliseconds; the copies of all of the state."""
+
+    forward_ms: float
+    backward_ms: float
+    update_ms: float
+    clip_ms: float
+    load_ms: float
+    store_ms: float
+    two_way_ms: float
+
+
+def bound(
+    policy: OffloadPolicy | None, times: Times, *, offloaded: float, room_for_all_loads: bool
+) -> tuple[str, float]:
+    """What an iteration takes at least: its formula, in the letters of this file's docstring, and milliseconds.
+
+    Args:
+        policy: ``None`` for the plain optimizer.
+        times: of the parts.
+        offloaded: the share of the state that passes through, from 0 to 1; the rest is resident.
+        room_for_all_loads: staging holds all of it, so that all of it may be loaded in the backward.
+    """
+    forward, backward, update, clip = times.forward_ms, times.backward_ms, times.update_ms, times.clip_ms
+    load, store, two_way = (offloaded * ms for ms in (times.load_ms, times.store_ms, times.two_way_ms))
+    if policy is None:
+        return "F + B + clip + U", forward + backward + clip + update
+    if policy.update == "backward":
+        return "max(F + B + U, T)", max(forward + backward + update, two_way)
+    if policy.prefetch == "backward" and room_for_all_loads:
+        return "B + clip + max(F + U, S, L - B)", backward + clip + max(forward + update, store, load - backward)
+    if policy.overlap_forward:
+        return "B + clip + max(F + U, T)", backward + clip + max(forward + update, two_way)
+    return "F + B + clip + max(U, T)", forward + backward + clip + max(update, two_way)
+
+
+def _copy_times(device: torch.device, state_bytes: int) -> dict[str, float]:
+    link = Link(device)
+    load = median([link.gb_per_s(64, load=True) for _ in range(3)])
+    store = median([link.gb_per_s(64, store=True) for _ in range(3)])
+    both = median([link.gb_per_s(64, load=True, store=True) for _ in range(3)])
+    megabytes = state_bytes / 1e6
+    return {"load_ms": megabytes / load, "store_ms": megabytes / store, "two_way_ms": 2 * megabytes / both}
 
 
 def _print(
     name: str,
+    policy: OffloadPolicy | None,
     found: list[dict[str, float]],
     plain: list[dict[str, float]],
-    parts: dict[str, float],
-    two_way_ms: float,
+    times: Times,
+    state_bytes: int,
 ) -> None:
-    forward, backward, update, clip = (parts[f"{part}_ms"] for part in ("forward", "backward", "update", "clip"))
-    bounds = {
-        "plain": forward + backward + clip + update,
-        "step": forward + backward + clip + max(update, two_way_ms),
-        "overlap_forward": backward + clip + max(forward + update, two_way_ms),
-        "prefetch": backward + clip + max(forward + update, two_way_ms),
-        "backward": max(forward + backward + update, two_way_ms),
-    }
-    ms = median([one["ms"] for one in found])
-    plain_ms = median([one["ms"] for one in plain])
-    figures = {key: median([one[key] for one in found]) for key in ("peak_bytes", "reserved_bytes")}
+    ms, plain_ms = (median([one["ms"] for one in some]) for some in (found, plain))
+    memory = {key: [median([one[key] for one in some]) for some in (found, plain)] for key in _MEMORY}
+    settled = found[-1]
+    formula, bound_ms = bound(
+        policy,
+        times,
+        offloaded=settled["host_state_bytes"] / state_bytes,
+        room_for_all_loads=settled["ring_bytes"] >= settled["host_state_bytes"],
+    )
     print_record(
         "train",
         policy=name,
         ms=ms,
         over_plain_ms=ms - plain_ms,
-        bound_ms=bounds[name],
-        over_bound=ms / bounds[name],
+        bound=formula,
+        bound_ms=bound_ms,
+        over_bound=ms / bound_ms,
         loss=found[0]["loss"],
         same_loss_as_plain=found[0]["loss"] == plain[0]["loss"],
-        **figures,
+        resident_state_bytes=settled["resident_state_bytes"],
+        **{f"{key}_bytes": here for key, (here, _) in memory.items()},
+        **{f"{key}_saved_share_of_state": (there - here) / state_bytes for key, (here, there) in memory.items()},
     )
+
+
+# Pictures -----------------------------------------------------------------------------------------------------------
+
+
+def trace_path(folder: Path, policy_name: str) -> Path:
+    """Of the Chrome trace of a policy."""
+    return folder / f"{re.sub(r'[^a-zA-Z0-9_.-]+', '-', policy_name)}.trace.json.gz"
+
+
+def draw_all(folder: Path, policy_names: list[str]) -> None:
+    """Draw each policy's trace, and all of them in one picture; print how long each lane was busy."""
+    timelines: dict[str, Timeline] = {}
+    for name in policy_names:
+        trace = trace_path(folder, name)
+        timeline = timelines[name] = timeline_of(read_trace(trace))
+        picture = trace.with_name(trace.name.removesuffix(".trace.json.gz") + ".png")
+        draw({name: timeline}, picture)
+        print_record(
+            "train-trace",
+            policy=name,
+            trace=str(trace),
+            trace_bytes=trace.stat().st_size,
+            picture=str(picture),
+            ms=timeline.ms,
+            **{f"{lane.name.lower()}_busy_ms": timeline.busy_ms(lane) for lane in Lane},
+        )
+    draw(timelines, folder / "all-policies.png")
 
 
 @contextmanager
@@ -171,11 +273,19 @@ def _process_group() -> Iterator[torch.device]:
         dist.destroy_process_group()
 
 
-class _Bench:
+class Bench:
     """One model, trained on from policy to policy."""
 
     def __init__(
-        self, device: torch.device, layers: int, width: int, sequences: int, length: int, *, clip: bool
+        self,
+        device: torch.device,
+        layers: int,
+        width: int,
+        sequences: int,
+        length: int,
+        *,
+        clip: bool,
+        vocabulary: int = 32_768,
     ) -> None:
         torch.manual_seed(0)
         self._device = device
@@ -183,9 +293,9 @@ class _Bench:
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
         with device:
-            model = GPT(layers, width)
+            model = GPT(layers, width, vocabulary)
             generator = torch.Generator(device).manual_seed(dist.get_rank())
-            self._tokens = torch.randint(0, 32_768, (sequences, length + 1), generator=generator)
+            self._tokens = torch.randint(0, vocabulary, (sequences, length + 1), generator=generator)
         for block in model.blocks:
             fully_shard(block, mesh=mesh, mp_policy=precision)
         fully_shard(model, mesh=mesh, mp_policy=precision)
@@ -217,33 +327,64 @@ class _Bench:
     def _clip_gradients(self) -> None:
         nn.utils.clip_grad_norm_(self._params, 1e9)  # all of its work, and the same bits afterwards
 
-    def measure(self, policy: OffloadPolicy | None, iterations: int) -> dict[str, float]:
-        """Milliseconds of an iteration and peaks of memory, after it has settled."""
+    def measure(self, policy: OffloadPolicy | None, iterations: int, trace: Path | None) -> dict[str, float]:
+        """Milliseconds of an iteration and bytes by place, after it has settled; then a trace, if one is wanted."""
+        with self.settled(policy) as (optimizer, clip):
+            torch.accelerator.reset_peak_memory_stats(self._device)
+            dist.barrier()
+            (ms,) = wall_ms(lambda: self._iterate(optimizer, iterations, clip=clip), self._device, repeats=1, warmup=0)
+            result = {
+                "ms": ms / iterations,
+                "peak": torch.accelerator.max_memory_allocated(self._device),
+                "reserved": torch.accelerator.max_memory_reserved(self._device),
+                "loss": self._model(self._tokens).item(),
+                **self._state_places(optimizer, policy),
+            }
+            self._reshard()
+            if trace is not None:
+                self.trace(optimizer, trace, clip=clip)
+        return result
+
+    @contextmanager
+    def settled(self, policy: OffloadPolicy | None) -> Iterator[tuple[torch.optim.Optimizer, bool]]:
+        """From the first parameters on, an optimizer after some iterations; and whether to clip with this policy."""
         with torch.no_grad():
             for param, start in zip(self._params, self._start, strict=True):
                 param.grad = None
                 param.copy_(start)
         optimizer = torch.optim.AdamW(self._params, lr=1e-5, fused=True)
         gc.collect()
-        torch.accelerator.empty_cache()
+        if self._device.type != "cpu":
+            torch.accelerator.empty_cache()
         if policy is not None:
             offload_optimizer(optimizer, model=self._model, policy=policy)
         clip = self._clip and (policy is None or policy.update == "step")
-        self._iterate(optimizer, 4, clip=clip)
-        torch.accelerator.reset_peak_memory_stats(self._device)
-        dist.barrier()
-        (ms,) = wall_ms(lambda: self._iterate(optimizer, iterations, clip=clip), self._device, repeats=1, warmup=0)
-        result = {
-            "ms": ms / iterations,
-            "peak_bytes": torch.accelerator.max_memory_allocated(self._device),
-            "reserved_bytes": torch.accelerator.max_memory_reserved(self._device),
-            "loss": self._model(self._tokens).item(),
-        }
-        self._reshard()
+        self._iterate(optimizer, SETTLE_ITERATIONS, clip=clip)
+        yield optimizer, clip
         if policy is not None:
             optimizer.synchronize()  # type: ignore[attr-defined]
             _forget(optimizer)
-        return result
+
+    def _state_places(self, optimizer: torch.optim.Optimizer, policy: OffloadPolicy | None) -> dict[str, float]:
+        if policy is None:
+            return {"resident_state_bytes": self.state_bytes, "host_state_bytes": 0, "ring_bytes": 0}
+        report = optimizer.offload_report()  # type: ignore[attr-defined]
+        return {key: getattr(report, key) for key in ("resident_state_bytes", "host_state_bytes", "ring_bytes")}
+
+    def trace(self, optimizer: torch.optim.Optimizer, path: Path, *, clip: bool) -> None:
+        """Write a Chrome trace of an iteration between two others, on the first rank.
+
+        What ran before is still at work when an iteration begins, and its own work ends in the next one: alone it would
+        look as if nothing overlapped. In the first one the profiler itself starts up.
+        """
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if self._device.type == "cuda":
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        first_rank = dist.get_rank() == 0
+        with torch.profiler.profile(activities=activities) if first_rank else nullcontext() as profiler:
+            self._iterate(optimizer, 3, clip=clip)
+        if profiler is not None:
+            profiler.export_chrome_trace(str(path))
 
     def _reshard(self) -> None:
         """The root stays gathered after a forward without a backward, and would not see the next step."""
@@ -252,10 +393,16 @@ class _Bench:
 
     def _iterate(self, optimizer: torch.optim.Optimizer, count: int, *, clip: bool = False) -> None:
         for _ in range(count):
-            self._model(self._tokens).backward()
+            with phase("forward"):
+                loss = self._model(self._tokens)
+            with phase("backward"):
+                loss.backward()
+            del loss  # and its graph, before the next forward makes another one
             if clip:
-                self._clip_gradients()
-            optimizer.step()
+                with phase("clip"):
+                    self._clip_gradients()
+            with phase("step"):
+                optimizer.step()
             optimizer.zero_grad()
 
 

@@ -25,7 +25,11 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from checkpoint_tools.diff import all_keys, diff
 from checkpoint_tools.errors import CheckpointError
-from checkpoint_tools.reading import open_checkpoint
+from checkpoint_tools.inspect import as_json, summarize
+from checkpoint_tools.opening import open_checkpoint
+from checkpoint_tools.safetensors_file import read_header
+from checkpoint_tools.storage import LocalFolder
+from checkpoint_tools.verify import check_structure
 from tests.checkpoint_tools.checkpoints import FUSED, save
 from tests.checkpoint_tools.converted import converted
 from tests.checkpoint_tools.offline import values_of
@@ -153,16 +157,68 @@ def save_sharded(rank: int, world_size: int, tmp_path: Path) -> None:
 def test_parts_of_tensors_as_ranks_have_written_them(tmp_path: Path) -> None:
     spawn(save_sharded, 2, tmp_path, tmp_path)
     for name in ("rows", "columns"):
-        made = converted(tmp_path / name, tmp_path / f"{name}-made", max_memory_bytes=64)
+        made = converted(tmp_path / name, tmp_path / f"{name}-made", max_memory_bytes=128)
         assert len(made.tensors["fused"].chunks) == 2
         assert torch.equal(values_of(made)["fused"], FUSED)
     whole = converted(tmp_path / "whole", tmp_path / "whole-made", key_prefix="")
     assert diff(made, whole, all_keys(made, whole)) == []
-    # One rank's file is missing, and nothing says that it was there: of the columns' tensor the beginning is.
+    # The first rank's file is missing: of the columns' tensor, it had the beginning.
     (tmp_path / "columns" / "shard-00001-model-00001-of-00001.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"fused: 21 of 42 elements are in no chunk"):
         converted(tmp_path / "columns", tmp_path / "new")
     assert not (tmp_path / "new").exists()
+
+
+def save_rows(rank: int, world_size: int, folder: Path, rows: int, tiny_rows: int) -> None:
+    device_mesh = mesh(world_size)
+    whole = {"rows": torch.arange(3.0 * rows).view(rows, 3), "tiny": torch.arange(2.0 * tiny_rows).view(tiny_rows, 2)}
+    state = {key: distribute_tensor(tensor, device_mesh, [Shard(0)]) for key, tensor in whole.items()}
+    dcp.save(state, storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
+    dist.barrier()
+
+
+def all_that_files_say(folder: Path) -> dict[str, Any]:
+    """Headers and data; torch writes the entries of ``__metadata__`` in any order."""
+    headers = {file.name: read_header(LocalFolder(folder), file.name) for file in folder.glob("*.safetensors")}
+    return {name: (header, (folder / name).read_bytes()[header.data_at :]) for name, header in headers.items()}
+
+
+@pytest.mark.distributed
+def test_a_last_file_that_is_missing_cannot_be_told_from_one_that_never_was(tmp_path: Path) -> None:
+    """Why it is a note, and no error. If torch says more one day, this fails, and it can become one."""
+    cut, whole = tmp_path / "cut", tmp_path / "whole"
+    spawn(save_rows, 3, tmp_path, cut, 6, 3)
+    spawn(save_rows, 2, tmp_path, whole, 4, 2)
+    last = "shard-00003-model-00001-of-00001.safetensors"
+    assert (cut / last).exists()
+    (cut / last).unlink()
+    assert all_that_files_say(cut) == all_that_files_say(whole)
+    problems, files = check_structure(open_checkpoint(cut))
+    assert problems == []
+    assert [note.partition(":")[0] for note in files.notes] == [
+        "torch's files of parts of tensors say neither how large these are nor how many files there were"
+    ]
+
+
+@pytest.mark.distributed
+def test_an_empty_part_tells_where_a_tensor_ends(tmp_path: Path) -> None:
+    spawn(save_rows, 3, tmp_path, tmp_path / "source", 6, 2)
+    (tmp_path / "source" / "shard-00002-model-00001-of-00001.safetensors").unlink()
+    checkpoint = open_checkpoint(tmp_path / "source")
+    problems, files = check_structure(checkpoint)
+    assert ("tiny", "2 of 4 elements are in no chunk") in problems
+    missing = "there is no shard-00002-*.safetensors: nothing was to be written there, or it is missing"
+    assert files.notes[1:] == (missing,)
+    assert as_json(summarize(checkpoint))["notes"] == list(files.notes)
+
+
+def test_files_that_a_mapping_names(tmp_path: Path) -> None:
+    state = {"a": torch.ones(2), "b": torch.ones(3)}
+    writer = HuggingFaceStorageWriter(str(tmp_path), {"a": 1, "b": 3, "other": 5}, save_distributed=True)
+    with warnings.catch_warnings(action="ignore"):  # that there is no process group
+        dcp.save(state, storage_writer=writer, no_dist=True)
+    notes = check_structure(open_checkpoint(tmp_path))[1].notes
+    assert notes[1].startswith("there is no *-model-00002-of-*.safetensors and 2 more like it: nothing was to be")
 
 
 # The format ----------------------------------------------------------------------------------------------------------

@@ -1,7 +1,10 @@
 """What differs between two checkpoints, bit by bit and within tolerances, however they are divided."""
 
+import copy
 import itertools
 import math
+import struct
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ from hypothesis import strategies as st
 from checkpoint_tools.diff import EXACT, Difference, Tolerance, all_keys, blocks, bytes_to_compare, diff
 from checkpoint_tools.errors import CheckpointError
 from checkpoint_tools.reading import open_checkpoint
-from checkpoint_tools.values import compare_values
+from checkpoint_tools.values import compare_values, same_values
 from tests.checkpoint_tools.checkpoints import FUSED, STATE, changed, chunks_in, save, save_on_two_ranks
 
 
@@ -43,7 +46,7 @@ def test_saved_twice(tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("max_memory_bytes", [1 << 30, 16 * 2 * 50, 1])
+@pytest.mark.parametrize("max_memory_bytes", [1 << 30, 16 * 2 * 50, 512])
 def test_divided_otherwise(two_ranks: tuple[Path, Path], tmp_path: Path, max_memory_bytes: int) -> None:
     rows, columns = two_ranks
     moments = {"exp_avg": FUSED * 2, "step": torch.tensor(5.0)}
@@ -53,7 +56,7 @@ def test_divided_otherwise(two_ranks: tuple[Path, Path], tmp_path: Path, max_mem
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("max_memory_bytes", [1 << 30, 16 * 2 * 50, 1])
+@pytest.mark.parametrize("max_memory_bytes", [1 << 30, 16 * 2 * 50, 512])
 def test_each_element_counts(two_ranks: tuple[Path, Path], tmp_path: Path, max_memory_bytes: int) -> None:
     moments = {"exp_avg": FUSED * 2, "step": torch.tensor(5.0)}
     for row, column in [(0, 0), (3, 5), (4, 2), (6, 5)]:
@@ -123,6 +126,30 @@ def test_objects(tmp_path: Path) -> None:
     found = of_states(tmp_path, a, b)
     assert [each.key for each in found] == ["custom", "tensors", "type"]
     assert found[0].detail == "their bytes differ; they cannot be looked into"
+
+
+NAN, OTHER_NAN = (struct.unpack("<d", struct.pack("<Q", bits))[0] for bits in (0x7FF8 << 48, 0x7FF8 << 48 | 1))
+
+VALUES: list[Any] = [
+    *(0, 0.0, -0.0, False, 0j, -0j, complex(0.0, -0.0), NAN, OTHER_NAN, "0", b"0", None, torch.tensor(0.0)),
+    *(torch.tensor(-0.0), torch.tensor(0), (0,), [0], (0.0,), (-0.0,), (True,), [[-0.0]], [[0.0]], {0}, {0.0}, {-0.0}),
+    *({False}, frozenset({0}), {0: 1}, {0.0: 1}, {-0.0: 1}, {False: 1}, {0: True}, {0: 1.0}, {"a": [-0.0]}),
+    *({"a": [0.0]}, {(0,): 1}, {(0.0,): 1}, torch.Size([0]), {NAN}, {OTHER_NAN}, {NAN: 1}, OrderedDict({0: 1})),
+]
+
+
+@pytest.mark.parametrize("at", range(len(VALUES)))
+def test_objects_are_the_same_only_with_the_same_types_and_bits(at: int) -> None:
+    again = copy.deepcopy(VALUES)
+    assert [number for number, value in enumerate(again) if same_values(VALUES[at], value)] == [at]
+
+
+def test_numbers_in_objects(tmp_path: Path) -> None:
+    a = {"zero": 0.0, "in": {"a": [1, -0.0]}, "nan": NAN, "int": 1, "bool": True, "other": NAN, "keys": ({1: 2},)}
+    b = {"zero": -0.0, "in": {"a": [1, 0.0]}, "nan": NAN, "int": 1.0, "bool": 1, "other": OTHER_NAN}
+    found = of_states(tmp_path, a, b | {"keys": ({True: 2},)})
+    assert [each.key for each in found] == ["bool", "in.a", "int", "keys", "other", "zero"]
+    assert found[-1] == Difference("zero", "object", "0.0 in A, -0.0 in B")
 
 
 # Trouble -------------------------------------------------------------------------------------------------------------

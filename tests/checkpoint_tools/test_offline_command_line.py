@@ -21,14 +21,28 @@ from typer.testing import CliRunner
 
 from checkpoint_tools import rewriting
 from checkpoint_tools.__main__ import app
+from checkpoint_tools.diff import diff
 from checkpoint_tools.errors import CheckpointError
 from checkpoint_tools.partial import open_partial, partial_of
 from checkpoint_tools.perform import perform
 from checkpoint_tools.reading import open_checkpoint
 from checkpoint_tools.rewrite import unit_bytes_of, units_of
 from checkpoint_tools.sinks import LocalSink
+from checkpoint_tools.verify import check_finite
 from tests.checkpoint_tools.checkpoints import ROOT, changed, run_tool, save
-from tests.checkpoint_tools.offline import DOWN, FUSED, GATE, UP, assert_same, check_zip_files, rewritten, rule
+from tests.checkpoint_tools.offline import (
+    DOWN,
+    FUSED,
+    GATE,
+    UP,
+    assert_same,
+    check_zip_files,
+    rewritten,
+    rule,
+    same_bits,
+    tiled,
+    values_of,
+)
 from tests.checkpoint_tools.test_command_line import assert_one_line, run_all
 
 RULES = """
@@ -103,7 +117,7 @@ def test_presets_values_and_exclusions(tmp_path: Path) -> None:
     assert made.returncode == 0, made.stderr
     keys = set(open_checkpoint(tmp_path / "made").tensors)
     assert keys == {f"model.{fused}_w", f"model.{fused}_v", f"model.{down}", f"model.vision.{fused}"}
-    assert_one_line(wrong, "needs the config value 'tp_size'")
+    assert_one_line(wrong, "needs the config value 'tp_size'; give it with --value tp_size=NUMBER. Given are: none")
     assert_one_line(also, f"model.vision.{fused}")
 
 
@@ -125,6 +139,7 @@ def test_errors_are_one_line_and_leave_nothing_behind(source: Path, tmp_path: Pa
     (tmp_path / "link").symlink_to(source)
     (tmp_path / "bad.toml").write_text("[[rule]]\nfused = 'x'\n")
     (tmp_path / "other.toml").write_text(RULES.replace("gate_up", "qkv"))
+    (tmp_path / "valued.toml").write_text(RULES + "sizes = ['n', 'rest']\n")
     (tmp_path / "uneven.toml").write_text(RULES + "sizes = [5, 4]\n")
     cut = shutil.copytree(source, tmp_path / "cut")
     os.truncate(cut / "__0_0.distcp", 3000)
@@ -144,6 +159,7 @@ def test_errors_are_one_line_and_leave_nothing_behind(source: Path, tmp_path: Pa
     )
     before = sorted(path.name for path in tmp_path.iterdir())
     new, rules = tmp_path / "new", ("--rules", tmp_path / "rules.toml")
+    valued = ("--rules", tmp_path / "valued.toml")
     cases: dict[tuple[object, ...], str] = {
         (tmp_path / "nowhere", new, *rules): "is not a folder",
         (tmp_path / "taken", new, *rules): "has no .metadata",
@@ -161,7 +177,7 @@ def test_errors_are_one_line_and_leave_nothing_behind(source: Path, tmp_path: Pa
         (source, "unheard-of://x", *rules): "cannot be opened",
         (source, new): "no rules; give --preset",
         (source, new, "--preset", "nothing"): "no preset 'nothing'; there are",
-        (source, new, "--rules", tmp_path / "no.toml"): "No such file",
+        (source, new, "--rules", tmp_path / "no.toml"): "error: " + f"{tmp_path / 'no.toml'}: No such file",
         (source, new, "--rules", tmp_path / "bad.toml"): "bad.toml",
         (source, new, "--rules", tmp_path / "other.toml"): "rules that match nothing: {p}qkv.weight",
         (source, new, "--rules", tmp_path / "uneven.toml"): "its parts have sizes [5, 4], 9 together",
@@ -170,6 +186,13 @@ def test_errors_are_one_line_and_leave_nothing_behind(source: Path, tmp_path: Pa
         (source, new, *rules, "--max-memory", "much"): "'much' is not a size",
         (source, new, *rules, "--json"): "--json is for --dry-run",
         (source, new, *rules, "--exclude", "*"): "rules that match nothing",
+        (source, new, *rules, "--exclude", "x*", "--exclude", "*down*"): "--exclude that matches nothing: x*.",
+        (source, new, *rules, "--value", "tp=2"): "--value that no rule uses: tp. The rules name none",
+        (source, new, *valued, "--value", "n=4", "--value", "m=1"): "no rule uses: m. The rules name n",
+        (source, new, *valued): "give it with --value n=NUMBER",
+        (source, new, "--rules", tmp_path): f"{tmp_path} is a folder; --rules takes a TOML or JSON file",
+        (source, "", *rules): "DST is empty; give the name of a new folder",
+        (source, new, *rules, "--max-memory", "255"): "--max-memory is at least 256 bytes for 4 threads, not 255",
     }
     for case, match in cases.items():
         assert_one_line(run_here("split", *case), match)
@@ -437,9 +460,49 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
     assert_same(open_checkpoint(tmp_path / "merged"), open_checkpoint(tmp_path / "source"))
 
 
+def test_the_least_memory_is_enough_for_the_largest_elements(tmp_path: Path) -> None:
+    """Of complex128; also where parts take turns, so that they have to be packed, and where chunks are columns."""
+    (tmp_path / "rules.toml").write_text(RULES + "layout = 'interleaved'\n")
+    whole = torch.arange(48.0).double().view(8, 6) * (1 - 2j)
+    columns = tiled(whole, [((0, at), (8, 3)) for at in (0, 3)])
+    flat = tiled(whole.view(-1), [((0,), (17,)), ((17,), (31,))])
+    save(tmp_path / "source", {"model": {FUSED: columns}, "optim": {"state": {FUSED: {"exp_avg": flat}}}})
+    save(tmp_path / "small", {"model": {DOWN: torch.arange(6.0).view(2, 3)}})
+
+    def run(*arguments: object, least: int, threads: int = 3) -> None:
+        options = ("--threads", threads, "--max-memory")
+        less = run_here(*arguments, *options, least * threads - 1)
+        assert_one_line(less, f"--max-memory is at least {least * threads} bytes for {threads} threads")
+        done = run_here(*arguments, *options, least * threads)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    def at(name: str) -> Path:
+        return tmp_path / name
+
+    rules = ("--rules", tmp_path / "rules.toml")
+    run("split", at("source"), at("split"), *rules, least=64)
+    run("merge", at("split"), at("merged"), *rules, least=64)
+    run("convert", at("source"), at("nd"), "--flat-to-nd", least=64)
+    run("convert", at("small"), at("safetensors"), least=64)
+    run("diff", at("nd"), at("merged"), least=256)
+    run("verify", at("merged"), "--finite", least=32)
+    assert same_bits(values_of(open_checkpoint(at("merged")))[f"model.{FUSED}"], whole)
+
+
+def test_too_little_memory_is_refused_inside_too(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="at least 128 bytes for 2 threads, not 127"):
+        rewritten("split", source, tmp_path / "new", rule(), max_memory_bytes=127)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rules.toml", "source"]
+    checkpoint = open_checkpoint(source)
+    with pytest.raises(CheckpointError, match="at least 64 bytes for 2 threads"):
+        check_finite(checkpoint, ["__0_0.distcp"], threads=2, max_memory_bytes=63)
+    with pytest.raises(CheckpointError, match="at least 256 bytes for 1 threads"):
+        diff(checkpoint, checkpoint, [], max_memory_bytes=255, threads=1)
+
+
 def test_many_at_a_time_change_nothing(source: Path, tmp_path: Path) -> None:
     def make(number: int) -> dict[str, bytes]:
-        rewritten("split", source, tmp_path / f"{number}", rule(), threads=number, max_memory_bytes=50 * number)
+        rewritten("split", source, tmp_path / f"{number}", rule(), threads=number, max_memory_bytes=64 * number)
         return {name: text for name, text in contents(tmp_path / f"{number}").items() if name != ".metadata"}
 
     with ThreadPoolExecutor() as pool:

@@ -66,6 +66,17 @@ def test_only_an_optimizer_as_accelerate_saves_it(tmp_path: Path) -> None:
     assert values["optimizer.param_groups.0.params"] == [DOWN, GATE, UP]
 
 
+@pytest.mark.parametrize("lead", ["x.", ""])
+def test_state_without_a_model_is_excluded_by_any_of_its_names(tmp_path: Path, lead: str) -> None:
+    state = {"state": {f"{layer}.gate_up.weight": {"exp_avg": WHOLE} for layer in "ab"}}
+    checkpoint = open_checkpoint(save(tmp_path / "source", {"x": state} if lead else state))
+    for pattern in (f"{lead}state.b.*", f"{lead}state.b.gate_up.weight", "b.*"):
+        found = split_exchange(checkpoint, [rule()], {}, [pattern]).fusions
+        assert [fusion.fused for fusion in found] == [f"{lead}state.a.gate_up.weight.exp_avg"]
+        with pytest.raises(CheckpointError, match=r"--exclude that matches nothing: b, \?\."):
+            split_exchange(checkpoint, [rule()], {}, ["b", pattern, "?."])
+
+
 def test_keys_of_torchtitan(tmp_path: Path) -> None:
     moments = {f"state.{FUSED}.exp_avg": WHOLE * 2, f"state.{FUSED}.step": torch.tensor(1.0)}
     groups = {f"param_groups.{FUSED}.lr": 0.5, f"param_groups.{FUSED}.betas": (0.9, 0.99)}

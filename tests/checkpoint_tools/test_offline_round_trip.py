@@ -114,7 +114,8 @@ def test_the_parts_are_right_and_merging_gives_back_the_same_bits(
     }
     files = {"single_file_per_rank": data.draw(st.booleans()), "thread_count": data.draw(st.integers(1, 3))}
     source = save(tmp_path / "source", state, **files)
-    work = {"threads": data.draw(st.integers(1, 3)), "max_memory_bytes": data.draw(st.sampled_from([1, 300, 4000]))}
+    threads = data.draw(st.integers(1, 3))
+    work = {"threads": threads, "max_memory_bytes": threads * data.draw(st.sampled_from([64, 150, 2000]))}
     split = rewritten("split", source, tmp_path / "split", the_rule, **work)
     check_zip_files(split)
     values = values_of(split)
@@ -142,7 +143,7 @@ def test_parts_in_whatever_chunks_are_merged(data: st.DataObject, tmp_path_facto
     }
     saved = {key: tiled(part, data.draw(tilings(tuple(part.shape)))) for key, part in parts.items()}
     source = save(tmp_path / "source", {"model": saved}, thread_count=data.draw(st.integers(1, 3)))
-    memory = data.draw(st.sampled_from([1, 200, 4000]))
+    memory = data.draw(st.sampled_from([128, 200, 4000]))
     merged = rewritten("merge", source, tmp_path / "merged", the_rule, max_memory_bytes=memory)
     assert same_bits(values_of(merged)[f"model.{FUSED}"], whole)
 

@@ -68,12 +68,18 @@ def test_equal_given_and_computed_sizes() -> None:
     assert sizes_of(rule_with(sizes=("heads * head_dim", "rest")), 20, heads=2, head_dim=4) == [8, 12]
 
 
+def test_the_config_values_that_a_rule_names() -> None:
+    assert rule_with(sizes=(3, "rest")).value_names == frozenset()
+    assert rule_with(sizes=("q_heads * 2e3 + dim", "1 +")).value_names == {"q_heads", "dim"}
+    assert rule_with(layout="grouped", groups="tp_size").value_names == {"tp_size"}
+
+
 @pytest.mark.parametrize(
     ("fields", "size", "message"),
     [
         ({}, 7, "no 2 equal parts"),
         ({"sizes": (3, 4)}, 8, "sizes .*7 together.* has 8"),
-        ({"sizes": ("heads", 4)}, 8, "needs the config value 'heads'"),
+        ({"sizes": ("heads", 4)}, 8, "needs .* 'heads'; give it with values={'heads': ...}. Given are: no_value"),
         ({"sizes": ("9", "rest")}, 8, "sizes"),
         ({"sizes": ("__import__('os')", 4)}, 8, "only \\+ - \\* / //"),
         ({"sizes": ("8 / 3", "rest")}, 8, "not a whole number"),

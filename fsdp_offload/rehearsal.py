@@ -1,0 +1,137 @@
+"""What is learnt from the first iterations: in which order to update in a backward, and what to keep on the device.
+
+::
+
+    iteration k:  step() issued ──▶ the forward wants each group ──▶ the backward ends, or step() comes ──▶ conclude
+
+Marks on the compute stream cost nothing; reading them waits for the device, which is why only a few iterations are
+measured. What is concluded is applied between two steps.
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from .engine import Engine
+from .ordering import update_order
+from .residency import IterationTimes, groups_to_keep
+from .transfer import Mark
+from .update import StateStore
+
+_MEASURED_STEPS = (2, 4, 6, 8)
+"""The first step creates the state, and moves half of what later ones do. After a measured one comes another that is
+not: what is concluded at its beginning waits for the device, so that the host issues all of it late."""
+
+_TOLERANCE = 0.005
+"""Of the time that the link is busy: less of a wait is not worth any memory."""
+
+
+class Rehearsal:
+    """Measures some iterations of one model for one optimizer."""
+
+    def __init__(self, engine: Engine, groups: Sequence[Sequence[Tensor]]) -> None:
+        # With DTensors updates may issue collectives: their order must be the same on every rank, whatever it measures.
+        elementwise = engine.layouts.traits.elementwise
+        self._orders = engine.policy.update == "backward" and elementwise
+        self._keeps = engine.policy.resident_bytes == "auto" and elementwise
+        self._groups = groups
+        self._steps = 0
+        self._keep: set[int] = set()
+        self._final: dict[int, Mark] = {}  # in the backward that runs
+        self._last_final: dict[int, Mark] = {}  # in the one whose step is measured
+        self._wanted: dict[int, Mark] = {}
+        self._step_began: Mark | None = None
+        self._measured = True  # nothing is to be concluded
+
+    @property
+    def _measures(self) -> bool:
+        return (self._orders or self._keeps) and self._steps + 1 in _MEASURED_STEPS
+
+    def final(self, engine: Engine, number: int) -> None:
+        """The gradients of a group have been reduced, perhaps not for the last time before the step."""
+        if self._measures:
+            self._final[number] = engine.mark()
+
+    def step_begins(self, engine: Engine) -> None:
+        """``step()`` is about to issue the rest of it."""
+        if self._measures:
+            self._step_began = engine.mark()
+
+    def step_ended(self, engine: Engine, states: StateStore) -> None:
+        """``step()`` has issued everything, and nothing is in progress: what was concluded is applied."""
+        measured, self._last_final = self._measures, self._final
+        self._steps += 1
+        self._final, self._wanted, self._measured = {}, {}, not measured
+        if self._keep:
+            engine.keep_on_device(self._keep, states)
+            self._keep, self._measured = set(), True  # what it was measured with has changed
+
+    def wanted(self, engine: Engine, number: int) -> None:
+        """A forward is about to use the parameters of a group."""
+        if not self._measured and number not in self._wanted:
+            self._wanted[number] = engine.mark()
+
+    def conclude(self, engine: Engine) -> None:
+        """The iteration after the measured step is over, up to its first gradients. Waits for the device."""
+        if self._measured:
+            return
+        self._measured = True
+        times = engine.bucket_times()
+        move_ms = {number: one.move_ms for number, one in times.items()}
+        final_ms: dict[int, float] = {}
+        if self._orders:
+            for group, mark in self._last_final.items():
+                at_ms = engine.ms_since_begin(mark)
+                final_ms |= dict.fromkeys(self._buckets(engine, group) & times.keys(), at_ms)
+            forward = [number for group in range(len(self._groups)) for number in sorted(self._buckets(engine, group))]
+            engine.steps.measured_order = update_order(final_ms, move_ms, forward)
+        if self._keeps and self._steps > _MEASURED_STEPS[0]:
+            self._choose(engine, self._iteration(engine, final_ms))
+
+    def _iteration(self, engine: Engine, final_ms: dict[int, float]) -> IterationTimes:
+        times = engine.bucket_times()
+        if engine.policy.overlap_forward:
+            groups = [self._buckets(engine, group) for group in self._wanted]
+            wanted_ms = [engine.ms_since_begin(mark) for mark in self._wanted.values()]
+        else:
+            # step() itself waits for all of them.
+            groups = [self._buckets(engine, group) for group in range(len(self._groups))]
+            assert self._step_began is not None
+            update_ms = 0.0 if final_ms else sum(one.update_ms for one in times.values())
+            wanted_ms = [engine.ms_since_begin(self._step_began) + update_ms] * len(groups)
+        return IterationTimes(
+            groups=groups,
+            wanted_ms=wanted_ms,
+            updated_ms={number: one.updated_ms for number, one in times.items()},
+            move_ms={number: one.move_ms for number, one in times.items()},
+            final_ms=final_ms,
+        )
+
+    def _choose(self, engine: Engine, iteration: IterationTimes) -> None:
+        busy_ms = sum(iteration.move_ms.values())
+        stall_ms = iteration.stall_ms
+        count, left_ms = groups_to_keep(iteration, _TOLERANCE * busy_ms)
+        limit = engine.policy.resident_limit_bytes
+        limit_bytes = engine.room_bytes() if limit is None else limit - engine.plan.resident_bytes
+        keep: set[int] = set()
+        for buckets in iteration.groups[:count]:
+            if engine.plan.resident_nbytes(keep | buckets) > limit_bytes:
+                left_ms = stall_ms
+                break
+            keep |= buckets
+        moving = {number for number in keep if iteration.move_ms.get(number)}
+        self._keep = moving
+        kept_bytes = engine.plan.resident_bytes + engine.plan.resident_nbytes(moving)
+        engine.tuning = (
+            f"resident_bytes='auto': {kept_bytes / 1e9:.2f} GB stay on the device. In an iteration of measured "
+            f"transfers of {busy_ms:.0f} ms the model waited {stall_ms:.1f} ms for new parameters"
+            + (f"; {left_ms:.1f} ms are expected from now on" if moving else "")
+            + (
+                "; more would help, and does not fit (resident_limit_bytes)."
+                if len(keep) < count and not moving
+                else "."
+            )
+        )
+
+    def _buckets(self, engine: Engine, group: int) -> set[int]:
+        return engine.steps.buckets_of(self._groups[group])

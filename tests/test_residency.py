@@ -1,0 +1,69 @@
+"""How much to keep on the device: against hand-made iterations, and against computing the iteration anew."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fsdp_offload.residency import IterationTimes, groups_to_keep
+
+
+def iteration(layers: int, move_ms: float, layer_ms: float, final_every_ms: float = 0.0) -> IterationTimes:
+    """Each layer is a group of one bucket; what is measured is what really happens with nothing on the device."""
+    order = list(range(layers))
+    final = {}
+    if final_every_ms:
+        order = order[::-1]
+        final = {layer: final_every_ms * (layers - layer) for layer in order}
+    now_ms, updated = 0.0, {}
+    for layer in order:
+        now_ms = updated[layer] = max(now_ms, final.get(layer, 0.0)) + move_ms
+    clock_ms, wanted = final_every_ms * layers, []
+    for layer in range(layers):
+        wanted.append(clock_ms)
+        clock_ms = max(clock_ms, updated[layer]) + layer_ms
+    return IterationTimes([{layer} for layer in range(layers)], wanted, updated, dict.fromkeys(updated, move_ms), final)
+
+
+def test_nothing_is_kept_where_the_forward_is_longer_than_the_transfers() -> None:
+    times = iteration(10, move_ms=5.0, layer_ms=6.0)
+    assert times.stall_ms == 5.0  # the first bucket, which nothing can hide
+    assert groups_to_keep(times, tolerance_ms=5.0) == (0, 5.0)
+    assert groups_to_keep(times, tolerance_ms=0.1) == (1, 0.0)
+
+
+def test_a_forward_of_half_the_length_hides_half_of_the_state() -> None:
+    times = iteration(20, move_ms=10.0, layer_ms=5.0)
+    kept, stall_ms = groups_to_keep(times, tolerance_ms=0.1)
+    # k groups kept: the last of 20 - k is new after 10 (20 - k) ms, and wanted after 5 * 19.
+    assert (kept, stall_ms) == (11, 0.0)
+    assert groups_to_keep(times, tolerance_ms=15.0) == (9, 15.0)
+
+
+def test_in_the_backward_only_what_neither_of_them_hides_is_kept() -> None:
+    # 20 layers, T = 200: the backward has 150, the forward 60.
+    times = iteration(20, move_ms=10.0, layer_ms=3.0, final_every_ms=7.5)
+    assert times.stall_ms > 40  # in backward order
+    kept, _ = groups_to_keep(times, tolerance_ms=2.0)
+    assert kept <= 3
+
+
+def test_without_measurements_nothing_is_kept() -> None:
+    assert groups_to_keep(IterationTimes([], [], {}, {}, {}), 0.0) == (0, 0.0)
+
+
+@given(st.integers(1, 30), st.floats(0.1, 10), st.floats(0.1, 10), st.floats(0, 20))
+def test_no_more_than_is_needed(layers: int, move_ms: float, layer_ms: float, tolerance_ms: float) -> None:
+    times = iteration(layers, move_ms, layer_ms)
+    kept, stall_ms = groups_to_keep(times, tolerance_ms)
+    assert stall_ms <= tolerance_ms + 1e-6
+
+    def stall_with(first: int) -> float:
+        """The forward of the same layers, if those before ``first`` are new at once."""
+        lost = 0.0
+        for layer in range(first, layers):
+            updated = move_ms * (layer - first + 1)
+            lost += max(0.0, updated - (layer * layer_ms + lost))
+        return lost
+
+    assert abs(stall_with(kept) - stall_ms) < 1e-6
+    if kept:
+        assert stall_with(kept - 1) > tolerance_ms - 1e-6
