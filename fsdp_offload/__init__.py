@@ -1,7 +1,17 @@
 """Optimizer-state offload for PyTorch FSDP2: pinned host memory, the user's own optimizer, bitwise the same result."""
 
-from .offload import OffloadedOptimizer, offload_optimizer, remove_offload
+from .offload import OffloadedOptimizer, offload_optimizer, reload_before, remove_offload
 from .policy import OffloadPolicy
 from .report import OffloadReport
+from .sleep import offload_model, reload_model
 
-__all__ = ["OffloadPolicy", "OffloadReport", "OffloadedOptimizer", "offload_optimizer", "remove_offload"]
+__all__ = [
+    "OffloadPolicy",
+    "OffloadReport",
+    "OffloadedOptimizer",
+    "offload_model",
+    "offload_optimizer",
+    "reload_before",
+    "reload_model",
+    "remove_offload",
+]

@@ -35,7 +35,7 @@ from .report import OffloadReport
 from .schedule import BucketStep
 from .shards import StateLayout, StateShard, leaves_of
 from .stepping import BegunStep, Stepping
-from .transfer import DeviceLink, EventMark, Mark, device_link
+from .transfer import Allocated, DeviceLink, EventMark, Mark, device_link
 from .update import ENGINE_ATTRIBUTE, StateStore, UserState
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class Engine:
     Attributes:
         cls: the user's optimizer class.
         steps: its logical steps.
-        tuning: what ``"auto"`` has chosen, and why, in sentences.
+        tuning_of_residents, tuning_of_staging: what ``"auto"`` has chosen, and why, in sentences.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Engine:
         self._pin = device.type != "cpu" if policy.pin_memory is None else policy.pin_memory
         self._link: DeviceLink = device_link(device)
         self.host: HostUpdates | None = None
-        self.host_note = ""  # what "auto" has chosen, and why
+        self.tuning_of_host = ""  # what "auto" has chosen, and why
         if policy.host_fraction:
             worker = host_worker(device)
             self.host = HostUpdates(cls, traits, self._link, worker, serial=policy.serial, pin=self._pin)
@@ -88,7 +88,7 @@ class Engine:
         self._param_ids: list[int] = []
         self._unplanned: list[Tensor] = []  # in the groups, but without room: they never had a gradient
         self._layout_keys: list[object] = []  # of each group, when its state was last planned
-        self.tuning = ""
+        self.tuning_of_residents = self.tuning_of_staging = ""
         self._link.join()
         # Ring and arena must not go while a copy still uses them. This runs before the attributes are dropped.
         weakref.finalize(self, _let_go, self._link, self._pipeline.number).atexit = False
@@ -107,7 +107,7 @@ class Engine:
             return
         if self.steps.begun is not None and self.steps.begun.done:
             self.steps.check_usable("taking over more parameters")
-        if self.policy.host_fraction == "auto" and not self.host_note:
+        if self.policy.host_fraction == "auto" and not self.tuning_of_host:
             self._measure(optimizer, params)
         self.steps.drop()
         self._layout_keys += self._keys(optimizer)[len(self._layout_keys) :]
@@ -128,8 +128,8 @@ class Engine:
         group = next((n for n, g in enumerate(optimizer.param_groups) if any(p is like for p in g["params"])), 0)
         layout = None if like is None else self.layouts.learn(optimizer, like, optimizer.param_groups[group], "")
         if like is None or layout is None or not layout.values:
-            self.host_note = (
-                "host_fraction auto: 0, as other ranks may hold copies of all parameters, or there is no state"
+            self.tuning_of_host = (
+                "host_fraction='auto': 0, as other ranks may hold copies of all parameters, or there is no state"
             )
             return
         rates, traffic = measure(
@@ -142,12 +142,12 @@ class Engine:
             pin=self._pin,
         )
         self.plan.host_fraction = best_fraction(rates, traffic)
-        self.host_note = (
-            f"host_fraction auto: {self.plan.host_fraction:.2f}: CPU {rates.cpu / 1e9:.1f} GB/s of state "
+        self.tuning_of_host = (
+            f"host_fraction='auto': {self.plan.host_fraction:.2f}: CPU {rates.cpu / 1e9:.1f} GB/s of state "
             f"({rates.cpu_beside / 1e9:.1f} beside copies), link {rates.two_way / 1e9:.1f} GB/s both ways "
             f"({rates.two_way_beside / 1e9:.1f} beside updates)"
         )
-        logger.info(self.host_note)
+        logger.info(self.tuning_of_host)
 
     def clear(self) -> None:
         """Drop all homes, after the last store."""
@@ -239,6 +239,28 @@ class Engine:
         shards = self.plan.keep_on_device(buckets)
         self.steps.forget_places()
         adopt((shard, states.get(shard.param)) for shard in shards)
+
+    def resize_staging(self, nbytes: int) -> None:
+        """Let buckets pass through this much memory from the next step on. Not in the middle of one; waits for it."""
+        self.steps.drop()
+        self.synchronize()
+        self.steps.give_back_ring()
+        self.plan.resize_ring(nbytes)
+        self.steps.forget_places()
+
+    def give_back_staging(self) -> None:
+        """Free the staging memory until the next loads, in the order of the current stream, unless it is in use."""
+        if self.steps.begun is None:
+            self.steps.give_back_ring()
+
+    @property
+    def has_staging(self) -> bool:
+        """Whether the staging memory is there."""
+        return self.steps.has_ring
+
+    def allocated_bytes(self) -> Allocated:
+        """Device memory that is in use, without staging. On the CPU there is always room."""
+        return self._link.allocated_bytes()
 
     def room_bytes(self) -> int:
         """Device memory that would still be free at the highest point so far, less a reserve."""
@@ -537,8 +559,7 @@ class Engine:
             host_update_gb_per_s=_gb_per_s(on_host.state_bytes, on_host.update_ms),
             host_waited_ms=on_host.waited_ms,
             host_buffer_bytes=self.host.buffer_bytes if self.host is not None else 0,
-            host_note=self.host_note,
-            tuning=self.tuning,
+            tuning=tuple(filter(None, (self.tuning_of_residents, self.tuning_of_staging, self.tuning_of_host))),
             notes=tuple(self.notes()),
         )
 

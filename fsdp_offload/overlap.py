@@ -4,8 +4,8 @@
     backward:  a group's gradients are reduced ──▶ loads begin; updates too, once the last reduction before step() is
 
 How many reductions of a group come before a step (micro-batches, a module that is used several times) is learnt in the
-steps before; what else is learnt, from measured iterations, is in ``rehearsal.py``. Everything here refers to the
-optimizer weakly, so that the hooks keep nothing alive.
+steps before. ``rehearsal.py`` learns more from the times of some iterations, and ``elastic.py`` from their memory.
+Everything here refers to the optimizer weakly, so that the hooks keep nothing alive.
 """
 
 import weakref
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from .elastic import Elastic
 from .engine import Engine
 from .fsdp import fsdp_modules, sharding_groups
 from .policy import OffloadPolicy
@@ -45,6 +46,7 @@ class Overlap:
         self._order: list[int] = []  # groups by their last reduction
         self._final: set[Tensor] = set()
         self._rehearsal = Rehearsal(engine, [group.params for group in self._groups])
+        self._elastic = Elastic(engine)
         overlap = weakref.ref(self)
         self._undo: list[Callable[[], None]] = []
         for number, group in enumerate(self._groups):
@@ -79,6 +81,7 @@ class Overlap:
         engine = self._engine()
         assert engine is not None
         self._rehearsal.step_ended(engine, states)
+        self._elastic.step_ended(engine)
         if engine.policy.overlap_forward:
             elsewhere = [param for param in engine.plan.shards if param not in self.in_groups]
             engine.steps.wait_for(engine.steps.buckets_of(elsewhere))
@@ -99,6 +102,7 @@ class Overlap:
         engine = self._engine()
         if engine is not None and not in_backward:
             self._rehearsal.wanted(engine, number)
+            self._elastic.before_use(engine)
         self._before_gather(number, None)
 
     def _before_state_dict(self, *_: object) -> None:
@@ -118,6 +122,7 @@ class Overlap:
         if not any(self._seen):
             self._rehearsal.conclude(engine)
         self._rehearsal.final(engine, number)
+        may_load = self._elastic.may_load(engine, sum(map(bool, self._seen)))
         self._seen[number] += 1
         self._order = [other for other in self._order if other != number] + [number]
         if not any(self._expected):
@@ -126,7 +131,7 @@ class Overlap:
             self._final.update(self._groups[number].params)
         # Where several backwards come before a step, loads begin in the last of them.
         is_last = all(seen >= expected - 1 for seen, expected in zip(self._seen, self._expected, strict=True))
-        if is_last:
+        if is_last and may_load:
             device_event = event if engine.device.type != "cpu" else None
             engine.gradients_reduced(optimizer, self._get_states(optimizer), self._final, device_event)
 

@@ -106,6 +106,7 @@ class Plan:
         self.spare_bytes = 0
         self.ring_bytes = 0
         self.resident_bytes = 0
+        self._ring_limit_bytes = policy.ring_bytes
         self._layouts = layouts
         self._policy = policy
         self._device = device
@@ -317,10 +318,20 @@ class Plan:
         """Give every bucket that moves its place in the ring, anew: a larger bucket may have made the ring larger."""
         moving = [number for number, staged in enumerate(self._staged) if staged.copies]
         nbytes = [self._buckets[number].bucket.nbytes for number in moving]
-        self.ring_bytes = min(sum(nbytes), max([self._policy.ring_bytes, *nbytes])) if nbytes else 0
+        self.ring_bytes = min(sum(nbytes), max([self._ring_limit_bytes, *nbytes])) if nbytes else 0
         for number, placement in zip(moving, place_in_ring(nbytes, self.ring_bytes), strict=True):
             self._staged[number].placement = placement
             self._staged[number].slot_views = []
+
+    def resize_ring(self, nbytes: int) -> None:
+        """Let the ring have this size, or what it needs at least. Nothing is moving."""
+        self._ring_limit_bytes = nbytes
+        self._place()
+
+    @property
+    def moving_bytes(self) -> int:
+        """Of all slots, if each bucket that moves had one of its own."""
+        return sum(self._buckets[number].bucket.nbytes for number, one in enumerate(self._staged) if one.copies)
 
     def bind(self, number: int, ring: Tensor | None) -> list[BoundRange]:
         """What the optimizer sees of a bucket whose slot is in ``ring``."""

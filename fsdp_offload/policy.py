@@ -13,10 +13,12 @@ class OffloadPolicy:
     """How much state may be on the device, and how it passes through.
 
     Attributes:
-        staging_bytes: device memory for state in passing. It is taken once, when the optimizer is attached or first
-            steps, and stays allocated. One ``bucket_bytes`` of it is kept free for state that the optimizer is just
+        staging_bytes: device memory for state in passing. It is taken once, when the optimizer first steps, and stays
+            allocated. One ``bucket_bytes`` of it is kept free for state that the optimizer is just
             creating; the rest is a ring through which buckets are loaded, updated and stored. Three or more buckets
-            in the ring let loads, updates and stores overlap.
+            in the ring let loads, updates and stores overlap. ``"auto"``, with loads or updates in the backward, begins
+            with four buckets, and then takes as much as fits under the peak that training has anyway, in each backward
+            as activations are freed, and gives it back in the next forward before they need it.
         resident_bytes: state that never leaves the device, in addition to ``staging_bytes``: whole parameters' state,
             taken in bucket order as long as it fits. ``"auto"`` begins with none, measures some iterations, and then
             keeps just the part without which the model would wait for transfers: together with ``overlap_forward``,
@@ -63,7 +65,7 @@ class OffloadPolicy:
         TypeError: a size is not an integer.
     """
 
-    staging_bytes: int = 256 * MIB
+    staging_bytes: int | Literal["auto"] = 256 * MIB
     resident_bytes: int | Literal["auto"] = 0
     resident_limit_bytes: int | None = None
     bucket_bytes: int = 64 * MIB
@@ -78,19 +80,23 @@ class OffloadPolicy:
     host_limit_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        _check_size("staging_bytes", self.staging_bytes, minimum=1)
-        _check_size("bucket_bytes", self.bucket_bytes, minimum=1024)
-        if self.resident_bytes == "auto":
-            if not self.overlaps:
-                raise ValueError(
-                    "OffloadPolicy: resident_bytes='auto' keeps what overlap cannot hide, and nothing overlaps. Add "
-                    "overlap_forward=True, prefetch='backward' or update='backward', or give a number of bytes."
-                )
-        else:
-            _check_size("resident_bytes", self.resident_bytes, minimum=0)
-        if self.resident_limit_bytes is not None:
-            _check_size("resident_limit_bytes", self.resident_limit_bytes, minimum=0)
-        _check_size("snapshot_bytes", self.snapshot_bytes, minimum=0)
+        self._check_sizes()
+        self._check_choices()
+        self._check_autos()
+
+    def _check_sizes(self) -> None:
+        for name, minimum in _MINIMUM_BYTES.items():
+            value = getattr(self, name)
+            if not (value == "auto" and name in _MAY_BE_AUTO) and not (value is None and name in _MAY_BE_NONE):
+                _check_size(name, value, minimum=minimum)
+        if self.staging_bytes != "auto" and self.staging_bytes < 2 * self.bucket_bytes:
+            raise ValueError(
+                "OffloadPolicy: staging_bytes must hold at least two buckets, one in the ring and room for one that "
+                f"is being created; got staging_bytes={self.staging_bytes} with bucket_bytes={self.bucket_bytes}. "
+                f"Raise staging_bytes to {2 * self.bucket_bytes} (four buckets overlap best) or lower bucket_bytes."
+            )
+
+    def _check_choices(self) -> None:
         if self.master_weights not in get_args(MasterKind):
             raise ValueError(
                 f"OffloadPolicy: master_weights must be one of {get_args(MasterKind)}, got {self.master_weights!r}"
@@ -104,13 +110,17 @@ class OffloadPolicy:
         _check_fraction("host_fraction", self.host_fraction)
         if self.pin_memory is not None and not isinstance(self.pin_memory, bool):
             raise TypeError(f"OffloadPolicy: pin_memory must be a bool or None, got {self.pin_memory!r}")
-        if self.host_limit_bytes is not None:
-            _check_size("host_limit_bytes", self.host_limit_bytes, minimum=0)
-        if self.staging_bytes < 2 * self.bucket_bytes:
+
+    def _check_autos(self) -> None:
+        if self.staging_bytes == "auto" and not self.uses_backward:
             raise ValueError(
-                "OffloadPolicy: staging_bytes must hold at least two buckets, one in the ring and room for one that "
-                f"is being created; got staging_bytes={self.staging_bytes} with bucket_bytes={self.bucket_bytes}. "
-                f"Raise staging_bytes to {2 * self.bucket_bytes} (four buckets overlap best) or lower bucket_bytes."
+                "OffloadPolicy: staging_bytes='auto' takes the memory of activations that the backward has freed. Add "
+                "prefetch='backward' or update='backward', or give a number of bytes."
+            )
+        if self.resident_bytes == "auto" and not self.overlaps:
+            raise ValueError(
+                "OffloadPolicy: resident_bytes='auto' keeps what overlap cannot hide, and nothing overlaps. Add "
+                "overlap_forward=True, prefetch='backward' or update='backward', or give a number of bytes."
             )
 
     @property
@@ -135,8 +145,23 @@ class OffloadPolicy:
 
     @property
     def ring_bytes(self) -> int:
-        """Device bytes through which buckets pass: staging without the room for state under creation."""
-        return self.staging_bytes - self.bucket_bytes
+        """Device bytes through which buckets pass: staging without the room for state under creation.
+
+        What there is at first, where that is left to be found out.
+        """
+        return (4 * self.bucket_bytes if self.staging_bytes == "auto" else self.staging_bytes) - self.bucket_bytes
+
+
+_MINIMUM_BYTES = {
+    "staging_bytes": 1,
+    "bucket_bytes": 1024,
+    "resident_bytes": 0,
+    "resident_limit_bytes": 0,
+    "snapshot_bytes": 0,
+    "host_limit_bytes": 0,
+}
+_MAY_BE_AUTO = ("staging_bytes", "resident_bytes")
+_MAY_BE_NONE = ("resident_limit_bytes", "host_limit_bytes")
 
 
 def _check_size(name: str, value: object, *, minimum: int) -> None:

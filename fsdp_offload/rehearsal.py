@@ -122,7 +122,7 @@ class Rehearsal:
         moving = {number for number in keep if iteration.move_ms.get(number)}
         self._keep = moving
         kept_bytes = engine.plan.resident_bytes + engine.plan.resident_nbytes(moving)
-        engine.tuning = (
+        engine.tuning_of_residents = (
             f"resident_bytes='auto': {kept_bytes / 1e9:.2f} GB stay on the device. In an iteration of measured "
             f"transfers of {busy_ms:.0f} ms the model waited {stall_ms:.1f} ms for new parameters"
             + (f"; {left_ms:.1f} ms are expected from now on" if moving else "")

@@ -32,8 +32,7 @@ class OffloadReport:
             under ``overlap_forward``, or wherever state was looked at.
         host_buffer_bytes: host memory through which their parameters and gradients pass; all optimizers of the device
             share it.
-        host_note: what ``host_fraction="auto"`` has measured and chosen.
-        tuning: what ``"auto"`` has chosen, and why; empty if nothing was left to it, or nothing is known yet.
+        tuning: what each ``"auto"`` has chosen, and why, once it is known.
         notes: what the user should know, most important first.
     """
 
@@ -60,8 +59,7 @@ class OffloadReport:
     host_update_gb_per_s: float = 0.0
     host_waited_ms: float = 0.0
     host_buffer_bytes: int = 0
-    host_note: str = ""
-    tuning: str = ""
+    tuning: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -87,8 +85,7 @@ class OffloadReport:
         width = max(len(name) for name, _ in rows)
         lines = [f"Offloaded {self.optimizer}"]
         lines += [f"  ! {note}" for note in self.notes]
-        lines += [f"  {self.host_note}"] if self.host_note else []
-        lines += [f"  {self.tuning}"] if self.tuning else []
+        lines += [f"  {sentence}" for sentence in self.tuning]
         lines += [f"  {name:<{width}}  {value}" for name, value in rows]
         return "\n".join(lines)
 

@@ -389,6 +389,11 @@ class Stepping:
         """Resident state has other homes from now on."""
         self._bound.clear()
 
+    @property
+    def has_ring(self) -> bool:
+        """Whether the staging memory is there."""
+        return self._ring is not None
+
     def give_back_ring(self) -> None:
         """Free the staging memory. No schedule is in progress."""
         self._ring = None
@@ -431,15 +436,15 @@ class Stepping:
         """
         if self._pipeline.host is not None:
             self._pipeline.host.raise_failure()
-        if self.begun is not None and self.begun.done and not mid_step:
-            raise RuntimeError(
-                f"{what} refused: the backward has updated part of the state (OffloadPolicy(update='backward')). Call "
-                "step() first."
-            )
         if self.failure:
             raise RuntimeError(
                 f"{what} refused: {self.failure}. Load a checkpoint of the model and of this optimizer "
                 "(load_state_dict) before going on."
+            )
+        if self.begun is not None and self.begun.done and not mid_step:
+            raise RuntimeError(
+                f"{what} refused: the backward has updated part of the state (OffloadPolicy(update='backward')). Call "
+                "step() first."
             )
 
 

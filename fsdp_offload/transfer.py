@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -199,6 +199,13 @@ class SerialLane:
         return HostMark()
 
 
+class Allocated(NamedTuple):
+    """Bytes of a device that are in use, and the most that ever were since the statistics were last reset."""
+
+    now: int
+    peak: int
+
+
 class DeviceLink:
     """What all offloaded optimizers of one device share: the lanes of the copies and the ring of staging memory.
 
@@ -302,6 +309,14 @@ class DeviceLink:
     def _others(self) -> list[Lane]:
         """All lanes that use the ring beside the current stream."""
         return [*(self._copy_lanes or ()), *([self._update_lane] if self._update_lane is not None else [])]
+
+    def allocated_bytes(self) -> Allocated:
+        """Without the staging memory, which is there or not. On the CPU, all zero."""
+        if self.device.type == "cpu":
+            return Allocated(0, 0)
+        ring_bytes = 0 if self._ring is None else self._ring.numel()
+        now = torch.accelerator.memory_allocated(self.device) - ring_bytes
+        return Allocated(now, torch.accelerator.max_memory_allocated(self.device) - ring_bytes)
 
     def room_bytes(self) -> int:
         """Device memory that would still be free at the highest point so far, less a twentieth of the device."""

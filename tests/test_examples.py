@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemWriter
 
-from examples import async_checkpoint, bf16_master_weights, demo_resume, resume_other_world_size, train_gpt
+from examples import async_checkpoint, bf16_master_weights, demo_resume, resume_other_world_size, rl_sleep, train_gpt
 
 TRAIN_GPT = Path(train_gpt.__file__)
 SMALL = ("--device", "cpu", "--layers", "2", "--width", "32", "--heads", "2", "--seq-len", "32", "--data-mib", "1")
@@ -255,3 +255,33 @@ def test_the_example_would_find_a_wrong_master() -> None:
     master = bf16_master_weights.master_of(param, kept)
     assert master.view(torch.int32).tolist() == [0x3F800003, 0x3F808000]
     assert bf16_master_weights.master_of(param, master) is master
+
+
+# Sleep ---------------------------------------------------------------------------------------------------------------
+
+RL_SMALL = ["--rounds", "2", "--width", "32", "--layers", "2"]
+
+
+def test_a_round_of_reinforcement_learning_leaves_the_device(capsys: pytest.CaptureFixture[str]) -> None:
+    assert rl_sleep.main(RL_SMALL) == 0
+    *phases, verdict = capsys.readouterr().out.splitlines()
+    assert verdict == "PASS: the same losses as without sleeping"
+    names = [line.split(": ")[1].split()[0].strip(",") for line in phases]
+    assert names == ["generated", "asleep", "awake", "trained"] * 2
+    mebibytes = [float(line.split(" MiB of parameters")[0].split()[-1]) for line in phases]
+    assert [size > 0 for size in mebibytes] == [True, False, True, True] * 2
+
+
+def test_the_example_would_find_a_model_that_wakes_as_another(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wake = rl_sleep.wake
+
+    def wake_wrongly(model: torch.nn.Module, optimizer: Any) -> None:
+        wake(model, optimizer)
+        with torch.no_grad():
+            next(model.parameters()).add_(1)
+
+    monkeypatch.setattr(rl_sleep, "wake", wake_wrongly)
+    assert rl_sleep.main(RL_SMALL) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == "FAIL: other losses"

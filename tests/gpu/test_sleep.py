@@ -1,0 +1,403 @@
+"""The sleep of a model on a device: memory that is really free, on streams that really run beside each other."""
+
+import gc
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch import multiprocessing as torch_multiprocessing
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import fsdp_offload.sleep as room
+from fsdp_offload import OffloadPolicy, offload_model, offload_optimizer, reload_model
+from fsdp_offload.transfer import StreamLane
+from tests.overlapping import POLICIES, Loop, Net, adamw, same
+
+MIB = 1 << 20
+LONG_CYCLES = 400_000_000  # about 0.2 s: longer than the host takes for what follows
+SIZES = {"bucket_bytes": 256 << 10, "staging_bytes": 5 * (256 << 10)}
+ASLEEP = r"Call reload_model\(model\) first"
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[DeviceMesh]:
+    torch.cuda.set_device(0)
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cuda", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def clean_device() -> Iterator[None]:
+    gc.collect()
+    torch.cuda.empty_cache()
+    yield
+    torch.cuda.synchronize()
+
+
+def make(device: torch.device, *sizes: int) -> nn.ParameterList:
+    """Parameters of so many MiB each, and some that are small."""
+    torch.manual_seed(0)
+    shapes = [*((size, MIB // 4) for size in sizes), (3,), (1000, 7)]
+    return nn.ParameterList(nn.Parameter(torch.randn(shape, device=device)) for shape in shapes)
+
+
+def bits(model: nn.Module) -> list[Tensor]:
+    return [param.detach().cpu() for param in model.parameters()]
+
+
+def equal(ones: list[Tensor], others: list[Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(ones, others, strict=True))
+
+
+def resident_set_bytes() -> int:
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+# Bytes ---------------------------------------------------------------------------------------------------------------
+
+
+def test_the_memory_is_free_for_others(device):
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    allocated, (free, _) = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()
+    model = make(device, 256, 512, 300)  # the middle one lies across a break of the arena
+    for param in model:
+        param.grad = torch.randn_like(param)
+    before = bits(model)
+    grads = [param.grad.cpu() for param in model]
+    held = sum(2 * param.nbytes for param in model)
+    moved = offload_model(model)
+    assert moved == held
+    assert torch.cuda.memory_allocated() == allocated
+    torch.cuda.empty_cache()
+    assert free - torch.cuda.mem_get_info()[0] < 32 * MIB  # what the driver keeps for streams and locked pages
+    reload_model(model)
+    assert torch.cuda.memory_allocated() - allocated == pytest.approx(held, abs=8 * 512)  # rounded by the allocator
+    assert equal(bits(model), before)
+    assert equal([param.grad.cpu() for param in model], grads)
+
+
+def test_all_memory_of_a_sharded_model_and_of_its_optimizer_is_free(device, mesh):
+    def build() -> Loop:
+        policy = OffloadPolicy(**SIZES, prefetch="backward")
+        return Loop(mesh, adamw, policy, net=lambda: Net(width=512)).train(2)
+
+    build()  # what torch allocates once and keeps, as workspaces of cuBLAS
+    gc.collect()
+    torch.cuda.synchronize()
+    allocated = torch.cuda.memory_allocated()
+    loop = build()
+    with torch.no_grad():
+        loop.model(loop.batch(99))  # the root stays gathered
+    loop.optimizer.offload_states()
+    loop.optimizer.release_states()
+    assert offload_model(loop.model) > 40 * MIB
+    # Counters, and scalars of torch's own; 512 bytes is the least that its allocator gives.
+    assert torch.cuda.memory_allocated() - allocated < MIB
+    reload_model(loop.model)
+    loop.optimizer.reload_states()
+    loop.train(2, first=2)
+
+
+def test_the_arena_is_pinned_and_given_back(device):
+    model = make(device, 300)
+    offload_model(model)
+    reload_model(model)
+    torch.cuda.synchronize()
+    assert room._regions[model].bytes.is_pinned()
+    before = resident_set_bytes()
+    reload_model(model, free_host_memory=True)
+    assert before - resident_set_bytes() > 290 * MIB
+
+
+def test_two_thousand_cycles_grow_nothing(device, mesh):
+    model = make(device, 1, 2, 3)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    offload_optimizer(optimizer, model=model)
+    optimizer.step()
+    optimizer.zero_grad()
+    before = bits_of_shards(model)
+
+    def cycle(times: int) -> None:
+        for _ in range(times):
+            optimizer.offload_states()
+            optimizer.release_states()
+            offload_model(model)
+            reload_model(model)
+            optimizer.reload_states()
+        torch.cuda.synchronize()
+
+    def figures() -> dict[str, Any]:
+        gc.collect()
+        return {
+            "allocated": torch.cuda.memory_allocated(),
+            "reserved": torch.cuda.memory_reserved(),
+            "device allocations": torch.cuda.memory_stats()["num_device_alloc"],
+            "host allocations": torch.cuda.host_memory_stats()["num_host_alloc"],
+            "arena": room._regions[model].bytes.data_ptr(),
+        }
+
+    cycle(200)
+    expected, resident, (free, _) = figures(), resident_set_bytes(), torch.cuda.mem_get_info()
+    objects = len(gc.get_objects())
+    cycle(2000)
+    assert figures() == expected
+    assert len(gc.get_objects()) - objects < 200
+    assert resident_set_bytes() - resident < 8 * MIB
+    assert free - torch.cuda.mem_get_info()[0] < 8 * MIB
+    assert equal(bits_of_shards(model), before)
+
+
+def bits_of_shards(model: nn.Module) -> list[Tensor]:
+    return [param.to_local().detach().cpu() for param in model.parameters()]
+
+
+def test_no_room_to_wake_up_leaves_it_asleep(device):
+    model = make(device, 64, 512, 64)
+    before = bits(model)
+    offload_model(model)
+    torch.cuda.empty_cache()
+    allocated, total = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[1]
+    torch.cuda.set_per_process_memory_fraction((allocated + 300 * MIB) / total)
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            reload_model(model)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert torch.cuda.memory_allocated() == allocated
+    with pytest.raises(RuntimeError, match=ASLEEP):
+        model[0].sum()
+    reload_model(model)
+    assert equal(bits(model), before)
+
+
+def fill_with_sevens(device: torch.device) -> None:
+    """The memory that a parameter of 64 MiB had, and is likely to get again."""
+    sevens = torch.full((64, MIB // 4), 7.0, device=device)
+    torch.cuda.current_stream().synchronize()
+    del sevens
+
+
+# Streams -------------------------------------------------------------------------------------------------------------
+
+
+def write_late(device: torch.device) -> nn.ParameterList:
+    """Ones and twos, on the current stream and on another one that nobody waits for."""
+    model = make(device, 16, 16)
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.no_grad():
+        torch.cuda._sleep(LONG_CYCLES)
+        model[0].fill_(1)
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(LONG_CYCLES)
+            model[1].fill_(2)
+    return model
+
+
+def test_what_the_device_still_has_to_write_is_kept(device):
+    model = write_late(device)
+    offload_model(model)
+    reload_model(model)
+    assert bool((model[0] == 1).all())
+    assert bool((model[1] == 2).all())
+
+
+def test_what_the_device_still_has_to_write_is_lost_without_the_wait(device, monkeypatch):
+    """The test above can fail."""
+    model = write_late(device)
+    with monkeypatch.context() as patch:
+        patch.setattr(room.DeviceLink, "synchronize", lambda self: None)
+        offload_model(model)
+    torch.cuda.synchronize()
+    reload_model(model)
+    assert not bool((model[0] == 1).all())
+    assert not bool((model[1] == 2).all())
+
+
+def test_memory_is_given_back_when_nobody_reads_it_any_more(device):
+    model = make(device, 64)
+    side = torch.cuda.Stream()
+    expected = model[0].detach().sum().item()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(LONG_CYCLES)
+        total = model[0].detach().sum()
+    offload_model(model)
+    fill_with_sevens(device)  # the memory that is free now
+    side.synchronize()
+    assert total.item() == expected
+
+
+def slow_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy kernel in front of what wakes the model."""
+    load = room._load
+
+    def slowed(region: Any, sleep: Any) -> None:
+        with room.device_link(torch.device("cuda", 0)).lanes(serial=False)["L"].running():
+            torch.cuda._sleep(LONG_CYCLES)
+        load(region, sleep)
+
+    monkeypatch.setattr(room, "_load", slowed)
+
+
+def test_the_current_stream_waits_for_the_wake(device, monkeypatch):
+    model = make(device, 64)
+    expected = model[0].detach().clone()
+    offload_model(model)
+    fill_with_sevens(device)
+    slow_loads(monkeypatch)
+    reload_model(model)
+    assert torch.equal(model[0].detach(), expected)
+
+
+def test_other_bits_if_the_current_stream_does_not_wait(device, monkeypatch):
+    """The test above can fail."""
+    model = make(device, 64)
+    expected = model[0].detach().clone()
+    offload_model(model)
+    fill_with_sevens(device)
+    slow_loads(monkeypatch)
+    monkeypatch.setattr(StreamLane, "wait", lambda self, mark: None)
+    reload_model(model)
+    assert not torch.equal(model[0].detach(), expected)
+
+
+def test_memory_that_the_current_stream_still_reads_is_not_overwritten(device):
+    """The wake gets memory of a tensor that is gone for the host, and not yet for the device."""
+    model = make(device, 64)
+    offload_model(model)
+    torch.cuda.empty_cache()
+    activation = torch.full((64, MIB // 4), 3.0, device=device)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(LONG_CYCLES)
+    total = activation.sum(dtype=torch.float64)
+    del activation
+    reload_model(model)
+    assert total.item() == 3.0 * 64 * MIB / 4
+
+
+def test_a_stream_of_the_users_own(device):
+    model = make(device, 64)
+    expected = model[0].detach().clone()
+    offload_model(model)
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        reload_model(model)
+        found = model[0].detach().clone()
+    side.synchronize()
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("fields", [{}, *POLICIES.values()], ids=["default", *POLICIES])
+def test_training_with_an_offloaded_optimizer(mesh, fields):
+    def sleep_around(loop: Loop, step: int) -> None:
+        loop.backward(step)
+        if fields.get("update") != "backward":
+            offload_model(loop.model)
+            reload_model(loop.model)
+        loop.step()
+        loop.optimizer.offload_states()
+        loop.optimizer.release_states()
+        offload_model(loop.model)
+        torch.cuda.empty_cache()
+        reload_model(loop.model)
+        loop.optimizer.reload_states()
+
+    plain = Loop(mesh, adamw, None, net=lambda: Net(width=128)).train(6)
+    policy = OffloadPolicy(**{**SIZES, **fields})
+    assert same(plain, Loop(mesh, adamw, policy, net=lambda: Net(width=128)).train(6, sleep_around))
+
+
+@pytest.mark.filterwarnings("default")  # inductor's advice about TensorFloat32
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_a_compiled_model(device, mode):
+    """With CUDA graphs inductor notices that addresses have changed, and records anew."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 256)).to(device)
+    compiled = torch.compile(model, mode=mode)
+    x = torch.randn(8, 256, device=device)
+    with torch.no_grad():
+        expected = [compiled(x).clone() for _ in range(3)][-1]
+        for _ in range(3):
+            offload_model(model)
+            with pytest.raises(Exception, match=ASLEEP):
+                compiled(x)
+            occupied = torch.ones(16 * MIB, device=device)  # the next addresses are others
+            reload_model(model)
+            for _ in range(3):
+                assert torch.equal(compiled(x).clone(), expected)
+            del occupied
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("flags", [[], ["--no-sharded"]], ids=["sharded", "plain"])
+def test_bench(flags):
+    command = [sys.executable, "-m", "fsdp_offload.bench", "sleep", "--gigabytes", "0.2", "--tensors", "9"]
+    run = subprocess.run([*command, "--repeats", "2", *flags], check=True, capture_output=True, text=True)
+    _, resident, home = (json.loads(line) for line in run.stdout.splitlines())
+    assert [record["state"] for record in (resident, home)] == ["resident", "home"]
+    param_bytes = 4 * home["params"]
+    assert [home["moved_bytes"], resident["moved_bytes"]] == pytest.approx([param_bytes, 3 * param_bytes], rel=0.02)
+    assert all(record["freed_bytes"] >= record["moved_bytes"] for record in (resident, home))
+
+
+# CUDA IPC ------------------------------------------------------------------------------------------------------------
+
+
+def read_shared(queue: Any, answers: Any) -> None:
+    """Another process: a generation engine that was given the weights."""
+    weight = queue.get()
+    answers.put(weight.sum().item())
+    queue.get()  # the model has slept and has been trained
+    torch.cuda.synchronize()
+    answers.put(weight.sum().item())
+    del weight
+    gc.collect()
+    torch.cuda.ipc_collect()
+    answers.put("closed")
+    queue.get()
+
+
+def test_an_open_ipc_handle_keeps_the_old_memory(device):
+    """As documented: nothing dangles, the other process sees the old bytes, and the memory stays until it lets go."""
+    torch.cuda.synchronize()
+    allocated = torch.cuda.memory_allocated()
+    model = nn.ParameterList([nn.Parameter(torch.ones(64, MIB // 4, device=device), requires_grad=False)])
+    context = torch_multiprocessing.get_context("spawn")
+    queue, answers = context.Queue(), context.Queue()
+    child = context.Process(target=read_shared, args=(queue, answers), daemon=True)
+    child.start()
+    try:
+        queue.put(model[0].data)
+        ones = answers.get(timeout=120)
+        assert ones == 64 * MIB / 4
+        offload_model(model)
+        kept = torch.cuda.memory_allocated() - allocated
+        reload_model(model)
+        model[0].fill_(2)
+        torch.cuda.synchronize()
+        queue.put("look again")
+        assert answers.get(timeout=120) == ones
+        assert kept >= 64 * MIB
+        assert answers.get(timeout=120) == "closed"
+        torch.cuda.ipc_collect()
+        assert torch.cuda.memory_allocated() - allocated < 65 * MIB
+        queue.put("done")
+    finally:
+        child.join(timeout=60)
+    assert child.exitcode == 0

@@ -1,0 +1,757 @@
+"""A model that has slept is the same objects with the same bits; while it sleeps, its memory is away and use refused.
+
+On the CPU the same code runs as on a device: storages give their memory back, and get it again.
+"""
+
+import copy
+import gc
+import io
+import logging
+import os
+import resource
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+
+import fsdp_offload.sleep as room
+from fsdp_offload import OffloadPolicy, offload_model, offload_optimizer, reload_model
+from tests.overlapping import POLICIES, SIZES, Loop, adamw, same
+from tests.parity import same_bits
+
+ASLEEP = r"Call reload_model\(model\) first"
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[DeviceMesh]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+class Net(nn.Module):
+    """Tied weights, a frozen parameter, an unused and an empty one, buffers, and one over a larger storage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(13, 8)
+        self.body = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
+        self.body[0].weight.requires_grad_(requires_grad=False)
+        self.head = nn.Linear(8, 13, bias=False)
+        self.head.weight = self.embed.weight
+        self.unused = nn.Parameter(torch.randn(3))
+        self.empty = nn.Parameter(torch.empty(0, 4))
+        self.register_buffer("table", torch.randn(40)[8:16], persistent=False)
+        self.register_buffer("tail", self.table[4:])
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return (
+            self.head(self.body(self.embed(tokens)) + self.table.to(self.head.weight.dtype))
+            .float()
+            .logsumexp(-1)
+            .mean()
+        )
+
+
+def batch(seed: int) -> Tensor:
+    return torch.randint(0, 13, (6,), generator=torch.Generator().manual_seed(seed))
+
+
+def make(seed: int = 0) -> Net:
+    torch.manual_seed(seed)
+    return Net()
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    model(batch(seed)).backward()
+    optimizer.step()
+
+
+def local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    return dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
+
+
+def snapshot(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of everything, gradients included."""
+    found = {name: local(tensor.detach()).clone() for name, tensor in tensors_of(model).items()}
+    grads = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+    return found | {f"{name}.grad": local(grad).clone() for name, grad in grads.items()}
+
+
+def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert [name for name in one if not same_bits(one[name], other[name])] == []
+
+
+def held_bytes(tensors: list[Tensor]) -> int:
+    """Of the memory behind them; asked before they sleep, their storages say it also while they do."""
+    return sum({id(storage): storage.nbytes() for storage in storages_of(tensors)}.values())
+
+
+def storages_of(tensors: list[Tensor]) -> list[torch.UntypedStorage]:
+    return [local(tensor).untyped_storage() for tensor in tensors]
+
+
+# The same objects, the same bits ------------------------------------------------------------------------------------
+
+
+def test_memory_is_away_and_comes_back() -> None:
+    model = make()
+    model(batch(0)).backward()
+    before = snapshot(model)
+    tensors = [*tensors_of(model).values(), *(p.grad for p in model.parameters() if p.grad is not None)]
+    identities = [id(tensor) for tensor in tensors]
+    storages = {id(storage): storage for storage in storages_of(tensors)}
+    total = sum(storage.nbytes() for storage in storages.values())
+    assert offload_model(model) == total
+    assert [storage.nbytes() for storage in storages.values()] == [0] * len(storages)
+    reload_model(model)
+    assert sum(storage.nbytes() for storage in storages.values()) == total
+    assert [type(tensor) for tensor in tensors[:2]] == [nn.Parameter, nn.Parameter]
+    now = [*tensors_of(model).values(), *(p.grad for p in model.parameters() if p.grad is not None)]
+    assert [id(tensor) for tensor in now] == identities
+    assert_same(snapshot(model), before)
+
+
+def test_views_and_tied_weights_stay_what_they_are() -> None:
+    model = make()
+    view = model.body[2].weight.detach()[2:5]
+    bits = view.clone()
+    offload_model(model)
+    reload_model(model)
+    assert torch.equal(view, bits)
+    assert view.untyped_storage().data_ptr() == model.body[2].weight.untyped_storage().data_ptr()
+    assert model.head.weight is model.embed.weight
+    assert model.tail.data_ptr() == model.table.data_ptr() + 16
+    with torch.no_grad():
+        view.fill_(3)
+    assert bool((model.body[2].weight[2:5] == 3).all())
+
+
+def test_training_goes_on_with_the_same_bits() -> None:
+    models = [make(), make()]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in models]
+    for seed in range(5):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            model(batch(seed)).backward()
+            if model is models[1]:
+                offload_model(model)  # with gradients
+                reload_model(model)
+            optimizer.step()
+            if seed % 2:
+                optimizer.zero_grad()
+            if model is models[1]:
+                offload_model(model)
+                reload_model(model)
+        assert_same(*map(snapshot, models))
+
+
+def test_a_graph_that_was_made_before_works_afterwards() -> None:
+    """Waking writes what was there: autograd must not take it for a modification."""
+    model, other = make(), make()
+    loss, expected = model(batch(0)), other(batch(0))
+    versions = [param._version for param in model.parameters()]
+    offload_model(model)
+    reload_model(model)
+    assert [param._version for param in model.parameters()] == versions
+    loss.backward()
+    expected.backward()
+    assert_same(snapshot(model), snapshot(other))
+
+
+def test_twice_is_once() -> None:
+    model = make()
+    before = snapshot(model)
+    reload_model(model)
+    assert offload_model(model) > 0
+    assert offload_model(model) == 0
+    reload_model(model)
+    reload_model(model)
+    assert_same(snapshot(model), before)
+
+
+def test_gradients_are_dropped_on_request() -> None:
+    model = make()
+    model(batch(0)).backward()
+    model.unused.grad = torch.ones(3)
+    grad = model.unused.grad
+    parameters = held_bytes(list(tensors_of(model).values()))
+    assert offload_model(model, gradients="drop") == parameters
+    reload_model(model)
+    assert {param.grad for param in model.parameters()} == {None}
+    assert torch.equal(grad, torch.ones(3))  # whoever else holds it may use it
+    with pytest.raises(ValueError, match="gradients must be 'offload' or 'drop'"):
+        offload_model(model, gradients="keep")  # type: ignore[arg-type]
+
+
+def test_parts_sleep_by_themselves() -> None:
+    model = make()
+    model(batch(0)).backward()
+    before = snapshot(model)
+    whole = held_bytes([*tensors_of(model).values(), *(p.grad for p in model.parameters() if p.grad is not None)])
+    part = offload_model(model.body)
+    assert part + offload_model(model) == whole
+    reload_model(model)
+    with pytest.raises(RuntimeError, match=ASLEEP):
+        model(batch(0))
+    reload_model(model.body)
+    assert_same(snapshot(model), before)
+
+
+def test_models_that_share_a_parameter() -> None:
+    one, other = make(0), make(1)
+    other.head.weight = other.embed.weight = one.embed.weight
+    before = [snapshot(one), snapshot(other)]
+    offload_model(one)
+    offload_model(other)
+    reload_model(one)
+    reload_model(other)
+    assert_same(snapshot(one), before[0])
+    assert_same(snapshot(other), before[1])
+
+
+def test_inference_mode_changes_nothing() -> None:
+    model = make()
+    before = snapshot(model)
+    with torch.inference_mode():
+        offload_model(model)
+        reload_model(model)
+    model(batch(0)).backward()
+    model.zero_grad()
+    after = snapshot(model)
+    statistics = [name for name in after if "running" in name or "tracked" in name]
+    assert_same(
+        {k: v for k, v in after.items() if k not in statistics}, {k: before[k] for k in after if k not in statistics}
+    )
+
+
+def test_pieces_end_where_locked_memory_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A storage that is larger than the distance of breaks, and lies across several, is copied in pieces."""
+    monkeypatch.setattr(room, "BREAK_BYTES", 4096)
+    model = nn.ParameterList([torch.randn(1000), torch.randn(50, 100), torch.randn(1024), torch.randn(7)])
+    before = snapshot(model)
+    copied: list[tuple[int, int]] = []
+    pieces = room._pieces
+
+    def noting(region: Any, places: Any) -> Iterator[tuple[Tensor, Tensor]]:
+        for host, device in pieces(region, places):
+            begin = host.data_ptr() - region.bytes.data_ptr()
+            copied.append((begin, begin + host.numel()))
+            yield host, device
+
+    monkeypatch.setattr(room, "_pieces", noting)
+    assert offload_model(model) == sum(end - begin for begin, end in copied) == 4 * (1000 + 5000 + 1024 + 7)
+    assert all(begin // 4096 == (end - 1) // 4096 for begin, end in copied)
+    with torch.no_grad():
+        reload_model(model)
+    assert_same(snapshot(model), before)
+
+
+# Sharded ------------------------------------------------------------------------------------------------------------
+
+
+def shard(model: Net, mesh: DeviceMesh, **options: Any) -> Net:
+    fully_shard(model.body, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
+    return model
+
+
+def test_a_sharded_model_trains_on(mesh: DeviceMesh) -> None:
+    models = [shard(make(), mesh), shard(make(), mesh)]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in models]
+    params = list(models[1].parameters())
+    for seed in range(4):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            if model is models[1]:
+                with torch.no_grad():
+                    model.eval()(batch(9))  # generates; the root stays gathered
+                    model.train()
+                assert offload_model(model) > 0
+                reload_model(model)
+                assert all(one is other for one, other in zip(params, model.parameters(), strict=True))
+                assert {type(param) for param in params} == {DTensor}
+            train(model, optimizer, seed)
+            if model is models[1]:
+                offload_model(model)
+                reload_model(model)
+        assert_same(*map(snapshot, models))
+
+
+@pytest.mark.parametrize("when", ["before-first-forward", "gathered", "after-backward"])
+def test_all_memory_of_a_sharded_model_is_away(mesh: DeviceMesh, when: str) -> None:
+    model = shard(make(), mesh)
+    if when == "gathered":
+        with torch.no_grad():
+            model(batch(0))
+    if when == "after-backward":
+        model(batch(0)).backward()
+    offload_model(model)
+    assert {storage.nbytes() for storage in storages_of_fsdp(model)} == {0}
+    with pytest.raises(RuntimeError, match=ASLEEP):
+        model(batch(0))
+    with pytest.raises(RuntimeError, match=ASLEEP):
+        model.body(torch.ones(6, 8))
+    with pytest.raises(RuntimeError, match=ASLEEP):
+        model.unshard()
+    reload_model(model)
+    model.reshard()
+    expected = shard(make(), mesh)
+    if when == "after-backward":
+        expected(batch(0)).backward()
+    if when == "gathered":
+        with torch.no_grad():
+            expected(batch(0))
+    expected.reshard()
+    trained = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (model, expected)]
+    for net, optimizer in zip((model, expected), trained, strict=True):
+        train(net.train(), optimizer, 3)
+    assert_same(snapshot(model), snapshot(expected))
+
+
+def storages_of_fsdp(model: nn.Module) -> list[torch.UntypedStorage]:
+    from fsdp_offload.fsdp import _param_groups
+
+    params = [param for group in _param_groups(model) for param in group.fsdp_params]
+    tensors = [param._sharded_param_data for param in params]
+    tensors += [param.sharded_param._local_tensor for param in params]
+    tensors += [tensor for param in params for tensor in param.all_gather_outputs]
+    return [tensor.untyped_storage() for tensor in tensors]
+
+
+def test_gradients_that_are_not_reduced_yet(mesh: DeviceMesh) -> None:
+    models = [shard(make(), mesh), shard(make(), mesh), shard(make(), mesh)]
+    for model in models:
+        model.set_requires_gradient_sync(False)
+        model(batch(0)).backward()
+        if model is models[1]:
+            moved = offload_model(model)
+            reload_model(model)
+            assert moved == offload_model(model)
+            reload_model(model)
+        if model is models[2]:
+            assert offload_model(model, gradients="drop") < moved
+            reload_model(model)
+        model.set_requires_gradient_sync(True)
+        model(batch(1)).backward()
+    assert_same(snapshot(models[0]), snapshot(models[1]))
+    fresh = shard(make(), mesh)
+    with torch.no_grad():
+        fresh(batch(0))  # statistics
+    fresh(batch(1)).backward()
+    assert_same(snapshot(models[2]), snapshot(fresh))
+
+
+def test_mixed_precision(mesh: DeviceMesh) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 9), nn.Tanh(), nn.Linear(9, 3))
+        fully_shard(model[0], mesh=mesh, mp_policy=policy)
+        return fully_shard(model, mesh=mesh, mp_policy=policy)
+
+    models = [build(), build()]
+    for seed in range(3):
+        for model in models:
+            model(torch.full((2, 8), seed + 0.5)).sum().backward()
+            if model is models[1]:
+                offload_model(model)
+                reload_model(model)
+        assert_same(*map(snapshot, models))
+
+
+def test_what_fully_shard_keeps_on_the_host_is_at_home(mesh: DeviceMesh) -> None:
+    model = shard(make(), mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    assert offload_model(model) == 0
+    model(batch(0)).backward()
+    reload_model(model)
+
+
+def test_replicated_parameters(mesh: DeviceMesh) -> None:
+    weight = torch.randn(4, 4)
+    model = nn.Linear(4, 4, bias=False)
+    model.weight = nn.Parameter(distribute_tensor(weight, mesh, [Replicate()]))
+    assert offload_model(model) == 64
+    with pytest.raises(RuntimeError, match=ASLEEP):
+        model.weight.to_local()
+    reload_model(model)
+    assert torch.equal(model.weight.to_local(), weight)
+
+
+def test_gradients_that_are_views_of_a_bucket(mesh: DeviceMesh) -> None:
+    """DistributedDataParallel reduces into its own bucket after waking, of which the gradients are still views."""
+    assert mesh.size() == 1
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(8, 9), nn.Tanh(), nn.Linear(9, 3))
+        models.append(nn.parallel.DistributedDataParallel(net, gradient_as_bucket_view=True))
+    for seed in range(3):
+        for model in models:
+            model(torch.full((2, 8), seed + 0.5)).sum().backward()
+            if model is models[1]:
+                offload_model(model)
+                reload_model(model)
+            with torch.no_grad():
+                for param in model.parameters():
+                    assert param.grad is not None
+                    param -= 0.1 * param.grad
+            model.zero_grad(set_to_none=seed == 1)
+            if model is models[1]:
+                offload_model(model)
+                reload_model(model)
+        assert_same(*map(snapshot, models))
+
+
+# Optimizers ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fields", [{}, *POLICIES.values()], ids=["default", *POLICIES])
+def test_with_an_offloaded_optimizer(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
+    def sleep_around(loop: Loop, step: int) -> None:
+        nap(loop)
+        loop.backward(step)
+        if fields.get("update") != "backward":
+            nap(loop)
+        loop.optimizer.step()
+        nap(loop)
+        loop.scheduler.step()
+        loop.optimizer.zero_grad()
+        nap(loop)
+
+    def nap(loop: Loop) -> None:
+        loop.optimizer.offload_states()
+        loop.optimizer.release_states()
+        offload_model(loop.model)
+        reload_model(loop.model)
+        loop.optimizer.reload_states()
+
+    plain = Loop(mesh, adamw, None).train(6)
+    offloaded = Loop(mesh, adamw, OffloadPolicy(**{**SIZES, **fields})).train(6, sleep_around)
+    assert same(plain, offloaded)
+
+
+def test_gradients_that_an_update_holds_are_let_go(mesh: DeviceMesh) -> None:
+    """Until somebody needs the parameters, an update of overlap_forward keeps its gradients beyond zero_grad()."""
+    loop = Loop(mesh, adamw, OffloadPolicy(**SIZES, overlap_forward=True))
+    loop.backward(0)
+    loop.optimizer.step()
+    grads = [weakref.ref(local(param.grad).untyped_storage()) for param in loop.model.parameters()]
+    loop.optimizer.zero_grad()
+    gc.collect()
+    assert any(grad() is not None for grad in grads)
+    offload_model(loop.model)
+    gc.collect()
+    assert [grad() for grad in grads] == [None] * len(grads)
+    reload_model(loop.model)
+
+
+@pytest.mark.filterwarnings("ignore:offload_optimizer. The parameters are on the CPU:UserWarning")
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_an_optimizer_neither_steps_nor_clears_while_asleep(offloaded: bool) -> None:
+    model, other = make(), make()
+    optimizers = [torch.optim.AdamW(net.parameters(), lr=0.01) for net in (model, other)]
+    if offloaded:
+        offload_optimizer(optimizers[0], model=model)
+    for seed in range(2):
+        for net, optimizer in zip((model, other), optimizers, strict=True):
+            net(batch(seed)).backward()
+            if net is model:
+                offload_model(net)
+                with pytest.raises(RuntimeError, match=ASLEEP):
+                    optimizer.step()
+                with pytest.raises(RuntimeError, match=ASLEEP):
+                    optimizer.zero_grad()
+                with pytest.raises(RuntimeError, match=ASLEEP):
+                    nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+                optimizer.state_dict()  # has nothing to do with it
+                reload_model(net)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same(snapshot(model), snapshot(other))
+
+
+# Use while asleep ---------------------------------------------------------------------------------------------------
+
+USES: dict[str, Callable[[Net], object]] = {
+    "forward": lambda model: model(batch(0)),
+    "forward of a part": lambda model: model.body[2](torch.ones(2, 8)),
+    "functional": lambda model: torch.func.functional_call(
+        model.head, dict(model.head.named_parameters()), torch.ones(8)
+    ),
+    "state_dict": lambda model: model.state_dict(),
+    "state_dict of a part": lambda model: model.body.state_dict(),
+    "get_model_state_dict": get_model_state_dict,
+    "load_state_dict": lambda model: model.load_state_dict(make(1).state_dict()),
+    "deepcopy": copy.deepcopy,
+    "save": lambda model: torch.save(model, io.BytesIO()),
+    "to": lambda model: model.to(torch.float64),
+    "arithmetic": lambda model: model.unused + 1,
+    "in place": lambda model: model.unused.data.zero_(),
+    "gradient": lambda model: model.unused.grad,
+    "drop gradient": lambda model: setattr(model.unused, "grad", None),
+    "view": lambda model: model.body[2].weight[1:],
+    "item": lambda model: model.unused[0].item(),
+    "foreach": lambda model: torch._foreach_norm(list(model.parameters())),
+    "out": lambda model: torch.ones(3, out=model.unused.detach()),
+    "buffer": lambda model: model.table.sum(),
+    "numpy": lambda model: model.table.numpy(),
+    "list": lambda model: model.table.tolist(),
+    "copy from": lambda model: torch.ones(8).copy_(model.table),
+}
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_use_is_refused(use: Callable[[Net], object]) -> None:
+    model = make()
+    model(batch(0)).backward()
+    before = snapshot(model)
+    offload_model(model)
+    with pytest.raises((RuntimeError, TypeError), match=ASLEEP):
+        use(model)
+    reload_model(model)
+    assert_same(snapshot(model), before)
+    model.state_dict()
+    copy.deepcopy(model)
+    torch.save(model, io.BytesIO())
+
+
+def test_what_needs_no_memory_is_allowed() -> None:
+    model = make()
+    offload_model(model)
+    weight = model.embed.weight
+    assert isinstance(weight, nn.Parameter)
+    assert (weight.shape, weight.dtype, weight.device.type, weight.requires_grad) == (
+        (13, 8),
+        torch.float32,
+        "cpu",
+        True,
+    )
+    assert (weight.numel(), weight.is_leaf, len(weight), weight.stride()) == (104, True, 13, (8, 1))
+    assert weight in set(model.parameters())
+    assert repr(weight) == "Parameter(asleep, shape=(13, 8), dtype=torch.float32, device=cpu)"
+    assert "Embedding(13, 8)" in repr(model)
+    weight.requires_grad_(requires_grad=False)
+    reload_model(model)
+    assert repr(weight).startswith("Parameter containing:")
+
+
+def test_a_compiled_model() -> None:
+    """Compiled code does not look at hooks; that a parameter has another class is what it looks at."""
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    compiled = torch.compile(model, backend="aot_eager")
+    x = torch.randn(3, 8)
+    expected = compiled(x)
+    for _ in range(3):
+        offload_model(model)
+        with pytest.raises(Exception, match=ASLEEP):
+            compiled(x)
+        reload_model(model)
+        assert torch.equal(compiled(x), expected)
+    torch._dynamo.reset()
+
+
+# What stays ---------------------------------------------------------------------------------------------------------
+
+
+def test_memory_that_is_not_torchs_stays_and_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    model = make()
+    foreign = torch.frombuffer(bytearray(64), dtype=torch.float32)
+    model.register_buffer("foreign", foreign)
+    model.register_buffer("alias", torch.ones(4, 4))
+    model.register_buffer("over_alias", torch.utils.dlpack.from_dlpack(model.alias[1:]))
+    model.register_buffer("shared", torch.ones(5).share_memory_())
+    model.unused.grad = torch.ones(3).to_sparse()
+    with caplog.at_level(logging.WARNING, logger="fsdp_offload.sleep"):
+        for _ in range(3):
+            offload_model(model)
+            assert foreign.sum() == 0
+            assert model.over_alias.sum() == 12
+            assert model.shared.sum() == 5
+            reload_model(model)
+    assert model.alias.sum() == 16
+    assert len(caplog.records) == 1
+    message = caplog.records[0].getMessage()
+    assert "leaves 5 tensors where they are" in message
+    assert "foreign: its memory is not torch's to free" in message
+    assert "unused.grad: it is torch.sparse_coo" in message
+
+
+def test_meta_parameters_have_nothing_to_move() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(3, 3)
+    assert offload_model(model) == 0
+    model.to_empty(device="cpu")
+    assert offload_model(model) == 48
+    reload_model(model)
+
+
+class Wrapper(Tensor):
+    """A quantized weight, as torchao and Transformer Engine make them: codes, a scale, and what it caches of them."""
+
+    codes: Tensor
+    scale: Tensor
+    cache: Tensor | None
+
+    @staticmethod
+    def __new__(cls, codes: Tensor, scale: Tensor, cache: Tensor | None = None) -> "Wrapper":
+        del scale, cache
+        return Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32, device=codes.device)
+
+    def __init__(self, codes: Tensor, scale: Tensor, cache: Tensor | None = None) -> None:
+        self.codes, self.scale, self.cache = codes, scale, cache
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["codes", "scale", *(["cache"] if self.cache is not None else [])], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, Tensor], *_: Any) -> "Wrapper":
+        return cls(**inner)
+
+    known: ClassVar = {torch.ops.aten.detach.default: lambda w: Wrapper(w.codes, w.scale, w.cache)}
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in cls.known:
+            return cls.known[func](*args)
+        plain = [arg.codes.float() * arg.scale if isinstance(arg, Wrapper) else arg for arg in args]
+        return func(*plain, **(kwargs or {}))
+
+
+def test_a_wrapper_sleeps_by_its_inner_tensors() -> None:
+    codes, scale = torch.arange(12, dtype=torch.uint8).view(3, 4), torch.tensor(0.5)
+    cache = codes.t().contiguous()
+    model = nn.Module()
+    model.weight = nn.Parameter(Wrapper(codes, scale, cache), requires_grad=False)
+    assert offload_model(model) == 12 + 4 + 12
+    assert [t.untyped_storage().nbytes() for t in (codes, scale, cache)] == [0, 0, 0]
+    with pytest.raises(RuntimeError, match=ASLEEP):
+        model.weight.sum()
+    with pytest.raises(RuntimeError, match=ASLEEP):
+        model.weight.codes.sum()
+    reload_model(model)
+    assert type(model.weight) is Wrapper
+    assert model.weight.cache is not None
+    assert torch.equal(cache, codes.t())
+    assert model.weight.sum() == 33
+
+
+# Host memory --------------------------------------------------------------------------------------------------------
+
+
+def memory_of(model: nn.Module) -> "weakref.ref[object]":
+    return weakref.ref(room._regions[model]._owner)
+
+
+def test_host_memory_is_kept_and_grows_with_the_model() -> None:
+    model = make()
+    offload_model(model)
+    memory = memory_of(model)
+    reload_model(model)
+    model.unused.grad = torch.ones(3)
+    offload_model(model)
+    larger = memory_of(model)
+    assert memory() is None
+    assert larger() is not None
+    reload_model(model)
+    offload_model(model, gradients="drop")  # fits into what there is
+    assert memory_of(model)() is larger()
+    reload_model(model, free_host_memory=True)
+    assert larger() is None
+    reload_model(model, free_host_memory=True)
+
+
+def test_host_memory_is_exact() -> None:
+    model = nn.ParameterList([torch.randn(1000), torch.randn(1 << 18), torch.randn(3)])
+    moved = offload_model(model)
+    assert moved <= room._regions[model].nbytes <= moved * 1.001
+    reload_model(model)
+
+
+@pytest.mark.parametrize("asleep", [False, True])
+def test_host_memory_goes_with_the_model(asleep: bool) -> None:
+    model = make()
+    model.unused.owner = model  # what people hang onto a parameter may refer to the model
+    offload_model(model)
+    if not asleep:
+        reload_model(model)
+    memory = memory_of(model)
+    assert memory() is not None
+    del model
+    gc.collect()
+    assert memory() is None
+
+
+def test_too_little_host_memory_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(1 << 50))  # as if so many ranks had to share this host
+    model = make()
+    model(batch(0)).backward()
+    before = snapshot(model)
+    with pytest.raises(MemoryError, match=r"offload_model needs \d+ bytes of host memory"):
+        offload_model(model, gradients="drop")
+    assert_same(snapshot(model), before)
+
+
+def test_too_little_device_memory_leaves_it_asleep() -> None:
+    model = nn.ParameterList([torch.randn(1000), torch.randn(64 << 20), torch.randn(3)])
+    sums = [param.sum() for param in model]
+    storages = storages_of(list(model))
+    offload_model(model)
+    limit = resource.getrlimit(resource.RLIMIT_AS)
+    with open("/proc/self/statm") as statm:
+        used_bytes = int(statm.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    resource.setrlimit(resource.RLIMIT_AS, (used_bytes + (64 << 20), limit[1]))
+    try:
+        with pytest.raises(RuntimeError, match=r"not enough memory|can't allocate memory"):
+            reload_model(model)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limit)
+    assert [storage.nbytes() for storage in storages] == [0, 0, 0]
+    with pytest.raises(RuntimeError, match=ASLEEP):
+        model[0].sum()
+    reload_model(model)
+    assert [param.sum() for param in model] == sums
+
+
+def test_two_thousand_cycles_grow_nothing() -> None:
+    model = make()
+    model.register_buffer("large", torch.randn(1 << 16))  # 2,000 of it would be 500 MiB
+    before = snapshot(model)
+
+    def cycle(times: int) -> None:
+        for number in range(times):
+            model.unused.grad = torch.ones(3)
+            offload_model(model, gradients="offload" if number % 2 else "drop")
+            reload_model(model)
+
+    cycle(500)
+    model.zero_grad()
+    gc.collect()
+    objects, resident = len(gc.get_objects()), resident_bytes()
+    memory = memory_of(model)()
+    cycle(2000)
+    model.zero_grad()
+    gc.collect()
+    assert len(gc.get_objects()) - objects < 50
+    assert resident_bytes() - resident < 4 << 20
+    assert memory_of(model)() is memory
+    assert [len(module._forward_pre_hooks) for module in model.modules()] == [0] * len(list(model.modules()))
+    assert_same(snapshot(model), before)
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
