@@ -49,9 +49,9 @@ class BegunStep:
     shadow: Shadow
     shared: SharedValues
     logical: LogicalStep
+    host: HostStep | None
     group_count: int
     steps: tuple[BucketStep, ...]
-    host: HostStep | None = None
     moving: list[StateShard] | None = None
     made_way: tuple[BucketStep, ...] = ()
     in_backward: bool = False
@@ -132,11 +132,7 @@ class Stepping:
     ) -> BegunStep:
         """Note where a logical step starts, and take up its schedule; ``early``: before ``step()`` is called."""
         self.wait_for_all()  # the gradients of the last step are let go
-        logical = self._habits.begin(optimizer, kwargs)
-        shared = self._shared_values(optimizer, logical)
-        host = self._pipeline.host
-        on_host = None if host is None else host.begin(optimizer, self._plan.host_shards())
-        begun = BegunStep(Shadow(self._cls), shared, logical, len(optimizer.param_groups), steps, on_host)
+        begun = BegunStep(Shadow(self._cls), *self._start(optimizer, kwargs), len(optimizer.param_groups), steps)
         self._pipeline.begin(self._schedule(steps))
         if early:
             # Updates write state where it is, on the device or on the host, which counts as well.
@@ -147,6 +143,15 @@ class Stepping:
             self._pipeline.updates_after_compute()
             self.begun = begun
         return begun
+
+    def _start(
+        self, optimizer: Optimizer, kwargs: Mapping[str, Any]
+    ) -> tuple[SharedValues, LogicalStep, HostStep | None]:
+        """What updates start from, beside parameters and state."""
+        logical = self._habits.begin(optimizer, kwargs)
+        host = self._pipeline.host
+        on_host = None if host is None else host.begin(optimizer, self._plan.host_shards())
+        return self._shared_values(optimizer, logical), logical, on_host
 
     def advance(
         self, begun: BegunStep, states: StateStore, may_update: Callable[[int], bool] = lambda number: True
@@ -295,6 +300,9 @@ class Stepping:
         if not begun.done:
             if not unchanged or kwargs:
                 self.drop()  # loads only; they are made again
+            else:
+                # GradScaler hands over its scale in attributes that there are during step() only.
+                begun.shared, begun.logical, begun.host = self._start(optimizer, kwargs)
             return None
         problem = ""
         if not unchanged:

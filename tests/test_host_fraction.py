@@ -278,6 +278,26 @@ def test_grad_scaler(cls: type[Optimizer], clip: bool) -> None:
     pair.assert_trained("unused.weight", "unused.bias")
 
 
+@pytest.mark.parametrize("fraction", [0.0, 0.5])
+@pytest.mark.parametrize("name", ["step", "forward", "prefetch", "prefetch-forward"])
+def test_grad_scaler_beside_the_model(mesh: DeviceMesh, name: str, fraction: float) -> None:
+    """The scale is in attributes of the optimizer that it has during ``step()`` only."""
+    loops = []
+    for one in (None, overlapping(ALL_POLICIES[name], fraction)):
+        loop = Loop(mesh, fused_adamw, one)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+        for at in range(7):
+            scaler.scale(loop.model(loop.batch(at))).backward()
+            if at == 4:
+                loop.model.head.weight.grad.to_local()[0, 0] = float("inf")
+            scaler.step(loop.optimizer)
+            scaler.update()
+            loop.optimizer.zero_grad()
+            loop.seen.append(scaler.get_scale())
+        loops.append(loop)
+    assert same(*loops)
+
+
 def test_weights_written_by_any_means(mesh: DeviceMesh) -> None:
     def write(run: Run, at: int) -> None:
         train_step(run, at)
@@ -422,6 +442,40 @@ def test_the_share_is_the_same_each_time_and_the_last_in_the_forward() -> None:
         net = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(10)))
         names.append(host_names(attach(fused_adamw(net.parameters()), model=net, policy=policy(0.3))))
     assert names == [["7.weight", "8.weight", "9.weight"]] * 2
+
+
+class Holding:
+    """Reads homes until it is told not to."""
+
+    def __init__(self) -> None:
+        self.reading = True
+        self.waited = 0
+
+    def is_reading(self) -> bool:
+        return self.reading
+
+    def wait(self) -> None:
+        self.waited += self.reading
+        self.reading = False
+
+
+@pytest.mark.parametrize("snapshot_bytes", [1 << 20, 0])
+@FRACTIONS
+def test_homes_that_are_read_are_not_written(fraction: float, snapshot_bytes: int) -> None:
+    """The update runs in a spare home; where there is none, the step waits for the reader."""
+    pair = make_pair(Net, fused_adamw, policy=policy(fraction, snapshot_bytes=snapshot_bytes))
+    pair.train(2)
+    engine = engine_of(pair.offloaded.optimizer)
+    for _ in range(3):
+        reader = Holding()
+        homes = [shard.home for shard in engine.plan.shards.values()]
+        lent = [leaf for home in homes for leaves in home.leaves.values() for leaf in leaves]
+        before = [leaf.clone() for leaf in lent]
+        engine.lending.lend(reader, homes)
+        pair.train(1)
+        assert all(torch.equal(one, other) for one, other in zip(lent, before, strict=True)) == bool(snapshot_bytes)
+        assert bool(reader.waited) == (not snapshot_bytes)
+        reader.reading = False
 
 
 # Who waits for whom --------------------------------------------------------------------------------------------------
