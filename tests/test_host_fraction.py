@@ -309,6 +309,17 @@ def test_weights_written_by_any_means(mesh: DeviceMesh) -> None:
     pair.train(5, write)
 
 
+def test_autograd_notices_the_update() -> None:
+    """A backward through weights that have been updated since is an error, as without offload."""
+    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    optimizer = attach(fused_adamw(net.parameters()), model=net, policy=policy(1.0))
+    loss = net(torch.ones(2, 8)).sum()
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def test_a_parameter_group_added_later() -> None:
     pair = make_pair(Net, fused_adamw, policy=policy(0.5))
     pair.train(3)
