@@ -21,6 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn, optim
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
 from fsdp_offload import OffloadPolicy, host_measure, host_update, remove_offload
@@ -567,6 +568,20 @@ def test_who_needs_it_waits(mesh: DeviceMesh, waits: Waits, how: str) -> None:
     assert same(plain, loop)
 
 
+def test_groups_edited_while_the_host_works(mesh: DeviceMesh, waits: Waits) -> None:
+    plain, loop = (Loop(mesh, fused_adamw, one).train(3) for one in (None, overlapping({"overlap_forward": True}, 0.5)))
+    for one in (plain, loop):
+        one.backward(3)
+        with host_worker_gate.closed():
+            one.optimizer.step()
+            group = one.optimizer.param_groups[0]
+            group["params"] = [p for p in group["params"] if p is not one.model.head.weight]
+            one.step()
+    assert loop.model.head.weight in host_params(loop.optimizer)
+    assert waits
+    assert same(plain, loop)
+
+
 def use(loop: Loop, how: str) -> None:
     """Something that needs what the host has updated, after ``optimizer.step()``."""
     if how == "zero-in-place":
@@ -734,6 +749,16 @@ def test_thread_and_memory_go_with_the_last_optimizer() -> None:
     assert len(threads_of_ours()) == 1
 
 
+def test_gradients_are_let_go_when_they_have_been_read() -> None:
+    net = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    optimizer = attach(fused_adamw(net.parameters()), policy=policy(1.0))
+    net(torch.ones(2, 16)).sum().backward()
+    gradients = [weakref.ref(param.grad) for param in net.parameters()]
+    optimizer.step()
+    optimizer.zero_grad()
+    assert [gradient() for gradient in gradients] == [None] * 4
+
+
 def test_dropped_in_the_middle_of_a_step(mesh: DeviceMesh) -> None:
     loop = two_sides(mesh, POLICIES["forward"])
     engine = weakref.ref(engine_of(loop.optimizer))
@@ -814,9 +839,12 @@ def test_auto(quick: None, make: Any) -> None:
 
 def test_auto_leaves_replicas_alone(quick: None, mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
     """What each rank measures differs, so what other ranks hold as well stays with the device on all of them."""
+    net = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    fully_shard(net[1], mesh=mesh)
     monkeypatch.setattr(dist, "get_world_size", lambda *_: 2)
-    net = nn.Linear(16, 16)
-    optimizer = attach(fused_adamw(net.parameters()), policy=policy("auto"))
+    monkeypatch.setattr("fsdp_offload.engine.best_fraction", lambda *_: 1.0)
+    assert host_names(attach(fused_adamw(net.parameters()), model=net, policy=policy("auto"))) == ["1.weight", "1.bias"]
+    optimizer = attach(fused_adamw(nn.Linear(16, 16).parameters()), policy=policy("auto"))
     assert host_names(optimizer) == []
     assert "other ranks may hold copies" in optimizer.offload_report().tuning[0]
     assert host_names(attach(fused_adamw(nn.Linear(16, 16).parameters()), policy=policy(1.0))) != []
