@@ -156,6 +156,7 @@ class Engine:
         self.phases.forget()
         self.plan.clear()
         self.steps.forget_places()
+        self.steps.measured_order = []  # of other buckets
 
     def rebuild(self, optimizer: Optimizer, states: StateStore) -> None:
         """Plan anew, for state whose layout changed. Old and new homes exist side by side until this returns."""

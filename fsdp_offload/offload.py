@@ -252,6 +252,7 @@ class OffloadedOptimizer(Optimizer):
             ValueError: state is missing, extra, or of another shape, dtype or sharding. Nothing has changed then.
         """
         engine = _engine_of(self)
+        _unguard(self)  # whatever it looks at, it waits for
         states = _states_of(self, engine)
         groups, before_load = self.param_groups, dict(states.items())
         loaded: dict[Tensor, UserState] = {}
@@ -314,6 +315,7 @@ class OffloadedOptimizer(Optimizer):
         """As ``torch.optim.Optimizer``. What an update still reads is kept until then, and waited for if zeroed."""
         if False in (*args, *kwargs.values()):
             _engine_of(self).steps.wait_for_all()
+            _unguard(self)
         super().zero_grad(*args, **kwargs)
         attachment = _attachment_of(self)
         if attachment is not None and attachment.overlap is not None:
@@ -322,6 +324,7 @@ class OffloadedOptimizer(Optimizer):
     def synchronize(self) -> None:
         """Block the host until transfers and updates are done, parameters are new and all state is at home."""
         _engine_of(self).synchronize()
+        _unguard(self)
 
     def offload_states(self) -> None:
         """Start returning everything to the host: resident state, and the staging memory. Asynchronous.
@@ -536,6 +539,12 @@ def _unwrap(optimizer: Optimizer) -> Optimizer:
 
 def _attachment_of(optimizer: Optimizer) -> _Attachment | None:
     return cast("_Attachment | None", getattr(optimizer, "__dict__", {}).get(ENGINE_ATTRIBUTE))
+
+
+def _unguard(optimizer: Optimizer) -> None:
+    attachment = _attachment_of(optimizer)
+    if attachment is not None and attachment.overlap is not None:
+        attachment.overlap.unguard()
 
 
 def _engine_of(optimizer: Optimizer) -> Engine:

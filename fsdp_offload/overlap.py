@@ -21,9 +21,17 @@ from torch.utils.hooks import RemovableHandle
 from .elastic import Elastic
 from .engine import Engine
 from .fsdp import fsdp_modules, sharding_groups
+from .guard import Guard
 from .policy import OffloadPolicy
 from .rehearsal import Rehearsal
 from .update import StateStore
+
+_GUARD = Guard(
+    "Updating",
+    "{what} on a parameter or gradient that an update may still write or read (OffloadPolicy(overlap_forward=True)): "
+    "call optimizer.synchronize() before touching it between step() and the next forward.",
+    lets_gradients=True,
+)
 
 GetStates = Callable[[Optimizer], StateStore]
 
@@ -48,6 +56,7 @@ class Overlap:
         self._rehearsal = Rehearsal(engine, [group.params for group in self._groups])
         self._elastic = Elastic(engine)
         overlap = weakref.ref(self)
+        self._unguard: dict[int, Callable[[], None]] = {}  # by group
         self._undo: list[Callable[[], None]] = []
         for number, group in enumerate(self._groups):
             names = ("_before_gather", "_before_use", "_before_reduce", "_reduced")
@@ -62,6 +71,19 @@ class Overlap:
         for undo in self._undo:
             undo()
         self._undo = []
+        self.unguard()
+
+    def unguard(self) -> None:
+        """All parameters are new in the order of the current stream, and gradients have been read."""
+        for unguard in self._unguard.values():
+            unguard()
+        self._unguard = {}
+
+    def _guard(self, engine: Engine) -> None:
+        for number, group in enumerate(self._groups):
+            params = [param for param in group.params if param in engine.plan.shards]
+            grads = [param.grad for param in params if param.grad is not None]
+            self._unguard[number] = _GUARD.put_on([*params, *grads])
 
     def forget_reductions(self) -> None:
         """Gradients have been cleared without a step: what has been reduced counts for nothing."""
@@ -73,6 +95,7 @@ class Overlap:
         """Call it before ``step()`` issues anything."""
         engine = self._engine()
         assert engine is not None
+        self.unguard()
         self._rehearsal.conclude(engine)
         self._rehearsal.step_begins(engine)
 
@@ -90,6 +113,8 @@ class Overlap:
         buckets = (engine.steps.buckets_of(self._groups[number].params) for number in order)
         engine.steps.backward_order = _by_last_appearance(buckets)
         self.forget_reductions()
+        if engine.policy.debug and engine.policy.overlap_forward:
+            self._guard(engine)
 
     # Called by the hooks ------------------------------------------------------------------------------------------
 
@@ -104,11 +129,13 @@ class Overlap:
             self._rehearsal.wanted(engine, number)
             self._elastic.before_use(engine)
         self._before_gather(number, None)
+        self._unguard.pop(number, _nothing)()
 
     def _before_state_dict(self, *_: object) -> None:
         engine = self._engine()
         if engine is not None:
             engine.steps.wait_for_all()
+            self.unguard()
 
     def _before_reduce(self, number: int) -> None:
         engine = self._engine()
@@ -134,6 +161,10 @@ class Overlap:
         if is_last and may_load:
             device_event = event if engine.device.type != "cpu" else None
             engine.gradients_reduced(optimizer, self._get_states(optimizer), self._final, device_event)
+
+
+def _nothing() -> None:
+    pass
 
 
 def _state_dict_hooks(model: nn.Module) -> Iterator[Callable[..., Any]]:

@@ -51,6 +51,9 @@ class OffloadPolicy:
             result is bitwise that of the same optimizer on CPU copies of these parameters; what is saved does not
             depend on it. ``"auto"`` measures both sides once, when the optimizer is attached, and takes the share with
             which they end together, on each rank by itself. For elementwise optimizers of ``torch.optim``.
+        debug: with ``overlap_forward``, raise an error where parameters or gradients are touched between ``step()`` and
+            the next forward without ``synchronize()``. For one run of a loop that is new to ``overlap_forward``: each
+            step costs a little more. Not noticed are views and local tensors that were taken earlier.
         pin_memory: whether the host memory is page-locked. ``None`` pins where the parameters are on an accelerator.
             Copies from memory that is not pinned are several times slower and do not overlap.
         serial: run the same schedule one action after the other, waiting for each. Slow; to find out whether a
@@ -77,6 +80,7 @@ class OffloadPolicy:
     host_fraction: float | Literal["auto"] = 0.0
     pin_memory: bool | None = None
     serial: bool = False
+    debug: bool = False
     host_limit_bytes: int | None = None
 
     def __post_init__(self) -> None:
@@ -104,7 +108,7 @@ class OffloadPolicy:
         for name in ("prefetch", "update"):
             if getattr(self, name) not in ("step", "backward"):
                 raise ValueError(f"OffloadPolicy: {name} must be 'step' or 'backward', got {getattr(self, name)!r}")
-        for name in ("serial", "overlap_forward"):
+        for name in ("serial", "debug", "overlap_forward"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"OffloadPolicy: {name} must be a bool, got {getattr(self, name)!r}")
         _check_fraction("host_fraction", self.host_fraction)

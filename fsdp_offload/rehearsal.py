@@ -8,7 +8,7 @@ Marks on the compute stream cost nothing; reading them waits for the device, whi
 measured. What is concluded is applied between two steps.
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from torch import Tensor
 
@@ -19,11 +19,12 @@ from .transfer import Mark
 from .update import StateStore
 
 _MEASURED_STEPS = (2, 4, 6, 8)
-"""The first step creates the state, and moves half of what later ones do. After a measured one comes another that is
-not: what is concluded at its beginning waits for the device, so that the host issues all of it late."""
+"""The first step creates the state, and moves half of what later ones do. When gradients become final is measured in
+the second, which updates nothing in its backward; what has to stay on the device, in the later ones. After a measured
+step comes another that is not: what is concluded at its beginning waits for the device, so the host issues it late."""
 
-_TOLERANCE = 0.005
-"""Of the time that the link is busy: less of a wait is not worth any memory."""
+_TOLERANCE = 0.01
+"""Of the time that all transfers take: less of a wait is not worth any memory."""
 
 
 class Rehearsal:
@@ -36,6 +37,8 @@ class Rehearsal:
         self._keeps = engine.policy.resident_bytes == "auto" and elementwise
         self._groups = groups
         self._steps = 0
+        self._final_ms: dict[int, float] = {}  # by group, since the first of them
+        self._all_ms = 0.0  # what moving all of the state takes
         self._keep: set[int] = set()
         self._final: dict[int, Mark] = {}  # in the backward that runs
         self._last_final: dict[int, Mark] = {}  # in the one whose step is measured
@@ -78,15 +81,23 @@ class Rehearsal:
         self._measured = True
         times = engine.bucket_times()
         move_ms = {number: one.move_ms for number, one in times.items()}
-        final_ms: dict[int, float] = {}
-        if self._orders:
-            for group, mark in self._last_final.items():
-                at_ms = engine.ms_since_begin(mark)
-                final_ms |= dict.fromkeys(self._buckets(engine, group) & times.keys(), at_ms)
-            forward = [number for group in range(len(self._groups)) for number in sorted(self._buckets(engine, group))]
-            engine.steps.measured_order = update_order(final_ms, move_ms, forward)
-        if self._keeps and self._steps > _MEASURED_STEPS[0]:
-            self._choose(engine, self._iteration(engine, final_ms))
+        self._all_ms = max(self._all_ms, sum(move_ms.values()))
+        if self._steps == _MEASURED_STEPS[0]:
+            if self._orders:
+                at_ms = {group: engine.ms_since_begin(mark) for group, mark in self._last_final.items()}
+                self._final_ms = {group: ms - min(at_ms.values()) for group, ms in at_ms.items()}
+                forward = [one for group in range(len(self._groups)) for one in sorted(self._buckets(engine, group))]
+                engine.steps.measured_order = update_order(self._bucket_final_ms(engine, times), move_ms, forward)
+        elif self._keeps:
+            self._choose(engine, self._iteration(engine, self._bucket_final_ms(engine, times)))
+
+    def _bucket_final_ms(self, engine: Engine, updated: Container[int]) -> dict[int, float]:
+        return {
+            number: ms
+            for group, ms in self._final_ms.items()
+            for number in self._buckets(engine, group)
+            if number in updated
+        }
 
     def _iteration(self, engine: Engine, final_ms: dict[int, float]) -> IterationTimes:
         times = engine.bucket_times()
@@ -110,7 +121,7 @@ class Rehearsal:
     def _choose(self, engine: Engine, iteration: IterationTimes) -> None:
         busy_ms = sum(iteration.move_ms.values())
         stall_ms = iteration.stall_ms
-        count, left_ms = groups_to_keep(iteration, _TOLERANCE * busy_ms)
+        count, left_ms = groups_to_keep(iteration, _TOLERANCE * self._all_ms)
         limit = engine.policy.resident_limit_bytes
         limit_bytes = engine.room_bytes() if limit is None else limit - engine.plan.resident_bytes
         keep: set[int] = set()

@@ -56,8 +56,11 @@ def groups_to_keep(times: IterationTimes, tolerance_ms: float) -> tuple[int, flo
     """
     wanted_ms = times.undisturbed_wanted_ms()
     computed = _updated_ms(times, range(0), 1.0)
-    # What moving takes beyond the link's own time shows in the whole; it shrinks with what is moved.
-    slower = max(times.updated_ms.values(), default=0.0) / (max(computed.values(), default=0.0) or 1.0)
+    # What moving takes beyond the link's own time shows in the whole; it shrinks with what is moved. Where updates wait
+    # for gradients, the whole says nothing about the link.
+    slower = 1.0
+    if not times.final_ms and max(computed.values(), default=0.0) > 0:
+        slower = max(times.updated_ms.values()) / max(computed.values())
     stall_ms = 0.0
     for kept in range(len(times.groups) + 1):
         stall_ms = _stall_ms(times.groups, wanted_ms, _updated_ms(times, range(kept), slower))

@@ -117,7 +117,7 @@ class Stepping:
             self._pipeline.host.forget()
         self._bound.clear()
         self._schedules.clear()
-        self.last, self.measured_order = (), []
+        self.last = ()
 
     # One after the other -----------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import typer
+from matplotlib.image import imread
 
 from fsdp_offload import OffloadPolicy
 from fsdp_offload.bench.timeline import Lane, Phase, Span, Timeline, draw, read_trace, timeline_of
@@ -203,13 +204,12 @@ def test_what_is_seen_as_one_is_one_bar_and_buckets_stay_apart() -> None:
 
 
 def colors_by_column(path: Path) -> list[set[tuple[int, ...]]]:
-    image = pytest.importorskip("matplotlib.image").imread(path)
+    image = imread(path)
     pixels = torch.from_numpy(image)[:, :, :3].mul(255).round().int()
     return [{tuple(color) for color in column.unique(dim=0).tolist()} for column in pixels.unbind(1)]
 
 
 def test_a_picture_shows_each_lane_at_its_time(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     spans = (Span(Lane.COMPUTE, 0.0, 10.0), Span(Lane.LOAD, 2.5, 5.0, 2), Span(Lane.STORE, 7.5, 10.0, 2))
     draw({"a policy": Timeline(10.0, (Phase("forward", 0.0, 10.0),), spans)}, tmp_path / "one.png")
     columns = colors_by_column(tmp_path / "one.png")
@@ -222,7 +222,6 @@ def test_a_picture_shows_each_lane_at_its_time(tmp_path: Path) -> None:
 
 
 def test_all_policies_are_on_one_scale(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     ten, five = (
         Timeline(ms, (Phase("forward", 0.0, ms),), (Span(lane, 0.0, ms, 0),))
         for ms, lane in ((10.0, Lane.LOAD), (5.0, Lane.STORE))
@@ -332,7 +331,6 @@ def test_settled_training_has_the_same_bits_with_every_policy(bench: Bench) -> N
 
 
 def test_files_and_records_of_all_policies(bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
     names = ["plain", "overlap_forward+resident auto"]
     traced(bench, None, trace_path(tmp_path, names[0]))
     traced(bench, OffloadPolicy(**SIZES, overlap_forward=True), trace_path(tmp_path, names[1]))
@@ -354,7 +352,7 @@ def test_files_and_records_of_all_policies(bench: Bench, tmp_path: Path, capsys:
 
 
 def test_a_policy_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(typer.BadParameter, match="overlap_forward, prefetch, backward; got forwards"):
+    with pytest.raises(typer.BadParameter, match=r"overlap_forward, prefetch, backward, .*; got forwards"):
         main(only="step,forwards")
 
 

@@ -232,7 +232,7 @@ def test_habits(mesh: DeviceMesh, fields: dict[str, Any], fraction: float, habit
 
 
 @EVERY_POLICY
-@pytest.mark.parametrize("more", [{"resident_bytes": 60_000}, {"serial": True}, {"snapshot_bytes": 1 << 20}], ids=str)
+@pytest.mark.parametrize("more", [{"resident_bytes": 60_000}, {"serial": True}, {"snapshot_bytes": 1 << 20}, {"debug": True}], ids=str)
 def test_other_fields(mesh: DeviceMesh, fields: dict[str, Any], more: dict[str, Any]) -> None:
     plain, offloaded = (Loop(mesh, fused_adamw, one) for one in (None, overlapping(fields, 0.5, **more)))
     assert same(plain.train(5), offloaded.train(5))

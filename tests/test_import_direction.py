@@ -81,9 +81,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "residency": {"ordering"},
     "rehearsal": {"ordering", "residency", "transfer", "update", "engine"},
     "elastic": {"engine"},
-    "overlap": {"policy", "fsdp", "update", "engine", "elastic", "rehearsal"},
+    "guard": set(),
+    "overlap": {"policy", "fsdp", "guard", "update", "engine", "elastic", "rehearsal"},
     "offload": {"policy", "fsdp", "report", "optimizers", "update", "engine", "load", "state", "checks", "overlap"},
-    "asleep": set(),
+    "asleep": {"guard"},
     "sleep": {"fsdp", "host_memory", "arena", "buckets", "transfer", "asleep"},
     "__init__": {"policy", "report", "offload", "sleep"},
     # Beside it: checkpoints of what it holds.

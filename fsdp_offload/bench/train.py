@@ -40,10 +40,10 @@ from .timeline import Lane, Timeline, check_matplotlib, draw, phase, read_trace,
 _MIB = 1 << 20
 _MEMORY = ("peak", "reserved")
 
-SETTLE_ITERATIONS = 8
+SETTLE_ITERATIONS = 11
 """Before anything is measured. The first creates the state, the next ones teach the overlap in which order gradients
-become final and the allocator what it needs; 4 were enough for that. A policy that chooses sizes by what it measures
-needs a few more. The same for all policies, whose losses would not compare otherwise."""
+become final and the allocator what it needs; what "auto" chooses by measuring is in force from the tenth on. The same
+for all policies, whose losses would not compare otherwise."""
 
 # What a policy says beyond the sizes of the command line: any fields of OffloadPolicy, sizes too.
 POLICIES: dict[str, dict[str, Any] | None] = {
@@ -52,6 +52,10 @@ POLICIES: dict[str, dict[str, Any] | None] = {
     "overlap_forward": {"overlap_forward": True},
     "prefetch": {"prefetch": "backward", "overlap_forward": True},
     "backward": {"update": "backward", "overlap_forward": True},
+    "prefetch_all": {"prefetch": "backward", "staging_bytes": "auto"},
+    "prefetch_all_forward": {"prefetch": "backward", "staging_bytes": "auto", "overlap_forward": True},
+    "overlap_forward_resident": {"overlap_forward": True, "resident_bytes": "auto"},
+    "backward_resident": {"update": "backward", "overlap_forward": True, "resident_bytes": "auto"},
 }
 
 
@@ -118,7 +122,7 @@ def main(
     with _process_group() as device:
         bench = Bench(device, layers, width, sequences, length, clip=clip)
         parts = bench.parts()
-        found: dict[str, list[dict[str, float]]] = {name: [] for name in policies}
+        found: dict[str, list[dict[str, Any]]] = {name: [] for name in policies}
         for number in range(rounds):
             for name, policy in policies.items():
                 trace = trace_path(traces, name) if traces is not None and number == rounds - 1 else None
@@ -203,8 +207,8 @@ def _copy_times(device: torch.device, state_bytes: int) -> dict[str, float]:
 def _print(
     name: str,
     policy: OffloadPolicy | None,
-    found: list[dict[str, float]],
-    plain: list[dict[str, float]],
+    found: list[dict[str, Any]],
+    plain: list[dict[str, Any]],
     times: Times,
     state_bytes: int,
 ) -> None:
@@ -232,6 +236,8 @@ def _print(
         host_updated_bytes=settled["host_updated_bytes"],
         host_update_ms=settled["host_update_ms"],
         host_waited_ms=settled["host_waited_ms"],
+        ring_bytes=settled["ring_bytes"],
+        chosen=list(settled["tuning"]),
         **{f"{key}_bytes": here for key, (here, _) in memory.items()},
         **{f"{key}_saved_share_of_state": (there - here) / state_bytes for key, (here, there) in memory.items()},
     )
@@ -266,7 +272,7 @@ def draw_all(folder: Path, policy_names: list[str]) -> None:
 
 
 _REPORTED = (
-    *("resident_state_bytes", "host_state_bytes", "ring_bytes"),
+    *("resident_state_bytes", "host_state_bytes", "ring_bytes", "tuning"),
     *("host_updated_bytes", "host_update_ms", "host_waited_ms"),
 )
 
@@ -340,7 +346,7 @@ class Bench:
     def _clip_gradients(self) -> None:
         nn.utils.clip_grad_norm_(self._params, 1e9)  # all of its work, and the same bits afterwards
 
-    def measure(self, policy: OffloadPolicy | None, iterations: int, trace: Path | None) -> dict[str, float]:
+    def measure(self, policy: OffloadPolicy | None, iterations: int, trace: Path | None) -> dict[str, Any]:
         """Milliseconds of an iteration and bytes by place, after it has settled; then a trace, if one is wanted."""
         with self.settled(policy) as (optimizer, clip):
             torch.accelerator.reset_peak_memory_stats(self._device)
@@ -378,9 +384,9 @@ class Bench:
             optimizer.synchronize()  # type: ignore[attr-defined]
             _forget(optimizer)
 
-    def _state_places(self, optimizer: torch.optim.Optimizer, policy: OffloadPolicy | None) -> dict[str, float]:
+    def _state_places(self, optimizer: torch.optim.Optimizer, policy: OffloadPolicy | None) -> dict[str, Any]:
         if policy is None:
-            return dict.fromkeys(_REPORTED, 0.0) | {"resident_state_bytes": self.state_bytes}
+            return {**dict.fromkeys(_REPORTED, 0), "resident_state_bytes": self.state_bytes, "tuning": ()}
         report = optimizer.offload_report()  # type: ignore[attr-defined]
         return {key: getattr(report, key) for key in _REPORTED}
 

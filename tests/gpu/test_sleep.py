@@ -101,7 +101,7 @@ def test_all_memory_of_a_sharded_model_and_of_its_optimizer_is_free(device, mesh
         loop.model(loop.batch(99))  # the root stays gathered
     loop.optimizer.offload_states()
     loop.optimizer.release_states()
-    assert offload_model(loop.model) > 40 * MIB
+    assert offload_model(loop.model) > 20 * MIB
     # Counters, and scalars of torch's own; 512 bytes is the least that its allocator gives.
     assert torch.cuda.memory_allocated() - allocated < MIB
     reload_model(loop.model)
@@ -335,7 +335,7 @@ def test_a_compiled_model(device, mode):
         expected = [compiled(x).clone() for _ in range(3)][-1]
         for _ in range(3):
             offload_model(model)
-            with pytest.raises(Exception, match=ASLEEP):
+            with pytest.raises(Exception, match=f"{ASLEEP}|data is not allocated yet"):
                 compiled(x)
             occupied = torch.ones(16 * MIB, device=device)  # the next addresses are others
             reload_model(model)

@@ -1,0 +1,123 @@
+"""Tensors that must not be used for a while: whoever computes with one, or saves it, is told so.
+
+While it is guarded, a tensor has a class of its own, derived from the one it had, whose functions refuse to run. The
+object stays the same: ``is``, ``isinstance``, hashes, and whoever holds it see no difference. Views that exist already
+are tensors of their own, which nobody guards; what is reached past torch's functions (``DTensor._local_tensor``) is not
+guarded either.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+# What a tensor knows without its values.
+_METHODS = {
+    *("size", "stride", "dim", "ndimension", "numel", "nelement", "element_size", "storage_offset", "__len__"),
+    *("is_contiguous", "is_floating_point", "is_complex", "is_signed", "get_device", "untyped_storage"),
+    *("requires_grad_", "register_hook", "register_post_accumulate_grad_hook"),
+}
+_METHODS_IN_PYTHON = {"to_local", "full_tensor", "redistribute"}
+"""Of DTensor: they are no torch functions."""
+
+_VALUES = {"data", "T", "H", "mT", "mH", "real", "imag"}
+_GRADIENT = {"grad", "_grad"}
+
+
+class Guard:
+    """One reason for which tensors must not be used.
+
+    Args:
+        name: becomes part of the class name that the tensors have meanwhile.
+        message: of the error; ``{what}`` is the name of the function that was called.
+        lets_gradients: whether ``.grad`` may still be read and set.
+    """
+
+    def __init__(self, name: str, message: str, *, lets_gradients: bool) -> None:
+        self._name = name
+        self._message = message
+        self._refused = _VALUES if lets_gradients else _VALUES | _GRADIENT
+        self._setters = _GRADIENT if lets_gradients else frozenset()
+        self._classes: dict[type[Tensor], type[Tensor]] = {}
+
+    def put_on(self, tensors: Iterable[Tensor]) -> Callable[[], None]:
+        """Refuse to use ``tensors`` from now on; returns what ends it."""
+        guarded: list[tuple[Tensor, type[Tensor]]] = []
+        for tensor in dict.fromkeys(tensors):
+            cls = type(tensor)
+            if self.guards(tensor):
+                continue
+            try:
+                tensor.__class__ = self._class_for(cls)
+            except TypeError:  # a class with slots, or written in C: it fails as torch lets it fail
+                continue
+            guarded.append((tensor, cls))
+
+        def take_off() -> None:
+            for tensor, cls in guarded:
+                tensor.__class__ = cls
+
+        return take_off
+
+    def guards(self, tensor: Tensor) -> bool:
+        """Whether it guards ``tensor`` now."""
+        return type(tensor) in self._classes.values()
+
+    def refuse(self, what: str) -> None:
+        """Raise its error.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(self._message.format(what=what))
+
+    def _class_for(self, cls: type[Tensor]) -> type[Tensor]:
+        # The same every time: a new one for each use would grow torch's tables of subclasses.
+        if cls not in self._classes:
+            self._classes[cls] = _derive(cls, self)
+        return self._classes[cls]
+
+    def lets(self, func: Any) -> bool:
+        """Whether ``func`` needs no values."""
+        name = getattr(func, "__name__", "")
+        of = getattr(getattr(func, "__self__", None), "__name__", "grad")
+        if name == "__get__":
+            return of not in self._refused
+        if name in ("__set__", "__delete__"):
+            return of in self._setters
+        return name in _METHODS
+
+    @property
+    def name(self) -> str:
+        """Part of the names of classes."""
+        return self._name
+
+
+def _derive(cls: Any, guard: Guard) -> type[Tensor]:
+    class Guarded(cls):  # type: ignore[misc]
+        @classmethod
+        def __torch_function__(
+            cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            if not guard.lets(func):
+                guard.refuse(_name_of(func))
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+        def __repr__(self, **_: Any) -> str:
+            state = guard.name.lower()
+            return f"{cls.__name__}({state}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+    def refusing(name: str) -> Callable[..., None]:
+        return lambda *_, **__: guard.refuse(f"{name}()")
+
+    for name in _METHODS_IN_PYTHON & set(dir(cls)):
+        setattr(Guarded, name, refusing(name))
+    Guarded.__name__, Guarded.__qualname__ = f"{guard.name}{cls.__name__}", f"{guard.name}{cls.__qualname__}"
+    return Guarded
+
+
+def _name_of(func: Any) -> str:
+    name = getattr(func, "__name__", repr(func))
+    if name in ("__get__", "__set__", "__delete__"):
+        return f"tensor.{getattr(func.__self__, '__name__', '?')}"
+    return f"{name}()"
