@@ -137,6 +137,7 @@ class Engine:
             like=local_shard(like),
             group=group,
             layout=layout,
+            master=self.layouts.master_of(like),
             link=self._link,
             worker=host_worker(self.device),
             pin=self._pin,

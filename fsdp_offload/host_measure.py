@@ -15,7 +15,7 @@ from .arena import Region
 from .host_share import Rates, Traffic
 from .host_update import HostStep
 from .host_worker import HostWorker
-from .masters import MASTER
+from .masters import MasterKind, close_master, kept_dtype, open_master
 from .optimizers import Traits
 from .shards import StateLayout
 from .transfer import DeviceLink, Lane, Mark
@@ -24,8 +24,8 @@ _STATE_BYTES = 128 << 20
 """With parameters and gradients about twice as much: more than the caches of a processor keep."""
 
 _CHUNK_BYTES = 32 << 20
-_COPIES = 8
-_UPDATES = 4
+_COPIES = 16
+_UPDATES = 8
 
 
 def measure(
@@ -36,6 +36,7 @@ def measure(
     like: Tensor,
     group: int,
     layout: StateLayout,
+    master: MasterKind,
     link: DeviceLink,
     worker: HostWorker,
     pin: bool,
@@ -49,13 +50,14 @@ def measure(
         like: a parameter's local tensor on the device: its dtype counts.
         group: which param group it is in.
         layout: of its state.
+        master: which one is kept for it, as part of that state.
         link: of its device.
         worker: updates on the host.
         pin: whether host memory is page-locked.
     """
     copies = _Copies(link, pin=pin)
     lane = link.host_lanes(serial=False)[0]
-    updates = _Updates(HostStep(cls, traits, optimizer, []), lane, like.dtype, group, layout)
+    updates = _Updates(HostStep(cls, traits, optimizer, []), lane, like.dtype, group, layout, master)
     worker.reserve(1, pin=pin)
     one_way = copies.bytes_per_second(down=True)
     two_way = copies.bytes_per_second(down=True, up=True)
@@ -106,22 +108,27 @@ class _Copies:
 class _Updates:
     """The optimizer's class on one scratch parameter on the host."""
 
-    def __init__(self, step: HostStep, lane: Lane, dtype: torch.dtype, group: int, layout: StateLayout) -> None:
+    def __init__(
+        self, step: HostStep, lane: Lane, dtype: torch.dtype, group: int, layout: StateLayout, master: MasterKind
+    ) -> None:
         self._step = step
         self._lane = lane
         self._group = group
         self._numel = _STATE_BYTES // _state_bytes_each(layout)
-        self._dtype = torch.float32 if MASTER in layout.values else dtype
-        self._state: dict[Tensor, dict[str, object]] = {}
-        self._param: Tensor | None = None
+        self._dtype = dtype
+        self._master: MasterKind = master
+        self._state: dict[str, object] = {}
+        self._weights: Tensor | None = None
 
     def bytes_per_second(self) -> float:
         """State updated."""
         with torch.no_grad():
-            if self._param is None:
+            if self._weights is None:
                 # Touched first by the threads that will use it.
-                self._param = torch.ones(self._numel, dtype=self._dtype, device="cpu")
-                self._param.grad = torch.ones_like(self._param)
+                self._weights = torch.ones(self._numel, dtype=self._dtype, device="cpu")
+                self._grad = torch.ones_like(self._weights)
+                if self._master != "none":
+                    self._kept = torch.zeros(self._numel, dtype=kept_dtype(self._master), device="cpu")
                 self._update()
             begin = time.perf_counter()
             for _ in range(_UPDATES):
@@ -129,10 +136,17 @@ class _Updates:
             return _UPDATES * _STATE_BYTES / (time.perf_counter() - begin)
 
     def _update(self) -> None:
-        assert self._param is not None
+        assert self._weights is not None
+        param = self._weights
+        if self._master != "none":
+            param = open_master(self._master, param, self._kept, exists=bool(self._state))
+        param.grad = self._grad.to(param.dtype)
         shared = self._step.shared(self._lane)
-        lists = [[self._param] if number == self._group else [] for number in range(len(self._step.pinned))]
-        self._state.update(self._step.shadow.run(shared, lists, self._state, {}))
+        lists = [[param] if number == self._group else [] for number in range(len(self._step.pinned))]
+        after = self._step.shadow.run(shared, lists, {param: self._state} if self._state else {}, {})
+        self._state = dict(after.get(param, {}))
+        if self._master != "none":
+            close_master(self._master, param, self._weights, self._kept)
 
 
 class _Result:

@@ -232,10 +232,32 @@ def test_habits(mesh: DeviceMesh, fields: dict[str, Any], fraction: float, habit
 
 
 @EVERY_POLICY
-@pytest.mark.parametrize("more", [{"resident_bytes": 60_000}, {"serial": True}, {"snapshot_bytes": 1 << 20}, {"debug": True}], ids=str)
+@pytest.mark.parametrize(
+    "more", [{"resident_bytes": 60_000}, {"serial": True}, {"snapshot_bytes": 1 << 20}, {"debug": True}], ids=str
+)
 def test_other_fields(mesh: DeviceMesh, fields: dict[str, Any], more: dict[str, Any]) -> None:
     plain, offloaded = (Loop(mesh, fused_adamw, one) for one in (None, overlapping(fields, 0.5, **more)))
     assert same(plain.train(5), offloaded.train(5))
+
+
+@pytest.mark.parametrize("fields", POLICIES.values(), ids=POLICIES)
+def test_beside_what_is_chosen_by_itself(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
+    more = {"resident_bytes": "auto", **({} if fields == {"overlap_forward": True} else {"staging_bytes": "auto"})}
+    plain, offloaded = (Loop(mesh, fused_adamw, one) for one in (None, overlapping(fields, 0.5, **more)))
+    assert same(plain.train(10), offloaded.train(10))
+
+
+@EVERY_POLICY
+def test_everything_off_the_device_between_steps(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
+    plain, offloaded = (Loop(mesh, fused_adamw, one) for one in (None, overlapping(fields, 0.5, resident_bytes=30_000)))
+    plain.train(6)
+    for at in range(6):
+        offloaded.train(1, first=at)
+        offloaded.optimizer.offload_states()
+        offloaded.optimizer.release_states()
+        if at % 2:
+            offloaded.optimizer.reload_states()
+    assert same(plain, offloaded)
 
 
 @EVERY_POLICY
@@ -835,6 +857,13 @@ def test_auto(quick: None, make: Any) -> None:
     assert "GB/s" in sentence
     assert sentence in str(report)
     assert 0 <= engine_of(pair.offloaded.optimizer).plan.host_fraction <= 1
+
+
+@pytest.mark.parametrize("kind", ["fp32", "remainder"])
+def test_auto_with_masters(quick: None, kind: str) -> None:
+    twins = make_twins(Zoo, fused_adamw, kind, policy=policy("auto"))
+    twins.train(3)
+    assert "GB/s" in twins.low.optimizer.offload_report().tuning[0]
 
 
 def test_auto_leaves_replicas_alone(quick: None, mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
