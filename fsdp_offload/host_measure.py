@@ -158,7 +158,7 @@ class _Result:
         self._value = 0.0
         self._error: BaseException | None = None
 
-    def begin(self, memory: Tensor) -> None:
+    def begin(self, memory: Tensor, free: Mark | None) -> None:
         """Nothing comes down."""
 
     def end(self) -> Mark | None:

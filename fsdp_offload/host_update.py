@@ -38,6 +38,9 @@ from .update import (
     update_bucket,
 )
 
+_LOOK_SECONDS = 5
+"""So often a wait looks whether there is anything to wait for."""
+
 
 class HostStep:
     """What the buckets of one logical step share on the host; only the worker looks into it."""
@@ -156,9 +159,11 @@ class HostJob:
         weights = (bound.param for bound in self.ranges)
         return sum(aligned(tensor.numel() * tensor.element_size()) for tensor in (*weights, *self.grads))
 
-    def begin(self, memory: Tensor) -> None:
+    def begin(self, memory: Tensor, free: Mark | None) -> None:
         """Issue the copies down."""
         try:
+            if free is not None:
+                free.synchronize()
             with torch.no_grad():
                 self._issue_downloads(memory)
         except BaseException as error:  # noqa: BLE001  # the main thread's, whatever it is
@@ -353,7 +358,7 @@ class HostUpdates:
         self._jobs[number] = self._last = job
         self._worker.submit(job)
         if self._serial:
-            job.done.wait()
+            self._wait_for(job)
 
     # Waiting -----------------------------------------------------------------------------------------------------
 
@@ -403,7 +408,9 @@ class HostUpdates:
     def _wait_for(self, job: HostJob) -> None:
         if not job.done.is_set():
             begin = time.perf_counter()
-            job.done.wait()
+            while not job.done.wait(_LOOK_SECONDS):
+                if not self._worker.is_alive():
+                    raise RuntimeError("the thread that updates on the host has ended before its work was done")
             self._waited_seconds += time.perf_counter() - begin
 
     def raise_failure(self) -> None:

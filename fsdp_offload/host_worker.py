@@ -10,6 +10,7 @@ own. The thread waits for copies; nobody on the device waits for the thread unle
 """
 
 import atexit
+import contextlib
 import os
 import threading
 import weakref
@@ -32,8 +33,8 @@ _SLOTS = 3
 class Task(Protocol):
     """What the thread does. Neither method raises: who waits for the task looks for its error."""
 
-    def begin(self, memory: Tensor) -> None:
-        """Issue what has to be copied into ``memory``, a ``uint8`` tensor on the host."""
+    def begin(self, memory: Tensor, free: Mark | None) -> None:
+        """Issue what has to be copied into ``memory``, a ``uint8`` tensor on the host, when ``free`` has passed."""
 
     def end(self) -> Mark | None:
         """Do the work. Returns a mark after which ``memory`` may be overwritten."""
@@ -58,6 +59,7 @@ class HostWorker:
         self._slot_bytes = 0
         self._pinned = False
         self._users = 0
+        self._creator_pid = os.getpid()
         self._stopping = False
         self._thread: threading.Thread | None = None
 
@@ -77,6 +79,8 @@ class HostWorker:
 
     def leave(self) -> None:
         """Count one user less. After the last one, thread and memory go; nobody waits for that."""
+        if os.getpid() != self._creator_pid:
+            return  # a forked child has no such thread, and the lock may have been held when it was made
         with self._changed:
             self._users -= 1
             if self._users == 0 and self._thread is None:
@@ -105,8 +109,15 @@ class HostWorker:
                 self._thread.start()
             self._changed.notify_all()
 
+    def is_alive(self) -> bool:
+        """Whether what has been submitted will be done."""
+        thread = self._thread
+        return thread is not None and thread.is_alive()
+
     def stop(self) -> None:
         """Let the thread end after the task that it is at, and wait for it: the interpreter is about to go."""
+        if os.getpid() != self._creator_pid:
+            return
         with self._changed:
             thread, self._stopping = self._thread, True
             self._queue.clear()
@@ -127,9 +138,7 @@ class HostWorker:
                     break
                 slot = self._slots[turn % _SLOTS]
                 turn += 1
-                if slot.free is not None:
-                    slot.free.synchronize()
-                task.begin(slot.region.bytes)
+                task.begin(slot.region.bytes, slot.free)
                 coming.append((task, slot))
                 del task  # it holds gradients
             if not coming:
@@ -166,7 +175,8 @@ class HostWorker:
             torch.accelerator.set_device_index(self.device.index)
         cores = cores_near(self.device)
         if cores != frozenset(os.sched_getaffinity(0)):
-            os.sched_setaffinity(0, cores)
+            with contextlib.suppress(OSError):  # a sandbox may forbid it; then the kernel chooses among all
+                os.sched_setaffinity(0, cores)
         usual = torch.get_num_threads()
         torch.set_num_threads(min(self.threads, len(cores)))
         # That counts for this thread, and for all that begin later, which are not ours. A thread that ends at once puts

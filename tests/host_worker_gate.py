@@ -20,7 +20,7 @@ class Gate:
         self.reached = threading.Event()
         self._open = threading.Event()
 
-    def begin(self, memory: Tensor) -> None:
+    def begin(self, memory: Tensor, free: Mark | None) -> None:
         pass
 
     def end(self) -> Mark | None:

@@ -698,6 +698,40 @@ def test_later_buckets_of_a_failed_step_are_left_alone(failing: list[str]) -> No
     assert same_as_before == [False, True, True, True]
 
 
+class LostMark:
+    """Of a copy that the device could not make."""
+
+    def synchronize(self) -> None:
+        raise BoomError("lost")
+
+
+def test_a_copy_that_fails_is_the_step_s_failure() -> None:
+    net = nn.Linear(16, 16)
+    optimizer = attach(fused_adamw(net.parameters()), model=net, policy=policy(1.0))
+    for at in range(2):
+        net(torch.ones(2, 16)).sum().backward()
+        if at == 0:
+            optimizer.step()
+            for slot in host_worker(CPU)._slots:
+                slot.free = LostMark()
+    with pytest.raises(RuntimeError, match="BoomError: lost"):
+        optimizer.step()
+    for slot in host_worker(CPU)._slots:
+        slot.free = None
+
+
+def test_nobody_waits_for_a_thread_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = nn.Linear(16, 16)
+    optimizer = attach(fused_adamw(net.parameters()), model=net, policy=policy(1.0))
+    net(torch.ones(2, 16)).sum().backward()
+    monkeypatch.setattr(host_update, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(HostWorker, "submit", lambda self, task: None)
+    monkeypatch.setattr(HostWorker, "is_alive", lambda self: False)
+    with pytest.raises(RuntimeError, match="has ended before its work was done"):
+        optimizer.step()
+    engine_of(optimizer).host._last = None  # or whoever drops it would be told again
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
