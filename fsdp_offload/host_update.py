@@ -183,10 +183,11 @@ class HostJob:
         with down.running():
             for bound, grad in zip(self.ranges, self.grads, strict=True):
                 copies = []
-                for source in (bound.param.data, grad):
-                    target = _like(source, memory[offset:])
-                    offset += aligned(source.numel() * source.element_size())
-                    _copy(down, target, source)
+                for source in (bound.param, grad):
+                    nbytes = source.numel() * source.element_size()
+                    target = _like(source, memory[offset : offset + nbytes])
+                    offset += aligned(nbytes)
+                    target.copy_(source, non_blocking=True)  # one piece: nobody else's small copies go down here
                     copies.append(target)
                 self._on_host.append(replace(bound, param=copies[0], gradient=copies[1]))
             self._down = down.mark()
@@ -226,10 +227,11 @@ class HostJob:
 
 
 def _like(source: Tensor, memory: Tensor) -> Tensor:
-    """A host tensor like ``source`` at the beginning of ``memory``, dense."""
-    nbytes = source.numel() * source.element_size()
-    stride = source.stride() if _is_dense(source) else torch.empty_like(source, device="meta").stride()
-    return memory[:nbytes].view(source.dtype).as_strided(source.shape, stride)
+    """A host tensor like ``source`` over ``memory``, dense."""
+    if source.is_contiguous():
+        return memory.view(source.dtype).view(source.shape)
+    stride = torch.empty_like(source, device="meta").stride()
+    return memory.view(source.dtype).as_strided(source.shape, stride)
 
 
 def _is_dense(tensor: Tensor) -> bool:
