@@ -12,7 +12,15 @@ import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemWriter
 
-from examples import async_checkpoint, bf16_master_weights, demo_resume, resume_other_world_size, rl_sleep, train_gpt
+from examples import (
+    async_checkpoint,
+    bf16_master_weights,
+    demo_resume,
+    megatron_style_loop,
+    resume_other_world_size,
+    rl_sleep,
+    train_gpt,
+)
 
 TRAIN_GPT = Path(train_gpt.__file__)
 SMALL = ("--device", "cpu", "--layers", "2", "--width", "32", "--heads", "2", "--seq-len", "32", "--data-mib", "1")
@@ -285,3 +293,39 @@ def test_the_example_would_find_a_model_that_wakes_as_another(
     monkeypatch.setattr(rl_sleep, "wake", wake_wrongly)
     assert rl_sleep.main(RL_SMALL) == 1
     assert capsys.readouterr().out.splitlines()[-1] == "FAIL: other losses"
+
+
+# Phases by hand ------------------------------------------------------------------------------------------------------
+
+MEGATRON_SMALL = [
+    *("--steps", "4", "--width", "48", "--layers", "2"),
+    *("--staging-kib", "64", "--resident-kib", "128", "--compare"),
+]
+
+
+def test_a_loop_of_megatrons_shape_says_where_its_state_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert megatron_style_loop.main(MEGATRON_SMALL) == 0
+    *phases, losses, verdict = capsys.readouterr().out.splitlines()
+    assert verdict == "PASS: the same bits as without offload"
+    first, last = (float(word) for word in losses.split() if "." in word)
+    assert last < first == pytest.approx(4.1, abs=0.5)  # ln 61: nothing is known about a token
+    sizes = [[int(word) for word in line.split(":")[1].split() if word.isdigit()] for line in phases]
+    assert [line.split(", ")[1].split(":")[0] for line in phases] == ["released", "gradients finished", "stepped"]
+    away, *others = sizes
+    assert away[:2] == [0, 0]
+    assert all(0 < resident <= 128 and staging > 0 for resident, staging, _ in others)
+    assert all(resident + host == pytest.approx(away[2], abs=1) for resident, _, host in others)
+
+
+def test_the_example_would_find_a_hook_that_is_not_called(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever wraps a hook has to call what was bound before."""
+    reload_before = megatron_style_loop.reload_before
+    monkeypatch.setattr(megatron_style_loop, "reload_before", lambda _, optimizer: forgetful(optimizer))
+
+    def forgetful(optimizer: Any) -> Callable[..., Any]:
+        return reload_before(None, optimizer)
+
+    assert megatron_style_loop.main(MEGATRON_SMALL) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == "FAIL: other bits"

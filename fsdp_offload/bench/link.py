@@ -13,9 +13,13 @@ from torch import Tensor
 
 from ..arena import Region
 from ..buckets import BREAK_BYTES
+from ..transfer import Lane, StreamLane, TurnsLane
 from .record import bench_device, median, print_record, wall_ms
 
 _CHUNK_BYTES = 64 << 20
+_SMALL_BYTES = 64 << 10
+_SMALL_COPIES = 12
+_SLEEP_CYCLES = 2_000_000  # about a millisecond
 
 
 def main(
@@ -36,7 +40,24 @@ def main(
         two_way_best_gb_per_s=max(both),
         chunk_bytes=_CHUNK_BYTES,
     )
+    _small_copies(device, link, chunks)
     _pinning(int(gib * (1 << 30)), device, repeats)
+
+
+def _small_copies(device: torch.device, link: "Link", chunks: int) -> None:
+    """How long a small copy to the device waits while large ones of ours are under way."""
+    one, two = torch.Stream(device), torch.Stream(device)
+    lanes = {"one_stream": StreamLane(device, one), "taking_turns": TurnsLane(device, (one, two))}
+    for name, lane in lanes.items():
+        waits_ms, gb_per_s = link.beside_small_copies(lane, chunks)
+        print_record(
+            "small-copies",
+            loads=name,
+            load_gb_per_s=gb_per_s,
+            median_wait_ms=median(waits_ms),
+            longest_wait_ms=max(waits_ms),
+            small_bytes=_SMALL_BYTES,
+        )
 
 
 class Link:
@@ -60,6 +81,27 @@ class Link:
 
         (ms,) = wall_ms(copy, self._device, repeats=1)
         return chunks * _CHUNK_BYTES * (load + store) / ms / 1e6
+
+    def beside_small_copies(self, lane: Lane, chunks: int) -> tuple[list[float], float]:
+        """Milliseconds from asking for each small copy to its end, and the rate of loads in ``lane`` beside them."""
+        small_host = torch.empty(_SMALL_BYTES, dtype=torch.uint8, pin_memory=True)
+        small = torch.empty(_SMALL_BYTES, dtype=torch.uint8, device=self._device)
+        stream = torch.Stream(self._device)
+        events = [[torch.Event(self._device, enable_timing=True) for _ in range(2)] for _ in range(_SMALL_COPIES)]
+        torch.accelerator.synchronize(self._device)
+        begin = lane.mark()
+        for chunk in range(chunks):
+            lane.copy(self._slots[chunk % 2], self._hosts[chunk % 2].bytes)
+        end = lane.mark()
+        with stream:
+            for asked, ended in events:
+                torch.cuda._sleep(_SLEEP_CYCLES)  # so that they are spread over the time of the loads
+                stream.record_event(asked)
+                small.copy_(small_host, non_blocking=True)
+                stream.record_event(ended)
+        torch.accelerator.synchronize(self._device)
+        rate = chunks * _CHUNK_BYTES / end.elapsed_ms_since(begin) / 1e6
+        return [asked.elapsed_time(ended) for asked, ended in events], rate
 
     @staticmethod
     def _copy(target: Tensor, source: Tensor, stream: torch.Stream) -> None:
