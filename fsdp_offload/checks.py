@@ -58,6 +58,11 @@ def check_traits(optimizer: Optimizer, traits: Traits, policy: OffloadPolicy, na
     """Refuse optimizers that cannot be offloaded, and masters where one cannot be run on them, or has its own."""
     if traits.refusal:
         raise ValueError(f"offload_optimizer: {traits.refusal}")
+    if policy.host_fraction and not traits.takes_host:
+        raise ValueError(
+            f"offload_optimizer: host_fraction={policy.host_fraction!r} is for the elementwise optimizers of "
+            f"torch.optim, which can update on the CPU, and {type(optimizer).__name__} is not one of them. Leave it 0."
+        )
     if policy.master_weights == "none":
         return
     if not traits.takes_masters:

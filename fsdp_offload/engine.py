@@ -7,6 +7,7 @@
 The engine never refers to the optimizer (it is handed in on each call), so dropping the optimizer frees everything.
 """
 
+import logging
 import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from typing import Any
@@ -17,7 +18,11 @@ from torch.optim import Optimizer
 
 from .adopt import adopt
 from .forms import as_kept, as_saved, drop_master, rebuild_master
-from .fsdp import unsupported_gradient
+from .fsdp import has_replicas, local_shard, unsupported_gradient
+from .host_measure import measure
+from .host_share import best_fraction
+from .host_update import HostTimes, HostUpdates, counters_as_made
+from .host_worker import host_worker
 from .learn import Layouts, layout_key
 from .lending import Lending
 from .masters import MASTER
@@ -32,6 +37,8 @@ from .shards import StateLayout, StateShard, leaves_of
 from .stepping import BegunStep, Stepping
 from .transfer import Allocated, DeviceLink, EventMark, Mark, device_link
 from .update import ENGINE_ATTRIBUTE, StateStore, UserState
+
+logger = logging.getLogger(__name__)
 
 
 class Engine:
@@ -60,8 +67,21 @@ class Engine:
         self.habits = traits.habits
         self._pin = device.type != "cpu" if policy.pin_memory is None else policy.pin_memory
         self._link: DeviceLink = device_link(device)
-        self._pipeline = Pipeline(self._link, serial=policy.serial, beside_compute=policy.updates_beside_compute)
-        self.plan = Plan(self.layouts, policy, device, pin=self._pin, staged=self._pipeline.buckets, together=together)
+        self.host: HostUpdates | None = None
+        self.tuning_of_host = ""  # what "auto" has chosen, and why
+        if policy.host_fraction:
+            worker = host_worker(device)
+            self.host = HostUpdates(cls, traits, self._link, worker, serial=policy.serial, pin=self._pin)
+        self._pipeline = Pipeline(
+            self._link, serial=policy.serial, beside_compute=policy.updates_beside_compute, host=self.host
+        )
+        self.plan = Plan(
+            *(self.layouts, policy, device),
+            pin=self._pin,
+            staged=self._pipeline.buckets,
+            together=together,
+            host=self.host,
+        )
         self.lending = Lending(self.plan, self._pipeline)
         self.steps = Stepping(cls, traits, policy, names, self.plan, self._pipeline, self.lending, self._link)
         self.phases = Phases(self.plan, self._pipeline, self.steps, self.lending)
@@ -87,6 +107,8 @@ class Engine:
             return
         if self.steps.begun is not None and self.steps.begun.done:
             self.steps.check_usable("taking over more parameters")
+        if self.policy.host_fraction == "auto" and not self.tuning_of_host:
+            self._measure(optimizer, params)
         self.steps.drop()
         self._layout_keys += self._keys(optimizer)[len(self._layout_keys) :]
         self._param_ids = []  # look at the groups again
@@ -100,6 +122,35 @@ class Engine:
         self.steps.forget_places()
         adopt((self.plan.shards[param], states.get(param)) for param in params)
 
+    def _measure(self, optimizer: Optimizer, params: Sequence[Tensor]) -> None:
+        """Choose the host's share by what both sides can do. Once: whatever is added later gets the same."""
+        assert self.host is not None
+        like = max((param for param in params if not has_replicas(param)), key=Tensor.numel, default=None)
+        group = next((n for n, g in enumerate(optimizer.param_groups) if any(p is like for p in g["params"])), 0)
+        layout = None if like is None else self.layouts.learn(optimizer, like, optimizer.param_groups[group], "")
+        if like is None or layout is None or not layout.values:
+            self.tuning_of_host = (
+                "host_fraction='auto': 0, as other ranks may hold copies of all parameters, or there is no state"
+            )
+            return
+        rates, traffic = measure(
+            *(self.cls, self.layouts.traits, optimizer),
+            like=local_shard(like),
+            group=group,
+            layout=layout,
+            master=self.layouts.master_of(like),
+            link=self._link,
+            worker=host_worker(self.device),
+            pin=self._pin,
+        )
+        self.plan.host_fraction = best_fraction(rates, traffic)
+        self.tuning_of_host = (
+            f"host_fraction='auto': {self.plan.host_fraction:.2f}: CPU {rates.cpu / 1e9:.1f} GB/s of state "
+            f"({rates.cpu_beside / 1e9:.1f} beside copies), link {rates.two_way / 1e9:.1f} GB/s both ways "
+            f"({rates.two_way_beside / 1e9:.1f} beside updates)"
+        )
+        logger.info(self.tuning_of_host)
+
     def clear(self) -> None:
         """Drop all homes, after the last store."""
         self.steps.drop()
@@ -112,6 +163,7 @@ class Engine:
     def rebuild(self, optimizer: Optimizer, states: StateStore) -> None:
         """Plan anew, for state whose layout changed. Old and new homes exist side by side until this returns."""
         self._pipeline.synchronize()
+        self._counters_as_made(states)
         dead = [param for param, shard in self.plan.shards.items() if self._is_dead(shard, states)]
         kept = [param for param in self.plan.shards if self.plan.shards[param].group >= 0]
         old = {param: dict(states.get(param)) for param in kept}
@@ -231,6 +283,11 @@ class Engine:
                 state[name] = shard.on_device(name, self.device)
             if shard.master != "none":
                 drop_master(shard, state)
+        self._counters_as_made(states)
+
+    def _counters_as_made(self, states: StateStore) -> None:
+        for shard in self.plan.host_shards():
+            counters_as_made(shard, states.get(shard.param))
 
     # A step ------------------------------------------------------------------------------------------------------
 
@@ -263,6 +320,10 @@ class Engine:
             self._pipeline.updates_after_compute()
             steps.advance(begun, states)
             steps.finish(begun, states)
+        if self.host is not None and self.host.creates:
+            for param, state in self.host.take_created().items():
+                homes = self.plan.shards[param].homes
+                states.of(param).update({name: homes.get(name, value) for name, value in state.items()})
         if created:
             # In the order of the param groups: as without offload, and the same on every rank, whatever its buckets.
             new = set(created)
@@ -377,6 +438,7 @@ class Engine:
         ids = _param_ids(optimizer)
         regrouped = ids != self._param_ids
         if regrouped:
+            self._pipeline.synchronize()  # the host may be at an update that looks at the groups
             self._param_ids = ids
             self._unplanned = []
             for shard in self.plan.shards.values():
@@ -477,11 +539,12 @@ class Engine:
     def synchronize(self) -> None:
         """Block the host until every transfer and every update has finished."""
         self._pipeline.synchronize()
-        self.steps.wait_for_all()
+        self.steps.wait_for_all()  # also raises what has failed
 
     def report(self, states: StateStore) -> OffloadReport:
         """Bytes by place, and the times of the last step; waits for that step."""
         times = self._pipeline.last_step_times()
+        on_host = self.host.last_times() if self.host is not None else HostTimes()
         shards = list(self.plan.shards.values())
         on_device = {shard for shard in shards if shard.resident and not self.phases.away}
         host_state_bytes = sum(shard.nbytes for shard in shards if shard not in on_device)
@@ -504,7 +567,12 @@ class Engine:
             step_ms=times.step_ms,
             update_ms=times.update_ms,
             exposed_ms=times.exposed_ms,
-            tuning=tuple(filter(None, (self.tuning_of_residents, self.tuning_of_staging))),
+            host_updated_bytes=on_host.state_bytes,
+            host_update_ms=on_host.update_ms,
+            host_update_gb_per_s=_gb_per_s(on_host.state_bytes, on_host.update_ms),
+            host_waited_ms=on_host.waited_ms,
+            host_buffer_bytes=self.host.buffer_bytes if self.host is not None else 0,
+            tuning=tuple(filter(None, (self.tuning_of_residents, self.tuning_of_staging, self.tuning_of_host))),
             notes=tuple(self.notes()),
         )
 

@@ -35,6 +35,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
@@ -88,6 +89,14 @@ def without_data(value: Tensor) -> Tensor:
 def placements_of(tensor: Tensor) -> object:
     """Mesh and placements, to be compared and shown; ``None`` for a plain tensor."""
     return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+
+
+def has_replicas(param: Tensor) -> bool:
+    """Whether another rank may hold the same elements, and has to update them alike."""
+    if not isinstance(param, DTensor):
+        return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    sizes = zip(param.placements, param.device_mesh.shape, strict=True)
+    return any(ranks > 1 and not placement.is_shard() for placement, ranks in sizes)
 
 
 def largest_local_numel(tensor: Tensor) -> int:

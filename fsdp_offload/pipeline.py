@@ -15,6 +15,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
+from .host_update import HostUpdates
 from .schedule import Action, Kind, Placement
 from .transfer import DeviceLink, Lane, Mark, wait_on
 
@@ -125,10 +126,15 @@ class Pipeline:
 
     Attributes:
         number: tells users of the device's staging memory apart.
+        buckets: by number.
+        host: who updates those of them that are the host's. They never move, but everything here waits for them.
     """
 
-    def __init__(self, link: DeviceLink, *, serial: bool, beside_compute: bool = False) -> None:
+    def __init__(
+        self, link: DeviceLink, *, serial: bool, beside_compute: bool = False, host: HostUpdates | None = None
+    ) -> None:
         self.buckets: list[StagedBucket] = []
+        self.host = host
         self._link = link
         self.number = next(_pipeline_numbers)
         self._lanes: dict[str, Lane] = link.lanes(serial=serial, beside_compute=beside_compute)
@@ -271,12 +277,14 @@ class Pipeline:
     def updates_after(self, mark: Mark) -> None:
         """Updates that are issued from now on start only after ``mark``."""
         self._lanes["U"].wait(mark)
+        if self.host is not None:
+            self.host.after(mark)
 
     def updates_after_compute(self) -> None:
         """Updates that are issued from now on start only when the current stream has done what it was given so far."""
-        if self._lanes["U"] is not self._lanes["C"]:
+        if self._lanes["U"] is not self._lanes["C"] or self.host is not None:
             self._compute_point = self._lanes["C"].mark(self._compute_point)
-            self._lanes["U"].wait(self._compute_point)
+            self.updates_after(self._compute_point)
 
     def updating(self) -> AbstractContextManager[None]:
         """Within it, kernels are issued in order with the updates."""
@@ -288,11 +296,22 @@ class Pipeline:
 
     def wait_all_updated(self) -> None:
         """Let what follows on the current stream start only after everything that was issued with the updates."""
+        uploaded = self.host.wait_all() if self.host is not None else None
+        if uploaded is not None:
+            self._lanes["C"].wait(uploaded)
+        self.wait_device_updated()
+
+    def wait_device_updated(self) -> None:
+        """The same for what the device updates: not for the host's share."""
         if self._updates_end is not None and self._lanes["U"] is not self._lanes["C"]:
             self._lanes["C"].wait(self._updates_end)
 
     def wait_updated(self, number: int, stream: torch.Stream | None = None) -> None:
         """Let what follows on ``stream`` (``None``: the current one) start only after the last update of a bucket."""
+        uploaded = self.host.wait(number) if self.host is not None else None
+        if uploaded is not None:
+            wait_on(stream, self._lanes["C"], uploaded)
+            return
         span = self._spans.get(("U", number))
         if span is not None and span.end is not None:
             wait_on(stream, self._lanes["C"], span.end)
@@ -348,12 +367,16 @@ class Pipeline:
 
     def wait_home(self, number: int) -> None:
         """Block the host until the arena holds the newest bytes of this bucket: wait for its store, and no other."""
-        bucket = self.buckets[number]
-        if bucket.residency is Residency.STORING:
-            end = self._spans["S", number].end
-            assert end is not None
-            end.synchronize()
-            bucket.move_to(Residency.HOME)
+        if self.host is not None:
+            self.host.wait(number)
+        if self.buckets[number].residency is Residency.STORING:
+            self._wait_stored(number)
+
+    def _wait_stored(self, number: int) -> None:
+        end = self._spans["S", number].end
+        assert end is not None
+        end.synchronize()
+        self.buckets[number].move_to(Residency.HOME)
 
     def stored(self, numbers: Iterable[int]) -> set[int]:
         """Those of ``numbers`` whose newest bytes are in the arena, or on their way there."""
@@ -367,10 +390,13 @@ class Pipeline:
             bucket.residency = Residency.HOME
 
     def synchronize(self) -> None:
-        """Block the host until every transfer and update has finished."""
+        """Block the host until every transfer and update has finished; a failure on the host is not raised here."""
+        if self.host is not None:
+            self.host.wait_quietly()
         self._link.synchronize()
-        for number in range(len(self.buckets)):
-            self.wait_home(number)
+        for number, bucket in enumerate(self.buckets):
+            if bucket.residency is Residency.STORING:
+                self._wait_stored(number)
 
     def mark(self) -> Mark:
         """A mark at what the current stream has been given so far."""

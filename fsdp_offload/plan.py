@@ -14,14 +14,16 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .arena import Region
-from .buckets import Bucket, BucketPlan, Copy, Range, ShardSpec, aligned, join_copies, plan_buckets
-from .fsdp import is_dtensor, largest_local_numel, local_shard
+from .buckets import Bucket, BucketPlan, Copy, ShardSpec, aligned, join_copies, plan_buckets
+from .fsdp import has_replicas, is_dtensor, largest_local_numel, local_shard
 from .host_memory import check_host_memory
+from .host_share import NOTHING_YET, Taken, choose_host_share
+from .host_update import HostUpdates
 from .learn import Layouts
 from .pipeline import StagedBucket
 from .policy import OffloadPolicy
 from .schedule import place_in_ring
-from .shards import Home, LeafLayout, StateShard
+from .shards import Home, LeafLayout, StateShard, is_wrapper
 from .update import BoundRange, StateStore, bind_range, slot_values
 
 
@@ -50,6 +52,11 @@ class PlannedBucket:
         """The shards of which it holds at least a range."""
         return (self.shards[piece.shard] for piece in self.bucket.ranges)
 
+    @property
+    def on_host(self) -> bool:
+        """Whether it is updated on the host."""
+        return any(shard.on_host for shard in self.covers())
+
     def copies(self, side_of: Callable[[StateShard], int | None]) -> list[tuple[Tensor, int]]:
         """The transfers between the arena and a slot: bytes at home, and an offset in the slot.
 
@@ -77,6 +84,7 @@ class Plan:
         spare_bytes: of ``regions``, what is second homes.
         ring_bytes: device memory that buckets pass through.
         resident_bytes: device memory of the homes that never leave it, padding included.
+        host_fraction: of the state, what the host updates from now on.
     """
 
     def __init__(
@@ -88,7 +96,11 @@ class Plan:
         pin: bool,
         staged: list[StagedBucket],
         together: Mapping[Tensor, int],
+        host: HostUpdates | None = None,
     ) -> None:
+        self.host_fraction = 0.0 if policy.host_fraction == "auto" else policy.host_fraction
+        self._host = host
+        self._host_taken = NOTHING_YET
         self.shards: dict[Tensor, StateShard] = {}
         self.regions: list[Region] = []
         self.spare_bytes = 0
@@ -103,6 +115,10 @@ class Plan:
         self._buckets: list[PlannedBucket] = []
         self._no_bytes = torch.empty(0, dtype=torch.uint8, device=device)
         self._staged = staged  # the pipeline's list: one entry for each of ours
+
+    def host_shards(self) -> Iterator[StateShard]:
+        """Those that the host updates."""
+        return (shard for shard in self.shards.values() if shard.on_host)
 
     def __getitem__(self, number: int) -> PlannedBucket:
         return self._buckets[number]
@@ -136,8 +152,10 @@ class Plan:
             on_locals = self._layouts.traits.elementwise
             together = self._together.get(param, -1)
             shard = StateShard(param, name, on_locals, False, layout, group_of[param], master, together)
-            shard.cuttable = self.may_cut(shard, group)
             shards.append(shard)
+        self._choose_host(shards)
+        for shard in shards:
+            shard.cuttable = self.may_cut(shard, optimizer.param_groups[shard.group])
         self._take_homes(*self._choose_resident(shards))
         self.shards.update((shard.param, shard) for shard in shards)
         self._place()
@@ -146,30 +164,63 @@ class Plan:
         """Whether the tested table says that this shard gives the same bits in pieces, in this group."""
         local = local_shard(shard.param)
         dtype = local.dtype if shard.master == "none" else torch.float32
+        device_type = local.device.type
+        if shard.on_host:
+            group = {**group, **self._layouts.traits.host_options(group, with_complex=local.is_complex())}
+            device_type = "cpu"
         implementation = "fused" if group.get("fused") else "foreach" if group.get("foreach") else "for-loop"
         return (
             shard.on_locals
             and local.numel() > 0
             and local.is_contiguous()
             and not shard.layout.left_out
-            and (implementation, local.device.type, dtype) in self._layouts.traits.cuttable
+            and (implementation, device_type, dtype) in self._layouts.traits.cuttable
         )
+
+    def _choose_host(self, shards: Sequence[StateShard]) -> None:
+        """Choose by the largest shard of each parameter, as every rank has to choose the same."""
+        if not self.host_fraction:
+            return
+        sizes = [_largest_nbytes(shard) for shard in shards]
+        eligible = [size if self._may_be_host(s) else 0 for s, size in zip(shards, sizes, strict=True)]
+        chosen = choose_host_share(eligible, self.host_fraction, self._host_taken)
+        for shard, on_host in zip(shards, chosen, strict=True):
+            shard.on_host = on_host
+        host_bytes = sum(size for size, on_host in zip(sizes, chosen, strict=True) if on_host)
+        self._host_taken = Taken(self._host_taken.host_bytes + host_bytes, self._host_taken.total_bytes + sum(sizes))
+
+    def _may_be_host(self, shard: StateShard) -> bool:
+        # A share that each rank has measured for itself would let replicas drift apart.
+        alone = self._policy.host_fraction != "auto" or not has_replicas(shard.param)
+        return alone and not is_wrapper(local_shard(shard.param))
 
     def _choose_resident(self, shards: Sequence[StateShard]) -> tuple[list[StateShard], list[StateShard]]:
         left_bytes = self._policy.given_resident_bytes - self.resident_bytes
         for shard in shards:
             nbytes = _resident_nbytes(shard)
-            if 0 < nbytes <= left_bytes:
+            if 0 < nbytes <= left_bytes and not shard.on_host:
                 shard.resident = True
                 left_bytes -= nbytes
         return [s for s in shards if s.resident], [s for s in shards if not s.resident]
 
     def _take_homes(self, resident: Sequence[StateShard], offloaded: Sequence[StateShard]) -> None:
+        updated_there = [shard for shard in offloaded if shard.on_host]
+        offloaded = [shard for shard in offloaded if not shard.on_host]
+        there = plan_buckets([_spec(shard) for shard in updated_there], self._policy.bucket_bytes)
+        there_passing = max((_passing_nbytes(bucket, updated_there) for bucket in there.buckets), default=0)
         on_host = plan_buckets([_spec(shard) for shard in offloaded], self._policy.bucket_bytes)
         held_bytes = sum(region.nbytes for region in self.regions)
         with_spare = _shards_within(on_host, offloaded, self._policy.snapshot_bytes - self.spare_bytes)
-        check_host_memory(on_host.home_nbytes + with_spare.nbytes, self._policy.host_limit_bytes, held_bytes)
+        left_bytes = self._policy.snapshot_bytes - self.spare_bytes - with_spare.nbytes
+        there_spare = _shards_within(there, updated_there, left_bytes)
+        needed_bytes = on_host.home_nbytes + with_spare.nbytes + there.home_nbytes + there_spare.nbytes
+        if self._host is not None:
+            needed_bytes += self._host.missing_bytes(there_passing)
+        check_host_memory(needed_bytes, self._policy.host_limit_bytes, held_bytes)
         # First what may fail (the driver may refuse to lock pages), so that nothing has to be undone.
+        if self._host is not None and there_passing:
+            self._host.reserve(there_passing)
+        there_regions = [self._region(n, there.home_breaks) for n in (there.home_nbytes, there_spare.nbytes)]
         regions = tuple(
             self._region(nbytes, on_host.home_breaks) for nbytes in (on_host.home_nbytes, with_spare.nbytes)
         )
@@ -182,7 +233,11 @@ class Plan:
             self._add_buckets(on_device, resident, None)
         _settle(offloaded, on_host, partial(_host_leaf, regions[0]))
         _settle(offloaded, on_host, partial(_host_leaf, regions[1]), with_spare.shards)
-        self.regions += [region for region in regions if region.nbytes]
+        _settle(updated_there, there, partial(_host_leaf, there_regions[0]))
+        _settle(updated_there, there, partial(_host_leaf, there_regions[1]), there_spare.shards)
+        self.spare_bytes += there_spare.nbytes
+        self._add_buckets(there, updated_there, None)  # nothing of it ever moves
+        self.regions += [region for region in (*regions, *there_regions) if region.nbytes]
         self.spare_bytes += with_spare.nbytes
         self._add_buckets(on_host, offloaded, Arena(regions, frozenset(on_host.home_breaks)))
 
@@ -284,8 +339,8 @@ class Plan:
         bound = []
         for piece, offsets in zip(planned.bucket.ranges, planned.bucket.leaf_offsets, strict=True):
             shard = planned.shards[piece.shard]
-            if shard.resident:
-                values = _resident_values(shard, piece)
+            if shard.resident or shard.on_host:
+                values = shard.values_at(shard.side, piece.start, piece.stop)
             else:
                 begin = staged.placement.offset if staged.placement else 0
                 places = [begin + offset for offset in offsets]
@@ -301,6 +356,7 @@ class Plan:
         self._buckets.clear()
         self._staged.clear()
         self.ring_bytes = self.resident_bytes = self.spare_bytes = 0
+        self._host_taken = NOTHING_YET
 
 
 def home_side(shard: StateShard) -> int:
@@ -339,11 +395,22 @@ def _resident_nbytes(shard: StateShard) -> int:
     if shard.on_locals or not is_dtensor(shard.param):
         return _home_nbytes([shard])
     # Resident state is updated first. Steps that see DTensors may issue collectives, so every rank has to choose the
-    # same parameters, by the largest shard of each.
+    # same parameters.
+    return _largest_nbytes(shard)
+
+
+def _largest_nbytes(shard: StateShard) -> int:
+    """Bytes of the largest shard of this state over all ranks: the same figure on each of them."""
     local = local_shard(shard.param)
     largest = largest_local_numel(shard.param)
     sizes = [leaf.dtype.itemsize * largest if leaf.shape == local.shape else leaf.nbytes for leaf in shard.leaf_layouts]
     return plan_buckets([ShardSpec(largest, tuple(sizes), False)], 1 << 62).home_nbytes
+
+
+def _passing_nbytes(bucket: Bucket, shards: Sequence[StateShard]) -> int:
+    """Host memory for the parameters and gradients of a bucket, if gradients have the dtype of their parameters."""
+    sizes = ((piece.stop - piece.start) * shards[piece.shard].param.element_size() for piece in bucket.ranges)
+    return sum(2 * aligned(nbytes) for nbytes in sizes)
 
 
 def _settle(
@@ -372,15 +439,6 @@ def _host_leaf(region: Region, offset: int, leaf: LeafLayout) -> Tensor:
 
 def _device_leaf(block: Tensor, offset: int, leaf: LeafLayout) -> Tensor:
     return _own_storage(block, offset, leaf.nbytes).view(leaf.dtype).as_strided(leaf.shape, leaf.stride)
-
-
-def _resident_values(shard: StateShard, piece: Range) -> dict[str, Tensor]:
-    """The state in its home on the device, or a flat range of it."""
-    if not shard.on_locals:
-        return dict(shard.homes)
-    if piece.stop - piece.start == shard.local_numel:
-        return {name: leaves[0] for name, leaves in shard.home_leaves.items()}
-    return {name: leaves[0].view(-1)[piece.start : piece.stop] for name, leaves in shard.home_leaves.items()}
 
 
 def _slot_leaf(ring: Tensor, places: Sequence[int], leaf: int, nbytes: int) -> Tensor:

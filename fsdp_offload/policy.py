@@ -46,6 +46,11 @@ class OffloadPolicy:
         overlap_forward: ``step()`` returns when everything is queued, and the next forward waits in each
             ``fully_shard`` module for that module's parameters only. Call ``synchronize()`` before touching parameters
             or gradients in between by any other way than a forward, ``state_dict`` and the optimizer.
+        host_fraction: that share of the state's bytes is updated on the CPU, by the same class (its fused CPU kernel
+            where there is one), while the device streams the rest: whole parameters, from the end of the forward. The
+            result is bitwise that of the same optimizer on CPU copies of these parameters; what is saved does not
+            depend on it. ``"auto"`` measures both sides once, when the optimizer is attached, and takes the share with
+            which they end together, on each rank by itself. For elementwise optimizers of ``torch.optim``.
         debug: with ``overlap_forward``, raise an error where parameters or gradients are touched between ``step()`` and
             the next forward without ``synchronize()``. For one run of a loop that is new to ``overlap_forward``: each
             step costs a little more. Not noticed are views and local tensors that were taken earlier.
@@ -58,7 +63,8 @@ class OffloadPolicy:
             memory on use, so that what the kernel reports is too little.
 
     Raises:
-        ValueError: a size is negative, or ``staging_bytes`` holds fewer than two buckets.
+        ValueError: a size is negative, a fraction is not between 0 and 1, or ``staging_bytes`` holds fewer than two
+            buckets.
         TypeError: a size is not an integer.
     """
 
@@ -71,6 +77,7 @@ class OffloadPolicy:
     prefetch: Literal["step", "backward"] = "step"
     update: Literal["step", "backward"] = "step"
     overlap_forward: bool = False
+    host_fraction: float | Literal["auto"] = 0.0
     pin_memory: bool | None = None
     serial: bool = False
     debug: bool = False
@@ -104,6 +111,7 @@ class OffloadPolicy:
         for name in ("serial", "debug", "overlap_forward"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"OffloadPolicy: {name} must be a bool, got {getattr(self, name)!r}")
+        _check_fraction("host_fraction", self.host_fraction)
         if self.pin_memory is not None and not isinstance(self.pin_memory, bool):
             raise TypeError(f"OffloadPolicy: pin_memory must be a bool or None, got {self.pin_memory!r}")
 
@@ -165,3 +173,12 @@ def _check_size(name: str, value: object, *, minimum: int) -> None:
         raise TypeError(f"OffloadPolicy: {name} must be an integer number of bytes, got {value!r}")
     if value < minimum:
         raise ValueError(f"OffloadPolicy: {name} must be at least {minimum} bytes, got {value}")
+
+
+def _check_fraction(name: str, value: object) -> None:
+    if value == "auto":
+        return
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"OffloadPolicy: {name} must be a number from 0 to 1 or 'auto', got {value!r}")
+    if not 0 <= value <= 1:
+        raise ValueError(f"OffloadPolicy: {name} must be from 0 to 1, got {value!r}")

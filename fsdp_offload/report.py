@@ -25,6 +25,13 @@ class OffloadReport:
         update_ms: time of that in which the optimizer ran.
         exposed_ms: time of that in which no update ran: the device waited for transfers or for the host, unless updates
             run beside the model, which then hides it.
+        host_updated_bytes: state that the host updated in the last step.
+        host_update_ms: time of the host's thread in which the optimizer ran.
+        host_update_gb_per_s: their quotient.
+        host_waited_ms: time in which the main thread stood still for the host's updates: in ``step()``, in a forward
+            under ``overlap_forward``, or wherever state was looked at.
+        host_buffer_bytes: host memory through which their parameters and gradients pass; all optimizers of the device
+            share it.
         tuning: what each ``"auto"`` has chosen, and why, once it is known.
         notes: what the user should know, most important first.
     """
@@ -47,6 +54,11 @@ class OffloadReport:
     step_ms: float
     update_ms: float
     exposed_ms: float
+    host_updated_bytes: int = 0
+    host_update_ms: float = 0.0
+    host_update_gb_per_s: float = 0.0
+    host_waited_ms: float = 0.0
+    host_buffer_bytes: int = 0
     tuning: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -64,6 +76,12 @@ class OffloadReport:
             ("last step: time", f"{self.step_ms:.1f} ms, of it {self.update_ms:.1f} ms updates"),
             ("last step: exposed", f"{self.exposed_ms:.1f} ms"),
         ]
+        if self.host_updated_bytes:
+            rate = f"{_bytes(self.host_updated_bytes)} at {self.host_update_gb_per_s:.1f} GB/s"
+            rows += [
+                ("last step: updated on the host", f"{rate}, {self.host_waited_ms:.1f} ms waited for"),
+                ("  buffers for that", _bytes(self.host_buffer_bytes)),
+            ]
         width = max(len(name) for name, _ in rows)
         lines = [f"Offloaded {self.optimizer}"]
         lines += [f"  ! {note}" for note in self.notes]

@@ -184,6 +184,7 @@ class StateShard:
         master: which master we keep for it: the optimizer then updates that instead of the parameter.
         together: only state of one number shares buckets: parameters whose gradients are final at the same time.
         resident: its home is on the device, except between ``offload_states()`` and ``reload_states()``.
+        on_host: it is updated on the host, in its home.
         places: its home, and a spare one if there is room for it.
         side: which of ``places`` is the home now.
         host_places: for state that is resident, where it goes when everything is to leave the device, if that is known.
@@ -198,6 +199,7 @@ class StateShard:
     master: MasterKind = "none"
     together: int = 0
     resident: bool = False
+    on_host: bool = False
     places: list[Home] = field(default_factory=list)
     side: int = 0
     host_places: list[Home] = field(default_factory=list)
@@ -232,6 +234,15 @@ class StateShard:
     def home_leaves(self) -> dict[str, list[Tensor]]:
         """The dense tensors inside ``homes``, by name."""
         return self.places[self.side].leaves
+
+    def values_at(self, side: int, start: int, stop: int) -> dict[str, Tensor]:
+        """The state in one of its places, or a flat range of it, as the optimizer sees it."""
+        home = self.places[side]
+        if not self.on_locals:
+            return dict(home.values)
+        if stop - start == self.local_numel:
+            return {name: leaves[0] for name, leaves in home.leaves.items()}
+        return {name: leaves[0].view(-1)[start:stop] for name, leaves in home.leaves.items()}
 
     def home_over(self, leaves: Sequence[Tensor]) -> Home:
         """A home of this state over ``leaves``, one for each leaf layout."""

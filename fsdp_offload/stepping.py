@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .fsdp import foreach_supports, version_of
+from .host_update import HostStep
 from .lending import Lending
 from .optimizers import LogicalStep, Traits
 from .pipeline import Pipeline
@@ -49,6 +50,7 @@ class BegunStep:
     shadow: Shadow
     shared: SharedValues
     logical: LogicalStep
+    host: HostStep | None
     group_count: int
     steps: tuple[BucketStep, ...]
     moving: list[StateShard] | None = None
@@ -66,7 +68,6 @@ class Stepping:
 
     Attributes:
         begun: in a backward, and not ended by ``step()`` yet.
-        failure: why the state is only half updated; empty if it is whole.
         last: what the last step updated.
         backward_order: buckets as their gradients became final in the last backward.
         measured_order: a better order for the same, if the rehearsal has found one.
@@ -84,7 +85,7 @@ class Stepping:
         link: DeviceLink,
     ) -> None:
         self.begun: BegunStep | None = None
-        self.failure = ""
+        self._failure = ""
         self.last: tuple[BucketStep, ...] = ()
         self.backward_order: list[int] = []
         self.measured_order: list[int] = []
@@ -101,8 +102,21 @@ class Stepping:
         self._schedules: dict[tuple[BucketStep, ...], list[Action]] = {}
         self._held: dict[int, list[tuple[Tensor, Tensor | None, BegunStep]]] = {}  # by bucket: what updates still read
 
+    @property
+    def failure(self) -> str:
+        """Why the state is only half updated, by the device or by the host."""
+        return self._failure or (self._pipeline.host.failure if self._pipeline.host is not None else "")
+
+    @failure.setter
+    def failure(self, failure: str) -> None:
+        self._failure = failure
+        if self._pipeline.host is not None and not failure:
+            self._pipeline.host.failure = ""
+
     def forget_places(self) -> None:
         """Buckets have other homes or slots from now on."""
+        if self._pipeline.host is not None:
+            self._pipeline.host.forget()
         self._bound.clear()
         self._schedules.clear()
         self.last = ()
@@ -120,19 +134,26 @@ class Stepping:
     ) -> BegunStep:
         """Note where a logical step starts, and take up its schedule; ``early``: before ``step()`` is called."""
         self.wait_for_all()  # the gradients of the last step are let go
-        logical = self._habits.begin(optimizer, kwargs)
-        shared = self._shared_values(optimizer, logical)
-        begun = BegunStep(Shadow(self._cls), shared, logical, len(optimizer.param_groups), steps)
+        begun = BegunStep(Shadow(self._cls), *self._start(optimizer, kwargs), len(optimizer.param_groups), steps)
         self._pipeline.begin(self._schedule(steps))
         if early:
-            # Updates write resident state where it is, which counts as well.
-            offloaded = (shard for shard in self._plan.shards.values() if not shard.resident)
+            # Updates write state where it is, on the device or on the host, which counts as well.
+            offloaded = (shard for shard in self._plan.shards.values() if not shard.resident and not shard.on_host)
             begun.watched = [shard for shard in offloaded if states.get(shard.param)]
             begun.versions = self._home_versions(begun, states)
             begun.in_backward = True
             self._pipeline.updates_after_compute()
             self.begun = begun
         return begun
+
+    def _start(
+        self, optimizer: Optimizer, kwargs: Mapping[str, Any]
+    ) -> tuple[SharedValues, LogicalStep, HostStep | None]:
+        """What updates start from, beside parameters and state."""
+        logical = self._habits.begin(optimizer, kwargs)
+        host = self._pipeline.host
+        on_host = None if host is None else host.begin(optimizer, self._plan.host_shards())
+        return self._shared_values(optimizer, logical), logical, on_host
 
     def advance(
         self, begun: BegunStep, states: StateStore, may_update: Callable[[int], bool] = lambda number: True
@@ -145,6 +166,11 @@ class Stepping:
                 # In the backward, more gradients are still to come: whatever is loaded may be stored elsewhere.
                 shards = self._covered(begun.steps, with_gradient=not begun.in_backward)
                 begun.moving, begun.made_way = self._lending.make_way(shards, begun.steps), begun.steps
+            if begun.host is not None and self._plan[number].on_host:
+                assert self._pipeline.host is not None
+                self._pipeline.host.submit(number, self._bind(number), begun.host, states, begun.moving or ())
+                begun.done.append(number)
+                return  # the gradients are held there
             for ranges in same_order_on_ranks(self._bind(number), group_by_group=habits.group_by_group):
                 update_bucket(
                     begun.shadow, begun.shared, habits, ranges, begun.group_count, states, begun.logical.kwargs
@@ -283,6 +309,9 @@ class Stepping:
                 self.start_from(begun, optimizer, kwargs)
             else:
                 self.drop()  # loads only; they are made again
+            else:
+                # GradScaler hands over its scale in attributes that there are during step() only.
+                begun.shared, begun.logical, begun.host = self._start(optimizer, kwargs)
             return None
         unchanged = same_groups and begun.shared.still_starts_from(optimizer)
         problem = ""
@@ -343,7 +372,7 @@ class Stepping:
     def wait_counted(self) -> None:
         """Let what follows on the current stream see counters and resident state new, where an update may still run."""
         if self._held:
-            self._pipeline.wait_all_updated()
+            self._pipeline.wait_device_updated()
 
     # What an update needs ----------------------------------------------------------------------------------------
 
@@ -423,15 +452,17 @@ class Stepping:
         Raises:
             RuntimeError: an exception ended an earlier step; says which parameters are new.
         """
-        if self.begun is not None and self.begun.done and not mid_step:
-            raise RuntimeError(
-                f"{what} refused: the backward has updated part of the state (OffloadPolicy(update='backward')). Call "
-                "step() first."
-            )
+        if self._pipeline.host is not None:
+            self._pipeline.host.raise_failure()
         if self.failure:
             raise RuntimeError(
                 f"{what} refused: {self.failure}. Load a checkpoint of the model and of this optimizer "
                 "(load_state_dict) before going on."
+            )
+        if self.begun is not None and self.begun.done and not mid_step:
+            raise RuntimeError(
+                f"{what} refused: the backward has updated part of the state (OffloadPolicy(update='backward')). Call "
+                "step() first."
             )
 
 

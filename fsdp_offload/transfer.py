@@ -7,7 +7,8 @@ beside a forward or a backward:
 - loads overlap with updates, stores, and whatever the device still has to do of the backward. They have two streams
   that take turns: a small pinned copy of somebody else (``fully_shard`` makes one in each gather and each reduction)
   waits until all copies have finished that were released to the copy engine before it, so never more than one piece is;
-- the store stream overlaps with updates, loads, and the next forward.
+- the store stream overlaps with updates, loads, and the next forward;
+- what the host updates has streams of its own, one down and two in turns up.
 
 The serial lanes run the same actions one by one on the current stream and wait for each: on the CPU, and to bisect.
 """
@@ -217,6 +218,7 @@ class DeviceLink:
         # Threads that step optimizers of their own take turns: the ring and the order on the streams are shared.
         self.in_use = threading.RLock()
         self._copy_lanes: tuple[Lane, Lane] | None = None
+        self._host_lanes: tuple[Lane, Lane] | None = None
         self._update_lane: Lane | None = None
         self._ring: Tensor | None = None
         self._compute: Lane = StreamLane(device, None) if device.type != "cpu" else SerialLane(device)
@@ -244,6 +246,21 @@ class DeviceLink:
             self._update_lane = StreamLane(self.device, torch.Stream(self.device, priority=-1))
         update = self._update_lane if beside_compute and self._update_lane is not None else self._compute
         return {"L": load, "U": update, "S": store, "C": self._compute}
+
+    def host_lanes(self, *, serial: bool) -> tuple[Lane, Lane]:
+        """For what the host updates: gradients and parameters going down, and parameters going up.
+
+        Streams of their own: in those of the loads and stores they would queue behind buckets of the device, which in
+        turn wait for updates and for room in the ring.
+        """
+        if serial or self.device.type == "cpu":
+            lane = SerialLane(self.device)
+            return lane, lane
+        if self._host_lanes is None:
+            streams = torch.Stream(self.device), torch.Stream(self.device)
+            # Uploads in turns, as loads: both go through the copy engine that small copies of others need.
+            self._host_lanes = StreamLane(self.device, torch.Stream(self.device)), TurnsLane(self.device, streams)
+        return self._host_lanes
 
     def join(self) -> None:
         """Count one more user of the ring."""

@@ -58,6 +58,7 @@ class BoundRange:
         values: the state tensors in the slot, by name.
         last: no later range of the same shard follows: this one commits the parameter's scalars.
         address: of the local shard when it was bound; another one means that the storage was exchanged.
+        gradient: of this range, where it is not the parameter's own that is to be used (but a copy of it on the host).
     """
 
     shard: StateShard
@@ -67,6 +68,7 @@ class BoundRange:
     values: dict[str, Tensor]
     last: bool
     address: int
+    gradient: Tensor | None = None
 
     @property
     def whole(self) -> bool:
@@ -280,7 +282,9 @@ def _same(one: object, other: object) -> bool:
 class Shadow:
     """The optimizer's own class, run on what it is given."""
 
-    def __init__(self, cls: type[Optimizer]) -> None:
+    def __init__(self, cls: type[Optimizer], *, without_hooks: Callable[[], Any] = no_global_step_hooks) -> None:
+        """Take the class; ``without_hooks`` makes the context in which hooks for all optimizers do not fire."""
+        self._without_hooks = without_hooks
         step = cls.step
         # torch wraps step() to fire hooks; for a bucket they must not fire, since the logical step fires them once.
         self._step: Callable[..., object] = getattr(step, "__wrapped__", step) if hasattr(step, "hooked") else step
@@ -306,7 +310,7 @@ class Shadow:
         own = {**shared.attributes, **(by_param or {}), "param_groups": groups, "state": filled}
         Optimizer.__setstate__(shadow, own)
         try:
-            with no_global_step_hooks():  # a subclass's step may call a hooked one of its parent
+            with self._without_hooks():  # a subclass's step may call a hooked one of its parent
                 self._step(shadow, **kwargs)
             keys: list[object] = list(shadow.state)
             foreign = [key for key in keys if not isinstance(key, Tensor)]
@@ -350,7 +354,7 @@ def update_bucket(
     """
     ranges = [bound for bound in ranges if bound.shard.group >= 0]  # the user may have taken others out of their group
     # Optimizers pass over parameters without a gradient; their masters are neither made nor looked at.
-    ranges = [b for b in ranges if not (b.has_master and habits.gradient(b.shard.param) is None)]
+    ranges = [b for b in ranges if not (b.has_master and _gradient(b, habits) is None)]
     params: list[list[Tensor]] = [[] for _ in range(group_count)]
     state: dict[Tensor, UserState] = {}
     existing = [user_states.get(bound.shard.param) for bound in ranges]
@@ -398,15 +402,24 @@ def _seen_by_optimizer(bound: BoundRange, user_state: UserState) -> Tensor:
 
 
 def _hand_gradient(bound: BoundRange, param: Tensor, habits: Habits) -> None:
+    grad = _gradient(bound, habits) if bound.is_alias else None
+    if grad is not None:
+        habits.hand_gradient(param, grad.to(param.dtype) if bound.has_master else grad)
+
+
+def _gradient(bound: BoundRange, habits: Habits) -> Tensor | None:
+    """This rank's gradient of a range."""
+    if bound.gradient is not None:
+        return bound.gradient
     grad = habits.gradient(bound.shard.param)
-    if not bound.is_alias or grad is None:
-        return
-    local = local_shard(grad)
-    if not bound.whole:
-        local = local.reshape(-1)[bound.start : bound.stop]
-    if bound.has_master:
-        local = local.to(param.dtype)
-    habits.hand_gradient(param, local)
+    if grad is None:
+        return None
+    return local_shard(grad) if bound.whole else local_range(local_shard(grad), bound.start, bound.stop)
+
+
+def local_range(local: Tensor, start: int, stop: int) -> Tensor:
+    """The elements ``[start, stop)`` of a flattened local tensor."""
+    return local.reshape(-1)[start:stop]
 
 
 def _in_slot(bound: BoundRange, user_state: UserState) -> UserState:

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from .. import OffloadedOptimizer, OffloadPolicy, offload_optimizer
+from .host_step import compare_host_fractions, host_fraction_of
 from .link import Link
 from .record import bench_device, median, print_record, wall_ms
 
@@ -58,6 +59,10 @@ def main(
         typer.Option("--optimizer", help="torch's AdamW, or Transformer Engine's FusedAdam with masters of its own."),
     ] = Kind.ADAMW,
     sharded: Annotated[bool, typer.Option(help="DTensors of a one-rank mesh, as fully_shard makes them.")] = True,
+    host_fraction: Annotated[
+        str | None,
+        typer.Option(help="Instead: compare OffloadPolicy.host_fraction of this value, or auto, with 0, 1 and others."),
+    ] = None,
     repeats: Annotated[int, typer.Option(help="Measured steps; medians are printed.")] = 9,
 ) -> None:
     """Time of one step of Adam with fp32 moments, beside the two-way bandwidth of the same run."""
@@ -66,7 +71,16 @@ def main(
     sizes = [(params // tensors,)] * tensors if equal else varied_sizes(params, tensors)
     own_masters = optimizer_kind is Kind.TE
     dtype = torch.bfloat16 if own_masters or master_weights is not MasterWeights.NONE else torch.float32
-    model = sharded_model(sizes, device, dtype) if sharded else plain_model(sizes, device, dtype)
+    make_model = partial(sharded_model if sharded else plain_model, sizes, device, dtype)
+    if host_fraction is not None:
+        policy = OffloadPolicy(
+            staging_bytes=staging_mib * _MIB, bucket_bytes=bucket_mib * _MIB, master_weights=master_weights.value
+        )
+        chosen = host_fraction_of(host_fraction)
+        compare_host_fractions(chosen, make_model, sizes, make_optimizer, policy, device, repeats=repeats)
+        _end()
+        return
+    model = make_model()
     plain_ms = _plain_step_ms(make_optimizer(model.parameters()), device, repeats=repeats)
     torch.accelerator.reset_peak_memory_stats(device)
     before_bytes = torch.accelerator.memory_allocated(device)
@@ -118,6 +132,10 @@ def main(
         first_step_ms=first_ms,
         peak_over_model_bytes=peak_bytes,
     )
+    _end()
+
+
+def _end() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -181,12 +199,17 @@ def sharded_model(
     shapes: Sequence[tuple[int, ...]], device: torch.device, dtype: torch.dtype = torch.float32
 ) -> nn.Module:
     """The same as DTensors of a mesh of this one rank. Makes a process group."""
-    backends = {kind: dist.get_default_backend_for_device(kind) for kind in ("cpu", device.type)}
-    backend = ",".join(f"{kind}:{name}" for kind, name in backends.items())  # checkpoints need the CPU's as well
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    if not dist.is_initialized():
+        _init_process_group(device)
     model = _of_parameters(shapes, device, dtype)
     fully_shard(model, mesh=init_device_mesh(device.type, (1,)))
     return _with_gradients(model)
+
+
+def _init_process_group(device: torch.device) -> None:
+    backends = {kind: dist.get_default_backend_for_device(kind) for kind in ("cpu", device.type)}
+    backend = ",".join(f"{kind}:{name}" for kind, name in backends.items())  # checkpoints need the CPU's as well
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
 
 
 def _of_parameters(shapes: Sequence[tuple[int, ...]], device: torch.device, dtype: torch.dtype) -> nn.Module:

@@ -107,3 +107,20 @@ class Traits:
     refuses_dtensor: str = ""
     known: bool = True
     habits: Habits = field(default_factory=Habits)
+
+    @property
+    def takes_host(self) -> bool:
+        """Whether its CPU implementation may update a share of the parameters."""
+        return self.elementwise and self.takes_masters
+
+    def host_options(self, group: Mapping[str, Any], *, with_complex: bool) -> dict[str, Any]:
+        """Entries that a param group has instead of its own where the host updates: the fused kernel if there is one.
+
+        ``with_complex``: some of its parameters are complex, which no fused kernel takes.
+        """
+        options: dict[str, Any] = {}
+        if ("fused", "cpu", torch.float32) in self.cuttable and "fused" in group and not with_complex:
+            options = {"fused": True, "foreach": False}
+        if "capturable" in group:
+            options["capturable"] = False  # means nothing without a device
+        return options

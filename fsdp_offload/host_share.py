@@ -1,0 +1,92 @@
+"""Which parameters the CPU updates, and how large their share should be. Pure arithmetic.
+
+The choice has to be the same on every rank that holds a copy of the same shard, as the CPU's kernels round differently
+from the device's: it depends on sizes that are the same everywhere and on the order alone, and is saved nowhere.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Taken(NamedTuple):
+    """What has been divided before, in bytes of state."""
+
+    host_bytes: int
+    total_bytes: int
+
+
+NOTHING_YET = Taken(0, 0)
+
+
+def choose_host_share(sizes: Sequence[int], fraction: float, taken: Taken) -> list[bool]:
+    """Which of some parameters the host updates.
+
+    From the end: their gradients are there first in a backward, and the next forward needs them last. What is too large
+    for what is left of the share is passed over.
+
+    Args:
+        sizes: bytes of state of each parameter, in forward order; 0 where it cannot be the host's.
+        fraction: of all bytes, those of ``taken`` included.
+        taken: what has been divided before.
+    """
+    left = round(fraction * (taken.total_bytes + sum(sizes))) - taken.host_bytes
+    chosen = [False] * len(sizes)
+    for index in reversed(range(len(sizes))):
+        if 0 < sizes[index] <= left:
+            chosen[index] = True
+            left -= sizes[index]
+    others = [index for index, size in enumerate(sizes) if size and not chosen[index]]
+    if others:
+        smallest = min(others, key=lambda index: (sizes[index], -index))
+        chosen[smallest] = sizes[smallest] < 2 * left  # nearer to the share with it than without
+    return chosen
+
+
+class Rates(NamedTuple):
+    """What both sides can do, in bytes per second; measured alone and beside each other.
+
+    Attributes:
+        cpu: state that the CPU updates.
+        cpu_beside: the same while the link is busy.
+        one_way: what the link moves in one direction.
+        two_way: in both at once, added.
+        two_way_beside: the same while the CPU updates.
+    """
+
+    cpu: float
+    cpu_beside: float
+    one_way: float
+    two_way: float
+    two_way_beside: float
+
+
+class Traffic(NamedTuple):
+    """Bytes that the host's share moves for each byte of its state."""
+
+    down: float
+    up: float
+
+
+def step_seconds(fraction: float, state_bytes: int, rates: Rates, traffic: Traffic) -> float:
+    """About how long a step takes in which the host updates ``fraction`` of the state and nothing hides anything."""
+    down = state_bytes * (1 - fraction + fraction * traffic.down)
+    up = state_bytes * (1 - fraction + fraction * traffic.up)
+    alone = fraction in (0.0, 1.0)
+    two_way = rates.two_way if alone else rates.two_way_beside
+    cpu = rates.cpu if alone else rates.cpu_beside
+    slowdown = rates.two_way / two_way
+    link = max(max(down, up) / rates.one_way * slowdown, (down + up) / two_way)
+    return max(link, fraction * state_bytes / cpu)
+
+
+def best_fraction(rates: Rates, traffic: Traffic) -> float:
+    """The share with which both sides end together, in whole percents; 0 or 1 where either alone is not slower.
+
+    A split that promises less than a twentieth is not worth a second side.
+    """
+    state_bytes = 1 << 30
+    percents = [percent / 100 for percent in range(101)]
+    seconds = {fraction: step_seconds(fraction, state_bytes, rates, traffic) for fraction in percents}
+    alone = min((0.0, 1.0), key=lambda fraction: seconds[fraction])
+    best = min(percents, key=lambda fraction: seconds[fraction])
+    return best if seconds[best] < 0.95 * seconds[alone] else alone

@@ -1,0 +1,323 @@
+"""A share updated on the host, on real streams: the same bits whichever side is slow, others where a wait is missing.
+
+The reference is two plain optimizers: one on the device, and one with CPU copies of the host's parameters, whose
+gradients and results are copied by hand.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn, optim
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.optim import Optimizer
+
+from fsdp_offload import OffloadPolicy, remove_offload
+from fsdp_offload.host_update import HostJob, HostUpdates
+from fsdp_offload.host_worker import host_worker
+from fsdp_offload.pipeline import Pipeline
+from tests import host_worker_gate
+from tests.overlapping import POLICIES, Loop, Net
+from tests.parity import Run, Zoo, attach, make_pair, same_bits, train_step
+
+LONG_CYCLES = 40_000_000  # longer than the host takes to issue what follows, so that a missing wait is surely seen
+SIZES = {"bucket_bytes": 256 << 10, "staging_bytes": 5 * (256 << 10)}
+ALL_POLICIES: dict[str, dict[str, Any]] = {"step": {}, **POLICIES}
+EVERY_POLICY = pytest.mark.parametrize("fields", ALL_POLICIES.values(), ids=ALL_POLICIES)
+FRACTIONS = pytest.mark.parametrize("fraction", [0.4, 1.0])
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[DeviceMesh]:
+    torch.cuda.set_device(0)
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cuda", (1,))
+    dist.destroy_process_group()
+
+
+def net() -> Net:
+    return Net(width=128, layers=5)
+
+
+def adamw(params: Any) -> Optimizer:
+    return optim.AdamW(params, lr=0.02, fused=True)
+
+
+def policy_of(fields: dict[str, Any], fraction: float, **more: Any) -> OffloadPolicy:
+    return OffloadPolicy(**{**SIZES, **fields, **more}, host_fraction=fraction)
+
+
+def host_names(loop: Loop) -> list[str]:
+    return [shard.name for shard in vars(loop.optimizer)["_offload_engine"].engine.plan.host_shards()]
+
+
+class Halves(Optimizer):
+    """Plain optimizers: one for the device, and one for CPU copies of some parameters."""
+
+    def __init__(self, params: dict[str, nn.Parameter], on_host: set[str], make: Callable[[Any], Optimizer]) -> None:
+        self.copies = {params[name]: nn.Parameter(local(params[name]).cpu()) for name in params if name in on_host}
+        self.host = make(list(self.copies.values())) if self.copies else None
+        rest = [param for name, param in params.items() if name not in on_host]
+        self.device = make(rest) if rest else None
+        super().__init__(list(params.values()), {"lr": 0.02})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for inner in (self.device, self.host):
+            if inner is not None:
+                for group in inner.param_groups:
+                    group["lr"] = self.param_groups[0]["lr"]
+        for param, copy in self.copies.items():
+            copy.data.copy_(local(param))
+            copy.grad = None if param.grad is None else local(param.grad).cpu()
+        if self.device is not None:
+            self.device.step()
+        if self.host is not None:
+            self.host.step()
+        for param, copy in self.copies.items():
+            local(param).data.copy_(copy)
+
+    def state_of(self, param: Tensor) -> dict[str, Any]:
+        if param in self.copies:
+            assert self.host is not None
+            return self.host.state[self.copies[param]]
+        assert self.device is not None
+        return self.device.state[param]
+
+
+def local(tensor: Tensor) -> Tensor:
+    return getattr(tensor, "_local_tensor", tensor).detach()
+
+
+def reference(mesh: DeviceMesh, names: list[str], steps: int = 8) -> Loop:
+    return Loop(mesh, lambda params: halves(params, names), None, net=net).train(steps)
+
+
+def halves(params: Any, names: list[str]) -> Optimizer:
+    all_names = [name for name, _ in net().named_parameters()]
+    return Halves(dict(zip(all_names, params, strict=True)), set(names), adamw)
+
+
+def differences(plain: Loop, offloaded: Loop) -> list[str]:
+    assert isinstance(plain.optimizer, Halves)
+    found = [] if plain.seen == offloaded.seen else ["losses"]
+    offloaded.optimizer.synchronize()  # type: ignore[attr-defined]
+    others = dict(offloaded.model.named_parameters())
+    for name, param in plain.model.named_parameters():
+        other = others[name]
+        if not same_bits(local(param), local(other)):
+            found.append(name)
+        for key, value in plain.optimizer.state_of(param).items():
+            if not same_bits(local(value).cpu(), local(offloaded.optimizer.state[other][key]).cpu()):
+                found.append(f"{key} of {name}")
+    return found
+
+
+@pytest.fixture
+def slow_streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """``slow_streams("down")`` puts a busy kernel before what goes down (or up) for the host."""
+
+    def install(which: str) -> None:
+        name = {"down": "_issue_downloads", "up": "_update"}[which]
+        method = getattr(HostJob, name)
+
+        def slowed(self: HostJob, *args: Any) -> None:
+            lane = self.lanes[which == "up"]
+            with lane.running():
+                torch.cuda._sleep(LONG_CYCLES // 8)
+            method(self, *args)
+
+        monkeypatch.setattr(HostJob, name, slowed)
+
+    yield install
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("slow", ["", "down", "up"])
+@FRACTIONS
+@EVERY_POLICY
+def test_same_bits(
+    mesh: DeviceMesh, slow_streams: Callable[[str], None], fields: dict[str, Any], fraction: float, slow: str
+) -> None:
+    if slow:
+        slow_streams(slow)
+    loop = Loop(mesh, adamw, policy_of(fields, fraction), net=net).train(8)
+    names = host_names(loop)
+    assert names
+    assert differences(reference(mesh, names), loop) == []
+
+
+@EVERY_POLICY
+def test_same_bits_with_a_slow_device(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
+) -> None:
+    issue = Pipeline._issue
+
+    def slowed(self: Pipeline, action: Any, update: Any) -> None:
+        with self._lanes[action.kind].running():
+            torch.cuda._sleep(LONG_CYCLES // 20)
+        issue(self, action, update)
+
+    monkeypatch.setattr(Pipeline, "_issue", slowed)
+    loop = Loop(mesh, adamw, policy_of(fields, 0.4), net=net).train(8)
+    assert differences(reference(mesh, host_names(loop)), loop) == []
+
+
+@EVERY_POLICY
+def test_same_bits_serially(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
+    loop = Loop(mesh, adamw, policy_of(fields, 0.4, serial=True), net=net).train(8)
+    assert differences(reference(mesh, host_names(loop)), loop) == []
+
+
+def test_other_bits_without_the_wait_for_gradients(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The suite can fail."""
+
+    def late(loop: Loop, step: int) -> None:
+        loop.backward(step)
+        torch.cuda._sleep(LONG_CYCLES)
+        for param in loop.model.parameters():
+            param.grad.mul_(2)
+        loop.step()
+
+    def train(loop: Loop) -> Loop:
+        return loop.train(6, late)
+
+    loop = train(Loop(mesh, adamw, policy_of({}, 1.0), net=net))
+    expected = Loop(mesh, lambda params: halves(params, host_names(loop)), None, net=net)
+    assert differences(train(expected), loop) == []
+    monkeypatch.setattr(HostUpdates, "after", lambda *_: None)
+    broken = train(Loop(mesh, adamw, policy_of({}, 1.0), net=net))
+    assert differences(expected, broken) != []
+
+
+def test_other_bits_without_the_wait_before_the_gather(
+    mesh: DeviceMesh, slow_streams: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow_streams("up")
+    monkeypatch.setattr(Pipeline, "wait_updated", lambda *_: None)
+    loop = Loop(mesh, adamw, policy_of({"overlap_forward": True}, 1.0), net=net).train(8)
+    assert differences(reference(mesh, host_names(loop)), loop) != []
+
+
+def test_a_slow_host_never_blocks_the_device(mesh: DeviceMesh) -> None:
+    loop = Loop(mesh, adamw, policy_of({"overlap_forward": True}, 0.4), net=net).train(3)
+    loop.optimizer.synchronize()
+    names = set(host_names(loop))
+    before = {name: local(param).clone() for name, param in loop.model.named_parameters()}
+    with host_worker_gate.closed(loop.device):
+        loop.backward(3)
+        loop.step()
+        torch.cuda.synchronize()
+        changed = {name for name, param in loop.model.named_parameters() if not torch.equal(local(param), before[name])}
+        assert changed == before.keys() - names
+    loop.optimizer.synchronize()
+    assert differences(reference(mesh, sorted(names), 4), loop) == []
+
+
+def test_counters_are_where_they_are_read(mesh: DeviceMesh) -> None:
+    """On the host while that updates; after a load and a removal where the optimizer put them."""
+    loop = Loop(mesh, adamw, None, net=net).train(2)
+    params = list(loop.model.parameters())
+    assert {loop.optimizer.state[param]["step"].device.type for param in params} == {"cuda"}
+    attach(loop.optimizer, model=loop.model, policy=policy_of({}, 0.4))
+    loop.train(2, first=2)
+    on_host = [shard.param for shard in vars(loop.optimizer)["_offload_engine"].engine.plan.host_shards()]
+    for param in params:
+        counter = loop.optimizer.state[param]["step"]
+        assert counter.device.type == ("cpu" if any(param is one for one in on_host) else "cuda")
+        assert counter == 4
+    saved = loop.optimizer.state_dict()
+    loop.optimizer.load_state_dict(saved)
+    loop.train(1, first=4)
+    remove_offload(loop.optimizer)
+    assert {loop.optimizer.state[param]["step"].device.type for param in params} == {"cuda"}
+    loop.train(1, first=5)
+    assert all(loop.optimizer.state[param]["step"] == 6 for param in params)
+
+
+@pytest.mark.parametrize("fraction", [0.5, 1.0])
+def test_grad_scaler(device: torch.device, fraction: float) -> None:
+    """Its scale and its verdict come down; a skipped step leaves parameters and counters."""
+    results = []
+    for skipping in (False, True):
+        pair = make_pair(Zoo, adamw, device=device, policy=OffloadPolicy(**SIZES, host_fraction=fraction))
+        run = pair.offloaded
+        scaler = torch.amp.GradScaler(device.type, init_scale=2.0**10, growth_interval=100)
+        for step in range(4):
+            skipped = skipping and step == 2
+            if step == 2 and not skipping:
+                continue
+            run.optimizer.zero_grad()
+            scaler.scale(run.loss(step)).backward()
+            if skipped:
+                run.params["bias"].grad[0] = float("inf")
+            before = [param.detach().clone() for param in run.params.values()]
+            scaler.step(run.optimizer)
+            scaler.update(2.0**10)
+            if skipped:
+                assert all(torch.equal(a, b) for a, b in zip(before, run.params.values(), strict=True))
+        state = run.optimizer.state[run.params["weight"]]
+        assert state["step"] == 3
+        results.append([param.detach().clone() for param in run.params.values()])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_a_device_lr_that_a_scheduler_writes(mesh: DeviceMesh) -> None:
+    def make(params: Any) -> Optimizer:
+        return optim.AdamW(params, lr=torch.tensor(0.02, device="cuda"), fused=True)
+
+    results = []
+    for gated in (False, True):
+        loop = Loop(mesh, make, policy_of({"overlap_forward": True}, 1.0), net=net)
+        for step in range(4):
+            loop.backward(step)
+            if gated:
+                with host_worker_gate.closed(loop.device):
+                    loop.step()  # writes the lr when the host has not read it
+            else:
+                loop.step()
+                loop.optimizer.synchronize()
+        loop.optimizer.synchronize()
+        results.append([local(param).clone() for param in loop.model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("cls", [optim.Adam, optim.SGD, optim.Adagrad, optim.RMSprop])
+def test_other_optimizers(device: torch.device, cls: type[Optimizer]) -> None:
+    """The same as the class with its fused CPU kernel, where it has one, on CPU copies."""
+    fused = cls in (optim.Adam, optim.SGD, optim.Adagrad)
+    options: dict[str, Any] = {"momentum": 0.9} if cls is optim.SGD else {}
+    torch.manual_seed(0)
+    run = Run(Zoo().to(device), None, device, torch.float32)  # type: ignore[arg-type]
+    run.optimizer = cls(run.model.parameters(), lr=0.01, **options)
+    attach(run.optimizer, policy=OffloadPolicy(**SIZES, host_fraction=1.0))
+    copies = {param: nn.Parameter(param.detach().cpu()) for param in run.params.values()}
+    plain = cls(copies.values(), lr=0.01, **options, **({"fused": True} if fused else {}))
+    for step in range(5):
+        train_step(run, step)
+        for param, copy in copies.items():
+            copy.grad = param.grad.cpu()
+        plain.step()
+    for param, copy in copies.items():
+        assert same_bits(param.detach().cpu(), copy.detach())
+        for name, value in plain.state[copy].items():
+            assert same_bits(value, run.optimizer.state[param][name].cpu())
+
+
+def test_auto(device: torch.device) -> None:
+    pair = make_pair(Zoo, adamw, device=device, policy=OffloadPolicy(**SIZES, host_fraction="auto"))
+    train_step(pair.offloaded, 0)
+    (sentence,) = pair.offloaded.optimizer.offload_report().tuning
+    assert "GB/s" in sentence
+
+
+@FRACTIONS
+def test_nothing_is_left_on_the_device(mesh: DeviceMesh, fraction: float) -> None:
+    loop = Loop(mesh, adamw, policy_of({"update": "backward", "overlap_forward": True}, fraction), net=net).train(4)
+    loop.optimizer.synchronize()
+    before, pinned = torch.cuda.memory_allocated(), host_worker(loop.device).buffer_bytes
+    loop.train(10, first=4)
+    loop.optimizer.synchronize()
+    assert torch.cuda.memory_allocated() <= before
+    assert host_worker(loop.device).buffer_bytes == pinned

@@ -1,0 +1,63 @@
+"""Holds the thread that updates on the host, so that tests decide what happens before what."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from fsdp_offload.host_worker import host_worker
+from fsdp_offload.transfer import Mark
+
+TIMEOUT_SECONDS = 60  # only a test that fails waits that long
+
+
+class Gate:
+    """A task that ends when it is opened."""
+
+    def __init__(self) -> None:
+        self.reached = threading.Event()
+        self._open = threading.Event()
+
+    def begin(self, memory: Tensor, free: Mark | None) -> None:
+        pass
+
+    def end(self) -> Mark | None:
+        self.reached.set()
+        assert self._open.wait(TIMEOUT_SECONDS)
+        return None
+
+    def open(self) -> None:
+        self._open.set()
+
+    @property
+    def is_open(self) -> bool:
+        return self._open.is_set()
+
+
+_gates: list[Gate] = []
+
+
+def is_closed() -> bool:
+    """Whether any gate is."""
+    return any(not gate.is_open for gate in _gates)
+
+
+def open_all() -> None:
+    for gate in _gates:
+        gate.open()
+
+
+@contextmanager
+def closed(device: torch.device | None = None) -> Iterator[Gate]:
+    """Within it, whatever is submitted waits until the gate is opened."""
+    gate = Gate()
+    _gates.append(gate)
+    host_worker(device or torch.device("cpu")).submit(gate)
+    assert gate.reached.wait(TIMEOUT_SECONDS)
+    try:
+        yield gate
+    finally:
+        gate.open()
+        _gates.remove(gate)
