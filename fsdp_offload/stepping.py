@@ -215,9 +215,11 @@ class Stepping:
         return sorted(begun.steps) == sorted(steps) and begun.versions == self._home_versions(begun, states)
 
     def start_from(self, begun: BegunStep, optimizer: Optimizer, kwargs: Mapping[str, Any]) -> None:
-        """Only loads have been issued: hyperparameters, attributes and gradients count as they are now."""
-        begun.logical = self._habits.begin(optimizer, kwargs)
-        begun.shared = self._shared_values(optimizer, begun.logical)
+        """Only loads have been issued: hyperparameters, attributes and gradients count as they are now.
+
+        GradScaler, for one, hands over its scale in attributes that there are during ``step()`` only.
+        """
+        begun.shared, begun.logical, begun.host = self._start(optimizer, kwargs)
         begun.group_count = len(optimizer.param_groups)
 
     def go_on(self, begun: BegunStep, left: tuple[BucketStep, ...]) -> None:
@@ -309,9 +311,6 @@ class Stepping:
                 self.start_from(begun, optimizer, kwargs)
             else:
                 self.drop()  # loads only; they are made again
-            else:
-                # GradScaler hands over its scale in attributes that there are during step() only.
-                begun.shared, begun.logical, begun.host = self._start(optimizer, kwargs)
             return None
         unchanged = same_groups and begun.shared.still_starts_from(optimizer)
         problem = ""
