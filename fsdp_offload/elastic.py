@@ -49,7 +49,7 @@ def plan_staging(
     most_bytes = min(max(room, default=0), wanted_bytes)
     if most_bytes <= 0:
         return None
-    first = next(number for number, free_bytes in enumerate(room) if free_bytes >= most_bytes * 3 // 4)
+    first = next(number for number, free_bytes in enumerate(room) if 4 * free_bytes >= 3 * most_bytes)
     nbytes = min(room[first], wanted_bytes)
     # At its turn a group allocates what is there at the next one's.
     later = [*uses_bytes[1:], peak_bytes]

@@ -220,8 +220,11 @@ class Engine:
     def reserved_state(self, optimizer: Optimizer, states: StateStore) -> dict[Tensor, UserState]:
         """What parameters without state have room for: their homes, and counters like those they will get, at zero.
 
-        For a load to write into. Nothing of it is in ``states``, and what the homes hold means nothing.
+        For a load to write into. Nothing of it is in ``states``, and what the homes hold means nothing. A parameter
+        that was frozen when the optimizer was attached, and no longer is, gets room now.
         """
+        self._follow_groups(optimizer, states)
+        self.add(optimizer, [param for param in self._unplanned if param.requires_grad], states)
         self._follow_groups(optimizer, states)
         return {
             param: {name: _zero_like(example) for name, example in shard.layout.scalars.items()} | shard.homes

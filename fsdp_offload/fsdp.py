@@ -19,6 +19,10 @@ attributes in ``_READ``
 ``unsharded_accumulated_``
 ``grad``, ``_partial_``
 ``reduce_output``
+``FSDPParam`` with          2.11 to 2.13           with ``update="backward"``, a second backward before ``step()``
+``_unsharded_param``,                              is only noticed by ``step()``, from the gradients
+``unsharded_``
+``accumulated_grad``
 ``_foreach_supported_``     2.11 to 2.13           assumed to be plain tensors, parameters and DTensors
 ``types``
 ``_global_optimizer_pre_``  2.11 to 2.13           global step hooks fire for each bucket, where a subclass's ``step``
@@ -258,8 +262,9 @@ class ShardingGroup:
 
         @functools.wraps(post_backward)
         def reducing(*args: Any) -> Any:
-            for *_, before_reduce, _ in tuple(hooked):
-                before_reduce()
+            if self._has_gradients():
+                for *_, before_reduce, _ in tuple(hooked):
+                    before_reduce()
             before = self._gradient_versions()
             result = post_backward(*args)
             # Also called where there was nothing to reduce; and partial sums of HSDP are still to be reduced further.
@@ -269,6 +274,15 @@ class ShardingGroup:
             return result
 
         group.unshard, group.wait_for_unshard, group.post_backward = gathering, waiting, reducing
+
+    def _has_gradients(self) -> bool:
+        """Whether the backward has left any to be reduced or kept: it ends for groups that it did not reach, too."""
+        for param in self._group.fsdp_params:
+            unsharded = getattr(param, "_unsharded_param", None)
+            kept = getattr(param, "unsharded_accumulated_grad", None)
+            if kept is not None or (unsharded is not None and unsharded.grad is not None):
+                return True
+        return False
 
     def _gradient_versions(self) -> list[object]:
         grads = [param.grad for param in self.params]

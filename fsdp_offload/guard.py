@@ -22,6 +22,7 @@ _METHODS_IN_PYTHON = {"to_local", "full_tensor", "redistribute"}
 
 _VALUES = {"data", "T", "H", "mT", "mH", "real", "imag"}
 _GRADIENT = {"grad", "_grad"}
+_SETTABLE = {"requires_grad"}
 
 
 class Guard:
@@ -84,7 +85,7 @@ class Guard:
         if name == "__get__":
             return of not in self._refused
         if name in ("__set__", "__delete__"):
-            return of in self._setters
+            return of in self._setters or of in _SETTABLE
         return name in _METHODS
 
     @property

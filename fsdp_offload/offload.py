@@ -294,6 +294,7 @@ class OffloadedOptimizer(Optimizer):
         finally:
             last.remove()
             first.remove()
+        _forget_reductions(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As ``torch.optim.Optimizer``; room for the new parameters' state is taken at once."""
@@ -322,9 +323,7 @@ class OffloadedOptimizer(Optimizer):
             _engine_of(self).steps.wait_for_all()
             _unguard(self)
         super().zero_grad(*args, **kwargs)
-        attachment = _attachment_of(self)
-        if attachment is not None and attachment.overlap is not None:
-            attachment.overlap.forget_reductions()
+        _forget_reductions(self)
 
     def synchronize(self) -> None:
         """Block the host until transfers and updates are done, parameters are new and all state is at home."""
@@ -552,6 +551,12 @@ def _unguard(optimizer: Optimizer) -> None:
     attachment = _attachment_of(optimizer)
     if attachment is not None and attachment.overlap is not None:
         attachment.overlap.unguard()
+
+
+def _forget_reductions(optimizer: Optimizer) -> None:
+    attachment = _attachment_of(optimizer)
+    if attachment is not None and attachment.overlap is not None:
+        attachment.overlap.forget_reductions()
 
 
 def _engine_of(optimizer: Optimizer) -> Engine:

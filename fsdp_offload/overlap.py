@@ -9,6 +9,7 @@ Everything here refers to the optimizer weakly, so that the hooks keep nothing a
 """
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -20,11 +21,13 @@ from torch.utils.hooks import RemovableHandle
 
 from .elastic import Elastic
 from .engine import Engine
-from .fsdp import fsdp_modules, sharding_groups
+from .fsdp import sharding_groups
 from .guard import Guard
 from .policy import OffloadPolicy
 from .rehearsal import Rehearsal
 from .update import StateStore
+
+_REMEMBERED_STEPS = 4
 
 _GUARD = Guard(
     "Updating",
@@ -50,7 +53,10 @@ class Overlap:
         self._groups = sharding_groups(model)
         self.in_groups = {param for group in self._groups for param in group.params}
         self._seen: list[int] = [0] * len(self._groups)  # reductions since the last step
-        self._expected: list[int] = []  # in the last one
+        # A step with fewer, in which a module went unused for once, must not let the next one update too early.
+        self._seen_before: deque[list[int]] = deque(maxlen=_REMEMBERED_STEPS)
+        self._expected: list[int] = []  # the most in any of these
+        self._all_new = True
         self._order: list[int] = []  # groups by their last reduction
         self._final: set[Tensor] = set()
         self._rehearsal = Rehearsal(engine, [group.params for group in self._groups])
@@ -65,6 +71,9 @@ class Overlap:
             for register in _state_dict_hooks(model):
                 handle: RemovableHandle = register(partial(_call, overlap, "_before_state_dict"))
                 self._undo.append(handle.remove)
+
+    def __del__(self) -> None:
+        self.unguard()
 
     def remove(self) -> None:
         """Take the hooks away."""
@@ -114,7 +123,9 @@ class Overlap:
         if engine.policy.overlap_forward:
             elsewhere = [param for param in engine.plan.shards if param not in self.in_groups]
             engine.steps.wait_for(engine.steps.buckets_of(elsewhere))
-        self._expected = self._seen
+        self._seen_before.append(self._seen)
+        self._expected = [max(seen) for seen in zip(*self._seen_before, strict=True)]
+        self._all_new = False
         order = [number for number in self._order if self._expected[number]]
         buckets = (engine.steps.buckets_of(self._groups[number].params) for number in order)
         engine.steps.backward_order = _by_last_appearance(buckets)
@@ -150,7 +161,13 @@ class Overlap:
 
     def _reduced(self, number: int, event: object) -> None:
         optimizer, engine = self._optimizer(), self._engine()
-        if optimizer is None or engine is None or not engine.policy.uses_backward:
+        if optimizer is None or engine is None:
+            return
+        if engine.policy.overlap_forward and not self._all_new:
+            engine.steps.wait_for_all()  # also for what this forward did not use
+            self.unguard()
+            self._all_new = True
+        if not engine.policy.uses_backward:
             return
         if not any(self._seen):
             self._rehearsal.conclude(engine)
@@ -175,8 +192,7 @@ def _nothing() -> None:
 
 def _state_dict_hooks(model: nn.Module) -> Iterator[Callable[..., Any]]:
     """Also of parts of the model, whose state dict may be asked for by itself."""
-    modules: set[Any] = {model, *fsdp_modules(model)}
-    for module in modules:
+    for module in model.modules():
         yield module.register_state_dict_pre_hook
         yield module.register_load_state_dict_pre_hook
 

@@ -87,7 +87,7 @@ class StepTimes:
         loaded_bytes, stored_bytes: moved each way.
         load_ms, store_ms: busy time of the copies, without waits.
         update_ms: time in which the optimizer ran.
-        step_ms: from the begin of the step to the end of its last update, on the compute stream.
+        step_ms: from ``step()``, or from the first update if that was earlier, to the end of the last update.
     """
 
     loaded_bytes: int = 0
@@ -141,6 +141,7 @@ class Pipeline:
         self._spans: dict[tuple[Kind, int], Span] = {}
         self._ring: Tensor | None = None
         self._step_begin: Mark | None = None
+        self._step_called: Mark | None = None
         self._compute_point: Mark | None = None
         self._updates_end: Mark | None = None
         self._last_actions: Sequence[Action] = ()
@@ -214,8 +215,13 @@ class Pipeline:
         """Take up a schedule, of which nothing is issued yet."""
         self._last_actions = ()
         self._step_begin = self._lanes["C"].mark(self._step_begin)
+        self._step_called = None
         self._queue = deque(actions)
         self._issued = []
+
+    def step_is_called(self) -> None:
+        """Only loads have been issued so far: what has passed since :meth:`begin` was the model's time."""
+        self._step_called = self._lanes["C"].mark()
 
     def _take_ring_back(self) -> None:
         """Somebody else has used the ring: their stores may still read it, and what was loaded is no longer there."""
@@ -439,5 +445,5 @@ class Pipeline:
             load_ms=ms["L"],
             store_ms=ms["S"],
             update_ms=ms["U"],
-            step_ms=last_update.elapsed_ms_since(self._step_begin),
+            step_ms=last_update.elapsed_ms_since(self._step_called or self._step_begin),
         )

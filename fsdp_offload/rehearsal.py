@@ -10,6 +10,7 @@ measured. What is concluded is applied between two steps.
 
 from collections.abc import Container, Sequence
 
+import torch
 from torch import Tensor
 
 from .engine import Engine
@@ -66,8 +67,13 @@ class Rehearsal:
         self._steps += 1
         self._final, self._wanted, self._measured = {}, {}, not measured
         if self._keep:
-            engine.keep_on_device(self._keep, states)
-            self._keep, self._measured = set(), True  # what it was measured with has changed
+            keep, self._keep, self._measured = self._keep, set(), True  # what it was measured with has changed
+            try:
+                engine.keep_on_device(keep, states)
+            except torch.OutOfMemoryError:
+                engine.tuning_of_residents = (
+                    "resident_bytes='auto': more of the state should stay on the device, and there is no room for it."
+                )
 
     def wanted(self, engine: Engine, number: int) -> None:
         """A forward is about to use the parameters of a group."""
@@ -88,6 +94,10 @@ class Rehearsal:
                 self._final_ms = {group: ms - min(at_ms.values()) for group, ms in at_ms.items()}
                 forward = [one for group in range(len(self._groups)) for one in sorted(self._buckets(engine, group))]
                 engine.steps.measured_order = update_order(self._bucket_final_ms(engine, times), move_ms, forward)
+        elif self._keeps and engine.policy.overlap_forward and not self._wanted:
+            engine.tuning_of_residents = (
+                "resident_bytes='auto': not known, since reload_states() was called before the forward. Call it after."
+            )
         elif self._keeps:
             self._choose(engine, self._iteration(engine, self._bucket_final_ms(engine, times)))
 
@@ -130,7 +140,7 @@ class Rehearsal:
                 left_ms = stall_ms
                 break
             keep |= buckets
-        moving = {number for number in keep if iteration.move_ms.get(number)}
+        moving = {number for number in keep if any(not shard.resident for shard in engine.plan[number].covers())}
         self._keep = moving
         kept_bytes = engine.plan.resident_bytes + engine.plan.resident_nbytes(moving)
         engine.tuning_of_residents = (

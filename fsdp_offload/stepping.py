@@ -309,6 +309,7 @@ class Stepping:
         if not begun.done:
             if same_groups:
                 self.start_from(begun, optimizer, kwargs)
+                self._pipeline.step_is_called()
             else:
                 self.drop()  # loads only; they are made again
             return None

@@ -195,7 +195,8 @@ class SharedValues:
                 if _changed(self._given[number].get(name), value):
                     _note(self._group_changes[number], name, value, f"param_groups[{number}][{name!r}]")
             for name in _READ_ONLY_TENSORS & start.keys():
-                if isinstance(start[name], Tensor) and start[name]._version != self._versions[number, name]:
+                versions = tuple(tensor._version for tensor in _tensors_in(start[name]))
+                if versions != self._versions.get((number, name), ()):
                     raise RuntimeError(
                         f"the optimizer writes param_groups[{number}][{name!r}] in its step; a tensor that is read by "
                         "every bucket must not change in between. It cannot be offloaded."
@@ -243,16 +244,23 @@ def instance_attributes(optimizer: Optimizer) -> dict[str, Any]:
     }
 
 
-def _versions(groups: Sequence[Mapping[str, Any]]) -> dict[tuple[int, str], int]:
+def _versions(groups: Sequence[Mapping[str, Any]]) -> dict[tuple[int, str], tuple[int, ...]]:
     return {
-        (number, name): value._version
+        (number, name): tuple(tensor._version for tensor in _tensors_in(value))
         for number, group in enumerate(groups)
         for name, value in group.items()
-        if isinstance(value, Tensor)
+        if _tensors_in(value)
     }
 
 
+def _tensors_in(value: Any) -> list[Tensor]:
+    """Of an entry of a param group: betas may be a tuple of tensors."""
+    return [one for one in (value if isinstance(value, tuple | list) else [value]) if isinstance(one, Tensor)]
+
+
 def _own(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_own, value))
     return value.clone() if isinstance(value, Tensor) else value
 
 

@@ -117,6 +117,26 @@ def test_same_bits(mesh: DeviceMesh, fields: dict[str, Any], habit: str | None) 
     assert SIZES["bucket_bytes"] < 10_000  # so that there are many
 
 
+def test_freezing_is_allowed(mesh: DeviceMesh) -> None:
+    loop = stepped(mesh)
+    loop.model.head.weight.requires_grad = False
+    loop.model.head.weight.requires_grad_(True)
+    loop.train(1, first=3)
+
+
+def test_a_part_that_is_not_sharded_by_itself_has_a_state_dict(mesh: DeviceMesh) -> None:
+    loop = stepped(mesh)
+    loop.model.head.state_dict()
+    loop.model.head.weight.norm()
+
+
+def test_a_block_that_the_forward_left_out_is_new_after_the_backward(mesh: DeviceMesh) -> None:
+    loop = stepped(mesh)
+    loop.optimizer.zero_grad()
+    loop.backward(3, extra=False)
+    assert all(param.detach().norm().isfinite() for param in loop.model.parameters())
+
+
 def test_the_error_leaves_everything_usable(mesh: DeviceMesh) -> None:
     plain, debugged = Loop(mesh, adamw, None).train(3), loop_with(mesh).train(3)
     with pytest.raises(RuntimeError, match=MESSAGE):
@@ -143,4 +163,4 @@ def test_nothing_is_kept_alive(mesh: DeviceMesh) -> None:
     del loop.scheduler, loop.optimizer
     gc.collect()
     assert optimizer() is None
-    del loop, weight
+    assert weight.norm().isfinite()  # and nothing is guarded any more

@@ -35,6 +35,12 @@ def test_little_but_early_rather_than_much_at_the_end() -> None:
     assert (plan.nbytes, plan.first_reduction) == (90, 0)
 
 
+def test_room_for_next_to_nothing() -> None:
+    plan = plan_staging([0], [1, 0], peak_bytes=1, wanted_bytes=1)
+    assert plan is not None
+    assert (plan.nbytes, plan.first_reduction) == (1, 1)
+
+
 def test_no_room() -> None:
     assert plan_staging([5, 10], [10, 10], peak_bytes=10, wanted_bytes=7) is None
 

@@ -198,6 +198,29 @@ def test_frozen_and_unused_parameters_have_no_state_but_are_in_the_groups() -> N
     assert run.get(for_load=True)["state"].keys() == {*USED, "unused.weight", "unused.bias"}  # frozen has no room
 
 
+@FORMS
+def test_a_layer_that_has_thawed_before_the_load(tmp_path: Path, form: dict[str, Any]) -> None:
+    """It was frozen when the optimizer was attached, and has state in the checkpoint."""
+
+    def thaw(run: Run) -> Run:
+        run.model.up.requires_grad_(True)
+        return run
+
+    def frozen(net: Net) -> None:
+        all_used(net)
+        net.up.requires_grad_(False)
+
+    saved = thaw(Run(prepare=frozen).train(0)).train(1, 2)
+    save(saved, tmp_path, **form)
+    resumed = thaw(Run(prepare=frozen, seed=1)).weights_from(saved)
+    load(resumed, tmp_path, **form)
+    saved.train(3)
+    resumed.train(3)
+    assert_same(dict(saved.model.state_dict()), dict(resumed.model.state_dict()))
+    for name in saved.params():  # whose order is that of the first gradients
+        assert_same(dict(saved.state(name)), dict(resumed.state(name)))
+
+
 def test_templates_are_the_homes_themselves() -> None:
     run = Run().train(0)
     for form in (NESTED, {"for_load": True}):

@@ -14,8 +14,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_offload import OffloadPolicy, offload_optimizer, remove_offload
+from fsdp_offload.pipeline import BucketTimes, Pipeline
+from fsdp_offload.plan import Plan
 from tests.fused_adam_reference import FusedAdam
-from tests.overlapping import HABITS, NOT_IN_BACKWARD, POLICIES, SIZES, Loop, adamw, look, same
+from tests.overlapping import HABITS, NOT_IN_BACKWARD, POLICIES, SIZES, Loop, Net, adamw, look, same
 
 
 @pytest.fixture(scope="module")
@@ -371,3 +373,116 @@ def test_auto_says_what_it_has_chosen(mesh: DeviceMesh) -> None:
     plain, offloaded = pair(mesh, policy)
     assert same(plain.train(9), offloaded.train(9))
     assert "resident_bytes='auto'" in str(offloaded.optimizer.offload_report())  # type: ignore[attr-defined]
+
+
+def test_state_that_is_written_between_backward_and_step_is_refused(mesh: DeviceMesh) -> None:
+    loop = pair(mesh, policy_of({"update": "backward"}))[1]
+    loop.train(3)
+    loop.backward(3)
+    next(iter(loop.optimizer.state.values()))["exp_avg"].mul_(0.5)
+    with pytest.raises(RuntimeError, match=r"optimizer\.state has changed"):
+        loop.step()
+
+
+class Towers(Net):
+    """One half of the blocks, or the other."""
+
+    def forward(self, tokens: torch.Tensor, *, extra: bool = True, tower: int = 0) -> torch.Tensor:
+        del extra
+        x = self.embed(tokens).detach()
+        for block in self.blocks[2 * tower : 2 * tower + 2]:
+            x = block(x)
+        return x.square().mean()
+
+
+class TwoLosses(Loop):
+    """Each with a backward of its own, which ends for the other's groups as well."""
+
+    def backward(self, step: int, **options: Any) -> None:
+        for tower in range(2):
+            loss = self.model(self.batch(step), tower=tower, **options)
+            loss.backward()
+            self.seen.append(loss.item())
+
+
+@EVERY_POLICY
+def test_two_losses_with_blocks_of_their_own(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
+    plain, offloaded = (TwoLosses(mesh, adamw, policy, net=Towers) for policy in (None, policy_of(fields)))
+    assert same(plain.train(6), offloaded.train(6))
+
+
+@EVERY_POLICY
+def test_a_load_between_an_exception_and_the_next_backward(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
+    plain, offloaded = pair(mesh, policy_of(fields))
+    for loop in (plain, offloaded):
+        loop.train(3)
+        saved = copy.deepcopy(loop.optimizer.state_dict())
+        weights = {name: value.detach().clone() for name, value in loop.model.state_dict().items()}
+        loop.backward(3)
+        for param in loop.model.parameters():
+            param.grad = None
+        loop.model.load_state_dict(weights)
+        loop.optimizer.load_state_dict(saved)
+    assert same(plain.train(4, first=4), offloaded.train(4, first=4))
+
+
+@EVERY_POLICY
+def test_a_step_with_fewer_reductions(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
+    """In one micro-batch a block goes unused; the next step has all of them again."""
+
+    class OnceWithout(Loop):
+        def backward(self, step: int, **options: Any) -> None:
+            for micro in range(2):
+                loss = self.model(self.batch(10 * step + micro), extra=(step, micro) != (4, 1))
+                loss.backward()
+                self.seen.append(loss.item())
+
+    plain, offloaded = (OnceWithout(mesh, adamw, policy) for policy in (None, policy_of(fields)))
+    assert same(plain.train(8), offloaded.train(8))
+
+
+def test_betas_that_are_tensors_in_a_tuple(mesh: DeviceMesh) -> None:
+    def make(params: Any) -> torch.optim.Optimizer:
+        betas = (torch.tensor(0.9), torch.tensor(0.99))
+        return torch.optim.AdamW(params, lr=0.02, betas=betas, foreach=False, capturable=False)
+
+    loop = Loop(mesh, make, policy_of({"update": "backward"})).train(3)
+    loop.backward(3)
+    loop.optimizer.param_groups[0]["betas"][0].fill_(0.5)
+    with pytest.raises(RuntimeError, match="hyperparameters have changed"):
+        loop.step()
+
+
+def test_state_comes_to_stay_although_some_had_no_gradient(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A link that is far too slow, and a weight that is frozen while it is measured."""
+    bucket_times = Pipeline.bucket_times
+
+    def slow(self: Pipeline) -> dict[int, BucketTimes]:
+        return {
+            number: BucketTimes(1000.0, one.update_ms, 1000.0 * (number + 1))
+            for number, one in bucket_times(self).items()
+        }
+
+    monkeypatch.setattr(Pipeline, "bucket_times", slow)
+
+    class FrozenWhileMeasured(Loop):
+        def backward(self, step: int, **options: Any) -> None:
+            self.model.blocks[0].up.weight.requires_grad_(step not in (3, 4, 5, 6, 7))
+            super().backward(step, **options)
+
+    policy = policy_of({"overlap_forward": True, "resident_bytes": "auto", "resident_limit_bytes": 1 << 30})
+    plain, offloaded = (FrozenWhileMeasured(mesh, adamw, one) for one in (None, policy))
+    assert same(plain.train(11), offloaded.train(11))
+    assert offloaded.optimizer.offload_report().resident_state_bytes > 0  # type: ignore[attr-defined]
+
+
+def test_no_room_for_what_should_stay(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    def out_of_memory(*_: Any) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(Pipeline, "bucket_times", lambda self: {0: BucketTimes(1000.0, 0.1, 1000.0)})
+    monkeypatch.setattr(Plan, "keep_on_device", out_of_memory)
+    policy = policy_of({"overlap_forward": True, "resident_bytes": "auto", "resident_limit_bytes": 1 << 30})
+    plain, offloaded = pair(mesh, policy)
+    assert same(plain.train(10), offloaded.train(10))
+    assert "there is no room" in str(offloaded.optimizer.offload_report())  # type: ignore[attr-defined]
