@@ -54,6 +54,7 @@ POLICIES: dict[str, dict[str, Any] | None] = {
     "backward": {"update": "backward", "overlap_forward": True},
     "prefetch_all": {"prefetch": "backward", "staging_bytes": "auto"},
     "prefetch_all_forward": {"prefetch": "backward", "staging_bytes": "auto", "overlap_forward": True},
+    "backward_all": {"update": "backward", "staging_bytes": "auto", "overlap_forward": True},
     "overlap_forward_resident": {"overlap_forward": True, "resident_bytes": "auto"},
     "backward_resident": {"update": "backward", "overlap_forward": True, "resident_bytes": "auto"},
 }
