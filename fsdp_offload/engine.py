@@ -265,7 +265,7 @@ class Engine:
         return self.steps.has_ring
 
     def allocated_bytes(self) -> Allocated:
-        """Device memory that is in use, without staging. On the CPU there is always room."""
+        """Device memory that is in use, without staging. On the CPU, all zero."""
         return self._link.allocated_bytes()
 
     def room_bytes(self) -> int:
@@ -370,8 +370,7 @@ class Engine:
         if begun is None or not begun.by_hand:
             return begun
         begun.by_hand = False
-        as_before = _param_ids(optimizer) == self._param_ids and self._keys(optimizer) == self._layout_keys
-        if not as_before or not self.steps.fits(begun, begun.steps, states):
+        if not self._groups_as_before(optimizer) or not self.steps.fits(begun, begun.steps, states):
             self.steps.drop()
             return None
         self.steps.start_from(begun, optimizer, {})
@@ -380,13 +379,16 @@ class Engine:
     def _begin_early(self, optimizer: Optimizer, states: StateStore) -> BegunStep | None:
         """Begin a step in the backward, if it will be like the last one."""
         steps = self.steps
-        as_before = _param_ids(optimizer) == self._param_ids and self._keys(optimizer) == self._layout_keys
-        if steps.failure or not as_before or not steps.is_whole(steps.last):
+        if steps.failure or not self._groups_as_before(optimizer) or not steps.is_whole(steps.last):
             return None
         self.phases.reload(states)
         self.lending.take_over(self.plan.shards.values(), states)  # the backward may update with it
         order = steps.in_backward_order(steps.last) if self.policy.update == "backward" else steps.last
         return steps.begin(optimizer, {}, order, states, early=True)
+
+    def _groups_as_before(self, optimizer: Optimizer) -> bool:
+        """Whether param groups have the parameters, and the hyperparameters that decide on state, of the last plan."""
+        return _param_ids(optimizer) == self._param_ids and self._keys(optimizer) == self._layout_keys
 
     # By hand -----------------------------------------------------------------------------------------------------
 

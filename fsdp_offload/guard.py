@@ -35,7 +35,7 @@ class Guard:
     """
 
     def __init__(self, name: str, message: str, *, lets_gradients: bool) -> None:
-        self._name = name
+        self.name = name
         self._message = message
         self._refused = _VALUES if lets_gradients else _VALUES | _GRADIENT
         self._setters = _GRADIENT if lets_gradients else frozenset()
@@ -87,11 +87,6 @@ class Guard:
         if name in ("__set__", "__delete__"):
             return of in self._setters or of in _SETTABLE
         return name in _METHODS
-
-    @property
-    def name(self) -> str:
-        """Part of the names of classes."""
-        return self._name
 
 
 def _derive(cls: Any, guard: Guard) -> type[Tensor]:

@@ -8,13 +8,14 @@ Marks on the compute stream cost nothing; reading them waits for the device, whi
 measured. What is concluded is applied between two steps.
 """
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from .engine import Engine
 from .ordering import update_order
+from .pipeline import BucketTimes
 from .residency import IterationTimes, groups_to_keep
 from .transfer import Mark
 from .update import StateStore
@@ -99,7 +100,7 @@ class Rehearsal:
                 "resident_bytes='auto': not known, since reload_states() was called before the forward. Call it after."
             )
         elif self._keeps:
-            self._choose(engine, self._iteration(engine, self._bucket_final_ms(engine, times)))
+            self._choose(engine, self._iteration(engine, times, self._bucket_final_ms(engine, times)))
 
     def _bucket_final_ms(self, engine: Engine, updated: Container[int]) -> dict[int, float]:
         return {
@@ -109,8 +110,9 @@ class Rehearsal:
             if number in updated
         }
 
-    def _iteration(self, engine: Engine, final_ms: dict[int, float]) -> IterationTimes:
-        times = engine.bucket_times()
+    def _iteration(
+        self, engine: Engine, times: Mapping[int, BucketTimes], final_ms: dict[int, float]
+    ) -> IterationTimes:
         if engine.policy.overlap_forward:
             groups = [self._buckets(engine, group) for group in self._wanted]
             wanted_ms = [engine.ms_since_begin(mark) for mark in self._wanted.values()]

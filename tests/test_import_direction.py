@@ -79,7 +79,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     # What the user holds.
     "ordering": set(),
     "residency": {"ordering"},
-    "rehearsal": {"ordering", "residency", "transfer", "update", "engine"},
+    "rehearsal": {"ordering", "residency", "transfer", "pipeline", "update", "engine"},
     "elastic": {"engine"},
     "guard": set(),
     "overlap": {"policy", "fsdp", "guard", "update", "engine", "elastic", "rehearsal"},

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn, optim
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from fsdp_offload import OffloadPolicy, remove_offload
@@ -27,14 +26,6 @@ SIZES = {"bucket_bytes": 256 << 10, "staging_bytes": 5 * (256 << 10)}
 ALL_POLICIES: dict[str, dict[str, Any]] = {"step": {}, **POLICIES}
 EVERY_POLICY = pytest.mark.parametrize("fields", ALL_POLICIES.values(), ids=ALL_POLICIES)
 FRACTIONS = pytest.mark.parametrize("fraction", [0.4, 1.0])
-
-
-@pytest.fixture(scope="module")
-def mesh() -> Iterator[DeviceMesh]:
-    torch.cuda.set_device(0)
-    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cuda", (1,))
-    dist.destroy_process_group()
 
 
 def net() -> Net:

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from fsdp_offload import OffloadPolicy
@@ -29,14 +28,6 @@ EVERY_POLICY = pytest.mark.parametrize("fields", [{}, *POLICIES.values()], ids=[
 SHAPES = [(4096, 4096), (4096,), (8192, 2048), (1000, 4099)]
 ROUNDING_BYTES = 2 * MIB  # torch's allocator does not divide a block if less than 1 MiB would be left of it
 COUNTER_BYTES = 512  # what the allocator takes for one ``step`` of a fused optimizer, which is on the device
-
-
-@pytest.fixture(scope="module")
-def mesh() -> Iterator[DeviceMesh]:
-    torch.cuda.set_device(0)
-    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cuda", (1,))
-    dist.destroy_process_group()
 
 
 @pytest.fixture(autouse=True)

@@ -10,10 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch import multiprocessing as torch_multiprocessing
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import fsdp_offload.sleep as room
@@ -25,14 +23,6 @@ MIB = 1 << 20
 LONG_CYCLES = 400_000_000  # about 0.2 s: longer than the host takes for what follows
 SIZES = {"bucket_bytes": 256 << 10, "staging_bytes": 5 * (256 << 10)}
 ASLEEP = r"Call reload_model\(model\) first"
-
-
-@pytest.fixture(scope="module")
-def mesh() -> Iterator[DeviceMesh]:
-    torch.cuda.set_device(0)
-    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cuda", (1,))
-    dist.destroy_process_group()
 
 
 @pytest.fixture(autouse=True)
