@@ -9,7 +9,10 @@ When to do either is learnt once, from what is allocated at each group of the mo
 counts in program order, as the host issues; what the device has done by then plays no part.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from torch import Tensor
 
 from .engine import Engine
 
@@ -60,7 +63,8 @@ def plan_staging(
 class Elastic:
     """Takes and gives back the staging memory of one optimizer."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, groups: Sequence[Sequence[Tensor]]) -> None:
+        self._groups = groups
         self._wanted = engine.policy.staging_bytes == "auto"
         self._peak_at_attach_bytes = engine.allocated_bytes().peak if self._wanted else 0
         self._steps = 0
@@ -111,7 +115,14 @@ class Elastic:
         since_attach_bytes = engine.allocated_bytes().peak
         # What was there before attaching held state that is offloaded now.
         peak_bytes = since_attach_bytes if since_attach_bytes > self._peak_at_attach_bytes else seen_bytes
-        wanted_bytes = engine.plan.moving_bytes
+        moving_bytes = engine.plan.moving_bytes()
+        wanted_bytes = moving_bytes
+        if engine.policy.update == "backward":
+            # What is updated leaves at once: no more is of use than what lets the state of one group, the one that is
+            # final last and needed first, be loaded ahead beside buckets in passing.
+            buckets = (engine.steps.buckets_of(group) for group in self._groups)
+            largest_bytes = max(map(engine.plan.moving_bytes, buckets), default=0)
+            wanted_bytes = min(moving_bytes, largest_bytes + engine.policy.ring_bytes)
         self._plan = plan_staging(self._uses_bytes, self._reductions_bytes, peak_bytes, wanted_bytes)
         if self._plan is not None and self._plan.nbytes > engine.plan.ring_bytes:
             engine.resize_staging(self._plan.nbytes)
@@ -119,7 +130,7 @@ class Elastic:
             self._plan = None
         nbytes = engine.plan.ring_bytes
         engine.tuning_of_staging = (
-            f"staging_bytes='auto': {nbytes / 1e9:.2f} GB for {wanted_bytes / 1e9:.2f} GB of state, "
+            f"staging_bytes='auto': {nbytes / 1e9:.2f} GB for {moving_bytes / 1e9:.2f} GB of state, "
             + (
                 "taken in the backward and given back in the forward."
                 if self._plan

@@ -59,8 +59,8 @@ class Overlap:
         self._all_new = True
         self._order: list[int] = []  # groups by their last reduction
         self._final: set[Tensor] = set()
-        self._rehearsal = Rehearsal(engine, [group.params for group in self._groups])
-        self._elastic = Elastic(engine)
+        params = [group.params for group in self._groups]
+        self._rehearsal, self._elastic = Rehearsal(engine, params), Elastic(engine, params)
         overlap = weakref.ref(self)
         self._unguard: dict[int, Callable[[], None]] = {}  # by group
         self._undo: list[Callable[[], None]] = []

@@ -7,7 +7,7 @@ State that the optimizer creates in a step has nothing to load and goes from *ho
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -43,7 +43,7 @@ class StagedBucket:
     """A bucket's bytes at home and in the ring.
 
     Attributes:
-        placement: its place in the ring; ``None`` for state that is resident on the device.
+        placement: its place in the ring, as of the last schedule; ``None`` for state that is resident on the device.
         copies: for each transfer the two ``uint8`` ranges: in the arena, and the offset in the ring.
         store_copies: makes what replaces ``copies`` in the store of one step, where state moves to another home.
     """
@@ -58,6 +58,12 @@ class StagedBucket:
     def copied_bytes(self) -> int:
         """Bytes that one load or one store moves."""
         return sum(home.numel() for home, _ in self.copies)
+
+    def place(self, placement: Placement) -> None:
+        """Pass through another place of the ring from now on."""
+        if placement != self.placement:
+            self.placement = placement
+            self.slot_views = []
 
     def move_to(self, residency: Residency) -> None:
         """Note where the newest bytes are now."""
@@ -148,6 +154,7 @@ class Pipeline:
         self._before_updates: list[Mark] = []  # what the next update has to wait for
         self._queue: deque[Action] = deque()
         self._issued: list[Action] = []
+        self._places: Mapping[int, Placement] = {}
 
     def ring(self, nbytes: int) -> Tensor:
         """The staging memory, of at least ``nbytes`` bytes. Views made for an earlier ring are made anew."""
@@ -200,19 +207,18 @@ class Pipeline:
         """Let what follows on the current stream start only after ``mark``."""
         self._lanes["C"].wait(mark)
 
-    def run(self, actions: Sequence[Action], update: Callable[[int], None]) -> None:
-        """Issue ``actions`` in order. ``update(bucket)`` runs the optimizer on that bucket, in the update lane.
+    def begin(self, actions: Sequence[Action], places: Mapping[int, Placement]) -> None:
+        """Take up a schedule, of which nothing is issued yet.
 
-        On an accelerator this returns when everything is issued; the stores may still run. An exception in ``update``
-        ends it after the transfers already issued have finished.
+        Args:
+            actions: in the order in which to issue them.
+            places: in the ring, of all buckets that pass through it. The same object as long as they are the same.
         """
-        with self._link.in_use:
-            self.begin(actions)
-            self.advance(update)
-            self.finish()
-
-    def begin(self, actions: Sequence[Action]) -> None:
-        """Take up a schedule, of which nothing is issued yet."""
+        if places is not self._places:
+            self._places = places
+            self._after_stores()  # of buckets that passed through other places, for which ``actions`` do not wait
+            for number, placement in places.items():
+                self.buckets[number].place(placement)
         self._last_actions = ()
         self._step_begin = self._lanes["C"].mark(self._step_begin)
         self._step_called = None
@@ -225,15 +231,19 @@ class Pipeline:
 
     def _take_ring_back(self) -> None:
         """Somebody else has used the ring: their stores may still read it, and what was loaded is no longer there."""
-        stores = self._lanes["S"].mark()
-        self._lanes["L"].wait(stores)
-        self._lanes["U"].wait(stores)
+        self._after_stores()
         updated = {action.bucket for action in self._issued if action.kind == "U"}
         lost = [action for action in self._issued if action.kind == "L" and action.bucket not in updated]
         for action in lost:
             self.buckets[action.bucket].residency = Residency.HOME
         self._issued = [action for action in self._issued if action not in lost]
         self._queue.extendleft(reversed(lost))
+
+    def _after_stores(self) -> None:
+        """Let what enters the ring from now on come after all stores that have been issued."""
+        stores = self._lanes["S"].mark()
+        self._lanes["L"].wait(stores)
+        self._lanes["U"].wait(stores)
 
     def advance(
         self,

@@ -22,7 +22,7 @@ from .host_update import HostUpdates
 from .learn import Layouts
 from .pipeline import StagedBucket
 from .policy import OffloadPolicy
-from .schedule import place_in_ring
+from .schedule import Placement, place_in_ring
 from .shards import Home, LeafLayout, StateShard, is_wrapper
 from .update import BoundRange, StateStore, bind_range, slot_values
 
@@ -315,23 +315,28 @@ class Plan:
             self._staged.append(StagedBucket(None, planned.copies(home_side)))
 
     def _place(self) -> None:
-        """Give every bucket that moves its place in the ring, anew: a larger bucket may have made the ring larger."""
+        """Choose the size of the ring. Where in it a bucket passes through depends on the order of each step."""
         moving = [number for number, staged in enumerate(self._staged) if staged.copies]
         nbytes = [self._buckets[number].bucket.nbytes for number in moving]
         self.ring_bytes = min(sum(nbytes), max([self._ring_limit_bytes, *nbytes])) if nbytes else 0
-        for number, placement in zip(moving, place_in_ring(nbytes, self.ring_bytes), strict=True):
-            self._staged[number].placement = placement
-            self._staged[number].slot_views = []
+        for number in moving:
+            self._staged[number].place(Placement(0, self._buckets[number].bucket.nbytes))
+
+    def places_for(self, order: Iterable[int]) -> dict[int, Placement]:
+        """A place in the ring for each bucket that moves, in the order of a step."""
+        moving = [number for number in order if self._staged[number].copies]
+        nbytes = [self._buckets[number].bucket.nbytes for number in moving]
+        return dict(zip(moving, place_in_ring(nbytes, self.ring_bytes), strict=True))
 
     def resize_ring(self, nbytes: int) -> None:
         """Let the ring have this size, or what it needs at least. Nothing is moving."""
         self._ring_limit_bytes = nbytes
         self._place()
 
-    @property
-    def moving_bytes(self) -> int:
-        """Of all slots, if each bucket that moves had one of its own."""
-        return sum(self._buckets[number].bucket.nbytes for number, one in enumerate(self._staged) if one.copies)
+    def moving_bytes(self, numbers: Iterable[int] | None = None) -> int:
+        """Of all slots, or of these, if each bucket that moves had one of its own."""
+        numbers = range(len(self._staged)) if numbers is None else numbers
+        return sum(self._buckets[number].bucket.nbytes for number in numbers if self._staged[number].copies)
 
     def bind(self, number: int, ring: Tensor | None) -> list[BoundRange]:
         """What the optimizer sees of a bucket whose slot is in ``ring``."""

@@ -63,9 +63,10 @@ class BucketStep(NamedTuple):
 
 
 def place_in_ring(bucket_nbytes: Sequence[int], ring_bytes: int) -> list[Placement]:
-    """Give each bucket a fixed place in a ring of ``ring_bytes`` bytes, one behind the other, round and round.
+    """Give each bucket a place in a ring of ``ring_bytes`` bytes, one behind the other, round and round.
 
-    A bucket larger than the ring starts at 0; the ring then has to be as large as that bucket.
+    In the order of a step: neighbours in it then pass beside each other, whatever their numbers. A bucket larger than
+    the ring starts at 0; the ring then has to be as large as that bucket.
     """
     placements = []
     cursor = 0
@@ -82,7 +83,8 @@ def build_schedule(steps: Sequence[BucketStep], placements: Mapping[int, Placeme
 
     Args:
         steps: the buckets to update, in order; buckets without a gradient are left out.
-        placements: the place in the ring of *every* bucket that is ever stored, also of those left out now.
+        placements: the place in the ring of each of them that is stored, and of all that earlier steps stored and that
+            may not have left the ring yet.
     """
     waits = [_slot_waits(position, steps, placements) for position in range(len(steps))]
     actions: list[Action] = []

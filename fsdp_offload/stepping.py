@@ -23,7 +23,7 @@ from .optimizers import LogicalStep, Traits
 from .pipeline import Pipeline
 from .plan import Plan
 from .policy import OffloadPolicy
-from .schedule import Action, BucketStep, build_schedule
+from .schedule import Action, BucketStep, Placement, build_schedule
 from .shards import StateShard
 from .spent import is_spent, restore, spend
 from .transfer import DeviceLink
@@ -98,8 +98,8 @@ class Stepping:
         self._lending = lending
         self._link = link
         self._ring: Tensor | None = None
-        self._bound: dict[int, list[BoundRange]] = {}
-        self._schedules: dict[tuple[BucketStep, ...], list[Action]] = {}
+        self._bound: dict[int, tuple[Placement | None, list[BoundRange]]] = {}
+        self._schedules: dict[tuple[BucketStep, ...], tuple[list[Action], dict[int, Placement]]] = {}
         self._held: dict[int, list[tuple[Tensor, Tensor | None, BegunStep]]] = {}  # by bucket: what updates still read
 
     @property
@@ -135,7 +135,7 @@ class Stepping:
         """Note where a logical step starts, and take up its schedule; ``early``: before ``step()`` is called."""
         self.wait_for_all()  # the gradients of the last step are let go
         begun = BegunStep(Shadow(self._cls), *self._start(optimizer, kwargs), len(optimizer.param_groups), steps)
-        self._pipeline.begin(self._schedule(steps))
+        self._take_up(steps)
         if early:
             # Updates write state where it is, on the device or on the host, which counts as well.
             offloaded = (shard for shard in self._plan.shards.values() if not shard.resident and not shard.on_host)
@@ -225,7 +225,7 @@ class Stepping:
     def go_on(self, begun: BegunStep, left: tuple[BucketStep, ...]) -> None:
         """More is to be updated than the backward had known of."""
         begun.steps, begun.moving, begun.in_backward = left, None, False
-        self._pipeline.begin(self._schedule(left))
+        self._take_up(left)
 
     def drop(self) -> None:
         """Forget what the backward has begun: it is to be done again, or the state is to be replaced."""
@@ -388,14 +388,13 @@ class Stepping:
             own_read_only=self._policy.updates_beside_compute,
         )
 
-    def _schedule(self, steps: tuple[BucketStep, ...]) -> list[Action]:
+    def _take_up(self, steps: tuple[BucketStep, ...]) -> None:
         if steps not in self._schedules:
             if len(self._schedules) >= _KEPT_SCHEDULES:
                 self._schedules.clear()
-            staged = enumerate(self._pipeline.buckets)
-            placements = {number: bucket.placement for number, bucket in staged if bucket.placement is not None}
-            self._schedules[steps] = build_schedule(steps, placements)
-        return self._schedules[steps]
+            places = self._plan.places_for(step.bucket for step in steps)
+            self._schedules[steps] = build_schedule(steps, places), places
+        self._pipeline.begin(*self._schedules[steps])
 
     def _take_ring(self) -> None:
         ring = self._pipeline.ring(self._plan.ring_bytes) if self._plan.ring_bytes else None
@@ -420,9 +419,11 @@ class Stepping:
 
     def _bind(self, number: int) -> list[BoundRange]:
         """What the optimizer sees of a bucket; kept from step to step while the storages stay where they are."""
-        bound = self._bound.get(number)
-        if bound is None or any(not part.still_valid() for part in bound):
-            bound = self._bound[number] = self._plan.bind(number, self._ring)
+        placement = self._pipeline.buckets[number].placement
+        known, bound = self._bound.get(number, (None, []))
+        if not bound or known != placement or any(not part.still_valid() for part in bound):
+            bound = self._plan.bind(number, self._ring)
+            self._bound[number] = placement, bound
         return bound
 
     # Faults ------------------------------------------------------------------------------------------------------

@@ -130,6 +130,42 @@ def test_other_bits_without_a_wait(device, slow, monkeypatch, slow_kind, deaf_ki
     assert not same(broken, everything(model, optimizer))
 
 
+def train_by_turns(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Other parameters in each step, so that buckets pass through other places of the ring."""
+    train(model, optimizer, steps=1)
+    for step in range(STEPS):
+        for number, param in enumerate(model.parameters()):
+            param.grad = torch.full_like(param, 0.1 * step - number) if (number + step) % 3 else None
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("kind", ["none", "L", "U", "S"])
+def test_same_bits_when_buckets_pass_through_other_places(device, slow, kind):
+    slow(kind)
+    runs = []
+    for policy in (None, POLICY):
+        model, optimizer = make(device)
+        if policy is not None:
+            offload_optimizer(optimizer, model=model, policy=policy)
+        train_by_turns(model, optimizer)
+        runs.append(everything(model, optimizer))
+    assert same(*runs)
+
+
+def test_other_bits_if_other_places_are_taken_at_once(device, slow, monkeypatch):
+    """Stores of the step before still read the ring."""
+    slow("S")
+    model, optimizer = make(device)
+    train_by_turns(model, optimizer)
+    plain = everything(model, optimizer)
+    monkeypatch.setattr(Pipeline, "_after_stores", lambda self: None)
+    model, optimizer = make(device)
+    offload_optimizer(optimizer, model=model, policy=POLICY)
+    train_by_turns(model, optimizer)
+    assert not same(plain, everything(model, optimizer))
+
+
 def test_reading_state_waits_for_its_store(device, slow):
     slow("S")
     model, optimizer = make(device)
