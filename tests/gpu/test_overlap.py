@@ -176,3 +176,13 @@ def test_a_backward_that_is_too_short_for_the_transfers(mesh: DeviceMesh, monkey
     steps = vars(loop.optimizer)["_offload_engine"].engine.steps
     assert sorted(steps.measured_order) == sorted(steps.backward_order) != []
     assert steps.measured_order != steps.backward_order
+
+
+@EVERY_POLICY
+def test_same_bits_with_compiled_blocks(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
+    def compile_blocks(model: Net) -> None:
+        for block in model.blocks:
+            block.compile()
+
+    plain = Loop(mesh, adamw, None, net=net, prepare=compile_blocks).train(6)
+    assert same(plain, Loop(mesh, adamw, policy_of(fields), net=net, prepare=compile_blocks).train(6))
