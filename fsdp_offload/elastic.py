@@ -117,9 +117,10 @@ class Elastic:
         peak_bytes = since_attach_bytes if since_attach_bytes > self._peak_at_attach_bytes else seen_bytes
         moving_bytes = engine.plan.moving_bytes()
         wanted_bytes = moving_bytes
-        if engine.policy.update == "backward":
-            # What is updated leaves at once: no more is of use than what lets the state of one group, the one that is
-            # final last and needed first, be loaded ahead beside buckets in passing.
+        if engine.policy.updates_beside_compute:
+            # Loads and stores have the forward, or the backward, to hide behind: no more is of use than what lets the
+            # state of one group, the one that is final last and needed first, be loaded ahead beside what passes. More
+            # would only have to be stored before the forward needs its room.
             buckets = (engine.steps.buckets_of(group) for group in self._groups)
             largest_bytes = max(map(engine.plan.moving_bytes, buckets), default=0)
             wanted_bytes = min(moving_bytes, largest_bytes + engine.policy.ring_bytes)
