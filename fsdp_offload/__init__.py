@@ -1,7 +1,8 @@
 """Optimizer-state offload for PyTorch FSDP2: pinned host memory, the user's own optimizer, bitwise the same result."""
 
-from .offload import OffloadedOptimizer, offload_optimizer, reload_before, remove_offload
+from .offload import OffloadedOptimizer, offload_optimizer, remove_offload
 from .policy import OffloadPolicy
+from .reload_before import reload_before
 from .report import OffloadReport
 from .sleep import offload_model, reload_model
 

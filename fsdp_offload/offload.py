@@ -1,21 +1,18 @@
 """What the user holds: :func:`offload_optimizer`, :func:`remove_offload` and :class:`OffloadedOptimizer`."""
 
-import functools
 import inspect
 import logging
-import types
 import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
+from .attachment import Attachment, attachment_of, redirect_captured_step, unwrap
 from .checks import (
     check_attachable,
     check_params,
@@ -29,8 +26,9 @@ from .engine import Engine
 from .fsdp import parameter_names
 from .load import check_loadable
 from .optimizers import traits_for
-from .overlap import Overlap, group_numbers, make_overlap
+from .overlap import group_numbers, make_overlap
 from .policy import OffloadPolicy
+from .reload_before import tell_if_never_reloaded
 from .report import OffloadReport
 from .state import OffloadedState, UnwaitedStates
 from .update import ENGINE_ATTRIBUTE, UserState
@@ -69,7 +67,7 @@ def offload_optimizer(
     """
     policy = OffloadPolicy() if policy is None else policy
     check_types(model, policy)
-    target = _unwrap(optimizer)
+    target = unwrap(optimizer)
     check_attachable(target)
     params = [param for group in target.param_groups for param in group["params"]]
     names = names_of_parameters(target, model)
@@ -95,7 +93,7 @@ def offload_optimizer(
     engine.add(target, [param for param in order if param in planned], states.unwaited)
     _attach(target, engine, states, model)
     try:
-        _attachment_of(target).overlap = make_overlap(model, target, engine, _unwaited_states)  # type: ignore[union-attr]
+        attachment_of(target).overlap = make_overlap(model, target, engine, _unwaited_states)  # type: ignore[union-attr]
     except BaseException:
         remove_offload(target)
         raise
@@ -112,8 +110,8 @@ def remove_offload(optimizer: Optimizer) -> Optimizer:
     Raises:
         RuntimeError: it is not offloaded, or an exception has left its state half updated.
     """
-    target = _unwrap(optimizer)
-    attachment = _attachment_of(target)
+    target = unwrap(optimizer)
+    attachment = attachment_of(target)
     if attachment is None:
         raise RuntimeError(f"remove_offload: this {type(target).__name__} is not offloaded.")
     engine = attachment.engine
@@ -130,75 +128,6 @@ def remove_offload(optimizer: Optimizer) -> Optimizer:
     target.state = defaultdict(dict, states)
     engine.clear()
     return optimizer
-
-
-def reload_before(callback: Callable[..., Any] | None, optimizer: Optimizer) -> Callable[..., Any]:
-    """Wrap a framework's hook that ends the gradients of a step, so that ``optimizer`` reloads while it runs.
-
-    For hooks such as Megatron's ``finalize_model_grads_func``::
-
-        config.finalize_model_grads_func = reload_before(config.finalize_model_grads_func, optimizer)
-
-    The wrapper calls ``optimizer.reload_states()`` and then ``callback``, with whatever was bound into it, and returns
-    what that returns. Wrapped again for the same optimizer, ``callback`` itself is returned. It does not keep the
-    optimizer alive, and does nothing of its own once that is gone, or plain again. If no call of it ever comes, the
-    optimizer warns in its third step.
-
-    Args:
-        callback: what has been bound; ``None`` if nothing has.
-        optimizer: an offloaded one. Wrap once for each of several.
-
-    Raises:
-        TypeError: ``optimizer`` is not offloaded.
-    """
-    target = _unwrap(optimizer)
-    attachment = _attachment_of(target)
-    if attachment is None:
-        raise TypeError(
-            f"reload_before: this {type(target).__name__} is not offloaded; call offload_optimizer() first."
-        )
-    inner = callback
-    while isinstance(inner, functools.partial):
-        inner = inner.func
-    wrapped_for: tuple[Any, ...] = getattr(inner, _RELOADS, ())
-    if callback is not None and any(reference() is target for reference in wrapped_for):
-        if attachment.steps == 0:
-            attachment.reloads = attachment.reloads or 0  # attached anew, after remove_offload()
-        return callback
-    reference = weakref.ref(target)
-    attachment.reloads = attachment.steps = 0
-
-    def reload_then_call(*args: Any, **kwargs: Any) -> Any:
-        offloaded = reference()
-        attachment = None if offloaded is None else _attachment_of(offloaded)
-        if attachment is not None and isinstance(offloaded, OffloadedOptimizer):
-            attachment.reloads = (attachment.reloads or 0) + 1
-            offloaded.reload_states()
-        return None if callback is None else callback(*args, **kwargs)
-
-    if callback is not None:
-        functools.update_wrapper(reload_then_call, callback)
-    setattr(reload_then_call, _RELOADS, (*wrapped_for, reference))
-    return reload_then_call
-
-
-_RELOADS = "_fsdp_offload_reloads"
-
-
-@dataclass(eq=False)
-class _Attachment:
-    """What attaching has added to an optimizer, and what undoes it."""
-
-    engine: Engine
-    model: "weakref.ref[nn.Module] | None"
-    undo_step: list[Callable[[], None]]
-    bypass_guard: RemovableHandle
-    overlap: Overlap | None = None
-    stepping: bool = False
-    told_no_gradient: bool = False
-    has_stepped: bool = False
-    reloads: int | None = None  # calls of the wrapped hook since the last warning was due; None: nothing is wrapped
-    steps: int = 0
 
 
 class OffloadedOptimizer(Optimizer):
@@ -219,7 +148,7 @@ class OffloadedOptimizer(Optimizer):
             RuntimeError: an earlier step stopped half way, a gradient is sparse or has other placements than its
                 parameter, or the optimizer turns out not to be separable by bucket.
         """
-        attachment = _attachment_of(self)
+        attachment = attachment_of(self)
         if attachment is None:
             # A scheduler made while this optimizer was offloaded holds this function; it is plain again now.
             return type(self).step(self, *args, **kwargs)
@@ -313,7 +242,7 @@ class OffloadedOptimizer(Optimizer):
             del self.param_groups[-1]  # as if it had not been called
             engine.names = known
             raise
-        attachment = _attachment_of(self)
+        attachment = attachment_of(self)
         if attachment is not None:
             attachment.model = None  # the optimizer has parameters of its own now; nothing to hold them against
 
@@ -356,7 +285,7 @@ class OffloadedOptimizer(Optimizer):
         For the time when the last gradients are being reduced; see :func:`reload_before`. Harmless when all is there.
         Before the first two steps it is not known what a step will need, and only resident state is loaded.
         """
-        engine, attachment = _engine_of(self), _attachment_of(self)
+        engine, attachment = _engine_of(self), attachment_of(self)
         if attachment is not None and attachment.overlap is not None:
             attachment.overlap.before_reload()
         engine.reload(self, _states_of(self, engine).unwaited)
@@ -395,7 +324,7 @@ def _logical_step(self: OffloadedOptimizer, closure: Callable[[], Any] | None = 
         with torch.enable_grad():
             loss = closure()
     with torch.no_grad():
-        attachment = _attachment_of(self)
+        attachment = attachment_of(self)
         assert attachment is not None
         if not attachment.has_stepped:
             _check_still_of_model(self)
@@ -407,31 +336,13 @@ def _logical_step(self: OffloadedOptimizer, closure: Callable[[], Any] | None = 
             _explain_no_gradient(self)
         if attachment.overlap is not None:
             attachment.overlap.after_step(states)
-        _tell_if_never_reloaded(attachment)
+        tell_if_never_reloaded(attachment)
     return loss
-
-
-def _tell_if_never_reloaded(attachment: _Attachment) -> None:
-    """The hook that :func:`reload_before` wrapped may be one that the training loop never calls."""
-    if attachment.reloads is None:
-        return
-    attachment.steps += 1
-    if attachment.steps == _STEPS_UNTIL_TOLD:
-        if not attachment.reloads:
-            warnings.warn(
-                f"reload_before() has wrapped a hook that was not called in {_STEPS_UNTIL_TOLD} steps: the training "
-                "loop does not use it, and loads begin in step() only. Bind the wrapper where the loop looks for it.",
-                stacklevel=2,
-            )
-        attachment.reloads = None
-
-
-_STEPS_UNTIL_TOLD = 3
 
 
 def _check_still_of_model(optimizer: Optimizer) -> None:
     """The optimizer may have been left with parameters that the model no longer uses, and that get no gradient."""
-    attachment = _attachment_of(optimizer)
+    attachment = attachment_of(optimizer)
     assert attachment is not None
     model = attachment.model() if attachment.model is not None else None
     if model is None:
@@ -450,7 +361,7 @@ def _check_still_of_model(optimizer: Optimizer) -> None:
 def _explain_no_gradient(optimizer: Optimizer) -> None:
     """A step without any gradient is legal, but often a mistake."""
     _check_still_of_model(optimizer)
-    attachment = _attachment_of(optimizer)
+    attachment = attachment_of(optimizer)
     assert attachment is not None
     if not attachment.told_no_gradient:
         attachment.told_no_gradient = True
@@ -482,15 +393,15 @@ def _attach(optimizer: Optimizer, engine: Engine, states: OffloadedState, model:
     plain_step = type(optimizer).step
     optimizer.__class__ = _offloaded_class(type(optimizer))
     optimizer.state = states
-    optimizer.__dict__[ENGINE_ATTRIBUTE] = _Attachment(
+    optimizer.__dict__[ENGINE_ATTRIBUTE] = Attachment(
         engine,
         None if model is None else weakref.ref(model),
-        _redirect_captured_step(optimizer, plain_step, type(optimizer).step),
+        redirect_captured_step(optimizer, plain_step, type(optimizer).step),
         optimizer.register_step_pre_hook(_refuse_bypass),
     )
 
 
-def _detach(optimizer: Optimizer, attachment: _Attachment) -> None:
+def _detach(optimizer: Optimizer, attachment: Attachment) -> None:
     if attachment.overlap is not None:
         attachment.overlap.remove()
     attachment.bypass_guard.remove()
@@ -500,35 +411,9 @@ def _detach(optimizer: Optimizer, attachment: _Attachment) -> None:
     optimizer.__class__ = attachment.engine.cls
 
 
-def _redirect_captured_step(optimizer: Optimizer, old: Any, new: Any) -> list[Callable[[], None]]:
-    """Let wrappers around ``optimizer.step`` that were made before attaching call the new step.
-
-    A scheduler replaces ``optimizer.step`` by a function that has captured the class's old ``step`` in its closure, and
-    so would train past us without a word. Returns what undoes it.
-    """
-    undo: list[Callable[[], None]] = []
-    pending = [optimizer.__dict__.get("step")]
-    seen: set[int] = set()
-    while pending:
-        function = pending.pop()
-        function = getattr(function, "__func__", function)
-        if not isinstance(function, types.FunctionType) or id(function) in seen:
-            continue
-        seen.add(id(function))
-        for cell in function.__closure__ or ():
-            content = cell.cell_contents
-            bound = isinstance(content, types.MethodType) and content.__self__ is optimizer
-            if content is old or (bound and content.__func__ is old):
-                cell.cell_contents = types.MethodType(new, optimizer) if bound else new
-                undo.append(functools.partial(setattr, cell, "cell_contents", content))
-            else:
-                pending.append(content)
-    return undo
-
-
 def _refuse_bypass(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Step pre-hook: the class's own step must not run on an offloaded optimizer."""
-    attachment = _attachment_of(optimizer)
+    attachment = attachment_of(optimizer)
     if attachment is not None and not attachment.stepping:
         raise RuntimeError(
             f"{attachment.engine.cls.__name__}.step was called past the offload: something captured it before "
@@ -536,31 +421,20 @@ def _refuse_bypass(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         )
 
 
-def _unwrap(optimizer: Optimizer) -> Optimizer:
-    """The optimizer inside accelerate's wrapper."""
-    while type(optimizer).__module__.startswith("accelerate.") and hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer
-    return optimizer
-
-
-def _attachment_of(optimizer: Optimizer) -> _Attachment | None:
-    return cast("_Attachment | None", getattr(optimizer, "__dict__", {}).get(ENGINE_ATTRIBUTE))
-
-
 def _unguard(optimizer: Optimizer) -> None:
-    attachment = _attachment_of(optimizer)
+    attachment = attachment_of(optimizer)
     if attachment is not None and attachment.overlap is not None:
         attachment.overlap.unguard()
 
 
 def _forget_reductions(optimizer: Optimizer) -> None:
-    attachment = _attachment_of(optimizer)
+    attachment = attachment_of(optimizer)
     if attachment is not None and attachment.overlap is not None:
         attachment.overlap.forget_reductions()
 
 
 def _engine_of(optimizer: Optimizer) -> Engine:
-    attachment = _attachment_of(optimizer)
+    attachment = attachment_of(optimizer)
     assert attachment is not None, "an OffloadedOptimizer always has an engine"
     return attachment.engine
 

@@ -83,10 +83,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "elastic": {"engine"},
     "guard": set(),
     "overlap": {"policy", "fsdp", "guard", "update", "engine", "elastic", "rehearsal"},
-    "offload": {"policy", "fsdp", "report", "optimizers", "update", "engine", "load", "state", "checks", "overlap"},
+    "attachment": {"update", "engine", "overlap"},
+    "reload_before": {"attachment"},
+    "offload": {
+        *("policy", "fsdp", "report", "optimizers", "update", "engine", "load", "state", "checks", "overlap"),
+        *("attachment", "reload_before"),
+    },
     "asleep": {"guard"},
     "sleep": {"fsdp", "host_memory", "arena", "buckets", "transfer", "asleep"},
-    "__init__": {"policy", "report", "offload", "sleep"},
+    "__init__": {"policy", "report", "offload", "reload_before", "sleep"},
     # Beside it: checkpoints of what it holds.
     "checkpoint": {"fsdp", "arena", "buckets", "masters", "shards", "update", "lending", "engine", "load", "state"},
     # Beside the library, as one of its users: the public names, and what a bench measures by itself.

@@ -8,6 +8,7 @@ import functools
 import inspect
 import itertools
 import re
+import sys
 import threading
 import warnings
 import weakref
@@ -238,6 +239,28 @@ def test_a_wrapper_keeps_nothing_alive_and_works_without_it(calls: list[object])
     assert wrapped("model") == "result"
     assert calls == [(("model",), {})]
     assert reload_before(wrapped, offloaded())() == "result"
+
+
+def test_optimizers_that_are_gone_leave_no_wrappers_behind(calls: list[object]) -> None:
+    """A trainer that is made anew, around a configuration that stays, as in a search over hyperparameters."""
+    wrapped = reload_before(Hooks(calls).method, offloaded())
+    for _ in range(sys.getrecursionlimit()):
+        wrapped = reload_before(wrapped, offloaded())
+    assert wrapped("model") == "result"
+    assert calls == [(("model",), {})]
+
+
+def test_what_others_wrap_around_a_wrapper_stays(calls: list[object]) -> None:
+    ours = reload_before(Hooks(calls).method, offloaded())  # gone at once
+
+    @functools.wraps(ours)
+    def theirs(*args: Any, **kwargs: Any) -> Any:
+        calls.append("theirs")
+        return ours(*args, **kwargs)
+
+    optimizer = offloaded()
+    assert reload_before(theirs, optimizer)("model") == "result"
+    assert calls == [optimizer, "theirs", (("model",), {})]
 
 
 def test_a_plain_optimizer_is_left_alone(calls: list[object]) -> None:
