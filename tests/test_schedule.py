@@ -55,6 +55,13 @@ def test_placements_overlap_when_they_share_a_byte() -> None:
     assert not Placement(0, 10).overlaps(Placement(5, 0))
 
 
+def test_neighbours_in_a_step_pass_beside_each_other_whatever_their_numbers() -> None:
+    order = [3, 7, 11, 15]  # with places by number, in a ring of four, each would wait for the one before it
+    placements = dict(zip(order, place_in_ring([10] * 4, 40), strict=True))
+    text = schedule("3", "7", "11", "15", placements=placements)
+    assert text.startswith("L3<S3' L7<S7' L11<S11' L15<S15' U3<L3")
+
+
 # Whole schedules -----------------------------------------------------------------------------------------------------
 
 
