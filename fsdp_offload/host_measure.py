@@ -18,7 +18,7 @@ from .host_worker import HostWorker
 from .masters import MasterKind, close_master, kept_dtype, open_master
 from .optimizers import Traits
 from .shards import StateLayout
-from .transfer import DeviceLink, Lane, Mark
+from .transfer import DeviceLink, Lane
 
 _STATE_BYTES = 128 << 20
 """With parameters and gradients about twice as much: more than the caches of a processor keep."""
@@ -158,17 +158,19 @@ class _Result:
         self._value = 0.0
         self._error: BaseException | None = None
 
-    def begin(self, memory: Tensor, free: Mark | None) -> None:
+    def begin(self, memory: Tensor) -> None:
         """Nothing comes down."""
 
-    def end(self) -> Mark | None:
+    def update(self) -> None:
         """Run it."""
         try:
             self._value = self._work()
         except BaseException as error:  # noqa: BLE001  # whoever asks for the result gets it
             self._error = error
         self._done.set()
-        return None
+
+    def finish(self) -> None:
+        """Nothing goes up."""
 
     def is_done(self) -> bool:
         """Whether it has."""

@@ -41,8 +41,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "shards": {"fsdp", "masters"},
     "optimizers": {"fsdp", "masters"},
     "update": {"fsdp", "shards", "masters", "optimizers"},
-    "host_worker": {"arena", "cores", "transfer"},
-    "host_update": {"fsdp", "buckets", "transfer", "optimizers", "shards", "update", "host_worker"},
+    "fingerprint": set(),
+    "host_worker": {"arena", "cores", "transfer", "fingerprint"},
+    "host_mirror": {"fingerprint", "transfer", "update"},
+    "host_update": {
+        *("fsdp", "buckets", "transfer", "optimizers", "shards", "update"),
+        *("fingerprint", "host_mirror", "host_worker"),
+    },
     "host_measure": {
         "arena",
         "masters",
