@@ -20,7 +20,7 @@ from .adopt import adopt
 from .forms import as_kept, as_saved, drop_master, rebuild_master
 from .fsdp import has_replicas, local_shard, unsupported_gradient
 from .host_measure import measure
-from .host_share import best_fraction
+from .host_share import best_fraction, host_bucket_bytes
 from .host_update import HostTimes, HostUpdates, counters_as_made
 from .host_worker import host_worker
 from .learn import Layouts, layout_key
@@ -141,6 +141,7 @@ class Engine:
             master=self.layouts.master_of(like),
             link=self._link,
             worker=host_worker(self.device),
+            bucket_bytes=host_bucket_bytes(self.policy.bucket_bytes),
             pin=self._pin,
         )
         self.plan.host_fraction = best_fraction(rates, traffic)

@@ -61,7 +61,9 @@ class MirroredBucket:
                 self._parts = {part.indices: part for part in (self._known,) if part is not None}
             weights = [self._weights[index] for index in indices]
             params = [self.ranges[index].param.data for index in indices]  # ``data``: main counts these writes
-            found = self._parts[indices] = MirroredPart(indices, weights, params)
+            state = (value for index in indices for value in self.ranges[index].values.values())
+            state_bytes = sum(value.nbytes for value in state)
+            found = self._parts[indices] = MirroredPart(indices, weights, params, state_bytes)
         return found
 
     def is_known(self, part: "MirroredPart") -> bool:
@@ -85,10 +87,12 @@ class MirroredPart:
 
     Attributes:
         indices: which ranges.
+        state_bytes: of their state.
     """
 
-    def __init__(self, indices: tuple[int, ...], weights: list[Tensor], params: list[Tensor]) -> None:
+    def __init__(self, indices: tuple[int, ...], weights: list[Tensor], params: list[Tensor], state_bytes: int) -> None:
         self.indices = indices
+        self.state_bytes = state_bytes
         self._weights = weights
         self._params = params
         self._kept: Tensor | None = None
@@ -168,4 +172,5 @@ def _flat(dense: Tensor) -> Tensor:
 
 
 def _pieces(flat: Tensor) -> Sequence[Tensor]:
-    return flat.split(PIECE_BYTES)
+    pieces: Sequence[Tensor] = flat.split(PIECE_BYTES)
+    return pieces

@@ -28,7 +28,7 @@ from .host_mirror import MirroredBucket, MirroredPart, like
 from .host_worker import HostWorker, leave_with
 from .optimizers import Habits, Traits
 from .shards import StateShard
-from .transfer import DeviceLink, Lane, Mark
+from .transfer import DeviceLink, Lane, Mark, recorded
 from .update import (
     BoundRange,
     Shadow,
@@ -243,7 +243,7 @@ class HostJob:
                 self._down.synchronize()
                 self.grads = []  # may be freed now
                 if not self.step.failed:
-                    with torch.no_grad(), torch.profiler.record_function(f"fsdp_offload H{self.number}"):
+                    with torch.no_grad(), recorded(f"fsdp_offload H{self.number}"):
                         self._update()
         except BaseException as error:  # noqa: BLE001  # the main thread's, whatever it is
             self._fail(error)
@@ -397,10 +397,11 @@ class HostUpdates:
             self.creates |= any(state.get(name) is None for name in bound.shard.homes)
             # Counted here, where the order with what others count is that of the program.
             increment_version(local_shard(bound.shard.param))
+        part = bucket.part(tuple(grads))
         job = HostJob(
             number,
             bucket,
-            bucket.part(tuple(grads)),
+            part,
             active,
             list(grads.values()),
             moves,
@@ -411,7 +412,7 @@ class HostUpdates:
             (self._worker.hasher(self._lanes[0]), self._worker.hasher(self._lanes[1])),
             threading.Event(),
             self._errors,
-            state_bytes=sum(value.nbytes for bound in active for value in bound.values.values()),
+            state_bytes=part.state_bytes,
         )
         self.reserve(job.nbytes)  # has been, unless gradients are wider than their parameters
         self._jobs[number] = self._last = job

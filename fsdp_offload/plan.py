@@ -17,7 +17,7 @@ from .arena import Region
 from .buckets import Bucket, BucketPlan, Copy, ShardSpec, aligned, join_copies, plan_buckets
 from .fsdp import has_replicas, is_dtensor, largest_local_numel, local_shard
 from .host_memory import check_host_memory
-from .host_share import NOTHING_YET, Taken, choose_host_share
+from .host_share import NOTHING_YET, Taken, choose_host_share, host_bucket_bytes
 from .host_update import HostUpdates, passing_bytes
 from .learn import Layouts
 from .pipeline import StagedBucket
@@ -206,7 +206,8 @@ class Plan:
     def _take_homes(self, resident: Sequence[StateShard], offloaded: Sequence[StateShard]) -> None:
         updated_there = [shard for shard in offloaded if shard.on_host]
         offloaded = [shard for shard in offloaded if not shard.on_host]
-        there = plan_buckets([_spec(shard) for shard in updated_there], self._policy.bucket_bytes)
+        there_bytes = host_bucket_bytes(self._policy.bucket_bytes)
+        there = plan_buckets([_spec(shard) for shard in updated_there], there_bytes)
         there_passing = max((_passing_nbytes(bucket, updated_there) for bucket in there.buckets), default=0)
         on_host = plan_buckets([_spec(shard) for shard in offloaded], self._policy.bucket_bytes)
         held_bytes = sum(region.nbytes for region in self.regions)

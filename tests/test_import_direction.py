@@ -50,6 +50,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "host_measure": {
         "arena",
+        "cores",
+        "host_memory",
         "masters",
         "transfer",
         "optimizers",
