@@ -146,6 +146,8 @@ class HostJob:
         hashers: for what goes down and for what goes up.
         uploaded: recorded behind the parameters' way up.
         update_seconds: time in which the optimizer ran.
+        arrival_seconds: in which it waited for what comes down.
+        began, ended: when the thread was at it, on the host's clock.
         weights_down_bytes: of parameters that came down, as the mirror did not have them.
         done: the host may look at the results: ``uploaded``, ``failed``, and ``errors``.
         failed: it, or another one of its step before it, has.
@@ -167,6 +169,9 @@ class HostJob:
     uploaded: Mark | None = None
     failed: bool = False
     update_seconds: float = 0.0
+    arrival_seconds: float = 0.0
+    began: float = 0.0
+    ended: float = 0.0
     state_bytes: int = 0
     weights_down_bytes: int = 0
     _down: Mark | None = None
@@ -238,9 +243,11 @@ class HostJob:
 
     def update(self) -> None:
         """Wait for them, and update."""
+        self.began = time.perf_counter()
         try:
             if self._down is not None:
                 self._down.synchronize()
+                self.arrival_seconds = time.perf_counter() - self.began
                 self.grads = []  # may be freed now
                 if not self.step.failed:
                     with torch.no_grad(), recorded(f"fsdp_offload H{self.number}"):
@@ -249,6 +256,7 @@ class HostJob:
             self._fail(error)
         self._grads_on_host = []  # the memory is somebody else's from now on
         self._changed = None
+        self.ended = time.perf_counter()
 
     def _update(self) -> None:
         if self._changed is not None and self._changed.item():
@@ -517,6 +525,8 @@ class HostUpdates:
             sum(job.state_bytes for job in jobs),
             sum(job.update_seconds for job in jobs) * 1e3,
             self._waited_seconds * 1e3,
+            sum(job.arrival_seconds for job in jobs) * 1e3,
+            (max((job.ended for job in jobs), default=0.0) - min((job.began for job in jobs), default=0.0)) * 1e3,
             sum(job.weights_down_bytes for job in jobs),
         )
 
@@ -529,12 +539,16 @@ class HostTimes:
         state_bytes: updated.
         update_ms: in which the optimizer ran.
         waited_ms: in which the main thread stood still for it.
+        arrival_ms: in which the thread that updates stood still for what comes down.
+        span_ms: from the beginning of its first bucket to the end of its last one.
         weights_down_bytes: of parameters that were brought down, as somebody else had written them.
     """
 
     state_bytes: int = 0
     update_ms: float = 0.0
     waited_ms: float = 0.0
+    arrival_ms: float = 0.0
+    span_ms: float = 0.0
     weights_down_bytes: int = 0
 
 

@@ -279,7 +279,7 @@ class DeviceLink:
         return {"L": load, "U": update, "S": store, "C": self._compute}
 
     def host_lanes(self, *, serial: bool) -> tuple[Lane, Lane]:
-        """For what the host updates: gradients (and parameters that somebody wrote) going down, and parameters going up.
+        """For what the host updates: gradients, and parameters that somebody wrote, going down; parameters going up.
 
         Streams of their own: in those of the loads and stores they would queue behind buckets of the device, which in
         turn wait for updates and for room in the ring.

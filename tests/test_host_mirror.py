@@ -15,7 +15,7 @@ from fsdp_offload import OffloadPolicy, host_update, offload_model, reload_model
 from fsdp_offload.host_mirror import MirroredPart
 from tests import host_worker_gate
 from tests.overlapping import POLICIES, SIZES, Loop, same
-from tests.parity import SMALL, Net, Run, Zoo, attach, make_pair, train_step
+from tests.parity import SMALL, Net, Run, Zoo, attach, make_pair
 
 ALL_OF_IT = replace(SMALL, host_fraction=1.0)
 EVERY_POLICY = pytest.mark.parametrize("fields", [{}, *POLICIES.values()], ids=["step", *POLICIES])
