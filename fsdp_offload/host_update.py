@@ -179,11 +179,6 @@ class HostJob:
     _changed: Tensor | None = None  # on the host; says it behind ``_down``
     _updated: bool = False
 
-    @property
-    def nbytes(self) -> int:
-        """Host memory for gradients."""
-        return passing_bytes(grad.nbytes for grad in self.grads)
-
     def begin(self, memory: Tensor) -> None:
         """Issue the copies down."""
         try:
@@ -334,6 +329,7 @@ class HostUpdates:
         self._serial = serial
         self._pin = pin
         self._lanes = link.host_lanes(serial=serial)
+        self._hashers: tuple[Hasher, Hasher] | None = None
         self._jobs: dict[int, HostJob] = {}
         self._mirrored: dict[int, MirroredBucket] = {}
         self._last: HostJob | None = None
@@ -343,8 +339,13 @@ class HostUpdates:
         leave_with(self, worker)
 
     def reserve(self, bucket_nbytes: int) -> None:
-        """Take the memory through which buckets of that many bytes (:func:`passing_bytes`) pass."""
+        """Take the memory through which buckets of that many bytes (:func:`passing_bytes`) pass; 24 MiB of the device.
+
+        Raises:
+            RuntimeError: the driver refuses to page-lock the memory, or the device is full.
+        """
         self._worker.reserve(bucket_nbytes, pin=self._pin)
+        self._hashers = (self._worker.hasher(self._lanes[0]), self._worker.hasher(self._lanes[1]))
 
     def missing_bytes(self, bucket_nbytes: int) -> int:
         """Host memory that :meth:`reserve` would take."""
@@ -405,6 +406,9 @@ class HostUpdates:
             self.creates |= any(state.get(name) is None for name in bound.shard.homes)
             # Counted here, where the order with what others count is that of the program.
             increment_version(local_shard(bound.shard.param))
+        # Has been, unless gradients are wider than their parameters.
+        self.reserve(passing_bytes(grad.nbytes for grad in grads.values()))
+        assert self._hashers is not None
         part = bucket.part(tuple(grads))
         job = HostJob(
             number,
@@ -417,12 +421,11 @@ class HostUpdates:
             _States(known, step.created),
             habits,
             self._lanes,
-            (self._worker.hasher(self._lanes[0]), self._worker.hasher(self._lanes[1])),
+            self._hashers,
             threading.Event(),
             self._errors,
             state_bytes=part.state_bytes,
         )
-        self.reserve(job.nbytes)  # has been, unless gradients are wider than their parameters
         self._jobs[number] = self._last = job
         self._worker.submit(job)
         if self._serial:

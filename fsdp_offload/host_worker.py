@@ -202,6 +202,8 @@ class HostWorker:
             if not crew.ready or self._stopping:
                 self._crew, crew.leaving = None, True  # others are started if they are needed
                 if not self._stopping:
+                    if self.device.type != "cpu":
+                        torch.accelerator.synchronize(self.device)  # uploads of who was dropped may be under way
                     self._free_memory()
                     self._hashers.clear()
                 self._changed.notify_all()

@@ -682,7 +682,9 @@ def test_an_exception_in_the_thread(mesh: DeviceMesh, failing: list[str], fields
 
 def test_later_buckets_of_a_failed_step_are_left_alone(failing: list[str]) -> None:
     net = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(4)))
-    optimizer = attach(fused_adamw(net.parameters()), model=net, policy=policy(1.0))
+    optimizer = attach(
+        fused_adamw(net.parameters()), model=net, policy=policy(1.0, bucket_bytes=1024)
+    )  # one layer each
 
     def backward() -> None:
         net(torch.ones(2, 16)).sum().backward()
