@@ -85,8 +85,12 @@ def _round(copies: "_Copies", updates: "_Updates", worker: HostWorker) -> Rates:
 
 
 def _measured_bytes() -> int:
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return min(max(_STATE_BYTES, 4 * cache_bytes()), max(1, host_memory().available_bytes // 8 // ranks))
+    return min(max(_STATE_BYTES, 4 * cache_bytes()), max(1, _free_bytes() // 8))
+
+
+def _free_bytes() -> int:
+    """Of the host's memory, this rank's share."""
+    return host_memory().available_bytes // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def _state_bytes_each(layout: StateLayout) -> int:
@@ -95,12 +99,13 @@ def _state_bytes_each(layout: StateLayout) -> int:
 
 
 class _Copies:
-    """Two chunks on the device and two on the host, copied each way."""
+    """Chunks on the host, more than the caches keep, and one for each direction on the device."""
 
     def __init__(self, link: DeviceLink, *, pin: bool) -> None:
         self._link = link
         self._lanes: tuple[Lane, Lane] = link.host_lanes(serial=False)
-        self._on_host = [Region(_CHUNK_BYTES, device=link.device, pin=pin) for _ in range(2)]
+        nbytes = max(1, min(_COPIES, _free_bytes() // 16 // _CHUNK_BYTES)) * _CHUNK_BYTES
+        self._on_host = [Region(nbytes, device=link.device, pin=pin).bytes.split(_CHUNK_BYTES) for _ in range(2)]
         self._on_device = [torch.zeros(_CHUNK_BYTES, dtype=torch.uint8, device=link.device) for _ in range(2)]
         self._link.synchronize()
 
@@ -116,11 +121,11 @@ class _Copies:
         return count * (down + up) * _CHUNK_BYTES / (time.perf_counter() - begin)
 
     def _copy(self, count: int, *, down: bool, up: bool) -> None:
-        for _ in range(count):
+        for number in range(count):
             if down:
-                self._lanes[0].copy(self._on_host[0].bytes, self._on_device[0])
+                self._lanes[0].copy(self._on_host[0][number % len(self._on_host[0])], self._on_device[0])
             if up:
-                self._lanes[1].copy(self._on_device[1], self._on_host[1].bytes)
+                self._lanes[1].copy(self._on_device[1], self._on_host[1][number % len(self._on_host[1])])
         self._link.synchronize()
 
 

@@ -59,6 +59,7 @@ class HostStep:
             {name: _cloned(value) for name, value in group.items() if name != "params"}
             for group in optimizer.param_groups
         ]
+        self.gradient_divisor = _gradient_divisor(attributes)
         complex_groups = {shard.group for shard in shards if shard.param.is_complex()}
         self.pinned = [
             traits.host_options(group, with_complex=number in complex_groups)
@@ -80,6 +81,16 @@ class HostStep:
                 ]
             self._shared = SharedValues(values, self.pinned)  # type: ignore[arg-type]
         return self._shared
+
+
+def _gradient_divisor(attributes: Mapping[str, Any]) -> Tensor | None:
+    """What a fused kernel divides the user's gradients by: the scale, or where it skips the step, one."""
+    scale, found_inf = attributes.get("grad_scale"), attributes.get("found_inf")
+    if not isinstance(scale, Tensor):
+        return None
+    if not isinstance(found_inf, Tensor):
+        return scale.clone()
+    return torch.where(found_inf.to(scale.device) == 1, torch.ones_like(scale), scale)
 
 
 def _cloned(value: Any) -> Any:
@@ -222,15 +233,11 @@ class HostJob:
         self.weights_down_bytes = self.part.nbytes
 
     def _unscale_gradients(self) -> None:
-        """What a fused kernel does to the user's gradients where ``GradScaler`` gives it the scale; not if it skips."""
-        scale = getattr(self.step.values, "grad_scale", None)
-        if not isinstance(scale, Tensor):
+        """What a fused kernel does to the user's gradients where ``GradScaler`` gives it the scale."""
+        divisor = self.step.gradient_divisor
+        if divisor is None:
             return
-        found_inf = getattr(self.step.values, "found_inf", None)
         for grad in self.grads:
-            divisor = scale.to(grad.device)
-            if isinstance(found_inf, Tensor):
-                divisor = torch.where(found_inf.to(grad.device) == 1, torch.ones_like(divisor), divisor)
             if grad.dtype.itemsize < divisor.dtype.itemsize:
                 grad.copy_(grad.to(divisor.dtype).div_(divisor))  # in its own dtype the scale might not exist
             else:
