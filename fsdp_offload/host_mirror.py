@@ -36,12 +36,14 @@ class MirroredBucket:
         self._parts: dict[tuple[int, ...], MirroredPart] = {}
         self._known: MirroredPart | None = None  # whose weights are on the device what they are here
         self._weights = [_mirrored(bound) for bound in ranges]
+        self._layouts = [(bound.param.shape, bound.param.stride()) for bound in ranges]
 
     def still_of(self, ranges: Sequence[BoundRange]) -> bool:
-        """Whether ``ranges`` are bound to the same memory."""
+        """Whether ``ranges`` are bound to the same memory, and in the same order of elements."""
         return len(ranges) == len(self.ranges) and all(
-            one is other or (one.shard is other.shard and one.address == other.address and one.start == other.start)
-            for one, other in zip(self.ranges, ranges, strict=True)
+            (one is other or (one.shard is other.shard and one.address == other.address and one.start == other.start))
+            and (other.param.shape, other.param.stride()) == layout
+            for one, other, layout in zip(self.ranges, ranges, self._layouts, strict=True)
         )
 
     def on_host(self, index: int, side: int) -> BoundRange:

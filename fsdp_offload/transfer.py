@@ -148,15 +148,20 @@ class TurnsLane(StreamLane):
 
     def copy_all(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         """Issue copies of ``PIECE_BYTES`` at most each, as many of them in a turn as make up a piece."""
-        begin = end = 0
+        begin = 0
         while begin < len(targets):
-            if self._piece_bytes >= PIECE_BYTES:
-                self._take_turns()
-            while end < len(targets) and self._piece_bytes < PIECE_BYTES:
+            end = begin
+            while end < len(targets) and self._fits(targets[end]):
                 self._piece_bytes += targets[end].nbytes
                 end += 1
+            if end == begin:
+                self._take_turns()
+                continue
             super().copy_all(targets[begin:end], sources[begin:end])
             begin = end
+
+    def _fits(self, target: Tensor) -> bool:
+        return not self._piece_bytes or self._piece_bytes + target.nbytes <= PIECE_BYTES
 
     def _take_turns(self) -> None:
         assert self._stream is not None

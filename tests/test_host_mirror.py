@@ -1,6 +1,7 @@
 """Parameters that the host updates come down only where somebody else has written them, and then always."""
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -11,8 +12,9 @@ from torch import Tensor, nn, optim
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 
-from fsdp_offload import OffloadPolicy, host_update, offload_model, reload_model
+from fsdp_offload import OffloadPolicy, host_update, offload_model, reload_model, transfer
 from fsdp_offload.host_mirror import MirroredPart
+from fsdp_offload.transfer import TurnsLane
 from tests import host_worker_gate
 from tests.overlapping import POLICIES, SIZES, Loop, same
 from tests.parity import SMALL, Net, Run, Zoo, attach, make_pair
@@ -234,6 +236,33 @@ def test_after_a_failure_the_mirror_counts_for_nothing(monkeypatch: pytest.Monke
     other(torch.ones(2, 16)).sum().backward()
     reference.step()
     assert all(torch.equal(one, two) for one, two in zip(net.parameters(), other.parameters(), strict=True))
+
+
+class Turns(TurnsLane):
+    """Without streams: notes how much was copied in each turn."""
+
+    def __init__(self) -> None:
+        self._piece_bytes = 0
+        self.turns: list[int] = []
+
+    def running(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def _take_turns(self) -> None:
+        self.turns.append(self._piece_bytes)
+        self._piece_bytes = 0
+
+
+def test_uploads_are_divided_into_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that small copies of others need not wait for long."""
+    monkeypatch.setattr(transfer, "PIECE_BYTES", 100)
+    sources = [torch.arange(size, dtype=torch.uint8) for size in (60, 30, 20, 100, 5, 95, 1)]
+    targets = [torch.zeros_like(source) for source in sources]
+    lane = Turns()
+    lane.copy_all(targets[:4], sources[:4])
+    lane.copy_all(targets[4:], sources[4:])
+    assert lane.turns == [90, 20, 100, 100]
+    assert all(torch.equal(one, other) for one, other in zip(targets, sources, strict=True))
 
 
 # Memory --------------------------------------------------------------------------------------------------------------
