@@ -258,6 +258,7 @@ class HostJob:
             self._fail(error)
         self._grads_on_host = []  # the memory is somebody else's from now on
         self._changed = None
+        self.failed = self.step.failed
         self.ended = time.perf_counter()
 
     def _update(self) -> None:
@@ -290,7 +291,7 @@ class HostJob:
                     self._issue_uploads()
         except BaseException as error:  # noqa: BLE001  # the main thread's, whatever it is
             self._fail(error)
-        self.failed = self.step.failed
+            self.failed = True
         # The rest goes with its step, not with the next step of this bucket.
         self.ranges, self.grads, self.moves = [], [], []
         self.step = self.states = self.bucket = self.part = None  # type: ignore[assignment]
