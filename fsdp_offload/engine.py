@@ -20,7 +20,7 @@ from .adopt import adopt
 from .forms import as_kept, as_saved, drop_master, rebuild_master
 from .fsdp import has_replicas, local_shard, unsupported_gradient
 from .host_measure import measure
-from .host_share import best_fraction
+from .host_share import best_fraction, host_bucket_bytes
 from .host_update import HostTimes, HostUpdates, counters_as_made
 from .host_worker import host_worker
 from .learn import Layouts, layout_key
@@ -141,6 +141,7 @@ class Engine:
             master=self.layouts.master_of(like),
             link=self._link,
             worker=host_worker(self.device),
+            bucket_bytes=host_bucket_bytes(self.policy.bucket_bytes),
             pin=self._pin,
         )
         self.plan.host_fraction = best_fraction(rates, traffic)
@@ -576,6 +577,9 @@ class Engine:
             host_update_ms=on_host.update_ms,
             host_update_gb_per_s=_gb_per_s(on_host.state_bytes, on_host.update_ms),
             host_waited_ms=on_host.waited_ms,
+            host_arrival_ms=on_host.arrival_ms,
+            host_span_ms=on_host.span_ms,
+            host_weights_down_bytes=on_host.weights_down_bytes,
             host_buffer_bytes=self.host.buffer_bytes if self.host is not None else 0,
             tuning=tuple(filter(None, (self.tuning_of_residents, self.tuning_of_staging, self.tuning_of_host))),
             notes=tuple(self.notes()),

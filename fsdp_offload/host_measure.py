@@ -1,31 +1,37 @@
 """What the CPU and the link of this machine can do, measured once when ``host_fraction="auto"`` is attached.
 
-Each alone, and both at once: they share the host's memory. Takes a fraction of a second, and memory for that time.
+Each alone, and both at once: they share the host's memory. What is updated is several times as large as the caches, in
+buckets like those of a step; every figure is the median of some rounds. Takes about a second, and memory for that time.
 """
 
+import os
+import statistics
 import threading
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from .arena import Region
+from .cores import cache_bytes
+from .host_memory import host_memory
 from .host_share import Rates, Traffic
 from .host_update import HostStep
 from .host_worker import HostWorker
 from .masters import MasterKind, close_master, kept_dtype, open_master
 from .optimizers import Traits
 from .shards import StateLayout
-from .transfer import DeviceLink, Lane, Mark
+from .transfer import DeviceLink, Lane
 
-_STATE_BYTES = 128 << 20
-"""With parameters and gradients about twice as much: more than the caches of a processor keep."""
+_STATE_BYTES = 512 << 20
+"""At least, and four times what the caches keep; but not more than an eighth of the memory that is free."""
 
 _CHUNK_BYTES = 32 << 20
 _COPIES = 16
-_UPDATES = 8
+_ROUNDS = 3
 
 
 def measure(
@@ -39,6 +45,7 @@ def measure(
     master: MasterKind,
     link: DeviceLink,
     worker: HostWorker,
+    bucket_bytes: int,
     pin: bool,
 ) -> tuple[Rates, Traffic]:
     """The rates of both sides, and what the host's share moves.
@@ -53,12 +60,20 @@ def measure(
         master: which one is kept for it, as part of that state.
         link: of its device.
         worker: updates on the host.
+        bucket_bytes: of state that is updated at a time.
         pin: whether host memory is page-locked.
     """
     copies = _Copies(link, pin=pin)
     lane = link.host_lanes(serial=False)[0]
-    updates = _Updates(HostStep(cls, traits, optimizer, []), lane, like.dtype, group, layout, master)
+    scratch = _Scratch(like.dtype, group, layout, master, bucket_bytes)
+    updates = _Updates(HostStep(cls, traits, optimizer, []), lane, scratch)
     worker.reserve(1, pin=pin)
+    rounds = [_round(copies, updates, worker) for _ in range(_ROUNDS)]
+    weights = like.element_size() / _state_bytes_each(layout)
+    return Rates(*map(statistics.median, zip(*rounds, strict=True))), Traffic(down=weights, up=weights)
+
+
+def _round(copies: "_Copies", updates: "_Updates", worker: HostWorker) -> Rates:
     one_way = copies.bytes_per_second(down=True)
     two_way = copies.bytes_per_second(down=True, up=True)
     alone, beside = _Result(updates.bytes_per_second), _Result(updates.bytes_per_second)
@@ -66,8 +81,16 @@ def measure(
     cpu = alone()
     worker.submit(beside)
     two_way_beside = copies.bytes_per_second(down=True, up=True, until=beside.is_done)
-    weights = like.element_size() / _state_bytes_each(layout)
-    return Rates(cpu, beside(), one_way, two_way, two_way_beside), Traffic(down=2 * weights, up=weights)
+    return Rates(cpu, beside(), one_way, two_way, two_way_beside)
+
+
+def _measured_bytes() -> int:
+    return min(max(_STATE_BYTES, 4 * cache_bytes()), max(1, _free_bytes() // 8))
+
+
+def _free_bytes() -> int:
+    """Of the host's memory, this rank's share."""
+    return host_memory().available_bytes // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def _state_bytes_each(layout: StateLayout) -> int:
@@ -76,12 +99,13 @@ def _state_bytes_each(layout: StateLayout) -> int:
 
 
 class _Copies:
-    """Two chunks on the device and two on the host, copied each way."""
+    """Chunks on the host, more than the caches keep, and one for each direction on the device."""
 
     def __init__(self, link: DeviceLink, *, pin: bool) -> None:
         self._link = link
         self._lanes: tuple[Lane, Lane] = link.host_lanes(serial=False)
-        self._on_host = [Region(_CHUNK_BYTES, device=link.device, pin=pin) for _ in range(2)]
+        nbytes = max(1, min(_COPIES, _free_bytes() // 16 // _CHUNK_BYTES)) * _CHUNK_BYTES
+        self._on_host = [Region(nbytes, device=link.device, pin=pin).bytes.split(_CHUNK_BYTES) for _ in range(2)]
         self._on_device = [torch.zeros(_CHUNK_BYTES, dtype=torch.uint8, device=link.device) for _ in range(2)]
         self._link.synchronize()
 
@@ -97,56 +121,75 @@ class _Copies:
         return count * (down + up) * _CHUNK_BYTES / (time.perf_counter() - begin)
 
     def _copy(self, count: int, *, down: bool, up: bool) -> None:
-        for _ in range(count):
+        for number in range(count):
             if down:
-                self._lanes[0].copy(self._on_host[0].bytes, self._on_device[0])
+                self._lanes[0].copy(self._on_host[0][number % len(self._on_host[0])], self._on_device[0])
             if up:
-                self._lanes[1].copy(self._on_device[1], self._on_host[1].bytes)
+                self._lanes[1].copy(self._on_device[1], self._on_host[1][number % len(self._on_host[1])])
         self._link.synchronize()
 
 
-class _Updates:
-    """The optimizer's class on one scratch parameter on the host."""
+class _Scratch(NamedTuple):
+    """What is updated, in which pieces."""
 
-    def __init__(
-        self, step: HostStep, lane: Lane, dtype: torch.dtype, group: int, layout: StateLayout, master: MasterKind
-    ) -> None:
+    dtype: torch.dtype
+    group: int
+    layout: StateLayout
+    master: MasterKind
+    bucket_bytes: int
+
+
+class _Bucket:
+    """A scratch parameter and its state on the host. Touched first by the threads that will use it."""
+
+    def __init__(self, scratch: _Scratch, numel: int) -> None:
+        self.weights = torch.ones(numel, dtype=scratch.dtype, device="cpu")
+        self.grad = torch.ones_like(self.weights)
+        self.kept = (
+            None if scratch.master == "none" else torch.zeros(numel, dtype=kept_dtype(scratch.master), device="cpu")
+        )
+        self.state: dict[str, object] = {}
+
+
+class _Updates:
+    """The optimizer's class on scratch parameters on the host."""
+
+    def __init__(self, step: HostStep, lane: Lane, scratch: _Scratch) -> None:
         self._step = step
         self._lane = lane
-        self._group = group
-        self._numel = _STATE_BYTES // _state_bytes_each(layout)
-        self._dtype = dtype
-        self._master: MasterKind = master
-        self._state: dict[str, object] = {}
-        self._weights: Tensor | None = None
+        self._scratch = scratch
+        self._buckets: list[_Bucket] = []
+        self._state_bytes = 0
 
     def bytes_per_second(self) -> float:
         """State updated."""
         with torch.no_grad():
-            if self._weights is None:
-                # Touched first by the threads that will use it.
-                self._weights = torch.ones(self._numel, dtype=self._dtype, device="cpu")
-                self._grad = torch.ones_like(self._weights)
-                if self._master != "none":
-                    self._kept = torch.zeros(self._numel, dtype=kept_dtype(self._master), device="cpu")
-                self._update()
+            if not self._buckets:
+                self._make_buckets()
             begin = time.perf_counter()
-            for _ in range(_UPDATES):
-                self._update()
-            return _UPDATES * _STATE_BYTES / (time.perf_counter() - begin)
+            for bucket in self._buckets:
+                self._update(bucket)
+            return self._state_bytes / (time.perf_counter() - begin)
 
-    def _update(self) -> None:
-        assert self._weights is not None
-        param = self._weights
-        if self._master != "none":
-            param = open_master(self._master, param, self._kept, exists=bool(self._state))
-        param.grad = self._grad.to(param.dtype)
+    def _make_buckets(self) -> None:
+        each, nbytes = _state_bytes_each(self._scratch.layout), _measured_bytes()
+        numel = max(1, min(self._scratch.bucket_bytes, nbytes) // each)
+        self._buckets = [_Bucket(self._scratch, numel) for _ in range(max(1, nbytes // each // numel))]
+        self._state_bytes = len(self._buckets) * numel * each
+        for bucket in self._buckets:
+            self._update(bucket)  # makes its state
+
+    def _update(self, bucket: _Bucket) -> None:
+        master, param = self._scratch.master, bucket.weights
+        if bucket.kept is not None:
+            param = open_master(master, param, bucket.kept, exists=bool(bucket.state))
+        param.grad = bucket.grad.to(param.dtype)
         shared = self._step.shared(self._lane)
-        lists = [[param] if number == self._group else [] for number in range(len(self._step.pinned))]
-        after = self._step.shadow.run(shared, lists, {param: self._state} if self._state else {}, {})
-        self._state = dict(after.get(param, {}))
-        if self._master != "none":
-            close_master(self._master, param, self._weights, self._kept)
+        lists = [[param] if number == self._scratch.group else [] for number in range(len(self._step.pinned))]
+        after = self._step.shadow.run(shared, lists, {param: bucket.state} if bucket.state else {}, {})
+        bucket.state = dict(after.get(param, {}))
+        if bucket.kept is not None:
+            close_master(master, param, bucket.weights, bucket.kept)
 
 
 class _Result:
@@ -158,17 +201,19 @@ class _Result:
         self._value = 0.0
         self._error: BaseException | None = None
 
-    def begin(self, memory: Tensor, free: Mark | None) -> None:
+    def begin(self, memory: Tensor) -> None:
         """Nothing comes down."""
 
-    def end(self) -> Mark | None:
+    def update(self) -> None:
         """Run it."""
         try:
             self._value = self._work()
         except BaseException as error:  # noqa: BLE001  # whoever asks for the result gets it
             self._error = error
         self._done.set()
-        return None
+
+    def finish(self) -> None:
+        """Nothing goes up."""
 
     def is_done(self) -> bool:
         """Whether it has."""

@@ -42,6 +42,14 @@ def choose_host_share(sizes: Sequence[int], fraction: float, taken: Taken) -> li
     return chosen
 
 
+def host_bucket_bytes(bucket_bytes: int) -> int:
+    """Of state in one bucket that the host updates, where those of the device have ``bucket_bytes``.
+
+    Only gradients pass through its buffers, so that twice as much takes no more memory; and each bucket costs time.
+    """
+    return 2 * bucket_bytes
+
+
 class Rates(NamedTuple):
     """What both sides can do, in bytes per second; measured alone and beside each other.
 
@@ -61,32 +69,41 @@ class Rates(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """Bytes that the host's share moves for each byte of its state."""
+    """Bytes that the host's share moves for each byte of its state: gradients down, parameters up."""
 
     down: float
     up: float
 
 
 def step_seconds(fraction: float, state_bytes: int, rates: Rates, traffic: Traffic) -> float:
-    """About how long a step takes in which the host updates ``fraction`` of the state and nothing hides anything."""
+    """About how long a step takes in which the host updates ``fraction`` of the state and nothing hides anything.
+
+    Both sides begin together; when one has ended, the other goes on as if it were alone.
+    """
     down = state_bytes * (1 - fraction + fraction * traffic.down)
     up = state_bytes * (1 - fraction + fraction * traffic.up)
-    alone = fraction in (0.0, 1.0)
-    two_way = rates.two_way if alone else rates.two_way_beside
-    cpu = rates.cpu if alone else rates.cpu_beside
-    slowdown = rates.two_way / two_way
-    link = max(max(down, up) / rates.one_way * slowdown, (down + up) / two_way)
-    return max(link, fraction * state_bytes / cpu)
+    link_alone = max(max(down, up) / rates.one_way, (down + up) / rates.two_way)
+    link = link_alone * rates.two_way / rates.two_way_beside
+    cpu_alone = fraction * state_bytes / rates.cpu
+    cpu = fraction * state_bytes / rates.cpu_beside
+    if link < cpu:
+        return link + (cpu - link) / cpu * cpu_alone
+    return cpu + (link - cpu) / link * link_alone if link else 0.0
+
+
+_WORTH_A_SPLIT = 0.95
+_WORTH_THE_HOST = 0.9
+"""So much of the time of the simpler way has to be left: the CPU's rate varies from step to step by a fifth."""
 
 
 def best_fraction(rates: Rates, traffic: Traffic) -> float:
-    """The share with which both sides end together, in whole percents; 0 or 1 where either alone is not slower.
+    """The share with which both sides end together, in whole percents; 0 or 1 where that is not clearly faster.
 
-    A split that promises less than a twentieth is not worth a second side.
+    All on the host has to be clearly faster than all through the device as well: it is the CPU that varies.
     """
     state_bytes = 1 << 30
     percents = [percent / 100 for percent in range(101)]
     seconds = {fraction: step_seconds(fraction, state_bytes, rates, traffic) for fraction in percents}
-    alone = min((0.0, 1.0), key=lambda fraction: seconds[fraction])
+    alone = 1.0 if seconds[1.0] < _WORTH_THE_HOST * seconds[0.0] else 0.0
     best = min(percents, key=lambda fraction: seconds[fraction])
-    return best if seconds[best] < 0.95 * seconds[alone] else alone
+    return best if seconds[best] < _WORTH_A_SPLIT * min(seconds[0.0], seconds[1.0]) else alone

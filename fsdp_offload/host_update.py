@@ -2,17 +2,17 @@
 
 ::
 
-    submit ──▶ gradients and parameters down ──▶ the optimizer's class on host tensors ──▶ parameters up ──▶ wait
+    submit ──▶ gradients down ──▶ the optimizer's class on host tensors ──▶ parameters up ──▶ wait
 
-Parameters come down each time: whoever has written them meanwhile, by whatever means, is followed. Everything but
-:meth:`HostUpdates.submit` and the waits runs in the thread of :mod:`host_worker`.
+Parameters are mirrored on the host (:mod:`host_mirror`) and come down only where somebody else has written them, by
+whatever means. Everything but :meth:`HostUpdates.submit` and the waits runs in the threads of :mod:`host_worker`.
 """
 
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,11 +22,13 @@ from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from .buckets import aligned
+from .fingerprint import Hasher
 from .fsdp import local_shard
+from .host_mirror import MirroredBucket, MirroredPart, like
 from .host_worker import HostWorker, leave_with
 from .optimizers import Habits, Traits
 from .shards import StateShard
-from .transfer import DeviceLink, Lane, Mark
+from .transfer import DeviceLink, Lane, Mark, recorded
 from .update import (
     BoundRange,
     Shadow,
@@ -37,6 +39,8 @@ from .update import (
     local_range,
     update_bucket,
 )
+
+_CPU = torch.device("cpu")
 
 _LOOK_SECONDS = 5
 """So often a wait looks whether there is anything to wait for."""
@@ -55,6 +59,7 @@ class HostStep:
             {name: _cloned(value) for name, value in group.items() if name != "params"}
             for group in optimizer.param_groups
         ]
+        self.gradient_divisor = _gradient_divisor(attributes)
         complex_groups = {shard.group for shard in shards if shard.param.is_complex()}
         self.pinned = [
             traits.host_options(group, with_complex=number in complex_groups)
@@ -78,12 +83,29 @@ class HostStep:
         return self._shared
 
 
+def _gradient_divisor(attributes: Mapping[str, Any]) -> Tensor | None:
+    """What a fused kernel divides the user's gradients by: the scale, or where it skips the step, one."""
+    scale, found_inf = attributes.get("grad_scale"), attributes.get("found_inf")
+    if not isinstance(scale, Tensor):
+        return None
+    if not isinstance(found_inf, Tensor):
+        return scale.clone()
+    return torch.where(found_inf.to(scale.device) == 1, torch.ones_like(scale), scale)
+
+
 def _cloned(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value
+    return _with_tensors(value, lambda tensor: tensor.detach().clone())
 
 
 def _on_host(value: Any) -> Any:
-    return value.cpu() if isinstance(value, Tensor) else value
+    return _with_tensors(value, Tensor.cpu)
+
+
+def _with_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """``value`` with ``change`` applied to the tensors in it: betas may be a tuple of them."""
+    if type(value) in (tuple, list):
+        return type(value)(_with_tensors(one, change) for one in value)
+    return change(value) if isinstance(value, Tensor) else value
 
 
 class _States:
@@ -126,17 +148,25 @@ class HostJob:
     """The update of one bucket: a :class:`~host_worker.Task`.
 
     Attributes:
-        ranges: of the bucket, those with a gradient; bound to parameters on the device and to state at home.
+        bucket: its parameters on both sides.
+        part: those ranges that have a gradient.
+        ranges: the same, bound to the mirror and to state at home.
         grads: their gradients on the device, held until they have been copied.
         moves: state to copy first, to and from: an asynchronous save still reads where it was.
         states: the state of their parameters, and what becomes of it.
+        hashers: for what goes down and for what goes up.
         uploaded: recorded behind the parameters' way up.
         update_seconds: time in which the optimizer ran.
+        arrival_seconds: in which it waited for what comes down.
+        began, ended: when the thread was at it, on the host's clock.
+        weights_down_bytes: of parameters that came down, as the mirror did not have them.
         done: the host may look at the results: ``uploaded``, ``failed``, and ``errors``.
         failed: it, or another one of its step before it, has.
     """
 
     number: int
+    bucket: MirroredBucket
+    part: MirroredPart
     ranges: list[BoundRange]
     grads: list[Tensor]
     moves: list[tuple[Tensor, Tensor]]
@@ -144,28 +174,28 @@ class HostJob:
     states: _States
     habits: Habits
     lanes: tuple[Lane, Lane]
+    hashers: tuple[Hasher, Hasher]
     done: threading.Event
     errors: list[tuple[str, BaseException]]
     uploaded: Mark | None = None
     failed: bool = False
     update_seconds: float = 0.0
+    arrival_seconds: float = 0.0
+    began: float = 0.0
+    ended: float = 0.0
     state_bytes: int = 0
+    weights_down_bytes: int = 0
     _down: Mark | None = None
-    _on_host: list[BoundRange] = field(default_factory=list)
+    _grads_on_host: list[Tensor] = field(default_factory=list)
+    _changed: Tensor | None = None  # on the host; says it behind ``_down``
+    _updated: bool = False
 
-    @property
-    def nbytes(self) -> int:
-        """Host memory for parameters and gradients."""
-        weights = (bound.param for bound in self.ranges)
-        return sum(aligned(tensor.numel() * tensor.element_size()) for tensor in (*weights, *self.grads))
-
-    def begin(self, memory: Tensor, free: Mark | None) -> None:
+    def begin(self, memory: Tensor) -> None:
         """Issue the copies down."""
         try:
-            if free is not None:
-                free.synchronize()
-            with torch.no_grad():
-                self._issue_downloads(memory)
+            if not self.step.failed:
+                with torch.no_grad():
+                    self._issue_downloads(memory)
         except BaseException as error:  # noqa: BLE001  # the main thread's, whatever it is
             self._fail(error)
 
@@ -176,83 +206,109 @@ class HostJob:
         self.step.failed = True
 
     def _issue_downloads(self, memory: Tensor) -> None:
-        if self.step.failed:
-            return
-        down = self.lanes[0]
-        offset = 0
-        with down.running():
-            for bound, grad in zip(self.ranges, self.grads, strict=True):
-                copies = []
-                for source in (bound.param, grad):
-                    nbytes = source.numel() * source.element_size()
-                    target = _like(source, memory[offset : offset + nbytes])
-                    offset += aligned(nbytes)
-                    target.copy_(source, non_blocking=True)  # one piece: nobody else's small copies go down here
-                    copies.append(target)
-                self._on_host.append(replace(bound, param=copies[0], gradient=copies[1]))
-            self._down = down.mark()
+        down, hasher = self.lanes[0], self.hashers[0]
+        if self.bucket.uploaded is not None:
+            # The mirror is about to be written, and what is on the device is compared with what went up.
+            down.wait(self.bucket.uploaded)
+        offset = _FLAG_BYTES
+        for grad in self.grads:
+            self._grads_on_host.append(like(grad, memory[offset : offset + grad.nbytes]))
+            offset += aligned(grad.nbytes)
+        if self.grads:
+            # One piece: nobody else's small copies go down here.
+            down.copy_all(self._grads_on_host, self.grads)
+            with down.running():
+                self._unscale_gradients()
+            if self.bucket.is_known(self.part):
+                self._changed = memory[:1].view(torch.bool)[0]
+                with down.running():
+                    self.part.compare(self._changed, hasher)
+            else:
+                self._bring_weights_down()
+        self._down = down.mark()
 
-    def end(self) -> Mark | None:
-        """Update, and issue the copies up."""
+    def _bring_weights_down(self) -> None:
+        self.bucket.forget()
+        self.part.copy_down(self.lanes[0])
+        self.weights_down_bytes = self.part.nbytes
+
+    def _unscale_gradients(self) -> None:
+        """What a fused kernel does to the user's gradients where ``GradScaler`` gives it the scale."""
+        divisor = self.step.gradient_divisor
+        if divisor is None:
+            return
+        for grad in self.grads:
+            if grad.dtype.itemsize < divisor.dtype.itemsize:
+                grad.copy_(grad.to(divisor.dtype).div_(divisor))  # in its own dtype the scale might not exist
+            else:
+                grad.div_(divisor)
+
+    def update(self) -> None:
+        """Wait for them, and update."""
+        self.began = time.perf_counter()
         try:
             if self._down is not None:
                 self._down.synchronize()
+                self.arrival_seconds = time.perf_counter() - self.began
                 self.grads = []  # may be freed now
                 if not self.step.failed:
-                    self._update()
+                    with torch.no_grad(), recorded(f"fsdp_offload H{self.number}"):
+                        self._update()
         except BaseException as error:  # noqa: BLE001  # the main thread's, whatever it is
             self._fail(error)
+        self._grads_on_host = []  # the memory is somebody else's from now on
+        self._changed = None
         self.failed = self.step.failed
-        # The rest goes with its step, not with the next step of this bucket.
-        self.ranges, self.grads, self.moves, self._on_host = [], [], [], []
-        self.step = self.states = None  # type: ignore[assignment]
-        self.done.set()
-        return self.uploaded
+        self.ended = time.perf_counter()
 
     def _update(self) -> None:
-        with torch.no_grad(), torch.profiler.record_function(f"fsdp_offload H{self.number}"):
-            begin = time.perf_counter()
-            for target, source in self.moves:
-                target.copy_(source)
-            shared = self.step.shared(self.lanes[0])
+        if self._changed is not None and self._changed.item():
+            self._bring_weights_down()
+            self.lanes[0].mark().synchronize()
+        shared = self.step.shared(self.lanes[0])
+        begin = time.perf_counter()
+        for target, source in self.moves:
+            target.copy_(source)
+        for bound, grad in zip(self.ranges, self._grads_on_host, strict=True):
+            bound.gradient = grad
+        if self.ranges:
+            self.bucket.forget()  # until what comes of it is on the device
+        try:
             groups = len(self.step.pinned)
-            update_bucket(self.step.shadow, shared, self.habits, self._on_host, groups, self.states, {})
-            self.states.commit()
-            self.update_seconds = time.perf_counter() - begin
-            up = self.lanes[1]
-            with up.running():
-                for bound, updated in zip(self.ranges, self._on_host, strict=True):
-                    _copy(up, bound.param.data, updated.param)  # ``data``: main has counted this write
-                self.uploaded = up.mark()
+            update_bucket(self.step.shadow, shared, self.habits, self.ranges, groups, self.states, {})
+        finally:
+            for bound in self.ranges:
+                bound.gradient = None
+        self.states.commit()
+        self.update_seconds = time.perf_counter() - begin
+        self._updated = True
+
+    def finish(self) -> None:
+        """Issue the copies up."""
+        try:
+            if self._updated:
+                with torch.no_grad():
+                    self._issue_uploads()
+        except BaseException as error:  # noqa: BLE001  # the main thread's, whatever it is
+            self._fail(error)
+            self.failed = True
+        # The rest goes with its step, not with the next step of this bucket.
+        self.ranges, self.grads, self.moves = [], [], []
+        self.step = self.states = self.bucket = self.part = None  # type: ignore[assignment]
+        self.done.set()
+
+    def _issue_uploads(self) -> None:
+        up = self.lanes[1]
+        self.uploaded = self.bucket.upload(self.part, up, self.hashers[1]) if self.ranges else up.mark()
 
 
-def _like(source: Tensor, memory: Tensor) -> Tensor:
-    """A host tensor like ``source`` over ``memory``, dense."""
-    if source.is_contiguous():
-        return memory.view(source.dtype).view(source.shape)
-    stride = torch.empty_like(source, device="meta").stride()
-    return memory.view(source.dtype).as_strided(source.shape, stride)
+_FLAG_BYTES = aligned(1)
+"""Of what a bucket brings down: whether its parameters have been written by somebody else."""
 
 
-def _is_dense(tensor: Tensor) -> bool:
-    return tensor.is_contiguous() or torch.empty_like(tensor, device="meta").stride() == tensor.stride()
-
-
-def _copy(lane: Lane, target: Tensor, source: Tensor) -> None:
-    if not source.numel():
-        return
-    if _is_dense(source) and target.stride() == source.stride():
-        lane.copy(_flat(target), _flat(source))
-    else:
-        target.copy_(source)  # waits where it has to be rearranged
-
-
-def _flat(dense: Tensor) -> Tensor:
-    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
-
-
-def _at_home(bound: BoundRange, side: int) -> BoundRange:
-    return replace(bound, values=bound.shard.values_at(side, bound.start, bound.stop))
+def passing_bytes(gradient_bytes: Iterable[int]) -> int:
+    """Host memory through which a bucket with gradients of these sizes passes."""
+    return _FLAG_BYTES + sum(map(aligned, gradient_bytes))
 
 
 def _moves(bound: BoundRange, states: StateStore) -> list[tuple[Tensor, Tensor]]:
@@ -281,7 +337,9 @@ class HostUpdates:
         self._serial = serial
         self._pin = pin
         self._lanes = link.host_lanes(serial=serial)
+        self._hashers: tuple[Hasher, Hasher] | None = None
         self._jobs: dict[int, HostJob] = {}
+        self._mirrored: dict[int, MirroredBucket] = {}
         self._last: HostJob | None = None
         self._created: dict[Tensor, UserState] = {}
         self._waited_seconds = 0.0
@@ -289,8 +347,13 @@ class HostUpdates:
         leave_with(self, worker)
 
     def reserve(self, bucket_nbytes: int) -> None:
-        """Take the memory through which buckets of that many bytes of parameters and gradients pass."""
+        """Take the memory through which buckets of that many bytes (:func:`passing_bytes`) pass; 24 MiB of the device.
+
+        Raises:
+            RuntimeError: the driver refuses to page-lock the memory, or the device is full.
+        """
         self._worker.reserve(bucket_nbytes, pin=self._pin)
+        self._hashers = (self._worker.hasher(self._lanes[0]), self._worker.hasher(self._lanes[1]))
 
     def missing_bytes(self, bucket_nbytes: int) -> int:
         """Host memory that :meth:`reserve` would take."""
@@ -325,42 +388,65 @@ class HostUpdates:
             moving: shards whose state is to be in their other place afterwards.
         """
         habits = self._traits.habits
-        ranges = [
-            _at_home(bound, 1 - bound.shard.side if bound.shard in moving else bound.shard.side) for bound in ranges
+        bucket = self._mirror(number, ranges)
+        sides = [1 - b.shard.side if b.shard in moving else b.shard.side for b in ranges]
+        moves = [
+            pair
+            for index, side in enumerate(sides)
+            if side != ranges[index].shard.side
+            for pair in _moves(bucket.on_host(index, side), states)
         ]
-        moves = [pair for bound in ranges if bound.shard in moving for pair in _moves(bound, states)]
-        bound_grads = [(b, habits.gradient(b.shard.param)) for b in ranges if b.shard.group >= 0]
-        active = [(bound, local_shard(grad)) for bound, grad in bound_grads if grad is not None]
-        if not active and not moves:
+        grads: dict[int, Tensor] = {}
+        for index, bound in enumerate(ranges):
+            grad = habits.gradient(bound.shard.param) if bound.shard.group >= 0 else None
+            if grad is not None:
+                local = local_shard(grad)
+                grads[index] = local if bound.whole else local_range(local, bound.start, bound.stop)
+        if not grads and not moves:
             return
+        active = [bucket.on_host(index, sides[index]) for index in grads]
         known = {}
-        for bound, _ in active:
+        for bound in active:
             state = states.get(bound.shard.param)
             if state:
-                counters_to(torch.device("cpu"), bound.shard, state)
+                counters_to(_CPU, bound.shard, state)
                 known[bound.shard] = state
             self.creates |= any(state.get(name) is None for name in bound.shard.homes)
             # Counted here, where the order with what others count is that of the program.
             increment_version(local_shard(bound.shard.param))
-        grads = [grad if b.whole else local_range(grad, b.start, b.stop) for b, grad in active]
+        # Has been, unless gradients are wider than their parameters.
+        self.reserve(passing_bytes(grad.nbytes for grad in grads.values()))
+        assert self._hashers is not None
+        part = bucket.part(tuple(grads))
         job = HostJob(
             number,
-            [bound for bound, _ in active],
-            grads,
+            bucket,
+            part,
+            active,
+            list(grads.values()),
             moves,
             step,
             _States(known, step.created),
             habits,
             self._lanes,
+            self._hashers,
             threading.Event(),
             self._errors,
-            state_bytes=sum(value.nbytes for bound, _ in active for value in bound.values.values()),
+            state_bytes=part.state_bytes,
         )
-        self.reserve(job.nbytes)  # has been, unless gradients are wider than their parameters
         self._jobs[number] = self._last = job
         self._worker.submit(job)
         if self._serial:
             self._wait_for(job)
+
+    def _mirror(self, number: int, ranges: Sequence[BoundRange]) -> MirroredBucket:
+        before = self._mirrored.get(number)
+        if before is not None and before.still_of(ranges):
+            return before
+        bucket = self._mirrored[number] = MirroredBucket(ranges)
+        if before is not None:
+            bucket.uploaded = before.uploaded  # from the same mirror
+        return bucket
 
     # Waiting -----------------------------------------------------------------------------------------------------
 
@@ -404,6 +490,10 @@ class HostUpdates:
     def forget(self) -> None:
         """Buckets have other numbers from now on."""
         self.wait_quietly()
+        for bucket in self._mirrored.values():
+            if bucket.uploaded is not None:
+                bucket.uploaded.synchronize()  # from memory that may be freed now
+        self._mirrored.clear()
         self._jobs.clear()
         self._last = None
 
@@ -435,7 +525,7 @@ class HostUpdates:
 
     @property
     def buffer_bytes(self) -> int:
-        """Host memory through which parameters and gradients pass; shared by all optimizers of the device."""
+        """Host memory through which gradients pass; shared by all optimizers of the device."""
         return self._worker.buffer_bytes
 
     def last_times(self) -> "HostTimes":
@@ -446,6 +536,9 @@ class HostUpdates:
             sum(job.state_bytes for job in jobs),
             sum(job.update_seconds for job in jobs) * 1e3,
             self._waited_seconds * 1e3,
+            sum(job.arrival_seconds for job in jobs) * 1e3,
+            (max((job.ended for job in jobs), default=0.0) - min((job.began for job in jobs), default=0.0)) * 1e3,
+            sum(job.weights_down_bytes for job in jobs),
         )
 
 
@@ -457,11 +550,17 @@ class HostTimes:
         state_bytes: updated.
         update_ms: in which the optimizer ran.
         waited_ms: in which the main thread stood still for it.
+        arrival_ms: in which the thread that updates stood still for what comes down.
+        span_ms: from the beginning of its first bucket to the end of its last one.
+        weights_down_bytes: of parameters that were brought down, as somebody else had written them.
     """
 
     state_bytes: int = 0
     update_ms: float = 0.0
     waited_ms: float = 0.0
+    arrival_ms: float = 0.0
+    span_ms: float = 0.0
+    weights_down_bytes: int = 0
 
 
 def counters_to(device: torch.device, shard: StateShard, state: UserState) -> None:

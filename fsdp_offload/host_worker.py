@@ -1,12 +1,14 @@
-"""The thread that updates on the host: one for each device, shared by all optimizers there.
+"""The threads that update on the host: two for each device, shared by all optimizers there.
 
 ::
 
     main thread:  submit(task) ─────────────────────────▶ goes on
-    worker:       begin: copies down ──▶ end: wait for them, update, copies up
+    copies:       begin: copies down ─┐         ┌─▶ finish: copies up
+    updates:                          └▶ update ┘
 
-While one task is updated, the next one comes down and the last one goes up, each through a slot of pinned memory of its
-own. The thread waits for copies; nobody on the device waits for the thread unless it needs what that makes.
+While one task is updated, the next ones come down and the last one goes up; what comes down has slots of pinned memory.
+A thread of its own issues the copies, so that the one that updates never stands still for that: the kernels of the
+optimizer do not hold the interpreter's lock. Nobody on the device waits for the threads unless it needs what they make.
 """
 
 import atexit
@@ -16,7 +18,6 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -24,30 +25,43 @@ from torch import Tensor
 
 from .arena import Region
 from .cores import cores_near, update_threads
-from .transfer import Mark
+from .fingerprint import Hasher
+from .transfer import Lane
 
 _SLOTS = 3
-"""One for what comes down, one for what is updated, one for what goes up."""
+"""One for what is updated, two for what comes down."""
 
 
 class Task(Protocol):
-    """What the thread does. Neither method raises: who waits for the task looks for its error."""
+    """What the threads do. No method raises: who waits for the task looks for its error."""
 
-    def begin(self, memory: Tensor, free: Mark | None) -> None:
-        """Issue what has to be copied into ``memory``, a ``uint8`` tensor on the host, when ``free`` has passed."""
+    def begin(self, memory: Tensor) -> None:
+        """Issue what has to be copied into ``memory``, a ``uint8`` tensor on the host, nobody else's until the end."""
 
-    def end(self) -> Mark | None:
-        """Do the work. Returns a mark after which ``memory`` may be overwritten."""
+    def update(self) -> None:
+        """Wait for that, and do the work."""
+
+    def finish(self) -> None:
+        """Issue the copies up."""
 
 
-@dataclass(eq=False)
-class _Slot:
-    region: Region
-    free: Mark | None = None  # when this has passed
+class _Crew:
+    """The two threads that are at work; others may follow when they have gone.
+
+    Attributes:
+        ready: tasks that have begun, and their slots.
+        updated: tasks to be finished.
+    """
+
+    def __init__(self) -> None:
+        self.ready: deque[tuple[Task, Tensor]] = deque()
+        self.updated: deque[Task] = deque()
+        self.threads: list[threading.Thread] = []
+        self.leaving = False
 
 
 class HostWorker:
-    """One thread and its memory. It starts with the first task and ends when the last user has left."""
+    """Two threads and their memory. They start with the first task and end when the last user has left."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -55,13 +69,15 @@ class HostWorker:
         self._changed = threading.Condition()
         self._queue: deque[Task] = deque()
         self._unfinished = 0
-        self._slots: list[_Slot] = []
+        self._slots: list[Region] = []
+        self._free_slots: deque[Tensor] = deque()
         self._slot_bytes = 0
         self._pinned = False
+        self._hashers: dict[Lane, Hasher] = {}
         self._users = 0
         self._creator_pid = os.getpid()
         self._stopping = False
-        self._thread: threading.Thread | None = None
+        self._crew: _Crew | None = None
 
     @property
     def buffer_bytes(self) -> int:
@@ -71,6 +87,13 @@ class HostWorker:
     def missing_bytes(self, slot_bytes: int) -> int:
         """Host memory that :meth:`reserve` would take in addition."""
         return _SLOTS * max(0, slot_bytes - self._slot_bytes)
+
+    def hasher(self, lane: Lane) -> Hasher:
+        """What computes fingerprints in ``lane``. Called by one thread, before that lane is used."""
+        if lane not in self._hashers:
+            with lane.running():
+                self._hashers[lane] = Hasher(self.device)
+        return self._hashers[lane]
 
     def join(self) -> None:
         """Count one more user."""
@@ -83,8 +106,9 @@ class HostWorker:
             return  # a forked child has no such thread, and the lock may have been held when it was made
         with self._changed:
             self._users -= 1
-            if self._users == 0 and self._thread is None:
-                self._free()
+            if self._users == 0 and self._crew is None:
+                self._free_memory()
+                self._hashers.clear()
             self._changed.notify_all()
 
     def reserve(self, slot_bytes: int, *, pin: bool) -> None:
@@ -94,8 +118,9 @@ class HostWorker:
                 return
             self._changed.wait_for(lambda: self._unfinished == 0)
             slot_bytes = max(slot_bytes, self._slot_bytes)
-            self._free()
-            self._slots = [_Slot(Region(slot_bytes, device=self.device, pin=pin)) for _ in range(_SLOTS)]
+            self._free_memory()
+            self._slots = [Region(slot_bytes, device=self.device, pin=pin) for _ in range(_SLOTS)]
+            self._free_slots = deque(slot.bytes for slot in self._slots)
             self._slot_bytes, self._pinned = slot_bytes, pin
 
     def submit(self, task: Task) -> None:
@@ -103,76 +128,105 @@ class HostWorker:
         with self._changed:
             self._queue.append(task)
             self._unfinished += 1
-            if self._thread is None:
-                # A daemon, so that a main thread that failed does not hang; it is stopped before the interpreter goes.
-                self._thread = threading.Thread(target=self._serve, name="fsdp_offload host updates", daemon=True)
-                self._thread.start()
+            if self._crew is None:
+                self._crew = self._start()
             self._changed.notify_all()
 
     def is_alive(self) -> bool:
         """Whether what has been submitted will be done."""
-        thread = self._thread
-        return thread is not None and thread.is_alive()
+        crew = self._crew
+        return crew is not None and all(thread.is_alive() for thread in crew.threads)
 
     def stop(self) -> None:
-        """Let the thread end after the task that it is at, and wait for it: the interpreter is about to go."""
+        """Let the threads end after the task that they are at, and wait for them: the interpreter is about to go."""
         if os.getpid() != self._creator_pid:
             return
         with self._changed:
-            thread, self._stopping = self._thread, True
+            crew, self._stopping = self._crew, True
             self._queue.clear()
             self._changed.notify_all()
-        if thread is not None:
+        for thread in crew.threads if crew is not None else ():
             thread.join(_EXIT_SECONDS)
 
-    # In the thread -----------------------------------------------------------------------------------------------
+    def _start(self) -> _Crew:
+        crew = _Crew()
+        for name, serve in (("updates", self._serve_updates), ("copies", self._serve_copies)):
+            # Daemons, so that a main thread that failed does not hang; they are stopped before the interpreter goes.
+            thread = threading.Thread(target=serve, args=(crew,), name=f"fsdp_offload host {name}", daemon=True)
+            crew.threads.append(thread)
+        for thread in crew.threads:
+            thread.start()
+        return crew
 
-    def _serve(self) -> None:
-        self._prepare_thread()
-        coming: deque[tuple[Task, _Slot]] = deque()
-        turn = 0
-        while True:
-            while len(coming) < _SLOTS - 1:
-                task = self._take(block=not coming)
-                if task is None:
-                    break
-                slot = self._slots[turn % _SLOTS]
-                turn += 1
-                task.begin(slot.region.bytes, slot.free)
-                coming.append((task, slot))
-                del task  # it holds gradients
-            if not coming:
-                return
-            task, slot = coming.popleft()
-            slot.free = task.end()
-            del task
-            with self._changed:
-                self._unfinished -= 1
-                self._changed.notify_all()
+    # In the thread for copies ------------------------------------------------------------------------------------
 
-    def _take(self, *, block: bool) -> Task | None:
-        """The next task. ``None``: there is none now, or with ``block``, there will be none any more."""
+    def _serve_copies(self, crew: _Crew) -> None:
+        self._use_device()
+        while self._copy_once(crew):
+            pass
+
+    def _copy_once(self, crew: _Crew) -> bool:
+        """Finish or begin a task. Locals go with each: tasks hold gradients."""
         with self._changed:
-            if block:
-                self._changed.wait_for(lambda: self._queue or self._stopping or not self._users)
-            if self._queue:
-                return self._queue.popleft()
-            if block:
-                self._thread = None  # another one is started if it is needed
-                if not self._stopping:
-                    self._free()
-            return None
+            self._changed.wait_for(
+                lambda: crew.updated or (self._queue and self._free_slots) or crew.leaving or self._stopping
+            )
+            if not crew.updated and (crew.leaving or self._stopping):
+                return False
+            finished = crew.updated.popleft() if crew.updated else None
+            begun = None if finished is not None else (self._queue.popleft(), self._free_slots.popleft())
+        if begun is not None:
+            begun[0].begin(begun[1])
+        if finished is not None:
+            finished.finish()
+        with self._changed:
+            if begun is not None:
+                crew.ready.append(begun)
+            else:
+                self._unfinished -= 1
+            self._changed.notify_all()
+        return True
 
-    def _free(self) -> None:
-        for slot in self._slots:
-            if slot.free is not None:
-                slot.free.synchronize()
+    # In the thread for updates -----------------------------------------------------------------------------------
+
+    def _serve_updates(self, crew: _Crew) -> None:
+        self._prepare_thread()
+        while self._update_once(crew):
+            pass
+
+    def _update_once(self, crew: _Crew) -> bool:
+        with self._changed:
+            self._changed.wait_for(
+                lambda: crew.ready or self._stopping or not (self._users or self._unfinished or self._queue)
+            )
+            if not crew.ready or self._stopping:
+                self._crew, crew.leaving = None, True  # others are started if they are needed
+                if not self._stopping:
+                    if self.device.type != "cpu":
+                        torch.accelerator.synchronize(self.device)  # uploads of who was dropped may be under way
+                    self._free_memory()
+                    self._hashers.clear()
+                self._changed.notify_all()
+                return False
+            task, slot = crew.ready.popleft()
+        task.update()
+        with self._changed:
+            self._free_slots.append(slot)
+            crew.updated.append(task)
+            self._changed.notify_all()
+        return True
+
+    def _free_memory(self) -> None:
         self._slots, self._slot_bytes = [], 0
+        self._free_slots.clear()
+
+    def _use_device(self) -> None:
+        if self.device.type != "cpu":
+            torch.accelerator.set_device_index(self.device.index)
 
     def _prepare_thread(self) -> None:
         """Device, cores and number of threads of this thread only, before its pool of threads is made."""
-        if self.device.type != "cpu":
-            torch.accelerator.set_device_index(self.device.index)
+        self._use_device()
         cores = cores_near(self.device)
         if cores != frozenset(os.sched_getaffinity(0)):
             with contextlib.suppress(OSError):  # a sandbox may forbid it; then the kernel chooses among all

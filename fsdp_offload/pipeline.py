@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .host_update import HostUpdates
 from .schedule import Action, Kind, Placement
-from .transfer import DeviceLink, Lane, Mark, wait_on
+from .transfer import DeviceLink, Lane, Mark, recorded, wait_on
 
 
 class Residency(Enum):
@@ -344,7 +344,7 @@ class Pipeline:
             self._before_updates = []
         span = self._spans.setdefault((action.kind, action.bucket), Span())
         # A trace then reads like the schedule.
-        with torch.profiler.record_function(f"fsdp_offload {action.kind}{action.bucket}"), lane.running():
+        with recorded(f"fsdp_offload {action.kind}{action.bucket}"), lane.running():
             span.begin = lane.mark(span.begin)
             if action.kind == "L":
                 self._load(self.buckets[action.bucket], lane)

@@ -17,8 +17,8 @@ from .arena import Region
 from .buckets import Bucket, BucketPlan, Copy, ShardSpec, aligned, join_copies, plan_buckets
 from .fsdp import has_replicas, is_dtensor, largest_local_numel, local_shard
 from .host_memory import check_host_memory
-from .host_share import NOTHING_YET, Taken, choose_host_share
-from .host_update import HostUpdates
+from .host_share import NOTHING_YET, Taken, choose_host_share, host_bucket_bytes
+from .host_update import HostUpdates, passing_bytes
 from .learn import Layouts
 from .pipeline import StagedBucket
 from .policy import OffloadPolicy
@@ -206,7 +206,8 @@ class Plan:
     def _take_homes(self, resident: Sequence[StateShard], offloaded: Sequence[StateShard]) -> None:
         updated_there = [shard for shard in offloaded if shard.on_host]
         offloaded = [shard for shard in offloaded if not shard.on_host]
-        there = plan_buckets([_spec(shard) for shard in updated_there], self._policy.bucket_bytes)
+        there_bytes = host_bucket_bytes(self._policy.bucket_bytes)
+        there = plan_buckets([_spec(shard) for shard in updated_there], there_bytes)
         there_passing = max((_passing_nbytes(bucket, updated_there) for bucket in there.buckets), default=0)
         on_host = plan_buckets([_spec(shard) for shard in offloaded], self._policy.bucket_bytes)
         held_bytes = sum(region.nbytes for region in self.regions)
@@ -214,6 +215,8 @@ class Plan:
         left_bytes = self._policy.snapshot_bytes - self.spare_bytes - with_spare.nbytes
         there_spare = _shards_within(there, updated_there, left_bytes)
         needed_bytes = on_host.home_nbytes + with_spare.nbytes + there.home_nbytes + there_spare.nbytes
+        mirrors = plan_buckets([_mirror_spec(shard) for shard in updated_there], 1 << 62)
+        needed_bytes += mirrors.home_nbytes
         if self._host is not None:
             needed_bytes += self._host.missing_bytes(there_passing)
         check_host_memory(needed_bytes, self._policy.host_limit_bytes, held_bytes)
@@ -224,6 +227,10 @@ class Plan:
         regions = tuple(
             self._region(nbytes, on_host.home_breaks) for nbytes in (on_host.home_nbytes, with_spare.nbytes)
         )
+        mirror_region = self._region(mirrors.home_nbytes, mirrors.home_breaks)
+        for shard, (offset,) in zip(updated_there, mirrors.home_offsets, strict=True):
+            (nbytes,) = _mirror_spec(shard).leaf_nbytes
+            shard.mirror = mirror_region.range(offset, nbytes, torch.uint8, (nbytes,), (1,))
         if resident:
             # Buckets here too, although nothing moves: they bound the temporaries of an update.
             on_device = plan_buckets([_spec(shard) for shard in resident], self._policy.bucket_bytes)
@@ -237,7 +244,7 @@ class Plan:
         _settle(updated_there, there, partial(_host_leaf, there_regions[1]), there_spare.shards)
         self.spare_bytes += there_spare.nbytes
         self._add_buckets(there, updated_there, None)  # nothing of it ever moves
-        self.regions += [region for region in (*regions, *there_regions) if region.nbytes]
+        self.regions += [region for region in (*regions, *there_regions, mirror_region) if region.nbytes]
         self.spare_bytes += with_spare.nbytes
         self._add_buckets(on_host, offloaded, Arena(regions, frozenset(on_host.home_breaks)))
 
@@ -412,10 +419,16 @@ def _largest_nbytes(shard: StateShard) -> int:
     return plan_buckets([ShardSpec(largest, tuple(sizes), False)], 1 << 62).home_nbytes
 
 
+def _mirror_spec(shard: StateShard) -> ShardSpec:
+    local = local_shard(shard.param)
+    return ShardSpec(local.numel(), (local.numel() * local.element_size(),), False)
+
+
 def _passing_nbytes(bucket: Bucket, shards: Sequence[StateShard]) -> int:
-    """Host memory for the parameters and gradients of a bucket, if gradients have the dtype of their parameters."""
-    sizes = ((piece.stop - piece.start) * shards[piece.shard].param.element_size() for piece in bucket.ranges)
-    return sum(2 * aligned(nbytes) for nbytes in sizes)
+    """Host memory for the gradients of a bucket, if they have the dtype of their parameters."""
+    return passing_bytes(
+        (piece.stop - piece.start) * shards[piece.shard].param.element_size() for piece in bucket.ranges
+    )
 
 
 def _settle(

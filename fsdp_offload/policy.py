@@ -49,8 +49,9 @@ class OffloadPolicy:
         host_fraction: that share of the state's bytes is updated on the CPU, by the same class (its fused CPU kernel
             where there is one), while the device streams the rest: whole parameters, from the end of the forward. The
             result is bitwise that of the same optimizer on CPU copies of these parameters; what is saved does not
-            depend on it. ``"auto"`` measures both sides once, when the optimizer is attached, and takes the share with
-            which they end together, on each rank by itself. For elementwise optimizers of ``torch.optim``.
+            depend on it. These parameters are mirrored in host memory. ``"auto"`` measures both sides once, when the
+            optimizer is attached, and takes the share with which they end together, on each rank by itself. For
+            elementwise optimizers of ``torch.optim``.
         debug: with ``overlap_forward``, raise an error where parameters or gradients are touched between ``step()`` and
             the next forward without ``synchronize()``. For one run of a loop that is new to ``overlap_forward``: each
             step costs a little more. Not noticed are views and local tensors that were taken earlier.

@@ -30,8 +30,11 @@ class OffloadReport:
         host_update_gb_per_s: their quotient.
         host_waited_ms: time in which the main thread stood still for the host's updates: in ``step()``, in a forward
             under ``overlap_forward``, or wherever state was looked at.
-        host_buffer_bytes: host memory through which their parameters and gradients pass; all optimizers of the device
-            share it.
+        host_arrival_ms: time in which the host's thread waited for gradients.
+        host_span_ms: from the beginning of the host's first update to the end of its last one; what it holds beside
+            ``host_update_ms`` and ``host_arrival_ms`` is spent between updates.
+        host_weights_down_bytes: of parameters that the host had to fetch, as somebody else had written them.
+        host_buffer_bytes: host memory through which gradients pass; all optimizers of the device share it.
         tuning: what each ``"auto"`` has chosen, and why, once it is known.
         notes: what the user should know, most important first.
     """
@@ -58,6 +61,9 @@ class OffloadReport:
     host_update_ms: float = 0.0
     host_update_gb_per_s: float = 0.0
     host_waited_ms: float = 0.0
+    host_arrival_ms: float = 0.0
+    host_span_ms: float = 0.0
+    host_weights_down_bytes: int = 0
     host_buffer_bytes: int = 0
     tuning: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()

@@ -185,6 +185,7 @@ class StateShard:
         together: only state of one number shares buckets: parameters whose gradients are final at the same time.
         resident: its home is on the device, except between ``offload_states()`` and ``reload_states()``.
         on_host: it is updated on the host, in its home.
+        mirror: host memory for this rank's part of the parameter, which is updated there then; ``uint8``, in its order.
         places: its home, and a spare one if there is room for it.
         side: which of ``places`` is the home now.
         host_places: for state that is resident, where it goes when everything is to leave the device, if that is known.
@@ -203,6 +204,7 @@ class StateShard:
     places: list[Home] = field(default_factory=list)
     side: int = 0
     host_places: list[Home] = field(default_factory=list)
+    mirror: Tensor | None = None
     buckets: list[int] = field(default_factory=list)
 
     @property

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
 from fsdp_offload import OffloadPolicy, host_measure, host_update, remove_offload
-from fsdp_offload.host_update import HostUpdates
+from fsdp_offload.host_update import HostJob, HostUpdates
 from fsdp_offload.host_worker import HostWorker, host_worker
 from fsdp_offload.optimizers import traits_of
 from tests import host_worker_gate
@@ -682,7 +682,9 @@ def test_an_exception_in_the_thread(mesh: DeviceMesh, failing: list[str], fields
 
 def test_later_buckets_of_a_failed_step_are_left_alone(failing: list[str]) -> None:
     net = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(4)))
-    optimizer = attach(fused_adamw(net.parameters()), model=net, policy=policy(1.0))
+    optimizer = attach(
+        fused_adamw(net.parameters()), model=net, policy=policy(1.0, bucket_bytes=1024)
+    )  # one layer each
 
     def backward() -> None:
         net(torch.ones(2, 16)).sum().backward()
@@ -705,19 +707,25 @@ class LostMark:
         raise BoomError("lost")
 
 
-def test_a_copy_that_fails_is_the_step_s_failure() -> None:
+@pytest.mark.parametrize("which", ["_issue_downloads", "_issue_uploads", "_down"])
+def test_a_copy_that_fails_is_the_step_s_failure(monkeypatch: pytest.MonkeyPatch, which: str) -> None:
     net = nn.Linear(16, 16)
     optimizer = attach(fused_adamw(net.parameters()), model=net, policy=policy(1.0))
+    issue = HostJob._issue_downloads
+
+    def failing(self: HostJob, *args: Any) -> None:
+        if which != "_down":
+            raise BoomError("lost")
+        issue(self, *args)
+        self._down = LostMark()  # type: ignore[assignment]
+
     for at in range(2):
         net(torch.ones(2, 16)).sum().backward()
         if at == 0:
             optimizer.step()
-            for slot in host_worker(CPU)._slots:
-                slot.free = LostMark()
+            monkeypatch.setattr(HostJob, "_issue_downloads" if which == "_down" else which, failing)
     with pytest.raises(RuntimeError, match="BoomError: lost"):
         optimizer.step()
-    for slot in host_worker(CPU)._slots:
-        slot.free = None
 
 
 def test_nobody_waits_for_a_thread_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -878,6 +886,7 @@ def test_report() -> None:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_measure, "_STATE_BYTES", 1 << 16)
+    monkeypatch.setattr(host_measure, "cache_bytes", lambda: 0)
     monkeypatch.setattr(host_measure, "_CHUNK_BYTES", 1 << 16)
 
 

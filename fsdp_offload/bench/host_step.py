@@ -2,13 +2,14 @@
 
 One line for each way to step: streamed through the device, updated on the CPU, divided between them; torch's fused CPU
 kernel alone, on all cores and on tensors that are on the host already; and ``CPUOffloadPolicy`` with that kernel, whose
-gradients and parameters travel in the backward and the forward instead.
+gradients and parameters travel in the backward and the forward instead. All of them are there at once and take turns,
+as the CPU's rate drifts; a last line compares them round by round. On the host that takes about 65 bytes a parameter.
 """
 
-import gc
 import os
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -22,10 +23,44 @@ from .record import median, print_record, wall_ms
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
+_WARMUP = 2
+
 
 def host_fraction_of(text: str) -> float | str:
     """The option's value: a number, or ``"auto"``."""
     return text if text == "auto" else float(text)
+
+
+@dataclass(eq=False)
+class _Way:
+    """One way to step.
+
+    Attributes:
+        params: how many its model has.
+        figures: of the last step, which are printed as medians.
+        more: what else its record has, once all rounds are over.
+        times: milliseconds of each round.
+    """
+
+    name: str
+    params: int
+    step: Callable[[], None]
+    figures: Callable[[], dict[str, float]] = dict
+    more: Callable[[], dict[str, Any]] = dict
+    times: list[float] = field(default_factory=list)
+    seen: list[dict[str, float]] = field(default_factory=list)
+
+    def measure(self, device: torch.device) -> None:
+        """One step."""
+        self.times += wall_ms(self.step, device, repeats=1, warmup=0)
+        self.seen.append(self.figures())
+
+    def print(self) -> None:
+        """Its record."""
+        figures = {name: median([seen[name] for seen in self.seen]) for name in self.seen[0]}
+        step_ms = median(self.times)
+        rate = self.params / step_ms / 1e6
+        print_record("step_host", way=self.name, step_ms=step_ms, gparams_per_s=rate, **figures, **self.more())
 
 
 def compare_host_fractions(
@@ -38,75 +73,105 @@ def compare_host_fractions(
     *,
     repeats: int,
 ) -> None:
-    """Print a record for each way to step.
+    """Print a record for each way to step, and one that compares them.
 
     Args:
         chosen: the share in question; 0 and 1 are measured beside it.
-        make_model: on the device, with gradients. Called once for each way, one after the other.
+        make_model: on the device, with gradients. Called for each share.
         shapes: of its parameters, for those ways that have them on the host.
         make_optimizer: with a fused CPU kernel.
         policy: everything but the share.
         device: of the model.
-        repeats: measured steps of each.
+        repeats: rounds; each has one measured step of every way.
     """
-    for fraction in dict.fromkeys((0.0, 1.0, chosen)):
-        _offloaded(fraction, make_model(), make_optimizer, policy, device, repeats)
-        _free()
-    _kernel_alone(shapes, make_optimizer, device, repeats)
-    _free()
-    _cpu_offload_policy(shapes, make_optimizer, device, repeats)
-
-
-def _offloaded(
-    fraction: float | str,
-    model: nn.Module,
-    make_optimizer: MakeOptimizer,
-    policy: OffloadPolicy,
-    device: torch.device,
-    repeats: int,
-) -> None:
-    optimizer = make_optimizer(model.parameters())
-    offload_optimizer(optimizer, model=model, policy=replace(policy, host_fraction=fraction))  # type: ignore[arg-type]
-    times = wall_ms(cast(Callable[[], None], optimizer.step), device, repeats=repeats, warmup=2)
-    report = cast(OffloadedOptimizer, optimizer).offload_report()
-    _record(
-        f"host_fraction={fraction}",
-        times,
-        model,
-        host_share=report.host_updated_bytes / max(1, report.host_state_bytes),
-        host_update_ms=report.host_update_ms,
-        host_update_gb_per_s=report.host_update_gb_per_s,
-        host_waited_ms=report.host_waited_ms,
-        host_buffer_bytes=report.host_buffer_bytes,
-        chosen="; ".join(report.tuning),
+    # ``"auto"`` measures while nobody else is at work.
+    shares = {
+        share: _offloaded(share, make_model(), make_optimizer, policy) for share in dict.fromkeys((0.0, 1.0, chosen))
+    }
+    alone = _kernel_alone(shapes, make_optimizer)
+    ways = [*shares.values(), alone, _cpu_offload_policy(shapes, make_optimizer, device)]
+    for way in ways:
+        wall_ms(way.step, device, repeats=0, warmup=_WARMUP)
+    for _ in range(repeats):
+        for way in ways:
+            way.measure(device)
+    for way in ways:
+        way.print()
+    best = [min(pair) for pair in zip(shares[0.0].times, shares[1.0].times, strict=True)]
+    print_record(
+        "step_host_ratios",
+        kernel_alone_over_host=_ratio(alone.times, shares[1.0].times),
+        best_of_both_over_chosen=_ratio(best, shares[chosen].times),
+        device_over_chosen=_ratio(shares[0.0].times, shares[chosen].times),
+        host_over_chosen=_ratio(shares[1.0].times, shares[chosen].times),
     )
 
 
-def _kernel_alone(
-    shapes: Sequence[tuple[int, ...]], make_optimizer: MakeOptimizer, device: torch.device, repeats: int
-) -> None:
-    usual = torch.get_num_threads()
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
-    model = _on_host(shapes)
+def _ratio(of: Sequence[float], to: Sequence[float]) -> float:
+    """The median over the rounds."""
+    return median([one / other for one, other in zip(of, to, strict=True)])
+
+
+def _offloaded(share: float | str, model: nn.Module, make_optimizer: MakeOptimizer, policy: OffloadPolicy) -> _Way:
     optimizer = make_optimizer(model.parameters())
-    times = wall_ms(cast(Callable[[], None], optimizer.step), device, repeats=repeats, warmup=2)
-    torch.set_num_threads(usual)
-    _record("torch's CPU kernel alone", times, model, threads=len(os.sched_getaffinity(0)))
+    offload_optimizer(optimizer, model=model, policy=replace(policy, host_fraction=share))  # type: ignore[arg-type]
+    offloaded = cast(OffloadedOptimizer, optimizer)
+
+    def figures() -> dict[str, float]:
+        report = offloaded.offload_report()
+        return {
+            "host_update_ms": report.host_update_ms,
+            "host_update_gb_per_s": report.host_update_gb_per_s,
+            "host_waited_ms": report.host_waited_ms,
+            "host_arrival_ms": report.host_arrival_ms,
+            "host_span_ms": report.host_span_ms,
+            "device_step_ms": report.step_ms,
+            "device_update_ms": report.update_ms,
+            "device_exposed_ms": report.exposed_ms,
+        }
+
+    def more() -> dict[str, Any]:
+        report = offloaded.offload_report()
+        return {
+            "host_share": report.host_updated_bytes / max(1, report.host_state_bytes),
+            "host_weights_down_bytes": report.host_weights_down_bytes,
+            "host_buffer_bytes": report.host_buffer_bytes,
+            "host_bytes": report.host_bytes,
+            "chosen": "; ".join(report.tuning),
+        }
+
+    return _Way(f"host_fraction={share}", _numel(model), cast(Callable[[], None], optimizer.step), figures, more)
 
 
-def _cpu_offload_policy(
-    shapes: Sequence[tuple[int, ...]], make_optimizer: MakeOptimizer, device: torch.device, repeats: int
-) -> None:
-    usual = torch.get_num_threads()
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
+def _kernel_alone(shapes: Sequence[tuple[int, ...]], make_optimizer: MakeOptimizer) -> _Way:
+    model = _on_host(shapes)
+    return _on_all_cores("torch's CPU kernel alone", model, make_optimizer(model.parameters()))
+
+
+def _cpu_offload_policy(shapes: Sequence[tuple[int, ...]], make_optimizer: MakeOptimizer, device: torch.device) -> _Way:
     model = _on_host(shapes, gradients=False)
     fully_shard(model, mesh=init_device_mesh(device.type, (1,)), offload_policy=CPUOffloadPolicy())
     for param in model.parameters():
         param.grad = torch.randn_like(param)
-    optimizer = make_optimizer(model.parameters())
-    times = wall_ms(cast(Callable[[], None], optimizer.step), device, repeats=repeats, warmup=2)
+    return _on_all_cores("CPUOffloadPolicy, its step only", model, make_optimizer(model.parameters()))
+
+
+def _on_all_cores(name: str, model: nn.Module, optimizer: Optimizer) -> _Way:
+    threads = len(os.sched_getaffinity(0))
+
+    def step() -> None:
+        with _threads(threads):
+            optimizer.step()
+
+    return _Way(name, _numel(model), step, more=lambda: {"threads": threads})
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    usual = torch.get_num_threads()
+    torch.set_num_threads(count)
+    yield
     torch.set_num_threads(usual)
-    _record("CPUOffloadPolicy, its step only", times, model, threads=len(os.sched_getaffinity(0)))
 
 
 def _on_host(shapes: Sequence[tuple[int, ...]], *, gradients: bool = True) -> nn.Module:
@@ -118,12 +183,5 @@ def _on_host(shapes: Sequence[tuple[int, ...]], *, gradients: bool = True) -> nn
     return model
 
 
-def _record(way: str, times: list[float], model: nn.Module, **more: Any) -> None:
-    params = sum(param.numel() for param in model.parameters())
-    step_ms = median(times)
-    print_record("step_host", way=way, step_ms=step_ms, gparams_per_s=params / step_ms / 1e6, **more)
-
-
-def _free() -> None:
-    gc.collect()
-    torch.accelerator.empty_cache()
+def _numel(model: nn.Module) -> int:
+    return sum(param.numel() for param in model.parameters())

@@ -14,6 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from fsdp_offload import OffloadPolicy, remove_offload
+from fsdp_offload.fingerprint import Fingerprint, Hasher
+from fsdp_offload.host_mirror import MirroredPart
 from fsdp_offload.host_update import HostJob, HostUpdates
 from fsdp_offload.host_worker import host_worker
 from fsdp_offload.pipeline import Pipeline
@@ -110,7 +112,7 @@ def slow_streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], No
     """``slow_streams("down")`` puts a busy kernel before what goes down (or up) for the host."""
 
     def install(which: str) -> None:
-        name = {"down": "_issue_downloads", "up": "_update"}[which]
+        name = {"down": "_issue_downloads", "up": "_issue_uploads"}[which]
         method = getattr(HostJob, name)
 
         def slowed(self: HostJob, *args: Any) -> None:
@@ -180,6 +182,93 @@ def test_other_bits_without_the_wait_for_gradients(mesh: DeviceMesh, monkeypatch
     monkeypatch.setattr(HostUpdates, "after", lambda *_: None)
     broken = train(Loop(mesh, adamw, policy_of({}, 1.0), net=net))
     assert differences(expected, broken) != []
+
+
+NOT_WRITTEN_IN_BACKWARD = {name: fields for name, fields in ALL_POLICIES.items() if fields.get("update") != "backward"}
+
+
+def written_late(loop: Loop, step: int) -> None:
+    """Writes that no version counts, of some parameters and not in each step, and late on the device."""
+    loop.backward(step)
+    if step % 2:
+        torch.cuda._sleep(LONG_CYCLES)
+        for number, param in enumerate(loop.model.parameters()):
+            if number % 3 == step % 3:
+                local(param).data.mul_(0.9)
+    loop.step()
+
+
+def weights_down_bytes(loop: Loop) -> int:
+    """Of parameters that came down in the last step."""
+    return int(vars(loop.optimizer)["_offload_engine"].engine.host.last_times().weights_down_bytes)
+
+
+@pytest.mark.parametrize("slow", ["", "down", "up"])
+@pytest.mark.parametrize("fields", NOT_WRITTEN_IN_BACKWARD.values(), ids=NOT_WRITTEN_IN_BACKWARD)
+def test_writes_are_followed_and_nothing_else_comes_down(
+    mesh: DeviceMesh, slow_streams: Callable[[str], None], fields: dict[str, Any], slow: str
+) -> None:
+    if slow:
+        slow_streams(slow)
+    loop = Loop(mesh, adamw, policy_of(fields, 1.0), net=net)
+    seen = []
+    for step in range(6):
+        loop.train(1, written_late, first=step)
+        seen.append(weights_down_bytes(loop))
+    everything = sum(local(param).nbytes for param in loop.model.parameters())
+    assert seen[0] == everything
+    assert [nbytes > 0 for nbytes in seen[1:]] == [True, False, True, False, True]
+    expected = Loop(mesh, lambda params: halves(params, host_names(loop)), None, net=net).train(6, written_late)
+    assert differences(expected, loop) == []
+
+
+def test_other_bits_without_the_comparison(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MirroredPart, "compare", lambda self, changed, hasher: changed.fill_(False))
+    loop = Loop(mesh, adamw, policy_of({}, 1.0), net=net).train(6, written_late)
+    expected = Loop(mesh, lambda params: halves(params, host_names(loop)), None, net=net).train(6, written_late)
+    assert differences(expected, loop) != []
+
+
+def test_other_bits_if_the_comparison_is_too_early(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What goes down has to wait for what the user has issued before ``step()``."""
+    monkeypatch.setattr(HostUpdates, "after", lambda *_: None)
+    loop = Loop(mesh, adamw, policy_of({}, 1.0), net=net).train(6, written_late)
+    expected = Loop(mesh, lambda params: halves(params, host_names(loop)), None, net=net).train(6, written_late)
+    assert differences(expected, loop) != []
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64], ids=str
+)
+def test_fingerprints_on_the_device(device: torch.device, dtype: torch.dtype) -> None:
+    """The same as on the CPU, and any byte counts."""
+    hashers = Hasher(torch.device("cpu")), Hasher(device)
+    tensors = [torch.randn(size, dtype=dtype) for size in (3, 1023, 70_001, 3_000_001)]
+    found = []
+    for hasher in hashers:
+        there = [tensor.to(hasher.weights.device) for tensor in tensors]
+        made = Fingerprint(tensor.view(torch.uint8) for tensor in there)
+        for at in (0, 2):
+            out = torch.empty(made.rows, dtype=torch.int64, device=hasher.weights.device)
+            made.write(out, hasher)
+            found.append(out.cpu())
+            there[at].view(torch.uint8)[-1] ^= 1
+    assert torch.equal(found[0], found[2])
+    assert torch.equal(found[1], found[3])
+    assert not torch.equal(found[0], found[1])
+
+
+def test_gradients_are_unscaled_as_without_offload(device: torch.device) -> None:
+    sums = []
+    for fraction in (0.0, 0.5, 1.0):
+        pair = make_pair(Zoo, adamw, device=device, policy=OffloadPolicy(**SIZES, host_fraction=fraction))
+        run = pair.offloaded
+        scaler = torch.amp.GradScaler(device.type, init_scale=3000.0, growth_interval=100)
+        run.optimizer.zero_grad()
+        scaler.scale(run.loss(0)).backward()
+        scaler.step(run.optimizer)
+        sums.append([p.grad.clone() for p in run.params.values() if p.grad is not None])
+    assert all(torch.equal(a, b) for other in sums[1:] for a, b in zip(sums[0], other, strict=True))
 
 
 def test_other_bits_without_the_wait_before_the_gather(

@@ -1,0 +1,344 @@
+"""Parameters that the host updates come down only where somebody else has written them, and then always."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn, optim
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.optim import Optimizer
+
+from fsdp_offload import OffloadPolicy, host_update, offload_model, reload_model, transfer
+from fsdp_offload.host_mirror import MirroredPart
+from fsdp_offload.transfer import TurnsLane
+from tests import host_worker_gate
+from tests.overlapping import POLICIES, SIZES, Loop, same
+from tests.parity import SMALL, Net, Run, Zoo, attach, make_pair
+
+ALL_OF_IT = replace(SMALL, host_fraction=1.0)
+EVERY_POLICY = pytest.mark.parametrize("fields", [{}, *POLICIES.values()], ids=["step", *POLICIES])
+
+
+def fused_adamw(params: Any) -> Optimizer:
+    return optim.AdamW(params, lr=0.02, fused=True)
+
+
+def engine_of(optimizer: Optimizer) -> Any:
+    return vars(optimizer)["_offload_engine"].engine
+
+
+def weights_down_bytes(optimizer: Optimizer) -> int:
+    """Of parameters that came down in the last step."""
+    return int(engine_of(optimizer).host.last_times().weights_down_bytes)
+
+
+def local(tensor: Tensor) -> Tensor:
+    return getattr(tensor, "_local_tensor", tensor).detach()
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[DeviceMesh]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+# What comes down -----------------------------------------------------------------------------------------------------
+
+
+@EVERY_POLICY
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_only_gradients_come_down(mesh: DeviceMesh, fields: dict[str, Any], micro_batches: int) -> None:
+    policy = OffloadPolicy(**{**SIZES, **fields}, host_fraction=1.0)
+    plain, loop = (Loop(mesh, fused_adamw, one, micro_batches=micro_batches) for one in (None, policy))
+    everything = sum(param.nbytes for param in map(local, loop.model.parameters()))
+    seen = []
+    for at in range(5):
+        plain.train(1, first=at)
+        loop.train(1, first=at)
+        seen.append(weights_down_bytes(loop.optimizer))
+    assert seen == [everything, 0, 0, 0, 0]
+    assert same(plain, loop)
+
+
+WRITES: dict[str, Callable[[Tensor], object]] = {
+    "data": lambda p: p.data.copy_(p.data * 0.5),
+    "data of the local tensor": lambda p: local(p).data.mul_(0.5),
+    "no_grad": lambda p: _no_grad(p.mul_, 0.5),
+    "foreach": lambda p: _no_grad(torch._foreach_mul_, [p], 0.5),
+    "foreach on the local tensor": lambda p: torch._foreach_mul_([local(p)], 0.5),
+    "numpy": lambda p: local(p).numpy().__imul__(0.5),
+    "storage": lambda p: local(p).untyped_storage().fill_(0),
+    "one element": lambda p: local(p).view(-1)[-1:].data.add_(1),
+    "halves exchanged": lambda p: local(p).data.copy_(local(p).roll(local(p).shape[0] // 2, 0)),
+    "-0.0": lambda p: local(p).view(-1)[:1].data.fill_(-0.0),
+    "another storage": lambda p: setattr(getattr(p, "_local_tensor", p), "data", local(p) * 0.5),
+}
+
+
+def _no_grad(function: Callable[..., object], *args: Any) -> None:
+    with torch.no_grad():
+        function(*args)
+
+
+@pytest.mark.parametrize("how", WRITES)
+@pytest.mark.parametrize("sharded", [True, False])
+def test_every_write_is_followed(mesh: DeviceMesh, how: str, sharded: bool) -> None:
+    plain, loop = (written(mesh, policy, how, sharded=sharded) for policy in (None, ALL_OF_IT))
+    assert all(torch.equal(local(one), local(other)) for one, other in zip(plain, loop, strict=True))
+
+
+def written(mesh: DeviceMesh, policy: OffloadPolicy | None, how: str, *, sharded: bool) -> list[Tensor]:
+    """Parameters after some steps, with a write of one of them in between."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.Linear(64, 16), nn.Linear(16, 1))
+    if sharded:
+        torch.distributed.fsdp.fully_shard(model, mesh=mesh)
+    optimizer = fused_adamw(model.parameters())
+    if policy is not None:
+        attach(optimizer, model=model, policy=policy)
+
+    def step() -> None:
+        for number, param in enumerate(model.parameters()):
+            param.grad = torch.full_like(param, 0.1 * number)
+        optimizer.step()
+
+    for _ in range(2):
+        step()
+    WRITES[how](model[1].weight)
+    step()
+    if policy is not None:
+        assert 0 < weights_down_bytes(optimizer) < sum(local(param).nbytes for param in model.parameters())
+    step()
+    if policy is not None:
+        assert weights_down_bytes(optimizer) == 0
+    return list(model.parameters())
+
+
+def test_without_the_comparison_writes_are_lost(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The suite can fail."""
+    monkeypatch.setattr(MirroredPart, "compare", lambda self, changed, hasher: changed.fill_(False))
+    with pytest.raises(AssertionError):
+        test_every_write_is_followed(mesh, "data", sharded=True)
+
+
+def test_the_sign_of_a_zero_is_followed() -> None:
+    net = nn.Linear(4, 4, bias=False)
+    optimizer = attach(optim.AdamW(net.parameters(), lr=0.0, weight_decay=0.0, fused=True), policy=ALL_OF_IT)
+    for zero in (0.0, -0.0, 0.0, 0.0):
+        written = not torch.equal(net.weight.data.view(torch.int32), torch.full((4, 4), zero).view(torch.int32))
+        net.weight.data.fill_(zero)
+        net.weight.grad = torch.zeros(4, 4)
+        optimizer.step()
+        assert bool(weights_down_bytes(optimizer)) == written
+
+
+def test_a_write_that_is_undone_is_none() -> None:
+    net = nn.Linear(16, 16)
+    optimizer = attach(fused_adamw(net.parameters()), policy=ALL_OF_IT)
+    for at in range(4):
+        net(torch.ones(2, 16)).sum().backward()
+        optimizer.step()
+        kept = net.weight.data.clone()
+        net.weight.data.zero_()
+        net.weight.data.copy_(kept)
+        assert weights_down_bytes(optimizer) == (net.weight.nbytes + net.bias.nbytes if at == 0 else 0)
+
+
+def test_parameters_without_a_gradient_may_be_written_meanwhile() -> None:
+    """Their place in the mirror is as old as their last update."""
+
+    def train(run: Run, at: int) -> None:
+        run.optimizer.zero_grad()
+        run.loss(at).backward()
+        for number, param in enumerate(run.params.values()):
+            if (at + number) % 3 == 0:
+                param.grad = None
+        run.optimizer.step()
+        for number, param in enumerate(run.params.values()):
+            if (at + number) % 3 == 0 and at % 2:
+                param.data.mul_(0.9)
+
+    pair = make_pair(Net, fused_adamw, policy=replace(ALL_OF_IT, bucket_bytes=1 << 14, staging_bytes=1 << 16))
+    pair.train(9, train)
+
+
+@pytest.mark.parametrize("kind", ["transposed", "strided"])
+def test_parameters_that_are_not_contiguous(kind: str) -> None:
+    def make() -> nn.Module:
+        net = nn.Linear(12, 16)
+        memory = torch.randn(12, 32)
+        net.weight = nn.Parameter(memory[:, :16].t() if kind == "strided" else memory[:, :16].contiguous().t())
+        return net
+
+    def train(run: Run, at: int) -> None:
+        for param in run.params.values():
+            param.grad = torch.ones_like(param) * (at + 1)
+        run.optimizer.step()
+        if at % 2:
+            run.params["weight"].data.mul_(0.5)
+
+    # The fused kernels of torch take any parameter's memory for dense.
+    made = fused_adamw if kind == "transposed" else lambda params: optim.RMSprop(params, lr=0.02)
+    pair = make_pair(make, made, policy=ALL_OF_IT)
+    pair.train(5, train)
+
+
+def test_another_storage_at_the_same_time(mesh: DeviceMesh) -> None:
+    """The model sleeps, and its parameters get other memory, or the same: whatever it is, it is looked at."""
+    plain, loop = (Loop(mesh, fused_adamw, one).train(3) for one in (None, OffloadPolicy(**SIZES, host_fraction=0.6)))
+    plain.train(3, first=3)
+    for at in range(3):
+        offload_model(loop.model)
+        reload_model(loop.model, free_host_memory=bool(at % 2))
+        loop.train(1, first=3 + at)
+    assert same(plain, loop)
+
+
+def test_after_a_failure_the_mirror_counts_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = nn.Linear(16, 16)
+    optimizer = attach(fused_adamw(net.parameters()), policy=ALL_OF_IT)
+
+    def step() -> None:
+        net(torch.ones(2, 16)).sum().backward()
+        optimizer.step()
+
+    step()
+    step()
+    saved = {name: value.clone() for name, value in net.state_dict().items()}
+    state = optimizer.state_dict()
+    state["state"] = {
+        key: {name: value.clone() for name, value in of_one.items()} for key, of_one in state["state"].items()
+    }
+    update = host_update.update_bucket
+
+    def failing(*args: Any) -> None:
+        update(*args)
+        raise ValueError("half way")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(host_update, "update_bucket", failing)
+        with pytest.raises(RuntimeError, match="half way"):
+            step()
+    assert all(torch.equal(value, net.state_dict()[name]) for name, value in saved.items())
+    optimizer.load_state_dict(state)
+    optimizer.zero_grad()
+    other = nn.Linear(16, 16)
+    other.load_state_dict(saved)
+    reference = fused_adamw(other.parameters())
+    reference.load_state_dict(state)
+    step()
+    assert weights_down_bytes(optimizer) == net.weight.nbytes + net.bias.nbytes
+    other(torch.ones(2, 16)).sum().backward()
+    reference.step()
+    assert all(torch.equal(one, two) for one, two in zip(net.parameters(), other.parameters(), strict=True))
+
+
+class Turns(TurnsLane):
+    """Without streams: notes how much was copied in each turn."""
+
+    def __init__(self) -> None:
+        self._piece_bytes = 0
+        self.turns: list[int] = []
+
+    def running(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def _take_turns(self) -> None:
+        self.turns.append(self._piece_bytes)
+        self._piece_bytes = 0
+
+
+def test_uploads_are_divided_into_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that small copies of others need not wait for long."""
+    monkeypatch.setattr(transfer, "PIECE_BYTES", 100)
+    sources = [torch.arange(size, dtype=torch.uint8) for size in (60, 30, 20, 100, 5, 95, 1)]
+    targets = [torch.zeros_like(source) for source in sources]
+    lane = Turns()
+    lane.copy_all(targets[:4], sources[:4])
+    lane.copy_all(targets[4:], sources[4:])
+    assert lane.turns == [90, 20, 100, 100]
+    assert all(torch.equal(one, other) for one, other in zip(targets, sources, strict=True))
+
+
+# Memory --------------------------------------------------------------------------------------------------------------
+
+
+def test_its_memory_is_counted_and_goes_with_it() -> None:
+    net = nn.Linear(64, 64, bias=False)
+    plain, mirrored = (
+        attach(fused_adamw([nn.Parameter(net.weight.detach().clone())]), policy=replace(SMALL, host_fraction=fraction))
+        for fraction in (0.0, 1.0)
+    )
+    of_plain, of_mirrored = (one.offload_report().host_bytes for one in (plain, mirrored))
+    assert of_mirrored - of_plain == net.weight.nbytes
+    policy = replace(ALL_OF_IT, host_limit_bytes=of_plain + net.weight.nbytes // 2)
+    with pytest.raises(MemoryError):
+        attach(fused_adamw(net.parameters()), policy=policy)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64], ids=str)
+def test_other_dtypes_are_mirrored(dtype: torch.dtype) -> None:
+    fused = {"fused": True} if not dtype.is_complex else {}
+    pair = make_pair(Zoo, lambda params: optim.AdamW(params, lr=0.02, **fused), dtype=dtype, policy=ALL_OF_IT)
+    pair.train(3)
+    assert weights_down_bytes(pair.offloaded.optimizer) == 0
+    for run in pair:
+        next(iter(run.params.values())).data.mul_(0.5)
+    pair.train(1)
+    assert weights_down_bytes(pair.offloaded.optimizer) > 0
+
+
+# What a step starts from ---------------------------------------------------------------------------------------------
+
+
+def test_betas_in_a_tuple_that_somebody_writes(mesh: DeviceMesh) -> None:
+    """The step counts with what they were when it was called, also where the host has not begun yet."""
+
+    def make(params: Any) -> Optimizer:
+        return optim.AdamW(params, betas=(torch.tensor(0.9), torch.tensor(0.999)), foreach=False, capturable=False)
+
+    results = []
+    for gated in (False, True):
+        loop = Loop(mesh, make, OffloadPolicy(**SIZES, overlap_forward=True, host_fraction=1.0))
+        for at in range(4):
+            loop.backward(at)
+            if gated and at:  # the first step waits for the state that it makes
+                with host_worker_gate.closed():
+                    loop.step()
+                    _write_betas(loop.optimizer)
+            else:
+                loop.step()
+                loop.optimizer.synchronize()  # type: ignore[attr-defined]
+                _write_betas(loop.optimizer)
+        loop.optimizer.synchronize()  # type: ignore[attr-defined]
+        results.append([local(param).clone() for param in loop.model.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+def _write_betas(optimizer: Optimizer) -> None:
+    for beta in optimizer.param_groups[0]["betas"]:
+        beta.mul_(0.9)
+
+
+@pytest.mark.parametrize("found_inf", [False, True])
+@pytest.mark.parametrize("scale", [2.0**10, 3000.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gradients_are_unscaled_as_without_offload(dtype: torch.dtype, scale: float, found_inf: bool) -> None:
+    def train(run: Run, at: int) -> list[float]:
+        scaler = run.parts.setdefault("scaler", torch.amp.GradScaler("cpu", init_scale=scale))
+        run.optimizer.zero_grad()
+        scaler.scale(run.loss(at)).backward()
+        if found_inf and at == 1:
+            next(iter(run.params.values())).grad.view(-1)[0] = torch.inf
+        scaler.step(run.optimizer)
+        sums = [float(p.grad.double().abs().sum()) for p in run.params.values() if p.grad is not None]
+        scaler.update(scale)
+        return sums
+
+    pair = make_pair(Net, fused_adamw, dtype=dtype, policy=replace(SMALL, host_fraction=0.5))
+    pair.train(4, train)
