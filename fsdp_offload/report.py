@@ -32,8 +32,8 @@ class OffloadReport:
         bound_ms: what such an iteration takes at least with this policy, by the times of its parts as measured; where
             nothing overlaps, what ``step()`` takes at least. Never more than the iteration, or the step, did take. 0
             if not known: the last two steps did not move the same.
-        bound: its formula, in the letters of ``fsdp_offload/bound.py``: forward F, backward B, update U, all loads L, all
-            stores S, both at once T; ``B + clip`` is whatever is not the first forward. Empty if not known.
+        bound: its formula, in the letters of ``fsdp_offload/bound.py``: forward F, backward B, update U, all loads L,
+            all stores S, both at once T; ``B + clip`` is whatever is not the first forward. Empty if not known.
         advice: what would help where transfers decide how long it takes; a sentence, or empty.
         host_updated_bytes: state that the host updated in the last step.
         host_update_ms: time of the host's thread in which the optimizer ran.
