@@ -184,7 +184,8 @@ def test_a_wait_that_raises_ends() -> None:
             script.work(8)
             raise RuntimeError
 
-    pytest.raises(RuntimeError, fail)
+    with pytest.raises(RuntimeError):
+        fail()
     script.iterate()
     last = script.marks.last()
     assert last is not None
