@@ -3,6 +3,7 @@
 import copy
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 
 from fsdp_offload import OffloadPolicy, OffloadReport, offload_optimizer
+from fsdp_offload.engine import engine_of
+from fsdp_offload.fsdp import fsdp_modules
 from fsdp_offload.pipeline import Pipeline
 from fsdp_offload.report import _bytes
 from tests.overlapping import HABITS, NOT_IN_BACKWARD, POLICIES, SIZES, Habit, Loop, adamw
@@ -225,6 +228,38 @@ def test_it_is_the_last_whole_iteration(mesh: DeviceMesh, name: str) -> None:
     assert report_of(loop).iteration_ms in (last_ms, 0.0), "nothing of the iteration in progress"
 
 
+def test_the_forward_ends_where_the_backward_first_gathers(mesh: DeviceMesh) -> None:
+    """Not only where it first reduces gradients."""
+    loop = loop_of(mesh, {"overlap_forward": True}).train(2)
+    engine = engine_of(loop.optimizer)
+    assert engine is not None
+    slept: list[float] = []
+
+    def sleep_once(*_: object) -> None:
+        if not slept:
+            slept.append(time.perf_counter())
+            time.sleep(0.2)
+
+    loop.backward(2)
+    before = time.perf_counter()
+    loop.step()
+    loop.model.extra.down.register_full_backward_hook(sleep_once)
+    loop.train(1, first=3)
+    last = engine.iteration.last()
+    assert last is not None
+    assert last.forward_ms < (slept[0] - before) * 1e3
+    assert last.ms > 200
+
+
+def test_the_forward_ends_also_where_no_backward_gathers(mesh: DeviceMesh) -> None:
+    def keep_gathered(model: nn.Module) -> None:
+        for module in fsdp_modules(model):
+            module.set_reshard_after_forward(False)
+
+    loop = loop_of(mesh, {"overlap_forward": True}, prepare=keep_gathered)
+    assert report_of(loop.train(4)).bound == FORMULAS["forward"]
+
+
 def test_waits_for_new_parameters_stall_an_iteration(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
     wait_updated, waits = Pipeline.wait_updated, []
 
@@ -386,6 +421,19 @@ Offloaded AdamW
   last step: stored               8.00 GB at 46.9 GB/s
   last step: time                 178.4 ms, of it 9.1 ms updates
   last step: exposed              169.3 ms"""
+    )
+    measured = replace(report, notes=(), advice="Do this.", iteration_ms=431.24, stalled_ms=3.08)
+    assert str(measured).startswith("Offloaded AdamW\n  Do this.\n  state on the host")
+    assert str(measured).endswith("\n  last iteration                  431.2 ms, of it 3.1 ms waiting for state")
+    assert str(replace(measured, bound_ms=424.0, bound="max(F + B + U, T)")).endswith(
+        """
+  last iteration                  431.2 ms, of it 3.1 ms waiting for state
+    it takes at least             424.0 ms = max(F + B + U, T)"""
+    )
+    assert str(replace(report, bound_ms=172.35, bound="max(U, T)")).endswith(
+        """
+  last step: exposed              169.3 ms
+    it takes at least             172.3 ms = max(U, T)"""
     )
 
 
