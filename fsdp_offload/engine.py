@@ -17,18 +17,20 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .adopt import adopt
+from .bound import Bound, bound, bound_of_step, parts_of_iteration, what_would_help
 from .forms import as_kept, as_saved, drop_master, rebuild_master
 from .fsdp import has_replicas, local_shard, unsupported_gradient
 from .host_measure import measure
 from .host_share import best_fraction, host_bucket_bytes
 from .host_update import HostTimes, HostUpdates, counters_as_made
 from .host_worker import host_worker
+from .iteration import IterationMarks
 from .learn import Layouts, layout_key
 from .lending import Lending
 from .masters import MASTER
 from .optimizers import Traits
 from .phases import Phases
-from .pipeline import BucketTimes, Pipeline
+from .pipeline import BucketTimes, Pipeline, StepTimes
 from .plan import Plan
 from .policy import OffloadPolicy
 from .report import OffloadReport
@@ -404,6 +406,11 @@ class Engine:
 
     # Measuring ---------------------------------------------------------------------------------------------------
 
+    @property
+    def iteration(self) -> IterationMarks:
+        """Marks the iterations of the model, for the report."""
+        return self._pipeline.iteration
+
     def mark(self) -> Mark:
         """A mark at what the current stream has been given so far."""
         return self._pipeline.mark()
@@ -544,8 +551,9 @@ class Engine:
 
     def synchronize(self) -> None:
         """Block the host until every transfer and every update has finished."""
-        self._pipeline.synchronize()
-        self.steps.wait_for_all()  # also raises what has failed
+        with self._pipeline.waiting():
+            self._pipeline.synchronize()
+            self.steps.wait_for_all()  # also raises what has failed
 
     def report(self, states: StateStore) -> OffloadReport:
         """Bytes by place, and the times of the last step; waits for that step."""
@@ -581,9 +589,48 @@ class Engine:
             host_span_ms=on_host.span_ms,
             host_weights_down_bytes=on_host.weights_down_bytes,
             host_buffer_bytes=self.host.buffer_bytes if self.host is not None else 0,
+            **self._against_bound(times),
             tuning=tuple(filter(None, (self.tuning_of_residents, self.tuning_of_staging, self.tuning_of_host))),
             notes=tuple(self.notes()),
         )
+
+    def _against_bound(self, step: StepTimes) -> dict[str, Any]:
+        """What the report says of the last iteration, or of ``step()`` where nothing overlaps, and of its bound."""
+        if step == StepTimes():
+            return {}
+        policy, copies = self.policy, {"load_ms": step.load_ms, "store_ms": step.store_ms}
+        if not policy.overlaps:
+            at_least = bound_of_step(update_ms=step.update_ms, **copies)
+            return self._bound_fields(at_least, step.update_ms, took_ms=step.step_ms)
+        last = self.iteration.last()
+        if last is None:
+            return {}
+        # Updates in the compute stream itself wait there for their loads.
+        waited_ms = 0.0 if policy.updates_beside_compute else step.exposed_ms
+        stalled_ms = min(last.ms, last.stalled_ms + waited_ms)
+        fields: dict[str, Any] = {"iteration_ms": last.ms, "stalled_ms": stalled_ms}
+        if not last.repeats:
+            return fields  # its transfers were those of two different steps
+        times = parts_of_iteration(
+            busy_ms=last.ms - stalled_ms,
+            forward_ms=last.forward_ms,
+            update_ms=step.update_ms,
+            beside_compute=policy.updates_beside_compute,
+            **copies,
+        )
+        room = self.plan.ring_bytes >= self.plan.moving_bytes()
+        at_least = bound(policy, times, room_for_all_loads=room)
+        unmoved = bound(policy, times, offloaded=0.0, room_for_all_loads=room)
+        return {**fields, **self._bound_fields(at_least, unmoved.ms, took_ms=last.ms)}
+
+    def _bound_fields(self, at_least: Bound, without_transfers_ms: float, *, took_ms: float) -> dict[str, Any]:
+        # What has taken no longer has hidden the rest elsewhere: the last stores behind a backward, the first loads
+        # behind what the device was still to do when step() was called.
+        bound_ms = min(at_least.ms, took_ms)
+        # On the CPU there is nothing that transfers could hide behind.
+        on_cpu = self.device.type == "cpu"
+        advice = "" if on_cpu else what_would_help(self.policy, bound_ms, without_transfers_ms)
+        return {"bound_ms": bound_ms, "bound": at_least.formula, "advice": advice}
 
     def notes(self) -> Iterable[str]:
         """What the user should know about this offload."""

@@ -105,6 +105,7 @@ class Overlap:
         engine = self._engine()
         assert engine is not None
         self.unguard()
+        engine.iteration.step_begins()
         self._rehearsal.conclude(engine)
         self._rehearsal.step_begins(engine)
 
@@ -132,6 +133,8 @@ class Overlap:
         self.forget_reductions()
         if engine.policy.debug and engine.policy.overlap_forward:
             self._guard(engine)
+        if not engine.policy.serial:  # whose marks make the host wait
+            engine.iteration.step_ended(engine.steps.last)
 
     # Called by the hooks ------------------------------------------------------------------------------------------
 
@@ -145,6 +148,8 @@ class Overlap:
         if engine is not None and not in_backward:
             self._rehearsal.wanted(engine, number)
             self._elastic.before_use(engine)
+        elif engine is not None:
+            engine.iteration.backward_begins()
         self._before_gather(number, None)
         self._unguard.pop(number, _nothing)()
 
@@ -156,6 +161,8 @@ class Overlap:
 
     def _before_reduce(self, number: int) -> None:
         engine = self._engine()
+        if engine is not None:
+            engine.iteration.backward_begins()  # where nothing is gathered again, this is the first that is seen of it
         if engine is not None and self._expected and self._seen[number] >= self._expected[number] > 0:
             engine.steps.refuse_second_backward()
 

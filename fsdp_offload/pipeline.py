@@ -8,7 +8,7 @@ State that the optimizer creates in a step has nothing to load and goes from *ho
 import itertools
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .host_update import HostUpdates
+from .iteration import IterationMarks
 from .schedule import Action, Kind, Placement
 from .transfer import DeviceLink, Lane, Mark, recorded, wait_on
 
@@ -134,6 +135,7 @@ class Pipeline:
         number: tells users of the device's staging memory apart.
         buckets: by number.
         host: who updates those of them that are the host's. They never move, but everything here waits for them.
+        iteration: how long iterations take, and how long the compute stream stands still in them.
     """
 
     def __init__(
@@ -144,6 +146,9 @@ class Pipeline:
         self._link = link
         self.number = next(_pipeline_numbers)
         self._lanes: dict[str, Lane] = link.lanes(serial=serial, beside_compute=beside_compute)
+        self.iteration = IterationMarks(self._lanes["C"])
+        self._beside_compute = beside_compute or host is not None
+        self._unseen: set[int] = set()  # updated beside the compute stream, which has not waited for it
         self._spans: dict[tuple[Kind, int], Span] = {}
         self._ring: Tensor | None = None
         self._step_begin: Mark | None = None
@@ -205,7 +210,16 @@ class Pipeline:
 
     def wait_on_current(self, mark: Mark) -> None:
         """Let what follows on the current stream start only after ``mark``."""
-        self._lanes["C"].wait(mark)
+        with self.iteration.waiting():
+            self._lanes["C"].wait(mark)
+
+    def waiting(self, numbers: Iterable[int] | None = None) -> AbstractContextManager[None]:
+        """Within it, the current stream is made to wait for the updates of these buckets (``None``: all).
+
+        How long it stands still for those that it has not waited for yet is noted.
+        """
+        awaited = self._unseen if numbers is None else self._unseen.intersection(numbers)
+        return self.iteration.waiting() if awaited else nullcontext()
 
     def begin(self, actions: Sequence[Action], places: Mapping[int, Placement]) -> None:
         """Take up a schedule, of which nothing is issued yet.
@@ -312,18 +326,25 @@ class Pipeline:
 
     def wait_all_updated(self) -> None:
         """Let what follows on the current stream start only after everything that was issued with the updates."""
-        uploaded = self.host.wait_all() if self.host is not None else None
-        if uploaded is not None:
-            self._lanes["C"].wait(uploaded)
-        self.wait_device_updated()
+        with self.waiting():
+            uploaded = self.host.wait_all() if self.host is not None else None
+            if uploaded is not None:
+                self._lanes["C"].wait(uploaded)
+            self.wait_device_updated()
+        self._unseen.clear()
 
     def wait_device_updated(self) -> None:
         """The same for what the device updates: not for the host's share."""
         if self._updates_end is not None and self._lanes["U"] is not self._lanes["C"]:
-            self._lanes["C"].wait(self._updates_end)
+            with self.waiting():
+                self._lanes["C"].wait(self._updates_end)
+        if self.host is None:
+            self._unseen.clear()
 
     def wait_updated(self, number: int, stream: torch.Stream | None = None) -> None:
         """Let what follows on ``stream`` (``None``: the current one) start only after the last update of a bucket."""
+        if stream is None:
+            self._unseen.discard(number)
         uploaded = self.host.wait(number) if self.host is not None else None
         if uploaded is not None:
             wait_on(stream, self._lanes["C"], uploaded)
@@ -352,6 +373,8 @@ class Pipeline:
                 self._store(self.buckets[action.bucket], lane)
             else:
                 update(action.bucket)
+                if self._beside_compute:
+                    self._unseen.add(action.bucket)
                 if self.buckets[action.bucket].placement is not None:
                     self.buckets[action.bucket].move_to(Residency.IN_SLOT)
             span.end = lane.mark(span.end)

@@ -25,6 +25,16 @@ class OffloadReport:
         update_ms: time of that in which the optimizer ran.
         exposed_ms: time of that in which no update ran: the device waited for transfers or for the host, unless updates
             run beside the model, which then hides it.
+        iteration_ms: from the end of the step before to the end of the last one, in the order of the compute stream. 0
+            if nothing overlaps with the model, the policy is serial, or there was no backward in between.
+        stalled_ms: time of that in which the compute stream stood still for new parameters or for state: in ``step()``,
+            in the forward, in ``synchronize()``.
+        bound_ms: what such an iteration takes at least with this policy, by the times of its parts as measured; where
+            nothing overlaps, what ``step()`` takes at least. Never more than the iteration, or the step, did take. 0
+            if not known: the last two steps did not move the same.
+        bound: its formula, in the letters of ``fsdp_offload/bound.py``: forward F, backward B, update U, all loads L,
+            all stores S, both at once T; ``B + clip`` is whatever is not the first forward. Empty if not known.
+        advice: what would help where transfers decide how long it takes; a sentence, or empty.
         host_updated_bytes: state that the host updated in the last step.
         host_update_ms: time of the host's thread in which the optimizer ran.
         host_update_gb_per_s: their quotient.
@@ -57,6 +67,11 @@ class OffloadReport:
     step_ms: float
     update_ms: float
     exposed_ms: float
+    iteration_ms: float = 0.0
+    stalled_ms: float = 0.0
+    bound_ms: float = 0.0
+    bound: str = ""
+    advice: str = ""
     host_updated_bytes: int = 0
     host_update_ms: float = 0.0
     host_update_gb_per_s: float = 0.0
@@ -82,6 +97,11 @@ class OffloadReport:
             ("last step: time", f"{self.step_ms:.1f} ms, of it {self.update_ms:.1f} ms updates"),
             ("last step: exposed", f"{self.exposed_ms:.1f} ms"),
         ]
+        if self.iteration_ms:
+            stalled = f"of it {self.stalled_ms:.1f} ms waiting for state"
+            rows.append(("last iteration", f"{self.iteration_ms:.1f} ms, {stalled}"))
+        if self.bound:
+            rows.append(("  it takes at least", f"{self.bound_ms:.1f} ms = {self.bound}"))
         if self.host_updated_bytes:
             rate = f"{_bytes(self.host_updated_bytes)} at {self.host_update_gb_per_s:.1f} GB/s"
             rows += [
@@ -91,7 +111,7 @@ class OffloadReport:
         width = max(len(name) for name, _ in rows)
         lines = [f"Offloaded {self.optimizer}"]
         lines += [f"  ! {note}" for note in self.notes]
-        lines += [f"  {sentence}" for sentence in self.tuning]
+        lines += [f"  {sentence}" for sentence in (*self.tuning, self.advice) if sentence]
         lines += [f"  {name:<{width}}  {value}" for name, value in rows]
         return "\n".join(lines)
 

@@ -359,9 +359,14 @@ class Stepping:
 
     def wait_for(self, buckets: Iterable[int], stream: torch.Stream | None = None) -> None:
         """Let what follows on ``stream`` (``None``: the current one) see the parameters of these buckets new."""
-        for number in buckets:
-            self._pipeline.wait_updated(number, stream)
-            if stream is None:
+        if stream is not None:
+            for number in buckets:
+                self._pipeline.wait_updated(number, stream)
+            return
+        buckets = set(buckets)
+        with self._pipeline.waiting(buckets):
+            for number in buckets:
+                self._pipeline.wait_updated(number)
                 self._held.pop(number, None)
 
     def wait_for_all(self) -> None:

@@ -37,6 +37,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "transfer": set(),
     "report": set(),
     "policy": {"masters"},
+    "bound": {"policy"},
+    "iteration": {"transfer"},
     # What an optimizer keeps, and how it is run on a bucket.
     "shards": {"fsdp", "masters"},
     "optimizers": {"fsdp", "masters"},
@@ -62,7 +64,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "learn": {"fsdp", "masters", "optimizers", "shards", "update"},
     # What moves bytes, and what joins the two.
-    "pipeline": {"schedule", "transfer", "host_update"},
+    "pipeline": {"schedule", "transfer", "host_update", "iteration"},
     "plan": {
         *("policy", "fsdp", "host_memory", "host_share", "host_update", "arena", "buckets", "schedule"),
         *("shards", "update", "learn", "pipeline"),
@@ -78,7 +80,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine": {
         *("policy", "fsdp", "schedule", "transfer", "report", "masters", "optimizers", "shards"),
         *("update", "learn", "pipeline", "plan", "adopt", "forms", "lending", "stepping", "phases"),
-        *("host_share", "host_worker", "host_update", "host_measure"),
+        *("host_share", "host_worker", "host_update", "host_measure", "bound", "iteration"),
     },
     "load": {"fsdp", "masters", "shards", "update", "engine"},
     "state": {"update", "engine"},
@@ -102,7 +104,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     # Beside it: checkpoints of what it holds.
     "checkpoint": {"fsdp", "arena", "buckets", "masters", "shards", "update", "lending", "engine", "load", "state"},
     # Beside the library, as one of its users: the public names, and what a bench measures by itself.
-    "bench": {"__init__", "fsdp", "arena", "buckets", "transfer", "checkpoint"},
+    "bench": {"__init__", "bound", "fsdp", "arena", "buckets", "transfer", "checkpoint"},
 }
 
 # Files that may use private names of torch.distributed and torch._C, each under its own table of what is used and why.

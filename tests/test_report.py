@@ -1,12 +1,24 @@
 """``offload_report()``: numbers that add up, and a table that a person reads."""
 
+import copy
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 
 from fsdp_offload import OffloadPolicy, OffloadReport, offload_optimizer
+from fsdp_offload.engine import engine_of
+from fsdp_offload.fsdp import fsdp_modules
+from fsdp_offload.pipeline import Pipeline
 from fsdp_offload.report import _bytes
+from tests.overlapping import HABITS, NOT_IN_BACKWARD, POLICIES, SIZES, Habit, Loop, adamw
 
 pytestmark = pytest.mark.filterwarnings("ignore:offload_optimizer. The parameters are on the CPU:UserWarning")
 
@@ -132,6 +144,244 @@ def test_a_bucket_larger_than_staging_is_noted() -> None:
     assert optimizer.offload_report().ring_bytes == 64 * 64 * 4
 
 
+# Iterations ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[DeviceMesh]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+FORMULAS = {
+    "forward": "B + clip + max(F + U, T)",
+    "prefetch": "F + B + clip + max(U, T)",
+    "prefetch-forward": "B + clip + max(F + U, T)",
+    "backward": "max(F + B + U, T)",
+    "backward-forward": "max(F + B + U, T)",
+}
+NO_ITERATION = (0.0, 0.0, 0.0, "", "")
+
+
+def loop_of(mesh: DeviceMesh, fields: dict[str, Any], make: Any = adamw, **kwargs: Any) -> Loop:
+    return Loop(mesh, make, OffloadPolicy(**{**SIZES, **fields}), **kwargs)
+
+
+def report_of(loop: Loop) -> OffloadReport:
+    report = loop.optimizer.offload_report()
+    assert 0 <= report.stalled_ms <= report.iteration_ms
+    assert 0 <= report.bound_ms <= report.iteration_ms
+    assert (report.bound_ms > 0) == (report.bound != "")
+    assert str(report)
+    return report
+
+
+def iteration_of(report: OffloadReport) -> tuple[float, float, float, str, str]:
+    return report.iteration_ms, report.stalled_ms, report.bound_ms, report.bound, report.advice
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("name", POLICIES)
+def test_an_iteration_and_its_bound(mesh: DeviceMesh, name: str, micro_batches: int) -> None:
+    loop = loop_of(mesh, POLICIES[name], micro_batches=micro_batches)
+    assert iteration_of(report_of(loop)) == NO_ITERATION
+    assert iteration_of(report_of(loop.train(1))) == NO_ITERATION, "one step ends no iteration"
+    second = report_of(loop.train(1, first=1))
+    assert second.iteration_ms > second.stalled_ms > 0
+    assert second.bound == "", "the first step had nothing to load"
+    for step in range(2, 5):
+        report = report_of(loop.train(1, first=step))
+        assert report.iteration_ms > report.stalled_ms > 0
+        assert report.bound == FORMULAS[name]
+
+
+def test_room_for_all_loads_has_a_formula_of_its_own(mesh: DeviceMesh) -> None:
+    for fields in ({}, {"overlap_forward": True}):
+        loop = loop_of(mesh, {"prefetch": "backward", "staging_bytes": 1 << 21, **fields})
+        assert report_of(loop.train(3)).bound == "B + clip + max(F + U, S, L - B)"
+
+
+def test_without_a_model_the_bound_is_that_of_a_step() -> None:
+    optimizer = offload_optimizer(torch.optim.AdamW(params()), policy=POLICY)
+    assert iteration_of(optimizer.offload_report()) == NO_ITERATION
+    for _ in range(2):
+        report = step(optimizer)
+        assert (report.iteration_ms, report.stalled_ms, report.bound) == (0, 0, "max(U, T)")
+        assert report.update_ms <= report.bound_ms <= report.step_ms
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_it_is_the_last_whole_iteration(mesh: DeviceMesh, name: str) -> None:
+    loop = loop_of(mesh, POLICIES[name]).train(3)
+    loop.backward(3)
+    before = time.perf_counter()
+    loop.step()
+    between = time.perf_counter()
+    time.sleep(0.02)
+    loop.backward(4)
+    at_least_ms = (time.perf_counter() - between) * 1e3
+    loop.step()
+    last_ms = report_of(loop).iteration_ms
+    assert at_least_ms < last_ms < (time.perf_counter() - before) * 1e3
+    loop.backward(5)
+    assert report_of(loop).iteration_ms in (last_ms, 0.0), "nothing of the iteration in progress"
+
+
+def test_the_forward_ends_where_the_backward_first_gathers(mesh: DeviceMesh) -> None:
+    """Not only where it first reduces gradients."""
+    loop = loop_of(mesh, {"overlap_forward": True}).train(2)
+    engine = engine_of(loop.optimizer)
+    assert engine is not None
+    slept: list[float] = []
+
+    def sleep_once(*_: object) -> None:
+        if not slept:
+            slept.append(time.perf_counter())
+            time.sleep(0.2)
+
+    loop.backward(2)
+    before = time.perf_counter()
+    loop.step()
+    loop.model.extra.down.register_full_backward_hook(sleep_once)
+    loop.train(1, first=3)
+    last = engine.iteration.last()
+    assert last is not None
+    assert last.forward_ms < (slept[0] - before) * 1e3
+    assert last.ms > 200
+
+
+def test_the_forward_ends_also_where_no_backward_gathers(mesh: DeviceMesh) -> None:
+    def keep_gathered(model: nn.Module) -> None:
+        for module in fsdp_modules(model):
+            module.set_reshard_after_forward(False)
+
+    loop = loop_of(mesh, {"overlap_forward": True}, prepare=keep_gathered)
+    for step in range(4):
+        loop.backward(step, extra=False)  # what is used twice is gathered again
+        loop.step()
+    assert report_of(loop).bound == FORMULAS["forward"]
+
+
+def test_waits_for_new_parameters_stall_an_iteration(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    wait_updated, waits = Pipeline.wait_updated, []
+
+    def wait_long(self: Pipeline, number: int, stream: torch.Stream | None = None) -> None:
+        if stream is None and number in self._unseen:
+            waits.append(number)
+        wait_updated(self, number, stream)
+        time.sleep(1e-3)
+
+    loop = loop_of(mesh, {"overlap_forward": True}).train(3)
+    monkeypatch.setattr(Pipeline, "wait_updated", wait_long)
+    report = report_of(loop.train(1, first=3))
+    assert len(waits) == len(set(waits)) == report.buckets
+    assert report.stalled_ms > len(waits)
+
+
+def test_waits_in_synchronize_stall_an_iteration(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    synchronize = Pipeline.synchronize
+
+    def synchronize_long(self: Pipeline) -> None:
+        synchronize(self)
+        time.sleep(0.02)
+
+    loop = loop_of(mesh, {"overlap_forward": True}).train(3)
+    monkeypatch.setattr(Pipeline, "synchronize", synchronize_long)
+    loop.optimizer.synchronize()
+    assert report_of(loop.train(1, first=3)).stalled_ms > 20
+
+
+def phases(loop: Loop, step: int) -> None:
+    loop.optimizer.offload_states()
+    loop.optimizer.release_states()
+    loop.backward(step)
+    loop.optimizer.reload_states()
+    loop.step()
+
+
+@pytest.mark.parametrize("habit", [*HABITS.values(), phases], ids=[*HABITS, "phases"])
+@pytest.mark.parametrize("name", ["forward", "prefetch", "backward-forward"])
+def test_whatever_a_loop_does(mesh: DeviceMesh, name: str, habit: Habit) -> None:
+    """Looking at it in the middle changes nothing either, and what is not known is 0."""
+    unfit = [HABITS[name] for name in NOT_IN_BACKWARD] + [HABITS["evaluate-before-step"]]
+    if name == "backward-forward" and habit in unfit:
+        habit = HABITS["evaluate"]  # the policy refuses the others
+    loop = loop_of(mesh, {**POLICIES[name], "resident_bytes": 60_000})
+    loop.model.register_forward_hook(lambda *_: report_of(loop) and None)
+    for step in range(8):
+        loop.train(1, habit, first=step)
+        report_of(loop)
+    assert report_of(loop.train(2, first=8)).bound != "", "and afterwards everything is known again"
+
+
+def test_steps_that_moved_different_state_have_no_bound(mesh: DeviceMesh) -> None:
+    loop = loop_of(mesh, {"overlap_forward": True})
+    known = []
+    for step in range(8):
+        report = report_of(loop.train(1, HABITS["other-parameters"], first=step))
+        assert (report.iteration_ms > 0) == (step > 0)
+        known.append(report.bound != "")
+    assert known == [False, False, True, False, True, True, False, True]
+
+
+def test_a_step_without_a_backward_ends_no_iteration(mesh: DeviceMesh) -> None:
+    loop = loop_of(mesh, {"overlap_forward": True}).train(3)
+    loop.backward(3)
+    loop.optimizer.step()
+    assert report_of(loop).iteration_ms > 0
+    loop.optimizer.step()
+    assert iteration_of(report_of(loop)) == NO_ITERATION
+
+
+@pytest.mark.parametrize("fields", [{"overlap_forward": True, "serial": True}, {}], ids=["serial", "step"])
+def test_where_nothing_overlaps_iterations_are_not_known(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
+    report = loop_of(mesh, fields).train(4).optimizer.offload_report()
+    assert (report.iteration_ms, report.stalled_ms) == (0, 0)
+
+
+def test_gradients_from_elsewhere_make_no_iterations(mesh: DeviceMesh) -> None:
+    loop = loop_of(mesh, {"overlap_forward": True})
+    for _ in range(4):
+        for param in loop.model.parameters():
+            param.grad = torch.ones_like(param)
+        loop.step()
+        assert iteration_of(report_of(loop)) == NO_ITERATION
+
+
+@pytest.mark.parametrize("name", ["forward", "prefetch"])
+def test_a_step_that_failed_ends_no_iteration(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("the link is down")
+
+    loop = loop_of(mesh, POLICIES[name]).train(3)
+    saved = copy.deepcopy(loop.optimizer.state_dict())
+    loop.backward(3)
+    with monkeypatch.context() as patch:
+        patch.setattr(Pipeline, "_store", fail)
+        with pytest.raises(RuntimeError, match="the link is down"):
+            loop.optimizer.step()
+    assert iteration_of(report_of(loop)) == NO_ITERATION
+    loop.optimizer.load_state_dict(saved)
+    assert iteration_of(report_of(loop.train(1, first=3))) == NO_ITERATION
+    assert report_of(loop.train(1, first=4)).bound == FORMULAS[name]
+
+
+def test_two_optimizers_of_one_model(mesh: DeviceMesh) -> None:
+    loop = loop_of(mesh, {"overlap_forward": True}, make=lambda params: adamw(params[::2]))
+    policy = OffloadPolicy(**SIZES, update="backward")
+    other = offload_optimizer(adamw(list(loop.model.parameters())[1::2]), model=loop.model, policy=policy)
+    for step in range(4):
+        loop.backward(step)
+        other.step()
+        loop.step()
+        other.zero_grad()
+    reports = report_of(loop), other.offload_report()
+    assert [report.bound for report in reports] == ["B + clip + max(F + U, T)", "max(F + B + U, T)"]
+    for report in reports:
+        assert 0 < report.bound_ms <= report.iteration_ms
+
+
 # The table -----------------------------------------------------------------------------------------------------------
 
 
@@ -174,6 +424,19 @@ Offloaded AdamW
   last step: stored               8.00 GB at 46.9 GB/s
   last step: time                 178.4 ms, of it 9.1 ms updates
   last step: exposed              169.3 ms"""
+    )
+    measured = replace(report, notes=(), advice="Do this.", iteration_ms=431.24, stalled_ms=3.08)
+    assert str(measured).startswith("Offloaded AdamW\n  Do this.\n  state on the host")
+    assert str(measured).endswith("\n  last iteration                  431.2 ms, of it 3.1 ms waiting for state")
+    assert str(replace(measured, bound_ms=424.0, bound="max(F + B + U, T)")).endswith(
+        """
+  last iteration                  431.2 ms, of it 3.1 ms waiting for state
+    it takes at least             424.0 ms = max(F + B + U, T)"""
+    )
+    assert str(replace(report, bound_ms=172.35, bound="max(U, T)")).endswith(
+        """
+  last step: exposed              169.3 ms
+    it takes at least             172.3 ms = max(U, T)"""
     )
 
 

@@ -2,13 +2,8 @@
 
 On several devices: ``torchrun --standalone --nproc-per-node 2 -m fsdp_offload.bench train``.
 
-The bound of a policy is what an iteration takes at least, from times of the same run: forward F, backward B, update U
-alone; all loads L and all stores S of what is offloaded alone; both at once T (see DESIGN.md section 3)::
-
-    in the step                            F + B + clip + max(U, T)
-    overlap_forward                        B + clip + max(F + U, T)
-    prefetch, with room for all loads      B + clip + max(F + U, S, L - B)
-    update="backward"                      max(F + B + U, T)
+The bound of a policy is what an iteration takes at least, from times of the same run, each part alone: the formulas are
+in ``fsdp_offload/bound.py``.
 
 ``--traces FOLDER`` writes of each policy a Chrome trace of three settled iterations (for ui.perfetto.dev) and a picture
 of the middle one, and a picture of all policies on one scale.
@@ -19,7 +14,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,6 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from .. import OffloadPolicy, offload_optimizer, remove_offload
+from ..bound import Times, bound
 from ..fsdp import fsdp_modules, local_shard
 from .host_step import host_fraction_of
 from .link import Link
@@ -154,46 +150,6 @@ def _chosen(only: str, sizes: Mapping[str, Any]) -> dict[str, OffloadPolicy | No
         for name, fields in POLICIES.items()
         if name in wanted
     }
-
-
-# Bounds -------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Times:
-    """What an iteration consists of, each part alone, in milliseconds; the copies of all of the state."""
-
-    forward_ms: float
-    backward_ms: float
-    update_ms: float
-    clip_ms: float
-    load_ms: float
-    store_ms: float
-    two_way_ms: float
-
-
-def bound(
-    policy: OffloadPolicy | None, times: Times, *, offloaded: float, room_for_all_loads: bool
-) -> tuple[str, float]:
-    """What an iteration takes at least: its formula, in the letters of this file's docstring, and milliseconds.
-
-    Args:
-        policy: ``None`` for the plain optimizer.
-        times: of the parts.
-        offloaded: the share of the state that passes through, from 0 to 1; the rest is resident.
-        room_for_all_loads: staging holds all of it, so that all of it may be loaded in the backward.
-    """
-    forward, backward, update, clip = times.forward_ms, times.backward_ms, times.update_ms, times.clip_ms
-    load, store, two_way = (offloaded * ms for ms in (times.load_ms, times.store_ms, times.two_way_ms))
-    if policy is None:
-        return "F + B + clip + U", forward + backward + clip + update
-    if policy.update == "backward":
-        return "max(F + B + U, T)", max(forward + backward + update, two_way)
-    if policy.prefetch == "backward" and room_for_all_loads:
-        return "B + clip + max(F + U, S, L - B)", backward + clip + max(forward + update, store, load - backward)
-    if policy.overlap_forward:
-        return "B + clip + max(F + U, T)", backward + clip + max(forward + update, two_way)
-    return "F + B + clip + max(U, T)", forward + backward + clip + max(update, two_way)
 
 
 def _copy_times(device: torch.device, state_bytes: int) -> dict[str, float]:

@@ -1,0 +1,100 @@
+"""What an iteration takes at least: the formula of each policy, from parts given or measured."""
+
+from typing import Any
+
+import pytest
+
+from fsdp_offload import OffloadPolicy
+from fsdp_offload.bound import Times, bound, bound_of_step, parts_of_iteration, what_would_help
+
+# Powers of two, so that a term that is missing, or counted twice, shows, and sums are exact.
+TIMES = Times(forward_ms=64, backward_ms=128, update_ms=2, clip_ms=1, load_ms=512, store_ms=256, two_way_ms=1024)
+BACKWARD: dict[str, Any] = {"update": "backward"}
+PREFETCH: dict[str, Any] = {"prefetch": "backward"}
+FORWARD: dict[str, Any] = {"overlap_forward": True}
+
+
+@pytest.mark.parametrize(
+    ("fields", "offloaded", "room", "formula", "ms"),
+    [
+        (None, 1.0, True, "F + B + clip + U", 64 + 128 + 1 + 2),
+        ({}, 1.0, True, "F + B + clip + max(U, T)", 64 + 128 + 1 + 1024),
+        ({}, 0.0, True, "F + B + clip + max(U, T)", 64 + 128 + 1 + 2),
+        (FORWARD, 1.0, True, "B + clip + max(F + U, T)", 128 + 1 + 1024),
+        (FORWARD, 1 / 1024, True, "B + clip + max(F + U, T)", 128 + 1 + 64 + 2),
+        (PREFETCH, 1.0, False, "F + B + clip + max(U, T)", 64 + 128 + 1 + 1024),
+        (PREFETCH | FORWARD, 1.0, False, "B + clip + max(F + U, T)", 128 + 1 + 1024),
+        (PREFETCH, 1.0, True, "B + clip + max(F + U, S, L - B)", 128 + 1 + 512 - 128),
+        (PREFETCH | FORWARD, 0.5, True, "B + clip + max(F + U, S, L - B)", 128 + 1 + 128),
+        (PREFETCH | FORWARD, 0.125, True, "B + clip + max(F + U, S, L - B)", 128 + 1 + 64 + 2),
+        (BACKWARD, 1.0, True, "max(F + B + U, T)", 1024),
+        (BACKWARD | FORWARD, 0.125, False, "max(F + B + U, T)", 64 + 128 + 2),
+        (BACKWARD | PREFETCH, 1.0, True, "max(F + B + U, T)", 1024),
+    ],
+)
+def test_the_formula_of_a_policy(
+    fields: dict[str, Any] | None, offloaded: float, room: bool, formula: str, ms: float
+) -> None:
+    policy = None if fields is None else OffloadPolicy(**fields)
+    assert bound(policy, TIMES, offloaded=offloaded, room_for_all_loads=room) == (formula, ms)
+
+
+@pytest.mark.parametrize(("update_ms", "load_ms", "store_ms"), [(9, 1, 2), (1, 9, 2), (1, 2, 9)])
+def test_a_step_takes_as_long_as_its_longest_part(update_ms: float, load_ms: float, store_ms: float) -> None:
+    found = bound_of_step(update_ms=update_ms, load_ms=load_ms, store_ms=store_ms)
+    assert found == ("max(U, T)", 9)
+
+
+# A live iteration -----------------------------------------------------------------------------------------------------
+
+PARTS: dict[str, Any] = {"busy_ms": 100, "forward_ms": 30, "update_ms": 5, "load_ms": 40, "store_ms": 50}
+
+
+def test_all_that_is_not_the_first_forward_counts_as_backward() -> None:
+    times = parts_of_iteration(**PARTS, beside_compute=False)
+    assert times == Times(30, 65, update_ms=5, clip_ms=0, load_ms=40, store_ms=50, two_way_ms=50)
+    assert bound(OffloadPolicy(**PREFETCH), times, offloaded=0.0).ms == 100
+
+
+def test_what_updates_cost_beside_the_model_is_counted_once() -> None:
+    times = parts_of_iteration(**PARTS, beside_compute=True)
+    assert times == Times(30, 70, update_ms=0, clip_ms=0, load_ms=40, store_ms=50, two_way_ms=50)
+    assert bound(OffloadPolicy(**BACKWARD), times) == ("max(F + B + U, T)", 100)
+    assert bound(OffloadPolicy(**FORWARD), times) == ("B + clip + max(F + U, T)", 120)
+
+
+def test_parts_that_were_measured_longer_than_the_whole_leave_nothing() -> None:
+    assert parts_of_iteration(**(PARTS | {"busy_ms": 33}), beside_compute=False).backward_ms == 0
+
+
+# What would help ------------------------------------------------------------------------------------------------------
+
+
+RESIDENT = 'resident_bytes="auto"'
+IN_BACKWARD = 'update="backward", behind the whole iteration, where gradients are not clipped by a norm'
+IN_FORWARD = "overlap_forward=True, which hides them behind the forward"
+LARGER, LARGER_OR_MORE = "a larger batch", "a larger batch or more micro-batches"
+AUTO: dict[str, Any] = {"resident_bytes": "auto"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "remedies"),
+    [
+        ({}, [IN_FORWARD, IN_BACKWARD]),
+        (FORWARD, [RESIDENT, LARGER, IN_BACKWARD]),
+        (PREFETCH, [RESIDENT, LARGER, IN_FORWARD, IN_BACKWARD]),
+        (BACKWARD, [RESIDENT, LARGER_OR_MORE]),
+        (BACKWARD | AUTO, [LARGER_OR_MORE]),
+        (BACKWARD | AUTO | {"resident_limit_bytes": 1 << 30}, ["a larger resident_limit_bytes", LARGER_OR_MORE]),
+    ],
+    ids=["step", "forward", "prefetch", "backward", "backward-resident", "backward-limited"],
+)
+def test_what_would_help(fields: dict[str, Any], remedies: list[str]) -> None:
+    sentence = what_would_help(OffloadPolicy(**fields), 424.04, 390.0)
+    longer = "The transfers take 34.0 ms longer than what hides them."
+    assert sentence == f"{longer} What would help: {'; '.join(remedies)}."
+
+
+@pytest.mark.parametrize("without_transfers_ms", [400.0, 396.5])
+def test_nothing_is_said_where_transfers_hide_or_nearly_so(without_transfers_ms: float) -> None:
+    assert what_would_help(OffloadPolicy(**FORWARD), 400.0, without_transfers_ms) == ""
