@@ -246,7 +246,7 @@ def test_fingerprints_on_the_device(device: torch.device, dtype: torch.dtype) ->
     tensors = [torch.randn(size, dtype=dtype) for size in (3, 1023, 70_001, 3_000_001)]
     found = []
     for hasher in hashers:
-        there = [tensor.to(hasher.weights.device) for tensor in tensors]
+        there = [tensor.to(hasher.weights.device, copy=True) for tensor in tensors]
         made = Fingerprint(tensor.view(torch.uint8) for tensor in there)
         for at in (0, 2):
             out = torch.empty(made.rows, dtype=torch.int64, device=hasher.weights.device)
@@ -352,7 +352,7 @@ def test_a_device_lr_that_a_scheduler_writes(mesh: DeviceMesh) -> None:
         loop = Loop(mesh, make, policy_of({"overlap_forward": True}, 1.0), net=net)
         for step in range(4):
             loop.backward(step)
-            if gated:
+            if gated and step:  # the first step waits for the state that it creates
                 with host_worker_gate.closed(loop.device):
                     loop.step()  # writes the lr when the host has not read it
             else:
