@@ -155,6 +155,7 @@ class HostJob:
         moves: state to copy first, to and from: an asynchronous save still reads where it was.
         states: the state of their parameters, and what becomes of it.
         hashers: for what goes down and for what goes up.
+        after: what has to have passed before its gradients are read.
         uploaded: recorded behind the parameters' way up.
         update_seconds: time in which the optimizer ran.
         arrival_seconds: in which it waited for what comes down.
@@ -175,6 +176,7 @@ class HostJob:
     habits: Habits
     lanes: tuple[Lane, Lane]
     hashers: tuple[Hasher, Hasher]
+    after: tuple[Mark, ...]
     done: threading.Event
     errors: list[tuple[str, BaseException]]
     uploaded: Mark | None = None
@@ -207,6 +209,8 @@ class HostJob:
 
     def _issue_downloads(self, memory: Tensor) -> None:
         down, hasher = self.lanes[0], self.hashers[0]
+        for mark in self.after:
+            down.wait(mark)
         if self.bucket.uploaded is not None:
             # The mirror is about to be written, and what is on the device is compared with what went up.
             down.wait(self.bucket.uploaded)
@@ -293,7 +297,7 @@ class HostJob:
             self._fail(error)
             self.failed = True
         # The rest goes with its step, not with the next step of this bucket.
-        self.ranges, self.grads, self.moves = [], [], []
+        self.ranges, self.grads, self.moves, self.after = [], [], [], ()
         self.step = self.states = self.bucket = self.part = None  # type: ignore[assignment]
         self.done.set()
 
@@ -344,6 +348,7 @@ class HostUpdates:
         self._created: dict[Tensor, UserState] = {}
         self._waited_seconds = 0.0
         self._errors: list[tuple[str, BaseException]] = []
+        self._after: tuple[Mark, ...] = ()
         leave_with(self, worker)
 
     def reserve(self, bucket_nbytes: int) -> None:
@@ -361,14 +366,18 @@ class HostUpdates:
 
     def begin(self, optimizer: Optimizer, shards: Iterable[StateShard]) -> HostStep:
         """Note where a logical step starts."""
-        self._waited_seconds = 0.0
+        self._waited_seconds, self._after = 0.0, ()
         step = HostStep(self._cls, self._traits, optimizer, shards)
         self._created = step.created
         return step
 
     def after(self, mark: Mark) -> None:
-        """What is submitted from now on starts only after ``mark``."""
-        self._lanes[0].wait(mark)
+        """What is submitted in this step from now on starts only after ``mark``.
+
+        Its copies wait when they are issued, and not their stream now: what was submitted before is issued later, as
+        buffers become free, and would wait for the whole backward.
+        """
+        self._after += (mark,)
 
     def submit(
         self,
@@ -430,6 +439,7 @@ class HostUpdates:
             habits,
             self._lanes,
             self._hashers,
+            self._after,
             threading.Event(),
             self._errors,
             state_bytes=part.state_bytes,

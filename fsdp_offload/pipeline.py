@@ -312,9 +312,11 @@ class Pipeline:
 
     def updates_after_compute(self) -> None:
         """Updates that are issued from now on start only when the current stream has done what it was given so far."""
-        if self._lanes["U"] is not self._lanes["C"] or self.host is not None:
+        if self._lanes["U"] is not self._lanes["C"]:
             self._compute_point = self._lanes["C"].mark(self._compute_point)
-            self.updates_after(self._compute_point)
+            self._lanes["U"].wait(self._compute_point)
+        if self.host is not None:
+            self.host.after(self._lanes["C"].mark())  # one of its own: the host comes to it later
 
     def updating(self) -> AbstractContextManager[None]:
         """Within it, kernels are issued in order with the updates."""

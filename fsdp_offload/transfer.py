@@ -1,13 +1,14 @@
 """Streams, events and the staging memory of a device: the only room that knows about them.
 
-A *lane* is where actions of one kind run: loads, updates, stores. On an accelerator the loads and the stores have a
-stream each, and updates run on the stream that is current in ``step()``, or on one of their own where they are to run
-beside a forward or a backward:
+A *lane* is where actions of one kind run: loads, updates, stores. On an accelerator the loads and the stores have
+streams of their own, and updates run on the stream that is current in ``step()``, or on one of their own where they are
+to run beside a forward or a backward:
 
 - loads overlap with updates, stores, and whatever the device still has to do of the backward. They have two streams
   that take turns: a small pinned copy of somebody else (``fully_shard`` makes one in each gather and each reduction)
   waits until all copies have finished that were released to the copy engine before it, so never more than one piece is;
-- the store stream overlaps with updates, loads, and the next forward;
+- stores overlap with updates, loads, and the next forward. They have two streams for the same reason: a loss that is
+  read, and gradients that the host is to update with, go the same way;
 - what the host updates has streams of its own, one down and two in turns up.
 
 The serial lanes run the same actions one by one on the current stream and wait for each: on the CPU, and to bisect.
@@ -275,9 +276,8 @@ class DeviceLink:
             lane = SerialLane(self.device)
             return {"L": lane, "U": lane, "S": lane, "C": lane}
         if self._copy_lanes is None:
-            streams = torch.Stream(self.device), torch.Stream(self.device)
-            # The same lane for all users: copies of one kind are in order, whoever issues them.
-            self._copy_lanes = TurnsLane(self.device, streams), StreamLane(self.device, torch.Stream(self.device))
+            # The same lanes for all users: copies of one kind are in order, whoever issues them.
+            self._copy_lanes = self._turns_lane(), self._turns_lane()
         load, store = self._copy_lanes
         if beside_compute and self._update_lane is None:
             # Ahead of the model's kernels: everything that comes later waits for updates, and they are short.
@@ -295,10 +295,12 @@ class DeviceLink:
             lane = SerialLane(self.device)
             return lane, lane
         if self._host_lanes is None:
-            streams = torch.Stream(self.device), torch.Stream(self.device)
             # Uploads in turns, as loads: both go through the copy engine that small copies of others need.
-            self._host_lanes = StreamLane(self.device, torch.Stream(self.device)), TurnsLane(self.device, streams)
+            self._host_lanes = StreamLane(self.device, torch.Stream(self.device)), self._turns_lane()
         return self._host_lanes
+
+    def _turns_lane(self) -> "TurnsLane":
+        return TurnsLane(self.device, (torch.Stream(self.device), torch.Stream(self.device)))
 
     def join(self) -> None:
         """Count one more user of the ring."""

@@ -24,6 +24,7 @@ from tests.overlapping import POLICIES, Loop, Net
 from tests.parity import Run, Zoo, attach, make_pair, same_bits, train_step
 
 LONG_CYCLES = 40_000_000  # longer than the host takes to issue what follows, so that a missing wait is surely seen
+HELD_CYCLES = 2_000_000_000  # about 1 s
 SIZES = {"bucket_bytes": 256 << 10, "staging_bytes": 5 * (256 << 10)}
 ALL_POLICIES: dict[str, dict[str, Any]] = {"step": {}, **POLICIES}
 EVERY_POLICY = pytest.mark.parametrize("fields", ALL_POLICIES.values(), ids=ALL_POLICIES)
@@ -341,6 +342,26 @@ def test_grad_scaler(device: torch.device, fraction: float) -> None:
         assert state["step"] == 3
         results.append([param.detach().clone() for param in run.params.values()])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_updates_begin_while_the_backward_runs(mesh: DeviceMesh) -> None:
+    """What is final is updated while the device is busy with the layers before it, whenever buffers become free."""
+    loop = Loop(mesh, adamw, policy_of({"update": "backward", "overlap_forward": True}, 1.0), net=net).train(4)
+    late = torch.cuda.Event()
+
+    def hold(*_: object) -> None:
+        torch.cuda._sleep(HELD_CYCLES)
+        late.record()
+
+    handle = loop.model.blocks[0].register_full_backward_pre_hook(hold)
+    loop.model(loop.batch(4)).backward()
+    engine = vars(loop.optimizer)["_offload_engine"].engine
+    jobs = [engine.host._jobs[number] for number in engine.steps.buckets_of(loop.model.blocks[-1].parameters())]
+    assert jobs
+    assert all(job.done.wait(60) for job in jobs)
+    assert not late.query(), "the updates waited for the whole backward"
+    handle.remove()
+    loop.step()
 
 
 def test_a_device_lr_that_a_scheduler_writes(mesh: DeviceMesh) -> None:
