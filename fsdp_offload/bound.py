@@ -1,14 +1,17 @@
 """What an iteration takes at least under a policy (DESIGN.md, section 3). Pure arithmetic; all times in milliseconds.
 
-With forward F, backward B, clipping, update U; all loads L and all stores S of what is offloaded; both at once T::
+With forward F, backward B, clipping, update U; all loads L and all stores S of what is offloaded, both at once T; and
+r, the share of what is offloaded that staging holds::
 
-    the plain optimizer                    F + B + clip + U
-    in the step                            F + B + clip + max(U, T)
-    overlap_forward                        B + clip + max(F + U, T)
-    prefetch, with room for all loads      B + clip + max(F + U, S, L - B)
-    update="backward"                      max(F + B + U, T)
+    the plain optimizer                          F + B + clip + U
+    in the step                                  F + B + clip + max(U, (1 - r) T)
+    overlap_forward                              B + clip + max(F + U, (1 - r) T)
+    prefetch, staging given back in the forward  B + clip + max(F + max(U, (1 - r) L), S)
+    the same with overlap_forward                B + clip + max(F + U, r S + (1 - r) T)
+    update="backward"                            max(F + B + U, T)
 
-and ``step()`` alone, in which nothing but updates hides the transfers: max(U, T).
+What staging holds is loaded behind the backward, as far as that lasts, and stored behind the next one, unless the
+forward needs its room. And ``step()`` alone, in which nothing but updates hides the transfers: max(U, T).
 """
 
 from dataclasses import dataclass
@@ -40,16 +43,14 @@ class Bound(NamedTuple):
     ms: float
 
 
-def bound(
-    policy: OffloadPolicy | None, times: Times, *, offloaded: float = 1.0, room_for_all_loads: bool = False
-) -> Bound:
+def bound(policy: OffloadPolicy | None, times: Times, *, offloaded: float = 1.0, staged: float = 0.0) -> Bound:
     """What an iteration takes at least.
 
     Args:
         policy: ``None`` for the plain optimizer.
         times: of the parts.
         offloaded: the share of the copies of ``times`` that is made, from 0 to 1; the rest of the state is resident.
-        room_for_all_loads: staging holds all of it, so that all of it may be loaded in the backward.
+        staged: the share of what is offloaded that staging holds, from 0 to 1.
     """
     forward, backward, update, clip = times.forward_ms, times.backward_ms, times.update_ms, times.clip_ms
     load, store, two_way = (offloaded * ms for ms in (times.load_ms, times.store_ms, times.two_way_ms))
@@ -57,12 +58,18 @@ def bound(
         return Bound("F + B + clip + U", forward + backward + clip + update)
     if policy.update == "backward":
         return Bound("max(F + B + U, T)", max(forward + backward + update, two_way))
-    if policy.prefetch == "backward" and room_for_all_loads:
-        ms = backward + clip + max(forward + update, store, load - backward)
-        return Bound("B + clip + max(F + U, S, L - B)", ms)
+    ahead = min(staged, backward / load) if load else staged
+    rest = backward + clip
+    if policy.staging_bytes == "auto":
+        if policy.overlap_forward:
+            hidden = max(forward + update, ahead * store + (1 - ahead) * two_way)
+            return Bound("B + clip + max(F + U, r S + (1 - r) T)", rest + hidden)
+        hidden = max(forward + max(update, (1 - ahead) * load), store)
+        return Bound("B + clip + max(F + max(U, (1 - r) L), S)", rest + hidden)
+    two_way *= 1 - ahead
     if policy.overlap_forward:
-        return Bound("B + clip + max(F + U, T)", backward + clip + max(forward + update, two_way))
-    return Bound("F + B + clip + max(U, T)", forward + backward + clip + max(update, two_way))
+        return Bound("B + clip + max(F + U, (1 - r) T)", rest + max(forward + update, two_way))
+    return Bound("F + B + clip + max(U, (1 - r) T)", forward + rest + max(update, two_way))
 
 
 def bound_of_step(*, update_ms: float, load_ms: float, store_ms: float) -> Bound:

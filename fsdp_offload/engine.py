@@ -17,12 +17,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .adopt import adopt
-from .bound import Bound, bound, bound_of_step, parts_of_iteration, what_would_help
 from .forms import as_kept, as_saved, drop_master, rebuild_master
 from .fsdp import has_replicas, local_shard, unsupported_gradient
 from .host_measure import measure
 from .host_share import best_fraction, host_bucket_bytes
-from .host_update import HostTimes, HostUpdates, counters_as_made
+from .host_update import HostUpdates, counters_as_made
 from .host_worker import host_worker
 from .iteration import IterationMarks
 from .learn import Layouts, layout_key
@@ -33,9 +32,8 @@ from .phases import Phases
 from .pipeline import BucketTimes, Pipeline, StepTimes
 from .plan import Plan
 from .policy import OffloadPolicy
-from .report import OffloadReport
 from .schedule import BucketStep
-from .shards import StateLayout, StateShard, leaves_of
+from .shards import StateLayout, StateShard
 from .stepping import BegunStep, Stepping
 from .transfer import Allocated, DeviceLink, EventMark, Mark, device_link
 from .update import ENGINE_ATTRIBUTE, StateStore, UserState
@@ -49,6 +47,7 @@ class Engine:
     Attributes:
         cls: the user's optimizer class.
         steps: its logical steps.
+        pinned: whether host memory is page-locked.
         tuning_of_residents, tuning_of_staging: what ``"auto"`` has chosen, and why, in sentences.
     """
 
@@ -67,19 +66,19 @@ class Engine:
         self.names = names
         self.layouts = Layouts(cls, traits, policy.master_weights)
         self.habits = traits.habits
-        self._pin = device.type != "cpu" if policy.pin_memory is None else policy.pin_memory
+        self.pinned = device.type != "cpu" if policy.pin_memory is None else policy.pin_memory
         self._link: DeviceLink = device_link(device)
         self.host: HostUpdates | None = None
         self.tuning_of_host = ""  # what "auto" has chosen, and why
         if policy.host_fraction:
             worker = host_worker(device)
-            self.host = HostUpdates(cls, traits, self._link, worker, serial=policy.serial, pin=self._pin)
+            self.host = HostUpdates(cls, traits, self._link, worker, serial=policy.serial, pin=self.pinned)
         self._pipeline = Pipeline(
             self._link, serial=policy.serial, beside_compute=policy.updates_beside_compute, host=self.host
         )
         self.plan = Plan(
             *(self.layouts, policy, device),
-            pin=self._pin,
+            pin=self.pinned,
             staged=self._pipeline.buckets,
             together=together,
             host=self.host,
@@ -144,7 +143,7 @@ class Engine:
             link=self._link,
             worker=host_worker(self.device),
             bucket_bytes=host_bucket_bytes(self.policy.bucket_bytes),
-            pin=self._pin,
+            pin=self.pinned,
         )
         self.plan.host_fraction = best_fraction(rates, traffic)
         self.tuning_of_host = (
@@ -423,6 +422,10 @@ class Engine:
         """Of the last step; waits for it."""
         return self._pipeline.bucket_times()
 
+    def step_times(self) -> StepTimes:
+        """Of the last step; waits for it."""
+        return self._pipeline.last_step_times()
+
     # Which buckets a step needs ----------------------------------------------------------------------------------
 
     def _shards_with_grad(self, optimizer: Optimizer, states: StateStore) -> list[StateShard]:
@@ -555,107 +558,6 @@ class Engine:
             self._pipeline.synchronize()
             self.steps.wait_for_all()  # also raises what has failed
 
-    def report(self, states: StateStore) -> OffloadReport:
-        """Bytes by place, and the times of the last step; waits for that step."""
-        times = self._pipeline.last_step_times()
-        on_host = self.host.last_times() if self.host is not None else HostTimes()
-        shards = list(self.plan.shards.values())
-        on_device = {shard for shard in shards if shard.resident and not self.phases.away}
-        host_state_bytes = sum(shard.nbytes for shard in shards if shard not in on_device)
-        return OffloadReport(
-            optimizer=self.cls.__name__,
-            host_state_bytes=host_state_bytes,
-            resident_state_bytes=sum(shard.nbytes for shard in on_device),
-            other_state_bytes=sum(_other_bytes(shard, states.get(shard.param)) for shard in shards),
-            left_out=tuple(dict.fromkeys(name for shard in shards for name in shard.layout.left_out)),
-            host_bytes=sum(region.nbytes for region in self.plan.regions),
-            snapshot_bytes=self.plan.spare_bytes,
-            pinned=self._pin,
-            ring_bytes=0 if self.phases.away else self.plan.ring_bytes,
-            buckets=sum(bool(bucket.copies) for bucket in self._pipeline.buckets),
-            device_peak_bytes=torch.accelerator.max_memory_allocated(self.device) if self.device.type != "cpu" else 0,
-            loaded_bytes=times.loaded_bytes,
-            stored_bytes=times.stored_bytes,
-            load_gb_per_s=_gb_per_s(times.loaded_bytes, times.load_ms),
-            store_gb_per_s=_gb_per_s(times.stored_bytes, times.store_ms),
-            step_ms=times.step_ms,
-            update_ms=times.update_ms,
-            exposed_ms=times.exposed_ms,
-            host_updated_bytes=on_host.state_bytes,
-            host_update_ms=on_host.update_ms,
-            host_update_gb_per_s=_gb_per_s(on_host.state_bytes, on_host.update_ms),
-            host_waited_ms=on_host.waited_ms,
-            host_arrival_ms=on_host.arrival_ms,
-            host_span_ms=on_host.span_ms,
-            host_weights_down_bytes=on_host.weights_down_bytes,
-            host_buffer_bytes=self.host.buffer_bytes if self.host is not None else 0,
-            **self._against_bound(times),
-            tuning=tuple(filter(None, (self.tuning_of_residents, self.tuning_of_staging, self.tuning_of_host))),
-            notes=tuple(self.notes()),
-        )
-
-    def _against_bound(self, step: StepTimes) -> dict[str, Any]:
-        """What the report says of the last iteration, or of ``step()`` where nothing overlaps, and of its bound."""
-        if step == StepTimes():
-            return {}
-        policy, copies = self.policy, {"load_ms": step.load_ms, "store_ms": step.store_ms}
-        if not policy.overlaps:
-            at_least = bound_of_step(update_ms=step.update_ms, **copies)
-            return self._bound_fields(at_least, step.update_ms, took_ms=step.step_ms)
-        last = self.iteration.last()
-        if last is None:
-            return {}
-        # Updates in the compute stream itself wait there for their loads.
-        waited_ms = 0.0 if policy.updates_beside_compute else step.exposed_ms
-        stalled_ms = min(last.ms, last.stalled_ms + waited_ms)
-        fields: dict[str, Any] = {"iteration_ms": last.ms, "stalled_ms": stalled_ms}
-        if not last.repeats:
-            return fields  # its transfers were those of two different steps
-        times = parts_of_iteration(
-            busy_ms=last.ms - stalled_ms,
-            forward_ms=last.forward_ms,
-            update_ms=step.update_ms,
-            beside_compute=policy.updates_beside_compute,
-            **copies,
-        )
-        room = self.plan.ring_bytes >= self.plan.moving_bytes()
-        at_least = bound(policy, times, room_for_all_loads=room)
-        unmoved = bound(policy, times, offloaded=0.0, room_for_all_loads=room)
-        return {**fields, **self._bound_fields(at_least, unmoved.ms, took_ms=last.ms)}
-
-    def _bound_fields(self, at_least: Bound, without_transfers_ms: float, *, took_ms: float) -> dict[str, Any]:
-        # What has taken no longer has hidden the rest elsewhere: the last stores behind a backward, the first loads
-        # behind what the device was still to do when step() was called.
-        bound_ms = min(at_least.ms, took_ms)
-        # On the CPU there is nothing that transfers could hide behind.
-        on_cpu = self.device.type == "cpu"
-        advice = "" if on_cpu else what_would_help(self.policy, bound_ms, without_transfers_ms)
-        return {"bound_ms": bound_ms, "bound": at_least.formula, "advice": advice}
-
-    def notes(self) -> Iterable[str]:
-        """What the user should know about this offload."""
-        shards = self.plan.shards.values()
-        if not any(shard.nbytes for shard in shards if not shard.resident):
-            if any(shard.resident for shard in shards):
-                yield "NOTHING IS OFFLOADED: all of the state fits into resident_bytes."
-            else:
-                why = (
-                    f"{self.cls.__name__} keeps no state for these parameters" if shards else "no parameter is trained"
-                )
-                yield f"NOTHING IS OFFLOADED: {why}."
-        if self.device.type == "cpu":
-            yield "The parameters are on the CPU: offloading works, but there is nothing to gain."
-        if self.plan.ring_bytes > self.policy.ring_bytes:
-            yield (
-                f"The largest bucket that cannot be cut needs {self.plan.ring_bytes} bytes of staging, more than "
-                f"staging_bytes={self.policy.staging_bytes} leaves ({self.policy.ring_bytes})."
-            )
-        left_out = list(dict.fromkeys(name for shard in shards for name in shard.layout.left_out))
-        if left_out:
-            yield f"State {left_out} is not made of dense tensors and stays where the optimizer put it."
-        if self.steps.failure:
-            yield f"Not usable: {self.steps.failure}."
-
 
 def engine_of(optimizer: object) -> Engine | None:
     """The engine of an offloaded optimizer; ``None`` for anything else."""
@@ -670,15 +572,6 @@ def _param_ids(optimizer: Optimizer) -> list[int]:
 
 def _zero_like(example: object) -> object:
     return torch.zeros_like(example) if isinstance(example, Tensor) else type(example)()
-
-
-def _other_bytes(shard: StateShard, state: UserState) -> int:
-    tensors = [value for name, value in state.items() if isinstance(value, Tensor) and name not in shard.homes]
-    return sum(leaf.numel() * leaf.element_size() for value in tensors for leaf in leaves_of(value))
-
-
-def _gb_per_s(nbytes: int, ms: float) -> float:
-    return nbytes / ms / 1e6 if ms > 0 else 0.0
 
 
 def _let_go(link: DeviceLink, user: int) -> None:

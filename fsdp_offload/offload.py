@@ -30,6 +30,7 @@ from .overlap import group_numbers, make_overlap
 from .policy import OffloadPolicy
 from .reload_before import tell_if_never_reloaded
 from .report import OffloadReport
+from .reporting import notes_of, report_of
 from .state import OffloadedState, UnwaitedStates
 from .update import ENGINE_ATTRIBUTE, UserState
 
@@ -97,7 +98,7 @@ def offload_optimizer(
     except BaseException:
         remove_offload(target)
         raise
-    for note in engine.notes():
+    for note in notes_of(engine):
         warnings.warn(f"offload_optimizer: {note}", stacklevel=2)
     return optimizer
 
@@ -293,7 +294,7 @@ class OffloadedOptimizer(Optimizer):
     def offload_report(self) -> OffloadReport:
         """Bytes by place, rates, and times of the last step; waits for that step. ``str()`` of it is a table."""
         engine = _engine_of(self)
-        return engine.report(_states_of(self, engine).unwaited)
+        return report_of(engine, _states_of(self, engine).unwaited)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise TypeError(_NO_COPY.format(name=type(self).__name__))

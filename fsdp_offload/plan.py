@@ -340,6 +340,11 @@ class Plan:
         self._ring_limit_bytes = nbytes
         self._place()
 
+    @property
+    def moving_buckets(self) -> int:
+        """How many buckets pass through the ring."""
+        return sum(bool(one.copies) for one in self._staged)
+
     def moving_bytes(self, numbers: Iterable[int] | None = None) -> int:
         """Of all slots, or of these, if each bucket that moves had one of its own."""
         numbers = range(len(self._staged)) if numbers is None else numbers

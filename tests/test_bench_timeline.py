@@ -20,7 +20,7 @@ from matplotlib.image import imread
 
 from fsdp_offload import OffloadPolicy
 from fsdp_offload.bench.timeline import Lane, Phase, Span, Timeline, draw, read_trace, timeline_of
-from fsdp_offload.bench.train import SETTLE_ITERATIONS, Bench, Times, bound, draw_all, main, trace_path
+from fsdp_offload.bench.train import SETTLE_ITERATIONS, Bench, draw_all, main, trace_path
 
 COMPUTE, GATHER, REDUCE, LOAD, LOAD_TOO, UPDATE, STORE = 7, 13, 14, 20, 21, 22, 23  # streams
 PYTHON, AUTOGRAD = 100, 101  # threads
@@ -354,33 +354,3 @@ def test_files_and_records_of_all_policies(bench: Bench, tmp_path: Path, capsys:
 def test_a_policy_that_does_not_exist_is_refused() -> None:
     with pytest.raises(typer.BadParameter, match=r"overlap_forward, prefetch, backward, .*; got forwards"):
         main(only="step,forwards")
-
-
-TIMES = Times(
-    forward_ms=100, backward_ms=300, update_ms=10, clip_ms=5, load_ms=200, store_ms=220, two_way_ms=250
-)  # whole numbers, so that bounds are exact
-
-
-@pytest.mark.parametrize(
-    ("fields", "offloaded", "room", "formula", "ms"),
-    [
-        (None, 0.0, True, "F + B + clip + U", 415),
-        ({}, 1.0, False, "F + B + clip + max(U, T)", 655),
-        ({"overlap_forward": True}, 1.0, False, "B + clip + max(F + U, T)", 555),
-        ({"overlap_forward": True}, 0.5, False, "B + clip + max(F + U, T)", 430),
-        ({"overlap_forward": True}, 0.25, False, "B + clip + max(F + U, T)", 415),
-        ({"overlap_forward": True, "prefetch": "backward"}, 1.0, False, "B + clip + max(F + U, T)", 555),
-        ({"overlap_forward": True, "prefetch": "backward"}, 1.0, True, "B + clip + max(F + U, S, L - B)", 525),
-        ({"overlap_forward": True, "prefetch": "backward"}, 0.25, True, "B + clip + max(F + U, S, L - B)", 415),
-        ({"update": "backward"}, 1.0, False, "max(F + B + U, T)", 410),
-    ],
-)
-def test_bounds(fields: dict[str, Any] | None, offloaded: float, room: bool, formula: str, ms: float) -> None:
-    policy = None if fields is None else OffloadPolicy(**fields)
-    assert bound(policy, TIMES, offloaded=offloaded, room_for_all_loads=room) == (formula, ms)
-
-
-def test_loads_that_outlast_the_backward_count_by_what_is_left() -> None:
-    times = Times(forward_ms=100, backward_ms=300, update_ms=10, clip_ms=5, load_ms=600, store_ms=220, two_way_ms=650)
-    policy = OffloadPolicy(prefetch="backward", overlap_forward=True)
-    assert bound(policy, times, offloaded=1.0, room_for_all_loads=True)[1] == 300 + 5 + 300

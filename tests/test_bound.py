@@ -14,29 +14,37 @@ PREFETCH: dict[str, Any] = {"prefetch": "backward"}
 FORWARD: dict[str, Any] = {"overlap_forward": True}
 
 
+AUTO: dict[str, Any] = PREFETCH | {"staging_bytes": "auto"}
+
+
 @pytest.mark.parametrize(
-    ("fields", "offloaded", "room", "formula", "ms"),
+    ("fields", "offloaded", "staged", "formula", "ms"),
     [
-        (None, 1.0, True, "F + B + clip + U", 64 + 128 + 1 + 2),
-        ({}, 1.0, True, "F + B + clip + max(U, T)", 64 + 128 + 1 + 1024),
-        ({}, 0.0, True, "F + B + clip + max(U, T)", 64 + 128 + 1 + 2),
-        (FORWARD, 1.0, True, "B + clip + max(F + U, T)", 128 + 1 + 1024),
-        (FORWARD, 1 / 1024, True, "B + clip + max(F + U, T)", 128 + 1 + 64 + 2),
-        (PREFETCH, 1.0, False, "F + B + clip + max(U, T)", 64 + 128 + 1 + 1024),
-        (PREFETCH | FORWARD, 1.0, False, "B + clip + max(F + U, T)", 128 + 1 + 1024),
-        (PREFETCH, 1.0, True, "B + clip + max(F + U, S, L - B)", 128 + 1 + 512 - 128),
-        (PREFETCH | FORWARD, 0.5, True, "B + clip + max(F + U, S, L - B)", 128 + 1 + 128),
-        (PREFETCH | FORWARD, 0.125, True, "B + clip + max(F + U, S, L - B)", 128 + 1 + 64 + 2),
-        (BACKWARD, 1.0, True, "max(F + B + U, T)", 1024),
-        (BACKWARD | FORWARD, 0.125, False, "max(F + B + U, T)", 64 + 128 + 2),
-        (BACKWARD | PREFETCH, 1.0, True, "max(F + B + U, T)", 1024),
+        (None, 1.0, 1.0, "F + B + clip + U", 64 + 128 + 1 + 2),
+        ({}, 1.0, 0.0, "F + B + clip + max(U, (1 - r) T)", 64 + 128 + 1 + 1024),
+        ({}, 1.0, 0.125, "F + B + clip + max(U, (1 - r) T)", 64 + 128 + 1 + 896),
+        ({}, 0.0, 0.0, "F + B + clip + max(U, (1 - r) T)", 64 + 128 + 1 + 2),
+        (FORWARD, 1.0, 0.0, "B + clip + max(F + U, (1 - r) T)", 128 + 1 + 1024),
+        (FORWARD, 1.0, 0.5, "B + clip + max(F + U, (1 - r) T)", 128 + 1 + 768),  # the backward hides a quarter of L
+        (FORWARD, 1 / 1024, 0.0, "B + clip + max(F + U, (1 - r) T)", 128 + 1 + 64 + 2),
+        (PREFETCH, 1.0, 0.25, "F + B + clip + max(U, (1 - r) T)", 64 + 128 + 1 + 768),
+        (PREFETCH | FORWARD, 0.25, 0.5, "B + clip + max(F + U, (1 - r) T)", 128 + 1 + 128),
+        (AUTO, 1.0, 0.25, "B + clip + max(F + max(U, (1 - r) L), S)", 128 + 1 + 64 + 384),
+        (AUTO, 0.5, 0.5, "B + clip + max(F + max(U, (1 - r) L), S)", 128 + 1 + 64 + 128),
+        (AUTO, 0.5, 1.0, "B + clip + max(F + max(U, (1 - r) L), S)", 128 + 1 + 64 + 128),  # half of L is hidden
+        (AUTO, 0.25, 1.0, "B + clip + max(F + max(U, (1 - r) L), S)", 128 + 1 + 64 + 2),
+        (AUTO | FORWARD, 1.0, 0.25, "B + clip + max(F + U, r S + (1 - r) T)", 128 + 1 + 64 + 768),
+        (AUTO | FORWARD, 0.25, 1.0, "B + clip + max(F + U, r S + (1 - r) T)", 128 + 1 + 66),
+        (BACKWARD, 1.0, 1.0, "max(F + B + U, T)", 1024),
+        (BACKWARD | FORWARD, 0.125, 0.0, "max(F + B + U, T)", 64 + 128 + 2),
+        (BACKWARD | PREFETCH, 1.0, 0.5, "max(F + B + U, T)", 1024),
     ],
 )
 def test_the_formula_of_a_policy(
-    fields: dict[str, Any] | None, offloaded: float, room: bool, formula: str, ms: float
+    fields: dict[str, Any] | None, offloaded: float, staged: float, formula: str, ms: float
 ) -> None:
     policy = None if fields is None else OffloadPolicy(**fields)
-    assert bound(policy, TIMES, offloaded=offloaded, room_for_all_loads=room) == (formula, ms)
+    assert bound(policy, TIMES, offloaded=offloaded, staged=staged) == (formula, ms)
 
 
 @pytest.mark.parametrize(("update_ms", "load_ms", "store_ms"), [(9, 1, 2), (1, 9, 2), (1, 2, 9)])
@@ -60,7 +68,7 @@ def test_what_updates_cost_beside_the_model_is_counted_once() -> None:
     times = parts_of_iteration(**PARTS, beside_compute=True)
     assert times == Times(30, 70, update_ms=0, clip_ms=0, load_ms=40, store_ms=50, two_way_ms=50)
     assert bound(OffloadPolicy(**BACKWARD), times) == ("max(F + B + U, T)", 100)
-    assert bound(OffloadPolicy(**FORWARD), times) == ("B + clip + max(F + U, T)", 120)
+    assert bound(OffloadPolicy(**FORWARD), times) == ("B + clip + max(F + U, (1 - r) T)", 120)
 
 
 def test_parts_that_were_measured_longer_than_the_whole_leave_nothing() -> None:
@@ -74,7 +82,7 @@ RESIDENT = 'resident_bytes="auto"'
 IN_BACKWARD = 'update="backward", behind the whole iteration, where gradients are not clipped by a norm'
 IN_FORWARD = "overlap_forward=True, which hides them behind the forward"
 LARGER, LARGER_OR_MORE = "a larger batch", "a larger batch or more micro-batches"
-AUTO: dict[str, Any] = {"resident_bytes": "auto"}
+KEEPS: dict[str, Any] = {"resident_bytes": "auto"}
 
 
 @pytest.mark.parametrize(
@@ -84,8 +92,8 @@ AUTO: dict[str, Any] = {"resident_bytes": "auto"}
         (FORWARD, [RESIDENT, LARGER, IN_BACKWARD]),
         (PREFETCH, [RESIDENT, LARGER, IN_FORWARD, IN_BACKWARD]),
         (BACKWARD, [RESIDENT, LARGER_OR_MORE]),
-        (BACKWARD | AUTO, [LARGER_OR_MORE]),
-        (BACKWARD | AUTO | {"resident_limit_bytes": 1 << 30}, ["a larger resident_limit_bytes", LARGER_OR_MORE]),
+        (BACKWARD | KEEPS, [LARGER_OR_MORE]),
+        (BACKWARD | KEEPS | {"resident_limit_bytes": 1 << 30}, ["a larger resident_limit_bytes", LARGER_OR_MORE]),
     ],
     ids=["step", "forward", "prefetch", "backward", "backward-resident", "backward-limited"],
 )

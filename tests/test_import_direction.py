@@ -78,10 +78,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "phases": {"transfer", "shards", "update", "pipeline", "plan", "lending", "stepping"},
     "engine": {
-        *("policy", "fsdp", "schedule", "transfer", "report", "masters", "optimizers", "shards"),
+        *("policy", "fsdp", "schedule", "transfer", "masters", "optimizers", "shards"),
         *("update", "learn", "pipeline", "plan", "adopt", "forms", "lending", "stepping", "phases"),
-        *("host_share", "host_worker", "host_update", "host_measure", "bound", "iteration"),
+        *("host_share", "host_worker", "host_update", "host_measure", "iteration"),
     },
+    "reporting": {"policy", "bound", "report", "host_update", "shards", "update", "pipeline", "engine"},
     "load": {"fsdp", "masters", "shards", "update", "engine"},
     "state": {"update", "engine"},
     "checks": {"policy", "fsdp", "optimizers", "update"},
@@ -96,7 +97,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "reload_before": {"attachment"},
     "offload": {
         *("policy", "fsdp", "report", "optimizers", "update", "engine", "load", "state", "checks", "overlap"),
-        *("attachment", "reload_before"),
+        *("attachment", "reload_before", "reporting"),
     },
     "asleep": {"guard"},
     "sleep": {"fsdp", "host_memory", "arena", "buckets", "transfer", "asleep"},

@@ -155,9 +155,9 @@ def mesh() -> Iterator[DeviceMesh]:
 
 
 FORMULAS = {
-    "forward": "B + clip + max(F + U, T)",
-    "prefetch": "F + B + clip + max(U, T)",
-    "prefetch-forward": "B + clip + max(F + U, T)",
+    "forward": "B + clip + max(F + U, (1 - r) T)",
+    "prefetch": "F + B + clip + max(U, (1 - r) T)",
+    "prefetch-forward": "B + clip + max(F + U, (1 - r) T)",
     "backward": "max(F + B + U, T)",
     "backward-forward": "max(F + B + U, T)",
 }
@@ -196,10 +196,11 @@ def test_an_iteration_and_its_bound(mesh: DeviceMesh, name: str, micro_batches: 
         assert report.bound == FORMULAS[name]
 
 
-def test_room_for_all_loads_has_a_formula_of_its_own(mesh: DeviceMesh) -> None:
-    for fields in ({}, {"overlap_forward": True}):
-        loop = loop_of(mesh, {"prefetch": "backward", "staging_bytes": 1 << 21, **fields})
-        assert report_of(loop.train(3)).bound == "B + clip + max(F + U, S, L - B)"
+def test_staging_that_comes_and_goes_has_formulas_of_its_own(mesh: DeviceMesh) -> None:
+    formulas = {False: "B + clip + max(F + max(U, (1 - r) L), S)", True: "B + clip + max(F + U, r S + (1 - r) T)"}
+    for overlap_forward, formula in formulas.items():
+        fields = {"prefetch": "backward", "staging_bytes": "auto", "overlap_forward": overlap_forward}
+        assert report_of(loop_of(mesh, fields).train(5)).bound == formula
 
 
 def test_without_a_model_the_bound_is_that_of_a_step() -> None:
@@ -377,7 +378,7 @@ def test_two_optimizers_of_one_model(mesh: DeviceMesh) -> None:
         loop.step()
         other.zero_grad()
     reports = report_of(loop), other.offload_report()
-    assert [report.bound for report in reports] == ["B + clip + max(F + U, T)", "max(F + B + U, T)"]
+    assert [report.bound for report in reports] == [FORMULAS["forward"], FORMULAS["backward"]]
     for report in reports:
         assert 0 < report.bound_ms <= report.iteration_ms
 

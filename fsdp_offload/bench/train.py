@@ -172,12 +172,13 @@ def _print(
     ms, plain_ms = (median([one["ms"] for one in some]) for some in (found, plain))
     memory = {key: [median([one[key] for one in some]) for some in (found, plain)] for key in _MEMORY}
     settled = found[-1]
+    # What the host updates does not pass through; how long that takes, this bound does not know.
+    moving_bytes = settled["host_state_bytes"] - settled["host_updated_bytes"]
     formula, bound_ms = bound(
         policy,
         times,
-        # What the host updates does not pass through; how long that takes, this bound does not know.
-        offloaded=(settled["host_state_bytes"] - settled["host_updated_bytes"]) / state_bytes,
-        room_for_all_loads=settled["ring_bytes"] >= settled["host_state_bytes"],
+        offloaded=moving_bytes / state_bytes,
+        staged=min(1.0, settled["ring_bytes"] / moving_bytes) if moving_bytes else 0.0,
     )
     print_record(
         "train",

@@ -63,8 +63,9 @@ def test_a_transfer_that_takes_long_is_in_the_bound(mesh: DeviceMesh, monkeypatc
 
     monkeypatch.setattr(Pipeline, "_load", load_slowly)
     report = loop.train(3, first=4).optimizer.offload_report()
-    loads_ms = report.buckets * sleep_ms(SLEEP_CYCLES)
-    assert report.bound == "B + clip + max(F + U, T)"
+    passing = 1 - report.ring_bytes / report.host_state_bytes  # the rest may be loaded behind the backward
+    loads_ms = passing * report.buckets * sleep_ms(SLEEP_CYCLES)
+    assert report.bound == "B + clip + max(F + U, (1 - r) T)"
     assert 0.8 * loads_ms < report.bound_ms <= report.iteration_ms
     assert "The transfers take" in report.advice
     assert report.advice in str(report)
