@@ -90,6 +90,10 @@ class Lending:
             state, old = states.get(shard.param), shard.homes
             shard.side = 1 - shard.side
             state.update((name, home) for name, home in shard.homes.items() if state.get(name) is old[name])
+        self.store_home(steps)
+
+    def store_home(self, steps: Iterable[BucketStep]) -> None:
+        """What is stored of these buckets from now on goes to the homes again, where these are now."""
         for step in steps:
             bucket = self._pipeline.buckets[step.bucket]
             if bucket.store_copies is not None:

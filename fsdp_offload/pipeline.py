@@ -159,6 +159,7 @@ class Pipeline:
         self._before_updates: list[Mark] = []  # what the next update has to wait for
         self._queue: deque[Action] = deque()
         self._issued: list[Action] = []
+        self._skipped: set[int] = set()  # taken out of the schedule, of whose actions others wait for some
         self._places: Mapping[int, Placement] = {}
 
     def ring(self, nbytes: int) -> Tensor:
@@ -238,6 +239,7 @@ class Pipeline:
         self._step_called = None
         self._queue = deque(actions)
         self._issued = []
+        self._skipped = set()
 
     def step_is_called(self) -> None:
         """Only loads have been issued so far: what has passed since :meth:`begin` was the model's time."""
@@ -291,6 +293,7 @@ class Pipeline:
 
     def skip(self, buckets: Container[int]) -> None:
         """Take buckets that turn out to have no gradient out of the schedule. What is loaded of them goes unused."""
+        self._skipped |= {action.bucket for action in self._queue if action.bucket in buckets}
         for action in self._issued:
             if action.bucket in buckets and action.kind == "L":
                 self.buckets[action.bucket].residency = Residency.HOME
@@ -358,13 +361,16 @@ class Pipeline:
     def _issue(self, action: Action, update: Callable[[int], None]) -> None:
         lane = self._lanes[action.kind]
         for wait in action.waits:
+            if wait.bucket in self._skipped and wait.kind == "S" and not wait.earlier:
+                # This store is not coming, and its last one was in an earlier step. It stood for all stores before it,
+                # which may still read the place that is entered, or write the home that is loaded.
+                lane.wait(self._lanes["S"].mark())
+                continue
             awaited = self._spans.get((wait.kind, wait.bucket))
             if awaited is not None and awaited.end is not None:
                 lane.wait(awaited.end)
         if action.kind == "U":
-            for mark in self._before_updates:
-                lane.wait(mark)
-            self._before_updates = []
+            self._wait_before_update(self.buckets[action.bucket], lane)
         span = self._spans.setdefault((action.kind, action.bucket), Span())
         # A trace then reads like the schedule.
         with recorded(f"fsdp_offload {action.kind}{action.bucket}"), lane.running():
@@ -380,6 +386,15 @@ class Pipeline:
                 if self.buckets[action.bucket].placement is not None:
                     self.buckets[action.bucket].move_to(Residency.IN_SLOT)
             span.end = lane.mark(span.end)
+
+    def _wait_before_update(self, bucket: StagedBucket, lane: Lane) -> None:
+        for mark in self._before_updates:
+            lane.wait(mark)
+        self._before_updates = []
+        if bucket.placement is not None and bucket.residency is not Residency.LOADING:
+            # State is created in the ring. A load that nobody uses any more, of a schedule that was given up, of a
+            # skipped bucket or of somebody else, may still be on its way there, and no store comes after it.
+            lane.wait(self._lanes["L"].mark())
 
     def _load(self, bucket: StagedBucket, lane: Lane) -> None:
         for (home, _), slot in zip(bucket.copies, self._slots(bucket), strict=True):
@@ -410,14 +425,16 @@ class Pipeline:
         """Block the host until the arena holds the newest bytes of this bucket: wait for its store, and no other."""
         if self.host is not None:
             self.host.wait(number)
-        if self.buckets[number].residency is Residency.STORING:
-            self._wait_stored(number)
+        self._wait_stored(number)
 
     def _wait_stored(self, number: int) -> None:
-        end = self._spans["S", number].end
-        assert end is not None
-        end.synchronize()
-        self.buckets[number].move_to(Residency.HOME)
+        # Whatever its residency: a load for the next step, even one that has been given up since, is ordered behind the
+        # store on the device only. Whoever reads the arena meanwhile would see the store half done.
+        store = self._spans.get(("S", number))
+        if store is not None and store.end is not None:
+            store.end.synchronize()
+        if self.buckets[number].residency is Residency.STORING:
+            self.buckets[number].move_to(Residency.HOME)
 
     def stored(self, numbers: Iterable[int]) -> set[int]:
         """Those of ``numbers`` whose newest bytes are in the arena, or on their way there."""
@@ -435,9 +452,9 @@ class Pipeline:
         if self.host is not None:
             self.host.wait_quietly()
         self._link.synchronize()
-        for number, bucket in enumerate(self.buckets):
+        for bucket in self.buckets:
             if bucket.residency is Residency.STORING:
-                self._wait_stored(number)
+                bucket.move_to(Residency.HOME)
 
     def mark(self) -> Mark:
         """A mark at what the current stream has been given so far."""

@@ -229,11 +229,13 @@ class Stepping:
 
     def drop(self) -> None:
         """Forget what the backward has begun: it is to be done again, or the state is to be replaced."""
-        if self.begun is not None:
-            if self.begun.done:
-                for param in filter(is_spent, self.begun.spent):
+        begun = self.begun
+        if begun is not None:
+            if begun.done:
+                for param in filter(is_spent, begun.spent):
                     param.grad = None  # used; in a step after this it would be used twice
                 self._pipeline.abandon()
+                self._lending.store_home(begun.made_way)  # else the next step stores into places that nobody settles
             else:
                 self._pipeline.cancel()
             self.begun = None

@@ -323,6 +323,7 @@ class DeviceLink:
         if self._ring is None or self._ring.numel() < nbytes:
             self._drop_ring()
             self._ring = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+            self._last_user = 0  # what others have loaded is in the ring before, also if ``user`` never uses this one
             # The memory may have been an activation that a kernel on the current stream is still reading.
             self._order(first=[self._compute], then=self._others)
         return self._ring

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_offload import OffloadPolicy, offload_optimizer, remove_offload
+from fsdp_offload.engine import engine_of
 from fsdp_offload.pipeline import BucketTimes, Pipeline
 from fsdp_offload.plan import Plan
 from tests.fused_adam_reference import FusedAdam
@@ -310,6 +311,37 @@ def test_a_load_between_backward_and_step_uses_up_the_gradients(mesh: DeviceMesh
     loop.optimizer.load_state_dict(saved)
     loop.optimizer.step()
     assert all(torch.equal(a.to_local(), b.to_local()) for a, b in zip(new, loop.model.parameters(), strict=True))
+
+
+class Writer:
+    """Reads homes until somebody waits for it."""
+
+    def __init__(self) -> None:
+        self.reading = True
+
+    def is_reading(self) -> bool:
+        return self.reading
+
+    def wait(self) -> None:
+        self.reading = False
+
+
+def test_a_load_between_backward_and_step_while_homes_are_read(mesh: DeviceMesh) -> None:
+    """The backward has stored into spare homes, and nothing of that counts: later steps store where the state lives."""
+    plain, offloaded = pair(mesh, policy_of({"update": "backward"}, snapshot_bytes=1 << 20))
+    for loop in (plain, offloaded):
+        loop.train(3)
+        weights = {name: value.detach().clone() for name, value in loop.model.state_dict().items()}
+        saved = copy.deepcopy(loop.optimizer.state_dict())
+        engine = engine_of(loop.optimizer)
+        if engine is not None:
+            engine.wait_all_home()
+            engine.lending.lend(Writer(), [shard.home for shard in engine.plan.shards.values()])
+        loop.backward(3)
+        loop.model.load_state_dict(weights)
+        loop.optimizer.load_state_dict(saved)
+        loop.optimizer.zero_grad()
+    assert same(plain.train(4, first=4), offloaded.train(4, first=4))
 
 
 def test_weights_written_between_backward_and_step_are_refused(mesh: DeviceMesh) -> None:
