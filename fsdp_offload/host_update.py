@@ -279,7 +279,8 @@ class HostJob:
             self.bucket.forget()  # until what comes of it is on the device
         try:
             groups = len(self.step.pinned)
-            update_bucket(self.step.shadow, shared, self.habits, self.ranges, groups, self.states, {})
+            for ranges in _alike(self.ranges, self.states):
+                update_bucket(self.step.shadow, shared, self.habits, ranges, groups, self.states, {})
         finally:
             for bound in self.ranges:
                 bound.gradient = None
@@ -313,6 +314,18 @@ _FLAG_BYTES = aligned(1)
 def passing_bytes(gradient_bytes: Iterable[int]) -> int:
     """Host memory through which a bucket with gradients of these sizes passes."""
     return _FLAG_BYTES + sum(map(aligned, gradient_bytes))
+
+
+def _alike(ranges: list[BoundRange], states: StateStore) -> list[list[BoundRange]]:
+    """Divide into those that have state and those that have none yet, where there are both.
+
+    torch's fused SGD takes one or the other, and it is us who have chosen a fused kernel. Each range is updated by
+    itself whatever is beside it.
+    """
+    with_state = [any(value is not None for value in states.get(bound.shard.param).values()) for bound in ranges]
+    if all(with_state) or not any(with_state):
+        return [ranges]
+    return [[bound for bound, has in zip(ranges, with_state, strict=True) if has is wanted] for wanted in (True, False)]
 
 
 def _moves(bound: BoundRange, states: StateStore) -> list[tuple[Tensor, Tensor]]:

@@ -25,6 +25,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
 from fsdp_offload import OffloadPolicy, host_measure, host_update, remove_offload
+from fsdp_offload.host_share import host_bucket_bytes
 from fsdp_offload.host_update import HostJob, HostUpdates
 from fsdp_offload.host_worker import HostWorker, host_worker
 from fsdp_offload.optimizers import traits_of
@@ -121,6 +122,35 @@ def test_the_rest_is_updated_as_the_user_wants(implementation: dict[str, Any]) -
         assert (one in states) == (other in optimizer.state)
         for key, value in states.get(one, {}).items():
             assert same_value(value, optimizer.state[other][key]), (name, key)
+
+
+@pytest.mark.parametrize("cls", [optim.SGD, optim.Adagrad, optim.AdamW])
+def test_a_first_gradient_beside_others_that_have_state(cls: type[Optimizer]) -> None:
+    """The host takes the fused kernel; torch's fused SGD fails where only some parameters have state."""
+
+    def late_gradient(run: Run, step: int) -> float:
+        run.optimizer.zero_grad()
+        loss = run.loss(step)
+        loss.backward()
+        for name, param in run.params.items():
+            if step < 2 and name.endswith("bias"):
+                param.grad = None
+        run.optimizer.step()
+        return loss.item()
+
+    flags = {"momentum": 0.9, "dampening": 0.1} if cls is optim.SGD else {}
+    make = lambda params: cls(params, lr=0.02, foreach=False, **flags)  # noqa: E731
+    pair = make_pair(Net, make, dtype=torch.float64, policy=policy(1.0))
+    assert host_names(pair.offloaded.optimizer)
+    for step in range(5):
+        for run in pair:
+            late_gradient(run, step)
+    for name, param in pair.plain.params.items():  # another kernel than that of the plain optimizer
+        torch.testing.assert_close(param, pair.offloaded.params[name], rtol=1e-9, atol=1e-9)
+        assert (
+            pair.plain.optimizer.state[param].keys()
+            == pair.offloaded.optimizer.state[pair.offloaded.params[name]].keys()
+        )
 
 
 @pytest.mark.parametrize("kind", ["fp32", "remainder"])
@@ -681,10 +711,10 @@ def test_an_exception_in_the_thread(mesh: DeviceMesh, failing: list[str], fields
 
 
 def test_later_buckets_of_a_failed_step_are_left_alone(failing: list[str]) -> None:
-    net = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(4)))
-    optimizer = attach(
-        fused_adamw(net.parameters()), model=net, policy=policy(1.0, bucket_bytes=1024)
-    )  # one layer each
+    # One layer each: 512 parameters have the state of one bucket on the host.
+    net = nn.Sequential(*(nn.Linear(*sizes, bias=False) for sizes in [(16, 32), (32, 16)] * 2))
+    assert host_bucket_bytes(1024) == 512 * 8
+    optimizer = attach(fused_adamw(net.parameters()), model=net, policy=policy(1.0, bucket_bytes=1024))
 
     def backward() -> None:
         net(torch.ones(2, 16)).sum().backward()
