@@ -142,9 +142,9 @@ def test_a_first_gradient_beside_others_that_have_state(cls: type[Optimizer]) ->
     make = lambda params: cls(params, lr=0.02, foreach=False, **flags)  # noqa: E731
     pair = make_pair(Net, make, dtype=torch.float64, policy=policy(1.0))
     assert host_names(pair.offloaded.optimizer)
-    for step in range(5):
+    for at in range(5):
         for run in pair:
-            late_gradient(run, step)
+            late_gradient(run, at)
     for name, param in pair.plain.params.items():  # another kernel than that of the plain optimizer
         torch.testing.assert_close(param, pair.offloaded.params[name], rtol=1e-9, atol=1e-9)
         assert (
