@@ -6,6 +6,7 @@ has a fused CPU kernel, which the host uses whatever the user has chosen.
 
 import copy
 import gc
+import os
 import subprocess
 import sys
 import threading
@@ -841,6 +842,23 @@ def test_thread_and_memory_go_with_the_last_optimizer() -> None:
     again = attach(fused_adamw(nets[0].parameters()), policy=policy(1.0))
     again.step()
     assert len(threads_of_ours()) == 1
+
+
+def test_a_forked_child_has_threads_of_its_own() -> None:
+    def train() -> bool:
+        pair = make_pair(Net, fused_adamw, policy=policy(0.5))
+        pair.train(2)
+        return bool(host_names(pair.offloaded.optimizer))
+
+    assert train()
+    pid = os.fork()
+    if pid == 0:
+        code = 2
+        try:
+            code = 0 if train() else 1
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 def test_gradients_are_let_go_when_they_have_been_read() -> None:
