@@ -32,7 +32,7 @@ from fsdp_offload.host_worker import HostWorker, host_worker
 from fsdp_offload.optimizers import traits_of
 from tests import host_worker_gate
 from tests.overlapping import HABITS, NOT_IN_BACKWARD, POLICIES, SIZES, Loop, same
-from tests.parity import SMALL, Net, Run, Zoo, attach, batch, make_pair, same_value, train_step
+from tests.parity import SMALL, Net, Pair, Run, Zoo, attach, batch, make_pair, same_value, train_step
 from tests.test_grad_scaler import scaled_step
 from tests.test_overlap_programs import ALWAYS, ONE_MICRO_BATCH, step
 from tests.test_overlap_programs import NOT_IN_BACKWARD as NOT_IN_BACKWARD_PROGRAMS
@@ -731,6 +731,29 @@ def test_later_buckets_of_a_failed_step_are_left_alone(failing: list[str]) -> No
     assert same_as_before == [False, True, True, True]
 
 
+def test_a_step_that_is_interrupted_while_it_waits_for_new_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the host has made in it is not in ``optimizer.state``: the next step must not begin anew in silence."""
+    plain, run = make_pair(Net, fused_adamw, policy=policy(0.5))
+    take = HostUpdates.take_created
+
+    def interrupted(self: HostUpdates) -> Any:
+        raise KeyboardInterrupt
+
+    start = copy.deepcopy(run.model.state_dict()), copy.deepcopy(run.optimizer.state_dict())
+    monkeypatch.setattr(HostUpdates, "take_created", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        train_step(run, 0)
+    monkeypatch.setattr(HostUpdates, "take_created", take)
+    for action in (run.optimizer.step, run.optimizer.state_dict):
+        with pytest.raises(RuntimeError, match=r"refused: .*KeyboardInterrupt"):
+            action()
+    pair = Pair(plain, run)
+    for one in pair:
+        one.model.load_state_dict(start[0])
+        one.optimizer.load_state_dict(start[1])
+    pair.train(3)
+
+
 class LostMark:
     """Of a copy that the device could not make."""
 
@@ -845,12 +868,14 @@ def test_thread_and_memory_go_with_the_last_optimizer() -> None:
 
 
 def test_a_forked_child_has_threads_of_its_own() -> None:
+    of_parent = make_pair(Net, fused_adamw, policy=policy(0.5))
+    of_parent.train(2)
+
     def train() -> bool:
         pair = make_pair(Net, fused_adamw, policy=policy(0.5))
         pair.train(2)
         return bool(host_names(pair.offloaded.optimizer))
 
-    assert train()
     pid = os.fork()
     if pid == 0:
         code = 2
@@ -859,6 +884,7 @@ def test_a_forked_child_has_threads_of_its_own() -> None:
         finally:
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    of_parent.train(2)
 
 
 def test_gradients_are_let_go_when_they_have_been_read() -> None:
