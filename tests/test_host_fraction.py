@@ -908,6 +908,29 @@ def test_dropped_in_the_middle_of_a_step(mesh: DeviceMesh) -> None:
         assert engine() is None
 
 
+@pytest.mark.parametrize("use", ["forward", "state_dict"])
+def test_a_model_whose_optimizer_was_dropped_waits_for_its_last_step(mesh: DeviceMesh, use: str) -> None:
+    """A function that trains returns, its optimizer goes, and the model is evaluated or saved."""
+
+    def result(loop: Loop) -> list[Tensor]:
+        if use == "state_dict":
+            return [value.detach().to_local().clone() for value in loop.model.state_dict().values()]
+        with torch.no_grad():
+            return [loop.model(loop.batch(999))]
+
+    plain, loop = Loop(mesh, fused_adamw, None).train(4), two_sides(mesh, POLICIES["forward"])
+    with host_worker_gate.closed() as gate:
+        loop.backward(3)
+        loop.optimizer.step()
+        del loop.optimizer, loop.scheduler
+        gc.collect()
+        timer = threading.Timer(0.2, gate.open)
+        timer.start()
+        found = result(loop)
+        timer.join()
+    assert all(torch.equal(one, other) for one, other in zip(result(plain), found, strict=True))
+
+
 EXITING = """
 import torch
 from torch import nn
