@@ -26,12 +26,32 @@ logger = logging.getLogger(__name__)
 _TOUCH_CHUNK_BYTES = 32 << 20
 
 
+def _keep_for_ever(
+    value: object,
+    add_reference: Callable[[object], None] = ctypes.pythonapi.Py_IncRef,
+    as_argument: Callable[[object], object] = ctypes.py_object,
+) -> None:
+    add_reference(as_argument(value))
+
+
 class _Mapping(mmap.mmap):
     """A private mapping; exporting its buffer keeps it alive. ``before_unmap`` is called when nobody does any more."""
 
     before_unmap: Callable[[], None] | None = None
 
-    def __del__(self, exiting: Callable[[], bool] = sys.is_finalizing) -> None:
+    def __init__(self, *_: object, **__: object) -> None:
+        self._creator_pid = os.getpid()
+
+    def __del__(
+        self,
+        exiting: Callable[[], bool] = sys.is_finalizing,
+        getpid: Callable[[], int] = os.getpid,
+        keep: Callable[[object], None] = _keep_for_ever,
+    ) -> None:
+        if getpid() != self._creator_pid:
+            # A forked child has no such pages. By now it may have others of its own there, which must not be unmapped.
+            keep(self)
+            return
         # Not weakref.finalize: mmap unmaps first and tells its weak references afterwards. And not at exit: the driver
         # is gone by then, and the process's memory goes anyway.
         if self.before_unmap is not None and not exiting():

@@ -325,6 +325,19 @@ class Engine:
             self._pipeline.updates_after_compute()
             steps.advance(begun, states)
             steps.finish(begun, states)
+        try:
+            self._take_over(begun, optimizer, created, states)
+        except BaseException as error:  # Ctrl-C as well, while this waits for the host
+            steps.note_not_taken_over(begun, error)
+            raise
+        self._pipeline.end_updates()
+        steps.begun, steps.last = None, needed
+        if not self.policy.overlap_forward:
+            steps.wait_for_all()
+        return bool(needed)
+
+    def _take_over(self, begun: BegunStep, optimizer: Optimizer, created: list[Tensor], states: StateStore) -> None:
+        """Put into ``optimizer`` what the updates have made beside what they wrote in place."""
         if self.host is not None and self.host.creates:
             for param, state in self.host.take_created().items():
                 homes = self.plan.shards[param].homes
@@ -335,11 +348,6 @@ class Engine:
             states.move_last([param for group in optimizer.param_groups for param in group["params"] if param in new])
         with self._pipeline.updating():
             self._commit(begun, optimizer)
-        self._pipeline.end_updates()
-        steps.begun, steps.last = None, needed
-        if not self.policy.overlap_forward:
-            steps.wait_for_all()
-        return bool(needed)
 
     # In the backward ---------------------------------------------------------------------------------------------
 

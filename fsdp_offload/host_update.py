@@ -279,7 +279,8 @@ class HostJob:
             self.bucket.forget()  # until what comes of it is on the device
         try:
             groups = len(self.step.pinned)
-            update_bucket(self.step.shadow, shared, self.habits, self.ranges, groups, self.states, {})
+            for ranges in _alike(self.ranges, self.states):
+                update_bucket(self.step.shadow, shared, self.habits, ranges, groups, self.states, {})
         finally:
             for bound in self.ranges:
                 bound.gradient = None
@@ -298,7 +299,7 @@ class HostJob:
             self.failed = True
         # The rest goes with its step, not with the next step of this bucket.
         self.ranges, self.grads, self.moves, self.after = [], [], [], ()
-        self.step = self.states = self.bucket = self.part = None  # type: ignore[assignment]
+        self.step = self.states = self.bucket = self.part = self.hashers = None  # type: ignore[assignment]
         self.done.set()
 
     def _issue_uploads(self) -> None:
@@ -315,11 +316,60 @@ def passing_bytes(gradient_bytes: Iterable[int]) -> int:
     return _FLAG_BYTES + sum(map(aligned, gradient_bytes))
 
 
+def _alike(ranges: list[BoundRange], states: StateStore) -> list[list[BoundRange]]:
+    """Divide into those that have state and those that have none yet, where there are both.
+
+    torch's fused SGD takes one or the other, and it is us who have chosen a fused kernel. Each range is updated by
+    itself whatever is beside it.
+    """
+    with_state = [any(value is not None for value in states.get(bound.shard.param).values()) for bound in ranges]
+    if all(with_state) or not any(with_state):
+        return [ranges]
+    return [[bound for bound, has in zip(ranges, with_state, strict=True) if has is wanted] for wanted in (True, False)]
+
+
 def _moves(bound: BoundRange, states: StateStore) -> list[tuple[Tensor, Tensor]]:
     """State that exists, to the place that ``bound`` has, from where it is."""
     existing = states.get(bound.shard.param)
     before = bound.shard.values_at(bound.shard.side, bound.start, bound.stop)
     return [(value, before[name]) for name, value in bound.values.items() if existing.get(name) is not None]
+
+
+class LastJob:
+    """The last job of one optimizer. Hooks on a model have it, and so wait for it when the optimizer is gone."""
+
+    def __init__(self, worker: HostWorker) -> None:
+        self.job: HostJob | None = None
+        self._worker = worker
+
+    def wait_done(self, job: HostJob) -> None:
+        """Block until ``job`` is done.
+
+        Raises:
+            RuntimeError: it never will be.
+        """
+        while not job.done.wait(_LOOK_SECONDS):
+            if not self._worker.is_alive():
+                raise RuntimeError("the thread that updates on the host has ended before its work was done")
+
+    def wait_without_owner(self) -> None:
+        """Block until all parameters are new; at once from the second time on.
+
+        Raises:
+            RuntimeError: the update has failed, and there is no optimizer left that would say so.
+        """
+        job, self.job = self.job, None
+        if job is None:
+            return
+        self.wait_done(job)
+        if job.uploaded is not None:
+            job.uploaded.synchronize()
+        if job.errors:
+            names, error = job.errors[0]
+            raise RuntimeError(
+                f"the host's part of the last step() of an optimizer that is gone stopped with {type(error).__name__}: "
+                f"{error}. Parameters {names} may be half updated."
+            ) from error
 
 
 class HostUpdates:
@@ -328,6 +378,7 @@ class HostUpdates:
     Attributes:
         failure: why its part of the state is only half updated; empty if it is whole.
         creates: the step makes state that there was not before.
+        last: the last job.
     """
 
     def __init__(
@@ -344,7 +395,7 @@ class HostUpdates:
         self._hashers: tuple[Hasher, Hasher] | None = None
         self._jobs: dict[int, HostJob] = {}
         self._mirrored: dict[int, MirroredBucket] = {}
-        self._last: HostJob | None = None
+        self.last = LastJob(worker)
         self._created: dict[Tensor, UserState] = {}
         self._waited_seconds = 0.0
         self._errors: list[tuple[str, BaseException]] = []
@@ -444,7 +495,7 @@ class HostUpdates:
             self._errors,
             state_bytes=part.state_bytes,
         )
-        self._jobs[number] = self._last = job
+        self._jobs[number] = self.last.job = job
         self._worker.submit(job)
         if self._serial:
             self._wait_for(job)
@@ -479,16 +530,16 @@ class HostUpdates:
 
     def wait_all(self) -> Mark | None:
         """As :meth:`wait`, for all buckets: they are done in order."""
-        if self._last is None:
+        if self.last.job is None:
             return None
-        self._wait_for(self._last)
+        self._wait_for(self.last.job)
         self.raise_failure()
-        return self._last.uploaded
+        return self.last.job.uploaded
 
     def wait_quietly(self) -> None:
         """Block until nothing is under way; a failure is kept for who asks next."""
-        if self._last is not None:
-            self._wait_for(self._last)
+        if self.last.job is not None:
+            self._wait_for(self.last.job)
 
     def take_created(self) -> dict[Tensor, UserState]:
         """State that updates have made where there was none; waits for them all."""
@@ -505,14 +556,12 @@ class HostUpdates:
                 bucket.uploaded.synchronize()  # from memory that may be freed now
         self._mirrored.clear()
         self._jobs.clear()
-        self._last = None
+        self.last.job = None
 
     def _wait_for(self, job: HostJob) -> None:
         if not job.done.is_set():
             begin = time.perf_counter()
-            while not job.done.wait(_LOOK_SECONDS):
-                if not self._worker.is_alive():
-                    raise RuntimeError("the thread that updates on the host has ended before its work was done")
+            self.last.wait_done(job)
             self._waited_seconds += time.perf_counter() - begin
 
     def raise_failure(self) -> None:

@@ -80,6 +80,11 @@ class HostWorker:
         self._crew: _Crew | None = None
 
     @property
+    def is_mine(self) -> bool:
+        """Whether it was made in this process: a forked child has neither its threads nor its memory."""
+        return os.getpid() == self._creator_pid
+
+    @property
     def buffer_bytes(self) -> int:
         """Host memory of all slots."""
         return _SLOTS * self._slot_bytes
@@ -102,7 +107,7 @@ class HostWorker:
 
     def leave(self) -> None:
         """Count one user less. After the last one, thread and memory go; nobody waits for that."""
-        if os.getpid() != self._creator_pid:
+        if not self.is_mine:
             return  # a forked child has no such thread, and the lock may have been held when it was made
         with self._changed:
             self._users -= 1
@@ -139,7 +144,7 @@ class HostWorker:
 
     def stop(self) -> None:
         """Let the threads end after the task that they are at, and wait for them: the interpreter is about to go."""
-        if os.getpid() != self._creator_pid:
+        if not self.is_mine:
             return
         with self._changed:
             crew, self._stopping = self._crew, True
@@ -247,7 +252,7 @@ _workers: dict[torch.device, HostWorker] = {}
 
 def host_worker(device: torch.device) -> HostWorker:
     """The worker of ``device``, made on first use."""
-    if device not in _workers:
+    if device not in _workers or not _workers[device].is_mine:
         _workers[device] = HostWorker(device)
     return _workers[device]
 

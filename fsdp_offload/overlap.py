@@ -23,6 +23,7 @@ from .elastic import Elastic
 from .engine import Engine
 from .fsdp import sharding_groups
 from .guard import Guard
+from .host_update import LastJob
 from .policy import OffloadPolicy
 from .rehearsal import Rehearsal
 from .update import StateStore
@@ -62,14 +63,16 @@ class Overlap:
         params = [group.params for group in self._groups]
         self._rehearsal, self._elastic = Rehearsal(engine, params), Elastic(engine, params)
         overlap = weakref.ref(self)
+        # All that the hooks keep: what the device does is waited for when the engine goes, what the host does is not.
+        last = None if engine.host is None else engine.host.last
         self._unguard: dict[int, Callable[[], None]] = {}  # by group
         self._undo: list[Callable[[], None]] = []
         for number, group in enumerate(self._groups):
             names = ("_before_gather", "_before_use", "_before_reduce", "_reduced")
-            self._undo.append(group.hook(*(partial(_call, overlap, name, number) for name in names)))
+            self._undo.append(group.hook(*(partial(_call, overlap, last, name, number) for name in names)))
         if engine.policy.overlap_forward:
             for register in _state_dict_hooks(model):
-                handle: RemovableHandle = register(partial(_call, overlap, "_before_state_dict"))
+                handle: RemovableHandle = register(partial(_call, overlap, last, "_before_state_dict"))
                 self._undo.append(handle.remove)
 
     def __del__(self) -> None:
@@ -204,10 +207,12 @@ def _state_dict_hooks(model: nn.Module) -> Iterator[Callable[..., Any]]:
         yield module.register_load_state_dict_pre_hook
 
 
-def _call(overlap: "weakref.ref[Overlap]", method: str, *args: Any) -> None:
+def _call(overlap: "weakref.ref[Overlap]", last: LastJob | None, method: str, *args: Any) -> None:
     target = overlap()
     if target is not None:
         getattr(target, method)(*args)
+    elif last is not None:
+        last.wait_without_owner()  # dropped right after its last step, and now the model is evaluated or saved
 
 
 def _by_last_appearance(sets: Any) -> list[int]:

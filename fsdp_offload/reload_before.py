@@ -40,7 +40,9 @@ def reload_before(callback: Callable[..., Any] | None, optimizer: Optimizer) -> 
     inner = callback
     while isinstance(inner, functools.partial):
         inner = inner.func
-    wrapped_for: tuple[Any, ...] = getattr(inner, _RELOADS, ())
+    wrapped_for = getattr(inner, _RELOADS, ())
+    if not isinstance(wrapped_for, tuple):  # of an object that has every attribute
+        wrapped_for = ()
     if callback is not None and any(reference() is target for reference in wrapped_for):
         if attachment.steps == 0:
             attachment.reloads = attachment.reloads or 0  # attached anew, after remove_offload()
@@ -73,7 +75,7 @@ def _without_dead(callback: Callable[..., Any] | None) -> Callable[..., Any] | N
 def _is_ours(callback: object) -> bool:
     """Whether it is a wrapper made here; ``functools.wraps`` of somebody else copies the attributes of one."""
     myself = getattr(callback, _MYSELF, None)
-    return myself is not None and myself() is callback
+    return isinstance(myself, weakref.ref) and myself() is callback
 
 
 _RELOADS, _MYSELF = "_fsdp_offload_reloads", "_fsdp_offload_reload_before"

@@ -435,6 +435,12 @@ class Stepping:
 
     # Faults ------------------------------------------------------------------------------------------------------
 
+    def note_not_taken_over(self, begun: BegunStep, error: BaseException) -> None:
+        """Everything has been issued, but state or counters that the updates made will be missing."""
+        if not self.failure:  # the host says itself what has failed there
+            self._note_failure(error, begun.done, begun.steps)
+        self.begun = None
+
     def _note_failure(self, error: BaseException, done: Sequence[int], steps: Sequence[BucketStep]) -> None:
         self._pipeline.abandon()
         torn = [step.bucket for step in steps if step.bucket not in done][:1]

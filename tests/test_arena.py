@@ -203,6 +203,28 @@ def test_a_forked_child_that_drops_it_does_not_crash() -> None:
     assert not regions[0].bytes.any()
 
 
+def test_a_forked_child_that_drops_it_keeps_what_it_has_put_there() -> None:
+    regions = [take(64 * MIB)]
+    address = regions[0].bytes.data_ptr()
+
+    def drop() -> bool:
+        fixed = 0x10  # MAP_FIXED: where else the kernel would put it depends on what it finds
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | fixed
+        map_there = ctypes.CDLL(None, use_errno=True).mmap
+        map_there.restype, map_there.argtypes = (
+            ctypes.c_void_p,
+            [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long],
+        )
+        mine = map_there(address, MIB, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
+        ctypes.memset(mine, 7, MIB)
+        regions.clear()
+        gc.collect()
+        return mine == address and ctypes.string_at(mine, MIB) == bytes([7]) * MIB
+
+    assert in_forked_child(drop) == 0
+    assert not regions[0].bytes.any()
+
+
 class Squares(Dataset[Tensor]):
     def __len__(self) -> int:
         return 8

@@ -6,6 +6,7 @@ has a fused CPU kernel, which the host uses whatever the user has chosen.
 
 import copy
 import gc
+import os
 import subprocess
 import sys
 import threading
@@ -25,12 +26,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
 from fsdp_offload import OffloadPolicy, host_measure, host_update, remove_offload
+from fsdp_offload.host_share import host_bucket_bytes
 from fsdp_offload.host_update import HostJob, HostUpdates
 from fsdp_offload.host_worker import HostWorker, host_worker
 from fsdp_offload.optimizers import traits_of
 from tests import host_worker_gate
 from tests.overlapping import HABITS, NOT_IN_BACKWARD, POLICIES, SIZES, Loop, same
-from tests.parity import SMALL, Net, Run, Zoo, attach, batch, make_pair, same_value, train_step
+from tests.parity import SMALL, Net, Pair, Run, Zoo, attach, batch, make_pair, same_value, train_step
 from tests.test_grad_scaler import scaled_step
 from tests.test_overlap_programs import ALWAYS, ONE_MICRO_BATCH, step
 from tests.test_overlap_programs import NOT_IN_BACKWARD as NOT_IN_BACKWARD_PROGRAMS
@@ -121,6 +123,35 @@ def test_the_rest_is_updated_as_the_user_wants(implementation: dict[str, Any]) -
         assert (one in states) == (other in optimizer.state)
         for key, value in states.get(one, {}).items():
             assert same_value(value, optimizer.state[other][key]), (name, key)
+
+
+@pytest.mark.parametrize("cls", [optim.SGD, optim.Adagrad, optim.AdamW])
+def test_a_first_gradient_beside_others_that_have_state(cls: type[Optimizer]) -> None:
+    """The host takes the fused kernel; torch's fused SGD fails where only some parameters have state."""
+
+    def late_gradient(run: Run, step: int) -> float:
+        run.optimizer.zero_grad()
+        loss = run.loss(step)
+        loss.backward()
+        for name, param in run.params.items():
+            if step < 2 and name.endswith("bias"):
+                param.grad = None
+        run.optimizer.step()
+        return loss.item()
+
+    flags = {"momentum": 0.9, "dampening": 0.1} if cls is optim.SGD else {}
+    make = lambda params: cls(params, lr=0.02, foreach=False, **flags)  # noqa: E731
+    pair = make_pair(Net, make, dtype=torch.float64, policy=policy(1.0))
+    assert host_names(pair.offloaded.optimizer)
+    for at in range(5):
+        for run in pair:
+            late_gradient(run, at)
+    for name, param in pair.plain.params.items():  # another kernel than that of the plain optimizer
+        torch.testing.assert_close(param, pair.offloaded.params[name], rtol=1e-9, atol=1e-9)
+        assert (
+            pair.plain.optimizer.state[param].keys()
+            == pair.offloaded.optimizer.state[pair.offloaded.params[name]].keys()
+        )
 
 
 @pytest.mark.parametrize("kind", ["fp32", "remainder"])
@@ -681,10 +712,10 @@ def test_an_exception_in_the_thread(mesh: DeviceMesh, failing: list[str], fields
 
 
 def test_later_buckets_of_a_failed_step_are_left_alone(failing: list[str]) -> None:
-    net = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(4)))
-    optimizer = attach(
-        fused_adamw(net.parameters()), model=net, policy=policy(1.0, bucket_bytes=1024)
-    )  # one layer each
+    # One layer each: 512 parameters have the state of one bucket on the host.
+    net = nn.Sequential(*(nn.Linear(*sizes, bias=False) for sizes in [(16, 32), (32, 16)] * 2))
+    assert host_bucket_bytes(1024) == 512 * 8
+    optimizer = attach(fused_adamw(net.parameters()), model=net, policy=policy(1.0, bucket_bytes=1024))
 
     def backward() -> None:
         net(torch.ones(2, 16)).sum().backward()
@@ -698,6 +729,29 @@ def test_later_buckets_of_a_failed_step_are_left_alone(failing: list[str]) -> No
         optimizer.step()
     same_as_before = [torch.equal(one, other) for one, other in zip(before, net.parameters(), strict=True)]
     assert same_as_before == [False, True, True, True]
+
+
+def test_a_step_that_is_interrupted_while_it_waits_for_new_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the host has made in it is not in ``optimizer.state``: the next step must not begin anew in silence."""
+    plain, run = make_pair(Net, fused_adamw, policy=policy(0.5))
+    take = HostUpdates.take_created
+
+    def interrupted(self: HostUpdates) -> Any:
+        raise KeyboardInterrupt
+
+    start = copy.deepcopy(run.model.state_dict()), copy.deepcopy(run.optimizer.state_dict())
+    monkeypatch.setattr(HostUpdates, "take_created", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        train_step(run, 0)
+    monkeypatch.setattr(HostUpdates, "take_created", take)
+    for action in (run.optimizer.step, run.optimizer.state_dict):
+        with pytest.raises(RuntimeError, match=r"refused: .*KeyboardInterrupt"):
+            action()
+    pair = Pair(plain, run)
+    for one in pair:
+        one.model.load_state_dict(start[0])
+        one.optimizer.load_state_dict(start[1])
+    pair.train(3)
 
 
 class LostMark:
@@ -813,6 +867,26 @@ def test_thread_and_memory_go_with_the_last_optimizer() -> None:
     assert len(threads_of_ours()) == 1
 
 
+def test_a_forked_child_has_threads_of_its_own() -> None:
+    of_parent = make_pair(Net, fused_adamw, policy=policy(0.5))
+    of_parent.train(2)
+
+    def train() -> bool:
+        pair = make_pair(Net, fused_adamw, policy=policy(0.5))
+        pair.train(2)
+        return bool(host_names(pair.offloaded.optimizer))
+
+    pid = os.fork()
+    if pid == 0:
+        code = 2
+        try:
+            code = 0 if train() else 1
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    of_parent.train(2)
+
+
 def test_gradients_are_let_go_when_they_have_been_read() -> None:
     net = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
     optimizer = attach(fused_adamw(net.parameters()), policy=policy(1.0))
@@ -832,6 +906,29 @@ def test_dropped_in_the_middle_of_a_step(mesh: DeviceMesh) -> None:
         del loop.optimizer, loop.scheduler
         gc.collect()
         assert engine() is None
+
+
+@pytest.mark.parametrize("use", ["forward", "state_dict"])
+def test_a_model_whose_optimizer_was_dropped_waits_for_its_last_step(mesh: DeviceMesh, use: str) -> None:
+    """A function that trains returns, its optimizer goes, and the model is evaluated or saved."""
+
+    def result(loop: Loop) -> list[Tensor]:
+        if use == "state_dict":
+            return [value.detach().to_local().clone() for value in loop.model.state_dict().values()]
+        with torch.no_grad():
+            return [loop.model(loop.batch(999))]
+
+    plain, loop = Loop(mesh, fused_adamw, None).train(4), two_sides(mesh, POLICIES["forward"])
+    with host_worker_gate.closed() as gate:
+        loop.backward(3)
+        loop.optimizer.step()
+        del loop.optimizer, loop.scheduler
+        gc.collect()
+        timer = threading.Timer(0.2, gate.open)
+        timer.start()
+        found = result(loop)
+        timer.join()
+    assert all(torch.equal(one, other) for one, other in zip(result(plain), found, strict=True))
 
 
 EXITING = """

@@ -92,7 +92,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "rehearsal": {"ordering", "residency", "transfer", "pipeline", "update", "engine"},
     "elastic": {"engine"},
     "guard": set(),
-    "overlap": {"policy", "fsdp", "guard", "update", "engine", "elastic", "rehearsal"},
+    "overlap": {"policy", "fsdp", "guard", "update", "host_update", "engine", "elastic", "rehearsal"},
     "attachment": {"update", "engine", "overlap"},
     "reload_before": {"attachment"},
     "offload": {

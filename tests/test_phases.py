@@ -154,6 +154,23 @@ def test_a_callback_is_called_with_everything_after_the_reload(kind: str, calls:
     assert calls == [optimizer, expected]
 
 
+def test_an_object_that_has_every_attribute_is_fine(calls: list[object]) -> None:
+    class Anything:
+        def __getattr__(self, name: str) -> object:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            return object()
+
+        def __call__(self) -> int:
+            return 7
+
+    optimizer = offloaded()
+    wrapped = reload_before(Anything(), optimizer)
+    assert wrapped() == 7
+    assert calls == [optimizer]
+    assert reload_before(wrapped, optimizer) is wrapped
+
+
 def test_nothing_bound_is_fine(calls: list[object]) -> None:
     optimizer = offloaded()
     wrapped = reload_before(None, optimizer)
