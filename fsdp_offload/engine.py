@@ -436,13 +436,23 @@ class Engine:
 
     # Which buckets a step needs ----------------------------------------------------------------------------------
 
+    def _other_layout(self, param: Tensor) -> str:
+        """Why the buckets of ``param`` are not its ranges any more; empty if they are."""
+        shard = self.plan.shards.get(param)
+        if shard is None or len(shard.buckets) < 2 or local_shard(param).is_contiguous():
+            return ""
+        return (
+            "it was contiguous when its state was divided into buckets, and now has strides "
+            f"{local_shard(param).stride()}; attach again, or give it the layout that it had"
+        )
+
     def _shards_with_grad(self, optimizer: Optimizer, states: StateStore) -> list[StateShard]:
         """The shards to update. Takes over parameters that have a gradient for the first time, and exchanged state."""
         eager, gradient = self.habits.state_without_gradient, self.habits.gradient
         new = [param for param in self._unplanned if eager or gradient(param) is not None]
         for param in (*new, *self.plan.shards):
             grad = gradient(param)
-            problem = grad is not None and unsupported_gradient(param, grad)
+            problem = grad is not None and (unsupported_gradient(param, grad) or self._other_layout(param))
             if problem:
                 name = self.names.get(param, "a parameter")
                 raise RuntimeError(f"{name} cannot be updated: {problem}. Nothing has been changed.")

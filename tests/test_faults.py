@@ -446,6 +446,25 @@ def test_an_exception_in_a_hook_loses_nothing(where: str) -> None:
     assert_equal(tensors_of(net, optimizer), plain_run(3))
 
 
+def test_another_layout_of_a_cut_parameter_is_refused_before_anything_changes() -> None:
+    net = nn.Linear(64, 64, bias=False)
+    optimizer = torch.optim.AdamW(net.parameters(), fused=True)
+    policy = OffloadPolicy(bucket_bytes=4096, staging_bytes=5 * 4096)
+    offload_optimizer(optimizer, policy=policy)
+    net(torch.ones(2, 64)).sum().backward()
+    optimizer.step()
+    assert optimizer.offload_report().buckets > 1
+    weight = net.weight
+    contiguous, before = weight.data, weight.detach().clone()
+    weight.data = contiguous.t().contiguous().t()
+    with pytest.raises(RuntimeError, match=r"now has strides \(1, 64\).*Nothing has been changed"):
+        optimizer.step()
+    assert torch.equal(weight, before)
+    weight.data = contiguous
+    optimizer.step()
+    assert not torch.equal(weight, before)
+
+
 # Steps past us -------------------------------------------------------------------------------------------------------
 
 
