@@ -19,7 +19,7 @@ from .arena import Region
 from .cores import cache_bytes
 from .host_memory import host_memory
 from .host_share import Rates, Traffic
-from .host_update import HostStep
+from .host_step import HostStep
 from .host_worker import HostWorker
 from .masters import MasterKind, close_master, kept_dtype, open_master
 from .optimizers import Traits

@@ -16,9 +16,10 @@ from torch.optim import Optimizer
 from .arena import Region
 from .buckets import Bucket, BucketPlan, Copy, ShardSpec, aligned, join_copies, plan_buckets
 from .fsdp import has_replicas, is_dtensor, largest_local_numel, local_shard
+from .host_job import passing_bytes
 from .host_memory import check_host_memory
 from .host_share import NOTHING_YET, Taken, choose_host_share, host_bucket_bytes
-from .host_update import HostUpdates, passing_bytes
+from .host_update import HostUpdates
 from .learn import Layouts
 from .pipeline import StagedBucket
 from .policy import OffloadPolicy

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .fsdp import foreach_supports, version_of
-from .host_update import HostStep
+from .host_step import HostStep
 from .lending import Lending
 from .optimizers import LogicalStep, Traits
 from .pipeline import Pipeline

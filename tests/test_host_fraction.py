@@ -26,8 +26,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
 from fsdp_offload import OffloadPolicy, host_measure, host_update, remove_offload
+from fsdp_offload.host_job import HostJob
 from fsdp_offload.host_share import host_bucket_bytes
-from fsdp_offload.host_update import HostJob, HostUpdates
+from fsdp_offload.host_update import HostUpdates
 from fsdp_offload.host_worker import HostWorker, host_worker
 from fsdp_offload.optimizers import traits_of
 from tests import host_worker_gate

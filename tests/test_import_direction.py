@@ -46,9 +46,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "fingerprint": set(),
     "host_worker": {"arena", "cores", "transfer", "fingerprint"},
     "host_mirror": {"fingerprint", "transfer", "update"},
+    "host_step": {"optimizers", "shards", "transfer", "update"},
+    "host_job": {"buckets", "fingerprint", "transfer", "optimizers", "shards", "update", "host_mirror", "host_step"},
     "host_update": {
-        *("fsdp", "buckets", "transfer", "optimizers", "shards", "update"),
-        *("fingerprint", "host_mirror", "host_worker"),
+        *("fsdp", "fingerprint", "transfer", "optimizers", "shards", "update"),
+        *("host_worker", "host_mirror", "host_step", "host_job"),
     },
     "host_measure": {
         "arena",
@@ -60,13 +62,13 @@ MAY_IMPORT: dict[str, set[str]] = {
         "shards",
         "host_share",
         "host_worker",
-        "host_update",
+        "host_step",
     },
     "learn": {"fsdp", "masters", "optimizers", "shards", "update"},
     # What moves bytes, and what joins the two.
     "pipeline": {"schedule", "transfer", "host_update", "iteration"},
     "plan": {
-        *("policy", "fsdp", "host_memory", "host_share", "host_update", "arena", "buckets", "schedule"),
+        *("policy", "fsdp", "host_memory", "host_share", "host_job", "host_update", "arena", "buckets", "schedule"),
         *("shards", "update", "learn", "pipeline"),
     },
     "adopt": {"shards", "update"},
@@ -74,7 +76,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "lending": {"schedule", "shards", "update", "adopt", "pipeline", "plan"},
     "stepping": {
         *("policy", "fsdp", "schedule", "transfer", "optimizers", "shards"),
-        *("spent", "update", "pipeline", "plan", "lending", "host_update"),
+        *("spent", "update", "pipeline", "plan", "lending", "host_step"),
     },
     "phases": {"transfer", "shards", "update", "pipeline", "plan", "lending", "stepping"},
     "engine": {

@@ -15,8 +15,9 @@ from torch.optim import Optimizer
 
 from fsdp_offload import OffloadPolicy, remove_offload
 from fsdp_offload.fingerprint import Fingerprint, Hasher
+from fsdp_offload.host_job import HostJob
 from fsdp_offload.host_mirror import MirroredPart
-from fsdp_offload.host_update import HostJob, HostUpdates
+from fsdp_offload.host_update import HostUpdates
 from fsdp_offload.host_worker import host_worker
 from fsdp_offload.pipeline import Pipeline
 from tests import host_worker_gate
