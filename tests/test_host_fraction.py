@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
-from fsdp_offload import OffloadPolicy, host_measure, host_update, remove_offload
+from fsdp_offload import OffloadPolicy, host_job, host_measure, host_update, remove_offload
 from fsdp_offload.host_job import HostJob
 from fsdp_offload.host_share import host_bucket_bytes
 from fsdp_offload.host_update import HostUpdates
@@ -168,9 +168,9 @@ def test_any_number_of_threads(threads: int, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(host_worker(CPU), "threads", threads)
     mine = torch.get_num_threads()
     seen = []
-    update = host_update.update_bucket
+    update = host_job.update_bucket
     monkeypatch.setattr(
-        host_update, "update_bucket", lambda *args: (seen.append(torch.get_num_threads()), update(*args))[1]
+        host_job, "update_bucket", lambda *args: (seen.append(torch.get_num_threads()), update(*args))[1]
     )
     monkeypatch.setattr("fsdp_offload.host_worker.cores_near", lambda device: frozenset(range(8)))
     monkeypatch.setattr("os.sched_setaffinity", lambda pid, cores: None)
@@ -666,14 +666,14 @@ class BoomError(Exception):
 def failing(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Updates on the host of parameters with these names fail."""
     names: list[str] = []
-    update = host_update.update_bucket
+    update = host_job.update_bucket
 
     def maybe(shadow: Any, shared: Any, habits: Any, ranges: Any, *args: Any) -> None:
         if any(bound.shard.name in names for bound in ranges):
             raise BoomError("out of order")
         update(shadow, shared, habits, ranges, *args)
 
-    monkeypatch.setattr(host_update, "update_bucket", maybe)
+    monkeypatch.setattr(host_job, "update_bucket", maybe)
     return names
 
 

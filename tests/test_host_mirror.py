@@ -12,7 +12,7 @@ from torch import Tensor, nn, optim
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 
-from fsdp_offload import OffloadPolicy, host_update, offload_model, reload_model, transfer
+from fsdp_offload import OffloadPolicy, host_job, offload_model, reload_model, transfer
 from fsdp_offload.host_mirror import MirroredPart
 from fsdp_offload.transfer import TurnsLane
 from tests import host_worker_gate
@@ -214,14 +214,14 @@ def test_after_a_failure_the_mirror_counts_for_nothing(monkeypatch: pytest.Monke
     state["state"] = {
         key: {name: value.clone() for name, value in of_one.items()} for key, of_one in state["state"].items()
     }
-    update = host_update.update_bucket
+    update = host_job.update_bucket
 
     def failing(*args: Any) -> None:
         update(*args)
         raise ValueError("half way")
 
     with monkeypatch.context() as patched:
-        patched.setattr(host_update, "update_bucket", failing)
+        patched.setattr(host_job, "update_bucket", failing)
         with pytest.raises(RuntimeError, match="half way"):
             step()
     assert all(torch.equal(value, net.state_dict()[name]) for name, value in saved.items())
