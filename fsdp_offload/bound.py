@@ -72,6 +72,11 @@ def bound(policy: OffloadPolicy | None, times: Times, *, offloaded: float = 1.0,
     return Bound("F + B + clip + max(U, (1 - r) T)", forward + rest + max(update, two_way))
 
 
+def staged_share(ring_bytes: int, moving_bytes: int) -> float:
+    """r: the share of ``moving_bytes``, all that passes through, that a ring of ``ring_bytes`` holds."""
+    return min(1.0, ring_bytes / moving_bytes) if moving_bytes else 0.0
+
+
 def bound_of_step(*, update_ms: float, load_ms: float, store_ms: float) -> Bound:
     """What ``step()`` takes at least where everything happens in it: updates, and copies both ways at once."""
     return Bound("max(U, T)", max(update_ms, load_ms, store_ms))

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .bound import Bound, bound, bound_of_step, parts_of_iteration, what_would_help
+from .bound import Bound, bound, bound_of_step, parts_of_iteration, staged_share, what_would_help
 from .engine import Engine
 from .host_update import HostTimes
 from .pipeline import StepTimes
@@ -108,8 +108,7 @@ def _against_bound(engine: Engine, step: StepTimes) -> dict[str, Any]:
         beside_compute=policy.updates_beside_compute,
         **copies,
     )
-    moving_bytes = engine.plan.moving_bytes()
-    at_least = bound(policy, times, staged=min(1.0, engine.plan.ring_bytes / moving_bytes) if moving_bytes else 0.0)
+    at_least = bound(policy, times, staged=staged_share(engine.plan.ring_bytes, engine.plan.moving_bytes()))
     unmoved = bound(policy, times, offloaded=0.0)
     return {**fields, **_bound_fields(advised, at_least, unmoved.ms, took_ms=last.ms)}
 

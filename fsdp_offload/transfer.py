@@ -143,9 +143,7 @@ class TurnsLane(StreamLane):
             if self._piece_bytes >= PIECE_BYTES:
                 self._take_turns()
             end = min(target.numel(), begin + PIECE_BYTES - self._piece_bytes)
-            assert self._stream is not None
-            with self._stream:
-                target[begin:end].copy_(source[begin:end], non_blocking=True)
+            super().copy(target[begin:end], source[begin:end])
             self._piece_bytes += end - begin
             begin = end
 

@@ -57,23 +57,6 @@ def wall_ms(work: Callable[[], None], device: torch.device, *, repeats: int, war
     return times
 
 
-class Instant:
-    """Where the current stream of a device is now; on the CPU, the time."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._event = torch.Event(device, enable_timing=True) if device.type != "cpu" else None
-        self._seconds = time.perf_counter()
-        if self._event is not None:
-            self._event.record()
-
-    def ms_until(self, later: "Instant") -> float:
-        """Milliseconds from here to ``later``; waits for it."""
-        if self._event is None or later._event is None:
-            return (later._seconds - self._seconds) * 1e3
-        later._event.synchronize()
-        return self._event.elapsed_time(later._event)
-
-
 def median(values: list[float]) -> float:
     """The middle one, which noise moves least."""
     return statistics.median(values)

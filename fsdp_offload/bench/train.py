@@ -26,11 +26,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from .. import OffloadPolicy, offload_optimizer, remove_offload
-from ..bound import Times, bound
+from ..bound import Times, bound, staged_share
 from ..fsdp import fsdp_modules, local_shard
+from ..transfer import device_link
 from .host_step import host_fraction_of
 from .link import Link
-from .record import Instant, bench_device, median, print_record, wall_ms
+from .record import bench_device, median, print_record, wall_ms
 from .timeline import Lane, Timeline, check_matplotlib, draw, phase, read_trace, timeline_of
 
 _MIB = 1 << 20
@@ -178,7 +179,7 @@ def _print(
         policy,
         times,
         offloaded=moving_bytes / state_bytes,
-        staged=min(1.0, settled["ring_bytes"] / moving_bytes) if moving_bytes else 0.0,
+        staged=staged_share(settled["ring_bytes"], moving_bytes),
     )
     print_record(
         "train",
@@ -328,9 +329,12 @@ class Bench:
         none to hide behind then.
         """
         self._iterate(optimizer, 1, clip=clip)
-        begin = Instant(self._device)
+        compute = device_link(self._device).lanes(serial=False)["C"]
+        begin = compute.mark()
         self._iterate(optimizer, count, clip=clip)
-        return begin.ms_until(Instant(self._device)) / count
+        end = compute.mark()
+        end.synchronize()
+        return end.elapsed_ms_since(begin) / count
 
     @contextmanager
     def settled(self, policy: OffloadPolicy | None) -> Iterator[tuple[torch.optim.Optimizer, bool]]:
