@@ -35,7 +35,7 @@ from .policy import OffloadPolicy
 from .schedule import BucketStep
 from .shards import StateLayout, StateShard
 from .stepping import BegunStep, Stepping
-from .transfer import Allocated, DeviceLink, EventMark, Mark, device_link
+from .transfer import Allocated, DeviceLink, EventMark, HostMark, Mark, device_link
 from .update import ENGINE_ATTRIBUTE, StateStore, UserState
 
 logger = logging.getLogger(__name__)
@@ -358,13 +358,12 @@ class Engine:
             optimizer: whose backward this may be.
             states: its state.
             final: all parameters whose gradients are final by now, once ``event`` has passed.
-            event: of torch, or ``None``.
+            event: of torch, or ``None``: they are there.
         """
         begun = self._go_on_by_hand(optimizer, states) or self._begin_early(optimizer, states)
         if begun is None:
             return
-        if event is not None:
-            self._pipeline.updates_after(EventMark(event))  # type: ignore[arg-type]
+        self._pipeline.updates_after(HostMark() if event is None else EventMark(event))  # type: ignore[arg-type]
         updates = self.policy.update == "backward"
 
         def may_update(number: int) -> bool:

@@ -3,6 +3,10 @@
 ::
 
     begin: gradients down ──▶ update: the optimizer's class on host tensors ──▶ finish: parameters up
+
+In a backward gradients become final in waves, one for each group of the model. Where the host is slower than that, the
+newest wave that is there goes first: its layers are needed first in the next forward, and what is left over when the
+backward ends is spread over all layers, so that the forward finds each one done just before its turn.
 """
 
 import threading
@@ -17,6 +21,7 @@ from .buckets import aligned
 from .fingerprint import Hasher
 from .host_mirror import MirroredBucket, MirroredPart, like
 from .host_step import HostStep
+from .host_worker import Task
 from .optimizers import Habits
 from .shards import StateShard
 from .transfer import Lane, Mark, recorded
@@ -70,7 +75,7 @@ class HostJob:
         moves: state to copy first, to and from: an asynchronous save still reads where it was.
         states: the state of their parameters, and what becomes of it.
         hashers: for what goes down and for what goes up.
-        after: what has to have passed before its gradients are read.
+        after: what has to have passed before its gradients are read: of a wave, all that the one before has, and more.
         uploaded: recorded behind the parameters' way up.
         update_seconds: time in which the optimizer ran.
         arrival_seconds: in which it waited for what comes down.
@@ -106,6 +111,18 @@ class HostJob:
     _grads_on_host: list[Tensor] = field(default_factory=list)
     _changed: Tensor | None = None  # on the host; says it behind ``_down``
     _updated: bool = False
+
+    def may_pass(self, earlier: Task) -> bool:
+        """Whether its gradients are of a newer wave in the same step, and are there.
+
+        Within a wave the order stays: a parameter's ranges are updated from the first one on.
+        """
+        return (
+            isinstance(earlier, HostJob)
+            and self.step is earlier.step
+            and len(self.after) > len(earlier.after)
+            and all(mark.passed() for mark in reversed(self.after))
+        )
 
     def begin(self, memory: Tensor) -> None:
         """Issue the copies down."""

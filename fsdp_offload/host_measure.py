@@ -20,7 +20,7 @@ from .cores import cache_bytes
 from .host_memory import host_memory
 from .host_share import Rates, Traffic
 from .host_step import HostStep
-from .host_worker import HostWorker
+from .host_worker import HostWorker, Task
 from .masters import MasterKind, close_master, kept_dtype, open_master
 from .optimizers import Traits
 from .shards import StateLayout
@@ -205,6 +205,10 @@ class _Result:
         self._done = threading.Event()
         self._value = 0.0
         self._error: BaseException | None = None
+
+    def may_pass(self, earlier: Task) -> bool:
+        """It passes nothing."""
+        return False
 
     def begin(self, memory: Tensor) -> None:
         """Nothing comes down."""

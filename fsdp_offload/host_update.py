@@ -42,11 +42,11 @@ def _moves(bound: BoundRange, states: StateStore) -> list[tuple[Tensor, Tensor]]
     return [(value, before[name]) for name, value in bound.values.items() if existing.get(name) is not None]
 
 
-class LastJob:
-    """The last job of one optimizer. Hooks on a model have it, and so wait for it when the optimizer is gone."""
+class LastJobs:
+    """The jobs of an optimizer's last step. Hooks on a model have them, and so wait for them when it is gone."""
 
     def __init__(self, worker: HostWorker) -> None:
-        self.job: HostJob | None = None
+        self.jobs: list[HostJob] = []
         self._worker = worker
 
     def wait_done(self, job: HostJob) -> None:
@@ -65,14 +65,14 @@ class LastJob:
         Raises:
             RuntimeError: the update has failed, and there is no optimizer left that would say so.
         """
-        job, self.job = self.job, None
-        if job is None:
-            return
-        self.wait_done(job)
-        if job.uploaded is not None:
-            job.uploaded.synchronize()
-        if job.errors:
-            names, error = job.errors[0]
+        jobs, self.jobs = self.jobs, []
+        for job in jobs:
+            self.wait_done(job)
+        for job in jobs:
+            if job.uploaded is not None:
+                job.uploaded.synchronize()
+        if jobs and jobs[0].errors:
+            names, error = jobs[0].errors[0]
             raise RuntimeError(
                 f"the host's part of the last step() of an optimizer that is gone stopped with {type(error).__name__}: "
                 f"{error}. Parameters {names} may be half updated."
@@ -85,7 +85,7 @@ class HostUpdates:
     Attributes:
         failure: why its part of the state is only half updated; empty if it is whole.
         creates: the step makes state that there was not before.
-        last: the last job.
+        last: the jobs of the last step, and behind them those of all steps before it.
     """
 
     def __init__(
@@ -102,7 +102,8 @@ class HostUpdates:
         self._hashers: tuple[Hasher, Hasher] | None = None
         self._jobs: dict[int, HostJob] = {}
         self._mirrored: dict[int, MirroredBucket] = {}
-        self.last = LastJob(worker)
+        self.last = LastJobs(worker)
+        self._submitted: list[HostJob] = []  # in this step
         self._created: dict[Tensor, UserState] = {}
         self._waited_seconds = 0.0
         self._errors: list[tuple[str, BaseException]] = []
@@ -124,7 +125,7 @@ class HostUpdates:
 
     def begin(self, optimizer: Optimizer, shards: Iterable[StateShard]) -> HostStep:
         """Note where a logical step starts."""
-        self._waited_seconds, self._after = 0.0, ()
+        self._waited_seconds, self._after, self._submitted = 0.0, (), []
         step = HostStep(self._cls, self._traits, optimizer, shards)
         self._created = step.created
         return step
@@ -202,7 +203,9 @@ class HostUpdates:
             self._errors,
             state_bytes=part.state_bytes,
         )
-        self._jobs[number] = self.last.job = job
+        self._jobs[number] = job
+        self._submitted.append(job)
+        self.last.jobs = self._submitted
         self._worker.submit(job)
         if self._serial:
             self._wait_for(job)
@@ -236,17 +239,17 @@ class HostUpdates:
         return job.uploaded
 
     def wait_all(self) -> Mark | None:
-        """As :meth:`wait`, for all buckets: they are done in order."""
-        if self.last.job is None:
-            return None
-        self._wait_for(self.last.job)
+        """As :meth:`wait`, for all buckets: no job of an earlier step is done after one of the last step."""
+        self.wait_quietly()
         self.raise_failure()
-        return self.last.job.uploaded
+        uploaded = (job for job in self.last.jobs if job.uploaded is not None)
+        last = max(uploaded, key=lambda job: job.ended, default=None)  # behind all others on the way up
+        return None if last is None else last.uploaded
 
     def wait_quietly(self) -> None:
         """Block until nothing is under way; a failure is kept for who asks next."""
-        if self.last.job is not None:
-            self._wait_for(self.last.job)
+        for job in self.last.jobs:
+            self._wait_for(job)
 
     def take_created(self) -> dict[Tensor, UserState]:
         """State that updates have made where there was none; waits for them all."""
@@ -263,7 +266,7 @@ class HostUpdates:
                 bucket.uploaded.synchronize()  # from memory that may be freed now
         self._mirrored.clear()
         self._jobs.clear()
-        self.last.job = None
+        self.last.jobs = []
 
     def _wait_for(self, job: HostJob) -> None:
         if not job.done.is_set():

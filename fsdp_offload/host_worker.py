@@ -7,6 +7,7 @@
     updates:                          └▶ update ┘
 
 While one task is updated, the next ones come down and the last one goes up; what comes down has slots of pinned memory.
+Tasks are done in the order in which they were submitted, but for those that may pass others.
 A thread of its own issues the copies, so that the one that updates never stands still for that: the kernels of the
 optimizer do not hold the interpreter's lock. Nobody on the device waits for the threads unless it needs what they make.
 """
@@ -34,6 +35,9 @@ _SLOTS = 3
 
 class Task(Protocol):
     """What the threads do. No method raises: who waits for the task looks for its error."""
+
+    def may_pass(self, earlier: "Task") -> bool:
+        """Whether to do it before ``earlier``, which was submitted before it, and before what came between; at once."""
 
     def begin(self, memory: Tensor) -> None:
         """Issue what has to be copied into ``memory``, a ``uint8`` tensor on the host, nobody else's until the end."""
@@ -129,7 +133,7 @@ class HostWorker:
             self._slot_bytes, self._pinned = slot_bytes, pin
 
     def submit(self, task: Task) -> None:
-        """Have ``task`` done after all others submitted before; returns at once."""
+        """Have ``task`` done after all others submitted before that it may not pass; returns at once."""
         with self._changed:
             self._queue.append(task)
             self._unfinished += 1
@@ -179,7 +183,7 @@ class HostWorker:
             if not crew.updated and (crew.leaving or self._stopping):
                 return False
             finished = crew.updated.popleft() if crew.updated else None
-            begun = None if finished is not None else (self._queue.popleft(), self._free_slots.popleft())
+            begun = None if finished is not None else (self._take_next(), self._free_slots.popleft())
         if begun is not None:
             begun[0].begin(begun[1])
         if finished is not None:
@@ -191,6 +195,16 @@ class HostWorker:
                 self._unfinished -= 1
             self._changed.notify_all()
         return True
+
+    def _take_next(self) -> Task:
+        """The task that waits for longest, or the one that passes it."""
+        first = 0
+        for index in range(1, len(self._queue)):
+            if self._queue[index].may_pass(self._queue[first]):
+                first = index
+        task = self._queue[first]
+        del self._queue[first]
+        return task
 
     # In the thread for updates -----------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ from .elastic import Elastic
 from .engine import Engine
 from .fsdp import sharding_groups
 from .guard import Guard
-from .host_update import LastJob
+from .host_update import LastJobs
 from .policy import OffloadPolicy
 from .rehearsal import Rehearsal
 from .update import StateStore
@@ -207,7 +207,7 @@ def _state_dict_hooks(model: nn.Module) -> Iterator[Callable[..., Any]]:
         yield module.register_load_state_dict_pre_hook
 
 
-def _call(overlap: "weakref.ref[Overlap]", last: LastJob | None, method: str, *args: Any) -> None:
+def _call(overlap: "weakref.ref[Overlap]", last: LastJobs | None, method: str, *args: Any) -> None:
     target = overlap()
     if target is not None:
         getattr(target, method)(*args)

@@ -30,6 +30,9 @@ class Mark(Protocol):
     def synchronize(self) -> None:
         """Block the host until the lane has passed this point."""
 
+    def passed(self) -> bool:
+        """Whether the lane has passed this point; at once."""
+
     def elapsed_ms_since(self, earlier: "Mark") -> float:
         """Milliseconds between two marks of the same lane that have both been passed."""
 
@@ -63,6 +66,10 @@ class StreamMark:
         """Block the host until the stream has passed this point."""
         self.event.synchronize()
 
+    def passed(self) -> bool:
+        """Whether the stream has passed this point."""
+        return self.event.query()
+
     def elapsed_ms_since(self, earlier: Mark) -> float:
         """Milliseconds on the device between two marks that have both been passed."""
         assert isinstance(earlier, StreamMark)
@@ -86,9 +93,9 @@ class StreamLane:
             # Not wait_event: torch.Stream's does nothing, without a word, for a torch.cuda.Event (2.11).
             with self.running():
                 mark.event.wait()
-            return
-        assert isinstance(mark, StreamMark)
-        self._now.wait_event(mark.event)
+        elif not isinstance(mark, HostMark):
+            assert isinstance(mark, StreamMark)
+            self._now.wait_event(mark.event)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -187,6 +194,10 @@ class EventMark:
         """Block the host until the event has passed."""
         self.event.synchronize()
 
+    def passed(self) -> bool:
+        """Whether the event has passed."""
+        return self.event.query()
+
     def elapsed_ms_since(self, earlier: Mark) -> float:
         """Not known: others' events have no times."""
         raise NotImplementedError
@@ -200,6 +211,10 @@ class HostMark:
 
     def synchronize(self) -> None:
         """Return at once."""
+
+    def passed(self) -> bool:
+        """It has."""
+        return True
 
     def elapsed_ms_since(self, earlier: Mark) -> float:
         """Milliseconds on the host's clock."""

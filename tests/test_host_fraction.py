@@ -31,6 +31,7 @@ from fsdp_offload.host_share import host_bucket_bytes
 from fsdp_offload.host_update import HostUpdates
 from fsdp_offload.host_worker import HostWorker, host_worker
 from fsdp_offload.optimizers import traits_of
+from fsdp_offload.transfer import HostMark
 from tests import host_worker_gate
 from tests.overlapping import HABITS, NOT_IN_BACKWARD, POLICIES, SIZES, Loop, same
 from tests.parity import SMALL, Net, Pair, Run, Zoo, attach, batch, make_pair, same_value, train_step
@@ -575,6 +576,47 @@ def test_a_slow_host_never_blocks_the_device(mesh: DeviceMesh, fields: dict[str,
     assert new_and_old(loop, before) == ({True}, {True})
     plain = Loop(mesh, fused_adamw, None).train(4)
     assert same(plain, loop)
+
+
+class NotYet(HostMark):
+    """Of gradients that the device has not made."""
+
+    def passed(self) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_what_the_forward_needs_first_goes_first(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, is_late: bool
+) -> None:
+    """Of what waits when the backward has ended; but not what is not there: then the wave before it."""
+    loop = Loop(mesh, fused_adamw, overlapping(POLICIES["backward-forward"], 1.0)).train(3)
+    loop.optimizer.synchronize()
+    submitted: list[tuple[int, HostJob]] = []
+    submit = HostWorker.submit
+
+    def submitting(self: HostWorker, task: HostJob) -> None:
+        submitted.append((len(task.after), task))
+        submit(self, task)
+
+    with host_worker_gate.closed() as gate:
+        monkeypatch.setattr(HostWorker, "submit", submitting)
+        loop.backward(3)
+        waves = sorted({wave for wave, _ in submitted})
+        if is_late:
+            for wave, job in submitted:
+                if wave == waves[-1]:
+                    job.after = (*job.after[:-1], NotYet())
+        loop.step()
+        begun = [job for _, job in submitted if job not in host_worker(CPU)._queue]
+        gate.open()
+        loop.optimizer.synchronize()
+    waited = [(wave, job) for wave, job in submitted if job not in begun]
+    assert len(waves) > 2
+    last = waves[-1] if is_late else -1
+    expected = sorted(waited, key=lambda pair: 1 if pair[0] == last else -pair[0])  # in order within a wave
+    assert [job.number for _, job in expected] == [job.number for _, job in sorted(waited, key=lambda p: p[1].ended)]
+    assert same(Loop(mesh, fused_adamw, None).train(4), loop)
 
 
 Waits = list[int]

@@ -16,6 +16,9 @@ class ClockMark:
     def synchronize(self) -> None:
         self.read = True
 
+    def passed(self) -> bool:
+        return self.read
+
     def elapsed_ms_since(self, earlier: Mark) -> float:
         assert isinstance(earlier, ClockMark)
         assert self.read, "a mark has been passed only once somebody has waited for it"

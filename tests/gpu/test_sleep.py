@@ -187,6 +187,8 @@ def fill_with_sevens(device: torch.device) -> None:
 def write_late(device: torch.device) -> nn.ParameterList:
     """Ones and twos, on the current stream and on another one that nobody waits for."""
     model = make(device, 16, 16)
+    offload_model(model)  # host memory is there from now on: to lock it takes as long as the writes are late
+    reload_model(model)
     torch.cuda.synchronize()
     side = torch.cuda.Stream()
     with torch.no_grad():
