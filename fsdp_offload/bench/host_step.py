@@ -1,15 +1,18 @@
 """``bench step --host-fraction``: a step with a share of the state updated on the CPU, beside all of it on either side.
 
 One line for each way to step: streamed through the device, updated on the CPU, divided between them; torch's fused CPU
-kernel alone, on all cores and on tensors that are on the host already; and ``CPUOffloadPolicy`` with that kernel, whose
-gradients and parameters travel in the backward and the forward instead. All of them are there at once and take turns,
-as the CPU's rate drifts; a last line compares them round by round. On the host that takes about 65 bytes a parameter.
+kernel alone, on all cores and on tensors that are on the host already; the same while as many bytes as gradients have
+come down and as many as parameters have go up, which share the host's memory with it; and ``CPUOffloadPolicy`` with
+that kernel, whose gradients and parameters travel in the backward and the forward instead. All of them are there at
+once and take turns, as the CPU's rate drifts; a last line compares them round by round. On the host that takes about 65
+bytes a parameter.
 """
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import cycle
 from typing import Any, cast
 
 import torch
@@ -19,11 +22,15 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.optim import Optimizer
 
 from .. import OffloadedOptimizer, OffloadPolicy, offload_optimizer
+from ..arena import Region
+from ..transfer import device_link
 from .record import median, print_record, wall_ms
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 _WARMUP = 2
+_CHUNK_BYTES = 64 << 20
+_BUFFERS = 6
 
 
 def host_fraction_of(text: str) -> float | str:
@@ -88,8 +95,8 @@ def compare_host_fractions(
     shares = {
         share: _offloaded(share, make_model(), make_optimizer, policy) for share in dict.fromkeys((0.0, 1.0, chosen))
     }
-    alone = _kernel_alone(shapes, make_optimizer)
-    ways = [*shares.values(), alone, _cpu_offload_policy(shapes, make_optimizer, device)]
+    alone, beside = _kernel_alone(shapes, make_optimizer, device)
+    ways = [*shares.values(), alone, beside, _cpu_offload_policy(shapes, make_optimizer, device)]
     for way in ways:
         wall_ms(way.step, device, repeats=0, warmup=_WARMUP)
     for _ in range(repeats):
@@ -101,6 +108,8 @@ def compare_host_fractions(
     print_record(
         "step_host_ratios",
         kernel_alone_over_host=_ratio(alone.times, shares[1.0].times),
+        kernel_beside_copies_over_host=_ratio(beside.times, shares[1.0].times),
+        kernel_alone_over_beside_copies=_ratio(alone.times, beside.times),
         best_of_both_over_chosen=_ratio(best, shares[chosen].times),
         device_over_chosen=_ratio(shares[0.0].times, shares[chosen].times),
         host_over_chosen=_ratio(shares[1.0].times, shares[chosen].times),
@@ -143,9 +152,37 @@ def _offloaded(share: float | str, model: nn.Module, make_optimizer: MakeOptimiz
     return _Way(f"host_fraction={share}", _numel(model), cast(Callable[[], None], optimizer.step), figures, more)
 
 
-def _kernel_alone(shapes: Sequence[tuple[int, ...]], make_optimizer: MakeOptimizer) -> _Way:
+def _kernel_alone(
+    shapes: Sequence[tuple[int, ...]], make_optimizer: MakeOptimizer, device: torch.device
+) -> tuple[_Way, _Way]:
+    """And beside the copies that an update on the host needs."""
     model = _on_host(shapes)
-    return _on_all_cores("torch's CPU kernel alone", model, make_optimizer(model.parameters()))
+    alone = _on_all_cores("torch's CPU kernel alone", model, make_optimizer(model.parameters()))
+    copies = _Copies(device, sum(param.nbytes for param in model.parameters()))
+
+    def step() -> None:
+        copies.issue()
+        alone.step()
+
+    return alone, replace(alone, name="torch's CPU kernel beside the same copies", step=step, times=[], seen=[])
+
+
+class _Copies:
+    """As many bytes down as gradients have, through a few buffers, and as many up as parameters have, from all over."""
+
+    def __init__(self, device: torch.device, nbytes: int) -> None:
+        self._down, self._up = device_link(device).host_lanes(serial=False)
+        pin = device.type != "cpu"
+        self._grads = Region(min(nbytes, _BUFFERS * _CHUNK_BYTES), device=device, pin=pin).bytes.split(_CHUNK_BYTES)
+        self._params = Region(nbytes, device=device, pin=pin).bytes.split(_CHUNK_BYTES)
+        self._on_device = [torch.zeros_like(self._params[0], device=device) for _ in range(2)]
+
+    def issue(self) -> None:
+        """Both ways at once; they end when they end."""
+        for params, grads in zip(self._params, cycle(self._grads), strict=False):
+            size = min(params.numel(), grads.numel())
+            self._down.copy(grads[:size], self._on_device[0][:size])
+            self._up.copy(self._on_device[1][: params.numel()], params)
 
 
 def _cpu_offload_policy(shapes: Sequence[tuple[int, ...]], make_optimizer: MakeOptimizer, device: torch.device) -> _Way:

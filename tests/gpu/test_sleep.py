@@ -187,10 +187,8 @@ def fill_with_sevens(device: torch.device) -> None:
 def write_late(device: torch.device) -> nn.ParameterList:
     """Ones and twos, on the current stream and on another one that nobody waits for."""
     model = make(device, 16, 16)
-    offload_model(model)  # host memory is there from now on: to lock it takes as long as the writes are late
-    reload_model(model)
     torch.cuda.synchronize()
-    side = torch.cuda.Stream()
+    side = torch.cuda.Stream(priority=-1)  # of another pool than those of the copies: torch gives streams out again
     with torch.no_grad():
         torch.cuda._sleep(LONG_CYCLES)
         model[0].fill_(1)
