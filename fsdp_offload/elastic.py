@@ -2,15 +2,20 @@
 
 ::
 
-    forward:   activations grow ──▶ the staging memory is given back before they need its room
-    backward:  activations are freed ──▶ as soon as there is room for it below the peak, it is taken and loads begin
+    forward:   activations grow ──▶ block by block, the staging memory is given back before they need its room
+    backward:  activations are freed ──▶ block by block, it is taken as there is room below the peak, and loads go on
 
-When to do either is learnt once, from what is allocated at each group of the model in one iteration. The allocator
-counts in program order, as the host issues; what the device has done by then plays no part.
+How much may be there at each group of the model is learnt once, from what is allocated there in one iteration::
+
+    allocated at each use and each reduction ──▶ StagingPlan: bytes of staging for each ──▶ the engine, in whole blocks
+
+The allocator counts in program order, as the host issues; what the device has done by then plays no part.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 from torch import Tensor
 
@@ -19,45 +24,63 @@ from .engine import Engine
 
 @dataclass(frozen=True)
 class StagingPlan:
-    """When to have how much staging memory.
+    """How much staging memory may be there when.
 
     Attributes:
-        nbytes: its size.
-        peak_bytes: below which training stays with it.
-        first_reduction: which reduction of gradients in a backward finds room for it.
-        last_use: which group's turn in a forward is the last that leaves room for it.
+        nbytes: all of it.
+        at_reductions_bytes: from each reduction of gradients in a backward on. It never becomes less.
+        at_uses_bytes: from each group's turn in a forward on. It never becomes more.
+        reductions_bytes: what else was allocated at each reduction when this was found out.
     """
 
     nbytes: int
-    peak_bytes: int
-    first_reduction: int
-    last_use: int
+    at_reductions_bytes: tuple[int, ...]
+    at_uses_bytes: tuple[int, ...]
+    reductions_bytes: tuple[int, ...]
+
+    def at_reduction(self, number: int, allocated_bytes: int) -> int:
+        """How much may be there now: less than learnt where more is allocated, as by a batch not seen before."""
+        number = min(number, len(self.at_reductions_bytes) - 1)
+        return self.at_reductions_bytes[number] - max(0, allocated_bytes - self.reductions_bytes[number])
+
+    def at_use(self, number: int) -> int:
+        """How much may still be there."""
+        return self.at_uses_bytes[min(number, len(self.at_uses_bytes) - 1)]
 
 
 def plan_staging(
-    uses_bytes: list[int], reductions_bytes: list[int], peak_bytes: int, wanted_bytes: int
+    uses_bytes: Sequence[int], reductions_bytes: Sequence[int], peak_bytes: int, wanted_bytes: int, *, spread: bool
 ) -> StagingPlan | None:
-    """Choose size and time for the staging memory.
+    """Choose how much staging memory there may be, and when.
 
     Args:
         uses_bytes: device memory allocated when each group's turn in the forward comes, without staging.
         reductions_bytes: the same when each group's gradients have been reduced.
         peak_bytes: the most that is allocated in the iteration, without staging.
         wanted_bytes: no more is of any use.
+        spread: give back all along the forward, as activations come, and not as late as they leave room for it. For
+            staging through which nothing more is to pass: what waits there to be stored is stored one after the other
+            anyway, and a forward that needs all of it back at its end does not end earlier for waiting there only. And
+            activations that find memory of theirs free, in the shapes in which they left it, need no other.
 
     Returns:
-        ``None`` if there is no room at all. Of sizes that differ by less than a quarter the one that can be had first.
+        ``None`` if there is no room at all.
     """
-    room = [peak_bytes - allocated for allocated in reductions_bytes]
-    most_bytes = min(max(room, default=0), wanted_bytes)
-    if most_bytes <= 0:
+    # The backward of a group needs, on top of what is there, about as much for a time as it frees in the end.
+    freed_bytes = [max(0, before - after) for before, after in pairwise(reductions_bytes)]
+    levels = [now + freed for now, freed in zip(reductions_bytes, [*freed_bytes, 0], strict=False)]
+    highest_to_come = list(accumulate(reversed(levels), max))[::-1]
+    room = [min(wanted_bytes, max(0, peak_bytes - level)) for level in highest_to_come]
+    nbytes = max(room, default=0)
+    if not nbytes:
         return None
-    first = next(number for number, free_bytes in enumerate(room) if 4 * free_bytes >= 3 * most_bytes)
-    nbytes = min(room[first], wanted_bytes)
     # At its turn a group allocates what is there at the next one's.
-    later = [*uses_bytes[1:], peak_bytes]
-    too_late = next(number for number, allocated in enumerate(later) if allocated + nbytes > peak_bytes)
-    return StagingPlan(nbytes, peak_bytes, first, too_late)
+    may_stay = [min(nbytes, peak_bytes - allocated) for allocated in (*uses_bytes[1:], peak_bytes)]
+    lowest, highest = min(uses_bytes), max(uses_bytes)
+    if spread and lowest < highest:
+        shares = ((highest - allocated) / (highest - lowest) for allocated in uses_bytes)
+        may_stay = [min(most, int(nbytes * share)) for most, share in zip(may_stay, shares, strict=True)]
+    return StagingPlan(nbytes, tuple(room), tuple(accumulate(may_stay, min)), tuple(reductions_bytes))
 
 
 class Elastic:
@@ -71,7 +94,7 @@ class Elastic:
         self._plan: StagingPlan | None = None
         self._uses_bytes: list[int] = []
         self._reductions_bytes: list[int] = []
-        self._uses = 0
+        self._uses = self._reductions = 0  # since the last step
 
     @property
     def _learns(self) -> bool:
@@ -82,29 +105,21 @@ class Elastic:
         if self._learns:
             self._uses_bytes.append(engine.allocated_bytes().now)
         elif self._plan is not None:
-            if self._uses == self._plan.last_use:
-                engine.give_back_staging()
+            engine.give_back_staging(self._plan.at_use(self._uses))
             self._uses += 1
 
-    def may_load(self, engine: Engine, reductions: int) -> bool:
-        """Whether loads may begin or go on in this backward.
-
-        Args:
-            engine: whose.
-            reductions: how many groups have been reduced since the last step, before this one.
-        """
+    def reduced(self, engine: Engine) -> float:
+        """A group's gradients have been reduced: how many bytes of staging memory there may be now."""
         if self._learns:
             self._reductions_bytes.append(engine.allocated_bytes().now)
-        if self._plan is None or engine.has_staging:
-            return True
-        if reductions < self._plan.first_reduction:
-            return False
-        # A batch of a shape not seen before leaves less room: then the step loads.
-        return engine.allocated_bytes().now + self._plan.nbytes <= self._plan.peak_bytes
+        self._reductions += 1
+        if self._plan is None or engine.has_all_staging:
+            return math.inf
+        return self._plan.at_reduction(self._reductions - 1, engine.allocated_bytes().now)
 
     def step_ended(self, engine: Engine) -> None:
         """``step()`` has issued everything."""
-        self._uses = 0
+        self._uses = self._reductions = 0
         if self._learns and self._reductions_bytes:
             self._conclude(engine)
         if self._wanted and not engine.phases.away:
@@ -117,23 +132,25 @@ class Elastic:
         peak_bytes = since_attach_bytes if since_attach_bytes > self._peak_at_attach_bytes else seen_bytes
         moving_bytes = engine.plan.moving_bytes()
         wanted_bytes = moving_bytes
-        if engine.policy.updates_beside_compute:
+        passes_through = engine.policy.updates_beside_compute
+        if passes_through:
             # Loads and stores have the forward, or the backward, to hide behind: no more is of use than what lets the
             # state of one group, the one that is final last and needed first, be loaded ahead beside what passes. More
             # would only have to be stored before the forward needs its room.
             buckets = (engine.steps.buckets_of(group) for group in self._groups)
             largest_bytes = max(map(engine.plan.moving_bytes, buckets), default=0)
             wanted_bytes = min(moving_bytes, largest_bytes + engine.policy.ring_bytes)
-        self._plan = plan_staging(self._uses_bytes, self._reductions_bytes, peak_bytes, wanted_bytes)
-        if self._plan is not None and self._plan.nbytes > engine.plan.ring_bytes:
-            engine.resize_staging(self._plan.nbytes)
-        else:
-            self._plan = None
+        plan = plan_staging(
+            self._uses_bytes, self._reductions_bytes, peak_bytes, wanted_bytes, spread=not passes_through
+        )
+        if plan is not None and plan.nbytes > engine.plan.ring_bytes:
+            engine.resize_staging(plan.nbytes)
+            self._plan = plan
         nbytes = engine.plan.ring_bytes
         engine.tuning_of_staging = (
             f"staging_bytes='auto': {nbytes / 1e9:.2f} GB for {moving_bytes / 1e9:.2f} GB of state, "
             + (
-                "taken in the backward and given back in the forward."
+                f"taken in the backward and given back in the forward, in {len(engine.plan.ring_blocks)} blocks."
                 if self._plan
                 else "always there: there is no room for more."
             )

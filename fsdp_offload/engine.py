@@ -256,15 +256,18 @@ class Engine:
         self.plan.resize_ring(nbytes)
         self.steps.forget_places()
 
-    def give_back_staging(self) -> None:
-        """Free the staging memory until the next loads, in the order of the current stream, unless it is in use."""
+    def give_back_staging(self, keep_bytes: int) -> None:
+        """Free staging memory until the next loads, in the order of the current stream, unless it is in use.
+
+        What has been stored first goes first, until no more than ``keep_bytes`` are there.
+        """
         if self.steps.begun is None:
-            self.steps.give_back_ring()
+            self.steps.give_back_ring(keep_bytes)
 
     @property
-    def has_staging(self) -> bool:
-        """Whether the staging memory is there."""
-        return self.steps.has_ring
+    def has_all_staging(self) -> bool:
+        """Whether all of the staging memory is there."""
+        return self._pipeline.ring_bytes >= self.plan.ring_bytes
 
     def allocated_bytes(self) -> Allocated:
         """Device memory that is in use, without staging. On the CPU, all zero."""
@@ -351,7 +354,9 @@ class Engine:
 
     # In the backward ---------------------------------------------------------------------------------------------
 
-    def gradients_reduced(self, optimizer: Optimizer, states: StateStore, final: Set[Tensor], event: object) -> None:
+    def gradients_reduced(
+        self, optimizer: Optimizer, states: StateStore, final: Set[Tensor], event: object, room_bytes: float
+    ) -> None:
         """The backward has reduced more gradients: load, and update what may be updated.
 
         Args:
@@ -359,6 +364,7 @@ class Engine:
             states: its state.
             final: all parameters whose gradients are final by now, once ``event`` has passed.
             event: of torch, or ``None``: they are there.
+            room_bytes: for staging memory; loads go as far as that reaches.
         """
         begun = self._go_on_by_hand(optimizer, states) or self._begin_early(optimizer, states)
         if begun is None:
@@ -370,7 +376,7 @@ class Engine:
             return updates and all(shard.param in final for shard in self.plan[number].covers() if shard.group >= 0)
 
         with torch.no_grad():
-            self.steps.advance(begun, states, may_update)
+            self.steps.advance(begun, states, may_update, room_bytes)
         self.steps.spend(begun)
 
     def _go_on_by_hand(self, optimizer: Optimizer, states: StateStore) -> BegunStep | None:

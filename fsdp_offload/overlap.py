@@ -182,7 +182,7 @@ class Overlap:
         if not any(self._seen):
             self._rehearsal.conclude(engine)
         self._rehearsal.final(engine, number)
-        may_load = self._elastic.may_load(engine, sum(map(bool, self._seen)))
+        room_bytes = self._elastic.reduced(engine)
         self._seen[number] += 1
         self._order = [other for other in self._order if other != number] + [number]
         if not any(self._expected):
@@ -191,9 +191,9 @@ class Overlap:
             self._final.update(self._groups[number].params)
         # Where several backwards come before a step, loads begin in the last of them.
         is_last = all(seen >= expected - 1 for seen, expected in zip(self._seen, self._expected, strict=True))
-        if is_last and may_load:
+        if is_last and room_bytes > 0:
             device_event = event if engine.device.type != "cpu" else None
-            engine.gradients_reduced(optimizer, self._get_states(optimizer), self._final, device_event)
+            engine.gradients_reduced(optimizer, self._get_states(optimizer), self._final, device_event, room_bytes)
 
 
 def _nothing() -> None:

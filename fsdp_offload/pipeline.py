@@ -6,6 +6,7 @@ State that the optimizer creates in a step has nothing to load and goes from *ho
 """
 
 import itertools
+import math
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -18,7 +19,7 @@ from torch import Tensor
 from .host_update import HostUpdates
 from .iteration import IterationMarks
 from .schedule import Action, Kind, Placement
-from .transfer import DeviceLink, Lane, Mark, recorded, wait_on
+from .transfer import Block, DeviceLink, Lane, Mark, recorded, wait_on
 
 
 class Residency(Enum):
@@ -45,7 +46,7 @@ class StagedBucket:
 
     Attributes:
         placement: its place in the ring, as of the last schedule; ``None`` for state that is resident on the device.
-        copies: for each transfer the two ``uint8`` ranges: in the arena, and the offset in the ring.
+        copies: for each transfer the two ``uint8`` ranges: in the arena, and the offset in its place.
         store_copies: makes what replaces ``copies`` in the store of one step, where state moves to another home.
     """
 
@@ -133,6 +134,7 @@ class Pipeline:
 
     Attributes:
         number: tells users of the device's staging memory apart.
+        ring_bytes: how much of the staging memory is there.
         buckets: by number.
         host: who updates those of them that are the host's. They never move, but everything here waits for them.
         iteration: how long iterations take, and how long the compute stream stands still in them.
@@ -150,7 +152,9 @@ class Pipeline:
         self._beside_compute = beside_compute or host is not None
         self._unseen: set[int] = set()  # updated beside the compute stream, which has not waited for it
         self._spans: dict[tuple[Kind, int], Span] = {}
-        self._ring: Tensor | None = None
+        self.ring_bytes = 0
+        self._ring: dict[int, Block] = {}  # by number: those that are there, in the order of their last use
+        self._block_nbytes: Sequence[int] = ()
         self._step_begin: Mark | None = None
         self._step_called: Mark | None = None
         self._compute_point: Mark | None = None
@@ -162,26 +166,53 @@ class Pipeline:
         self._skipped: set[int] = set()  # taken out of the schedule, of whose actions others wait for some
         self._places: Mapping[int, Placement] = {}
 
-    def ring(self, nbytes: int) -> Tensor:
-        """The staging memory, of at least ``nbytes`` bytes. Views made for an earlier ring are made anew."""
-        ring = self._link.ring(nbytes, self.number)
-        if ring is not self._ring:
-            if self._ring is not None:
-                # The memory of the one before is free from now on, and the current stream may get it.
-                self.wait_on_current(self._lanes["S"].mark())
-                self.wait_on_current(self._lanes["L"].mark())
-            self._ring = ring
-            for bucket in self.buckets:
-                bucket.slot_views = []
-        return ring
+    def give_back_ring(self, keep_bytes: int = 0) -> set[int]:
+        """Free blocks of the ring, those first that were used first, until no more than ``keep_bytes`` are there.
 
-    def give_back_ring(self) -> None:
-        """Free the staging memory, once the stores have ended and if no other optimizer needs it. Nothing is loaded."""
+        Each is free once its own stores have ended, and if no other optimizer needs it. Nothing is loaded.
+
+        Returns:
+            Their numbers: nobody may keep views of their memory.
+        """
         assert not self._queue, "a schedule is in progress"
-        self._ring = None
+        gone: set[int] = set()
+        if self.ring_bytes <= keep_bytes:
+            return gone
+        with self.iteration.waiting():
+            for number, block in list(self._ring.items()):
+                if self.ring_bytes <= keep_bytes:
+                    break
+                self.ring_bytes -= block.memory.numel()
+                del self._ring[number]
+                self._link.give_back(number, self.number)
+                gone.add(number)
+        self._drop_views(gone)
+        return gone
+
+    def _take(self, number: int) -> None:
+        """Have a block of the ring."""
+        block, before = self._link.block(number, self._block_nbytes[number], self.number), self._ring.get(number)
+        if block is before:
+            return
+        if before is not None:
+            # Another optimizer has needed a larger one. The memory of this one is free from now on, and the current
+            # stream may get it.
+            for mark in before.last.values():
+                self.wait_on_current(mark)
+            self.ring_bytes -= before.memory.numel()
+            self._drop_views({number})
+        self._ring[number] = block
+        self.ring_bytes += block.memory.numel()
+
+    def _drop_views(self, blocks: Container[int]) -> None:
         for bucket in self.buckets:
-            bucket.slot_views = []
-        self._link.give_back_ring(self.number)
+            if bucket.slot_views and bucket.placement is not None and bucket.placement.block in blocks:
+                bucket.slot_views = []
+
+    def block_of(self, number: int) -> Tensor | None:
+        """The memory of the block in which the slot of a bucket is, within its update."""
+        placement = self.buckets[number].placement
+        return None if placement is None else self._ring[placement.block].memory
 
     def copy_down(self, copies: Iterable[tuple[Tensor, Tensor]]) -> Mark:
         """Store ``(to the host, from the device)``, all ``uint8``, after the updates and loads that were issued."""
@@ -222,13 +253,15 @@ class Pipeline:
         awaited = self._unseen if numbers is None else self._unseen.intersection(numbers)
         return self.iteration.waiting() if awaited else nullcontext()
 
-    def begin(self, actions: Sequence[Action], places: Mapping[int, Placement]) -> None:
+    def begin(self, actions: Sequence[Action], places: Mapping[int, Placement], block_nbytes: Sequence[int]) -> None:
         """Take up a schedule, of which nothing is issued yet.
 
         Args:
             actions: in the order in which to issue them.
             places: in the ring, of all buckets that pass through it. The same object as long as they are the same.
+            block_nbytes: of the blocks in which these places are.
         """
+        self._block_nbytes = block_nbytes
         if places is not self._places:
             self._places = places
             self._after_stores()  # of buckets that passed through other places, for which ``actions`` do not wait
@@ -265,12 +298,14 @@ class Pipeline:
         self,
         update: Callable[[int], None],
         may_update: Callable[[int], bool] = lambda number: True,
+        room_bytes: float = math.inf,
     ) -> None:
-        """Issue actions in order, up to the first update that may not run yet.
+        """Issue actions in order, up to the first update that may not run yet, or that needs more of the ring.
 
         Args:
             update: runs the optimizer on a bucket, in the update lane.
             may_update: whether the gradients of a bucket are final.
+            room_bytes: no more of the ring may be there now. What is already there stays.
         """
         if self._queue and self._link.changes_hands(self.number):
             self._take_ring_back()
@@ -279,12 +314,25 @@ class Pipeline:
                 action = self._queue[0]
                 if action.kind == "U" and not may_update(action.bucket):
                     return
+                if action.kind != "S" and not self._enter(action.bucket, room_bytes):
+                    return
                 self._queue.popleft()
                 self._issue(action, update)
                 self._issued.append(action)
         except BaseException:
             self.synchronize()
             raise
+
+    def _enter(self, bucket: int, room_bytes: float) -> bool:
+        """Whether the block that a bucket passes through is there. It is taken if there is room for it."""
+        placement = self.buckets[bucket].placement
+        if placement is None:
+            return True
+        missing_bytes = 0 if placement.block in self._ring else self._block_nbytes[placement.block]
+        if missing_bytes and self.ring_bytes + missing_bytes > room_bytes:
+            return False
+        self._take(placement.block)
+        return True
 
     def finish(self) -> None:
         """The whole schedule has been issued."""
@@ -386,6 +434,14 @@ class Pipeline:
                 if self.buckets[action.bucket].placement is not None:
                     self.buckets[action.bucket].move_to(Residency.IN_SLOT)
             span.end = lane.mark(span.end)
+        self._note_use(self.buckets[action.bucket].placement, lane, span.end)
+
+    def _note_use(self, placement: Placement | None, lane: Lane, end: Mark) -> None:
+        if placement is None:
+            return
+        block = self._ring[placement.block] = self._ring.pop(placement.block)  # now the last in the order
+        if lane is not self._lanes["C"]:
+            block.last[lane] = end
 
     def _wait_before_update(self, bucket: StagedBucket, lane: Lane) -> None:
         for mark in self._before_updates:
@@ -417,9 +473,9 @@ class Pipeline:
         return bucket.slot_views
 
     def _slot_views(self, bucket: StagedBucket, copies: Sequence[tuple[Tensor, int]]) -> list[Tensor]:
-        assert self._ring is not None and bucket.placement is not None
-        begin = bucket.placement.offset
-        return [self._ring[begin + offset : begin + offset + home.numel()] for home, offset in copies]
+        assert bucket.placement is not None
+        begin, memory = bucket.placement.offset, self._ring[bucket.placement.block].memory
+        return [memory[begin + offset : begin + offset + home.numel()] for home, offset in copies]
 
     def wait_home(self, number: int) -> None:
         """Block the host until the arena holds the newest bytes of this bucket: wait for its store, and no other."""

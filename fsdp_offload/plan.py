@@ -23,7 +23,7 @@ from .host_update import HostUpdates
 from .learn import Layouts
 from .pipeline import StagedBucket
 from .policy import OffloadPolicy
-from .schedule import Placement, place_in_ring
+from .schedule import Placement, divide_ring, place_in_ring
 from .shards import Home, LeafLayout, StateShard, is_wrapper
 from .update import BoundRange, StateStore, bind_range, slot_values
 
@@ -83,7 +83,7 @@ class Plan:
         shards: by parameter, in planning order: the same on every rank.
         regions: the host memory of the homes.
         spare_bytes: of ``regions``, what is second homes.
-        ring_bytes: device memory that buckets pass through.
+        ring_blocks: bytes of each block of the ring: of the device memory that buckets pass through.
         resident_bytes: device memory of the homes that never leave it, padding included.
         host_fraction: of the state, what the host updates from now on.
     """
@@ -105,9 +105,10 @@ class Plan:
         self.shards: dict[Tensor, StateShard] = {}
         self.regions: list[Region] = []
         self.spare_bytes = 0
-        self.ring_bytes = 0
+        self.ring_blocks: tuple[int, ...] = ()
         self.resident_bytes = 0
         self._ring_limit_bytes = policy.ring_bytes
+        self._block_limit_bytes = 1 << 62  # one block
         self._layouts = layouts
         self._policy = policy
         self._device = device
@@ -323,10 +324,11 @@ class Plan:
             self._staged.append(StagedBucket(None, planned.copies(home_side)))
 
     def _place(self) -> None:
-        """Choose the size of the ring. Where in it a bucket passes through depends on the order of each step."""
+        """Choose the blocks of the ring. Where in it a bucket passes through depends on the order of each step."""
         moving = [number for number, staged in enumerate(self._staged) if staged.copies]
         nbytes = [self._buckets[number].bucket.nbytes for number in moving]
-        self.ring_bytes = min(sum(nbytes), max([self._ring_limit_bytes, *nbytes])) if nbytes else 0
+        ring_bytes = min(sum(nbytes), max([self._ring_limit_bytes, *nbytes])) if nbytes else 0
+        self.ring_blocks = divide_ring(nbytes, ring_bytes, self._block_limit_bytes)
         for number in moving:
             self._staged[number].place(Placement(0, self._buckets[number].bucket.nbytes))
 
@@ -334,12 +336,21 @@ class Plan:
         """A place in the ring for each bucket that moves, in the order of a step."""
         moving = [number for number in order if self._staged[number].copies]
         nbytes = [self._buckets[number].bucket.nbytes for number in moving]
-        return dict(zip(moving, place_in_ring(nbytes, self.ring_bytes), strict=True))
+        return dict(zip(moving, place_in_ring(nbytes, self.ring_blocks), strict=True))
 
     def resize_ring(self, nbytes: int) -> None:
-        """Let the ring have this size, or what it needs at least. Nothing is moving."""
-        self._ring_limit_bytes = nbytes
+        """Let the ring have this size, or what it needs at least, in blocks no larger than buckets may be.
+
+        Nothing is moving. Smaller blocks would take up more of the memory of activations, each of which is an
+        allocation of its own, but no bucket would fit into them.
+        """
+        self._ring_limit_bytes, self._block_limit_bytes = nbytes, self._policy.bucket_bytes
         self._place()
+
+    @property
+    def ring_bytes(self) -> int:
+        """Device memory that buckets pass through."""
+        return sum(self.ring_blocks)
 
     @property
     def moving_buckets(self) -> int:
@@ -351,8 +362,8 @@ class Plan:
         numbers = range(len(self._staged)) if numbers is None else numbers
         return sum(self._buckets[number].bucket.nbytes for number in numbers if self._staged[number].copies)
 
-    def bind(self, number: int, ring: Tensor | None) -> list[BoundRange]:
-        """What the optimizer sees of a bucket whose slot is in ``ring``."""
+    def bind(self, number: int, block: Tensor | None) -> list[BoundRange]:
+        """What the optimizer sees of a bucket whose slot is in this block of the ring."""
         planned, staged = self._buckets[number], self._staged[number]
         bound = []
         for piece, offsets in zip(planned.bucket.ranges, planned.bucket.leaf_offsets, strict=True):
@@ -362,7 +373,7 @@ class Plan:
             else:
                 begin = staged.placement.offset if staged.placement else 0
                 places = [begin + offset for offset in offsets]
-                take = partial(_slot_leaf, ring if ring is not None else self._no_bytes, places)
+                take = partial(_slot_leaf, block if block is not None else self._no_bytes, places)
                 values = slot_values(shard, piece.start, piece.stop, take)
             bound.append(bind_range(shard, piece.start, piece.stop, values))
         return bound
@@ -373,7 +384,8 @@ class Plan:
         self.regions.clear()
         self._buckets.clear()
         self._staged.clear()
-        self.ring_bytes = self.resident_bytes = self.spare_bytes = 0
+        self.ring_blocks = ()
+        self.resident_bytes = self.spare_bytes = 0
         self._host_taken = NOTHING_YET
 
 
@@ -465,8 +477,8 @@ def _device_leaf(block: Tensor, offset: int, leaf: LeafLayout) -> Tensor:
     return _own_storage(block, offset, leaf.nbytes).view(leaf.dtype).as_strided(leaf.shape, leaf.stride)
 
 
-def _slot_leaf(ring: Tensor, places: Sequence[int], leaf: int, nbytes: int) -> Tensor:
-    return _own_storage(ring, places[leaf], nbytes)
+def _slot_leaf(block: Tensor, places: Sequence[int], leaf: int, nbytes: int) -> Tensor:
+    return _own_storage(block, places[leaf], nbytes)
 
 
 def _own_storage(block: Tensor, offset: int, nbytes: int) -> Tensor:

@@ -12,6 +12,7 @@ Three hazards exist, and :func:`check_schedule` proves each of them absent:
 - an update or a store runs on a slot before the load or update that fills it.
 """
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence, Set
 from typing import Literal, NamedTuple
@@ -42,14 +43,18 @@ class Action(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """Where a bucket passes through the ring, in bytes. Two buckets that overlap can never be there together."""
+    """Where a bucket passes through the ring, in bytes of one of its blocks.
+
+    Two buckets that overlap can never be there together.
+    """
 
     offset: int
     nbytes: int
+    block: int = 0
 
     def overlaps(self, other: "Placement") -> bool:
         """Whether the two share a byte."""
-        if not self.nbytes or not other.nbytes:
+        if self.block != other.block or not self.nbytes or not other.nbytes:
             return False
         return self.offset < other.offset + other.nbytes and other.offset < self.offset + self.nbytes
 
@@ -62,18 +67,47 @@ class BucketStep(NamedTuple):
     store: bool  # false for state that is resident on the device
 
 
-def place_in_ring(bucket_nbytes: Sequence[int], ring_bytes: int) -> list[Placement]:
-    """Give each bucket a place in a ring of ``ring_bytes`` bytes, one behind the other, round and round.
+def divide_ring(bucket_nbytes: Sequence[int], ring_bytes: int, block_bytes: int) -> tuple[int, ...]:
+    """The bytes of the blocks that make up a ring of at most ``ring_bytes`` bytes, of which each comes and goes alone.
 
-    In the order of a step: neighbours in it then pass beside each other, whatever their numbers. A bucket larger than
-    the ring starts at 0; the ring then has to be as large as that bucket.
+    They are cut to the buckets: where the ring holds all of them, they fill it in this order. No block is larger than
+    ``block_bytes``, or than a bucket that is. The largest bucket has room in one of them, in a larger ring if need be.
+    """
+    if ring_bytes <= block_bytes:
+        return (ring_bytes,) if ring_bytes else ()
+    blocks: list[int] = []
+    for nbytes in bucket_nbytes:
+        if blocks and blocks[-1] + nbytes <= block_bytes:
+            blocks[-1] += nbytes
+        else:
+            blocks.append(nbytes)
+    largest = max(bucket_nbytes)
+    kept = _within(blocks, ring_bytes)
+    if max(kept, default=0) < largest:
+        kept = [*_within(blocks, ring_bytes - largest), largest]
+    return tuple(kept)
+
+
+def _within(blocks: Sequence[int], nbytes: int) -> list[int]:
+    """As many of the first blocks as are within ``nbytes`` together."""
+    ends = itertools.accumulate(blocks)
+    return [block for block, end in zip(blocks, ends, strict=True) if end <= nbytes]
+
+
+def place_in_ring(bucket_nbytes: Sequence[int], block_nbytes: Sequence[int]) -> list[Placement]:
+    """Give each bucket a place in a ring of these blocks, one behind the other, round and round.
+
+    In the order of a step: neighbours in it then pass beside each other, whatever their numbers. A block without enough
+    room is passed over. A bucket larger than every block starts at 0; the first block then has to be as large.
     """
     placements = []
-    cursor = 0
+    block = cursor = 0
     for nbytes in bucket_nbytes:
-        if cursor + nbytes > ring_bytes:
+        if cursor + nbytes > block_nbytes[block]:
+            following = (*range(block + 1, len(block_nbytes)), *range(block + 1))
+            block = next((number for number in following if nbytes <= block_nbytes[number]), 0)
             cursor = 0
-        placements.append(Placement(cursor, nbytes))
+        placements.append(Placement(cursor, nbytes, block))
         cursor += nbytes
     return placements
 

@@ -8,6 +8,7 @@
 What is left unfinished by an exception is noted in :attr:`Stepping.failure`.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -97,8 +98,7 @@ class Stepping:
         self._pipeline = pipeline
         self._lending = lending
         self._link = link
-        self._ring: Tensor | None = None
-        self._bound: dict[int, tuple[Placement | None, list[BoundRange]]] = {}
+        self._bound: dict[int, tuple[Placement | None, Tensor | None, list[BoundRange]]] = {}
         self._schedules: dict[tuple[BucketStep, ...], tuple[list[Action], dict[int, Placement]]] = {}
         self._held: dict[int, list[tuple[Tensor, Tensor | None, BegunStep]]] = {}  # by bucket: what updates still read
 
@@ -156,9 +156,13 @@ class Stepping:
         return self._shared_values(optimizer, logical), logical, on_host
 
     def advance(
-        self, begun: BegunStep, states: StateStore, may_update: Callable[[int], bool] = lambda number: True
+        self,
+        begun: BegunStep,
+        states: StateStore,
+        may_update: Callable[[int], bool] = lambda number: True,
+        room_bytes: float = math.inf,
     ) -> None:
-        """Issue what of a step may be issued now."""
+        """Issue what of a step may be issued now, with at most so much staging memory as there is room for."""
         habits = self._habits
 
         def update(number: int) -> None:
@@ -183,8 +187,7 @@ class Stepping:
 
         try:
             with self._link.in_use:  # another thread's optimizer may want a larger ring
-                self._take_ring()
-                self._pipeline.advance(update, may_update)
+                self._pipeline.advance(update, may_update, room_bytes)
         except BaseException as error:
             stored = self._pipeline.stored(begun.done)
             moved = [shard for shard in begun.moving or () if stored.issuperset(shard.buckets)]
@@ -401,36 +404,26 @@ class Stepping:
                 self._schedules.clear()
             places = self._plan.places_for(step.bucket for step in steps)
             self._schedules[steps] = build_schedule(steps, places), places
-        self._pipeline.begin(*self._schedules[steps])
-
-    def _take_ring(self) -> None:
-        ring = self._pipeline.ring(self._plan.ring_bytes) if self._plan.ring_bytes else None
-        if ring is not self._ring:
-            self._bound.clear()
-            self._ring = ring
+        self._pipeline.begin(*self._schedules[steps], self._plan.ring_blocks)
 
     def forget_bound(self) -> None:
         """Resident state has other homes from now on."""
         self._bound.clear()
 
-    @property
-    def has_ring(self) -> bool:
-        """Whether the staging memory is there."""
-        return self._ring is not None
-
-    def give_back_ring(self) -> None:
-        """Free the staging memory. No schedule is in progress."""
-        self._ring = None
-        self._bound.clear()
-        self._pipeline.give_back_ring()
+    def give_back_ring(self, keep_bytes: int = 0) -> None:
+        """Free the staging memory, down to ``keep_bytes``. No schedule is in progress."""
+        gone = self._pipeline.give_back_ring(keep_bytes)
+        if gone:
+            self._bound = {n: one for n, one in self._bound.items() if one[0] is None or one[0].block not in gone}
 
     def _bind(self, number: int) -> list[BoundRange]:
         """What the optimizer sees of a bucket; kept from step to step while the storages stay where they are."""
-        placement = self._pipeline.buckets[number].placement
-        known, bound = self._bound.get(number, (None, []))
-        if not bound or known != placement or any(not part.still_valid() for part in bound):
-            bound = self._plan.bind(number, self._ring)
-            self._bound[number] = placement, bound
+        placement, block = self._pipeline.buckets[number].placement, self._pipeline.block_of(number)
+        known, known_block, bound = self._bound.get(number, (None, None, []))
+        moved = known != placement or known_block is not block
+        if not bound or moved or any(not part.still_valid() for part in bound):
+            bound = self._plan.bind(number, block)
+            self._bound[number] = placement, block, bound
         return bound
 
     # Faults ------------------------------------------------------------------------------------------------------

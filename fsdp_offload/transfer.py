@@ -16,7 +16,7 @@ The serial lanes run the same actions one by one on the current stream and wait 
 
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple, Protocol
 
@@ -258,11 +258,26 @@ class Allocated(NamedTuple):
     peak: int
 
 
+class Block:
+    """A piece of the ring of staging memory: one allocation, which comes and goes by itself.
+
+    Attributes:
+        memory: on the device, ``uint8``, of shape ``(nbytes,)``.
+        holders: the users who need it.
+        last: for each lane beside the compute stream the end of the last action there that used it, whoever issued it.
+    """
+
+    def __init__(self, memory: Tensor) -> None:
+        self.memory = memory
+        self.holders: set[int] = set()
+        self.last: dict[Lane, Mark] = {}
+
+
 class DeviceLink:
     """What all offloaded optimizers of one device share: the lanes of the copies and the ring of staging memory.
 
     The streams live as long as the process: new ones would each get a memory pool of their own in torch's allocator.
-    The ring goes when the last user has left.
+    The ring consists of blocks; what is left of it goes when the last user has left.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -272,9 +287,8 @@ class DeviceLink:
         self._copy_lanes: tuple[Lane, Lane] | None = None
         self._host_lanes: tuple[Lane, Lane] | None = None
         self._update_lane: Lane | None = None
-        self._ring: Tensor | None = None
+        self._ring: dict[int, Block] = {}  # by number: those that are there
         self._compute: Lane = StreamLane(device, None) if device.type != "cpu" else SerialLane(device)
-        self._holders: set[int] = set()  # who needs the ring
         self._users = 0
         self._last_user = 0
 
@@ -322,42 +336,44 @@ class DeviceLink:
     def leave(self, user: int) -> None:
         """Count one user less. The ring goes with the last one, when no copy reads or writes it any more."""
         self._users -= 1
-        self._holders.discard(user)
-        if self._users == 0 and self._ring is not None:
+        for block in list(self._ring.values()):
+            block.holders.discard(user)
+        if self._users == 0 and self._ring:
             self.synchronize()
-            self._ring = None
+            self._ring = {}
 
-    def ring(self, nbytes: int, user: int) -> Tensor:
-        """A ``uint8`` tensor of at least ``nbytes`` bytes on the device, allocated on the current (compute) stream.
+    def block(self, number: int, nbytes: int, user: int) -> Block:
+        """A block of the ring, of at least ``nbytes`` bytes, allocated on the current (compute) stream.
 
-        It stays the same until it has to grow, or all who asked for it have given it back.
+        It stays the same until it has to grow, or all who asked for it have given it back. Ask for it only after
+        :meth:`changes_hands`: what others have loaded into a smaller one is gone.
         """
-        self._holders.add(user)
-        if self._ring is None or self._ring.numel() < nbytes:
-            self._drop_ring()
-            self._ring = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-            self._last_user = 0  # what others have loaded is in the ring before, also if ``user`` never uses this one
+        block = self._ring.get(number)
+        if block is None or block.memory.numel() < nbytes:
+            if block is not None:
+                self._drop(number)
+            holders = set() if block is None else block.holders
+            block = self._ring[number] = Block(torch.empty(nbytes, dtype=torch.uint8, device=self.device))
+            block.holders = holders
             # The memory may have been an activation that a kernel on the current stream is still reading.
-            self._order(first=[self._compute], then=self._others)
-        return self._ring
+            allocated = self._compute.mark()
+            for lane in self._others:
+                lane.wait(allocated)
+        block.holders.add(user)
+        return block
 
-    def give_back_ring(self, user: int) -> None:
-        """``user`` needs the ring no more. It goes with the last one, when no copy reads or writes it any more."""
-        self._holders.discard(user)
-        if not self._holders:
-            self._drop_ring()
+    def give_back(self, number: int, user: int) -> None:
+        """``user`` needs a block no more. It goes with the last one, when no copy reads or writes it any more."""
+        block = self._ring.get(number)
+        if block is not None:
+            block.holders.discard(user)
+            if not block.holders:
+                self._drop(number)
 
-    def _drop_ring(self) -> None:
-        if self._ring is not None:
-            # What gets this memory next, on the current stream, has to come after the copies.
-            self._order(first=self._others, then=[self._compute])
-            self._ring = None
-
-    def _order(self, *, first: Iterable[Lane], then: Iterable[Lane]) -> None:
-        marks = [lane.mark() for lane in first]
-        for lane in then:
-            for mark in marks:
-                lane.wait(mark)
+    def _drop(self, number: int) -> None:
+        # What gets this memory next, on the current stream, has to come after the copies.
+        for mark in self._ring.pop(number).last.values():
+            self._compute.wait(mark)
 
     @property
     def _others(self) -> list[Lane]:
@@ -368,7 +384,7 @@ class DeviceLink:
         """Without the staging memory, which is there or not. On the CPU, all zero."""
         if self.device.type == "cpu":
             return Allocated(0, 0)
-        ring_bytes = 0 if self._ring is None else self._ring.numel()
+        ring_bytes = sum(block.memory.numel() for block in list(self._ring.values()))
         now = torch.accelerator.memory_allocated(self.device) - ring_bytes
         return Allocated(now, torch.accelerator.max_memory_allocated(self.device) - ring_bytes)
 

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_offload import OffloadPolicy
 from fsdp_offload.elastic import plan_staging
-from fsdp_offload.transfer import Allocated, DeviceLink
+from fsdp_offload.transfer import Allocated, Block, DeviceLink
 from tests.overlapping import HABITS, NOT_IN_BACKWARD, Loop, adamw, same
 
 
@@ -21,39 +21,65 @@ def mesh() -> Iterator[DeviceMesh]:
     dist.destroy_process_group()
 
 
-def test_all_of_it_where_there_is_room() -> None:
-    # Activations of 10 for each of four layers above 20; the peak is in the last.
-    plan = plan_staging([20, 30, 40, 50], [50, 40, 30, 20], peak_bytes=60, wanted_bytes=20)
+# Activations of 10 for each of four layers above 20; the peak is in the last.
+FOUR_LAYERS = [20, 30, 40, 50], [50, 40, 30, 20]
+
+
+def test_as_much_as_there_is_room_for_and_no_more_than_is_wanted() -> None:
+    plan = plan_staging(*FOUR_LAYERS, peak_bytes=60, wanted_bytes=20, spread=False)
     assert plan is not None
-    assert (plan.nbytes, plan.first_reduction) == (20, 1)
-    assert plan.last_use == 2  # at its turn 40 are there, and 50 at the next: 10 too many for 20 more
+    assert plan.nbytes == 20
+    # The backward of each layer needs 10 more for a time; behind the last nothing more comes.
+    assert plan.at_reductions_bytes == (0, 10, 20, 20)
+    assert plan.at_uses_bytes == (20, 20, 10, 0)  # at the second turn 30 are there, and 40 at the next
 
 
-def test_little_but_early_rather_than_much_at_the_end() -> None:
-    plan = plan_staging([0, 30, 60, 90], [10, 8, 4, 0], peak_bytes=100, wanted_bytes=1000)
+def test_what_nothing_passes_through_any_more_goes_all_along_the_forward() -> None:
+    plan = plan_staging(*FOUR_LAYERS, peak_bytes=60, wanted_bytes=9, spread=True)
     assert plan is not None
-    assert (plan.nbytes, plan.first_reduction) == (90, 0)
+    assert plan.at_uses_bytes == (9, 6, 3, 0)
 
 
-def test_room_for_next_to_nothing() -> None:
-    plan = plan_staging([0], [1, 0], peak_bytes=1, wanted_bytes=1)
+def test_a_forward_that_makes_nothing_gives_back_at_its_end() -> None:
+    plan = plan_staging([5, 5], [5, 5], peak_bytes=10, wanted_bytes=5, spread=True)
     assert plan is not None
-    assert (plan.nbytes, plan.first_reduction) == (1, 1)
+    assert plan.at_uses_bytes == (5, 0)
+
+
+def test_less_where_more_is_allocated_than_was_learnt() -> None:
+    plan = plan_staging(*FOUR_LAYERS, peak_bytes=60, wanted_bytes=20, spread=False)
+    assert plan is not None
+    assert [plan.at_reduction(2, allocated) for allocated in (25, 30, 33)] == [20, 20, 17]
+    assert plan.at_reduction(7, 20) == 20  # more reductions than were learnt
+    assert plan.at_use(7) == 0
 
 
 def test_no_room() -> None:
-    assert plan_staging([5, 10], [10, 10], peak_bytes=10, wanted_bytes=7) is None
+    assert plan_staging([5, 10], [10, 10], peak_bytes=10, wanted_bytes=7, spread=True) is None
 
 
-@given(st.lists(st.integers(0, 100), min_size=1), st.lists(st.integers(0, 100), min_size=1), st.integers(0, 200))
-def test_never_above_the_peak(uses: list[int], reductions: list[int], wanted: int) -> None:
-    peak = max(uses + reductions)
-    plan = plan_staging(uses, reductions, peak, wanted)
+allocated_bytes = st.lists(st.integers(0, 100), min_size=1)
+
+
+@given(allocated_bytes, allocated_bytes, st.integers(0, 50), st.integers(0, 200), st.booleans())
+def test_never_above_the_peak(uses: list[int], reductions: list[int], more: int, wanted: int, spread: bool) -> None:
+    peak = max(uses + reductions) + more
+    plan = plan_staging(uses, reductions, peak, wanted, spread=spread)
     if plan is None:
         return
-    assert reductions[plan.first_reduction] + plan.nbytes <= peak
-    for at in range(1, plan.last_use + 1):  # given back at the turn of ``last_use``
-        assert uses[at] + plan.nbytes <= peak
+    assert plan.nbytes <= wanted
+    taken, kept = plan.at_reductions_bytes, plan.at_uses_bytes
+    assert list(taken) == sorted(taken)
+    assert taken[-1] == plan.nbytes
+    for number, staged in enumerate(taken):
+        assert max(reductions[number:]) + staged <= peak
+        for other in (reductions[number], reductions[number] + 7, peak):
+            assert other + plan.at_reduction(number, other) <= peak
+    # At the turn of each group what is too much goes, and until the next one it has allocated what is there then.
+    assert list(kept) == sorted(kept, reverse=True)
+    assert plan.nbytes >= kept[0] >= kept[-1] == 0
+    for staged, at_next in zip(kept, [*uses[1:], peak], strict=True):
+        assert staged + at_next <= peak
 
 
 @pytest.mark.parametrize("habit", [None, *HABITS])
@@ -71,19 +97,21 @@ def test_same_bits(
     if fields.get("update") == "backward" and habit in NOT_IN_BACKWARD | {"evaluate-before-step"}:
         habit = "evaluate"
     taken: list[int] = []
-    ring = DeviceLink.ring
+    there: list[int] = []
+    take = DeviceLink.block
 
-    def counted(self: DeviceLink, nbytes: int, user: int) -> object:
-        before = self._ring
-        found = ring(self, nbytes, user)
+    def counted(self: DeviceLink, number: int, nbytes: int, user: int) -> Block:
+        before = self._ring.get(number)
+        found = take(self, number, nbytes, user)
         if found is not before:
             taken.append(nbytes)
+            there.append(sum(block.memory.numel() for block in self._ring.values()))
         return found
 
     # On the CPU nothing is counted: a device that has as much room.
     attached: list[int] = []
     monkeypatch.setattr(DeviceLink, "allocated_bytes", lambda self: Allocated(0, room if attached else 0))
-    monkeypatch.setattr(DeviceLink, "ring", counted)
+    monkeypatch.setattr(DeviceLink, "block", counted)
     policy = OffloadPolicy(staging_bytes="auto", bucket_bytes=1024, overlap_forward=overlap_forward, **fields)
     plain, offloaded = Loop(mesh, adamw, None), Loop(mesh, adamw, policy)
     attached.append(1)
@@ -93,9 +121,10 @@ def test_same_bits(
     report = offloaded.optimizer.offload_report()
     assert "staging_bytes='auto'" in str(report)
     if room > 9_000:
-        assert len(taken) > 5  # given back in each forward
-        assert taken[0] == 3 * 1024 < taken[-1] == report.ring_bytes
+        assert len(taken) > 50  # given back in each forward
+        assert taken[0] == 3 * 1024 > max(taken[1:])  # blocks, once the room is known
+        assert max(there) == report.ring_bytes
         # Where the model hides what passes, one group beside that is enough.
         assert (report.ring_bytes >= report.host_state_bytes) != policy.updates_beside_compute
     else:
-        assert taken[-1] <= room
+        assert max(there) <= room

@@ -243,13 +243,13 @@ def test_the_ring_goes_with_its_last_user() -> None:
     train(nets[0], first)
     train(nets[1], second)
     assert link._users == users + 2
-    assert link._ring is not None
+    assert link._ring
     del first
-    assert link._ring is not None
+    assert link._ring
     train(nets[1], second)
     del second
     assert link._users == users
-    assert users or link._ring is None
+    assert users or not link._ring
 
 
 def test_an_attach_that_fails_leaves_no_user_of_the_ring() -> None:

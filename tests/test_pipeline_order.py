@@ -10,10 +10,11 @@ Of any two operations of a history that access the same bytes, and of which one 
 to come after the other; else this is a race. Nothing depends on time. Copies are also made for real, in the order in
 which they are issued, and each update looks whether it sees the bytes of its own bucket.
 
-All rings are taken for the same memory, as what is freed is given out again: kernels of the model write whatever of it
-is not the ring just now.
+All blocks of rings are places in one memory, the pool, of which what is freed is given out again: the next block gets
+the first place in which it has room, and kernels of the model write all that no block has just now.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,8 +29,8 @@ from torch import Tensor
 
 from fsdp_offload import schedule as schedule_room
 from fsdp_offload.pipeline import Pipeline, StagedBucket
-from fsdp_offload.schedule import Action, BucketStep, Placement, Wait, build_schedule, place_in_ring
-from fsdp_offload.transfer import DeviceLink, Lane, Mark
+from fsdp_offload.schedule import Action, BucketStep, Placement, Wait, build_schedule, divide_ring, place_in_ring
+from fsdp_offload.transfer import Block, DeviceLink, Lane, Mark
 
 # Recorded streams ----------------------------------------------------------------------------------------------------
 
@@ -91,21 +92,21 @@ class History:
         self.current = self.streams["compute"]
         self.values = count(1)  # what updates write
         self._accesses: dict[str, list[tuple[Operation, Access]]] = {}
-        self._memory: list[tuple[str, Tensor]] = []
+        self._memory: list[tuple[str, int, Tensor]] = []
 
     def add_memory(self, name: str, nbytes: int) -> Tensor:
         tensor = torch.zeros(nbytes, dtype=torch.uint8)
         self.take_memory(name, tensor)
         return tensor
 
-    def take_memory(self, name: str, tensor: Tensor) -> None:
-        self._memory.append((name, tensor))  # kept: addresses mean one thing only
+    def take_memory(self, name: str, tensor: Tensor, at: int = 0) -> None:
+        self._memory.append((name, at, tensor))  # kept: addresses mean one thing only
 
     def find(self, tensor: Tensor) -> tuple[str, int, int]:
-        for name, memory in self._memory:
+        for name, at, memory in self._memory:
             begin = tensor.data_ptr() - memory.data_ptr()
             if 0 <= begin <= memory.numel() - tensor.numel():
-                return name, begin, begin + tensor.numel()
+                return name, at + begin, at + begin + tensor.numel()
         raise LookupError("bytes of no known memory")
 
     def issue(self, what: str, *accesses: Access, on: Stream | None = None) -> None:
@@ -187,13 +188,14 @@ class RecordedLane:
 
 
 class RecordedLink(DeviceLink):
-    """What the pipelines share, with recorded lanes; the ring changes hands, grows and goes as on a device."""
+    """What the pipelines share, with recorded lanes; blocks change hands, grow and go as on a device."""
 
     def __init__(self, history: History) -> None:
         super().__init__(torch.device("cpu"))
         self._history = history
         self._compute = RecordedLane(history, None)
         self._copy_lanes = RecordedLane(history, "load"), RecordedLane(history, "store")
+        self._places: dict[int, tuple[int, int]] = {}  # in the pool, by block
 
     def lanes(self, *, serial: bool, beside_compute: bool = False) -> dict[str, Lane]:
         assert not serial
@@ -204,20 +206,30 @@ class RecordedLink(DeviceLink):
         update = self._update_lane if beside_compute and self._update_lane is not None else self._compute
         return {"L": load, "U": update, "S": store, "C": self._compute}
 
-    def ring(self, nbytes: int, user: int) -> Tensor:
-        before, ring = self._ring, super().ring(nbytes, user)
-        if ring is not before:
-            ring.fill_(0)
-            self._history.take_memory("ring", ring)
-        return ring
+    def block(self, number: int, nbytes: int, user: int) -> Block:
+        before, block = self._ring.get(number), super().block(number, nbytes, user)
+        if block is not before:
+            self._places.pop(number, None)
+            at = next(begin for begin, end in self._free() if begin + nbytes <= end)
+            self._places[number] = at, at + nbytes
+            block.memory.fill_(0)
+            self._history.take_memory("pool", block.memory, at)
+        return block
+
+    def _free(self) -> Iterator[tuple[int, int]]:
+        """The places in the pool that no block has."""
+        begin = 0
+        for taken in sorted(place for number, place in self._places.items() if number in self._ring):
+            yield begin, taken[0]
+            begin = taken[1]
+        yield begin, 1 << 20
 
     def synchronize(self) -> None:
         self._history.synchronize()
 
     def run_model(self) -> None:
         """A kernel of the model, which may have been given any memory that is free."""
-        held_bytes = 0 if self._ring is None else self._ring.numel()
-        self._history.issue("model", writes("ring", held_bytes, 1 << 20))
+        self._history.issue("model", *(writes("pool", *place) for place in self._free()))
 
 
 # An optimizer, as its pipeline sees it -------------------------------------------------------------------------------
@@ -230,12 +242,14 @@ class Shape(NamedTuple):
         sizes: of its buckets, in bytes.
         resident: buckets that stay on the device.
         ring_bytes: that it would like to have.
+        block_bytes: that a block of the ring should not be larger than.
         beside_compute: updates have a stream of their own.
         overlap_forward: nobody waits for them when a step ends.
     """
 
     sizes: tuple[int, ...]
     ring_bytes: int
+    block_bytes: int = 1 << 20
     resident: frozenset[int] = frozenset()
     beside_compute: bool = False
     overlap_forward: bool = False
@@ -257,7 +271,7 @@ class Optimizer:
         self._name, self._shape, self._history, self._link = name, shape, history, link
         self.pipeline = Pipeline(link, serial=False, beside_compute=shape.beside_compute)
         self._reduce = RecordedLane(history, "reduce")
-        self._ring: Tensor | None = None
+        self._room_bytes = 1 << 20
         self._final: set[int] = set()  # buckets whose gradients are there
         self._last: tuple[int, ...] = ()
         self._schedules: dict[tuple[BucketStep, ...], tuple[list[Action], dict[int, Placement]]] = {}
@@ -273,10 +287,9 @@ class Optimizer:
         self._resize(shape.ring_bytes)
 
     def _resize(self, ring_bytes: int) -> None:
-        largest = max(
-            (n for number, n in enumerate(self._shape.sizes) if number not in self._shape.resident), default=0
-        )
-        self._ring_bytes = max(ring_bytes, largest) if largest else 0
+        moving = [nbytes for number, nbytes in enumerate(self._shape.sizes) if number not in self._shape.resident]
+        ring_bytes = max([ring_bytes, *moving]) if moving else 0
+        self._blocks = divide_ring(moving, ring_bytes, self._shape.block_bytes)
         self._schedules.clear()
 
     # Steps
@@ -303,13 +316,17 @@ class Optimizer:
         if steps not in self._schedules:
             places = self._places_for(step.bucket for step in steps if step.store)
             self._schedules[steps] = build_schedule(steps, places), places
-        self.pipeline.begin(*self._schedules[steps])
+        self.pipeline.begin(*self._schedules[steps], self._blocks)
         return steps
 
     def _places_for(self, order: Iterable[int]) -> dict[int, Placement]:
         order = list(order)
         nbytes = [self._shape.sizes[number] for number in order]
-        return dict(zip(order, place_in_ring(nbytes, self._ring_bytes), strict=True))
+        return dict(zip(order, place_in_ring(nbytes, self._blocks), strict=True))
+
+    def have_room(self, nbytes: int) -> None:
+        """For so much of the ring in the next backwards."""
+        self._room_bytes = nbytes
 
     def backward(self, buckets: Iterable[int]) -> None:
         """Gradients of ``buckets`` become final; what a step that has begun can do now is issued."""
@@ -318,7 +335,7 @@ class Optimizer:
         self._link.run_model()
         self._reduce_gradients(buckets)
         if self.begun is not None:
-            self._advance(self.begun)
+            self._advance(self.begun, self._room_bytes)
 
     def _reduce_gradients(self, buckets: Iterable[int]) -> None:
         self._reduce.wait(self.pipeline.mark())
@@ -368,20 +385,20 @@ class Optimizer:
             self.pipeline.cancel()
         self.begun = None
 
-    def _advance(self, begun: Begun) -> None:
-        if self._ring_bytes:
-            self._ring = self.pipeline.ring(self._ring_bytes)
+    def _advance(self, begun: Begun, room_bytes: float = math.inf) -> None:
         loaded = {step.bucket: step.load for step in begun.steps}
-        self.pipeline.advance(lambda n: self._update(begun, n, loaded[n]), lambda number: number in self._final)
+        final = self._final
+        self.pipeline.advance(lambda n: self._update(begun, n, loaded[n]), lambda n: n in final, room_bytes)
 
     def _update(self, begun: Begun, number: int, loaded: bool) -> None:
         placement = self.pipeline.buckets[number].placement
         if placement is None:
             state, where = self._states[number], (f"{self._name}'s state {number}", 0, self._shape.sizes[number])
         else:
-            assert self._ring is not None
-            where = ("ring", placement.offset, placement.offset + placement.nbytes)
-            state = self._ring[where[1] : where[2]]
+            block = self.pipeline.block_of(number)
+            assert block is not None
+            state = block[placement.offset :][: placement.nbytes]
+            where = self._history.find(state)
         if loaded or placement is None:
             assert bool((state == self._value[number]).all()), f"{self._name} updates {number} on the bytes of others"
         self._value[number] = next(self._history.values) % 251 + 1
@@ -417,10 +434,9 @@ class Optimizer:
             self.drop()  # what it has loaded is not what the next one needs
             self._value[number] = 0
 
-    def give_back_ring(self) -> None:
+    def give_back_ring(self, keep_bytes: int = 0) -> None:
         if self.begun is None:
-            self.pipeline.give_back_ring()
-            self._ring = None
+            self.pipeline.give_back_ring(keep_bytes)
 
     def resize_ring(self, nbytes: int) -> None:
         self.drop()
@@ -482,7 +498,6 @@ _BUCKETS = 5
 
 _WITHOUT_ARGUMENTS = (
     Optimizer.drop,
-    Optimizer.give_back_ring,
     Optimizer.sleep,
     Optimizer.release,
 )
@@ -491,6 +506,7 @@ shapes = st.builds(
     Shape,
     st.lists(st.integers(1, 12), min_size=2, max_size=_BUCKETS).map(tuple),
     st.integers(1, 30),
+    st.one_of(st.just(1 << 20), st.integers(1, 15)),
     st.one_of(st.just(frozenset[int]()), st.frozensets(st.integers(0, _BUCKETS - 1), max_size=2)),
     st.booleans(),
     st.booleans(),
@@ -508,6 +524,8 @@ calls = st.one_of(
     st.tuples(st.sampled_from(_WITHOUT_ARGUMENTS)),
     st.tuples(st.just(Optimizer.forget), a_bucket),
     st.tuples(st.just(Optimizer.resize_ring), st.integers(1, 40)),
+    st.tuples(st.just(Optimizer.give_back_ring), st.just(0) | st.integers(1, 30)),
+    st.tuples(st.just(Optimizer.have_room), st.integers(0, 30)),
 )
 meanwhile = st.lists(st.tuples(st.integers(0, 1), calls).map(lambda one: Do(one[0], *one[1])), max_size=2)
 
@@ -579,24 +597,33 @@ def test_a_load_reads_a_home_that_is_stored_before_the_skipped_bucket_it_was_to_
     play([Shape((10, 10, 10), ring_bytes=20)], [*ALL_IN_ONE_ORDER, *rest])
 
 
-def test_another_optimizer_replaces_the_ring_and_never_uses_it() -> None:
+def test_another_optimizer_replaces_a_block_that_has_been_loaded_into() -> None:
     larger = [Shape((30,), ring_bytes=30)]
     end = [Do(0, Optimizer.backward, (0,)), Do(0, Optimizer.end, ())]
-    play([*TWO, *larger], [*LOADS_BEGUN, Do(1, Optimizer.step_without_gradients), *end])
+    play([*TWO, *larger], [*LOADS_BEGUN, Do(1, Optimizer.step, (0,)), *end])
+
+
+def test_another_block_gets_the_place_of_one_that_is_still_stored() -> None:
+    in_two_blocks = [Shape((10, 10), ring_bytes=20, block_bytes=10)]
+    stored = [Do(0, Optimizer.step, (0, 1)), Do(0, Optimizer.step, (0, 1)), Do(0, Optimizer.give_back_ring, 10)]
+    play(in_two_blocks, [*stored, Do(0, Optimizer.begin, (1, 0)), Do(0, Optimizer.backward, ())])
 
 
 # What the search is worth --------------------------------------------------------------------------------------------
 
 Patch = pytest.MonkeyPatch
 begin, take_ring_back, slot_waits = Pipeline.begin, Pipeline._take_ring_back, schedule_room._slot_waits
+note_use = Pipeline._note_use
 
 
 def no_stores_before_other_places(patch: Patch) -> None:
-    def eager(self: Pipeline, actions: Sequence[Action], places: Mapping[int, Placement]) -> None:
+    def eager(
+        self: Pipeline, actions: Sequence[Action], places: Mapping[int, Placement], blocks: Sequence[int]
+    ) -> None:
         self._places = places
         for number, placement in places.items():
             self.buckets[number].place(placement)
-        begin(self, actions, places)
+        begin(self, actions, places, blocks)
 
     patch.setattr(Pipeline, "begin", eager)
 
@@ -604,12 +631,13 @@ def no_stores_before_other_places(patch: Patch) -> None:
 def places_by_number_in_a_schedule_by_order(patch: Patch) -> None:
     by_number: dict[int, tuple[Mapping[int, Placement], dict[int, Placement]]] = {}
 
-    def mistaken(self: Pipeline, actions: Sequence[Action], places: Mapping[int, Placement]) -> None:
+    def mistaken(
+        self: Pipeline, actions: Sequence[Action], places: Mapping[int, Placement], blocks: Sequence[int]
+    ) -> None:
         if id(places) not in by_number:
-            ring_bytes = max((place.offset + place.nbytes for place in places.values()), default=0)
-            found = place_in_ring([places[number].nbytes for number in sorted(places)], ring_bytes)
+            found = place_in_ring([places[number].nbytes for number in sorted(places)], blocks)
             by_number[id(places)] = places, dict(zip(sorted(places), found, strict=True))
-        begin(self, actions, by_number[id(places)][1])
+        begin(self, actions, by_number[id(places)][1], blocks)
 
     patch.setattr(Pipeline, "begin", mistaken)
 
@@ -647,8 +675,24 @@ def loads_of_others_count_as_ones_own(patch: Patch) -> None:
     patch.setattr(Pipeline, "_take_ring_back", Pipeline._after_stores)
 
 
-def a_ring_that_nobody_waits_for(patch: Patch) -> None:
-    patch.setattr(DeviceLink, "_order", lambda self, **_: None)
+def _uses_unnoted(patch: Patch, lane: str) -> None:
+    def forgetful(self: Pipeline, placement: Placement | None, used: Lane, end: Mark) -> None:
+        compute = self._lanes["C"]
+        note_use(self, placement, compute if used is self._lanes[lane] else used, end)
+
+    patch.setattr(Pipeline, "_note_use", forgetful)
+
+
+def a_block_that_goes_before_its_stores_have_ended(patch: Patch) -> None:
+    _uses_unnoted(patch, "S")
+
+
+def a_block_that_goes_before_loads_that_nobody_uses_have_ended(patch: Patch) -> None:
+    _uses_unnoted(patch, "L")
+
+
+def a_block_that_is_entered_before_the_model_has_left_it(patch: Patch) -> None:
+    patch.setattr(DeviceLink, "_others", ())
 
 
 def gradients_that_nobody_waits_for(patch: Patch) -> None:
@@ -669,7 +713,9 @@ def parameters_that_nobody_waits_for(patch: Patch) -> None:
         no_wait_for_ones_own_last_store,
         no_stores_of_others_when_the_ring_changes_hands,
         loads_of_others_count_as_ones_own,
-        a_ring_that_nobody_waits_for,
+        a_block_that_goes_before_its_stores_have_ended,
+        a_block_that_goes_before_loads_that_nobody_uses_have_ended,
+        a_block_that_is_entered_before_the_model_has_left_it,
         gradients_that_nobody_waits_for,
         parameters_that_nobody_waits_for,
     ],

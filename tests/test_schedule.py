@@ -1,6 +1,7 @@
 """Schedules: strings in, strings out; and the proof that a schedule meets no hazard is held to an independent one."""
 
 import itertools
+import random
 
 import pytest
 from hypothesis import given, settings
@@ -13,6 +14,7 @@ from fsdp_offload.schedule import (
     Wait,
     build_schedule,
     check_schedule,
+    divide_ring,
     format_schedule,
     parse_schedule,
     place_in_ring,
@@ -22,7 +24,7 @@ Placements = dict[int, Placement]
 
 
 def places(*nbytes: int, ring_bytes: int) -> Placements:
-    return dict(enumerate(place_in_ring(nbytes, ring_bytes)))
+    return dict(enumerate(place_in_ring(nbytes, [ring_bytes])))
 
 
 def schedule(*steps: str, placements: Placements) -> str:
@@ -40,24 +42,59 @@ def schedule(*steps: str, placements: Placements) -> str:
 
 
 def test_buckets_lie_in_the_ring_one_behind_the_other_round_and_round() -> None:
-    assert place_in_ring([10, 10, 10, 5], 30) == [(0, 10), (10, 10), (20, 10), (0, 5)]
-    assert place_in_ring([20, 20, 5], 30) == [(0, 20), (0, 20), (20, 5)]
+    assert place_in_ring([10, 10, 10, 5], [30]) == [(0, 10, 0), (10, 10, 0), (20, 10, 0), (0, 5, 0)]
+    assert place_in_ring([20, 20, 5], [30]) == [(0, 20, 0), (0, 20, 0), (20, 5, 0)]
 
 
 def test_a_bucket_as_large_as_the_ring_or_larger_begins_at_its_start() -> None:
-    assert place_in_ring([5, 30, 5], 30) == [(0, 5), (0, 30), (0, 5)]
-    assert place_in_ring([5, 40, 5], 30) == [(0, 5), (0, 40), (0, 5)]
+    assert place_in_ring([5, 30, 5], [30]) == [(0, 5, 0), (0, 30, 0), (0, 5, 0)]
+    assert place_in_ring([5, 40, 5], [30]) == [(0, 5, 0), (0, 40, 0), (0, 5, 0)]
+
+
+def test_no_bucket_lies_across_the_border_of_two_blocks() -> None:
+    found = place_in_ring([10, 5, 10, 20, 5], [15, 20])
+    assert found == [(0, 10, 0), (10, 5, 0), (0, 10, 1), (0, 20, 1), (0, 5, 0)]
+
+
+def test_a_block_that_is_too_small_is_passed_over() -> None:
+    assert place_in_ring([10, 20, 20, 10], [20, 10, 20]) == [(0, 10, 0), (0, 20, 2), (0, 20, 0), (0, 10, 1)]
+
+
+def test_blocks_are_cut_to_the_buckets() -> None:
+    assert divide_ring([10, 5, 10, 20, 5], 50, 15) == (15, 10, 20, 5)
+    assert divide_ring([10, 5, 10, 20, 5], 50, 50) == (50,)
+    assert divide_ring([10, 5, 10, 20, 5], 30, 15) == (20,)  # else the largest would fit in none
+    assert divide_ring([10, 5, 10, 20, 5], 35, 15) == (15, 20)
+    assert divide_ring([], 0, 15) == ()
+
+
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=12), st.integers(1, 200), st.integers(1, 40), st.randoms())
+def test_any_bucket_has_a_place_within_one_block(
+    sizes: list[int], ring_bytes: int, block_bytes: int, shuffle: random.Random
+) -> None:
+    ring_bytes = min(sum(sizes), max([ring_bytes, *sizes]))
+    blocks = divide_ring(sizes, ring_bytes, block_bytes)
+    assert sum(blocks) <= ring_bytes
+    assert all(block <= max(block_bytes, *sizes) for block in blocks)
+    if ring_bytes == sum(sizes):
+        assert sum(blocks) == ring_bytes  # all of them have a place of their own, in this order
+        found = place_in_ring(sizes, blocks)
+        assert not any(one.overlaps(other) for one, other in itertools.combinations(found, 2))
+    shuffle.shuffle(sizes)
+    for place in place_in_ring(sizes, blocks):
+        assert 0 <= place.offset <= place.offset + place.nbytes <= blocks[place.block]
 
 
 def test_placements_overlap_when_they_share_a_byte() -> None:
     assert Placement(0, 10).overlaps(Placement(9, 1))
     assert not Placement(0, 10).overlaps(Placement(10, 10))
     assert not Placement(0, 10).overlaps(Placement(5, 0))
+    assert not Placement(0, 10).overlaps(Placement(0, 10, block=1))
 
 
 def test_neighbours_in_a_step_pass_beside_each_other_whatever_their_numbers() -> None:
     order = [3, 7, 11, 15]  # with places by number, in a ring of four, each would wait for the one before it
-    placements = dict(zip(order, place_in_ring([10] * 4, 40), strict=True))
+    placements = dict(zip(order, place_in_ring([10] * 4, [40]), strict=True))
     text = schedule("3", "7", "11", "15", placements=placements)
     assert text.startswith("L3<S3' L7<S7' L11<S11' L15<S15' U3<L3")
 
@@ -174,9 +211,12 @@ def test_each_hazard_is_found(text: str, placements: Placements, complaint: str)
 class Case:
     """Buckets in a ring, and the ones that a step updates."""
 
-    def __init__(self, sizes: list[int], ring_bytes: int, steps: list[BucketStep], resident: set[int]) -> None:
+    def __init__(
+        self, sizes: list[int], ring_bytes: int, block_bytes: int, steps: list[BucketStep], resident: set[int]
+    ) -> None:
         placed = [number for number in range(len(sizes)) if number not in resident]
-        ring = place_in_ring([sizes[number] for number in placed], max(ring_bytes, *sizes))
+        blocks = divide_ring(sizes, max(ring_bytes, *sizes), block_bytes)
+        ring = place_in_ring([sizes[number] for number in placed], blocks)
         self.placements = dict(zip(placed, ring, strict=True))
         self.steps = steps
         self.actions = build_schedule(steps, self.placements)
@@ -196,7 +236,7 @@ def cases(draw: st.DrawFn) -> Case:
         for number, load in zip(active, loaded, strict=True)
     ]
     steps.sort(key=lambda step: (step.store, step.bucket))
-    return Case(sizes, draw(st.integers(1, 30)), steps, resident)
+    return Case(sizes, draw(st.integers(1, 30)), draw(st.just(30) | st.integers(1, 15)), steps, resident)
 
 
 @quick
@@ -308,7 +348,8 @@ def accesses(action: Action, placements: Placements) -> list[tuple[Place, bool]]
     """The places that an action touches, and whether it writes them."""
     if action.bucket not in placements:
         return []
-    slot = ("ring", placements[action.bucket].offset, placements[action.bucket].nbytes)
+    place = placements[action.bucket]
+    slot = (f"block {place.block}", place.offset, place.nbytes)
     home = ("home", action.bucket, 1)
     return {"L": [(home, False), (slot, True)], "U": [(slot, True)], "S": [(slot, False), (home, True)]}[action.kind]
 

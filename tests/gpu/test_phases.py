@@ -191,8 +191,8 @@ def freed_places(optimizer: Optimizer) -> list[tuple[int, int]]:
     leaving = [leaf for home in engine.phases._leaving for leaves in home.leaves.values() for leaf in leaves]
     begins = [leaf.data_ptr() for leaf in leaving if leaf.numel()]
     places = [(min(begins), max(begins) - min(begins) + KIB)] if begins else []
-    ring = engine._link._ring
-    return places + ([] if ring is None else [(ring.data_ptr(), ring.numel())])
+    blocks = [block.memory for block in engine._link._ring.values()]
+    return places + [(memory.data_ptr(), memory.numel()) for memory in blocks]
 
 
 def take(places: list[tuple[int, int]]) -> list[Tensor]:
