@@ -42,8 +42,8 @@ class Guard:
         self._classes: dict[type[Tensor], type[Tensor]] = {}
 
     def put_on(self, tensors: Iterable[Tensor]) -> Callable[[], None]:
-        """Refuse to use ``tensors`` from now on; returns what ends it."""
-        guarded: list[tuple[Tensor, type[Tensor]]] = []
+        """Refuse to use ``tensors`` from now on; returns what ends it, whichever guard of a tensor ends first."""
+        guarded: list[Tensor] = []
         for tensor in dict.fromkeys(tensors):
             cls = type(tensor)
             if self.guards(tensor):
@@ -52,17 +52,17 @@ class Guard:
                 tensor.__class__ = self._class_for(cls)
             except TypeError:  # a class with slots, or written in C: it fails as torch lets it fail
                 continue
-            guarded.append((tensor, cls))
+            guarded.append(tensor)
 
         def take_off() -> None:
-            for tensor, cls in guarded:
-                tensor.__class__ = cls
+            for tensor in guarded:
+                tensor.__class__ = self._without(type(tensor))
 
         return take_off
 
     def guards(self, tensor: Tensor) -> bool:
-        """Whether it guards ``tensor`` now."""
-        return type(tensor) in self._classes.values()
+        """Whether it guards ``tensor`` now, alone or below other guards."""
+        return any(_GUARDS.get(cls) is self for cls in type(tensor).__mro__)
 
     def refuse(self, what: str) -> None:
         """Raise its error.
@@ -76,7 +76,16 @@ class Guard:
         # The same every time: a new one for each use would grow torch's tables of subclasses.
         if cls not in self._classes:
             self._classes[cls] = _derive(cls, self)
+            _GUARDS[self._classes[cls]] = self
         return self._classes[cls]
+
+    def _without(self, cls: type[Tensor]) -> type[Tensor]:
+        """``cls`` without this guard; guards that came later stay."""
+        guard = _GUARDS.get(cls)
+        if guard is None:
+            return cls
+        below = cls.__bases__[0]
+        return below if guard is self else guard._class_for(self._without(below))
 
     def lets(self, func: Any) -> bool:
         """Whether ``func`` needs no values."""
@@ -87,6 +96,10 @@ class Guard:
         if name in ("__set__", "__delete__"):
             return of in self._setters or of in _SETTABLE
         return name in _METHODS
+
+
+_GUARDS: dict[type[Tensor], Guard] = {}
+"""Of each class that a guard has derived."""
 
 
 def _derive(cls: Any, guard: Guard) -> type[Tensor]:

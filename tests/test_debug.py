@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdp_offload import remove_offload
+from fsdp_offload import offload_model, reload_model, remove_offload
 from tests.overlapping import HABITS, NOT_IN_BACKWARD, SIZES, Loop, adamw, look, same
 from tests.test_overlap import policy_of
 
@@ -142,6 +142,36 @@ def test_the_error_leaves_everything_usable(mesh: DeviceMesh) -> None:
     with pytest.raises(RuntimeError, match=MESSAGE):
         debugged.model.head.weight.norm()
     assert same(plain.train(3, first=3), debugged.train(3, first=3))
+
+
+def test_a_sleep_that_outlasts_the_wait_for_updates(mesh: DeviceMesh) -> None:
+    """Two guards on one tensor: the one that ends first leaves the other, and neither comes back."""
+    loop = stepped(mesh)
+    weight = loop.model.head.weight
+    offload_model(loop.model)
+    with pytest.raises(RuntimeError, match="Call reload_model"):
+        weight.norm()
+    loop.optimizer.synchronize()  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError, match="Call reload_model"):
+        weight.norm()
+    reload_model(loop.model)
+    assert weight.norm().isfinite()
+    loop.optimizer.zero_grad()
+    loop.backward(3)
+    loop.optimizer.step()
+    with pytest.raises(RuntimeError, match=MESSAGE):
+        weight.norm()
+
+
+def test_a_sleep_that_ends_before_the_wait_for_updates(mesh: DeviceMesh) -> None:
+    loop = stepped(mesh)
+    weight = loop.model.head.weight
+    offload_model(loop.model)
+    reload_model(loop.model)
+    with pytest.raises(RuntimeError, match=MESSAGE):
+        weight.norm()
+    loop.optimizer.synchronize()  # type: ignore[attr-defined]
+    assert weight.norm().isfinite()
 
 
 def test_an_average_that_synchronizes(mesh: DeviceMesh) -> None:
