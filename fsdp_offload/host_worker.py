@@ -29,8 +29,9 @@ from .cores import cores_near, update_threads
 from .fingerprint import Hasher
 from .transfer import Lane
 
-_SLOTS = 3
-"""One for what is updated, two for what comes down."""
+_SLOTS = 2
+"""One for what is updated, one for what comes down, in a fraction of that time. What has begun to come down cannot be
+passed any more."""
 
 
 class Task(Protocol):
