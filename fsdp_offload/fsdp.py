@@ -132,6 +132,12 @@ def parameter_names(model: nn.Module) -> dict[Tensor, str]:
     return {param: name for name, param in model.named_parameters()}
 
 
+def parameters_of(model: nn.Module) -> set[Tensor]:
+    """The model's parameters, and the shards of those that are gathered now. They stay gathered."""
+    shards = {param.sharded_param for group in _param_groups(model) for param in group.fsdp_params}
+    return shards.union(model.parameters())
+
+
 def uses_cpu_offload_policy(model: nn.Module) -> bool:
     """Whether any module was sharded with ``offload_policy=CPUOffloadPolicy()``."""
     return any(isinstance(policy, CPUOffloadPolicy) for policy in _offload_policies(model))

@@ -23,7 +23,7 @@ from .checks import (
     refuse_capture,
 )
 from .engine import Engine
-from .fsdp import parameter_names
+from .fsdp import parameters_of
 from .load import check_loadable
 from .optimizers import traits_for
 from .overlap import group_numbers, make_overlap
@@ -348,7 +348,7 @@ def _check_still_of_model(optimizer: Optimizer) -> None:
     model = attachment.model() if attachment.model is not None else None
     if model is None:
         return
-    of_model = parameter_names(model)
+    of_model = parameters_of(model)  # and not by their names: a look must not change what the next forward gathers
     names = attachment.engine.names
     foreign = [name for param, name in names.items() if param.grad is None and param not in of_model]
     if foreign:

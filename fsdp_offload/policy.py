@@ -171,7 +171,8 @@ _MAY_BE_NONE = ("resident_limit_bytes", "host_limit_bytes")
 
 def _check_size(name: str, value: object, *, minimum: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"OffloadPolicy: {name} must be an integer number of bytes, got {value!r}")
+        or_auto = " or 'auto'" if name in _MAY_BE_AUTO else ""
+        raise TypeError(f"OffloadPolicy: {name} must be an integer number of bytes{or_auto}, got {value!r}")
     if value < minimum:
         raise ValueError(f"OffloadPolicy: {name} must be at least {minimum} bytes, got {value}")
 

@@ -17,6 +17,7 @@ from .engine import Engine
 from .ordering import update_order
 from .pipeline import BucketTimes
 from .residency import IterationTimes, groups_to_keep
+from .shards import StateShard
 from .transfer import Mark
 from .update import StateStore
 
@@ -42,6 +43,7 @@ class Rehearsal:
         self._final_ms: dict[int, float] = {}  # by group, since the first of them
         self._all_ms = 0.0  # what moving all of the state takes
         self._keep: set[int] = set()
+        self._keep_of: set[StateShard] = set()  # what is in these buckets
         self._final: dict[int, Mark] = {}  # in the backward that runs
         self._last_final: dict[int, Mark] = {}  # in the one whose step is measured
         self._wanted: dict[int, Mark] = {}
@@ -67,8 +69,12 @@ class Rehearsal:
         measured, self._last_final = self._measures, self._final
         self._steps += 1
         self._final, self._wanted, self._measured = {}, {}, not measured
-        if self._keep:
-            keep, self._keep, self._measured = self._keep, set(), True  # what it was measured with has changed
+        keep, self._keep = self._keep, set()
+        if keep and not self._keep_of <= set(engine.plan.shards.values()):
+            # The step has laid the state out anew: other buckets have these numbers now.
+            engine.tuning_of_residents = ""
+        elif keep:
+            self._measured = True  # what it was measured with has changed
             try:
                 engine.keep_on_device(keep, states)
             except torch.OutOfMemoryError:
@@ -143,7 +149,7 @@ class Rehearsal:
                 break
             keep |= buckets
         moving = {number for number in keep if any(not shard.resident for shard in engine.plan[number].covers())}
-        self._keep = moving
+        self._keep, self._keep_of = moving, {shard for number in moving for shard in engine.plan[number].covers()}
         kept_bytes = engine.plan.resident_bytes + engine.plan.resident_nbytes(moving)
         engine.tuning_of_residents = (
             f"resident_bytes='auto': {kept_bytes / 1e9:.2f} GB stay on the device. In an iteration of measured "

@@ -91,7 +91,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     # What the user holds.
     "ordering": set(),
     "residency": {"ordering"},
-    "rehearsal": {"ordering", "residency", "transfer", "pipeline", "update", "engine"},
+    "rehearsal": {"ordering", "residency", "transfer", "pipeline", "shards", "update", "engine"},
     "elastic": {"engine"},
     "guard": set(),
     "overlap": {"policy", "fsdp", "guard", "update", "host_update", "engine", "elastic", "rehearsal"},

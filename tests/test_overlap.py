@@ -272,6 +272,18 @@ def test_a_weight_that_is_frozen_for_some_steps(mesh: DeviceMesh, fields: dict[s
 
 
 @EVERY_POLICY
+def test_an_evaluation_before_the_first_step(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
+    """It leaves the root gathered, with weights from before that step: the next forward uses them, as without us."""
+    plain, offloaded = pair(mesh, policy_of(fields))
+    for loop in (plain, offloaded):
+        loop.backward(0)
+        look(loop)
+        loop.step()
+        loop.train(3, first=1)
+    assert same(plain, offloaded)
+
+
+@EVERY_POLICY
 def test_asynchronous_saves(mesh: DeviceMesh, fields: dict[str, Any], tmp_path: Any) -> None:
     from fsdp_offload.checkpoint import ArenaStager, get_optimizer_state_dict
 
@@ -485,17 +497,19 @@ def test_betas_that_are_tensors_in_a_tuple(mesh: DeviceMesh) -> None:
         loop.step()
 
 
-def test_state_comes_to_stay_although_some_had_no_gradient(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A link that is far too slow, and a weight that is frozen while it is measured."""
-    bucket_times = Pipeline.bucket_times
-
+def _as_over_a_slow_link(bucket_times: Any) -> Any:
     def slow(self: Pipeline) -> dict[int, BucketTimes]:
         return {
             number: BucketTimes(1000.0, one.update_ms, 1000.0 * (number + 1))
             for number, one in bucket_times(self).items()
         }
 
-    monkeypatch.setattr(Pipeline, "bucket_times", slow)
+    return slow
+
+
+def test_state_comes_to_stay_although_some_had_no_gradient(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A link that is far too slow, and a weight that is frozen while it is measured."""
+    monkeypatch.setattr(Pipeline, "bucket_times", _as_over_a_slow_link(Pipeline.bucket_times))
 
     class FrozenWhileMeasured(Loop):
         def backward(self, step: int, **options: Any) -> None:
@@ -505,6 +519,30 @@ def test_state_comes_to_stay_although_some_had_no_gradient(mesh: DeviceMesh, mon
     policy = policy_of({"overlap_forward": True, "resident_bytes": "auto", "resident_limit_bytes": 1 << 30})
     plain, offloaded = (FrozenWhileMeasured(mesh, adamw, one) for one in (None, policy))
     assert same(plain.train(11), offloaded.train(11))
+    assert offloaded.optimizer.offload_report().resident_state_bytes > 0  # type: ignore[attr-defined]
+
+
+def test_state_that_should_stay_is_laid_out_anew_in_the_same_step(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What has been chosen are buckets, and after that step others have their numbers."""
+    monkeypatch.setattr(Pipeline, "bucket_times", _as_over_a_slow_link(Pipeline.bucket_times))
+
+    def more_state_in_the_fifth_step(loop: Loop, step: int) -> None:
+        loop.backward(step)
+        if step == 4:
+            loop.optimizer.param_groups[0]["amsgrad"] = True
+            for state in loop.optimizer.state.values():
+                state["max_exp_avg_sq"] = torch.zeros_like(state["exp_avg_sq"])
+        loop.step()
+
+    policy = policy_of({"overlap_forward": True, "resident_bytes": "auto", "resident_limit_bytes": 60_000})
+    plain, offloaded = (Loop(mesh, adamw, one) for one in (None, policy))
+    plain.train(11, more_state_in_the_fifth_step)
+    offloaded.train(5, more_state_in_the_fifth_step)
+    assert offloaded.optimizer.offload_report().resident_state_bytes == 0  # type: ignore[attr-defined]
+    offloaded.train(6, more_state_in_the_fifth_step, first=5)
+    assert same(plain, offloaded)
     assert offloaded.optimizer.offload_report().resident_state_bytes > 0  # type: ignore[attr-defined]
 
 

@@ -50,8 +50,14 @@ def test_a_negative_or_too_small_size_is_an_error_that_names_it(name: str, value
 @pytest.mark.parametrize("name", ["staging_bytes", "bucket_bytes", "resident_bytes", "host_limit_bytes"])
 @pytest.mark.parametrize("value", [1e9, "256MiB", True])
 def test_a_size_is_an_integer(name: str, value: object) -> None:
-    with pytest.raises(TypeError, match=f"{name} must be an integer number of bytes, got {value!r}"):
+    with pytest.raises(TypeError, match=f"{name} must be an integer number of bytes.*, got {value!r}"):
         OffloadPolicy(**{name: value})
+
+
+@pytest.mark.parametrize("name", ["staging_bytes", "resident_bytes"])
+def test_a_word_that_is_not_auto_is_told_of_auto(name: str) -> None:
+    with pytest.raises(TypeError, match=f"{name} must be an integer number of bytes or 'auto', got 'Auto'"):
+        OffloadPolicy(**{name: "Auto"}, prefetch="backward")
 
 
 def test_staging_that_does_not_hold_two_buckets_says_what_to_change() -> None:
