@@ -119,14 +119,9 @@ def main(
         traces.mkdir(parents=True, exist_ok=True)
     with _process_group() as device:
         bench = Bench(device, layers, width, sequences, length, clip=clip)
-        parts = bench.parts()
-        found: dict[str, list[dict[str, Any]]] = {name: [] for name in policies}
-        for number in range(rounds):
-            for name, policy in policies.items():
-                trace = trace_path(traces, name) if traces is not None and number == rounds - 1 else None
-                found[name].append(bench.measure(policy, iterations, trace))
-        times = Times(**parts, **_copy_times(device, bench.state_bytes))
-        if dist.get_rank() == 0:
+        times = Times(**bench.parts(), **_copy_times(device, bench.state_bytes))
+        is_first_rank = dist.get_rank() == 0
+        if is_first_rank:
             print_record(
                 "train-parts",
                 world_size=dist.get_world_size(),
@@ -135,10 +130,16 @@ def main(
                 state_bytes=bench.state_bytes,
                 **asdict(times),
             )
+        found: dict[str, list[dict[str, Any]]] = {name: [] for name in policies}
+        for number in range(rounds):
+            is_last = number == rounds - 1
             for name, policy in policies.items():
-                _print(name, policy, found[name], found["plain"], times, bench.state_bytes)
-            if traces is not None:
-                draw_all(traces, list(policies))
+                trace = trace_path(traces, name) if traces is not None and is_last else None
+                found[name].append(bench.measure(policy, iterations, trace))
+                if is_first_rank and is_last:  # at once: who has only so much time keeps what there is
+                    _print(name, policy, found[name], found["plain"], times, bench.state_bytes)
+        if is_first_rank and traces is not None:
+            draw_all(traces, list(policies))
 
 
 def _chosen(only: str, sizes: Mapping[str, Any]) -> dict[str, OffloadPolicy | None]:
