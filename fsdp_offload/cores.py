@@ -12,9 +12,9 @@ import torch
 def update_threads() -> int:
     """How many threads may update on this rank: seven eighths of its share of this process's cores, or one less.
 
-    The rest is for the main thread and for the one that issues copies. The threads of a kernel wait for each other: with
-    one on each core, all wait for the one whose core somebody else has. (H200, 16 cores: 240 ms with 16 threads, 203
-    with 15, 211 with 14; beside copies 292, 246, 250; whole steps 320, 317, 309.)
+    The rest is for the main thread and for the one that issues copies. The threads of a kernel wait for each other:
+    with one on each core, all wait for the one whose core somebody else has. (H200, 16 cores: 240 ms with 16 threads,
+    203 with 15, 211 with 14; beside copies 292, 246, 250; whole steps 320, 317, 309.)
     """
     cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return max(1, cores - max(1, cores // 8))

@@ -4,8 +4,8 @@ One line for each way to step: streamed through the device, updated on the CPU, 
 kernel alone, on all cores and on tensors that are on the host already; the same while as many bytes as gradients have
 come down and as many as parameters have go up, which share the host's memory with it; and ``CPUOffloadPolicy`` with
 that kernel, whose gradients and parameters travel in the backward and the forward instead. All of them are there at
-once and take turns, as the CPU's rate drifts; a last line compares them round by round. On the host that takes about 65
-bytes a parameter.
+once and take turns, as the CPU's rate drifts; the last lines compare them round by round. On the host that takes about
+65 bytes a parameter, and about 10 for each share beyond the first.
 """
 
 import os
@@ -71,7 +71,7 @@ class _Way:
 
 
 def compare_host_fractions(
-    chosen: float | str,
+    chosen: Sequence[float | str],
     make_model: Callable[[], nn.Module],
     shapes: Sequence[tuple[int, ...]],
     make_optimizer: MakeOptimizer,
@@ -80,10 +80,10 @@ def compare_host_fractions(
     *,
     repeats: int,
 ) -> None:
-    """Print a record for each way to step, and one that compares them.
+    """Print a record for each way to step, and some that compare them.
 
     Args:
-        chosen: the share in question; 0 and 1 are measured beside it.
+        chosen: the shares in question; 0 and 1 are measured beside them.
         make_model: on the device, with gradients. Called for each share.
         shapes: of its parameters, for those ways that have them on the host.
         make_optimizer: with a fused CPU kernel.
@@ -93,7 +93,7 @@ def compare_host_fractions(
     """
     # ``"auto"`` measures while nobody else is at work.
     shares = {
-        share: _offloaded(share, make_model(), make_optimizer, policy) for share in dict.fromkeys((0.0, 1.0, chosen))
+        share: _offloaded(share, make_model(), make_optimizer, policy) for share in dict.fromkeys((0.0, 1.0, *chosen))
     }
     alone, beside = _kernel_alone(shapes, make_optimizer, device)
     ways = [*shares.values(), alone, beside, _cpu_offload_policy(shapes, make_optimizer, device)]
@@ -104,16 +104,21 @@ def compare_host_fractions(
             way.measure(device)
     for way in ways:
         way.print()
-    best = [min(pair) for pair in zip(shares[0.0].times, shares[1.0].times, strict=True)]
     print_record(
         "step_host_ratios",
         kernel_alone_over_host=_ratio(alone.times, shares[1.0].times),
         kernel_beside_copies_over_host=_ratio(beside.times, shares[1.0].times),
         kernel_alone_over_beside_copies=_ratio(alone.times, beside.times),
-        best_of_both_over_chosen=_ratio(best, shares[chosen].times),
-        device_over_chosen=_ratio(shares[0.0].times, shares[chosen].times),
-        host_over_chosen=_ratio(shares[1.0].times, shares[chosen].times),
     )
+    best = [min(pair) for pair in zip(shares[0.0].times, shares[1.0].times, strict=True)]
+    for share in chosen:
+        print_record(
+            "step_host_share",
+            host_fraction=share,
+            best_of_both_over_share=_ratio(best, shares[share].times),
+            device_over_share=_ratio(shares[0.0].times, shares[share].times),
+            host_over_share=_ratio(shares[1.0].times, shares[share].times),
+        )
 
 
 def _ratio(of: Sequence[float], to: Sequence[float]) -> float:

@@ -61,7 +61,9 @@ def main(
     sharded: Annotated[bool, typer.Option(help="DTensors of a one-rank mesh, as fully_shard makes them.")] = True,
     host_fraction: Annotated[
         str | None,
-        typer.Option(help="Instead: compare OffloadPolicy.host_fraction of this value, or auto, with 0, 1 and others."),
+        typer.Option(
+            help="Instead: compare these shares for OffloadPolicy.host_fraction (as in 0.3,auto) with 0, 1 and others."
+        ),
     ] = None,
     repeats: Annotated[int, typer.Option(help="Measured steps; medians are printed.")] = 9,
 ) -> None:
@@ -76,7 +78,7 @@ def main(
         policy = OffloadPolicy(
             staging_bytes=staging_mib * _MIB, bucket_bytes=bucket_mib * _MIB, master_weights=master_weights.value
         )
-        chosen = host_fraction_of(host_fraction)
+        chosen = [host_fraction_of(text) for text in host_fraction.split(",")]
         compare_host_fractions(chosen, make_model, sizes, make_optimizer, policy, device, repeats=repeats)
         _end()
         return

@@ -23,7 +23,7 @@ import pytest
         (["step", "--params", "300000", "--tensors", "9", "--repeats", "2", "--master-weights", "remainder"], None),
         (
             ["step", "--params", "3000000", "--repeats", "2", "--host-fraction", "auto"],
-            ["machine", *["step_host"] * 5, "step_host_ratios"],
+            ["machine", *["step_host"] * 6, "step_host_ratios", "step_host_share"],
         ),
     ],
     ids=["link", "step", "step-foreach", "step-masters", "step-remainders", "step-host"],
