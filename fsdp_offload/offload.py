@@ -249,6 +249,14 @@ class OffloadedOptimizer(Optimizer):
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """As ``torch.optim.Optimizer``. What an update still reads is kept until then, and waited for if zeroed."""
+        begun = _engine_of(self).steps.begun
+        if begun is not None and begun.done:
+            logger.warning(
+                "zero_grad() before step(), with OffloadPolicy(update='backward'): a step cannot be skipped any more. "
+                "%d of its %d buckets have been updated in the backward; step() will refuse to go on.",
+                len(begun.done),
+                len(begun.steps),
+            )
         if False in (*args, *kwargs.values()):
             _engine_of(self).steps.wait_for_all()
             _unguard(self)

@@ -356,6 +356,16 @@ def test_a_load_between_backward_and_step_while_homes_are_read(mesh: DeviceMesh)
     assert same(plain.train(4, first=4), offloaded.train(4, first=4))
 
 
+def test_gradients_cleared_too_late_to_skip_a_step(mesh: DeviceMesh, caplog: pytest.LogCaptureFixture) -> None:
+    loop = Loop(mesh, adamw, policy_of({"update": "backward"})).train(3)
+    assert not caplog.messages
+    loop.backward(3)
+    loop.optimizer.zero_grad()
+    assert "a step cannot be skipped any more" in caplog.text
+    with pytest.raises(RuntimeError):
+        loop.step()
+
+
 def test_weights_written_between_backward_and_step_are_refused(mesh: DeviceMesh) -> None:
     loop = Loop(mesh, adamw, policy_of({"update": "backward"})).train(3)
     loop.backward(3)
