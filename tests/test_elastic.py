@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_offload import OffloadPolicy
-from fsdp_offload.elastic import plan_staging
+from fsdp_offload.elastic import Elastic, plan_staging
+from fsdp_offload.engine import Engine
 from fsdp_offload.transfer import Allocated, Block, DeviceLink
 from tests.overlapping import HABITS, NOT_IN_BACKWARD, Loop, adamw, same
 
@@ -52,6 +53,13 @@ def test_less_where_more_is_allocated_than_was_learnt() -> None:
     assert [plan.at_reduction(2, allocated) for allocated in (25, 30, 33)] == [20, 20, 17]
     assert plan.at_reduction(7, 20) == 20  # more reductions than were learnt
     assert plan.at_use(7) == 0
+
+
+def test_nothing_is_taken_before_the_last_forward() -> None:
+    plan = plan_staging([20, 30] * 2, [25, 20] * 2, peak_bytes=60, wanted_bytes=20, spread=True, last_backward=2)
+    assert plan is not None
+    assert plan.at_reductions_bytes == (0, 0, 20, 20)
+    assert plan.at_uses_bytes == (20, 0, 0, 0)
 
 
 def test_no_room() -> None:
@@ -128,3 +136,82 @@ def test_same_bits(
         assert (report.ring_bytes >= report.host_state_bytes) != policy.updates_beside_compute
     else:
         assert max(there) <= room
+
+
+class Device:
+    """One that counts what the groups of a model leave there: so much at each use, until gradients are reduced.
+
+    Attributes:
+        in_forward, in_backward: how much staging there was at each use and each reduction of the last iteration.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, group_bytes: int) -> None:
+        self.in_forward: list[int] = []
+        self.in_backward: list[int] = []
+        self._now_bytes = self._peak_bytes = 0
+        before_use, reduced, step_ended = Elastic.before_use, Elastic.reduced, Elastic.step_ended
+
+        def used(elastic: Elastic, engine: Engine, number: int) -> None:
+            before_use(elastic, engine, number)
+            self._now_bytes += group_bytes
+            self.in_forward.append(self._look(engine))
+
+        def freed(elastic: Elastic, engine: Engine) -> float:
+            self.in_backward.append(self._look(engine))
+            self._now_bytes -= group_bytes
+            return reduced(elastic, engine)
+
+        def ended(elastic: Elastic, engine: Engine) -> None:
+            self._look(engine)
+            self._now_bytes = 0
+            step_ended(elastic, engine)
+            self._peak_bytes = max(self._peak_bytes, 1)
+
+        monkeypatch.setattr(Elastic, "before_use", used)
+        monkeypatch.setattr(Elastic, "reduced", freed)
+        monkeypatch.setattr(Elastic, "step_ended", ended)
+        monkeypatch.setattr(DeviceLink, "allocated_bytes", lambda link: Allocated(self._now_bytes, self._peak_bytes))
+
+    def begin_iteration(self) -> None:
+        self.in_forward, self.in_backward = [], []
+
+    def _look(self, engine: Engine) -> int:
+        staging_bytes = engine._pipeline.ring_bytes
+        if len(engine.plan.ring_blocks) > 1:
+            assert self._now_bytes + staging_bytes <= self._peak_bytes
+        else:
+            self._peak_bytes = max(self._peak_bytes, self._now_bytes)
+        return staging_bytes
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("overlap_forward", [False, True])
+@pytest.mark.parametrize("fields", [{"prefetch": "backward"}, {"update": "backward"}], ids=["prefetch", "update"])
+@pytest.mark.parametrize("group_bytes", [10_000, 60_000])
+def test_block_by_block_below_the_peak(
+    mesh: DeviceMesh,
+    monkeypatch: pytest.MonkeyPatch,
+    group_bytes: int,
+    fields: dict[str, str],
+    overlap_forward: bool,
+    micro_batches: int,
+) -> None:
+    device = Device(monkeypatch, group_bytes)
+    policy = OffloadPolicy(staging_bytes="auto", bucket_bytes=1024, overlap_forward=overlap_forward, **fields)
+    plain, offloaded = (Loop(mesh, adamw, one, micro_batches=micro_batches) for one in (None, policy))
+    plain.train(7)
+    for step in range(7):
+        device.begin_iteration()
+        offloaded.train(1, first=step)
+    assert same(plain, offloaded)
+    report = offloaded.optimizer.offload_report()
+    taken, kept = device.in_backward, device.in_forward
+    # What is there when the last gradients come has been taken by and by, and so it goes.
+    last_backward = taken[len(taken) * (micro_batches - 1) // micro_batches :]
+    assert last_backward == sorted(last_backward)
+    assert last_backward[0] == 0 < last_backward[-1] <= report.ring_bytes
+    assert kept == sorted(kept, reverse=True)
+    assert report.ring_bytes >= kept[0] > kept[-1] == 0
+    if not policy.updates_beside_compute:
+        assert len(set(last_backward)) > 3
+        assert len(set(kept)) > 5
