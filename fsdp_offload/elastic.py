@@ -164,7 +164,9 @@ class Elastic:
             # would only have to be stored before the forward needs its room.
             buckets = (engine.steps.buckets_of(group) for group in self._groups)
             largest_bytes = max(map(engine.plan.moving_bytes, buckets), default=0)
-            wanted_bytes = min(moving_bytes, largest_bytes + engine.policy.ring_bytes)
+            # One bucket more for what the ends of blocks leave unused.
+            passing_bytes = engine.policy.ring_bytes + engine.policy.bucket_bytes
+            wanted_bytes = min(moving_bytes, largest_bytes + passing_bytes)
         plan = plan_staging(
             self._uses_bytes,
             self._reductions_bytes,

@@ -19,7 +19,7 @@ class OffloadPolicy:
             in the ring let loads, updates and stores overlap. ``"auto"``, with loads or updates in the backward, begins
             with four buckets, and then takes as much as fits under the peak that training has anyway, in each backward
             as activations are freed, and gives it back in the next forward before they need it, both block by block: an
-            allocation of at most ``bucket_bytes`` each, so that the memory of activations is used again. Smaller
+            allocation of about ``bucket_bytes`` each, so that the memory of activations is used again. Smaller
             buckets leave less of what the allocator has reserved unused.
         resident_bytes: state that never leaves the device, in addition to ``staging_bytes``: whole parameters' state,
             taken in bucket order as long as it fits. ``"auto"`` begins with none, measures some iterations, and then
