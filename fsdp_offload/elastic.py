@@ -64,10 +64,10 @@ def plan_staging(
         reductions_bytes: the same when each group's gradients have been reduced.
         peak_bytes: the most that is allocated in the iteration, without staging.
         wanted_bytes: no more is of any use.
-        spread: give back all along the forward, as activations come, and not as late as they leave room for it. For
-            staging through which nothing more is to pass: what waits there to be stored is stored one after the other
-            anyway, and a forward that needs all of it back at its end does not end earlier for waiting there only. And
-            activations that find memory of theirs free, in the shapes in which they left it, need no other.
+        spread: give back all along the forward, and not as late as activations leave room for it, so that these find
+            more of their memory free in the shapes in which they left it. For staging through which nothing more is to
+            pass: it is stored at a steady rate, and a forward that waits for it at each turn ends no later than one
+            that waits for all of it at its end.
         last_backward: the first reduction behind which no forward comes any more. Until then staging is not taken: what
             is loaded into it could not be given back.
 
@@ -87,8 +87,11 @@ def plan_staging(
     may_stay = [min(nbytes, peak_bytes - allocated) for allocated in (*uses_bytes[1:], peak_bytes)]
     lowest, highest = min(uses_bytes), max(uses_bytes)
     if spread and lowest < highest:
-        shares = ((highest - allocated) / (highest - lowest) for allocated in uses_bytes)
-        may_stay = [min(most, int(nbytes * share)) for most, share in zip(may_stay, shares, strict=True)]
+        # How far a forward has come, groups and what they leave tell about equally well. Waiting too early would cost.
+        left_turns = [1 - turn / (len(uses_bytes) - 1) for turn in range(len(uses_bytes))]
+        left_bytes = [(highest - allocated) / (highest - lowest) for allocated in uses_bytes]
+        left = map(max, left_turns, left_bytes)
+        may_stay = [min(most, int(nbytes * share)) for most, share in zip(may_stay, left, strict=True)]
     return StagingPlan(nbytes, tuple(room), tuple(accumulate(may_stay, min)), tuple(reductions_bytes))
 
 
