@@ -28,8 +28,8 @@ class StagingPlan:
 
     Attributes:
         nbytes: all of it.
-        at_reductions_bytes: from each reduction of gradients in a backward on. It never becomes less.
-        at_uses_bytes: from each group's turn in a forward on. It never becomes more.
+        at_reductions_bytes: from each reduction of gradients on. It never becomes less. None before the last backward.
+        at_uses_bytes: from each group's turn in the first forward on. It never becomes more. None at the last turn.
         reductions_bytes: what else was allocated at each reduction when this was found out.
     """
 
@@ -39,7 +39,7 @@ class StagingPlan:
     reductions_bytes: tuple[int, ...]
 
     def at_reduction(self, number: int, allocated_bytes: int) -> int:
-        """How much may be there now: less than learnt where more is allocated, as by a batch not seen before."""
+        """How much may be there: less than learnt where more is allocated, as by a batch not seen before."""
         number = min(number, len(self.at_reductions_bytes) - 1)
         return self.at_reductions_bytes[number] - max(0, allocated_bytes - self.reductions_bytes[number])
 
@@ -49,37 +49,49 @@ class StagingPlan:
 
 
 def plan_staging(
-    uses_bytes: Sequence[int], reductions_bytes: Sequence[int], peak_bytes: int, wanted_bytes: int, *, spread: bool
+    uses_bytes: Sequence[int],
+    reductions_bytes: Sequence[int],
+    peak_bytes: int,
+    wanted_bytes: int,
+    *,
+    spread: bool,
+    last_backward: int = 0,
 ) -> StagingPlan | None:
     """Choose how much staging memory there may be, and when.
 
     Args:
-        uses_bytes: device memory allocated when each group's turn in the forward comes, without staging.
+        uses_bytes: device memory allocated when each group's turn in the first forward comes, without staging.
         reductions_bytes: the same when each group's gradients have been reduced.
         peak_bytes: the most that is allocated in the iteration, without staging.
         wanted_bytes: no more is of any use.
-        spread: give back all along the forward, as activations come, and not as late as they leave room for it. For
-            staging through which nothing more is to pass: what waits there to be stored is stored one after the other
-            anyway, and a forward that needs all of it back at its end does not end earlier for waiting there only. And
-            activations that find memory of theirs free, in the shapes in which they left it, need no other.
+        spread: give back all along the forward, and not as late as activations leave room for it, so that these find
+            more of their memory free in the shapes in which they left it. For staging through which nothing more is to
+            pass: it is stored at a steady rate, and a forward that waits for it at each turn ends no later than one
+            that waits for all of it at its end.
+        last_backward: the first reduction behind which no forward comes any more. Until then staging is not taken: what
+            is loaded into it could not be given back.
 
     Returns:
-        ``None`` if there is no room at all.
+        ``None`` if there is no room at all, or no forward of which anything is known.
     """
     # The backward of a group needs, on top of what is there, about as much for a time as it frees in the end.
     freed_bytes = [max(0, before - after) for before, after in pairwise(reductions_bytes)]
     levels = [now + freed for now, freed in zip(reductions_bytes, [*freed_bytes, 0], strict=False)]
     highest_to_come = list(accumulate(reversed(levels), max))[::-1]
     room = [min(wanted_bytes, max(0, peak_bytes - level)) for level in highest_to_come]
+    room[:last_backward] = [0] * last_backward
     nbytes = max(room, default=0)
-    if not nbytes:
+    if not nbytes or not uses_bytes:
         return None
     # At its turn a group allocates what is there at the next one's.
     may_stay = [min(nbytes, peak_bytes - allocated) for allocated in (*uses_bytes[1:], peak_bytes)]
     lowest, highest = min(uses_bytes), max(uses_bytes)
     if spread and lowest < highest:
-        shares = ((highest - allocated) / (highest - lowest) for allocated in uses_bytes)
-        may_stay = [min(most, int(nbytes * share)) for most, share in zip(may_stay, shares, strict=True)]
+        # How far a forward has come, groups and what they leave tell about equally well. Waiting too early would cost.
+        left_turns = [1 - turn / (len(uses_bytes) - 1) for turn in range(len(uses_bytes))]
+        left_bytes = [(highest - allocated) / (highest - lowest) for allocated in uses_bytes]
+        left = map(max, left_turns, left_bytes)
+        may_stay = [min(most, int(nbytes * share)) for most, share in zip(may_stay, left, strict=True)]
     return StagingPlan(nbytes, tuple(room), tuple(accumulate(may_stay, min)), tuple(reductions_bytes))
 
 
@@ -94,28 +106,44 @@ class Elastic:
         self._plan: StagingPlan | None = None
         self._uses_bytes: list[int] = []
         self._reductions_bytes: list[int] = []
+        self._first_group: int | None = None  # of a forward
+        self._last_backward = 0  # its first reduction, of those noted
+        self._in_forward = False  # after some of them
         self._uses = self._reductions = 0  # since the last step
 
     @property
     def _learns(self) -> bool:
         return self._wanted and self._steps == _LEARNS_AFTER
 
-    def before_use(self, engine: Engine) -> None:
-        """The turn of the next group in a forward has come."""
+    def before_use(self, engine: Engine, number: int) -> None:
+        """The turn of a group in a forward has come."""
         if self._learns:
-            self._uses_bytes.append(engine.allocated_bytes().now)
+            self._learn_use(engine, number)
         elif self._plan is not None:
             engine.give_back_staging(self._plan.at_use(self._uses))
             self._uses += 1
 
+    def _learn_use(self, engine: Engine, number: int) -> None:
+        if self._reductions_bytes:
+            self._in_forward = True  # of a further micro-batch, or an evaluation
+            return
+        if number == self._first_group:
+            self._uses_bytes = []  # that was an evaluation
+        elif not self._uses_bytes:
+            self._first_group = number
+        self._uses_bytes.append(engine.allocated_bytes().now)
+
     def reduced(self, engine: Engine) -> float:
         """A group's gradients have been reduced: how many bytes of staging memory there may be now."""
         if self._learns:
+            if self._in_forward:
+                self._in_forward, self._last_backward = False, len(self._reductions_bytes)
             self._reductions_bytes.append(engine.allocated_bytes().now)
-        self._reductions += 1
-        if self._plan is None or engine.has_all_staging:
+        if self._plan is None:
             return math.inf
-        return self._plan.at_reduction(self._reductions - 1, engine.allocated_bytes().now)
+        number, self._reductions = self._reductions, self._reductions + 1
+        allocated_bytes = 0 if engine.has_all_staging else engine.allocated_bytes().now
+        return self._plan.at_reduction(number, allocated_bytes)
 
     def step_ended(self, engine: Engine) -> None:
         """``step()`` has issued everything."""
@@ -139,9 +167,16 @@ class Elastic:
             # would only have to be stored before the forward needs its room.
             buckets = (engine.steps.buckets_of(group) for group in self._groups)
             largest_bytes = max(map(engine.plan.moving_bytes, buckets), default=0)
-            wanted_bytes = min(moving_bytes, largest_bytes + engine.policy.ring_bytes)
+            # One bucket more for what the ends of blocks leave unused.
+            passing_bytes = engine.policy.ring_bytes + engine.policy.bucket_bytes
+            wanted_bytes = min(moving_bytes, largest_bytes + passing_bytes)
         plan = plan_staging(
-            self._uses_bytes, self._reductions_bytes, peak_bytes, wanted_bytes, spread=not passes_through
+            self._uses_bytes,
+            self._reductions_bytes,
+            peak_bytes,
+            wanted_bytes,
+            spread=not passes_through,
+            last_backward=self._last_backward,
         )
         if plan is not None and plan.nbytes > engine.plan.ring_bytes:
             engine.resize_staging(plan.nbytes)

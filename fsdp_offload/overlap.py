@@ -150,7 +150,7 @@ class Overlap:
         engine = self._engine()
         if engine is not None and not in_backward:
             self._rehearsal.wanted(engine, number)
-            self._elastic.before_use(engine)
+            self._elastic.before_use(engine, number)
         elif engine is not None:
             engine.iteration.backward_begins()
         self._before_gather(number, None)

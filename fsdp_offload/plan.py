@@ -108,7 +108,7 @@ class Plan:
         self.ring_blocks: tuple[int, ...] = ()
         self.resident_bytes = 0
         self._ring_limit_bytes = policy.ring_bytes
-        self._block_limit_bytes = 1 << 62  # one block
+        self._block_bytes = 1 << 62  # one block
         self._layouts = layouts
         self._policy = policy
         self._device = device
@@ -328,7 +328,7 @@ class Plan:
         moving = [number for number, staged in enumerate(self._staged) if staged.copies]
         nbytes = [self._buckets[number].bucket.nbytes for number in moving]
         ring_bytes = min(sum(nbytes), max([self._ring_limit_bytes, *nbytes])) if nbytes else 0
-        self.ring_blocks = divide_ring(nbytes, ring_bytes, self._block_limit_bytes)
+        self.ring_blocks = divide_ring(nbytes, ring_bytes, self._block_bytes)
         for number in moving:
             self._staged[number].place(Placement(0, self._buckets[number].bucket.nbytes))
 
@@ -339,12 +339,12 @@ class Plan:
         return dict(zip(moving, place_in_ring(nbytes, self.ring_blocks), strict=True))
 
     def resize_ring(self, nbytes: int) -> None:
-        """Let the ring have this size, or what it needs at least, in blocks no larger than buckets may be.
+        """Let the ring have this size, or what it needs at least, in blocks for one large bucket each.
 
         Nothing is moving. Smaller blocks would take up more of the memory of activations, each of which is an
         allocation of its own, but no bucket would fit into them.
         """
-        self._ring_limit_bytes, self._block_limit_bytes = nbytes, self._policy.bucket_bytes
+        self._ring_limit_bytes, self._block_bytes = nbytes, self._policy.bucket_bytes
         self._place()
 
     @property

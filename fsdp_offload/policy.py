@@ -18,7 +18,9 @@ class OffloadPolicy:
             creating; the rest is a ring through which buckets are loaded, updated and stored. Three or more buckets
             in the ring let loads, updates and stores overlap. ``"auto"``, with loads or updates in the backward, begins
             with four buckets, and then takes as much as fits under the peak that training has anyway, in each backward
-            as activations are freed, and gives it back in the next forward before they need it.
+            as activations are freed, and gives it back in the next forward before they need it, both block by block: an
+            allocation of about ``bucket_bytes`` each, so that the memory of activations is used again. Smaller
+            buckets leave less of what the allocator has reserved unused.
         resident_bytes: state that never leaves the device, in addition to ``staging_bytes``: whole parameters' state,
             taken in bucket order as long as it fits. ``"auto"`` begins with none, measures some iterations, and then
             keeps just the part without which the model would wait for transfers: together with ``overlap_forward``,

@@ -67,9 +67,10 @@ def notes_of(engine: Engine) -> Iterable[str]:
             yield f"NOTHING IS OFFLOADED: {no_state if shards else 'no parameter is trained'}."
     if engine.device.type == "cpu":
         yield "The parameters are on the CPU: offloading works, but there is nothing to gain."
-    if engine.plan.ring_bytes > policy.ring_bytes:
+    largest_bytes = max(engine.plan.ring_blocks, default=0)
+    if largest_bytes > policy.ring_bytes:
         yield (
-            f"The largest bucket that cannot be cut needs {engine.plan.ring_bytes} bytes of staging, more than "
+            f"The largest bucket that cannot be cut needs {largest_bytes} bytes of staging, more than "
             f"staging_bytes={policy.staging_bytes} leaves ({policy.ring_bytes})."
         )
     left_out = list(dict.fromkeys(name for shard in shards for name in shard.layout.left_out))

@@ -12,7 +12,6 @@ Three hazards exist, and :func:`check_schedule` proves each of them absent:
 - an update or a store runs on a slot before the load or update that fills it.
 """
 
-import itertools
 import re
 from collections.abc import Mapping, Sequence, Set
 from typing import Literal, NamedTuple
@@ -70,28 +69,23 @@ class BucketStep(NamedTuple):
 def divide_ring(bucket_nbytes: Sequence[int], ring_bytes: int, block_bytes: int) -> tuple[int, ...]:
     """The bytes of the blocks that make up a ring of at most ``ring_bytes`` bytes, of which each comes and goes alone.
 
-    They are cut to the buckets: where the ring holds all of them, they fill it in this order. No block is larger than
-    ``block_bytes``, or than a bucket that is. The largest bucket has room in one of them, in a larger ring if need be.
+    Where the ring holds all buckets, blocks of at most ``block_bytes`` are cut to them, in this order. Else all are
+    alike, and a little larger: the small bucket at the end of a group, often a few biases and norms, then passes beside
+    a large one, in whatever order they come, and has no block for itself. There is always one for the largest bucket.
     """
     if ring_bytes <= block_bytes:
         return (ring_bytes,) if ring_bytes else ()
-    blocks: list[int] = []
-    for nbytes in bucket_nbytes:
-        if blocks and blocks[-1] + nbytes <= block_bytes:
-            blocks[-1] += nbytes
-        else:
-            blocks.append(nbytes)
-    largest = max(bucket_nbytes)
-    kept = _within(blocks, ring_bytes)
-    if max(kept, default=0) < largest:
-        kept = [*_within(blocks, ring_bytes - largest), largest]
-    return tuple(kept)
-
-
-def _within(blocks: Sequence[int], nbytes: int) -> list[int]:
-    """As many of the first blocks as are within ``nbytes`` together."""
-    ends = itertools.accumulate(blocks)
-    return [block for block, end in zip(blocks, ends, strict=True) if end <= nbytes]
+    if sum(bucket_nbytes) <= ring_bytes:
+        blocks: list[int] = []
+        for nbytes in bucket_nbytes:
+            if blocks and blocks[-1] + nbytes <= block_bytes:
+                blocks[-1] += nbytes
+            else:
+                blocks.append(nbytes)
+        return tuple(blocks)
+    block_bytes = min(ring_bytes, block_bytes + block_bytes // 32)
+    first_bytes = max(block_bytes, *bucket_nbytes)
+    return (first_bytes, *(block_bytes,) * ((ring_bytes - first_bytes) // block_bytes))
 
 
 def place_in_ring(bucket_nbytes: Sequence[int], block_nbytes: Sequence[int]) -> list[Placement]:

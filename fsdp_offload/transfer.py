@@ -364,11 +364,12 @@ class DeviceLink:
 
     def give_back(self, number: int, user: int) -> None:
         """``user`` needs a block no more. It goes with the last one, when no copy reads or writes it any more."""
-        block = self._ring.get(number)
-        if block is not None:
-            block.holders.discard(user)
-            if not block.holders:
-                self._drop(number)
+        with self.in_use:  # else another thread might be about to take it
+            block = self._ring.get(number)
+            if block is not None:
+                block.holders.discard(user)
+                if not block.holders:
+                    self._drop(number)
 
     def _drop(self, number: int) -> None:
         # What gets this memory next, on the current stream, has to come after the copies.

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdp_offload import OffloadPolicy
-from fsdp_offload.elastic import plan_staging
+from fsdp_offload import OffloadPolicy, transfer
+from fsdp_offload.elastic import Elastic, plan_staging
+from fsdp_offload.engine import Engine
 from fsdp_offload.transfer import Allocated, Block, DeviceLink
 from tests.overlapping import HABITS, NOT_IN_BACKWARD, Loop, adamw, same
 
@@ -19,6 +20,12 @@ def mesh() -> Iterator[DeviceMesh]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,))
     dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def staging_of_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Optimizers of other tests may still be there, with larger blocks."""
+    monkeypatch.setattr(transfer, "_links", {})
 
 
 # Activations of 10 for each of four layers above 20; the peak is in the last.
@@ -38,6 +45,10 @@ def test_what_nothing_passes_through_any_more_goes_all_along_the_forward() -> No
     plan = plan_staging(*FOUR_LAYERS, peak_bytes=60, wanted_bytes=9, spread=True)
     assert plan is not None
     assert plan.at_uses_bytes == (9, 6, 3, 0)
+    for uses, kept in (([20, 45, 48, 50], (9, 6, 3, 0)), ([20, 22, 24, 50], (9, 8, 7, 0))):
+        plan = plan_staging(uses, FOUR_LAYERS[1], peak_bytes=60, wanted_bytes=9, spread=True)
+        assert plan is not None
+        assert plan.at_uses_bytes == kept  # not before groups and memory both say so
 
 
 def test_a_forward_that_makes_nothing_gives_back_at_its_end() -> None:
@@ -52,6 +63,13 @@ def test_less_where_more_is_allocated_than_was_learnt() -> None:
     assert [plan.at_reduction(2, allocated) for allocated in (25, 30, 33)] == [20, 20, 17]
     assert plan.at_reduction(7, 20) == 20  # more reductions than were learnt
     assert plan.at_use(7) == 0
+
+
+def test_nothing_is_taken_before_the_last_forward() -> None:
+    plan = plan_staging([20, 30], [25, 20] * 2, peak_bytes=60, wanted_bytes=20, spread=True, last_backward=2)
+    assert plan is not None
+    assert plan.at_reductions_bytes == (0, 0, 20, 20)
+    assert plan.at_uses_bytes == (20, 0)
 
 
 def test_no_room() -> None:
@@ -120,6 +138,7 @@ def test_same_bits(
     assert same(plain, offloaded)
     report = offloaded.optimizer.offload_report()
     assert "staging_bytes='auto'" in str(report)
+    assert "cannot be cut" not in str(report)
     if room > 9_000:
         assert len(taken) > 50  # given back in each forward
         assert taken[0] == 3 * 1024 > max(taken[1:])  # blocks, once the room is known
@@ -128,3 +147,86 @@ def test_same_bits(
         assert (report.ring_bytes >= report.host_state_bytes) != policy.updates_beside_compute
     else:
         assert max(there) <= room
+
+
+class Device:
+    """One that counts what the groups of a model leave there: so much at each use, until gradients are reduced.
+
+    The loss takes twice as much, at the end of each forward.
+
+    Attributes:
+        in_forward, in_backward: how much staging there was at each use and each reduction of the last iteration.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, group_bytes: int) -> None:
+        self.in_forward: list[int] = []
+        self.in_backward: list[int] = []
+        self._now_bytes = self._peak_bytes = self._loss_bytes = 0
+        before_use, reduced, step_ended = Elastic.before_use, Elastic.reduced, Elastic.step_ended
+
+        def used(elastic: Elastic, engine: Engine, number: int) -> None:
+            before_use(elastic, engine, number)
+            self._now_bytes += group_bytes
+            self._loss_bytes = 2 * group_bytes
+            self.in_forward.append(self._look(engine))
+
+        def freed(elastic: Elastic, engine: Engine) -> float:
+            self._now_bytes += self._loss_bytes
+            self.in_backward.append(self._look(engine))
+            self._now_bytes -= group_bytes + self._loss_bytes
+            self._loss_bytes = 0
+            return reduced(elastic, engine)
+
+        def ended(elastic: Elastic, engine: Engine) -> None:
+            self._look(engine)
+            self._now_bytes = 0
+            step_ended(elastic, engine)
+
+        monkeypatch.setattr(Elastic, "before_use", used)
+        monkeypatch.setattr(Elastic, "reduced", freed)
+        monkeypatch.setattr(Elastic, "step_ended", ended)
+        monkeypatch.setattr(DeviceLink, "allocated_bytes", lambda link: Allocated(self._now_bytes, self._peak_bytes))
+
+    def begin_iteration(self) -> None:
+        self.in_forward, self.in_backward = [], []
+
+    def _look(self, engine: Engine) -> int:
+        staging_bytes = engine._pipeline.ring_bytes
+        if len(engine.plan.ring_blocks) > 1:
+            assert self._now_bytes + staging_bytes <= self._peak_bytes
+        else:
+            self._peak_bytes = max(self._peak_bytes, self._now_bytes)
+        return staging_bytes
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("overlap_forward", [False, True])
+@pytest.mark.parametrize("fields", [{"prefetch": "backward"}, {"update": "backward"}], ids=["prefetch", "update"])
+@pytest.mark.parametrize("group_bytes", [10_000, 60_000])
+def test_block_by_block_below_the_peak(
+    mesh: DeviceMesh,
+    monkeypatch: pytest.MonkeyPatch,
+    group_bytes: int,
+    fields: dict[str, str],
+    overlap_forward: bool,
+    micro_batches: int,
+) -> None:
+    device = Device(monkeypatch, group_bytes)
+    policy = OffloadPolicy(staging_bytes="auto", bucket_bytes=1024, overlap_forward=overlap_forward, **fields)
+    plain, offloaded = (Loop(mesh, adamw, one, micro_batches=micro_batches) for one in (None, policy))
+    plain.train(7)
+    for step in range(7):
+        device.begin_iteration()
+        offloaded.train(1, first=step)
+    assert same(plain, offloaded)
+    report = offloaded.optimizer.offload_report()
+    taken, kept = device.in_backward, device.in_forward
+    # What is there when the last gradients come has been taken by and by, and so it goes.
+    last_backward = taken[len(taken) * (micro_batches - 1) // micro_batches :]
+    assert last_backward == sorted(last_backward)
+    assert last_backward[0] == 0 < last_backward[-1] <= report.ring_bytes
+    assert kept == sorted(kept, reverse=True)
+    assert report.ring_bytes >= kept[0] > kept[-1] == 0
+    if not policy.updates_beside_compute:
+        assert len(set(last_backward)) > 3
+        assert len(set(kept)) > 5

@@ -2,13 +2,14 @@
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn, optim
 
-from fsdp_offload import offload_optimizer
+from fsdp_offload import OffloadPolicy, offload_optimizer, transfer
 from tests.parity import Zoo, attach, make_pair, params_of
 
 
@@ -155,3 +156,17 @@ def test_threads_with_optimizers_of_their_own() -> None:
                 param.grad = torch.full_like(param, 0.1 * (1 + number + step % 3 + index))
             pair.plain.optimizer.step()
         pair.assert_same()
+
+
+def test_another_optimizer_needs_a_larger_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They share one: what the first has loaded into it, or bound its state to, is no longer there."""
+    monkeypatch.setattr(transfer, "_links", {})  # where no other test has left a larger one
+    adamw = partial(optim.AdamW, lr=0.02)
+    pairs = [make_pair(Zoo, adamw, policy=OffloadPolicy(bucket_bytes=2048, staging_bytes=n << 11)) for n in (3, 9)]
+    pairs[0].train(3)
+    link = transfer.device_link(torch.device("cpu"))
+    before_bytes = link._ring[0].memory.numel()
+    for _ in range(3):
+        for pair in pairs:
+            pair.train(1)
+    assert link._ring[0].memory.numel() > before_bytes

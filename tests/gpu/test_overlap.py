@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_offload import OffloadPolicy
 from fsdp_offload.pipeline import Pipeline
-from fsdp_offload.transfer import TurnsLane
+from fsdp_offload.transfer import Allocated, DeviceLink, TurnsLane
 from tests.overlapping import HABITS, NOT_IN_BACKWARD, POLICIES, Loop, Net, adamw, same
 
 SLEEP_CYCLES = 2_000_000  # about 1 ms: longer than anything else that a group does here
@@ -158,6 +158,29 @@ def test_auto_keeps_what_the_forward_would_wait_for(mesh: DeviceMesh, slow: Call
         assert 0 <= report.resident_state_bytes <= limit < report.host_state_bytes
     else:
         assert report.resident_state_bytes > report.host_state_bytes
+
+
+@pytest.mark.parametrize("kind", ["none", "L", "U", "S"])
+@pytest.mark.parametrize(
+    "fields", [{"prefetch": "backward"}, {"update": "backward", "overlap_forward": True}], ids=["prefetch", "update"]
+)
+def test_same_bits_with_staging_that_comes_and_goes(
+    mesh: DeviceMesh,
+    expected: Loop,
+    slow: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    fields: dict[str, Any],
+    kind: str,
+) -> None:
+    """Memory of a block is given out again, to activations and to other blocks, while its copies may still run."""
+    attached: list[bool] = []
+    monkeypatch.setattr(DeviceLink, "allocated_bytes", lambda link: Allocated(0, 1 << 30 if attached else 0))
+    slow(kind)
+    policy = OffloadPolicy(staging_bytes="auto", bucket_bytes=256 << 10, **fields)
+    loop = Loop(mesh, adamw, policy, net=net)
+    attached.append(True)
+    assert same(expected, loop.train(8))
+    assert loop.optimizer.offload_report().ring_bytes > policy.ring_bytes
 
 
 def test_a_backward_that_is_too_short_for_the_transfers(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
