@@ -100,7 +100,10 @@ class Elastic:
 
     def __init__(self, engine: Engine, groups: Sequence[Sequence[Tensor]]) -> None:
         self._groups = groups
-        self._wanted = engine.policy.staging_bytes == "auto"
+        # Ranks have different room. Where loads wait for that, the updates behind them come at another point of the
+        # backward on each rank, and the updates of an optimizer that is run on whole DTensors are collectives.
+        in_lockstep = engine.policy.update == "backward" and not engine.layouts.traits.elementwise
+        self._wanted = engine.policy.staging_bytes == "auto" and not in_lockstep
         self._peak_at_attach_bytes = engine.allocated_bytes().peak if self._wanted else 0
         self._steps = 0
         self._plan: StagingPlan | None = None

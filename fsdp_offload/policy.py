@@ -20,7 +20,8 @@ class OffloadPolicy:
             with four buckets, and then takes as much as fits under the peak that training has anyway, in each backward
             as activations are freed, and gives it back in the next forward before they need it, both block by block: an
             allocation of about ``bucket_bytes`` each, so that the memory of activations is used again. Smaller
-            buckets leave less of what the allocator has reserved unused.
+            buckets leave less of what the allocator has reserved unused. With ``update="backward"`` and an optimizer
+            that is not elementwise it stays as it begins.
         resident_bytes: state that never leaves the device, in addition to ``staging_bytes``: whole parameters' state,
             taken in bucket order as long as it fits. ``"auto"`` begins with none, measures some iterations, and then
             keeps just the part without which the model would wait for transfers: together with ``overlap_forward``,

@@ -1,5 +1,6 @@
 """Overlap with forward and backward on several ranks: gathers and reductions run on streams of their own."""
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -8,11 +9,13 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 
 from fsdp_offload import OffloadPolicy
 from fsdp_offload.pipeline import Pipeline
 from tests.distributed.launch import DEVICE_TYPE, mesh, run_cases, spawn
 from tests.overlapping import HABITS, NOT_IN_BACKWARD, POLICIES, SIZES, Loop, Net, adamw, same
+from tests.test_elastic import Device
 
 pytestmark = pytest.mark.distributed
 
@@ -99,3 +102,24 @@ def run_wide(rank: int, world_size: int) -> None:
 
 def test_wide_model_with_micro_batches(tmp_path: Path) -> None:
     spawn(run_wide, 2, tmp_path)
+
+
+def muon(params: Sequence[nn.Parameter]) -> Optimizer:
+    return torch.optim.Muon([param for param in params if param.dim() == 2], lr=0.02, ns_steps=1)
+
+
+def whole_parameters_with_other_room_on_each_rank(rank: int, device_mesh: DeviceMesh) -> list[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        Device(patch, group_bytes=60_000 if rank else 2_000)
+        policy = OffloadPolicy(staging_bytes="auto", bucket_bytes=1024, update="backward")
+        plain, offloaded = (Loop(device_mesh, muon, one).train(8) for one in (None, policy))
+    return [] if same(plain, offloaded) else ["other bits"]
+
+
+def run_muon(rank: int, world_size: int) -> None:
+    """Its updates are collectives: all ranks have to come to them between the same two reductions."""
+    run_cases({"muon": partial(whole_parameters_with_other_room_on_each_rank, rank, mesh(world_size))})
+
+
+def test_collective_updates_where_ranks_have_different_room(tmp_path: Path) -> None:
+    spawn(run_muon, 2, tmp_path)
