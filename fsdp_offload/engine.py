@@ -267,7 +267,7 @@ class Engine:
     @property
     def has_all_staging(self) -> bool:
         """Whether all of the staging memory is there."""
-        return self._pipeline.ring_bytes >= self.plan.ring_bytes
+        return self._pipeline.ring.nbytes >= self.plan.ring_bytes
 
     def allocated_bytes(self) -> Allocated:
         """Device memory that is in use, without staging. On the CPU, all zero."""

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from .host_update import HostUpdates
 from .iteration import IterationMarks
+from .ring import Ring
 from .schedule import Action, Kind, Placement
-from .transfer import Block, DeviceLink, Lane, Mark, recorded, wait_on
+from .transfer import DeviceLink, Lane, Mark, recorded, wait_on
 
 
 class Residency(Enum):
@@ -134,7 +135,7 @@ class Pipeline:
 
     Attributes:
         number: tells users of the device's staging memory apart.
-        ring_bytes: how much of the staging memory is there.
+        ring: what is there of the staging memory.
         buckets: by number.
         host: who updates those of them that are the host's. They never move, but everything here waits for them.
         iteration: how long iterations take, and how long the compute stream stands still in them.
@@ -152,8 +153,7 @@ class Pipeline:
         self._beside_compute = beside_compute or host is not None
         self._unseen: set[int] = set()  # updated beside the compute stream, which has not waited for it
         self._spans: dict[tuple[Kind, int], Span] = {}
-        self.ring_bytes = 0
-        self._ring: dict[int, Block] = {}  # by number: those that are there, in the order of their last use
+        self.ring = Ring(link, self.number)
         self._block_nbytes: Sequence[int] = ()
         self._step_begin: Mark | None = None
         self._step_called: Mark | None = None
@@ -167,42 +167,18 @@ class Pipeline:
         self._places: Mapping[int, Placement] = {}
 
     def give_back_ring(self, keep_bytes: int = 0) -> set[int]:
-        """Free blocks of the ring, those first that were used first, until no more than ``keep_bytes`` are there.
-
-        Each is free once its own stores have ended, and if no other optimizer needs it. Nothing is loaded.
+        """Free blocks of the ring until no more than ``keep_bytes`` are there. Nothing is loaded.
 
         Returns:
             Their numbers: nobody may keep views of their memory.
         """
         assert not self._queue, "a schedule is in progress"
-        gone: set[int] = set()
-        if self.ring_bytes <= keep_bytes:
-            return gone
+        if self.ring.nbytes <= keep_bytes:
+            return set()
         with self.iteration.waiting():
-            for number, block in list(self._ring.items()):
-                if self.ring_bytes <= keep_bytes:
-                    break
-                self.ring_bytes -= block.memory.numel()
-                del self._ring[number]
-                self._link.give_back(number, self.number)
-                gone.add(number)
+            gone = self.ring.give_back(keep_bytes)
         self._drop_views(gone)
         return gone
-
-    def _take(self, number: int) -> None:
-        """Have a block of the ring."""
-        block, before = self._link.block(number, self._block_nbytes[number], self.number), self._ring.get(number)
-        if block is before:
-            return
-        if before is not None:
-            # Another optimizer has needed a larger one. The memory of this one is free from now on, and the current
-            # stream may get it.
-            for mark in before.last.values():
-                self.wait_on_current(mark)
-            self.ring_bytes -= before.memory.numel()
-            self._drop_views({number})
-        self._ring[number] = block
-        self.ring_bytes += block.memory.numel()
 
     def _drop_views(self, blocks: Container[int]) -> None:
         for bucket in self.buckets:
@@ -212,7 +188,7 @@ class Pipeline:
     def block_of(self, number: int) -> Tensor | None:
         """The memory of the block in which the slot of a bucket is, within its update."""
         placement = self.buckets[number].placement
-        return None if placement is None else self._ring[placement.block].memory
+        return None if placement is None else self.ring.memory(placement.block)
 
     def copy_down(self, copies: Iterable[tuple[Tensor, Tensor]]) -> Mark:
         """Store ``(to the host, from the device)``, all ``uint8``, after the updates and loads that were issued."""
@@ -328,10 +304,11 @@ class Pipeline:
         placement = self.buckets[bucket].placement
         if placement is None:
             return True
-        missing_bytes = 0 if placement.block in self._ring else self._block_nbytes[placement.block]
-        if missing_bytes and self.ring_bytes + missing_bytes > room_bytes:
+        block, nbytes = placement.block, self._block_nbytes[placement.block]
+        if block not in self.ring and self.ring.nbytes + nbytes > room_bytes:
             return False
-        self._take(placement.block)
+        if self.ring.enter(block, nbytes, self.wait_on_current):
+            self._drop_views({block})
         return True
 
     def finish(self) -> None:
@@ -434,14 +411,9 @@ class Pipeline:
                 if self.buckets[action.bucket].placement is not None:
                     self.buckets[action.bucket].move_to(Residency.IN_SLOT)
             span.end = lane.mark(span.end)
-        self._note_use(self.buckets[action.bucket].placement, lane, span.end)
-
-    def _note_use(self, placement: Placement | None, lane: Lane, end: Mark) -> None:
-        if placement is None:
-            return
-        block = self._ring[placement.block] = self._ring.pop(placement.block)  # now the last in the order
-        if lane is not self._lanes["C"]:
-            block.last[lane] = end
+        placement = self.buckets[action.bucket].placement
+        if placement is not None:
+            self.ring.note_use(placement.block, lane if lane is not self._lanes["C"] else None, span.end)
 
     def _wait_before_update(self, bucket: StagedBucket, lane: Lane) -> None:
         for mark in self._before_updates:
@@ -474,7 +446,7 @@ class Pipeline:
 
     def _slot_views(self, bucket: StagedBucket, copies: Sequence[tuple[Tensor, int]]) -> list[Tensor]:
         assert bucket.placement is not None
-        begin, memory = bucket.placement.offset, self._ring[bucket.placement.block].memory
+        begin, memory = bucket.placement.offset, self.ring.memory(bucket.placement.block)
         return [memory[begin + offset : begin + offset + home.numel()] for home, offset in copies]
 
     def wait_home(self, number: int) -> None:

@@ -191,7 +191,7 @@ class Device:
         self.in_forward, self.in_backward = [], []
 
     def _look(self, engine: Engine) -> int:
-        staging_bytes = engine._pipeline.ring_bytes
+        staging_bytes = engine._pipeline.ring.nbytes
         if len(engine.plan.ring_blocks) > 1:
             assert self._now_bytes + staging_bytes <= self._peak_bytes
         else:

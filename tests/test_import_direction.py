@@ -47,7 +47,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "host_worker": {"arena", "cores", "transfer", "fingerprint"},
     "host_mirror": {"fingerprint", "transfer", "update"},
     "host_step": {"optimizers", "shards", "transfer", "update"},
-    "host_job": {"buckets", "fingerprint", "transfer", "optimizers", "shards", "update", "host_mirror", "host_step"},
+    "host_job": {
+        *("buckets", "fingerprint", "transfer", "optimizers", "shards", "update"),
+        *("host_worker", "host_mirror", "host_step"),
+    },
     "host_update": {
         *("fsdp", "fingerprint", "transfer", "optimizers", "shards", "update"),
         *("host_worker", "host_mirror", "host_step", "host_job"),
@@ -66,7 +69,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "learn": {"fsdp", "masters", "optimizers", "shards", "update"},
     # What moves bytes, and what joins the two.
-    "pipeline": {"schedule", "transfer", "host_update", "iteration"},
+    "ring": {"transfer"},
+    "pipeline": {"schedule", "transfer", "ring", "host_update", "iteration"},
     "plan": {
         *("policy", "fsdp", "host_memory", "host_share", "host_job", "host_update", "arena", "buckets", "schedule"),
         *("shards", "update", "learn", "pipeline"),

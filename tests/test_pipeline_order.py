@@ -29,6 +29,7 @@ from torch import Tensor
 
 from fsdp_offload import schedule as schedule_room
 from fsdp_offload.pipeline import Pipeline, StagedBucket
+from fsdp_offload.ring import Ring
 from fsdp_offload.schedule import Action, BucketStep, Placement, Wait, build_schedule, divide_ring, place_in_ring
 from fsdp_offload.transfer import Block, DeviceLink, Lane, Mark
 
@@ -613,7 +614,7 @@ def test_another_block_gets_the_place_of_one_that_is_still_stored() -> None:
 
 Patch = pytest.MonkeyPatch
 begin, take_ring_back, slot_waits = Pipeline.begin, Pipeline._take_ring_back, schedule_room._slot_waits
-note_use = Pipeline._note_use
+note_use = Ring.note_use
 
 
 def no_stores_before_other_places(patch: Patch) -> None:
@@ -675,20 +676,20 @@ def loads_of_others_count_as_ones_own(patch: Patch) -> None:
     patch.setattr(Pipeline, "_take_ring_back", Pipeline._after_stores)
 
 
-def _uses_unnoted(patch: Patch, lane: str) -> None:
-    def forgetful(self: Pipeline, placement: Placement | None, used: Lane, end: Mark) -> None:
-        compute = self._lanes["C"]
-        note_use(self, placement, compute if used is self._lanes[lane] else used, end)
+def _uses_unnoted(patch: Patch, stream: str) -> None:
+    def forgetful(self: Ring, number: int, lane: Lane | None, end: Mark) -> None:
+        forgotten = isinstance(lane, RecordedLane) and lane.now.name == stream
+        note_use(self, number, None if forgotten else lane, end)
 
-    patch.setattr(Pipeline, "_note_use", forgetful)
+    patch.setattr(Ring, "note_use", forgetful)
 
 
 def a_block_that_goes_before_its_stores_have_ended(patch: Patch) -> None:
-    _uses_unnoted(patch, "S")
+    _uses_unnoted(patch, "store")
 
 
 def a_block_that_goes_before_loads_that_nobody_uses_have_ended(patch: Patch) -> None:
-    _uses_unnoted(patch, "L")
+    _uses_unnoted(patch, "load")
 
 
 def a_block_that_is_entered_before_the_model_has_left_it(patch: Patch) -> None:
