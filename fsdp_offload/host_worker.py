@@ -200,8 +200,10 @@ class HostWorker:
     def _take_next(self) -> Task:
         """The task that waits for longest, or the one that passes it."""
         first = 0
-        for index in range(1, len(self._queue)):
-            if self._queue[index].may_pass(self._queue[first]):
+        # From the end: what became ready during the look is found for the first task of a wave, not for a later one.
+        for index in reversed(range(1, len(self._queue))):
+            task = self._queue[index]
+            if task.may_pass(self._queue[0]) and not (first and self._queue[first].may_pass(task)):
                 first = index
         task = self._queue[first]
         del self._queue[first]

@@ -31,6 +31,7 @@ from fsdp_offload.host_share import host_bucket_bytes
 from fsdp_offload.host_update import HostUpdates
 from fsdp_offload.host_worker import HostWorker, host_worker
 from fsdp_offload.optimizers import traits_of
+from fsdp_offload.shards import StateShard
 from fsdp_offload.transfer import HostMark
 from tests import host_worker_gate
 from tests.overlapping import HABITS, NOT_IN_BACKWARD, POLICIES, SIZES, Loop, same
@@ -617,6 +618,49 @@ def test_what_the_forward_needs_first_goes_first(
     expected = sorted(waited, key=lambda pair: 1 if pair[0] == last else -pair[0])  # in order within a wave
     assert [job.number for _, job in expected] == [job.number for _, job in sorted(waited, key=lambda p: p[1].ended)]
     assert same(Loop(mesh, fused_adamw, None).train(4), loop)
+
+
+class PassingMeanwhile(HostMark):
+    """Of gradients that the device makes just when somebody looks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._asked = False
+
+    def passed(self) -> bool:
+        before, self._asked = self._asked, True
+        return before
+
+
+def test_ranges_in_order_where_their_gradients_come_during_the_look(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not the second range of a parameter before the first: both read the counter, and the last one writes it."""
+    loop = Loop(mesh, fused_adamw, overlapping(POLICIES["backward-forward"], 1.0)).train(3)
+    loop.optimizer.synchronize()
+    done: list[tuple[StateShard, int]] = []
+    update = HostJob._update
+
+    def updating(self: HostJob) -> None:
+        done.extend((bound.shard, bound.start) for bound in self.ranges)
+        update(self)
+
+    monkeypatch.setattr(HostJob, "_update", updating)
+    with host_worker_gate.closed() as gate:
+        loop.backward(3)
+        loop.step()
+        waiting = [task for task in host_worker(CPU)._queue if isinstance(task, HostJob)]
+        newest = [job for job in waiting if len(job.after) == max(len(job.after) for job in waiting)]
+        assert len(newest) > 1
+        mark = PassingMeanwhile()
+        for job in newest:
+            job.after = (*job.after[:-1], mark)
+        gate.open()
+        loop.optimizer.synchronize()
+    starts = {shard: [start for other, start in done if other is shard] for shard, _ in done}
+    assert any(len(of_one) > 1 for of_one in starts.values())
+    assert same(Loop(mesh, fused_adamw, None).train(4), loop)
+    assert all(of_one == sorted(of_one) for of_one in starts.values())
 
 
 Waits = list[int]
