@@ -95,6 +95,7 @@ class HostUpdates:
         self.creates = False
         self._cls = cls
         self._traits = traits
+        self._link = link
         self._worker = worker
         self._serial = serial
         self._pin = pin
@@ -275,13 +276,16 @@ class HostUpdates:
             self._waited_seconds += time.perf_counter() - begin
 
     def raise_failure(self) -> None:
-        """Raise what has failed by now, if nobody has been told yet.
+        """Raise what has failed by now, if nobody has been told yet; then nothing is under way any more.
 
         Raises:
             RuntimeError: an update has failed; says which.
         """
         if not self._errors:
             return
+        # Who is told may load weights at once, and what was updated before would still come up over them.
+        self.wait_quietly()
+        self._link.synchronize()
         names, error = self._errors[0]
         self._errors.clear()  # raised once; from then on the failure is looked at
         self.failure = (

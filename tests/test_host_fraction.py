@@ -798,6 +798,50 @@ def test_an_exception_in_the_thread(mesh: DeviceMesh, failing: list[str], fields
     assert same(plain.train(3, first=3), loop.train(3, first=3))
 
 
+def test_weights_loaded_after_a_failure_stay(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was updated before the failure, and is still on its way up, does not come over them."""
+    loop = Loop(mesh, fused_adamw, overlapping(POLICIES["backward"], 1.0)).train(3)
+    state = copy.deepcopy(loop.optimizer.state_dict())
+    weights = {name: value.detach().clone() for name, value in loop.model.state_dict().items()}
+    begun, failed, may_go_up = threading.Semaphore(0), threading.Event(), threading.Event()
+    begin, update, fail, upload = HostJob.begin, HostJob._update, HostJob._fail, HostJob._issue_uploads
+    updated: list[HostJob] = []
+
+    def beginning(self: HostJob, memory: Tensor) -> None:
+        begin(self, memory)
+        begun.release()
+
+    def updating(self: HostJob) -> None:
+        if updated:
+            raise BoomError("the second one")
+        for _ in range(2):  # itself, and the one that fails
+            assert begun.acquire(timeout=host_worker_gate.TIMEOUT_SECONDS)
+        update(self)
+        updated.append(self)
+
+    def failing(self: HostJob, error: BaseException) -> None:
+        fail(self, error)
+        failed.set()
+
+    def uploading(self: HostJob) -> None:
+        assert may_go_up.wait(host_worker_gate.TIMEOUT_SECONDS)
+        upload(self)
+
+    for name, function in (("begin", beginning), ("_update", updating), ("_fail", failing)):
+        monkeypatch.setattr(HostJob, name, function)
+    monkeypatch.setattr(HostJob, "_issue_uploads", uploading)
+    loop.backward(3)
+    assert failed.wait(host_worker_gate.TIMEOUT_SECONDS)
+    timer = threading.Timer(0.2, may_go_up.set)
+    timer.start()
+    with pytest.raises(RuntimeError, match="BoomError: the second one"):
+        loop.optimizer.step()
+    loop.model.load_state_dict(weights)
+    timer.join()
+    loop.optimizer.load_state_dict(state)  # waits for everything
+    assert all(torch.equal(value.to_local(), weights[n].to_local()) for n, value in loop.model.state_dict().items())
+
+
 def test_later_buckets_of_a_failed_step_are_left_alone(failing: list[str]) -> None:
     # One layer each: 512 parameters have the state of one bucket on the host.
     net = nn.Sequential(*(nn.Linear(*sizes, bias=False) for sizes in [(16, 32), (32, 16)] * 2))
