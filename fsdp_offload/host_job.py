@@ -111,6 +111,7 @@ class HostJob:
     _grads_on_host: list[Tensor] = field(default_factory=list)
     _changed: Tensor | None = None  # on the host; says it behind ``_down``
     _updated: bool = False
+    _are_there: bool = False
 
     def may_pass(self, earlier: Task) -> bool:
         """Whether its gradients are of a newer wave in the same step, and are there.
@@ -121,8 +122,13 @@ class HostJob:
             isinstance(earlier, HostJob)
             and self.step is earlier.step
             and len(self.after) > len(earlier.after)
-            and all(mark.passed() for mark in reversed(self.after))
+            and self._gradients_are_there()
         )
+
+    def _gradients_are_there(self) -> bool:
+        # Asked for each job whenever one is taken, and of a device: what has passed is not asked again.
+        self._are_there = self._are_there or all(mark.passed() for mark in reversed(self.after))
+        return self._are_there
 
     def begin(self, memory: Tensor) -> None:
         """Issue the copies down."""
