@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .adopt import adopt
+from .asleep import is_asleep
 from .forms import as_kept, as_saved, drop_master, rebuild_master
 from .fsdp import has_replicas, local_shard, unsupported_gradient
 from .host_measure import measure
@@ -410,6 +411,8 @@ class Engine:
     def reload(self, optimizer: Optimizer, states: StateStore) -> None:
         """Bring back what has left the device, and begin to load for the next step if it is known what that needs."""
         self.phases.reload(states)
+        if any(map(is_asleep, self.plan.shards)):
+            return  # nothing to step with: not even whether there are gradients can be told
         begun = self.steps.begun or self._begin_early(optimizer, states)
         if begun is not None and not begun.done:
             begun.by_hand = True

@@ -83,8 +83,10 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("spent", "update", "pipeline", "plan", "lending", "host_step"),
     },
     "phases": {"transfer", "shards", "update", "pipeline", "plan", "lending", "stepping"},
+    "guard": set(),
+    "asleep": {"guard"},
     "engine": {
-        *("policy", "fsdp", "schedule", "transfer", "masters", "optimizers", "shards"),
+        *("policy", "fsdp", "schedule", "transfer", "masters", "optimizers", "shards", "asleep"),
         *("update", "learn", "pipeline", "plan", "adopt", "forms", "lending", "stepping", "phases"),
         *("host_share", "host_worker", "host_update", "host_measure", "iteration"),
     },
@@ -97,7 +99,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "residency": {"ordering"},
     "rehearsal": {"ordering", "residency", "transfer", "pipeline", "shards", "update", "engine"},
     "elastic": {"engine"},
-    "guard": set(),
     "overlap": {"policy", "fsdp", "guard", "update", "host_update", "engine", "elastic", "rehearsal"},
     "attachment": {"update", "engine", "overlap"},
     "reload_before": {"attachment"},
@@ -105,7 +106,6 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("policy", "fsdp", "report", "optimizers", "update", "engine", "load", "state", "checks", "overlap"),
         *("attachment", "reload_before", "reporting"),
     },
-    "asleep": {"guard"},
     "sleep": {"fsdp", "host_memory", "arena", "buckets", "transfer", "asleep"},
     "__init__": {"policy", "report", "offload", "reload_before", "sleep"},
     # Beside it: checkpoints of what it holds.

@@ -443,6 +443,19 @@ def test_with_an_offloaded_optimizer(mesh: DeviceMesh, fields: dict[str, Any]) -
     assert same(plain, offloaded)
 
 
+@pytest.mark.parametrize("fields", [{}, *POLICIES.values()], ids=["step", *POLICIES])
+def test_states_are_reloaded_while_the_model_sleeps(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
+    plain = Loop(mesh, adamw, None).train(6)
+    loop = Loop(mesh, adamw, OffloadPolicy(**{**SIZES, **fields, "resident_bytes": 4096})).train(3)
+    loop.optimizer.offload_states()
+    loop.optimizer.release_states()
+    offload_model(loop.model)
+    loop.optimizer.reload_states()
+    assert loop.optimizer.offload_report().resident_state_bytes > 0
+    reload_model(loop.model)
+    assert same(plain, loop.train(3, first=3))
+
+
 def test_gradients_that_an_update_holds_are_let_go(mesh: DeviceMesh) -> None:
     """Until somebody needs the parameters, an update of overlap_forward keeps its gradients beyond zero_grad()."""
     loop = Loop(mesh, adamw, OffloadPolicy(**SIZES, overlap_forward=True))
