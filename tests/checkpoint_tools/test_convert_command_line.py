@@ -290,6 +290,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.usefixtures("interrupts_reach_children")
 @pytest.mark.parametrize(("old", "expected", "how"), [("dcp", "made", signal.SIGKILL), ("made", "back", signal.SIGINT)])
 def test_the_same_command_goes_on_after_a_kill(
     large: Path, tmp_path: Path, old: str, expected: str, how: signal.Signals

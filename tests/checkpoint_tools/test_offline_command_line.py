@@ -247,6 +247,7 @@ def test_checksums_of_items_that_several_units_fill(large: Path) -> None:
     check_zip_files(open_checkpoint(large / "made"))
 
 
+@pytest.mark.usefixtures("interrupts_reach_children")
 @pytest.mark.parametrize(("units", "how"), [(0, signal.SIGKILL), (7, signal.SIGKILL), (3, signal.SIGINT)])
 def test_the_same_command_goes_on_after_a_kill(large: Path, tmp_path: Path, units: int, how: signal.Signals) -> None:
     journal = tmp_path / "made.partial" / "journal"
