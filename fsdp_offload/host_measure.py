@@ -66,7 +66,7 @@ def measure(
         bucket_bytes: of state that is updated at a time.
         pin: whether host memory is page-locked.
     """
-    copies = _Copies(link, pin=pin)
+    copies = Copies(link, pin=pin)
     lane = link.host_lanes(serial=False)[0]
     scratch = _Scratch(like.dtype, group, layout, master, bucket_bytes)
     updates = _Updates(HostStep(cls, traits, optimizer, []), lane, scratch)
@@ -78,7 +78,7 @@ def measure(
     return found, Traffic(down=weights, up=weights)
 
 
-def _round(copies: "_Copies", updates: "_Updates", worker: HostWorker) -> Rates:
+def _round(copies: "Copies", updates: "_Updates", worker: HostWorker) -> Rates:
     one_way = copies.bytes_per_second(down=True)
     two_way = copies.bytes_per_second(down=True, up=True)
     alone, beside = _Result(updates.bytes_per_second), _Result(updates.bytes_per_second)
@@ -103,7 +103,7 @@ def _state_bytes_each(layout: StateLayout) -> int:
     return sum(leaf.dtype.itemsize for value in layout.values.values() for leaf in value.leaves)
 
 
-class _Copies:
+class Copies:
     """Chunks on the host, more than the caches keep, and one for each direction on the device."""
 
     def __init__(self, link: DeviceLink, *, pin: bool) -> None:
@@ -126,12 +126,16 @@ class _Copies:
         return count * (down + up) * _CHUNK_BYTES / (time.perf_counter() - begin)
 
     def _copy(self, count: int, *, down: bool, up: bool) -> None:
-        for number in range(count):
+        self.issue(count * _CHUNK_BYTES, down=down, up=up)
+        self._link.synchronize()
+
+    def issue(self, nbytes: int, *, down: bool = False, up: bool = False) -> None:
+        """About ``nbytes`` each way, in whole chunks; nobody waits for them."""
+        for number in range(-(-nbytes // _CHUNK_BYTES)):
             if down:
                 self._lanes[0].copy(self._on_host[0][number % len(self._on_host[0])], self._on_device[0])
             if up:
                 self._lanes[1].copy(self._on_device[1], self._on_host[1][number % len(self._on_host[1])])
-        self._link.synchronize()
 
 
 class _Scratch(NamedTuple):

@@ -8,7 +8,6 @@ import re
 import sys
 import warnings
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from fsdp_offload import OffloadPolicy, arena, offload_optimizer
 from fsdp_offload.arena import Region
+from tests.forks import in_forked_child
 
 MIB = 1 << 20
 CPU = torch.device("cpu")
@@ -161,18 +161,6 @@ def test_a_state_tensor_outlives_the_optimizer() -> None:
 
 
 # Fork ----------------------------------------------------------------------------------------------------------------
-
-
-def in_forked_child(action: Callable[[], object]) -> int:
-    """The exit code of a child that does ``action``: 0 if it is true, 1 if it is not, negative for a signal."""
-    pid = os.fork()
-    if pid == 0:
-        code = 2
-        try:
-            code = 0 if action() else 1
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 @needs_smaps

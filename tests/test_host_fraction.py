@@ -6,7 +6,6 @@ has a fused CPU kernel, which the host uses whatever the user has chosen.
 
 import copy
 import gc
-import os
 import subprocess
 import sys
 import threading
@@ -34,6 +33,7 @@ from fsdp_offload.optimizers import traits_of
 from fsdp_offload.shards import StateShard
 from fsdp_offload.transfer import HostMark
 from tests import host_worker_gate
+from tests.forks import in_forked_child
 from tests.overlapping import HABITS, NOT_IN_BACKWARD, POLICIES, SIZES, Loop, same
 from tests.parity import SMALL, Net, Pair, Run, Zoo, attach, batch, make_pair, same_value, train_step
 from tests.test_grad_scaler import scaled_step
@@ -1007,14 +1007,7 @@ def test_a_forked_child_has_threads_of_its_own() -> None:
         pair.train(2)
         return bool(host_names(pair.offloaded.optimizer))
 
-    pid = os.fork()
-    if pid == 0:
-        code = 2
-        try:
-            code = 0 if train() else 1
-        finally:
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert in_forked_child(train) == 0
     of_parent.train(2)
 
 

@@ -12,7 +12,6 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import cycle
 from typing import Any, cast
 
 import torch
@@ -22,15 +21,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.optim import Optimizer
 
 from .. import OffloadedOptimizer, OffloadPolicy, offload_optimizer
-from ..arena import Region
+from ..host_measure import Copies
 from ..transfer import device_link
 from .record import median, print_record, wall_ms
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 _WARMUP = 2
-_CHUNK_BYTES = 64 << 20
-_BUFFERS = 6
 
 
 def host_fraction_of(text: str) -> float | str:
@@ -163,31 +160,13 @@ def _kernel_alone(
     """And beside the copies that an update on the host needs."""
     model = _on_host(shapes)
     alone = _on_all_cores("torch's CPU kernel alone", model, make_optimizer(model.parameters()))
-    copies = _Copies(device, sum(param.nbytes for param in model.parameters()))
+    copies, nbytes = Copies(device_link(device), pin=device.type != "cpu"), sum(p.nbytes for p in model.parameters())
 
     def step() -> None:
-        copies.issue()
+        copies.issue(nbytes, down=True, up=True)  # gradients and parameters
         alone.step()
 
     return alone, replace(alone, name="torch's CPU kernel beside the same copies", step=step, times=[], seen=[])
-
-
-class _Copies:
-    """As many bytes down as gradients have, through a few buffers, and as many up as parameters have, from all over."""
-
-    def __init__(self, device: torch.device, nbytes: int) -> None:
-        self._down, self._up = device_link(device).host_lanes(serial=False)
-        pin = device.type != "cpu"
-        self._grads = Region(min(nbytes, _BUFFERS * _CHUNK_BYTES), device=device, pin=pin).bytes.split(_CHUNK_BYTES)
-        self._params = Region(nbytes, device=device, pin=pin).bytes.split(_CHUNK_BYTES)
-        self._on_device = [torch.zeros_like(self._params[0], device=device) for _ in range(2)]
-
-    def issue(self) -> None:
-        """Both ways at once; they end when they end."""
-        for params, grads in zip(self._params, cycle(self._grads), strict=False):
-            size = min(params.numel(), grads.numel())
-            self._down.copy(grads[:size], self._on_device[0][:size])
-            self._up.copy(self._on_device[1][: params.numel()], params)
 
 
 def _cpu_offload_policy(shapes: Sequence[tuple[int, ...]], make_optimizer: MakeOptimizer, device: torch.device) -> _Way:
