@@ -5,9 +5,10 @@
     forward:   activations grow ──▶ block by block, the staging memory is given back before they need its room
     backward:  activations are freed ──▶ block by block, it is taken as there is room below the peak, and loads go on
 
-How much may be there at each group of the model is learnt once, from what is allocated there in one iteration::
+How much may be there at each group of the model is learnt once, from what is allocated there in one iteration: in the
+forward at each group's turn, in the backward at its *points*, which are its beginning and each reduction::
 
-    allocated at each use and each reduction ──▶ StagingPlan: bytes of staging for each ──▶ the engine, in whole blocks
+    allocated at each turn and point ──▶ StagingPlan: bytes of staging for each ──▶ the engine, in whole blocks
 
 The allocator counts in program order, as the host issues; what the device has done by then plays no part.
 """
@@ -28,20 +29,20 @@ class StagingPlan:
 
     Attributes:
         nbytes: all of it.
-        at_reductions_bytes: from each reduction of gradients on. It never becomes less. None before the last backward.
+        at_points_bytes: from each point of the backward on. It never becomes less. None before the last backward.
         at_uses_bytes: from each group's turn in the first forward on. It never becomes more. None at the last turn.
-        reductions_bytes: what else was allocated at each reduction when this was found out.
+        points_bytes: what else was allocated at each point when this was found out.
     """
 
     nbytes: int
-    at_reductions_bytes: tuple[int, ...]
+    at_points_bytes: tuple[int, ...]
     at_uses_bytes: tuple[int, ...]
-    reductions_bytes: tuple[int, ...]
+    points_bytes: tuple[int, ...]
 
-    def at_reduction(self, number: int, allocated_bytes: int) -> int:
+    def at_point(self, number: int, allocated_bytes: int) -> int:
         """How much may be there: less than learnt where more is allocated, as by a batch not seen before."""
-        number = min(number, len(self.at_reductions_bytes) - 1)
-        return self.at_reductions_bytes[number] - max(0, allocated_bytes - self.reductions_bytes[number])
+        number = min(number, len(self.at_points_bytes) - 1)
+        return self.at_points_bytes[number] - max(0, allocated_bytes - self.points_bytes[number])
 
     def at_use(self, number: int) -> int:
         """How much may still be there."""
@@ -50,7 +51,7 @@ class StagingPlan:
 
 def plan_staging(
     uses_bytes: Sequence[int],
-    reductions_bytes: Sequence[int],
+    points_bytes: Sequence[int],
     peak_bytes: int,
     wanted_bytes: int,
     *,
@@ -61,22 +62,22 @@ def plan_staging(
 
     Args:
         uses_bytes: device memory allocated when each group's turn in the first forward comes, without staging.
-        reductions_bytes: the same when each group's gradients have been reduced.
+        points_bytes: the same when a backward begins, and when each group's gradients have been reduced.
         peak_bytes: the most that is allocated in the iteration, without staging.
         wanted_bytes: no more is of any use.
         spread: give back all along the forward, and not as late as activations leave room for it, so that these find
             more of their memory free in the shapes in which they left it. For staging through which nothing more is to
             pass: it is stored at a steady rate, and a forward that waits for it at each turn ends no later than one
             that waits for all of it at its end.
-        last_backward: the first reduction behind which no forward comes any more. Until then staging is not taken: what
-            is loaded into it could not be given back.
+        last_backward: the first point behind which no forward comes any more. Until then staging is not taken: what is
+            loaded into it could not be given back.
 
     Returns:
         ``None`` if there is no room at all, or no forward of which anything is known.
     """
     # The backward of a group needs, on top of what is there, about as much for a time as it frees in the end.
-    freed_bytes = [max(0, before - after) for before, after in pairwise(reductions_bytes)]
-    levels = [now + freed for now, freed in zip(reductions_bytes, [*freed_bytes, 0], strict=False)]
+    freed_bytes = [max(0, before - after) for before, after in pairwise(points_bytes)]
+    levels = [now + freed for now, freed in zip(points_bytes, [*freed_bytes, 0], strict=False)]
     highest_to_come = list(accumulate(reversed(levels), max))[::-1]
     room = [min(wanted_bytes, max(0, peak_bytes - level)) for level in highest_to_come]
     room[:last_backward] = [0] * last_backward
@@ -92,7 +93,7 @@ def plan_staging(
         left_bytes = [(highest - allocated) / (highest - lowest) for allocated in uses_bytes]
         left = map(max, left_turns, left_bytes)
         may_stay = [min(most, int(nbytes * share)) for most, share in zip(may_stay, left, strict=True)]
-    return StagingPlan(nbytes, tuple(room), tuple(accumulate(may_stay, min)), tuple(reductions_bytes))
+    return StagingPlan(nbytes, tuple(room), tuple(accumulate(may_stay, min)), tuple(points_bytes))
 
 
 class Elastic:
@@ -108,11 +109,11 @@ class Elastic:
         self._steps = 0
         self._plan: StagingPlan | None = None
         self._uses_bytes: list[int] = []
-        self._reductions_bytes: list[int] = []
+        self._points_bytes: list[int] = []
         self._first_group: int | None = None  # of a forward
-        self._last_backward = 0  # its first reduction, of those noted
+        self._last_backward = 0  # its first point, of those noted
         self._in_forward = False  # after some of them
-        self._uses = self._reductions = 0  # since the last step
+        self._uses = self._points = 0  # since the last step
 
     @property
     def _learns(self) -> bool:
@@ -127,7 +128,7 @@ class Elastic:
             self._uses += 1
 
     def _learn_use(self, engine: Engine, number: int) -> None:
-        if self._reductions_bytes:
+        if self._points_bytes:
             self._in_forward = True  # of a further micro-batch, or an evaluation
             return
         if number == self._first_group:
@@ -136,28 +137,38 @@ class Elastic:
             self._first_group = number
         self._uses_bytes.append(engine.allocated_bytes().now)
 
+    def backward_begins(self, engine: Engine) -> float:
+        """A group is gathered for a backward, the first one in it: how many bytes of staging memory there may be now.
+
+        It need not be called in a model that stays gathered.
+        """
+        return self._at_point(engine)
+
     def reduced(self, engine: Engine) -> float:
         """A group's gradients have been reduced: how many bytes of staging memory there may be now."""
+        return self._at_point(engine)
+
+    def _at_point(self, engine: Engine) -> float:
         if self._learns:
             if self._in_forward:
-                self._in_forward, self._last_backward = False, len(self._reductions_bytes)
-            self._reductions_bytes.append(engine.allocated_bytes().now)
+                self._in_forward, self._last_backward = False, len(self._points_bytes)
+            self._points_bytes.append(engine.allocated_bytes().now)
         if self._plan is None:
             return math.inf
-        number, self._reductions = self._reductions, self._reductions + 1
+        number, self._points = self._points, self._points + 1
         allocated_bytes = 0 if engine.has_all_staging else engine.allocated_bytes().now
-        return self._plan.at_reduction(number, allocated_bytes)
+        return self._plan.at_point(number, allocated_bytes)
 
     def step_ended(self, engine: Engine) -> None:
         """``step()`` has issued everything."""
-        self._uses = self._reductions = 0
-        if self._learns and self._reductions_bytes:
+        self._uses = self._points = 0
+        if self._learns and self._points_bytes:
             self._conclude(engine)
         if self._wanted and not engine.phases.away:
             self._steps += 1
 
     def _conclude(self, engine: Engine) -> None:
-        seen_bytes = max([*self._uses_bytes, *self._reductions_bytes])
+        seen_bytes = max([*self._uses_bytes, *self._points_bytes])
         since_attach_bytes = engine.allocated_bytes().peak
         # What was there before attaching held state that is offloaded now.
         peak_bytes = since_attach_bytes if since_attach_bytes > self._peak_at_attach_bytes else seen_bytes
@@ -175,7 +186,7 @@ class Elastic:
             wanted_bytes = min(moving_bytes, largest_bytes + passing_bytes)
         plan = plan_staging(
             self._uses_bytes,
-            self._reductions_bytes,
+            self._points_bytes,
             peak_bytes,
             wanted_bytes,
             spread=not passes_through,

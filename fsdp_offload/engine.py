@@ -8,6 +8,7 @@ The engine never refers to the optimizer (it is handed in on each call), so drop
 """
 
 import logging
+import math
 import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from typing import Any
@@ -260,8 +261,12 @@ class Engine:
     def give_back_staging(self, keep_bytes: int) -> None:
         """Free staging memory until the next loads, in the order of the current stream, unless it is in use.
 
-        What has been stored first goes first, until no more than ``keep_bytes`` are there.
+        What has been stored first goes first, until no more than ``keep_bytes`` are there. What has been loaded ahead
+        does not count as use where activations need its room: the backward that it was for has had no gradients.
         """
+        begun = self.steps.begun
+        if begun is not None and begun.ahead and self._pipeline.ring.nbytes > keep_bytes and torch.is_grad_enabled():
+            self.steps.drop()
         if self.steps.begun is None:
             self.steps.give_back_ring(keep_bytes)
 
@@ -367,7 +372,7 @@ class Engine:
             event: of torch, or ``None``: they are there.
             room_bytes: for staging memory; loads go as far as that reaches.
         """
-        begun = self._go_on_by_hand(optimizer, states) or self._begin_early(optimizer, states)
+        begun = self._go_on(optimizer, states) or self._begin_early(optimizer, states)
         if begun is None:
             return
         self._pipeline.updates_after(HostMark() if event is None else EventMark(event))  # type: ignore[arg-type]
@@ -380,12 +385,26 @@ class Engine:
             self.steps.advance(begun, states, may_update, room_bytes)
         self.steps.spend(begun)
 
-    def _go_on_by_hand(self, optimizer: Optimizer, states: StateStore) -> BegunStep | None:
-        """What has begun. Before the backward, by hand, it had begun with what may have changed since."""
+    def load_ahead(self, optimizer: Optimizer, states: StateStore, room_bytes: float = math.inf) -> None:
+        """Begin to load for the next step before it has gradients, if it is known what that needs.
+
+        Args:
+            optimizer: whose step it will be.
+            states: its state.
+            room_bytes: for staging memory; loads go as far as that reaches.
+        """
+        begun = self.steps.begun or self._begin_early(optimizer, states)
+        if begun is not None and not begun.done:
+            begun.ahead = True
+            with torch.no_grad():
+                self.steps.advance(begun, states, lambda number: False, room_bytes)
+
+    def _go_on(self, optimizer: Optimizer, states: StateStore) -> BegunStep | None:
+        """What has begun. Ahead of the gradients, it had begun with what may have changed since."""
         begun = self.steps.begun
-        if begun is None or not begun.by_hand:
+        if begun is None or not begun.ahead:
             return begun
-        begun.by_hand = False
+        begun.ahead = False
         if not self._groups_as_before(optimizer) or not self.steps.fits(begun, begun.steps, states):
             self.steps.drop()
             return None
@@ -413,11 +432,7 @@ class Engine:
         self.phases.reload(states)
         if any(map(is_asleep, self.plan.shards)):
             return  # nothing to step with: not even whether there are gradients can be told
-        begun = self.steps.begun or self._begin_early(optimizer, states)
-        if begun is not None and not begun.done:
-            begun.by_hand = True
-            with torch.no_grad():
-                self.steps.advance(begun, states, lambda number: False)
+        self.load_ahead(optimizer, states)
 
     # Measuring ---------------------------------------------------------------------------------------------------
 

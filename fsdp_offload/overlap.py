@@ -1,7 +1,8 @@
 """Where a model's forward and backward meet the engine: who waits for which parameters, and when gradients are final.
 
     forward:   a group of fully_shard is gathered ──▶ its stream waits for the updates of that group's buckets
-    backward:  a group's gradients are reduced ──▶ loads begin; updates too, once the last reduction before step() is
+    backward:  it begins ──▶ loads begin
+               a group's gradients are reduced ──▶ updates begin, once the last reduction before step() is
 
 How many reductions of a group come before a step (micro-batches, a module that is used several times) is learnt in the
 steps before. ``rehearsal.py`` learns more from the times of some iterations, and ``elastic.py`` from their memory.
@@ -58,6 +59,7 @@ class Overlap:
         self._seen_before: deque[list[int]] = deque(maxlen=_REMEMBERED_STEPS)
         self._expected: list[int] = []  # the most in any of these
         self._all_new = True
+        self._in_backward = False  # since the last forward
         self._order: list[int] = []  # groups by their last reduction
         self._final: set[Tensor] = set()
         params = [group.params for group in self._groups]
@@ -149,12 +151,32 @@ class Overlap:
     def _before_use(self, number: int, in_backward: bool) -> None:
         engine = self._engine()
         if engine is not None and not in_backward:
+            self._in_backward = False
             self._rehearsal.wanted(engine, number)
             self._elastic.before_use(engine, number)
         elif engine is not None:
             engine.iteration.backward_begins()
+            if not self._in_backward:
+                self._backward_begins(engine)
         self._before_gather(number, None)
         self._unguard.pop(number, _nothing)()
+
+    def _backward_begins(self, engine: Engine) -> None:
+        """Ahead of the first gradients of a backward; unless nothing is gathered in it."""
+        self._in_backward = True
+        optimizer = self._optimizer()
+        if optimizer is None or not engine.policy.uses_backward:
+            return
+        if not any(self._seen):
+            self._rehearsal.conclude(engine)
+        room_bytes = self._elastic.backward_begins(engine)
+        if any(self._expected) and self._in_last_backward and room_bytes > 0:
+            engine.load_ahead(optimizer, self._get_states(optimizer), room_bytes)
+
+    @property
+    def _in_last_backward(self) -> bool:
+        """Of several before a step, in the last of which loads begin."""
+        return all(seen >= expected - 1 for seen, expected in zip(self._seen, self._expected, strict=True))
 
     def _before_state_dict(self, *_: object) -> None:
         engine = self._engine()
@@ -179,6 +201,7 @@ class Overlap:
             self._all_new = True
         if not engine.policy.uses_backward:
             return
+        self._in_backward = True
         if not any(self._seen):
             self._rehearsal.conclude(engine)
         self._rehearsal.final(engine, number)
@@ -189,9 +212,7 @@ class Overlap:
             return
         if self._seen[number] >= self._expected[number] > 0:
             self._final.update(self._groups[number].params)
-        # Where several backwards come before a step, loads begin in the last of them.
-        is_last = all(seen >= expected - 1 for seen, expected in zip(self._seen, self._expected, strict=True))
-        if is_last and room_bytes > 0:
+        if self._in_last_backward and room_bytes > 0:
             device_event = event if engine.device.type != "cpu" else None
             engine.gradients_reduced(optimizer, self._get_states(optimizer), self._final, device_event, room_bytes)
 

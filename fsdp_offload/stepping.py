@@ -40,12 +40,14 @@ class BegunStep:
         moving: shards that are stored in their other place; ``None`` before the first update.
         made_way: the buckets that this was decided for.
         in_backward: begun before all gradients are there.
-        by_hand: loads were begun by ``reload_states()``, perhaps long before the backward.
+        ahead: loads were begun before there was any gradient: when a backward began, or by ``reload_states()``, perhaps
+            long before that.
         done: the buckets that have been updated.
         watched: shards that had state when loading began.
         versions: of their homes at that time.
         spent: the gradients used in the backward, which are out of the user's reach until ``step()``; and the version
             of the parameter after its update.
+        looked_at: so many of ``done`` have been looked at for gradients that nothing is left to use of.
     """
 
     shadow: Shadow
@@ -57,11 +59,12 @@ class BegunStep:
     moving: list[StateShard] | None = None
     made_way: tuple[BucketStep, ...] = ()
     in_backward: bool = False
-    by_hand: bool = False
+    ahead: bool = False
     done: list[int] = field(default_factory=list)
     watched: list[StateShard] = field(default_factory=list)
     versions: list[object] = field(default_factory=list)
     spent: dict[Tensor, tuple[Tensor, tuple[int, int]]] = field(default_factory=dict)
+    looked_at: int = 0
 
 
 class Stepping:
@@ -271,8 +274,9 @@ class Stepping:
 
     def spend(self, begun: BegunStep) -> None:
         """Put gradients out of reach of which nothing is left to be used."""
-        done = set(begun.done)
-        for shard in dict.fromkeys(shard for number in begun.done for shard in self._plan[number].covers()):
+        done, new = set(begun.done), begun.done[begun.looked_at :]
+        begun.looked_at = len(begun.done)
+        for shard in dict.fromkeys(shard for number in new for shard in self._plan[number].covers()):
             grad = shard.param.grad
             if grad is not None and shard.param not in begun.spent and done.issuperset(shard.buckets):
                 begun.spent[shard.param] = grad, version_of(shard.param)

@@ -145,14 +145,20 @@ class TurnsLane(StreamLane):
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Issue a copy in pieces."""
-        begin = 0
-        while begin < target.numel():
-            if self._piece_bytes >= PIECE_BYTES:
-                self._take_turns()
-            end = min(target.numel(), begin + PIECE_BYTES - self._piece_bytes)
-            super().copy(target[begin:end], source[begin:end])
-            self._piece_bytes += end - begin
-            begin = end
+        pieces = self._piece_nbytes(target.numel())
+        # One context around all of them: for the host, they are most of what there is to do for a large bucket.
+        with self.running():
+            for target_piece, source_piece in zip(target.split(pieces), source.split(pieces), strict=True):
+                if self._piece_bytes >= PIECE_BYTES:
+                    torch.accelerator.set_stream(self._take_turns())
+                target_piece.copy_(source_piece, non_blocking=True)
+                self._piece_bytes += target_piece.numel()
+
+    def _piece_nbytes(self, nbytes: int) -> list[int]:
+        """What is left of this turn, then whole pieces, then the rest."""
+        first = min(nbytes, PIECE_BYTES - self._piece_bytes)
+        whole, rest = divmod(nbytes - first, PIECE_BYTES)
+        return [size for size in (first, *[PIECE_BYTES] * whole, rest) if size]
 
     def copy_all(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         """Issue copies of ``PIECE_BYTES`` at most each, as many of them in a turn as make up a piece."""
@@ -171,13 +177,14 @@ class TurnsLane(StreamLane):
     def _fits(self, target: Tensor) -> bool:
         return not self._piece_bytes or self._piece_bytes + target.nbytes <= PIECE_BYTES
 
-    def _take_turns(self) -> None:
+    def _take_turns(self) -> torch.Stream:
         assert self._stream is not None
         self._stream.record_event(self._done)
         self._next.wait_event(self._done)
         self._stream, self._next = self._next, self._stream
         self._done, self._next_done = self._next_done, self._done
         self._piece_bytes = 0
+        return self._stream
 
 
 PIECE_BYTES = 16 << 20

@@ -37,7 +37,7 @@ def test_as_much_as_there_is_room_for_and_no_more_than_is_wanted() -> None:
     assert plan is not None
     assert plan.nbytes == 20
     # The backward of each layer needs 10 more for a time; behind the last nothing more comes.
-    assert plan.at_reductions_bytes == (0, 10, 20, 20)
+    assert plan.at_points_bytes == (0, 10, 20, 20)
     assert plan.at_uses_bytes == (20, 20, 10, 0)  # at the second turn 30 are there, and 40 at the next
 
 
@@ -60,15 +60,15 @@ def test_a_forward_that_makes_nothing_gives_back_at_its_end() -> None:
 def test_less_where_more_is_allocated_than_was_learnt() -> None:
     plan = plan_staging(*FOUR_LAYERS, peak_bytes=60, wanted_bytes=20, spread=False)
     assert plan is not None
-    assert [plan.at_reduction(2, allocated) for allocated in (25, 30, 33)] == [20, 20, 17]
-    assert plan.at_reduction(7, 20) == 20  # more reductions than were learnt
+    assert [plan.at_point(2, allocated) for allocated in (25, 30, 33)] == [20, 20, 17]
+    assert plan.at_point(7, 20) == 20  # more reductions than were learnt
     assert plan.at_use(7) == 0
 
 
 def test_nothing_is_taken_before_the_last_forward() -> None:
     plan = plan_staging([20, 30], [25, 20] * 2, peak_bytes=60, wanted_bytes=20, spread=True, last_backward=2)
     assert plan is not None
-    assert plan.at_reductions_bytes == (0, 0, 20, 20)
+    assert plan.at_points_bytes == (0, 0, 20, 20)
     assert plan.at_uses_bytes == (20, 0)
 
 
@@ -86,13 +86,13 @@ def test_never_above_the_peak(uses: list[int], reductions: list[int], more: int,
     if plan is None:
         return
     assert plan.nbytes <= wanted
-    taken, kept = plan.at_reductions_bytes, plan.at_uses_bytes
+    taken, kept = plan.at_points_bytes, plan.at_uses_bytes
     assert list(taken) == sorted(taken)
     assert taken[-1] == plan.nbytes
     for number, staged in enumerate(taken):
         assert max(reductions[number:]) + staged <= peak
         for other in (reductions[number], reductions[number] + 7, peak):
-            assert other + plan.at_reduction(number, other) <= peak
+            assert other + plan.at_point(number, other) <= peak
     # At the turn of each group what is too much goes, and until the next one it has allocated what is there then.
     assert list(kept) == sorted(kept, reverse=True)
     assert plan.nbytes >= kept[0] >= kept[-1] == 0
@@ -152,17 +152,18 @@ def test_same_bits(
 class Device:
     """One that counts what the groups of a model leave there: so much at each use, until gradients are reduced.
 
-    The loss takes twice as much, at the end of each forward.
+    The loss takes twice as much, from the end of each forward until the first group's backward begins.
 
     Attributes:
-        in_forward, in_backward: how much staging there was at each use and each reduction of the last iteration.
+        in_forward, in_backward: how much staging there was at each use and each point of the last iteration.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, group_bytes: int) -> None:
         self.in_forward: list[int] = []
         self.in_backward: list[int] = []
         self._now_bytes = self._peak_bytes = self._loss_bytes = 0
-        before_use, reduced, step_ended = Elastic.before_use, Elastic.reduced, Elastic.step_ended
+        before_use, step_ended = Elastic.before_use, Elastic.step_ended
+        backward_begins, reduced = Elastic.backward_begins, Elastic.reduced
 
         def used(elastic: Elastic, engine: Engine, number: int) -> None:
             before_use(elastic, engine, number)
@@ -170,11 +171,16 @@ class Device:
             self._loss_bytes = 2 * group_bytes
             self.in_forward.append(self._look(engine))
 
-        def freed(elastic: Elastic, engine: Engine) -> float:
+        def begun(elastic: Elastic, engine: Engine) -> float:
             self._now_bytes += self._loss_bytes
             self.in_backward.append(self._look(engine))
-            self._now_bytes -= group_bytes + self._loss_bytes
+            self._now_bytes -= self._loss_bytes
             self._loss_bytes = 0
+            return backward_begins(elastic, engine)
+
+        def freed(elastic: Elastic, engine: Engine) -> float:
+            self.in_backward.append(self._look(engine))
+            self._now_bytes -= group_bytes
             return reduced(elastic, engine)
 
         def ended(elastic: Elastic, engine: Engine) -> None:
@@ -183,6 +189,7 @@ class Device:
             step_ended(elastic, engine)
 
         monkeypatch.setattr(Elastic, "before_use", used)
+        monkeypatch.setattr(Elastic, "backward_begins", begun)
         monkeypatch.setattr(Elastic, "reduced", freed)
         monkeypatch.setattr(Elastic, "step_ended", ended)
         monkeypatch.setattr(DeviceLink, "allocated_bytes", lambda link: Allocated(self._now_bytes, self._peak_bytes))

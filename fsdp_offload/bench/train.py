@@ -348,6 +348,7 @@ class Bench:
         gc.collect()
         if self._device.type != "cpu":
             torch.accelerator.empty_cache()
+            torch.accelerator.reset_peak_memory_stats(self._device)  # as in a process that has not trained yet
         if policy is not None:
             offload_optimizer(optimizer, model=self._model, policy=policy)
         clip = self._clip and (policy is None or policy.update == "step")

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from fsdp_offload import OffloadPolicy
 from fsdp_offload.engine import Engine
 from fsdp_offload.pipeline import Pipeline
+from fsdp_offload.transfer import DeviceLink
 from tests.overlapping import POLICIES, Loop, Net, adamw, same
 from tests.parity import attach, leaves
 
@@ -341,7 +342,11 @@ def test_others_write_into_staging_if_its_release_does_not_wait(
     slow("S", LONG_CYCLES)
     policy = policy_of({}, resident_bytes=0)
     assert same(expected, Loop(mesh, adamw, policy, net=net).train(8, megatron))
-    monkeypatch.setattr("fsdp_offload.transfer.DeviceLink._order", lambda *_, **__: None)
+
+    def without_the_wait(self: DeviceLink, number: int) -> None:
+        self._ring.pop(number)
+
+    monkeypatch.setattr(DeviceLink, "_drop", without_the_wait)
     assert not same(expected, Loop(mesh, adamw, policy, net=net).train(8, megatron))
 
 
