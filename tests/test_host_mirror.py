@@ -248,7 +248,7 @@ class Turns(TurnsLane):
     def running(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def _take_turns(self) -> None:
+    def _take_turns(self) -> Any:
         self.turns.append(self._piece_bytes)
         self._piece_bytes = 0
 
@@ -262,6 +262,18 @@ def test_uploads_are_divided_into_pieces(monkeypatch: pytest.MonkeyPatch) -> Non
     lane.copy_all(targets[:4], sources[:4])
     lane.copy_all(targets[4:], sources[4:])
     assert lane.turns == [90, 20, 100, 100]
+    assert all(torch.equal(one, other) for one, other in zip(targets, sources, strict=True))
+
+
+def test_loads_and_stores_are_cut_into_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "PIECE_BYTES", 100)
+    monkeypatch.setattr(torch.accelerator, "set_stream", lambda stream: None)
+    sources = [torch.arange(size, dtype=torch.int16).to(torch.uint8) for size in (60, 340, 100, 0, 7)]
+    targets = [torch.zeros_like(source) for source in sources]
+    lane = Turns()
+    for target, source in zip(targets, sources, strict=True):
+        lane.copy(target, source)
+    assert lane.turns == [100] * 5
     assert all(torch.equal(one, other) for one, other in zip(targets, sources, strict=True))
 
 

@@ -3,7 +3,7 @@
 import copy
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -15,8 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_offload import OffloadPolicy, offload_optimizer, remove_offload
 from fsdp_offload.engine import engine_of
+from fsdp_offload.overlap import Overlap
 from fsdp_offload.pipeline import BucketTimes, Pipeline
 from fsdp_offload.plan import Plan
+from fsdp_offload.schedule import Action
 from tests.fused_adam_reference import FusedAdam
 from tests.overlapping import HABITS, NOT_IN_BACKWARD, POLICIES, SIZES, Loop, Net, adamw, look, same
 
@@ -98,6 +100,38 @@ def test_updates_and_loads_really_begin_in_the_backward(mesh: DeviceMesh, fields
         assert not begun.done
     else:
         assert begun is None
+
+
+@EVERY_POLICY
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_loads_begin_ahead_of_the_first_gradients(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], micro_batches: int
+) -> None:
+    """Of the last backward before the step, and what is loaded then is what is updated."""
+    issue, reduced, seen = Pipeline._issue, Overlap._reduced, []
+
+    def issued(self: Pipeline, action: Action, update: Callable[[int], None]) -> None:
+        seen.append(action.kind)
+        issue(self, action, update)
+
+    def counted(self: Overlap, number: int, event: object) -> None:
+        seen.append("gradients")
+        reduced(self, number, event)
+
+    monkeypatch.setattr(Pipeline, "_issue", issued)
+    monkeypatch.setattr(Overlap, "_reduced", counted)
+    loop = Loop(mesh, adamw, policy_of(fields), micro_batches=micro_batches).train(4)
+    for step in (4, 5):
+        seen.clear()
+        loop.train(1, first=step)
+        reductions_before = seen[: seen.index("L")].count("gradients")
+        if fields.keys() & {"prefetch", "update"}:
+            assert reductions_before <= seen.count("gradients") * (micro_batches - 1) // micro_batches
+        else:
+            assert reductions_before == seen.count("gradients")
+        buckets = len(vars(loop.optimizer)["_offload_engine"].engine.steps.last)
+        assert [seen.count(kind) for kind in "LUS"] == [buckets] * 3  # nothing is loaded twice
+    assert same(Loop(mesh, adamw, None, micro_batches=micro_batches).train(6), loop)
 
 
 def test_more_backwards_than_before_are_refused(mesh: DeviceMesh) -> None:
