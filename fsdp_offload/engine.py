@@ -409,6 +409,7 @@ class Engine:
             self.steps.drop()
             return None
         self.steps.start_from(begun, optimizer, {})
+        self._pipeline.updates_after_compute()  # where hyperparameters that are tensors are copied only now
         return begun
 
     def _begin_early(self, optimizer: Optimizer, states: StateStore) -> BegunStep | None:

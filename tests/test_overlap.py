@@ -13,10 +13,12 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdp_offload import OffloadPolicy, offload_optimizer, remove_offload
+from fsdp_offload import OffloadPolicy, offload_optimizer, remove_offload, stepping
 from fsdp_offload.engine import engine_of
+from fsdp_offload.host_update import HostUpdates
 from fsdp_offload.pipeline import BucketTimes, Pipeline
 from fsdp_offload.plan import Plan
+from fsdp_offload.stepping import Stepping
 from tests.fused_adam_reference import FusedAdam
 from tests.overlapping import HABITS, NOT_IN_BACKWARD, POLICIES, SIZES, Loop, Net, adamw, look, same
 
@@ -98,6 +100,36 @@ def test_updates_and_loads_really_begin_in_the_backward(mesh: DeviceMesh, fields
         assert not begun.done
     else:
         assert begun is None
+
+
+@EVERY_POLICY
+@pytest.mark.parametrize("host_fraction", [0.0, 0.5])
+def test_updates_come_after_the_hyperparameters_that_are_copied_for_them(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], host_fraction: float
+) -> None:
+    """On the current stream, behind what of the backward has been issued by then: an update may run beside that."""
+    issued: list[str] = []
+
+    def noted(owner: Any, name: str, what: str) -> None:
+        method = getattr(owner, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            issued.append(what)
+            return method(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, call)
+
+    noted(Stepping, "_start", "copied")
+    noted(Pipeline, "updates_after_compute", "ordered")
+    noted(stepping, "update_bucket", "updated")
+    noted(HostUpdates, "submit", "updated")
+    Loop(mesh, adamw, policy_of(fields, host_fraction=host_fraction)).train(5)
+    assert issued.count("updated") > 5
+    # Of "copied" and "ordered", which one was last when each update was issued.
+    last = ""
+    for what in issued:
+        assert what != "updated" or last == "ordered"
+        last = last if what == "updated" else what
 
 
 def test_more_backwards_than_before_are_refused(mesh: DeviceMesh) -> None:
