@@ -21,6 +21,7 @@ from fsdp_offload.plan import Plan
 from fsdp_offload.stepping import Stepping
 from tests.fused_adam_reference import FusedAdam
 from tests.overlapping import HABITS, NOT_IN_BACKWARD, POLICIES, SIZES, Loop, Net, adamw, look, same
+from tests.parity import attach
 
 
 @pytest.fixture(scope="module")
@@ -301,6 +302,19 @@ class FrozenNowAndThen(Loop):
 def test_a_weight_that_is_frozen_for_some_steps(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
     plain, offloaded = (FrozenNowAndThen(mesh, adamw, policy) for policy in (None, policy_of(fields)))
     assert same(plain.train(8), offloaded.train(8))
+
+
+@EVERY_POLICY
+def test_state_that_is_exchanged_for_a_weight_without_gradient(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
+    """It shares buckets with others, which the first step after attaching loads and stores."""
+    plain, offloaded = (Loop(mesh, adamw, None, net=lambda: Net(width=16, layers=2)).train(2) for _ in range(2))
+    attach(offloaded.optimizer, model=offloaded.model, policy=policy_of(fields))
+    for loop in (plain, offloaded):
+        for state in loop.optimizer.state.values():
+            state["exp_avg_sq"] = state["exp_avg_sq"] * 2
+        loop.model.blocks[1].up.weight.requires_grad_(False)
+        loop.train(2, first=2)
+    assert same(plain, offloaded)
 
 
 @EVERY_POLICY
