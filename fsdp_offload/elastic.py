@@ -114,6 +114,7 @@ class Elastic:
         self._last_backward = 0  # its first point, of those noted
         self._in_forward = False  # after some of them
         self._uses = self._points = 0  # since the last step
+        self._begins = False  # the last point was the beginning of a backward, without gradients so far
 
     @property
     def _learns(self) -> bool:
@@ -121,6 +122,7 @@ class Elastic:
 
     def before_use(self, engine: Engine, number: int) -> None:
         """The turn of a group in a forward has come."""
+        self._forget_begin()
         if self._learns:
             self._learn_use(engine, number)
         elif self._plan is not None:
@@ -140,13 +142,26 @@ class Elastic:
     def backward_begins(self, engine: Engine) -> float:
         """A group is gathered for a backward, the first one in it: how many bytes of staging memory there may be now.
 
-        It need not be called in a model that stays gathered.
+        It need not be called in a model that stays gathered. A backward that ends without gradients does not count: in
+        other iterations it may not come.
         """
-        return self._at_point(engine)
+        self._forget_begin()
+        room_bytes = self._at_point(engine)
+        self._begins = True
+        return room_bytes
 
     def reduced(self, engine: Engine) -> float:
         """A group's gradients have been reduced: how many bytes of staging memory there may be now."""
+        self._begins = False
         return self._at_point(engine)
+
+    def _forget_begin(self) -> None:
+        """Of a backward behind whose beginning no gradients came."""
+        if self._begins:
+            self._begins = False
+            self._points -= self._plan is not None
+            if self._learns:
+                self._points_bytes.pop()
 
     def _at_point(self, engine: Engine) -> float:
         if self._learns:
@@ -162,6 +177,7 @@ class Elastic:
     def step_ended(self, engine: Engine) -> None:
         """``step()`` has issued everything."""
         self._uses = self._points = 0
+        self._begins = False
         if self._learns and self._points_bytes:
             self._conclude(engine)
         if self._wanted and not engine.phases.away:

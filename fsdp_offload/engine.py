@@ -409,6 +409,7 @@ class Engine:
             self.steps.drop()
             return None
         self.steps.start_from(begun, optimizer, {})
+        self._pipeline.updates_after_compute()  # where hyperparameters that are tensors are copied only now
         return begun
 
     def _begin_early(self, optimizer: Optimizer, states: StateStore) -> BegunStep | None:
@@ -487,7 +488,7 @@ class Engine:
             for shard in shards
             if shard.group >= 0 and (gradient(shard.param) is not None or (eager and not states.get(shard.param)))
         ]
-        self.lending.take_over(updated, states)
+        self.lending.take_over(shards, states)  # also of neighbours without a gradient, whose bytes move as well
         return updated
 
     def _follow_groups(self, optimizer: Optimizer, states: StateStore) -> None:

@@ -3,16 +3,18 @@
 from collections.abc import Iterator
 
 import pytest
+import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_offload import OffloadPolicy, transfer
 from fsdp_offload.elastic import Elastic, plan_staging
 from fsdp_offload.engine import Engine
 from fsdp_offload.transfer import Allocated, Block, DeviceLink
-from tests.overlapping import HABITS, NOT_IN_BACKWARD, Loop, adamw, same
+from tests.overlapping import HABITS, NOT_IN_BACKWARD, Loop, Net, adamw, same
 
 
 @pytest.fixture(scope="module")
@@ -197,6 +199,9 @@ class Device:
     def begin_iteration(self) -> None:
         self.in_forward, self.in_backward = [], []
 
+    def drop_activations(self) -> None:
+        self._now_bytes = self._loss_bytes = 0
+
     def _look(self, engine: Engine) -> int:
         staging_bytes = engine._pipeline.ring.nbytes
         if len(engine.plan.ring_blocks) > 1:
@@ -237,3 +242,38 @@ def test_block_by_block_below_the_peak(
     if not policy.updates_beside_compute:
         assert len(set(last_backward)) > 3
         assert len(set(kept)) > 5
+
+
+def backward_without_gradients(loop: Loop, step: int) -> None:
+    embedded: list[Tensor] = []
+    handle = loop.model.embed.register_forward_hook(lambda *args: embedded.append(args[-1]))
+    loss = loop.model(loop.batch(step + 50))
+    handle.remove()
+    (grad,) = torch.autograd.grad(loss, embedded)
+    loop.seen.append(grad.norm().item())
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("fields", [{"prefetch": "backward"}, {"update": "backward"}], ids=["prefetch", "update"])
+@pytest.mark.parametrize("at", [[2], [4, 5], [2, 3, 4, 5]], ids=["learning", "later", "always"])
+def test_a_backward_without_gradients_now_and_then(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, fields: dict[str, str], micro_batches: int, at: list[int]
+) -> None:
+    """Staging is never above the peak, and is planned as without it: it may not come in the next iteration."""
+    policy = OffloadPolicy(staging_bytes="auto", bucket_bytes=1024, **fields)
+    plans = []
+    for steps in ([], at):
+        with monkeypatch.context() as patch:
+            device = Device(patch, 60_000)
+            plain, offloaded = (
+                Loop(mesh, adamw, one, net=lambda: Net(width=16), micro_batches=micro_batches) for one in (None, policy)
+            )
+            for loop in (plain, offloaded):
+                for step in range(7):
+                    if step in steps:
+                        backward_without_gradients(loop, step)
+                        device.drop_activations()
+                    loop.train(1, first=step)
+            assert same(plain, offloaded)
+            plans.append(vars(offloaded.optimizer)["_offload_engine"].overlap._elastic._plan)
+    assert plans[0] == plans[1] is not None

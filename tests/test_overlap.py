@@ -13,14 +13,17 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdp_offload import OffloadPolicy, offload_optimizer, remove_offload
+from fsdp_offload import OffloadPolicy, offload_optimizer, remove_offload, stepping
 from fsdp_offload.engine import engine_of
+from fsdp_offload.host_update import HostUpdates
 from fsdp_offload.overlap import Overlap
 from fsdp_offload.pipeline import BucketTimes, Pipeline
 from fsdp_offload.plan import Plan
 from fsdp_offload.schedule import Action
+from fsdp_offload.stepping import Stepping
 from tests.fused_adam_reference import FusedAdam
 from tests.overlapping import HABITS, NOT_IN_BACKWARD, POLICIES, SIZES, Loop, Net, adamw, look, same
+from tests.parity import attach
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +135,36 @@ def test_loads_begin_ahead_of_the_first_gradients(
         buckets = len(vars(loop.optimizer)["_offload_engine"].engine.steps.last)
         assert [seen.count(kind) for kind in "LUS"] == [buckets] * 3  # nothing is loaded twice
     assert same(Loop(mesh, adamw, None, micro_batches=micro_batches).train(6), loop)
+
+
+@EVERY_POLICY
+@pytest.mark.parametrize("host_fraction", [0.0, 0.5])
+def test_updates_come_after_the_hyperparameters_that_are_copied_for_them(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], host_fraction: float
+) -> None:
+    """On the current stream, behind what of the backward has been issued by then: an update may run beside that."""
+    issued: list[str] = []
+
+    def noted(owner: Any, name: str, what: str) -> None:
+        method = getattr(owner, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            issued.append(what)
+            return method(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, call)
+
+    noted(Stepping, "_start", "copied")
+    noted(Pipeline, "updates_after_compute", "ordered")
+    noted(stepping, "update_bucket", "updated")
+    noted(HostUpdates, "submit", "updated")
+    Loop(mesh, adamw, policy_of(fields, host_fraction=host_fraction)).train(5)
+    assert issued.count("updated") > 5
+    # Of "copied" and "ordered", which one was last when each update was issued.
+    last = ""
+    for what in issued:
+        assert what != "updated" or last == "ordered"
+        last = last if what == "updated" else what
 
 
 def test_more_backwards_than_before_are_refused(mesh: DeviceMesh) -> None:
@@ -303,6 +336,19 @@ class FrozenNowAndThen(Loop):
 def test_a_weight_that_is_frozen_for_some_steps(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
     plain, offloaded = (FrozenNowAndThen(mesh, adamw, policy) for policy in (None, policy_of(fields)))
     assert same(plain.train(8), offloaded.train(8))
+
+
+@EVERY_POLICY
+def test_state_that_is_exchanged_for_a_weight_without_gradient(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
+    """It shares buckets with others, which the first step after attaching loads and stores."""
+    plain, offloaded = (Loop(mesh, adamw, None, net=lambda: Net(width=16, layers=2)).train(2) for _ in range(2))
+    attach(offloaded.optimizer, model=offloaded.model, policy=policy_of(fields))
+    for loop in (plain, offloaded):
+        for state in loop.optimizer.state.values():
+            state["exp_avg_sq"] = state["exp_avg_sq"] * 2
+        loop.model.blocks[1].up.weight.requires_grad_(False)
+        loop.train(2, first=2)
+    assert same(plain, offloaded)
 
 
 @EVERY_POLICY
