@@ -214,6 +214,7 @@ class Stepping:
         self._pipeline.updates_after_compute()
         self.advance(begun, states)
         self.finish(begun, states)
+        begun.spent.clear()  # each gradient goes with the update that reads it, not with the last of them
         self.begun = None
 
     def fits(self, begun: BegunStep, steps: Sequence[BucketStep], states: StateStore) -> bool:

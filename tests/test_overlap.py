@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_offload import OffloadPolicy, offload_optimizer, remove_offload, stepping
 from fsdp_offload.engine import engine_of
+from fsdp_offload.fsdp import local_shard
 from fsdp_offload.host_update import HostUpdates
 from fsdp_offload.overlap import Overlap
 from fsdp_offload.pipeline import BucketTimes, Pipeline
@@ -165,6 +166,22 @@ def test_updates_come_after_the_hyperparameters_that_are_copied_for_them(
     for what in issued:
         assert what != "updated" or last == "ordered"
         last = last if what == "updated" else what
+
+
+@EVERY_POLICY
+def test_gradients_go_group_by_group(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
+    """With the update that has read them, when the forward waits for it: its activations need the memory."""
+    loop = Loop(mesh, adamw, policy_of(fields)).train(4)
+    loop.backward(4)
+    loop.optimizer.step()
+    grads = [weakref.ref(local_shard(param.grad)) for param in loop.model.parameters() if param.grad is not None]
+    loop.optimizer.zero_grad()
+    left = []
+    for block in loop.model.blocks:
+        block.register_forward_pre_hook(lambda *_: left.append(sum(grad() is not None for grad in grads)))
+    loop.model(loop.batch(5))
+    # Six of each block, and those of the one that comes last.
+    assert left == ([24, 18, 12, 6] if policy_of(fields).overlap_forward else [0] * 4)
 
 
 def test_more_backwards_than_before_are_refused(mesh: DeviceMesh) -> None:
