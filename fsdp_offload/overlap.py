@@ -175,7 +175,7 @@ class Overlap:
 
     @property
     def _in_last_backward(self) -> bool:
-        """Of several before a step, in the last of which loads begin."""
+        """Whether no further one comes before the step, as it was in the steps before: loads begin in that one."""
         return all(seen >= expected - 1 for seen, expected in zip(self._seen, self._expected, strict=True))
 
     def _before_state_dict(self, *_: object) -> None:
