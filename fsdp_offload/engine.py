@@ -250,25 +250,40 @@ class Engine:
         self.steps.forget_places()
         adopt((shard, states.get(shard.param)) for shard in shards)
 
-    def resize_staging(self, nbytes: int) -> None:
-        """Let buckets pass through this much memory from the next step on. Not in the middle of one; waits for it."""
+    def take_staging(self) -> None:
+        """Have the staging memory before there are activations, if there is room; else the first step takes it.
+
+        Taken out of what activations have freed, it would lie where the largest of them was, which would then need as
+        much once more.
+        """
+        try:
+            self._pipeline.take_ring(self.plan.ring)
+        except torch.OutOfMemoryError:
+            logger.info("no room for %.2f GB of staging yet; the first step takes it", self.plan.ring_bytes / 1e9)
+
+    def resize_staging(self, passing_bytes: int) -> None:
+        """Let so much staging memory come and go from the next step on. Not in the middle of one; waits for it."""
         self.steps.drop()
         self.synchronize()
-        self.steps.give_back_ring()
-        self.plan.resize_ring(nbytes)
+        self.plan.resize_ring(passing_bytes)  # blocks of a size that fits stay where they are
         self.steps.forget_places()
 
     def give_back_staging(self, keep_bytes: int) -> None:
-        """Free staging memory until the next loads, in the order of the current stream, unless it is in use.
+        """Free staging memory that comes and goes, in the order of the current stream, unless it is in use.
 
-        What has been stored first goes first, until no more than ``keep_bytes`` are there. What has been loaded ahead
-        does not count as use where activations need its room: the backward that it was for has had no gradients.
+        What has been stored first goes first, until no more than ``keep_bytes`` of it are there. What has been loaded
+        ahead does not count as use where activations need its room: the backward that it was for had no gradients.
         """
-        begun = self.steps.begun
-        if begun is not None and begun.ahead and self._pipeline.ring.nbytes > keep_bytes and torch.is_grad_enabled():
+        begun, passing_bytes = self.steps.begun, self._pipeline.ring.passing_bytes
+        if begun is not None and begun.ahead and passing_bytes > keep_bytes and torch.is_grad_enabled():
             self.steps.drop()
         if self.steps.begun is None:
             self.steps.give_back_ring(keep_bytes)
+
+    @property
+    def has_staging_alone(self) -> bool:
+        """Whether no other offloaded optimizer uses this device's staging memory."""
+        return self._link.users == 1
 
     @property
     def has_all_staging(self) -> bool:
@@ -370,7 +385,7 @@ class Engine:
             states: its state.
             final: all parameters whose gradients are final by now, once ``event`` has passed.
             event: of torch, or ``None``: they are there.
-            room_bytes: for staging memory; loads go as far as that reaches.
+            room_bytes: for staging memory that comes and goes; loads go as far as that reaches.
         """
         begun = self._go_on(optimizer, states) or self._begin_early(optimizer, states)
         if begun is None:
@@ -391,7 +406,7 @@ class Engine:
         Args:
             optimizer: whose step it will be.
             states: its state.
-            room_bytes: for staging memory; loads go as far as that reaches.
+            room_bytes: for staging memory that comes and goes; loads go as far as that reaches.
         """
         begun = self.steps.begun or self._begin_early(optimizer, states)
         if begun is not None and not begun.done:
@@ -409,6 +424,7 @@ class Engine:
             self.steps.drop()
             return None
         self.steps.start_from(begun, optimizer, {})
+        self._pipeline.step_is_called()  # what has passed since the loads began was the model's time
         self._pipeline.updates_after_compute()  # where hyperparameters that are tensors are copied only now
         return begun
 

@@ -98,6 +98,7 @@ def offload_optimizer(
     except BaseException:
         remove_offload(target)
         raise
+    engine.take_staging()
     for note in notes_of(engine):
         warnings.warn(f"offload_optimizer: {note}", stacklevel=2)
     return optimizer

@@ -19,7 +19,7 @@ from torch import Tensor
 from .host_update import HostUpdates
 from .iteration import IterationMarks
 from .ring import Ring
-from .schedule import Action, Kind, Placement
+from .schedule import Action, Kind, Placement, RingBlocks
 from .transfer import DeviceLink, Lane, Mark, recorded, wait_on
 
 
@@ -154,7 +154,7 @@ class Pipeline:
         self._unseen: set[int] = set()  # updated beside the compute stream, which has not waited for it
         self._spans: dict[tuple[Kind, int], Span] = {}
         self.ring = Ring(link, self.number)
-        self._block_nbytes: Sequence[int] = ()
+        self._blocks = RingBlocks(())
         self._step_begin: Mark | None = None
         self._step_called: Mark | None = None
         self._compute_point: Mark | None = None
@@ -166,17 +166,32 @@ class Pipeline:
         self._skipped: set[int] = set()  # taken out of the schedule, of whose actions others wait for some
         self._places: Mapping[int, Placement] = {}
 
-    def give_back_ring(self, keep_bytes: int = 0) -> set[int]:
-        """Free blocks of the ring until no more than ``keep_bytes`` are there. Nothing is loaded.
+    def take_ring(self, blocks: RingBlocks) -> None:
+        """Have all blocks of the ring now, ahead of the schedules that use them.
+
+        Raises:
+            torch.OutOfMemoryError: there is no room; a step may find some.
+        """
+        self.ring.keep_first(blocks.lasting)
+        with self._link.in_use:
+            self._link.changes_hands(self.number)  # a block that has to grow loses what others have loaded into it
+            for block, nbytes in enumerate(blocks.nbytes):
+                if self.ring.enter(block, nbytes, self.wait_on_current):
+                    self._drop_views({block})
+
+    def give_back_ring(self, keep_bytes: int | None = None) -> set[int]:
+        """Free blocks of the ring: all, or those that come and go until ``keep_bytes`` of them are left.
+
+        Nothing is loaded.
 
         Returns:
             Their numbers: nobody may keep views of their memory.
         """
         assert not self._queue, "a schedule is in progress"
-        if self.ring.nbytes <= keep_bytes:
+        if not self.ring.nbytes or (keep_bytes is not None and self.ring.passing_bytes <= keep_bytes):
             return set()
         with self.iteration.waiting():
-            gone = self.ring.give_back(keep_bytes)
+            gone = self.ring.give_back_all() if keep_bytes is None else self.ring.give_back(keep_bytes)
         self._drop_views(gone)
         return gone
 
@@ -229,15 +244,16 @@ class Pipeline:
         awaited = self._unseen if numbers is None else self._unseen.intersection(numbers)
         return self.iteration.waiting() if awaited else nullcontext()
 
-    def begin(self, actions: Sequence[Action], places: Mapping[int, Placement], block_nbytes: Sequence[int]) -> None:
+    def begin(self, actions: Sequence[Action], places: Mapping[int, Placement], blocks: RingBlocks) -> None:
         """Take up a schedule, of which nothing is issued yet.
 
         Args:
             actions: in the order in which to issue them.
             places: in the ring, of all buckets that pass through it. The same object as long as they are the same.
-            block_nbytes: of the blocks in which these places are.
+            blocks: in which these places are.
         """
-        self._block_nbytes = block_nbytes
+        self._blocks = blocks
+        self.ring.keep_first(blocks.lasting)
         if places is not self._places:
             self._places = places
             self._after_stores()  # of buckets that passed through other places, for which ``actions`` do not wait
@@ -251,7 +267,7 @@ class Pipeline:
         self._skipped = set()
 
     def step_is_called(self) -> None:
-        """Only loads have been issued so far: what has passed since :meth:`begin` was the model's time."""
+        """Only loads have been issued so far, and what has passed since :meth:`begin` was the model's time."""
         self._step_called = self._lanes["C"].mark()
 
     def _take_ring_back(self) -> None:
@@ -281,7 +297,7 @@ class Pipeline:
         Args:
             update: runs the optimizer on a bucket, in the update lane.
             may_update: whether the gradients of a bucket are final.
-            room_bytes: no more of the ring may be there now. What is already there stays.
+            room_bytes: no more of what comes and goes of the ring may be there now. What is already there stays.
         """
         if self._queue and self._link.changes_hands(self.number):
             self._take_ring_back()
@@ -304,8 +320,9 @@ class Pipeline:
         placement = self.buckets[bucket].placement
         if placement is None:
             return True
-        block, nbytes = placement.block, self._block_nbytes[placement.block]
-        if block not in self.ring and self.ring.nbytes + nbytes > room_bytes:
+        block, nbytes = placement.block, self._blocks.nbytes[placement.block]
+        is_new = block not in self.ring and not self.ring.lasts(block)
+        if is_new and self.ring.passing_bytes + nbytes > room_bytes:
             return False
         if self.ring.enter(block, nbytes, self.wait_on_current):
             self._drop_views({block})
@@ -396,6 +413,10 @@ class Pipeline:
                 lane.wait(awaited.end)
         if action.kind == "U":
             self._wait_before_update(self.buckets[action.bucket], lane)
+            if lane is not self._lanes["C"] and self._creates(self.buckets[action.bucket]):
+                # Memory that is taken on the updates' own stream stays in that stream's pool of torch's allocator, and
+                # an optimizer takes as much as the bucket is large, once. On the current stream it is free for all.
+                lane = self._after(lane, self._lanes["C"])
         span = self._spans.setdefault((action.kind, action.bucket), Span())
         # A trace then reads like the schedule.
         with recorded(f"fsdp_offload {action.kind}{action.bucket}"), lane.running():
@@ -411,18 +432,31 @@ class Pipeline:
                 if self.buckets[action.bucket].placement is not None:
                     self.buckets[action.bucket].move_to(Residency.IN_SLOT)
             span.end = lane.mark(span.end)
+        if lane is not self._lanes[action.kind]:
+            self._after(lane, self._lanes[action.kind])  # for whose work others wait
         placement = self.buckets[action.bucket].placement
         if placement is not None:
             self.ring.note_use(placement.block, lane if lane is not self._lanes["C"] else None, span.end)
+
+    @staticmethod
+    def _after(lane: Lane, other: Lane) -> Lane:
+        """``other``, to go on only when ``lane`` has done what it was given so far."""
+        other.wait(lane.mark())
+        return other
 
     def _wait_before_update(self, bucket: StagedBucket, lane: Lane) -> None:
         for mark in self._before_updates:
             lane.wait(mark)
         self._before_updates = []
-        if bucket.placement is not None and bucket.residency is not Residency.LOADING:
-            # State is created in the ring. A load that nobody uses any more, of a schedule that was given up, of a
+        if self._creates(bucket):
+            # A load that nobody uses any more, of a schedule that was given up, of a
             # skipped bucket or of somebody else, may still be on its way there, and no store comes after it.
             lane.wait(self._lanes["L"].mark())
+
+    @staticmethod
+    def _creates(bucket: StagedBucket) -> bool:
+        """Whether an update that is issued now makes state, in the ring."""
+        return bucket.placement is not None and bucket.residency is not Residency.LOADING
 
     def _load(self, bucket: StagedBucket, lane: Lane) -> None:
         for (home, _), slot in zip(bucket.copies, self._slots(bucket), strict=True):

@@ -4,9 +4,11 @@ Grows when parameters are added, and is made anew when a hyperparameter changes 
 """
 
 import itertools
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -23,9 +25,13 @@ from .host_update import HostUpdates
 from .learn import Layouts
 from .pipeline import StagedBucket
 from .policy import OffloadPolicy
-from .schedule import Placement, divide_ring, place_in_ring
+from .schedule import Placement, RingBlocks, divide_ring, place_in_ring
 from .shards import Home, LeafLayout, StateShard, is_wrapper
 from .update import BoundRange, StateStore, bind_range, slot_values
+
+_LASTING_SHARE = 25
+"""One part in so many of all that moves is the most that may be on the device all the time, of staging that comes and
+goes: the rest of the state is to leave it for good."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +89,7 @@ class Plan:
         shards: by parameter, in planning order: the same on every rank.
         regions: the host memory of the homes.
         spare_bytes: of ``regions``, what is second homes.
-        ring_blocks: bytes of each block of the ring: of the device memory that buckets pass through.
+        ring: the blocks of the ring: of the device memory that buckets pass through.
         resident_bytes: device memory of the homes that never leave it, padding included.
         host_fraction: of the state, what the host updates from now on.
     """
@@ -105,10 +111,13 @@ class Plan:
         self.shards: dict[Tensor, StateShard] = {}
         self.regions: list[Region] = []
         self.spare_bytes = 0
-        self.ring_blocks: tuple[int, ...] = ()
+        self.ring = RingBlocks(())
         self.resident_bytes = 0
         self._ring_limit_bytes = policy.ring_bytes
-        self._block_bytes = 1 << 62  # one block
+        # One block, or blocks for one large bucket each. Smaller ones would take up more of the memory of activations,
+        # each of which is an allocation of its own, but no bucket would fit into them.
+        self._comes_and_goes = policy.staging_bytes == "auto"
+        self._block_bytes = policy.bucket_bytes if self._comes_and_goes else 1 << 62
         self._layouts = layouts
         self._policy = policy
         self._device = device
@@ -328,7 +337,12 @@ class Plan:
         moving = [number for number, staged in enumerate(self._staged) if staged.copies]
         nbytes = [self._buckets[number].bucket.nbytes for number in moving]
         ring_bytes = min(sum(nbytes), max([self._ring_limit_bytes, *nbytes])) if nbytes else 0
-        self.ring_blocks = divide_ring(nbytes, ring_bytes, self._block_bytes)
+        blocks = divide_ring(nbytes, ring_bytes, self._block_bytes)
+        lasting = len(blocks)
+        if self._comes_and_goes:
+            # These cost memory at the peak of the device, to which the others add nothing.
+            lasting = bisect_right(list(accumulate(blocks)), sum(nbytes) // _LASTING_SHARE)
+        self.ring = RingBlocks(blocks, lasting)
         for number in moving:
             self._staged[number].place(Placement(0, self._buckets[number].bucket.nbytes))
 
@@ -336,21 +350,21 @@ class Plan:
         """A place in the ring for each bucket that moves, in the order of a step."""
         moving = [number for number in order if self._staged[number].copies]
         nbytes = [self._buckets[number].bucket.nbytes for number in moving]
-        return dict(zip(moving, place_in_ring(nbytes, self.ring_blocks), strict=True))
+        return dict(zip(moving, place_in_ring(nbytes, self.ring.nbytes), strict=True))
 
-    def resize_ring(self, nbytes: int) -> None:
-        """Let the ring have this size, or what it needs at least, in blocks for one large bucket each.
-
-        Nothing is moving. Smaller blocks would take up more of the memory of activations, each of which is an
-        allocation of its own, but no bucket would fit into them.
-        """
-        self._ring_limit_bytes, self._block_bytes = nbytes, self._policy.bucket_bytes
+    def resize_ring(self, passing_bytes: int) -> None:
+        """Let the ring have, beside the blocks that last, at most so much in others. Nothing is moving."""
+        self._ring_limit_bytes = self.ring.lasting_bytes + passing_bytes
         self._place()
+        excess_bytes = self.ring.passing_bytes - passing_bytes
+        if excess_bytes > 0:  # blocks that are cut to all buckets are smaller, those that last as well
+            self._ring_limit_bytes -= excess_bytes
+            self._place()
 
     @property
     def ring_bytes(self) -> int:
         """Device memory that buckets pass through."""
-        return sum(self.ring_blocks)
+        return sum(self.ring.nbytes)
 
     @property
     def moving_buckets(self) -> int:
@@ -384,7 +398,7 @@ class Plan:
         self.regions.clear()
         self._buckets.clear()
         self._staged.clear()
-        self.ring_blocks = ()
+        self.ring = RingBlocks(())
         self.resident_bytes = self.spare_bytes = 0
         self._host_taken = NOTHING_YET
 

@@ -157,7 +157,7 @@ class OffloadPolicy:
 
         What there is at first, where that is left to be found out.
         """
-        return (4 * self.bucket_bytes if self.staging_bytes == "auto" else self.staging_bytes) - self.bucket_bytes
+        return (5 * self.bucket_bytes if self.staging_bytes == "auto" else self.staging_bytes) - self.bucket_bytes
 
 
 _MINIMUM_BYTES = {

@@ -87,6 +87,11 @@ class Rehearsal:
         if not self._measured and number not in self._wanted:
             self._wanted[number] = engine.mark()
 
+    @property
+    def is_to_conclude(self) -> bool:
+        """Whether the times of the last step are still to be read, before another begins."""
+        return not self._measured
+
     def conclude(self, engine: Engine) -> None:
         """The iteration after the measured step is over, up to its first gradients. Waits for the device."""
         if self._measured:
@@ -106,7 +111,10 @@ class Rehearsal:
                 "resident_bytes='auto': not known, since reload_states() was called before the forward. Call it after."
             )
         elif self._keeps:
-            self._choose(engine, self._iteration(engine, times, self._bucket_final_ms(engine, times)))
+            # Undisturbed by updates, on the clock of this step: its loads began ahead of the gradients, or with them.
+            first_ms = min((engine.ms_since_begin(mark) for mark in self._last_final.values()), default=0.0)
+            final_ms = {number: first_ms + ms for number, ms in self._bucket_final_ms(engine, times).items()}
+            self._choose(engine, self._iteration(engine, times, final_ms))
 
     def _bucket_final_ms(self, engine: Engine, updated: Container[int]) -> dict[int, float]:
         return {

@@ -67,7 +67,7 @@ def notes_of(engine: Engine) -> Iterable[str]:
             yield f"NOTHING IS OFFLOADED: {no_state if shards else 'no parameter is trained'}."
     if engine.device.type == "cpu":
         yield "The parameters are on the CPU: offloading works, but there is nothing to gain."
-    largest_bytes = max(engine.plan.ring_blocks, default=0)
+    largest_bytes = max(engine.plan.ring.nbytes, default=0)
     if largest_bytes > policy.ring_bytes:
         yield (
             f"The largest bucket that cannot be cut needs {largest_bytes} bytes of staging, more than "

@@ -4,7 +4,8 @@
 
     enter ──▶ used by loads, updates, stores ──▶ given back: what was used first goes first
 
-A block belongs to the device (:mod:`transfer`), which has other optimizers as well: one of them may need a larger one.
+The first blocks may be there to last, while the others come and go with the room that the model leaves. A block
+belongs to the device (:mod:`transfer`), which has other optimizers as well: one of them may need a larger one.
 """
 
 from collections.abc import Callable
@@ -19,17 +20,31 @@ class Ring:
 
     Attributes:
         nbytes: how much is there.
+        passing_bytes: how much of it comes and goes.
     """
 
     def __init__(self, link: DeviceLink, user: int) -> None:
         """Nothing is there yet; ``user`` tells users of the device's blocks apart."""
-        self.nbytes = 0
+        self.nbytes = self.passing_bytes = 0
+        self._lasting = 0
         self._link = link
         self._user = user
         self._blocks: dict[int, Block] = {}  # in the order of their last use
 
     def __contains__(self, number: int) -> bool:
         return number in self._blocks
+
+    def keep_first(self, count: int) -> None:
+        """Let only the blocks from this number on come and go."""
+        self._lasting = count
+        self.passing_bytes = sum(self._blocks[number].memory.numel() for number in self._passing())
+
+    def _passing(self) -> list[int]:
+        return [number for number in self._blocks if number >= self._lasting]
+
+    def lasts(self, number: int) -> bool:
+        """Whether a block stays, once it is there, until all are given back."""
+        return number < self._lasting
 
     def memory(self, number: int) -> Tensor:
         """Of a block that is there: ``uint8``, of shape ``(nbytes,)``."""
@@ -54,9 +69,9 @@ class Ring:
             # stream may get it.
             for mark in before.last.values():
                 wait(mark)
-            self.nbytes -= before.memory.numel()
+            self._count(number, -before.memory.numel())
         self._blocks[number] = block
-        self.nbytes += block.memory.numel()
+        self._count(number, block.memory.numel())
         return before is not None
 
     def note_use(self, number: int, lane: Lane | None, end: Mark) -> None:
@@ -65,8 +80,13 @@ class Ring:
         if lane is not None:
             block.last[lane] = end
 
+    def _count(self, number: int, nbytes: int) -> None:
+        self.nbytes += nbytes
+        if not self.lasts(number):
+            self.passing_bytes += nbytes
+
     def give_back(self, keep_bytes: int) -> set[int]:
-        """Give back blocks, those first that were used first, until no more than ``keep_bytes`` are there.
+        """Give back blocks that come and go, those first that were used first, until ``keep_bytes`` of them are left.
 
         Each is free once its own actions have ended, for which the current stream waits, and if no other optimizer
         needs it.
@@ -75,9 +95,20 @@ class Ring:
             Their numbers: nobody may keep views of their memory.
         """
         gone: set[int] = set()
-        while self.nbytes > keep_bytes:
-            number = next(iter(self._blocks))
-            self.nbytes -= self._blocks.pop(number).memory.numel()
-            self._link.give_back(number, self._user)
+        for number in self._passing():
+            if self.passing_bytes <= keep_bytes:
+                break
+            self._give_back(number)
             gone.add(number)
         return gone
+
+    def give_back_all(self) -> set[int]:
+        """The same for all blocks, also those that are there to last."""
+        gone = set(self._blocks)
+        for number in gone:
+            self._give_back(number)
+        return gone
+
+    def _give_back(self, number: int) -> None:
+        self._count(number, -self._blocks.pop(number).memory.numel())
+        self._link.give_back(number, self._user)

@@ -58,6 +58,23 @@ class Placement(NamedTuple):
         return self.offset < other.offset + other.nbytes and other.offset < self.offset + self.nbytes
 
 
+class RingBlocks(NamedTuple):
+    """What a ring is made of."""
+
+    nbytes: tuple[int, ...]  # of each block
+    lasting: int = 0  # so many of them, from the first on, stay once they are there; the others come and go
+
+    @property
+    def lasting_bytes(self) -> int:
+        """Of the blocks that stay."""
+        return sum(self.nbytes[: self.lasting])
+
+    @property
+    def passing_bytes(self) -> int:
+        """Of the blocks that come and go."""
+        return sum(self.nbytes[self.lasting :])
+
+
 class BucketStep(NamedTuple):
     """What one bucket needs in one step."""
 

@@ -409,14 +409,14 @@ class Stepping:
                 self._schedules.clear()
             places = self._plan.places_for(step.bucket for step in steps)
             self._schedules[steps] = build_schedule(steps, places), places
-        self._pipeline.begin(*self._schedules[steps], self._plan.ring_blocks)
+        self._pipeline.begin(*self._schedules[steps], self._plan.ring)
 
     def forget_bound(self) -> None:
         """Resident state has other homes from now on."""
         self._bound.clear()
 
-    def give_back_ring(self, keep_bytes: int = 0) -> None:
-        """Free the staging memory, down to ``keep_bytes``. No schedule is in progress."""
+    def give_back_ring(self, keep_bytes: int | None = None) -> None:
+        """Free the staging memory; or what comes and goes of it, down to ``keep_bytes``. No schedule is in progress."""
         gone = self._pipeline.give_back_ring(keep_bytes)
         if gone:
             self._bound = {n: one for n, one in self._bound.items() if one[0] is None or one[0].block not in gone}

@@ -285,6 +285,9 @@ class DeviceLink:
 
     The streams live as long as the process: new ones would each get a memory pool of their own in torch's allocator.
     The ring consists of blocks; what is left of it goes when the last user has left.
+
+    Attributes:
+        users: how many optimizers there are.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -296,7 +299,7 @@ class DeviceLink:
         self._update_lane: Lane | None = None
         self._ring: dict[int, Block] = {}  # by number: those that are there
         self._compute: Lane = StreamLane(device, None) if device.type != "cpu" else SerialLane(device)
-        self._users = 0
+        self.users = 0
         self._last_user = 0
 
     def lanes(self, *, serial: bool, beside_compute: bool = False) -> dict[str, Lane]:
@@ -338,14 +341,14 @@ class DeviceLink:
 
     def join(self) -> None:
         """Count one more user of the ring."""
-        self._users += 1
+        self.users += 1
 
     def leave(self, user: int) -> None:
         """Count one user less. The ring goes with the last one, when no copy reads or writes it any more."""
-        self._users -= 1
+        self.users -= 1
         for block in list(self._ring.values()):
             block.holders.discard(user)
-        if self._users == 0 and self._ring:
+        if self.users == 0 and self._ring:
             self.synchronize()
             self._ring = {}
 

@@ -13,13 +13,15 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdp_offload import OffloadPolicy, offload_optimizer, remove_offload, stepping
+from fsdp_offload import OffloadPolicy, offload_optimizer, remove_offload, stepping, transfer
 from fsdp_offload.engine import engine_of
 from fsdp_offload.fsdp import local_shard
 from fsdp_offload.host_update import HostUpdates
 from fsdp_offload.overlap import Overlap
 from fsdp_offload.pipeline import BucketTimes, Pipeline
 from fsdp_offload.plan import Plan
+from fsdp_offload.rehearsal import Rehearsal
+from fsdp_offload.residency import IterationTimes
 from fsdp_offload.schedule import Action
 from fsdp_offload.stepping import Stepping
 from tests.fused_adam_reference import FusedAdam
@@ -136,6 +138,41 @@ def test_loads_begin_ahead_of_the_first_gradients(
         buckets = len(vars(loop.optimizer)["_offload_engine"].engine.steps.last)
         assert [seen.count(kind) for kind in "LUS"] == [buckets] * 3  # nothing is loaded twice
     assert same(Loop(mesh, adamw, None, micro_batches=micro_batches).train(6), loop)
+
+
+@pytest.mark.parametrize("kinds", ["not-alone", "alone", "away", "without-gradients"])
+def test_staging_that_is_always_there_is_loaded_when_a_forward_ends(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, kinds: str
+) -> None:
+    """If nobody else uses it, nothing has been sent away, and a backward is to come."""
+    monkeypatch.setattr(transfer, "_links", {})  # optimizers of other tests may still be there
+    plain, loop = pair(mesh, policy_of({"update": "backward"}))
+    other = Loop(mesh, adamw, OffloadPolicy(**SIZES)) if kinds == "not-alone" else None
+    for each in (plain, loop):
+        each.train(5)
+    steps = vars(loop.optimizer)["_offload_engine"].engine.steps
+    if kinds == "away":
+        loop.optimizer.offload_states()
+        loop.optimizer.release_states()
+    with torch.set_grad_enabled(kinds != "without-gradients"):
+        loop.model(loop.batch(5))
+    assert (steps.begun is not None and steps.begun.ahead) == (kinds == "alone")
+    for each in (plain, loop):
+        each.model.reshard()
+        each.train(4, first=5)
+    assert same(plain, loop)
+    del other
+
+
+def test_what_is_kept_is_computed_on_one_clock(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "_links", {})
+    seen: list[IterationTimes] = []
+    monkeypatch.setattr(Rehearsal, "_choose", lambda self, engine, iteration: seen.append(iteration))
+    Loop(mesh, adamw, policy_of({"update": "backward"}, resident_bytes="auto")).train(10)
+    assert len(seen) == 3
+    for times in seen:
+        # Since the loads began, ahead of the first gradients.
+        assert 0 < min(times.final_ms.values()) <= min(times.updated_ms.values())
 
 
 @EVERY_POLICY

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_offload import OffloadPolicy
+from fsdp_offload import OffloadPolicy, elastic
 from fsdp_offload.pipeline import Pipeline
 from fsdp_offload.transfer import Allocated, DeviceLink, TurnsLane
 from tests.overlapping import HABITS, NOT_IN_BACKWARD, POLICIES, Loop, Net, adamw, same
@@ -175,6 +175,7 @@ def test_same_bits_with_staging_that_comes_and_goes(
     """Memory of a block is given out again, to activations and to other blocks, while its copies may still run."""
     attached: list[bool] = []
     monkeypatch.setattr(DeviceLink, "allocated_bytes", lambda link: Allocated(0, 1 << 30 if attached else 0))
+    monkeypatch.setattr(elastic, "why_not_behind_backward", lambda moving_ms, backward_ms: "")  # however slow they are
     slow(kind)
     policy = OffloadPolicy(staging_bytes="auto", bucket_bytes=256 << 10, **fields)
     loop = Loop(mesh, adamw, policy, net=net)
