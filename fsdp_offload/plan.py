@@ -346,11 +346,12 @@ class Plan:
         for number in moving:
             self._staged[number].place(Placement(0, self._buckets[number].bucket.nbytes))
 
-    def places_for(self, order: Iterable[int]) -> dict[int, Placement]:
-        """A place in the ring for each bucket that moves, in the order of a step."""
+    def places_for(self, order: Sequence[int], last: int) -> dict[int, Placement]:
+        """A place in the ring for each bucket that moves, in the order of a step; see :func:`place_in_ring`."""
         moving = [number for number in order if self._staged[number].copies]
         nbytes = [self._buckets[number].bucket.nbytes for number in moving]
-        return dict(zip(moving, place_in_ring(nbytes, self.ring.nbytes), strict=True))
+        last_moving = sum(bool(self._staged[number].copies) for number in order[len(order) - last :])
+        return dict(zip(moving, place_in_ring(nbytes, self.ring, last_moving), strict=True))
 
     def resize_ring(self, passing_bytes: int) -> None:
         """Let the ring have, beside the blocks that last, at most so much in others. Nothing is moving."""

@@ -13,15 +13,17 @@ class OffloadPolicy:
     """How much state may be on the device, and how it passes through.
 
     Attributes:
-        staging_bytes: device memory for state in passing. It is taken once, when the optimizer first steps, and stays
-            allocated. One ``bucket_bytes`` of it is kept free for state that the optimizer is just
-            creating; the rest is a ring through which buckets are loaded, updated and stored. Three or more buckets
-            in the ring let loads, updates and stores overlap. ``"auto"``, with loads or updates in the backward, begins
-            with four buckets, and then takes as much as fits under the peak that training has anyway, in each backward
-            as activations are freed, and gives it back in the next forward before they need it, both block by block: an
+        staging_bytes: device memory for state in passing. It is taken once, when the optimizer is attached (in its
+            first step if there is no room yet), and stays allocated: so it does not lie where activations have been,
+            which the allocator would have to reserve once more. One ``bucket_bytes`` of it is kept free for state that
+            the optimizer is just creating; the rest is a ring through which buckets are loaded, updated and stored.
+            Three or more buckets in the ring let loads, updates and stores overlap. ``"auto"``, with loads or updates
+            in the backward, begins with four buckets. Of these, what makes up no more than a twenty-fifth of the state
+            stays; beyond that it takes as much as fits under the peak that training has anyway, in each backward as
+            activations are freed, and gives it back in the next forward before they need it, both block by block: an
             allocation of about ``bucket_bytes`` each, so that the memory of activations is used again. Smaller
-            buckets leave less of what the allocator has reserved unused. With ``update="backward"`` and an optimizer
-            that is not elementwise it stays as it begins.
+            buckets leave less of what the allocator has reserved unused. With ``update="backward"`` it stays as it
+            begins if all transfers take longer than a backward, and with an optimizer that is not elementwise.
         resident_bytes: state that never leaves the device, in addition to ``staging_bytes``: whole parameters' state,
             taken in bucket order as long as it fits. ``"auto"`` begins with none, measures some iterations, and then
             keeps just the part without which the model would wait for transfers: together with ``overlap_forward``,
@@ -42,7 +44,8 @@ class OffloadPolicy:
             other. Without it, or beyond it, a step during an asynchronous save waits for the writer. Only
             ``fsdp_offload.checkpoint.ArenaStager`` makes use of it.
         prefetch: ``"backward"`` begins to load when the last backward before the step begins (where all groups stay
-            gathered: with its first gradients), as far as staging reaches. ``"step"`` loads in ``step()``.
+            gathered: with its first gradients), as far as staging reaches; into staging that is always there already
+            when the forward comes to its last group. ``"step"`` loads in ``step()``.
         update: ``"backward"`` updates each bucket as soon as its gradients are final, in the last backward before
             ``step()``, which then only waits. For loops that neither clip by a global norm nor touch gradients after
             the backward; how many backwards there are before a step must not change. ``"step"`` updates in ``step()``.

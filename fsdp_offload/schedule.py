@@ -105,19 +105,31 @@ def divide_ring(bucket_nbytes: Sequence[int], ring_bytes: int, block_bytes: int)
     return (first_bytes, *(block_bytes,) * ((ring_bytes - first_bytes) // block_bytes))
 
 
-def place_in_ring(bucket_nbytes: Sequence[int], block_nbytes: Sequence[int]) -> list[Placement]:
+def place_in_ring(bucket_nbytes: Sequence[int], blocks: RingBlocks, last: int = 0) -> list[Placement]:
     """Give each bucket a place in a ring of these blocks, one behind the other, round and round.
 
     In the order of a step: neighbours in it then pass beside each other, whatever their numbers. A block without enough
     room is passed over. A bucket larger than every block starts at 0; the first block then has to be as large.
+
+    Args:
+        bucket_nbytes: of the buckets.
+        blocks: of the ring.
+        last: so many of the last buckets go round in the blocks that last only, if there are any.
     """
+    block_nbytes = blocks.nbytes
     placements = []
     block = cursor = 0
-    for nbytes in bucket_nbytes:
+    last_lasting, count = 0, len(block_nbytes)
+    for position, nbytes in enumerate(bucket_nbytes):
+        if position == len(bucket_nbytes) - last and 0 < blocks.lasting < count:
+            block, count = last_lasting, blocks.lasting
+            cursor = block_nbytes[block]
         if cursor + nbytes > block_nbytes[block]:
-            following = (*range(block + 1, len(block_nbytes)), *range(block + 1))
+            following = (*range(block + 1, count), *range(min(block + 1, count)))
             block = next((number for number in following if nbytes <= block_nbytes[number]), 0)
             cursor = 0
+        if block < blocks.lasting:
+            last_lasting = block
         placements.append(Placement(cursor, nbytes, block))
         cursor += nbytes
     return placements

@@ -103,7 +103,7 @@ def test_staging_stays_where_it_would_not_be_given_back_in_time(
 
     monkeypatch.setattr(elastic, "why_not_behind_backward", short)
     monkeypatch.setattr(DeviceLink, "allocated_bytes", lambda self: Allocated(0, 1 << 30))
-    policy = OffloadPolicy(staging_bytes="auto", bucket_bytes=1024, **fields)
+    policy = OffloadPolicy(staging_bytes="auto", bucket_bytes=8 << 10, **fields)  # too large for one to last
     plain, offloaded = Loop(mesh, adamw, None).train(6), Loop(mesh, adamw, policy).train(6)
     assert same(plain, offloaded)
     assert min(measured, default=1.0) > 0

@@ -335,7 +335,7 @@ class Optimizer:
     def _places_for(self, order: Iterable[int]) -> dict[int, Placement]:
         order = list(order)
         nbytes = [self._shape.sizes[number] for number in order]
-        return dict(zip(order, place_in_ring(nbytes, self._blocks.nbytes), strict=True))
+        return dict(zip(order, place_in_ring(nbytes, self._blocks), strict=True))
 
     def have_room(self, nbytes: int) -> None:
         """For so much of the ring in the next backwards."""
@@ -651,7 +651,7 @@ def places_by_number_in_a_schedule_by_order(patch: Patch) -> None:
         self: Pipeline, actions: Sequence[Action], places: Mapping[int, Placement], blocks: RingBlocks
     ) -> None:
         if id(places) not in by_number:
-            found = place_in_ring([places[number].nbytes for number in sorted(places)], blocks.nbytes)
+            found = place_in_ring([places[number].nbytes for number in sorted(places)], blocks)
             by_number[id(places)] = places, dict(zip(sorted(places), found, strict=True))
         begin(self, actions, by_number[id(places)][1], blocks)
 

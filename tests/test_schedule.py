@@ -11,6 +11,7 @@ from fsdp_offload.schedule import (
     Action,
     BucketStep,
     Placement,
+    RingBlocks,
     Wait,
     build_schedule,
     check_schedule,
@@ -24,7 +25,7 @@ Placements = dict[int, Placement]
 
 
 def places(*nbytes: int, ring_bytes: int) -> Placements:
-    return dict(enumerate(place_in_ring(nbytes, [ring_bytes])))
+    return dict(enumerate(place_in_ring(nbytes, ring_of(ring_bytes))))
 
 
 def schedule(*steps: str, placements: Placements) -> str:
@@ -38,26 +39,43 @@ def schedule(*steps: str, placements: Placements) -> str:
     return format_schedule(actions)
 
 
+def ring_of(*block_nbytes: int, lasting: int = 0) -> RingBlocks:
+    return RingBlocks(block_nbytes, lasting)
+
+
 # The ring ------------------------------------------------------------------------------------------------------------
 
 
 def test_buckets_lie_in_the_ring_one_behind_the_other_round_and_round() -> None:
-    assert place_in_ring([10, 10, 10, 5], [30]) == [(0, 10, 0), (10, 10, 0), (20, 10, 0), (0, 5, 0)]
-    assert place_in_ring([20, 20, 5], [30]) == [(0, 20, 0), (0, 20, 0), (20, 5, 0)]
+    assert place_in_ring([10, 10, 10, 5], ring_of(30)) == [(0, 10, 0), (10, 10, 0), (20, 10, 0), (0, 5, 0)]
+    assert place_in_ring([20, 20, 5], ring_of(30)) == [(0, 20, 0), (0, 20, 0), (20, 5, 0)]
 
 
 def test_a_bucket_as_large_as_the_ring_or_larger_begins_at_its_start() -> None:
-    assert place_in_ring([5, 30, 5], [30]) == [(0, 5, 0), (0, 30, 0), (0, 5, 0)]
-    assert place_in_ring([5, 40, 5], [30]) == [(0, 5, 0), (0, 40, 0), (0, 5, 0)]
+    assert place_in_ring([5, 30, 5], ring_of(30)) == [(0, 5, 0), (0, 30, 0), (0, 5, 0)]
+    assert place_in_ring([5, 40, 5], ring_of(30)) == [(0, 5, 0), (0, 40, 0), (0, 5, 0)]
 
 
 def test_no_bucket_lies_across_the_border_of_two_blocks() -> None:
-    found = place_in_ring([10, 5, 10, 20, 5], [15, 20])
+    found = place_in_ring([10, 5, 10, 20, 5], ring_of(15, 20))
     assert found == [(0, 10, 0), (10, 5, 0), (0, 10, 1), (0, 20, 1), (0, 5, 0)]
 
 
 def test_a_block_that_is_too_small_is_passed_over() -> None:
-    assert place_in_ring([10, 20, 20, 10], [20, 10, 20]) == [(0, 10, 0), (0, 20, 2), (0, 20, 0), (0, 10, 1)]
+    assert place_in_ring([10, 20, 20, 10], ring_of(20, 10, 20)) == [(0, 10, 0), (0, 20, 2), (0, 20, 0), (0, 10, 1)]
+
+
+def test_the_last_ones_go_round_in_the_blocks_that_last() -> None:
+    ring = ring_of(10, 10, 10, 10, lasting=2)
+    blocks = [place.block for place in place_in_ring([10] * 9, ring, last=4)]
+    assert blocks == [0, 1, 2, 3, 0, 1, 0, 1, 0]  # behind the one that was used last
+    assert [place.block for place in place_in_ring([10] * 4, ring, last=4)] == [1, 0, 1, 0]
+    assert place_in_ring([4] * 9, ring, last=4)[5:] == [(0, 4, 0), (4, 4, 0), (0, 4, 1), (4, 4, 1)]
+    for lasting in (0, 4):
+        ring = ring_of(10, 10, 10, 10, lasting=lasting)
+        assert place_in_ring([10] * 9, ring, last=4) == place_in_ring([10] * 9, ring)
+    # Larger than any of them: the first block is as large as the largest bucket.
+    assert place_in_ring([5, 15, 5, 15], ring_of(15, 5, 10, lasting=2), last=2)[2:] == [(0, 5, 1), (0, 15, 0)]
 
 
 def test_blocks_are_cut_to_the_buckets_where_all_have_a_place() -> None:
@@ -71,7 +89,7 @@ def test_small_buckets_pass_beside_large_ones_where_not_all_have_a_place() -> No
     blocks = divide_ring(sizes, 1400, 320)
     assert blocks == (330,) * 4
     for order in (sizes, sizes[1:], sizes[::-1]):
-        large = [place.block for place in place_in_ring(order, blocks) if place.nbytes == 320]
+        large = [place.block for place in place_in_ring(order, ring_of(*blocks)) if place.nbytes == 320]
         assert len(set(large[:4])) == len(set(large[4:8])) == 4
 
 
@@ -90,10 +108,10 @@ def test_any_bucket_has_a_place_within_one_block(
     assert all(block <= max(block_bytes + 1, *sizes) for block in blocks)
     if ring_bytes == sum(sizes):
         assert sum(blocks) == ring_bytes
-        found = place_in_ring(sizes, blocks)
+        found = place_in_ring(sizes, ring_of(*blocks))
         assert not any(one.overlaps(other) for one, other in itertools.combinations(found, 2))
     shuffle.shuffle(sizes)
-    for place in place_in_ring(sizes, blocks):
+    for place in place_in_ring(sizes, ring_of(*blocks)):
         assert 0 <= place.offset <= place.offset + place.nbytes <= blocks[place.block]
 
 
@@ -106,7 +124,7 @@ def test_placements_overlap_when_they_share_a_byte() -> None:
 
 def test_neighbours_in_a_step_pass_beside_each_other_whatever_their_numbers() -> None:
     order = [3, 7, 11, 15]  # with places by number, in a ring of four, each would wait for the one before it
-    placements = dict(zip(order, place_in_ring([10] * 4, [40]), strict=True))
+    placements = dict(zip(order, place_in_ring([10] * 4, ring_of(40)), strict=True))
     text = schedule("3", "7", "11", "15", placements=placements)
     assert text.startswith("L3<S3' L7<S7' L11<S11' L15<S15' U3<L3")
 
@@ -228,7 +246,7 @@ class Case:
     ) -> None:
         placed = [number for number in range(len(sizes)) if number not in resident]
         blocks = divide_ring(sizes, max(ring_bytes, *sizes), block_bytes)
-        ring = place_in_ring([sizes[number] for number in placed], blocks)
+        ring = place_in_ring([sizes[number] for number in placed], ring_of(*blocks))
         self.placements = dict(zip(placed, ring, strict=True))
         self.steps = steps
         self.actions = build_schedule(steps, self.placements)
