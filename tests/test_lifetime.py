@@ -237,25 +237,25 @@ def test_gradients_are_not_kept() -> None:
 
 def test_the_ring_goes_with_its_last_user() -> None:
     link = device_link(torch.device("cpu"))
-    users = link._users
+    users = link.users
     nets = [model(), model()]
     first, second = (offloaded(net) for net in nets)
     train(nets[0], first)
     train(nets[1], second)
-    assert link._users == users + 2
+    assert link.users == users + 2
     assert link._ring
     del first
     assert link._ring
     train(nets[1], second)
     del second
-    assert link._users == users
+    assert link.users == users
     assert users or not link._ring
 
 
 def test_an_attach_that_fails_leaves_no_user_of_the_ring() -> None:
     link = device_link(torch.device("cpu"))
-    users = link._users
+    users = link.users
     optimizer = torch.optim.AdamW(model().parameters())
     with pytest.raises(MemoryError):
         offload_optimizer(optimizer, policy=OffloadPolicy(host_limit_bytes=1))
-    assert link._users == users
+    assert link.users == users
