@@ -249,6 +249,9 @@ class Engine:
         shards = self.plan.keep_on_device(buckets)
         self.steps.forget_places()
         adopt((shard, states.get(shard.param)) for shard in shards)
+        if self._pipeline.ring.nbytes > self.plan.ring_bytes:  # less passes through it now
+            self.steps.give_back_ring()
+            self.take_staging()
 
     def take_staging(self) -> None:
         """Have the staging memory before there are activations, if there is room; else the first step takes it.

@@ -556,6 +556,24 @@ def test_state_that_comes_to_stay_on_the_device(mesh: DeviceMesh, fields: dict[s
     assert times.loaded_bytes < times.host_state_bytes * 1.2
 
 
+@EVERY_POLICY
+def test_staging_goes_where_less_state_passes_through_it(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(transfer, "_links", {})  # staging of our own
+    plain, offloaded = pair(mesh, policy_of(fields, staging_bytes=1 << 20))
+    engine = vars(offloaded.optimizer)["_offload_engine"].engine
+    for first, params in ((0, offloaded.model.extra.parameters()), (4, offloaded.model.parameters())):
+        plain.train(4, first=first)
+        offloaded.train(4, first=first)
+        keep = {n for n in engine.steps.buckets_of(params) if engine._pipeline.buckets[n].copies}
+        engine.keep_on_device(keep, offloaded.optimizer.state.unwaited)
+        there = sum(block.memory.numel() for block in engine._link._ring.values())
+        assert there == offloaded.optimizer.offload_report().ring_bytes  # type: ignore[attr-defined]
+    assert there == 0
+    assert same(plain.train(4, first=8), offloaded.train(4, first=8))
+
+
 def test_auto_says_what_it_has_chosen(mesh: DeviceMesh) -> None:
     policy = policy_of({"overlap_forward": True, "resident_bytes": "auto", "resident_limit_bytes": 1 << 30})
     plain, offloaded = pair(mesh, policy)
