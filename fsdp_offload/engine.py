@@ -88,7 +88,7 @@ class Engine:
         self.lending = Lending(self.plan, self._pipeline)
         self.steps = Stepping(cls, traits, policy, names, self.plan, self._pipeline, self.lending, self._link)
         self.phases = Phases(self.plan, self._pipeline, self.steps, self.lending)
-        self._param_ids: list[int] = []
+        self._param_ids: list[list[int]] = []  # of each group
         self._unplanned: list[Tensor] = []  # in the groups, but without room: they never had a gradient
         self._layout_keys: list[object] = []  # of each group, when its state was last planned
         self.tuning_of_residents = self.tuning_of_staging = ""
@@ -249,6 +249,9 @@ class Engine:
         shards = self.plan.keep_on_device(buckets)
         self.steps.forget_places()
         adopt((shard, states.get(shard.param)) for shard in shards)
+        if self._pipeline.ring.nbytes > self.plan.ring_bytes:  # less passes through it now
+            self.steps.give_back_ring()
+            self.take_staging()
 
     def take_staging(self) -> None:
         """Have the staging memory before there are activations, if there is room; else the first step takes it.
@@ -624,8 +627,8 @@ def engine_of(optimizer: object) -> Engine | None:
     return engine
 
 
-def _param_ids(optimizer: Optimizer) -> list[int]:
-    return [id(param) for group in optimizer.param_groups for param in group["params"]]
+def _param_ids(optimizer: Optimizer) -> list[list[int]]:
+    return [[id(param) for param in group["params"]] for group in optimizer.param_groups]
 
 
 def _zero_like(example: object) -> object:

@@ -44,7 +44,8 @@ class BegunStep:
             long before that.
         done: the buckets that have been updated.
         watched: shards that had state when loading began.
-        versions: of their homes at that time.
+        without_state: shards that had none, although their neighbours in a bucket may have been loaded.
+        versions: of the homes of both at that time.
         spent: the gradients used in the backward, which are out of the user's reach until ``step()``; and the version
             of the parameter after its update.
         looked_at: so many of ``done`` have been looked at for gradients that nothing is left to use of.
@@ -62,6 +63,7 @@ class BegunStep:
     ahead: bool = False
     done: list[int] = field(default_factory=list)
     watched: list[StateShard] = field(default_factory=list)
+    without_state: list[StateShard] = field(default_factory=list)
     versions: list[object] = field(default_factory=list)
     spent: dict[Tensor, tuple[Tensor, tuple[int, int]]] = field(default_factory=dict)
     looked_at: int = 0
@@ -141,8 +143,9 @@ class Stepping:
         self._take_up(steps, last=self._behind_the_backward(steps) if early else 0)
         if early:
             # Updates write state where it is, on the device or on the host, which counts as well.
-            offloaded = (shard for shard in self._plan.shards.values() if not shard.resident and not shard.on_host)
+            offloaded = [shard for shard in self._plan.shards.values() if not shard.resident and not shard.on_host]
             begun.watched = [shard for shard in offloaded if states.get(shard.param)]
+            begun.without_state = [shard for shard in offloaded if not states.get(shard.param)]
             begun.versions = self._home_versions(begun, states)
             begun.in_backward = True
             self._pipeline.updates_after_compute()
@@ -369,6 +372,12 @@ class Stepping:
             for name, home in shard.homes.items():
                 leaves = [leaf._version for leaf in shard.home_leaves[name]]
                 found.append(state.get(name) is home and (version_of(home), leaves))
+        for shard in begun.without_state:
+            state = states.get(shard.param)
+            # Only an update may have made some by now.
+            made = not state or not set(begun.done).isdisjoint(shard.buckets)
+            homes = shard.homes
+            found.append(made and all(state.get(name) is None or state[name] is homes[name] for name in homes))
         return found
 
     # New parameters ----------------------------------------------------------------------------------------------

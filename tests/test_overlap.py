@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_offload import OffloadPolicy, offload_optimizer, remove_offload, stepping, transfer
@@ -25,7 +25,7 @@ from fsdp_offload.residency import IterationTimes
 from fsdp_offload.schedule import Action
 from fsdp_offload.stepping import Stepping
 from tests.fused_adam_reference import FusedAdam
-from tests.overlapping import HABITS, NOT_IN_BACKWARD, POLICIES, SIZES, Loop, Net, adamw, look, same
+from tests.overlapping import HABITS, NOT_IN_BACKWARD, POLICIES, SIZES, Block, Loop, Net, adamw, look, same
 from tests.parity import attach
 
 
@@ -405,6 +405,55 @@ def test_state_that_is_exchanged_for_a_weight_without_gradient(mesh: DeviceMesh,
     assert same(plain, offloaded)
 
 
+class Gated(Block):
+    """With a weight that is of no use at first, and shares a bucket with others."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.gate = nn.Parameter(torch.ones(width))
+        self.uses_gate = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return x * self.gate if self.uses_gate else x
+
+
+def gated_net() -> Net:
+    net = Net(width=16, layers=2)
+    net.blocks[0] = Gated(16)
+    return net
+
+
+def give_state(loop: Loop) -> None:
+    gate = loop.model.blocks[0].gate
+    values = {name: torch.full_like(gate, 0.25).detach() for name in ("exp_avg", "exp_avg_sq")}
+    loop.optimizer.state[gate] = {"step": torch.tensor(7.0), **values}
+
+
+@EVERY_POLICY
+@pytest.mark.parametrize("at", ["before the forward", "before the backward", "before the step"])
+def test_state_that_is_given_to_a_weight_that_had_none(mesh: DeviceMesh, fields: dict[str, Any], at: str) -> None:
+    plain, offloaded = pair(mesh, policy_of(fields, bucket_bytes=1 << 16, staging_bytes=1 << 20), net=gated_net)
+    for loop in (plain, offloaded):
+        loop.train(5)
+        loop.model.blocks[0].uses_gate = True
+        if at == "before the forward":
+            give_state(loop)
+        loss = loop.model(loop.batch(77))
+        if at == "before the backward":
+            give_state(loop)
+        loss.backward()
+        if at == "before the step":
+            give_state(loop)
+            if loop is offloaded and fields.get("update") == "backward":
+                with pytest.raises(RuntimeError, match=r"optimizer\.state has changed since then"):
+                    loop.step()
+                return
+        loop.step()
+        loop.train(2, first=6)
+    assert same(plain, offloaded)
+
+
 @EVERY_POLICY
 def test_an_evaluation_before_the_first_step(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
     """It leaves the root gathered, with weights from before that step: the next forward uses them, as without us."""
@@ -554,6 +603,24 @@ def test_state_that_comes_to_stay_on_the_device(mesh: DeviceMesh, fields: dict[s
     assert same(plain.train(4, first=8), offloaded.train(4, first=8))
     times = offloaded.optimizer.offload_report()  # type: ignore[attr-defined]
     assert times.loaded_bytes < times.host_state_bytes * 1.2
+
+
+@EVERY_POLICY
+def test_staging_goes_where_less_state_passes_through_it(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(transfer, "_links", {})  # staging of our own
+    plain, offloaded = pair(mesh, policy_of(fields, staging_bytes=1 << 20))
+    engine = vars(offloaded.optimizer)["_offload_engine"].engine
+    for first, params in ((0, offloaded.model.extra.parameters()), (4, offloaded.model.parameters())):
+        plain.train(4, first=first)
+        offloaded.train(4, first=first)
+        keep = {n for n in engine.steps.buckets_of(params) if engine._pipeline.buckets[n].copies}
+        engine.keep_on_device(keep, offloaded.optimizer.state.unwaited)
+        there = sum(block.memory.numel() for block in engine._link._ring.values())
+        assert there == offloaded.optimizer.offload_report().ring_bytes  # type: ignore[attr-defined]
+    assert there == 0
+    assert same(plain.train(4, first=8), offloaded.train(4, first=8))
 
 
 def test_auto_says_what_it_has_chosen(mesh: DeviceMesh) -> None:

@@ -157,6 +157,37 @@ def test_memory_of_parameters_that_are_exchanged_again_and_again_does_not_grow()
     assert optimizer.state[new]["step"].item() == 40
 
 
+def divide_group(optimizer: optim.Optimizer) -> None:
+    first = optimizer.param_groups[0]
+    optimizer.param_groups.append({**first, "params": [first["params"].pop()], "lr": 0.1})
+
+
+def join_groups(optimizer: optim.Optimizer) -> None:
+    first, second = optimizer.param_groups
+    first["params"] += second["params"]
+    del optimizer.param_groups[1]
+
+
+def move_between_groups(optimizer: optim.Optimizer) -> None:
+    first, second = optimizer.param_groups
+    second["params"].insert(0, first["params"].pop())
+
+
+@pytest.mark.parametrize(
+    "edits",
+    [[divide_group], [divide_group, move_between_groups], [divide_group, join_groups]],
+    ids=["divided", "moved", "joined"],
+)
+def test_groups_that_are_divided_elsewhere(edits: list[Callable[[optim.Optimizer], None]]) -> None:
+    """All parameters come in the same order as before, but not in the same groups."""
+    pair = make_pair(Twins, adamw)
+    pair.train(2)
+    for edit in edits:
+        for run in pair:
+            edit(run.optimizer)
+        pair.train(2)
+
+
 # Copies --------------------------------------------------------------------------------------------------------------
 
 COPIES: dict[str, Callable[[Any], Any]] = {
