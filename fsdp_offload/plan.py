@@ -113,7 +113,7 @@ class Plan:
         self.spare_bytes = 0
         self.ring = RingBlocks(())
         self.resident_bytes = 0
-        self._ring_limit_bytes = policy.ring_bytes
+        self._passing_limit_bytes: int | None = None  # of what comes and goes, once it is known
         # One block, or blocks for one large bucket each. Smaller ones would take up more of the memory of activations,
         # each of which is an allocation of its own, but no bucket would fit into them.
         self._comes_and_goes = policy.staging_bytes == "auto"
@@ -336,31 +336,38 @@ class Plan:
         """Choose the blocks of the ring. Where in it a bucket passes through depends on the order of each step."""
         moving = [number for number, staged in enumerate(self._staged) if staged.copies]
         nbytes = [self._buckets[number].bucket.nbytes for number in moving]
-        ring_bytes = min(sum(nbytes), max([self._ring_limit_bytes, *nbytes])) if nbytes else 0
-        blocks = divide_ring(nbytes, ring_bytes, self._block_bytes)
-        lasting = len(blocks)
-        if self._comes_and_goes:
-            # These cost memory at the peak of the device, to which the others add nothing.
-            lasting = bisect_right(list(accumulate(blocks)), sum(nbytes) // _LASTING_SHARE)
-        self.ring = RingBlocks(blocks, lasting)
+        self.ring = self._ring_for(nbytes, self._policy.ring_bytes)
+        if self._passing_limit_bytes is not None:
+            limit_bytes = self.ring.lasting_bytes + self._passing_limit_bytes
+            self.ring = self._ring_for(nbytes, limit_bytes)
+            excess_bytes = self.ring.passing_bytes - self._passing_limit_bytes
+            if excess_bytes > 0:  # blocks that are cut to all buckets are smaller, those that last as well
+                self.ring = self._ring_for(nbytes, limit_bytes - excess_bytes)
         for number in moving:
             self._staged[number].place(Placement(0, self._buckets[number].bucket.nbytes))
 
-    def places_for(self, order: Sequence[int], last: int) -> dict[int, Placement]:
+    def _ring_for(self, bucket_nbytes: Sequence[int], limit_bytes: int) -> RingBlocks:
+        if not bucket_nbytes:
+            return RingBlocks(())
+        ring_bytes = min(sum(bucket_nbytes), max([limit_bytes, *bucket_nbytes]))
+        blocks = divide_ring(bucket_nbytes, ring_bytes, self._block_bytes)
+        if not self._comes_and_goes:
+            return RingBlocks(blocks, len(blocks))
+        # These cost memory at the peak of the device, to which the others add nothing.
+        return RingBlocks(blocks, bisect_right(list(accumulate(blocks)), sum(bucket_nbytes) // _LASTING_SHARE))
+
+    def places_for(self, order: Sequence[int], behind_backward: int | None = None) -> dict[int, Placement]:
         """A place in the ring for each bucket that moves, in the order of a step; see :func:`place_in_ring`."""
         moving = [number for number in order if self._staged[number].copies]
         nbytes = [self._buckets[number].bucket.nbytes for number in moving]
-        last_moving = sum(bool(self._staged[number].copies) for number in order[len(order) - last :])
-        return dict(zip(moving, place_in_ring(nbytes, self.ring, last_moving), strict=True))
+        if behind_backward is not None:
+            behind_backward = sum(bool(self._staged[n].copies) for n in order[len(order) - behind_backward :])
+        return dict(zip(moving, place_in_ring(nbytes, self.ring, behind_backward), strict=True))
 
     def resize_ring(self, passing_bytes: int) -> None:
         """Let the ring have, beside the blocks that last, at most so much in others. Nothing is moving."""
-        self._ring_limit_bytes = self.ring.lasting_bytes + passing_bytes
+        self._passing_limit_bytes = passing_bytes
         self._place()
-        excess_bytes = self.ring.passing_bytes - passing_bytes
-        if excess_bytes > 0:  # blocks that are cut to all buckets are smaller, those that last as well
-            self._ring_limit_bytes -= excess_bytes
-            self._place()
 
     @property
     def ring_bytes(self) -> int:

@@ -21,10 +21,11 @@ from .shards import StateShard
 from .transfer import Mark
 from .update import StateStore
 
-_MEASURED_STEPS = (2, 4, 6, 8)
+_MEASURED_STEPS = (2, 5, 8)
 """The first step creates the state, and moves half of what later ones do. When gradients become final is measured in
 the second, which updates nothing in its backward; what has to stay on the device, in the later ones. After a measured
-step comes another that is not: what is concluded at its beginning waits for the device, so the host issues it late."""
+step come two others: what is concluded in the backward of the first waits for the device, so the host issues it late,
+and what is then to stay on the device makes the second one begin in ``step()``."""
 
 _TOLERANCE = 0.01
 """Of the time that all transfers take: less of a wait is not worth any memory."""

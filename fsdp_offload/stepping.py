@@ -140,7 +140,7 @@ class Stepping:
         """Note where a logical step starts, and take up its schedule; ``early``: before ``step()`` is called."""
         self.wait_for_all()  # the gradients of the last step are let go
         begun = BegunStep(Shadow(self._cls), *self._start(optimizer, kwargs), len(optimizer.param_groups), steps)
-        self._take_up(steps, last=self._behind_the_backward(steps) if early else 0)
+        self._take_up(steps, self._behind_backward(steps) if early and self._policy.update == "backward" else None)
         if early:
             # Updates write state where it is, on the device or on the host, which counts as well.
             offloaded = [shard for shard in self._plan.shards.values() if not shard.resident and not shard.on_host]
@@ -276,12 +276,9 @@ class Stepping:
             position = {number: at for at, number in enumerate(self.backward_order)}
         return tuple(sorted(steps, key=lambda step: position.get(step.bucket, len(position))))
 
-    def _behind_the_backward(self, steps: Sequence[BucketStep]) -> int:
-        """How many of the last of these wait for more than their gradients: transfers take longer than the backward.
-
-        They pass while the next forward runs, which needs the staging that comes and goes for its activations.
-        """
-        if self._policy.update != "backward" or not self.backward_order:
+    def _behind_backward(self, steps: Sequence[BucketStep]) -> int:
+        """How many of the last of these wait for more than their gradients: transfers take longer than the backward."""
+        if not self.backward_order:
             return 0
         final_last, order = self.backward_order[-1], [step.bucket for step in steps]
         return len(order) - 1 - order.index(final_last) if final_last in order else 0
@@ -422,12 +419,12 @@ class Stepping:
             own_read_only=self._policy.updates_beside_compute,
         )
 
-    def _take_up(self, steps: tuple[BucketStep, ...], last: int = 0) -> None:
-        known = steps, last
+    def _take_up(self, steps: tuple[BucketStep, ...], behind_backward: int | None = None) -> None:
+        known = steps, behind_backward
         if known not in self._schedules:
             if len(self._schedules) >= _KEPT_SCHEDULES:
                 self._schedules.clear()
-            places = self._plan.places_for([step.bucket for step in steps], last)
+            places = self._plan.places_for([step.bucket for step in steps], behind_backward)
             self._schedules[known] = build_schedule(steps, places), places
         self._pipeline.begin(*self._schedules[known], self._plan.ring)
 

@@ -65,17 +65,30 @@ def test_a_block_that_is_too_small_is_passed_over() -> None:
     assert place_in_ring([10, 20, 20, 10], ring_of(20, 10, 20)) == [(0, 10, 0), (0, 20, 2), (0, 20, 0), (0, 10, 1)]
 
 
-def test_the_last_ones_go_round_in_the_blocks_that_last() -> None:
-    ring = ring_of(10, 10, 10, 10, lasting=2)
-    blocks = [place.block for place in place_in_ring([10] * 9, ring, last=4)]
-    assert blocks == [0, 1, 2, 3, 0, 1, 0, 1, 0]  # behind the one that was used last
-    assert [place.block for place in place_in_ring([10] * 4, ring, last=4)] == [1, 0, 1, 0]
-    assert place_in_ring([4] * 9, ring, last=4)[5:] == [(0, 4, 0), (4, 4, 0), (0, 4, 1), (4, 4, 1)]
-    for lasting in (0, 4):
-        ring = ring_of(10, 10, 10, 10, lasting=lasting)
-        assert place_in_ring([10] * 9, ring, last=4) == place_in_ring([10] * 9, ring)
-    # Larger than any of them: the first block is as large as the largest bucket.
-    assert place_in_ring([5, 15, 5, 15], ring_of(15, 5, 10, lasting=2), last=2)[2:] == [(0, 5, 1), (0, 15, 0)]
+def test_what_is_loaded_ahead_of_the_last_gradients_has_blocks_for_itself() -> None:
+    def blocks(count: int, lasting: int, behind_backward: int | None) -> list[int]:
+        ring = ring_of(*[10] * 7, lasting=lasting)
+        return [place.block for place in place_in_ring([10] * count, ring, behind_backward)]
+
+    assert blocks(9, 4, None) == [0, 1, 2, 3, 4, 5, 6, 0, 1]
+    assert blocks(9, 4, 0) == [0, 1, 2, 3, 0, 1, 4, 5, 6]
+    assert blocks(9, 4, 3) == [0, 1, 2, 4, 5, 6, 3, 0, 1]  # behind the one that was used last
+    assert blocks(2, 4, 0) == [4, 5]
+    assert blocks(5, 4, 5) == [0, 1, 2, 3, 0]
+    # Three to go round in, if not so many last; what is left for after the backward has to do with those.
+    assert blocks(9, 2, 3) == [0, 1, 3, 4, 5, 6, 0, 1, 0]
+    assert blocks(9, 0, 2) == [0, 1, 2, 3, 4, 5, 6, 0, 1]
+    for behind_backward in (0, 4, None):
+        assert blocks(9, 7, behind_backward) == [0, 1, 2, 3, 4, 5, 6, 0, 1]  # none comes and goes
+
+
+def test_buckets_of_several_sizes_beside_those_that_are_loaded_ahead() -> None:
+    ring = ring_of(15, 10, 10, 10, 10, lasting=3)
+    assert place_in_ring([5, 5, 15, 4, 4, 4, 9, 5, 15], ring, 2) == [
+        *[(0, 5, 0), (5, 5, 0), (0, 15, 0), (0, 4, 1)],  # the large one is larger than any other block
+        *[(0, 4, 3), (4, 4, 3), (0, 9, 4)],
+        *[(0, 5, 2), (0, 15, 0)],
+    ]
 
 
 def test_blocks_are_cut_to_the_buckets_where_all_have_a_place() -> None:
@@ -242,11 +255,20 @@ class Case:
     """Buckets in a ring, and the ones that a step updates."""
 
     def __init__(
-        self, sizes: list[int], ring_bytes: int, block_bytes: int, steps: list[BucketStep], resident: set[int]
+        self,
+        sizes: list[int],
+        ring_bytes: int,
+        block_bytes: int,
+        steps: list[BucketStep],
+        resident: set[int],
+        lasting: int,
+        behind_backward: int | None,
     ) -> None:
         placed = [number for number in range(len(sizes)) if number not in resident]
         blocks = divide_ring(sizes, max(ring_bytes, *sizes), block_bytes)
-        ring = place_in_ring([sizes[number] for number in placed], ring_of(*blocks))
+        behind = None if behind_backward is None else min(behind_backward, len(placed))
+        nbytes = [sizes[number] for number in placed]
+        ring = place_in_ring(nbytes, ring_of(*blocks, lasting=min(lasting, len(blocks))), behind)
         self.placements = dict(zip(placed, ring, strict=True))
         self.steps = steps
         self.actions = build_schedule(steps, self.placements)
@@ -266,7 +288,9 @@ def cases(draw: st.DrawFn) -> Case:
         for number, load in zip(active, loaded, strict=True)
     ]
     steps.sort(key=lambda step: (step.store, step.bucket))
-    return Case(sizes, draw(st.integers(1, 30)), draw(st.just(30) | st.integers(1, 15)), steps, resident)
+    ring_bytes, block_bytes = draw(st.integers(1, 30)), draw(st.just(30) | st.integers(1, 15))
+    lasting, behind_backward = draw(st.integers(0, 4)), draw(st.none() | st.integers(0, 7))
+    return Case(sizes, ring_bytes, block_bytes, steps, resident, lasting, behind_backward)
 
 
 @quick
