@@ -228,7 +228,7 @@ class Elastic:
 def _why_none_passes(engine: Engine) -> str:
     """Why staging that comes and goes would do harm; empty if not. Waits for the device."""
     last = engine.iteration.last()
-    if engine.policy.update != "backward" or engine.plan.ring.lasting > 1 or last is None:
+    if engine.policy.update != "backward" or last is None:
         return ""
     times = engine.step_times()
     moving_ms = max(times.load_ms, times.store_ms)
@@ -237,10 +237,12 @@ def _why_none_passes(engine: Engine) -> str:
 
 
 def why_not_behind_backward(moving_ms: float, backward_ms: float) -> str:
-    """Why no more staging is of use where updates run in the backward, and none of it lasts; empty if it is.
+    """Why no more staging is of use where updates run in the backward; empty if it is.
 
     What has not passed when the backward ends has to pass in the forward. There, staging that comes and goes has to be
-    given back, for which the forward waits, while through a few blocks that last the rest passes beside it.
+    given back first, for which the forward waits, while through a fixed ring the rest passes beside it. Measured on an
+    H200 with transfers of 216 ms: with a backward of 148 ms, 1.1 GB that come and go cost 20 ms over 0.4 GB that stay;
+    with one of 291 ms they save 14 ms. Nor does it help that what is left goes round in blocks that stay.
     """
     if moving_ms <= backward_ms:
         return ""

@@ -356,13 +356,11 @@ class Plan:
         # These cost memory at the peak of the device, to which the others add nothing.
         return RingBlocks(blocks, bisect_right(list(accumulate(blocks)), sum(bucket_nbytes) // _LASTING_SHARE))
 
-    def places_for(self, order: Sequence[int], behind_backward: int | None = None) -> dict[int, Placement]:
-        """A place in the ring for each bucket that moves, in the order of a step; see :func:`place_in_ring`."""
+    def places_for(self, order: Iterable[int]) -> dict[int, Placement]:
+        """A place in the ring for each bucket that moves, in the order of a step."""
         moving = [number for number in order if self._staged[number].copies]
         nbytes = [self._buckets[number].bucket.nbytes for number in moving]
-        if behind_backward is not None:
-            behind_backward = sum(bool(self._staged[n].copies) for n in order[len(order) - behind_backward :])
-        return dict(zip(moving, place_in_ring(nbytes, self.ring, behind_backward), strict=True))
+        return dict(zip(moving, place_in_ring(nbytes, self.ring.nbytes), strict=True))
 
     def resize_ring(self, passing_bytes: int) -> None:
         """Let the ring have, beside the blocks that last, at most so much in others. Nothing is moving."""

@@ -8,6 +8,7 @@ Marks on the compute stream cost nothing; reading them waits for the device, whi
 measured. What is concluded is applied between two steps.
 """
 
+import math
 from collections.abc import Container, Mapping, Sequence
 
 import torch
@@ -137,12 +138,14 @@ class Rehearsal:
             assert self._step_began is not None
             update_ms = 0.0 if final_ms else sum(one.update_ms for one in times.values())
             wanted_ms = [engine.ms_since_begin(self._step_began) + update_ms] * len(groups)
+        last = engine.iteration.last()
         return IterationTimes(
             groups=groups,
             wanted_ms=wanted_ms,
             updated_ms={number: one.updated_ms for number, one in times.items()},
             move_ms={number: one.move_ms for number, one in times.items()},
             final_ms=final_ms,
+            busy_ms=math.inf if last is None else last.ms - last.stalled_ms,
         )
 
     def _choose(self, engine: Engine, iteration: IterationTimes) -> None:

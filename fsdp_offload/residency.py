@@ -2,9 +2,11 @@
 
 An iteration is measured with everything passing through: when each bucket was updated, when the next forward wanted the
 parameters of each group, and so how long it stood still. Then the same iteration is computed with the state of the
-first groups kept on the device, which a forward needs first: one group more each time, until nothing stands still.
+first groups kept on the device, which a forward needs first: one group more each time, until nothing stands still and
+the link has time to spare.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -22,6 +24,7 @@ class IterationTimes:
         updated_ms: when each bucket had been updated.
         move_ms: how long the link was busy with each bucket.
         final_ms: when each bucket's gradients were final; empty where all updates come after the backward.
+        busy_ms: how long the model computed in the iteration, without the time in which it stood still.
     """
 
     groups: Sequence[AbstractSet[int]]
@@ -29,6 +32,7 @@ class IterationTimes:
     updated_ms: Mapping[int, float]
     move_ms: Mapping[int, float]
     final_ms: Mapping[int, float]
+    busy_ms: float = math.inf
 
     @property
     def stall_ms(self) -> float:
@@ -42,6 +46,11 @@ class IterationTimes:
             wanted.append(at_ms - lost_ms)
             lost_ms += max(0.0, _latest(buckets, self.updated_ms) - at_ms)
         return wanted
+
+
+_LINK_SHARE = 0.75
+"""Of the time in which the model computes. A busier link shows, although nothing waits for it in this arithmetic: what
+comes a little late makes what follows late as well."""
 
 
 def groups_to_keep(times: IterationTimes, tolerance_ms: float) -> tuple[int, float]:
@@ -64,7 +73,9 @@ def groups_to_keep(times: IterationTimes, tolerance_ms: float) -> tuple[int, flo
     stall_ms = 0.0
     for kept in range(len(times.groups) + 1):
         stall_ms = _stall_ms(times.groups, wanted_ms, _updated_ms(times, range(kept), slower))
-        if stall_ms <= tolerance_ms:
+        moved = set().union(*times.groups[kept:])
+        moving_ms = sum(times.move_ms.get(bucket, 0.0) for bucket in moved)
+        if stall_ms <= tolerance_ms and moving_ms <= _LINK_SHARE * times.busy_ms:
             return kept, stall_ms
     return len(times.groups), stall_ms
 

@@ -105,70 +105,22 @@ def divide_ring(bucket_nbytes: Sequence[int], ring_bytes: int, block_bytes: int)
     return (first_bytes, *(block_bytes,) * ((ring_bytes - first_bytes) // block_bytes))
 
 
-def place_in_ring(
-    bucket_nbytes: Sequence[int], blocks: RingBlocks, behind_backward: int | None = None
-) -> list[Placement]:
+def place_in_ring(bucket_nbytes: Sequence[int], block_nbytes: Sequence[int]) -> list[Placement]:
     """Give each bucket a place in a ring of these blocks, one behind the other, round and round.
 
     In the order of a step: neighbours in it then pass beside each other, whatever their numbers. A block without enough
     room is passed over. A bucket larger than every block starts at 0; the first block then has to be as large.
-
-    Args:
-        bucket_nbytes: of the buckets.
-        blocks: of the ring.
-        behind_backward: where a backward updates, how many of the last buckets it leaves for after it. Blocks that come
-            and go are then for those right before these, the last whose gradients become final: they can be there ahead
-            of these, late in the backward, where there is room. All others go round in the blocks that last, or the
-            first ones: the rest of the backward does not wait for room, nor the next forward for what it leaves.
     """
-    every = range(len(blocks.nbytes))
-    if behind_backward is None or blocks.lasting == len(every):
-        return _round_and_round(bucket_nbytes, blocks.nbytes, every)
-    first = every[: max(blocks.lasting, _FEWEST_BLOCKS)]
-    until = len(bucket_nbytes) - behind_backward
-    since = until
-    while since > 0 and _fit_side_by_side(bucket_nbytes[since - 1 : until], blocks.nbytes[len(first) :]):
-        since -= 1
-    before = _round_and_round(bucket_nbytes[:since], blocks.nbytes, first)
-    ahead = _round_and_round(bucket_nbytes[since:until], blocks.nbytes, every[len(first) :])
-    lasting = every[: blocks.lasting] if blocks.lasting else first
-    following = before[-1].block + 1 if before else 0
-    lasting_in_turn = [*lasting[following:], *lasting[:following]]
-    return before + ahead + _round_and_round(bucket_nbytes[until:], blocks.nbytes, lasting_in_turn)
-
-
-_FEWEST_BLOCKS = 3
-"""With fewer, a load, an update and a store cannot run beside each other."""
-
-
-def _round_and_round(
-    bucket_nbytes: Sequence[int], block_nbytes: Sequence[int], usable: Sequence[int]
-) -> list[Placement]:
-    """In the ``usable`` ones of these blocks, in this order."""
     placements = []
-    turn = cursor = 0
+    block = cursor = 0
     for nbytes in bucket_nbytes:
-        if cursor + nbytes > block_nbytes[usable[turn]]:
-            following = (*range(turn + 1, len(usable)), *range(turn + 1))
-            fitting = [turn for turn in following if nbytes <= block_nbytes[usable[turn]]]
-            turn = fitting[0] if fitting else usable.index(0)
+        if cursor + nbytes > block_nbytes[block]:
+            following = (*range(block + 1, len(block_nbytes)), *range(block + 1))
+            block = next((number for number in following if nbytes <= block_nbytes[number]), 0)
             cursor = 0
-        placements.append(Placement(cursor, nbytes, usable[turn]))
+        placements.append(Placement(cursor, nbytes, block))
         cursor += nbytes
     return placements
-
-
-def _fit_side_by_side(bucket_nbytes: Sequence[int], block_nbytes: Sequence[int]) -> bool:
-    """Whether these blocks have room for all of these buckets, in order, at once."""
-    left = iter(block_nbytes)
-    room = 0
-    for nbytes in bucket_nbytes:
-        while room < nbytes:
-            room = next(left, -1)
-            if room < 0:
-                return False
-        room -= nbytes
-    return True
 
 
 def build_schedule(steps: Sequence[BucketStep], placements: Mapping[int, Placement]) -> list[Action]:

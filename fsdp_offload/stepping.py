@@ -104,7 +104,7 @@ class Stepping:
         self._lending = lending
         self._link = link
         self._bound: dict[int, tuple[Placement | None, Tensor | None, list[BoundRange]]] = {}
-        self._schedules: dict[tuple[object, ...], tuple[list[Action], dict[int, Placement]]] = {}
+        self._schedules: dict[tuple[BucketStep, ...], tuple[list[Action], dict[int, Placement]]] = {}
         self._held: dict[int, list[tuple[Tensor, Tensor | None, BegunStep]]] = {}  # by bucket: what updates still read
 
     @property
@@ -140,7 +140,7 @@ class Stepping:
         """Note where a logical step starts, and take up its schedule; ``early``: before ``step()`` is called."""
         self.wait_for_all()  # the gradients of the last step are let go
         begun = BegunStep(Shadow(self._cls), *self._start(optimizer, kwargs), len(optimizer.param_groups), steps)
-        self._take_up(steps, self._behind_backward(steps) if early and self._policy.update == "backward" else None)
+        self._take_up(steps)
         if early:
             # Updates write state where it is, on the device or on the host, which counts as well.
             offloaded = [shard for shard in self._plan.shards.values() if not shard.resident and not shard.on_host]
@@ -275,13 +275,6 @@ class Stepping:
             # Each order keeps the ranges of a parameter in order; a mixture would not.
             position = {number: at for at, number in enumerate(self.backward_order)}
         return tuple(sorted(steps, key=lambda step: position.get(step.bucket, len(position))))
-
-    def _behind_backward(self, steps: Sequence[BucketStep]) -> int:
-        """How many of the last of these wait for more than their gradients: transfers take longer than the backward."""
-        if not self.backward_order:
-            return 0
-        final_last, order = self.backward_order[-1], [step.bucket for step in steps]
-        return len(order) - 1 - order.index(final_last) if final_last in order else 0
 
     def spend(self, begun: BegunStep) -> None:
         """Put gradients out of reach of which nothing is left to be used."""
@@ -419,14 +412,13 @@ class Stepping:
             own_read_only=self._policy.updates_beside_compute,
         )
 
-    def _take_up(self, steps: tuple[BucketStep, ...], behind_backward: int | None = None) -> None:
-        known = steps, behind_backward
-        if known not in self._schedules:
+    def _take_up(self, steps: tuple[BucketStep, ...]) -> None:
+        if steps not in self._schedules:
             if len(self._schedules) >= _KEPT_SCHEDULES:
                 self._schedules.clear()
-            places = self._plan.places_for([step.bucket for step in steps], behind_backward)
-            self._schedules[known] = build_schedule(steps, places), places
-        self._pipeline.begin(*self._schedules[known], self._plan.ring)
+            places = self._plan.places_for(step.bucket for step in steps)
+            self._schedules[steps] = build_schedule(steps, places), places
+        self._pipeline.begin(*self._schedules[steps], self._plan.ring)
 
     def forget_bound(self) -> None:
         """Resident state has other homes from now on."""

@@ -149,17 +149,17 @@ def test_staging_that_is_always_there_is_loaded_when_a_forward_ends(
     plain, loop = pair(mesh, policy_of({"update": "backward"}))
     other = Loop(mesh, adamw, OffloadPolicy(**SIZES)) if kinds == "not-alone" else None
     for each in (plain, loop):
-        each.train(5)
+        each.train(4)
     steps = vars(loop.optimizer)["_offload_engine"].engine.steps
     if kinds == "away":
         loop.optimizer.offload_states()
         loop.optimizer.release_states()
     with torch.set_grad_enabled(kinds != "without-gradients"):
-        loop.model(loop.batch(5))
+        loop.model(loop.batch(4))
     assert (steps.begun is not None and steps.begun.ahead) == (kinds == "alone")
     for each in (plain, loop):
         each.model.reshard()
-        each.train(4, first=5)
+        each.train(4, first=4)
     assert same(plain, loop)
     del other
 

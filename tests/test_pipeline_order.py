@@ -256,7 +256,6 @@ class Shape(NamedTuple):
         beside_compute: updates have a stream of their own.
         overlap_forward: nobody waits for them when a step ends.
         lasting: how many blocks of the ring stay when others are given back.
-        behind_backward: as in :func:`place_in_ring`.
     """
 
     sizes: tuple[int, ...]
@@ -266,7 +265,6 @@ class Shape(NamedTuple):
     beside_compute: bool = False
     overlap_forward: bool = False
     lasting: int = 0
-    behind_backward: int | None = None
 
 
 @dataclass
@@ -337,8 +335,7 @@ class Optimizer:
     def _places_for(self, order: Iterable[int]) -> dict[int, Placement]:
         order = list(order)
         nbytes = [self._shape.sizes[number] for number in order]
-        behind = None if self._shape.behind_backward is None else min(self._shape.behind_backward, len(order))
-        return dict(zip(order, place_in_ring(nbytes, self._blocks, behind), strict=True))
+        return dict(zip(order, place_in_ring(nbytes, self._blocks.nbytes), strict=True))
 
     def have_room(self, nbytes: int) -> None:
         """For so much of the ring in the next backwards."""
@@ -531,7 +528,6 @@ shapes = st.builds(
     st.booleans(),
     st.booleans(),
     st.integers(0, 3),
-    st.none() | st.integers(0, 3),
 )
 a_bucket = st.integers(0, _BUCKETS - 1)
 everything = st.permutations(range(_BUCKETS)).map(tuple)
@@ -655,7 +651,7 @@ def places_by_number_in_a_schedule_by_order(patch: Patch) -> None:
         self: Pipeline, actions: Sequence[Action], places: Mapping[int, Placement], blocks: RingBlocks
     ) -> None:
         if id(places) not in by_number:
-            found = place_in_ring([places[number].nbytes for number in sorted(places)], blocks)
+            found = place_in_ring([places[number].nbytes for number in sorted(places)], blocks.nbytes)
             by_number[id(places)] = places, dict(zip(sorted(places), found, strict=True))
         begin(self, actions, by_number[id(places)][1], blocks)
 

@@ -1,5 +1,7 @@
 """How much to keep on the device: against hand-made iterations, and against computing the iteration anew."""
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -44,6 +46,14 @@ def test_in_the_backward_only_what_neither_of_them_hides_is_kept() -> None:
     assert times.stall_ms > 40  # in backward order
     kept, _ = groups_to_keep(times, tolerance_ms=2.0)
     assert kept <= 3
+
+
+def test_a_link_that_is_always_busy_gets_time_to_spare() -> None:
+    times = replace(iteration(20, move_ms=10.0, layer_ms=3.0, final_every_ms=7.5), busy_ms=210.0)
+    kept, stall_ms = groups_to_keep(times, tolerance_ms=2.0)
+    assert 10.0 * (20 - kept) <= 0.75 * 210.0 < 10.0 * (20 - kept + 1)
+    assert stall_ms <= 2.0
+    assert groups_to_keep(replace(times, busy_ms=0.0), tolerance_ms=2.0)[0] == 20
 
 
 def test_without_measurements_nothing_is_kept() -> None:

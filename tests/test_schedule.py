@@ -11,7 +11,6 @@ from fsdp_offload.schedule import (
     Action,
     BucketStep,
     Placement,
-    RingBlocks,
     Wait,
     build_schedule,
     check_schedule,
@@ -25,7 +24,7 @@ Placements = dict[int, Placement]
 
 
 def places(*nbytes: int, ring_bytes: int) -> Placements:
-    return dict(enumerate(place_in_ring(nbytes, ring_of(ring_bytes))))
+    return dict(enumerate(place_in_ring(nbytes, [ring_bytes])))
 
 
 def schedule(*steps: str, placements: Placements) -> str:
@@ -39,56 +38,26 @@ def schedule(*steps: str, placements: Placements) -> str:
     return format_schedule(actions)
 
 
-def ring_of(*block_nbytes: int, lasting: int = 0) -> RingBlocks:
-    return RingBlocks(block_nbytes, lasting)
-
-
 # The ring ------------------------------------------------------------------------------------------------------------
 
 
 def test_buckets_lie_in_the_ring_one_behind_the_other_round_and_round() -> None:
-    assert place_in_ring([10, 10, 10, 5], ring_of(30)) == [(0, 10, 0), (10, 10, 0), (20, 10, 0), (0, 5, 0)]
-    assert place_in_ring([20, 20, 5], ring_of(30)) == [(0, 20, 0), (0, 20, 0), (20, 5, 0)]
+    assert place_in_ring([10, 10, 10, 5], [30]) == [(0, 10, 0), (10, 10, 0), (20, 10, 0), (0, 5, 0)]
+    assert place_in_ring([20, 20, 5], [30]) == [(0, 20, 0), (0, 20, 0), (20, 5, 0)]
 
 
 def test_a_bucket_as_large_as_the_ring_or_larger_begins_at_its_start() -> None:
-    assert place_in_ring([5, 30, 5], ring_of(30)) == [(0, 5, 0), (0, 30, 0), (0, 5, 0)]
-    assert place_in_ring([5, 40, 5], ring_of(30)) == [(0, 5, 0), (0, 40, 0), (0, 5, 0)]
+    assert place_in_ring([5, 30, 5], [30]) == [(0, 5, 0), (0, 30, 0), (0, 5, 0)]
+    assert place_in_ring([5, 40, 5], [30]) == [(0, 5, 0), (0, 40, 0), (0, 5, 0)]
 
 
 def test_no_bucket_lies_across_the_border_of_two_blocks() -> None:
-    found = place_in_ring([10, 5, 10, 20, 5], ring_of(15, 20))
+    found = place_in_ring([10, 5, 10, 20, 5], [15, 20])
     assert found == [(0, 10, 0), (10, 5, 0), (0, 10, 1), (0, 20, 1), (0, 5, 0)]
 
 
 def test_a_block_that_is_too_small_is_passed_over() -> None:
-    assert place_in_ring([10, 20, 20, 10], ring_of(20, 10, 20)) == [(0, 10, 0), (0, 20, 2), (0, 20, 0), (0, 10, 1)]
-
-
-def test_what_is_loaded_ahead_of_the_last_gradients_has_blocks_for_itself() -> None:
-    def blocks(count: int, lasting: int, behind_backward: int | None) -> list[int]:
-        ring = ring_of(*[10] * 7, lasting=lasting)
-        return [place.block for place in place_in_ring([10] * count, ring, behind_backward)]
-
-    assert blocks(9, 4, None) == [0, 1, 2, 3, 4, 5, 6, 0, 1]
-    assert blocks(9, 4, 0) == [0, 1, 2, 3, 0, 1, 4, 5, 6]
-    assert blocks(9, 4, 3) == [0, 1, 2, 4, 5, 6, 3, 0, 1]  # behind the one that was used last
-    assert blocks(2, 4, 0) == [4, 5]
-    assert blocks(5, 4, 5) == [0, 1, 2, 3, 0]
-    # Three to go round in, if not so many last; what is left for after the backward has to do with those.
-    assert blocks(9, 2, 3) == [0, 1, 3, 4, 5, 6, 0, 1, 0]
-    assert blocks(9, 0, 2) == [0, 1, 2, 3, 4, 5, 6, 0, 1]
-    for behind_backward in (0, 4, None):
-        assert blocks(9, 7, behind_backward) == [0, 1, 2, 3, 4, 5, 6, 0, 1]  # none comes and goes
-
-
-def test_buckets_of_several_sizes_beside_those_that_are_loaded_ahead() -> None:
-    ring = ring_of(15, 10, 10, 10, 10, lasting=3)
-    assert place_in_ring([5, 5, 15, 4, 4, 4, 9, 5, 15], ring, 2) == [
-        *[(0, 5, 0), (5, 5, 0), (0, 15, 0), (0, 4, 1)],  # the large one is larger than any other block
-        *[(0, 4, 3), (4, 4, 3), (0, 9, 4)],
-        *[(0, 5, 2), (0, 15, 0)],
-    ]
+    assert place_in_ring([10, 20, 20, 10], [20, 10, 20]) == [(0, 10, 0), (0, 20, 2), (0, 20, 0), (0, 10, 1)]
 
 
 def test_blocks_are_cut_to_the_buckets_where_all_have_a_place() -> None:
@@ -102,7 +71,7 @@ def test_small_buckets_pass_beside_large_ones_where_not_all_have_a_place() -> No
     blocks = divide_ring(sizes, 1400, 320)
     assert blocks == (330,) * 4
     for order in (sizes, sizes[1:], sizes[::-1]):
-        large = [place.block for place in place_in_ring(order, ring_of(*blocks)) if place.nbytes == 320]
+        large = [place.block for place in place_in_ring(order, blocks) if place.nbytes == 320]
         assert len(set(large[:4])) == len(set(large[4:8])) == 4
 
 
@@ -121,10 +90,10 @@ def test_any_bucket_has_a_place_within_one_block(
     assert all(block <= max(block_bytes + 1, *sizes) for block in blocks)
     if ring_bytes == sum(sizes):
         assert sum(blocks) == ring_bytes
-        found = place_in_ring(sizes, ring_of(*blocks))
+        found = place_in_ring(sizes, blocks)
         assert not any(one.overlaps(other) for one, other in itertools.combinations(found, 2))
     shuffle.shuffle(sizes)
-    for place in place_in_ring(sizes, ring_of(*blocks)):
+    for place in place_in_ring(sizes, blocks):
         assert 0 <= place.offset <= place.offset + place.nbytes <= blocks[place.block]
 
 
@@ -137,7 +106,7 @@ def test_placements_overlap_when_they_share_a_byte() -> None:
 
 def test_neighbours_in_a_step_pass_beside_each_other_whatever_their_numbers() -> None:
     order = [3, 7, 11, 15]  # with places by number, in a ring of four, each would wait for the one before it
-    placements = dict(zip(order, place_in_ring([10] * 4, ring_of(40)), strict=True))
+    placements = dict(zip(order, place_in_ring([10] * 4, [40]), strict=True))
     text = schedule("3", "7", "11", "15", placements=placements)
     assert text.startswith("L3<S3' L7<S7' L11<S11' L15<S15' U3<L3")
 
@@ -255,20 +224,11 @@ class Case:
     """Buckets in a ring, and the ones that a step updates."""
 
     def __init__(
-        self,
-        sizes: list[int],
-        ring_bytes: int,
-        block_bytes: int,
-        steps: list[BucketStep],
-        resident: set[int],
-        lasting: int,
-        behind_backward: int | None,
+        self, sizes: list[int], ring_bytes: int, block_bytes: int, steps: list[BucketStep], resident: set[int]
     ) -> None:
         placed = [number for number in range(len(sizes)) if number not in resident]
         blocks = divide_ring(sizes, max(ring_bytes, *sizes), block_bytes)
-        behind = None if behind_backward is None else min(behind_backward, len(placed))
-        nbytes = [sizes[number] for number in placed]
-        ring = place_in_ring(nbytes, ring_of(*blocks, lasting=min(lasting, len(blocks))), behind)
+        ring = place_in_ring([sizes[number] for number in placed], blocks)
         self.placements = dict(zip(placed, ring, strict=True))
         self.steps = steps
         self.actions = build_schedule(steps, self.placements)
@@ -288,9 +248,7 @@ def cases(draw: st.DrawFn) -> Case:
         for number, load in zip(active, loaded, strict=True)
     ]
     steps.sort(key=lambda step: (step.store, step.bucket))
-    ring_bytes, block_bytes = draw(st.integers(1, 30)), draw(st.just(30) | st.integers(1, 15))
-    lasting, behind_backward = draw(st.integers(0, 4)), draw(st.none() | st.integers(0, 7))
-    return Case(sizes, ring_bytes, block_bytes, steps, resident, lasting, behind_backward)
+    return Case(sizes, draw(st.integers(1, 30)), draw(st.just(30) | st.integers(1, 15)), steps, resident)
 
 
 @quick
