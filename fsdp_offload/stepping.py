@@ -195,6 +195,10 @@ class Stepping:
             with self._link.in_use:  # another thread's optimizer may want a larger ring
                 self._pipeline.advance(update, may_update, room_bytes)
         except BaseException as error:
+            if begun.moving is None:  # no update has begun: whatever it was, no room for the ring say, nothing is lost
+                self._pipeline.cancel()
+                self.begun = None
+                raise
             stored = self._pipeline.stored(begun.done)
             moved = [shard for shard in begun.moving or () if stored.issuperset(shard.buckets)]
             self._lending.settle(moved, begun.steps, states)

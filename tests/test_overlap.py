@@ -175,6 +175,41 @@ def test_what_is_kept_is_computed_on_one_clock(mesh: DeviceMesh, monkeypatch: py
         assert 0 < min(times.final_ms.values()) <= min(times.updated_ms.values())
 
 
+@pytest.mark.parametrize("staging", ["fixed", "auto"])
+@EVERY_POLICY
+def test_no_room_for_staging_loses_nothing(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], staging: str
+) -> None:
+    """Released, it has to be taken again, and there is no room for once: the step can be taken later."""
+    if staging == "auto" and not fields.keys() & {"prefetch", "update"}:
+        fields = {**fields, "prefetch": "backward"}
+    monkeypatch.setattr(transfer, "_links", {})
+    policy = policy_of(fields, **({"staging_bytes": "auto"} if staging == "auto" else {}))
+    plain, loop = pair(mesh, policy)
+    plain.train(8)
+    loop.train(4)
+    engine = vars(loop.optimizer)["_offload_engine"].engine
+    loop.optimizer.offload_states()
+    loop.optimizer.release_states()
+
+    def full(self: transfer.DeviceLink, number: int, nbytes: int, user: int) -> transfer.Block:
+        raise torch.OutOfMemoryError("full")
+
+    if not policy.uses_backward:
+        loop.backward(4)
+    with monkeypatch.context() as patch:
+        patch.setattr(transfer.DeviceLink, "block", full)
+        with pytest.raises(torch.OutOfMemoryError):
+            loop.optimizer.reload_states() if policy.uses_backward else loop.step()
+    assert not engine.steps.failure
+    assert engine.steps.begun is None
+    if policy.uses_backward:
+        loop.backward(4)
+    loop.step()
+    loop.train(3, first=5)
+    assert same(plain, loop)
+
+
 @EVERY_POLICY
 @pytest.mark.parametrize("host_fraction", [0.0, 0.5])
 def test_updates_come_after_the_hyperparameters_that_are_copied_for_them(

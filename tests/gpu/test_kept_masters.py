@@ -114,7 +114,8 @@ def test_attaching_late_frees_the_state(kind: str, device: torch.device) -> None
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     optimizer.step()
-    offload_optimizer(optimizer, model=model, policy=OffloadPolicy(**POLICY, master_weights=kind))
+    policy = OffloadPolicy(**POLICY, master_weights=kind)
+    offload_optimizer(optimizer, model=model, policy=policy)
     gc.collect()
-    assert torch.cuda.memory_allocated() - before < 2 * MIB  # counters only
+    assert torch.cuda.memory_allocated() - before < policy.ring_bytes + 2 * MIB  # counters only
     optimizer.step()
