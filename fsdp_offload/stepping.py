@@ -195,7 +195,8 @@ class Stepping:
             with self._link.in_use:  # another thread's optimizer may want a larger ring
                 self._pipeline.advance(update, may_update, room_bytes)
         except BaseException as error:
-            if begun.moving is None:  # no update has begun: whatever it was, no room for the ring say, nothing is lost
+            if begun.moving is None and not begun.done:
+                # No update has begun: whatever it was, no room for the ring say, nothing is lost.
                 self._pipeline.cancel()
                 self.begun = None
                 raise

@@ -175,6 +175,25 @@ def test_what_is_kept_is_computed_on_one_clock(mesh: DeviceMesh, monkeypatch: py
         assert 0 < min(times.final_ms.values()) <= min(times.updated_ms.values())
 
 
+def test_a_failure_before_the_rest_is_updated_is_one(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some has been updated in the backward, and for what it had not known of there is no room."""
+    loop = Loop(mesh, adamw, policy_of({"update": "backward"})).train(4)
+    loop.backward(4)
+    steps, states = engine_of(loop.optimizer).steps, loop.optimizer.state.unwaited
+    begun = steps.begun
+    assert begun.done
+    steps.go_on(begun, begun.steps[:1])
+
+    def full(self: Pipeline, *args: Any) -> bool:
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(Pipeline, "_enter", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        steps.advance(begun, states)
+    with pytest.raises(RuntimeError, match="an earlier step"):
+        loop.optimizer.step()
+
+
 @pytest.mark.parametrize("staging", ["fixed", "auto"])
 @EVERY_POLICY
 def test_no_room_for_staging_loses_nothing(
