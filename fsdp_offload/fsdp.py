@@ -319,6 +319,12 @@ def sharding_groups(model: nn.Module) -> list[ShardingGroup]:
     return [ShardingGroup(group) for group in _param_groups(model)]
 
 
+def runs_in_backward() -> bool:
+    """Whether autograd is at work in this thread: what is computed now is computed again."""
+    graph_task = getattr(torch._C, "_current_graph_task_id", None)  # torch 2.11 to 2.13
+    return graph_task is not None and graph_task() != -1
+
+
 def unsupported_gradient(param: Tensor, grad: Tensor) -> str | None:
     """Why ``grad`` cannot be used shard by shard, or ``None``."""
     if isinstance(param, DTensor) and isinstance(grad, DTensor) and grad._spec is param._spec:

@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .elastic import Elastic
 from .engine import Engine
-from .fsdp import sharding_groups
+from .fsdp import runs_in_backward, sharding_groups
 from .guard import Guard
 from .host_update import LastJobs
 from .policy import OffloadPolicy
@@ -153,6 +153,8 @@ class Overlap:
     def _before_use(self, number: int, in_backward: bool) -> None:
         engine = self._engine()
         if engine is not None and not in_backward:
+            if engine.policy.update == "backward" and runs_in_backward():
+                engine.steps.refuse_recomputation(self._groups[number].params)
             self._in_backward = False
             self._rehearsal.wanted(engine, number)
             self._elastic.before_use(engine, number)

@@ -307,6 +307,22 @@ class Stepping:
             "in the first steps); use update='step', or one step for each backward."
         )
 
+    def refuse_recomputation(self, params: Iterable[Tensor]) -> None:
+        """A backward is about to compute again what it has updated already: a block that was used twice, checkpointed.
+
+        Raises:
+            RuntimeError: it has updated some of ``params``.
+        """
+        if self.begun is None or self.buckets_of(params).isdisjoint(self.begun.done):
+            return
+        self.drop()
+        self.failure = "a backward computed a block again whose parameters it had updated already"
+        raise RuntimeError(
+            "activation checkpointing of a block that runs twice before one backward, with "
+            "OffloadPolicy(update='backward'): it is computed again with parameters that have been updated since. Use "
+            "update='step', use_reentrant=False, or one backward for each forward."
+        )
+
     def resume(
         self, optimizer: Optimizer, states: StateStore, kwargs: Mapping[str, Any], *, same_groups: bool
     ) -> BegunStep | None:

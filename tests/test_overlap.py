@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 from fsdp_offload import OffloadPolicy, offload_optimizer, remove_offload, stepping, transfer
 from fsdp_offload.engine import engine_of
@@ -162,6 +163,57 @@ def test_staging_that_is_always_there_is_loaded_when_a_forward_ends(
         each.train(4, first=4)
     assert same(plain, loop)
     del other
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@EVERY_POLICY
+def test_checkpointed_blocks_that_run_twice_before_a_backward(
+    mesh: DeviceMesh, fields: dict[str, Any], use_reentrant: bool
+) -> None:
+    """What is computed again must be what it was; else it is refused."""
+
+    class Checkpointed(Net):
+        def forward(self, tokens: torch.Tensor, *, extra: bool = True) -> torch.Tensor:
+            x = self.embed(tokens)
+            for block in (*self.blocks, *([self.extra] if extra else [])):
+                x = checkpoint(block, x, use_reentrant=use_reentrant)
+            return self.head(x).float().logsumexp(-1).mean()
+
+    def backward_of_two(loop: Loop) -> None:
+        loop.optimizer.zero_grad()
+        (loop.model(loop.batch(6)) + loop.model(loop.batch(7))).backward()
+
+    plain, loop = pair(mesh, policy_of(fields), net=Checkpointed)
+    for each in (plain, loop):
+        each.train(6)
+    backward_of_two(plain)
+    if fields.get("update") == "backward" and use_reentrant:
+        with pytest.raises(RuntimeError, match="runs twice before one backward"):
+            backward_of_two(loop)
+        with pytest.raises(RuntimeError, match="computed a block again"):
+            loop.optimizer.step()
+        return
+    backward_of_two(loop)
+    for each in (plain, loop):
+        each.step()
+        each.train(3, first=8)
+    assert same(plain, loop)
+
+
+def test_a_checkpointed_block_that_a_forward_uses_twice(mesh: DeviceMesh) -> None:
+    """FSDP2 reduces its gradients before it is computed again for its first use, and not after that."""
+
+    class Checkpointed(Net):
+        def forward(self, tokens: torch.Tensor, *, extra: bool = True) -> torch.Tensor:
+            x = self.embed(tokens)
+            for block in (*self.blocks, self.extra, self.extra):
+                x = checkpoint(block, x, use_reentrant=True)
+            return self.head(x).float().logsumexp(-1).mean()
+
+    with pytest.raises(RuntimeError, match="runs twice before one backward"):
+        Loop(mesh, adamw, policy_of({"update": "backward"}), net=Checkpointed).train(8)
+    plain, loop = pair(mesh, policy_of({"prefetch": "backward", "overlap_forward": True}), net=Checkpointed)
+    assert same(plain.train(8), loop.train(8))
 
 
 def test_what_is_kept_is_computed_on_one_clock(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
