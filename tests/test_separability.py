@@ -162,11 +162,13 @@ def test_another_optimizer_needs_a_larger_ring(monkeypatch: pytest.MonkeyPatch) 
     """They share one: what the first has loaded into it, or bound its state to, is no longer there."""
     monkeypatch.setattr(transfer, "_links", {})  # where no other test has left a larger one
     adamw = partial(optim.AdamW, lr=0.02)
-    pairs = [make_pair(Zoo, adamw, policy=OffloadPolicy(bucket_bytes=2048, staging_bytes=n << 11)) for n in (3, 9)]
-    pairs[0].train(3)
+    small, large = (OffloadPolicy(bucket_bytes=2048, staging_bytes=n << 11) for n in (3, 9))
+    first = make_pair(Zoo, adamw, policy=small)
+    first.train(3)
     link = transfer.device_link(torch.device("cpu"))
     before_bytes = link._ring[0].memory.numel()
-    for _ in range(3):
-        for pair in pairs:
-            pair.train(1)
+    second = make_pair(Zoo, adamw, policy=large)
     assert link._ring[0].memory.numel() > before_bytes
+    for _ in range(3):
+        for pair in (first, second):
+            pair.train(1)
