@@ -227,8 +227,8 @@ class Elastic:
 
 def _why_none_passes(engine: Engine) -> str:
     """Why staging that comes and goes would do harm; empty if not. Waits for the device."""
-    last = engine.iteration.last()
-    if engine.policy.update != "backward" or last is None:
+    last = engine.iteration.last() if engine.policy.update == "backward" else None
+    if last is None:
         return ""
     times = engine.step_times()
     moving_ms = max(times.load_ms, times.store_ms)

@@ -176,8 +176,7 @@ class Pipeline:
         with self._link.in_use:
             self._link.changes_hands(self.number)  # a block that has to grow loses what others have loaded into it
             for block, nbytes in enumerate(blocks.nbytes):
-                if self.ring.enter(block, nbytes, self.wait_on_current):
-                    self._drop_views({block})
+                self._enter_block(block, nbytes)
 
     def give_back_ring(self, keep_bytes: int | None = None) -> set[int]:
         """Free blocks of the ring: all, or those that come and go until ``keep_bytes`` of them are left.
@@ -324,9 +323,12 @@ class Pipeline:
         is_new = block not in self.ring and not self.ring.lasts(block)
         if is_new and self.ring.passing_bytes + nbytes > room_bytes:
             return False
+        self._enter_block(block, nbytes)
+        return True
+
+    def _enter_block(self, block: int, nbytes: int) -> None:
         if self.ring.enter(block, nbytes, self.wait_on_current):
             self._drop_views({block})
-        return True
 
     def finish(self) -> None:
         """The whole schedule has been issued."""

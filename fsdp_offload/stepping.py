@@ -11,7 +11,7 @@ What is left unfinished by an exception is noted in :attr:`Stepping.failure`.
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -299,12 +299,11 @@ class Stepping:
         """
         if self.begun is None or not self.begun.done:
             return
-        self.drop()
-        self.failure = "a backward came after the one whose gradients had been updated with already"
-        raise RuntimeError(
+        self._refuse(
+            "a backward came after the one whose gradients had been updated with already",
             "a second backward before step(), with OffloadPolicy(update='backward'): parameters have been updated with "
             "the gradients of the first one. The number of backwards before each step must not change (it was learnt "
-            "in the first steps); use update='step', or one step for each backward."
+            "in the first steps); use update='step', or one step for each backward.",
         )
 
     def refuse_recomputation(self, params: Iterable[Tensor]) -> None:
@@ -315,13 +314,18 @@ class Stepping:
         """
         if self.begun is None or self.buckets_of(params).isdisjoint(self.begun.done):
             return
-        self.drop()
-        self.failure = "a backward computed a block again whose parameters it had updated already"
-        raise RuntimeError(
+        self._refuse(
+            "a backward computed a block again whose parameters it had updated already",
             "activation checkpointing of a block that runs twice before one backward, with "
             "OffloadPolicy(update='backward'): it is computed again with parameters that have been updated since. Use "
-            "update='step', use_reentrant=False, or one backward for each forward."
+            "update='step', use_reentrant=False, or one backward for each forward.",
         )
+
+    def _refuse(self, failure: str, message: str) -> NoReturn:
+        """Give up what has begun, of which parameters have been updated with something else than was meant."""
+        self.drop()
+        self.failure = failure
+        raise RuntimeError(message)
 
     def resume(
         self, optimizer: Optimizer, states: StateStore, kwargs: Mapping[str, Any], *, same_groups: bool
@@ -363,11 +367,10 @@ class Stepping:
                     problem = f"{self._names.get(param, 'a parameter')} has been written since then"
         self._restore_gradients(begun)
         if problem:
-            self.drop()
-            self.failure = f"the update began in the backward, and {problem}"
-            raise RuntimeError(
+            self._refuse(
+                f"the update began in the backward, and {problem}",
                 f"step(), with OffloadPolicy(update='backward'): parameters have been updated in the backward, and "
-                f"{problem}. Use update='step' for a loop that does this."
+                f"{problem}. Use update='step' for a loop that does this.",
             )
         return begun
 
@@ -383,10 +386,11 @@ class Stepping:
             for name, home in shard.homes.items():
                 leaves = [leaf._version for leaf in shard.home_leaves[name]]
                 found.append(state.get(name) is home and (version_of(home), leaves))
+        done = set(begun.done)
         for shard in begun.without_state:
             state = states.get(shard.param)
             # Only an update may have made some by now.
-            made = not state or not set(begun.done).isdisjoint(shard.buckets)
+            made = not state or not done.isdisjoint(shard.buckets)
             homes = shard.homes
             found.append(made and all(state.get(name) is None or state[name] is homes[name] for name in homes))
         return found

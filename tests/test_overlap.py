@@ -4,7 +4,8 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -165,6 +166,20 @@ def test_staging_that_is_always_there_is_loaded_when_a_forward_ends(
     del other
 
 
+class Checkpointed(Net):
+    """All blocks are computed again in the backward, and behind them those named ``behind``."""
+
+    def __init__(self, behind: tuple[str, ...], use_reentrant: bool) -> None:
+        super().__init__()
+        self._behind, self._use_reentrant = behind, use_reentrant
+
+    def forward(self, tokens: Tensor, *, extra: bool = True) -> Tensor:
+        x = self.embed(tokens)
+        for block in (*self.blocks, *(getattr(self, name) for name in self._behind)):
+            x = checkpoint(block, x, use_reentrant=self._use_reentrant)
+        return self.head(x).float().logsumexp(-1).mean()
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @EVERY_POLICY
 def test_checkpointed_blocks_that_run_twice_before_a_backward(
@@ -172,18 +187,11 @@ def test_checkpointed_blocks_that_run_twice_before_a_backward(
 ) -> None:
     """What is computed again must be what it was; else it is refused."""
 
-    class Checkpointed(Net):
-        def forward(self, tokens: torch.Tensor, *, extra: bool = True) -> torch.Tensor:
-            x = self.embed(tokens)
-            for block in (*self.blocks, *([self.extra] if extra else [])):
-                x = checkpoint(block, x, use_reentrant=use_reentrant)
-            return self.head(x).float().logsumexp(-1).mean()
-
     def backward_of_two(loop: Loop) -> None:
         loop.optimizer.zero_grad()
         (loop.model(loop.batch(6)) + loop.model(loop.batch(7))).backward()
 
-    plain, loop = pair(mesh, policy_of(fields), net=Checkpointed)
+    plain, loop = pair(mesh, policy_of(fields), net=partial(Checkpointed, ("extra",), use_reentrant))
     for each in (plain, loop):
         each.train(6)
     backward_of_two(plain)
@@ -202,17 +210,10 @@ def test_checkpointed_blocks_that_run_twice_before_a_backward(
 
 def test_a_checkpointed_block_that_a_forward_uses_twice(mesh: DeviceMesh) -> None:
     """FSDP2 reduces its gradients before it is computed again for its first use, and not after that."""
-
-    class Checkpointed(Net):
-        def forward(self, tokens: torch.Tensor, *, extra: bool = True) -> torch.Tensor:
-            x = self.embed(tokens)
-            for block in (*self.blocks, self.extra, self.extra):
-                x = checkpoint(block, x, use_reentrant=True)
-            return self.head(x).float().logsumexp(-1).mean()
-
+    twice = partial(Checkpointed, ("extra", "extra"), use_reentrant=True)
     with pytest.raises(RuntimeError, match="runs twice before one backward"):
-        Loop(mesh, adamw, policy_of({"update": "backward"}), net=Checkpointed).train(8)
-    plain, loop = pair(mesh, policy_of({"prefetch": "backward", "overlap_forward": True}), net=Checkpointed)
+        Loop(mesh, adamw, policy_of({"update": "backward"}), net=twice).train(8)
+    plain, loop = pair(mesh, policy_of({"prefetch": "backward", "overlap_forward": True}), net=twice)
     assert same(plain.train(8), loop.train(8))
 
 
@@ -227,6 +228,10 @@ def test_what_is_kept_is_computed_on_one_clock(mesh: DeviceMesh, monkeypatch: py
         assert 0 < min(times.final_ms.values()) <= min(times.updated_ms.values())
 
 
+def no_room(*_: object) -> NoReturn:
+    raise torch.OutOfMemoryError("full")
+
+
 def test_a_failure_before_the_rest_is_updated_is_one(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some has been updated in the backward, and for what it had not known of there is no room."""
     loop = Loop(mesh, adamw, policy_of({"update": "backward"})).train(4)
@@ -236,10 +241,7 @@ def test_a_failure_before_the_rest_is_updated_is_one(mesh: DeviceMesh, monkeypat
     assert begun.done
     steps.go_on(begun, begun.steps[:1])
 
-    def full(self: Pipeline, *args: Any) -> bool:
-        raise torch.OutOfMemoryError("full")
-
-    monkeypatch.setattr(Pipeline, "_enter", full)
+    monkeypatch.setattr(Pipeline, "_enter", no_room)
     with pytest.raises(torch.OutOfMemoryError):
         steps.advance(begun, states)
     with pytest.raises(RuntimeError, match="an earlier step"):
@@ -263,13 +265,10 @@ def test_no_room_for_staging_loses_nothing(
     loop.optimizer.offload_states()
     loop.optimizer.release_states()
 
-    def full(self: transfer.DeviceLink, number: int, nbytes: int, user: int) -> transfer.Block:
-        raise torch.OutOfMemoryError("full")
-
     if not policy.uses_backward:
         loop.backward(4)
     with monkeypatch.context() as patch:
-        patch.setattr(transfer.DeviceLink, "block", full)
+        patch.setattr(transfer.DeviceLink, "block", no_room)
         with pytest.raises(torch.OutOfMemoryError):
             loop.optimizer.reload_states() if policy.uses_backward else loop.step()
     assert not engine.steps.failure
