@@ -284,11 +284,6 @@ class Engine:
             self.steps.give_back_ring(keep_bytes)
 
     @property
-    def has_staging_alone(self) -> bool:
-        """Whether no other offloaded optimizer uses this device's staging memory."""
-        return self._link.users == 1
-
-    @property
     def has_all_staging(self) -> bool:
         """Whether all of the staging memory is there."""
         return self._pipeline.ring.nbytes >= self.plan.ring_bytes

@@ -1,8 +1,7 @@
 """Where a model's forward and backward meet the engine: who waits for which parameters, and when gradients are final.
 
     forward:   a group of fully_shard is gathered ──▶ its stream waits for the updates of that group's buckets
-               the last group's turn comes ──▶ loads begin, as far as staging that is always there reaches
-    backward:  it begins ──▶ loads go on, into staging that is there for the backward
+    backward:  it begins ──▶ loads begin, into staging that is there for the backward
                a group's gradients are reduced ──▶ updates begin, once the last reduction before step() is
 
 How many reductions of a group come before a step (micro-batches, a module that is used several times) is learnt in the
@@ -61,7 +60,6 @@ class Overlap:
         self._expected: list[int] = []  # the most in any of these
         self._all_new = True
         self._in_backward = False  # since the last forward
-        self._used = self._used_last = -1  # the group that a forward came to last; and before the last backward
         self._order: list[int] = []  # groups by their last reduction
         self._final: set[Tensor] = set()
         params = [group.params for group in self._groups]
@@ -164,27 +162,10 @@ class Overlap:
                 self._backward_begins(engine)
         self._before_gather(number, None)
         self._unguard.pop(number, _nothing)()
-        if engine is not None and not in_backward and torch.is_grad_enabled():
-            self._used = number
-            if number == self._used_last:
-                self._forward_ends(engine)
-
-    def _forward_ends(self, engine: Engine) -> None:
-        """Its last group is about to run: all others are new, and staging that is always there waits for a backward.
-
-        Earlier, the loads would make the forward wait for updates that later groups need. What the device does between
-        the last group and the first gradients, the loss of a language model above all, takes a while.
-        """
-        optimizer = self._optimizer()
-        if optimizer is None or not engine.policy.uses_backward or not any(self._expected):
-            return
-        # What others would use next is not taken from them, and what has been sent away comes back when it has to.
-        if engine.has_staging_alone and not engine.phases.away and not self._rehearsal.is_to_conclude:
-            engine.load_ahead(optimizer, self._get_states(optimizer), room_bytes=0)
 
     def _backward_begins(self, engine: Engine) -> None:
         """Ahead of the first gradients of a backward; unless nothing is gathered in it."""
-        self._in_backward, self._used_last = True, self._used
+        self._in_backward = True
         optimizer = self._optimizer()
         if optimizer is None or not engine.policy.uses_backward:
             return

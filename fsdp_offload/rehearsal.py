@@ -89,11 +89,6 @@ class Rehearsal:
         if not self._measured and number not in self._wanted:
             self._wanted[number] = engine.mark()
 
-    @property
-    def is_to_conclude(self) -> bool:
-        """Whether the times of the last step are still to be read, before another begins."""
-        return not self._measured
-
     def conclude(self, engine: Engine) -> None:
         """The iteration after the measured step is over, up to its first gradients. Waits for the device."""
         if self._measured:

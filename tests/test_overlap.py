@@ -142,30 +142,6 @@ def test_loads_begin_ahead_of_the_first_gradients(
     assert same(Loop(mesh, adamw, None, micro_batches=micro_batches).train(6), loop)
 
 
-@pytest.mark.parametrize("kinds", ["not-alone", "alone", "away", "without-gradients"])
-def test_staging_that_is_always_there_is_loaded_when_a_forward_ends(
-    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, kinds: str
-) -> None:
-    """If nobody else uses it, nothing has been sent away, and a backward is to come."""
-    monkeypatch.setattr(transfer, "_links", {})  # optimizers of other tests may still be there
-    plain, loop = pair(mesh, policy_of({"update": "backward"}))
-    other = Loop(mesh, adamw, OffloadPolicy(**SIZES)) if kinds == "not-alone" else None
-    for each in (plain, loop):
-        each.train(4)
-    steps = vars(loop.optimizer)["_offload_engine"].engine.steps
-    if kinds == "away":
-        loop.optimizer.offload_states()
-        loop.optimizer.release_states()
-    with torch.set_grad_enabled(kinds != "without-gradients"):
-        loop.model(loop.batch(4))
-    assert (steps.begun is not None and steps.begun.ahead) == (kinds == "alone")
-    for each in (plain, loop):
-        each.model.reshard()
-        each.train(4, first=4)
-    assert same(plain, loop)
-    del other
-
-
 class Checkpointed(Net):
     """All blocks are computed again in the backward, and behind them those named ``behind``."""
 
