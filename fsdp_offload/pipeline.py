@@ -8,7 +8,7 @@ State that the optimizer creates in a step has nothing to load and goes from *ho
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
@@ -20,7 +20,7 @@ from .host_update import HostUpdates
 from .iteration import IterationMarks
 from .ring import Ring
 from .schedule import Action, Kind, Placement, RingBlocks
-from .transfer import DeviceLink, Lane, Mark, recorded, wait_on
+from .transfer import Copy, DeviceLink, Lane, Mark, pieces_of, recorded, wait_on
 
 
 class Residency(Enum):
@@ -55,7 +55,7 @@ class StagedBucket:
     copies: Sequence[tuple[Tensor, int]]
     store_copies: Callable[[], Sequence[tuple[Tensor, int]]] | None = None
     residency: Residency = Residency.HOME
-    slot_views: list[Tensor] = field(default_factory=list)  # of the ring, one for each copy
+    pieces: list[Copy] = field(default_factory=list)  # of the copies, from a home to the ring
 
     @property
     def copied_bytes(self) -> int:
@@ -66,7 +66,7 @@ class StagedBucket:
         """Pass through another place of the ring from now on."""
         if placement != self.placement:
             self.placement = placement
-            self.slot_views = []
+            self.pieces = []
 
     def move_to(self, residency: Residency) -> None:
         """Note where the newest bytes are now."""
@@ -75,11 +75,16 @@ class StagedBucket:
 
 
 class Span:
-    """When an action began and ended, on its lane."""
+    """When an action began and ended, on its lane.
+
+    Attributes:
+        awaited: the streams that have been made to wait for the end (of an update only).
+    """
 
     def __init__(self) -> None:
         self.begin: Mark | None = None
         self.end: Mark | None = None
+        self.awaited: set[int] = set()
 
     def ms(self) -> float:
         """Duration in milliseconds; waits for the action to finish."""
@@ -174,7 +179,9 @@ class Pipeline:
         """
         self.ring.keep_first(blocks.lasting)
         with self._link.in_use:
-            self._link.changes_hands(self.number)  # a block that has to grow loses what others have loaded into it
+            # A block that has to grow loses what others have loaded into it.
+            if self._link.changes_hands(self.number):
+                self._take_ring_back()
             for block, nbytes in enumerate(blocks.nbytes):
                 self._enter_block(block, nbytes)
 
@@ -191,13 +198,13 @@ class Pipeline:
             return set()
         with self.iteration.waiting():
             gone = self.ring.give_back_all() if keep_bytes is None else self.ring.give_back(keep_bytes)
-        self._drop_views(gone)
+        self._drop_pieces(gone)
         return gone
 
-    def _drop_views(self, blocks: Container[int]) -> None:
+    def _drop_pieces(self, blocks: Container[int]) -> None:
         for bucket in self.buckets:
-            if bucket.slot_views and bucket.placement is not None and bucket.placement.block in blocks:
-                bucket.slot_views = []
+            if bucket.pieces and bucket.placement is not None and bucket.placement.block in blocks:
+                bucket.pieces = []
 
     def block_of(self, number: int) -> Tensor | None:
         """The memory of the block in which the slot of a bucket is, within its update."""
@@ -328,7 +335,7 @@ class Pipeline:
 
     def _enter_block(self, block: int, nbytes: int) -> None:
         if self.ring.enter(block, nbytes, self.wait_on_current):
-            self._drop_views({block})
+            self._drop_pieces({block})
 
     def finish(self) -> None:
         """The whole schedule has been issued."""
@@ -390,6 +397,14 @@ class Pipeline:
         if self.host is None:
             self._unseen.clear()
 
+    def to_wait_for(self, numbers: Collection[int], stream: torch.Stream | None = None) -> Collection[int]:
+        """Those of these buckets for whose last update ``stream`` (``None``: the current one) has not waited yet."""
+        if self.host is not None:
+            return numbers
+        key, unseen = self._link.key_of(stream), self._unseen if stream is None else ()
+        spans = ((number, self._spans.get(("U", number))) for number in numbers)
+        return [n for n, span in spans if span is not None and (key not in span.awaited or n in unseen)]
+
     def wait_updated(self, number: int, stream: torch.Stream | None = None) -> None:
         """Let what follows on ``stream`` (``None``: the current one) start only after the last update of a bucket."""
         if stream is None:
@@ -401,9 +416,10 @@ class Pipeline:
         span = self._spans.get(("U", number))
         if span is not None and span.end is not None:
             wait_on(stream, self._lanes["C"], span.end)
+            span.awaited.add(self._link.key_of(stream))
 
     def _issue(self, action: Action, update: Callable[[int], None]) -> None:
-        lane = self._lanes[action.kind]
+        lane, bucket = self._lanes[action.kind], self.buckets[action.bucket]
         for wait in action.waits:
             if wait.bucket in self._skipped and wait.kind == "S" and not wait.earlier:
                 # This store is not coming, and its last one was in an earlier step. It stood for all stores before it,
@@ -414,31 +430,35 @@ class Pipeline:
             if awaited is not None and awaited.end is not None:
                 lane.wait(awaited.end)
         if action.kind == "U":
-            self._wait_before_update(self.buckets[action.bucket], lane)
-            if lane is not self._lanes["C"] and self._creates(self.buckets[action.bucket]):
+            self._wait_before_update(bucket, lane)
+            if lane is not self._lanes["C"] and self._creates(bucket):
                 # Memory that is taken on the updates' own stream stays in that stream's pool of torch's allocator, and
                 # an optimizer takes as much as the bucket is large, once. On the current stream it is free for all.
                 lane = self._after(lane, self._lanes["C"])
         span = self._spans.setdefault((action.kind, action.bucket), Span())
+        span.awaited.clear()
         # A trace then reads like the schedule.
-        with recorded(f"fsdp_offload {action.kind}{action.bucket}"), lane.running():
+        with recorded(f"fsdp_offload {action.kind}{action.bucket}"):
             span.begin = lane.mark(span.begin)
             if action.kind == "L":
-                self._load(self.buckets[action.bucket], lane)
+                self._load(bucket, lane)
             elif action.kind == "S":
-                self._store(self.buckets[action.bucket], lane)
+                self._store(bucket, lane)
             else:
-                update(action.bucket)
-                if self._beside_compute:
-                    self._unseen.add(action.bucket)
-                if self.buckets[action.bucket].placement is not None:
-                    self.buckets[action.bucket].move_to(Residency.IN_SLOT)
+                self._update(bucket, action.bucket, lane, update)
             span.end = lane.mark(span.end)
         if lane is not self._lanes[action.kind]:
             self._after(lane, self._lanes[action.kind])  # for whose work others wait
-        placement = self.buckets[action.bucket].placement
-        if placement is not None:
-            self.ring.note_use(placement.block, lane if lane is not self._lanes["C"] else None, span.end)
+        if bucket.placement is not None:
+            self.ring.note_use(bucket.placement.block, lane if lane is not self._lanes["C"] else None, span.end)
+
+    def _update(self, bucket: StagedBucket, number: int, lane: Lane, update: Callable[[int], None]) -> None:
+        with lane.running():
+            update(number)
+        if self._beside_compute:
+            self._unseen.add(number)
+        if bucket.placement is not None:
+            bucket.move_to(Residency.IN_SLOT)
 
     @staticmethod
     def _after(lane: Lane, other: Lane) -> Lane:
@@ -461,29 +481,23 @@ class Pipeline:
         return bucket.placement is not None and bucket.residency is not Residency.LOADING
 
     def _load(self, bucket: StagedBucket, lane: Lane) -> None:
-        for (home, _), slot in zip(bucket.copies, self._slots(bucket), strict=True):
-            lane.copy(slot, home)
+        lane.copy_pieces((slot, home) for home, slot in self._pieces(bucket))
         bucket.move_to(Residency.LOADING)
 
     def _store(self, bucket: StagedBucket, lane: Lane) -> None:
-        if bucket.store_copies is None:
-            copies, slots = bucket.copies, self._slots(bucket)
-        else:
-            copies = bucket.store_copies()
-            slots = self._slot_views(bucket, copies)
-        for (home, _), slot in zip(copies, slots, strict=True):
-            lane.copy(home, slot)
+        pieces = self._pieces(bucket) if bucket.store_copies is None else self._cut(bucket, bucket.store_copies())
+        lane.copy_pieces(pieces)
         bucket.move_to(Residency.STORING)
 
-    def _slots(self, bucket: StagedBucket) -> list[Tensor]:
-        if not bucket.slot_views and bucket.copies:
-            bucket.slot_views = self._slot_views(bucket, bucket.copies)
-        return bucket.slot_views
+    def _pieces(self, bucket: StagedBucket) -> list[Copy]:
+        if not bucket.pieces and bucket.copies:
+            bucket.pieces = self._cut(bucket, bucket.copies)
+        return bucket.pieces
 
-    def _slot_views(self, bucket: StagedBucket, copies: Sequence[tuple[Tensor, int]]) -> list[Tensor]:
+    def _cut(self, bucket: StagedBucket, copies: Sequence[tuple[Tensor, int]]) -> list[Copy]:
         assert bucket.placement is not None
         begin, memory = bucket.placement.offset, self.ring.memory(bucket.placement.block)
-        return [memory[begin + offset : begin + offset + home.numel()] for home, offset in copies]
+        return pieces_of([(home, memory[begin + at : begin + at + home.numel()]) for home, at in copies])
 
     def wait_home(self, number: int) -> None:
         """Block the host until the arena holds the newest bytes of this bucket: wait for its store, and no other."""

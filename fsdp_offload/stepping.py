@@ -9,7 +9,7 @@ What is left unfinished by an exception is noted in :attr:`Stepping.failure`.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -401,17 +401,17 @@ class Stepping:
         """The buckets in which the state of any of these is."""
         return {number for param in params if param in self._plan.shards for number in self._plan.shards[param].buckets}
 
-    def wait_for(self, buckets: Iterable[int], stream: torch.Stream | None = None) -> None:
+    def wait_for(self, buckets: Collection[int], stream: torch.Stream | None = None) -> None:
         """Let what follows on ``stream`` (``None``: the current one) see the parameters of these buckets new."""
+        buckets = self._pipeline.to_wait_for(buckets, stream)
         if stream is not None:
             for number in buckets:
                 self._pipeline.wait_updated(number, stream)
-            return
-        buckets = set(buckets)
-        with self._pipeline.waiting(buckets):
-            for number in buckets:
-                self._pipeline.wait_updated(number)
-                self._held.pop(number, None)
+        elif buckets:
+            with self._pipeline.waiting(buckets):
+                for number in buckets:
+                    self._pipeline.wait_updated(number)
+                    self._held.pop(number, None)
 
     def wait_for_all(self) -> None:
         """Let what follows on the current stream see all parameters and counters new."""

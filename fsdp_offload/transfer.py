@@ -14,14 +14,40 @@ to run beside a forward or a backward:
 The serial lanes run the same actions one by one on the current stream and wait for each: on the CPU, and to bisect.
 """
 
+import math
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+Copy = tuple[Tensor, Tensor]
+"""Target and source, both contiguous and of the same ``uint8`` shape ``(nbytes,)``."""
+
+PIECE_BYTES = 16 << 20
+"""Smaller pieces cost bandwidth (8 MiB: 5 %); larger ones hold up small copies of others for longer."""
+
+
+def pieces_of(copies: Sequence[Copy]) -> list[Copy]:
+    """Cut copies such that they fill as few turns of ``PIECE_BYTES`` as possible, all about equally."""
+    nbytes = sum(target.numel() for target, _ in copies)
+    turns = max(1, math.ceil(nbytes / PIECE_BYTES))
+    turn_bytes = left_bytes = min(PIECE_BYTES, math.ceil(nbytes / turns / _ALIGNED_BYTES) * _ALIGNED_BYTES)
+    pieces = []
+    for target, source in copies:
+        begin, end = 0, target.numel()
+        while begin < end:
+            until = min(end, begin + left_bytes)
+            pieces.append((target[begin:until], source[begin:until]))
+            left_bytes = left_bytes - (until - begin) or turn_bytes
+            begin = until
+    return pieces
+
+
+_ALIGNED_BYTES = 512
 
 
 class Mark(Protocol):
@@ -48,6 +74,9 @@ class Lane(Protocol):
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Copy ``source`` into ``target``, both contiguous and of the same ``uint8`` shape ``(nbytes,)``."""
+
+    def copy_pieces(self, pieces: Iterable[Copy]) -> None:
+        """The same for several that :func:`pieces_of` has cut, in order."""
 
     def copy_all(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         """Copy each source into its target, of the same shape and dtype, in one call; at least one of them."""
@@ -76,6 +105,30 @@ class StreamMark:
         return earlier.event.elapsed_time(self.event)
 
 
+def _current_stream(device: torch.device) -> torch.Stream:
+    return torch.accelerator.current_stream(device.index)  # a device would be looked up among all accelerators
+
+
+class _CurrentStream:
+    """A context in which a stream is the current one."""
+
+    # Not ``with stream``: that keeps what was current before in the stream, which other threads use as well.
+    __slots__ = ("_before", "_device", "_index", "_stream")
+
+    def __init__(self, device: torch.device, stream: torch.Stream) -> None:
+        self._device = device
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        self._index, self._before = torch.accelerator.current_device_index(), _current_stream(self._device)
+        torch.accelerator.set_stream(self._stream)
+
+    def __exit__(self, *_: object) -> None:
+        torch.accelerator.set_stream(self._before)
+        if self._index != self._device.index:
+            torch.accelerator.set_device_index(self._index)
+
+
 class StreamLane:
     """A lane on a stream of its own, or on the one that is current whenever it is used."""
 
@@ -85,38 +138,32 @@ class StreamLane:
 
     @property
     def _now(self) -> torch.Stream:
-        return self._stream if self._stream is not None else torch.accelerator.current_stream(self._device)
+        return self._stream if self._stream is not None else _current_stream(self._device)
 
     def wait(self, mark: Mark) -> None:
         """Order this lane's stream behind ``mark``; the host goes on."""
-        if isinstance(mark, EventMark):
+        if isinstance(mark, StreamMark):
+            self._now.wait_event(mark.event)
+        elif isinstance(mark, EventMark):
             # Not wait_event: torch.Stream's does nothing, without a word, for a torch.cuda.Event (2.11).
             with self.running():
                 mark.event.wait()
-        elif not isinstance(mark, HostMark):
-            assert isinstance(mark, StreamMark)
-            self._now.wait_event(mark.event)
+        else:
+            assert isinstance(mark, HostMark)
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
+    def running(self) -> AbstractContextManager[None]:
         """Make this lane's stream the current one."""
-        if self._stream is None:
-            yield
-            return
-        # Not ``with stream``: that keeps what was current before in the stream, which other threads use as well.
-        index, before = torch.accelerator.current_device_index(), torch.accelerator.current_stream(self._device)
-        torch.accelerator.set_stream(self._stream)
-        try:
-            yield
-        finally:
-            torch.accelerator.set_stream(before)
-            if index != self._device.index:
-                torch.accelerator.set_device_index(index)
+        return nullcontext() if self._stream is None else _CurrentStream(self._device, self._stream)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Issue a copy between the device and host memory; the host goes on where that is page-locked."""
+        self.copy_pieces([(target, source)])
+
+    def copy_pieces(self, pieces: Iterable[Copy]) -> None:
+        """Issue copies between the device and host memory; the host goes on where that is page-locked."""
         with self.running():
-            target.copy_(source, non_blocking=True)
+            for target, source in pieces:
+                target.copy_(source, non_blocking=True)
 
     def copy_all(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         """Issue copies; other threads may run meanwhile."""
@@ -145,20 +192,16 @@ class TurnsLane(StreamLane):
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Issue a copy in pieces."""
-        pieces = self._piece_nbytes(target.numel())
-        # One context around all of them: for the host, they are most of what there is to do for a large bucket.
-        with self.running():
-            for target_piece, source_piece in zip(target.split(pieces), source.split(pieces), strict=True):
-                if self._piece_bytes >= PIECE_BYTES:
-                    torch.accelerator.set_stream(self._take_turns())
-                target_piece.copy_(source_piece, non_blocking=True)
-                self._piece_bytes += target_piece.numel()
+        self.copy_pieces(pieces_of([(target, source)]))
 
-    def _piece_nbytes(self, nbytes: int) -> list[int]:
-        """What is left of this turn, then whole pieces, then the rest."""
-        first = min(nbytes, PIECE_BYTES - self._piece_bytes)
-        whole, rest = divmod(nbytes - first, PIECE_BYTES)
-        return [size for size in (first, *[PIECE_BYTES] * whole, rest) if size]
+    def copy_pieces(self, pieces: Iterable[Copy]) -> None:
+        """Issue copies, as many of them in a turn as make up a piece."""
+        with self.running():
+            for target, source in pieces:
+                if not self._fits(target):
+                    torch.accelerator.set_stream(self._take_turns())
+                target.copy_(source, non_blocking=True)
+                self._piece_bytes += target.numel()
 
     def copy_all(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         """Issue copies of ``PIECE_BYTES`` at most each, as many of them in a turn as make up a piece."""
@@ -185,10 +228,6 @@ class TurnsLane(StreamLane):
         self._done, self._next_done = self._next_done, self._done
         self._piece_bytes = 0
         return self._stream
-
-
-PIECE_BYTES = 16 << 20
-"""Smaller pieces cost bandwidth (8 MiB: 5 %); larger ones hold up small copies of others for longer."""
 
 
 class EventMark:
@@ -246,6 +285,11 @@ class SerialLane:
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Copy on the current stream."""
         target.copy_(source, non_blocking=True)
+
+    def copy_pieces(self, pieces: Iterable[Copy]) -> None:
+        """Copy on the current stream."""
+        for target, source in pieces:
+            target.copy_(source, non_blocking=True)
 
     def copy_all(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         """Copy on the current stream."""
@@ -412,6 +456,12 @@ class DeviceLink:
         changed = self._last_user != user
         self._last_user = user
         return changed
+
+    def key_of(self, stream: torch.Stream | None) -> int:
+        """Tells the streams of this device apart; ``None``: the one that is current."""
+        if self.device.type == "cpu":
+            return 0
+        return (_current_stream(self.device) if stream is None else stream).stream_id
 
     def synchronize(self) -> None:
         """Block the host until the device has done everything that was issued to it."""

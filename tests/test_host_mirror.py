@@ -273,8 +273,23 @@ def test_loads_and_stores_are_cut_into_pieces(monkeypatch: pytest.MonkeyPatch) -
     lane = Turns()
     for target, source in zip(targets, sources, strict=True):
         lane.copy(target, source)
-    assert lane.turns == [100] * 5
+    assert lane.turns == [60, 100, 100, 100, 40, 100]
     assert all(torch.equal(one, other) for one, other in zip(targets, sources, strict=True))
+
+
+def test_pieces_fill_as_few_turns_as_possible_about_equally(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "PIECE_BYTES", 4096)
+    monkeypatch.setattr(torch.accelerator, "set_stream", lambda stream: None)
+    source = torch.arange(10_000, dtype=torch.int16).to(torch.uint8)
+    target = torch.zeros_like(source)
+    cuts = [(0, 300), (300, 300), (300, 9_000), (9_000, 10_000)]
+    pieces = transfer.pieces_of([(target[begin:end], source[begin:end]) for begin, end in cuts])
+    assert [one.numel() for one, _ in pieces] == [300, 3284, 3584, 1832, 1000]
+    lane = Turns()
+    lane.copy_pieces(pieces)
+    assert lane.turns == [3584, 3584]
+    assert torch.equal(target, source)
+    assert transfer.pieces_of([]) == []
 
 
 # Memory --------------------------------------------------------------------------------------------------------------

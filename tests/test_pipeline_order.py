@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fsdp_offload import schedule as schedule_room
-from fsdp_offload.pipeline import Pipeline, StagedBucket
+from fsdp_offload.pipeline import Pipeline, Span, StagedBucket
 from fsdp_offload.ring import Ring
 from fsdp_offload.schedule import (
     Action,
@@ -40,7 +40,7 @@ from fsdp_offload.schedule import (
     divide_ring,
     place_in_ring,
 )
-from fsdp_offload.transfer import Block, DeviceLink, Lane, Mark
+from fsdp_offload.transfer import Block, Copy, DeviceLink, Lane, Mark
 
 # Recorded streams ----------------------------------------------------------------------------------------------------
 
@@ -98,7 +98,7 @@ class History:
 
     def __init__(self) -> None:
         self.host = Stream("host")
-        self.streams = {name: Stream(name) for name in ("compute", "reduce", "load", "store", "update")}
+        self.streams = {name: Stream(name) for name in ("compute", "reduce", "load", "store", "update", "side")}
         self.current = self.streams["compute"]
         self.values = count(1)  # what updates write
         self._accesses: dict[str, list[tuple[Operation, Access]]] = {}
@@ -187,6 +187,10 @@ class RecordedLane:
         there, here = self._history.find(source), self._history.find(target)
         self._history.issue(f"copy {there} to {here}", reads(*there), writes(*here), on=self.now)
 
+    def copy_pieces(self, pieces: Iterable[Copy]) -> None:
+        for target, source in pieces:
+            self.copy(target, source)
+
     def copy_all(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         for target, source in zip(targets, sources, strict=True):
             self.copy(target, source)
@@ -233,6 +237,10 @@ class RecordedLink(DeviceLink):
             yield begin, taken[0]
             begin = taken[1]
         yield begin, 1 << 20
+
+    def key_of(self, stream: torch.Stream | None) -> int:
+        assert stream is None
+        return id(self._history.current)
 
     def synchronize(self) -> None:
         self._history.synchronize()
@@ -425,13 +433,23 @@ class Optimizer:
     def forward(self, buckets: Iterable[int]) -> None:
         """The model uses the parameters of some buckets, or of all."""
         buckets = self._known(buckets)
-        for number in buckets:
+        for number in self.pipeline.to_wait_for(buckets):
             self.pipeline.wait_updated(number)
         if not buckets and not (self.begun is not None and self.begun.done):
             self.pipeline.wait_all_updated()
             buckets = tuple(range(len(self._shape.sizes)))
         self._link.run_model()
         self._history.issue("forward", *(reads(f"{self._name}'s parameter {number}") for number in buckets))
+
+    def evaluate(self, buckets: Iterable[int]) -> None:
+        """The same on another stream, for which the compute stream waits afterwards."""
+        buckets, compute = self._known(buckets), self._history.current
+        side = self._history.current = self._history.streams["side"]
+        for number in self.pipeline.to_wait_for(buckets):
+            self.pipeline.wait_updated(number)
+        self._history.issue("evaluate", *(reads(f"{self._name}'s parameter {number}") for number in buckets))
+        self._history.current = compute
+        compute.learn(side.known)
 
     def look(self, number: int) -> None:
         """The host reads the state of a bucket, wherever a step is."""
@@ -537,6 +555,7 @@ calls = st.one_of(
     st.tuples(st.just(Optimizer.backward), some),
     st.tuples(st.just(Optimizer.step), some | as_before),
     st.tuples(st.just(Optimizer.forward), some),
+    st.tuples(st.just(Optimizer.evaluate), some),
     st.tuples(st.just(Optimizer.look), a_bucket),
     st.tuples(st.just(Optimizer.step_without_gradients)),
     st.tuples(st.sampled_from(_WITHOUT_ARGUMENTS)),
@@ -625,6 +644,14 @@ def test_another_block_gets_the_place_of_one_that_is_still_stored() -> None:
     in_two_blocks = [Shape((10, 10), ring_bytes=20, block_bytes=10)]
     stored = [Do(0, Optimizer.step, (0, 1)), Do(0, Optimizer.step, (0, 1)), Do(0, Optimizer.give_back_ring, 10)]
     play(in_two_blocks, [*stored, Do(0, Optimizer.begin, (1, 0)), Do(0, Optimizer.backward, ())])
+
+
+def test_a_ring_is_taken_back_from_an_optimizer_that_still_stores() -> None:
+    shapes = [Shape((1, 1), ring_bytes=1), Shape((1, 1), ring_bytes=1)]
+    begun = [Do(0, Optimizer.begin, (0,)), Do(0, Optimizer.backward, (0,)), Do(0, Optimizer.end, ())]
+    other = [Do(0, Optimizer.begin, ()), Do(1, Optimizer.step, (0,)), Do(0, Optimizer.take_ring)]
+    ended = [Do(0, Optimizer.backward, ()), Do(0, Optimizer.end, ())]
+    play(shapes, [Do(0, Optimizer.step, ()), Do(1, Optimizer.step, ()), *begun, *other, *ended])
 
 
 # What the search is worth --------------------------------------------------------------------------------------------
@@ -723,6 +750,21 @@ def parameters_that_nobody_waits_for(patch: Patch) -> None:
     patch.setattr(Pipeline, "wait_device_updated", lambda self: None)
 
 
+def an_update_that_is_waited_for_only_once(patch: Patch) -> None:
+    class Kept(set[int]):
+        def clear(self) -> None:
+            pass
+
+    def kept(self: Span) -> None:
+        self.begin, self.end, self.awaited = None, None, Kept()
+
+    patch.setattr(Span, "__init__", kept)
+
+
+def an_update_for_which_one_stream_waits_for_all(patch: Patch) -> None:
+    patch.setattr(RecordedLink, "key_of", lambda self, stream: 0)
+
+
 @pytest.mark.parametrize(
     "broken",
     [
@@ -739,6 +781,8 @@ def parameters_that_nobody_waits_for(patch: Patch) -> None:
         gradients_that_nobody_waits_for,
         parameters_that_nobody_waits_for,
         state_is_created_where_others_still_are,
+        an_update_that_is_waited_for_only_once,
+        an_update_for_which_one_stream_waits_for_all,
     ],
 )
 def test_the_search_finds_what_is_broken(broken: Callable[[Patch], None], monkeypatch: Patch) -> None:

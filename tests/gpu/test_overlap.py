@@ -1,6 +1,6 @@
 """Overlap on real streams: the same bits whichever lane is slow, and other bits as soon as a wait is missing."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_offload import OffloadPolicy, elastic
 from fsdp_offload.pipeline import Pipeline
-from fsdp_offload.transfer import Allocated, DeviceLink, TurnsLane
+from fsdp_offload.transfer import Allocated, Copy, DeviceLink, TurnsLane
 from tests.overlapping import HABITS, NOT_IN_BACKWARD, POLICIES, Loop, Net, adamw, same
 
 SLEEP_CYCLES = 2_000_000  # about 1 ms: longer than anything else that a group does here
@@ -187,14 +187,14 @@ def test_same_bits_with_staging_that_comes_and_goes(
 def test_a_backward_that_is_too_short_for_the_transfers(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
     """The measured order leaves what the forward needs last for last."""
     expected = Loop(mesh, adamw, None, net=net).train(10)
-    copy = TurnsLane.copy
+    copy_pieces = TurnsLane.copy_pieces
 
-    def slow_copy(self: TurnsLane, target: torch.Tensor, source: torch.Tensor) -> None:
+    def slow_copy(self: TurnsLane, pieces: Iterable[Copy]) -> None:
         with self.running():
             torch.cuda._sleep(SLEEP_CYCLES)
-        copy(self, target, source)
+        copy_pieces(self, pieces)
 
-    monkeypatch.setattr(TurnsLane, "copy", slow_copy)
+    monkeypatch.setattr(TurnsLane, "copy_pieces", slow_copy)
     loop = Loop(mesh, adamw, policy_of({"update": "backward", "overlap_forward": True}), net=net).train(10)
     assert same(expected, loop)
     steps = vars(loop.optimizer)["_offload_engine"].engine.steps
