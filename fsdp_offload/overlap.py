@@ -11,7 +11,7 @@ Everything here refers to the optimizer weakly, so that the hooks keep nothing a
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -30,6 +30,8 @@ from .rehearsal import Rehearsal
 from .update import StateStore
 
 _REMEMBERED_STEPS = 4
+
+_ELSEWHERE = -1
 
 _GUARD = Guard(
     "Updating",
@@ -58,6 +60,8 @@ class Overlap:
         # A step with fewer, in which a module went unused for once, must not let the next one update too early.
         self._seen_before: deque[list[int]] = deque(maxlen=_REMEMBERED_STEPS)
         self._expected: list[int] = []  # the most in any of these
+        self._layout: object = None  # that of the engine for which these are known
+        self._buckets_of: dict[int, set[int]] = {}
         self._all_new = True
         self._in_backward = False  # since the last forward
         self._order: list[int] = []  # groups by their last reduction
@@ -127,26 +131,35 @@ class Overlap:
         self._rehearsal.step_ended(engine, states)
         self._elastic.step_ended(engine)
         if engine.policy.overlap_forward:
-            elsewhere = [param for param in engine.plan.shards if param not in self.in_groups]
-            engine.steps.wait_for(engine.steps.buckets_of(elsewhere))
+            engine.steps.wait_for(self._buckets(engine)[_ELSEWHERE])
         self._seen_before.append(self._seen)
         self._expected = [max(seen) for seen in zip(*self._seen_before, strict=True)]
         self._all_new = False
         order = [number for number in self._order if self._expected[number]]
-        buckets = (engine.steps.buckets_of(self._groups[number].params) for number in order)
-        engine.steps.backward_order = _by_last_appearance(buckets)
+        buckets = self._buckets(engine)
+        engine.steps.backward_order = _by_last_appearance(buckets[number] for number in order)
         self.forget_reductions()
         if engine.policy.debug and engine.policy.overlap_forward:
             self._guard(engine)
         if not engine.policy.serial:  # whose marks make the host wait
             engine.iteration.step_ended(engine.steps.last)
 
+    def _buckets(self, engine: Engine) -> Mapping[int, Collection[int]]:
+        """Of each group, and ``_ELSEWHERE``: of what ``fully_shard`` does not gather."""
+        layout = engine.steps.layout
+        if layout is not self._layout:
+            elsewhere = [param for param in engine.plan.shards if param not in self.in_groups]
+            groups = {number: group.params for number, group in enumerate(self._groups)} | {_ELSEWHERE: elsewhere}
+            self._buckets_of = {number: engine.steps.buckets_of(params) for number, params in groups.items()}
+            self._layout = layout
+        return self._buckets_of
+
     # Called by the hooks ------------------------------------------------------------------------------------------
 
     def _before_gather(self, number: int, stream: torch.Stream | None) -> None:
         engine = self._engine()
         if engine is not None and engine.policy.overlap_forward:
-            engine.steps.wait_for(engine.steps.buckets_of(self._groups[number].params), stream)
+            engine.steps.wait_for(self._buckets(engine)[number], stream)
 
     def _before_use(self, number: int, in_backward: bool) -> None:
         engine = self._engine()

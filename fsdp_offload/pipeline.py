@@ -20,7 +20,7 @@ from .host_update import HostUpdates
 from .iteration import IterationMarks
 from .ring import Ring
 from .schedule import Action, Kind, Placement, RingBlocks
-from .transfer import Copy, DeviceLink, Lane, Mark, pieces_of, recorded, wait_on
+from .transfer import Copy, DeviceLink, Lane, Mark, recorded, wait_on
 
 
 class Residency(Enum):
@@ -55,7 +55,7 @@ class StagedBucket:
     copies: Sequence[tuple[Tensor, int]]
     store_copies: Callable[[], Sequence[tuple[Tensor, int]]] | None = None
     residency: Residency = Residency.HOME
-    pieces: list[Copy] = field(default_factory=list)  # of the copies, from a home to the ring
+    pieces: dict[Kind, Sequence[Copy]] = field(default_factory=dict)  # of the copies, as the lanes want them
 
     @property
     def copied_bytes(self) -> int:
@@ -66,7 +66,7 @@ class StagedBucket:
         """Pass through another place of the ring from now on."""
         if placement != self.placement:
             self.placement = placement
-            self.pieces = []
+            self.pieces = {}
 
     def move_to(self, residency: Residency) -> None:
         """Note where the newest bytes are now."""
@@ -78,13 +78,13 @@ class Span:
     """When an action began and ended, on its lane.
 
     Attributes:
-        awaited: the streams that have been made to wait for the end (of an update only).
+        number: of an update, among all that were ever issued; each runs behind those before it.
     """
 
     def __init__(self) -> None:
         self.begin: Mark | None = None
         self.end: Mark | None = None
-        self.awaited: set[int] = set()
+        self.number = 0
 
     def ms(self) -> float:
         """Duration in milliseconds; waits for the action to finish."""
@@ -157,6 +157,8 @@ class Pipeline:
         self.iteration = IterationMarks(self._lanes["C"])
         self._beside_compute = beside_compute or host is not None
         self._unseen: set[int] = set()  # updated beside the compute stream, which has not waited for it
+        self._updates = self._updates_ended = 0  # ever issued; and when end_updates was called
+        self._awaited: dict[int, int] = {}  # the last update that each stream has been made to wait for
         self._spans: dict[tuple[Kind, int], Span] = {}
         self.ring = Ring(link, self.number)
         self._blocks = RingBlocks(())
@@ -204,7 +206,7 @@ class Pipeline:
     def _drop_pieces(self, blocks: Container[int]) -> None:
         for bucket in self.buckets:
             if bucket.pieces and bucket.placement is not None and bucket.placement.block in blocks:
-                bucket.pieces = []
+                bucket.pieces = {}
 
     def block_of(self, number: int) -> Tensor | None:
         """The memory of the block in which the slot of a bucket is, within its update."""
@@ -242,13 +244,9 @@ class Pipeline:
         with self.iteration.waiting():
             self._lanes["C"].wait(mark)
 
-    def waiting(self, numbers: Iterable[int] | None = None) -> AbstractContextManager[None]:
-        """Within it, the current stream is made to wait for the updates of these buckets (``None``: all).
-
-        How long it stands still for those that it has not waited for yet is noted.
-        """
-        awaited = self._unseen if numbers is None else self._unseen.intersection(numbers)
-        return self.iteration.waiting() if awaited else nullcontext()
+    def waiting(self) -> AbstractContextManager[None]:
+        """Within it, the current stream is made to wait for all updates: for how long it stands still is noted."""
+        return self.iteration.waiting() if self._unseen else nullcontext()
 
     def begin(self, actions: Sequence[Action], places: Mapping[int, Placement], blocks: RingBlocks) -> None:
         """Take up a schedule, of which nothing is issued yet.
@@ -379,6 +377,7 @@ class Pipeline:
     def end_updates(self) -> None:
         """Nothing more is issued in order with this step's updates."""
         self._updates_end = self._lanes["U"].mark(self._updates_end)
+        self._updates_ended = self._updates
 
     def wait_all_updated(self) -> None:
         """Let what follows on the current stream start only after everything that was issued with the updates."""
@@ -394,29 +393,36 @@ class Pipeline:
         if self._updates_end is not None and self._lanes["U"] is not self._lanes["C"]:
             with self.waiting():
                 self._lanes["C"].wait(self._updates_end)
+            self._note_awaited(self._link.key_of(None), self._updates_ended)
         if self.host is None:
             self._unseen.clear()
 
-    def to_wait_for(self, numbers: Collection[int], stream: torch.Stream | None = None) -> Collection[int]:
-        """Those of these buckets for whose last update ``stream`` (``None``: the current one) has not waited yet."""
-        if self.host is not None:
-            return numbers
-        key, unseen = self._link.key_of(stream), self._unseen if stream is None else ()
-        spans = ((number, self._spans.get(("U", number))) for number in numbers)
-        return [n for n, span in spans if span is not None and (key not in span.awaited or n in unseen)]
+    def wait_updated(self, numbers: Collection[int], stream: torch.Stream | None = None) -> None:
+        """Let what follows on ``stream`` (``None``: the current one) start only after the updates of these buckets.
 
-    def wait_updated(self, number: int, stream: torch.Stream | None = None) -> None:
-        """Let what follows on ``stream`` (``None``: the current one) start only after the last update of a bucket."""
-        if stream is None:
-            self._unseen.discard(number)
-        uploaded = self.host.wait(number) if self.host is not None else None
-        if uploaded is not None:
-            wait_on(stream, self._lanes["C"], uploaded)
-            return
-        span = self._spans.get(("U", number))
-        if span is not None and span.end is not None:
-            wait_on(stream, self._lanes["C"], span.end)
-            span.awaited.add(self._link.key_of(stream))
+        How long the current stream stands still for those that it has not waited for yet is noted.
+        """
+        key = current = self._link.key_of(None)
+        if stream is not None:
+            key = self._link.key_of(stream)
+        unseen = self._unseen.intersection(numbers) if key == current else ()
+        with self.iteration.waiting() if unseen else nullcontext():
+            uploaded = [] if self.host is None else [self.host.wait(number) for number in numbers]
+            for mark in filter(None, uploaded):
+                wait_on(stream, self._lanes["C"], mark)
+            self._wait_device_updated(numbers, stream, key)
+        self._unseen.difference_update(unseen)
+
+    def _wait_device_updated(self, numbers: Iterable[int], stream: torch.Stream | None, key: int) -> None:
+        found = (self._spans.get(("U", number)) for number in numbers)
+        # All updates are in order, so that waiting for the last is waiting for all.
+        last = max((span for span in found if span is not None), key=lambda span: span.number, default=None)
+        if last is not None and last.end is not None and last.number > self._awaited.get(key, 0):
+            wait_on(stream, self._lanes["C"], last.end)
+            self._note_awaited(key, last.number)
+
+    def _note_awaited(self, key: int, number: int) -> None:
+        self._awaited[key] = max(number, self._awaited.get(key, 0))
 
     def _issue(self, action: Action, update: Callable[[int], None]) -> None:
         lane, bucket = self._lanes[action.kind], self.buckets[action.bucket]
@@ -436,7 +442,6 @@ class Pipeline:
                 # an optimizer takes as much as the bucket is large, once. On the current stream it is free for all.
                 lane = self._after(lane, self._lanes["C"])
         span = self._spans.setdefault((action.kind, action.bucket), Span())
-        span.awaited.clear()
         # A trace then reads like the schedule.
         with recorded(f"fsdp_offload {action.kind}{action.bucket}"):
             span.begin = lane.mark(span.begin)
@@ -445,6 +450,7 @@ class Pipeline:
             elif action.kind == "S":
                 self._store(bucket, lane)
             else:
+                self._updates = span.number = self._updates + 1
                 self._update(bucket, action.bucket, lane, update)
             span.end = lane.mark(span.end)
         if lane is not self._lanes[action.kind]:
@@ -481,23 +487,30 @@ class Pipeline:
         return bucket.placement is not None and bucket.residency is not Residency.LOADING
 
     def _load(self, bucket: StagedBucket, lane: Lane) -> None:
-        lane.copy_pieces((slot, home) for home, slot in self._pieces(bucket))
+        if "L" not in bucket.pieces:
+            slots = self._slots(bucket, bucket.copies)
+            bucket.pieces["L"] = lane.cut([(slot, home) for slot, (home, _) in zip(slots, bucket.copies, strict=True)])
+        lane.copy_pieces(bucket.pieces["L"])
         bucket.move_to(Residency.LOADING)
 
     def _store(self, bucket: StagedBucket, lane: Lane) -> None:
-        pieces = self._pieces(bucket) if bucket.store_copies is None else self._cut(bucket, bucket.store_copies())
+        if bucket.store_copies is not None:
+            pieces = self._stored_pieces(bucket, bucket.store_copies(), lane)  # to other homes than usually
+        elif "S" in bucket.pieces:
+            pieces = bucket.pieces["S"]
+        else:
+            pieces = bucket.pieces["S"] = self._stored_pieces(bucket, bucket.copies, lane)
         lane.copy_pieces(pieces)
         bucket.move_to(Residency.STORING)
 
-    def _pieces(self, bucket: StagedBucket) -> list[Copy]:
-        if not bucket.pieces and bucket.copies:
-            bucket.pieces = self._cut(bucket, bucket.copies)
-        return bucket.pieces
+    def _stored_pieces(self, bucket: StagedBucket, copies: Sequence[tuple[Tensor, int]], lane: Lane) -> Sequence[Copy]:
+        slots = self._slots(bucket, copies)
+        return lane.cut([(home, slot) for slot, (home, _) in zip(slots, copies, strict=True)])
 
-    def _cut(self, bucket: StagedBucket, copies: Sequence[tuple[Tensor, int]]) -> list[Copy]:
+    def _slots(self, bucket: StagedBucket, copies: Sequence[tuple[Tensor, int]]) -> list[Tensor]:
         assert bucket.placement is not None
         begin, memory = bucket.placement.offset, self.ring.memory(bucket.placement.block)
-        return pieces_of([(home, memory[begin + at : begin + at + home.numel()]) for home, at in copies])
+        return [memory[begin + at : begin + at + home.numel()] for home, at in copies]
 
     def wait_home(self, number: int) -> None:
         """Block the host until the arena holds the newest bytes of this bucket: wait for its store, and no other."""

@@ -77,6 +77,7 @@ class Stepping:
         last: what the last step updated.
         backward_order: buckets as their gradients became final in the last backward.
         measured_order: a better order for the same, if the rehearsal has found one.
+        layout: another object whenever state may be in other buckets.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class Stepping:
         self.last: tuple[BucketStep, ...] = ()
         self.backward_order: list[int] = []
         self.measured_order: list[int] = []
+        self.layout = object()
         self._cls = cls
         self._policy = policy
         self._names = names
@@ -125,6 +127,7 @@ class Stepping:
         self._bound.clear()
         self._schedules.clear()
         self.last = ()
+        self.layout = object()
 
     # One after the other -----------------------------------------------------------------------------------------
 
@@ -382,10 +385,9 @@ class Stepping:
         """Changes when somebody writes into the state that there was when the step began."""
         found: list[object] = []
         for shard in begun.watched:
-            state = states.get(shard.param)
+            state, leaves = states.get(shard.param), shard.home_leaves
             for name, home in shard.homes.items():
-                leaves = [leaf._version for leaf in shard.home_leaves[name]]
-                found.append(state.get(name) is home and (version_of(home), leaves))
+                found += (state.get(name) is home, home._version, *[leaf._version for leaf in leaves[name]])
         done = set(begun.done)
         for shard in begun.without_state:
             state = states.get(shard.param)
@@ -403,15 +405,10 @@ class Stepping:
 
     def wait_for(self, buckets: Collection[int], stream: torch.Stream | None = None) -> None:
         """Let what follows on ``stream`` (``None``: the current one) see the parameters of these buckets new."""
-        buckets = self._pipeline.to_wait_for(buckets, stream)
-        if stream is not None:
+        self._pipeline.wait_updated(buckets, stream)
+        if stream is None:
             for number in buckets:
-                self._pipeline.wait_updated(number, stream)
-        elif buckets:
-            with self._pipeline.waiting(buckets):
-                for number in buckets:
-                    self._pipeline.wait_updated(number)
-                    self._held.pop(number, None)
+                self._held.pop(number, None)
 
     def wait_for_all(self) -> None:
         """Let what follows on the current stream see all parameters and counters new."""

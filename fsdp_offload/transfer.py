@@ -28,14 +28,17 @@ Copy = tuple[Tensor, Tensor]
 """Target and source, both contiguous and of the same ``uint8`` shape ``(nbytes,)``."""
 
 PIECE_BYTES = 16 << 20
-"""Smaller pieces cost bandwidth (8 MiB: 5 %); larger ones hold up small copies of others for longer."""
+"""To the device. Smaller pieces cost bandwidth (8 MiB: 5 %); larger ones hold up small copies of others for longer."""
+
+STORED_PIECE_BYTES = 32 << 20
+"""To the host. ``fully_shard`` makes no small copies that way, and each piece costs the host time."""
 
 
-def pieces_of(copies: Sequence[Copy]) -> list[Copy]:
-    """Cut copies such that they fill as few turns of ``PIECE_BYTES`` as possible, all about equally."""
+def pieces_of(copies: Sequence[Copy], piece_bytes: int) -> list[Copy]:
+    """Cut copies such that they fill as few turns of ``piece_bytes`` as possible, all about equally."""
     nbytes = sum(target.numel() for target, _ in copies)
-    turns = max(1, math.ceil(nbytes / PIECE_BYTES))
-    turn_bytes = left_bytes = min(PIECE_BYTES, math.ceil(nbytes / turns / _ALIGNED_BYTES) * _ALIGNED_BYTES)
+    turns = max(1, math.ceil(nbytes / piece_bytes))
+    turn_bytes = left_bytes = min(piece_bytes, math.ceil(nbytes / turns / _ALIGNED_BYTES) * _ALIGNED_BYTES)
     pieces = []
     for target, source in copies:
         begin, end = 0, target.numel()
@@ -75,8 +78,11 @@ class Lane(Protocol):
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Copy ``source`` into ``target``, both contiguous and of the same ``uint8`` shape ``(nbytes,)``."""
 
+    def cut(self, copies: Sequence[Copy]) -> Sequence[Copy]:
+        """The same copies as :meth:`copy_pieces` wants them."""
+
     def copy_pieces(self, pieces: Iterable[Copy]) -> None:
-        """The same for several that :func:`pieces_of` has cut, in order."""
+        """Issue, in order, what :meth:`cut` has made."""
 
     def copy_all(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         """Copy each source into its target, of the same shape and dtype, in one call; at least one of them."""
@@ -159,6 +165,10 @@ class StreamLane:
         """Issue a copy between the device and host memory; the host goes on where that is page-locked."""
         self.copy_pieces([(target, source)])
 
+    def cut(self, copies: Sequence[Copy]) -> Sequence[Copy]:
+        """As they are."""
+        return copies
+
     def copy_pieces(self, pieces: Iterable[Copy]) -> None:
         """Issue copies between the device and host memory; the host goes on where that is page-locked."""
         with self.running():
@@ -184,15 +194,21 @@ class TurnsLane(StreamLane):
     last of the copies; pieces of one stream, or gated by a third, do not let it pass.
     """
 
-    def __init__(self, device: torch.device, streams: tuple[torch.Stream, torch.Stream]) -> None:
+    def __init__(self, device: torch.device, streams: tuple[torch.Stream, torch.Stream], turn_bytes: int) -> None:
+        """Take turns after ``turn_bytes`` at most."""
         super().__init__(device, streams[0])
+        self._turn_bytes = turn_bytes
         self._next = streams[1]
         self._done, self._next_done = torch.Event(device), torch.Event(device)
         self._piece_bytes = 0  # copied since the last turn
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Issue a copy in pieces."""
-        self.copy_pieces(pieces_of([(target, source)]))
+        self.copy_pieces(self.cut([(target, source)]))
+
+    def cut(self, copies: Sequence[Copy]) -> Sequence[Copy]:
+        """Into pieces."""
+        return pieces_of(copies, self._turn_bytes)
 
     def copy_pieces(self, pieces: Iterable[Copy]) -> None:
         """Issue copies, as many of them in a turn as make up a piece."""
@@ -204,7 +220,7 @@ class TurnsLane(StreamLane):
                 self._piece_bytes += target.numel()
 
     def copy_all(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-        """Issue copies of ``PIECE_BYTES`` at most each, as many of them in a turn as make up a piece."""
+        """Issue copies, none larger than a turn, as many of them in a turn as make up a piece."""
         begin = 0
         while begin < len(targets):
             end = begin
@@ -218,7 +234,7 @@ class TurnsLane(StreamLane):
             begin = end
 
     def _fits(self, target: Tensor) -> bool:
-        return not self._piece_bytes or self._piece_bytes + target.nbytes <= PIECE_BYTES
+        return not self._piece_bytes or self._piece_bytes + target.nbytes <= self._turn_bytes
 
     def _take_turns(self) -> torch.Stream:
         assert self._stream is not None
@@ -285,6 +301,10 @@ class SerialLane:
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Copy on the current stream."""
         target.copy_(source, non_blocking=True)
+
+    def cut(self, copies: Sequence[Copy]) -> Sequence[Copy]:
+        """As they are."""
+        return copies
 
     def copy_pieces(self, pieces: Iterable[Copy]) -> None:
         """Copy on the current stream."""
@@ -358,7 +378,7 @@ class DeviceLink:
             return {"L": lane, "U": lane, "S": lane, "C": lane}
         if self._copy_lanes is None:
             # The same lanes for all users: copies of one kind are in order, whoever issues them.
-            self._copy_lanes = self._turns_lane(), self._turns_lane()
+            self._copy_lanes = self._turns_lane(PIECE_BYTES), self._turns_lane(STORED_PIECE_BYTES)
         load, store = self._copy_lanes
         if beside_compute and self._update_lane is None:
             # Ahead of the model's kernels: everything that comes later waits for updates, and they are short.
@@ -377,11 +397,11 @@ class DeviceLink:
             return lane, lane
         if self._host_lanes is None:
             # Uploads in turns, as loads: both go through the copy engine that small copies of others need.
-            self._host_lanes = StreamLane(self.device, torch.Stream(self.device)), self._turns_lane()
+            self._host_lanes = StreamLane(self.device, torch.Stream(self.device)), self._turns_lane(PIECE_BYTES)
         return self._host_lanes
 
-    def _turns_lane(self) -> "TurnsLane":
-        return TurnsLane(self.device, (torch.Stream(self.device), torch.Stream(self.device)))
+    def _turns_lane(self, turn_bytes: int) -> "TurnsLane":
+        return TurnsLane(self.device, (torch.Stream(self.device), torch.Stream(self.device)), turn_bytes)
 
     def join(self) -> None:
         """Count one more user of the ring."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn, optim
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 
-from fsdp_offload import OffloadPolicy, host_job, offload_model, reload_model, transfer
+from fsdp_offload import OffloadPolicy, host_job, offload_model, reload_model
 from fsdp_offload.host_mirror import MirroredPart
 from fsdp_offload.transfer import TurnsLane
 from tests import host_worker_gate
@@ -241,8 +241,9 @@ def test_after_a_failure_the_mirror_counts_for_nothing(monkeypatch: pytest.Monke
 class Turns(TurnsLane):
     """Without streams: notes how much was copied in each turn."""
 
-    def __init__(self) -> None:
+    def __init__(self, turn_bytes: int) -> None:
         self._piece_bytes = 0
+        self._turn_bytes = turn_bytes
         self.turns: list[int] = []
 
     def running(self) -> AbstractContextManager[None]:
@@ -253,12 +254,11 @@ class Turns(TurnsLane):
         self._piece_bytes = 0
 
 
-def test_uploads_are_divided_into_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uploads_are_divided_into_pieces() -> None:
     """So that small copies of others need not wait for long."""
-    monkeypatch.setattr(transfer, "PIECE_BYTES", 100)
     sources = [torch.arange(size, dtype=torch.uint8) for size in (60, 30, 20, 100, 5, 95, 1)]
     targets = [torch.zeros_like(source) for source in sources]
-    lane = Turns()
+    lane = Turns(100)
     lane.copy_all(targets[:4], sources[:4])
     lane.copy_all(targets[4:], sources[4:])
     assert lane.turns == [90, 20, 100, 100]
@@ -266,11 +266,10 @@ def test_uploads_are_divided_into_pieces(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_loads_and_stores_are_cut_into_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer, "PIECE_BYTES", 100)
     monkeypatch.setattr(torch.accelerator, "set_stream", lambda stream: None)
     sources = [torch.arange(size, dtype=torch.int16).to(torch.uint8) for size in (60, 340, 100, 0, 7)]
     targets = [torch.zeros_like(source) for source in sources]
-    lane = Turns()
+    lane = Turns(100)
     for target, source in zip(targets, sources, strict=True):
         lane.copy(target, source)
     assert lane.turns == [60, 100, 100, 100, 40, 100]
@@ -278,18 +277,17 @@ def test_loads_and_stores_are_cut_into_pieces(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_pieces_fill_as_few_turns_as_possible_about_equally(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer, "PIECE_BYTES", 4096)
     monkeypatch.setattr(torch.accelerator, "set_stream", lambda stream: None)
     source = torch.arange(10_000, dtype=torch.int16).to(torch.uint8)
     target = torch.zeros_like(source)
     cuts = [(0, 300), (300, 300), (300, 9_000), (9_000, 10_000)]
-    pieces = transfer.pieces_of([(target[begin:end], source[begin:end]) for begin, end in cuts])
+    lane = Turns(4096)
+    pieces = lane.cut([(target[begin:end], source[begin:end]) for begin, end in cuts])
     assert [one.numel() for one, _ in pieces] == [300, 3284, 3584, 1832, 1000]
-    lane = Turns()
     lane.copy_pieces(pieces)
     assert lane.turns == [3584, 3584]
     assert torch.equal(target, source)
-    assert transfer.pieces_of([]) == []
+    assert lane.cut([]) == []
 
 
 # Memory --------------------------------------------------------------------------------------------------------------

@@ -27,8 +27,9 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fsdp_offload import pipeline as pipeline_room
 from fsdp_offload import schedule as schedule_room
-from fsdp_offload.pipeline import Pipeline, Span, StagedBucket
+from fsdp_offload.pipeline import Pipeline, StagedBucket
 from fsdp_offload.ring import Ring
 from fsdp_offload.schedule import (
     Action,
@@ -186,6 +187,9 @@ class RecordedLane:
         target.copy_(source)
         there, here = self._history.find(source), self._history.find(target)
         self._history.issue(f"copy {there} to {here}", reads(*there), writes(*here), on=self.now)
+
+    def cut(self, copies: Sequence[Copy]) -> Sequence[Copy]:
+        return copies
 
     def copy_pieces(self, pieces: Iterable[Copy]) -> None:
         for target, source in pieces:
@@ -433,8 +437,7 @@ class Optimizer:
     def forward(self, buckets: Iterable[int]) -> None:
         """The model uses the parameters of some buckets, or of all."""
         buckets = self._known(buckets)
-        for number in self.pipeline.to_wait_for(buckets):
-            self.pipeline.wait_updated(number)
+        self.pipeline.wait_updated(buckets)
         if not buckets and not (self.begun is not None and self.begun.done):
             self.pipeline.wait_all_updated()
             buckets = tuple(range(len(self._shape.sizes)))
@@ -445,8 +448,7 @@ class Optimizer:
         """The same on another stream, for which the compute stream waits afterwards."""
         buckets, compute = self._known(buckets), self._history.current
         side = self._history.current = self._history.streams["side"]
-        for number in self.pipeline.to_wait_for(buckets):
-            self.pipeline.wait_updated(number)
+        self.pipeline.wait_updated(buckets)
         self._history.issue("evaluate", *(reads(f"{self._name}'s parameter {number}") for number in buckets))
         self._history.current = compute
         compute.learn(side.known)
@@ -751,14 +753,18 @@ def parameters_that_nobody_waits_for(patch: Patch) -> None:
 
 
 def an_update_that_is_waited_for_only_once(patch: Patch) -> None:
-    class Kept(set[int]):
-        def clear(self) -> None:
-            pass
+    issue = Pipeline._issue
 
-    def kept(self: Span) -> None:
-        self.begin, self.end, self.awaited = None, None, Kept()
+    def numbered_by_bucket(self: Pipeline, action: Action, update: Callable[[int], None]) -> None:
+        issue(self, action, update)
+        if action.kind == "U":
+            self._spans["U", action.bucket].number = action.bucket + 1
 
-    patch.setattr(Span, "__init__", kept)
+    patch.setattr(Pipeline, "_issue", numbered_by_bucket)
+
+
+def a_wait_for_the_first_update_of_some(patch: Patch) -> None:
+    patch.setattr(pipeline_room, "max", min, raising=False)
 
 
 def an_update_for_which_one_stream_waits_for_all(patch: Patch) -> None:
@@ -782,6 +788,7 @@ def an_update_for_which_one_stream_waits_for_all(patch: Patch) -> None:
         parameters_that_nobody_waits_for,
         state_is_created_where_others_still_are,
         an_update_that_is_waited_for_only_once,
+        a_wait_for_the_first_update_of_some,
         an_update_for_which_one_stream_waits_for_all,
     ],
 )

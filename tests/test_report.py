@@ -2,7 +2,7 @@
 
 import copy
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -265,16 +265,15 @@ def test_the_forward_ends_also_where_no_backward_gathers(mesh: DeviceMesh) -> No
 
 
 def test_waits_for_new_parameters_stall_an_iteration(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    wait_updated, waits = Pipeline.wait_updated, []
+    wait_updated, waits = Pipeline._wait_device_updated, []
 
-    def wait_long(self: Pipeline, number: int, stream: torch.Stream | None = None) -> None:
-        if stream is None and number in self._unseen:
-            waits.append(number)
-        wait_updated(self, number, stream)
-        time.sleep(1e-3)
+    def wait_long(self: Pipeline, numbers: Collection[int], stream: torch.Stream | None, key: int) -> None:
+        waits.extend(self._unseen.intersection(numbers))
+        wait_updated(self, numbers, stream, key)
+        time.sleep(1e-3 * len(numbers))
 
     loop = loop_of(mesh, {"overlap_forward": True}).train(3)
-    monkeypatch.setattr(Pipeline, "wait_updated", wait_long)
+    monkeypatch.setattr(Pipeline, "_wait_device_updated", wait_long)
     report = report_of(loop.train(1, first=3))
     assert len(waits) == len(set(waits)) == report.buckets
     assert report.stalled_ms > len(waits)

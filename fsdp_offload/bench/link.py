@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..arena import Region
 from ..buckets import BREAK_BYTES
-from ..transfer import Lane, StreamLane, TurnsLane
+from ..transfer import PIECE_BYTES, Lane, StreamLane, TurnsLane
 from .record import bench_device, median, print_record, wall_ms
 
 _CHUNK_BYTES = 64 << 20
@@ -47,7 +47,7 @@ def main(
 def _small_copies(device: torch.device, link: "Link", chunks: int) -> None:
     """How long a small copy to the device waits while large ones of ours are under way."""
     one, two = torch.Stream(device), torch.Stream(device)
-    lanes = {"one_stream": StreamLane(device, one), "taking_turns": TurnsLane(device, (one, two))}
+    lanes = {"one_stream": StreamLane(device, one), "taking_turns": TurnsLane(device, (one, two), PIECE_BYTES)}
     for name, lane in lanes.items():
         waits_ms, gb_per_s = link.beside_small_copies(lane, chunks)
         print_record(
