@@ -22,7 +22,7 @@ from .shards import StateShard
 from .transfer import Mark
 from .update import StateStore
 
-_MEASURED_STEPS = (2, 5, 8)
+_MEASURED_STEPS = (2, 5, 8, 11, 14)
 """The first step creates the state, and moves half of what later ones do. When gradients become final is measured in
 the second, which updates nothing in its backward; what has to stay on the device, in the later ones. After a measured
 step come two others: what is concluded in the backward of the first waits for the device, so the host issues it late,
@@ -44,6 +44,7 @@ class Rehearsal:
         self._steps = 0
         self._final_ms: dict[int, float] = {}  # by group, since the first of them
         self._all_ms = 0.0  # what moving all of the state takes
+        self._busy_ms = math.inf  # of an iteration in which the host was not late: the shortest
         self._keep: set[int] = set()
         self._keep_of: set[StateShard] = set()  # what is in these buckets
         self._final: dict[int, Mark] = {}  # in the backward that runs
@@ -134,13 +135,15 @@ class Rehearsal:
             update_ms = 0.0 if final_ms else sum(one.update_ms for one in times.values())
             wanted_ms = [engine.ms_since_begin(self._step_began) + update_ms] * len(groups)
         last = engine.iteration.last()
+        if last is not None:
+            self._busy_ms = min(self._busy_ms, last.ms - last.stalled_ms)
         return IterationTimes(
             groups=groups,
             wanted_ms=wanted_ms,
             updated_ms={number: one.updated_ms for number, one in times.items()},
             move_ms={number: one.move_ms for number, one in times.items()},
             final_ms=final_ms,
-            busy_ms=math.inf if last is None else last.ms - last.stalled_ms,
+            busy_ms=self._busy_ms,
         )
 
     def _choose(self, engine: Engine, iteration: IterationTimes) -> None:

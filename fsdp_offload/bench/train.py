@@ -37,10 +37,10 @@ from .timeline import Lane, Timeline, check_matplotlib, draw, phase, read_trace,
 _MIB = 1 << 20
 _MEMORY = ("peak", "reserved")
 
-SETTLE_ITERATIONS = 11
+SETTLE_ITERATIONS = 17
 """Before anything is measured. The first creates the state, the next ones teach the overlap in which order gradients
-become final and the allocator what it needs; what "auto" chooses by measuring is in force from the tenth on. The same
-for all policies, whose losses would not compare otherwise."""
+become final and the allocator what it needs; what "auto" chooses by measuring is in force from the sixteenth on. The
+same for all policies, whose losses would not compare otherwise."""
 
 # What a policy says beyond the sizes of the command line: any fields of OffloadPolicy, sizes too.
 POLICIES: dict[str, dict[str, Any] | None] = {
