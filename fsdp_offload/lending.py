@@ -97,8 +97,7 @@ class Lending:
         for step in steps:
             bucket = self._pipeline.buckets[step.bucket]
             if bucket.store_copies is not None:
-                bucket.store_copies = None
-                bucket.copies, bucket.pieces = self._plan[step.bucket].copies(home_side), {}
+                bucket.live_at(self._plan[step.bucket].copies(home_side))
 
 
 def _has_to_move(shard: StateShard) -> bool:

@@ -68,6 +68,10 @@ class StagedBucket:
             self.placement = placement
             self.pieces = {}
 
+    def live_at(self, copies: Sequence[tuple[Tensor, int]]) -> None:
+        """Have other homes from now on."""
+        self.copies, self.store_copies, self.pieces = copies, None, {}
+
     def move_to(self, residency: Residency) -> None:
         """Note where the newest bytes are now."""
         assert residency in _NEXT[self.residency], f"a bucket cannot go from {self.residency} to {residency}"
@@ -407,11 +411,17 @@ class Pipeline:
             key = self._link.key_of(stream)
         unseen = self._unseen.intersection(numbers) if key == current else ()
         with self.iteration.waiting() if unseen else nullcontext():
-            uploaded = [] if self.host is None else [self.host.wait(number) for number in numbers]
-            for mark in filter(None, uploaded):
-                wait_on(stream, self._lanes["C"], mark)
-            self._wait_device_updated(numbers, stream, key)
+            self._wait_device_updated(self._wait_host_updated(numbers, stream), stream, key)
         self._unseen.difference_update(unseen)
+
+    def _wait_host_updated(self, numbers: Collection[int], stream: torch.Stream | None) -> Collection[int]:
+        """Returns those that are not the host's."""
+        if self.host is None:
+            return numbers
+        uploaded = {number: self.host.wait(number) for number in numbers}
+        for mark in filter(None, uploaded.values()):
+            wait_on(stream, self._lanes["C"], mark)
+        return [number for number, mark in uploaded.items() if mark is None]
 
     def _wait_device_updated(self, numbers: Iterable[int], stream: torch.Stream | None, key: int) -> None:
         found = (self._spans.get(("U", number)) for number in numbers)
