@@ -58,7 +58,8 @@ def test_a_transfer_that_takes_long_is_in_the_bound(mesh: DeviceMesh, monkeypatc
     load = Pipeline._load
 
     def load_slowly(self: Pipeline, bucket: Any, lane: Any) -> None:
-        torch.cuda._sleep(SLEEP_CYCLES)  # in the load's lane, and between its marks
+        with lane.running():
+            torch.cuda._sleep(SLEEP_CYCLES)  # between the marks of the load
         load(self, bucket, lane)
 
     monkeypatch.setattr(Pipeline, "_load", load_slowly)
