@@ -239,7 +239,8 @@ class OffloadedOptimizer(Optimizer):
             check_params(engine.layouts.traits, params, engine.names, engine.device)
             states = _states_of(self, engine)
             eager = engine.habits.state_without_gradient
-            engine.add(self, [param for param in params if eager or param.requires_grad], states.unwaited)
+            new = [param for param in params if param not in engine.plan.shards]  # others come from another group
+            engine.add(self, [param for param in new if eager or param.requires_grad], states.unwaited)
         except Exception:
             del self.param_groups[-1]  # as if it had not been called
             engine.names = known

@@ -44,8 +44,7 @@ class OffloadPolicy:
             other. Without it, or beyond it, a step during an asynchronous save waits for the writer. Only
             ``fsdp_offload.checkpoint.ArenaStager`` makes use of it.
         prefetch: ``"backward"`` begins to load when the last backward before the step begins (where all groups stay
-            gathered: with its first gradients), as far as staging reaches; into staging that is always there already
-            when the forward comes to its last group. ``"step"`` loads in ``step()``.
+            gathered: with its first gradients), as far as staging reaches. ``"step"`` loads in ``step()``.
         update: ``"backward"`` updates each bucket as soon as its gradients are final, in the last backward before
             ``step()``, which then only waits. For loops that neither clip by a global norm nor touch gradients after
             the backward; how many backwards there are before a step must not change. ``"step"`` updates in ``step()``.

@@ -387,7 +387,7 @@ class Stepping:
         for shard in begun.watched:
             state, leaves = states.get(shard.param), shard.home_leaves
             for name, home in shard.homes.items():
-                found += (state.get(name) is home, home._version, *[leaf._version for leaf in leaves[name]])
+                found += (state.get(name) is home, *version_of(home), *[leaf._version for leaf in leaves[name]])
         done = set(begun.done)
         for shard in begun.without_state:
             state = states.get(shard.param)

@@ -6,10 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fsdp_offload import offload_optimizer
+from fsdp_offload import OffloadPolicy, offload_optimizer
+from tests.overlapping import Loop, Net, same
 from tests.parity import SMALL, Run, Zoo, attach, make_pair, offloaded_names, params_of, train_step
 
 torchao = pytest.importorskip("torchao.optim")
@@ -85,6 +88,48 @@ def test_torchao_compiled() -> None:
     pair = make_pair(Large, lambda params: torchao.AdamW8bit(params, lr=1e-2))
     pair.train(10)
     pair.assert_trained()
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def write_quantized_shards(loop: Loop) -> None:
+    """Through the local tensor, of which the DTensor around it and the codes within it know nothing."""
+    moments = [state["exp_avg"].to_local() for state in loop.optimizer.state.values()]
+    quantized = [moment for moment in moments if type(moment) is not Tensor]
+    assert quantized
+    for moment in quantized:
+        moment.copy_(torch.full(moment.shape, 0.5))
+
+
+def train_until_quantized_shards_are_written(mesh: DeviceMesh, policy: OffloadPolicy | None) -> Loop:
+    def make(params: Any) -> torch.optim.Optimizer:
+        return torchao.AdamW8bit(params, lr=1e-2)
+
+    loop = Loop(mesh, make, policy, net=lambda: Net(width=128, layers=1)).train(3)
+    loop.backward(3)
+    write_quantized_shards(loop)
+    return loop
+
+
+@pytest.mark.usefixtures("eager")
+def test_quantized_shards_that_are_written_after_they_were_loaded_are_loaded_again(mesh: DeviceMesh) -> None:
+    policies = (None, OffloadPolicy(prefetch="backward"))
+    plain, offloaded = (train_until_quantized_shards_are_written(mesh, policy) for policy in policies)
+    for loop in (plain, offloaded):
+        loop.step()
+    assert same(plain, offloaded)
+
+
+@pytest.mark.usefixtures("eager")
+def test_quantized_shards_that_are_written_after_an_update_in_the_backward_are_an_error(mesh: DeviceMesh) -> None:
+    loop = train_until_quantized_shards_are_written(mesh, OffloadPolicy(update="backward"))
+    with pytest.raises(RuntimeError, match=r"optimizer\.state has changed since then"):
+        loop.step()
 
 
 def schedulefree_step(run: Run, step: int) -> tuple[float, float]:
