@@ -153,7 +153,8 @@ class Rehearsal:
         limit = engine.policy.resident_limit_bytes
         limit_bytes = engine.room_bytes() if limit is None else limit - engine.plan.resident_bytes
         keep: set[int] = set()
-        for buckets in iteration.groups[:count]:
+        for group in iteration.groups[:count]:
+            buckets = {number for number in group if not engine.plan[number].on_host}  # whose state never moves
             if engine.plan.resident_nbytes(keep | buckets) > limit_bytes:
                 left_ms = stall_ms
                 break

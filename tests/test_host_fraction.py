@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
-from fsdp_offload import OffloadPolicy, host_job, host_measure, host_update, remove_offload
+from fsdp_offload import OffloadPolicy, host_job, host_measure, host_update, rehearsal, remove_offload
 from fsdp_offload.host_job import HostJob
 from fsdp_offload.host_share import host_bucket_bytes
 from fsdp_offload.host_update import HostUpdates
@@ -279,6 +279,20 @@ def test_beside_what_is_chosen_by_itself(mesh: DeviceMesh, fields: dict[str, Any
     more = {"resident_bytes": "auto", **({} if fields == {"overlap_forward": True} else {"staging_bytes": "auto"})}
     plain, offloaded = (Loop(mesh, fused_adamw, one) for one in (None, overlapping(fields, 0.5, **more)))
     assert same(plain.train(10), offloaded.train(10))
+
+
+def test_what_the_host_updates_does_not_come_to_stay_on_the_device(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over a link that is so slow that all should stay; and then the device is left and come back to."""
+    monkeypatch.setattr(rehearsal, "groups_to_keep", lambda times, _: (len(times.groups), 0.0))
+    more = {"resident_bytes": "auto", "resident_limit_bytes": 1 << 30}
+    policies = (None, overlapping({"overlap_forward": True}, 0.5, **more))
+    plain, offloaded = (Loop(mesh, fused_adamw, one).train(7) for one in policies)
+    assert offloaded.optimizer.offload_report().resident_state_bytes > 0  # type: ignore[attr-defined]
+    assert not any(shard.resident for shard in engine_of(offloaded.optimizer).plan.host_shards())
+    offloaded.optimizer.offload_states()  # type: ignore[attr-defined]
+    assert same(plain.train(1, first=7), offloaded.train(1, first=7))
 
 
 @EVERY_POLICY
