@@ -44,7 +44,7 @@ class Rehearsal:
         self._steps = 0
         self._final_ms: dict[int, float] = {}  # by group, since the first of them
         self._all_ms = 0.0  # what moving all of the state takes
-        self._busy_ms = math.inf  # of an iteration in which the host was not late: the shortest
+        self._window_ms = math.inf  # in which the link may be busy; the shortest, in which the host was not late
         self._keep: set[int] = set()
         self._keep_of: set[StateShard] = set()  # what is in these buckets
         self._final: dict[int, Mark] = {}  # in the backward that runs
@@ -135,15 +135,17 @@ class Rehearsal:
             update_ms = 0.0 if final_ms else sum(one.update_ms for one in times.values())
             wanted_ms = [engine.ms_since_begin(self._step_began) + update_ms] * len(groups)
         last = engine.iteration.last()
-        if last is not None:
-            self._busy_ms = min(self._busy_ms, last.ms - last.stalled_ms)
+        if last is not None and engine.policy.update == "backward":
+            self._window_ms = min(self._window_ms, last.ms - last.stalled_ms)
+        elif last is not None and engine.policy.overlap_forward:
+            self._window_ms = min(self._window_ms, last.forward_ms)
         return IterationTimes(
             groups=groups,
             wanted_ms=wanted_ms,
             updated_ms={number: one.updated_ms for number, one in times.items()},
             move_ms={number: one.move_ms for number, one in times.items()},
             final_ms=final_ms,
-            busy_ms=self._busy_ms,
+            window_ms=self._window_ms,
         )
 
     def _choose(self, engine: Engine, iteration: IterationTimes) -> None:
@@ -153,10 +155,11 @@ class Rehearsal:
         limit = engine.policy.resident_limit_bytes
         limit_bytes = engine.room_bytes() if limit is None else limit - engine.plan.resident_bytes
         keep: set[int] = set()
+        fits = True
         for group in iteration.groups[:count]:
             buckets = {number for number in group if not engine.plan[number].on_host}  # whose state never moves
             if engine.plan.resident_nbytes(keep | buckets) > limit_bytes:
-                left_ms = stall_ms
+                left_ms, fits = stall_ms, False
                 break
             keep |= buckets
         moving = {number for number in keep if any(not shard.resident for shard in engine.plan[number].covers())}
@@ -166,11 +169,7 @@ class Rehearsal:
             f"resident_bytes='auto': {kept_bytes / 1e9:.2f} GB stay on the device. In an iteration of measured "
             f"transfers of {busy_ms:.0f} ms the model waited {stall_ms:.1f} ms for new parameters"
             + (f"; {left_ms:.1f} ms are expected from now on" if moving else "")
-            + (
-                "; more would help, and does not fit (resident_limit_bytes)."
-                if len(keep) < count and not moving
-                else "."
-            )
+            + ("." if fits else "; more would help, and does not fit (resident_limit_bytes).")
         )
 
     def _buckets(self, engine: Engine, group: int) -> set[int]:

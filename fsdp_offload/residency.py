@@ -24,7 +24,8 @@ class IterationTimes:
         updated_ms: when each bucket had been updated.
         move_ms: how long the link was busy with each bucket.
         final_ms: when each bucket's gradients were final; empty where all updates come after the backward.
-        busy_ms: how long the model computed in the iteration, without the time in which it stood still.
+        window_ms: how long the model computes while the link may be busy: in all of the iteration where ``final_ms``
+            are given, in the forward otherwise.
     """
 
     groups: Sequence[AbstractSet[int]]
@@ -32,7 +33,7 @@ class IterationTimes:
     updated_ms: Mapping[int, float]
     move_ms: Mapping[int, float]
     final_ms: Mapping[int, float]
-    busy_ms: float = math.inf
+    window_ms: float = math.inf
 
     @property
     def stall_ms(self) -> float:
@@ -48,9 +49,10 @@ class IterationTimes:
         return wanted
 
 
-_LINK_SHARE = 0.5
-"""Of the time in which the model computes. A busier link shows, although nothing waits for it in this arithmetic: what
-comes a little late makes what follows late as well."""
+_BACKWARD_LINK_SHARE, _FORWARD_LINK_SHARE = 0.5, 0.75
+"""Of the window. A busier link shows, although nothing waits for it in this arithmetic: what comes a little late makes
+what follows late as well. Measured on H200s, 2 % of an iteration are left with a share of 0.6 of all of it, or of 0.85
+of the forward."""
 
 
 def groups_to_keep(times: IterationTimes, tolerance_ms: float) -> tuple[int, float]:
@@ -69,17 +71,18 @@ def groups_to_keep(times: IterationTimes, tolerance_ms: float) -> tuple[int, flo
     # for gradients, the whole says nothing about the link.
     slower = 1.0
     if not times.final_ms and max(computed.values(), default=0.0) > 0:
-        slower = max(times.updated_ms.values()) / max(computed.values())
-    # Nor does it where the ring is small or the host late: what was waited for beyond the arithmetic goes, at best, one
-    # millisecond for each that the link has less to do. The next measurement tells.
-    unexplained_ms = max(0.0, times.stall_ms - _stall_ms(times.groups, wanted_ms, computed))
-    all_moving_ms = _moving_ms(times, 0)
+        slower = max(times.updated_ms.values(), default=0.0) / max(computed.values())
+    link_ms = times.window_ms * (_BACKWARD_LINK_SHARE if times.final_ms else _FORWARD_LINK_SHARE)
+    # Where the ring is small or the host late, more was waited for than the arithmetic knows of. That goes, at best,
+    # one millisecond for each that the link has less to do. The next measurement tells.
+    explained_ms = _stall_ms(times.groups, wanted_ms, _updated_ms(times, range(0), slower))
+    unexplained_ms, all_moving_ms = max(0.0, times.stall_ms - explained_ms), _moving_ms(times, 0)
     stall_ms = 0.0
     for kept in range(len(times.groups) + 1):
         moving_ms = _moving_ms(times, kept)
         stall_ms = _stall_ms(times.groups, wanted_ms, _updated_ms(times, range(kept), slower))
         stall_ms += max(0.0, unexplained_ms - (all_moving_ms - moving_ms))
-        if stall_ms <= tolerance_ms and moving_ms <= _LINK_SHARE * times.busy_ms:
+        if stall_ms <= tolerance_ms and moving_ms <= link_ms:
             return kept, stall_ms
     return len(times.groups), stall_ms
 

@@ -46,6 +46,7 @@ class BegunStep:
         watched: shards that had state when loading began.
         without_state: shards that had none, although their neighbours in a bucket may have been loaded.
         versions: of the homes of both at that time.
+        bare: parameters that had none, resident state and the host's share included.
         spent: the gradients used in the backward, which are out of the user's reach until ``step()``; and the version
             of the parameter after its update.
         looked_at: so many of ``done`` have been looked at for gradients that nothing is left to use of.
@@ -65,6 +66,7 @@ class BegunStep:
     watched: list[StateShard] = field(default_factory=list)
     without_state: list[StateShard] = field(default_factory=list)
     versions: list[object] = field(default_factory=list)
+    bare: list[Tensor] = field(default_factory=list)
     spent: dict[Tensor, tuple[Tensor, tuple[int, int]]] = field(default_factory=dict)
     looked_at: int = 0
 
@@ -150,6 +152,7 @@ class Stepping:
             begun.watched = [shard for shard in offloaded if states.get(shard.param)]
             begun.without_state = [shard for shard in offloaded if not states.get(shard.param)]
             begun.versions = self._home_versions(begun, states)
+            begun.bare = [param for param in self._plan.shards if not states.get(param)]
             begun.in_backward = True
             self._pipeline.updates_after_compute()
             self.begun = begun

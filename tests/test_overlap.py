@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_offload import OffloadPolicy, offload_optimizer, remove_offload, stepping, transfer
+from fsdp_offload import OffloadPolicy, offload_optimizer, rehearsal, remove_offload, stepping, transfer
 from fsdp_offload.engine import engine_of
 from fsdp_offload.fsdp import local_shard
 from fsdp_offload.host_update import HostUpdates
@@ -709,6 +709,35 @@ def test_auto_says_what_it_has_chosen(mesh: DeviceMesh) -> None:
     plain, offloaded = pair(mesh, policy)
     assert same(plain.train(9), offloaded.train(9))
     assert "resident_bytes='auto'" in str(offloaded.optimizer.offload_report())  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("limit_bytes", [60_000, 1 << 30])
+def test_auto_says_what_does_not_fit(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, limit_bytes: int) -> None:
+    monkeypatch.setattr(rehearsal, "groups_to_keep", lambda times, tolerance_ms: (len(times.groups), 0.0))
+    policy = policy_of({"overlap_forward": True, "resident_bytes": "auto", "resident_limit_bytes": limit_bytes})
+    report = Loop(mesh, adamw, policy).train(8).optimizer.offload_report()  # type: ignore[attr-defined]
+    assert 0 < report.resident_state_bytes <= limit_bytes
+    assert ("does not fit" in str(report)) == (report.host_state_bytes > 0) == (limit_bytes == 60_000)
+
+
+@EVERY_POLICY
+@pytest.mark.parametrize("resident_bytes", [0, 60_000])
+def test_state_that_is_made_again_is_in_the_order_of_the_parameters(
+    mesh: DeviceMesh, fields: dict[str, Any], resident_bytes: int
+) -> None:
+    """Also what a backward makes, whose neighbours in a bucket kept theirs."""
+    loops = pair(mesh, policy_of(fields, resident_bytes=resident_bytes))
+    orders = []
+    for loop in loops:
+        loop.train(3)
+        loop.optimizer.state.pop(loop.model.blocks[0].norm.weight)
+        loop.optimizer.state.pop(loop.model.blocks[3].norm.weight)
+        loop.optimizer.state.pop(loop.model.embed.weight)
+        loop.train(2, first=3)
+        names = {param: name for name, param in loop.model.named_parameters()}
+        orders.append([names[param] for param in loop.optimizer.state])
+    assert orders[0] == orders[1]
+    assert same(*loops)
 
 
 def test_state_that_is_written_between_backward_and_step_is_refused(mesh: DeviceMesh) -> None:

@@ -63,11 +63,18 @@ def test_what_the_arithmetic_does_not_explain_is_saved_on_the_link() -> None:
 
 
 def test_a_link_that_is_always_busy_gets_time_to_spare() -> None:
-    times = replace(IN_BACKWARD, busy_ms=210.0)
+    times = replace(IN_BACKWARD, window_ms=210.0)
     kept, stall_ms = groups_to_keep(times, tolerance_ms=2.0)
     assert 10.0 * (20 - kept) <= 0.5 * 210.0 < 10.0 * (20 - kept + 1)
     assert stall_ms <= 2.0
-    assert groups_to_keep(replace(times, busy_ms=0.0), tolerance_ms=2.0)[0] == 20
+    assert groups_to_keep(replace(times, window_ms=0.0), tolerance_ms=2.0)[0] == 20
+
+
+def test_behind_a_forward_the_link_gets_less_time_to_spare() -> None:
+    times = replace(iteration(20, move_ms=3.0, layer_ms=3.5), window_ms=70.0)
+    kept, stall_ms = groups_to_keep(times, tolerance_ms=3.0)
+    assert 3.0 * (20 - kept) <= 0.75 * 70.0 < 3.0 * (20 - kept + 1)
+    assert stall_ms <= 3.0
 
 
 def test_without_measurements_nothing_is_kept() -> None:
