@@ -27,8 +27,9 @@ class OffloadPolicy:
         resident_bytes: state that never leaves the device, in addition to ``staging_bytes``: whole parameters' state,
             taken in bucket order as long as it fits. ``"auto"`` begins with none, measures some iterations, and then
             keeps just the part without which the model would wait for transfers, or the link would be busy for more
-            than half of the time: together with ``overlap_forward``, ``prefetch="backward"`` or ``update="backward"``,
-            for optimizers that work element by element. Its host memory stays reserved.
+            than half of the time (of three quarters of the forward, where updates come after the backward): together
+            with ``overlap_forward``, ``prefetch="backward"`` or ``update="backward"``, for optimizers that work element
+            by element. Its host memory stays reserved.
         resident_limit_bytes: the most that ``resident_bytes="auto"`` may keep. ``None``: as much as would have been
             free at the highest point so far, less a twentieth of the device's memory.
         bucket_bytes: about how much state is loaded, updated and stored together. A parameter with more state than
