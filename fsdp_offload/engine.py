@@ -31,12 +31,13 @@ from .lending import Lending
 from .masters import MASTER
 from .optimizers import Traits
 from .phases import Phases
-from .pipeline import BucketTimes, Pipeline, StepTimes
+from .pipeline import Pipeline
 from .plan import Plan
 from .policy import OffloadPolicy
 from .schedule import BucketStep
 from .shards import StateLayout, StateShard
 from .stepping import BegunStep, Stepping
+from .times import BucketTimes, StepTimes
 from .transfer import Allocated, DeviceLink, EventMark, HostMark, Mark, device_link
 from .update import ENGINE_ATTRIBUTE, StateStore, UserState
 

@@ -1,17 +1,10 @@
-"""Executes a schedule, and is the one owner of where each bucket's newest bytes are.
-
-    home ──L──▶ loading ──U──▶ in slot ──S──▶ storing ──(store finished)──▶ home
-
-State that the optimizer creates in a step has nothing to load and goes from *home* straight to *in slot*.
-"""
+"""Executes a schedule, and is the one owner of where each bucket's newest bytes are."""
 
 import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from enum import Enum
 
 import torch
 from torch import Tensor
@@ -20,121 +13,9 @@ from .host_update import HostUpdates
 from .iteration import IterationMarks
 from .ring import Ring
 from .schedule import Action, Kind, Placement, RingBlocks
-from .transfer import Copy, DeviceLink, Lane, Mark, recorded, wait_on
-
-
-class Residency(Enum):
-    """Where the newest bytes of a bucket are, and what that costs in device memory."""
-
-    HOME = "home"  # in the arena; no device memory
-    LOADING = "loading"  # in the arena, and on their way to the ring
-    IN_SLOT = "in slot"  # in the ring only: the arena is older
-    STORING = "storing"  # in the ring, and on their way to the arena
-
-
-_NEXT = {
-    Residency.HOME: (Residency.LOADING, Residency.IN_SLOT),
-    Residency.LOADING: (Residency.IN_SLOT, Residency.HOME),  # home: what was loaded is not needed after all
-    Residency.IN_SLOT: (Residency.STORING,),
-    # The next load is ordered behind the store on the device, so the host need not have seen it finish.
-    Residency.STORING: (Residency.HOME, Residency.LOADING, Residency.IN_SLOT),
-}
-
-
-@dataclass
-class StagedBucket:
-    """A bucket's bytes at home and in the ring.
-
-    Attributes:
-        placement: its place in the ring, as of the last schedule; ``None`` for state that is resident on the device.
-        copies: for each transfer the two ``uint8`` ranges: in the arena, and the offset in its place.
-        store_copies: makes what replaces ``copies`` in the store of one step, where state moves to another home.
-    """
-
-    placement: Placement | None
-    copies: Sequence[tuple[Tensor, int]]
-    store_copies: Callable[[], Sequence[tuple[Tensor, int]]] | None = None
-    residency: Residency = Residency.HOME
-    pieces: dict[Kind, Sequence[Copy]] = field(default_factory=dict)  # of the copies, as the lanes want them
-
-    @property
-    def copied_bytes(self) -> int:
-        """Bytes that one load or one store moves."""
-        return sum(home.numel() for home, _ in self.copies)
-
-    def place(self, placement: Placement) -> None:
-        """Pass through another place of the ring from now on."""
-        if placement != self.placement:
-            self.placement = placement
-            self.pieces = {}
-
-    def live_at(self, copies: Sequence[tuple[Tensor, int]]) -> None:
-        """Have other homes from now on."""
-        self.copies, self.store_copies, self.pieces = copies, None, {}
-
-    def move_to(self, residency: Residency) -> None:
-        """Note where the newest bytes are now."""
-        assert residency in _NEXT[self.residency], f"a bucket cannot go from {self.residency} to {residency}"
-        self.residency = residency
-
-
-class Span:
-    """When an action began and ended, on its lane.
-
-    Attributes:
-        number: of an update, among all that were ever issued; each runs behind those before it.
-    """
-
-    def __init__(self) -> None:
-        self.begin: Mark | None = None
-        self.end: Mark | None = None
-        self.number = 0
-
-    def ms(self) -> float:
-        """Duration in milliseconds; waits for the action to finish."""
-        assert self.begin is not None and self.end is not None
-        self.end.synchronize()
-        return self.end.elapsed_ms_since(self.begin)
-
-
-@dataclass(frozen=True)
-class StepTimes:
-    """How the last step used its lanes.
-
-    Attributes:
-        loaded_bytes, stored_bytes: moved each way.
-        load_ms, store_ms: busy time of the copies, without waits.
-        update_ms: time in which the optimizer ran.
-        step_ms: from ``step()``, or from the first update if that was earlier, to the end of the last update.
-    """
-
-    loaded_bytes: int = 0
-    stored_bytes: int = 0
-    load_ms: float = 0.0
-    store_ms: float = 0.0
-    update_ms: float = 0.0
-    step_ms: float = 0.0
-
-    @property
-    def exposed_ms(self) -> float:
-        """Time in which the compute stream stood still for transfers (or for the host to issue the next action)."""
-        return max(0.0, self.step_ms - self.update_ms)
-
-
-@dataclass(frozen=True)
-class BucketTimes:
-    """One bucket in one step.
-
-    Attributes:
-        move_ms: the longer of its load and its store.
-        update_ms: how long the optimizer ran on it.
-        updated_ms: when that had ended, since the step's schedule was taken up.
-    """
-
-    move_ms: float
-    update_ms: float
-    updated_ms: float
-
+from .staged import Residency, StagedBucket
+from .times import BucketTimes, Span, StepTimes
+from .transfer import DeviceLink, Lane, Mark, recorded, wait_on
 
 _pipeline_numbers = itertools.count(1)
 
@@ -204,13 +85,12 @@ class Pipeline:
             return set()
         with self.iteration.waiting():
             gone = self.ring.give_back_all() if keep_bytes is None else self.ring.give_back(keep_bytes)
-        self._drop_pieces(gone)
+        self._leave(gone)
         return gone
 
-    def _drop_pieces(self, blocks: Container[int]) -> None:
+    def _leave(self, blocks: Container[int]) -> None:
         for bucket in self.buckets:
-            if bucket.pieces and bucket.placement is not None and bucket.placement.block in blocks:
-                bucket.pieces = {}
+            bucket.leave(blocks)
 
     def block_of(self, number: int) -> Tensor | None:
         """The memory of the block in which the slot of a bucket is, within its update."""
@@ -337,7 +217,7 @@ class Pipeline:
 
     def _enter_block(self, block: int, nbytes: int) -> None:
         if self.ring.enter(block, nbytes, self.wait_on_current):
-            self._drop_pieces({block})
+            self._leave({block})
 
     def finish(self) -> None:
         """The whole schedule has been issued."""
@@ -468,6 +348,16 @@ class Pipeline:
         if bucket.placement is not None:
             self.ring.note_use(bucket.placement.block, lane if lane is not self._lanes["C"] else None, span.end)
 
+    def _load(self, bucket: StagedBucket, lane: Lane) -> None:
+        assert bucket.placement is not None
+        lane.copy_pieces(bucket.loads(lane, self.ring.memory(bucket.placement.block)))
+        bucket.move_to(Residency.LOADING)
+
+    def _store(self, bucket: StagedBucket, lane: Lane) -> None:
+        assert bucket.placement is not None
+        lane.copy_pieces(bucket.stores(lane, self.ring.memory(bucket.placement.block)))
+        bucket.move_to(Residency.STORING)
+
     def _update(self, bucket: StagedBucket, number: int, lane: Lane, update: Callable[[int], None]) -> None:
         with lane.running():
             update(number)
@@ -495,32 +385,6 @@ class Pipeline:
     def _creates(bucket: StagedBucket) -> bool:
         """Whether an update that is issued now makes state, in the ring."""
         return bucket.placement is not None and bucket.residency is not Residency.LOADING
-
-    def _load(self, bucket: StagedBucket, lane: Lane) -> None:
-        if "L" not in bucket.pieces:
-            slots = self._slots(bucket, bucket.copies)
-            bucket.pieces["L"] = lane.cut([(slot, home) for slot, (home, _) in zip(slots, bucket.copies, strict=True)])
-        lane.copy_pieces(bucket.pieces["L"])
-        bucket.move_to(Residency.LOADING)
-
-    def _store(self, bucket: StagedBucket, lane: Lane) -> None:
-        if bucket.store_copies is not None:
-            pieces = self._stored_pieces(bucket, bucket.store_copies(), lane)  # to other homes than usually
-        elif "S" in bucket.pieces:
-            pieces = bucket.pieces["S"]
-        else:
-            pieces = bucket.pieces["S"] = self._stored_pieces(bucket, bucket.copies, lane)
-        lane.copy_pieces(pieces)
-        bucket.move_to(Residency.STORING)
-
-    def _stored_pieces(self, bucket: StagedBucket, copies: Sequence[tuple[Tensor, int]], lane: Lane) -> Sequence[Copy]:
-        slots = self._slots(bucket, copies)
-        return lane.cut([(home, slot) for slot, (home, _) in zip(slots, copies, strict=True)])
-
-    def _slots(self, bucket: StagedBucket, copies: Sequence[tuple[Tensor, int]]) -> list[Tensor]:
-        assert bucket.placement is not None
-        begin, memory = bucket.placement.offset, self.ring.memory(bucket.placement.block)
-        return [memory[begin + at : begin + at + home.numel()] for home, at in copies]
 
     def wait_home(self, number: int) -> None:
         """Block the host until the arena holds the newest bytes of this bucket: wait for its store, and no other."""

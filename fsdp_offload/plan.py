@@ -23,10 +23,10 @@ from .host_memory import check_host_memory
 from .host_share import NOTHING_YET, Taken, choose_host_share, host_bucket_bytes
 from .host_update import HostUpdates
 from .learn import Layouts
-from .pipeline import StagedBucket
 from .policy import OffloadPolicy
 from .schedule import Placement, RingBlocks, divide_ring, place_in_ring
 from .shards import Home, LeafLayout, StateShard, is_wrapper
+from .staged import StagedBucket
 from .update import BoundRange, StateStore, bind_range, slot_values
 
 _LASTING_SHARE = 25

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from .engine import Engine
 from .ordering import update_order
-from .pipeline import BucketTimes
 from .residency import IterationTimes, groups_to_keep
 from .shards import StateShard
+from .times import BucketTimes
 from .transfer import Mark
 from .update import StateStore
 

@@ -9,10 +9,10 @@ from torch import Tensor
 from .bound import Bound, bound, bound_of_step, parts_of_iteration, staged_share, what_would_help
 from .engine import Engine
 from .host_update import HostTimes
-from .pipeline import StepTimes
 from .policy import OffloadPolicy
 from .report import OffloadReport
 from .shards import StateShard, leaves_of
+from .times import StepTimes
 from .update import StateStore, UserState
 
 

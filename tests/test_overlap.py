@@ -20,12 +20,13 @@ from fsdp_offload.engine import engine_of
 from fsdp_offload.fsdp import local_shard
 from fsdp_offload.host_update import HostUpdates
 from fsdp_offload.overlap import Overlap
-from fsdp_offload.pipeline import BucketTimes, Pipeline
+from fsdp_offload.pipeline import Pipeline
 from fsdp_offload.plan import Plan
 from fsdp_offload.rehearsal import Rehearsal
 from fsdp_offload.residency import IterationTimes
 from fsdp_offload.schedule import Action
 from fsdp_offload.stepping import Stepping
+from fsdp_offload.times import BucketTimes
 from tests.fused_adam_reference import FusedAdam
 from tests.overlapping import HABITS, NOT_IN_BACKWARD, POLICIES, SIZES, Block, Loop, Net, adamw, look, same
 from tests.parity import attach

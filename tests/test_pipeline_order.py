@@ -29,7 +29,7 @@ from torch import Tensor
 
 from fsdp_offload import pipeline as pipeline_room
 from fsdp_offload import schedule as schedule_room
-from fsdp_offload.pipeline import Pipeline, StagedBucket
+from fsdp_offload.pipeline import Pipeline
 from fsdp_offload.ring import Ring
 from fsdp_offload.schedule import (
     Action,
@@ -41,6 +41,7 @@ from fsdp_offload.schedule import (
     divide_ring,
     place_in_ring,
 )
+from fsdp_offload.staged import StagedBucket
 from fsdp_offload.transfer import Block, Copy, DeviceLink, Lane, Mark
 
 # Recorded streams ----------------------------------------------------------------------------------------------------
