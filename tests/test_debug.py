@@ -2,14 +2,13 @@
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_offload import offload_model, reload_model, remove_offload
 from tests.overlapping import HABITS, NOT_IN_BACKWARD, SIZES, Loop, adamw, look, same
@@ -21,13 +20,6 @@ FORWARD = pytest.mark.parametrize(
     [{}, {"prefetch": "backward"}, {"update": "backward"}, {"resident_bytes": 20_000}],
     ids=["forward", "prefetch", "backward", "resident"],
 )
-
-
-@pytest.fixture(scope="module")
-def mesh() -> Iterator[DeviceMesh]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
 
 
 def loop_with(mesh: DeviceMesh, **fields: Any) -> Loop:

@@ -1,27 +1,17 @@
 """When staging that is left to be found out is taken and given back."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_offload import OffloadPolicy, elastic, transfer
 from fsdp_offload.elastic import Elastic, plan_staging, why_not_behind_backward
 from fsdp_offload.engine import Engine
 from fsdp_offload.transfer import Allocated, Block, DeviceLink
 from tests.overlapping import HABITS, NOT_IN_BACKWARD, Loop, Net, adamw, same
-
-
-@pytest.fixture(scope="module")
-def mesh() -> Iterator[DeviceMesh]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
 
 
 @pytest.fixture(autouse=True)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn, optim
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
@@ -227,13 +227,6 @@ def test_any_sizes(sizes: list[int], fraction: float, bucket_bytes: int) -> None
 
 
 # Whatever the loop does ----------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def mesh() -> Iterator[DeviceMesh]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
 
 
 ALL_POLICIES: dict[str, dict[str, Any]] = {"step": {}, **POLICIES}

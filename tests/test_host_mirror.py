@@ -1,15 +1,14 @@
 """Parameters that the host updates come down only where somebody else has written them, and then always."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn, optim
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from fsdp_offload import OffloadPolicy, host_job, offload_model, reload_model
@@ -38,13 +37,6 @@ def weights_down_bytes(optimizer: Optimizer) -> int:
 
 def local(tensor: Tensor) -> Tensor:
     return getattr(tensor, "_local_tensor", tensor).detach()
-
-
-@pytest.fixture(scope="module")
-def mesh() -> Iterator[DeviceMesh]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
 
 
 # What comes down -----------------------------------------------------------------------------------------------------

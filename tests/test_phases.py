@@ -20,10 +20,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn, optim
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from fsdp_offload import OffloadedOptimizer, OffloadPolicy, reload_before, remove_offload, stepping
@@ -51,13 +50,6 @@ SEQUENCES = {
     "repeated": ("release", "offload", "offload", "release", "release", "reload", "reload", "release"),
 }
 EVERY_SEQUENCE = pytest.mark.parametrize("phases", SEQUENCES.values(), ids=SEQUENCES)
-
-
-@pytest.fixture(scope="module")
-def mesh() -> Iterator[DeviceMesh]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
 
 
 def go_through(optimizer: Optimizer, phases: Sequence[str]) -> None:

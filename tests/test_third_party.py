@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_offload import OffloadPolicy, offload_optimizer
@@ -88,13 +87,6 @@ def test_torchao_compiled() -> None:
     pair = make_pair(Large, lambda params: torchao.AdamW8bit(params, lr=1e-2))
     pair.train(10)
     pair.assert_trained()
-
-
-@pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
 
 
 def write_quantized_shards(loop: Loop) -> None:
