@@ -336,7 +336,7 @@ class Engine:
         needed = self._bucket_steps(updated, states)
         created = [shard.param for shard in updated if not states.get(shard.param)]
         if ended is not None:
-            created += [param for param in ended.bare if states.get(param)]
+            created += [shard.param for shard in ended.without_state if states.get(shard.param)]
         if steps.begun is not None and not steps.fits(steps.begun, needed, states):
             steps.drop()
         begun = ended or steps.begun or steps.begin(optimizer, kwargs, needed, states)

@@ -23,6 +23,8 @@ attributes in ``_READ``
 ``_unsharded_param``,                              is only noticed by ``step()``, from the gradients
 ``unsharded_``
 ``accumulated_grad``
+``_current_graph_task_id``  2.11 to 2.13           with ``update="backward"``, a checkpointed block that is computed
+                                                   again after its update is not refused
 ``_foreach_supported_``     2.11 to 2.13           assumed to be plain tensors, parameters and DTensors
 ``types``
 ``_global_optimizer_pre_``  2.11 to 2.13           global step hooks fire for each bucket, where a subclass's ``step``

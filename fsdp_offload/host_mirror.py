@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .fingerprint import Fingerprint, Hasher
-from .transfer import PIECE_BYTES, Lane, Mark
+from .transfer import PIECE_BYTES, Lane, Mark, pieces_of
 from .update import BoundRange
 
 
@@ -101,7 +101,7 @@ class MirroredPart:
         self._now: Tensor | None = None
         dense = [_is_dense(param) and param.stride() == host.stride() for param, host in self._pairs()]
         flat = [(_flat(p), _flat(h)) for (p, h), is_dense in zip(self._pairs(), dense, strict=True) if is_dense]
-        pieces = [(a, b) for p, h in flat if p.numel() for a, b in zip(_pieces(p), _pieces(h), strict=True)]
+        pieces = pieces_of(flat, PIECE_BYTES)
         self._up_to, self._up_from = [a for a, _ in pieces], [b for _, b in pieces]
         # What has to be rearranged on its way is copied one by one, and comes down each time.
         self._others = [pair for pair, is_dense in zip(self._pairs(), dense, strict=True) if not is_dense]
@@ -171,8 +171,3 @@ def _is_dense(tensor: Tensor) -> bool:
 
 def _flat(dense: Tensor) -> Tensor:
     return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
-
-
-def _pieces(flat: Tensor) -> Sequence[Tensor]:
-    pieces: Sequence[Tensor] = flat.split(PIECE_BYTES)
-    return pieces

@@ -165,7 +165,7 @@ class Overlap:
         engine = self._engine()
         if engine is not None and not in_backward:
             if engine.policy.update == "backward" and runs_in_backward():
-                engine.steps.refuse_recomputation(self._groups[number].params)
+                engine.steps.refuse_recomputation(self._buckets(engine)[number])
             self._in_backward = False
             self._rehearsal.wanted(engine, number)
             self._elastic.before_use(engine, number)

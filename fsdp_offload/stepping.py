@@ -44,9 +44,9 @@ class BegunStep:
             long before that.
         done: the buckets that have been updated.
         watched: shards that had state when loading began.
-        without_state: shards that had none, although their neighbours in a bucket may have been loaded.
+        without_state: shards that had none, resident ones and the host's included. Neighbours in a bucket may have been
+            loaded.
         versions: of the homes of both at that time.
-        bare: parameters that had none, resident state and the host's share included.
         spent: the gradients used in the backward, which are out of the user's reach until ``step()``; and the version
             of the parameter after its update.
         looked_at: so many of ``done`` have been looked at for gradients that nothing is left to use of.
@@ -66,7 +66,6 @@ class BegunStep:
     watched: list[StateShard] = field(default_factory=list)
     without_state: list[StateShard] = field(default_factory=list)
     versions: list[object] = field(default_factory=list)
-    bare: list[Tensor] = field(default_factory=list)
     spent: dict[Tensor, tuple[Tensor, tuple[int, int]]] = field(default_factory=dict)
     looked_at: int = 0
 
@@ -147,12 +146,10 @@ class Stepping:
         begun = BegunStep(Shadow(self._cls), *self._start(optimizer, kwargs), len(optimizer.param_groups), steps)
         self._take_up(steps)
         if early:
-            # Updates write state where it is, on the device or on the host, which counts as well.
-            offloaded = [shard for shard in self._plan.shards.values() if not shard.resident and not shard.on_host]
-            begun.watched = [shard for shard in offloaded if states.get(shard.param)]
-            begun.without_state = [shard for shard in offloaded if not states.get(shard.param)]
+            shards = self._plan.shards.values()
+            begun.watched = [shard for shard in shards if _is_offloaded(shard) and states.get(shard.param)]
+            begun.without_state = [shard for shard in shards if not states.get(shard.param)]
             begun.versions = self._home_versions(begun, states)
-            begun.bare = [param for param in self._plan.shards if not states.get(param)]
             begun.in_backward = True
             self._pipeline.updates_after_compute()
             self.begun = begun
@@ -312,13 +309,13 @@ class Stepping:
             "in the first steps); use update='step', or one step for each backward.",
         )
 
-    def refuse_recomputation(self, params: Iterable[Tensor]) -> None:
+    def refuse_recomputation(self, buckets: Collection[int]) -> None:
         """A backward is about to compute again what it has updated already: a block that was used twice, checkpointed.
 
         Raises:
-            RuntimeError: it has updated some of ``params``.
+            RuntimeError: it has updated some of ``buckets``, in which the state of its parameters is.
         """
-        if self.begun is None or self.buckets_of(params).isdisjoint(self.begun.done):
+        if self.begun is None or set(self.begun.done).isdisjoint(buckets):
             return
         self._refuse(
             "a backward computed a block again whose parameters it had updated already",
@@ -392,7 +389,7 @@ class Stepping:
             for name, home in shard.homes.items():
                 found += (state.get(name) is home, *version_of(home), *[leaf._version for leaf in leaves[name]])
         done = set(begun.done)
-        for shard in begun.without_state:
+        for shard in filter(_is_offloaded, begun.without_state):
             state = states.get(shard.param)
             # Only an update may have made some by now.
             made = not state or not done.isdisjoint(shard.buckets)
@@ -510,6 +507,11 @@ class Stepping:
                 f"{what} refused: the backward has updated part of the state (OffloadPolicy(update='backward')). Call "
                 "step() first."
             )
+
+
+def _is_offloaded(shard: StateShard) -> bool:
+    """Updates write other state where it is, on the device or on the host, which counts as well."""
+    return not shard.resident and not shard.on_host
 
 
 _KEPT_SCHEDULES = 4

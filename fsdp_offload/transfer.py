@@ -163,7 +163,7 @@ class StreamLane:
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Issue a copy between the device and host memory; the host goes on where that is page-locked."""
-        self.copy_pieces([(target, source)])
+        self.copy_pieces(self.cut([(target, source)]))
 
     def cut(self, copies: Sequence[Copy]) -> Sequence[Copy]:
         """As they are."""
@@ -201,10 +201,6 @@ class TurnsLane(StreamLane):
         self._next = streams[1]
         self._done, self._next_done = torch.Event(device), torch.Event(device)
         self._piece_bytes = 0  # copied since the last turn
-
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        """Issue a copy in pieces."""
-        self.copy_pieces(self.cut([(target, source)]))
 
     def cut(self, copies: Sequence[Copy]) -> Sequence[Copy]:
         """Into pieces."""
@@ -300,7 +296,7 @@ class SerialLane:
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Copy on the current stream."""
-        target.copy_(source, non_blocking=True)
+        self.copy_pieces([(target, source)])
 
     def cut(self, copies: Sequence[Copy]) -> Sequence[Copy]:
         """As they are."""
