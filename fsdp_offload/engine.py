@@ -87,7 +87,7 @@ class Engine:
             host=self.host,
         )
         self.lending = Lending(self.plan, self._pipeline)
-        self.steps = Stepping(cls, traits, policy, names, self.plan, self._pipeline, self.lending, self._link)
+        self.steps = Stepping(cls, self.layouts, policy, names, self.plan, self._pipeline, self.lending, self._link)
         self.phases = Phases(self.plan, self._pipeline, self.steps, self.lending)
         self._param_ids: list[list[int]] = []  # of each group
         self._unplanned: list[Tensor] = []  # in the groups, but without room: they never had a gradient
@@ -113,6 +113,8 @@ class Engine:
             self.steps.check_usable("taking over more parameters")
         if self.policy.host_fraction == "auto" and not self.tuning_of_host:
             self._measure(optimizer, params)
+        self.layouts.judge(optimizer)
+        self._check_order_of_draws(optimizer, params)
         self.steps.drop()
         self._layout_keys += self._keys(optimizer)[len(self._layout_keys) :]
         self._param_ids = []  # look at the groups again
@@ -125,6 +127,23 @@ class Engine:
         self.phases.take_along(self.plan.shards[param] for param in params)
         self.steps.forget_places()
         adopt((self.plan.shards[param], states.get(param)) for param in params)
+
+    def _check_order_of_draws(self, optimizer: Optimizer, new: Sequence[Tensor]) -> None:
+        """Refuse what would draw an optimizer's random numbers in another order than a plain step does."""
+        if not self.layouts.draws:
+            return
+        if self.policy.update == "backward":
+            raise ValueError(
+                f"{self.cls.__name__} draws random numbers parameter by parameter, and "
+                "OffloadPolicy(update='backward') updates parameters in another order. Use update='step'."
+            )
+        planned = [id(param) for param in (*self.plan.shards, *new)]
+        if planned != [id(p) for group in optimizer.param_groups for p in group["params"] if id(p) in set(planned)]:
+            raise RuntimeError(
+                f"{self.cls.__name__} draws random numbers parameter by parameter, and parameters that were frozen, or "
+                "were in no group, would now get theirs behind all others. Call remove_offload() and "
+                "offload_optimizer() again, which puts them in order. Nothing has been changed."
+            )
 
     def _measure(self, optimizer: Optimizer, params: Sequence[Tensor]) -> None:
         """Choose the host's share by what both sides can do. Once: whatever is added later gets the same."""
@@ -340,9 +359,6 @@ class Engine:
         if steps.begun is not None and not steps.fits(steps.begun, needed, states):
             steps.drop()
         begun = ended or steps.begun or steps.begin(optimizer, kwargs, needed, states)
-        if not needed:
-            # Groups whose parameters have no gradient count the step all the same.
-            begun.shadow.run(begun.shared, [[] for _ in optimizer.param_groups], {}, begun.logical.kwargs)
         left = tuple(step for step in needed if step.bucket not in begun.done)
         if begun.done and left:
             steps.go_on(begun, left)
@@ -372,6 +388,7 @@ class Engine:
             new = set(created)
             states.move_last([param for group in optimizer.param_groups for param in group["params"] if param in new])
         with self._pipeline.updating():
+            self.steps.count_rest(begun, optimizer)
             self._commit(begun, optimizer)
 
     # In the backward ---------------------------------------------------------------------------------------------
@@ -528,6 +545,7 @@ class Engine:
         if keys != self._layout_keys:
             live = [shard for shard in self.plan.shards.values() if shard.group >= 0]
             self._check_state_is_complete(optimizer, live, states)
+            self.layouts.judge(optimizer)
             self._layout_keys = keys
             if not all(self._still_fits(optimizer, shard) for shard in live):
                 self.rebuild(optimizer, states)

@@ -27,8 +27,11 @@ attributes in ``_READ``
                                                    again after its update is not refused
 ``_foreach_supported_``     2.11 to 2.13           assumed to be plain tensors, parameters and DTensors
 ``types``
-``_global_optimizer_pre_``  2.11 to 2.13           global step hooks fire for each bucket, where a subclass's ``step``
-``hooks``, ``…_post_hooks``                        calls its parent's
+``_global_optimizer_pre_``  2.11 to 2.13           global step hooks do not fire
+``hooks``, ``…_post_hooks``
+``_optimizer_step_pre_``    2.11 to 2.13           required; torch's own tables of an optimizer's hooks
+``hooks``, ``…_post_hooks``
+``_dynamo/eval_frame.py``   2.11 to 2.13           nobody is told that a compiled ``step`` runs eagerly
 ==========================  =====================  ================================================================
 """
 
@@ -56,6 +59,11 @@ def is_dtensor(tensor: object) -> bool:
 def local_shard(tensor: Tensor) -> Tensor:
     """This rank's part of ``tensor``: the local tensor of a DTensor itself (no copy), or ``tensor``."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def has_inner_tensors(tensor: Tensor) -> bool:
+    """Whether the local shard of ``tensor`` is of a type that is made of other tensors."""
+    return hasattr(type(local_shard(tensor)), "__tensor_flatten__")
 
 
 def version_of(tensor: Tensor) -> tuple[int, int]:
@@ -365,3 +373,41 @@ def no_global_step_hooks() -> Iterator[None]:
     finally:
         for table, hooks in zip(tables, kept, strict=True):
             table.update(hooks)
+
+
+def run_hooked(
+    optimizer: torch.optim.Optimizer, name: str, step: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+) -> Any:
+    """Run ``step`` as torch runs that of an optimizer: in a profiler's range, with the hooks around it.
+
+    ``torch.optim.Optimizer.profile_hook_step`` would name the range after the offloaded class, which nobody looks for.
+
+    Raises:
+        RuntimeError: a pre-hook returned something else than ``None`` or new arguments.
+    """
+    module = sys.modules[torch.optim.Optimizer.__module__]
+    with torch.autograd.profiler.record_function(f"Optimizer.step#{name}.step"):
+        everyone = getattr(module, "_global_optimizer_pre_hooks", {})
+        for hook in (*everyone.values(), *optimizer._optimizer_step_pre_hooks.values()):
+            given = hook(optimizer, (optimizer, *args), kwargs)
+            if given is None:
+                continue
+            if not isinstance(given, tuple) or len(given) != 2:
+                raise RuntimeError(f"{hook} must return None or a tuple of (new_args, new_kwargs), but got {given}.")
+            (_, *args), kwargs = given
+        result = step(optimizer, *args, **kwargs)
+        everyone = getattr(module, "_global_optimizer_post_hooks", {})
+        for hook in (*optimizer._optimizer_step_post_hooks.values(), *everyone.values()):
+            hook(optimizer, (optimizer, *args), kwargs)
+        return result
+
+
+def is_called_compiled() -> bool:
+    """Whether the caller, a function that ``torch.compiler.disable`` has wrapped, was called by compiled code."""
+    frame, wrappers = sys._getframe(1), 0
+    for _ in range(12):
+        wrappers += frame.f_code.co_filename.replace("\\", "/").endswith("torch/_dynamo/eval_frame.py")
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return wrappers > 1  # one is that of disable()

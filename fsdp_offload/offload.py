@@ -2,8 +2,10 @@
 
 import inspect
 import logging
+import types
 import warnings
 import weakref
+from abc import ABCMeta
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -23,7 +25,7 @@ from .checks import (
     refuse_capture,
 )
 from .engine import Engine
-from .fsdp import parameters_of
+from .fsdp import is_called_compiled, parameters_of, run_hooked
 from .load import check_loadable
 from .optimizers import traits_for
 from .overlap import group_numbers, make_overlap
@@ -132,13 +134,15 @@ def remove_offload(optimizer: Optimizer) -> Optimizer:
     return optimizer
 
 
-class OffloadedOptimizer(Optimizer):
+class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
     """Mixed into the class of an optimizer by :func:`offload_optimizer`; never instantiated by itself."""
+
+    _plain_class: type[Optimizer]  # the optimizer's own
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise TypeError(
             f"{type(self).__name__} is made by offload_optimizer() out of an existing optimizer; build one of the "
-            f"class {type(self).__mro__[2].__name__} and attach it."
+            f"class {self._plain_class.__name__} and attach it."
         )
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
@@ -154,9 +158,14 @@ class OffloadedOptimizer(Optimizer):
         if attachment is None:
             # A scheduler made while this optimizer was offloaded holds this function; it is plain again now.
             return type(self).step(self, *args, **kwargs)
+        if not attachment.has_stepped and is_called_compiled():
+            logger.warning(
+                "step() is called by compiled code: an offloaded step waits for copies and cannot be compiled, so it "
+                "runs as it is. Compile the model's forward and backward only."
+            )
         attachment.stepping = True
         try:
-            return _logical_step(self, *args, **kwargs)
+            return run_hooked(self, self._plain_class.__name__, _logical_step, args, kwargs)
         finally:
             attachment.stepping = False
 
@@ -171,7 +180,7 @@ class OffloadedOptimizer(Optimizer):
         engine = _engine_of(self)
         engine.steps.check_usable("state_dict()")
         if engine.habits.keeps_raw_state:
-            return super().state_dict()
+            return self._plain_class.state_dict(self)
         # Not that of the class, which converts what is on the device.
         saved = Optimizer.state_dict(self)
         params = [param for group in self.param_groups for param in group["params"]]
@@ -216,7 +225,7 @@ class OffloadedOptimizer(Optimizer):
         first = self.register_load_state_dict_post_hook(install, prepend=True)
         try:
             if engine.habits.keeps_raw_state:
-                super().load_state_dict(state_dict)
+                self._plain_class.load_state_dict(self, state_dict)
             else:
                 Optimizer.load_state_dict(self, state_dict)
             if not installed:  # the class loads in a way of its own, without hooks
@@ -229,7 +238,7 @@ class OffloadedOptimizer(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As ``torch.optim.Optimizer``; room for the new parameters' state is taken at once."""
-        super().add_param_group(param_group)
+        self._plain_class.add_param_group(self, param_group)
         engine = _engine_of(self)
         params = self.param_groups[-1]["params"]
         known = dict(engine.names)
@@ -262,7 +271,7 @@ class OffloadedOptimizer(Optimizer):
         if False in (*args, *kwargs.values()):
             _engine_of(self).steps.wait_for_all()
             _unguard(self)
-        super().zero_grad(*args, **kwargs)
+        self._plain_class.zero_grad(self, *args, **kwargs)
         _forget_reductions(self)
 
     def synchronize(self) -> None:
@@ -319,9 +328,8 @@ _NO_COPY = (
 )
 
 
-@Optimizer.profile_hook_step
 def _logical_step(self: OffloadedOptimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-    """One step as the user counts them: hooks fire around it once, the closure runs once."""
+    """One step as the user counts them: the closure runs once."""
     engine = _engine_of(self)
     engine.steps.check_usable("step()", mid_step=True)
     refuse_capture(engine.device)
@@ -397,7 +405,34 @@ def _mix_in(cls: type[Optimizer]) -> type[Optimizer]:
     step = torch.compiler.disable(OffloadedOptimizer.step)
     # GradScaler asks whether step() takes it.
     step.__signature__ = inspect.signature(cls.step)
-    return type(f"Offloaded{cls.__name__}", (OffloadedOptimizer, cls), {"__module__": cls.__module__, "step": step})
+    name, own = f"Offloaded{cls.__name__}", {"__module__": cls.__module__, "_plain_class": cls, "step": step}
+    mixed: type[Optimizer] = types.new_class(name, (OffloadedOptimizer, cls), {}, lambda body: body.update(own))
+    if _can_become(cls, mixed):
+        return mixed
+    # Python takes the layout from the first base. Where that of cls is another one (ABC, Generic[T] and other bases
+    # with empty __slots__), only cls itself may come first, and our methods go before it in the class itself.
+    methods = {key: value for key, value in vars(OffloadedOptimizer).items() if key not in _OF_EVERY_CLASS}
+    mixed = types.new_class(name, (cls,), {}, lambda body: body.update(methods | own))
+    if not _can_become(cls, mixed):
+        raise ValueError(
+            f"offload_optimizer: an instance of {cls.__name__} cannot become one of a subclass: its memory layout is "
+            "fixed (__slots__, or a base written in C). Remove them, or move its step to a plain class."
+        )
+    OffloadedOptimizer.register(mixed)
+    return mixed
+
+
+_OF_EVERY_CLASS = frozenset(vars(ABCMeta("Empty", (Optimizer,), {})))
+
+
+def _can_become(cls: type[Optimizer], other: type[Optimizer]) -> bool:
+    """Whether Python lets an instance of ``cls`` change its class to ``other``."""
+    probe = object.__new__(cls)
+    try:
+        probe.__class__ = other
+    except TypeError:
+        return False
+    return True
 
 
 def _attach(optimizer: Optimizer, engine: Engine, states: OffloadedState, model: nn.Module | None) -> None:

@@ -156,7 +156,7 @@ class Plan:
             master = self._layouts.master_of(param)
             described = bool(state) and param.dim() > 0 and master == "none"
             layout = (
-                self._layouts.of_existing(optimizer, param, group, state)
+                self._layouts.of_existing(param, state)
                 if described
                 else self._layouts.learn(optimizer, param, group, name)
             )

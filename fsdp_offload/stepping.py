@@ -19,12 +19,14 @@ from torch.optim import Optimizer
 
 from .fsdp import foreach_supports, version_of
 from .host_step import HostStep
+from .learn import Layouts
 from .lending import Lending
-from .optimizers import LogicalStep, Traits
+from .optimizers import LogicalStep
 from .pipeline import Pipeline
 from .plan import Plan
 from .policy import OffloadPolicy
 from .schedule import Action, BucketStep, Placement, build_schedule
+from .scratch import without_gradient
 from .shards import StateShard
 from .spent import is_spent, restore, spend
 from .transfer import DeviceLink
@@ -84,7 +86,7 @@ class Stepping:
     def __init__(
         self,
         cls: type[Optimizer],
-        traits: Traits,
+        layouts: Layouts,
         policy: OffloadPolicy,
         names: Mapping[Tensor, str],
         plan: Plan,
@@ -101,7 +103,8 @@ class Stepping:
         self._cls = cls
         self._policy = policy
         self._names = names
-        self._habits = traits.habits
+        self._layouts = layouts
+        self._habits = layouts.traits.habits
         self._plan = plan
         self._pipeline = pipeline
         self._lending = lending
@@ -109,6 +112,7 @@ class Stepping:
         self._bound: dict[int, tuple[Placement | None, Tensor | None, list[BoundRange]]] = {}
         self._schedules: dict[tuple[BucketStep, ...], tuple[list[Action], dict[int, Placement]]] = {}
         self._held: dict[int, list[tuple[Tensor, Tensor | None, BegunStep]]] = {}  # by bucket: what updates still read
+        self._stand_ins: dict[tuple[int, torch.dtype], list[Tensor]] = {}  # for parameters without a gradient
 
     @property
     def failure(self) -> str:
@@ -231,6 +235,23 @@ class Stepping:
     def fits(self, begun: BegunStep, steps: Sequence[BucketStep], states: StateStore) -> bool:
         """Whether what has been loaded is what a step over these buckets needs."""
         return sorted(begun.steps) == sorted(steps) and begun.versions == self._home_versions(begun, states)
+
+    def count_rest(self, begun: BegunStep, optimizer: Optimizer) -> None:
+        """Let groups of which no bucket was updated count the step: a plain step sees them as well."""
+        rest = begun.shared.unvisited
+        if rest:
+            groups = enumerate(optimizer.param_groups)
+            lists = [self._without_gradient(group["params"]) if number in rest else [] for number, group in groups]
+            begun.shadow.run(begun.shared, lists, {}, begun.logical.kwargs, counting=rest)
+
+    def _without_gradient(self, params: Sequence[Tensor]) -> list[Tensor]:
+        """What stands for the parameters of a group none of which has a gradient; made once."""
+        if not params or self._habits.state_without_gradient:
+            return []
+        key = params[0].dim(), params[0].dtype
+        if key not in self._stand_ins:
+            self._stand_ins[key] = without_gradient(params)
+        return self._stand_ins[key]
 
     def start_from(self, begun: BegunStep, optimizer: Optimizer, kwargs: Mapping[str, Any]) -> None:
         """Only loads have been issued: hyperparameters, attributes and gradients count as they are now.
@@ -430,8 +451,9 @@ class Stepping:
             pinned,
             logical.attributes,
             self._habits.attributes_by_param,
-            # A scheduler may write a tensor before an update beside the compute stream has read it.
-            own_read_only=self._policy.updates_beside_compute,
+            writes_any_entry=not self._layouts.traits.known,
+            copy_scheduled=self._policy.updates_beside_compute,
+            all_groups=self._layouts.needs_all_groups,
         )
 
     def _take_up(self, steps: tuple[BucketStep, ...]) -> None:
@@ -466,7 +488,7 @@ class Stepping:
 
     def note_not_taken_over(self, begun: BegunStep, error: BaseException) -> None:
         """Everything has been issued, but state or counters that the updates made will be missing."""
-        if not self.failure:  # the host says itself what has failed there
+        if begun.done and not self.failure:  # the host says itself what has failed there
             self._note_failure(error, begun.done, begun.steps)
         self.begun = None
 

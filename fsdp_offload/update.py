@@ -9,14 +9,15 @@ beside parameters and state tensors is collected and handed back once for the wh
   must end at the same.
 """
 
+import collections
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .fsdp import local_shard, no_global_step_hooks
@@ -29,8 +30,8 @@ ENGINE_ATTRIBUTE = "_offload_engine"
 
 _OWN_ATTRIBUTES = frozenset({"param_groups", "state", "step", ENGINE_ATTRIBUTE})
 
-_READ_ONLY_TENSORS = frozenset({"lr", "betas"})
-"""Group entries that may be tensors but that no optimizer writes; they are shared with the shadow, not copied."""
+_SCHEDULED = frozenset({"lr", "betas"})
+"""Entries of param groups that schedulers write, perhaps into tensors, and that optimizers of torch only read."""
 
 UserState = dict[str, Any]
 
@@ -133,7 +134,9 @@ class SharedValues:
         fresh_attributes: Callable[[], dict[str, Any]] = dict,
         by_param: Iterable[str] = (),
         *,
-        own_read_only: bool = False,
+        writes_any_entry: bool = False,
+        copy_scheduled: bool = False,
+        all_groups: bool = False,
     ) -> None:
         """Note where the step starts.
 
@@ -142,39 +145,56 @@ class SharedValues:
             pinned: overrides entries of each group for the shadow only. Tensors are copied for each bucket.
             fresh_attributes: makes what overrides attributes for the shadow only.
             by_param: names of attributes that are dicts with parameters as keys.
-            own_read_only: copy tensors that are only read, too.
+            writes_any_entry: a step of this class may write the learning rate or betas of a group, so that each bucket
+                needs its own. Otherwise buckets share those tensors.
+            copy_scheduled: copy them when the step begins: a scheduler may write them before the last bucket has read
+                them.
+            all_groups: show each bucket all param groups, those without parameters in it empty, and not only its own.
         """
         self._start = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         self._start_versions = _versions(self._start)
         self._groups = self._start
-        if own_read_only:
+        if copy_scheduled:
             self._groups = [
-                {name: _own(value) if name in _READ_ONLY_TENSORS else value for name, value in group.items()}
+                {name: _own(value) if name in _SCHEDULED else value for name, value in group.items()}
                 for group in self._start
             ]
         self._pinned = pinned
+        self._shared_entries = frozenset() if writes_any_entry else _SCHEDULED
+        self._all_groups = all_groups
         self._attributes = instance_attributes(optimizer)
         self._fresh_attributes = fresh_attributes
         self._unwatched = {*fresh_attributes(), *by_param}
         self.by_param: dict[str, dict[Tensor, Any]] = {name: self._attributes[name] for name in by_param}
         self._group_changes: list[dict[str, Any]] = [{} for _ in self._groups]
         self._attribute_changes: dict[str, Any] = {}
-        self._given: Sequence[Mapping[str, Any]] = self._groups
-        self._versions = _versions(self._groups)
+        self._given: dict[int, dict[str, Any]] = {}
+        self._counting: set[int] = set()  # groups whose changes count in the step that runs
+        self.unvisited = set(range(len(self._groups)))  # groups that no bucket has had parameters of
 
-    def groups_for(self, params: Sequence[list[Tensor]]) -> list[dict[str, Any]]:
-        """Param groups for one bucket: all groups, in order, each with this bucket's parameters (perhaps none)."""
-        self._given = [
-            {
-                name: value.clone() if isinstance(value, Tensor) and name not in _READ_ONLY_TENSORS else value
-                for name, value in group.items()
+    def groups_for(
+        self, params: Sequence[list[Tensor]], counting: Collection[int] | None = None
+    ) -> list[dict[str, Any]]:
+        """Param groups for one step: those that have some of ``params``; all of them where the class needs that.
+
+        Args:
+            params: for each group of the optimizer.
+            counting: numbers of the groups to show, and whose changes count, if not those with parameters. A plain step
+                does not see its groups emptied, and some classes fail on that.
+        """
+        filled = {number for number, of_group in enumerate(params) if of_group}
+        self._counting = filled if counting is None else set(counting)
+        shown = range(len(params)) if self._all_groups else sorted(self._counting)
+        self._given = {
+            number: {
+                name: value if name in self._shared_entries else _own(value)
+                for name, value in self._groups[number].items()
             }
-            for group in self._groups
-        ]
-        groups = zip(self._given, self._pinned, params, strict=True)
+            for number in shown
+        }
         return [
-            {**given, **{name: _own(value) for name, value in pinned.items()}, "params": group_params}
-            for given, pinned, group_params in groups
+            {**given, **{name: _own(value) for name, value in self._pinned[number].items()}, "params": params[number]}
+            for number, given in self._given.items()
         ]
 
     @property
@@ -183,29 +203,26 @@ class SharedValues:
         return {**self._attributes, **self._fresh_attributes()}
 
     def collect(self, groups: Sequence[Mapping[str, Any]], attributes: Mapping[str, Any]) -> None:
-        """Note what a bucket's step has changed.
+        """Note what a bucket's step has changed. What it did to a group without parameters is nobody's.
 
         Raises:
             RuntimeError: the change differs from that of an earlier bucket of the same step.
         """
-        for number, (group, start) in enumerate(zip(groups, self._groups, strict=True)):
+        for (number, given), group in zip(self._given.items(), groups, strict=True):
+            if number not in self._counting:
+                continue
             for name, value in group.items():
-                if name == "params" or name in self._pinned[number] or name in _READ_ONLY_TENSORS:
+                if name == "params" or name in self._pinned[number]:
                     continue
-                if _changed(self._given[number].get(name), value):
+                if _changed(self._groups[number].get(name), given.get(name), value):
                     _note(self._group_changes[number], name, value, f"param_groups[{number}][{name!r}]")
-            for name in _READ_ONLY_TENSORS & start.keys():
-                versions = tuple(tensor._version for tensor in _tensors_in(start[name]))
-                if versions != self._versions.get((number, name), ()):
-                    raise RuntimeError(
-                        f"the optimizer writes param_groups[{number}][{name!r}] in its step; a tensor that is read by "
-                        "every bucket must not change in between. It cannot be offloaded."
-                    )
+        self.unvisited -= self._counting
         for name, value in attributes.items():
             if name in self._unwatched:
                 continue
             # Tensors and containers are the real optimizer's own objects, so writing into them needs no commit.
-            if value is not self._attributes.get(name) and _changed(self._attributes.get(name), value):
+            start = self._attributes.get(name)
+            if value is not start and _changed(start, start, value):
                 _note(self._attribute_changes, name, value, f"optimizer.{name}")
 
     def still_starts_from(self, optimizer: Optimizer) -> bool:
@@ -214,7 +231,7 @@ class SharedValues:
         if [group.keys() for group in groups] != [group.keys() for group in self._start]:
             return False
         return _versions(groups) == self._start_versions and all(
-            value is start[name] if isinstance(value, Tensor) else bool(value == start[name])
+            value is start[name] if isinstance(value, Tensor) else same_values(value, start[name])
             for group, start in zip(groups, self._start, strict=True)
             for name, value in group.items()
         )
@@ -228,11 +245,22 @@ class SharedValues:
         """Give the changes of the whole step to the user's optimizer, once."""
         for group, changes in zip(optimizer.param_groups, self._group_changes, strict=True):
             for name, value in changes.items():
-                if isinstance(value, Tensor) and isinstance(group.get(name), Tensor):
-                    group[name].copy_(value)  # in place: others may hold this tensor
-                else:
-                    group[name] = value
+                _replace(group, name, value)
         optimizer.__dict__.update(self._attribute_changes)
+
+
+def _replace(group: dict[str, Any], name: str, value: Any) -> None:
+    """Set an entry in place where that can be done: others may hold this tensor, list or dict."""
+    current = group.get(name)
+    if isinstance(value, Tensor) and isinstance(current, Tensor):
+        current.copy_(value)
+    elif type(value) is type(current) is list:
+        current[:] = value
+    elif type(value) is type(current) is dict:
+        current.clear()
+        current.update(value)
+    else:
+        group[name] = value
 
 
 def instance_attributes(optimizer: Optimizer) -> dict[str, Any]:
@@ -254,25 +282,37 @@ def _versions(groups: Sequence[Mapping[str, Any]]) -> dict[tuple[int, str], tupl
 
 
 def _tensors_in(value: Any) -> list[Tensor]:
-    """Of an entry of a param group: betas may be a tuple of tensors."""
-    return [one for one in (value if isinstance(value, tuple | list) else [value]) if isinstance(one, Tensor)]
+    """The tensors of a param group's entry: betas may be a tuple of them."""
+    if isinstance(value, dict):
+        return [tensor for one in value.values() for tensor in _tensors_in(one)]
+    if isinstance(value, tuple | list):
+        return [tensor for one in value for tensor in _tensors_in(one)]
+    return [value] if isinstance(value, Tensor) else []
 
 
 def _own(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return tuple(map(_own, value))
-    return value.clone() if isinstance(value, Tensor) else value
+    """A copy of a param group's entry that a step may write without anybody else seeing it."""
+    kind = type(value)
+    if kind in (tuple, list):
+        return kind(map(_own, value))
+    if kind is dict:
+        return {name: _own(one) for name, one in value.items()}
+    if kind in (set, collections.deque):
+        return value.copy()
+    return value.clone() if isinstance(value, Tensor) and not isinstance(value, nn.Parameter) else value
 
 
-def _changed(start: object, end: object) -> bool:
-    if end is start:
-        # Groups get a fresh clone of every tensor they may write, so its version counts the writes of this bucket.
-        return isinstance(end, Tensor) and end._version > 0
-    return isinstance(start, Tensor) or isinstance(end, Tensor) or bool(end != start)
+def _changed(start: object, given: object, end: object) -> bool:
+    """Whether a step that was ``given`` an own copy of ``start`` has left something else."""
+    if end is given:
+        # The copy is fresh, so that the versions of its tensors count the writes of this bucket.
+        written = given is not start and any(tensor._version > 0 for tensor in _tensors_in(end))
+        return written or not (isinstance(end, Tensor) or same_values(start, end))
+    return isinstance(start, Tensor) or isinstance(end, Tensor) or not same_values(start, end)
 
 
 def _note(changes: dict[str, Any], name: str, value: Any, place: str) -> None:
-    if name in changes and not _same(changes[name], value):
+    if name in changes and not same_values(changes[name], value):
         raise RuntimeError(
             f"{place} ended at {changes[name]!r} in one bucket and at {value!r} in another of the same step: this "
             "optimizer's step is not separable by parameter, and it cannot be offloaded."
@@ -280,11 +320,32 @@ def _note(changes: dict[str, Any], name: str, value: Any, place: str) -> None:
     changes[name] = value
 
 
-def _same(one: object, other: object) -> bool:
+def same_values(one: Any, other: Any) -> bool:
+    """Whether two entries or attributes are equal, also where tensors are inside.
+
+    Tensors on a device count as equal: comparing them would wait for it, and every bucket runs the same arithmetic on
+    the same start there.
+    """
+    if one is other:
+        return True
     if isinstance(one, Tensor) and isinstance(other, Tensor):
-        # Comparing on a device would wait for it; every bucket runs the same arithmetic on the same start there.
         return one.device.type != "cpu" or torch.equal(one, other)
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(same_values(one[key], other[key]) for key in one)
+    if isinstance(one, tuple | list) and isinstance(other, tuple | list):
+        return len(one) == len(other) and all(map(same_values, one, other))
     return bool(one == other)
+
+
+def fill_bare(optimizer: Optimizer, attributes: dict[str, Any]) -> None:
+    """Make an object of an optimizer's class, made without its constructor, into an optimizer with ``attributes``."""
+    defaults = attributes.get("defaults")
+    known = set(defaults) if isinstance(defaults, dict) else set()
+    # As if unpickled: creates the (empty) hook tables that step() may look at.
+    Optimizer.__setstate__(optimizer, attributes)
+    if isinstance(defaults, dict):
+        for name in defaults.keys() - known:  # what torch adds to old pickles; this dict is the real optimizer's
+            del defaults[name]
 
 
 class Shadow:
@@ -305,18 +366,18 @@ class Shadow:
         state: Mapping[Tensor, UserState],
         kwargs: Mapping[str, Any],
         by_param: Mapping[str, dict[Tensor, Any]] | None = None,
+        counting: Collection[int] | None = None,
     ) -> dict[Tensor, UserState]:
         """One step on ``params`` (a list for each group). Returns the state after it, by parameter.
 
         ``by_param`` overrides attributes that are dicts with parameters as keys; what the step adds is found there.
+        ``counting`` is as for :meth:`SharedValues.groups_for`.
         """
         shadow = self._object
-        groups = shared.groups_for(params)
+        groups = shared.groups_for(params, counting)
         shadow.__dict__.clear()
         filled: defaultdict[Tensor, UserState] = defaultdict(dict, state)
-        # As if unpickled: creates the (empty) hook tables that step() may look at.
-        own = {**shared.attributes, **(by_param or {}), "param_groups": groups, "state": filled}
-        Optimizer.__setstate__(shadow, own)
+        fill_bare(shadow, {**shared.attributes, **(by_param or {}), "param_groups": groups, "state": filled})
         try:
             with self._without_hooks():  # a subclass's step may call a hooked one of its parent
                 self._step(shadow, **kwargs)

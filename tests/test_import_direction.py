@@ -67,7 +67,11 @@ MAY_IMPORT: dict[str, set[str]] = {
         "host_worker",
         "host_step",
     },
-    "learn": {"fsdp", "masters", "optimizers", "shards", "update"},
+    # What a class does, seen on scratch tensors.
+    "dependence": set(),
+    "scratch": {"fsdp", "update"},
+    "separability": {"fsdp", "shards", "scratch", "dependence"},
+    "learn": {"fsdp", "masters", "optimizers", "shards", "update", "scratch", "separability"},
     # What moves bytes, and what joins the two.
     "ring": {"transfer"},
     "staged": {"schedule", "transfer"},
@@ -81,7 +85,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "forms": {"fsdp", "masters", "optimizers", "shards", "update"},
     "lending": {"schedule", "shards", "update", "adopt", "pipeline", "plan"},
     "stepping": {
-        *("policy", "fsdp", "schedule", "transfer", "optimizers", "shards"),
+        *("policy", "fsdp", "schedule", "transfer", "optimizers", "shards", "scratch", "learn"),
         *("spent", "update", "pipeline", "plan", "lending", "host_step"),
     },
     "phases": {"transfer", "shards", "update", "pipeline", "plan", "lending", "stepping"},

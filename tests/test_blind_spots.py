@@ -1,0 +1,600 @@
+"""Optimizers whose parameters depend on each other where a few random steps would not show it, and some that look so.
+
+Each class of :data:`COUPLED` gives other bits in buckets than in one step, and has to be refused when attaching, with
+the reason. Each of :data:`SEPARABLE` has to be accepted and to train with the same bits.
+"""
+
+import math
+import random
+import re
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fsdp_offload import OffloadPolicy, offload_optimizer
+from tests.parity import SMALL, Run, Zoo, attach, batch, make_pair, params_of
+
+
+class Plain(Optimizer):
+    """Momentum, one parameter after the other; ``update`` is what a subclass adds to it."""
+
+    def __init__(self, params: Any, lr: float = 0.05, **options: Any) -> None:
+        super().__init__(params, {"lr": lr, **options})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        context = self.before()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    self.without_gradient(param)
+                    continue
+                state = self.state[param]
+                if not state:
+                    state["step"] = 0
+                    state["momentum"] = torch.zeros_like(param)
+                state["step"] += 1
+                state["momentum"].mul_(0.9).add_(param.grad)
+                self.update(group, param, state, context)
+
+    def before(self) -> Any: ...
+
+    def without_gradient(self, param: Tensor) -> None: ...
+
+    def update(self, group: dict[str, Any], param: Tensor, state: dict[str, Any], context: Any) -> None:
+        param.sub_(state["momentum"] * group["lr"])
+
+    def trained(self) -> list[Tensor]:
+        return [param for param in params_of(self) if param.grad is not None]
+
+
+class TinyMean(Plain):
+    """A mean over all parameters, far below half a unit in the last place of any of them."""
+
+    def before(self) -> None:
+        mean = sum(param.grad.mean() for param in self.trained())
+        for param in self.trained():
+            param.add_(mean * 1e-12)
+
+
+class TinyMeanOnTheHost(Plain):
+    """The same through Python's numbers, which carry no origin."""
+
+    def before(self) -> float:
+        return math.fsum(param.grad.mean().item() for param in self.trained())
+
+    def update(self, group: dict[str, Any], param: Tensor, state: dict[str, Any], context: Any) -> None:
+        param.sub_(state["momentum"] * group["lr"] + context * 1e-12)
+
+
+class OneDrawOfNumpy(Plain):
+    def before(self) -> float:
+        return 1 + 1e-3 * np.random.random()
+
+    def update(self, group: dict[str, Any], param: Tensor, state: dict[str, Any], context: Any) -> None:
+        param.sub_(state["momentum"] * (group["lr"] * context))
+
+
+class OneDrawOfPython(OneDrawOfNumpy):
+    def before(self) -> float:
+        return 1 + 1e-3 * random.random()
+
+
+class OneDrawOfItsOwn(OneDrawOfNumpy):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.generator = torch.Generator().manual_seed(3)
+
+    def before(self) -> Tensor:
+        return 1 + 1e-30 * torch.rand(1, generator=self.generator)
+
+
+class StacksEqualShapes(Plain):
+    """Parameters of one shape share a norm; those of the scratch tensors of old were all different."""
+
+    def before(self) -> None:
+        by_shape: dict[torch.Size, list[Tensor]] = {}
+        for param in self.trained():
+            by_shape.setdefault(param.shape, []).append(param)
+        for params in by_shape.values():
+            if len(params) > 1:
+                grads = torch.stack([param.grad for param in params])
+                grads /= 1 + grads.norm()
+                for param, grad in zip(params, grads, strict=True):
+                    param.grad.copy_(grad)
+
+
+class MixesImages(Plain):
+    """Kernels of convolutions are treated differently."""
+
+    def before(self) -> None:
+        kernels = [param.grad for param in self.trained() if param.dim() == 4]
+        for kernel in kernels:
+            kernel.mul_(1 / (1 + torch.cat([one.flatten() for one in kernels]).abs().max()))
+
+
+class MixesGroups(Plain):
+    """What one group's parameters do depends on another group's."""
+
+    def before(self) -> None:
+        norms = [[p.grad.norm() for p in group["params"] if p.grad is not None] for group in self.param_groups]
+        if len(norms) > 1 and all(norms):
+            for param in self.param_groups[1]["params"]:
+                if param.grad is not None:
+                    param.grad.mul_(norms[0][0])
+
+
+class MixesFromStep(Plain):
+    """Begins after a warm-up."""
+
+    after = 100
+
+    def before(self) -> None:
+        steps = [self.state[param].get("step", 0) for param in self.trained()]
+        if steps and min(steps) >= self.after:
+            norm = torch.stack([param.grad.norm() for param in self.trained()]).norm()
+            for param in self.trained():
+                param.grad.div_(norm)
+
+
+class Helper:
+    def __init__(self) -> None:
+        self.calls = 0
+
+
+class CountsInAHelper(Plain):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.helper = Helper()
+
+    def before(self) -> None:
+        self.helper.calls += 1
+
+    def update(self, group: dict[str, Any], param: Tensor, state: dict[str, Any], context: Any) -> None:
+        param.sub_(state["momentum"] * (group["lr"] / self.helper.calls))
+
+
+class DecaysAnyway(Plain):
+    def without_gradient(self, param: Tensor) -> None:
+        param.mul_(0.99)
+
+
+class CountsAnyway(Plain):
+    """Counts steps of a parameter also where it has no gradient."""
+
+    def without_gradient(self, param: Tensor) -> None:
+        self.state[param].setdefault("momentum", torch.zeros_like(param))
+        self.state[param]["step"] = self.state[param].get("step", 0) + 1
+
+    def update(self, group: dict[str, Any], param: Tensor, state: dict[str, Any], context: Any) -> None:
+        param.sub_(state["momentum"] * (group["lr"] / state["step"]))
+
+
+class TwoNames(Plain):
+    """Two names in the state for one tensor."""
+
+    def update(self, group: dict[str, Any], param: Tensor, state: dict[str, Any], context: Any) -> None:
+        state.setdefault("velocity", state["momentum"])
+        param.sub_(state["velocity"] * group["lr"])
+
+
+class SharesWithTheParameter(Plain):
+    def update(self, group: dict[str, Any], param: Tensor, state: dict[str, Any], context: Any) -> None:
+        state.setdefault("weights", param.detach())
+        super().update(group, param, state, context)
+
+
+class WritesAnothersState(Plain):
+    def before(self) -> None:
+        first, *others = self.trained()
+        for other in others:
+            if other.shape == first.shape and "momentum" in self.state[other]:
+                self.state[other]["momentum"].copy_(first.grad)
+
+
+class SharedFlag(Plain):
+    """Whether any gradient is large decides for all: a mixture in control flow."""
+
+    def before(self) -> None:
+        largest = [param.grad.abs().max() for param in self.trained()]
+        if largest and torch.stack(largest).max() > 1e30:
+            raise FloatingPointError("exploding")
+
+
+class SharedFlagOnTheHost(Plain):
+    """The same with one host read for each parameter."""
+
+    def before(self) -> None:
+        if any(param.grad.abs().max().item() > 1e8 for param in self.trained()):
+            for param in self.trained():
+                param.grad.zero_()
+
+
+COUPLED: list[tuple[type[Plain], str]] = [
+    (TinyMean, r"depends on other parameters: add in test_blind_spots\.py:\d+ \(`mean = sum"),
+    (TinyMeanOnTheHost, r"other parameters \(values are read on the host: item in test_blind_spots\.py"),
+    (OneDrawOfNumpy, "draws numbers from numpy for each call"),
+    (OneDrawOfPython, "draws numbers from Python's random for each call"),
+    (OneDrawOfItsOwn, r"in optimizer\.generator"),
+    (StacksEqualShapes, r"stack in test_blind_spots\.py"),
+    (MixesImages, r"cat in test_blind_spots\.py"),
+    (MixesGroups, r"mul_ in test_blind_spots\.py"),
+    (MixesFromStep, r"stack in test_blind_spots\.py"),
+    (CountsInAHelper, "another result|optimizer.helper"),
+    (DecaysAnyway, "parameters that have no gradient"),
+    (CountsAnyway, "parameters that have no gradient"),
+    (TwoNames, "state 'velocity' shares memory with its state 'momentum'"),
+    (SharesWithTheParameter, "state 'weights' shares memory with the parameter"),
+    (WritesAnothersState, "depends on other parameters"),
+    (SharedFlag, r"looks at a value of several parameters at once: item in test_blind_spots\.py"),
+    (SharedFlagOnTheHost, "one parameter's gradient changes what it does to other parameters"),
+]
+
+
+class Twins(nn.Module):
+    """Several parameters of each shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels = nn.ParameterList(torch.randn(4, 3, 3, 3) for _ in range(2))
+        self.matrices = nn.ParameterList(torch.randn(24, 20) for _ in range(3))
+        self.vectors = nn.ParameterList(torch.randn(24) for _ in range(3))
+
+    forward = Zoo.forward
+
+
+def in_two_groups(cls: Callable[..., Optimizer]) -> Callable[[Iterable[nn.Parameter]], Optimizer]:
+    def make(params: Iterable[nn.Parameter]) -> Optimizer:
+        params = list(params)
+        return cls([{"params": params[::2]}, {"params": params[1::2], "lr": 0.01}])
+
+    return make
+
+
+@pytest.mark.parametrize("two_groups", [False, True], ids=["one group", "two groups"])
+@pytest.mark.parametrize(("cls", "reason"), COUPLED, ids=lambda value: getattr(value, "__name__", ""))
+def test_coupled_parameters_are_refused(cls: type[Plain], reason: str, *, two_groups: bool) -> None:
+    if cls is MixesGroups and not two_groups:
+        return  # with one group there is nothing to mix, and it is accepted
+    optimizer = (in_two_groups(cls) if two_groups else cls)(Twins().parameters())
+    with pytest.raises(ValueError, match=reason):
+        attach(optimizer)
+    assert type(optimizer) is cls
+    assert not optimizer.state
+
+
+# Separable ------------------------------------------------------------------------------------------------------------
+
+
+class HalvesItsRate(Plain):
+    def before(self) -> None:
+        for group in self.param_groups:
+            group["lr"] = group["lr"] / 2
+            group["betas"] = (group["betas"][0] * 0.9, 0.5)
+
+    def update(self, group: dict[str, Any], param: Tensor, state: dict[str, Any], context: Any) -> None:
+        param.sub_(state["momentum"] * group["lr"] * group["betas"][0])
+
+
+class HalvesItsTensorRate(HalvesItsRate):
+    """In place: the tensor that a scheduler may hold."""
+
+    def before(self) -> None:
+        for group in self.param_groups:
+            group["lr"].mul_(0.5)
+
+    update = Plain.update
+
+
+class ReadsItsOwnNorm(Plain):
+    """Looks at values on the host, each parameter at its own."""
+
+    def update(self, group: dict[str, Any], param: Tensor, state: dict[str, Any], context: Any) -> None:
+        norm = state["momentum"].norm().item()
+        if norm > 1:
+            param.sub_(state["momentum"] * (group["lr"] / norm))
+        else:
+            param.sub_(state["momentum"] * group["lr"])
+
+
+class DrawsForEach(Plain):
+    def update(self, group: dict[str, Any], param: Tensor, state: dict[str, Any], context: Any) -> None:
+        param.sub_(state["momentum"] * group["lr"] * torch.rand_like(param) * random.random() * np.random.random())
+
+
+class MatricesOnly(Plain):
+    """Refuses anything else, as optimizers that orthogonalize do."""
+
+    def update(self, group: dict[str, Any], param: Tensor, state: dict[str, Any], context: Any) -> None:
+        if param.dim() != 2:
+            raise ValueError("matrices only")
+        left, _, right = torch.linalg.svd(state["momentum"], full_matrices=False)
+        param.sub_(left @ right * group["lr"])
+
+
+class StateInTheConstructor(Plain):
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        if lr > 1:
+            raise ValueError("learning rate above 1")
+        super().__init__(params, lr)
+        for param in params_of(self):
+            self.state[param]["momentum"] = torch.zeros_like(param)
+            self.state[param]["step"] = 0
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self.state[param]["momentum"].mul_(0.9).add_(param.grad)
+                    self.state[param]["step"] += 1
+                    param.sub_(self.state[param]["momentum"] * group["lr"])
+
+
+class FlagOfAGroup(Plain):
+    """A group without parameters would say something else; a plain step never has one."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, lr)
+        self.trains = False
+
+    def before(self) -> None:
+        self.trains = all(any(p.grad is not None for p in group["params"]) for group in self.param_groups)
+
+
+class ForeachOnly(Plain):
+    """As torch's foreach functions, which refuse an empty list."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        for group in self.param_groups:
+            params = [param for param in group["params"] if param.grad is not None]
+            for param in params:
+                self.state[param].setdefault("momentum", torch.zeros_like(param))
+            momenta = [self.state[param]["momentum"] for param in params]
+            torch._foreach_mul_(momenta, 0.9)
+            torch._foreach_add_(momenta, [param.grad for param in params])
+            torch._foreach_add_(params, momenta, alpha=-group["lr"])
+
+
+class CountsInTheFirstGroup(Plain):
+    """One counter for all groups, where some classes keep it."""
+
+    def before(self) -> None:
+        self.param_groups[0]["k"] = self.param_groups[0].get("k", 0) + 1
+
+    def update(self, group: dict[str, Any], param: Tensor, state: dict[str, Any], context: Any) -> None:
+        param.sub_(state["momentum"] * (group["lr"] / self.param_groups[0]["k"]))
+
+
+class CountsInEachGroup(Plain):
+    def before(self) -> None:
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+
+
+SEPARABLE: list[tuple[type[Plain], dict[str, Any]]] = [
+    (Plain, {}),
+    (HalvesItsRate, {"betas": (0.9, 0.99)}),
+    (ReadsItsOwnNorm, {}),
+    (DrawsForEach, {}),
+    (StateInTheConstructor, {}),
+    (FlagOfAGroup, {}),
+    (ForeachOnly, {}),
+    (CountsInTheFirstGroup, {}),
+    (CountsInEachGroup, {}),
+]
+
+
+def seeded(run: Run, step: int) -> float:
+    """A step of training in which every generator starts alike on both sides."""
+    random.seed(step)
+    np.random.seed(step)
+    run.optimizer.zero_grad()
+    loss = run.loss(step)
+    loss.backward()
+    run.optimizer.step()
+    return loss.item()
+
+
+@pytest.mark.parametrize("two_groups", [False, True], ids=["one group", "two groups"])
+@pytest.mark.parametrize(("cls", "options"), SEPARABLE, ids=lambda value: getattr(value, "__name__", ""))
+def test_separable_classes_train_with_the_same_bits(
+    cls: type[Plain], options: dict[str, Any], *, two_groups: bool
+) -> None:
+    def make(params: Any) -> Optimizer:
+        return cls(params, **options)
+
+    pair = make_pair(Twins, in_two_groups(make) if two_groups else make)
+    pair.train(10, seeded)
+    pair.assert_trained()
+    pair.detach()
+    pair.train(2, seeded)
+
+
+def test_a_rate_that_is_a_tensor_may_be_written_in_the_step() -> None:
+    pair = make_pair(Twins, lambda params: HalvesItsTensorRate(params, lr=torch.tensor(0.1)))  # type: ignore[arg-type]
+    rate = pair.offloaded.optimizer.param_groups[0]["lr"]
+    pair.train(5)
+    assert pair.offloaded.optimizer.param_groups[0]["lr"] is rate
+    assert rate.item() == pytest.approx(0.1 / 2**5)
+
+
+def test_matrices_only() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights = nn.ParameterList(torch.randn(12, 30) for _ in range(3))
+
+        forward = Zoo.forward
+
+    pair = make_pair(Model, MatricesOnly)
+    pair.train(10)
+    pair.assert_trained()
+
+
+def test_a_constructor_is_not_asked_to_take_what_a_scheduler_has_set() -> None:
+    """Adding a group makes layouts anew, under a learning rate that the constructor would refuse."""
+    pair = make_pair(Twins, StateInTheConstructor, policy=None)
+    for run in pair:
+        run.optimizer.param_groups[0]["lr"] = 1.5
+        for param in run.model.parameters():
+            run.optimizer.state.pop(param)
+            run.optimizer.state[param] = {"momentum": torch.zeros_like(param), "step": 0}
+    pair.attach()
+    pair.train(3)
+
+
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop])
+def test_layouts_are_learnt_anew_outside_what_the_constructor_accepts(cls: type[Optimizer]) -> None:
+    pair = make_pair(Twins, lambda params: cls(params, lr=0.1))
+    pair.train(2)
+    for run in pair:
+        run.optimizer.param_groups[0]["lr"] = -1e-3  # a scheduler may do that
+        run.optimizer.param_groups[0]["maximize"] = True
+    pair.train(3)
+
+
+def test_groups_without_any_gradient_count_the_step() -> None:
+    pair = make_pair(Twins, in_two_groups(CountsInEachGroup))
+
+    def freeze(run: Run, step: int) -> float:
+        run.optimizer.zero_grad()
+        loss = run.loss(step)
+        loss.backward()
+        for param in run.optimizer.param_groups[1]["params"]:
+            param.grad = None
+        run.optimizer.step()
+        return loss.item()
+
+    pair.train(2, freeze)
+    pair.train(2)
+    pair.train(2, freeze)
+    assert [group["k"] for group in pair.offloaded.optimizer.param_groups] == [6, 6]
+
+
+# What attaching leaves alone ------------------------------------------------------------------------------------------
+
+
+class LargePreconditioner(Plain):
+    """A square matrix for each dimension, as Shampoo has it."""
+
+    largest = 0
+
+    def update(self, group: dict[str, Any], param: Tensor, state: dict[str, Any], context: Any) -> None:
+        for dim, size in enumerate(param.shape):
+            type(self).largest = max(type(self).largest, size)
+            state.setdefault(f"factor{dim}", torch.eye(size)).mul_(0.9)
+        super().update(group, param, state, context)
+
+
+def test_attaching_advances_no_generator_and_makes_nothing_huge() -> None:
+    model = Twins()
+    random.seed(5)
+    np.random.seed(5)
+    torch.manual_seed(5)
+    expected = random.random(), np.random.random(), torch.rand(1).item()
+    random.seed(5)
+    np.random.seed(5)
+    torch.manual_seed(5)
+    attach(DrawsForEach(model.parameters()))
+    assert (random.random(), np.random.random(), torch.rand(1).item()) == expected
+    LargePreconditioner.largest = 0
+    begin = time.process_time()
+    attach(LargePreconditioner([nn.Parameter(torch.randn(600, 8)) for _ in range(2)]))
+    assert LargePreconditioner.largest == 600  # its state is learnt as large as it is, once; nothing is larger
+    assert time.process_time() - begin < 60  # a hang, not a speed: speed is measured elsewhere
+
+
+def test_random_numbers_in_another_order_are_refused() -> None:
+    with pytest.raises(ValueError, match="draws random numbers parameter by parameter"):
+        attach(DrawsForEach(Twins().parameters()), policy=OffloadPolicy(update="backward"))
+    model = Twins()
+    for param in model.kernels:
+        param.requires_grad_(False)
+    optimizer = attach(DrawsForEach(model.parameters()))
+    for param in model.parameters():
+        param.requires_grad_(True)
+        param.grad = torch.ones_like(param)
+    with pytest.raises(RuntimeError, match=r"put.* them in order"):
+        optimizer.step()
+
+
+def test_a_parameter_that_is_listed_twice_is_refused() -> None:
+    param = nn.Parameter(torch.randn(3))
+    with pytest.warns(UserWarning, match="duplicate parameters"):
+        optimizer = torch.optim.AdamW([param, param])
+    with pytest.raises(ValueError, match="lists a parameter more than once"):
+        attach(optimizer)
+
+
+# Around the step ------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_user_adds_to_the_state_is_saved_and_loaded() -> None:
+    pair = make_pair(Zoo, torch.optim.AdamW)
+    pair.train(2)
+    for run in pair:
+        for param in params_of(run.optimizer)[:3]:
+            run.optimizer.state[param]["note"] = torch.arange(3.0)
+    pair.train(2)
+    for run in pair:
+        run.optimizer.load_state_dict(run.optimizer.state_dict())
+    pair.train(2)
+    state = pair.plain.optimizer.state_dict()
+    fresh = make_pair(Zoo, torch.optim.AdamW)
+    fresh.each(lambda run: run.optimizer.load_state_dict(state))
+    with torch.no_grad():
+        for run in fresh:
+            for param, trained in zip(run.model.parameters(), pair.plain.model.parameters(), strict=True):
+                param.copy_(trained)
+    fresh.assert_same()
+    fresh.train(2)
+
+
+def test_a_profiler_sees_the_name_of_the_users_class() -> None:
+    pair = make_pair(Zoo, torch.optim.AdamW)
+    pair.train(1)
+    pair.offloaded.loss(1).backward()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        pair.offloaded.optimizer.step()
+    names = {event.key for event in profile.key_averages()}
+    assert "Optimizer.step#AdamW.step" in names
+    assert not any("Offloaded" in name for name in names)
+
+
+def test_a_pre_hook_may_replace_the_arguments_of_a_step() -> None:
+    optimizer = attach(torch.optim.AdamW(Zoo().parameters()))
+    optimizer.register_step_pre_hook(lambda optimizer, args, kwargs: ((optimizer, lambda: 7.0), kwargs))
+    assert optimizer.step() == 7.0
+    handle = optimizer.register_step_pre_hook(lambda *_: 1)
+    with pytest.raises(RuntimeError, match="must return None or a tuple"):
+        optimizer.step()
+    handle.remove()
+
+
+def test_a_compiled_step_says_that_it_runs_eagerly(caplog: pytest.LogCaptureFixture) -> None:
+    model = Zoo()
+    optimizer = attach(torch.optim.AdamW(model.parameters()))
+    model(batch(0, torch.device("cpu"), torch.float32)).backward()
+    torch.compile(optimizer.step)()
+    assert len(re.findall("runs as it is", caplog.text)) == 1
+    caplog.clear()
+    other = attach(torch.optim.AdamW(model.parameters()))
+    other.step()
+    assert not caplog.text
+
+
+def test_the_default_policy_takes_the_same_classes() -> None:
+    pair = make_pair(Twins, lambda params: HalvesItsRate(params, betas=(0.9, 0.9)), policy=None)
+    pair.attach(OffloadPolicy())
+    pair.train(3)
+    assert SMALL.bucket_bytes < OffloadPolicy().bucket_bytes
+    with pytest.raises(ValueError, match="stack"):
+        offload_optimizer(StacksEqualShapes(Twins().parameters()))
