@@ -6,7 +6,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .fsdp import is_dtensor, is_host_offloaded, local_shard, parameter_names, uses_cpu_offload_policy
+from .fsdp import (
+    has_inner_tensors,
+    is_dtensor,
+    is_host_offloaded,
+    local_shard,
+    parameter_names,
+    uses_cpu_offload_policy,
+)
 from .optimizers import Traits
 from .policy import OffloadPolicy
 from .update import ENGINE_ATTRIBUTE
@@ -47,6 +54,11 @@ def check_attachable(optimizer: Optimizer) -> None:
             "be divided among buckets."
         )
     for index, group in enumerate(optimizer.param_groups):
+        if len(set(group["params"])) < len(group["params"]):
+            raise ValueError(
+                f"offload_optimizer: param_groups[{index}] lists a parameter more than once, which updates it as often "
+                "in each step. List each parameter once."
+            )
         if group.get("differentiable"):
             raise ValueError(
                 f"offload_optimizer: param_groups[{index}] has differentiable=True; a step that autograd follows needs "
@@ -132,6 +144,11 @@ def check_params(
             raise ValueError(f"offload_optimizer: {names[param]} is on the host. {_HOST_OFFLOADED}")
         if traits.refuses_dtensor and is_dtensor(param):
             raise ValueError(f"offload_optimizer: {names[param]} is sharded. {traits.refuses_dtensor}")
+        if traits.elementwise and traits.habits.keeps_raw_state and has_inner_tensors(param):
+            raise ValueError(
+                f"offload_optimizer: {names[param]} is a {type(local).__name__}, which is made of other tensors; the "
+                "optimizer was attached without such parameters. Add the group first, then attach."
+            )
         devices.setdefault(local.device, names[param])
     if len(devices) > 1:
         raise ValueError(

@@ -53,7 +53,8 @@ def check_loadable(engine: Engine, optimizer: Optimizer, state_dict: Mapping[str
         if saved:
             merged = {**groups[index], **{k: v for k, v in saved_groups[index].items() if k != "params"}}
             layout = _expected_layout(engine, optimizer, param, index, merged)
-            loaded[param] = _checked(engine, engine.names.get(param, str(saved_id)), param, layout, saved)
+            name = engine.names.get(param, str(saved_id))
+            loaded[param] = _checked(engine, name, param, layout, saved, optimizer.state.get(param, {}))
     param_of = dict(zip(saved_ids, params, strict=True))
     return {param_of[key]: loaded[param_of[key]] for key in state_dict["state"] if param_of[key] in loaded}
 
@@ -79,11 +80,14 @@ def _expected_layout(
         optimizer.param_groups[index] = group
 
 
-def _checked(engine: Engine, name: str, param: Tensor, layout: StateLayout, saved: Mapping[str, Any]) -> UserState:
+def _checked(
+    engine: Engine, name: str, param: Tensor, layout: StateLayout, saved: Mapping[str, Any], current: Mapping[str, Any]
+) -> UserState:
     expected = [*layout.values, *layout.scalars, *layout.left_out]
     missing = [n for n in expected if n not in saved and not _will_be_rebuilt(layout, n)]
-    extra = [n for n in saved if n not in expected]
-    if missing or extra:
+    # What users add to the state of a parameter is theirs, and comes with all of the optimizer's own.
+    extra = [n for n in saved if n not in expected and n not in current]
+    if missing or (extra and not expected):
         raise ValueError(
             f"load_state_dict: the state of {name} should have {expected}; missing {missing}, extra {extra}. Was it "
             "saved by another optimizer, or with other options?"
@@ -96,7 +100,7 @@ def _checked(engine: Engine, name: str, param: Tensor, layout: StateLayout, save
         leaves = _saved_leaves(engine, param, key, value)
         _check_value(f"{name}, {key!r}", _home_like(engine, param, value), leaves, saved[key])
     return {
-        key: _like_example(layout.scalars[key], value) if key in layout.scalars else value
+        key: value if key in layout.values else _like_example(layout.scalars.get(key), value)
         for key, value in saved.items()
     }
 

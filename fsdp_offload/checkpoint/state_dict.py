@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..engine import Engine, engine_of
-from ..fsdp import is_dtensor, local_shard, over_local, parameter_names
+from ..fsdp import is_dtensor, local_shard, over_local, parameter_names, version_of
 from ..load import check_loadable
 from ..masters import MASTER, is_duplicate
 from ..shards import leaves_of
@@ -163,10 +163,19 @@ def _as_loaded(param: Tensor, value: Any) -> Any:
 
 
 class _Offer(NamedTuple):
-    """A tensor handed out to load into, and its version at that time."""
+    """A tensor handed out to load into, one with memory inside it, and the versions of both at that time.
 
+    A load writes the inner one; ``copy_`` into a DTensor counts in the DTensor alone.
+    """
+
+    value: Tensor
     leaf: Tensor
-    version: int
+    versions: tuple[int, ...]
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether nothing has been written into it."""
+        return self.versions == _versions(self.value, self.leaf)
 
 
 _offers: "weakref.WeakKeyDictionary[Engine, dict[Tensor, dict[str, _Offer]]]" = weakref.WeakKeyDictionary()
@@ -213,7 +222,9 @@ class _Attached:
             if state
         }
         _offers[self.engine] = {
-            param: {name: _Offer(leaf, leaf._version) for name, leaf in _first_leaves(state)}
+            param: {
+                name: _Offer(state[name], leaf, _versions(state[name], leaf)) for name, leaf in _first_leaves(state)
+            }
             for param, state in offered.items()
         }
         # Counters that groups get in the first step would not be asked for, and so not be loaded.
@@ -287,7 +298,7 @@ class _Attached:
         offers = _offers.get(self.engine, {}).get(param, {})
         given = dict(_first_leaves(state))
         same = {name: offer for name, offer in offers.items() if name in given and _is_same(given[name], offer.leaf)}
-        untouched = [name for name, offer in same.items() if offer.leaf._version == offer.version]
+        untouched = [name for name, offer in same.items() if offer.is_untouched]
         if not untouched or len(untouched) == len(given):
             return bool(untouched)
         required = [name for name in untouched if name != MASTER]
@@ -323,6 +334,10 @@ def _first_leaves(state: UserState) -> Iterator[tuple[str, Tensor]]:
         leaves = leaves_of(value) if isinstance(value, Tensor) else []
         if leaves and leaves[0].numel():
             yield name, leaves[0]
+
+
+def _versions(value: Tensor, leaf: Tensor) -> tuple[int, ...]:
+    return *version_of(value), leaf._version
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:

@@ -1,7 +1,10 @@
 """What is special about an optimizer, one file for each origin. :func:`traits_for` is the only way in."""
 
+from dataclasses import replace
+
 from torch.optim import Optimizer
 
+from ..fsdp import has_inner_tensors
 from .base import Habits, LogicalStep, Traits
 from .torch_optim import TRAITS as _TORCH_TRAITS
 from .transformer_engine import is_fused_adam, traits_of_fused_adam
@@ -12,9 +15,16 @@ _UNKNOWN = Traits(known=False)
 
 
 def traits_for(optimizer: Optimizer) -> Traits:
-    """How this optimizer may be run."""
+    """How this optimizer may be run, with the parameters that it has."""
     cls = type(optimizer)
-    return traits_of_fused_adam(optimizer) if is_fused_adam(cls) else traits_of(cls)
+    if is_fused_adam(cls):
+        return traits_of_fused_adam(optimizer)
+    traits = traits_of(cls)
+    if traits.elementwise and any(has_inner_tensors(p) for group in optimizer.param_groups for p in group["params"]):
+        # A type of its own may mean anything by a view or a range, and state like it has tensors inside as well: the
+        # optimizer sees such parameters whole, as they are.
+        return replace(traits, elementwise=False, cuttable=frozenset(), state_like_param=False, takes_masters=False)
+    return traits
 
 
 def traits_of(cls: type[Optimizer]) -> Traits:

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..fsdp import local_shard
+from ..fsdp import has_inner_tensors, local_shard
 from ..masters import MASTER
 from .base import Habits, LogicalStep, Traits
 
@@ -49,7 +49,7 @@ def is_fused_adam(cls: type[Optimizer]) -> bool:
 def traits_of_fused_adam(optimizer: Any) -> Traits:
     """How this FusedAdam may be run: that depends on the dtypes that it was made with."""
     refusal = _version_problem(getattr(sys.modules.get("transformer_engine"), "__version__", ""))
-    if optimizer.store_param_remainders and any(_is_quantized(param) for param in _params_of(optimizer)):
+    if optimizer.store_param_remainders and any(has_inner_tensors(param) for param in _params_of(optimizer)):
         refusal = (
             "FusedAdam with store_param_remainders=True and quantized parameters gives int16 remainders to a kernel "
             "that reads fp32 masters. Use store_param_remainders=False."
@@ -57,7 +57,7 @@ def traits_of_fused_adam(optimizer: Any) -> Traits:
     kept = {optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype}
     if optimizer.master_weights:
         kept.add(optimizer.master_weight_dtype)
-    elementwise = kept.issubset(_UNSCALED) and not any(_is_quantized(param) for param in _params_of(optimizer))
+    elementwise = kept.issubset(_UNSCALED) and not any(has_inner_tensors(param) for param in _params_of(optimizer))
     devices = ("cuda", "cpu")  # there is no FusedAdam for the CPU but the one that tests use
     cuttable = frozenset(("for-loop", device, dtype) for device in devices for dtype in _PARAM_DTYPES)
     return Traits(
@@ -81,10 +81,6 @@ def _version_problem(version: str) -> str:
 
 def _params_of(optimizer: Optimizer) -> list[Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"]]
-
-
-def _is_quantized(param: Tensor) -> bool:
-    return hasattr(type(local_shard(param)), "__tensor_flatten__")
 
 
 class FusedAdamHabits(Habits):
@@ -116,7 +112,7 @@ class FusedAdamHabits(Habits):
 
     def without_dispensable(self, param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
         """Without the master of an fp32 parameter: the kernels read the parameter itself."""
-        if MASTER not in state or param.dtype is not torch.float32 or _is_quantized(param):
+        if MASTER not in state or param.dtype is not torch.float32 or has_inner_tensors(param):
             return state
         return {name: value for name, value in state.items() if name != MASTER}
 

@@ -1,0 +1,100 @@
+"""Parameters of a type that is made of other tensors, with all-gather hooks of its own: FSDP2's extension point."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.testing._internal.two_tensor import TwoTensor
+
+from fsdp_offload import OffloadPolicy
+from tests.distributed.launch import mesh, run_cases, spawn
+from tests.overlapping import POLICIES, SIZES, Loop, Net, same
+from tests.parity import attach, leaves
+
+pytestmark = pytest.mark.distributed
+
+
+class Gathered(TwoTensor):
+    """Both inner tensors are gathered, as fully_shard asks of an extension."""
+
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, Tensor], None]:
+        return (self.a, self.b), None
+
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: tuple[Tensor, Tensor],
+        metadata: None,
+        param_dtype: torch.dtype,
+        *,
+        out: Tensor | None = None,
+    ) -> Any:
+        if out is not None:
+            return None
+        return Gathered(*all_gather_outputs), all_gather_outputs
+
+    @staticmethod
+    def __tensor_unflatten__(inner_tensors: Any, meta: Any, outer_size: Any, outer_stride: Any) -> "Gathered":
+        return Gathered(inner_tensors["a"], inner_tensors["b"], outer_size, outer_stride)
+
+
+class TwiceNet(Net):
+    """Matrices of its blocks are pairs of tensors. Not those that two ranks cannot divide: FSDP2 pads no pairs."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=2)
+        for module in self.modules():
+            if isinstance(module, nn.Linear) and module is not self.head:
+                data = module.weight.detach()
+                module.weight = nn.Parameter(Gathered(data, data.clone() * 2))
+
+
+class BareAdamW(torch.optim.AdamW):
+    """Of which no table knows anything."""
+
+
+MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-2),
+    "SGD": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9),
+    "a subclass": lambda params: BareAdamW(params, lr=1e-2),
+}
+
+
+def compare(device_mesh: DeviceMesh, make: Callable[[Any], torch.optim.Optimizer], policy: dict[str, Any]) -> list[str]:
+    plain = Loop(device_mesh, make, None, net=TwiceNet).train(5)
+    offloaded = Loop(device_mesh, make, OffloadPolicy(**policy, **SIZES), net=TwiceNet).train(5)
+    offloaded.optimizer.synchronize()
+    values = [v for state in offloaded.optimizer.state.values() for v in state.values() if v.dim()]
+    if not isinstance(offloaded.optimizer, torch.optim.SGD):  # its momentum begins as a gradient, which is no pair
+        assert Gathered in {type(value.to_local()) for value in values}
+    assert {leaf.device.type for value in values for leaf in leaves(value)} == {"cpu"}
+    return [] if same(plain, offloaded) else ["other bits"]
+
+
+def run_policies(rank: int, world_size: int) -> None:
+    del rank
+    device_mesh = mesh(world_size)
+    policies = {"default": {}, **POLICIES}
+    run_cases(
+        {
+            f"{optimizer}, {name}": partial(compare, device_mesh, make, policy)
+            for optimizer, make in MAKERS.items()
+            for name, policy in policies.items()
+        }
+    )
+
+
+def test_pairs_of_tensors_train_with_the_same_bits(tmp_path: Path) -> None:
+    spawn(run_policies, 2, tmp_path)
+
+
+def test_a_group_of_pairs_cannot_be_added_to_an_optimizer_of_plain_tensors() -> None:
+    optimizer = attach(torch.optim.AdamW([nn.Parameter(torch.randn(4))]))
+    pair = nn.Parameter(Gathered(torch.randn(4), torch.randn(4)))
+    with pytest.raises(ValueError, match=r"is a Gathered, .*Add the group first, then attach"):
+        optimizer.add_param_group({"params": [pair]})
+    assert len(optimizer.param_groups) == 1
