@@ -112,7 +112,7 @@ class DependenceTrace(TorchDispatchMode):
         if any(issubclass(kind, Tensor) and hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        result, unwritten = _run(func, args, kwargs)
         name = func.overloadpacket.__name__
         if name in _READ_ON_HOST:
             for tensor in _tensors(args):
@@ -120,14 +120,26 @@ class DependenceTrace(TorchDispatchMode):
         elif name.startswith(("_foreach_", "_fused_", "_amp_foreach_")):
             self._pair(func, name, args, kwargs, result)
         else:
-            self._join(func, name, args, kwargs, result)
+            self._join(func, name, args, kwargs, result, unwritten)
         return result
 
-    def _join(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    def _join(
+        self,
+        func: Any,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        result: Any,
+        unwritten: Sequence[Tensor],
+    ) -> None:
         """Everything that is read goes into everything that is written."""
         read = {key: value for key, value in kwargs.items() if key != "out"}
         inputs = [self.origins_of([tensor]) for tensor in _tensors((args, read))]
-        written = list(_tensors(_written_arguments(func, args, kwargs)))
+        written = [
+            tensor
+            for tensor in _tensors(_written_arguments(func, args, kwargs))
+            if not any(tensor is other for other in unwritten)
+        ]
         if name in _SHAPE_ONLY:
             inputs = []
         elif name in _OVERWRITING and written and _is_whole(written[0]):
@@ -208,6 +220,16 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, dict):
         for one in value.values():
             yield from _tensors(one)
+
+
+def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Tensor]]:
+    """Run an operator; also returns what it says it writes and has not, as schemas of custom operators may."""
+    if func.namespace == "aten":
+        return func(*args, **kwargs), []
+    written = list(_tensors(_written_arguments(func, args, kwargs)))
+    before = [tensor.clone() for tensor in written]
+    result = func(*args, **kwargs)
+    return result, [tensor for tensor, old in zip(written, before, strict=True) if torch.equal(tensor, old)]
 
 
 def _written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
