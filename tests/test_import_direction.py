@@ -104,9 +104,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "overlap": {"policy", "fsdp", "guard", "update", "host_update", "engine", "elastic", "rehearsal"},
     "attachment": {"update", "engine", "overlap"},
     "reload_before": {"attachment"},
+    "wrong_order": {"fsdp", "attachment"},
     "offload": {
         *("policy", "fsdp", "report", "optimizers", "update", "engine", "load", "state", "checks", "overlap"),
-        *("attachment", "reload_before", "reporting"),
+        *("attachment", "reload_before", "reporting", "wrong_order"),
     },
     "sleep": {"fsdp", "host_memory", "arena", "buckets", "transfer", "asleep"},
     "__init__": {"policy", "report", "offload", "reload_before", "sleep"},
