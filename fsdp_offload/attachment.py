@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from .engine import Engine
+from .engine import Engine, inside
 from .overlap import Overlap
 from .update import ENGINE_ATTRIBUTE
 
@@ -60,24 +60,9 @@ def wrappers_around(optimizer: Optimizer) -> list[Optimizer]:
     return found
 
 
-def inside(wrapper: object) -> Optimizer | None:
-    """The optimizer that ``wrapper`` holds under one of the usual names."""
-    attributes = getattr(wrapper, "__dict__", {})
-    held = (attributes.get(name) for name in ("optimizer", "_optimizer"))
-    return next((optimizer for optimizer in held if isinstance(optimizer, Optimizer)), None)
-
-
 def unwrap(optimizer: Optimizer) -> Optimizer:
     """The optimizer inside a framework's wrapper."""
     return wrappers_around(optimizer)[-1]
-
-
-def find_offloaded(optimizer: object) -> Optimizer | None:
-    """The offloaded optimizer that ``optimizer`` is or wraps, whoever made the wrapper."""
-    target: object | None = optimizer
-    while target is not None and attachment_of(target) is None:
-        target = inside(target)
-    return cast("Optimizer | None", target)
 
 
 def redirect_captured_step(

@@ -16,8 +16,6 @@ from torch.optim import Optimizer
 from .attachment import (
     Attachment,
     attachment_of,
-    find_offloaded,
-    inside,
     redirect_captured_step,
     unwrap,
     wrappers_around,
@@ -31,7 +29,7 @@ from .checks import (
     names_of_parameters,
     refuse_capture,
 )
-from .engine import Engine
+from .engine import Engine, find_offloaded, inside
 from .load import check_loadable
 from .optimizers import traits_for
 from .overlap import group_numbers, make_overlap

@@ -10,6 +10,7 @@ from torch import nn, optim
 
 import fsdp_offload
 from fsdp_offload import OffloadedOptimizer, OffloadPolicy, is_offloaded, offload_report, remove_offload
+from fsdp_offload.checkpoint import get_optimizer_state_dict
 from tests.parity import SMALL, Net, Pair, Run, attach, make_pair, train_step
 
 
@@ -69,7 +70,8 @@ class TestLookingAt:
     def check(self, wrap: Any) -> None:
         """Wrapped before attaching and after it."""
         for wrapped_first in (True, False):
-            optimizer = adamw().offloaded.optimizer
+            run = adamw().offloaded
+            model, optimizer, names = run.model, run.optimizer, list(run.params)
             wrapper = wrap(optimizer) if wrapped_first else None
             assert wrapper is None or not is_offloaded(wrapper)
             assert attach(optimizer if wrapper is None else wrapper) is (wrapper or optimizer)
@@ -78,6 +80,7 @@ class TestLookingAt:
             assert isinstance(optimizer, OffloadedOptimizer)
             assert offload_report(wrapper).host_state_bytes == optimizer.offload_report().host_state_bytes > 0
             fsdp_offload.synchronize(wrapper)
+            assert get_optimizer_state_dict(model, wrapper)["param_groups"][0]["params"] == names
             remove_offload(wrapper)
             assert not is_offloaded(wrapper)
             assert type(optimizer) is optim.AdamW
