@@ -102,6 +102,9 @@ class ArenaStager(AsyncStager):
         self._loan = loan
         return staged
 
+    def synchronize_staging(self) -> None:
+        """Nothing is left to wait for when :meth:`stage` returns."""
+
     def close(self) -> None:
         """Wait for the writer, then free the buffer."""
         if self._loan is not None:
