@@ -26,3 +26,5 @@ __all__ = [
     "remove_offload",
     "synchronize",
 ]
+
+__version__ = "0.1.0"

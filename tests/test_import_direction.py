@@ -115,6 +115,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint": {"fsdp", "arena", "buckets", "masters", "shards", "update", "lending", "engine", "load", "state"},
     # Beside the library, as one of its users: the public names, and what a bench measures by itself.
     "bench": {"__init__", "bound", "fsdp", "arena", "buckets", "transfer", "host_measure", "checkpoint"},
+    "__main__": {"bench"},
 }
 
 # Files that may use private names of torch.distributed and torch._C, each under its own table of what is used and why.

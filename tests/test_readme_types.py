@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 # What the README's reader has: a script around each block.
-PREAMBLE = '''
+PREAMBLE = """
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ class Model(nn.Module):
 
 
 state: dict[str, Any] = {}
-'''
+"""
 SCRIPT = "def block_{number}(model: Model, optimizer: torch.optim.AdamW, path: Path, config: Any) -> None:\n{block}\n"
 
 
