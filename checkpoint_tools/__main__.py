@@ -513,5 +513,10 @@ def _progress(what: str, total_bytes: int) -> Iterator[Callable[[int], object]]:
         yield lambda done: progress.advance(task, done)
 
 
+def main() -> None:
+    """Entry point of the console script."""
+    app(prog_name="checkpoint-tools")
+
+
 if __name__ == "__main__":
     app(prog_name="python -m checkpoint_tools")

@@ -1,6 +1,13 @@
 """Optimizer-state offload for PyTorch FSDP2: pinned host memory, the user's own optimizer, bitwise the same result."""
 
-from .offload import OffloadedOptimizer, offload_optimizer, remove_offload
+from .offload import (
+    OffloadedOptimizer,
+    is_offloaded,
+    offload_optimizer,
+    offload_report,
+    remove_offload,
+    synchronize,
+)
 from .policy import OffloadPolicy
 from .reload_before import reload_before
 from .report import OffloadReport
@@ -10,9 +17,14 @@ __all__ = [
     "OffloadPolicy",
     "OffloadReport",
     "OffloadedOptimizer",
+    "is_offloaded",
     "offload_model",
     "offload_optimizer",
+    "offload_report",
     "reload_before",
     "reload_model",
     "remove_offload",
+    "synchronize",
 ]
+
+__version__ = "0.1.0"

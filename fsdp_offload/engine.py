@@ -643,6 +643,21 @@ def engine_of(optimizer: object) -> Engine | None:
     return engine
 
 
+def find_offloaded(optimizer: object) -> Optimizer | None:
+    """The offloaded optimizer that ``optimizer`` is or wraps, whoever made the wrapper; ``None`` if there is none."""
+    target = optimizer
+    while target is not None and engine_of(target) is None:
+        target = inside(target)
+    return target if isinstance(target, Optimizer) else None
+
+
+def inside(wrapper: object) -> Optimizer | None:
+    """The optimizer that ``wrapper`` holds under one of the usual names."""
+    attributes = getattr(wrapper, "__dict__", {})
+    held = (attributes.get(name) for name in ("optimizer", "_optimizer"))
+    return next((optimizer for optimizer in held if isinstance(optimizer, Optimizer)), None)
+
+
 def _param_ids(optimizer: Optimizer) -> list[list[int]]:
     return [[id(param) for param in group["params"]] for group in optimizer.param_groups]
 

@@ -1,5 +1,6 @@
 """What the user holds: :func:`offload_optimizer`, :func:`remove_offload` and :class:`OffloadedOptimizer`."""
 
+import functools
 import inspect
 import logging
 import types
@@ -8,13 +9,19 @@ import weakref
 from abc import ABCMeta
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .attachment import Attachment, attachment_of, redirect_captured_step, unwrap
+from .attachment import (
+    Attachment,
+    attachment_of,
+    redirect_captured_step,
+    unwrap,
+    wrappers_around,
+)
 from .checks import (
     check_attachable,
     check_params,
@@ -24,8 +31,8 @@ from .checks import (
     names_of_parameters,
     refuse_capture,
 )
-from .engine import Engine
-from .fsdp import is_called_compiled, parameters_of, run_hooked
+from .engine import Engine, find_offloaded, inside
+from .fsdp import is_called_compiled, run_hooked
 from .load import check_loadable
 from .optimizers import traits_for
 from .overlap import group_numbers, make_overlap
@@ -35,13 +42,30 @@ from .report import OffloadReport
 from .reporting import notes_of, report_of
 from .state import OffloadedState, UnwaitedStates
 from .update import ENGINE_ATTRIBUTE, UserState
+from .wrong_order import (
+    check_at_first_forward,
+    line_to_write,
+    note_if_unsharded,
+    refuse_exchanged,
+    refuse_foreign,
+    warn_if_another_steps,
+)
 
 logger = logging.getLogger(__name__)
 
 
+_Optimizer = TypeVar("_Optimizer", bound=Optimizer)
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
+
+
 def offload_optimizer(
-    optimizer: Optimizer, *, model: nn.Module | None = None, policy: OffloadPolicy | None = None
-) -> Optimizer:
+    optimizer: _Optimizer,
+    *,
+    model: nn.Module | None = None,
+    policy: OffloadPolicy | None = None,
+    exist_ok: bool = False,
+) -> _Optimizer:
     """Keep the state of ``optimizer`` in host memory from now on, and stream it through the device in each step.
 
     In place, like ``fully_shard``: the optimizer stays the same object, an instance of its own class as before and of
@@ -56,9 +80,11 @@ def offload_optimizer(
 
     Args:
         optimizer: any ``torch.optim`` optimizer except LBFGS and SparseAdam, or another that updates its parameters
-            independently of each other. accelerate's wrapper is seen through.
+            independently of each other. The wrappers of accelerate, Lightning and Fabric are seen through.
         model: the model whose parameters it has. Gives the order of the buckets, names for messages, and more checks.
         policy: sizes of staging, buckets and what stays on the device.
+        exist_ok: do nothing where it is offloaded already, for the same model and with the same policy: for code that
+            runs once for each fit. Without ``policy``, whatever that is.
 
     Returns:
         ``optimizer``.
@@ -68,9 +94,12 @@ def offload_optimizer(
         RuntimeError: it is offloaded already, or a CUDA graph is being captured.
         MemoryError: host memory does not suffice.
     """
-    policy = OffloadPolicy() if policy is None else policy
+    given, policy = policy, OffloadPolicy() if policy is None else policy
     check_types(model, policy)
-    target = unwrap(optimizer)
+    *wrappers, target = wrappers_around(optimizer)
+    if exist_ok and attachment_of(target) is not None:
+        _check_same(target, model, given)
+        return optimizer
     check_attachable(target)
     params = [param for group in target.param_groups for param in group["params"]]
     names = names_of_parameters(target, model)
@@ -94,19 +123,47 @@ def offload_optimizer(
         # As a forward needs them.
         order = list(dict.fromkeys([*(param for param in together if param in names), *names]))
     engine.add(target, [param for param in order if param in planned], states.unwaited)
+    plain_step = type(target).step
     _attach(target, engine, states, model)
+    attachment = attachment_of(target)
+    assert attachment is not None
     try:
-        attachment_of(target).overlap = make_overlap(model, target, engine, _unwaited_states)  # type: ignore[union-attr]
+        attachment.undo_step += redirect_captured_step(target, plain_step, type(target).step, wrappers)
+        attachment.overlap = make_overlap(model, target, engine, _unwaited_states)
+        _watch_until_first_step(target, attachment, model)
     except BaseException:
         remove_offload(target)
         raise
     engine.take_staging()
-    for note in notes_of(engine):
+    for note in filter(None, (*notes_of(engine), note_if_unsharded(params, model))):
         warnings.warn(f"offload_optimizer: {note}", stacklevel=2)
     return optimizer
 
 
-def remove_offload(optimizer: Optimizer) -> Optimizer:
+def is_offloaded(optimizer: Optimizer) -> bool:
+    """Whether :func:`offload_optimizer` was called for ``optimizer``, or for the one inside a framework's wrapper."""
+    return find_offloaded(optimizer) is not None
+
+
+def offload_report(optimizer: Optimizer) -> OffloadReport:
+    """As :meth:`OffloadedOptimizer.offload_report`, through any framework's wrapper.
+
+    Raises:
+        RuntimeError: it is not offloaded.
+    """
+    return _offloaded(optimizer, "offload_report").offload_report()
+
+
+def synchronize(optimizer: Optimizer) -> None:
+    """As :meth:`OffloadedOptimizer.synchronize`, through any framework's wrapper.
+
+    Raises:
+        RuntimeError: it is not offloaded.
+    """
+    _offloaded(optimizer, "synchronize").synchronize()
+
+
+def remove_offload(optimizer: _Optimizer) -> _Optimizer:
     """The inverse of :func:`offload_optimizer`: a plain optimizer again, all state on the device, host memory freed.
 
     Schedulers and hooks go on working, whenever they were made. Needs device memory for the whole state.
@@ -134,6 +191,22 @@ def remove_offload(optimizer: Optimizer) -> Optimizer:
     return optimizer
 
 
+def _of_the_real_optimizer(
+    method: Callable[Concatenate["OffloadedOptimizer", _Args], _Result],
+) -> Callable[Concatenate["OffloadedOptimizer", _Args], _Result]:
+    """Call ``method`` on the optimizer inside of a wrapper that is a subclass of its class, as Lightning's is."""
+
+    @functools.wraps(method)
+    def of_the_real_optimizer(self: "OffloadedOptimizer", /, *args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
+        inner = None if attachment_of(self) is not None else inside(self)
+        if inner is not None:
+            result: _Result = getattr(inner, method.__name__)(*args, **kwargs)
+            return result
+        return method(self, *args, **kwargs)
+
+    return of_the_real_optimizer
+
+
 class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
     """Mixed into the class of an optimizer by :func:`offload_optimizer`; never instantiated by itself."""
 
@@ -156,9 +229,12 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
         """
         attachment = attachment_of(self)
         if attachment is None:
+            inner = inside(self)
+            if inner is not None:
+                return inner.step(*args, **kwargs)
             # A scheduler made while this optimizer was offloaded holds this function; it is plain again now.
             return type(self).step(self, *args, **kwargs)
-        if not attachment.has_stepped and is_called_compiled():
+        if not attachment.has_updated and is_called_compiled():
             logger.warning(
                 "step() is called by compiled code: an offloaded step waits for copies and cannot be compiled, so it "
                 "runs as it is. Compile the model's forward and backward only."
@@ -171,6 +247,21 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
 
     step.hooked = True  # type: ignore[attr-defined]  # torch is not to wrap it: _logical_step fires the hooks
 
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """As ``torch.optim.Optimizer``. Before the first step, an error if all parameters have been exchanged."""
+        optimizer = find_offloaded(self) or self
+        groups: list[dict[str, Any]] = vars(optimizer)["param_groups"]
+        attachment = attachment_of(optimizer)
+        if attachment is not None and attachment.until_first_step:
+            refuse_exchanged(attachment.engine.names, groups)
+        return groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        vars(find_offloaded(self) or self)["param_groups"] = groups
+
+    @_of_the_real_optimizer
     def state_dict(self) -> dict[str, Any]:
         """As ``torch.optim.Optimizer``; the tensors are those of ``optimizer.state``, over host memory.
 
@@ -190,6 +281,7 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
         }
         return saved
 
+    @_of_the_real_optimizer
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As ``torch.optim.Optimizer``, straight into host memory; the tensors of ``state_dict`` are copied.
 
@@ -236,6 +328,7 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
             first.remove()
         _forget_reductions(self)
 
+    @_of_the_real_optimizer
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As ``torch.optim.Optimizer``; room for the new parameters' state is taken at once."""
         self._plain_class.add_param_group(self, param_group)
@@ -258,6 +351,7 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
         if attachment is not None:
             attachment.model = None  # the optimizer has parameters of its own now; nothing to hold them against
 
+    @_of_the_real_optimizer
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """As ``torch.optim.Optimizer``. What an update still reads is kept until then, and waited for if zeroed."""
         begun = _engine_of(self).steps.begun
@@ -274,11 +368,13 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
         self._plain_class.zero_grad(self, *args, **kwargs)
         _forget_reductions(self)
 
+    @_of_the_real_optimizer
     def synchronize(self) -> None:
         """Block the host until transfers and updates are done, parameters are new and all state is at home."""
         _engine_of(self).synchronize()
         _unguard(self)
 
+    @_of_the_real_optimizer
     def offload_states(self) -> None:
         """Start returning everything to the host: resident state, and the staging memory. Asynchronous.
 
@@ -291,6 +387,7 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
         engine = _engine_of(self)
         engine.phases.offload(_states_of(self, engine).unwaited)
 
+    @_of_the_real_optimizer
     def release_states(self) -> None:
         """Free the device memory of what :meth:`offload_states` has sent away: in the order of the current stream.
 
@@ -299,6 +396,7 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
         """
         _engine_of(self).phases.release()
 
+    @_of_the_real_optimizer
     def reload_states(self) -> None:
         """Start loading what the policy allows: resident state, and the first buckets of the next step. Asynchronous.
 
@@ -310,6 +408,7 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
             attachment.overlap.before_reload()
         engine.reload(self, _states_of(self, engine).unwaited)
 
+    @_of_the_real_optimizer
     def offload_report(self) -> OffloadReport:
         """Bytes by place, rates, and times of the last step; waits for that step. ``str()`` of it is a table."""
         engine = _engine_of(self)
@@ -345,13 +444,15 @@ def _logical_step(self: OffloadedOptimizer, closure: Callable[[], Any] | None = 
     with torch.no_grad():
         attachment = attachment_of(self)
         assert attachment is not None
-        if not attachment.has_stepped:
+        if attachment.until_first_step:
             _check_still_of_model(self)
-            attachment.has_stepped = True
+            _unwatch(attachment)
         states = _states_of(self, engine).unwaited
         if attachment.overlap is not None:
             attachment.overlap.before_step()
-        if not engine.step(self, states, kwargs):
+        if engine.step(self, states, kwargs):
+            attachment.has_updated = True
+        else:
             _explain_no_gradient(self)
         if attachment.overlap is not None:
             attachment.overlap.after_step(states)
@@ -359,32 +460,45 @@ def _logical_step(self: OffloadedOptimizer, closure: Callable[[], Any] | None = 
     return loss
 
 
+def _watch_until_first_step(optimizer: Optimizer, attachment: Attachment, model: nn.Module | None) -> None:
+    """A framework may still exchange the parameters or the optimizer."""
+    attachment.until_first_step.append(warn_if_another_steps(optimizer))
+    check = None if model is None else check_at_first_forward(model, optimizer)
+    if check is not None:
+        attachment.until_first_step.append(check)
+
+
+def _unwatch(attachment: Attachment) -> None:
+    for handle in attachment.until_first_step:
+        handle.remove()
+    attachment.until_first_step.clear()
+
+
 def _check_still_of_model(optimizer: Optimizer) -> None:
     """The optimizer may have been left with parameters that the model no longer uses, and that get no gradient."""
     attachment = attachment_of(optimizer)
-    assert attachment is not None
-    model = attachment.model() if attachment.model is not None else None
-    if model is None:
-        return
-    of_model = parameters_of(model)  # and not by their names: a look must not change what the next forward gathers
-    names = attachment.engine.names
-    foreign = [name for param, name in names.items() if param.grad is None and param not in of_model]
-    if foreign:
-        raise RuntimeError(
-            f"step() found parameters with no gradient, and {len(foreign)} of the optimizer's parameters are no longer "
-            f"the model's ({', '.join(foreign[:4])}). fully_shard exchanges a model's parameters: call it first, then "
-            "build the optimizer, then attach. Nothing has been changed."
-        )
+    model = None if attachment is None or attachment.model is None else attachment.model()
+    if model is not None:
+        refuse_foreign(model, optimizer)
 
 
 def _explain_no_gradient(optimizer: Optimizer) -> None:
-    """A step without any gradient is legal, but often a mistake."""
+    """A step without any gradient is legal, but often a mistake; the first ones of all, more often."""
     _check_still_of_model(optimizer)
     attachment = attachment_of(optimizer)
     assert attachment is not None
-    if not attachment.told_no_gradient:
-        attachment.told_no_gradient = True
+    if attachment.told_no_gradient:
+        return
+    attachment.told_no_gradient = True
+    if attachment.has_updated:
         logger.warning("step() found no gradient in any parameter; nothing was updated or moved")
+    else:
+        warnings.warn(
+            "step() found no gradient in any parameter, and has never found one; nothing was updated or moved. If the "
+            "model was sharded after offload_optimizer(), it no longer uses the optimizer's parameters: "
+            f"{line_to_write()}.",
+            stacklevel=2,
+        )
 
 
 # Attaching -----------------------------------------------------------------------------------------------------------
@@ -403,9 +517,15 @@ def _offloaded_class(cls: type[Optimizer]) -> type[Optimizer]:
 def _mix_in(cls: type[Optimizer]) -> type[Optimizer]:
     # torch.compile(optimizer.step) must not trace into streams and events; it runs the step as it is.
     step = torch.compiler.disable(OffloadedOptimizer.step)
-    # GradScaler asks whether step() takes it.
+
+    def zero_grad(self: OffloadedOptimizer, *args: Any, **kwargs: Any) -> None:
+        OffloadedOptimizer.zero_grad(self, *args, **kwargs)
+
+    # GradScaler asks what step() takes, accelerate and Megatron-FSDP what zero_grad() does.
     step.__signature__ = inspect.signature(cls.step)
-    name, own = f"Offloaded{cls.__name__}", {"__module__": cls.__module__, "_plain_class": cls, "step": step}
+    zero_grad.__signature__ = inspect.signature(cls.zero_grad)  # type: ignore[attr-defined]
+    name = f"Offloaded{cls.__name__}"
+    own = {"__module__": cls.__module__, "_plain_class": cls, "step": step, "zero_grad": zero_grad}
     mixed: type[Optimizer] = types.new_class(name, (OffloadedOptimizer, cls), {}, lambda body: body.update(own))
     if _can_become(cls, mixed):
         return mixed
@@ -447,7 +567,35 @@ def _attach(optimizer: Optimizer, engine: Engine, states: OffloadedState, model:
     )
 
 
+def _check_same(optimizer: Optimizer, model: nn.Module | None, policy: OffloadPolicy | None) -> None:
+    """Refuse to leave an offload as it is where the second call asks for another one."""
+    attachment = attachment_of(optimizer)
+    assert attachment is not None
+    other = []
+    if policy is not None and policy != attachment.engine.policy:
+        other.append(f"with {attachment.engine.policy}")
+    if model is not None and (attachment.model is None or attachment.model() is not model):
+        other.append("without a model" if attachment.model is None else "for another model")
+    if other:
+        raise RuntimeError(
+            f"offload_optimizer: this optimizer is offloaded already, {' and '.join(other)}. Call remove_offload() "
+            "first."
+        )
+
+
+def _offloaded(optimizer: Optimizer, function: str) -> OffloadedOptimizer:
+    target = find_offloaded(optimizer)
+    if target is None:
+        raise RuntimeError(
+            f"{function}: this {type(unwrap(optimizer)).__name__} is not offloaded. Call offload_optimizer() first; of "
+            "a container of several optimizers, give each of them."
+        )
+    assert isinstance(target, OffloadedOptimizer)
+    return target
+
+
 def _detach(optimizer: Optimizer, attachment: Attachment) -> None:
+    _unwatch(attachment)
     if attachment.overlap is not None:
         attachment.overlap.remove()
     attachment.bypass_guard.remove()

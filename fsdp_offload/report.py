@@ -11,7 +11,8 @@ class OffloadReport:
         optimizer: name of the user's class.
         host_state_bytes: state whose home is host memory. Reserved for state that the optimizer has yet to create.
         resident_state_bytes: state that stays on the device.
-        other_state_bytes: state that is not moved: counters, and tensors that are not understood.
+        other_state_bytes: state that is not moved: counters, tensors that are not understood, and tensors that were put
+            into ``optimizer.state`` in the place of others, until the next step moves them.
         left_out: names of state tensors that are not understood.
         host_bytes: host memory taken, padding included.
         snapshot_bytes: of that, spare homes for asynchronous saves.

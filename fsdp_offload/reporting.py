@@ -23,11 +23,16 @@ def report_of(engine: Engine, states: StateStore) -> OffloadReport:
     shards = list(engine.plan.shards.values())
     on_device = {shard for shard in shards if shard.resident and not engine.phases.away}
     on_cpu = engine.device.type == "cpu"
+    exchanged_bytes = sum(_exchanged_bytes(shard, states.get(shard.param)) for shard in shards)
+    exchanged = (
+        f"optimizer.state holds {exchanged_bytes} bytes of tensors that somebody put there beside their homes; the "
+        "next step moves them. Do not load state to the device: it comes by itself."
+    )
     return OffloadReport(
         optimizer=engine.cls.__name__,
         host_state_bytes=sum(shard.nbytes for shard in shards if shard not in on_device),
         resident_state_bytes=sum(shard.nbytes for shard in on_device),
-        other_state_bytes=sum(_other_bytes(shard, states.get(shard.param)) for shard in shards),
+        other_state_bytes=exchanged_bytes + sum(_other_bytes(shard, states.get(shard.param)) for shard in shards),
         left_out=tuple(dict.fromkeys(name for shard in shards for name in shard.layout.left_out)),
         host_bytes=sum(region.nbytes for region in engine.plan.regions),
         snapshot_bytes=engine.plan.spare_bytes,
@@ -52,7 +57,7 @@ def report_of(engine: Engine, states: StateStore) -> OffloadReport:
         host_buffer_bytes=engine.host.buffer_bytes if engine.host is not None else 0,
         **_against_bound(engine, times),
         tuning=tuple(filter(None, (engine.tuning_of_residents, engine.tuning_of_staging, engine.tuning_of_host))),
-        notes=tuple(notes_of(engine)),
+        notes=(*notes_of(engine), *([exchanged] if exchanged_bytes else [])),
     )
 
 
@@ -125,7 +130,16 @@ def _bound_fields(
 
 
 def _other_bytes(shard: StateShard, state: UserState) -> int:
-    tensors = [value for name, value in state.items() if isinstance(value, Tensor) and name not in shard.homes]
+    return _bytes_of(value for name, value in state.items() if name not in shard.homes)
+
+
+def _exchanged_bytes(shard: StateShard, state: UserState) -> int:
+    """Of tensors that the user has put in the place of homes, and that the next step moves there."""
+    return _bytes_of(state[name] for name, home in shard.homes.items() if state.get(name, home) is not home)
+
+
+def _bytes_of(values: Iterable[object]) -> int:
+    tensors = (value for value in values if isinstance(value, Tensor))
     return sum(leaf.numel() * leaf.element_size() for value in tensors for leaf in leaves_of(value))
 
 

@@ -570,7 +570,9 @@ def test_a_profiler_sees_the_name_of_the_users_class() -> None:
 
 
 def test_a_pre_hook_may_replace_the_arguments_of_a_step() -> None:
-    optimizer = attach(torch.optim.AdamW(Zoo().parameters()))
+    model = Zoo()
+    optimizer = attach(torch.optim.AdamW(model.parameters()))
+    model(batch(0, torch.device("cpu"), torch.float32)).backward()
     optimizer.register_step_pre_hook(lambda optimizer, args, kwargs: ((optimizer, lambda: 7.0), kwargs))
     assert optimizer.step() == 7.0
     handle = optimizer.register_step_pre_hook(lambda *_: 1)

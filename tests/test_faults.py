@@ -115,15 +115,15 @@ def test_parameters_that_are_exchanged_after_attaching_are_noticed_by_a_step_wit
     for name, param in list(net.named_parameters()):
         setattr(net, name, nn.Parameter(param.detach().clone()))
     backward(net, 0)
-    with pytest.raises(
-        RuntimeError, match=r"no gradient, and 3 of the optimizer's parameters are no longer the model's"
-    ):
+    with pytest.raises(RuntimeError, match="3 of the optimizer's parameters have no gradient and are no longer the"):
         optimizer.step()
 
 
 def test_a_step_without_any_gradient_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
     net = Net()
     optimizer = offload_optimizer(torch.optim.AdamW(net.parameters()), model=net, policy=POLICY)
+    train(net, optimizer, [0])
+    optimizer.zero_grad()
     with caplog.at_level(logging.WARNING, logger="fsdp_offload"):
         optimizer.step()
         optimizer.step()

@@ -108,9 +108,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "overlap": {"policy", "fsdp", "guard", "update", "host_update", "engine", "elastic", "rehearsal"},
     "attachment": {"update", "engine", "overlap"},
     "reload_before": {"attachment"},
+    "wrong_order": {"fsdp", "attachment"},
     "offload": {
         *("policy", "fsdp", "report", "optimizers", "update", "engine", "load", "state", "checks", "overlap"),
-        *("attachment", "reload_before", "reporting"),
+        *("attachment", "reload_before", "reporting", "wrong_order"),
     },
     "sleep": {"fsdp", "host_memory", "arena", "buckets", "transfer", "asleep"},
     "__init__": {"policy", "report", "offload", "reload_before", "sleep"},
@@ -118,6 +119,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint": {"fsdp", "arena", "buckets", "masters", "shards", "update", "lending", "engine", "load", "state"},
     # Beside the library, as one of its users: the public names, and what a bench measures by itself.
     "bench": {"__init__", "bound", "fsdp", "arena", "buckets", "transfer", "host_measure", "checkpoint"},
+    "__main__": {"bench"},
 }
 
 # Files that may use private names of torch.distributed and torch._C, each under its own table of what is used and why.

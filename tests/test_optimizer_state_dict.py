@@ -156,6 +156,25 @@ def test_it_is_what_torch_gives_without_offload(make: MakeOptimizer, steps: int,
     assert_same(sorted_keys(ours.get(**form)), sorted_keys(torch_get(plain.model, plain.optimizer, options=options)))
 
 
+@FORMS
+def test_copies_stay_what_they_were(form: dict[str, Any]) -> None:
+    """Without them, the tensors are homes, and the next step changes them."""
+    run = Run().train(0, 1)
+    homes, copied = run.get(**form), run.get(**form, cpu_offload=True)
+    expected = copy.deepcopy(homes)
+    assert_same(copied, expected)
+    run.train(2)
+    assert_same(copied, expected)
+    assert_same(homes, run.get(**form))
+    run.set(copied)
+    assert_same(run.get(**form), expected)
+
+
+def test_copies_are_not_for_loading() -> None:
+    with pytest.raises(ValueError, match="loaded into copies never arrives"):
+        Run().get(for_load=True, cpu_offload=True)
+
+
 def sorted_keys(value: Any) -> Any:
     """Keys say it all; where they stand does not matter to anyone."""
     if isinstance(value, dict):

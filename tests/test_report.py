@@ -445,3 +445,18 @@ def test_numbers_agree_with_the_tensors_themselves() -> None:
     tensors = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
     assert sum(v.nbytes for v in tensors if v.dim()) == report.host_state_bytes
     assert sum(v.nbytes for v in tensors if not v.dim()) == report.other_state_bytes
+
+
+def test_state_that_was_put_on_the_device_by_hand_is_told() -> None:
+    """As verl loads it before each step; there it would be beside its home until that step."""
+    optimizer = offload_optimizer(torch.optim.AdamW(params()), policy=POLICY)
+    counters_bytes = step(optimizer).other_state_bytes
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            state[name] = value.clone()
+    report = optimizer.offload_report()
+    assert report.other_state_bytes == counters_bytes + report.host_state_bytes
+    assert any(f"holds {report.host_state_bytes} bytes" in note for note in report.notes)
+    after = step(optimizer)
+    assert after.other_state_bytes == counters_bytes
+    assert not any("by itself" in note for note in after.notes)

@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 
 from ..arena import Region
 from ..buckets import aligned
-from ..engine import Engine, engine_of
+from ..engine import Engine, engine_of, find_offloaded
 from ..fsdp import local_shard, over_local
 from ..lending import Lending
 from ..shards import Home, describe_value, leaves_of
@@ -101,6 +101,9 @@ class ArenaStager(AsyncStager):
             loan.seal()
         self._loan = loan
         return staged
+
+    def synchronize_staging(self) -> None:
+        """Nothing is left to wait for when :meth:`stage` returns."""
 
     def close(self) -> None:
         """Wait for the writer, then free the buffer."""
@@ -279,9 +282,10 @@ def _tensors_in(values: Any) -> Iterator[Tensor]:
 
 
 def _check_offloaded(optimizer: Optimizer) -> Optimizer:
-    if engine_of(optimizer) is None:
+    target = find_offloaded(optimizer)
+    if target is None:
         raise ValueError(
             f"ArenaStager: expected an offloaded optimizer, got a {type(optimizer).__name__} that is not; call "
             "offload_optimizer() first."
         )
-    return optimizer
+    return target

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..engine import Engine, engine_of
+from ..engine import Engine, engine_of, find_offloaded
 from ..fsdp import is_dtensor, local_shard, over_local, parameter_names, version_of
 from ..load import check_loadable
 from ..masters import MASTER, is_duplicate
@@ -47,6 +47,7 @@ def get_optimizer_state_dict(
     *,
     for_load: bool = False,
     flatten_optimizer_state_dict: bool = False,
+    cpu_offload: bool = False,
 ) -> StateDict:
     """The state of offloaded optimizers by FQN, as ``torch.distributed.checkpoint.state_dict`` lays it out.
 
@@ -62,18 +63,26 @@ def get_optimizer_state_dict(
         flatten_optimizer_state_dict: ``{"state.{fqn}.{name}": ..., "param_groups.{fqn}.{entry}": ...}`` instead of
             ``{"state": {fqn: {name: ...}}, "param_groups": [{"params": [fqn, ...], ...}]}``. Independent of the order
             of the groups.
+        cpu_offload: copies in ordinary host memory, counters included, which no later step changes. torch's function
+            makes such copies with ``StateDictOptions(cpu_offload=True)`` only of what is on the device, and so none.
 
     Raises:
-        ValueError: an optimizer is not offloaded, or has a parameter that the model has not.
+        ValueError: an optimizer is not offloaded, or has a parameter that the model has not; or copies were asked for
+            to load into.
         RuntimeError: an exception has left the state half updated. ``for_load`` works all the same.
     """
+    if for_load and cpu_offload:
+        raise ValueError(
+            "get_optimizer_state_dict: what is loaded into copies never arrives. Leave out cpu_offload=True with "
+            "for_load=True: these tensors are in host memory as they are."
+        )
     fqns = _fqns_of(model)
     nested: StateDict = {"state": {}, "param_groups": []}
     for attached in _attached(optimizer, "get_optimizer_state_dict"):
         attached.check_names(fqns)
         states, groups = attached.for_load() if for_load else attached.saved()
         for param, state in states.items():
-            nested["state"][fqns[param]] = _as_saved(param, state)
+            nested["state"][fqns[param]] = _as_saved(param, _copied(state) if cpu_offload else state)
             for value in nested["state"][fqns[param]].values():
                 if isinstance(value, Tensor):
                     LEFT_OUT.pop(value, None)  # what an earlier load did not find says nothing about the next one
@@ -142,6 +151,13 @@ def _as_saved(param: Tensor, state: UserState) -> dict[str, Any]:
             value = with_chunks(param, local_shard(value), chunks_of(param))
         saved[name] = value
     return saved
+
+
+def _copied(state: UserState) -> UserState:
+    return {
+        name: over_local(value, local_shard(value).to("cpu", copy=True)) if isinstance(value, Tensor) else value
+        for name, value in state.items()
+    }
 
 
 def _is_ragged(param: Tensor) -> bool:
@@ -364,13 +380,14 @@ def _attached(optimizer: Optimizer | Iterable[Optimizer], function: str) -> list
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     found = []
     for one in optimizers:
-        engine = engine_of(one)
-        if engine is None:
+        target = find_offloaded(one)
+        engine = engine_of(target)
+        if target is None or engine is None:
             raise ValueError(
                 f"{function}: this {type(one).__name__} is not offloaded. Attach it with offload_optimizer(), or use "
                 f"torch.distributed.checkpoint.state_dict.{function}, which writes and reads the same layout."
             )
-        found.append(_Attached(one, engine))
+        found.append(_Attached(target, engine))
     return found
 
 
