@@ -32,7 +32,7 @@ _SHAPE_ONLY = frozenset(
 
 _OVERWRITING = frozenset({"copy_", "zero_", "fill_", "normal_", "uniform_", "bernoulli_", "random_"})
 
-_READ_ON_HOST = frozenset({"_local_scalar_dense", "equal", "is_nonzero"})
+_READ_ON_HOST = frozenset({"_local_scalar_dense", "equal", "allclose", "is_nonzero"})
 """Operators whose result is a Python number."""
 
 _TO_PYTHON = frozenset({Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.data_ptr})
@@ -99,9 +99,9 @@ class DependenceTrace(TorchDispatchMode):
         """Whether an operator has written into ``tensor``; a change without one came past the dispatcher."""
         return _address(tensor) in self._written
 
-    def note_read(self, operator: str, tensor: Tensor) -> None:
-        """A value leaves for the host."""
-        origins = self.origins_of([tensor])
+    def note_read(self, operator: str, tensors: Iterable[Tensor]) -> None:
+        """Note that a value, computed from these tensors, leaves for the host."""
+        origins = self.origins_of(tensors)
         if origins:
             (self.mixed_reads if len(origins) > 1 else self.reads).append(Mixture(operator, _line_of_step()))
 
@@ -115,8 +115,7 @@ class DependenceTrace(TorchDispatchMode):
         result, unwritten = _run(func, args, kwargs)
         name = func.overloadpacket.__name__
         if name in _READ_ON_HOST:
-            for tensor in _tensors(args):
-                self.note_read("item" if name == "_local_scalar_dense" else name, tensor)
+            self.note_read("item" if name == "_local_scalar_dense" else name, _tensors(args))
         elif name.startswith(("_foreach_", "_fused_", "_amp_foreach_")):
             self._pair(func, name, args, kwargs, result)
         else:
@@ -149,7 +148,9 @@ class DependenceTrace(TorchDispatchMode):
     def _pair(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Elements of lists belong together by their place; a single tensor goes with each of them."""
         values = [*args, *kwargs.values()]
-        lists = [value for value in values if isinstance(value, list | tuple) and any(_tensors(value))]
+        lists = [
+            value for value in values if isinstance(value, list | tuple) and next(_tensors(value), None) is not None
+        ]
         single = [self.origins_of([value]) for value in values if isinstance(value, Tensor)]
         written = _written_arguments(func, args, kwargs)
         outputs = [value for value in (*written, result) if isinstance(value, list | tuple)]
@@ -159,8 +160,8 @@ class DependenceTrace(TorchDispatchMode):
             in_place = [one[place] for one in written if isinstance(one, list | tuple) and place < len(one)]
             self._hand_on(name, [*single, *inputs], targets, in_place)
         lone = [value for value in written if isinstance(value, Tensor)]
-        everything = [self.origins_of([tensor]) for tensor in _tensors(values)]
-        self._hand_on(name, everything, lone, lone)
+        if lone:
+            self._hand_on(name, [self.origins_of([tensor]) for tensor in _tensors(values)], lone, lone)
 
     def _hand_on(
         self, name: str, inputs: Sequence[Origins], outputs: Sequence[Tensor], written: Sequence[Tensor]
@@ -195,8 +196,7 @@ class _HostReads(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in _TO_PYTHON:
-            for tensor in _tensors(args[:1]):
-                self._trace.note_read(func.__name__, tensor)
+            self._trace.note_read(func.__name__, _tensors(args[:1]))
         return func(*args, **(kwargs or {}))
 
 

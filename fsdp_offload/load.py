@@ -4,6 +4,7 @@ torch's own version casts every tensor to the dtype of its parameter and moves i
 their dtype and go where they live.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -17,6 +18,8 @@ from .fsdp import is_dtensor, over_local, placements_of
 from .masters import MASTER, can_rebuild
 from .shards import LeafLayout, StateLayout, ValueLayout, leaves_of
 from .update import UserState
+
+logger = logging.getLogger(__name__)
 
 
 def check_loadable(engine: Engine, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[Tensor, UserState]:
@@ -85,9 +88,13 @@ def _checked(
 ) -> UserState:
     expected = [*layout.values, *layout.scalars, *layout.left_out]
     missing = [n for n in expected if n not in saved and not _will_be_rebuilt(layout, n)]
-    # What users add to the state of a parameter is theirs, and comes with all of the optimizer's own.
     extra = [n for n in saved if n not in expected and n not in current]
-    if missing or (extra and not expected):
+    if extra and expected and not missing:
+        # What users add to the state of a parameter is theirs, and comes beside all of the optimizer's own.
+        logger.warning(
+            "load_state_dict: the state of %s has %s, which the optimizer does not use; kept as is", name, extra
+        )
+    elif missing or extra:
         raise ValueError(
             f"load_state_dict: the state of {name} should have {expected}; missing {missing}, extra {extra}. Was it "
             "saved by another optimizer, or with other options?"

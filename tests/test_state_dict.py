@@ -351,8 +351,9 @@ def missing(saved: dict[str, Any]) -> None:
     del saved["state"][0]["exp_avg"]
 
 
-def extra(saved: dict[str, Any]) -> None:
-    saved["state"][0]["momentum_buffer"] = torch.zeros(32, 16)
+def renamed(saved: dict[str, Any]) -> None:
+    state = saved["state"][0]
+    state["momentum_buffer"] = state.pop("exp_avg")
 
 
 def wrongly_shaped(saved: dict[str, Any]) -> None:
@@ -391,7 +392,7 @@ def larger_group(saved: dict[str, Any]) -> None:
     ("spoil", "message"),
     [
         (missing, r"state of up\.weight should have .*missing \['exp_avg'\], extra \[\]"),
-        (extra, r"state of up\.weight .*missing \[\], extra \['momentum_buffer'\]"),
+        (renamed, r"state of up\.weight .*missing \['exp_avg'\], extra \['momentum_buffer'\]"),
         (wrongly_shaped, r"up\.weight, 'exp_avg' should have .*\(32, 16\).*got .*\(16, 32\)"),
         (wrong_dtype, r"up\.weight, 'exp_avg_sq' .*torch\.float32.*got .*torch\.bfloat16.*Nothing is cast"),
         (not_a_tensor, r"up\.weight, 'exp_avg' should be a tensor, got list"),

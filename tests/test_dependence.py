@@ -1,0 +1,164 @@
+"""The trace of what flows into what: each kind of operator, in place and not, and the ways around them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fsdp_offload.dependence import DependenceTrace
+
+torchao = pytest.importorskip("torchao.optim")
+
+
+@pytest.fixture
+def tensors() -> list[Tensor]:
+    return [torch.randn(4, 4) for _ in range(3)]
+
+
+@pytest.fixture
+def trace(tensors: list[Tensor]) -> DependenceTrace:
+    made = DependenceTrace()
+    for number, tensor in enumerate(tensors):
+        made.mark(tensor, number)
+    return made
+
+
+def into(trace: DependenceTrace, run: Callable[[], Any]) -> list[set[int]]:
+    """The origins of each tensor that ``run`` returns."""
+    with trace:
+        result = run()
+    return [set(trace.origins_of([one])) for one in (result if isinstance(result, list | tuple) else [result])]
+
+
+def part_of(whole: Tensor, part: Tensor) -> Tensor:
+    whole[:2].copy_(part[:2])
+    return whole
+
+
+def foreach_in_place(tensors: list[Tensor]) -> list[Tensor]:
+    copies = [tensor.clone() for tensor in tensors[:2]]
+    torch._foreach_lerp_(copies, tensors[1:], 0.5)
+    return copies
+
+
+CASES: dict[str, tuple[Callable[[list[Tensor]], Any], list[set[int]]]] = {
+    "binary": (lambda t: t[0] + t[1], [{0, 1}]),
+    "scalar": (lambda t: t[0] * 2, [{0}]),
+    "view": (lambda t: t[0].view(-1)[3:7], [{0}]),
+    "only the shape": (lambda t: torch.zeros_like(t[0]), [set()]),
+    "new": (lambda t: t[0].new_ones(3), [set()]),
+    "stack": (torch.stack, [{0, 1, 2}]),
+    "split": (lambda t: t[1].chunk(2), [{1}, {1}]),
+    "in place": (lambda t: t[0].clone().add_(t[2]), [{0, 2}]),
+    "copy": (lambda t: torch.empty(4, 4).copy_(t[2]), [{2}]),
+    "overwritten": (lambda t: t[0].clone().zero_(), [set()]),
+    "a part overwritten": (lambda t: part_of(t[0].clone(), t[1]), [{0, 1}]),
+    "out": (lambda t: torch.add(t[0], 1, out=torch.empty(4, 4)), [{0}]),
+    "foreach": (lambda t: torch._foreach_add(t, 1), [{0}, {1}, {2}]),
+    "foreach of two lists": (lambda t: torch._foreach_mul(t[:2], t[1:]), [{0, 1}, {1, 2}]),
+    "foreach with one tensor": (lambda t: torch._foreach_mul(t[:2], t[2].sum()), [{0, 2}, {1, 2}]),
+    "foreach norms": (torch._foreach_norm, [{0}, {1}, {2}]),
+    "foreach in place": (foreach_in_place, [{0, 1}, {1, 2}]),
+    "foreach with a scalar for each": (lambda t: torch._foreach_mul(t, [1.0, 2.0, 3.0]), [{0}, {1}, {2}]),
+    "matmul": (lambda t: t[0] @ t[0].T, [{0}]),
+    "linalg": (lambda t: torch.linalg.svd(t[1]).S, [{1}]),
+}
+
+
+@pytest.mark.parametrize(("run", "expected"), CASES.values(), ids=CASES)
+def test_operators(
+    trace: DependenceTrace, tensors: list[Tensor], run: Callable[[list[Tensor]], Any], expected: list[set[int]]
+) -> None:
+    assert into(trace, lambda: run(tensors)) == expected
+
+
+def test_fused_steps_pair_their_lists(trace: DependenceTrace, tensors: list[Tensor]) -> None:
+    params = [torch.zeros(4, 4) for _ in tensors]
+    averages = [torch.zeros(4, 4) for _ in tensors]
+    squares = [torch.zeros(4, 4) for _ in tensors]
+    steps = [torch.tensor(1.0) for _ in tensors]
+
+    def run() -> list[Tensor]:
+        torch._fused_adamw_(
+            *(params, tensors, averages, squares, [], steps),
+            lr=0.1,
+            beta1=0.9,
+            beta2=0.99,
+            weight_decay=0.1,
+            eps=1e-8,
+            amsgrad=False,
+            maximize=False,
+        )
+        return [*params, *averages]
+
+    assert into(trace, run) == [{0}, {1}, {2}, {0}, {1}, {2}]
+    assert all(map(trace.was_written, params))
+    assert not any(map(trace.was_written, [torch.zeros(3)]))
+
+
+def test_the_first_place_where_values_meet_is_named(trace: DependenceTrace, tensors: list[Tensor]) -> None:
+    with trace:
+        total = tensors[0] + tensors[1]  # here
+        result = total.mul(2).sum()
+    assert str(trace.mixture_of(trace.origins_of([result]))).endswith("(`total = tensors[0] + tensors[1]  # here`)")
+    assert str(trace.mixture_of(trace.origins_of([result]))).startswith("add in test_dependence.py:")
+
+
+READS: dict[str, Callable[[Tensor], object]] = {
+    "item": Tensor.item,
+    "float": float,
+    "bool": bool,
+    "tolist": Tensor.tolist,
+    "numpy": Tensor.numpy,
+    "data_ptr": Tensor.data_ptr,
+}
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_reads_on_the_host(trace: DependenceTrace, tensors: list[Tensor], read: Callable[[Tensor], object]) -> None:
+    with trace:
+        read(tensors[0].sum())
+        assert (len(trace.reads), len(trace.mixed_reads)) == (1, 0)
+        read(torch.stack(tensors).sum())
+        read(torch.ones(()))
+    assert (len(trace.reads), len(trace.mixed_reads)) == (1, 1)
+
+
+def test_comparisons_on_the_host(trace: DependenceTrace, tensors: list[Tensor]) -> None:
+    with trace:
+        torch.equal(tensors[0], tensors[0])
+        assert (len(trace.reads), len(trace.mixed_reads)) == (1, 0)
+        torch.allclose(tensors[0], tensors[1])
+    assert trace.mixed_reads
+
+
+def test_a_wrapper_takes_itself_apart(trace: DependenceTrace, tensors: list[Tensor]) -> None:
+    from torchao.optim.subclass_8bit import OptimState8bit
+
+    state = OptimState8bit.zeros((64, 64), block_size=256, device=torch.device("cpu"))
+    large = torch.randn(64, 64)
+    trace.mark(large, 1)
+    with trace:
+        state.copy_(large)
+        mixed = state.dequantize() + tensors[0].sum()
+    assert trace.origins_of([state.codes]) == {1}
+    assert trace.origins_of([mixed]) == {0, 1}
+
+
+def test_a_custom_operator_that_promises_too_little() -> None:
+    """A table that its schema calls written, and that is not."""
+
+    @torch.library.custom_op("fsdp_offload_tests::update", mutates_args={"param", "table"})
+    def update(param: Tensor, grad: Tensor, table: Tensor) -> None:
+        param.sub_(grad * table[0])
+
+    params, table = [torch.zeros(3) for _ in range(2)], torch.ones(4)
+    trace = DependenceTrace()
+    for number, param in enumerate(params):
+        grad = torch.randn(3)
+        trace.mark(grad, number)
+        with trace:
+            update(param, grad, table)
+    assert [set(trace.origins_of([one])) for one in (*params, table)] == [{0}, {1}, set()]
