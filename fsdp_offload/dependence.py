@@ -1,28 +1,34 @@
 """Observe which parameters' values flow into what an optimizer's step writes.
 
-Every tensor carries its *origins*: the parameters whose values, gradients or state it was computed from. An operator
-hands the origins of what it reads to what it writes; ``foreach`` and ``fused`` operators do so element by element of
-their lists. So a dependence shows whatever the numbers are, also where its effect is rounded away.
+Every element of a tensor carries its *origins*: the parameters whose values, gradients or state it was computed from.
+An operator hands the origins of what it reads to what it writes. Operators that work element by element, or that only
+move elements (``stack``), do so for each element; ``foreach`` and ``fused`` ones for each place in their lists; all
+others mix what they read. So a dependence shows whatever the numbers are, also where its effect is rounded away.
 
 What Python computes from numbers it has read (``.item()``) is out of sight, and so is a kernel that is not called
 through torch's dispatcher; both are noted.
 """
 
+import functools
 import linecache
+import operator
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-Origins = frozenset[int]
-"""Numbers of parameters."""
+_Masks = int | npt.NDArray[np.int64]
+"""Origins of a tensor: for all elements alike, or for each of them. Bit ``n`` stands for parameter ``n``."""
 
-_NOBODY: Origins = frozenset()
+_BITS = 62
+"""More parameters than these share bits, which may hide a dependence among them and never makes one up."""
 
 _NEW_VALUES = ("zeros", "ones", "empty", "full", "rand", "randn", "randint")
 _SHAPE_ONLY = frozenset(
@@ -30,7 +36,11 @@ _SHAPE_ONLY = frozenset(
 )
 """Operators that look at the shape of a tensor and not at its values."""
 
-_OVERWRITING = frozenset({"copy_", "zero_", "fill_", "normal_", "uniform_", "bernoulli_", "random_"})
+_OVERWRITING = frozenset({"zero_", "fill_", "normal_", "uniform_", "bernoulli_", "random_"})
+"""Operators that write all of a tensor, from nothing that it holds."""
+
+_COPYING = frozenset({"clone", "_to_copy", "copy_"})
+"""Operators whose result has the elements of one tensor, each in its place."""
 
 _READ_ON_HOST = frozenset({"_local_scalar_dense", "equal", "allclose", "is_nonzero"})
 """Operators whose result is a Python number."""
@@ -57,18 +67,19 @@ class DependenceTrace(TorchDispatchMode):
     """Follows origins through all operators that run within it.
 
     Attributes:
-        mixed_reads: reads on the host of a value that several parameters have gone into.
-        reads: reads on the host of a value of a single parameter.
+        mixed_reads: reads on the host of a number that several parameters have gone into.
+        reads: reads on the host of numbers of a single parameter each.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.mixed_reads: list[Mixture] = []
         self.reads: list[Mixture] = []
-        self._origins: dict[int, Origins] = {}  # by the address of a storage
+        self._masks: dict[int, _Masks] = {}  # by the address of a storage; an array has all of its elements
+        self._itemsizes: dict[int, int] = {}  # of those elements
         self._kept: dict[int, Any] = {}  # those storages, so that no address is used twice
         self._written: set[int] = set()
-        self._mixtures: dict[Origins, Mixture] = {}
+        self._mixtures: dict[int, Mixture] = {}
         self._host_reads = _HostReads(self)
 
     def __enter__(self) -> "DependenceTrace":
@@ -82,28 +93,32 @@ class DependenceTrace(TorchDispatchMode):
 
     def mark(self, tensor: Tensor, origin: int) -> None:
         """Say that ``tensor`` belongs to a parameter; what it holds comes from there."""
-        self._set(tensor, frozenset({origin}))
+        self._write(tensor, 1 << origin % _BITS, "")
 
-    def origins_of(self, tensors: Iterable[Tensor]) -> Origins:
-        """Which parameters have gone into these tensors."""
-        found = _NOBODY
+    def foreign_origin(self, tensors: Iterable[Tensor], origin: int) -> "Mixture | None":
+        """Where another parameter has gone into ``tensors``, which should come from ``origin`` alone; else ``None``."""
         for tensor in tensors:
-            found |= self._origins.get(_address(tensor), _NOBODY)
-        return found
+            for mask in _different(self._read(tensor)):
+                if mask & ~(1 << origin % _BITS):
+                    return self._mixtures.get(mask, Mixture("a copy", ""))
+        return None
 
-    def mixture_of(self, origins: Origins) -> Mixture | None:
-        """Where values of just these parameters first came together."""
-        return self._mixtures.get(origins)
+    def origins_of(self, tensor: Tensor) -> set[int]:
+        """Which parameters have gone into any element of ``tensor``."""
+        mask = _join(self._read(tensor))
+        return {origin for origin in range(_BITS) if mask >> origin & 1}
 
     def was_written(self, tensor: Tensor) -> bool:
         """Whether an operator has written into ``tensor``; a change without one came past the dispatcher."""
         return _address(tensor) in self._written
 
-    def note_read(self, operator: str, tensors: Iterable[Tensor]) -> None:
-        """Note that a value, computed from these tensors, leaves for the host."""
-        origins = self.origins_of(tensors)
-        if origins:
-            (self.mixed_reads if len(origins) > 1 else self.reads).append(Mixture(operator, _line_of_step()))
+    def note_read(self, name: str, tensors: Iterable[Tensor], *, joined: bool) -> None:
+        """Note that elements of these tensors leave for the host: as one number that is computed from all, or each."""
+        masks = {mask for tensor in tensors for mask in _different(self._read(tensor))}
+        if joined:
+            masks = {functools.reduce(operator.or_, masks, 0)}
+        for mask in masks - {0}:
+            (self.mixed_reads if mask & (mask - 1) else self.reads).append(Mixture(name, _line_of_step()))
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -115,14 +130,14 @@ class DependenceTrace(TorchDispatchMode):
         result, unwritten = _run(func, args, kwargs)
         name = func.overloadpacket.__name__
         if name in _READ_ON_HOST:
-            self.note_read("item" if name == "_local_scalar_dense" else name, _tensors(args))
+            self.note_read("item" if name == "_local_scalar_dense" else name, _tensors(args), joined=True)
         elif name.startswith(("_foreach_", "_fused_", "_amp_foreach_")):
             self._pair(func, name, args, kwargs, result)
         else:
-            self._join(func, name, args, kwargs, result, unwritten)
+            self._hand_on(func, name, args, kwargs, result, unwritten)
         return result
 
-    def _join(
+    def _hand_on(
         self,
         func: Any,
         name: str,
@@ -131,19 +146,32 @@ class DependenceTrace(TorchDispatchMode):
         result: Any,
         unwritten: Sequence[Tensor],
     ) -> None:
-        """Everything that is read goes into everything that is written."""
-        read = {key: value for key, value in kwargs.items() if key != "out"}
-        inputs = [self.origins_of([tensor]) for tensor in _tensors((args, read))]
+        """Give what an operator has written, or returns, the origins of what it has read."""
+        inputs = [*_tensors(args), *_tensors({key: value for key, value in kwargs.items() if key != "out"})]
         written = [
             tensor
             for tensor in _tensors(_written_arguments(func, args, kwargs))
             if not any(tensor is other for other in unwritten)
         ]
+        self._written.update(map(_address, written))
+        outputs = [*written, *(one for one in _tensors(result) if not any(one is other for other in written))]
+        if not written and any(_address(one) and _address(one) == _address(t) for one in outputs for t in inputs):
+            return  # a view: the elements have their origins
+        masks: _Masks
         if name in _SHAPE_ONLY:
-            inputs = []
-        elif name in _OVERWRITING and written and _is_whole(written[0]):
-            inputs = [self.origins_of([tensor]) for tensor in _tensors((args[1:], kwargs))]
-        self._hand_on(name, inputs, [*written, *_tensors(result)], written)
+            masks = 0
+        elif name in _OVERWRITING:
+            masks = _join(*map(self._read, _tensors((args[1:], kwargs))))
+        elif name in _COPYING:
+            masks = self._read(inputs[1] if name == "copy_" else inputs[0])
+        elif name in ("stack", "cat"):
+            masks = _moved(name, [(self._read(one), tuple(one.shape)) for one in inputs], args, kwargs)
+        elif torch.Tag.pointwise in func.tags:
+            masks = functools.reduce(operator.or_, map(self._read, inputs), 0)
+        else:
+            masks = _join(*map(self._read, inputs))
+        for tensor in outputs:
+            self._write(tensor, masks, name)
 
     def _pair(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Elements of lists belong together by their place; a single tensor goes with each of them."""
@@ -151,38 +179,50 @@ class DependenceTrace(TorchDispatchMode):
         lists = [
             value for value in values if isinstance(value, list | tuple) and next(_tensors(value), None) is not None
         ]
-        single = [self.origins_of([value]) for value in values if isinstance(value, Tensor)]
+        single = _join(*(self._read(value) for value in values if isinstance(value, Tensor)))
         written = _written_arguments(func, args, kwargs)
         outputs = [value for value in (*written, result) if isinstance(value, list | tuple)]
-        for place in range(max(map(len, lists), default=0)):
-            inputs = [self.origins_of([one[place]]) for one in lists if place < len(one)]
-            targets = [one[place] for one in outputs if place < len(one)]
-            in_place = [one[place] for one in written if isinstance(one, list | tuple) and place < len(one)]
-            self._hand_on(name, [*single, *inputs], targets, in_place)
-        lone = [value for value in written if isinstance(value, Tensor)]
-        if lone:
-            self._hand_on(name, [self.origins_of([tensor]) for tensor in _tensors(values)], lone, lone)
+        self._written.update(map(_address, _tensors(written)))
+        found = [
+            _join(single, *(self._read(one[place]) for one in lists if place < len(one)))
+            for place in range(max(map(len, lists), default=0))
+        ]
+        for output in outputs:
+            for tensor, mask in zip(output, found, strict=False):
+                self._write(tensor, mask, name)
+        for value in written:
+            if isinstance(value, Tensor):
+                self._write(value, _join(single, *found), name)
 
-    def _hand_on(
-        self, name: str, inputs: Sequence[Origins], outputs: Sequence[Tensor], written: Sequence[Tensor]
-    ) -> None:
-        origins = frozenset().union(*inputs)
-        if len(origins) > 1 and origins not in self._mixtures and all(len(one) < len(origins) for one in inputs):
-            self._mixtures[origins] = Mixture(name, _line_of_step())
-        for tensor in outputs:
-            self._set(tensor, origins)
-        self._written.update(map(_address, written))
+    # Origins of elements ----------------------------------------------------------------------------------------------
 
-    def _set(self, tensor: Tensor, origins: Origins) -> None:
+    def _read(self, tensor: Tensor) -> _Masks:
         address = _address(tensor)
-        if address:
-            known = self._origins.get(address, _NOBODY)
-            if address in self._kept and not _is_whole(tensor):
-                origins |= known  # the rest of the storage keeps what it was made from
-            if len(origins) > 1 and origins not in self._mixtures:
-                self._mixtures[origins] = Mixture("a write into shared memory", _line_of_step())
-            self._origins[address] = origins
-            self._kept.setdefault(address, tensor.untyped_storage())
+        masks = self._masks.get(address, 0)
+        if isinstance(masks, int):
+            return masks
+        return _elements(masks, tensor) if self._itemsizes[address] == tensor.element_size() else _join(masks)
+
+    def _write(self, tensor: Tensor, masks: _Masks, name: str) -> None:
+        address = _address(tensor)
+        if not address:
+            return
+        for mask in _different(masks):
+            if mask & (mask - 1) and mask not in self._mixtures:
+                self._mixtures[mask] = Mixture(name, _line_of_step())
+        storage = tensor.untyped_storage()
+        known, itemsize = self._masks.get(address, 0), tensor.element_size()
+        if isinstance(masks, int) and tensor.numel() * itemsize == storage.nbytes():
+            self._masks[address] = masks
+        elif not isinstance(known, int) and self._itemsizes[address] != itemsize:
+            self._masks[address] = _join(known, masks)  # other elements over the same bytes
+        else:
+            if isinstance(known, int):
+                known = np.full(storage.nbytes() // itemsize, known, dtype=np.int64)
+            _elements(known, tensor)[...] = masks
+            self._masks[address] = known
+        self._itemsizes[address] = itemsize
+        self._kept.setdefault(address, storage)
 
 
 class _HostReads(TorchFunctionMode):
@@ -196,8 +236,35 @@ class _HostReads(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in _TO_PYTHON:
-            self._trace.note_read(func.__name__, _tensors(args[:1]))
+            self._trace.note_read(func.__name__, _tensors(args[:1]), joined=False)
         return func(*args, **(kwargs or {}))
+
+
+def _elements(masks: npt.NDArray[np.int64], tensor: Tensor) -> npt.NDArray[np.int64]:
+    """Of the elements of a storage those that ``tensor`` shows, as it shows them."""
+    strides = [stride * masks.itemsize for stride in tensor.stride()]
+    return np.lib.stride_tricks.as_strided(masks[tensor.storage_offset() :], tuple(tensor.shape), strides)
+
+
+def _different(masks: _Masks) -> list[int]:
+    return [masks] if isinstance(masks, int) else [int(mask) for mask in np.unique(masks)]
+
+
+def _join(*masks: _Masks) -> int:
+    """All origins of all elements."""
+    each = (one if isinstance(one, int) else int(np.bitwise_or.reduce(one, axis=None)) for one in masks)
+    return functools.reduce(operator.or_, each, 0)
+
+
+def _moved(
+    name: str, parts: Sequence[tuple[_Masks, tuple[int, ...]]], args: Sequence[Any], kwargs: dict[str, Any]
+) -> _Masks:
+    """Origins of a tensor that ``stack`` or ``cat`` has put together."""
+    dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+    whole = [np.broadcast_to(np.asarray(masks, dtype=np.int64), shape) for masks, shape in parts]
+    if name == "stack":
+        return np.stack(whole, dim)
+    return np.concatenate([one for one in whole if one.shape != (0,)] or whole, dim)
 
 
 def _address(tensor: Tensor) -> int:
@@ -205,10 +272,6 @@ def _address(tensor: Tensor) -> int:
     if tensor.layout != torch.strided or hasattr(type(tensor), "__tensor_flatten__"):
         return 0
     return tensor.untyped_storage().data_ptr()
-
-
-def _is_whole(tensor: Tensor) -> bool:
-    return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

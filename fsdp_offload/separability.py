@@ -303,10 +303,9 @@ def _check_origins(scratch: Scratch, trace: DependenceTrace) -> None:
             if isinstance(value, Tensor):
                 written.append((f"its state {name!r}", leaves_of(value)))
         for what, leaves in written:
-            origins = trace.origins_of(leaves)
-            if origins - {number}:
-                where = trace.mixture_of(origins)
-                raise _NotSeparableError(f"{what} depends on other parameters" + (f": {where}" if where else ""))
+            where = trace.foreign_origin(leaves, number)
+            if where is not None:
+                raise _NotSeparableError(f"{what} depends on other parameters: {where}")
 
 
 # Values of a scratch optimizer ---------------------------------------------------------------------------------------
