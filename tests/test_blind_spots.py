@@ -190,6 +190,18 @@ class SharesWithTheParameter(Plain):
         super().update(group, param, state, context)
 
 
+class HangsAGradientOnItsState(Plain):
+    def update(self, group: dict[str, Any], param: Tensor, state: dict[str, Any], context: Any) -> None:
+        state.setdefault("before", torch.zeros_like(param)).grad = param.grad.clone()
+        super().update(group, param, state, context)
+
+
+class HangsANoteOnItsState(Plain):
+    def update(self, group: dict[str, Any], param: Tensor, state: dict[str, Any], context: Any) -> None:
+        state["momentum"].largest = state["momentum"].abs().max()
+        super().update(group, param, state, context)
+
+
 class WritesAnothersState(Plain):
     def before(self) -> None:
         first, *others = self.trained()
@@ -231,6 +243,8 @@ COUPLED: list[tuple[type[Plain], str]] = [
     (CountsAnyway, "parameters that have no gradient"),
     (TwoNames, "state 'velocity' shares memory with its state 'momentum'"),
     (SharesWithTheParameter, "state 'weights' shares memory with the parameter"),
+    (HangsAGradientOnItsState, "keeps a gradient on its state 'before'"),
+    (HangsANoteOnItsState, "keeps the attribute 'largest' on its state 'momentum'"),
     (WritesAnothersState, "depends on other parameters"),
     (SharedFlag, r"looks at a value of several parameters at once: item in test_blind_spots\.py"),
     (SharedFlagOnTheHost, "one parameter's gradient changes what it does to other parameters"),
@@ -575,7 +589,8 @@ def test_a_profiler_sees_the_name_of_the_users_class() -> None:
     pair = make_pair(Zoo, torch.optim.AdamW)
     pair.train(1)
     pair.offloaded.loss(1).backward()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    cpu = torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[cpu], acc_events=True) as profile:  # or torch 2.11 warns
         pair.offloaded.optimizer.step()
     names = {event.key for event in profile.key_averages()}
     assert "Optimizer.step#AdamW.step" in names
