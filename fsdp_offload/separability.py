@@ -310,10 +310,10 @@ def _check_origins(scratch: Scratch, trace: DependenceTrace) -> None:
 
 
 def _check_bare(scratch: Scratch) -> None:
-    """What hangs on a state tensor does not move with it."""
+    """Refuse what hangs on a plain state tensor: it does not move with it. Wrapper types say what they are made of."""
     for param in scratch.flat:
         for name, value in scratch.states.get(param, {}).items():
-            if isinstance(value, Tensor) and (value.grad is not None or getattr(value, "__dict__", None)):
+            if type(value) is Tensor and (value.grad is not None or getattr(value, "__dict__", None)):
                 what = "a gradient" if value.grad is not None else f"the attribute {next(iter(vars(value)))!r}"
                 raise _NotSeparableError(f"it keeps {what} on its state {name!r}, which would not move with it")
 
