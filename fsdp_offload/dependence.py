@@ -112,6 +112,14 @@ class DependenceTrace(TorchDispatchMode):
         """Whether an operator has written into ``tensor``; a change without one came past the dispatcher."""
         return _address(tensor) in self._written
 
+    def forget_all_but(self, tensors: Iterable[Tensor]) -> None:
+        """Let go of what is no longer reachable from ``tensors``: a trace keeps all that it has seen alive."""
+        alive = set(map(_address, tensors))
+        for kept in (self._masks, self._itemsizes, self._kept):
+            for address in kept.keys() - alive:
+                del kept[address]
+        self._written &= alive
+
     def note_read(self, name: str, tensors: Iterable[Tensor], *, joined: bool) -> None:
         """Note that elements of these tensors leave for the host: as one number that is computed from all, or each."""
         masks = {mask for tensor in tensors for mask in _different(self._read(tensor))}

@@ -89,7 +89,7 @@ def _checked(
     expected = [*layout.values, *layout.scalars, *layout.left_out]
     missing = [n for n in expected if n not in saved and not _will_be_rebuilt(layout, n)]
     extra = [n for n in saved if n not in expected and n not in current]
-    if extra and expected and not missing:
+    if extra and expected and not missing and MASTER not in extra:
         # What users add to the state of a parameter is theirs, and comes beside all of the optimizer's own.
         logger.warning(
             "load_state_dict: the state of %s has %s, which the optimizer does not use; kept as is", name, extra

@@ -10,17 +10,20 @@ import inspect
 import random
 import sys
 import types
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .fsdp import local_shard, no_global_step_hooks
+from .shards import leaves_of
 from .update import Shadow, SharedValues, UserState, fill_bare, instance_attributes
 
 _PARAMS = 24
@@ -31,6 +34,7 @@ _LARGE_SIZES = (80, 96, 112)
 """A dimension above 64 becomes one of these, in the same order of size: no preconditioner of it takes long, and a
 matrix of two of them is of a size that 8-bit optimizers quantize."""
 
+_FEW_ELEMENTS = 1 << 13
 _MANY_ELEMENTS = 1 << 15
 
 
@@ -79,11 +83,14 @@ class Copier:
     def __init__(self, known: Mapping[Tensor, Tensor]) -> None:
         """Take what stands for which parameter of the user's."""
         self._done: dict[int, Any] = {id(real): scratch for real, scratch in known.items()}
+        self._ids = {id(real): id(scratch) for real, scratch in known.items()}
         self._alive: list[Any] = list(known)
         self.generators: list[Any] = []
 
     def copy(self, value: Any) -> Any:
         """A copy of ``value``; the same one each time."""
+        if isinstance(value, int) and value in self._ids:
+            return self._ids[value]  # tables by id(param)
         if value is None or isinstance(value, bool | int | float | complex | str | bytes | type | types.FunctionType):
             return value
         if id(value) not in self._done:
@@ -98,7 +105,12 @@ class Copier:
         if isinstance(value, torch.Generator | random.Random):
             self.generators.append(value.clone_state() if isinstance(value, torch.Generator) else copy.deepcopy(value))
             return self.generators[-1]
+        if isinstance(value, np.random.Generator):
+            self.generators.append(copy.deepcopy(value))
+            return self.generators[-1]
         kind = type(value)
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return kind(*(self.copy(one) for one in value))
         if kind in (list, tuple, set, frozenset, collections.deque):
             return kind(self.copy(one) for one in value)
         if kind is defaultdict:
@@ -154,6 +166,18 @@ class Scratch:
         """All parameters, group by group."""
         return [param for of_group in self.params for param in of_group]
 
+    def takes_fractions(self, param: Tensor) -> bool:
+        """Whether a gradient of ``param`` may be scaled."""
+        return param.dtype.is_floating_point or param.dtype.is_complex
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All that a next step may look at: parameters, state, and what attributes and groups hold."""
+        yield from self.flat
+        holders = [*self.states.values(), *self.values.param_groups, instance_attributes_of(self.values)]
+        for holder in holders:
+            for value in holder.values():
+                yield from _tensors_within(value, set())
+
     def step_whole(self) -> None:
         """One step as a plain optimizer makes it, which sees everything."""
         plain = object.__new__(self.cls)
@@ -198,6 +222,22 @@ class Scratch:
         shared.commit(self.values)  # type: ignore[arg-type]
 
 
+def _tensors_within(value: Any, seen: set[int]) -> Iterator[Tensor]:
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, Tensor):
+        yield from leaves_of(value)
+    elif isinstance(value, dict):
+        for one in value.values():
+            yield from _tensors_within(one, seen)
+    elif isinstance(value, list | tuple | set | frozenset | collections.deque):
+        for one in value:
+            yield from _tensors_within(one, seen)
+    elif is_counter(value):
+        yield from _tensors_within(vars(value), seen)
+
+
 def without_gradient(params: Sequence[Tensor]) -> list[Tensor]:
     """Something that stands for the parameters of a group none of which has a gradient."""
     local = local_shard(params[0]) if params else None
@@ -226,10 +266,17 @@ def like_optimizer(
         {name: copier.copy(value) for name, value in group.items() if name != "params"}
         for group in optimizer.param_groups
     ]
-    for group in values.param_groups:
+    _as_in_training(values.param_groups)
+    return Scratch(cls, values, params, generators=copier.generators)
+
+
+def _as_in_training(groups: Sequence[dict[str, Any]]) -> None:
+    """Set what groups have by the time they train, and may not have yet."""
+    for number, group in enumerate(groups):
         if "train_mode" in group:
             group["train_mode"] = True  # schedulefree's optimizers step in train mode only, and start in the other
-    return Scratch(cls, values, params, generators=copier.generators)
+        if number and isinstance(group.get("lr"), float | Tensor):
+            group["lr"] = group["lr"] * (1 - 0.5 * number / len(groups))  # a scheduler may tell them apart later
 
 
 # Parameters ----------------------------------------------------------------------------------------------------------
@@ -243,16 +290,17 @@ def scratch_params(optimizer: Optimizer, generator: torch.Generator) -> tuple[li
     """
     sizes = _small_sizes([param for group in optimizer.param_groups for param in group["params"]])
     kinds = max(1, _PARAMS // (2 * len(optimizer.param_groups)))
-    once = len(optimizer.param_groups) * 2 > _PARAMS
+    copies = 1 if len(optimizer.param_groups) * 2 > _PARAMS else 2
     made: list[list[Tensor]] = []
     known: dict[Tensor, Tensor] = {}
     for group in optimizer.param_groups:
         of_group: list[Tensor] = []
         for param in _different(group["params"], sizes)[:kinds]:
-            shape = small_shape(tuple(param.shape), sizes)
-            copies = [_scratch_like(param, shape, generator) for _ in range(1 if once else 2)]
-            known[param] = copies[0]
-            of_group += copies
+            alike = [one for one in group["params"] if one.shape == param.shape and one.dtype == param.dtype]
+            for real in [param, *(one for one in alike if one is not param), param][:copies]:
+                scratch = _scratch_like(real, small_shape(tuple(real.shape), sizes), generator)
+                known.setdefault(real, scratch)
+                of_group.append(scratch)
         made.append(of_group)
     return made, known
 
@@ -276,10 +324,13 @@ def _small_sizes(params: Sequence[Tensor]) -> dict[int, int]:
 
 
 def small_shape(shape: tuple[int, ...], sizes: Mapping[int, int]) -> tuple[int, ...]:
-    """``shape`` with large dimensions made smaller: equal ones stay equal, and smaller ones smaller."""
+    """``shape`` if it is small; else with large dimensions made smaller: equal ones stay equal, smaller ones smaller."""
+    if torch.Size(shape).numel() <= _FEW_ELEMENTS:
+        return tuple(max(1, size) for size in shape)
     small = [max(1, sizes.get(size, size)) for size in shape]
     while torch.Size(small).numel() > _MANY_ELEMENTS:
-        small[small.index(max(small))] //= 2
+        largest = max(small)
+        small = [size // 2 if size == largest else size for size in small]
     return tuple(small)
 
 
@@ -287,9 +338,18 @@ def _scratch_like(param: Tensor, shape: tuple[int, ...], generator: torch.Genera
     data = torch.empty(shape, dtype=param.dtype, device=local_shard(param).device)
     scratch = nn.Parameter(random_values(data, generator), requires_grad=data.is_floating_point() or data.is_complex())
     # What the user has noted on a parameter (`param.use_muon = True`) may decide what is done with it.
-    notes = {name: value for name, value in vars(param).items() if not isinstance(value, Tensor)}
-    scratch.__dict__.update(notes)
+    scratch.__dict__.update(notes_on(param, shape))
     return scratch
+
+
+def notes_on(param: Tensor, shape: tuple[int, ...]) -> dict[str, Any]:
+    """Copies of what the user has noted on a parameter, for one of this shape: tensors only if they have it too."""
+    copier = Copier({})
+    return {
+        name: copier.copy(value)
+        for name, value in vars(param).items()
+        if not isinstance(value, Tensor) or tuple(value.shape) == shape
+    }
 
 
 def random_values(tensor: Tensor, generator: torch.Generator) -> Tensor:
@@ -312,9 +372,52 @@ def constructed_like(cls: type[Optimizer], optimizer: Optimizer, params: list[li
     made = cls(groups, **constructor_options(cls, optimizer.defaults))
     values = types.SimpleNamespace(**instance_attributes(made))
     values.param_groups = [{k: v for k, v in group.items() if k != "params"} for group in made.param_groups]
+    for name, value in instance_attributes(optimizer).items():
+        if value is None or isinstance(value, bool | int | float | str):
+            setattr(values, name, value)  # a switch that the user has set since
+    _as_in_training(values.param_groups)
     return Scratch(cls, values, params, dict(made.state))
 
 
 def constructor_options(cls: type[Optimizer], values: Mapping[str, Any]) -> dict[str, Any]:
     """Those of ``values`` that the constructor of ``cls`` takes by name."""
     return {name: values[name] for name in inspect.signature(cls).parameters.keys() & values.keys() - {"params"}}
+
+
+# The real one --------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def untouched(optimizer: Optimizer) -> Iterator[list[str]]:
+    """Guard the real optimizer from what scratch steps may reach: a closure over its parameters, a method bound to it.
+
+    Its parameters have no gradients meanwhile, so that nothing is done to them. Names what was changed all the same;
+    what a group says is put back.
+    """
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    grads = [param.grad for param in params]
+    versions = [param._version for param in params]
+    groups = [dict(group) for group in optimizer.param_groups]
+    numbers = {name: value for name, value in vars(optimizer).items() if isinstance(value, bool | int | float | str)}
+    found: list[str] = []
+    for param in params:
+        param.grad = None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield found
+    finally:
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad
+        if versions != [param._version for param in params]:
+            found.append("parameters of the real optimizer")
+        for group, before in zip(optimizer.param_groups, groups, strict=True):
+            changed = [name for name, value in before.items() if group.get(name) is not value]
+            if changed or group.keys() != before.keys():
+                found.append(f"param groups of the real optimizer ({', '.join(changed)})")
+                group.clear()
+                group.update(before)
+        for name, value in numbers.items():
+            if vars(optimizer).get(name) != value:
+                found.append(f"the attribute {name!r} of the real optimizer")
+                setattr(optimizer, name, value)

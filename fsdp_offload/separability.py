@@ -11,10 +11,11 @@ or how often it is called. On scratch parameters (:mod:`scratch`):
 
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -32,12 +33,14 @@ from .scratch import (
     randomness_kept,
     restore_random_states,
     scratch_params,
+    untouched,
 )
 from .shards import leaves_of
 
 _STEPS = 12
-_JUMPS = (99, 999, 9_999)
-"""Counters of steps are set to these, as some classes begin something after a warm-up or do it every so often."""
+_JUMPS = (99, 2_519, 9_999, 65_535)
+"""Counters of steps are set to these, as some classes begin something after a warm-up or do it every so often: 2,520 is
+a multiple of all numbers to 10 and of many above, 65,536 of the powers of two."""
 
 
 @dataclass(frozen=True)
@@ -67,11 +70,17 @@ def judge(cls: type[Optimizer], optimizer: Optimizer) -> Verdict:
     device = next((local_shard(p).device for group in optimizer.param_groups for p in group["params"]), None)
     if device is None:
         return Verdict()
-    with randomness_kept(device), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+    with (
+        randomness_kept(device),
+        torch.no_grad(),
+        torch.compiler.set_stance("force_eager"),
+        untouched(optimizer) as seen,
+    ):
         try:
-            return _Trial(cls, optimizer, device).verdict()
+            verdict = _Trial(cls, optimizer, device).verdict()
         except _NotSeparableError as reason:
-            return Verdict(str(reason))
+            verdict = Verdict(str(reason))
+    return Verdict(f"its step reaches {seen[0]} by another way than the parameters it has") if seen else verdict
 
 
 class _Trial:
@@ -127,12 +136,20 @@ class _Trial:
             return error
         return None
 
-    def _give_gradients(self, scratch: Scratch, step: int, scale: float = 1.0, *, half: bool = False) -> None:
-        """Give every parameter its gradient of this step; with ``half``, none to every second one."""
+    def _give_gradients(
+        self,
+        scratch: Scratch,
+        step: int,
+        scale: float = 1.0,
+        *,
+        without: Callable[[Scratch], Sequence[Tensor]] | None = None,
+    ) -> None:
+        """Give every parameter its gradient of this step, but for those that ``without`` names."""
         generator = torch.Generator(self._device).manual_seed(1 + step)
         for param in scratch.flat:
-            param.grad = random_values(torch.empty_like(param), generator).mul_(scale)
-        for param in (scratch.flat[1::2] or scratch.flat) if half else ():
+            grad = random_values(torch.empty_like(param), generator)
+            param.grad = grad.mul_(scale) if scratch.takes_fractions(param) else grad
+        for param in () if without is None else without(scratch):
             param.grad = None
 
     # Traced ----------------------------------------------------------------------------------------------------------
@@ -145,6 +162,8 @@ class _Trial:
         """
         scratch, trace = self._start(), DependenceTrace()
         self._traced = scratch
+        layouts: dict[tuple[int, str], Any] = {}
+        moved = False
         for step in self._steps_of(scratch, _STEPS):
             self._give_gradients(scratch, step)
             before = [param.detach().clone() for param in scratch.flat]
@@ -159,8 +178,16 @@ class _Trial:
                     return None
                 break
             for param, old in zip(scratch.flat, before, strict=True):
-                self._opaque |= not trace.was_written(param) and not _same_bits(param, old)
+                changed = not _same_bits(param, old)
+                moved |= changed
+                self._opaque |= changed and not trace.was_written(param)
             _check_origins(scratch, trace)
+            _check_layouts(scratch, layouts)
+            trace.forget_all_but(scratch.tensors())
+        if not moved:
+            raise _NotSeparableError(
+                "its step has changed none of the scratch parameters, so what it does to yours cannot be seen"
+            )
         _check_bare(scratch)
         self._check_aliases(scratch)
         return trace
@@ -171,7 +198,7 @@ class _Trial:
         for step in range(count):
             before = _numbers_in(scratch)
             yield step
-        counters = [place for place, value in _numbers_in(scratch).items() if before.get(place) == value - 1]
+        counters = [place for place, value in _numbers_in(scratch).items() if before.get(place) == value - 1 < 1e9]
         for jump in _JUMPS:
             _advance(scratch, counters, jump)
             yield from (jump, jump + 1)
@@ -185,9 +212,12 @@ class _Trial:
     def _check_aliases(self, scratch: Scratch) -> None:
         """Two names for one tensor would become two homes, and what is written to one would not show in the other."""
         owners = {_address(param): (number, "the parameter") for number, param in enumerate(scratch.flat)}
+        gradients = {_address(param.grad) for param in scratch.flat if param.grad is not None} - {0}
         shared: dict[tuple[int, str], tuple[int, str]] = {}
         for number, name, leaves in _state_leaves(scratch):
             for address in filter(None, map(_address, leaves)):
+                if address in gradients:
+                    raise _NotSeparableError(f"its state {name!r} is a gradient itself, which training writes into")
                 if address in owners:
                     shared[number, name] = owners[address]
                 owners.setdefault(address, (number, f"its state {name!r}"))
@@ -249,31 +279,39 @@ class _Trial:
         return f"its step counts in place, in {place}, how often it is called" if place else ""
 
     def _without_gradients(self) -> None:
-        """A parameter without a gradient is in no bucket: nothing may happen to it, now or later."""
+        """A parameter without a gradient is in no bucket: nothing may happen to it, now or later. Nor to its group."""
+        plans = [_every_second, _every_second, _last_group, _nobody, _nobody]
         whole = self._start()
         seen: list[list[Tensor]] = []
-        for step in range(4):
-            self._give_gradients(whole, step, half=step < 2)
+        for step, without in enumerate(plans):
+            self._give_gradients(whole, step, without=without)
             try:
                 whole.step_whole()
             except Exception:  # noqa: BLE001  # it wants gradients for all: its user has them
                 return
             seen.append([param.detach().clone() for param in whole.flat])
         divided = self._start()
-        for step, expected in enumerate(seen):
-            self._give_gradients(divided, step, half=step < 2)
-            divided.step_divided(all_groups=self._all_groups)
+        for step, (without, expected) in enumerate(zip(plans, seen, strict=True)):
+            self._give_gradients(divided, step, without=without)
+            try:
+                divided.step_divided(all_groups=self._all_groups)
+            except Exception as error:  # likewise
+                message = f"its step fails where a group has no gradient ({type(error).__name__}: {error})"
+                raise _NotSeparableError(message) from error
             if not all(map(_same_bits, divided.flat, expected)):
                 raise _NotSeparableError("its step also changes parameters that have no gradient, or their state")
+        place = _difference_of(whole, divided)
+        if place:
+            raise _NotSeparableError(f"{place} ends elsewhere where a group has no gradient")
 
     def _perturb(self, reads: Sequence[Mixture]) -> None:
-        """Change one parameter's gradient, and see whether what is written for others changes."""
+        """Change an element of one parameter's gradient, and see whether what is written for others changes."""
         places = ", ".join(dict.fromkeys(map(str, reads[:3])))
         seen_at = f" (values are read on the host: {places})" if places else ""
+        factors = [1e3 if self._narrow else 1e12, 0.0, math.inf, math.nan]
         plain = self._perturbed(None, 1.0)
-        count = len(plain) if plain is not None else 0
-        for number in sorted({0, count // 2, count - 1} & set(range(count))):
-            for factor in (1e3 if self._narrow else 1e12, 0.0):
+        for number in range(len(plain or ())):
+            for factor in factors:
                 found = self._perturbed(number, factor)
                 if found is None:
                     continue  # it refuses such gradients
@@ -281,6 +319,11 @@ class _Trial:
                     raise _NotSeparableError(
                         f"the size of one parameter's gradient changes what it does to other parameters{seen_at}"
                     )
+        # What acts on all alike shows where all of them are tiny, or none of them is finite.
+        for scale in (1e-30, math.nan):
+            problem = self._difference(scale, steps=2, jump=False)
+            if problem:
+                raise _NotSeparableError(problem + seen_at)
 
     def _perturbed(self, number: int | None, factor: float) -> list[Any] | None:
         scratch = self._start()
@@ -288,11 +331,33 @@ class _Trial:
             for step in range(2):
                 self._give_gradients(scratch, step)
                 if number is not None and step == 0:
-                    scratch.flat[number].grad.mul_(factor)  # type: ignore[union-attr]
+                    scratch.flat[number].grad.view(-1)[:1].fill_(factor)  # type: ignore[union-attr]
                 scratch.step_whole()
         except Exception:  # noqa: BLE001  # some look for numbers that are not finite
             return None
         return _bits_of(scratch)
+
+
+def _every_second(scratch: Scratch) -> Sequence[Tensor]:
+    return scratch.flat[1::2] or scratch.flat
+
+
+def _last_group(scratch: Scratch) -> Sequence[Tensor]:
+    return scratch.params[-1] if len(scratch.params) > 1 else ()
+
+
+def _nobody(scratch: Scratch) -> Sequence[Tensor]:
+    del scratch
+    return ()
+
+
+def _check_layouts(scratch: Scratch, known: dict[tuple[int, str], Any]) -> None:
+    """Refuse state that changes its shape or dtype: its home has been measured once."""
+    for number, name, leaves in _state_leaves(scratch):
+        layout = [(tuple(leaf.shape), leaf.dtype) for leaf in leaves]
+        before = known.setdefault((number, name), layout)
+        if before != layout:
+            raise _NotSeparableError(f"its state {name!r} changes from {before} to {layout} between steps")
 
 
 def _check_origins(scratch: Scratch, trace: DependenceTrace) -> None:
@@ -365,7 +430,8 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else 0
+    """Where its elements begin; parts of one allocation may each have a home."""
+    return tensor.data_ptr() if tensor.layout == torch.strided and tensor.numel() else 0
 
 
 _Place = tuple[str, Any, Any]
@@ -443,16 +509,21 @@ def _difference_in(one: Any, other: Any, place: str, seen: set[int]) -> str:
 
 
 def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
+    """Whether two values are equal; objects that hold no numbers of their own are if they are of one type."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Tensor):
         return len(leaves_of(one)) == len(leaves_of(other)) and _bits(leaves_of(one)) == _bits(leaves_of(other))
-    if isinstance(one, torch.Generator) and isinstance(other, torch.Generator):
+    if isinstance(one, torch.Generator):
         return torch.equal(one.get_state(), other.get_state())
-    if isinstance(one, random.Random) and isinstance(other, random.Random):
-        return one.getstate() == other.getstate()
-    if isinstance(one, dict) and isinstance(other, dict):
+    if isinstance(one, random.Random):
+        return bool(one.getstate() == other.getstate())
+    if isinstance(one, dict):
         return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
-    if type(one).__module__.partition(".")[0] == "numpy":
-        return repr(one) == repr(other) if not hasattr(one, "tobytes") else bool(one.tobytes() == other.tobytes())
-    if isinstance(one, float) and isinstance(other, float):
+    if isinstance(one, np.random.Generator):
+        return _same(one.bit_generator.state, other.bit_generator.state)
+    if isinstance(one, np.ndarray | np.generic):
+        return bool(one.shape == other.shape and one.tobytes() == other.tobytes())
+    if isinstance(one, float):
         return one == other or (math.isnan(one) and math.isnan(other))
-    return not isinstance(one, bool | int | float | str | bytes | tuple) or bool(one == other)
+    return not isinstance(one, bool | int | str | bytes | tuple) or bool(one == other)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .fsdp import local_shard, no_global_step_hooks
+from .fused_masters import AdamWStep, MasterRange, fits, is_exact, step_of_group, update_masters
 from .masters import MASTER, close_master, is_only_copy, let_weights_win, open_master
 from .optimizers import Habits
 from .shards import StateShard, is_wrapper, leaves_of
@@ -197,6 +198,10 @@ class SharedValues:
             for number, given in self._given.items()
         ]
 
+    def group(self, number: int) -> dict[str, Any]:
+        """The entries of a param group that a bucket's step is given; nobody writes into them."""
+        return {**self._groups[number], **self._pinned[number]}
+
     @property
     def attributes(self) -> dict[str, Any]:
         """The optimizer's own attributes, for a shadow."""
@@ -353,6 +358,7 @@ class Shadow:
 
     def __init__(self, cls: type[Optimizer], *, without_hooks: Callable[[], Any] = no_global_step_hooks) -> None:
         """Take the class; ``without_hooks`` makes the context in which hooks for all optimizers do not fire."""
+        self.cls = cls
         self._without_hooks = without_hooks
         step = cls.step
         # torch wraps step() to fire hooks; for a bucket they must not fire, since the logical step fires them once.
@@ -424,6 +430,9 @@ def update_bucket(
     ranges = [bound for bound in ranges if bound.shard.group >= 0]  # the user may have taken others out of their group
     # Optimizers pass over parameters without a gradient; their masters are neither made nor looked at.
     ranges = [b for b in ranges if not (b.has_master and _gradient(b, habits) is None)]
+    ranges = _update_in_one_pass(shadow, shared, habits, ranges, user_states, kwargs)
+    if not ranges:
+        return
     params: list[list[Tensor]] = [[] for _ in range(group_count)]
     state: dict[Tensor, UserState] = {}
     existing = [user_states.get(bound.shard.param) for bound in ranges]
@@ -459,6 +468,40 @@ def update_bucket(
         if result is not None:
             result = habits.without_dispensable(bound.param, result)
             _commit(bound, result, user_state or user_states.of(bound.shard.param))
+
+
+def _update_in_one_pass(
+    shadow: Shadow,
+    shared: SharedValues,
+    habits: Habits,
+    ranges: Sequence[BoundRange],
+    user_states: StateStore,
+    kwargs: Mapping[str, Any],
+) -> list[BoundRange]:
+    """Update what has a master that we keep by one kernel, where there is one with the same bits. Returns the rest."""
+    rest = []
+    asked: dict[int, AdamWStep | None] = {}
+    for bound in ranges:
+        number, state = bound.shard.group, user_states.get(bound.shard.param)
+        if not bound.has_master or kwargs or any(state.get(name) is None for name in (MASTER, *_MOMENTS, "step")):
+            rest.append(bound)
+            continue
+        if number not in asked:
+            asked[number] = step_of_group(shadow.cls, shared.group(number), shared.attributes)
+        step, grad = asked[number], _gradient(bound, habits)
+        first, second = (bound.values[name] for name in _MOMENTS)
+        part = MasterRange(bound.param, grad, bound.values[MASTER], first, second, state["step"])  # type: ignore[arg-type]
+        if step is None or not fits(part) or not is_exact(step, bound.shard.master, part):
+            rest.append(bound)
+            continue
+        update_masters(step, bound.shard.master, [part])
+        shared.unvisited.discard(number)
+        if bound.last:
+            state["step"].add_(1)
+    return rest
+
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def _seen_by_optimizer(bound: BoundRange, user_state: UserState) -> Tensor:

@@ -42,7 +42,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     # What an optimizer keeps, and how it is run on a bucket.
     "shards": {"fsdp", "masters"},
     "optimizers": {"fsdp", "masters"},
-    "update": {"fsdp", "shards", "masters", "optimizers"},
+    "fused_masters_kernel": set(),
+    "fused_masters": {"masters"},  # and the kernel, once it is used
+    "update": {"fsdp", "shards", "masters", "fused_masters", "optimizers"},
     "fingerprint": set(),
     "host_worker": {"arena", "cores", "transfer", "fingerprint"},
     "host_mirror": {"fingerprint", "transfer", "update"},
@@ -69,7 +71,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     # What a class does, seen on scratch tensors.
     "dependence": set(),
-    "scratch": {"fsdp", "update"},
+    "scratch": {"fsdp", "shards", "update"},
     "separability": {"fsdp", "shards", "scratch", "dependence"},
     "learn": {"fsdp", "masters", "optimizers", "shards", "update", "scratch", "separability"},
     # What moves bytes, and what joins the two.

@@ -1,0 +1,154 @@
+"""The one pass over masters that we keep: it runs, gives the bits of the eager code, or steps aside."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+
+from fsdp_offload import OffloadPolicy, fused_masters, update
+from fsdp_offload.fused_masters import AdamWStep, MasterRange, is_exact
+from tests.parity import SMALL, Zoo, attach
+from tests.twins import make_twins
+
+pytest.importorskip("triton")
+
+USUAL = AdamWStep(lr=3e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
+STEPS = [
+    USUAL,
+    AdamWStep(1e-3, 0.9, 0.999, 1e-8, 0.01),
+    AdamWStep(0.1, 0.9, 0.98, 1e-6, 0.0),
+    AdamWStep(1e-2, 0.8, 0.9, 1e-3, 0.3),
+    AdamWStep(1e-2, 0.3, 0.4, 1e-3, 0.3),
+]
+FORMATS = [
+    ("fp32", torch.bfloat16, torch.bfloat16),
+    ("fp32", torch.bfloat16, torch.float32),
+    ("fp32", torch.float16, torch.float16),
+    ("remainder", torch.bfloat16, torch.bfloat16),
+    ("remainder", torch.bfloat16, torch.float32),
+]
+
+
+@pytest.fixture(autouse=True)
+def nothing_tried() -> Iterator[None]:
+    fused_masters._is_exact.cache_clear()
+    yield
+    fused_masters._is_exact.cache_clear()
+
+
+def scratch(kind: Any, weights: torch.dtype, grad: torch.dtype) -> MasterRange:
+    return fused_masters._scratch(kind, weights, grad, torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize(("kind", "weights", "grad"), FORMATS, ids=str)
+@pytest.mark.parametrize("step", STEPS, ids=str)
+def test_it_gives_the_bits_of_the_eager_code(
+    step: AdamWStep, kind: Any, weights: torch.dtype, grad: torch.dtype
+) -> None:
+    assert is_exact(step, kind, scratch(kind, weights, grad))
+
+
+@pytest.mark.parametrize("numel", [1, 63, 64, 1023, 1024, 1025, 5000])
+@pytest.mark.parametrize("kind", ["fp32", "remainder"])
+def test_any_size(kind: Any, numel: int) -> None:
+    parts = []
+    for _ in range(2):
+        whole = scratch(kind, torch.bfloat16, torch.bfloat16)
+        parts.append(MasterRange(*(one[:numel].clone() for one in whole[:-1]), whole.step))
+    for _ in range(3):
+        fused_masters.update_masters(USUAL, kind, parts[:1])
+        fused_masters._eager(USUAL, kind, parts[1])
+    assert all(map(fused_masters._same_bits, *parts))
+
+
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    seen: list[Tensor] = []
+    launch = fused_masters._launch
+
+    def counted(step: AdamWStep, kind: Any, part: MasterRange) -> None:
+        seen.append(part.weights)
+        launch(step, kind, part)
+
+    monkeypatch.setattr(fused_masters, "_launch", counted)
+    return seen
+
+
+@pytest.mark.parametrize("kind", ["fp32", "remainder"])
+def test_a_step_takes_it_once_there_is_state(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    twins = make_twins(Zoo, lambda params: optim.AdamW(params, lr=0.02, fused=True), kind, device="cuda", policy=SMALL)
+    twins.train(1)
+    seen = launches(monkeypatch)
+    twins.train(1)
+    trials = 3  # of the one set of hyperparameters
+    a_step = len(seen) - trials
+    assert a_step > 5
+    twins.train(5)
+    assert len(seen) == trials + 6 * a_step
+    twins.assert_trained()
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [{"foreach": True}, {"fused": True, "amsgrad": True}, {"fused": True, "maximize": True}, {"capturable": True}],
+    ids=str,
+)
+def test_other_steps_do_without(kwargs: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    twins = make_twins(Zoo, lambda params: optim.AdamW(params, lr=0.02, **kwargs), "remainder", device="cuda")
+    seen = launches(monkeypatch)
+    twins.train(3)
+    assert not seen
+
+
+def test_it_steps_aside_where_a_bit_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    eager = fused_masters._eager
+
+    def otherwise(step: AdamWStep, kind: Any, part: MasterRange) -> None:
+        eager(step, kind, part)
+        part.exp_avg[7] = torch.nextafter(part.exp_avg[7], part.exp_avg[8])
+
+    monkeypatch.setattr(fused_masters, "_eager", otherwise)
+    assert not is_exact(USUAL, "remainder", scratch("remainder", torch.bfloat16, torch.bfloat16))
+    seen = launches(monkeypatch)
+    twins = make_twins(Zoo, lambda params: optim.AdamW(params, lr=0.02, fused=True), "remainder", device="cuda")
+    twins.train(1)
+    tried = len(seen)
+    twins.train(3)
+    assert len(seen) <= tried + 3  # trials only
+
+
+def test_a_schedule_of_betas_is_not_tried_for_ever() -> None:
+    part = scratch("fp32", torch.bfloat16, torch.bfloat16)
+    found = [is_exact(USUAL._replace(beta1=0.5 + n / 1000), "fp32", part) for n in range(40)]
+    assert found[0]
+    assert not any(found[fused_masters._MOST_TRIALS :])
+
+
+def test_eager_code_and_kernel_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A parameter with and without the kernel, in the middle of its training: the counters go on."""
+    allowed = [True]
+    exact = update.is_exact
+    monkeypatch.setattr(update, "is_exact", lambda *args: allowed[0] and exact(*args))
+    twins = make_twins(Zoo, lambda params: optim.AdamW(params, lr=0.02, fused=True), "remainder", device="cuda")
+    for turn in range(6):
+        allowed[0] = turn % 2 == 0
+        twins.train(1)
+    twins.assert_trained()
+
+
+def test_no_temporaries() -> None:
+    param = nn.Parameter(torch.randn(1 << 22, device="cuda", dtype=torch.bfloat16))
+    optimizer = attach(
+        optim.AdamW([param], lr=1e-3, fused=True),
+        policy=OffloadPolicy(master_weights="remainder", staging_bytes=1 << 28),
+    )
+    for _ in range(4):
+        param.grad = torch.randn_like(param)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        optimizer.step()
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated() - before
+    assert peak < 1 << 20  # the eager code has several of 16 MiB
