@@ -8,13 +8,13 @@ from collections.abc import Container, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .fsdp import has_inner_tensors, is_dtensor, local_shard, over_local, placements_of
 from .masters import MASTER, MasterKind, kept_dtype, kind_for
 from .optimizers import Traits
-from .scratch import constructor_options, like_optimizer, random_values, randomness_kept
+from .scratch import constructor_options, like_optimizer, notes_on, random_values, randomness_kept
 from .separability import judge
 from .shards import NotUnderstoodError, StateLayout, ValueLayout, describe_value
 from .update import Shadow, SharedValues, UserState
@@ -135,6 +135,7 @@ class Layouts:
             local.stride(),
             local.dtype,
             placements_of(param),
+            () if self.traits.known else _notes_key(param),
         )
         if key not in self._learnt:
             kind = self.master_of(param)
@@ -157,6 +158,9 @@ class Layouts:
         generator = torch.Generator(local_shard(param).device).manual_seed(0)
         dtype = local_shard(param).dtype if master == "none" else torch.float32
         scratch = _small_like(param, dtype, generator) if traits.state_like_param else _like(param, generator)
+        if not traits.known:  # it may look at anything that is true of a parameter
+            scratch = nn.Parameter(scratch, param.requires_grad)
+            scratch.__dict__.update(notes_on(param, tuple(param.shape)))
         traits.habits.hand_gradient(scratch, _gradient_of(scratch, generator))
         with randomness_kept(local_shard(param).device), torch.no_grad():
             after, entries = self._first_step(optimizer, param, scratch, group)
@@ -194,6 +198,12 @@ class Layouts:
         after = Shadow(self._cls).run(shared, lists, {scratch: before} if before else {}, {})
         shared.commit(values)
         return after, values.param_groups[index]
+
+
+def _notes_key(param: Tensor) -> tuple[tuple[str, object], ...]:
+    """What the user has written on a parameter, as far as that is plain: it may decide what is kept for it."""
+    plain = (bool, int, float, str)
+    return tuple((name, value) for name, value in sorted(vars(param).items()) if isinstance(value, plain))
 
 
 def _state_of_construction(

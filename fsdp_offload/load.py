@@ -87,7 +87,9 @@ def _checked(
     engine: Engine, name: str, param: Tensor, layout: StateLayout, saved: Mapping[str, Any], current: Mapping[str, Any]
 ) -> UserState:
     expected = [*layout.values, *layout.scalars, *layout.left_out]
-    missing = [n for n in expected if n not in saved and not _will_be_rebuilt(layout, n)]
+    # Only optimizers that we know have all of their state from the first step on.
+    needed = expected if engine.layouts.traits.known else [n for n in layout.values if n in current]
+    missing = [n for n in needed if n not in saved and not _will_be_rebuilt(layout, n)]
     extra = [n for n in saved if n not in expected and n not in current]
     if extra and expected and not missing and MASTER not in extra:
         # What users add to the state of a parameter is theirs, and comes beside all of the optimizer's own.

@@ -101,7 +101,8 @@ class Copier:
 
     def _copy(self, value: Any) -> Any:
         if isinstance(value, Tensor):
-            return value if isinstance(value, nn.Parameter) or value.requires_grad else value.clone()
+            copied = value.detach().clone()  # of an average of the weights, say
+            return nn.Parameter(copied, value.requires_grad) if isinstance(value, nn.Parameter) else copied
         if isinstance(value, torch.Generator | random.Random):
             self.generators.append(value.clone_state() if isinstance(value, torch.Generator) else copy.deepcopy(value))
             return self.generators[-1]
@@ -324,7 +325,7 @@ def _small_sizes(params: Sequence[Tensor]) -> dict[int, int]:
 
 
 def small_shape(shape: tuple[int, ...], sizes: Mapping[int, int]) -> tuple[int, ...]:
-    """``shape`` if it is small; else with large dimensions made smaller: equal ones stay equal, smaller ones smaller."""
+    """``shape`` if it is small, else with large ones made smaller. Equal ones stay equal, smaller ones smaller."""
     if torch.Size(shape).numel() <= _FEW_ELEMENTS:
         return tuple(max(1, size) for size in shape)
     small = [max(1, sizes.get(size, size)) for size in shape]

@@ -308,28 +308,28 @@ class _Trial:
         """Change an element of one parameter's gradient, and see whether what is written for others changes."""
         places = ", ".join(dict.fromkeys(map(str, reads[:3])))
         seen_at = f" (values are read on the host: {places})" if places else ""
-        factors = [1e3 if self._narrow else 1e12, 0.0, math.inf, math.nan]
-        plain = self._perturbed(None, 1.0)
-        for number in range(len(plain or ())):
-            for factor in factors:
-                found = self._perturbed(number, factor)
-                if found is None:
-                    continue  # it refuses such gradients
-                if any(a != b for other, (a, b) in enumerate(zip(plain or (), found, strict=True)) if other != number):
-                    raise _NotSeparableError(
-                        f"the size of one parameter's gradient changes what it does to other parameters{seen_at}"
-                    )
-        # What acts on all alike shows where all of them are tiny, or none of them is finite.
-        for scale in (1e-30, math.nan):
-            problem = self._difference(scale, steps=2, jump=False)
-            if problem:
-                raise _NotSeparableError(problem + seen_at)
+        ordinary = [1e3 if self._narrow else 1e12, 0.0, math.inf, math.nan]
+        for scale, factors in ((1.0, ordinary), (1e-30, [1.0])):  # what is below a threshold with tiny gradients
+            plain = self._perturbed(None, 1.0, scale)
+            for number in range(len(plain or ())):
+                for factor in factors:
+                    found = self._perturbed(number, factor, scale)
+                    if found is None:
+                        continue  # it refuses such gradients
+                    pairs = enumerate(zip(plain or (), found, strict=True))
+                    if any(one != other for place, (one, other) in pairs if place != number):
+                        raise _NotSeparableError(
+                            f"the size of one parameter's gradient changes what it does to other parameters{seen_at}"
+                        )
+        problem = self._difference(math.nan, steps=2, jump=False)
+        if problem:
+            raise _NotSeparableError(problem + seen_at)
 
-    def _perturbed(self, number: int | None, factor: float) -> list[Any] | None:
+    def _perturbed(self, number: int | None, factor: float, scale: float) -> list[Any] | None:
         scratch = self._start()
         try:
             for step in range(2):
-                self._give_gradients(scratch, step)
+                self._give_gradients(scratch, step, scale)
                 if number is not None and step == 0:
                     scratch.flat[number].grad.view(-1)[:1].fill_(factor)  # type: ignore[union-attr]
                 scratch.step_whole()

@@ -168,6 +168,7 @@ class SharedValues:
         self._unwatched = {*fresh_attributes(), *by_param}
         self.by_param: dict[str, dict[Tensor, Any]] = {name: self._attributes[name] for name in by_param}
         self._group_changes: list[dict[str, Any]] = [{} for _ in self._groups]
+        self._replaced: set[tuple[int, str]] = set()  # entries that a step has exchanged, and not written into
         self._attribute_changes: dict[str, Any] = {}
         self._given: dict[int, dict[str, Any]] = {}
         self._counting: set[int] = set()  # groups whose changes count in the step that runs
@@ -221,6 +222,8 @@ class SharedValues:
                     continue
                 if _changed(self._groups[number].get(name), given.get(name), value):
                     _note(self._group_changes[number], name, value, f"param_groups[{number}][{name!r}]")
+                    if value is not given.get(name):
+                        self._replaced.add((number, name))
         self.unvisited -= self._counting
         for name, value in attributes.items():
             if name in self._unwatched:
@@ -248,14 +251,17 @@ class SharedValues:
 
     def commit(self, optimizer: Optimizer) -> None:
         """Give the changes of the whole step to the user's optimizer, once."""
-        for group, changes in zip(optimizer.param_groups, self._group_changes, strict=True):
+        for number, (group, changes) in enumerate(zip(optimizer.param_groups, self._group_changes, strict=True)):
             for name, value in changes.items():
-                _replace(group, name, value)
+                if (number, name) in self._replaced:
+                    group[name] = value
+                else:
+                    _write_into(group, name, value)
         optimizer.__dict__.update(self._attribute_changes)
 
 
-def _replace(group: dict[str, Any], name: str, value: Any) -> None:
-    """Set an entry in place where that can be done: others may hold this tensor, list or dict."""
+def _write_into(group: dict[str, Any], name: str, value: Any) -> None:
+    """Change an entry in place, as the step did with its copy: others may hold this tensor, list or dict."""
     current = group.get(name)
     if isinstance(value, Tensor) and isinstance(current, Tensor):
         current.copy_(value)
@@ -319,10 +325,18 @@ def _changed(start: object, given: object, end: object) -> bool:
 def _note(changes: dict[str, Any], name: str, value: Any, place: str) -> None:
     if name in changes and not same_values(changes[name], value):
         raise RuntimeError(
-            f"{place} ended at {changes[name]!r} in one bucket and at {value!r} in another of the same step: this "
-            "optimizer's step is not separable by parameter, and it cannot be offloaded."
+            f"{place} ended at {_short(changes[name])} in one bucket and at {_short(value)} in another of the same "
+            "step: this optimizer's step is not separable by parameter, and it cannot be offloaded."
         )
     changes[name] = value
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHORT else f"{text[:_SHORT]}..."
+
+
+_SHORT = 80
 
 
 def same_values(one: Any, other: Any) -> bool:
@@ -428,8 +442,9 @@ def update_bucket(
     Runs on the current stream. Gradients are taken from the user's parameters and are not kept.
     """
     ranges = [bound for bound in ranges if bound.shard.group >= 0]  # the user may have taken others out of their group
-    # Optimizers pass over parameters without a gradient; their masters are neither made nor looked at.
-    ranges = [b for b in ranges if not (b.has_master and _gradient(b, habits) is None)]
+    # Parameters without a gradient are passed over, whoever shares a bucket with them: that differs between ranks.
+    if not habits.state_without_gradient:
+        ranges = [bound for bound in ranges if _gradient(bound, habits) is not None]
     ranges = _update_in_one_pass(shadow, shared, habits, ranges, user_states, kwargs)
     if not ranges:
         return
@@ -442,14 +457,7 @@ def update_bucket(
         params[bound.shard.group].append(param)
         if user_state:
             state[param] = _in_slot(bound, user_state)
-    by_param: dict[str, dict[Tensor, Any]] = {
-        name: {
-            param: real[bound.shard.param]
-            for bound, param in zip(ranges, seen, strict=True)
-            if bound.shard.param in real
-        }
-        for name, real in shared.by_param.items()
-    }
+    by_param = _seen_by_param(shared, ranges, seen)
     try:
         after = shadow.run(shared, params, state, kwargs, by_param)
     finally:
@@ -468,6 +476,17 @@ def update_bucket(
         if result is not None:
             result = habits.without_dispensable(bound.param, result)
             _commit(bound, result, user_state or user_states.of(bound.shard.param))
+
+
+def _seen_by_param(
+    shared: SharedValues, ranges: Sequence[BoundRange], seen: Sequence[Tensor]
+) -> dict[str, dict[Tensor, Any]]:
+    """Attributes that are dicts by parameter, with what the optimizer sees in place of the user's parameters."""
+    pairs = list(zip(ranges, seen, strict=True))
+    return {
+        name: {param: real[bound.shard.param] for bound, param in pairs if bound.shard.param in real}
+        for name, real in shared.by_param.items()
+    }
 
 
 def _update_in_one_pass(

@@ -228,6 +228,74 @@ class SharedFlagOnTheHost(Plain):
                 param.grad.zero_()
 
 
+class SkipsTheStep(Plain):
+    """If any gradient is not finite, with one look at each parameter."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        if all(torch.isfinite(param.grad).all() for param in self.trained()):
+            super().step(closure)
+
+
+class StopsBelowATolerance(Plain):
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        if sum(param.grad.norm().item() ** 2 for param in self.trained()) > 1e-10:
+            super().step(closure)
+
+
+class EveryFifteenSteps(MixesFromStep):
+    def before(self) -> None:
+        steps = {self.state[param].get("step", 0) for param in self.trained()}
+        if steps and max(steps) % 15 == 14:
+            norm = torch.stack([param.grad.norm() for param in self.trained()]).norm()
+            for param in self.trained():
+                param.grad.div_(norm)
+
+
+class TableOfIds(Plain):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.chosen = {id(param) for param in params_of(self)}
+
+    def before(self) -> None:
+        chosen = [param.grad for param in self.trained() if id(param) in self.chosen]
+        if chosen:
+            norm = torch.stack([grad.norm() for grad in chosen]).norm()
+            for grad in chosen:
+                grad.div_(norm)
+
+
+class BoundMethod(Plain):
+    """Steps through a method that is bound to the real optimizer, whoever's step it is."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.run = super().step
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        self.run(closure)
+
+
+class GradientAsState(Plain):
+    def update(self, group: dict[str, Any], param: Tensor, state: dict[str, Any], context: Any) -> None:
+        state["before"] = param.grad
+        super().update(group, param, state, context)
+
+
+class GrowingHistory(Plain):
+    def update(self, group: dict[str, Any], param: Tensor, state: dict[str, Any], context: Any) -> None:
+        norm = param.grad.norm().view(1)
+        state["history"] = torch.cat([state["history"], norm])[-5:] if "history" in state else norm.repeat(2)
+        super().update(group, param, state, context)
+
+
+class WantsGradients(Plain):
+    def before(self) -> None:
+        if not self.trained():
+            raise RuntimeError("no gradients at all")
+
+
 COUPLED: list[tuple[type[Plain], str]] = [
     (TinyMean, r"depends on other parameters: add in test_blind_spots\.py:\d+ \(`mean = sum"),
     (TinyMeanOnTheHost, r"other parameters \(values are read on the host: item in test_blind_spots\.py"),
@@ -247,6 +315,14 @@ COUPLED: list[tuple[type[Plain], str]] = [
     (HangsANoteOnItsState, "keeps the attribute 'largest' on its state 'momentum'"),
     (WritesAnothersState, "depends on other parameters"),
     (SharedFlag, r"looks at a value of several parameters at once: item in test_blind_spots\.py"),
+    (SkipsTheStep, r"other parameters \(values are read on the host: item in"),
+    (StopsBelowATolerance, r"other parameters \(values are read on the host: item in"),
+    (EveryFifteenSteps, r"linalg_vector_norm in test_blind_spots\.py"),
+    (TableOfIds, r"linalg_vector_norm in test_blind_spots\.py"),
+    (BoundMethod, "changed none of the scratch parameters"),
+    (GradientAsState, "state 'before' is a gradient itself"),
+    (GrowingHistory, r"state 'history' changes from .*\(2,\).* to .*\(3,\)"),
+    (WantsGradients, "where a group has no gradient"),
     (SharedFlagOnTheHost, "one parameter's gradient changes what it does to other parameters"),
 ]
 
@@ -263,10 +339,18 @@ class Twins(nn.Module):
     forward = Zoo.forward
 
 
+def train_apart(run: Run, step: int) -> float:
+    """The groups have learning rates of their own from the second step on."""
+    if step == 1:
+        for number, group in enumerate(run.optimizer.param_groups):
+            group["lr"] = 0.05 / (1 + number)
+    return seeded(run, step)
+
+
 def in_two_groups(cls: Callable[..., Optimizer]) -> Callable[[Iterable[nn.Parameter]], Optimizer]:
     def make(params: Iterable[nn.Parameter]) -> Optimizer:
         params = list(params)
-        return cls([{"params": params[::2]}, {"params": params[1::2], "lr": 0.01}])
+        return cls([{"params": params[::2]}, {"params": params[1::2], **({} if cls is LargestRate else {"lr": 0.01})}])
 
     return make
 
@@ -274,7 +358,7 @@ def in_two_groups(cls: Callable[..., Optimizer]) -> Callable[[Iterable[nn.Parame
 @pytest.mark.parametrize("two_groups", [False, True], ids=["one group", "two groups"])
 @pytest.mark.parametrize(("cls", "reason"), COUPLED, ids=lambda value: getattr(value, "__name__", ""))
 def test_coupled_parameters_are_refused(cls: type[Plain], reason: str, *, two_groups: bool) -> None:
-    if cls is MixesGroups and not two_groups:
+    if cls in (MixesGroups, WantsGradients) and not two_groups:
         return  # with one group there is nothing to mix, and it is accepted
     optimizer = (in_two_groups(cls) if two_groups else cls)(Twins().parameters())
     with pytest.raises(ValueError, match=reason):
@@ -399,6 +483,30 @@ class CountsInTheFirstGroup(Plain):
         param.sub_(state["momentum"] * (group["lr"] / self.param_groups[0]["k"]))
 
 
+class LargestRate(Plain):
+    """All groups are updated with the largest learning rate; equal ones would not tell."""
+
+    def before(self) -> float:
+        return max(group["lr"] for group in self.param_groups)
+
+    def update(self, group: dict[str, Any], param: Tensor, state: dict[str, Any], context: Any) -> None:
+        param.sub_(state["momentum"] * context)
+
+
+class NotedOnParameters(Plain):
+    """What is written on a parameter decides what is kept for it."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        for number, param in enumerate(params_of(self)):
+            param.rank = 1 + number % 3  # type: ignore[attr-defined]
+
+    def update(self, group: dict[str, Any], param: Tensor, state: dict[str, Any], context: Any) -> None:
+        if param.requires_grad:
+            state.setdefault("factors", torch.zeros(param.rank, 4)).add_(1)  # type: ignore[attr-defined]
+        super().update(group, param, state, context)
+
+
 class CountsInEachGroup(Plain):
     def before(self) -> None:
         for group in self.param_groups:
@@ -416,6 +524,8 @@ SEPARABLE: list[tuple[type[Plain], dict[str, Any]]] = [
     (ForeachOnly, {}),
     (CountsInTheFirstGroup, {}),
     (CountsInEachGroup, {}),
+    (LargestRate, {}),
+    (NotedOnParameters, {}),
 ]
 
 
@@ -439,7 +549,7 @@ def test_separable_classes_train_with_the_same_bits(
         return cls(params, **options)
 
     pair = make_pair(Twins, in_two_groups(make) if two_groups else make)
-    pair.train(10, seeded)
+    pair.train(10, train_apart if cls is LargestRate else seeded)
     pair.assert_trained()
     pair.detach()
     pair.train(2, seeded)
@@ -537,6 +647,19 @@ def test_attaching_advances_no_generator_and_makes_nothing_huge() -> None:
     attach(LargePreconditioner([nn.Parameter(torch.randn(600, 8)) for _ in range(2)]))
     assert LargePreconditioner.largest == 600  # its state is learnt as large as it is, once; nothing is larger
     assert time.process_time() - begin < 60  # a hang, not a speed: speed is measured elsewhere
+
+
+def test_what_an_optimizer_refers_to_is_left_alone() -> None:
+    """A trial that reached the real parameters would train them."""
+    model = Twins()
+    optimizer = BoundMethod(model.parameters())
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    before = [param.detach().clone() for param in model.parameters()]
+    with pytest.raises(ValueError, match="changed none"):
+        attach(optimizer)
+    assert all(map(torch.equal, model.parameters(), before))
+    assert all(torch.equal(param.grad, torch.ones_like(param)) for param in model.parameters())
 
 
 def test_random_numbers_in_another_order_are_refused() -> None:
