@@ -26,6 +26,7 @@ from tests.zoo.outcomes import (
     QUICK,
     REFUSED,
     SAME,
+    SAMPLE,
     WRONG,
     Combination,
     Outcome,
@@ -36,7 +37,6 @@ from tests.zoo.table import bad_to_markdown, to_markdown
 from tests.zoo.training import judge
 
 ONE = (Combination(1, 0, "small", 5),)
-TWO = (Combination(1, 0, "default", 5), Combination(2, 3, "small", 5))
 HERE = "tests.zoo.local"
 
 
@@ -77,7 +77,7 @@ def judged(cls: type[torch.optim.Optimizer], combinations: Any = QUICK, **kwargs
 )
 def test_the_same_bits(key: str) -> None:
     pytest.importorskip(key.split(".")[0])
-    combinations = QUICK if key.startswith(HERE) else TWO
+    combinations = QUICK if key.startswith(HERE) else SAMPLE
     row = judged(load(key), combinations)
     assert [(str(one.combination), one.outcome, one.detail) for one in row.outcomes] == [
         (str(one), SAME, "") for one in combinations
@@ -241,7 +241,7 @@ def test_the_command_writes_what_it_found_and_reads_it_again(tmp_path: Path) -> 
         len(QUICK),
     )
     before = page.read_text()
-    main(read=[result], run=False, markdown=page)
+    main(libraries="schedulefree", classes="SGDScheduleFree", read=[result], left=True, markdown=page, processes=1)
     assert page.read_text() == before
     result.write_text(json.dumps([row_with(WRONG).to_json()]))
     with pytest.raises(typer.Exit):

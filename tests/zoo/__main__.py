@@ -22,10 +22,13 @@ console = Console(emoji=False, soft_wrap=True)
 def main(
     libraries: Annotated[str, typer.Option(help="Comma-separated; all that the requirements name, if left out.")] = "",
     classes: Annotated[str, typer.Option(help="Patterns of module:Class, comma-separated.")] = "*",
-    combinations: Annotated[str, typer.Option(help="quick (10 steps) or full (10 and 150).")] = "quick",
+    combinations: Annotated[
+        str, typer.Option(help="sample (two of them), quick (all of 10 steps) or full (also of 150).")
+    ] = "quick",
     read: Annotated[
         list[Path] | None, typer.Option(help="Results of earlier runs; a class that runs again replaces its row.")
     ] = None,
+    left: Annotated[bool, typer.Option(help="Only classes of which --read has no row.")] = False,
     run: Annotated[bool, typer.Option(help="--no-run only reads and writes.")] = True,
     json_file: Annotated[Path | None, typer.Option("--json", help="Where to write the results.")] = None,
     markdown: Annotated[Path | None, typer.Option(help="Where to write the table for the documentation.")] = None,
@@ -35,6 +38,7 @@ def main(
 ) -> None:
     """Train every optimizer class plain and offloaded. Fails if any has neither the same bits nor is refused."""
     rows = {row.cls: row for path in read or () for row in _read(path)}
+    known = set(rows)
     missing: list[str] = []
 
     def write() -> None:
@@ -53,10 +57,11 @@ def main(
             patterns = classes.split(",")
 
             def wanted(cls: str) -> bool:
-                return any(fnmatch.fnmatch(cls, pattern) or cls.endswith(f":{pattern}") for pattern in patterns)
+                return not (left and cls in known) and any(
+                    fnmatch.fnmatch(cls, pattern) or cls.endswith(f":{pattern}") for pattern in patterns
+                )
 
-            def on_found(found: Found) -> None:
-                number = sum(map(wanted, found.classes))
+            def on_found(found: Found, number: int) -> None:
                 progress.update(bar, total=(progress.tasks[0].total or 0) + number)
                 missing.extend(f"{found.library}: {problem}" for problem in found.problems)
                 progress.console.print(f"{found.library} {found.version}: {number} classes")

@@ -33,7 +33,8 @@ QUICK = tuple(
     Combination(groups, after, buckets, 10) for groups in (1, 2) for after in (0, 3) for buckets in ("default", "small")
 )
 FULL = (*QUICK, *(Combination(one.groups, one.attach_after, one.buckets, 150) for one in QUICK))
-COMBINATIONS = {"quick": QUICK, "full": FULL}
+SAMPLE = (Combination(1, 0, "default", 10), Combination(2, 3, "small", 10))
+COMBINATIONS = {"sample": SAMPLE, "quick": QUICK, "full": FULL}
 
 
 @dataclass

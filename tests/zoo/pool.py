@@ -9,7 +9,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
@@ -184,12 +184,13 @@ def run_all(
     *,
     processes: int,
     limit_s: float,
-    on_found: Callable[[Found], None],
+    on_found: Callable[[Found, int], None],
     on_row: Callable[[Row], None],
 ) -> None:
     """Judge every class of ``libraries`` whose name is ``wanted``; each defining module counts once."""
     os.environ.update(ENVIRONMENT)
     seen: set[str] = set()
+    telling = threading.Lock()
 
     def look(library: str) -> Found:
         try:
@@ -200,15 +201,20 @@ def run_all(
 
     def work(library: str, version: str, classes: list[str]) -> None:
         for row in rows_of(library, version, classes, combinations, limit_s):
-            on_row(row)
+            with telling:
+                on_row(row)
 
-    with ThreadPoolExecutor(processes) as pool:
-        tasks = []
-        for found in pool.map(look, libraries):
-            on_found(found)
+    def study(library: str) -> None:
+        found = look(library)
+        with telling:
             classes = [cls for cls in found.classes if wanted(cls) and cls not in seen]
             seen.update(classes)
-            pieces = [classes[begin : begin + 25] for begin in range(0, len(classes), 25)]
-            tasks += [pool.submit(work, found.library, found.version, piece) for piece in pieces]
-        for task in as_completed(tasks):
-            task.result()
+            on_found(found, len(classes))
+        first, *others = [classes[begin : begin + 25] for begin in range(0, len(classes), 25)] or [[]]
+        tasks.extend(pool.submit(work, library, found.version, piece) for piece in others)
+        work(library, found.version, first)
+
+    with ThreadPoolExecutor(processes) as pool:
+        tasks = [pool.submit(study, library) for library in libraries]
+        while tasks:  # each may have added others before it ends
+            tasks.pop().result()
