@@ -224,8 +224,8 @@ def test_a_row_is_known_by_its_worst_outcome() -> None:
 def test_the_page_has_every_class_and_the_list_of_problems_only_what_is_bad() -> None:
     rows = [row_with(SAME, REFUSED), Row("other", "2", "other:Fine", "", [Outcome(ONE[0], SAME)])]
     page = to_markdown(rows)
-    assert "| Cls<br>`lib.mod` | refused (1 of 2 combinations) | &lt;refused&gt; \\| why |" in page
-    assert "| Fine<br>`other` | same |  |" in page
+    assert "| Cls<br>`lib.mod` | refused in 1 | &lt;refused&gt; \\| why | 2 |" in page
+    assert "| Fine<br>`other` | same |  | 1 |" in page
     assert "lib.mod" not in bad_to_markdown(rows)
     assert "silently wrong; 1 group, attached after step 0, small buckets" in bad_to_markdown([row_with(SAME, WRONG)])
 

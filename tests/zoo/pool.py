@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any
 
 import psutil
+import torch.distributed as dist
 
 from .libraries import Found, find, load
 from .outcomes import ATTACH_CRASHED, CRASHED, Combination, Outcome, Row
@@ -131,6 +132,8 @@ def find_in(library: str) -> Iterator[Any]:
 
 def judge_class(cls: str, combinations: tuple[Combination, ...]) -> Iterator[Any]:
     """What a worker does to judge a class, in messages that can be sent."""
+    if not dist.is_initialized():  # some ask for their rank
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         loaded = load(cls)
     except Exception as error:  # noqa: BLE001  # found by one process, and not by another: a row

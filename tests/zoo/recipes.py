@@ -52,6 +52,9 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "ranger21.rangerabel:Ranger21abel": _LENGTH,
 }
 
+# Modules whose classes take parameters in bfloat16 only.
+BFLOAT16 = ("torchastic.stochastic_optim",)
+
 LR_NAMES = ("lr", "learning_rate")
 
 
@@ -94,6 +97,11 @@ def build(cls: type[Optimizer], recipe: Recipe, model: nn.Module, groups: int) -
     return optimizer
 
 
+def dtype_for(cls: type[Optimizer]) -> torch.dtype:
+    """What the parameters have to be in."""
+    return torch.bfloat16 if cls.__module__ in BFLOAT16 else torch.float32
+
+
 def _construct(cls: type[Optimizer], recipe: Recipe, model: nn.Module, lists: Sequence[list[Tensor]]) -> Optimizer:
     groups: list[Any] = [{"params": params} for params in lists]
     if recipe.selection == "matrices and vectors apart":
@@ -112,6 +120,8 @@ def _construct(cls: type[Optimizer], recipe: Recipe, model: nn.Module, lists: Se
         elif name == "model" and parameter.default is parameter.empty:
             chosen[name] = model
         elif name == "optimizer":
+            chosen[name] = torch.optim.SGD(over, lr=1e-2, momentum=0.9)
+        elif name == "base_optimizer" and "params" not in signature.parameters:
             chosen[name] = torch.optim.SGD(over, lr=1e-2, momentum=0.9)
         elif name in ("base_optimizer", "base_optimizer_cls", "optimizer_class", "optimizer_cls"):
             chosen[name] = torch.optim.SGD

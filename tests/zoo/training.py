@@ -16,7 +16,7 @@ from tests.parity import same_bits
 from tests.parity import same_value as same_tensor
 
 from .outcomes import ATTACH_CRASHED, CRASHED, NOT_REPEATED, NOT_RUN, REFUSED, SAME, WRONG, Combination, Outcome
-from .recipes import Recipe, build, recipes_for, with_smaller_lr
+from .recipes import Recipe, build, dtype_for, recipes_for, with_smaller_lr
 
 POLICIES = {"default": OffloadPolicy(), "small": OffloadPolicy(bucket_bytes=1024)}
 """The smallest bucket there may be: a parameter of more than a few hundred elements is alone in its bucket."""
@@ -66,7 +66,8 @@ class Training:
     def __init__(self, cls: type[Optimizer], recipe: Recipe, groups: int) -> None:
         seed(0)
         self.recipe = recipe
-        self.model = Net()
+        self.dtype = dtype_for(cls)
+        self.model = Net().to(self.dtype)
         self.optimizer = build(cls, recipe, self.model, groups)
         if callable(getattr(self.optimizer, "train", None)):  # schedule-free ones want to be told
             self.optimizer.train()  # type: ignore[attr-defined]
@@ -76,7 +77,7 @@ class Training:
     def step(self) -> None:
         """One step of training, as the recipe calls it."""
         generator = torch.Generator().manual_seed(1000 + self.steps)
-        x, y = torch.randn(8, 13, generator=generator), torch.randn(8, 5, generator=generator)
+        x, y = (torch.randn(8, size, generator=generator).to(self.dtype) for size in (13, 5))
 
         def closure() -> Tensor:
             self.optimizer.zero_grad()
