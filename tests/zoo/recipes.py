@@ -2,7 +2,7 @@
 
 import inspect
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -109,9 +109,11 @@ def _construct(cls: type[Optimizer], recipe: Recipe, model: nn.Module, lists: Se
             group["use_muon"] = group["params"][0].dim() == 2
     over = groups[0]["params"] if len(groups) == 1 else groups
     chosen = dict(ARGUMENTS.get(f"{cls.__module__}:{cls.__name__}", {}))
-    signature = inspect.signature(cls)
-    for position, (name, parameter) in enumerate(signature.parameters.items()):
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or name in chosen:
+    parameters = inspect.signature(cls).parameters
+    named = {name: one for name, one in parameters.items() if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)}
+    chosen.update(_to_wrap(parameters, over))
+    for position, (name, parameter) in enumerate(named.items()):
+        if name in chosen:
             continue
         if name in LR_NAMES and recipe.lr is not None:
             chosen[name] = recipe.lr
@@ -119,17 +121,24 @@ def _construct(cls: type[Optimizer], recipe: Recipe, model: nn.Module, lists: Se
             chosen[name] = list(model.named_parameters())
         elif name == "model" and parameter.default is parameter.empty:
             chosen[name] = model
-        elif name == "optimizer":
-            chosen[name] = torch.optim.SGD(over, lr=1e-2, momentum=0.9)
-        elif name == "base_optimizer" and "params" not in signature.parameters:
-            chosen[name] = torch.optim.SGD(over, lr=1e-2, momentum=0.9)
-        elif name in ("base_optimizer", "base_optimizer_cls", "optimizer_class", "optimizer_cls"):
-            chosen[name] = torch.optim.SGD
-            if "lr" not in signature.parameters and any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()):
-                chosen["lr"] = 1e-2
         elif parameter.default is parameter.empty or parameter.default is required:
             chosen[name] = over if position == 0 or name == "params" else _needed(cls, name)
     return cls(**chosen)
+
+
+def _to_wrap(parameters: Mapping[str, inspect.Parameter], over: Any) -> dict[str, Any]:
+    """What a class needs that works with another optimizer: that one, or its class where it also takes parameters."""
+    chosen: dict[str, Any] = {}
+    for name in ("optimizer", "base_optimizer", "base_optimizer_cls", "optimizer_class", "optimizer_cls"):
+        if name not in parameters:
+            continue
+        if name == "optimizer" or (name == "base_optimizer" and "params" not in parameters):
+            chosen[name] = torch.optim.SGD(over, lr=1e-2, momentum=0.9)
+        else:
+            chosen[name] = torch.optim.SGD
+            if "lr" not in parameters and any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+                chosen["lr"] = 1e-2
+    return chosen
 
 
 def _needed(cls: type[Optimizer], name: str) -> Any:
