@@ -12,6 +12,14 @@ settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave the zoo out unless it is asked for by name: it needs libraries of its own, and an hour."""
+    if "zoo" not in config.option.markexpr:
+        left_out = [item for item in items if item.get_closest_marker("zoo")]
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=left_out)
+
+
 @pytest.fixture(scope="module")
 def mesh() -> Iterator[DeviceMesh]:
     """One CPU, in a process group of one rank."""

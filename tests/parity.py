@@ -224,7 +224,15 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    return (
+        tensor.detach()
+        .cpu()
+        .resolve_conj()
+        .resolve_neg()
+        .reshape(-1)
+        .clone(memory_format=torch.contiguous_format)
+        .view(torch.uint8)
+    )
 
 
 def leaves(value: Tensor) -> list[Tensor]:

@@ -1,0 +1,259 @@
+"""The zoo of optimizers: what it says of classes that the dev extra has, and of some of our own.
+
+Every class of every library in ``tests/zoo/requirements.txt``: ``python -m pytest -m zoo``, or ``python -m tests.zoo``.
+"""
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+
+from fsdp_offload import offload_optimizer
+from tests.zoo.__main__ import main
+from tests.zoo.libraries import find, known_libraries, load
+from tests.zoo.local import Closure, Diverging, Idle, Matrices, Momentum, NeedsMore, Noisy, SharedNorm, Unrepeatable
+from tests.zoo.outcomes import (
+    ATTACH_CRASHED,
+    CRASHED,
+    DO_NOT_COUNT,
+    NOT_REPEATED,
+    NOT_RUN,
+    QUICK,
+    REFUSED,
+    SAME,
+    SAMPLE,
+    WRONG,
+    Combination,
+    Outcome,
+    Row,
+)
+from tests.zoo.pool import rows_of
+from tests.zoo.table import bad_to_markdown, to_markdown
+from tests.zoo.training import judge
+
+ONE = (Combination(1, 0, "small", 5),)
+HERE = "tests.zoo.local"
+
+
+@pytest.fixture(autouse=True)
+def eager() -> Iterator[None]:
+    """Some compile their step, which takes long; what is compiled also runs without."""
+    torch.compiler.set_stance("force_eager")
+    yield
+    torch.compiler.set_stance("default")
+
+
+def judged(cls: type[torch.optim.Optimizer], combinations: Any = QUICK, **kwargs: Any) -> Row:
+    row = Row("", "", cls.__name__)
+    for message in judge(cls, combinations, **kwargs):
+        if isinstance(message, Outcome):
+            row.outcomes.append(message)
+        elif isinstance(message, tuple):
+            row.recipe, row.problem = str(message[0] or ""), message[1]
+    return row
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "torch.optim:Adafactor",
+        "torch.optim:Muon",
+        "torch.optim.nadam:NAdam",
+        "schedulefree.adamw_schedulefree:AdamWScheduleFree",
+        "schedulefree.radam_schedulefree:RAdamScheduleFree",
+        "schedulefree.sgd_schedulefree_reference:SGDScheduleFreeReference",
+        "torchao.optim.adam:AdamW8bit",
+        "torchao.optim.adam:AdamW4bit",
+        "torchao.optim.adam:AdamWFp8",
+        "transformers.optimization:Adafactor",
+        f"{HERE}:Momentum",
+        f"{HERE}:Noisy",
+    ],
+)
+def test_the_same_bits(key: str) -> None:
+    pytest.importorskip(key.split(".")[0])
+    combinations = QUICK if key.startswith(HERE) else SAMPLE
+    row = judged(load(key), combinations)
+    assert [(str(one.combination), one.outcome, one.detail) for one in row.outcomes] == [
+        (str(one), SAME, "") for one in combinations
+    ]
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["torch.optim.lbfgs:LBFGS", "schedulefree.sgd_schedulefree_closure:SGDScheduleFreeClosure", f"{HERE}:SharedNorm"],
+)
+def test_refused_with_a_reason(key: str) -> None:
+    pytest.importorskip(key.split(".")[0])
+    row = judged(load(key), ONE)
+    assert {one.outcome for one in row.outcomes} == {REFUSED}, row.detail
+    assert "cannot be" in row.detail
+
+
+# What the harness has to notice ---------------------------------------------------------------------------------------
+
+
+def with_another_lr(optimizer: Any, **kwargs: Any) -> None:
+    offload_optimizer(optimizer, **kwargs)
+    optimizer.param_groups[0]["lr"] *= 1.5
+
+
+def one_count_behind(optimizer: Any, **kwargs: Any) -> None:
+    offload_optimizer(optimizer, **kwargs)
+    optimizer.calls -= 1
+
+
+def drawing(optimizer: Any, **kwargs: Any) -> None:
+    random.random()
+
+
+def refusing_and_drawing(optimizer: Any, **kwargs: Any) -> None:
+    torch.randn(1)
+    raise ValueError("cannot be offloaded")
+
+
+def failing(optimizer: Any, **kwargs: Any) -> None:
+    raise TypeError("object layout differs")
+
+
+def failing_later(optimizer: Any, **kwargs: Any) -> None:
+    optimizer.step = lambda: {}["exp_avg"]
+
+
+@pytest.mark.parametrize(
+    ("cls", "attach", "outcome", "detail"),
+    [
+        (Momentum, with_another_lr, WRONG, "step 1: parameter first.weight differs"),
+        (Momentum, one_count_behind, WRONG, "attribute 'calls' is 5 and 4"),
+        (Momentum, drawing, WRONG, "generator['python']"),
+        (
+            Momentum,
+            refusing_and_drawing,
+            WRONG,
+            "after it was refused (ValueError: cannot be offloaded): generator['torch']",
+        ),
+        (Noisy, refusing_and_drawing, WRONG, "step 1: parameter first.weight differs"),
+        (Momentum, failing, ATTACH_CRASHED, "TypeError: object layout differs"),
+        (Momentum, failing_later, CRASHED, "step 1: KeyError: 'exp_avg'"),
+    ],
+)
+def test_what_attaching_breaks_is_noticed(
+    cls: type[torch.optim.Optimizer], attach: Callable[..., None], outcome: str, detail: str
+) -> None:
+    row = judged(cls, ONE, attach=attach)
+    assert row.outcome == outcome
+    assert detail in row.detail
+
+
+@pytest.mark.parametrize(
+    ("cls", "outcome", "detail"),
+    [
+        (Unrepeatable, NOT_REPEATED, "does not repeat itself: step 1: parameter first.weight differs"),
+        (NeedsMore, NOT_RUN, "needs the argument 'horizon_of_the_universe'"),
+        (Idle, NOT_RUN, "12 steps change no parameter"),
+    ],
+)
+def test_what_shows_nothing_does_not_count(cls: type[torch.optim.Optimizer], outcome: str, detail: str) -> None:
+    row = judged(cls, ONE)
+    assert (row.outcome, row.outcome in DO_NOT_COUNT) == (outcome, True)
+    assert detail in row.detail
+
+
+@pytest.mark.parametrize(
+    ("cls", "recipe"),
+    [
+        (Momentum, "all, step()"),
+        (Matrices, "matrices, step()"),
+        (Closure, "all, step(closure)"),
+        (Diverging, "all, step(), lr=1e-05"),
+        (SharedNorm, "all, step()"),
+    ],
+)
+def test_how_to_train_a_class_is_found_out(cls: type[torch.optim.Optimizer], recipe: str) -> None:
+    assert judged(cls, ()).recipe == recipe
+
+
+def test_one_that_hangs_and_one_that_takes_the_interpreter_down_are_a_row_each() -> None:
+    names = ("Dying", "Hanging", "Momentum")
+    dying, hanging, last = rows_of("local", "", [f"{HERE}:{name}" for name in names], ONE, limit_s=10)
+    assert (dying.outcome, hanging.outcome, last.outcome) == (NOT_RUN, NOT_RUN, SAME)
+    assert "the process ended with -6" in dying.detail
+    assert "no answer within 10 s of CPU, in direction (local.py:" in hanging.detail
+
+
+# Libraries, files, the command line -----------------------------------------------------------------------------------
+
+
+def test_a_library_is_looked_through_and_each_class_counts_where_it_is_defined() -> None:
+    pytest.importorskip("schedulefree")
+    found = find("schedulefree")
+    assert "schedulefree.adamw_schedulefree:AdamWScheduleFree" in found.classes
+    assert not found.problems
+    assert len(found.classes) == len(set(found.classes)) == 9
+
+
+def test_one_that_is_not_installed_is_said() -> None:
+    assert find("no-such-library").problems == ("not installed",)
+
+
+def test_the_zoo_has_the_dev_extra_and_what_its_requirements_name() -> None:
+    names = known_libraries()
+    assert {"torch", "torchao", "pytorch-optimizer", "torch-sm3"} <= set(names)
+    assert "scipy" not in names
+
+
+def row_with(*outcomes: str) -> Row:
+    return Row(
+        "lib", "1.0", "lib.mod:Cls", "all, step()", [Outcome(ONE[0], one, f"<{one}> | why", 0.5) for one in outcomes]
+    )
+
+
+def test_a_row_is_known_by_its_worst_outcome() -> None:
+    assert row_with(SAME, REFUSED, SAME).outcome == REFUSED
+    assert row_with(REFUSED, WRONG, CRASHED).outcome == WRONG
+    assert row_with(SAME, NOT_RUN).outcome == SAME  # two groups are more than some take
+    assert row_with(NOT_RUN).outcome == NOT_RUN
+    assert Row.from_json(row_with(SAME, REFUSED).to_json()) == row_with(SAME, REFUSED)
+
+
+def test_the_page_has_every_class_and_the_list_of_problems_only_what_is_bad() -> None:
+    rows = [row_with(SAME, REFUSED), Row("other", "2", "other:Fine", "", [Outcome(ONE[0], SAME)])]
+    page = to_markdown(rows)
+    assert "| Cls<br>`lib.mod` | refused in 1 | &lt;refused&gt; \\| why | 2 |" in page
+    assert "| Fine<br>`other` | same |  | 1 |" in page
+    assert "lib.mod" not in bad_to_markdown(rows)
+    assert "silently wrong; 1 group, attached after step 0, small buckets" in bad_to_markdown([row_with(SAME, WRONG)])
+
+
+def test_the_command_writes_what_it_found_and_reads_it_again(tmp_path: Path) -> None:
+    pytest.importorskip("schedulefree")
+    result, page = tmp_path / "zoo.json", tmp_path / "zoo.md"
+    main(libraries="schedulefree", classes="SGDScheduleFree", json_file=result, markdown=page, processes=1)
+    (row,) = json.loads(result.read_text())
+    assert (row["cls"], row["outcome"], len(row["outcomes"])) == (
+        "schedulefree.sgd_schedulefree:SGDScheduleFree",
+        SAME,
+        len(QUICK),
+    )
+    before = page.read_text()
+    main(libraries="schedulefree", classes="SGDScheduleFree", read=[result], left=True, markdown=page, processes=1)
+    assert page.read_text() == before
+    result.write_text(json.dumps([row_with(WRONG).to_json()]))
+    with pytest.raises(typer.Exit):
+        main(read=[result], run=False)
+
+
+@pytest.mark.zoo
+def test_the_whole_zoo(tmp_path: Path) -> None:
+    result = tmp_path / "zoo.json"
+    main(combinations="full", json_file=result, limit_s=900)
+    rows = [Row.from_json(data) for data in json.loads(result.read_text())]
+    counting = [row for row in rows if row.outcome not in DO_NOT_COUNT]
+    assert len(counting) >= 300
+    assert len({row.library for row in counting}) >= 15
+    assert max(row.attach_cpu_s for row in counting) <= 5

@@ -1,0 +1,299 @@
+"""Trains one class plain and offloaded from the same seeds, and compares all that training leaves behind."""
+
+import random
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fsdp_offload import OffloadPolicy, offload_optimizer
+from tests.parity import same_bits
+from tests.parity import same_value as same_tensor
+
+from .outcomes import ATTACH_CRASHED, CRASHED, NOT_REPEATED, NOT_RUN, REFUSED, SAME, WRONG, Combination, Outcome
+from .recipes import Recipe, build, dtype_for, recipes_for, with_smaller_lr
+
+POLICIES = {"default": OffloadPolicy(), "small": OffloadPolicy(bucket_bytes=1024)}
+"""The smallest bucket there may be: a parameter of more than a few hundred elements is alone in its bucket."""
+
+Attach = Callable[..., Any]
+
+
+class Net(nn.Module):
+    """Matrices of repeated shapes, large enough to be quantized; vectors, a 4-D weight, and sizes that fill nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(13, 64)
+        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
+        self.down = nn.Linear(64, 24)
+        self.narrow = nn.ModuleList(nn.Linear(24, 24) for _ in range(2))
+        self.norm = nn.LayerNorm(24)
+        self.conv = nn.Conv2d(2, 3, 3, padding=1)
+        self.head = nn.Linear(36, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        for block in self.blocks:
+            hidden = hidden + torch.tanh(block(hidden))
+        hidden = self.down(hidden)
+        for block in self.narrow:
+            hidden = hidden + torch.tanh(block(hidden))
+        image = self.conv(self.norm(hidden).view(len(x), 2, 3, 4))
+        return self.head(image.flatten(1))
+
+
+def seed(number: int) -> None:
+    """Of every generator that an optimizer may draw from."""
+    torch.manual_seed(number)
+    np.random.seed(number)
+    random.seed(number)
+
+
+def generators() -> dict[str, Any]:
+    """Where each of them stands."""
+    return {"torch": torch.get_rng_state(), "numpy": np.random.get_state(), "python": random.getstate()}
+
+
+class Training:
+    """One model and its optimizer, at some step."""
+
+    def __init__(self, cls: type[Optimizer], recipe: Recipe, groups: int) -> None:
+        seed(0)
+        self.recipe = recipe
+        self.dtype = dtype_for(cls)
+        self.model = Net().to(self.dtype)
+        self.optimizer = build(cls, recipe, self.model, groups)
+        if callable(getattr(self.optimizer, "train", None)):  # schedule-free ones want to be told
+            self.optimizer.train()  # type: ignore[attr-defined]
+        self.steps = 0
+        seed(1)
+
+    def step(self) -> None:
+        """One step of training, as the recipe calls it."""
+        generator = torch.Generator().manual_seed(1000 + self.steps)
+        x, y = (torch.randn(8, size, generator=generator).to(self.dtype) for size in (13, 5))
+
+        def closure() -> Tensor:
+            self.optimizer.zero_grad()
+            with torch.enable_grad():
+                loss = nn.functional.mse_loss(self.model(x), y)
+                loss.backward(create_graph=self.recipe.call == "backward(create_graph=True)")
+            return loss
+
+        closure()
+        if self.recipe.call == "step(closure)":
+            self.optimizer.step(closure)  # type: ignore[arg-type]
+        else:
+            self.optimizer.step()
+        self.steps += 1
+
+    def weights(self) -> list[Tensor]:
+        """All parameters, whether the optimizer has them or not."""
+        return [param.detach() for param in self.model.parameters()]
+
+
+class Reference:
+    """A plain run: the parameters after each step, and everything else at the end."""
+
+    def __init__(self, cls: type[Optimizer], recipe: Recipe, groups: int, steps: int) -> None:
+        self.training = Training(cls, recipe, groups)
+        self.start = [weight.clone() for weight in self.training.weights()]
+        self.weights: list[list[Tensor]] = []
+        for _ in range(steps):
+            self.training.step()
+            self.weights.append([weight.clone() for weight in self.training.weights()])
+        self.generators = generators()
+
+    @property
+    def is_finite(self) -> bool:
+        return all(bool(torch.isfinite(weight).all()) for weight in self.weights[-1])
+
+    @property
+    def has_moved(self) -> bool:
+        return any(not torch.equal(*pair) for pair in zip(self.start, self.weights[-1], strict=True))
+
+    def difference(self, other: Training) -> str:
+        """What is not the same in ``other``, in words; the rest is looked at once it has come to the last step."""
+        mine = self.weights[other.steps - 1]
+        for (name, _), one, two in zip(other.model.named_parameters(), mine, other.weights(), strict=True):
+            if not same_bits(one, two):
+                return f"step {other.steps}: parameter {name} differs"
+        if other.steps < len(self.weights):
+            return ""
+        found = [
+            *differences(self.training.optimizer, other.optimizer),
+            *_Comparison({}, {})("generator", self.generators, generators()),
+        ]
+        return "; ".join(found[:3])
+
+
+def judge(
+    cls: type[Optimizer], combinations: Iterable[Combination], attach: Attach = offload_optimizer
+) -> Iterator[Any]:
+    """Yields how ``cls`` can be trained, or why it cannot; then each combination, and what came of it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about everything; theirs, not ours
+        recipe, problem = find_recipe(cls)
+        yield recipe, problem
+        if recipe is None:
+            return
+        references: dict[tuple[int, int], Reference | str] = {}
+        for combination in combinations:
+            key = combination.groups, combination.steps
+            if key not in references:
+                references = {key: _repeated(cls, recipe, *key)}  # one at a time: they are large
+            reference = references[key]
+            if isinstance(reference, str):
+                outcome = NOT_REPEATED if reference.startswith(NOT_REPEATED) else NOT_RUN
+                yield Outcome(combination, outcome, reference)
+            else:
+                yield combination
+                yield compare(cls, recipe, combination, reference, attach)
+
+
+def find_recipe(cls: type[Optimizer]) -> tuple[Recipe | None, str]:
+    """The first recipe with which two steps run and move the parameters; else what the first one failed with."""
+    problem = ""
+    for recipe in recipes_for(cls):
+        try:
+            reference = Reference(cls, recipe, groups=1, steps=12)
+            smaller = None if reference.is_finite else with_smaller_lr(cls, recipe)
+            if smaller is not None:
+                recipe, reference = smaller, Reference(cls, smaller, groups=1, steps=12)
+        except Exception as error:  # noqa: BLE001  # whatever theirs raises is the result
+            problem = problem or say(error)
+            continue
+        if reference.has_moved and reference.is_finite:
+            return recipe, ""
+        problem = problem or ("diverges" if reference.has_moved else "12 steps change no parameter")
+    return None, problem
+
+
+def _repeated(cls: type[Optimizer], recipe: Recipe, groups: int, steps: int) -> Reference | str:
+    """A plain run that has come out the same twice; or why there is none."""
+    try:
+        first = Reference(cls, recipe, groups, steps)
+        again = Training(cls, recipe, groups)
+        for _ in range(steps):
+            again.step()
+            difference = first.difference(again)
+            if difference:
+                return f"{NOT_REPEATED}: {difference}"
+    except Exception as error:  # noqa: BLE001  # whatever theirs raises is the result
+        return say(error)
+    return first
+
+
+def compare(
+    cls: type[Optimizer], recipe: Recipe, combination: Combination, reference: Reference, attach: Attach
+) -> Outcome:
+    """Train with offload from ``combination.attach_after`` on, next to what a plain run has come to."""
+    training = Training(cls, recipe, combination.groups)
+    refusal, attach_cpu_s = "", 0.0
+    while training.steps < combination.steps:
+        if training.steps == combination.attach_after and not refusal:
+            begin = time.process_time()
+            try:
+                attach(training.optimizer, policy=POLICIES[combination.buckets])
+            except ValueError as error:
+                refusal = say(error)  # and go on without: being refused must not change anything
+            except Exception as error:  # noqa: BLE001  # a crash is a result
+                return Outcome(combination, ATTACH_CRASHED, say(error), time.process_time() - begin)
+            attach_cpu_s = time.process_time() - begin
+        try:
+            training.step()
+            difference = reference.difference(training)
+        except Exception as error:  # noqa: BLE001  # a crash is a result
+            return Outcome(combination, CRASHED, f"step {training.steps + 1}: {say(error)}", attach_cpu_s)
+        if difference:
+            after = f"after it was refused ({refusal}): " if refusal else ""
+            return Outcome(combination, WRONG, after + difference, attach_cpu_s)
+    if refusal:
+        return Outcome(combination, REFUSED, refusal, attach_cpu_s)
+    return Outcome(combination, SAME, "", attach_cpu_s)
+
+
+def say(error: BaseException) -> str:
+    """An exception in one line."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return text if len(text) <= 600 else text[:600] + " …"
+
+
+# Comparing two optimizers ---------------------------------------------------------------------------------------------
+
+
+def differences(plain: Optimizer, other: Optimizer) -> Iterator[str]:
+    """What is not the same in state, param groups and attributes."""
+    places = [
+        {
+            param: f"{number}.{place}"
+            for number, group in enumerate(one.param_groups)
+            for place, param in enumerate(group["params"])
+        }
+        for one in (plain, other)
+    ]
+    compare = _Comparison(*places)
+    for number, (one, two) in enumerate(zip(plain.param_groups, other.param_groups, strict=True)):
+        for key in sorted(one.keys() | two.keys()):
+            if key != "params":
+                yield from compare(f"param_groups[{number}][{key!r}]", one.get(key, _NOTHING), two.get(key, _NOTHING))
+    yield from compare("state", dict(plain.state), dict(other.state))
+    for name, value in vars(plain).items():
+        if isinstance(value, bool | int | float | str | Tensor):
+            yield from compare(f"attribute {name!r}", value, vars(other).get(name, _NOTHING))
+
+
+class _Nothing:
+    def __repr__(self) -> str:
+        return "nothing"
+
+
+_NOTHING = _Nothing()
+
+
+class _Comparison:
+    """Of two values of any kind; mappings may have parameters as keys, which are the same at the same place."""
+
+    def __init__(self, of_one: Mapping[Any, str], of_two: Mapping[Any, str]) -> None:
+        self._places = (of_one, of_two)
+
+    def __call__(self, name: str, one: Any, two: Any) -> Iterator[str]:
+        if isinstance(one, Tensor) and isinstance(two, Tensor):
+            if not same_tensor(one.detach(), two.detach()):
+                yield f"{name} differs"
+        elif isinstance(one, np.ndarray) and isinstance(two, np.ndarray):
+            if not np.array_equal(one, two):
+                yield f"{name} differs"
+        elif isinstance(one, Mapping) and isinstance(two, Mapping):
+            yield from self._mappings(name, one, two)
+        elif isinstance(one, list | tuple) and isinstance(two, list | tuple):
+            if len(one) != len(two):
+                yield f"{name} has {len(one)} and {len(two)} items"
+            for number, pair in enumerate(zip(one, two, strict=False)):
+                yield from self(f"{name}[{number}]", *pair)
+        elif type(one) is not type(two) or isinstance(one, bool | int | float | str):
+            both_nan = one != one and two != two
+            if type(one) is not type(two) or not (both_nan or one == two):
+                yield f"{name} is {one!r} and {two!r}"
+        elif hasattr(one, "__dict__") and not callable(one):
+            yield from self(name, vars(one), vars(two))
+
+    def _mappings(self, name: str, one: Mapping[Any, Any], two: Mapping[Any, Any]) -> Iterator[str]:
+        one, two = (self._by_place(*pair) for pair in zip((one, two), self._places, strict=True))
+        if one.keys() != two.keys():
+            yield f"{name} has the keys {list(one)} and {list(two)}"
+        for key in one.keys() & two.keys():
+            yield from self(f"{name}[{key!r}]", one[key], two[key])
+
+    @staticmethod
+    def _by_place(mapping: Mapping[Any, Any], places: Mapping[Any, str]) -> dict[Any, Any]:
+        return {
+            f"parameter {places[key]}" if isinstance(key, Tensor) and key in places else key: value
+            for key, value in mapping.items()
+        }
