@@ -442,9 +442,7 @@ def update_bucket(
     Runs on the current stream. Gradients are taken from the user's parameters and are not kept.
     """
     ranges = [bound for bound in ranges if bound.shard.group >= 0]  # the user may have taken others out of their group
-    # Parameters without a gradient are passed over, whoever shares a bucket with them: that differs between ranks.
-    if not habits.state_without_gradient:
-        ranges = [bound for bound in ranges if _gradient(bound, habits) is not None]
+    ranges = _with_gradient(ranges, habits)
     ranges = _update_in_one_pass(shadow, shared, habits, ranges, user_states, kwargs)
     if not ranges:
         return
@@ -476,6 +474,13 @@ def update_bucket(
         if result is not None:
             result = habits.without_dispensable(bound.param, result)
             _commit(bound, result, user_state or user_states.of(bound.shard.param))
+
+
+def _with_gradient(ranges: list[BoundRange], habits: Habits) -> list[BoundRange]:
+    """Without parameters that have no gradient: who shares a bucket with them differs between ranks."""
+    if habits.state_without_gradient:
+        return ranges
+    return [bound for bound in ranges if _gradient(bound, habits) is not None]
 
 
 def _seen_by_param(
