@@ -18,6 +18,7 @@ except ImportError:
 
 from . import checksums, convert, diff, inspect, perform, rewriting, tiling, verify
 from .converting import Plan, Wanted
+from .data_checks import DataChecks
 from .errors import CheckpointError
 from .opening import open_checkpoint
 from .patterns import idle_patterns, matches
@@ -137,7 +138,12 @@ def _show_tiling(checkpoint: Checkpoint, key: str, as_json: bool) -> None:
 @command("verify")
 def verify_main(
     path: Folder,
-    finite: Annotated[bool, typer.Option("--finite", help="Also read all data: no infinity, no NaN.")] = False,
+    data: Annotated[
+        bool, typer.Option("--data", help="Also read all data, and compare them with their CRC-32.")
+    ] = False,
+    finite: Annotated[
+        bool, typer.Option("--finite", help="Also read floating-point data: no infinity, no NaN, and as written.")
+    ] = False,
     list_to_check: Annotated[
         Path | None, typer.Option("--checksums", metavar="FILE", help="Also compare the files with this list.")
     ] = None,
@@ -153,8 +159,9 @@ def verify_main(
     """List everything that is wrong with a checkpoint.
 
     It is whole if every element of every tensor is in exactly one chunk, all files are there and long enough, and every
-    item in them is of the right shape and dtype. Data are only read for --finite and checksums. The lists are those of
-    sha256sum and b2sum. Exit code: 0 whole, 1 something is wrong, 2 it could not be checked.
+    item in them is of the right shape and dtype, with all that is around the data as it was written. Whether the data
+    are as written takes --data, which reads all of them. The lists are those of sha256sum and b2sum. Exit code: 0
+    whole, 1 something is wrong, 2 it could not be checked.
     """
     memory_bytes = _memory(max_memory, threads, verify.LEAST_THREAD_BYTES)
     if algorithm not in ("sha256", "blake2b"):
@@ -165,10 +172,16 @@ def verify_main(
     checkpoint = open_checkpoint(path)
     problems, found = verify.check_structure(checkpoint, threads)
     checked = ["structure", "files"]
+    checks, notes = DataChecks(checkpoint), [*found.notes]
     if finite:
         with _progress("finite values", verify.finite_bytes(checkpoint)) as advance:
-            problems += verify.check_finite(checkpoint, found.sound, threads, memory_bytes, advance)
+            problems += verify.check_finite(checkpoint, found.sound, threads, memory_bytes, advance, checks)
         checked.append("finite values")
+    if data:
+        with _progress("data", checks.left_bytes(found.sound)) as advance:
+            problems += checks.check_files(found.sound, threads, advance)
+        checked.append("data")
+        notes += verify.notes_on_checksums(checkpoint)
     if expected is not None:
         with _progress("checksums", found.nbytes) as advance:
             problems += checksums.check_checksums(checkpoint, *expected, found.sound, threads, advance)
@@ -179,7 +192,7 @@ def verify_main(
             files = checksums.files_of(checkpoint)
             digests = checksums.checksums_of(checkpoint, files, algorithm, threads, advance)  # type: ignore[arg-type]
         checksums.write_checksums(list_to_write, digests)
-    _report(checkpoint, problems, found, checked, as_json)
+    _report(checkpoint, problems, found._replace(notes=tuple(notes)), checked, as_json)
     raise typer.Exit(1 if problems else 0)
 
 
@@ -203,6 +216,8 @@ def _report(
         typer.echo(f"note: {note}")
     what = f"{inspect.counted(len(checkpoint.tensors), 'tensor')}, {inspect.counted(len(checkpoint.objects), 'object')}"
     result = inspect.counted(len(problems), "problem") if problems else "whole"
+    if "data" not in checked:
+        checked = [*checked, "not whether data are as written: see --data"]
     typer.echo(f"{checkpoint.path}: {result} ({what}, {human_bytes(found.nbytes)}; checked: {', '.join(checked)})")
 
 

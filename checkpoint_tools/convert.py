@@ -27,6 +27,7 @@ from .reading import Checkpoint
 from .rewrite import Rewrite
 from .safetensors_folder import Folders, is_safetensors, open_safetensors
 from .sizes import human_bytes
+from .verify import notes_on_checksums
 
 Format = Literal["safetensors", "dcp"]
 
@@ -65,7 +66,7 @@ def open_source(source: str, to: str | None, key_prefix: str | None, threads: in
         rewriting.check_whole(folders.checkpoint, threads)
         is_file = PurePath(source).suffix == ".safetensors"
         notes = [] if is_file else rewriting.foreign_files(folders.checkpoint, folders.own_files)
-        notes += folders.checkpoint.notes
+        notes += [*folders.checkpoint.notes, *notes_on_checksums(folders.checkpoint)]
         return Source(folders.checkpoint, folders, "dcp", tuple(notes), folders.digest)
     if flat and to == "safetensors":
         raise CheckpointError("--flat-to-nd gives a checkpoint of DCP; convert that to safetensors afterwards")

@@ -19,6 +19,8 @@ import torch
 from rich.table import Table
 from rich.text import Text
 
+from fsdp_offload.checkpoint.manifest import MANIFEST_FILE
+
 from .errors import CheckpointError
 from .exchange import merge_exchange, split_exchange
 from .fusions import Exchange, Fusion
@@ -32,7 +34,7 @@ from .rewrite import Rewrite, Unit, plan_rewrite, unit_bytes_of, units_of
 from .rules import Rule
 from .sinks import LocalSink, Sink, is_empty_remote, remote_sink
 from .sizes import human_bytes, human_shape
-from .verify import check_structure
+from .verify import check_structure, notes_on_checksums
 
 Way = Literal["split", "merge"]
 
@@ -53,7 +55,7 @@ def open_whole(source: str, threads: int) -> tuple[Checkpoint, list[str]]:
     """
     checkpoint = open_checkpoint(source)
     check_whole(checkpoint, threads)
-    return checkpoint, foreign_files(checkpoint, {METADATA_FILE})
+    return checkpoint, [*foreign_files(checkpoint, {METADATA_FILE, MANIFEST_FILE}), *notes_on_checksums(checkpoint)]
 
 
 def check_whole(checkpoint: Checkpoint, threads: int) -> None:

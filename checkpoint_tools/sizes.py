@@ -9,6 +9,9 @@ from .errors import CheckpointError
 MAX_ITEM_BYTES = 16
 """Of one element of any dtype: complex128."""
 
+MAX_INT64 = 2**63 - 1
+"""Of sizes, offsets and counts: more is more than there is of anything."""
+
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
 _FACTORS = {"": 1} | {
     f"{letter}{suffix}": base ** (power + 1)
@@ -26,6 +29,11 @@ def human_bytes(count: float) -> str:
     if power == 0:
         return f"{count:.0f} byte{'' if count == 1 else 's'}"
     return f"{count:.1f} {_UNITS[power]}"
+
+
+def shortened(text: str, length: int = 200) -> str:
+    """The beginning of a text that somebody else has written."""
+    return text if len(text) <= length else f"{text[: length - 1]}…"
 
 
 def parse_bytes(text: str) -> int:
