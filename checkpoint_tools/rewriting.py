@@ -32,7 +32,7 @@ from .perform import perform
 from .reading import Checkpoint, open_checkpoint
 from .rewrite import Rewrite, Unit, plan_rewrite, unit_bytes_of, units_of
 from .rules import Rule
-from .sinks import LocalSink, Sink, is_empty_remote, remote_sink
+from .sinks import LocalSink, Sink, check_empty_remote, remote_sink
 from .sizes import human_bytes, human_shape
 from .verify import check_structure, notes_on_checksums
 
@@ -166,8 +166,7 @@ def _check_remote(source: str, destination: str) -> None:
     old, new = _local_path(source), _local_path(destination)
     if old is not None and new is not None and (old == new or old in new.parents or new in old.parents):
         raise CheckpointError(f"{destination} and {source} lie inside of each other; choose another place")
-    if not is_empty_remote(destination):
-        raise CheckpointError(f"{destination} exists; give a name that is not taken, or remove it first")
+    check_empty_remote(destination)
 
 
 def _local_path(path: str) -> Path | None:
