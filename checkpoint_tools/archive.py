@@ -18,9 +18,9 @@ from fsdp_offload.checkpoint.item_archive import (
     read_record,
 )
 
-from .sizes import MAX_INT64
+from .sizes import MAX_DIMS, MAX_INT64, shortened
 from .storage import Window
-from .unpickle import MAX_DIMS, TENSOR_NAMES, ForbiddenNameError, unpickle
+from .unpickle import TENSOR_NAMES, ForbiddenNameError, unpickle, unpickle_plain
 from .unpickle import Record as Named
 
 MAX_INFLATED_BYTES = 256 << 20
@@ -142,6 +142,34 @@ def check_contents(window: Window, archive: Archive, max_inflated_bytes: int = M
         raise DamagedError(str(error)) from error
 
 
+def read_pickle(window: Window, archive: Archive) -> bytes:
+    """The pickle of an item, whatever it was made of; the bytes of its tensors are not read.
+
+    Raises:
+        DamagedError: it is damaged.
+    """
+    pickled = archive.record(_PICKLE)
+    assert pickled is not None
+    try:
+        return read_record(window, archive, pickled, max(pickled.stored_bytes, MAX_INFLATED_BYTES))
+    except DamagedItemError as error:
+        raise DamagedError(str(error)) from error
+
+
+def check_pickle(window: Window, archive: Archive) -> None:
+    """Whether ``torch.load`` can take the pickle without harm to this process, whatever it names.
+
+    Raises:
+        DamagedError: it is no pickle, or would take more memory or a deeper stack than there is.
+    """
+    try:
+        unpickle_plain(read_pickle(window, archive))
+    except DamagedError:
+        raise
+    except Exception as error:  # bytes that are no pickle can raise anything
+        raise DamagedError(f"its {_PICKLE} is no pickle: {shortened(str(error))}") from error
+
+
 def _content(window: Window, archive: Archive, record: Record) -> bytes:
     try:
         return read_record(window, archive, record)
@@ -159,7 +187,7 @@ def _tensor_in(content: bytes) -> _Tensor | None:
     except DamagedError:
         raise
     except Exception as error:  # bytes that are no pickle can raise anything
-        raise DamagedError(f"its {_PICKLE} is no pickle: {error}") from error
+        raise DamagedError(f"its {_PICKLE} is no pickle: {shortened(str(error))}") from error
 
 
 def _storage_of(pid: Any) -> _Storage:

@@ -11,20 +11,19 @@ rows, or a part of one row where a row is too large. So every chunk is read once
 
 import itertools
 import math
+import reprlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
-from rich.table import Table
-from rich.text import Text
 from torch import Tensor
 
 from .errors import CheckpointError
-from .inspect import counted, new_table
 from .items import Reader
 from .reading import Checkpoint, StoredChunk, StoredTensor
-from .sizes import MAX_ITEM_BYTES, block_bounds, human_shape, natural_order, thread_bytes
+from .sizes import MAX_ITEM_BYTES, block_bounds, counted, human_shape, natural_order, shortened, thread_bytes
+from .tables import Table, new_table
 from .values import Comparison, compare_values, same_values
 from .verify import check_coverage
 
@@ -253,18 +252,14 @@ def _diff_objects(first: Checkpoint, second: Checkpoint, key: str) -> Difference
             return None
         try:
             objects = reader_a.read_object(a), reader_b.read_object(b)
-        except CheckpointError:
+            is_same = same_values(*objects)
+        except (CheckpointError, RecursionError):
             return Difference(key, "object", "their bytes differ; they cannot be looked into")
-    return (
-        None
-        if same_values(*objects)
-        else Difference(key, "object", f"{_short(objects[0])} in A, {_short(objects[1])} in B")
-    )
+    return None if is_same else Difference(key, "object", f"{_short(objects[0])} in A, {_short(objects[1])} in B")
 
 
 def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else f"{text[:37]}…"
+    return shortened(reprlib.repr(value), 40)  # which goes neither deep nor far
 
 
 # --- shown -----------------------------------------------------------------------------------------------------------
@@ -275,7 +270,7 @@ def as_table(differences: Sequence[Difference]) -> Table:
     table = new_table("key", "difference", "detail", numbers=("max |A - B|",))
     for found in differences:
         gap = "" if found.max_abs_diff is None else f"{found.max_abs_diff:.6g}"
-        table.add_row(Text(found.key), found.kind, Text(found.detail), gap)
+        table.add_row(found.key, found.kind, found.detail, gap)
     return table
 
 

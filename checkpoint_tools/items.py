@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fsdp_offload.checkpoint.item_archive import SMALL_BYTES, STORED
 
-from .archive import DamagedError, Layout, check_contents, open_archive, read_layout
+from .archive import DamagedError, Layout, check_contents, check_pickle, open_archive, read_layout
 from .errors import CheckpointError
 from .reading import Checkpoint, Content, Opened, StoredChunk, StoredObject
 from .sizes import human_bytes
@@ -210,7 +210,9 @@ class Reader:
             )
         window = self._window(item)
         try:
-            check_contents(window, open_archive(window))
+            archive = open_archive(window)
+            check_contents(window, archive)
+            check_pickle(window, archive)
         except DamagedError as error:
             raise self._damaged(item, str(error)) from error
         window.seek(0)

@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_MAX_VALUES = 20_000_000
+
 
 class NotPlainError(Exception):
     """A value that has no such form; the message says what it is."""
@@ -34,6 +36,7 @@ def to_json(value: Any) -> Any:
     Raises:
         NotPlainError: it has no such form.
     """
+    _check_number(value)
     try:
         return _to_json(value)
     except RecursionError as error:
@@ -50,8 +53,22 @@ def from_json(found: Any) -> Any:
         return _from_json(found)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
-    except (TypeError, KeyError, AttributeError, RuntimeError, struct.error) as error:
+    except (TypeError, KeyError, AttributeError, RuntimeError, OverflowError, struct.error) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
+
+
+def _check_number(value: Any) -> None:
+    """Few objects that contain each other make many values, and no file."""
+    pending, number = [value], 0
+    while pending:
+        each = pending.pop()
+        number += 1
+        if number > _MAX_VALUES:
+            raise NotPlainError(f"more than {_MAX_VALUES:,} values")
+        if isinstance(each, dict):
+            pending += [*each, *each.values()]
+        elif isinstance(each, list | tuple | set):
+            pending += each
 
 
 def _to_json(value: Any) -> Any:

@@ -23,9 +23,9 @@ from fsdp_offload.checkpoint.manifest import Manifest
 
 from .errors import CheckpointError
 from .metadata import METADATA_FILE, damage, read_manifest, read_metadata
-from .sizes import MAX_INT64, natural_order, shortened
+from .sizes import MAX_DIMS, MAX_INT64, natural_order, shortened
 from .storage import Folder, open_folder
-from .unpickle import MAX_DIMS, Record
+from .unpickle import Record
 
 _MAX_NAME = 4096
 _MAX_DEPTH = 256  # of a nested state dict

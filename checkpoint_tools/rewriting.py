@@ -16,15 +16,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from rich.table import Table
-from rich.text import Text
 
 from fsdp_offload.checkpoint.manifest import MANIFEST_FILE
 
 from .errors import CheckpointError
 from .exchange import merge_exchange, split_exchange
 from .fusions import Exchange, Fusion
-from .inspect import counted, new_table
 from .metadata import METADATA_FILE, read_metadata
 from .new_metadata import metadata_bytes
 from .partial import Partial, open_partial, partial_of
@@ -33,7 +30,8 @@ from .reading import Checkpoint, open_checkpoint
 from .rewrite import Rewrite, Unit, plan_rewrite, unit_bytes_of, units_of
 from .rules import Rule
 from .sinks import LocalSink, Sink, check_empty_remote, remote_sink
-from .sizes import human_bytes, human_shape
+from .sizes import counted, human_bytes, human_shape
+from .tables import Table, new_table
 from .verify import check_structure, notes_on_checksums
 
 Way = Literal["split", "merge"]
@@ -328,11 +326,11 @@ def as_table(rewrite: Rewrite, way: Way) -> Table:
     for fusion in rewrite.exchange.fusions:
         dtype = str(fusion.dtype).removeprefix("torch.")
         chunks = f"{counts[fusion.fused]:,}" if way == "merge" else ""
-        table.add_row(Text(fusion.fused), "", human_shape(fusion.shape), dtype, chunks)
+        table.add_row(fusion.fused, "", human_shape(fusion.shape), dtype, chunks)
         for key, comb in zip(fusion.parts, fusion.combs, strict=True):
             chunks = f"{counts[key]:,}" if way == "split" else ""
             shape = human_shape(comb.part_shape(fusion.shape, fusion.dim))
-            table.add_row("", Text(key), shape, dtype, chunks)
+            table.add_row("", key, shape, dtype, chunks)
     return table
 
 

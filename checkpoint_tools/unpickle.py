@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from .errors import CheckpointError
+from .sizes import MAX_DIMS
 
 Allowed = Mapping[str, Set[str]]
 """Module → names in it."""
@@ -84,6 +85,17 @@ class ForbiddenNameError(CheckpointError):
     """The pickle asks for something that is not allowed."""
 
 
+def unpickle_plain(content: bytes) -> Any:
+    """What a pickle holds, whatever it names: each name is an empty class, and no more is kept of its objects.
+
+    For those who need the plain values in it, or want to know that it can be loaded without harm to this process.
+
+    Raises:
+        Exception: whatever is met in bytes that are no pickle, or not one that checkpoints have.
+    """
+    return _PlainMachine(content, {}, lambda pid: None).run()
+
+
 def unpickle(content: bytes, allowed: Allowed, persistent_load: Callable[[Any], Any] | None = None) -> Any:
     """What a pickle holds, of plain values and :class:`Record`.
 
@@ -94,10 +106,6 @@ def unpickle(content: bytes, allowed: Allowed, persistent_load: Callable[[Any], 
     return _Machine(content, allowed, persistent_load).run()
 
 
-MAX_DIMS = 64
-"""Of a tensor, as numpy has it. torch itself can count further, and nobody does."""
-
-_MAX_ARGUMENTS = 64  # of a call: a tuple that is made once must not be copied by each of many short calls
 _MAX_INT_BYTES = 16
 _PROTOCOLS = range(2, 6)
 _SCALARS = (str, int, float, bytes, type(None), torch.dtype)
@@ -333,9 +341,14 @@ class _Machine:
         # Everything that there is to be called is in here: what _found gives.
         if function not in (_size, _dict) and not (isinstance(function, type) and issubclass(function, Record)):
             raise pickle.UnpicklingError(f"a {type(function).__name__} is called, and is not callable")
-        if type(arguments) is not tuple or len(arguments) > _MAX_ARGUMENTS or keywords != {}:
+        if type(arguments) is not tuple or type(keywords) is not dict:
             raise pickle.UnpicklingError("a call with arguments as no checkpoint has them")
-        self._stack.append(function(*arguments))
+        if function in (_size, _dict):
+            self._stack.append(function(*arguments[:2]))
+            return
+        made = function()
+        made.arguments = arguments  # not a copy, which many short calls would each make of a long tuple
+        self._stack.append(made)
 
     def build(self) -> None:
         (state,) = self._popped(1)
@@ -348,6 +361,23 @@ class _Machine:
         if self._persistent_load is None:
             raise pickle.UnpicklingError("it refers to data outside of itself")
         self._stack.append(self._persistent_load(*self._popped(1)))
+
+
+class _Opaque(Record):
+    """What stands for an object of which nothing but its attributes is of interest."""
+
+
+class _PlainMachine(_Machine):
+    """Names everything, and looks up nothing."""
+
+    def _found(self, module: str, name: str) -> Any:
+        if (module, name) in (("torch", "Size"), ("collections", "OrderedDict")):
+            return super()._found(module, name)
+        return type(name, (_Opaque,), {"name": name})
+
+    def _top(self, kind: type) -> Any:
+        # Items of an object of its own kind: of no interest.
+        return kind() if isinstance(self._stack[-1], _Opaque) else super()._top(kind)
 
 
 def _check_key(key: Any) -> None:

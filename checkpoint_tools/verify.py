@@ -23,10 +23,9 @@ from fsdp_offload.checkpoint.manifest import MANIFEST_FILE
 
 from .data_checks import DataChecks
 from .errors import CheckpointError
-from .inspect import counted
 from .items import Reader
 from .reading import Checkpoint, Problem, StoredChunk, StoredObject, StoredTensor
-from .sizes import MAX_ITEM_BYTES, block_bounds, human_bytes, thread_bytes
+from .sizes import MAX_ITEM_BYTES, block_bounds, counted, human_bytes, thread_bytes
 
 Advance = Callable[[int], object]
 """Called with the number of bytes that are done since the last call, from any thread."""
@@ -132,7 +131,13 @@ def _of_whom(entries: Sequence[Entry]) -> str:
 
 def _check_ranges(file: str, entries: Sequence[Entry]) -> Iterator[Problem]:
     # A tensor's empty chunks share their item with each other, and in old checkpoints with a chunk that is not empty.
-    ranges = dict.fromkeys((key, item.offset_bytes, item.length_bytes) for key, item in entries)
+    ranges: dict[tuple[str, int, int], bool] = {}  # whether somebody has elements there
+    for key, item in entries:
+        place = key, item.offset_bytes, item.length_bytes
+        has_elements = isinstance(item, StoredChunk) and item.numel > 0
+        if has_elements and ranges.get(place):
+            yield Problem(file, f"two chunks of {key} are in the same bytes, from {item.offset_bytes:,} on")
+        ranges[place] = has_elements or ranges.get(place, False)
     for (first, start, length), (second, next_start, _) in itertools.pairwise(ranges):
         if start + length > next_start:
             yield Problem(file, f"the items of {first} and {second} are in the same bytes, from {next_start:,} on")
