@@ -14,6 +14,8 @@ try:
     import typer
 except ImportError:
     sys.exit("The checkpoint tools need the extra 'tools': pip install 'fsdp-offload[tools]'")
+except KeyboardInterrupt:
+    sys.exit(130)
 
 from .errors import CheckpointError
 from .patterns import idle_patterns, matches

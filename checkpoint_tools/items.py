@@ -22,6 +22,7 @@ from .errors import CheckpointError
 from .reading import Checkpoint, Content, Opened, StoredChunk, StoredObject
 from .sizes import human_bytes
 from .storage import Window, read_into
+from .values import MAX_VALUES, has_more_values
 
 Note = Callable[[str, int, memoryview], object]
 
@@ -130,7 +131,10 @@ class Reader:
         Raises:
             CheckpointError: it is damaged, or consists of more.
         """
-        return self._load(stored)
+        value = self._load(stored)
+        if has_more_values(value, MAX_VALUES):
+            raise CheckpointError(f"an object in {self._file(stored)} has more than {MAX_VALUES:,} values")
+        return value
 
     def read_bytes(self, item: StoredChunk | StoredObject) -> bytes:
         """The byte range of an item, as stored."""

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_MAX_VALUES = 20_000_000
+from .values import MAX_VALUES, has_more_values
 
 
 class NotPlainError(Exception):
@@ -36,7 +36,8 @@ def to_json(value: Any) -> Any:
     Raises:
         NotPlainError: it has no such form.
     """
-    _check_number(value)
+    if has_more_values(value, MAX_VALUES):
+        raise NotPlainError(f"more than {MAX_VALUES:,} values")
     try:
         return _to_json(value)
     except RecursionError as error:
@@ -55,20 +56,6 @@ def from_json(found: Any) -> Any:
         raise ValueError("it is nested too deeply") from error
     except (TypeError, KeyError, AttributeError, RuntimeError, OverflowError, struct.error) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
-
-
-def _check_number(value: Any) -> None:
-    """Few objects that contain each other make many values, and no file."""
-    pending, number = [value], 0
-    while pending:
-        each = pending.pop()
-        number += 1
-        if number > _MAX_VALUES:
-            raise NotPlainError(f"more than {_MAX_VALUES:,} values")
-        if isinstance(each, dict):
-            pending += [*each, *each.values()]
-        elif isinstance(each, list | tuple | set):
-            pending += each
 
 
 def _to_json(value: Any) -> Any:

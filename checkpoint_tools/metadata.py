@@ -19,14 +19,14 @@ def read_content(folder: Folder) -> bytes:
         CheckpointError: there is none, it cannot be read, or it is larger than any that somebody has written.
     """
     try:
+        if folder.size_bytes(METADATA_FILE) > _MAX_BYTES:
+            raise damage(folder, f"it has more than {human_bytes(_MAX_BYTES)}")
         with folder.open(METADATA_FILE) as stream:
-            content = stream.read(_MAX_BYTES + 1)
+            content = stream.read()
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointError(_why_none(folder)) from error
     except (OSError, ValueError) as error:  # a name that no file can have is a ValueError
         raise CheckpointError(f"{folder.path}/{METADATA_FILE} cannot be read: {error}") from error
-    if len(content) > _MAX_BYTES:
-        raise damage(folder, f"it has more than {human_bytes(_MAX_BYTES)}")
     return content
 
 
@@ -34,7 +34,7 @@ def read_manifest(folder: Folder) -> tuple[Manifest | None, str | None]:
     """The manifest of checksums beside the metadata, if there is one, and what is wrong with either."""
     try:
         with folder.open(MANIFEST_FILE) as stream:
-            content = stream.read(_MAX_BYTES)
+            content = stream.read()
     except FileNotFoundError:
         return None, None
     except OSError as error:

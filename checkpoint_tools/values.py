@@ -89,6 +89,23 @@ def _differs_in_bits(a: Tensor, b: Tensor) -> Tensor:
 # Objects -------------------------------------------------------------------------------------------------------------
 
 
+MAX_VALUES = 10_000_000
+"""In an object: of a few lists that contain each other again and again, there are more than anybody can look at."""
+
+
+def has_more_values(value: Any, most: int) -> bool:
+    """Whether there are more values in it, each counted as often as it is contained."""
+    pending, number = [value], 0
+    while pending and number <= most:
+        each = pending.pop()
+        number += 1
+        if isinstance(each, dict):
+            pending += [*each, *each.values()]
+        elif isinstance(each, list | tuple | set):
+            pending += each
+    return number > most
+
+
 def same_values(a: Any, b: Any, seen: dict[tuple[int, int], Any] | None = None) -> bool:
     """Whether two objects are the same: their types, and the bits of the numbers and the tensors in them.
 
