@@ -308,7 +308,13 @@ def _count(value: object) -> int:
 
 
 def _counts(values: object) -> tuple[int, ...]:
+    if type(values) is tuple and len(values) <= MAX_DIMS and all(_is_count(each) for each in values):
+        return values
     return tuple(map(_count, _few(values)))
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value <= MAX_INT64
 
 
 def _dtype(properties: Record) -> torch.dtype:
