@@ -101,7 +101,7 @@ def diff(
 
 
 class _Readers:
-    """For a hundred thousand small tensors, most of which are the same: their files stay open, one each for a thread."""
+    """For a hundred thousand small tensors, most of which are the same: each thread keeps their files open."""
 
     def __init__(self, first: Checkpoint, second: Checkpoint) -> None:
         self._checkpoints = first, second
