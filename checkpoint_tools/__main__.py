@@ -2,29 +2,34 @@
 
 import functools
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
 try:
-    import rich.console
-    import rich.progress
     import typer
 except ImportError:
     sys.exit("The checkpoint tools need the extra 'tools': pip install 'fsdp-offload[tools]'")
+except KeyboardInterrupt:
+    sys.exit(130)
 
-from . import checksums, convert, diff, inspect, perform, rewriting, tiling, verify
-from .converting import Plan, Wanted
 from .errors import CheckpointError
-from .opening import open_checkpoint
 from .patterns import idle_patterns, matches
-from .reading import Checkpoint, Problem
-from .rewrite import Rewrite
-from .rules import Rule, load_rules, preset, preset_names
-from .sizes import human_bytes, parse_bytes, thread_bytes
+from .printing import be_printable, printable
+from .sizes import MAX_ITEM_BYTES, counted, human_bytes, parse_bytes, thread_bytes
+
+if TYPE_CHECKING:  # when a command runs: torch takes longer than all that help and wrong options need
+    import rich.console
+
+    from . import convert, rewriting, verify
+    from .converting import Plan
+    from .reading import Checkpoint, Problem
+    from .rewrite import Rewrite
+    from .rules import Rule
 
 TROUBLE = 2
 """Exit code where a question has no answer: also that of wrong options, and as diff(1) has it."""
@@ -35,7 +40,6 @@ app = typer.Typer(
     help="Look into checkpoints of torch.distributed.checkpoint, check them and compare them. No GPU is needed, and "
     "nothing that a checkpoint contains is run.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -51,9 +55,19 @@ MaxMemory = Annotated[str, typer.Option(metavar="SIZE", help="For data, over all
 Command = TypeVar("Command", bound=Callable[..., None])
 
 
+def _show_version(is_wanted: bool) -> None:
+    if is_wanted:
+        typer.echo(f"checkpoint_tools of fsdp-offload {version()}")
+        raise typer.Exit
+
+
 @app.callback()
-def _tools() -> None:
-    pass
+def _tools(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    be_printable(sys.stdout, sys.stderr)
 
 
 def command(name: str, description: str | None = None) -> Callable[[Command], Command]:
@@ -72,6 +86,17 @@ def command(name: str, description: str | None = None) -> Callable[[Command], Co
                 _fail(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error))
             except KeyboardInterrupt:
                 raise typer.Exit(INTERRUPTED) from None  # 1 would say that something is different, or not whole
+            except MemoryError:
+                _fail("there is not enough memory; see --max-memory")
+            except typer.Exit:
+                raise
+            except Exception as error:  # as it is for all errors: 1 would say that something is different
+                if os.environ.get("CHECKPOINT_TOOLS_TRACEBACK"):
+                    raise
+                _fail(
+                    f"unexpected {type(error).__name__}: {error}. This should not happen: please report it, with what "
+                    "CHECKPOINT_TOOLS_TRACEBACK=1 in the environment shows"
+                )
 
         app.command(name, help=description)(guarded)
         return run
@@ -80,14 +105,19 @@ def command(name: str, description: str | None = None) -> Callable[[Command], Co
 
 
 def _fail(message: str) -> NoReturn:
-    typer.echo(f"error: {message}", err=True)
+    _say(f"error: {' '.join(message.split())}", err=True)
     raise typer.Exit(TROUBLE)
 
 
-def _memory(text: str, threads: int, least_thread_bytes: int) -> int:
-    """What --max-memory says, if so many threads can do with that."""
+def _say(text: str, *, err: bool = False) -> None:
+    """A line, in which nothing that a checkpoint contains speaks to the terminal."""
+    typer.echo(printable(text), err=err)
+
+
+def _memory(text: str, threads: int, least_items: int) -> int:
+    """What --max-memory says, if each of so many threads can hold so many elements of the largest dtype with that."""
     memory_bytes = parse_bytes(text)
-    thread_bytes(memory_bytes, threads, least_thread_bytes)
+    thread_bytes(memory_bytes, threads, least_items * MAX_ITEM_BYTES)
     return memory_bytes
 
 
@@ -108,6 +138,9 @@ def inspect_main(
     as_json: Json = False,
 ) -> None:
     """List keys, shapes, dtypes, chunks and sizes. Only the metadata are read."""
+    from . import inspect
+    from .opening import open_checkpoint
+
     checkpoint = open_checkpoint(path)
     if tiling_key is not None:
         _show_tiling(checkpoint, tiling_key, as_json)
@@ -122,7 +155,9 @@ def inspect_main(
         _console().print(inspect.as_tables(summary, keys=not groups, files=files))
 
 
-def _show_tiling(checkpoint: Checkpoint, key: str, as_json: bool) -> None:
+def _show_tiling(checkpoint: "Checkpoint", key: str, as_json: bool) -> None:
+    from . import tiling
+
     if key not in checkpoint.tensors:
         what = "an object, and in one piece" if key in checkpoint.objects else "not in the checkpoint"
         raise CheckpointError(f"{key} is {what}; give the key of a tensor, as inspect lists them")
@@ -137,7 +172,12 @@ def _show_tiling(checkpoint: Checkpoint, key: str, as_json: bool) -> None:
 @command("verify")
 def verify_main(
     path: Folder,
-    finite: Annotated[bool, typer.Option("--finite", help="Also read all data: no infinity, no NaN.")] = False,
+    data: Annotated[
+        bool, typer.Option("--data", help="Also read all data, and compare them with their CRC-32.")
+    ] = False,
+    finite: Annotated[
+        bool, typer.Option("--finite", help="Also read floating-point data: no infinity, no NaN, and as written.")
+    ] = False,
     list_to_check: Annotated[
         Path | None, typer.Option("--checksums", metavar="FILE", help="Also compare the files with this list.")
     ] = None,
@@ -153,22 +193,33 @@ def verify_main(
     """List everything that is wrong with a checkpoint.
 
     It is whole if every element of every tensor is in exactly one chunk, all files are there and long enough, and every
-    item in them is of the right shape and dtype. Data are only read for --finite and checksums. The lists are those of
-    sha256sum and b2sum. Exit code: 0 whole, 1 something is wrong, 2 it could not be checked.
+    item in them is of the right shape and dtype, with all that is around the data as it was written. Whether the data
+    are as written takes --data, which reads all of them. The lists are those of sha256sum and b2sum. Exit code: 0
+    whole, 1 something is wrong, 2 it could not be checked.
     """
-    memory_bytes = _memory(max_memory, threads, verify.LEAST_THREAD_BYTES)
+    memory_bytes = _memory(max_memory, threads, 2)
     if algorithm not in ("sha256", "blake2b"):
         raise CheckpointError(f"--algorithm is sha256 or blake2b, not {algorithm}")
+    from . import checksums, verify
+    from .data_checks import DataChecks
+    from .opening import open_checkpoint
+
     expected = None if list_to_check is None else checksums.read_checksums(list_to_check)
     if list_to_write is not None and list_to_write.exists():
         raise CheckpointError(f"{list_to_write} exists; compare with it (--checksums), or remove it first")
     checkpoint = open_checkpoint(path)
     problems, found = verify.check_structure(checkpoint, threads)
     checked = ["structure", "files"]
+    checks, notes = DataChecks(checkpoint), [*found.notes]
     if finite:
         with _progress("finite values", verify.finite_bytes(checkpoint)) as advance:
-            problems += verify.check_finite(checkpoint, found.sound, threads, memory_bytes, advance)
+            problems += verify.check_finite(checkpoint, found.sound, threads, memory_bytes, advance, checks)
         checked.append("finite values")
+    if data:
+        with _progress("data", checks.left_bytes(found.sound)) as advance:
+            problems += checks.check_files(found.sound, threads, advance)
+        checked.append("data")
+        notes += verify.notes_on_checksums(checkpoint)
     if expected is not None:
         with _progress("checksums", found.nbytes) as advance:
             problems += checksums.check_checksums(checkpoint, *expected, found.sound, threads, advance)
@@ -179,12 +230,16 @@ def verify_main(
             files = checksums.files_of(checkpoint)
             digests = checksums.checksums_of(checkpoint, files, algorithm, threads, advance)  # type: ignore[arg-type]
         checksums.write_checksums(list_to_write, digests)
-    _report(checkpoint, problems, found, checked, as_json)
+    _report(checkpoint, problems, found._replace(notes=tuple(notes)), checked, as_json)
     raise typer.Exit(1 if problems else 0)
 
 
 def _report(
-    checkpoint: Checkpoint, problems: Sequence[Problem], found: verify.Files, checked: Sequence[str], as_json: bool
+    checkpoint: "Checkpoint",
+    problems: "Sequence[Problem]",
+    found: "verify.Files",
+    checked: Sequence[str],
+    as_json: bool,
 ) -> None:
     if as_json:
         _print_json(
@@ -198,12 +253,14 @@ def _report(
         )
         return
     for where, text in problems:
-        typer.echo(f"{where}: {text}")
+        _say(f"{where}: {text}")
     for note in found.notes:
-        typer.echo(f"note: {note}")
-    what = f"{inspect.counted(len(checkpoint.tensors), 'tensor')}, {inspect.counted(len(checkpoint.objects), 'object')}"
-    result = inspect.counted(len(problems), "problem") if problems else "whole"
-    typer.echo(f"{checkpoint.path}: {result} ({what}, {human_bytes(found.nbytes)}; checked: {', '.join(checked)})")
+        _say(f"note: {note}")
+    what = f"{counted(len(checkpoint.tensors), 'tensor')}, {counted(len(checkpoint.objects), 'object')}"
+    result = counted(len(problems), "problem") if problems else "whole"
+    if "data" not in checked:
+        checked = [*checked, "not whether data are as written: see --data"]
+    _say(f"{checkpoint.path}: {result} ({what}, {human_bytes(found.nbytes)}; checked: {', '.join(checked)})")
 
 
 @command("diff")
@@ -224,7 +281,10 @@ def diff_main(
     Values are compared bit by bit unless a tolerance is given. How tensors are divided into chunks is no difference.
     Exit code: 0 the same, 1 different, 2 it could not be found out.
     """
-    memory_bytes = _memory(max_memory, threads, diff.LEAST_THREAD_BYTES)
+    memory_bytes = _memory(max_memory, threads, 16)
+    from . import diff
+    from .opening import open_checkpoint
+
     first, second = open_checkpoint(path_a), open_checkpoint(path_b)
     all_keys = diff.all_keys(first, second)
     idle = idle_patterns(patterns or (), all_keys)
@@ -238,7 +298,7 @@ def diff_main(
     else:
         if differences:
             _console().print(diff.as_table(differences))
-        typer.echo(diff.headline(differences, len(keys), exact=not (rtol or atol)))
+        _say(diff.headline(differences, len(keys), exact=not (rtol or atol)))
     raise typer.Exit(1 if differences else 0)
 
 
@@ -266,7 +326,7 @@ Restart = Annotated[bool, typer.Option("--restart", help="Begin anew, whatever a
 WriteThreads = Annotated[int, typer.Option("--threads", min=1, help="How many blocks are in work at the same time.")]
 
 
-def _add_rewriting(way: rewriting.Way, description: str) -> None:
+def _add_rewriting(way: "rewriting.Way", description: str) -> None:
     """One of two commands that have the same options."""
 
     @command(way, description)
@@ -284,9 +344,12 @@ def _add_rewriting(way: rewriting.Way, description: str) -> None:
         as_json: Json = False,
     ) -> None:
         begin = time.monotonic()
-        memory_bytes = _memory(max_memory, threads, perform.LEAST_THREAD_BYTES)
-        wanted = (_rules(presets, rule_files), _parse_values(values), excluded or [])
+        memory_bytes = _memory(max_memory, threads, 4)
         _check_json(as_json, dry_run)
+        numbers = _parse_values(values)
+        from . import rewriting
+
+        wanted = (_rules(presets, rule_files), numbers, excluded or [])
         rewriting.check_destination(source, destination)
         checkpoint, notes = rewriting.open_whole(source, threads)
         planned = rewriting.plan(checkpoint, way, *wanted)
@@ -327,17 +390,21 @@ _add_rewriting(
 )
 
 
-def _show_plan(planned: Rewrite, way: rewriting.Way, notes: Sequence[str], *, as_json: bool) -> None:
+def _show_plan(planned: "Rewrite", way: "rewriting.Way", notes: Sequence[str], *, as_json: bool) -> None:
+    from . import rewriting
+
     if as_json:
         _print_json({**rewriting.as_json(planned, way), "notes": list(notes)})
         return
     _console().print(rewriting.as_table(planned, way))
     for note in notes:
-        typer.echo(f"note: {note}")
-    typer.echo(f"to be written: {rewriting.headline(planned, way)}")
+        _say(f"note: {note}")
+    _say(f"to be written: {rewriting.headline(planned, way)}")
 
 
-def _rules(presets: Sequence[str] | None, files: Sequence[Path] | None) -> list[Rule]:
+def _rules(presets: Sequence[str] | None, files: Sequence[Path] | None) -> "list[Rule]":
+    from .rules import load_rules, preset, preset_names
+
     try:
         rules = [rule for name in presets or () for rule in preset(name)]
         rules += [rule for file in files or () for rule in load_rules(file)]
@@ -416,7 +483,8 @@ def convert_main(
     same command again after a kill, and it goes on where it was. Exit code: 0 done, 2 not done, 130 interrupted.
     """
     begin = time.monotonic()
-    memory_bytes = _memory(max_memory, threads, perform.LEAST_THREAD_BYTES)
+    memory_bytes = _memory(max_memory, threads, 4)
+    shard_bytes = parse_bytes(shard_size)
     if what not in ("model", "optimizer", "all"):
         raise CheckpointError(f"--what is model, optimizer or all, not {what}")
     _check_json(as_json, dry_run)
@@ -424,7 +492,10 @@ def convert_main(
         raise CheckpointError("--flat-to-nd changes state alone, and takes neither --what nor --key-prefix")
     if shapes_from is not None and not flat_to_nd:
         raise CheckpointError("--shapes-from is for --flat-to-nd")
-    wanted = Wanted(what, key_prefix, excluded or (), parse_bytes(shard_size))  # type: ignore[arg-type]
+    from . import convert, rewriting
+    from .converting import Wanted
+
+    wanted = Wanted(what, key_prefix, excluded or (), shard_bytes)  # type: ignore[arg-type]
     for each in (source, shapes_from):
         if each is not None:
             rewriting.check_destination(each, destination)
@@ -447,14 +518,16 @@ def convert_main(
     _report_written(destination, convert.headline(opened, planned), notes, begin)
 
 
-def _show_conversion(opened: convert.Source, planned: Plan, notes: Sequence[str], *, as_json: bool) -> None:
+def _show_conversion(opened: "convert.Source", planned: "Plan", notes: Sequence[str], *, as_json: bool) -> None:
+    from . import convert
+
     if as_json:
         _print_json({**convert.as_json(planned), "notes": notes})
         return
     _console().print(convert.as_table(planned))
     for note in notes:
-        typer.echo(f"note: {note}")
-    typer.echo(f"to be written: {convert.headline(opened, planned)}")
+        _say(f"note: {note}")
+    _say(f"to be written: {convert.headline(opened, planned)}")
 
 
 # --- what split, merge and convert share -----------------------------------------------------------------------------
@@ -472,20 +545,24 @@ def _writing(what: str, destination: str, nbytes: int) -> Iterator[Callable[[int
         with _progress(what, nbytes) as advance:
             yield advance
     except KeyboardInterrupt:
-        typer.echo(f"interrupted. {rewriting.after_interrupt(destination)}", err=True)
+        from . import rewriting
+
+        _say(f"interrupted. {rewriting.after_interrupt(destination)}", err=True)
         raise
 
 
 def _report_written(destination: str, headline: str, notes: Iterable[str], begin: float) -> None:
     for note in notes:
-        typer.echo(f"note: {note}")
-    typer.echo(f"{destination}: {headline} ({time.monotonic() - begin:.1f} s)")
+        _say(f"note: {note}")
+    _say(f"{destination}: {headline} ({time.monotonic() - begin:.1f} s)")
 
 
 # --- output ----------------------------------------------------------------------------------------------------------
 
 
-def _console() -> rich.console.Console:
+def _console() -> "rich.console.Console":
+    import rich.console
+
     # In a pipe or a file, a line is as long as it has to be.
     console = rich.console.Console(highlight=False)
     if not console.is_terminal:
@@ -500,6 +577,9 @@ def _print_json(value: Any) -> None:
 @contextmanager
 def _progress(what: str, total_bytes: int) -> Iterator[Callable[[int], object]]:
     """A bar on standard error with bytes, rate and time left, if that is a terminal."""
+    import rich.console
+    import rich.progress
+
     columns = (
         rich.progress.TextColumn("{task.description}"),
         rich.progress.BarColumn(),
@@ -516,6 +596,16 @@ def _progress(what: str, total_bytes: int) -> Iterator[Callable[[int], object]]:
 def main() -> None:
     """Entry point of the console script."""
     app(prog_name="checkpoint-tools")
+
+
+def version() -> str:
+    """Of the package that the tools come with."""
+    from importlib import metadata
+
+    try:
+        return metadata.version("fsdp-offload")
+    except metadata.PackageNotFoundError:
+        return "(not installed)"
 
 
 if __name__ == "__main__":

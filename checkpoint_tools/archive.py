@@ -1,16 +1,33 @@
 """The zip file that ``torch.save`` makes of one tensor: where in it the elements are."""
 
-import struct
+import functools
+import math
 import sys
-import zipfile
 from typing import Any, NamedTuple
 
 import torch
 
-from .storage import Window
-from .unpickle import TENSOR_NAMES, ForbiddenNameError, Record, unpickle
+from fsdp_offload.checkpoint.item_archive import (
+    SMALL_BYTES,
+    STORED,
+    Archive,
+    DamagedItemError,
+    Record,
+    check_record,
+    open_item,
+    read_record,
+)
 
-_LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature; lengths of the name and of the padding, which follow
+from .sizes import MAX_DIMS, MAX_INT64, shortened
+from .storage import Window
+from .unpickle import TENSOR_NAMES, ForbiddenNameError, unpickle, unpickle_plain
+from .unpickle import Record as Named
+
+MAX_INFLATED_BYTES = 256 << 20
+"""Of what is compressed in one item. ``torch.save`` does not compress, so nobody needs more."""
+
+_PICKLE = "data.pkl"
+_KNOWN_PICKLES = 256
 
 STORAGE_DTYPES = {
     "DoubleStorage": torch.float64,
@@ -63,7 +80,7 @@ class _Tensor(NamedTuple):
 
     @property
     def numel(self) -> int:
-        return torch.Size(self.shape).numel()
+        return math.prod(self.shape)
 
     @property
     def is_row_major(self) -> bool:
@@ -77,110 +94,153 @@ class _Tensor(NamedTuple):
         return True
 
 
-def read_layout(window: Window) -> Layout | None:
+def read_layout(window: Window) -> tuple[Layout | None, Archive]:
     """Where the elements of the tensor in ``window`` are in its file; ``None`` where only ``torch.load`` knows.
+
+    And what the item consists of, all of it compared but large contents.
 
     Raises:
         DamagedError: it is not a whole file of ``torch.save``.
     """
     archive = open_archive(window)
-    prefix = _prefix(archive)
+    pickled = archive.record(_PICKLE)
+    assert pickled is not None
+    if pickled.size_bytes > SMALL_BYTES:
+        return None, archive
+    tensor = _tensor_in(_content(window, archive, pickled))
+    return None if tensor is None else _find(tensor, archive, window), archive
+
+
+def open_archive(window: Window) -> Archive:
+    """What the item in ``window`` consists of, checked for being of ``torch.save``.
+
+    Raises:
+        DamagedError: it is not, or not all of it is there.
+    """
     try:
-        pickled = unpickle(_read(archive, window, f"{prefix}data.pkl"), TENSOR_NAMES, _storage_of)
+        archive = open_item(window, window.length_bytes)
+    except (DamagedItemError, OSError) as error:
+        raise DamagedError(str(error)) from error
+    if archive.record(_PICKLE) is None:
+        raise DamagedError(f"it has no {_PICKLE}")
+    return archive
+
+
+def check_contents(window: Window, archive: Archive, max_inflated_bytes: int = MAX_INFLATED_BYTES) -> None:
+    """Compare all of its contents with their checksums; for those who read it as a whole.
+
+    Raises:
+        DamagedError: one is another, or what is compressed is too large to be inflated.
+    """
+    inflated = sum(record.size_bytes for record in archive.records if record.method != STORED)
+    if inflated > max_inflated_bytes:
+        raise DamagedError(f"it would be inflated to {inflated:,} bytes; torch.save compresses nothing")
+    try:
+        for record in archive.records:
+            check_record(window, archive, record)
+    except (DamagedItemError, OSError) as error:
+        raise DamagedError(str(error)) from error
+
+
+def read_pickle(window: Window, archive: Archive) -> bytes:
+    """The pickle of an item, whatever it was made of; the bytes of its tensors are not read.
+
+    Raises:
+        DamagedError: it is damaged.
+    """
+    pickled = archive.record(_PICKLE)
+    assert pickled is not None
+    try:
+        return read_record(window, archive, pickled, max(pickled.stored_bytes, MAX_INFLATED_BYTES))
+    except DamagedItemError as error:
+        raise DamagedError(str(error)) from error
+
+
+def check_pickle(window: Window, archive: Archive) -> None:
+    """Whether ``torch.load`` can take the pickle without harm to this process, whatever it names.
+
+    Raises:
+        DamagedError: it is no pickle, or would take more memory or a deeper stack than there is.
+    """
+    try:
+        unpickle_plain(read_pickle(window, archive))
+    except DamagedError:
+        raise
+    except Exception as error:  # bytes that are no pickle can raise anything
+        raise DamagedError(f"its {_PICKLE} is no pickle: {shortened(str(error))}") from error
+
+
+def _content(window: Window, archive: Archive, record: Record) -> bytes:
+    try:
+        return read_record(window, archive, record)
+    except DamagedItemError as error:
+        raise DamagedError(str(error)) from error
+
+
+@functools.lru_cache(_KNOWN_PICKLES)
+def _tensor_in(content: bytes) -> _Tensor | None:
+    """What a ``data.pkl`` says; that of each layer's tensors is the same."""
+    try:
+        return _tensor_of(unpickle(content, TENSOR_NAMES, _storage_of))
     except ForbiddenNameError:
         return None
     except DamagedError:
         raise
     except Exception as error:  # bytes that are no pickle can raise anything
-        raise DamagedError(f"its data.pkl is no pickle: {error}") from error
-    tensor = _tensor_of(pickled)
-    return None if tensor is None else _find(tensor, archive, window, prefix)
-
-
-def open_archive(window: Window) -> zipfile.ZipFile:
-    """The zip file, checked for being of ``torch.save``, and for having all of its records.
-
-    Raises:
-        DamagedError: it is not, or has not.
-    """
-    try:
-        archive = zipfile.ZipFile(window)
-    except (zipfile.BadZipFile, OSError, ValueError, struct.error, NotImplementedError) as error:
-        raise DamagedError(str(error)) from error
-    infos = archive.infolist()
-    if not infos or infos[0].header_offset != 0:
-        raise DamagedError("its records do not begin at its start")
-    for info in infos:
-        if info.header_offset + _LOCAL_HEADER.size + info.compress_size > archive.start_dir:
-            raise DamagedError(f"its record {info.filename} is cut short")
-    _prefix(archive)
-    return archive
-
-
-def _prefix(archive: zipfile.ZipFile) -> str:
-    for name in archive.namelist():
-        if name.endswith("/data.pkl"):
-            return name.removesuffix("data.pkl")
-    raise DamagedError("it has no data.pkl")
-
-
-def _read(archive: zipfile.ZipFile, window: Window, name: str) -> bytes:
-    # Not archive.read: it insists on checksums, which torch.serialization.set_crc32_options(False) leaves out.
-    info = archive.getinfo(name)
-    if info.compress_type != zipfile.ZIP_STORED:
-        return archive.read(name)
-    window.seek(_start(window, info))
-    return window.read(info.file_size) or b""
-
-
-def _start(window: Window, info: zipfile.ZipInfo) -> int:
-    # The padding differs between the record's own header and the directory at the end, so the former has to be read.
-    window.seek(info.header_offset)
-    header = window.read(_LOCAL_HEADER.size) or b""
-    if len(header) < _LOCAL_HEADER.size or not header.startswith(b"PK\3\4"):
-        raise DamagedError(f"its record {info.filename} is not where it should be")
-    _, name_length, padding_length = _LOCAL_HEADER.unpack(header)
-    return int(info.header_offset + _LOCAL_HEADER.size + name_length + padding_length)
+        raise DamagedError(f"its {_PICKLE} is no pickle: {shortened(str(error))}") from error
 
 
 def _storage_of(pid: Any) -> _Storage:
     kind, storage_class, name, _, numel = pid
-    if kind != "storage" or not issubclass(storage_class, Record):
-        raise DamagedError(f"it refers to a {kind}")
-    return _Storage(str(name), STORAGE_DTYPES.get(storage_class.name), int(numel))
+    if kind != "storage" or not isinstance(storage_class, type) or not issubclass(storage_class, Named):
+        raise DamagedError("it refers to something that is no storage")
+    if not isinstance(name, str):
+        raise DamagedError("the name of its storage is no text")
+    return _Storage(name, STORAGE_DTYPES.get(storage_class.name), _count(numel))
 
 
 def _tensor_of(pickled: object) -> _Tensor | None:
-    if isinstance(pickled, Record) and pickled.name == "_rebuild_parameter":
+    if isinstance(pickled, Named) and pickled.name == "_rebuild_parameter":
         pickled = pickled.arguments[0]
-    if not isinstance(pickled, Record) or not pickled.name.startswith("_rebuild_tensor"):
+    if not isinstance(pickled, Named) or not pickled.name.startswith("_rebuild_tensor"):
         return None
     storage, offset, shape, strides, _, _, *rest = pickled.arguments
     dtype = storage.dtype if pickled.name == "_rebuild_tensor_v2" else rest.pop(0)
     if not isinstance(dtype, torch.dtype) or len(shape) != len(strides):
         return None
-    return _Tensor(storage, dtype, int(offset), tuple(shape), tuple(strides), bool(rest and rest[0]))
+    return _Tensor(storage, dtype, _count(offset), _counts(shape), _counts(strides), bool(rest and rest[0]))
 
 
-def _find(tensor: _Tensor, archive: zipfile.ZipFile, window: Window, prefix: str) -> Layout:
-    try:
-        info = archive.getinfo(f"{prefix}data/{tensor.storage.name}")
-    except KeyError as error:
-        raise DamagedError(f"it has no data/{tensor.storage.name}") from error
+def _counts(values: Any) -> tuple[int, ...]:
+    if type(values) is not tuple or len(values) > MAX_DIMS:
+        raise DamagedError("a shape in it is not one")
+    return tuple(map(_count, values))
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value <= MAX_INT64:
+        raise DamagedError("a size in it is not one")
+    return value
+
+
+def _find(tensor: _Tensor, archive: Archive, window: Window) -> Layout:
+    record = archive.record(f"data/{tensor.storage.name}")
+    if record is None:
+        raise DamagedError(f"it has no data/{tensor.storage.name}")
     storage_bytes = tensor.storage.numel * (tensor.storage.dtype.itemsize if tensor.storage.dtype else 1)
-    if info.file_size != storage_bytes:
-        raise DamagedError(f"its record {info.filename} has {info.file_size} bytes where {storage_bytes} are expected")
+    if record.size_bytes != storage_bytes:
+        raise DamagedError(f"its record {record.name} has {record.size_bytes} bytes where {storage_bytes} are expected")
     first = tensor.offset * tensor.dtype.itemsize
-    if not tensor.is_row_major or tensor.is_view_of_bits or info.compress_type != zipfile.ZIP_STORED:
+    if not tensor.is_row_major or tensor.is_view_of_bits or record.method != STORED:
         return Layout(tensor.dtype, tensor.shape, None)
     if first + tensor.numel * tensor.dtype.itemsize > storage_bytes:
-        raise DamagedError(f"its record {info.filename} is smaller than the tensor in it")
-    if not _has_our_byte_order(archive, window, prefix):
+        raise DamagedError(f"its record {record.name} is smaller than the tensor in it")
+    if not _has_our_byte_order(archive, window):
         return Layout(tensor.dtype, tensor.shape, None)
-    return Layout(tensor.dtype, tensor.shape, window.offset_bytes + _start(window, info) + first)
+    return Layout(tensor.dtype, tensor.shape, window.offset_bytes + record.start_bytes + first)
 
 
-def _has_our_byte_order(archive: zipfile.ZipFile, window: Window, prefix: str) -> bool:
-    name = f"{prefix}byteorder"  # torch writes it since 2.1
-    order = _read(archive, window, name).decode("ascii") if name in archive.namelist() else "little"
+def _has_our_byte_order(archive: Archive, window: Window) -> bool:
+    record = archive.record("byteorder")  # torch writes it since 2.1
+    order = "little" if record is None else _content(window, archive, record).decode("ascii", "replace")
     return order == sys.byteorder

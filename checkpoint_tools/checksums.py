@@ -16,6 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
 
+from fsdp_offload.checkpoint.manifest import MANIFEST_FILE
+
 from .errors import CheckpointError
 from .metadata import METADATA_FILE
 from .reading import Checkpoint, Problem
@@ -28,7 +30,8 @@ _ALGORITHM_OF_LENGTH: Mapping[int, Algorithm] = {64: "sha256", 128: "blake2b"}  
 
 def files_of(checkpoint: Checkpoint) -> list[str]:
     """All files that belong to a checkpoint, the metadata first."""
-    return [METADATA_FILE, *checkpoint.items_by_file()]
+    manifest = [] if checkpoint.manifest is None else [MANIFEST_FILE]
+    return [METADATA_FILE, *manifest, *checkpoint.items_by_file()]
 
 
 def checksums_of(
@@ -117,7 +120,7 @@ def check_checksums(
         threads: how many files are read at the same time.
         advance: is told how many bytes were read.
     """
-    files = [file for file in files_of(checkpoint) if file in {METADATA_FILE, *readable}]
+    files = [file for file in files_of(checkpoint) if file in {METADATA_FILE, MANIFEST_FILE, *readable}]
     problems = [
         Problem(file, "is in the list of checksums, but not in the checkpoint")
         for file in expected

@@ -13,20 +13,19 @@ from pathlib import PurePath
 from typing import Any, Literal, NamedTuple
 
 import torch
-from rich.table import Table
-from rich.text import Text
 
 from . import rewriting
 from .converting import Plan, Wanted, to_dcp, to_safetensors
 from .errors import CheckpointError
 from .flat_to_nd import flat_to_nd
-from .inspect import counted, new_table
 from .metadata import METADATA_FILE
 from .opening import open_checkpoint
 from .reading import Checkpoint
 from .rewrite import Rewrite
 from .safetensors_folder import Folders, is_safetensors, open_safetensors
-from .sizes import human_bytes
+from .sizes import counted, human_bytes
+from .tables import Table, new_table
+from .verify import notes_on_checksums
 
 Format = Literal["safetensors", "dcp"]
 
@@ -65,7 +64,7 @@ def open_source(source: str, to: str | None, key_prefix: str | None, threads: in
         rewriting.check_whole(folders.checkpoint, threads)
         is_file = PurePath(source).suffix == ".safetensors"
         notes = [] if is_file else rewriting.foreign_files(folders.checkpoint, folders.own_files)
-        notes += folders.checkpoint.notes
+        notes += [*folders.checkpoint.notes, *notes_on_checksums(folders.checkpoint)]
         return Source(folders.checkpoint, folders, "dcp", tuple(notes), folders.digest)
     if flat and to == "safetensors":
         raise CheckpointError("--flat-to-nd gives a checkpoint of DCP; convert that to safetensors afterwards")
@@ -169,7 +168,7 @@ def as_table(planned: Plan) -> Table:
     table = new_table("file", "first", numbers=("tensors", "size"))
     for file, nbytes in planned.rewrite.file_bytes().items():
         keys = list(_keys_by_file(planned.rewrite)[file])
-        table.add_row(Text(file), Text(keys[0] if keys else ""), f"{len(keys):,}", human_bytes(nbytes))
+        table.add_row(file, keys[0] if keys else "", f"{len(keys):,}", human_bytes(nbytes))
     return table
 
 

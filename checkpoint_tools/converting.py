@@ -21,7 +21,6 @@ from typing import Any, Literal, NamedTuple
 from .envelope import Envelope, bare, envelope_of
 from .errors import CheckpointError
 from .fusions import Exchange, Fusion
-from .inspect import counted
 from .items import Reader
 from .json_values import NotPlainError, to_json
 from .metadata import METADATA_FILE
@@ -34,7 +33,7 @@ from .regions import Index, Region, stretches
 from .rewrite import Entry, MergeTask, NewItem, NewTensor, Rewrite, place_items
 from .safetensors_file import METADATA_KEY, SUFFIX, FileTensor, has_dtype, header_of, in_file_order
 from .safetensors_folder import INDEX_SUFFIX, MODEL, OBJECTS_FILE, OBJECTS_FORMAT, OPTIMIZER, Folders, path_of
-from .sizes import natural_order
+from .sizes import counted, natural_order
 
 What = Literal["model", "optimizer", "all"]
 

@@ -10,12 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
 
 from .patterns import matches
 from .reading import Checkpoint
-from .sizes import human_bytes, human_shape, natural_order
+from .sizes import counted, human_bytes, human_shape, natural_order
+from .tables import Table, new_table, shown
 
 
 class KeyRow(NamedTuple):
@@ -144,14 +143,14 @@ def as_json(summary: Summary) -> Mapping[str, Any]:
 
 def as_tables(summary: Summary, *, keys: bool = True, files: bool = False) -> RenderableType:
     """The groups, and on request every key and every file."""
-    parts: list[RenderableType] = [Text(_headline(summary)), _group_table(summary)]
+    parts: list[RenderableType] = [shown(_headline(summary)), _group_table(summary)]
     if keys:
         parts.append(_key_table(summary))
     if files:
         parts.append(_file_table(summary))
-    parts += [Text(f"note: {note}") for note in summary.notes]
+    parts += [shown(f"note: {note}") for note in summary.notes]
     if summary.problems:
-        parts.append(Text(f"The metadata contradict themselves ({summary.problems} times): see the command verify."))
+        parts.append(shown(f"The metadata contradict themselves ({summary.problems} times): see the command verify."))
     return Group(*parts)
 
 
@@ -164,15 +163,10 @@ def _headline(summary: Summary) -> str:
     )
 
 
-def counted(count: int, noun: str) -> str:
-    """``1 file``, ``2 files``."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
 def _group_table(summary: Summary) -> Table:
     table = new_table("group", numbers=("keys", "chunks", "size"))
     for row in summary.groups:
-        table.add_row(Text(row.group), f"{row.keys:,}", f"{row.chunks:,}", human_bytes(row.nbytes))
+        table.add_row(row.group, f"{row.keys:,}", f"{row.chunks:,}", human_bytes(row.nbytes))
     return table
 
 
@@ -180,7 +174,7 @@ def _key_table(summary: Summary) -> Table:
     table = new_table("key", "shape", "dtype", numbers=("chunks", "size"))
     for row in summary.keys:
         shape = "object" if row.shape is None else human_shape(row.shape)
-        table.add_row(Text(row.key), shape, row.dtype or "", f"{row.chunks:,}", human_bytes(row.nbytes))
+        table.add_row(row.key, shape, row.dtype or "", f"{row.chunks:,}", human_bytes(row.nbytes))
     return table
 
 
@@ -188,15 +182,5 @@ def _file_table(summary: Summary) -> Table:
     table = new_table("file", numbers=("rank", "items", "size"))
     for row in summary.files:
         rank = "" if row.rank is None else str(row.rank)
-        table.add_row(Text(row.file), rank, f"{row.items:,}", human_bytes(row.stored_bytes))
-    return table
-
-
-def new_table(*texts: str, numbers: Sequence[str] = ()) -> Table:
-    """A table in the style of all commands: texts to the left, numbers to the right, nothing cut off."""
-    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-    for name in texts:
-        table.add_column(name, overflow="fold")
-    for name in numbers:
-        table.add_column(name, justify="right", no_wrap=True)
+        table.add_row(row.file, rank, f"{row.items:,}", human_bytes(row.stored_bytes))
     return table

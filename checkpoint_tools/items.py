@@ -9,16 +9,22 @@ Items begin wherever the last one ended, so the elements are not aligned in the 
 """
 
 import io
+from collections.abc import Callable
 from typing import Any, BinaryIO, cast
 
 import torch
 from torch import Tensor
 
-from .archive import DamagedError, Layout, open_archive, read_layout
+from fsdp_offload.checkpoint.item_archive import SMALL_BYTES, STORED
+
+from .archive import DamagedError, Layout, check_contents, check_pickle, open_archive, read_layout
 from .errors import CheckpointError
-from .reading import Checkpoint, StoredChunk, StoredObject
+from .reading import Checkpoint, Content, Opened, StoredChunk, StoredObject
 from .sizes import human_bytes
 from .storage import Window, read_into
+from .values import MAX_VALUES, has_more_values
+
+Note = Callable[[str, int, memoryview], object]
 
 _OPEN_FILES = 8
 _KNOWN_LAYOUTS = 256
@@ -30,9 +36,11 @@ class Reader:
     Args:
         checkpoint: to read from.
         max_whole_bytes: items that cannot be read in parts, and are larger than this, are an error.
+        note: is told of elements that were read: the file, from which byte on, and the bytes.
     """
 
-    def __init__(self, checkpoint: Checkpoint, max_whole_bytes: int | None = None) -> None:
+    def __init__(self, checkpoint: Checkpoint, max_whole_bytes: int | None = None, note: Note | None = None) -> None:
+        self._note = note
         self._checkpoint = checkpoint
         self._max_whole_bytes = max_whole_bytes
         self._streams: dict[str, BinaryIO] = {}
@@ -62,10 +70,7 @@ class Reader:
         if chunk.bare_dtype is not None:
             return Layout(chunk.bare_dtype, chunk.sizes, chunk.offset_bytes)
         if chunk not in self._layouts:
-            try:
-                layout = None if chunk.transforms else read_layout(self._window(chunk))
-            except DamagedError as error:
-                raise self._damaged(chunk, str(error)) from error
+            layout = self._look_into(chunk)
             if layout is not None:
                 self._check_sizes(chunk, layout.shape)
             if len(self._layouts) >= _KNOWN_LAYOUTS:
@@ -112,6 +117,8 @@ class Reader:
             stream.seek(layout.start_bytes + start * layout.dtype.itemsize)
             if read_into(stream, view) < len(view):
                 raise CheckpointError(f"{self._file(chunk)} is cut short; fetch it again, or use another checkpoint")
+            if self._note is not None:
+                self._note(chunk.file, layout.start_bytes + start * layout.dtype.itemsize, view)
         return elements
 
     def read_chunk(self, chunk: StoredChunk) -> Tensor:
@@ -124,7 +131,10 @@ class Reader:
         Raises:
             CheckpointError: it is damaged, or consists of more.
         """
-        return self._load(stored)
+        value = self._load(stored)
+        if has_more_values(value, MAX_VALUES):
+            raise CheckpointError(f"an object in {self._file(stored)} has more than {MAX_VALUES:,} values")
+        return value
 
     def read_bytes(self, item: StoredChunk | StoredObject) -> bytes:
         """The byte range of an item, as stored."""
@@ -134,7 +144,7 @@ class Reader:
         return content
 
     def check(self, item: StoredChunk | StoredObject) -> Layout | None:
-        """Whether an item is a whole file of ``torch.save``. Its data are not read.
+        """Whether an item is a whole file of ``torch.save``. Its large contents are not read.
 
         Returns:
             As :meth:`layout`; nothing for objects: what they are is not looked at.
@@ -144,14 +154,34 @@ class Reader:
         """
         if isinstance(item, StoredChunk):
             return self.layout(item)
-        if not item.transforms:
-            try:
-                open_archive(self._window(item))
-            except DamagedError as error:
-                raise self._damaged(item, str(error)) from error
+        self._look_into(item)
         return None
 
     # --- inside ---
+
+    def _look_into(self, item: StoredChunk | StoredObject) -> Layout | None:
+        if item.transforms:
+            return None
+        window, layout = self._window(item), None
+        try:
+            if isinstance(item, StoredChunk):
+                layout, archive = read_layout(window)
+            else:
+                archive = open_archive(window)
+            if any(record.method != STORED for record in archive.records):
+                check_contents(window, archive)  # what cannot be compared in parts
+        except DamagedError as error:
+            raise self._damaged(item, str(error)) from error
+        if isinstance(item, StoredChunk) or item.content is None:
+            contents = tuple(
+                Content(start, start + record.stored_bytes, record.crc)
+                for record in archive.records
+                if record.size_bytes > SMALL_BYTES and record.method == STORED and archive.has_crcs
+                for start in (item.offset_bytes + record.start_bytes,)
+            )
+            known = Opened(contents, archive.has_crcs, archive.directory_crc)
+            self._checkpoint.opened[item.file, item.offset_bytes] = known
+        return layout
 
     def _into(self, chunk: StoredChunk, dtype: torch.dtype, numel: int, out: Tensor | None) -> Tensor:
         if out is None:
@@ -182,8 +212,16 @@ class Reader:
                 f"an item in {self._file(item)} was written through {', '.join(item.transforms)}, which these tools do "
                 "not undo; load the checkpoint with DCP and save it without"
             )
+        window = self._window(item)
         try:
-            return torch.load(cast(Any, self._window(item)), map_location="cpu", weights_only=True)
+            archive = open_archive(window)
+            check_contents(window, archive)
+            check_pickle(window, archive)
+        except DamagedError as error:
+            raise self._damaged(item, str(error)) from error
+        window.seek(0)
+        try:
+            return torch.load(cast(Any, window), map_location="cpu", weights_only=True)
         except Exception as error:  # a damaged archive can raise anything
             text = str(error)
             if "weights_only" in text or "Weights only" in text:

@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .values import MAX_VALUES, has_more_values
+
 
 class NotPlainError(Exception):
     """A value that has no such form; the message says what it is."""
@@ -34,6 +36,8 @@ def to_json(value: Any) -> Any:
     Raises:
         NotPlainError: it has no such form.
     """
+    if has_more_values(value, MAX_VALUES):
+        raise NotPlainError(f"more than {MAX_VALUES:,} values")
     try:
         return _to_json(value)
     except RecursionError as error:
@@ -50,7 +54,7 @@ def from_json(found: Any) -> Any:
         return _from_json(found)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
-    except (TypeError, KeyError, AttributeError, RuntimeError, struct.error) as error:
+    except (TypeError, KeyError, AttributeError, RuntimeError, OverflowError, struct.error) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
 
 

@@ -3,6 +3,7 @@
 Beside metadata, counters and other objects are looked at: there can be only one of each.
 """
 
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from .param_groups import Groups, groups_in
 from .reading import Checkpoint
 from .roles import PARTS, Role, Roles
 from .rules import Match
+from .sizes import shortened
 from .values import same_values
 
 
@@ -180,5 +182,4 @@ def _fused_shape(match: Match, shapes: Sequence[Shape], where: str) -> tuple[Sha
 
 
 def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else f"{text[:37]}…"
+    return shortened(reprlib.repr(value), 40)  # which goes neither deep nor far

@@ -1,11 +1,49 @@
 """The file ``.metadata``: read without running what it names, and what to say where it cannot be read."""
 
+from fsdp_offload.checkpoint.manifest import MANIFEST_FILE, DamagedManifestError, Manifest, parse_manifest
+
 from .errors import CheckpointError
+from .sizes import human_bytes, shortened
 from .storage import Folder
 from .unpickle import METADATA_NAMES, ForbiddenNameError, Record, unpickle
 
 METADATA_FILE = ".metadata"
 _HINTS = 3
+_MAX_BYTES = 4 << 30
+
+
+def read_content(folder: Folder) -> bytes:
+    """The bytes of the file.
+
+    Raises:
+        CheckpointError: there is none, it cannot be read, or it is larger than any that somebody has written.
+    """
+    try:
+        if folder.size_bytes(METADATA_FILE) > _MAX_BYTES:
+            raise damage(folder, f"it has more than {human_bytes(_MAX_BYTES)}")
+        with folder.open(METADATA_FILE) as stream:
+            content = stream.read()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise CheckpointError(_why_none(folder)) from error
+    except (OSError, ValueError) as error:  # a name that no file can have is a ValueError
+        raise CheckpointError(f"{folder.path}/{METADATA_FILE} cannot be read: {error}") from error
+    return content
+
+
+def read_manifest(folder: Folder) -> tuple[Manifest | None, str | None]:
+    """The manifest of checksums beside the metadata, if there is one, and what is wrong with either."""
+    try:
+        with folder.open(MANIFEST_FILE) as stream:
+            content = stream.read()
+    except FileNotFoundError:
+        return None, None
+    except OSError as error:
+        return None, f"cannot be read: {error}"
+    try:
+        manifest = parse_manifest(content)
+    except DamagedManifestError as error:
+        return None, str(error)
+    return manifest, manifest.why_not(read_content(folder))
 
 
 def read_metadata(folder: Folder) -> Record:
@@ -14,13 +52,7 @@ def read_metadata(folder: Folder) -> Record:
     Raises:
         CheckpointError: there is none, it cannot be read, or it asks for what no metadata need.
     """
-    try:
-        with folder.open(METADATA_FILE) as stream:
-            content = stream.read()
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise CheckpointError(_why_none(folder)) from error
-    except OSError as error:
-        raise CheckpointError(f"{folder.path}/{METADATA_FILE} cannot be read: {error}") from error
+    content = read_content(folder)
     try:
         metadata = unpickle(content, METADATA_NAMES)
     except ForbiddenNameError as error:
@@ -29,7 +61,7 @@ def read_metadata(folder: Folder) -> Record:
             "not run. Do not load this checkpoint with torch unless you trust who wrote it"
         ) from error
     except Exception as error:  # bytes that are no pickle can raise anything
-        raise damage(folder, f"{type(error).__name__}: {error}") from error
+        raise damage(folder, f"{type(error).__name__}: {shortened(str(error))}") from error
     if not isinstance(metadata, Record) or metadata.name != "Metadata":
         found = metadata.name if isinstance(metadata, Record) else type(metadata).__name__
         raise damage(folder, f"it has a {found} where Metadata are expected")

@@ -134,8 +134,8 @@ def _of_key(key: str, path: Path) -> StateName | GroupName | None:
         if parts[at] not in _BY_FQN:
             continue
         optimizer = ".".join(parts[:at])
-        if parts[at] == "param_groups" and (not rest or rest[0].isdecimal()):
-            return _group(key, optimizer, [int(part) if part.isdecimal() else part for part in rest])
+        if parts[at] == "param_groups" and (not rest or _is_number(rest[0])):
+            return _group(key, optimizer, [int(part) if _is_number(part) else part for part in rest])
         if len(rest) > 1:
             before = ".".join([*parts[: at + 1], ""])
             after = f".{rest[-1]}"
@@ -148,3 +148,7 @@ def _group(key: str, optimizer: str, rest: Iterable[str | int]) -> GroupName | N
     if inside and inside != ["params"]:
         return None  # an entry that all parameters of the group share
     return GroupName(key, optimizer, bool(inside))
+
+
+def _is_number(part: str) -> bool:
+    return part.isdecimal() and len(part) < 10  # of param groups: nobody has a thousand million

@@ -7,7 +7,7 @@
 """
 
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from .rewrite import Entry, NewItem, NewTensor, Rewrite
 from .torch_private import storage_info
 from .unpickle import Record
 
+_MAX_PLAIN = 100_000  # of one entry
 _VERSION = "1.0.0"  # of the format, as torch 2.6 to 2.13 write it
 _MEMORY_FORMATS = (torch.contiguous_format, torch.channels_last, torch.preserve_format)
 
@@ -136,15 +137,27 @@ def _gone(rewrite: Rewrite) -> set[str]:
 
 
 def _is_plain(value: object) -> bool:
-    if isinstance(value, dict):
-        return all(_is_plain(key) and _is_plain(each) for key, each in value.items())
-    if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, str | int | float | bool)
+    """Whether it consists of plain values, and of so few that it cannot be one that contains itself again and again."""
+    pending, seen = [value], 0
+    while pending:
+        each = pending.pop()
+        seen += 1
+        if seen > _MAX_PLAIN:
+            return False
+        if isinstance(each, dict):
+            pending += [*each, *each.values()]
+        elif isinstance(each, list | tuple):
+            pending += each
+        elif not (each is None or isinstance(each, str | int | float | bool)):
+            return False
+    return True
 
 
 def _storage_meta(old: object, checkpoint_id: str) -> StorageMeta | None:
     if not isinstance(old, Record):
         return None
-    modules: Sequence[object] = old.get("modules") or ()
-    return StorageMeta(checkpoint_id=checkpoint_id, save_id=old.get("save_id"), modules=list(map(str, modules)))
+    modules, save_id = old.get("modules"), old.get("save_id")
+    names = [module for module in modules if isinstance(module, str)] if isinstance(modules, list | tuple) else []
+    return StorageMeta(
+        checkpoint_id=checkpoint_id, save_id=save_id if isinstance(save_id, str) else None, modules=names
+    )

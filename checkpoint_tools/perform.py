@@ -13,7 +13,6 @@ way.
 
 import collections
 import threading
-import zlib
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 
@@ -21,7 +20,9 @@ import torch
 from torch import Tensor
 
 from fsdp_offload.checkpoint import Chunk
+from fsdp_offload.checkpoint.item_archive import crc32
 
+from .data_checks import DataChecks
 from .envelope import Envelope, combined_crc
 from .errors import CheckpointError
 from .items import Reader
@@ -83,8 +84,13 @@ def perform(
     for number in done:
         advance(units[number].nbytes)
     progress.finish_files()
-    crew = _Crew(checkpoint, sink, progress, record, advance, threads, max_memory_bytes)
+    checks = DataChecks(checkpoint)
+    crew = _Crew(checkpoint, checks, sink, progress, record, advance, threads, max_memory_bytes)
     crew.run([unit for unit in units if unit.number not in done])
+    checks.check_read(threads)
+    if done:  # what an earlier run has read, nobody has compared to the end
+        for problem in checks.check_files(checkpoint.items_by_file(), threads):
+            raise CheckpointError(problem.text)
 
 
 class _Crew:
@@ -96,6 +102,7 @@ class _Crew:
     def __init__(
         self,
         checkpoint: Checkpoint,
+        checks: DataChecks,
         sink: Sink,
         progress: "_Progress",
         record: Record,
@@ -109,7 +116,9 @@ class _Crew:
         self._threads = threads
         self._stop = threading.Event()
         memory_bytes = thread_bytes(max_memory_bytes, threads, LEAST_THREAD_BYTES)
-        self._make_worker: Callable[[], _Worker] = lambda: _Worker(checkpoint, sink, self._stop, advance, memory_bytes)
+        self._make_worker: Callable[[], _Worker] = lambda: _Worker(
+            checkpoint, checks, sink, self._stop, advance, memory_bytes
+        )
         # Units that are done and not yet safe: more would only be more to do again after a kill.
         self._room = threading.Semaphore(2 * threads)
         self._saved: list[Future[None]] = []
@@ -272,7 +281,13 @@ class _Worker:
     """One thread, with its memory and its open files."""
 
     def __init__(
-        self, checkpoint: Checkpoint, sink: Sink, stop: threading.Event, advance: Advance, memory_bytes: int
+        self,
+        checkpoint: Checkpoint,
+        checks: DataChecks,
+        sink: Sink,
+        stop: threading.Event,
+        advance: Advance,
+        memory_bytes: int,
     ) -> None:
         # A quarter for the block, one for what is packed, or read between what is needed; and the rest for items that
         # only torch.load can read, which it has twice.
@@ -280,7 +295,8 @@ class _Worker:
         self._block = torch.empty(nbytes, dtype=torch.uint8)
         self._scratch = torch.empty(nbytes, dtype=torch.uint8)
         self._checkpoint = checkpoint
-        self._reader = Reader(checkpoint, max_whole_bytes=memory_bytes // 4)
+        self._checks = checks
+        self._reader = Reader(checkpoint, max_whole_bytes=memory_bytes // 4, note=checks.note)
         self._sink = sink
         self._stop = stop
         self._advance = advance
@@ -335,6 +351,7 @@ class _Worker:
                         f"{self._checkpoint.path}/{step.source_file} is cut short; fetch it again, or use another "
                         "checkpoint"
                     )
+                self._checks.note(step.source_file, step.source_bytes + start, view)
                 target.write(step.offset_bytes + start, view)
                 self._advance(len(view))
 
@@ -393,7 +410,7 @@ class _Worker:
         view = content.numpy().data
         before = crcs.get(item.number, Filled(item.number, position_bytes, 0, 0))
         assert before.start + before.length == position_bytes
-        crc = zlib.crc32(view, before.crc) if item.content.records else 0
+        crc = crc32(view, before.crc) if item.content.records else 0
         crcs[item.number] = before._replace(length=before.length + len(view), crc=crc)
         self._target(item.file).write(item.offset_bytes + len(item.content.head) + position_bytes, view)
 

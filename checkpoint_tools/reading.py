@@ -12,18 +12,23 @@ not looked at here.
 
 import math
 import os
+import reprlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 
+from fsdp_offload.checkpoint.manifest import Manifest
+
 from .errors import CheckpointError
-from .metadata import damage, read_metadata
-from .sizes import natural_order
+from .metadata import METADATA_FILE, damage, read_manifest, read_metadata
+from .sizes import MAX_DIMS, MAX_INT64, natural_order, shortened
 from .storage import Folder, open_folder
 from .unpickle import Record
 
+_MAX_NAME = 4096
+_MAX_DEPTH = 256  # of a nested state dict
 _VERSIONS = ("1",)  # the major numbers that are understood; torch before 2.6 wrote none
 
 
@@ -76,6 +81,28 @@ class StoredObject(NamedTuple):
     content: bytes | None = None
 
 
+class Content(NamedTuple):
+    """A range of bytes of a file with the CRC-32 that was written with it."""
+
+    start_bytes: int
+    stop_bytes: int
+    crc: int
+
+
+class Opened(NamedTuple):
+    """What a look into an item has shown, beside that it is whole.
+
+    Attributes:
+        contents: of it that were not read; all others have been compared with their CRC-32.
+        has_crcs: whether there was anything to compare with.
+        directory_crc: the item's identity; see :mod:`fsdp_offload.checkpoint.item_archive`.
+    """
+
+    contents: tuple[Content, ...]
+    has_crcs: bool
+    directory_crc: int
+
+
 class Problem(NamedTuple):
     """One thing that is wrong with a key or a file."""
 
@@ -96,6 +123,8 @@ class Checkpoint:
         problems: what the metadata contradict themselves in. Such chunks are not in ``tensors``.
         version: of the format, or ``None`` as of torch before 2.6.
         notes: what nobody can find out about it, and people should know.
+        manifest: of checksums, if there is one; ``problems`` say if it is for other metadata.
+        opened: by file and offset: the items that somebody has looked into, so that nobody needs to do it again.
     """
 
     path: str
@@ -106,6 +135,8 @@ class Checkpoint:
     problems: tuple[Problem, ...]
     version: str | None
     notes: tuple[str, ...] = ()
+    manifest: Manifest | None = None
+    opened: dict[tuple[str, int], Opened] = field(default_factory=dict, repr=False, compare=False)
 
     def items(self) -> Iterator[tuple[str, StoredChunk | StoredObject]]:
         """Everything that is stored, with its key."""
@@ -134,15 +165,19 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     folder = open_folder(path)
     metadata = read_metadata(folder)
     version = metadata.get("version")
-    if version is not None and str(version).split(".")[0] not in _VERSIONS:
+    if version is not None and not (isinstance(version, str) and version.partition(".")[0] in _VERSIONS):
+        told = shortened(version, 20) if isinstance(version, str) else "an unknown version"
         raise CheckpointError(
-            f"{folder.path} has version {version} of the checkpoint format, and these tools know 1.x; use newer tools, "
+            f"{folder.path} has version {told} of the checkpoint format, and these tools know 1.x; use newer tools, "
             "or load and save it again with the torch that wrote it"
         )
     try:
-        return _Builder(metadata).checkpoint(folder, version)
+        checkpoint = _Builder(metadata).checkpoint(folder, version)
     except (TypeError, ValueError, AttributeError, KeyError) as error:
-        raise damage(folder, f"{type(error).__name__}: {error}") from error
+        raise damage(folder, f"{type(error).__name__}: {shortened(str(error))}") from error
+    manifest, wrong = read_manifest(folder)
+    problems = [] if wrong is None else [Problem(METADATA_FILE, wrong)]
+    return replace(checkpoint, manifest=manifest, problems=(*checkpoint.problems, *problems))
 
 
 # --- from records to nouns --------------------------------------------------------------------------------------------
@@ -170,10 +205,10 @@ class _Builder:
         if not isinstance(entries, dict) or not isinstance(storage, dict):
             raise TypeError("it does not say which keys there are, or in which files")
         for index, info in storage.items():
-            self._add_place(index, info)
+            self._add_place(_record(index), _record(info))
         tensors, objects = {}, {}
-        for key in sorted(entries, key=natural_order):
-            entry = entries[key]
+        for key in sorted(map(_text, entries), key=natural_order):
+            entry = _record(entries[key])
             if entry.name == "TensorStorageMetadata":
                 tensors[key] = self._tensor(key, entry)
             elif entry.name == "BytesStorageMetadata" and (place := self._place(key, None)) is not None:
@@ -194,15 +229,20 @@ class _Builder:
     def _add_place(self, index: Record, info: Record) -> None:
         offset = index.get("offset")
         place = _Place(
-            str(info.get("relative_path")),
+            _text(info.get("relative_path")),
             _count(info.get("offset")),
             _count(info.get("length")),
-            tuple(map(str, info.get("transform_descriptors") or ())),
+            tuple(map(_text, _few(info.get("transform_descriptors") or ()))),
         )
-        where = (cast(str, index.get("fqn")), None if offset is None else _counts(offset))
+        where = (_text(index.get("fqn")), None if offset is None else _counts(offset))
         if leaves_the_folder(place.file):
             self.used.add(where)  # said here, and nothing else about it
-            self.problems.append(Problem(where[0], f"its data would be in {place.file!r}, outside of the checkpoint"))
+            file = repr(shortened(place.file))
+            self.problems.append(Problem(where[0], f"its data would be in {file}, outside of the checkpoint"))
+        elif not is_name(place.file):
+            self.used.add(where)
+            file = repr(shortened(place.file))
+            self.problems.append(Problem(where[0], f"its data would be in {file}, which no file is named"))
         elif where in self.places:
             self.problems.append(Problem(where[0], f"its data at {where[1]} are in two places"))
         else:
@@ -210,9 +250,14 @@ class _Builder:
 
     def _tensor(self, key: str, entry: Record) -> StoredTensor:
         shape = _counts(entry.get("size"))
-        dtype = _dtype(entry.get("properties"))
+        if math.prod(shape) > MAX_INT64:
+            raise ValueError(f"{shortened(key)} would have more elements than can be counted")
+        dtype = _dtype(_record(entry.get("properties")))
         chunks = []
-        for record in entry.get("chunks"):
+        stored = entry.get("chunks")
+        if not isinstance(stored, list | tuple):
+            raise TypeError("a tensor has no list of chunks")
+        for record in map(_record, stored):
             offsets, sizes = _counts(record.get("offsets")), _counts(record.get("sizes"))
             if not len(offsets) == len(sizes) == len(shape):
                 self.problems.append(Problem(key, f"a chunk of {len(sizes)} dimensions in a tensor of {len(shape)}"))
@@ -235,22 +280,49 @@ class _Builder:
         self.problems.sort()
 
 
-def _count(value: object) -> int:
-    if not isinstance(value, int) or value < 0:
-        raise TypeError(f"a size or an offset is {value!r}")
+# What others have written: nothing of it is printed or taken apart before it is known to be small.
+
+
+def _record(value: object) -> Record:
+    if not isinstance(value, Record):
+        raise TypeError(f"a {type(value).__name__} where an object is expected")
     return value
 
 
-def _counts(value: Any) -> tuple[int, ...]:
-    return tuple(_count(each) for each in value)
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"a {type(value).__name__} where a text is expected")
+    return value
+
+
+def _few(values: object) -> tuple[Any, ...]:
+    if not isinstance(values, list | tuple) or len(values) > MAX_DIMS:
+        raise TypeError(f"a {type(values).__name__} where a few values are expected")
+    return tuple(values)
+
+
+def _count(value: object) -> int:
+    if type(value) is not int or not 0 <= value <= MAX_INT64:
+        raise TypeError(f"a size or an offset is {reprlib.repr(value)}")
+    return value
+
+
+def _counts(values: object) -> tuple[int, ...]:
+    if type(values) is tuple and len(values) <= MAX_DIMS and all(_is_count(each) for each in values):
+        return values
+    return tuple(map(_count, _few(values)))
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value <= MAX_INT64
 
 
 def _dtype(properties: Record) -> torch.dtype:
     # A tuple that begins with the dtype; or a dict of attributes, as torch before 2.3 wrote it.
     state = properties.state
-    dtype = state[0] if isinstance(state, tuple) else properties.get("dtype")
+    dtype = state[0] if isinstance(state, tuple) and state else properties.get("dtype")
     if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"a dtype is {dtype!r}")
+        raise TypeError(f"a dtype is a {type(dtype).__name__}")
     return dtype
 
 
@@ -260,6 +332,11 @@ def leaves_the_folder(file: str) -> bool:
     return not file or ".." in parts or parts[0] == "" or ":" in parts[0]
 
 
+def is_name(file: str) -> bool:
+    """Whether a file can be named so."""
+    return "\0" not in file and len(file) < _MAX_NAME and not any("\ud800" <= letter <= "\udfff" for letter in file)
+
+
 def _planner_paths(planner_data: object, keys: set[str]) -> dict[str, tuple[str | int, ...]]:
     # DefaultSavePlanner's {flat key: path}. Other planners may keep anything here.
     if not isinstance(planner_data, dict):
@@ -267,5 +344,8 @@ def _planner_paths(planner_data: object, keys: set[str]) -> dict[str, tuple[str 
     return {
         key: path
         for key, path in planner_data.items()
-        if key in keys and isinstance(path, tuple) and all(isinstance(part, str | int) for part in path)
+        if key in keys
+        and isinstance(path, tuple)
+        and len(path) <= _MAX_DEPTH
+        and all(type(part) is str or (type(part) is int and abs(part) <= MAX_INT64) for part in path)
     }

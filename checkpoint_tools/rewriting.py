@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from rich.table import Table
-from rich.text import Text
+
+from fsdp_offload.checkpoint.manifest import MANIFEST_FILE
 
 from .errors import CheckpointError
 from .exchange import merge_exchange, split_exchange
 from .fusions import Exchange, Fusion
-from .inspect import counted, new_table
 from .metadata import METADATA_FILE, read_metadata
 from .new_metadata import metadata_bytes
 from .partial import Partial, open_partial, partial_of
@@ -30,9 +29,10 @@ from .perform import perform
 from .reading import Checkpoint, open_checkpoint
 from .rewrite import Rewrite, Unit, plan_rewrite, unit_bytes_of, units_of
 from .rules import Rule
-from .sinks import LocalSink, Sink, is_empty_remote, remote_sink
-from .sizes import human_bytes, human_shape
-from .verify import check_structure
+from .sinks import LocalSink, Sink, check_empty_remote, remote_sink
+from .sizes import counted, human_bytes, human_shape
+from .tables import Table, new_table
+from .verify import check_structure, notes_on_checksums
 
 Way = Literal["split", "merge"]
 
@@ -53,7 +53,7 @@ def open_whole(source: str, threads: int) -> tuple[Checkpoint, list[str]]:
     """
     checkpoint = open_checkpoint(source)
     check_whole(checkpoint, threads)
-    return checkpoint, foreign_files(checkpoint, {METADATA_FILE})
+    return checkpoint, [*foreign_files(checkpoint, {METADATA_FILE, MANIFEST_FILE}), *notes_on_checksums(checkpoint)]
 
 
 def check_whole(checkpoint: Checkpoint, threads: int) -> None:
@@ -164,8 +164,7 @@ def _check_remote(source: str, destination: str) -> None:
     old, new = _local_path(source), _local_path(destination)
     if old is not None and new is not None and (old == new or old in new.parents or new in old.parents):
         raise CheckpointError(f"{destination} and {source} lie inside of each other; choose another place")
-    if not is_empty_remote(destination):
-        raise CheckpointError(f"{destination} exists; give a name that is not taken, or remove it first")
+    check_empty_remote(destination)
 
 
 def _local_path(path: str) -> Path | None:
@@ -327,11 +326,11 @@ def as_table(rewrite: Rewrite, way: Way) -> Table:
     for fusion in rewrite.exchange.fusions:
         dtype = str(fusion.dtype).removeprefix("torch.")
         chunks = f"{counts[fusion.fused]:,}" if way == "merge" else ""
-        table.add_row(Text(fusion.fused), "", human_shape(fusion.shape), dtype, chunks)
+        table.add_row(fusion.fused, "", human_shape(fusion.shape), dtype, chunks)
         for key, comb in zip(fusion.parts, fusion.combs, strict=True):
             chunks = f"{counts[key]:,}" if way == "split" else ""
             shape = human_shape(comb.part_shape(fusion.shape, fusion.dim))
-            table.add_row("", Text(key), shape, dtype, chunks)
+            table.add_row("", key, shape, dtype, chunks)
     return table
 
 

@@ -11,6 +11,7 @@ The rules are those of the safetensors package, which loads what is written here
 
 import json
 import math
+import reprlib
 import struct
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .errors import CheckpointError
-from .sizes import human_bytes
+from .sizes import MAX_DIMS, MAX_INT64, human_bytes
 from .storage import Folder
 
 SUFFIX = ".safetensors"
@@ -159,10 +160,10 @@ def _tensor(key: str, entry: Any) -> FileTensor:
         raise _DamagedError(f"{key} has no dtype, shape and data_offsets")
     name, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
-        raise _DamagedError(f"{key} has shape {shape} and data_offsets {offsets}")
+        raise _DamagedError(f"{key} has shape {reprlib.repr(shape)} and data_offsets {reprlib.repr(offsets)}")
     dtype = DTYPES.get(name) if isinstance(name, str) else None
     if dtype is None:
-        raise _DamagedError(f"{key} has the dtype {name}, which torch does not have")
+        raise _DamagedError(f"{key} has the dtype {reprlib.repr(name)}, which torch does not have")
     if dtype == torch.float4_e2m1fn_x2:
         if not shape or shape[-1] % 2:
             raise _DamagedError(f"{key} has shape {shape}, and two float4 are one byte")
@@ -174,7 +175,12 @@ def _tensor(key: str, entry: Any) -> FileTensor:
 
 
 def _are_counts(values: Any) -> bool:
-    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
+    return (
+        isinstance(values, list)
+        and len(values) <= MAX_DIMS
+        and all(type(value) is int and 0 <= value <= MAX_INT64 for value in values)
+        and math.prod(values) <= MAX_INT64
+    )
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import io
 import json
 import os
 import re
+import reprlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -22,9 +23,9 @@ import torch
 
 from .errors import CheckpointError
 from .json_values import from_json
-from .reading import Checkpoint, StoredChunk, StoredObject, StoredTensor, leaves_the_folder
+from .reading import Checkpoint, StoredChunk, StoredObject, StoredTensor, is_name, leaves_the_folder
 from .safetensors_file import SUFFIX, Header, read_header
-from .sizes import natural_order
+from .sizes import MAX_INT64, natural_order
 from .storage import Folder, open_folder
 
 INDEX_SUFFIX = f"{SUFFIX}.index.json"
@@ -177,7 +178,7 @@ class _Opening:
             raise CheckpointError(f"{self._folder.path}/{index} has no weight_map of keys and files; fetch it again")
         files = sorted(set(weight_map.values()), key=natural_order)
         for file in files:
-            if leaves_the_folder(file):
+            if leaves_the_folder(file) or not is_name(file):
                 raise CheckpointError(f"{self._folder.path}/{index} names {file!r}, which is outside of the folder")
             if file not in there and not self._is_there(file):
                 missing = sum(name == file for name in weight_map.values())
@@ -243,7 +244,7 @@ class _Opening:
             starts = {tensor.key: tuple(found[tensor.key]["saved_offsets"]) for tensor in header.tensors}
             if all(
                 len(starts[tensor.key]) == len(tensor.shape)
-                and all(type(at) is int and at >= 0 for at in starts[tensor.key])
+                and all(type(at) is int and 0 <= at <= MAX_INT64 for at in starts[tensor.key])
                 for tensor in header.tensors
             ):
                 return starts
@@ -334,7 +335,7 @@ def _stored_objects(found: Mapping[str, Any]) -> Iterator[tuple[str, StoredObjec
 
 def _path(found: Any) -> Path:
     if not isinstance(found, list) or not all(type(part) in (str, int) for part in found):
-        raise TypeError(f"a path is {found!r}")
+        raise TypeError(f"a path is {reprlib.repr(found)}")
     return tuple(found)
 
 

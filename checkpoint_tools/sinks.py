@@ -9,7 +9,8 @@ import errno
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -131,17 +132,36 @@ _CANNOT_RESERVE = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
 
 
 class RemoteSink:
-    """Files behind an fsspec URL, each sent as a whole when it is complete. The metadata are the last."""
+    """Files behind an fsspec URL, each sent as a whole when it is complete. The metadata are the last.
+
+    Whoever writes there has a *claim*, a file with a name of its own. Two that begin at the same time both write one,
+    and then both look: not before it is there. So at least one of them sees that it is not alone, and leaves. No more
+    is asked of a storage than that a file that was written is listed.
+    """
 
     def __init__(self, url: str, spool: Path) -> None:
         from fsspec.core import url_to_fs
 
         self._fs, self._root = url_to_fs(url)
+        self._url = url
         self._spool = spool
+        self._claim = f"{CLAIM_PREFIX}{uuid.uuid4().hex}"
+        self._sent: dict[str, None] = {}  # what is there, or may be
+
+    def claim(self) -> None:
+        """From now on nobody else writes there.
+
+        Raises:
+            CheckpointError: something is there already.
+        """
+        self._fs.makedirs(self._root, exist_ok=True)
+        self._send(self._claim, b"somebody is writing a checkpoint here")
+        others = [name for name in _names(self._fs, self._root) if name != self._claim]
+        if others:
+            raise CheckpointError(_taken(self._url, others))
 
     def prepare(self, file_bytes: Mapping[str, int]) -> None:
         """See :class:`Sink`."""
-        self._fs.makedirs(self._root, exist_ok=True)
 
     def open(self, file: str) -> OpenFile:
         """See :class:`Sink`."""
@@ -156,6 +176,8 @@ class RemoteSink:
     def finish(self, file: str) -> None:
         """See :class:`Sink`."""
         path = self._spool / file
+        self._sent[file] = None
+        self._make_folder_of(file)
         with path.open("rb") as source, self._fs.open(self._at(file), "wb") as target:
             while block := source.read(_SENT_BYTES):
                 target.write(block)
@@ -163,40 +185,84 @@ class RemoteSink:
 
     def write_metadata(self, content: bytes, file: str = METADATA_FILE) -> None:
         """See :class:`Sink`."""
+        self._make_folder_of(file)
+        self._send(file, content)
+
+    def release(self) -> None:
+        """All is there, and belongs to whoever finds it."""
+        with contextlib.suppress(Exception):  # a claim that stays does no harm to what is complete
+            self._fs.rm_file(self._at(self._claim))
+
+    def remove(self) -> None:
+        """What was sent by this sink, and nothing else; the claim last."""
+        for name in sorted(self._sent, key=lambda name: name == self._claim):
+            with contextlib.suppress(Exception):  # what is said is why it did not end well
+                self._fs.rm_file(self._at(name))
+        with contextlib.suppress(Exception):
+            if not _names(self._fs, self._root):
+                self._fs.rmdir(self._root)
+
+    def _send(self, file: str, content: bytes) -> None:
+        self._sent[file] = None
         with self._fs.open(self._at(file), "wb") as target:
             target.write(content)
 
-    def remove(self) -> None:
-        """What was sent."""
-        with contextlib.suppress(Exception):  # what is said is why it did not end well
-            self._fs.rm(self._root, recursive=True)
+    def _make_folder_of(self, file: str) -> None:
+        if "/" in file:
+            self._fs.makedirs(self._at(file.rpartition("/")[0]), exist_ok=True)
 
     def _at(self, file: str) -> str:
         return f"{self._root.rstrip('/')}/{file}"
 
 
-def is_empty_remote(url: str) -> bool:
+CLAIM_PREFIX = ".being-written-"
+
+
+def _names(fs: Any, root: str) -> list[str]:
+    """What is there now, whatever was there when somebody last looked."""
+    fs.invalidate_cache()
+    return [entry.rstrip("/").rsplit("/", 1)[-1] for entry in fs.ls(root, detail=False)]
+
+
+def _taken(url: str, names: Sequence[str]) -> str:
+    if any(name.startswith(CLAIM_PREFIX) for name in names):
+        return (
+            f"another process is writing to {url}, or was killed while it did: wait for it, remove what it has left, "
+            "or give another name"
+        )
+    return f"{url} exists; give a name that is not taken, or remove it first"
+
+
+def check_empty_remote(url: str) -> None:
     """Whether there is nothing at a URL yet.
 
     Raises:
-        CheckpointError: it cannot be opened.
+        CheckpointError: there is, or it cannot be opened.
     """
     try:
         from fsspec.core import url_to_fs
 
         fs, root = url_to_fs(url)
-        return not fs.exists(root) or not fs.ls(root)
+        names = _names(fs, root) if fs.exists(root) else []
     except (ImportError, ValueError) as error:
         raise CheckpointError(f"{url} cannot be opened ({error}); is the file system's package installed?") from error
+    if names:
+        raise CheckpointError(_taken(url, names))
 
 
 @contextlib.contextmanager
 def remote_sink(url: str) -> Iterator[RemoteSink]:
-    """A sink for a URL; what was sent is removed again if it does not end well."""
+    """A sink for a URL that nobody else writes to; what it has sent is removed again if it does not end well.
+
+    Raises:
+        CheckpointError: something is there already.
+    """
     with tempfile.TemporaryDirectory(prefix="checkpoint-tools-") as spool:
         sink = RemoteSink(url, Path(spool))
         try:
+            sink.claim()
             yield sink
         except BaseException:
             sink.remove()
             raise
+        sink.release()

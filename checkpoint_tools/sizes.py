@@ -9,6 +9,12 @@ from .errors import CheckpointError
 MAX_ITEM_BYTES = 16
 """Of one element of any dtype: complex128."""
 
+MAX_DIMS = 64
+"""Of a tensor, as numpy has it. torch itself can count further, and nobody does."""
+
+MAX_INT64 = 2**63 - 1
+"""Of sizes, offsets and counts: more is more than there is of anything."""
+
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
 _FACTORS = {"": 1} | {
     f"{letter}{suffix}": base ** (power + 1)
@@ -28,6 +34,11 @@ def human_bytes(count: float) -> str:
     return f"{count:.1f} {_UNITS[power]}"
 
 
+def shortened(text: str, length: int = 200) -> str:
+    """The beginning of a text that somebody else has written."""
+    return text if len(text) <= length else f"{text[: length - 1]}…"
+
+
 def parse_bytes(text: str) -> int:
     """``2GiB`` or ``2G`` → 2147483648, ``2GB`` → 2000000000, ``4096`` → 4096.
 
@@ -36,10 +47,10 @@ def parse_bytes(text: str) -> int:
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower())
     factor = _FACTORS.get(match[2].removesuffix("bytes") if match else "?")
-    size = 0 if match is None or factor is None else int(float(match[1]) * factor)
-    if size < 1:
-        raise CheckpointError(f"{text!r} is not a size; write for example 512MiB, 2GiB or a number of bytes")
-    return size
+    size = 0.0 if match is None or factor is None else float(match[1]) * factor
+    if not 1 <= size <= MAX_INT64:
+        raise CheckpointError(f"{shortened(text)!r} is not a size; write for example 512MiB, 2GiB or a number of bytes")
+    return int(size)
 
 
 def thread_bytes(max_memory_bytes: int, threads: int, least_bytes: int) -> int:
@@ -57,6 +68,11 @@ def thread_bytes(max_memory_bytes: int, threads: int, least_bytes: int) -> int:
     return share
 
 
+def counted(count: int, noun: str) -> str:
+    """``1 file``, ``2 files``."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def human_shape(shape: Iterable[int]) -> str:
     """``(4, 8)`` → ``4 × 8``; ``()`` → ``scalar``."""
     return " × ".join(map(str, shape)) or "scalar"
@@ -64,8 +80,14 @@ def human_shape(shape: Iterable[int]) -> str:
 
 def natural_order(key: str) -> tuple[tuple[bool, int, str], ...]:
     """A sort key: digits in a key count as numbers."""
-    parts = re.split(r"(\d+)", key)
-    return tuple((False, int(part), "") if part.isdecimal() else (True, 0, part) for part in parts if part)
+    return tuple(_part_order(part) for part in re.split(r"(\d+)", key) if part)
+
+
+def _part_order(part: str) -> tuple[bool, int, str]:
+    if not part.isdecimal():
+        return True, 0, part
+    digits = part.lstrip("0")  # a number may have more digits than Python makes an int of
+    return False, len(digits), digits
 
 
 def block_bounds(total: int, size: int) -> list[tuple[int, int]]:

@@ -131,12 +131,13 @@ class Window(io.RawIOBase):
 
     Attributes:
         offset_bytes: where in the file it begins.
+        length_bytes: how long it is.
     """
 
     def __init__(self, stream: BinaryIO, offset_bytes: int, length_bytes: int) -> None:
         self._stream = stream
         self.offset_bytes = offset_bytes
-        self._length_bytes = length_bytes
+        self.length_bytes = length_bytes
         self._at = 0
 
     def readable(self) -> bool:
@@ -153,7 +154,7 @@ class Window(io.RawIOBase):
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         """Also past the end, as in any file."""
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length_bytes}[whence]
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self.length_bytes}[whence]
         if base + offset < 0:
             raise OSError("seek before the start")
         self._at = base + offset
@@ -162,7 +163,7 @@ class Window(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         """Up to the end of the range."""
         view = memoryview(buffer).cast("B")
-        count = max(0, min(len(view), self._length_bytes - self._at))
+        count = max(0, min(len(view), self.length_bytes - self._at))
         self._stream.seek(self.offset_bytes + self._at)
         # Both open() and fsspec give a readinto; what typing calls BinaryIO does not.
         got: int = self._stream.readinto(view[:count])  # type: ignore[attr-defined]

@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 from rich.console import Group, RenderableType
 from rich.table import Table
-from rich.text import Text
 
 from .reading import StoredChunk, StoredTensor
 from .sizes import human_shape
+from .tables import shown
 
 MAX_ROWS = 32
 MAX_COLUMNS = 8
@@ -109,15 +109,15 @@ def as_picture(tensor: StoredTensor, tiling: Tiling) -> RenderableType:
     dtype = str(tensor.dtype).removeprefix("torch.")
     count = len(tensor.chunks)
     lines: list[RenderableType] = [
-        Text(f"{tensor.key}: {human_shape(tensor.shape)} of {dtype} in {count} chunk{'' if count == 1 else 's'}")
+        shown(f"{tensor.key}: {human_shape(tensor.shape)} of {dtype} in {count} chunk{'' if count == 1 else 's'}")
     ]
     if len(tensor.shape) > len(tiling.dims):
         drawn = " and ".join(map(str, tiling.dims))
-        lines.append(Text(f"Dimensions {drawn} are drawn; the others are inside the cells."))
+        lines.append(shown(f"Dimensions {drawn} are drawn; the others are inside the cells."))
     lines.append(_grid(tiling))
     for number, what in zip(tiling.left_out, ("rows", "columns"), strict=True):
         if number:
-            lines.append(Text(f"… and {number:,} more {what}; --json has all chunks"))
+            lines.append(shown(f"… and {number:,} more {what}; --json has all chunks"))
     return Group(*lines)
 
 
@@ -125,9 +125,9 @@ def _grid(tiling: Tiling) -> Table:
     table = Table(show_lines=True, show_header=len(tiling.dims) > 1)
     table.add_column("", no_wrap=True)
     for column in tiling.columns:
-        table.add_column(Text(_range_text(column)), overflow="fold")
+        table.add_column(shown(_range_text(column)), overflow="fold")
     for row, cells in zip(tiling.rows, tiling.cells, strict=True):
-        table.add_row(Text(_range_text(row) if tiling.dims else ""), *map(Text, cells))
+        table.add_row(shown(_range_text(row) if tiling.dims else ""), *map(shown, cells))
     return table
 
 

@@ -89,21 +89,51 @@ def _differs_in_bits(a: Tensor, b: Tensor) -> Tensor:
 # Objects -------------------------------------------------------------------------------------------------------------
 
 
-def same_values(a: Any, b: Any) -> bool:
+MAX_VALUES = 10_000_000
+"""In an object: of a few lists that contain each other again and again, there are more than anybody can look at."""
+
+
+def has_more_values(value: Any, most: int) -> bool:
+    """Whether there are more values in it, each counted as often as it is contained."""
+    pending, number = [value], 0
+    while pending and number <= most:
+        each = pending.pop()
+        number += 1
+        if isinstance(each, dict):
+            pending += [*each, *each.values()]
+        elif isinstance(each, list | tuple | set):
+            pending += each
+    return number > most
+
+
+def same_values(a: Any, b: Any, seen: dict[tuple[int, int], Any] | None = None) -> bool:
     """Whether two objects are the same: their types, and the bits of the numbers and the tensors in them.
 
     So 1, 1.0 and True are three values, 0.0 and -0.0 are two, and a NaN is the same as one of the same bits; also as
     keys of dicts, whose order is of no account, and in sets.
+
+    Args:
+        a: one of them.
+        b: the other.
+        seen: pairs of containers inside, each of which is looked into once, however often it is contained.
+
+    Raises:
+        RecursionError: they are nested too deeply.
     """
+    seen = {} if seen is None else seen
     if type(a) is not type(b):
         return False
     if isinstance(a, Tensor):
         return a.shape == b.shape and a.dtype == b.dtype and not compare_values(a, b).differing
+    if isinstance(a, dict | list | tuple):
+        if (id(a), id(b)) in seen:
+            return True  # if not, that was found there
+        seen[id(a), id(b)] = a, b
     if isinstance(a, dict):
         of_a, of_b = ({_identity(key): value for key, value in each.items()} for each in (a, b))
-        return of_a.keys() == of_b.keys() and all(same_values(of_a[key], of_b[key]) for key in of_a)
+        return of_a.keys() == of_b.keys() and all(same_values(of_a[key], of_b[key], seen) for key in of_a)
     if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(same_values, a, b))
+        return len(a) == len(b) and all(same_values(*pair, seen) for pair in zip(a, b, strict=True))
     return bool(_identity(a) == _identity(b))
 
 

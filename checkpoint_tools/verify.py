@@ -2,8 +2,9 @@
 
 ::
 
-    Checkpoint ──check_structure──▶ problems of metadata, coverage, files and items; no data are read
-               ──check_finite─────▶ problems of values; all data are read, in blocks
+    Checkpoint ──check_structure──▶ problems of metadata, coverage, files and items; no large contents are read
+               ──check_finite─────▶ problems of values; all floating-point data are read, in blocks
+               ──DataChecks───────▶ data that are not those that were written
 
 Files are looked at in parallel. The checks of checksums are in :mod:`checkpoint_tools.checksums`.
 """
@@ -18,11 +19,13 @@ import torch
 from torch import Tensor
 
 from fsdp_offload.checkpoint.load_checks import Region, overlapping
+from fsdp_offload.checkpoint.manifest import MANIFEST_FILE
 
+from .data_checks import DataChecks
 from .errors import CheckpointError
 from .items import Reader
 from .reading import Checkpoint, Problem, StoredChunk, StoredObject, StoredTensor
-from .sizes import MAX_ITEM_BYTES, block_bounds, human_bytes, thread_bytes
+from .sizes import MAX_ITEM_BYTES, block_bounds, counted, human_bytes, thread_bytes
 
 Advance = Callable[[int], object]
 """Called with the number of bytes that are done since the last call, from any thread."""
@@ -53,13 +56,17 @@ class Files(NamedTuple):
 
 
 def check_structure(checkpoint: Checkpoint, threads: int = 4) -> tuple[list[Problem], Files]:
-    """Everything that can be checked without reading data: all problems, and what was found of the files."""
+    """Everything that can be checked without reading large contents: all problems, and what was found of the files.
+
+    Contents of up to 64 KiB are read, and compared with their checksums.
+    """
     problems = list(checkpoint.problems)
     for tensor in checkpoint.tensors.values():
         problems += check_coverage(tensor)
     files = check_files(checkpoint)
     problems += files.problems
     problems += check_items(checkpoint, files.sound, threads)
+    problems += check_manifest(checkpoint, files.sound)
     return problems, files
 
 
@@ -124,7 +131,13 @@ def _of_whom(entries: Sequence[Entry]) -> str:
 
 def _check_ranges(file: str, entries: Sequence[Entry]) -> Iterator[Problem]:
     # A tensor's empty chunks share their item with each other, and in old checkpoints with a chunk that is not empty.
-    ranges = dict.fromkeys((key, item.offset_bytes, item.length_bytes) for key, item in entries)
+    ranges: dict[tuple[str, int, int], bool] = {}  # whether somebody has elements there
+    for key, item in entries:
+        place = key, item.offset_bytes, item.length_bytes
+        has_elements = isinstance(item, StoredChunk) and item.numel > 0
+        if has_elements and ranges.get(place):
+            yield Problem(file, f"two chunks of {key} are in the same bytes, from {item.offset_bytes:,} on")
+        ranges[place] = has_elements or ranges.get(place, False)
     for (first, start, length), (second, next_start, _) in itertools.pairwise(ranges):
         if start + length > next_start:
             yield Problem(file, f"the items of {first} and {second} are in the same bytes, from {next_start:,} on")
@@ -142,6 +155,53 @@ def check_items(checkpoint: Checkpoint, files: Sequence[str], threads: int = 4) 
             return [problem for key, item in by_file[file] for problem in _check_item(checkpoint, reader, key, item)]
 
     return _in_parallel(check, files, threads)
+
+
+def check_manifest(checkpoint: Checkpoint, files: Sequence[str]) -> list[Problem]:
+    """Whether the items of these files, which have been checked, are those that the manifest tells of."""
+    if checkpoint.manifest is None:
+        return []
+    problems = []
+    by_file, known = checkpoint.items_by_file(), checkpoint.manifest.files
+    for file in sorted({*known, *by_file}):
+        expected = {(item.offset_bytes, item.length_bytes): item.directory_crc for item in known.get(file, ())}
+        keys = {(item.offset_bytes, item.length_bytes): key for key, item in by_file.get(file, ())}
+        if expected.keys() != keys.keys():
+            problems.append(Problem(file, f"{MANIFEST_FILE} tells of other items in it than the metadata"))
+        elif file in files:
+            others = [
+                keys[place]
+                for place, crc in expected.items()
+                if (opened := checkpoint.opened.get((file, place[0]))) is not None and opened.directory_crc != crc
+            ]
+            if others:
+                also = f" and {len(others) - 1:,} more" if len(others) > 1 else ""
+                text = f"{others[0]}{also}: another item than was saved; is the file of another checkpoint?"
+                problems.append(Problem(file, text))
+    return problems
+
+
+def notes_on_checksums(checkpoint: Checkpoint) -> list[str]:
+    """What cannot be compared with anything, of a checkpoint whose items have been checked."""
+    bare, transformed, without = 0, 0, 0
+    for _key, item in checkpoint.items():  # noqa: PERF102  # no dict: a key has many items
+        opened = checkpoint.opened.get((item.file, item.offset_bytes))
+        if isinstance(item, StoredChunk) and item.bare_dtype is not None:
+            bare += 1
+        elif item.transforms:
+            transformed += 1
+        elif opened is not None and not opened.has_crcs:
+            without += 1
+    counts = {
+        "safetensors have no checksums": bare,
+        "they were written through an extension of DCP": transformed,
+        "torch.serialization.set_crc32_options(False) was in force": without,
+    }
+    return [
+        f"the data of {counted(count, 'item')} cannot be compared with checksums: {why}"
+        for why, count in counts.items()
+        if count
+    ]
 
 
 def _check_item(
@@ -175,20 +235,24 @@ def check_finite(
     threads: int = 4,
     max_memory_bytes: int = 2 << 30,
     advance: Advance = lambda done: None,
+    checks: DataChecks | None = None,
 ) -> list[Problem]:
-    """Whether all floating-point values in these files are finite. Each thread holds one block of them.
+    """Whether all floating-point values in these files are finite, and what is read is what was written.
+
+    Each thread holds one block. Whoever gives ``checks`` need not read the same data again.
 
     Raises:
         CheckpointError: the memory is too small.
     """
     by_file = checkpoint.items_by_file()
+    checks = DataChecks(checkpoint) if checks is None else checks
     memory_bytes = thread_bytes(max_memory_bytes, threads, LEAST_THREAD_BYTES)
     block_bytes = min(_BLOCK_BYTES, memory_bytes // 2)
 
     def check(file: str) -> list[Problem]:
         problems: list[Problem] = []
         memory = torch.empty(block_bytes, dtype=torch.uint8)
-        with Reader(checkpoint, max_whole_bytes=memory_bytes // 2) as reader:
+        with Reader(checkpoint, max_whole_bytes=memory_bytes // 2, note=checks.note) as reader:
             for key, item in by_file[file]:
                 dtype = checkpoint.tensors[key].dtype if isinstance(item, StoredChunk) else None
                 if isinstance(item, StoredChunk) and dtype is not None and may_be_infinite(dtype):

@@ -8,15 +8,25 @@ A shard with a spare place lives in either, in turns: the step loads from the on
 costs nothing. Without a spare place, or where that is read as well, the step waits for the reader.
 """
 
+import logging
 from collections.abc import Iterable, Sequence
 from functools import partial
 
 from .adopt import adopt, is_exchanged
+from .fsdp import version_of
 from .pipeline import Pipeline
 from .plan import Plan, home_side
 from .schedule import BucketStep
 from .shards import Home, Reader, StateShard
 from .update import StateStore
+
+logger = logging.getLogger(__name__)
+
+_SPOILED = (
+    "Optimizer state was written in place while an asynchronous save was being written: that checkpoint holds some of "
+    "the old values and some of the new ones. Do not use it; save again. Wait for the future of dcp.async_save() "
+    "before you write into optimizer.state, or put other tensors there."
+)
 
 
 class Lending:
@@ -26,6 +36,7 @@ class Lending:
         self._plan = plan
         self._pipeline = pipeline
         self._readers: list[Reader] = []  # some of them may have finished
+        self._is_spoiled = False
 
     def homes_by_address(self) -> dict[int, tuple[Home, bool]]:
         """The place that begins a tensor at an address, and whether the state lives there now. Host memory only."""
@@ -42,9 +53,28 @@ class Lending:
 
     def lend(self, reader: Reader, homes: Iterable[Home]) -> None:
         """From now on nothing writes ``homes`` until ``reader`` has finished; they hold the newest bytes."""
+        homes = list(homes)
         for home in homes:
             home.readers.append(reader)
         self._readers.append(reader)
+        before = _versions(homes)
+
+        def look() -> None:
+            if _versions(homes) != before:
+                self._is_spoiled = True
+                logger.error(_SPOILED)
+
+        reader.when_over(look)
+
+    def check_unspoiled(self) -> None:
+        """Whether nobody has written into what was lent. Nothing of ours does; and a write cannot be kept from a file.
+
+        Raises:
+            RuntimeError: somebody has. Once; training may go on.
+        """
+        if self._is_spoiled:
+            self._is_spoiled = False
+            raise RuntimeError(_SPOILED)
 
     def wait(self) -> None:
         """Block until nobody else reads any home."""
@@ -53,7 +83,12 @@ class Lending:
         self._readers = []
 
     def take_over(self, shards: Iterable[StateShard], states: StateStore) -> None:
-        """Copy what the user has exchanged for a home into the home. All at once: it may be another one of ours."""
+        """Copy what the user has exchanged for a home into the home. All at once: it may be another one of ours.
+
+        Raises:
+            RuntimeError: see :meth:`check_unspoiled`; nothing has begun yet.
+        """
+        self.check_unspoiled()
         entries = [(shard, states.get(shard.param)) for shard in shards]
         exchanged = [(shard, state) for shard, state in entries if state and is_exchanged(shard, state)]
         if exchanged:
@@ -98,6 +133,15 @@ class Lending:
             bucket = self._pipeline.buckets[step.bucket]
             if bucket.store_copies is not None:
                 bucket.live_at(self._plan[step.bucket].copies(home_side))
+
+
+def _versions(homes: Iterable[Home]) -> list[tuple[int, ...]]:
+    """Changes with every write into one of the homes: through a DTensor, its local tensor, or what that consists of."""
+    return [
+        (*version_of(value), *(leaf._version for leaf in home.leaves[name]))
+        for home in homes
+        for name, value in home.values.items()
+    ]
 
 
 def _has_to_move(shard: StateShard) -> bool:

@@ -142,6 +142,9 @@ class Reader(Protocol):
     def wait(self) -> None:
         """Block until it no longer does."""
 
+    def when_over(self, look: Callable[[], object]) -> None:
+        """Have ``look`` called when it no longer does, before anybody may write."""
+
 
 @dataclass(eq=False)
 class Home:

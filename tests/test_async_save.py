@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn, optim
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultStager, StagingOptions
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -912,3 +913,73 @@ def test_staging_issues_no_collective() -> None:
         dist.all_reduce(torch.ones(1))
     assert comms.get_total_counts() == 1
     assert sequence_numbers() != before
+
+
+# Writes in place -----------------------------------------------------------------------------------------------------
+
+
+def write_in_place(training: Training) -> None:
+    training.optimizers[0].state[training.net.matrix]["exp_avg"].mul_(2)
+
+
+@pytest.mark.parametrize("options", [{"snapshot_bytes": 1 << 20}, {}])
+def test_state_that_is_written_in_place_during_a_save_is_told_of(
+    tmp_path: Path, waits: Waits, options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The file has some old values and some new ones: whoever goes on to train, to save or to close hears of it."""
+    training = Training(adamw, policy(**options))
+    training.train(2)
+    stager = ArenaStager(*training.optimizers)
+    for number, goes_on in enumerate([training.train, lambda: stager.stage(training.state()), stager.close]):
+        writer = HeldWriter(tmp_path / str(number))
+        waits.writers.append(writer)
+        future = save(training, stager, writer)
+        assert writer.arrived.wait(60)
+        write_in_place(training)
+        writer.let_go()
+        future.result()
+        assert stager._loan is not None
+        stager._loan.wait()
+        with pytest.raises(RuntimeError, match=r"written in place while an asynchronous save.*save again"):
+            goes_on()
+        assert "Do not use it" in caplog.text
+        caplog.clear()
+        training.train()  # once is enough
+
+
+def test_state_that_is_written_in_place_between_saves_is_saved(tmp_path: Path, waits: Waits) -> None:
+    training = Training(adamw, policy(snapshot_bytes=1 << 20))
+    training.train(2)
+    stager = ArenaStager(*training.optimizers)
+    for number in range(3):
+        write_in_place(training)
+        expected = Expected()
+        expected.note(tmp_path / str(number), training.state())
+        writer = HeldWriter(tmp_path / str(number))
+        waits.writers.append(writer)
+        future = save(training, stager, writer)
+        training.train()
+        writer.let_go()
+        future.result()
+        assert not list(expected.problems())
+        assert stager._loan is not None
+        stager._loan.wait()
+    stager.close()
+
+
+def test_what_is_written_after_a_save_has_failed_is_nobodys_business(tmp_path: Path, waits: Waits) -> None:
+    training = Training(adamw, policy(snapshot_bytes=1 << 20))
+    training.train(2)
+    stager = ArenaStager(*training.optimizers)
+    writer = FailingWriter(tmp_path / "failed")
+    waits.writers.append(writer)
+    future = save(training, stager, writer)
+    writer.let_go()
+    with pytest.raises(CheckpointException):
+        future.result()
+    assert stager._loan is not None
+    stager._loan.wait()
+    write_in_place(training)
+    del future
+    training.train()
+    stager.close()

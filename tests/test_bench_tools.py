@@ -12,6 +12,8 @@ def test_bench_of_the_checkpoint_tools(tmp_path: Path) -> None:
     output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     machine, *figures = map(json.loads, output.splitlines())
     assert machine["bench"] == "machine"
-    assert [line["way"] for line in figures] == ["copy", "split", "cat", "verify", "verify, finite values"]
+    assert [line["way"] for line in figures] == [
+        *("copy", "split", "cat", "verify", "verify, data", "verify, finite values", "load", "load, checked")
+    ]
     assert all(line["cold_cache"] is False for line in figures)
     assert list(tmp_path.iterdir()) == []

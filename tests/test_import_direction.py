@@ -85,7 +85,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "adopt": {"shards", "update"},
     "forms": {"fsdp", "masters", "optimizers", "shards", "update"},
-    "lending": {"schedule", "shards", "update", "adopt", "pipeline", "plan"},
+    "lending": {"fsdp", "schedule", "shards", "update", "adopt", "pipeline", "plan"},
     "stepping": {
         *("policy", "fsdp", "schedule", "transfer", "optimizers", "shards", "scratch", "learn"),
         *("spent", "update", "pipeline", "plan", "lending", "host_step"),

@@ -2,6 +2,8 @@
 
 import os
 import sys
+from importlib import metadata
+from typing import Annotated
 
 try:
     import typer
@@ -14,8 +16,18 @@ from .record import print_machine
 app = typer.Typer(help="Measure offloading on this machine. Results are JSON lines.", no_args_is_help=True)
 
 
+def _show_version(is_wanted: bool) -> None:
+    if is_wanted:
+        typer.echo(f"benches of fsdp-offload {metadata.version('fsdp-offload')}")
+        raise typer.Exit
+
+
 @app.callback()
-def _machine() -> None:
+def _machine(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
     if os.environ.get("RANK", "0") == "0":
         print_machine()
 

@@ -15,11 +15,12 @@ from typing import Annotated, Any, cast
 
 import torch
 import typer
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from ..checkpoint import ShardTensor
+from ..checkpoint import LoadPlanner, ShardTensor, load
+from ..checkpoint.item_archive import crc32
 from ..checkpoint.rectangles import Cut, cut_chunks
 from .record import median, print_record
 
@@ -45,7 +46,10 @@ def main(
     repeats: Annotated[int, typer.Option(help="Measurements of each figure, interleaved; medians are printed.")] = 3,
     keep_caches: Annotated[bool, typer.Option("--keep-caches", help="Do not drop the machine's page cache.")] = False,
 ) -> None:
-    """Split beside `cp` and fsync, verify beside `cat`: with a cold cache, if this user may drop it."""
+    """Split beside `cp` and fsync, verify beside `cat`, a checked load beside one that is not.
+
+    With a cold cache, if this user may drop it.
+    """
     work = Path(tempfile.mkdtemp(dir=folder, prefix="bench-tools-"))
     try:
         source = work / "source"
@@ -74,13 +78,19 @@ def main(
         }
         for name in ways:
             _print(name, nbytes, seconds, peaks, figures)
+        _compare_loads(source, repeats, keep_caches, figures)
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
 
 _TOOL = [sys.executable, "-m", "checkpoint_tools"]
 
-_BESIDE = {"split": "copy", "verify": "cat", "verify, finite values": "cat"}
+_BESIDE = {
+    "split": "copy",
+    "verify": "cat",
+    "verify, data": "cat",
+    "verify, finite values": "cat",
+}
 """With what each is compared."""
 
 
@@ -117,6 +127,7 @@ def _ways(work: Path, source: Path, threads: int, max_memory: str) -> dict[str, 
         "split": [*_TOOL, "split", str(source), str(work / "made-split"), "--rules", str(work / "rules.toml"), *sizes],
         "cat": ["sh", "-c", f"cat {source}/*.distcp > /dev/null"],
         "verify": [*_TOOL, "verify", str(source), *sizes],
+        "verify, data": [*_TOOL, "verify", "--data", str(source), *sizes],
         "verify, finite values": [*_TOOL, "verify", "--finite", str(source), *sizes],
     }
 
@@ -181,6 +192,44 @@ def _joined(whole: Metadata, part: Metadata) -> Metadata:
             cast(TensorStorageMetadata, whole.state_dict_metadata[key]).chunks.extend(entry.chunks)
     whole.storage_data.update(part.storage_data)
     return whole
+
+
+# --- loads -----------------------------------------------------------------------------------------------------------
+
+
+def _compare_loads(source: Path, repeats: int, keep_caches: bool, figures: dict[str, Any]) -> None:
+    """What comparing checksums costs a load, in this process: without the imports that a command line would add."""
+    entries = FileSystemReader(source).read_metadata().state_dict_metadata
+    tensors = {key: entry for key, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+    state: dict[str, Any] = {
+        key: torch.zeros(entry.size, dtype=entry.properties.dtype) for key, entry in tensors.items()
+    }
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    cpu_seconds: dict[bool, list[float]] = {False: [], True: []}
+    for repeat in range(repeats + 1):  # the first one takes the memory into use
+        for check_data in (False, True):
+            if not keep_caches:
+                _drop_caches()
+            begin, cpu_begin = time.perf_counter(), time.process_time()
+            with warnings.catch_warnings(action="ignore"):  # that there is no process group
+                planner = LoadPlanner(allow_extra=True)
+                load(state, checkpoint_id=source, planner=planner, no_dist=True, check_data=check_data)
+            if repeat:
+                seconds[check_data].append(time.perf_counter() - begin)
+                cpu_seconds[check_data].append(time.process_time() - cpu_begin)
+    for check_data in (False, True):
+        print_record(
+            "tools",
+            way="load, checked" if check_data else "load",
+            **figures,
+            crc32=crc32.__module__,
+            seconds=median(seconds[check_data]),
+            cpu_seconds=median(cpu_seconds[check_data]),
+            more_seconds=median(seconds[check_data]) / median(seconds[False]) - 1,
+            more_cpu_seconds=median(cpu_seconds[check_data]) / median(cpu_seconds[False]) - 1,
+            all_seconds=[round(each, 2) for each in seconds[check_data]],
+            all_cpu_seconds=[round(each, 2) for each in cpu_seconds[check_data]],
+        )
 
 
 # --- measured --------------------------------------------------------------------------------------------------------

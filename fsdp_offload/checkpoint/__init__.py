@@ -1,6 +1,7 @@
 """Sharded checkpoints of offloaded state."""
 
 from .async_save import ArenaStager
+from .checksum_writer import ChecksumWriter
 from .chunks import Chunk, ShardChunks, chunks_of
 from .convert import adamw_to_fused_adam, fused_adam_to_adamw
 from .load_planner import LoadPlanner, load
@@ -9,6 +10,7 @@ from .state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 __all__ = [
     "ArenaStager",
+    "ChecksumWriter",
     "Chunk",
     "LoadPlanner",
     "ShardChunks",

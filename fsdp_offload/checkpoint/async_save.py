@@ -56,7 +56,8 @@ class ArenaStager(AsyncStager):
 
     One save at a time: the collectives of two would mix. Writing in place into a home during a save (your own
     ``copy_``, a ``dcp.load`` into a state dict that did not come from ``get_optimizer_state_dict(for_load=True)``)
-    spoils it. ``AsyncCheckpointerType.PROCESS`` is refused, with a TypeError in its future: give that torch's
+    spoils the file, and is an error when the save has ended: in the next step, the next save or :meth:`close`, and in
+    the log at once. ``AsyncCheckpointerType.PROCESS`` is refused, with a TypeError in its future: give that torch's
     ``DefaultStager``.
 
     Args:
@@ -88,6 +89,7 @@ class ArenaStager(AsyncStager):
                 ``state_dict`` was made before the last step and state has moved since.
         """
         self._wait_for_writer()
+        self._check_unspoiled()
         engines = [engine for optimizer in self._optimizers if (engine := engine_of(optimizer())) is not None]
         for engine in engines:
             engine.steps.check_usable("dcp.async_save()")
@@ -106,10 +108,21 @@ class ArenaStager(AsyncStager):
         """Nothing is left to wait for when :meth:`stage` returns."""
 
     def close(self) -> None:
-        """Wait for the writer, then free the buffer."""
+        """Wait for the writer, then free the buffer.
+
+        Raises:
+            RuntimeError: state was written in place while the last save was being written; do not use that checkpoint.
+        """
         if self._loan is not None:
             self._loan.wait()
         self._loan = self._buffer = None
+        self._check_unspoiled()
+
+    def _check_unspoiled(self) -> None:
+        for optimizer in self._optimizers:
+            engine = engine_of(optimizer())
+            if engine is not None:
+                engine.lending.check_unspoiled()
 
     def _wait_for_writer(self) -> None:
         if self._loan is None or not self._loan.is_reading():

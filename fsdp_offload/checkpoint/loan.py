@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import ItemsView, Iterable, Iterator, Mapping
+from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping
 from operator import itemgetter
 from typing import Any, NoReturn
 
@@ -39,6 +39,9 @@ class Loan:
         self._alive: list[weakref.ref[Any]] = []
         self._owner = threading.current_thread()
         self._thread: threading.Thread | None = None
+        self._looks: list[Callable[[], object]] = []
+        self._is_sealed = False
+        self._is_over = False
 
     def add(self, regions: Iterable[Region]) -> None:
         """Memory that tensors of this loan may be over."""
@@ -48,7 +51,7 @@ class Loan:
                 memory = (ctypes.c_ubyte * region.nbytes).from_address(address)
                 memory.keeps = region  # type: ignore[attr-defined]  # as long as any tensor over it lives
                 bisect.insort(self._memory, (address, memory), key=itemgetter(0))
-                self._alive.append(weakref.ref(memory))
+                self._alive.append(weakref.ref(memory, self._is_gone))
 
     def tensor(self, like: Tensor) -> Tensor:
         """A tensor over the memory of ``like``, on the CPU, of which this loan knows when it goes."""
@@ -62,6 +65,19 @@ class Loan:
     def seal(self) -> None:
         """The loan is made: from now on only its tensors hold the memory."""
         self._memory.clear()
+        self._is_sealed = True
+        self._is_gone(None)
+
+    def when_over(self, look: Callable[[], object]) -> None:
+        """Have ``look`` called once nobody reads any more, before anybody may write: in the thread that has read."""
+        self._looks.append(look)
+
+    def _is_gone(self, _: object) -> None:
+        if self._is_sealed and not any(memory() is not None for memory in self._alive):
+            looks, self._looks = self._looks, []
+            for look in () if self._is_abandoned() else looks:
+                look()
+            self._is_over = True
 
     def is_looked_into(self) -> None:
         """Called in whatever thread looks into the staged dict."""
@@ -75,9 +91,13 @@ class Loan:
 
     def is_reading(self) -> bool:
         """Whether the writer may still look at what it was given."""
-        if self._thread is not None and not self._thread.is_alive():
+        if self._is_abandoned():
+            self._looks.clear()  # what becomes of the memory from now on says nothing about a file
             return False
-        return any(memory() is not None for memory in self._alive)
+        return not self._is_over
+
+    def _is_abandoned(self) -> bool:
+        return self._thread is not None and not self._thread.is_alive()
 
     def wait(self) -> None:
         """Block until it no longer does.

@@ -45,6 +45,16 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def without_crcs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same, whose checksums say nothing: what is damaged has to be seen otherwise."""
+    torch.serialization.set_crc32_options(False)
+    try:
+        return save(tmp_path_factory.mktemp("without") / "checkpoint", {**IN_ORDER, **OTHERWISE})
+    finally:
+        torch.serialization.set_crc32_options(True)
+
+
+@pytest.fixture(scope="module")
 def checkpoint(saved: Path) -> Checkpoint:
     return open_checkpoint(saved)
 
@@ -225,12 +235,12 @@ def test_a_directory_that_is_overwritten(saved: Path, checkpoint: Checkpoint, tm
     refused(damaged(saved, tmp_path, end - 22, bytes(22)), chunk, "not what torch.save writes")
 
 
-def test_a_pickle_that_is_overwritten(saved: Path, checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_a_pickle_that_is_overwritten(without_crcs: Path, checkpoint: Checkpoint, tmp_path: Path) -> None:
     chunk = chunk_of(checkpoint, "float32")
-    with (saved / "__0_0.distcp").open("rb") as stream:
+    with (without_crcs / "__0_0.distcp").open("rb") as stream:
         stream.seek(chunk.offset_bytes)
         at = chunk.offset_bytes + stream.read(chunk.length_bytes).index(b"torch._utils")
-    refused(damaged(saved, tmp_path, at - 3, b"\xff\xff\xff"), chunk, "data.pkl is no pickle")
+    refused(damaged(without_crcs, tmp_path, at - 3, b"\xff\xff\xff"), chunk, "data.pkl is no pickle")
 
 
 def test_a_record_that_is_not_where_the_directory_says(saved: Path, checkpoint: Checkpoint, tmp_path: Path) -> None:
@@ -250,15 +260,15 @@ def test_another_shape(checkpoint: Checkpoint) -> None:
     refused(checkpoint, chunk._replace(sizes=(5, 7)), r"shape \(7, 5\) where one of \(5, 7\)")
 
 
-def test_a_storage_of_another_size(saved: Path, checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_a_storage_of_another_size(without_crcs: Path, checkpoint: Checkpoint, tmp_path: Path) -> None:
     # The pickle says that there are more elements than there are.
     chunk = chunk_of(checkpoint, "int64")
-    with (saved / "__0_0.distcp").open("rb") as stream:
+    with (without_crcs / "__0_0.distcp").open("rb") as stream:
         stream.seek(chunk.offset_bytes)
         content = stream.read(chunk.length_bytes)
     at = content.index(b"cpu") + len("cpu")
     at = content.index(struct.pack("<cB", b"K", 7), at)
-    broken = damaged(saved, tmp_path, chunk.offset_bytes + at, struct.pack("<cB", b"K", 9))
+    broken = damaged(without_crcs, tmp_path, chunk.offset_bytes + at, struct.pack("<cB", b"K", 9))
     refused(broken, chunk, "56 bytes where 72 are expected")
 
 

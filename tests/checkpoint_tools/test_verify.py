@@ -145,6 +145,20 @@ def test_items_in_the_same_bytes(tmp_path: Path) -> None:
     assert edited(folder, edit) == [("__0_0.distcp", "the items of a and b are in the same bytes, from 0 on")]
 
 
+def test_two_chunks_of_one_tensor_in_the_same_bytes(two_ranks: Path) -> None:
+    """Empty ones may share their bytes with another; two with elements would have the same values."""
+
+    def edit(metadata: Metadata) -> None:
+        first, second = chunks_in(metadata, "model.fused")
+        second.offsets, second.sizes = torch.Size([4, 0]), torch.Size([4, 6])
+        metadata.state_dict_metadata["model.fused"].size = torch.Size([8, 6])  # type: ignore[union-attr]
+        storage = metadata.storage_data
+        storage[MetadataIndex("model.fused", (4, 0))] = storage[MetadataIndex("model.fused", tuple(first.offsets))]
+
+    problems = edited(two_ranks, edit)
+    assert ("__0_0.distcp", "two chunks of model.fused are in the same bytes, from 0 on") in problems
+
+
 # Items ---------------------------------------------------------------------------------------------------------------
 
 

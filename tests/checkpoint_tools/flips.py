@@ -1,0 +1,173 @@
+"""Single bits that are flipped in a checkpoint, and what notices that."""
+
+import random
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from checkpoint_tools.data_checks import DataChecks
+from checkpoint_tools.errors import CheckpointError
+from checkpoint_tools.opening import open_checkpoint
+from checkpoint_tools.reading import StoredChunk
+from checkpoint_tools.values import same_values
+from checkpoint_tools.verify import check_structure
+from fsdp_offload.checkpoint import ChecksumWriter, load
+from tests.checkpoint_tools.converted import converted
+from tests.checkpoint_tools.offline import DOWN, FUSED, rewritten, rule
+from tests.distributed.launch import mesh
+
+OTHER = "mlp.other.weight"
+METADATA, MANIFEST = ".metadata", ".checksums"
+
+
+def state() -> dict[str, Any]:
+    """Contents of all kinds: large, small, strided, without elements; and objects, one of them with a large tensor."""
+    generator = torch.Generator().manual_seed(0)
+    fused = torch.randn(256, 96, generator=generator)
+    return {
+        "model": {
+            FUSED: fused,
+            OTHER: fused * 2,
+            DOWN: torch.randn(96, 128, generator=generator).bfloat16(),
+            "empty": torch.empty(0, 3),
+        },
+        "optim": {
+            "state": {
+                FUSED: {"exp_avg": fused + 1, "step": torch.tensor(3.0)},
+                OTHER: {"exp_avg": fused * 3, "step": torch.tensor(3.0)},
+                DOWN: {"exp_avg": fused[:128, :96].t()},
+            },
+            "param_groups": [{"lr": 0.5, "params": [FUSED, OTHER, DOWN]}],
+        },
+        "rng": {"states": (torch.arange(40_000, dtype=torch.int32), 7)},  # a tuple is an object
+    }
+
+
+def save_alone(folder: Path, *, checksums: bool) -> None:
+    writer: dcp.StorageWriter = dcp.FileSystemWriter(folder)
+    with warnings.catch_warnings(action="ignore"):  # that there is no process group
+        dcp.save(state(), storage_writer=ChecksumWriter(writer) if checksums else writer, no_dist=True)
+
+
+def save_sharded(rank: int, world_size: int, folder: Path) -> None:
+    """Of a rank of several, with a file for each tensor."""
+    device_mesh = mesh(world_size)
+    found = state()
+    for entries in (found["model"], found["optim"]["state"][FUSED]):
+        entries |= {
+            key: distribute_tensor(value, device_mesh, [Shard(0)])
+            for key, value in entries.items()
+            if value.dim() and value.numel()
+        }
+    writer = ChecksumWriter(dcp.FileSystemWriter(folder, single_file_per_rank=False))
+    dcp.save(found, storage_writer=writer)
+    dist.barrier()
+
+
+# What should notice a flip -------------------------------------------------------------------------------------------
+
+
+def verify(folder: Path, made: Path) -> bool:
+    del made
+    checkpoint = open_checkpoint(folder)
+    problems, files = check_structure(checkpoint, 1)
+    return not problems and not DataChecks(checkpoint).check_files(files.sound, 1)
+
+
+def split(folder: Path, made: Path) -> bool:
+    rewritten("split", folder, made, rule(), threads=1)
+    return True
+
+
+def merge(folder: Path, made: Path) -> bool:
+    """Of two tensors that happen to have as many columns."""
+    both = rule(fused="{p}both.weight", parts=("{p}" + FUSED, "{p}" + OTHER), dim=0)
+    rewritten("merge", folder, made, both, threads=1)
+    return True
+
+
+def convert(folder: Path, made: Path) -> bool:
+    converted(folder, made, threads=1)
+    return True
+
+
+def checked_load(folder: Path, made: Path) -> bool:
+    """Whatever it loads is right."""
+    del made
+    expected = state()
+    target = zeros(expected)
+    with warnings.catch_warnings(action="ignore"):  # that there is no process group
+        load(target, checkpoint_id=folder, no_dist=True, check_data=True)
+    assert same_values(target, expected)
+    return True
+
+
+def zeros(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return torch.zeros_like(value)
+    if isinstance(value, dict):
+        return {key: zeros(each) for key, each in value.items()}
+    return [zeros(each) for each in value] if isinstance(value, list) else None
+
+
+READERS: dict[str, Callable[[Path, Path], bool]] = {
+    "verify --data": verify,
+    "split": split,
+    "merge": merge,
+    "convert": convert,
+    "checked load": checked_load,
+}
+
+
+def passes(reader: str, folder: Path, made: Path) -> bool:
+    """Whether it takes the checkpoint for whole. What it writes is gone afterwards."""
+    try:
+        return READERS[reader](folder, made)
+    except (CheckpointError, CheckpointException):
+        return False
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+# Flips ---------------------------------------------------------------------------------------------------------------
+
+
+class Flip(NamedTuple):
+    """A bit of a byte of a file; ``is_read``, if it is within what a load reads."""
+
+    file: str
+    at: int
+    bit: int
+    is_read: bool = True
+
+    def apply(self, folder: Path) -> None:
+        """Once flips it, and twice back."""
+        with (folder / self.file).open("r+b") as stream:
+            stream.seek(self.at)
+            (byte,) = stream.read(1)
+            stream.seek(self.at)
+            stream.write(bytes([byte ^ 1 << self.bit]))
+
+
+def random_flip(folder: Path, where: str, choose: random.Random) -> Flip:
+    """In the data of a tensor, in what is around them, or in a file of metadata."""
+    if where in (METADATA, MANIFEST):
+        return Flip(where, choose.randrange((folder / where).stat().st_size), choose.randrange(8))
+    items = [item for _, item in open_checkpoint(folder).items()]
+    item = choose.choice(items)
+    if where == "data":
+        at = choose.randrange(item.length_bytes)
+    else:  # the headers and small records of a tensor are within these ends
+        ends = [*range(min(item.length_bytes, 800)), *range(max(item.length_bytes - 1000, 0), item.length_bytes)]
+        at = choose.choice(ends)
+    has_elements = not isinstance(item, StoredChunk) or item.numel > 0
+    return Flip(item.file, item.offset_bytes + at, choose.randrange(8), has_elements)

@@ -1,0 +1,75 @@
+"""The command line in a process that may take little memory and little time, for input that asks for more."""
+
+import ctypes
+import multiprocessing
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import NamedTuple
+
+MEMORY_BYTES = 512 << 20  # beside what the process has when it begins
+_M_ARENA_MAX = -8
+SECONDS = 60  # for one command, on a machine that does other things as well
+
+
+class Ran(NamedTuple):
+    """How a command has ended."""
+
+    code: int
+    output: str
+
+
+class Limited:
+    """A process that runs one command after the other."""
+
+    def __init__(self, connection: Connection, process: multiprocessing.process.BaseProcess) -> None:
+        self._connection = connection
+        self._process = process
+
+    def run(self, *arguments: object) -> Ran:
+        """A command; an AssertionError if it does not end, or ends the process."""
+        self._connection.send([str(argument) for argument in arguments])
+        assert self._connection.poll(SECONDS), f"{arguments} takes longer than {SECONDS} s"
+        try:
+            return Ran(*self._connection.recv())
+        except EOFError:
+            self._process.join()
+            raise AssertionError(f"{arguments} ended the process: {self._process.exitcode}") from None
+
+
+@contextmanager
+def limited() -> Iterator[Limited]:
+    """Such a process."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.checkpoint_tools.limited"])
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(theirs,), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        yield Limited(ours, process)
+    finally:
+        process.kill()
+        process.join()
+        ours.close()
+
+
+def _serve(connection: Connection) -> None:
+    from typer.testing import CliRunner
+
+    from checkpoint_tools.__main__ import app
+
+    runner = CliRunner()
+    runner.invoke(app, ["split", "nowhere", "nothing", "--preset", "hf-gate-up"])  # imports what there is to import
+    runner.invoke(app, ["convert", "nowhere", "nothing"])
+    runner.invoke(app, ["diff", "nowhere", "nowhere"])
+    runner.invoke(app, ["inspect", "nowhere"])
+    ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)  # each thread would reserve 64 MiB, of which it uses next to nothing
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES,) * 2)
+    while True:
+        result = runner.invoke(app, connection.recv())
+        connection.send((result.exit_code, result.output))
