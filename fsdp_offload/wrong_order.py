@@ -59,12 +59,13 @@ def note_if_unsharded(params: Collection[Tensor], model: nn.Module | None) -> st
 def refuse_exchanged(known: Collection[Tensor], groups: list[dict[str, Any]]) -> None:
     """An error where none of the parameters in ``groups`` is one of those that were there at attach.
 
-    Frameworks that shard a model after its optimizer was built (accelerate's ``prepare``) put others there.
+    Frameworks that shard a model after its optimizer was built (accelerate's ``prepare``) put others there. What was
+    sharded at attach is not meant: a second ``prepare`` puts it back.
     """
-    firsts = [group["params"][0] for group in groups if group["params"]]
-    if not firsts or not known or any(param in known for param in firsts):
+    params = [param for group in groups for param in group["params"]]
+    if not params or params[0] in known or any(param in known for param in params):
         return
-    if any(param in known for group in groups for param in group["params"]):
+    if not known or any(is_dtensor(param) for param in known):
         return
     raise RuntimeError(
         "The parameters of this optimizer were exchanged after offload_optimizer(): it was attached before the model "
