@@ -43,7 +43,7 @@ class OffloadCallback(Callback):
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         """Called by ``Trainer``."""
         del pl_module, args
-        if not self._log_metrics or trainer.global_step % trainer.log_every_n_steps:  # type: ignore[attr-defined]
+        if not self._log_metrics or trainer.global_step % trainer.log_every_n_steps:
             return
         several = len(trainer.optimizers) > 1
         for number, optimizer in enumerate(trainer.optimizers):
