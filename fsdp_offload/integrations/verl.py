@@ -2,7 +2,7 @@
 
 ::
 
-    @EngineRegistry.register(model_type="language_model", backend=["fsdp2"], device="cuda")
+    @EngineRegistry.register(model_type="language_model", backend=["fsdp2"], device="cuda", vendor="nvidia")
     class Engine(OffloadEngineMixin, FSDPEngineWithLMHead): ...
 
 The optimizer's state is at home in host memory between steps: loading it for a phase begins to load what the next step
