@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from fsdp_offload import is_offloaded, offload_report
+from fsdp_offload import is_offloaded, offload_optimizer, offload_report
 from tests.distributed.frameworks import POLICY, SAVED_AT, STEPS, assert_same, everything, record
 from tests.distributed.launch import DEVICE_TYPE, spawn, this_device
 from tests.distributed.models import Net, decay_groups
@@ -195,6 +195,45 @@ def test_fit(tmp_path: Path, kind: str) -> None:
         alone = {"plain alone": later["plain resumed"], "offloaded alone": later["offloaded from plain"]}
         spawn(run_scripts, 1, tmp_path, tmp_path, {name: {**given, **options} for name, given in alone.items()})
         assert_same(tmp_path, "plain alone", "offloaded alone", 1)
+
+
+def run_wrong_orders(rank: int, world_size: int, folder: Path) -> None:
+    """Attached before the module is sharded, and to an optimizer that Lightning does not train with."""
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.strategies import ModelParallelStrategy
+
+    warnings.filterwarnings("ignore", message="offload_optimizer: ")
+    environment(rank, world_size)
+
+    def trainer() -> Trainer:
+        strategy = ModelParallelStrategy(data_parallel_size=world_size, tensor_parallel_size=1)
+        quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+        return Trainer(
+            accelerator="cpu" if DEVICE_TYPE == "cpu" else "gpu",
+            devices=world_size,
+            strategy=strategy,
+            max_steps=2,
+            limit_val_batches=0,
+            enable_checkpointing=False,
+            default_root_dir=folder,
+            **quiet,
+        )
+
+    early = module_of(manual=False, rank=rank)
+    optimizer = offload_optimizer(torch.optim.AdamW(early.net.parameters()), model=early.net)
+    early.configure_optimizers = lambda: optimizer
+    with pytest.raises(RuntimeError, match=r"no longer the model's.*lightning\.OffloadCallback"):
+        trainer().fit(early)
+
+    late = module_of(manual=False, rank=rank)
+    kept = []
+    late.on_fit_start = lambda: kept.append(offload_optimizer(torch.optim.AdamW(late.net.parameters()), model=late.net))
+    with pytest.warns(UserWarning, match=r"NOTHING IS OFFLOADED.*lightning\.OffloadCallback"):
+        trainer().fit(late)
+
+
+def test_wrong_orders(tmp_path: Path) -> None:
+    spawn(run_wrong_orders, 2, tmp_path, tmp_path)
 
 
 def fabric_script(

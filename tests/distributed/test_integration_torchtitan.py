@@ -174,10 +174,20 @@ def refused() -> list[str]:
     return []
 
 
+def built_anew() -> list[str]:
+    """A second container over the same model: the first, which is offloaded, never steps."""
+    net = build(shard_even)
+    kept, other = container_of([net], POLICY), container_of([net], None)
+    net(batch(0, 0)).backward()
+    with pytest.warns(UserWarning, match=r"NOTHING IS OFFLOADED.*torchtitan\.offloaded"):
+        other.step()
+    return [] if is_offloaded(kept.optimizers[0]) else ["the first is not offloaded"]
+
+
 def run_others(rank: int, world_size: int) -> None:
     del rank, world_size
     warnings.filterwarnings("ignore", message="offload_optimizer: ")
-    run_cases({"bf16 moments": bfloat16_moments, "in the backward": refused})
+    run_cases({"bf16 moments": bfloat16_moments, "in the backward": refused, "anew": built_anew})
 
 
 def test_bfloat16_moments_and_optimizers_in_the_backward(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_offload import is_offloaded, offload_report
+from fsdp_offload import is_offloaded, offload_optimizer, offload_report
 from tests.distributed.frameworks import POLICY, SAVED_AT, STEPS, assert_same, everything, record, recorded
 from tests.distributed.launch import DEVICE_TYPE, spawn
 
@@ -82,23 +82,16 @@ def trainer_of(kind: str, policy: dict[str, Any] | None, options: dict[str, Any]
     return on_any_device(cls)(model_of(), SFTConfig(**options, max_length=LENGTH), processing_class=tokenizer, **common)
 
 
-def script(
-    rank: int,
-    world_size: int,
-    folder: Path,
-    name: str,
-    *,
-    kind: str = "trainer",
-    policy: dict[str, Any] | None = None,
-    resume: Path | None = None,
-    again: bool = False,
-) -> None:
+def environment(rank: int, world_size: int) -> None:
     from accelerate.state import AcceleratorState, GradientState
 
     AcceleratorState._reset_state(reset_partial_state=True)  # of the script before in this process
     GradientState._reset_state()
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "LOCAL_WORLD_SIZE": str(world_size)}
+
+
+def options_of(folder: Path) -> dict[str, Any]:
     fsdp = {
         "version": 2,
         "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
@@ -106,8 +99,8 @@ def script(
         "state_dict_type": "SHARDED_STATE_DICT",
         "reshard_after_forward": True,
     }
-    options = {
-        "output_dir": str(folder / name),
+    return {
+        "output_dir": str(folder),
         "use_cpu": DEVICE_TYPE == "cpu",
         "fsdp": True,
         "fsdp_config": fsdp,
@@ -127,6 +120,21 @@ def script(
         "disable_tqdm": True,
         "bf16": False,
     }
+
+
+def script(
+    rank: int,
+    world_size: int,
+    folder: Path,
+    name: str,
+    *,
+    kind: str = "trainer",
+    policy: dict[str, Any] | None = None,
+    resume: Path | None = None,
+    again: bool = False,
+) -> None:
+    environment(rank, world_size)
+    options = options_of(folder / name)
     seen: list[float] = []
     trainer = trainer_of(kind, policy, options, seen)
     trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
@@ -141,6 +149,26 @@ def script(
         if hasattr(module, "reshard"):
             module.reshard()  # an evaluation leaves the root gathered
     record(folder, name, rank, seen, everything(trainer.model, [trainer.optimizer]))
+
+
+def run_wrong_order(rank: int, world_size: int, folder: Path) -> None:
+    """Attached where the optimizer is made: the Trainer prepares it afterwards, which exchanges its parameters."""
+    warnings.filterwarnings("ignore", message="offload_optimizer: ")
+    from transformers import Trainer, TrainingArguments
+
+    class Early(Trainer):
+        def create_optimizer(self, model: Any = None) -> Any:
+            return offload_optimizer(super().create_optimizer(model))
+
+    environment(rank, world_size)
+    arguments = TrainingArguments(**options_of(folder))
+    trainer = on_any_device(Early)(model_of(), arguments, train_dataset=Tokens(64), eval_dataset=Tokens(8))
+    with pytest.raises(RuntimeError, match=r"exchanged after offload_optimizer.*transformers\.OffloadTrainer"):
+        trainer.train()
+
+
+def test_attached_before_the_trainer_prepares(tmp_path: Path) -> None:
+    spawn(run_wrong_order, 2, tmp_path, tmp_path)
 
 
 def run_scripts(rank: int, world_size: int, folder: Path, scripts: dict[str, dict[str, Any]]) -> None:
