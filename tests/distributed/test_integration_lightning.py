@@ -124,7 +124,7 @@ def script(
 
     environment(rank, world_size)
     saving = ModelCheckpoint(folder / name, every_n_train_steps=SAVED_AT, save_top_k=-1, filename="{step}")
-    offload = [] if policy is None else [OffloadCallback(policy)]
+    offload = [] if policy is None else [OffloadCallback(policy, log_metrics=True)]
     strategy = ModelParallelStrategy(
         data_parallel_size=world_size, tensor_parallel_size=1, save_distributed_checkpoint=not full
     )
@@ -133,6 +133,7 @@ def script(
         devices=world_size,
         strategy=strategy,
         max_steps=STEPS,
+        log_every_n_steps=2,
         **({} if manual else {"gradient_clip_val": 0.5, "accumulate_grad_batches": MICRO_BATCHES}),
         val_check_interval=4 * MICRO_BATCHES,
         num_sanity_val_steps=0,
@@ -154,6 +155,7 @@ def script(
     if policy is not None:
         report = offload_report(optimizer)
         assert report.stored_bytes >= report.host_state_bytes > 0
+        assert trainer.callback_metrics["offload/host_bytes"] == report.host_bytes
     finish(rank, folder, name, module.seen, module.net, optimizer)
 
 
