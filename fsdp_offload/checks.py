@@ -38,7 +38,8 @@ def check_attachable(optimizer: Optimizer) -> None:
         raise TypeError(f"offload_optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}.")
     if ENGINE_ATTRIBUTE in vars(optimizer):
         raise RuntimeError(
-            "offload_optimizer: this optimizer is offloaded already. To change the policy, call remove_offload() first."
+            "offload_optimizer: this optimizer is offloaded already. exist_ok=True leaves it so. To change the policy, "
+            "call remove_offload() first."
         )
     inner = [name for name, value in vars(optimizer).items() if _holds_optimizer(value)]
     if inner:

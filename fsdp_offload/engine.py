@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .adopt import adopt
+from .adopt import adopt, is_exchanged
 from .asleep import is_asleep
 from .forms import as_kept, as_saved, drop_master, rebuild_master
 from .fsdp import has_replicas, local_shard, unsupported_gradient
@@ -35,7 +35,7 @@ from .pipeline import Pipeline
 from .plan import Plan
 from .policy import OffloadPolicy
 from .schedule import BucketStep
-from .shards import StateLayout, StateShard
+from .shards import StateLayout, StateShard, in_dtypes_of
 from .stepping import BegunStep, Stepping
 from .times import BucketTimes, StepTimes
 from .transfer import Allocated, DeviceLink, EventMark, HostMark, Mark, device_link
@@ -127,6 +127,8 @@ class Engine:
         self.phases.take_along(self.plan.shards[param] for param in params)
         self.steps.forget_places()
         adopt((self.plan.shards[param], states.get(param)) for param in params)
+        for param in params:
+            self.plan.shards[param].existed = bool(states.get(param))
 
     def _check_order_of_draws(self, optimizer: Optimizer, new: Sequence[Tensor]) -> None:
         """Refuse what would draw an optimizer's random numbers in another order than a plain step does."""
@@ -184,8 +186,14 @@ class Engine:
         self.steps.forget_places()
         self.steps.measured_order = []  # of other buckets
 
-    def rebuild(self, optimizer: Optimizer, states: StateStore) -> None:
-        """Plan anew, for state whose layout changed. Old and new homes exist side by side until this returns."""
+    def rebuild(self, optimizer: Optimizer, states: StateStore, as_made: Set[Tensor] = frozenset()) -> None:
+        """Plan anew, for state whose layout changed. Old and new homes exist side by side until this returns.
+
+        Args:
+            optimizer: whose state.
+            states: all of it.
+            as_made: parameters whose state has the layout that somebody gave it, rather than one that is learnt.
+        """
         self._pipeline.synchronize()
         self._counters_as_made(states)
         dead = [param for param, shard in self.plan.shards.items() if self._is_dead(shard, states)]
@@ -194,13 +202,13 @@ class Engine:
         for param in dead:
             self.names.pop(param, None)
         self.clear()
-        for param in old:
+        for param in old.keys() - as_made:
             states.get(param).clear()  # so that the layout is learnt under the new hyperparameters
         try:
             self.add(optimizer, old, states)
         finally:
             for param, state in old.items():
-                if state:
+                if state and param not in as_made:
                     states.of(param).update(state)
         adopt((self.plan.shards[param], states.get(param)) for param in old)
 
@@ -551,6 +559,18 @@ class Engine:
                 self.rebuild(optimizer, states)
         elif regrouped and self._mostly_dead(states):
             self.rebuild(optimizer, states)
+        made = {param for param, shard in self.plan.shards.items() if not shard.existed and states.get(param)}
+        if any(self._made_otherwise(self.plan.shards[param], states) for param in made):
+            self.rebuild(optimizer, states, as_made=made)
+        for param in made:
+            self.plan.shards[param].existed = True
+
+    def _made_otherwise(self, shard: StateShard, states: StateStore) -> bool:
+        """Whether somebody made the first state of a parameter, in a step hook as torchtitan does, in other dtypes."""
+        state = states.get(shard.param)
+        if shard.group < 0 or shard.master != "none" or not is_exchanged(shard, state):
+            return False
+        return in_dtypes_of(shard.layout, state).dtypes != shard.layout.dtypes
 
     def _check_state_is_complete(self, optimizer: Optimizer, shards: Sequence[StateShard], states: StateStore) -> None:
         """The optimizers of torch look for all of their state once there is some; better before a step than in it."""

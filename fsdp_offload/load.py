@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from .engine import Engine
 from .fsdp import is_dtensor, over_local, placements_of
 from .masters import MASTER, can_rebuild
-from .shards import LeafLayout, StateLayout, ValueLayout, leaves_of
+from .shards import LeafLayout, StateLayout, ValueLayout, in_dtypes_of, leaves_of
 from .update import UserState
 
 logger = logging.getLogger(__name__)
@@ -74,13 +74,18 @@ def _without_none(saved: object, saved_id: object) -> dict[str, Any]:
 def _expected_layout(
     engine: Engine, optimizer: Optimizer, param: Tensor, index: int, merged: Mapping[str, Any]
 ) -> StateLayout:
-    """What ``param`` keeps under the hyperparameters that the state dict brings (``amsgrad`` may come with it)."""
+    """What ``param`` keeps under the hyperparameters that the state dict brings (``amsgrad`` may come with it).
+
+    State that there has been keeps its dtypes, whatever the optimizer would make.
+    """
     group = optimizer.param_groups[index]
     optimizer.param_groups[index] = dict(merged)
     try:
-        return engine.layouts.learn(optimizer, param, optimizer.param_groups[index], engine.names.get(param, ""))
+        layout = engine.layouts.learn(optimizer, param, optimizer.param_groups[index], engine.names.get(param, ""))
     finally:
         optimizer.param_groups[index] = group
+    shard = engine.plan.shards.get(param)
+    return in_dtypes_of(layout, shard.homes) if shard is not None and shard.existed else layout
 
 
 def _checked(

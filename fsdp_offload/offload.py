@@ -128,7 +128,8 @@ def offload_optimizer(
     attachment = attachment_of(target)
     assert attachment is not None
     try:
-        attachment.undo_step += redirect_captured_step(target, plain_step, type(target).step, wrappers)
+        if wrappers:
+            attachment.undo_step += redirect_captured_step(target, plain_step, type(target).step, wrappers)
         attachment.overlap = make_overlap(model, target, engine, _unwaited_states)
         _watch_until_first_step(target, attachment, model)
     except BaseException:

@@ -25,7 +25,7 @@ from .host_update import HostUpdates
 from .learn import Layouts
 from .policy import OffloadPolicy
 from .schedule import Placement, RingBlocks, divide_ring, place_in_ring
-from .shards import Home, LeafLayout, StateShard, is_wrapper
+from .shards import Home, LeafLayout, StateShard, in_dtypes_of, is_wrapper
 from .staged import StagedBucket
 from .update import BoundRange, StateStore, bind_range, slot_values
 
@@ -160,6 +160,8 @@ class Plan:
                 if described
                 else self._layouts.learn(optimizer, param, group, name)
             )
+            if state and not described and master == "none":
+                layout = in_dtypes_of(layout, state)
             on_locals = self._layouts.traits.elementwise
             together = self._together.get(param, -1)
             shard = StateShard(param, name, on_locals, False, layout, group_of[param], master, together)

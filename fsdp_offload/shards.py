@@ -4,8 +4,8 @@ A *value* is what an optimizer keeps under a name: a plain tensor, a DTensor, or
 knows its inner tensors. Its *leaves* are the dense plain tensors inside; only leaves are ever copied.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -132,6 +132,24 @@ class StateLayout:
     scalars: dict[str, object] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
 
+    @property
+    def dtypes(self) -> list[torch.dtype]:
+        """Of all leaves, value by value."""
+        return [leaf.dtype for value in self.values.values() for leaf in value.leaves]
+
+
+def in_dtypes_of(layout: StateLayout, state: Mapping[str, object]) -> StateLayout:
+    """``layout`` with the dtypes that the values in ``state`` have, where their shapes are those of the layout."""
+    values = {}
+    for name, value in layout.values.items():
+        given = state.get(name)
+        leaves = leaves_of(given) if isinstance(given, Tensor) else []
+        same = [leaf.shape for leaf in leaves] == [leaf.shape for leaf in value.leaves]
+        dtypes = [leaf.dtype for leaf in (leaves if same else value.leaves)]
+        changed = [leaf._replace(dtype=dtype) for leaf, dtype in zip(value.leaves, dtypes, strict=True)]
+        values[name] = replace(value, leaves=tuple(changed))
+    return replace(layout, values=values)
+
 
 class Reader(Protocol):
     """Somebody else who reads homes while training goes on: the writer of a checkpoint."""
@@ -191,6 +209,7 @@ class StateShard:
         mirror: host memory for this rank's part of the parameter, which is updated there then; ``uint8``, in its order.
         places: its home, and a spare one if there is room for it.
         side: which of ``places`` is the home now.
+        existed: there has been state, whose dtypes are what they are from then on.
         host_places: for state that is resident, where it goes when everything is to leave the device, if that is known.
     """
 
@@ -208,6 +227,7 @@ class StateShard:
     side: int = 0
     host_places: list[Home] = field(default_factory=list)
     mirror: Tensor | None = None
+    existed: bool = False
     buckets: list[int] = field(default_factory=list)
 
     @property

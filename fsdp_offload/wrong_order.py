@@ -21,16 +21,22 @@ _FULLY_SHARD = "call fully_shard(model), build the optimizer, then offload_optim
 # Imported package → the line to write there.
 _LINES = {
     "accelerate": (
-        "with accelerate, attach after prepare: model, optimizer = accelerator.prepare(model, optimizer), then "
-        "offload_optimizer(optimizer, model=model)"
+        "with accelerate, attach after prepare: model, optimizer = "
+        "fsdp_offload.integrations.accelerate.prepare(accelerator, model, optimizer)"
     ),
-    "transformers": "with transformers' Trainer, use fsdp_offload.integrations.transformers.OffloadMixin",
+    "transformers": "with transformers' Trainer: fsdp_offload.integrations.transformers.OffloadTrainer(...)",
     "lightning": (
-        "with Lightning, return offload_optimizer(optimizer, model=self) from configure_optimizers; with Fabric, "
-        "attach after model, optimizer = fabric.setup(model, optimizer)"
+        "with Lightning: Trainer(callbacks=[fsdp_offload.integrations.lightning.OffloadCallback()]); with Fabric: "
+        "fsdp_offload.integrations.lightning.setup_optimizers(fabric, model, optimizer) after fabric.setup(model)"
     ),
-    "torchtitan": "with torchtitan, use fsdp_offload.integrations.torchtitan",
-    "megatron_fsdp": "with Megatron-FSDP, attach after fully_shard_model and before fully_shard_optimizer",
+    "torchtitan": (
+        "with torchtitan: build_optimizers_fn=fsdp_offload.integrations.torchtitan.offloaded(build_optimizers)"
+    ),
+    "verl": "with verl: class Engine(fsdp_offload.integrations.verl.OffloadEngineMixin, FSDPEngineWithLMHead)",
+    "megatron_fsdp": (
+        "with Megatron-FSDP: fsdp_offload.integrations.megatron_fsdp.fully_shard_optimizer(optimizer) after "
+        "fully_shard_model(model)"
+    ),
 }
 
 
@@ -59,12 +65,13 @@ def note_if_unsharded(params: Collection[Tensor], model: nn.Module | None) -> st
 def refuse_exchanged(known: Collection[Tensor], groups: list[dict[str, Any]]) -> None:
     """An error where none of the parameters in ``groups`` is one of those that were there at attach.
 
-    Frameworks that shard a model after its optimizer was built (accelerate's ``prepare``) put others there.
+    Frameworks that shard a model after its optimizer was built (accelerate's ``prepare``) put others there. What was
+    sharded at attach is not meant: a second ``prepare`` puts it back.
     """
-    firsts = [group["params"][0] for group in groups if group["params"]]
-    if not firsts or not known or any(param in known for param in firsts):
+    params = [param for group in groups for param in group["params"]]
+    if not params or params[0] in known or any(param in known for param in params):
         return
-    if any(param in known for group in groups for param in group["params"]):
+    if not known or any(is_dtensor(param) for param in known):
         return
     raise RuntimeError(
         "The parameters of this optimizer were exchanged after offload_optimizer(): it was attached before the model "

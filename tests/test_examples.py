@@ -329,3 +329,50 @@ def test_the_example_would_find_a_hook_that_is_not_called(
 
     assert megatron_style_loop.main(MEGATRON_SMALL) == 1
     assert capsys.readouterr().out.splitlines()[-1] == "FAIL: other bits"
+
+
+# Frameworks ----------------------------------------------------------------------------------------------------------
+
+
+def run_with_framework(name: str, *flags: str, ranks: int = 0) -> str:
+    """In a process of its own: frameworks change settings of the one they run in."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
+    command = [sys.executable, *launcher, str(TRAIN_GPT.with_name(f"{name}.py")), *flags]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def test_accelerate(tmp_path: Path) -> None:
+    flags = ("--steps", "4", "--layers", "2", "--width", "64", "--folder", str(tmp_path))
+    assert "state on the host" in run_with_framework("with_accelerate", *flags)
+
+
+def test_trainer(tmp_path: Path) -> None:
+    output = run_with_framework("with_trainer", "--steps", "4", "--layers", "2", "--folder", str(tmp_path))
+    assert "resumed: the same" in output
+    assert "offload/host_bytes" in output
+
+
+def test_lightning(tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+    output = run_with_framework("with_lightning", "--steps", "4", "--layers", "2", "--folder", str(tmp_path))
+    assert "resumed: the same" in output
+
+
+@pytest.mark.distributed
+def test_torchtitan(tmp_path: Path) -> None:
+    pytest.importorskip("torchtitan.components.optimizer")
+    flags = ("--steps", "4", "--layers", "2", "--width", "64", "--folder", str(tmp_path))
+    assert run_with_framework("with_torchtitan", *flags, ranks=2).count("resumed: the same") == 2
+
+
+def test_verl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its registry gives our engine to the actor; what runs in it is tests/distributed/test_integration_verl.py's."""
+    pytest.importorskip("verl.workers.engine")
+    from examples import with_verl
+
+    monkeypatch.setenv("VERL_ENGINE_DEVICE", "cuda")
+    monkeypatch.setenv("VERL_ENGINE_VENDOR", "nvidia")
+    assert with_verl.EngineRegistry.get_engine_cls("language_model", "fsdp2") is with_verl.OffloadEngine
+    assert not issubclass(with_verl.EngineRegistry.get_engine_cls("value_model", "fsdp2"), with_verl.OffloadEngine)

@@ -122,6 +122,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     # Beside the library, as one of its users: the public names, and what a bench measures by itself.
     "bench": {"__init__", "bound", "fsdp", "arena", "buckets", "transfer", "host_measure", "checkpoint"},
     "__main__": {"bench"},
+    # Beside their frameworks.
+    "integrations": {"policy", "offload", "checkpoint", "engine", "sleep"},
 }
 
 # Files that may use private names of torch.distributed and torch._C, each under its own table of what is used and why.
@@ -133,6 +135,7 @@ PRIVATE_TORCH_ATTRIBUTE_PREFIX = "_fsdp_param"
 OPTIONAL_PACKAGES = {
     *("transformer_engine", "torchao", "schedulefree", "bitsandbytes"),
     *("typer", "rich", "matplotlib", "safetensors"),
+    *("accelerate", "transformers", "trl", "lightning", "torchtitan", "verl", "megatron_fsdp"),
     *("pytest", "hypothesis"),
 }
 

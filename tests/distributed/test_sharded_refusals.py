@@ -62,6 +62,7 @@ def sharded_after_attaching(shard: Callable[[Net], Any]) -> Iterator[str]:
     net = Net().to(this_device())
     optimizer = attach(optim.AdamW(net.parameters()), model=net)
     shard(net)
+    yield from refused(lambda: net(batch(0)), RuntimeError, "no longer the model's", "fully_shard")
     net(batch(0)).backward()
     yield from refused(optimizer.step, RuntimeError, "no longer the model's", "fully_shard")
 

@@ -1,0 +1,46 @@
+"""accelerate: :func:`prepare` in place of ``accelerator.prepare``.
+
+::
+
+    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+    model, optimizer, loader = prepare(accelerator, model, optimizer, loader, policy={"staging_bytes": 1 << 28})
+
+Everything else stays: ``accumulate``, ``clip_grad_norm_``, schedulers, scalers, ``save_state``, ``load_state``.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from accelerate import Accelerator
+from torch import nn
+from torch.optim import Optimizer
+
+from ..offload import offload_optimizer
+from ..policy import OffloadPolicy
+from .plain_values import policy_from
+
+
+def prepare(accelerator: Accelerator, *objects: Any, policy: OffloadPolicy | Mapping[str, Any] | None = None) -> Any:
+    """``accelerator.prepare(*objects)``, and then offload of the optimizers among them.
+
+    May be called again with what it returned. ``FSDP_OFFLOAD_...`` variables fill in what ``policy`` does not say.
+
+    Args:
+        accelerator: yours.
+        objects: as for ``accelerator.prepare``; the model of the optimizers, if there is more than one, goes first.
+        policy: a policy, or its fields as plain values.
+    """
+    chosen = policy_from(policy)
+    prepared = accelerator.prepare(*objects)
+    results = prepared if isinstance(prepared, tuple | list) else [prepared]
+    models = [result for result in results if isinstance(result, nn.Module)]
+    for optimizer in results:
+        if isinstance(optimizer, Optimizer):
+            offload_optimizer(optimizer, model=_model_of(optimizer, models), policy=chosen, exist_ok=True)
+    return prepared
+
+
+def _model_of(optimizer: Optimizer, models: list[nn.Module]) -> nn.Module | None:
+    """The model that has all of the optimizer's parameters."""
+    params = {param for group in optimizer.param_groups for param in group["params"]}
+    return next((model for model in models if params <= set(model.parameters())), None)

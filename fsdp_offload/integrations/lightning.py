@@ -1,0 +1,60 @@
+"""Lightning: :class:`OffloadCallback` for its ``Trainer``, :func:`setup_optimizers` for Fabric.
+
+::
+
+    trainer = Trainer(strategy=ModelParallelStrategy(), callbacks=[OffloadCallback({"overlap_forward": True})])
+
+    model = fabric.setup(model)
+    optimizer = setup_optimizers(fabric, model, torch.optim.AdamW(model.parameters()))
+
+Automatic and manual optimization, closures, clipping, ``ModelCheckpoint`` and ``fit(ckpt_path=...)`` stay as they are.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.fabric import Fabric
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import nn
+from torch.optim import Optimizer
+
+from ..offload import offload_optimizer
+from ..policy import OffloadPolicy
+from .plain_values import metrics_of, policy_from
+
+
+class OffloadCallback(Callback):
+    """Offloads the optimizers of each ``fit``: when they are built, and before a checkpoint is loaded.
+
+    Args:
+        policy: a policy, or its fields as plain values; ``FSDP_OFFLOAD_...`` variables fill in the rest.
+        log_metrics: log bytes by place and times of the last step wherever ``Trainer`` logs, and wait for it there.
+    """
+
+    def __init__(self, policy: OffloadPolicy | Mapping[str, Any] | None = None, *, log_metrics: bool = False) -> None:
+        self._policy = policy_from(policy)
+        self._log_metrics = log_metrics
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Called by ``Trainer`` behind ``configure_optimizers``."""
+        for optimizer in trainer.optimizers:
+            offload_optimizer(optimizer, model=pl_module, policy=self._policy, exist_ok=True)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        """Called by ``Trainer``."""
+        del pl_module, args
+        if not self._log_metrics or trainer.global_step % trainer.log_every_n_steps:
+            return
+        several = len(trainer.optimizers) > 1
+        for number, optimizer in enumerate(trainer.optimizers):
+            self.log_dict(metrics_of(optimizer, f"offload-{number}/" if several else "offload/"))
+
+
+def setup_optimizers(
+    fabric: Fabric, model: nn.Module, *optimizers: Optimizer, policy: OffloadPolicy | Mapping[str, Any] | None = None
+) -> Any:
+    """``fabric.setup_optimizers(*optimizers)``, and offload; ``model`` is what ``fabric.setup`` has returned."""
+    module = getattr(model, "module", model)
+    for optimizer in optimizers:
+        offload_optimizer(optimizer, model=module, policy=policy_from(policy), exist_ok=True)
+    return fabric.setup_optimizers(*optimizers)

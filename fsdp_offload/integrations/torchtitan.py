@@ -1,0 +1,92 @@
+"""torchtitan: builders of optimizers that offload, and a checkpoint manager that saves from host memory.
+
+::
+
+    spec = replace(spec, build_optimizers_fn=offloaded(spec.build_optimizers_fn, {"snapshot_bytes": 9 << 30}))
+
+    save_from_arena(trainer.checkpointer)  # with --checkpoint.async_mode async: nothing is copied but the model
+
+``LRSchedulersContainer`` and ``CheckpointManager`` in all of its modes work as they are, without the second line too.
+"""
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any
+
+from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save
+from torchtitan.components.checkpoint import OPTIMIZER, AsyncMode, CheckpointManager
+from torchtitan.components.optimizer import OptimizersContainer, OptimizersInBackwardContainer
+
+from ..checkpoint import ArenaStager
+from ..offload import is_offloaded, offload_optimizer
+from ..policy import OffloadPolicy
+from .plain_values import metrics_of, policy_from
+
+
+def offloaded(
+    build: Callable[..., OptimizersContainer], policy: OffloadPolicy | Mapping[str, Any] | None = None
+) -> Callable[..., OptimizersContainer]:
+    """``build_optimizers_fn`` of a ``TrainSpec``, followed by :func:`offload_container`."""
+
+    def build_offloaded(*args: Any, **kwargs: Any) -> OptimizersContainer:
+        return offload_container(build(*args, **kwargs), policy)
+
+    return build_offloaded
+
+
+def offload_container(
+    container: OptimizersContainer, policy: OffloadPolicy | Mapping[str, Any] | None = None
+) -> OptimizersContainer:
+    """Offload the optimizers of ``container``, each with its model part. In place; may be called again.
+
+    Args:
+        container: built for model parts that are sharded and initialized.
+        policy: a policy, or its fields as plain values; ``FSDP_OFFLOAD_...`` variables fill in the rest.
+    """
+    if isinstance(container, OptimizersInBackwardContainer):
+        raise ValueError(
+            "--optimizer.early_step_in_backward makes an optimizer for each parameter. Leave it off, and offload with "
+            "policy={'update': 'backward'}: each bucket is updated as soon as its gradients are final."
+        )
+    chosen = policy_from(policy)
+    for optimizer in container.optimizers:
+        params = {param for group in optimizer.param_groups for param in group["params"]}
+        part = next((part for part in container.model_parts if params <= set(part.parameters())), None)
+        offload_optimizer(optimizer, model=part, policy=chosen, exist_ok=True)
+    return container
+
+
+def metrics_of_container(container: OptimizersContainer) -> dict[str, float]:
+    """For ``extra_metrics`` of ``MetricsProcessor.log``: bytes by place and times of the last step; waits for it."""
+    several = len(container.optimizers) > 1
+    numbered = enumerate(container.optimizers)
+    every = [metrics_of(each, f"offload/{number}/" if several else "offload/") for number, each in numbered]
+    return {name: value for metrics in every for name, value in metrics.items()}
+
+
+class ArenaCheckpointManager(CheckpointManager):
+    """A ``CheckpointManager`` whose asynchronous saves read the state where it is; see :class:`ArenaStager`."""
+
+    def dcp_save(
+        self, state_dict: dict[str, Any], checkpoint_id: str, async_mode: AsyncMode, *args: Any, **kwargs: Any
+    ) -> Any:
+        """As ``CheckpointManager``; an asynchronous save of either mode is written by a thread."""
+        to_hf = kwargs.get("to_hf", args[1] if len(args) > 1 else False)
+        if async_mode == AsyncMode.DISABLED or to_hf:
+            return super().dcp_save(state_dict, checkpoint_id, async_mode, *args, **kwargs)
+        saved: Any = async_save(
+            state_dict, checkpoint_id=checkpoint_id, process_group=self.pg, async_stager=self.stager
+        )
+        if async_mode == AsyncMode.ASYNC:
+            return saved
+        staged: Future[None] = Future()
+        staged.set_result(None)  # it was when async_save returned
+        return AsyncSaveResponse(staging_completion=staged, upload_completion=saved)
+
+
+def save_from_arena(checkpointer: CheckpointManager) -> CheckpointManager:
+    """Make ``checkpointer`` an :class:`ArenaCheckpointManager`, if it saves at all. In place; before its first save."""
+    if checkpointer.enable:
+        checkpointer.stager = ArenaStager(*filter(is_offloaded, checkpointer.states[OPTIMIZER].optimizers))
+        checkpointer.__class__ = ArenaCheckpointManager
+    return checkpointer

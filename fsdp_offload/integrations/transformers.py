@@ -1,0 +1,60 @@
+"""transformers: :class:`OffloadTrainer`, a ``Trainer``, and a mixin for its subclasses such as TRL's ``SFTTrainer``.
+
+::
+
+    trainer = OffloadTrainer(model, args, train_dataset=data, offload_policy={"overlap_forward": True})
+
+    class OffloadSFTTrainer(OffloadTrainer, SFTTrainer): ...
+
+The optimizer is offloaded before a checkpoint is loaded: ``resume_from_checkpoint`` leaves no state on the device.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import Trainer
+
+from ..offload import offload_optimizer
+from ..policy import OffloadPolicy
+from .plain_values import metrics_of, policy_from
+
+
+@dataclass
+class OffloadArguments:
+    """For ``HfArgumentParser((TrainingArguments, OffloadArguments))``: ``OffloadTrainer(..., **vars(arguments))``."""
+
+    offload_policy: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Fields of OffloadPolicy as JSON; FSDP_OFFLOAD_... variables give the others."}
+    )
+    offload_metrics: bool = field(
+        default=False, metadata={"help": "Log bytes by place and times of the last step; waits for it at each log."}
+    )
+
+
+class OffloadTrainer(Trainer):
+    """A ``Trainer`` whose optimizer is offloaded in each ``train()``."""
+
+    def __init__(
+        self,
+        *args: Any,
+        offload_policy: OffloadPolicy | Mapping[str, Any] | None = None,
+        offload_metrics: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        self._offload_policy = policy_from(offload_policy)
+        self._offload_metrics = offload_metrics
+        super().__init__(*args, **kwargs)
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """As ``Trainer``. Comes when model and optimizer are prepared, and before a checkpoint is loaded."""
+        if optimizer is None:
+            assert self.optimizer is not None, "Trainer makes its optimizer before its scheduler"
+            offload_optimizer(self.optimizer, model=self.model, policy=self._offload_policy, exist_ok=True)
+        return super().create_scheduler(num_training_steps, optimizer)
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """As ``Trainer``, with the metrics of the offload beside the loss, if they were asked for."""
+        if self._offload_metrics and self.optimizer is not None and "loss" in logs:
+            logs = {**logs, **metrics_of(self.optimizer)}
+        super().log(logs, *args, **kwargs)

@@ -1,0 +1,143 @@
+"""accelerate with FSDP2: ``prepare``, accumulation, clipping, schedules, ``save_state`` and ``load_state``."""
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import optim
+
+from fsdp_offload import is_offloaded, offload_report
+from tests.distributed.frameworks import POLICY, SAVED_AT, STEPS, assert_same, everything, record
+from tests.distributed.launch import DEVICE_TYPE, spawn, this_device
+from tests.distributed.models import Net, decay_groups
+
+pytest.importorskip("accelerate")
+pytestmark = pytest.mark.distributed
+
+MICRO_BATCHES = 2
+SEEN_PER_STEP = MICRO_BATCHES + 1  # losses and the norm
+
+
+def accelerator_for(rank: int, world_size: int, state_dict_type: str) -> Any:
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
+    from accelerate.state import AcceleratorState, GradientState
+    from accelerate.utils import DistributedType
+
+    AcceleratorState._reset_state(reset_partial_state=True)  # of the script before in this process
+    GradientState._reset_state()
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "LOCAL_WORLD_SIZE": str(world_size)}
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        state_dict_type=state_dict_type,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["Block"],
+        reshard_after_forward=True,
+    )
+    accelerator = Accelerator(cpu=DEVICE_TYPE == "cpu", fsdp_plugin=plugin, gradient_accumulation_steps=MICRO_BATCHES)
+    # It would leave FSDP to accelerators; what it does after this line is the same on a CPU.
+    PartialState().distributed_type = accelerator.state.distributed_type = DistributedType.FSDP
+    accelerator.state.fsdp_plugin = plugin
+    return accelerator
+
+
+def batch(step: int, rank: int) -> torch.Tensor:
+    return torch.randint(0, 61, (3, 7), generator=torch.Generator().manual_seed(100 * step + rank)).to(this_device())
+
+
+def script(
+    rank: int,
+    world_size: int,
+    folder: Path,
+    name: str,
+    *,
+    policy: dict[str, Any] | None = None,
+    save: Path | None = None,
+    load: Path | None = None,
+    state_dict_type: str = "SHARDED_STATE_DICT",
+) -> None:
+    """What a user writes; offloaded if there is a policy."""
+    from fsdp_offload.integrations.accelerate import prepare
+
+    accelerator = accelerator_for(rank, world_size, state_dict_type)
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = optim.AdamW(list(decay_groups(model)), lr=0.01)
+    scheduler = optim.lr_scheduler.LinearLR(optimizer, 0.5, 1.0, 20)
+    if policy is None:
+        model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    else:
+        model, optimizer, scheduler = prepare(accelerator, model, optimizer, scheduler, policy=policy)
+        assert prepare(accelerator, model, optimizer, policy=policy)[1] is optimizer  # may be called again
+    assert is_offloaded(optimizer) == (policy is not None)
+    if load is not None:
+        accelerator.load_state(load)
+    seen = []
+    for step in range(0 if load is None else SAVED_AT, STEPS):
+        for micro in range(MICRO_BATCHES):
+            with accelerator.accumulate(model):
+                loss = model(batch(10 * step + micro, rank))
+                seen.append(loss.item())
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    seen.append(accelerator.clip_grad_norm_(model.parameters(), 0.5).full_tensor().item())
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+        if step % 4 == 1:
+            model.eval()
+            with torch.no_grad():
+                model(batch(999, rank))
+            model.train()
+        if save is not None and step == SAVED_AT - 1:
+            accelerator.save_state(save)
+    if policy is not None:
+        report = offload_report(optimizer)
+        assert report.stored_bytes >= report.host_state_bytes > 0
+        optimizer.optimizer.synchronize()
+    for module in model.modules():
+        if hasattr(module, "reshard"):
+            module.reshard()  # an evaluation leaves the root gathered
+    record(folder, name, rank, seen, everything(model, [optimizer]))
+
+
+OVERLAPPED = {**POLICY, "prefetch": "backward", "overlap_forward": True}
+
+
+def run_scripts(rank: int, world_size: int, folder: Path, scripts: dict[str, dict[str, Any]]) -> None:
+    warnings.filterwarnings("ignore", message="offload_optimizer: ")
+    for name, options in scripts.items():
+        script(rank, world_size, folder, name, **options)
+
+
+@pytest.mark.parametrize("state_dict_type", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
+def test_training_saving_and_resuming(tmp_path: Path, state_dict_type: str) -> None:
+    plain, offloaded = tmp_path / "of-plain", tmp_path / "of-offloaded"
+    kind: dict[str, Any] = {"state_dict_type": state_dict_type}
+    first = {
+        "plain": {**kind, "save": plain},
+        "offloaded": {**kind, "save": offloaded, "policy": POLICY},
+        "overlapped": {**kind, "policy": OVERLAPPED},
+    }
+    spawn(run_scripts, 2, tmp_path, tmp_path, first)
+    assert_same(tmp_path, "plain", "offloaded", 2)
+    assert_same(tmp_path, "plain", "overlapped", 2)
+    # Fresh processes.
+    later = {
+        "offloaded from plain": {**kind, "load": plain, "policy": POLICY},
+        "plain from offloaded": {**kind, "load": offloaded},
+        "overlapped from offloaded": {**kind, "load": offloaded, "policy": OVERLAPPED},
+    }
+    spawn(run_scripts, 2, tmp_path, tmp_path, later)
+    for name in later:
+        assert_same(tmp_path, "plain", name, 2, seen_since=SAVED_AT * SEEN_PER_STEP)
+    # Another number of ranks.
+    alone = {
+        "plain alone": {**kind, "load": plain},
+        "offloaded alone": {**kind, "load": offloaded, "policy": POLICY},
+    }
+    spawn(run_scripts, 1, tmp_path, tmp_path, alone)
+    assert_same(tmp_path, "plain alone", "offloaded alone", 1)

@@ -1,0 +1,300 @@
+"""Lightning's Trainer with ModelParallelStrategy, automatic and manual optimization, and Fabric."""
+
+import logging
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+from fsdp_offload import is_offloaded, offload_optimizer, offload_report
+from tests.distributed.frameworks import POLICY, SAVED_AT, STEPS, assert_same, everything, record
+from tests.distributed.launch import DEVICE_TYPE, spawn, this_device
+from tests.distributed.models import Net, decay_groups
+
+pytest.importorskip("lightning")
+pytestmark = pytest.mark.distributed
+
+OVERLAPPED = {**POLICY, "prefetch": "backward", "overlap_forward": True}
+MICRO_BATCHES = 2
+
+
+def shard(net: Net, mesh: DeviceMesh) -> Net:
+    for block in net.blocks:
+        fully_shard(block, mesh=mesh["data_parallel"])
+    fully_shard(net, mesh=mesh["data_parallel"])
+    return net
+
+
+def batch(number: int, rank: int) -> Tensor:
+    return torch.randint(0, 61, (3, 7), generator=torch.Generator().manual_seed(100 * number + rank)).to(this_device())
+
+
+class Batches(torch.utils.data.Dataset):
+    """Batches of this rank."""
+
+    def __init__(self, rank: int, number: int) -> None:
+        self.rank, self.number = rank, number
+
+    def __len__(self) -> int:
+        return self.number
+
+    def __getitem__(self, index: int) -> Tensor:
+        return batch(index, self.rank)
+
+
+def module_of(*, manual: bool, rank: int) -> Any:
+    from lightning.pytorch import LightningModule
+
+    class Module(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.net = Net()
+            self.seen: list[float] = []
+            self.automatic_optimization = not manual
+
+        def configure_model(self) -> None:
+            if not any(hasattr(module, "reshard") for module in self.net.modules()):
+                shard(self.net, self.device_mesh)
+
+        def training_step(self, tokens: Tensor, number: int) -> Tensor:
+            loss = self.net(tokens)
+            self.seen.append(loss.item())
+            if manual:
+                self.manual_backward(loss / MICRO_BATCHES)
+                if number % MICRO_BATCHES == 1:
+                    optimizer = self.optimizers()
+                    norm = nn.utils.clip_grad_norm_(self.net.parameters(), 0.5)
+                    self.seen.append(norm.full_tensor().item())
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    self.lr_schedulers().step()
+            return loss
+
+        def validation_step(self, tokens: Tensor, number: int) -> None:
+            del number
+            self.seen.append(self.net(tokens).item())
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.AdamW(list(decay_groups(self.net)), lr=0.01)
+            scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, 1.0, 20)
+            return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+        def train_dataloader(self) -> Any:
+            return torch.utils.data.DataLoader(Batches(rank, MICRO_BATCHES * STEPS), batch_size=None)
+
+        def val_dataloader(self) -> Any:
+            return torch.utils.data.DataLoader(Batches(rank, 2), batch_size=None)
+
+    return Module()
+
+
+def environment(rank: int, world_size: int) -> None:
+    """As torchrun sets it; the process group is there already."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), "GROUP_RANK": "0"}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "LOCAL_WORLD_SIZE": str(world_size)}
+    os.environ |= {"TORCHELASTIC_RUN_ID": "test"}
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
+
+
+def script(
+    rank: int,
+    world_size: int,
+    folder: Path,
+    name: str,
+    *,
+    policy: dict[str, Any] | None = None,
+    manual: bool = False,
+    full: bool = False,
+    load: Path | None = None,
+    again: bool = False,
+) -> None:
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.strategies import ModelParallelStrategy
+
+    from fsdp_offload.integrations.lightning import OffloadCallback
+
+    environment(rank, world_size)
+    saving = ModelCheckpoint(folder / name, every_n_train_steps=SAVED_AT, save_top_k=-1, filename="{step}")
+    offload = [] if policy is None else [OffloadCallback(policy, log_metrics=True)]
+    strategy = ModelParallelStrategy(
+        data_parallel_size=world_size, tensor_parallel_size=1, save_distributed_checkpoint=not full
+    )
+    trainer = Trainer(
+        accelerator="cpu" if DEVICE_TYPE == "cpu" else "gpu",
+        devices=world_size,
+        strategy=strategy,
+        max_steps=STEPS,
+        log_every_n_steps=2,
+        **({} if manual else {"gradient_clip_val": 0.5, "accumulate_grad_batches": MICRO_BATCHES}),
+        val_check_interval=4 * MICRO_BATCHES,
+        num_sanity_val_steps=0,
+        callbacks=[saving, *offload],
+        use_distributed_sampler=False,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+    )
+    module = module_of(manual=manual, rank=rank)
+    trainer.fit(module, ckpt_path=None if load is None else str(load))
+    if again:
+        trainer.fit_loop.epoch_loop.max_steps = STEPS + 2
+        trainer.fit(module)  # builds another optimizer
+        assert trainer.global_step == STEPS + 2
+    (optimizer,) = trainer.optimizers
+    assert is_offloaded(optimizer) == (policy is not None)
+    if policy is not None:
+        report = offload_report(optimizer)
+        assert report.stored_bytes >= report.host_state_bytes > 0
+        assert trainer.callback_metrics["offload/host_bytes"] == report.host_bytes
+    finish(rank, folder, name, module.seen, module.net, optimizer)
+
+
+def finish(rank: int, folder: Path, name: str, seen: list[float], net: nn.Module, optimizer: Any) -> None:
+    for each in net.modules():
+        if hasattr(each, "reshard"):
+            each.reshard()  # an evaluation leaves the root gathered
+    record(folder, name, rank, seen, everything(net, [optimizer]))
+
+
+def run_scripts(rank: int, world_size: int, folder: Path, scripts: dict[str, dict[str, Any]]) -> None:
+    warnings.filterwarnings("ignore", message="offload_optimizer: ")
+    for name, options in scripts.items():
+        script(rank, world_size, folder, name, **options)
+
+
+@pytest.mark.parametrize("kind", ["automatic", "manual", "full"])
+def test_fit(tmp_path: Path, kind: str) -> None:
+    options = {"manual": kind == "manual", "full": kind == "full"}
+    first: dict[str, dict[str, Any]] = {"plain": {}, "offloaded": {"policy": POLICY}}
+    if kind == "automatic":
+        first |= {"overlapped": {"policy": OVERLAPPED}}
+        first |= {"plain twice": {"again": True}, "offloaded twice": {"policy": POLICY, "again": True}}
+    spawn(run_scripts, 2, tmp_path, tmp_path, {name: {**given, **options} for name, given in first.items()})
+    assert_same(tmp_path, "plain", "offloaded", 2)
+    if kind == "automatic":
+        assert_same(tmp_path, "plain", "overlapped", 2)
+        assert_same(tmp_path, "plain twice", "offloaded twice", 2)
+    paths = {name: tmp_path / name / f"step={SAVED_AT}.ckpt" for name in ("plain", "offloaded")}
+    later: dict[str, dict[str, Any]] = {
+        "plain resumed": {"load": paths["plain"]},
+        "offloaded from plain": {"load": paths["plain"], "policy": POLICY},
+        "plain from offloaded": {"load": paths["offloaded"]},
+    }
+    spawn(run_scripts, 2, tmp_path, tmp_path, {name: {**given, **options} for name, given in later.items()})
+    assert_same(tmp_path, "plain resumed", "offloaded from plain", 2)
+    assert_same(tmp_path, "plain resumed", "plain from offloaded", 2)
+    if kind == "full":
+        alone = {"plain alone": later["plain resumed"], "offloaded alone": later["offloaded from plain"]}
+        spawn(run_scripts, 1, tmp_path, tmp_path, {name: {**given, **options} for name, given in alone.items()})
+        assert_same(tmp_path, "plain alone", "offloaded alone", 1)
+
+
+def run_wrong_orders(rank: int, world_size: int, folder: Path) -> None:
+    """Attached before the module is sharded, and to an optimizer that Lightning does not train with."""
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.strategies import ModelParallelStrategy
+
+    warnings.filterwarnings("ignore", message="offload_optimizer: ")
+    environment(rank, world_size)
+
+    def trainer() -> Trainer:
+        strategy = ModelParallelStrategy(data_parallel_size=world_size, tensor_parallel_size=1)
+        quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+        return Trainer(
+            accelerator="cpu" if DEVICE_TYPE == "cpu" else "gpu",
+            devices=world_size,
+            strategy=strategy,
+            max_steps=2,
+            limit_val_batches=0,
+            enable_checkpointing=False,
+            default_root_dir=folder,
+            **quiet,
+        )
+
+    early = module_of(manual=False, rank=rank)
+    optimizer = offload_optimizer(torch.optim.AdamW(early.net.parameters()), model=early.net)
+    early.configure_optimizers = lambda: optimizer
+    with pytest.raises(RuntimeError, match=r"no longer the model's.*lightning\.OffloadCallback"):
+        trainer().fit(early)
+
+    late = module_of(manual=False, rank=rank)
+    kept = []
+    late.on_fit_start = lambda: kept.append(offload_optimizer(torch.optim.AdamW(late.net.parameters()), model=late.net))
+    with pytest.warns(UserWarning, match=r"NOTHING IS OFFLOADED.*lightning\.OffloadCallback"):
+        trainer().fit(late)
+
+
+def test_wrong_orders(tmp_path: Path) -> None:
+    spawn(run_wrong_orders, 2, tmp_path, tmp_path)
+
+
+def fabric_script(
+    rank: int, world_size: int, folder: Path, name: str, *, policy: dict[str, Any] | None, load: Path | None = None
+) -> None:
+    from lightning.fabric import Fabric
+    from lightning.fabric.strategies import ModelParallelStrategy
+
+    from fsdp_offload.integrations.lightning import setup_optimizers
+
+    environment(rank, world_size)
+    strategy = ModelParallelStrategy(shard, data_parallel_size=world_size, tensor_parallel_size=1)
+    fabric = Fabric(accelerator="cpu" if DEVICE_TYPE == "cpu" else "gpu", devices=world_size, strategy=strategy)
+    fabric.launch()
+    torch.manual_seed(0)
+    model = fabric.setup(Net())
+    optimizer: Any = torch.optim.AdamW(list(decay_groups(model)), lr=0.01)
+    if policy is None:
+        optimizer = fabric.setup_optimizers(optimizer)
+    else:
+        optimizer = setup_optimizers(fabric, model, optimizer, policy=policy)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, 1.0, 20)
+    state = {"model": model, "optimizer": optimizer}
+    if load is not None:
+        fabric.load(load, state)
+    seen = []
+    for step in range(0 if load is None else SAVED_AT, STEPS):
+        for micro in range(MICRO_BATCHES):
+            with fabric.no_backward_sync(model, enabled=micro < MICRO_BATCHES - 1):
+                loss = model(batch(10 * step + micro, rank))
+                seen.append(loss.item())
+                fabric.backward(loss)
+        seen.append(fabric.clip_gradients(model, optimizer, max_norm=0.5).full_tensor().item())
+        optimizer.step()
+        if load is None:  # its state is not in the checkpoint
+            scheduler.step()
+        optimizer.zero_grad()
+        if load is None and step == SAVED_AT - 1:
+            fabric.save(folder / name, state)
+    assert is_offloaded(optimizer) == (policy is not None)
+    finish(rank, folder, name, seen, model, optimizer.optimizer)
+
+
+def run_fabric(rank: int, world_size: int, folder: Path, scripts: dict[str, dict[str, Any]]) -> None:
+    warnings.filterwarnings("ignore", message="offload_optimizer: ")
+    for name, options in scripts.items():
+        fabric_script(rank, world_size, folder, name, **options)
+
+
+def test_fabric(tmp_path: Path) -> None:
+    first = {"plain": {"policy": None}, "offloaded": {"policy": POLICY}}
+    spawn(run_fabric, 2, tmp_path, tmp_path, first)
+    assert_same(tmp_path, "plain", "offloaded", 2)
+    for ranks in (2, 1):
+        later: dict[str, dict[str, Any]] = {
+            f"plain from plain, {ranks}": {"policy": None, "load": tmp_path / "plain"},
+            f"offloaded from plain, {ranks}": {"policy": POLICY, "load": tmp_path / "plain"},
+            f"plain from offloaded, {ranks}": {"policy": None, "load": tmp_path / "offloaded"},
+        }
+        spawn(run_fabric, ranks, tmp_path, tmp_path, later)
+        assert_same(tmp_path, f"plain from plain, {ranks}", f"offloaded from plain, {ranks}", ranks)
+        assert_same(tmp_path, f"plain from plain, {ranks}", f"plain from offloaded, {ranks}", ranks)

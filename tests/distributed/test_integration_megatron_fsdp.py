@@ -1,0 +1,137 @@
+"""Megatron-FSDP's ``fully_shard_optimizer``: offloaded before it, and after it.
+
+Its models are for GPUs alone. What its optimizers ask of them is answered here by FSDP2's parameters and a model that
+has nothing to do: gradients are reduced and parameters are where they belong when the step begins.
+"""
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from fsdp_offload import is_offloaded, offload_optimizer, offload_report
+from tests.distributed.frameworks import POLICY, SAVED_AT, STEPS, assert_same, everything, record
+from tests.distributed.launch import run_cases, spawn, this_device
+from tests.distributed.models import Net, build, shard_even
+
+pytest.importorskip("megatron_fsdp")
+pytestmark = pytest.mark.distributed
+
+
+class Model:
+    """What Megatron-FSDP's optimizers call of a model; how often they did."""
+
+    model_auto_sync = False
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def finish_grad_sync(self) -> None:
+        self.calls.append("finish_grad_sync")
+
+    def install_optimized_model_weights(self) -> None:
+        self.calls.append("install_optimized_model_weights")
+
+    def zero_grad_buffer(self) -> None:
+        self.calls.append("zero_grad_buffer")
+
+
+def plain(optimizer: Any) -> Any:
+    from megatron_fsdp import fully_shard_optimizer
+
+    return fully_shard_optimizer(optimizer)
+
+
+def before(optimizer: Any) -> Any:
+    from fsdp_offload.integrations.megatron_fsdp import fully_shard_optimizer
+
+    return fully_shard_optimizer(optimizer, policy=POLICY)
+
+
+def after(optimizer: Any) -> Any:
+    from fsdp_offload.integrations.plain_values import policy_from
+
+    return offload_optimizer(plain(optimizer), policy=policy_from(POLICY))
+
+
+WAYS: dict[str, Callable[[Any], Any]] = {"plain": plain, "before": before, "after": after}
+
+
+def batch(number: int, rank: int) -> Tensor:
+    return torch.randint(0, 61, (3, 7), generator=torch.Generator().manual_seed(100 * number + rank)).to(this_device())
+
+
+def made(way: str) -> tuple[Net, Any, Model]:
+    net, model = build(shard_even), Model()
+    for param in net.parameters():
+        param._megatron_fsdp_model = model  # type: ignore[attr-defined]
+    optimizer = WAYS[way](torch.optim.AdamW(net.parameters(), lr=0.01))
+    assert is_offloaded(optimizer) == (way != "plain")
+    return net, optimizer, model
+
+
+def script(rank: int, folder: Path, name: str, way: str, load: str = "") -> None:
+    net, optimizer, model = made(way)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, 1.0, 20)
+    if load:
+        state = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
+        dcp.load(state, checkpoint_id=folder / load)
+        optimizer.load_state_dict(state["optimizer"])
+        scheduler.load_state_dict(torch.load(folder / f"{load}-scheduler.pt"))
+    seen = []
+    for step in range(SAVED_AT if load else 0, STEPS):
+        for micro in range(2):
+            loss = net(batch(10 * step + micro, rank))
+            seen.append(loss.item())
+            loss.backward()
+        seen.append(torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5).full_tensor().item())
+        optimizer.step(sync_grad_before_optimizer_step=step % 2 == 0)
+        scheduler.step()
+        optimizer.zero_grad(set_to_none=step % 3 > 0, zero_grad_buffer=True)
+        if not load and step == SAVED_AT - 1:
+            torch.save(scheduler.state_dict(), folder / f"{name}-scheduler.pt")
+            dcp.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=folder / name)
+    record(folder, name, rank, [*seen, len(model.calls)], everything(net, [optimizer]))
+
+
+def run_scripts(rank: int, world_size: int, folder: Path, scripts: dict[str, tuple[str, str]]) -> None:
+    del world_size
+    warnings.filterwarnings("ignore", message="offload_optimizer: ")
+    for name, (way, load) in scripts.items():
+        script(rank, folder, name, way, load)
+
+
+def test_training_saving_and_resuming(tmp_path: Path) -> None:
+    spawn(run_scripts, 2, tmp_path, tmp_path, {way: (way, "") for way in WAYS})
+    assert_same(tmp_path, "plain", "before", 2)
+    assert_same(tmp_path, "plain", "after", 2)
+    later = {f"{way} from {saved}": (way, saved) for saved in ("plain", "before") for way in ("plain", "before")}
+    for ranks in (2, 1):
+        spawn(run_scripts, ranks, tmp_path, tmp_path, later)
+        for name in later:
+            assert_same(tmp_path, "plain from plain", name, ranks)
+
+
+def first_step(way: str) -> list[str]:
+    """How much of the state is on the device, beside counters, when the optimizer is made."""
+    _, optimizer, _ = made(way)
+    report = offload_report(optimizer)
+    offloaded = report.host_state_bytes > 0 and report.other_state_bytes == 4 * len(optimizer.state)
+    stored = report.stored_bytes > 0 or way == "after"  # before, the first step itself was ours
+    return [] if offloaded and stored else [str(report)]
+
+
+def run_first_steps(rank: int, world_size: int) -> None:
+    del rank, world_size
+    warnings.filterwarnings("ignore", message="offload_optimizer: ")
+    run_cases({way: partial(first_step, way) for way in ("before", "after")})
+
+
+def test_its_first_step_goes_through_us(tmp_path: Path) -> None:
+    spawn(run_first_steps, 2, tmp_path)

@@ -1,0 +1,194 @@
+"""torchtitan's containers of optimizers and schedulers, and its checkpoint manager in all of its modes."""
+
+import logging
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fsdp_offload import is_offloaded, offload_report
+from fsdp_offload.checkpoint import ArenaStager
+from tests.distributed.frameworks import POLICY, SAVED_AT, STEPS, assert_same, everything, record
+from tests.distributed.launch import DEVICE_TYPE, run_cases, spawn, this_device
+from tests.distributed.models import Net, build, shard_even
+
+pytest.importorskip("torchtitan.components.optimizer")
+pytestmark = pytest.mark.distributed
+
+OVERLAPPED = {**POLICY, "prefetch": "backward", "overlap_forward": True}
+MICRO_BATCHES = 2
+# torchtitan's own stager for the third mode refuses the CPU.
+MODES = ("disabled", "async", *(() if DEVICE_TYPE == "cpu" else ("async_with_pinned_mem",)))
+
+
+def batch(number: int, rank: int) -> Tensor:
+    return torch.randint(0, 61, (3, 7), generator=torch.Generator().manual_seed(100 * number + rank)).to(this_device())
+
+
+def container_of(parts: list[Net], policy: dict[str, Any] | None, **config: Any) -> Any:
+    from torchtitan.components.optimizer import build_optimizers
+    from torchtitan.config.job_config import Optimizer
+    from torchtitan.distributed import ParallelDims
+
+    from fsdp_offload.integrations.torchtitan import offloaded
+
+    dims = ParallelDims(1, torch.distributed.get_world_size(), 1, 1, 1, 1, 1, torch.distributed.get_world_size())
+    wanted = Optimizer(**{"implementation": "foreach", "lr": 0.01, **config})
+    return (build_optimizers if policy is None else offloaded(build_optimizers, policy))(parts, wanted, dims)
+
+
+def script(
+    rank: int,
+    world_size: int,
+    folder: Path,
+    name: str,
+    *,
+    policy: dict[str, Any] | None = None,
+    load: str = "",
+    mode: str = "disabled",
+    from_arena: bool = False,
+) -> None:
+    del world_size
+    from torchtitan.components.checkpoint import CheckpointManager
+    from torchtitan.components.lr_scheduler import build_lr_schedulers
+    from torchtitan.config.job_config import Checkpoint, LRScheduler
+    from torchtitan.distributed.utils import clip_grad_norm_
+
+    from fsdp_offload.integrations.torchtitan import metrics_of_container, offload_container, save_from_arena
+
+    logging.getLogger().setLevel(logging.ERROR)
+    net = build(shard_even)
+    container = container_of([net], policy)
+    schedulers = build_lr_schedulers(container, LRScheduler(warmup_steps=4, decay_type="cosine"), STEPS)
+    config = Checkpoint(
+        enable=True,
+        folder=load or name,
+        interval=SAVED_AT,
+        async_mode=mode,
+        keep_latest_k=0,
+        enable_ft_dataloader_checkpoints=False,
+    )
+    manager = CheckpointManager(None, [net], container, schedulers, {}, config, None, str(folder))
+    if from_arena:
+        save_from_arena(manager)
+        assert isinstance(manager.stager, ArenaStager)
+    if policy is not None:
+        assert offload_container(container, policy) is container  # may be called again
+    if load:
+        assert manager.load(step=SAVED_AT)
+    seen = []
+    for step in range(SAVED_AT if load else 0, STEPS):
+        container.zero_grad()
+        for micro in range(MICRO_BATCHES):
+            loss = net(batch(10 * step + micro, rank)) / MICRO_BATCHES
+            seen.append(loss.item())
+            loss.backward()
+        seen.append(clip_grad_norm_(net.parameters(), 0.5, foreach=True).item())
+        manager.maybe_wait_for_staging()
+        container.step()
+        schedulers.step()
+        if not load:
+            manager.save(step + 1)
+        if step % 4 == 1:
+            with torch.no_grad():
+                net(batch(999, rank))
+    manager._async_wait()
+    manager.close()
+    (optimizer,) = container.optimizers
+    assert is_offloaded(optimizer) == (policy is not None)
+    if policy is not None:
+        assert metrics_of_container(container)["offload/host_bytes"] == offload_report(optimizer).host_bytes > 0
+        optimizer.synchronize()
+    for module in net.modules():
+        if hasattr(module, "reshard"):
+            module.reshard()  # an evaluation leaves the root gathered
+    record(folder, name, rank, seen, everything(net, [optimizer]))
+
+
+def run_scripts(rank: int, world_size: int, folder: Path, scripts: dict[str, dict[str, Any]]) -> None:
+    warnings.filterwarnings("ignore", message="offload_optimizer: ")
+    for name, options in scripts.items():
+        script(rank, world_size, folder, name, **options)
+
+
+def test_training_saving_and_resuming(tmp_path: Path) -> None:
+    names = {mode: f"offloaded, {mode}" for mode in MODES}
+    first: dict[str, dict[str, Any]] = {
+        "plain": {},
+        **{name: {"policy": POLICY, "mode": mode} for mode, name in names.items()},
+        "from arena": {"policy": POLICY, "mode": "async", "from_arena": True},
+        "from arena, pinned": {"policy": OVERLAPPED, "mode": "async_with_pinned_mem", "from_arena": True},
+    }
+    spawn(run_scripts, 2, tmp_path, tmp_path, first)
+    for name in first:
+        assert_same(tmp_path, "plain", name, 2)
+    later: dict[str, dict[str, Any]] = {
+        "offloaded from plain": {"load": "plain", "policy": POLICY},
+        **{f"plain from {name}": {"load": name} for name in first if name != "plain"},
+    }
+    spawn(run_scripts, 2, tmp_path, tmp_path, later)
+    for name in later:
+        assert_same(tmp_path, "plain", name, 2, seen_since=SAVED_AT * (MICRO_BATCHES + 1))
+    alone = {"plain alone": {"load": "plain"}, "offloaded alone": {"load": "plain", "policy": POLICY}}
+    spawn(run_scripts, 1, tmp_path, tmp_path, alone)
+    assert_same(tmp_path, "plain alone", "offloaded alone", 1)
+
+
+def bfloat16_moments() -> list[str]:
+    """State that a hook makes, as torchtitan's for bf16 moments; its fused kernel for that is the GPU's alone."""
+    finals = []
+    for offload in (False, True):
+        net = build(shard_even)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9, foreach=False)
+
+        def make(optimizer: Any, args: object, kwargs: object) -> None:
+            for group in optimizer.param_groups:
+                for param in group["params"]:
+                    if param.grad is not None and not optimizer.state[param]:
+                        made = torch.zeros_like(param, dtype=torch.bfloat16)
+                        optimizer.state[param]["momentum_buffer"] = made
+
+        optimizer.register_step_pre_hook(make)
+        container = container_of([net], None)
+        container.optimizers = [optimizer]
+        if offload:
+            from fsdp_offload.integrations.torchtitan import offload_container
+
+            offload_container(container, POLICY)
+        for number in range(4):
+            container.zero_grad()
+            net(batch(number, torch.distributed.get_rank())).backward()
+            container.step()
+        finals.append(everything(net, container.optimizers))
+        if {value["momentum_buffer"].dtype for value in optimizer.state.values()} != {torch.bfloat16}:
+            return ["the state is not bfloat16"]
+    return [] if all(map(torch.equal, *finals)) else ["other bits"]
+
+
+def refused() -> list[str]:
+    with pytest.raises(ValueError, match="early_step_in_backward makes an optimizer for each parameter"):
+        container_of([build(shard_even)], POLICY, early_step_in_backward=True)
+    return []
+
+
+def built_anew() -> list[str]:
+    """A second container over the same model: the first, which is offloaded, never steps."""
+    net = build(shard_even)
+    kept, other = container_of([net], POLICY), container_of([net], None)
+    net(batch(0, 0)).backward()
+    with pytest.warns(UserWarning, match=r"NOTHING IS OFFLOADED.*torchtitan\.offloaded"):
+        other.step()
+    return [] if is_offloaded(kept.optimizers[0]) else ["the first is not offloaded"]
+
+
+def run_others(rank: int, world_size: int) -> None:
+    del rank, world_size
+    warnings.filterwarnings("ignore", message="offload_optimizer: ")
+    run_cases({"bf16 moments": bfloat16_moments, "in the backward": refused, "anew": built_anew})
+
+
+def test_bfloat16_moments_and_optimizers_in_the_backward(tmp_path: Path) -> None:
+    spawn(run_others, 2, tmp_path)

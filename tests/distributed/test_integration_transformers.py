@@ -1,0 +1,210 @@
+"""transformers' Trainer and TRL's SFTTrainer with FSDP2: training, evaluation, ``resume_from_checkpoint``."""
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fsdp_offload import is_offloaded, offload_optimizer, offload_report
+from tests.distributed.frameworks import POLICY, SAVED_AT, STEPS, assert_same, everything, record, recorded
+from tests.distributed.launch import DEVICE_TYPE, spawn
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.distributed
+
+OVERLAPPED = {**POLICY, "prefetch": "backward", "overlap_forward": True}
+VOCABULARY, LENGTH = 64, 8
+
+
+class Tokens(torch.utils.data.Dataset):
+    def __init__(self, number: int) -> None:
+        self.rows = torch.randint(0, VOCABULARY, (number, LENGTH), generator=torch.Generator().manual_seed(1)).tolist()
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        return {"input_ids": self.rows[index], "labels": self.rows[index]}
+
+
+def model_of() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=16, **sizes))
+
+
+def on_any_device(cls: type) -> type:
+    """accelerate would leave FSDP to accelerators; what it does after these lines is the same on a CPU."""
+
+    class OnAnyDevice(cls):  # type: ignore[misc,valid-type]
+        def create_accelerator_and_postprocess(self) -> None:
+            from accelerate import FullyShardedDataParallelPlugin, PartialState
+            from accelerate.utils import DistributedType
+
+            super().create_accelerator_and_postprocess()
+            PartialState().distributed_type = self.accelerator.state.distributed_type = DistributedType.FSDP
+            self.accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(**self.args.fsdp_plugin_args)
+            self.is_fsdp_enabled = True
+
+    return OnAnyDevice
+
+
+def trainer_of(kind: str, policy: dict[str, Any] | None, options: dict[str, Any], seen: list[float]) -> Any:
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    from fsdp_offload.integrations.transformers import OffloadTrainer
+
+    class Note(TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
+            del args, state, control, kwargs
+            seen.extend(logs[name] for name in ("loss", "grad_norm", "learning_rate", "eval_loss") if name in logs)
+
+    given: dict[str, Any] = {} if policy is None else {"offload_policy": policy}
+    common = {"train_dataset": Tokens(2 * 2 * 2 * STEPS), "eval_dataset": Tokens(8), "callbacks": [Note()], **given}
+    base: type = Trainer if policy is None else OffloadTrainer
+    if kind == "trainer":
+        return on_any_device(base)(model_of(), TrainingArguments(**options), **common)
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+    from trl import SFTConfig, SFTTrainer
+
+    words = Tokenizer(models.WordLevel({str(number): number for number in range(VOCABULARY)}, unk_token="0"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", eos_token="1")
+    for name in ("train_dataset", "eval_dataset"):
+        common[name] = Dataset.from_list([{"input_ids": row["input_ids"]} for row in common[name]])  # type: ignore[attr-defined]
+    cls = SFTTrainer if policy is None else type("OffloadSFTTrainer", (OffloadTrainer, SFTTrainer), {})
+    return on_any_device(cls)(model_of(), SFTConfig(**options, max_length=LENGTH), processing_class=tokenizer, **common)
+
+
+def environment(rank: int, world_size: int) -> None:
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)  # of the script before in this process
+    GradientState._reset_state()
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "LOCAL_WORLD_SIZE": str(world_size)}
+
+
+def options_of(folder: Path) -> dict[str, Any]:
+    fsdp = {
+        "version": 2,
+        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+        "state_dict_type": "SHARDED_STATE_DICT",
+        "reshard_after_forward": True,
+    }
+    return {
+        "output_dir": str(folder),
+        "use_cpu": DEVICE_TYPE == "cpu",
+        "fsdp": True,
+        "fsdp_config": fsdp,
+        "max_steps": STEPS,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "max_grad_norm": 0.5,
+        "learning_rate": 0.01,
+        "lr_scheduler_type": "cosine",
+        "logging_steps": 1,
+        "logging_nan_inf_filter": False,
+        "eval_strategy": "steps",
+        "eval_steps": 4,
+        "save_steps": SAVED_AT,
+        "save_total_limit": 2,
+        "report_to": [],
+        "disable_tqdm": True,
+        "bf16": False,
+    }
+
+
+def script(
+    rank: int,
+    world_size: int,
+    folder: Path,
+    name: str,
+    *,
+    kind: str = "trainer",
+    policy: dict[str, Any] | None = None,
+    resume: Path | None = None,
+    again: bool = False,
+) -> None:
+    environment(rank, world_size)
+    options = options_of(folder / name)
+    seen: list[float] = []
+    trainer = trainer_of(kind, policy, options, seen)
+    trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+    if again:
+        trainer.args.max_steps = 2
+        trainer.train()
+    assert is_offloaded(trainer.optimizer) == (policy is not None)
+    if policy is not None:
+        report = offload_report(trainer.optimizer)
+        assert report.stored_bytes >= report.host_state_bytes > 0
+    for module in trainer.model.modules():
+        if hasattr(module, "reshard"):
+            module.reshard()  # an evaluation leaves the root gathered
+    record(folder, name, rank, seen, everything(trainer.model, [trainer.optimizer]))
+
+
+def run_wrong_order(rank: int, world_size: int, folder: Path) -> None:
+    """Attached where the optimizer is made: the Trainer prepares it afterwards, which exchanges its parameters."""
+    warnings.filterwarnings("ignore", message="offload_optimizer: ")
+    from transformers import Trainer, TrainingArguments
+
+    class Early(Trainer):
+        def create_optimizer(self, model: Any = None) -> Any:
+            return offload_optimizer(super().create_optimizer(model))
+
+    environment(rank, world_size)
+    arguments = TrainingArguments(**options_of(folder))
+    trainer = on_any_device(Early)(model_of(), arguments, train_dataset=Tokens(64), eval_dataset=Tokens(8))
+    with pytest.raises(RuntimeError, match=r"exchanged after offload_optimizer.*transformers\.OffloadTrainer"):
+        trainer.train()
+
+
+def test_attached_before_the_trainer_prepares(tmp_path: Path) -> None:
+    spawn(run_wrong_order, 2, tmp_path, tmp_path)
+
+
+def run_scripts(rank: int, world_size: int, folder: Path, scripts: dict[str, dict[str, Any]]) -> None:
+    warnings.filterwarnings("ignore", message="offload_optimizer: ")
+    for name, options in scripts.items():
+        script(rank, world_size, folder, name, **options)
+
+
+@pytest.mark.parametrize("kind", ["trainer", "sft"])
+def test_training_and_resuming(tmp_path: Path, kind: str) -> None:
+    if kind == "sft":
+        pytest.importorskip("trl")
+    first = {"plain": {"kind": kind}, "offloaded": {"kind": kind, "policy": POLICY}}
+    if kind == "trainer":
+        first["overlapped"] = {"policy": OVERLAPPED}
+        first["plain twice"] = {"again": True}
+        first["offloaded twice"] = {"again": True, "policy": POLICY}
+    spawn(run_scripts, 2, tmp_path, tmp_path, first)
+    assert len(recorded(tmp_path, "plain")[0]) >= 3 * STEPS
+    assert_same(tmp_path, "plain", "offloaded", 2)
+    saved = f"checkpoint-{SAVED_AT}"
+    later: dict[str, dict[str, Any]] = {
+        "offloaded from plain": {"kind": kind, "resume": tmp_path / "plain" / saved, "policy": POLICY},
+        "plain from offloaded": {"kind": kind, "resume": tmp_path / "offloaded" / saved},
+    }
+    spawn(run_scripts, 2, tmp_path, tmp_path, later)
+    seen_before = len(recorded(tmp_path, "plain")[0]) - len(recorded(tmp_path, "plain from offloaded")[0])
+    assert seen_before >= 3 * SAVED_AT
+    for name in later:
+        assert_same(tmp_path, "plain", name, 2, seen_since=seen_before)
+    if kind == "trainer":
+        assert_same(tmp_path, "plain", "overlapped", 2)
+        assert_same(tmp_path, "plain twice", "offloaded twice", 2)
+        alone = {
+            "plain alone": {"resume": tmp_path / "plain" / saved},
+            "offloaded alone": {"resume": tmp_path / "plain" / saved, "policy": POLICY},
+        }
+        spawn(run_scripts, 1, tmp_path, tmp_path, alone)
+        assert_same(tmp_path, "plain alone", "offloaded alone", 1)

@@ -1,0 +1,56 @@
+"""Policies from configurations and the environment, and reports as numbers for loggers."""
+
+import pytest
+import torch
+from torch import optim
+
+from fsdp_offload import OffloadPolicy
+from fsdp_offload.integrations.plain_values import metrics_of, policy_from
+from tests.parity import Net, make_pair
+
+
+def test_nothing_is_the_default() -> None:
+    assert policy_from() == policy_from({}) == OffloadPolicy()
+
+
+def test_a_policy_stays_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FSDP_OFFLOAD_BUCKET_BYTES", "1024")
+    policy = OffloadPolicy(overlap_forward=True)
+    assert policy_from(policy) is policy
+
+
+def test_values_as_yaml_and_command_lines_give_them() -> None:
+    values = {"bucket_bytes": "1048576", "overlap_forward": "true", "host_fraction": "0.25", "pin_memory": "none"}
+    expected = OffloadPolicy(bucket_bytes=1 << 20, overlap_forward=True, host_fraction=0.25, pin_memory=None)
+    assert policy_from(values) == expected
+    assert policy_from({**values, "bucket_bytes": 1 << 20, "overlap_forward": True}) == expected
+    text = {"prefetch": "backward", "staging_bytes": "auto", "serial": "False"}
+    assert policy_from(text) == OffloadPolicy(prefetch="backward", staging_bytes="auto")
+
+
+def test_the_environment_gives_what_is_not_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FSDP_OFFLOAD_BUCKET_BYTES", "2048")
+    monkeypatch.setenv("FSDP_OFFLOAD_STAGING_BYTES", "8192")
+    assert policy_from({"bucket_bytes": 4096}) == OffloadPolicy(bucket_bytes=4096, staging_bytes=8192)
+
+
+def test_what_no_policy_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="OffloadPolicy has no bucket_size; it has staging_bytes, "):
+        policy_from({"bucket_size": 1})
+    monkeypatch.setenv("FSDP_OFFLOAD_PREFETCH", "sometimes")
+    with pytest.raises(ValueError, match="prefetch must be 'step' or 'backward', got 'sometimes'"):
+        policy_from()
+
+
+def test_metrics_are_the_reports_numbers() -> None:
+    pair = make_pair(Net, lambda params: optim.AdamW(params, lr=0.01))
+    pair.train(3)
+    report = pair.offloaded.optimizer.offload_report()
+    metrics = metrics_of(pair.offloaded.optimizer)
+    assert metrics["offload/host_bytes"] == report.host_bytes > 0
+    assert metrics["offload/exposed_ms"] == report.exposed_ms
+    assert metrics["offload/share_of_bound"] == report.bound_ms / report.step_ms
+    assert all(isinstance(value, int | float) for value in metrics.values())
+    assert metrics_of(pair.plain.optimizer) == {}
+    assert set(metrics_of(pair.offloaded.optimizer, "o.")) == {"o." + name.split("/")[1] for name in metrics}
+    assert torch.isfinite(torch.tensor(list(metrics.values()), dtype=torch.float64)).all()

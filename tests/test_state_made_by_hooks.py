@@ -1,0 +1,117 @@
+"""State that a step hook makes before the first step, in another dtype than the optimizer's own: torchtitan's bf16."""
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+
+from fsdp_offload import OffloadPolicy
+from tests.parity import SMALL, Net, Pair, Run, Zoo, attach, local, make_pair, offloaded_names, train_step
+
+
+class Averaging(optim.Optimizer):
+    """Keeps an average of the gradients in whatever dtype its state has."""
+
+    def __init__(self, params: Iterable[nn.Parameter], lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                if not state:
+                    state["average"] = torch.zeros_like(param)
+                state["average"].mul_(0.9).add_(param.grad, alpha=0.1)
+                param.sub_(state["average"], alpha=group["lr"])
+
+
+def make_in_bfloat16(*names: str) -> Any:
+    """A hook that makes the state of every parameter that has a gradient and no state yet."""
+
+    def hook(optimizer: optim.Optimizer, args: object, kwargs: object) -> None:
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                if param.grad is not None and not optimizer.state[param]:
+                    made = {name: torch.zeros_like(local(param), dtype=torch.bfloat16) for name in names}
+                    optimizer.state[param].update(made)
+
+    return hook
+
+
+def sgd(params: Iterable[nn.Parameter]) -> optim.Optimizer:
+    optimizer = optim.SGD(params, lr=0.05, momentum=0.9, foreach=False)
+    optimizer.register_step_pre_hook(make_in_bfloat16("momentum_buffer"))
+    return optimizer
+
+
+def averaging(params: Iterable[nn.Parameter]) -> optim.Optimizer:
+    optimizer = Averaging(params)
+    optimizer.register_step_pre_hook(make_in_bfloat16("average"))
+    return optimizer
+
+
+def assert_in_bfloat16(pair: Pair) -> None:
+    optimizer = pair.offloaded.optimizer
+    assert offloaded_names(optimizer)
+    homes = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    assert {value.dtype for value in homes if value.dim()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("make", [sgd, averaging])
+@pytest.mark.parametrize("policy", [SMALL, OffloadPolicy(bucket_bytes=2048, staging_bytes=8192, resident_bytes=4000)])
+def test_it_keeps_its_dtype(make: Any, policy: OffloadPolicy) -> None:
+    pair = make_pair(Net, make, policy=policy)
+    bytes_at_attach = pair.offloaded.optimizer.offload_report().host_bytes
+    pair.train(6)
+    assert_in_bfloat16(pair)
+    assert pair.offloaded.optimizer.offload_report().host_bytes < bytes_at_attach
+    saved = copy.deepcopy(pair.plain.optimizer.state_dict())
+    pair.train(2)
+    for run in pair:
+        run.optimizer.load_state_dict(copy.deepcopy(saved))
+        for state in run.optimizer.state.values():  # torch widens it, and torchtitan narrows it again
+            state.update({name: value.bfloat16() for name, value in state.items() if isinstance(value, Tensor)})
+    pair.train(2)
+
+
+def test_attached_after_a_step() -> None:
+    pair = make_pair(Net, sgd, policy=None)
+    pair.train(2)
+    pair.attach()
+    pair.train(3)
+    assert_in_bfloat16(pair)
+
+
+def test_a_parameter_that_thaws_later() -> None:
+    pair = make_pair(Net, sgd, policy=None)
+    for run in pair:
+        run.model.down.requires_grad_(False)
+    pair.attach()
+    pair.train(3)
+    for run in pair:
+        run.model.down.requires_grad_(True)
+    pair.train(3)
+    assert_in_bfloat16(pair)
+
+
+def test_no_dtype_changes_once_there_is_state() -> None:
+    pair = make_pair(Zoo, lambda params: optim.SGD(params, lr=0.05, momentum=0.9, foreach=False))
+    pair.train(2)
+    for state in pair.offloaded.optimizer.state.values():
+        state["momentum_buffer"] = state["momentum_buffer"].bfloat16()
+    with pytest.raises(ValueError, match="State is neither cast nor resized"):
+        train_step(pair.offloaded, 2)
+
+
+def test_another_shape_is_refused() -> None:
+    run: Run = make_pair(Net, lambda params: optim.SGD(params, lr=0.05, momentum=0.9), policy=None).offloaded
+    attach(run.optimizer)
+    run.optimizer.state[run.params["up.weight"]] = {"momentum_buffer": torch.zeros(3, dtype=torch.bfloat16)}
+    with pytest.raises(ValueError, match="expected local tensors"):
+        train_step(run, 0)
