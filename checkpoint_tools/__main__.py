@@ -285,10 +285,13 @@ def _add_rewriting(way: rewriting.Way, description: str) -> None:
     ) -> None:
         begin = time.monotonic()
         memory_bytes = _memory(max_memory, threads, perform.LEAST_THREAD_BYTES)
-        wanted = (_rules(presets, rule_files), _parse_values(values), excluded or [])
+        rules, given = _rules(presets, rule_files), _parse_values(values)
         _check_json(as_json, dry_run)
         rewriting.check_destination(source, destination)
-        checkpoint, notes = rewriting.open_whole(source, threads)
+        checkpoint, sidecars = rewriting.open_whole(source, threads)
+        known, notes = rewriting.known_values(checkpoint, rules, given)
+        wanted = (rules, known, excluded or [])
+        notes += rewriting.beside(sidecars)
         planned = rewriting.plan(checkpoint, way, *wanted)
         if dry_run:
             _show_plan(planned, way, notes, as_json=as_json)
@@ -304,6 +307,7 @@ def _add_rewriting(way: rewriting.Way, description: str) -> None:
                 max_memory_bytes=memory_bytes,
                 restart=restart,
                 advance=advance,
+                sidecars=sidecars.files,
             )
         _report_written(destination, rewriting.headline(planned, way), notes, begin)
 

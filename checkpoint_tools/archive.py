@@ -117,6 +117,16 @@ def open_archive(window: Window) -> zipfile.ZipFile:
     return archive
 
 
+def read_pickle(window: Window) -> bytes:
+    """The pickle in a file of ``torch.save``, whatever it was made of; the bytes of its tensors are not read.
+
+    Raises:
+        DamagedError: it is no such file.
+    """
+    archive = open_archive(window)
+    return _read(archive, window, f"{_prefix(archive)}data.pkl")
+
+
 def _prefix(archive: zipfile.ZipFile) -> str:
     for name in archive.namelist():
         if name.endswith("/data.pkl"):

@@ -26,6 +26,7 @@ from .opening import open_checkpoint
 from .reading import Checkpoint
 from .rewrite import Rewrite
 from .safetensors_folder import Folders, is_safetensors, open_safetensors
+from .sidecars import Sidecars, sidecars_of
 from .sizes import human_bytes
 
 Format = Literal["safetensors", "dcp"]
@@ -40,6 +41,7 @@ class Source(NamedTuple):
         to: the format that it gets.
         notes: what there is to be said about it.
         digest: of everything but data.
+        sidecars: files beside the data, which are copied.
     """
 
     checkpoint: Checkpoint
@@ -47,6 +49,7 @@ class Source(NamedTuple):
     to: Format
     notes: tuple[str, ...]
     digest: str
+    sidecars: tuple[str, ...]
 
 
 def open_source(source: str, to: str | None, key_prefix: str | None, threads: int, *, flat: bool = False) -> Source:
@@ -64,17 +67,18 @@ def open_source(source: str, to: str | None, key_prefix: str | None, threads: in
         folders = open_safetensors(source, key_prefix)
         rewriting.check_whole(folders.checkpoint, threads)
         is_file = PurePath(source).suffix == ".safetensors"
-        notes = [] if is_file else rewriting.foreign_files(folders.checkpoint, folders.own_files)
-        notes += folders.checkpoint.notes
-        return Source(folders.checkpoint, folders, "dcp", tuple(notes), folders.digest)
+        sidecars = Sidecars((), ()) if is_file else sidecars_of(folders.checkpoint, folders.own_files)
+        notes = [*rewriting.beside(sidecars), *folders.checkpoint.notes]
+        return Source(folders.checkpoint, folders, "dcp", tuple(notes), folders.digest, sidecars.files)
     if flat and to == "safetensors":
         raise CheckpointError("--flat-to-nd gives a checkpoint of DCP; convert that to safetensors afterwards")
     if not flat:
         _check_changes("safetensors", to, source)
-    checkpoint, notes = rewriting.open_whole(source, threads)
+    checkpoint, sidecars = rewriting.open_whole(source, threads)
     with checkpoint.folder.open(METADATA_FILE) as stream:
         digest = hashlib.sha256(stream.read()).hexdigest()
-    return Source(checkpoint, None, "dcp" if flat else "safetensors", tuple(notes), digest)
+    notes = [*rewriting.beside(sidecars), *checkpoint.notes]
+    return Source(checkpoint, None, "dcp" if flat else "safetensors", tuple(notes), digest, sidecars.files)
 
 
 def _check_changes(expected: Format, to: str | None, source: str) -> None:
@@ -131,6 +135,7 @@ def write(
         restart=restart,
         advance=advance,
         last_files=None if planned.last_files is None else planned.last_files(destination),
+        sidecars=source.sidecars,
     )
 
 

@@ -13,13 +13,14 @@ transformers finds them. Everything else keeps its key: tensors of any shape in 
 no tensor in ``optimizer.json``, as :mod:`checkpoint_tools.json_values` writes it.
 """
 
+import base64
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from .envelope import Envelope, bare, envelope_of
-from .errors import CheckpointError
+from .errors import CheckpointError, UnreadableObjectError
 from .fusions import Exchange, Fusion
 from .inspect import counted
 from .items import Reader
@@ -170,23 +171,29 @@ def _check_tensors(checkpoint: Checkpoint, names: Mapping[str, str]) -> None:
 
 
 def _objects_file(checkpoint: Checkpoint, parts: _Parts) -> bytes:
-    objects = {}
+    """What is no tensor: as JSON, and what has no such form as the bytes that are stored, which nobody looks into."""
+    objects, stored = {}, {}
     with Reader(checkpoint) as reader:
         for key in sorted(parts.objects, key=natural_order):
+            item = checkpoint.objects[key]
+            if item.transforms:
+                raise CheckpointError(f"{key} was written through {', '.join(item.transforms)}; {_LEAVE_OUT}")
             try:
-                objects[key] = to_json(reader.read_object(checkpoint.objects[key]))
-            except NotPlainError as error:
-                raise CheckpointError(f"{key} is or contains {error}, which has no form in JSON; {_LEAVE_OUT}") from (
-                    error
-                )
+                objects[key] = to_json(reader.read_object(item))
+            except (NotPlainError, UnreadableObjectError):
+                stored[key] = base64.b64encode(reader.read_bytes(item)).decode()
             except CheckpointError as error:
                 raise CheckpointError(f"{key}: {error}; {_LEAVE_OUT}") from error
+    if stored:
+        parts.notes.append(f"{counted(len(stored), 'object')} of more than plain values, kept as torch.save wrote it")
     known = {key: path for key, path in checkpoint.paths.items() if path != (key,)}
     listed = {*parts.others, *parts.objects}
     kept = sorted(listed & known.keys() | parts.odd_paths(checkpoint), key=natural_order)
     paths = {key: list(known.get(key, (key,))) for key in kept}
     head = f'{{"format": {json.dumps(OBJECTS_FORMAT)},\n"key_prefix": {json.dumps(parts.prefix)},\n'
-    return f'{head}"objects": {_by_line(objects)},\n"paths": {_by_line(paths)}}}\n'.encode()
+    return (
+        f'{head}"objects": {_by_line(objects)},\n"stored": {_by_line(stored)},\n"paths": {_by_line(paths)}}}\n'.encode()
+    )
 
 
 def _by_line(values: Mapping[str, Any]) -> str:

@@ -19,6 +19,7 @@ import torch
 from rich.table import Table
 from rich.text import Text
 
+from .config_values import with_told
 from .errors import CheckpointError
 from .exchange import merge_exchange, split_exchange
 from .fusions import Exchange, Fusion
@@ -30,6 +31,7 @@ from .perform import perform
 from .reading import Checkpoint, open_checkpoint
 from .rewrite import Rewrite, Unit, plan_rewrite, unit_bytes_of, units_of
 from .rules import Rule
+from .sidecars import Sidecars, read_sidecar, sidecars_of
 from .sinks import LocalSink, Sink, is_empty_remote, remote_sink
 from .sizes import human_bytes, human_shape
 from .verify import check_structure
@@ -43,17 +45,18 @@ _MAY_END = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 """Errors of writing after which somebody makes room, and goes on."""
 
 _ROUND_NOTES = 3
+_NAMES_IN_NOTES = 8
 
 
-def open_whole(source: str, threads: int) -> tuple[Checkpoint, list[str]]:
-    """A checkpoint, and what there is to be said about it.
+def open_whole(source: str, threads: int) -> tuple[Checkpoint, Sidecars]:
+    """A checkpoint, and the files beside its data.
 
     Raises:
         CheckpointError: it is not whole.
     """
     checkpoint = open_checkpoint(source)
     check_whole(checkpoint, threads)
-    return checkpoint, foreign_files(checkpoint, {METADATA_FILE})
+    return checkpoint, sidecars_of(checkpoint, (METADATA_FILE,))
 
 
 def check_whole(checkpoint: Checkpoint, threads: int) -> None:
@@ -71,18 +74,30 @@ def check_whole(checkpoint: Checkpoint, threads: int) -> None:
         )
 
 
-def foreign_files(checkpoint: Checkpoint, own: Iterable[str]) -> list[str]:
-    """Notes about files that have nothing of the checkpoint, and are not among its ``own`` files without data."""
-    known = {*own, *checkpoint.items_by_file()}
-    left = [name for name in checkpoint.folder.files() if name not in known and not _is_folder_of(name, known)]
-    notes = [f"{name} does not belong to the checkpoint, and is not copied" for name in left[:_ROUND_NOTES]]
-    if len(left) > _ROUND_NOTES:
-        notes.append(f"{len(left) - _ROUND_NOTES} more files and folders do not belong to it either")
+def beside(sidecars: Sidecars) -> list[str]:
+    """Notes about files that have nothing of the data: those that are copied, and those that are not."""
+    notes = [f"copied as {'it is' if len(sidecars.files) == 1 else 'they are'}: {_some(sidecars.files)}"]
+    notes = notes if sidecars.files else []
+    notes += [f"{name} does not belong to the checkpoint, and is not copied" for name in sidecars.left[:_ROUND_NOTES]]
+    if len(sidecars.left) > _ROUND_NOTES:
+        notes.append(f"{len(sidecars.left) - _ROUND_NOTES} more files and folders do not belong to it either")
     return notes
 
 
-def _is_folder_of(name: str, files: set[str]) -> bool:
-    return name.endswith("/") and any(file.startswith(name) for file in files)
+def _some(names: Sequence[str]) -> str:
+    more = len(names) - _NAMES_IN_NOTES
+    return ", ".join(names[:_NAMES_IN_NOTES]) + (f" and {more:,} more" if more > 0 else "")
+
+
+def known_values(
+    checkpoint: Checkpoint, rules: Iterable[Rule], given: Mapping[str, float]
+) -> tuple[dict[str, float], list[str]]:
+    """The values that the rules name, as given or as the checkpoint itself tells, and notes about the latter.
+
+    Raises:
+        CheckpointError: a given one contradicts how the checkpoint is stored.
+    """
+    return with_told(checkpoint, {name for rule in rules for name in rule.value_names}, given)
 
 
 def plan(
@@ -188,6 +203,7 @@ def write(
     restart: bool = False,
     advance: Callable[[int], object] = lambda done: None,
     last_files: Mapping[str, bytes] | None = None,
+    sidecars: Sequence[str] = (),
 ) -> None:
     """Write the new checkpoint.
 
@@ -201,6 +217,7 @@ def write(
         restart: begin anew, whatever an earlier run has left.
         advance: is told of bytes that are written, from any thread.
         last_files: what is written when all else is there, by name; without it, the metadata.
+        sidecars: files of the old checkpoint that are copied, unless there is a new one of that name.
 
     Raises:
         CheckpointError: the source cannot be read, or the destination not be written. What was written so far is gone,
@@ -209,17 +226,29 @@ def write(
     """
     if last_files is None:
         last_files = {METADATA_FILE: metadata_bytes(read_metadata(checkpoint.folder), rewrite, destination)}
+    beside = [file for file in sidecars if file not in rewrite.files and file not in last_files]
     units = units_of(rewrite, unit_bytes_of(rewrite.nbytes))
     options: dict[str, Any] = {"threads": threads, "max_memory_bytes": max_memory_bytes, "advance": advance}
     if "://" in destination:
         with _errors_named(destination), remote_sink(destination) as sink:
-            _fill(checkpoint, rewrite, units, sink, last_files, done={}, record=lambda unit, filled: None, **options)
+            _fill(
+                checkpoint,
+                rewrite,
+                units,
+                sink,
+                beside,
+                last_files,
+                done={},
+                record=lambda unit, filled: None,
+                **options,
+            )
         return
     path = Path(destination)
     with open_partial(path, fingerprint, restart=restart) as partial, _removed_unless_of_use(partial):
         local = LocalSink(partial.files)
         _check_what_is_done(partial, units, rewrite.file_bytes())
-        _fill(checkpoint, rewrite, units, local, last_files, done=partial.done, record=partial.record, **options)
+        options |= {"done": partial.done, "record": partial.record}
+        _fill(checkpoint, rewrite, units, local, beside, last_files, **options)
         _check_unchanged(checkpoint, fingerprint)
         partial.publish()
 
@@ -229,11 +258,14 @@ def _fill(
     rewrite: Rewrite,
     units: Sequence[Unit],
     sink: Sink,
+    beside: Iterable[str],
     last_files: Mapping[str, bytes],
     **options: Any,
 ) -> None:
     sink.prepare(rewrite.file_bytes())
     perform(checkpoint, rewrite, units, sink, **options)
+    for file in beside:
+        sink.write_metadata(read_sidecar(checkpoint.folder, file), file)
     for file, content in last_files.items():
         sink.write_metadata(content, file)
 

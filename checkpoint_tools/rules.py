@@ -134,6 +134,8 @@ class Rule:
                 (:class:`MissingValueError`).
         """
         groups = _evaluated(self.groups, values, where)
+        if groups < 1:
+            raise ValueError(f"{where}: {self.groups} is {groups}; expected 1 or more, as many as it was divided into")
         sizes = self._sizes(fused_size, values, where)
         if sum(sizes) != fused_size or min(sizes) < 0:
             raise ValueError(
@@ -201,7 +203,7 @@ class Match(NamedTuple):
                 f"{self.fused}: whether it is fused can be told from {sibling}, which is not there. Exclude it, or "
                 "give a rule without same_size_as if you know"
             )
-        if dim >= len(shapes[sibling]):
+        if not -len(shapes[sibling]) <= dim < len(shapes[sibling]):
             raise ValueError(f"{self.fused}: expected {sibling} to have a dimension {dim}, got {shapes[sibling]}")
         if shapes[sibling][dim] != first_size:
             raise ValueError(

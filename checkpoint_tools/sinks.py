@@ -58,7 +58,7 @@ class Sink(Protocol):
         ...
 
     def write_metadata(self, content: bytes, file: str = METADATA_FILE) -> None:
-        """The last of all."""
+        """A file as a whole, safe on the disk; those of the metadata are the last of all."""
         ...
 
 
@@ -103,7 +103,9 @@ class LocalSink:
 
     def write_metadata(self, content: bytes, file: str = METADATA_FILE) -> None:
         """See :class:`Sink`."""
-        with (self._folder / file).open("wb") as stream:
+        path = self._folder / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("wb") as stream:
             stream.write(content)
             stream.flush()
             os.fsync(stream.fileno())
@@ -163,6 +165,8 @@ class RemoteSink:
 
     def write_metadata(self, content: bytes, file: str = METADATA_FILE) -> None:
         """See :class:`Sink`."""
+        if "/" in file:
+            self._fs.makedirs(self._at(file).rpartition("/")[0], exist_ok=True)
         with self._fs.open(self._at(file), "wb") as target:
             target.write(content)
 

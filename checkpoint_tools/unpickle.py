@@ -23,13 +23,18 @@ Allowed = Mapping[str, Set[str]]
 _METADATA = "torch.distributed.checkpoint.metadata"
 _PATHS = {"Path", "PosixPath", "WindowsPath", "PurePath", "PurePosixPath", "PureWindowsPath"}
 
-# What DCP of torch 2.1 to 2.13 writes into .metadata.
+# What DCP of torch 2.1 to 2.13, and torch_dist of Megatron-Core 0.13 to 0.16, write into .metadata.
 METADATA_NAMES: Allowed = {
     _METADATA: {
         *("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "MetadataIndex"),
         *("TensorProperties", "_MEM_FORMAT_ENCODING", "StorageMeta"),
     },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
+    # Megatron-Core keeps the plans of all ranks beside the metadata, and up to 0.15 its own classes of both.
+    "torch.distributed.checkpoint.planner": {
+        *("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData"),
+    },
+    "megatron.core.dist_checkpointing.strategies.torch": {"MCoreMetadata", "MCoreSavePlan"},
     # Where TensorProperties was before torch 2.3.
     "torch.distributed._shard.sharded_tensor.metadata": {"TensorProperties", "MEM_FORMAT_ENCODING"},
     "torch.serialization": {"_get_layout"},
@@ -106,6 +111,37 @@ class _Unpickler(pickle.Unpickler):
         if self._persistent_load is None:
             raise pickle.UnpicklingError("it refers to data outside of itself")
         return self._persistent_load(pid)
+
+
+class _Opaque(Record):
+    """What stands for an object of which nothing but its attributes is of interest."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """Of a dict of its own kind."""
+
+    def append(self, value: Any) -> None:
+        """Of a list of its own kind."""
+
+    def extend(self, values: Any) -> None:
+        """The same."""
+
+
+class _PlainUnpickler(_Unpickler):
+    """Names everything, looks up nothing: each name is an empty class of its own."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in (("torch", "Size"), ("collections", "OrderedDict")):
+            return super().find_class(module, name)
+        return self._classes.setdefault((module, name), type(name, (_Opaque,), {"name": name}))
+
+
+def unpickle_plain(content: bytes) -> Any:
+    """What a pickle holds, whatever it names: for the plain values in it, such as the attributes of a namespace.
+
+    Raises:
+        Exception: whatever the unpickler meets in bytes that are no pickle.
+    """
+    return _PlainUnpickler(content, {}, lambda pid: None).load()
 
 
 def unpickle(content: bytes, allowed: Allowed, persistent_load: Callable[[Any], Any] | None = None) -> Any:

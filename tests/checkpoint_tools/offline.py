@@ -41,9 +41,9 @@ def rewritten(
     restart: bool = False,
 ) -> Checkpoint:
     """The new checkpoint, and it is whole."""
-    wanted = (rules, values or {}, excluded)
     rewriting.check_destination(str(source), str(destination))
-    checkpoint, _ = rewriting.open_whole(str(source), 1)
+    checkpoint, sidecars = rewriting.open_whole(str(source), 1)
+    wanted = (rules, rewriting.known_values(checkpoint, rules, values or {})[0], excluded)
     planned = rewriting.plan(checkpoint, way, *wanted)
     fingerprint = rewriting.fingerprint_of(checkpoint, way, *wanted)
     rewriting.write(
@@ -54,6 +54,7 @@ def rewritten(
         threads=threads,
         max_memory_bytes=max_memory_bytes,
         restart=restart,
+        sidecars=sidecars.files,
     )
     made = open_checkpoint(destination)
     problems, files = check_structure(made, 1)

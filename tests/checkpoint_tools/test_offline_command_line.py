@@ -88,7 +88,7 @@ def test_split_and_merge(source: Path, tmp_path: Path) -> None:
     assert (planned.returncode, planned.stderr) == (0, "")
     assert f"model.{UP}" in planned.stdout
     assert "to be written: 1 tensor and 1 state tensor split, 192 bytes of " in planned.stdout
-    assert "note: README does not belong to the checkpoint" in planned.stdout
+    assert "note: copied as it is: README" in planned.stdout
     found = json.loads(as_json.stdout)
     assert found["fusions"][0]["parts"][0] == {"key": f"model.{GATE}", "shape": [4, 3], "chunks": 1}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rules.toml", "source"]

@@ -1,0 +1,102 @@
+"""Files beside the data of a checkpoint that belong to it all the same, and are copied with it.
+
+Tokenizer, ``config.json``, Megatron's ``common.pt`` and ``metadata.json``, the state of schedulers, of random numbers
+and of trainers: everything that is no tensor data. Data that are not the checkpoint's own (files of another one saved
+here before, other formats of the same weights) stay behind, and are named.
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from .errors import CheckpointError
+from .reading import Checkpoint
+from .sizes import human_bytes
+from .storage import Folder, open_folder
+
+MAX_BYTES = 256 << 20
+"""What is larger is not taken for a file beside the data."""
+
+_MAX_FILES = 1000
+_MAX_DEPTH = 3
+
+# Data, and what only fits them: of this checkpoint, or of another one.
+_DATA = re.compile(
+    r"""
+    \..*                                                    # hidden, .metadata too
+    | .*\.(distcp|safetensors|safetensors\.index\.json|bin\.index\.json|gguf|onnx|h5|msgpack|npz|partial|lock|tmp)
+    | (pytorch_model|tf_model|flax_model|model|optimizer|consolidated)[^/]*\.(bin|pth?|ckpt)
+    | (mp_rank|zero_pp_rank|bf16_zero)_.*
+    | optimizer\.json                                       # what convert itself writes
+    """,
+    re.VERBOSE,
+)
+
+
+class Sidecars(NamedTuple):
+    """What there is beside the data.
+
+    Attributes:
+        files: that are copied, by their names in the folder.
+        left: that are not.
+    """
+
+    files: tuple[str, ...]
+    left: tuple[str, ...]
+
+
+def sidecars_of(checkpoint: Checkpoint, own: Iterable[str]) -> Sidecars:
+    """What is in the checkpoint's folder; ``own`` are the files that the checkpoint consists of, beside its data."""
+    known = {*own, *checkpoint.items_by_file()}
+    files: list[str] = []
+    left: list[str] = []
+    for name in checkpoint.folder.files():
+        if name in known or _is_folder_of(name, known):
+            continue
+        inside = [] if _DATA.fullmatch(name.removesuffix("/")) else list(_files_in(checkpoint.folder, name, _MAX_DEPTH))
+        if inside and len(files) + len(inside) <= _MAX_FILES and all(_is_sidecar(checkpoint.folder, f) for f in inside):
+            files += inside
+        else:
+            left.append(name)
+    return Sidecars(tuple(files), tuple(left))
+
+
+def _is_folder_of(name: str, files: set[str]) -> bool:
+    return name.endswith("/") and any(file.startswith(name) for file in files)
+
+
+def _files_in(folder: Folder, name: str, depth: int) -> Iterator[str]:
+    """The file itself; or all files in a folder, none of which is a file of data."""
+    if not name.endswith("/"):
+        yield name
+    elif depth == 0:
+        yield f"{name}."  # no name of a sidecar: the folder is left
+    else:
+        inside = open_folder(f"{folder.path.rstrip('/')}/{name.rstrip('/')}")
+        for each in inside.files():
+            yield from _files_in(folder, f"{name}{each}", depth - 1)
+
+
+def _is_sidecar(folder: Folder, file: str) -> bool:
+    if _DATA.fullmatch(file.rpartition("/")[2]):
+        return False
+    try:
+        return folder.size_bytes(file) <= MAX_BYTES
+    except OSError:
+        return False
+
+
+def read_sidecar(folder: Folder, file: str) -> bytes:
+    """Its content.
+
+    Raises:
+        CheckpointError: it cannot be read, or has grown meanwhile.
+    """
+    try:
+        with folder.open(file) as stream:
+            content = stream.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise CheckpointError(f"{folder.path}/{file} cannot be read: {error}") from error
+    if len(content) > MAX_BYTES:
+        raise CheckpointError(f"{folder.path}/{file} has more than {human_bytes(MAX_BYTES)} now; move it away")
+    return content
