@@ -6,10 +6,10 @@ path or key                            what it is
 ``optim`` ``state`` FQN ``exp_avg``    state of a parameter, of a nested optimizer state dict
 ``optim`` ``state.FQN.exp_avg``        the same, of a flattened one
 ``optimizer.state.exp_avg.FQN``        the same, named by kind first, as Megatron's ``torch_dist`` has it
-``optim`` ``param_groups.FQN.lr``      what a param group says of one parameter, flattened; ``param_to_group_meta`` in
-                                       Megatron's ``fsdp_dtensor``
+``optim`` ``param_groups.FQN.lr``      what a param group says of one parameter, flattened
 ``optim`` ``param_groups`` 0           a param group, or one entry of it: ``params`` lists FQNs
-anything else                          a tensor of a model, or something that has no parts
+anything else                          a tensor of a model, or something that has no parts: such as Megatron's
+                                       ``param_to_group_meta``, which has the fused names whatever is split
 ====================================== ================================================================================
 
 DCP keeps the path of a value in the nested state dict; where another writer has not, the key's own dots are taken. FQNs
@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 Path = tuple[str | int, ...]
 
-_BY_FQN = ("state", "param_groups", "param_to_group_meta")
+_BY_FQN = ("state", "param_groups")
 
 KINDS = frozenset(("exp_avg", "exp_avg_sq", "momentum_buffer", "param", "fp32_param", "master_param"))
 """What Megatron-Core names state by, where no model in the same checkpoint tells which words are the FQN."""

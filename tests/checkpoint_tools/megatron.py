@@ -12,6 +12,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.overrides import TorchFunctionMode
 
 from tests.fused_adam_reference import FusedAdam
@@ -56,8 +57,14 @@ def cpu_for_cuda() -> Iterator[None]:
     """
     from megatron.core.optimizer import distrib_optimizer
 
+    nothing = mock.MagicMock()  # what streams and events wait for, on the CPU
+    streams = {"Stream": nothing, "Event": nothing, "current_stream": nothing, "stream": contextlib.nullcontext}
     with (
         _CpuForCuda(),
+        mock.patch.multiple(torch.cuda, **streams),
+        mock.patch("torch.Tensor.record_stream"),
+        # Gloo has no product in a sum: gradients of Megatron-FSDP are not averaged.
+        mock.patch("torch.distributed._make_nccl_premul_sum", return_value=dist.ReduceOp.SUM),
         mock.patch("torch.cuda.current_device", return_value=torch.device("cpu")),
         mock.patch("torch.cuda.synchronize", return_value=None),
         # Without Transformer Engine megatron-core 0.16.1 does not define it, and asks whether it is None.
@@ -82,13 +89,23 @@ class Training:
     Args:
         tp: ranks for tensor parallelism.
         is_distributed: the optimizer is Megatron's distributed one.
+        is_fsdp: Megatron-FSDP instead of data parallelism.
         experts: how many the second layer has; the first one is dense. None: both are.
         seed: of the weights.
     """
 
-    def __init__(self, tp: int, *, is_distributed: bool = True, experts: int | None = None, seed: int = 0) -> None:
+    def __init__(
+        self,
+        tp: int,
+        *,
+        is_distributed: bool = True,
+        is_fsdp: bool = False,
+        experts: int | None = None,
+        seed: int = 0,
+    ) -> None:
         from megatron.core import parallel_state, tensor_parallel
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+        from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
         from megatron.core.models.gpt.gpt_model import GPTModel
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -128,7 +145,10 @@ class Training:
             share_embeddings_and_output_weights=False,
         )
         options = DistributedDataParallelConfig(use_distributed_optimizer=is_distributed)
-        self.model = DistributedDataParallel(config, options, model)
+        if is_fsdp:
+            options.use_megatron_fsdp = options.overlap_grad_reduce = options.overlap_param_gather = True
+            options.data_parallel_sharding_strategy = "optim_grads_params"
+        self.model = (FullyShardedDataParallel if is_fsdp else DistributedDataParallel)(config, options, model)
         config = OptimizerConfig(optimizer="adam", lr=0.01, use_distributed_optimizer=is_distributed)
         with mock.patch("megatron.core.optimizer.USING_PYTORCH_OPTIMIZER", not is_distributed):
             self.optimizer = get_megatron_optimizer(config, [self.model])
@@ -173,3 +193,20 @@ class Training:
         with torch.no_grad():
             self.optimizer.load_state_dict(state["optimizer"])
         return state
+
+    def save_fsdp_dtensor(self, folder: Path, *, split: bool) -> None:
+        """As Megatron-LM's training does it with functions of Megatron-Core; ``split``: with gate and up apart."""
+        from megatron.core.distributed.fsdp.src.megatron_fsdp import uneven_dtensor
+        from megatron.core.transformer import fsdp_dtensor_checkpoint
+
+        model = dict(self.model.state_dict_for_save_checkpoint())
+        metadata = {"distrib_optim_sharding_type": "fsdp_dtensor"}
+        optimizer = self.optimizer.sharded_state_dict(model, metadata=metadata)
+        fsdp_dtensor_checkpoint.handle_fp8_extra_state_case(model)
+        if split:
+            model, _ = fsdp_dtensor_checkpoint.handle_swiglu_in_state_dict(self.model, model, None)
+            # One module less before the names in the optimizer: there is no Float16Module here.
+            inner = self.model.module
+            _, optimizer = fsdp_dtensor_checkpoint.handle_swiglu_in_state_dict(inner, {}, optimizer)
+        state = {"model": model, "optimizer": optimizer}
+        dcp.save(uneven_dtensor.preprocess_state_dict_for_uneven_dtensor(state), checkpoint_id=folder)

@@ -204,6 +204,27 @@ def train_on(
         assert training.steps(3) == expected["layers"]
 
 
+# Megatron-FSDP -------------------------------------------------------------------------------------------------------
+
+
+def test_the_split_of_fsdp_dtensor_is_megatrons_own(tmp_path: Path) -> None:
+    spawn(write_fsdp_dtensor, 2, tmp_path, tmp_path)
+    split = rewritten("split", tmp_path / "fused", tmp_path / "split", *SWIGLU, values={"tp_size": 1})
+    own = open_checkpoint(tmp_path / "own")
+    assert len([key for key in own.tensors if key.endswith("linear_fc1.weight_w.exp_avg")]) == 2
+    assert not diff(split, own, all_keys(split, own))
+    merged = rewritten("merge", tmp_path / "split", tmp_path / "merged", *SWIGLU, values={"tp_size": 1})
+    assert_same(merged, open_checkpoint(tmp_path / "fused"))
+
+
+def write_fsdp_dtensor(rank: int, world_size: int, folder: Path) -> None:
+    del rank, world_size
+    with cpu_for_cuda():
+        training = Training(1, is_fsdp=True)
+        training.save_fsdp_dtensor(folder / "fused", split=False)
+        training.save_fsdp_dtensor(folder / "own", split=True)
+
+
 # Values that the checkpoint tells ------------------------------------------------------------------------------------
 
 
