@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, TypeVar
+from typing import Annotated, Any, NamedTuple, NoReturn, TypeVar
 
 try:
     import rich.console
@@ -22,8 +22,9 @@ from .errors import CheckpointError
 from .opening import open_checkpoint
 from .patterns import idle_patterns, matches
 from .reading import Checkpoint, Problem
+from .request import Request, Way, check_used, complete, not_known
 from .rewrite import Rewrite
-from .rules import Rule, load_rules, preset, preset_names
+from .rules import Rule, load_rules, preset
 from .sizes import human_bytes, parse_bytes, thread_bytes
 
 TROUBLE = 2
@@ -266,72 +267,110 @@ Restart = Annotated[bool, typer.Option("--restart", help="Begin anew, whatever a
 WriteThreads = Annotated[int, typer.Option("--threads", min=1, help="How many blocks are in work at the same time.")]
 
 
-def _add_rewriting(way: rewriting.Way, description: str) -> None:
-    """One of two commands that have the same options."""
-
-    @command(way, description)
-    def run(
-        source: Source,
-        destination: Destination,
-        presets: Presets = None,
-        rule_files: RuleFiles = None,
-        values: Values = None,
-        excluded: Excluded = None,
-        threads: WriteThreads = 4,
-        max_memory: MaxMemory = "2GiB",
-        dry_run: DryRun = False,
-        restart: Restart = False,
-        as_json: Json = False,
-    ) -> None:
-        begin = time.monotonic()
-        memory_bytes = _memory(max_memory, threads, perform.LEAST_THREAD_BYTES)
-        rules, given = _rules(presets, rule_files), _parse_values(values)
-        _check_json(as_json, dry_run)
-        rewriting.check_destination(source, destination)
-        checkpoint, sidecars = rewriting.open_whole(source, threads)
-        known, notes = rewriting.known_values(checkpoint, rules, given)
-        wanted = (rules, known, excluded or [])
-        notes += rewriting.beside(sidecars)
-        planned = rewriting.plan(checkpoint, way, *wanted)
-        if dry_run:
-            _show_plan(planned, way, notes, as_json=as_json)
-            return
-        fingerprint = rewriting.fingerprint_of(checkpoint, way, *wanted)
-        with _writing(way, destination, planned.nbytes) as advance:
-            rewriting.write(
-                checkpoint,
-                planned,
-                destination,
-                fingerprint,
-                threads=threads,
-                max_memory_bytes=memory_bytes,
-                restart=restart,
-                advance=advance,
-                sidecars=sidecars.files,
-            )
-        _report_written(destination, rewriting.headline(planned, way), notes, begin)
+Only = Annotated[
+    list[str] | None,
+    typer.Option("--only", metavar="PATTERN", help="Only fused tensors, or parts, whose names are like these."),
+]
 
 
-_add_rewriting(
-    "split",
+@command("split")
+def split_main(
+    source: Source,
+    destination: Destination,
+    presets: Presets = None,
+    rule_files: RuleFiles = None,
+    values: Values = None,
+    excluded: Excluded = None,
+    only: Only = None,
+    threads: WriteThreads = 4,
+    max_memory: MaxMemory = "2GiB",
+    dry_run: DryRun = False,
+    restart: Restart = False,
+    as_json: Json = False,
+) -> None:
     """Exchange fused weights for their parts, with all of the optimizer's state.
 
     SRC is only read. DST is there when it is complete, and not before: run the same command again after a kill, and it
     goes on where it was. (Behind a URL, files are sent as they are ready, the metadata last, and nothing is resumed.)
+    DST says in split_record.json what was taken apart, so that merge can undo it.
     Exit code: 0 done, 2 not done, 130 interrupted.
-    """,
-)
-_add_rewriting(
-    "merge",
+    """
+    request = Request(_rules(presets, rule_files), _parse_values(values), excluded or [], only or [])
+    _rewrite("split", source, destination, request, Doing(threads, max_memory, dry_run, restart, as_json))
+
+
+@command("merge")
+def merge_main(
+    source: Source,
+    destination: Destination,
+    presets: Presets = None,
+    rule_files: RuleFiles = None,
+    values: Values = None,
+    excluded: Excluded = None,
+    only: Only = None,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Merge all that the rules match, whether or not split took it apart.")
+    ] = False,
+    threads: WriteThreads = 4,
+    max_memory: MaxMemory = "2GiB",
+    dry_run: DryRun = False,
+    restart: Restart = False,
+    as_json: Json = False,
+) -> None:
     """Exchange the parts of fused weights for these: the inverse of split, with the same rules.
 
+    Without rules, the last split is undone as split_record.json has it; with rules, only what is written there. Where
+    there is no such file, nobody knows which parts were ever fused: then --yes or --only is needed.
     How each part is divided over files does not matter. Counters have to be the same for all parts. For all else, see
     split. Exit code: 0 done, 2 not done, 130 interrupted.
-    """,
-)
+    """
+    request = Request(_rules(presets, rule_files), _parse_values(values), excluded or [], only or [], yes)
+    _rewrite("merge", source, destination, request, Doing(threads, max_memory, dry_run, restart, as_json))
 
 
-def _show_plan(planned: Rewrite, way: rewriting.Way, notes: Sequence[str], *, as_json: bool) -> None:
+class Doing(NamedTuple):
+    """How split and merge do it."""
+
+    threads: int
+    max_memory: str
+    dry_run: bool
+    restart: bool
+    as_json: bool
+
+
+def _rewrite(way: Way, source: str, destination: str, request: Request, doing: Doing) -> None:
+    begin = time.monotonic()
+    memory_bytes = _memory(doing.max_memory, doing.threads, perform.LEAST_THREAD_BYTES)
+    _check_json(doing.as_json, doing.dry_run)
+    rewriting.check_destination(source, destination)
+    checkpoint, sidecars = rewriting.open_whole(source, doing.threads)
+    asked = complete(checkpoint, way, request)
+    planned = rewriting.plan(checkpoint, way, asked)
+    check_used(request, planned.exchange)
+    notes = [*asked.notes, *rewriting.beside(sidecars)]
+    if doing.dry_run:
+        _show_plan(planned, way, notes, as_json=doing.as_json)
+        return
+    if not asked.is_known:
+        raise CheckpointError(not_known(checkpoint, planned.exchange.matched))
+    fingerprint = rewriting.fingerprint_of(checkpoint, way, asked)
+    with _writing(way, destination, planned.nbytes) as advance:
+        rewriting.write(
+            checkpoint,
+            planned,
+            destination,
+            fingerprint,
+            threads=doing.threads,
+            max_memory_bytes=memory_bytes,
+            restart=doing.restart,
+            advance=advance,
+            sidecars=sidecars.files,
+            record=rewriting.record_after(checkpoint, way, asked, planned),
+        )
+    _report_written(destination, rewriting.headline(planned, way), notes, begin)
+
+
+def _show_plan(planned: Rewrite, way: Way, notes: Sequence[str], *, as_json: bool) -> None:
     if as_json:
         _print_json({**rewriting.as_json(planned, way), "notes": list(notes)})
         return
@@ -349,8 +388,6 @@ def _rules(presets: Sequence[str] | None, files: Sequence[Path] | None) -> list[
         raise CheckpointError(str(error)) from error
     except IsADirectoryError as error:
         raise CheckpointError(f"{error.filename} is a folder; --rules takes a TOML or JSON file") from error
-    if not rules:
-        raise CheckpointError(f"no rules; give --preset ({', '.join(preset_names())}) or --rules FILE")
     return rules
 
 

@@ -13,13 +13,12 @@ import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from rich.table import Table
 from rich.text import Text
 
-from .config_values import with_told
 from .errors import CheckpointError
 from .exchange import merge_exchange, split_exchange
 from .fusions import Exchange, Fusion
@@ -29,14 +28,13 @@ from .new_metadata import metadata_bytes
 from .partial import Partial, open_partial, partial_of
 from .perform import perform
 from .reading import Checkpoint, open_checkpoint
+from .request import Complete, Way
 from .rewrite import Rewrite, Unit, plan_rewrite, unit_bytes_of, units_of
-from .rules import Rule
 from .sidecars import Sidecars, read_sidecar, sidecars_of
 from .sinks import LocalSink, Sink, is_empty_remote, remote_sink
 from .sizes import human_bytes, human_shape
+from .split_record import RECORD_FILE, Split, read_record, record_bytes, without
 from .verify import check_structure
-
-Way = Literal["split", "merge"]
 
 FORMAT = 1
 """Of what is in a partial folder: another number, and nobody goes on with it."""
@@ -89,26 +87,14 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:_NAMES_IN_NOTES]) + (f" and {more:,} more" if more > 0 else "")
 
 
-def known_values(
-    checkpoint: Checkpoint, rules: Iterable[Rule], given: Mapping[str, float]
-) -> tuple[dict[str, float], list[str]]:
-    """The values that the rules name, as given or as the checkpoint itself tells, and notes about the latter.
-
-    Raises:
-        CheckpointError: a given one contradicts how the checkpoint is stored.
-    """
-    return with_told(checkpoint, {name for rule in rules for name in rule.value_names}, given)
-
-
-def plan(
-    checkpoint: Checkpoint, way: Way, rules: Sequence[Rule], values: Mapping[str, float], excluded: Sequence[str]
-) -> Rewrite:
+def plan(checkpoint: Checkpoint, way: Way, asked: Complete) -> Rewrite:
     """What would be written.
 
     Raises:
         CheckpointError: the rules do not fit the checkpoint.
     """
-    exchange = (split_exchange if way == "split" else merge_exchange)(checkpoint, rules, values, excluded)
+    exchange_of = split_exchange if way == "split" else merge_exchange
+    exchange = exchange_of(checkpoint, asked.rules, asked.values, asked.excluded, asked.wanted)
     for key in (key for fusion in exchange.fusions for key in (fusion.fused, *fusion.parts)):
         for chunk in checkpoint.tensors[key].chunks if key in checkpoint.tensors else ():
             if chunk.transforms:
@@ -119,20 +105,28 @@ def plan(
     return plan_rewrite(checkpoint, exchange)
 
 
-def fingerprint_of(
-    checkpoint: Checkpoint, way: Way, rules: Sequence[Rule], values: Mapping[str, float], excluded: Sequence[str]
-) -> dict[str, object]:
+def record_after(checkpoint: Checkpoint, way: Way, asked: Complete, rewrite: Rewrite) -> dict[str, bytes]:
+    """The file that says what split has taken apart, for the new checkpoint; nothing if all is merged again."""
+    matched = rewrite.exchange.matched
+    before = read_record(checkpoint)
+    if way == "split":
+        splits = [*before, Split(tuple(asked.rules), asked.values, frozenset(matched))]
+    else:
+        splits = without(before, matched)
+    return {RECORD_FILE: record_bytes(splits)} if splits else {}
+
+
+def fingerprint_of(checkpoint: Checkpoint, way: Way, asked: Complete) -> dict[str, object]:
     """Of everything that the files of the new checkpoint depend on."""
     folder = checkpoint.folder
     with folder.open(METADATA_FILE) as stream:
         metadata = stream.read()
-    asked = repr((way, list(rules), sorted(values.items()), sorted(excluded)))
     return {
         "format": FORMAT,
         "torch": torch.__version__,
         "metadata": hashlib.sha256(metadata).hexdigest(),
         "files": stamps_of(checkpoint),
-        "asked": hashlib.sha256(asked.encode()).hexdigest(),
+        "asked": hashlib.sha256(f"{way} {asked.asked}".encode()).hexdigest(),
     }
 
 
@@ -204,6 +198,7 @@ def write(
     advance: Callable[[int], object] = lambda done: None,
     last_files: Mapping[str, bytes] | None = None,
     sidecars: Sequence[str] = (),
+    record: Mapping[str, bytes] | None = None,
 ) -> None:
     """Write the new checkpoint.
 
@@ -218,6 +213,7 @@ def write(
         advance: is told of bytes that are written, from any thread.
         last_files: what is written when all else is there, by name; without it, the metadata.
         sidecars: files of the old checkpoint that are copied, unless there is a new one of that name.
+        record: :func:`record_after`; without it, the old one goes on.
 
     Raises:
         CheckpointError: the source cannot be read, or the destination not be written. What was written so far is gone,
@@ -226,6 +222,9 @@ def write(
     """
     if last_files is None:
         last_files = {METADATA_FILE: metadata_bytes(read_metadata(checkpoint.folder), rewrite, destination)}
+    if record is not None:
+        last_files = {**record, **last_files}
+        sidecars = [file for file in sidecars if file != RECORD_FILE]
     beside = [file for file in sidecars if file not in rewrite.files and file not in last_files]
     units = units_of(rewrite, unit_bytes_of(rewrite.nbytes))
     options: dict[str, Any] = {"threads": threads, "max_memory_bytes": max_memory_bytes, "advance": advance}

@@ -19,7 +19,7 @@ from .owners import Owners
 from .param_groups import Groups, listed
 from .patterns import check_excluded, is_excluded
 from .reading import Checkpoint
-from .rules import Match, Rule, find_matches, find_parts
+from .rules import ALL, Match, Rule, Wanted, find_matches, find_parts
 
 
 class Role(NamedTuple):
@@ -46,18 +46,31 @@ class Side(NamedTuple):
     Attributes:
         find: the matches among keys, all of which there have to be.
         match: the match of one key.
+        all_matches: those of a key, whichever of the parts it is.
         names: those of a fused tensor and its parts that are looked for, each with its number.
     """
 
     find: Callable[[Iterable[str], Sequence[Rule]], list[Match]]
     match: Callable[[Rule, str], Match | None]
+    all_matches: Callable[[Rule, str], list[Match]]
     names: Callable[[str, tuple[str, ...]], Mapping[str, int | None]]
 
 
-FUSED = Side(find_matches, Rule.match, lambda fused, parts: {fused: None})
+def _as_fused(rule: Rule, key: str) -> list[Match]:
+    return [match for match in [rule.match(key)] if match is not None]
+
+
+def _as_part(rule: Rule, key: str) -> list[Match]:
+    found = (rule.match_part(key, number) for number in range(len(rule.parts)))
+    return [match for match in found if match is not None]
+
+
+FUSED = Side(find_matches, Rule.match, _as_fused, lambda fused, parts: {fused: None})
 """Fused tensors are looked for: they are split."""
 
-PARTS = Side(find_parts, Rule.match_part, lambda fused, parts: {part: number for number, part in enumerate(parts)})
+PARTS = Side(
+    find_parts, Rule.match_part, _as_part, lambda fused, parts: {part: number for number, part in enumerate(parts)}
+)
 """Parts are looked for: they are merged."""
 
 
@@ -71,6 +84,7 @@ class Roles:
         groups: which list FQNs, too.
         rules: some; those that are not optional match something.
         excluded: patterns of keys that have no role.
+        wanted: which of the matches there are to be.
 
     Raises:
         CheckpointError: rules or patterns match nothing, or it is not known what a name is.
@@ -85,12 +99,14 @@ class Roles:
         groups: Groups,
         rules: Sequence[Rule],
         excluded: Sequence[str],
+        wanted: Wanted,
     ) -> None:
         self._side = side
         self._tensors = checkpoint.tensors
         self._names = names
         self._rules = rules
         self._excluded = excluded
+        self._wanted = wanted
         self._used: set[int] = set()
         self._owned: set[str] = set()
         model = [key for key in names.others if key in self._tensors]
@@ -114,6 +130,11 @@ class Roles:
         """Whether a person has said so."""
         return is_excluded(key, self._excluded)
 
+    def matched(self) -> tuple[str, ...]:
+        """The names of the fused tensors, as the rules match them; state of a model's tensor has none of its own."""
+        alone = (role for _, roles in self.by_optimizer() for role in roles if role.owner is None)
+        return tuple(dict.fromkeys(role.match.fused for role in (*self._of_model.values(), *alone)))
+
     def model_matches(self) -> list[Match]:
         """Each fused tensor of the model, once."""
         return list({role.fused: role.match for role in self._of_model.values()}.values())
@@ -135,7 +156,7 @@ class Roles:
 
     def _by_rules(self, names: Iterable[str]) -> dict[str, Role]:
         """By the rules alone. Those that match nothing are for :meth:`_check_rules`."""
-        known = [name for name in names if not self.is_excluded(name)]
+        known = [name for name in names if not self.is_excluded(name) and self._is_wanted(name)]
         active = [
             number for number, rule in enumerate(self._rules) if any(self._side.match(rule, name) for name in known)
         ]
@@ -145,6 +166,12 @@ class Roles:
             for name, number in self._side.names(match.fused, match.parts).items():
                 roles[name] = Role(match, match.fused, match.parts, number, None)
         return roles
+
+    def _is_wanted(self, name: str) -> bool:
+        if self._wanted is ALL:
+            return True
+        found = [match for rule in self._rules for match in self._side.all_matches(rule, name)]
+        return not found or any(map(self._wanted, found))
 
     def _by_owner(self, optimizer: str, fqns: Iterable[str]) -> dict[str, Role | None]:
         roles: dict[str, Role | None] = dict.fromkeys(fqns)
@@ -188,7 +215,7 @@ class Roles:
 
     def _check_rules(self) -> None:
         idle = [r.fused for n, r in enumerate(self._rules) if n not in self._used and not r.optional]
-        if idle or not self._used:
+        if not self._used or (idle and self._wanted is ALL):
             raise CheckpointError(
                 f"rules that match nothing: {', '.join(idle) or 'all of them'}. Look at the keys with the command "
                 "inspect, and take out what is not there"

@@ -212,6 +212,12 @@ class Match(NamedTuple):
             )
 
 
+Wanted = Callable[[Match], bool]
+"""Which of the fused tensors that rules match are exchanged; the others, and their parts, stay."""
+
+ALL: Wanted = lambda match: True  # noqa: E731
+
+
 def excluding(rules: Iterable[Rule], *patterns: str) -> tuple[Rule, ...]:
     """The rules, without the keys that match one of the patterns: ``excluding(preset(...), "vision_model.*")``."""
     return tuple(dataclasses.replace(rule, exclude=(*rule.exclude, *patterns)) for rule in rules)
@@ -291,7 +297,7 @@ def load_rules(path: str | Path) -> tuple[Rule, ...]:
         data = json.loads(text) if str(path).endswith(".json") else tomllib.loads(text)
     except ValueError as error:
         raise ValueError(f"{path} is not a rules file: {error}") from None
-    return _rules_of(data, str(path))
+    return rules_of(data, str(path))
 
 
 def preset(name: str) -> tuple[Rule, ...]:
@@ -303,7 +309,7 @@ def preset(name: str) -> tuple[Rule, ...]:
     if name not in preset_names():
         raise ValueError(f"no preset {name!r}; there are {', '.join(preset_names())}")
     file = resources.files(__package__) / "presets" / f"{name}.toml"
-    return _rules_of(tomllib.loads(file.read_text()), name)
+    return rules_of(tomllib.loads(file.read_text()), name)
 
 
 @functools.cache
@@ -313,7 +319,12 @@ def preset_names() -> tuple[str, ...]:
     return tuple(sorted(file.name.removesuffix(".toml") for file in files if file.name.endswith(".toml")))
 
 
-def _rules_of(data: Any, where: str) -> tuple[Rule, ...]:
+def rules_of(data: Any, where: str) -> tuple[Rule, ...]:
+    """Rules as they are in a file.
+
+    Raises:
+        ValueError: no such data; names the field.
+    """
     tables = data.get("rule") if isinstance(data, dict) else None
     if not isinstance(tables, list) or not tables or not all(isinstance(table, dict) for table in tables):
         raise ValueError(f'{where}: expected [[rule]] tables, or {{"rule": [{{...}}]}} in JSON')

@@ -19,12 +19,11 @@ from checkpoint_tools import preset
 from checkpoint_tools.diff import all_keys, diff
 from checkpoint_tools.inspect import summarize
 from checkpoint_tools.reading import open_checkpoint
-from checkpoint_tools.rewriting import known_values
 from checkpoint_tools.verify import check_finite, check_structure
 from tests.checkpoint_tools.checkpoints import changed, save
 from tests.checkpoint_tools.converted import converted
 from tests.checkpoint_tools.megatron import BUCKETS, LAYERS, SINGLETON, SIZES, STACKED, Training, cpu_for_cuda
-from tests.checkpoint_tools.offline import assert_same, rewritten, same_bits, values_of
+from tests.checkpoint_tools.offline import assert_same, rewritten, same_bits, told, values_of
 from tests.checkpoint_tools.test_command_line import assert_one_line
 from tests.checkpoint_tools.test_offline_command_line import run_here
 from tests.distributed.launch import spawn
@@ -229,7 +228,7 @@ def write_fsdp_dtensor(rank: int, world_size: int, folder: Path) -> None:
 
 
 def test_values_come_from_args_and_format(one_rank: Path) -> None:
-    values, notes = known_values(open_checkpoint(one_rank / "layers"), (*SWIGLU, *QKV), {})
+    values, notes = told(open_checkpoint(one_rank / "layers"), (*SWIGLU, *QKV), {})
     assert values == {"kv_channels": 4, "num_attention_heads": 4, "num_query_groups": 2, "tp_size": 1}
     assert notes[0] == "kv_channels = 4, from args in common.pt"
     assert notes[-1] == "tp_size = 1, from torch_dist, which stores gate and up as one rank has them"

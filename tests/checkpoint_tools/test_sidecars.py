@@ -11,10 +11,10 @@ from checkpoint_tools import preset
 from checkpoint_tools.diff import all_keys, diff
 from checkpoint_tools.items import Reader
 from checkpoint_tools.reading import open_checkpoint
-from checkpoint_tools.rewriting import known_values
+from checkpoint_tools.split_record import RECORD_FILE
 from tests.checkpoint_tools.checkpoints import save
 from tests.checkpoint_tools.converted import converted
-from tests.checkpoint_tools.offline import DOWN, FUSED, rewritten, rule
+from tests.checkpoint_tools.offline import DOWN, FUSED, rewritten, rule, told
 from tests.checkpoint_tools.test_offline_command_line import run_here
 
 STATE = {"model": {FUSED: torch.arange(24.0).view(8, 3), DOWN: torch.ones(3, 4)}}
@@ -38,6 +38,9 @@ LEFT = {
 }
 
 
+OWN = (".metadata", RECORD_FILE)
+
+
 def put(folder: Path, files: dict[str, bytes]) -> None:
     for name, content in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -46,7 +49,7 @@ def put(folder: Path, files: dict[str, bytes]) -> None:
 
 def beside(folder: Path) -> dict[str, bytes]:
     files = [path for path in folder.rglob("*") if path.is_file() and not path.name.endswith(".distcp")]
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files if path.name != ".metadata"}
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files if path.name not in OWN}
 
 
 def test_files_beside_the_data_are_copied_and_other_data_are_not(tmp_path: Path) -> None:
@@ -110,9 +113,9 @@ def test_values_come_from_args_in_the_checkpoint(tmp_path: Path) -> None:
     fused, down = "layers.0.mlp.linear_fc1.weight", "layers.0.mlp.linear_fc2.weight"
     model = {fused: torch.arange(24.0).view(8, 3), down: torch.ones(3, 4)}
     source = save(tmp_path / "source", {"model": model, "args": args})
-    values, notes = known_values(open_checkpoint(source), preset("megatron-swiglu"), {})
+    values, notes = told(open_checkpoint(source), preset("megatron-swiglu"), {})
     assert (values, notes) == ({"tp_size": 2}, ["tp_size = 2, from args in the object args"])
-    given, said = known_values(open_checkpoint(source), preset("megatron-swiglu"), {"tp_size": 4})
+    given, said = told(open_checkpoint(source), preset("megatron-swiglu"), {"tp_size": 4})
     assert (given, said) == ({"tp_size": 4}, ["tp_size = 4 as given; args in the object args has 2"])
     split = rewritten("split", source, tmp_path / "split", *preset("megatron-swiglu"))
     with Reader(split) as reader:
@@ -126,5 +129,5 @@ def test_values_come_from_args_in_the_checkpoint(tmp_path: Path) -> None:
 def test_values_come_from_config_json(tmp_path: Path) -> None:
     source = save(tmp_path / "source", {"self_attn.qkv_proj.weight": torch.arange(32.0).view(8, 4)})
     put(source, {"config.json": b'{"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 4}'})
-    values, _ = known_values(open_checkpoint(source), preset("hf-qkv"), {})
+    values, _ = told(open_checkpoint(source), preset("hf-qkv"), {})
     assert values == {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 2}
