@@ -216,6 +216,14 @@ def diff_main(
     ] = None,
     rtol: Annotated[float, typer.Option(min=0, help="Values of tensors may differ by this much of B's.")] = 0.0,
     atol: Annotated[float, typer.Option(min=0, help="Values of tensors may differ by this much.")] = 0.0,
+    key_prefix: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT",
+            help="What the model's keys begin with on one side alone; '' for nothing. Without it, that is found out "
+            "where no key is on both sides.",
+        ),
+    ] = None,
     threads: Annotated[int, typer.Option(min=1, help="How many keys are compared at the same time.")] = 2,
     max_memory: MaxMemory = "2GiB",
     as_json: Json = False,
@@ -226,7 +234,7 @@ def diff_main(
     Exit code: 0 the same, 1 different, 2 it could not be found out.
     """
     memory_bytes = _memory(max_memory, threads, diff.LEAST_THREAD_BYTES)
-    first, second = open_checkpoint(path_a), open_checkpoint(path_b)
+    first, second, notes = diff.aligned(open_checkpoint(path_a), open_checkpoint(path_b), key_prefix)
     all_keys = diff.all_keys(first, second)
     idle = idle_patterns(patterns or (), all_keys)
     if idle:
@@ -235,10 +243,13 @@ def diff_main(
     with _progress("values", diff.bytes_to_compare(first, second, keys)) as advance:
         differences = diff.diff(first, second, keys, diff.Tolerance(rtol, atol), memory_bytes, threads, advance)
     if as_json:
-        _print_json({"a": path_a, "b": path_b, "keys": len(keys), "differences": [d._asdict() for d in differences]})
+        found = [difference._asdict() for difference in differences]
+        _print_json({"a": path_a, "b": path_b, "keys": len(keys), "notes": notes, "differences": found})
     else:
         if differences:
             _console().print(diff.as_table(differences))
+        for note in notes:
+            typer.echo(f"note: {note}")
         typer.echo(diff.headline(differences, len(keys), exact=not (rtol or atol)))
     raise typer.Exit(1 if differences else 0)
 
