@@ -26,6 +26,7 @@ from .request import Request, Way, check_used, complete, not_known
 from .rewrite import Rewrite
 from .rules import Rule, load_rules, preset
 from .sizes import human_bytes, parse_bytes, thread_bytes
+from .translate import Translation, translate
 
 TROUBLE = 2
 """Exit code where a question has no answer: also that of wrong options, and as diff(1) has it."""
@@ -413,6 +414,37 @@ def _parse_values(values: Sequence[str] | None) -> dict[str, float]:
     if len(parsed) < len(values or ()):
         raise CheckpointError(f"--value gives one name twice: {', '.join(values or ())}; give each once")
     return parsed
+
+
+# --- rename ----------------------------------------------------------------------------------------------------------
+
+
+@command("rename")
+def rename_main(
+    source: Source,
+    destination: Destination,
+    family: Annotated[str, typer.Option(metavar="NAME", help="Of models: llama, qwen3 or qwen3-moe.")],
+    from_framework: Annotated[str, typer.Option("--from", metavar="NAME", help="hf, torchtitan or megatron.")],
+    to_framework: Annotated[str, typer.Option("--to", metavar="NAME", help="Another one of them.")],
+    values: Values = None,
+    excluded: Annotated[
+        list[str] | None, typer.Option("--exclude", metavar="PATTERN", help="Leave out keys like these.")
+    ] = None,
+    threads: WriteThreads = 4,
+    max_memory: MaxMemory = "2GiB",
+) -> None:
+    """Give the weights of a model, and their state by FQN, the names that another framework has for them.
+
+    Weights that one of the two has fused, stacked or in another order of rows are split, merged and put in order on the
+    way. SRC and DST are checkpoints of DCP; convert makes these of safetensors, and the other way round. What is in
+    between takes as much disk as DST, beside it.
+    Exit code: 0 done, 2 not done, 130 interrupted.
+    """
+    begin = time.monotonic()
+    memory_bytes = _memory(max_memory, threads, perform.LEAST_THREAD_BYTES)
+    asked = Translation(family, from_framework, to_framework, _parse_values(values), excluded or [])
+    keys, notes = translate(source, destination, asked, threads=threads, max_memory_bytes=memory_bytes)
+    _report_written(destination, f"{inspect.counted(keys, 'key')} as {to_framework} has them", notes, begin)
 
 
 # --- convert ---------------------------------------------------------------------------------------------------------

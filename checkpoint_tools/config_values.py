@@ -24,7 +24,7 @@ from .storage import Window
 from .unpickle import Record, unpickle_plain
 
 COMMON_FILE = "common.pt"
-_FORMAT_FILE = "metadata.json"
+FORMAT_FILE = "metadata.json"
 _CONFIG_FILE = "config.json"
 _ARGS = "args"
 
@@ -87,7 +87,7 @@ def _of_layout(checkpoint: Checkpoint) -> dict[str, Told]:
 
 def is_torch_dist(checkpoint: Checkpoint) -> bool:
     """Whether Megatron-Core has written it in its own format."""
-    found = _json(checkpoint, _FORMAT_FILE)
+    found = _json(checkpoint, FORMAT_FILE)
     return isinstance(found, dict) and found.get("sharded_backend") == "torch_dist"
 
 
@@ -140,6 +140,9 @@ def _of_config(checkpoint: Checkpoint) -> dict[str, Told]:
     heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
     if "head_dim" not in found and _is_count(heads) and _is_count(hidden) and hidden % heads == 0:
         found["head_dim"] = Told(hidden // heads, _CONFIG_FILE)
+    for other in ("num_local_experts", "n_routed_experts"):
+        if "num_experts" not in found and other in found:
+            found["num_experts"] = found[other]
     if "num_key_value_heads" not in found and _is_count(heads):
         found["num_key_value_heads"] = Told(heads, _CONFIG_FILE)
     return found

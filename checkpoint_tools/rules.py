@@ -76,9 +76,9 @@ class Rule:
             raise ValueError(f"rule for {self.fused}: expected 'equal' or {len(self.parts)} sizes, got {self.sizes!r}")
         if self.layout == "stacked" and (self.sizes != "equal" or self.same_size_as is not None):
             raise ValueError(f"rule for {self.fused}: stacked parts have no sizes; leave out sizes and same_size_as")
-        names = set(_pattern(self.fused).groupindex)
+        names = set(template_pattern(self.fused).groupindex)
         for part in self.parts:
-            if set(_pattern(part).groupindex) != names:
+            if set(template_pattern(part).groupindex) != names:
                 raise ValueError(f"rule for {self.fused}: the part {part} has other placeholders than {sorted(names)}")
 
     def _check_types(self) -> None:
@@ -110,16 +110,16 @@ class Rule:
 
     def match(self, key: str) -> "Match | None":
         """The parts of the fused tensor ``key``, if this rule is about it."""
-        found = _pattern(self.fused).fullmatch(key)
+        found = template_pattern(self.fused).fullmatch(key)
         if found is None or any(fnmatch.fnmatchcase(key, pattern) for pattern in self.exclude):
             return None
         texts = found.groupdict()
-        return Match(self, key, tuple(_filled(part, texts) for part in self.parts), texts)
+        return Match(self, key, tuple(template_filled(part, texts) for part in self.parts), texts)
 
     def match_part(self, key: str, number: int = 0) -> "Match | None":
         """The fused tensor of which ``key`` is the first part (or that one), if this rule is about it."""
-        found = _pattern(_typed(self.parts[number], self.fused)).fullmatch(key)
-        return None if found is None else self.match(_filled(self.fused, found.groupdict()))
+        found = template_pattern(_typed(self.parts[number], self.fused)).fullmatch(key)
+        return None if found is None else self.match(template_filled(self.fused, found.groupdict()))
 
     def combs(self, fused_size: int, values: Mapping[str, float], where: str) -> tuple[Comb, ...]:
         """Where the parts lie along the fused dimension.
@@ -197,7 +197,7 @@ class Match(NamedTuple):
         if self.rule.same_size_as is None:
             return
         template, dim = self.rule.same_size_as
-        sibling = _filled(template, self.texts)
+        sibling = template_filled(template, self.texts)
         if sibling not in shapes:
             raise ValueError(
                 f"{self.fused}: whether it is fused can be told from {sibling}, which is not there. Exclude it, or "
@@ -380,7 +380,7 @@ _PLACEHOLDER = re.compile(r"\{(\w+)(?::((?:[^{}]|\{\d+(?:,\d*)?\})*))?\}")
 
 
 @functools.cache
-def _pattern(template: str) -> re.Pattern[str]:
+def template_pattern(template: str) -> re.Pattern[str]:
     """A regular expression with a named group for every placeholder.
 
     Raises:
@@ -399,7 +399,8 @@ def _pattern(template: str) -> re.Pattern[str]:
         raise ValueError(f"{template}: a placeholder cannot be used: {error}") from None
 
 
-def _filled(template: str, texts: Mapping[str, str]) -> str:
+def template_filled(template: str, texts: Mapping[str, str]) -> str:
+    """A template with these texts for its placeholders."""
     return _PLACEHOLDER.sub(lambda found: texts[found.group(1)], template)
 
 

@@ -90,6 +90,7 @@ class Training:
         tp: ranks for tensor parallelism.
         is_distributed: the optimizer is Megatron's distributed one.
         is_fsdp: Megatron-FSDP instead of data parallelism.
+        qk_layernorm: as Qwen3 has it.
         experts: how many the second layer has; the first one is dense. None: both are.
         seed: of the weights.
     """
@@ -100,6 +101,7 @@ class Training:
         *,
         is_distributed: bool = True,
         is_fsdp: bool = False,
+        qk_layernorm: bool = False,
         experts: int | None = None,
         seed: int = 0,
     ) -> None:
@@ -122,7 +124,7 @@ class Training:
             **SIZES,
             **moe,
             tensor_model_parallel_size=tp,
-            sequence_parallel=False,
+            qk_layernorm=qk_layernorm,
             gated_linear_unit=True,
             activation_func=torch.nn.functional.silu,
             add_bias_linear=False,
@@ -193,6 +195,18 @@ class Training:
         with torch.no_grad():
             self.optimizer.load_state_dict(state["optimizer"])
         return state
+
+    def logits_of(self, folder: Path, metadata: Mapping[str, Any]) -> torch.Tensor:
+        """Of the model alone, with the weights of a checkpoint that has nothing else; Megatron's own extras are not."""
+        from megatron.core import dist_checkpointing
+
+        wanted = {"model": self.model.module.sharded_state_dict(metadata=dict(metadata))}
+        state = dist_checkpointing.load(wanted, str(folder), strict="log_all")
+        missing, unexpected = self.model.module.load_state_dict(state["model"], strict=False)
+        assert not unexpected
+        assert all(key.endswith("_extra_state") for key in missing)
+        with torch.no_grad():
+            return self.model.module(TOKENS, TOKENS, torch.ones(1, 1, 8, 8).tril() < 0.5)
 
     def save_fsdp_dtensor(self, folder: Path, *, split: bool) -> None:
         """As Megatron-LM's training does it with functions of Megatron-Core; ``split``: with gate and up apart."""
