@@ -17,7 +17,7 @@ except ImportError:
     sys.exit("The checkpoint tools need the extra 'tools': pip install 'fsdp-offload[tools]'")
 
 from . import checksums, convert, diff, inspect, perform, rewriting, tiling, verify
-from .converting import Plan, Wanted
+from .converting import CASTABLE, Plan, Wanted
 from .errors import CheckpointError
 from .opening import open_checkpoint
 from .patterns import idle_patterns, matches
@@ -469,6 +469,10 @@ def convert_main(
             "model was nested in the state dict; the other way round, what was taken away, or 'model.'.",
         ),
     ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option("--dtype", metavar="DTYPE", help="Cast the model's floats: fp32, bf16, fp16 or fp64."),
+    ] = None,
     shard_size: Annotated[str, typer.Option(metavar="SIZE", help="About how large the new files are.")] = "5GB",
     excluded: Annotated[
         list[str] | None,
@@ -504,11 +508,13 @@ def convert_main(
     if what not in ("model", "optimizer", "all"):
         raise CheckpointError(f"--what is model, optimizer or all, not {what}")
     _check_json(as_json, dry_run)
-    if flat_to_nd and (what != "all" or key_prefix is not None):
-        raise CheckpointError("--flat-to-nd changes state alone, and takes neither --what nor --key-prefix")
+    if flat_to_nd and (what != "all" or key_prefix is not None or dtype is not None):
+        raise CheckpointError("--flat-to-nd changes state alone, and takes neither --what nor --key-prefix nor --dtype")
+    if dtype is not None and dtype not in CASTABLE:
+        raise CheckpointError(f"--dtype is {', '.join(CASTABLE)}, not {dtype}")
     if shapes_from is not None and not flat_to_nd:
         raise CheckpointError("--shapes-from is for --flat-to-nd")
-    wanted = Wanted(what, key_prefix, excluded or (), parse_bytes(shard_size))  # type: ignore[arg-type]
+    wanted = Wanted(what, key_prefix, excluded or (), parse_bytes(shard_size), CASTABLE.get(dtype or ""))  # type: ignore[arg-type]
     for each in (source, shapes_from):
         if each is not None:
             rewriting.check_destination(each, destination)

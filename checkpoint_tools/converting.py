@@ -16,8 +16,10 @@ no tensor in ``optimizer.json``, as :mod:`checkpoint_tools.json_values` writes i
 import base64
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, Literal, NamedTuple
+
+import torch
 
 from .envelope import Envelope, bare, envelope_of
 from .errors import CheckpointError, UnreadableObjectError
@@ -39,6 +41,9 @@ from .sizes import natural_order
 
 What = Literal["model", "optimizer", "all"]
 
+CASTABLE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+"""By the names of the command line."""
+
 _DEFAULT_PREFIX = f"{MODEL}."
 _LEAVE_OUT = "leave it out with --exclude"
 
@@ -51,12 +56,14 @@ class Wanted(NamedTuple):
         key_prefix: of the model's keys in the checkpoint; ``None``, to find out.
         excluded: patterns of keys that are left out.
         shard_bytes: about how large the new files are.
+        dtype: of the model's floating-point tensors, if they get another one.
     """
 
     what: What
     key_prefix: str | None
     excluded: Sequence[str]
     shard_bytes: int
+    dtype: torch.dtype | None = None
 
 
 class Plan(NamedTuple):
@@ -90,14 +97,14 @@ def to_safetensors(checkpoint: Checkpoint, wanted: Wanted) -> Plan:
         CheckpointError: safetensors, or JSON, cannot have what is in it.
     """
     parts = _Parts(checkpoint, wanted)
-    builder = _Builder(checkpoint)
+    builder = _Builder(checkpoint, frozenset(parts.model), wanted.dtype)
     last_files: dict[str, bytes] = {}
     for part, keys in ((MODEL, parts.model), (OPTIMIZER, parts.others)):
         names = {key: key.removeprefix(parts.prefix) if part == MODEL else key for key in keys}
         _check_tensors(checkpoint, names)
         weight_map = builder.add_safetensors(part, names, wanted.shard_bytes)
         if weight_map:
-            nbytes = sum(checkpoint.tensors[key].nbytes for key in names)
+            nbytes = sum(builder.nbytes_of(checkpoint.tensors[key]) for key in names)
             metadata = {"total_size": nbytes, **({"key_prefix": parts.prefix} if part == MODEL else {})}
             content = json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2)
             last_files[f"{part}{INDEX_SUFFIX}"] = content.encode() + b"\n"
@@ -215,7 +222,7 @@ def to_dcp(folders: Folders, wanted: Wanted) -> Plan:
     keys = [key for key in (*checkpoint.tensors, *checkpoint.objects) if _is_wanted(key, folders, wanted)]
     if not keys:
         raise CheckpointError(f"{checkpoint.path} has nothing that would be converted; see --what and --exclude")
-    builder = _Builder(checkpoint)
+    builder = _Builder(checkpoint, folders.model_keys, wanted.dtype)
     builder.add_dcp(keys, wanted.shard_bytes)
     objects = tuple(key for key in keys if key in checkpoint.objects)
     rewrite = builder.rewrite({key: checkpoint.paths[key] for key in keys}, objects)
@@ -238,27 +245,40 @@ def _is_wanted(key: str, folders: Folders, wanted: Wanted) -> bool:
 class _Builder:
     """Files of items, each with the task that fills it."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, model_keys: Set[str], dtype: torch.dtype | None) -> None:
         self._checkpoint = checkpoint
+        self._model_keys = model_keys
+        self._dtype = dtype
         self._sources: dict[str, Index[Any]] = {}
         self._files: dict[str, list[NewItem]] = {}
         self._tasks: dict[str, list[MergeTask]] = {}
         self._tensors: dict[str, NewTensor] = {}
 
+    def dtype_of(self, tensor: StoredTensor) -> torch.dtype:
+        """Of the new one."""
+        is_cast = self._dtype is not None and tensor.key in self._model_keys and tensor.dtype in CASTABLE.values()
+        return self._dtype if is_cast and self._dtype is not None else tensor.dtype
+
+    def nbytes_of(self, tensor: StoredTensor) -> int:
+        """Of all of its elements."""
+        return math.prod(tensor.shape) * self.dtype_of(tensor).itemsize
+
     def add_safetensors(self, part: str, names: Mapping[str, str], shard_bytes: int) -> dict[str, str]:
         """Whole tensors; the names are those in the files. Returns name → file."""
         weight_map = {}
         tensors = [self._checkpoint.tensors[key] for key in names]
-        shards = list(_shards(tensors, lambda tensor: tensor.nbytes, shard_bytes))
+        shards = list(_shards(tensors, self.nbytes_of, shard_bytes))
         for number, shard in enumerate(shards, start=1):
             file = f"{part}-{number:05}-of-{len(shards):05}{SUFFIX}"
             by_name = {names[tensor.key]: tensor for tensor in shard}
-            placed = in_file_order(FileTensor(name, tensor.shape, tensor.dtype) for name, tensor in by_name.items())
+            placed = in_file_order(
+                FileTensor(name, tensor.shape, self.dtype_of(tensor)) for name, tensor in by_name.items()
+            )
             self._files[file] = [NewItem((), header_of(placed))]
             for entry in placed:
                 tensor = by_name[entry.key]
                 region = Region((0,) * len(tensor.shape), tensor.shape)
-                self._fill(file, tensor, region, bare(tensor.shape, tensor.dtype))
+                self._fill(file, tensor, region, bare(tensor.shape, self.dtype_of(tensor)))
             weight_map.update(dict.fromkeys(by_name, file))
         return dict(sorted(weight_map.items(), key=lambda each: natural_order(each[0])))
 
@@ -269,15 +289,17 @@ class _Builder:
             for key in keys
             if (tensor := self._checkpoint.tensors.get(key)) is not None
             for chunk in tensor.chunks
-            for region in stretches(Region(chunk.offsets, chunk.sizes), max(shard_bytes // tensor.dtype.itemsize, 1))
+            for region in stretches(
+                Region(chunk.offsets, chunk.sizes), max(shard_bytes // self.dtype_of(tensor).itemsize, 1)
+            )
         ]
         file = "__0_0.distcp"
         for number, shard in enumerate(
-            _shards(pieces, lambda piece: piece[1].numel * piece[0].dtype.itemsize, shard_bytes)
+            _shards(pieces, lambda piece: piece[1].numel * self.dtype_of(piece[0]).itemsize, shard_bytes)
         ):
             file = f"__0_{number}.distcp"
             for tensor, region in shard:
-                self._fill(file, tensor, region, envelope_of(region.sizes, tensor.dtype))
+                self._fill(file, tensor, region, envelope_of(region.sizes, self.dtype_of(tensor)))
         for key in keys:
             if key in self._checkpoint.objects:
                 content = self._checkpoint.objects[key].content
@@ -287,12 +309,14 @@ class _Builder:
     def _fill(self, file: str, tensor: StoredTensor, region: Region, content: Envelope) -> None:
         item = NewItem((Entry(tensor.key, region),), content)
         self._files.setdefault(file, []).append(item)
-        self._tensors[tensor.key] = NewTensor(tensor.key, tensor.shape, tensor.dtype, tensor.key)
+        self._tensors[tensor.key] = NewTensor(tensor.key, tensor.shape, self.dtype_of(tensor), tensor.key)
         if math.prod(region.sizes):
             if tensor.key not in self._sources:
                 self._sources[tensor.key] = Index(tensor.chunks)
             fusion = Fusion(tensor.key, (tensor.key,), tensor.shape, tensor.dtype, 0, (whole(tensor.shape),))
-            task = MergeTask(fusion, region, (self._sources[tensor.key],), item)
+            dtype = self.dtype_of(tensor)
+            cast = None if dtype == tensor.dtype else dtype
+            task = MergeTask(fusion, region, (self._sources[tensor.key],), item, cast)
             self._tasks.setdefault(file, []).append(task)
 
     def rewrite(self, paths: Mapping[str, tuple[str | int, ...]], objects: tuple[str, ...]) -> Rewrite:
