@@ -16,7 +16,7 @@ try:
 except ImportError:
     sys.exit("The checkpoint tools need the extra 'tools': pip install 'fsdp-offload[tools]'")
 
-from . import checksums, convert, diff, inspect, perform, rewriting, tiling, verify
+from . import checksums, convert, diff, inspect, perform, rewriting, tiling, torch_files, verify
 from .converting import CASTABLE, Plan, Wanted
 from .errors import CheckpointError
 from .opening import open_checkpoint
@@ -26,6 +26,7 @@ from .request import Request, Way, check_used, complete, not_known
 from .rewrite import Rewrite
 from .rules import Rule, load_rules, preset
 from .sizes import human_bytes, parse_bytes, thread_bytes
+from .torch_files import is_torch_file
 from .translate import Translation, translate
 
 TROUBLE = 2
@@ -458,7 +459,8 @@ def convert_main(
     ],
     destination: Destination,
     to: Annotated[
-        str | None, typer.Option("--to", metavar="FORMAT", help="safetensors or dcp. Without it, the other one.")
+        str | None,
+        typer.Option("--to", metavar="FORMAT", help="safetensors, dcp, or torch (one file of torch.save)."),
     ] = None,
     what: Annotated[str, typer.Option("--what", help="model, optimizer (everything else), or all.")] = "all",
     key_prefix: Annotated[
@@ -500,8 +502,9 @@ def convert_main(
 
     The model's tensors get their own names, in model-*.safetensors with an index, as Hugging Face has them. All other
     tensors are in optimizer-*.safetensors under the keys of the checkpoint, and what is no tensor is in optimizer.json.
-    The way back gives the same checkpoint. SRC is only read. DST is there when it is complete, and not before: run the
-    same command again after a kill, and it goes on where it was. Exit code: 0 done, 2 not done, 130 interrupted.
+    The way back gives the same checkpoint. A file of torch.save becomes a checkpoint of DCP, and --to torch makes one,
+    in memory. SRC is only read. DST is there when it is complete, and not before: run the same command again after a
+    kill, and it goes on where it was. Exit code: 0 done, 2 not done, 130 interrupted.
     """
     begin = time.monotonic()
     memory_bytes = _memory(max_memory, threads, perform.LEAST_THREAD_BYTES)
@@ -514,6 +517,12 @@ def convert_main(
         raise CheckpointError(f"--dtype is {', '.join(CASTABLE)}, not {dtype}")
     if shapes_from is not None and not flat_to_nd:
         raise CheckpointError("--shapes-from is for --flat-to-nd")
+    if to == "torch" or (is_torch_file(source) and not dry_run):
+        if to == "safetensors" or flat_to_nd or dtype is not None or key_prefix is not None or what != "all" or dry_run:
+            raise CheckpointError("between torch.save and DCP all is taken as it is; convert the result once more")
+        keys = _convert_torch(source, destination, to, tuple(excluded or ()), memory_bytes)
+        _report_written(destination, keys, (), begin)
+        return
     wanted = Wanted(what, key_prefix, excluded or (), parse_bytes(shard_size), CASTABLE.get(dtype or ""))  # type: ignore[arg-type]
     for each in (source, shapes_from):
         if each is not None:
@@ -535,6 +544,21 @@ def convert_main(
             advance=advance,
         )
     _report_written(destination, convert.headline(opened, planned), notes, begin)
+
+
+def _convert_torch(source: str, destination: str, to: str | None, excluded: tuple[str, ...], memory_bytes: int) -> str:
+    """To or from one file of torch.save; what is done, in a line."""
+    if "://" in source or "://" in destination:
+        raise CheckpointError("files of torch.save are read and written on this machine alone")
+    rewriting.check_destination(source, destination)
+    if to == "torch":
+        checkpoint = open_checkpoint(source)
+        rewriting.check_whole(checkpoint, 1)
+        keys = torch_files.to_torch(checkpoint, destination, excluded, memory_bytes)
+        return f"{inspect.counted(keys, 'key')} in one file of torch.save"
+    if excluded:
+        raise CheckpointError("--exclude is not for files of torch.save; convert all, and leave out afterwards")
+    return f"{inspect.counted(torch_files.to_dcp(source, destination), 'value')} as a checkpoint of DCP"
 
 
 def _show_conversion(opened: convert.Source, planned: Plan, notes: Sequence[str], *, as_json: bool) -> None:

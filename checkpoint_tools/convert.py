@@ -144,6 +144,7 @@ def _fingerprint(source: Source, planned: Plan) -> dict[str, object]:
     plan_digest = hashlib.sha256()
     for file, items in planned.rewrite.files.items():
         plan_digest.update(repr((file, [(item.entries, item.length_bytes) for item in items])).encode())
+    plan_digest.update(repr([(tensor.key, tensor.dtype) for tensor in planned.rewrite.tensors.values()]).encode())
     if planned.last_files is not None:
         plan_digest.update(repr(sorted(planned.last_files("").items())).encode())
     return {
