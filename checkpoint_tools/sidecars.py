@@ -5,6 +5,8 @@ and of trainers: everything that is no tensor data. Data that are not the checkp
 here before, other formats of the same weights) stay behind, and are named.
 """
 
+import itertools
+import math
 import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
@@ -15,7 +17,7 @@ from .sizes import human_bytes
 from .storage import Folder, open_folder
 
 MAX_BYTES = 256 << 20
-"""What is larger is not taken for a file beside the data."""
+"""What is more than that, all together, is not taken for files beside the data."""
 
 _MAX_FILES = 1000
 _MAX_DEPTH = 3
@@ -50,15 +52,33 @@ def sidecars_of(checkpoint: Checkpoint, own: Iterable[str]) -> Sidecars:
     known = {*own, *checkpoint.items_by_file()}
     files: list[str] = []
     left: list[str] = []
+    room_bytes: float = MAX_BYTES
     for name in checkpoint.folder.files():
         if name in known or _is_folder_of(name, known):
             continue
-        inside = [] if _DATA.fullmatch(name.removesuffix("/")) else list(_files_in(checkpoint.folder, name, _MAX_DEPTH))
-        if inside and len(files) + len(inside) <= _MAX_FILES and all(_is_sidecar(checkpoint.folder, f) for f in inside):
+        inside = _sidecars_in(checkpoint.folder, name)
+        nbytes = _size_bytes(checkpoint.folder, inside)
+        if inside and nbytes <= room_bytes and len(files) + len(inside) <= _MAX_FILES:
             files += inside
+            room_bytes -= nbytes
         else:
             left.append(name)
     return Sidecars(tuple(files), tuple(left))
+
+
+def _sidecars_in(folder: Folder, name: str) -> list[str]:
+    """The file, or all files of a folder; nothing if one of them is no sidecar, or there are too many."""
+    if _DATA.fullmatch(name.removesuffix("/")):
+        return []
+    inside = list(itertools.islice(_files_in(folder, name, _MAX_DEPTH), _MAX_FILES + 1))
+    return [] if any(_DATA.fullmatch(file.rpartition("/")[2]) for file in inside) else inside
+
+
+def _size_bytes(folder: Folder, files: Iterable[str]) -> float:
+    try:
+        return sum(folder.size_bytes(file) for file in files)
+    except OSError:
+        return math.inf
 
 
 def _is_folder_of(name: str, files: set[str]) -> bool:
@@ -70,20 +90,11 @@ def _files_in(folder: Folder, name: str, depth: int) -> Iterator[str]:
     if not name.endswith("/"):
         yield name
     elif depth == 0:
-        yield f"{name}."  # no name of a sidecar: the folder is left
+        yield f"{name}.deep"  # no name of a sidecar: the folder is left
     else:
         inside = open_folder(f"{folder.path.rstrip('/')}/{name.rstrip('/')}")
         for each in inside.files():
             yield from _files_in(folder, f"{name}{each}", depth - 1)
-
-
-def _is_sidecar(folder: Folder, file: str) -> bool:
-    if _DATA.fullmatch(file.rpartition("/")[2]):
-        return False
-    try:
-        return folder.size_bytes(file) <= MAX_BYTES
-    except OSError:
-        return False
 
 
 def read_sidecar(folder: Folder, file: str) -> bytes:

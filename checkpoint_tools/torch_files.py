@@ -8,14 +8,17 @@
 Nothing that either contains is run: what consists of more than tensors and plain values is refused.
 """
 
+import contextlib
 import os
+import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -42,14 +45,30 @@ def to_dcp(source: str, destination: str) -> int:
         CheckpointError: the file is no state dict of tensors and plain values, or the checkpoint cannot be written.
     """
     state = _loaded(source)
+    with _partial(destination) as made:
+        try:
+            with warnings.catch_warnings(action="ignore"):  # that there is no process group
+                save(state, storage_writer=FileSystemWriter(made, sync_files=True), no_dist=True)
+        except CheckpointException as error:
+            reason = next(iter(error.failures.values()))[0]
+            raise CheckpointError(f"{destination} cannot be written: {reason}") from error
+        sync_folder(made)
+    return len(state)
+
+
+@contextlib.contextmanager
+def _partial(destination: str) -> Iterator[Path]:
+    """Where the destination is made; it appears when it is complete, and nothing stays if it does not come to that."""
     made = Path(f"{destination}.partial")
     if os.path.lexists(made):
         raise CheckpointError(f"{made} is there; another process writes it, or has left it: remove it then")
-    with warnings.catch_warnings(action="ignore"):  # that there is no process group
-        save(state, storage_writer=FileSystemWriter(made, sync_files=True), no_dist=True)
-    sync_folder(made)
-    made.rename(destination)
-    return len(state)
+    try:
+        yield made
+        made.rename(destination)
+    except BaseException:
+        shutil.rmtree(made, ignore_errors=True)
+        made.unlink(missing_ok=True)
+        raise
 
 
 def _loaded(source: str) -> dict[str, Any]:
@@ -91,12 +110,10 @@ def to_torch(checkpoint: Checkpoint, destination: str, excluded: tuple[str, ...]
             is_empty = whole.numel == 0
             values[key] = torch.empty(tensor.shape, dtype=tensor.dtype) if is_empty else _own(reader, tensor, whole)
         values.update((key, reader.read_object(item)) for key, item in objects.items())
-    partial = Path(f"{destination}.partial")
-    with partial.open("xb") as stream:
+    with _partial(destination) as made, made.open("xb") as stream:
         torch.save(_nested(values, checkpoint.paths), stream)
         stream.flush()
         os.fsync(stream.fileno())
-    partial.rename(destination)
     return len(values)
 
 

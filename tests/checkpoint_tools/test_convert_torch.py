@@ -89,6 +89,20 @@ def test_what_is_refused(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == before
 
 
+def test_nothing_stays_of_what_did_not_end_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.save(STATE, tmp_path / "model.pt")
+    source = save(tmp_path / "dcp", STATE)
+
+    def full(descriptor: int) -> None:
+        del descriptor
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    assert_one_line(run_here("convert", tmp_path / "model.pt", tmp_path / "new"), "No space left on device")
+    assert_one_line(run_here("convert", source, tmp_path / "new.pt", "--to", "torch"), "No space left on device")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dcp", "model.pt"]
+
+
 @pytest.mark.parametrize("pattern", ["model.*"])
 def test_what_is_left_out(pattern: str, tmp_path: Path) -> None:
     source = save(tmp_path / "source", STATE)

@@ -11,6 +11,7 @@ from checkpoint_tools import preset
 from checkpoint_tools.diff import all_keys, diff
 from checkpoint_tools.items import Reader
 from checkpoint_tools.reading import open_checkpoint
+from checkpoint_tools.sidecars import MAX_BYTES, sidecars_of
 from checkpoint_tools.split_record import RECORD_FILE
 from tests.checkpoint_tools.checkpoints import save
 from tests.checkpoint_tools.converted import converted
@@ -64,6 +65,17 @@ def test_files_beside_the_data_are_copied_and_other_data_are_not(tmp_path: Path)
     assert beside(tmp_path / "safetensors").items() >= COPIED.items()
     assert not beside(tmp_path / "safetensors").keys() & LEFT.keys()
     assert beside(tmp_path / "back") == COPIED
+
+
+def test_what_is_too_much_is_left(tmp_path: Path) -> None:
+    source = save(tmp_path / "source", STATE)
+    put(source, {"a.json": b"{}", "z.json": b"{}"} | {f"many/{number}.txt": b"" for number in range(1001)})
+    put(source, {"1/2/3/4/deep.txt": b""})
+    with (source / "large.log").open("wb") as stream:
+        stream.truncate(MAX_BYTES)
+    found = sidecars_of(open_checkpoint(source), OWN)
+    assert found.files == ("a.json", "z.json")
+    assert found.left == ("1/", "large.log", "many/")
 
 
 def test_what_is_copied_is_told(tmp_path: Path) -> None:
