@@ -46,31 +46,18 @@ class Side(NamedTuple):
     Attributes:
         find: the matches among keys, all of which there have to be.
         match: the match of one key.
-        all_matches: those of a key, whichever of the parts it is.
         names: those of a fused tensor and its parts that are looked for, each with its number.
     """
 
-    find: Callable[[Iterable[str], Sequence[Rule]], list[Match]]
+    find: Callable[[Iterable[str], Sequence[Rule], Wanted], list[Match]]
     match: Callable[[Rule, str], Match | None]
-    all_matches: Callable[[Rule, str], list[Match]]
     names: Callable[[str, tuple[str, ...]], Mapping[str, int | None]]
 
 
-def _as_fused(rule: Rule, key: str) -> list[Match]:
-    return [match for match in [rule.match(key)] if match is not None]
-
-
-def _as_part(rule: Rule, key: str) -> list[Match]:
-    found = (rule.match_part(key, number) for number in range(len(rule.parts)))
-    return [match for match in found if match is not None]
-
-
-FUSED = Side(find_matches, Rule.match, _as_fused, lambda fused, parts: {fused: None})
+FUSED = Side(find_matches, Rule.match, lambda fused, parts: {fused: None})
 """Fused tensors are looked for: they are split."""
 
-PARTS = Side(
-    find_parts, Rule.match_part, _as_part, lambda fused, parts: {part: number for number, part in enumerate(parts)}
-)
+PARTS = Side(find_parts, Rule.match_part, lambda fused, parts: {part: number for number, part in enumerate(parts)})
 """Parts are looked for: they are merged."""
 
 
@@ -156,22 +143,18 @@ class Roles:
 
     def _by_rules(self, names: Iterable[str]) -> dict[str, Role]:
         """By the rules alone. Those that match nothing are for :meth:`_check_rules`."""
-        known = [name for name in names if not self.is_excluded(name) and self._is_wanted(name)]
-        active = [
-            number for number, rule in enumerate(self._rules) if any(self._side.match(rule, name) for name in known)
-        ]
+        known = [name for name in names if not self.is_excluded(name)]
+        active = [number for number, rule in enumerate(self._rules) if any(self._matches(rule, name) for name in known)]
         self._used.update(active)
         roles = {}
-        for match in self._side.find(known, [self._rules[number] for number in active]) if active else ():
+        for match in self._side.find(known, [self._rules[number] for number in active], self._wanted) if active else ():
             for name, number in self._side.names(match.fused, match.parts).items():
                 roles[name] = Role(match, match.fused, match.parts, number, None)
         return roles
 
-    def _is_wanted(self, name: str) -> bool:
-        if self._wanted is ALL:
-            return True
-        found = [match for rule in self._rules for match in self._side.all_matches(rule, name)]
-        return not found or any(map(self._wanted, found))
+    def _matches(self, rule: Rule, name: str) -> bool:
+        match = self._side.match(rule, name)
+        return match is not None and self._wanted(match)
 
     def _by_owner(self, optimizer: str, fqns: Iterable[str]) -> dict[str, Role | None]:
         roles: dict[str, Role | None] = dict.fromkeys(fqns)
@@ -231,11 +214,7 @@ class Roles:
                 )
         for name in self._names.states:
             is_left = name.key in self._tensors and self.of_state(name) is None and not self.is_excluded(name.key)
-            if (
-                is_left
-                and name.fqn not in self._owned
-                and any(self._side.match(rule, name.key) for rule in self._rules)
-            ):
+            if is_left and name.fqn not in self._owned and any(self._matches(rule, name.key) for rule in self._rules):
                 raise CheckpointError(
                     f"{name.key} may be a tensor of a model, or state of {name.fqn}; rename the one or --exclude it"
                 )

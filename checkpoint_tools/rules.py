@@ -223,26 +223,26 @@ def excluding(rules: Iterable[Rule], *patterns: str) -> tuple[Rule, ...]:
     return tuple(dataclasses.replace(rule, exclude=(*rule.exclude, *patterns)) for rule in rules)
 
 
-def find_matches(keys: Iterable[str], rules: Sequence[Rule]) -> list[Match]:
-    """The fused tensors among ``keys``.
+def find_matches(keys: Iterable[str], rules: Sequence[Rule], wanted: Wanted = ALL) -> list[Match]:
+    """The fused tensors among ``keys``, as far as they are wanted.
 
     Raises:
         ValueError: a rule matches nothing, two rules match one key, or a part's key is taken.
     """
     known = list(keys)
-    found = {key: [match for rule in rules if (match := rule.match(key)) is not None] for key in known}
+    found = {key: [match for rule in rules if (match := rule.match(key)) and wanted(match)] for key in known}
     return _checked([(key, matches) for key, matches in found.items() if matches], known, rules)
 
 
-def find_parts(keys: Iterable[str], rules: Sequence[Rule]) -> list[Match]:
-    """The fused tensors whose parts are among ``keys``.
+def find_parts(keys: Iterable[str], rules: Sequence[Rule], wanted: Wanted = ALL) -> list[Match]:
+    """The fused tensors whose parts are among ``keys``, as far as they are wanted.
 
     Raises:
         ValueError: a rule matches nothing, two rules match one key, parts are missing, or the fused key is taken.
     """
     known = list(keys)
     taken = set(known)
-    found = {key: [match for rule in rules if (match := rule.match_part(key)) is not None] for key in known}
+    found = {key: [match for rule in rules if (match := rule.match_part(key)) and wanted(match)] for key in known}
     matches = _checked([(key, matches) for key, matches in found.items() if matches], (), rules)
     for match in matches:
         missing = [part for part in match.parts if part not in taken]
@@ -255,7 +255,7 @@ def find_parts(keys: Iterable[str], rules: Sequence[Rule]) -> list[Match]:
         for rule in rules:
             for number in range(1, len(rule.parts)):
                 alone = rule.match_part(key, number) if key not in used else None
-                if alone is not None:
+                if alone is not None and wanted(alone):
                     raise ValueError(
                         f"{key} cannot be merged into {alone.fused}: {alone.parts[0]} is missing. Exclude it, if it is "
                         "no part of anything"
