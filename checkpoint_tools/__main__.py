@@ -424,7 +424,9 @@ def _parse_values(values: Sequence[str] | None) -> dict[str, float]:
 def rename_main(
     source: Source,
     destination: Destination,
-    family: Annotated[str, typer.Option(metavar="NAME", help="Of models: llama, qwen3 or qwen3-moe.")],
+    family: Annotated[
+        str, typer.Option(metavar="NAME", help="Of models: llama, qwen3, qwen3-moe, or a file like theirs.")
+    ],
     from_framework: Annotated[str, typer.Option("--from", metavar="NAME", help="hf, torchtitan or megatron.")],
     to_framework: Annotated[str, typer.Option("--to", metavar="NAME", help="Another one of them.")],
     values: Values = None,

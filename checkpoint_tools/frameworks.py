@@ -12,6 +12,7 @@ import functools
 import tomllib
 from collections.abc import Mapping, Sequence
 from importlib import resources
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from .errors import CheckpointError
@@ -62,9 +63,23 @@ def family_names() -> tuple[str, ...]:
 
 @functools.cache
 def _family(name: str) -> Mapping[str, Any]:
-    if name not in family_names():
-        raise CheckpointError(f"no family {name!r}; there are {', '.join(family_names())}")
-    return tomllib.loads((resources.files(__package__) / "frameworks" / f"{name}.toml").read_text())
+    """One that comes with the tools, or a file of the same form."""
+    if not name.endswith(".toml"):
+        if name not in family_names():
+            raise CheckpointError(
+                f"no family {name!r}; there are {', '.join(family_names())}, or a TOML file of your own"
+            )
+        return tomllib.loads((resources.files(__package__) / "frameworks" / f"{name}.toml").read_text())
+    try:
+        found = tomllib.loads(Path(name).read_text())
+    except ValueError as error:
+        raise CheckpointError(f"{name} is no TOML: {error}") from error
+    tables = [found.get("name"), found.get("rule", [])]
+    if not isinstance(found.get("source"), dict) or not all(
+        isinstance(table, list) and all(isinstance(each, dict) for each in table) for table in tables
+    ):
+        raise CheckpointError(f"{name} has to have [source] with a line for each framework, and [[name]]; see README")
+    return {"rule": [], **found}
 
 
 def value_names(family: str) -> frozenset[str]:

@@ -171,6 +171,27 @@ def test_what_is_asked_for_wrongly(tmp_path: Path) -> None:
     assert "25 keys as torchtitan has them" in done.stdout
 
 
+def test_a_family_of_ones_own(tmp_path: Path) -> None:
+    (tmp_path / "own.toml").write_text(
+        """
+        [source]
+        hf = ""
+        ours = ""
+        [[name]]
+        hf = 'layers.{n}.weight'
+        ours = 'blocks.{n}.w'
+        """
+    )
+    source = save(tmp_path / "source", {"layers.0.weight": torch.ones(2), "layers.1.weight": torch.zeros(3)})
+    command = ("rename", source, tmp_path / "new", "--from", "hf", "--to", "ours", "--family")
+    assert run_here(*command, tmp_path / "own.toml").returncode == 0
+    assert set(open_checkpoint(tmp_path / "new").tensors) == {"blocks.0.w", "blocks.1.w"}
+    for text, message in (("[", "is no TOML"), ("name = 1", "has to have [source]")):
+        (tmp_path / "bad.toml").write_text(text)
+        wrong = ("rename", source, tmp_path / "x", "--from", "hf", "--to", "ours", "--family", tmp_path / "bad.toml")
+        assert_one_line(run_here(*wrong), message)
+
+
 def test_the_same_keys_through_two_ways(tmp_path: Path) -> None:
     """Straight to Megatron, and by way of torchtitan."""
     source = save(tmp_path / "source", model_of("llama").state_dict())
