@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn, TypeVar
 
 try:
     import typer
@@ -18,6 +18,7 @@ except KeyboardInterrupt:
     sys.exit(130)
 
 from .errors import CheckpointError
+from .formats import CASTABLE, is_torch_file
 from .patterns import idle_patterns, matches
 from .printing import be_printable, printable
 from .sizes import MAX_ITEM_BYTES, counted, human_bytes, parse_bytes, thread_bytes
@@ -25,9 +26,10 @@ from .sizes import MAX_ITEM_BYTES, counted, human_bytes, parse_bytes, thread_byt
 if TYPE_CHECKING:  # when a command runs: torch takes longer than all that help and wrong options need
     import rich.console
 
-    from . import convert, rewriting, verify
+    from . import convert, verify
     from .converting import Plan
     from .reading import Checkpoint, Problem
+    from .request import Way
     from .rewrite import Rewrite
     from .rules import Rule
 
@@ -272,6 +274,14 @@ def diff_main(
     ] = None,
     rtol: Annotated[float, typer.Option(min=0, help="Values of tensors may differ by this much of B's.")] = 0.0,
     atol: Annotated[float, typer.Option(min=0, help="Values of tensors may differ by this much.")] = 0.0,
+    key_prefix: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT",
+            help="What the model's keys begin with on one side alone; '' for nothing. Without it, that is found out "
+            "where no key is on both sides.",
+        ),
+    ] = None,
     threads: Annotated[int, typer.Option(min=1, help="How many keys are compared at the same time.")] = 2,
     max_memory: MaxMemory = "2GiB",
     as_json: Json = False,
@@ -285,7 +295,7 @@ def diff_main(
     from . import diff
     from .opening import open_checkpoint
 
-    first, second = open_checkpoint(path_a), open_checkpoint(path_b)
+    first, second, notes = diff.aligned(open_checkpoint(path_a), open_checkpoint(path_b), key_prefix)
     all_keys = diff.all_keys(first, second)
     idle = idle_patterns(patterns or (), all_keys)
     if idle:
@@ -294,10 +304,13 @@ def diff_main(
     with _progress("values", diff.bytes_to_compare(first, second, keys)) as advance:
         differences = diff.diff(first, second, keys, diff.Tolerance(rtol, atol), memory_bytes, threads, advance)
     if as_json:
-        _print_json({"a": path_a, "b": path_b, "keys": len(keys), "differences": [d._asdict() for d in differences]})
+        found = [difference._asdict() for difference in differences]
+        _print_json({"a": path_a, "b": path_b, "keys": len(keys), "notes": notes, "differences": found})
     else:
         if differences:
             _console().print(diff.as_table(differences))
+        for note in notes:
+            _say(f"note: {note}")
         _say(diff.headline(differences, len(keys), exact=not (rtol or atol)))
     raise typer.Exit(1 if differences else 0)
 
@@ -326,71 +339,127 @@ Restart = Annotated[bool, typer.Option("--restart", help="Begin anew, whatever a
 WriteThreads = Annotated[int, typer.Option("--threads", min=1, help="How many blocks are in work at the same time.")]
 
 
-def _add_rewriting(way: "rewriting.Way", description: str) -> None:
-    """One of two commands that have the same options."""
-
-    @command(way, description)
-    def run(
-        source: Source,
-        destination: Destination,
-        presets: Presets = None,
-        rule_files: RuleFiles = None,
-        values: Values = None,
-        excluded: Excluded = None,
-        threads: WriteThreads = 4,
-        max_memory: MaxMemory = "2GiB",
-        dry_run: DryRun = False,
-        restart: Restart = False,
-        as_json: Json = False,
-    ) -> None:
-        begin = time.monotonic()
-        memory_bytes = _memory(max_memory, threads, 4)
-        _check_json(as_json, dry_run)
-        numbers = _parse_values(values)
-        from . import rewriting
-
-        wanted = (_rules(presets, rule_files), numbers, excluded or [])
-        rewriting.check_destination(source, destination)
-        checkpoint, notes = rewriting.open_whole(source, threads)
-        planned = rewriting.plan(checkpoint, way, *wanted)
-        if dry_run:
-            _show_plan(planned, way, notes, as_json=as_json)
-            return
-        fingerprint = rewriting.fingerprint_of(checkpoint, way, *wanted)
-        with _writing(way, destination, planned.nbytes) as advance:
-            rewriting.write(
-                checkpoint,
-                planned,
-                destination,
-                fingerprint,
-                threads=threads,
-                max_memory_bytes=memory_bytes,
-                restart=restart,
-                advance=advance,
-            )
-        _report_written(destination, rewriting.headline(planned, way), notes, begin)
+Only = Annotated[
+    list[str] | None,
+    typer.Option("--only", metavar="PATTERN", help="Only fused tensors, or parts, whose names are like these."),
+]
 
 
-_add_rewriting(
-    "split",
+@command("split")
+def split_main(
+    source: Source,
+    destination: Destination,
+    presets: Presets = None,
+    rule_files: RuleFiles = None,
+    values: Values = None,
+    excluded: Excluded = None,
+    only: Only = None,
+    threads: WriteThreads = 4,
+    max_memory: MaxMemory = "2GiB",
+    dry_run: DryRun = False,
+    restart: Restart = False,
+    as_json: Json = False,
+) -> None:
     """Exchange fused weights for their parts, with all of the optimizer's state.
 
     SRC is only read. DST is there when it is complete, and not before: run the same command again after a kill, and it
     goes on where it was. (Behind a URL, files are sent as they are ready, the metadata last, and nothing is resumed.)
+    DST says in split_record.json what was taken apart, so that merge can undo it.
     Exit code: 0 done, 2 not done, 130 interrupted.
-    """,
-)
-_add_rewriting(
-    "merge",
+    """
+    asked = Asked(presets, rule_files, values, excluded, only)
+    _rewrite("split", source, destination, asked, Doing(threads, max_memory, dry_run, restart, as_json))
+
+
+@command("merge")
+def merge_main(
+    source: Source,
+    destination: Destination,
+    presets: Presets = None,
+    rule_files: RuleFiles = None,
+    values: Values = None,
+    excluded: Excluded = None,
+    only: Only = None,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Merge all that the rules match, whether or not split took it apart.")
+    ] = False,
+    threads: WriteThreads = 4,
+    max_memory: MaxMemory = "2GiB",
+    dry_run: DryRun = False,
+    restart: Restart = False,
+    as_json: Json = False,
+) -> None:
     """Exchange the parts of fused weights for these: the inverse of split, with the same rules.
 
+    Without rules, the last split is undone as split_record.json has it; with rules, only what is written there. Where
+    there is no such file, nobody knows which parts were ever fused: then --yes or --only is needed.
     How each part is divided over files does not matter. Counters have to be the same for all parts. For all else, see
     split. Exit code: 0 done, 2 not done, 130 interrupted.
-    """,
-)
+    """
+    asked = Asked(presets, rule_files, values, excluded, only, yes)
+    _rewrite("merge", source, destination, asked, Doing(threads, max_memory, dry_run, restart, as_json))
 
 
-def _show_plan(planned: "Rewrite", way: "rewriting.Way", notes: Sequence[str], *, as_json: bool) -> None:
+class Asked(NamedTuple):
+    """What split or merge is asked for, in the words of the command line."""
+
+    presets: list[str] | None
+    rule_files: list[Path] | None
+    values: list[str] | None
+    excluded: list[str] | None
+    only: list[str] | None
+    is_sure: bool = False
+
+
+class Doing(NamedTuple):
+    """How split and merge do it."""
+
+    threads: int
+    max_memory: str
+    dry_run: bool
+    restart: bool
+    as_json: bool
+
+
+def _rewrite(way: "Way", source: str, destination: str, asked: Asked, doing: Doing) -> None:
+    begin = time.monotonic()
+    memory_bytes = _memory(doing.max_memory, doing.threads, 4)
+    _check_json(doing.as_json, doing.dry_run)
+    numbers = _parse_values(asked.values)
+    from . import rewriting
+    from .request import Request, check_used, complete, not_known
+
+    rules = _rules(asked.presets, asked.rule_files)
+    request = Request(rules, numbers, asked.excluded or [], asked.only or [], asked.is_sure)
+    rewriting.check_destination(source, destination)
+    checkpoint, sidecars = rewriting.open_whole(source, doing.threads)
+    completed = complete(checkpoint, way, request)
+    planned = rewriting.plan(checkpoint, way, completed)
+    check_used(request, planned.exchange)
+    notes = [*completed.notes, *rewriting.notes_on(checkpoint, sidecars)]
+    if doing.dry_run:
+        _show_plan(planned, way, notes, as_json=doing.as_json)
+        return
+    if not completed.is_known:
+        raise CheckpointError(not_known(checkpoint, planned.exchange.matched))
+    fingerprint = rewriting.fingerprint_of(checkpoint, way, completed)
+    with _writing(way, destination, planned.nbytes) as advance:
+        rewriting.write(
+            checkpoint,
+            planned,
+            destination,
+            fingerprint,
+            threads=doing.threads,
+            max_memory_bytes=memory_bytes,
+            restart=doing.restart,
+            advance=advance,
+            sidecars=sidecars.files,
+            record=rewriting.record_after(checkpoint, way, completed, planned),
+        )
+    _report_written(destination, rewriting.headline(planned, way), notes, begin)
+
+
+def _show_plan(planned: "Rewrite", way: "Way", notes: Sequence[str], *, as_json: bool) -> None:
     from . import rewriting
 
     if as_json:
@@ -403,7 +472,7 @@ def _show_plan(planned: "Rewrite", way: "rewriting.Way", notes: Sequence[str], *
 
 
 def _rules(presets: Sequence[str] | None, files: Sequence[Path] | None) -> "list[Rule]":
-    from .rules import load_rules, preset, preset_names
+    from .rules import load_rules, preset
 
     try:
         rules = [rule for name in presets or () for rule in preset(name)]
@@ -412,8 +481,6 @@ def _rules(presets: Sequence[str] | None, files: Sequence[Path] | None) -> "list
         raise CheckpointError(str(error)) from error
     except IsADirectoryError as error:
         raise CheckpointError(f"{error.filename} is a folder; --rules takes a TOML or JSON file") from error
-    if not rules:
-        raise CheckpointError(f"no rules; give --preset ({', '.join(preset_names())}) or --rules FILE")
     return rules
 
 
@@ -430,6 +497,42 @@ def _parse_values(values: Sequence[str] | None) -> dict[str, float]:
     return parsed
 
 
+# --- rename ----------------------------------------------------------------------------------------------------------
+
+
+@command("rename")
+def rename_main(
+    source: Source,
+    destination: Destination,
+    family: Annotated[
+        str, typer.Option(metavar="NAME", help="Of models: llama, qwen3, qwen3-moe, or a file like theirs.")
+    ],
+    from_framework: Annotated[str, typer.Option("--from", metavar="NAME", help="hf, torchtitan or megatron.")],
+    to_framework: Annotated[str, typer.Option("--to", metavar="NAME", help="Another one of them.")],
+    values: Values = None,
+    excluded: Annotated[
+        list[str] | None, typer.Option("--exclude", metavar="PATTERN", help="Leave out keys like these.")
+    ] = None,
+    threads: WriteThreads = 4,
+    max_memory: MaxMemory = "2GiB",
+) -> None:
+    """Give the weights of a model, and their state by FQN, the names that another framework has for them.
+
+    Weights that one of the two has fused, stacked or in another order of rows are split, merged and put in order on the
+    way. SRC and DST are checkpoints of DCP; convert makes these of safetensors, and the other way round. What is in
+    between takes as much disk as DST, beside it.
+    Exit code: 0 done, 2 not done, 130 interrupted.
+    """
+    begin = time.monotonic()
+    memory_bytes = _memory(max_memory, threads, 4)
+    numbers = _parse_values(values)
+    from .translate import Translation, translate
+
+    asked = Translation(family, from_framework, to_framework, numbers, excluded or [])
+    keys, notes = translate(source, destination, asked, threads=threads, max_memory_bytes=memory_bytes)
+    _report_written(destination, f"{counted(keys, 'key')} as {to_framework} has them", notes, begin)
+
+
 # --- convert ---------------------------------------------------------------------------------------------------------
 
 
@@ -441,7 +544,8 @@ def convert_main(
     ],
     destination: Destination,
     to: Annotated[
-        str | None, typer.Option("--to", metavar="FORMAT", help="safetensors or dcp. Without it, the other one.")
+        str | None,
+        typer.Option("--to", metavar="FORMAT", help="safetensors, dcp, or torch (one file of torch.save)."),
     ] = None,
     what: Annotated[str, typer.Option("--what", help="model, optimizer (everything else), or all.")] = "all",
     key_prefix: Annotated[
@@ -451,6 +555,10 @@ def convert_main(
             help="What the model's keys begin with in DCP, and not in safetensors. Without it, 'model.' where the "
             "model was nested in the state dict; the other way round, what was taken away, or 'model.'.",
         ),
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option("--dtype", metavar="DTYPE", help="Cast the model's floats: fp32, bf16, fp16 or fp64."),
     ] = None,
     shard_size: Annotated[str, typer.Option(metavar="SIZE", help="About how large the new files are.")] = "5GB",
     excluded: Annotated[
@@ -479,8 +587,9 @@ def convert_main(
 
     The model's tensors get their own names, in model-*.safetensors with an index, as Hugging Face has them. All other
     tensors are in optimizer-*.safetensors under the keys of the checkpoint, and what is no tensor is in optimizer.json.
-    The way back gives the same checkpoint. SRC is only read. DST is there when it is complete, and not before: run the
-    same command again after a kill, and it goes on where it was. Exit code: 0 done, 2 not done, 130 interrupted.
+    The way back gives the same checkpoint. A file of torch.save becomes a checkpoint of DCP, and --to torch makes one,
+    in memory. SRC is only read. DST is there when it is complete, and not before: run the same command again after a
+    kill, and it goes on where it was. Exit code: 0 done, 2 not done, 130 interrupted.
     """
     begin = time.monotonic()
     memory_bytes = _memory(max_memory, threads, 4)
@@ -488,14 +597,25 @@ def convert_main(
     if what not in ("model", "optimizer", "all"):
         raise CheckpointError(f"--what is model, optimizer or all, not {what}")
     _check_json(as_json, dry_run)
-    if flat_to_nd and (what != "all" or key_prefix is not None):
-        raise CheckpointError("--flat-to-nd changes state alone, and takes neither --what nor --key-prefix")
+    if flat_to_nd and (what != "all" or key_prefix is not None or dtype is not None):
+        raise CheckpointError("--flat-to-nd changes state alone, and takes neither --what nor --key-prefix nor --dtype")
+    if dtype is not None and dtype not in CASTABLE:
+        raise CheckpointError(f"--dtype is {', '.join(CASTABLE)}, not {dtype}")
     if shapes_from is not None and not flat_to_nd:
         raise CheckpointError("--shapes-from is for --flat-to-nd")
+    if to == "torch" or (is_torch_file(source) and not dry_run):
+        if to == "safetensors" or flat_to_nd or dtype is not None or key_prefix is not None or what != "all" or dry_run:
+            raise CheckpointError("between torch.save and DCP all is taken as it is; convert the result once more")
+        keys, told = _convert_torch(source, destination, to, tuple(excluded or ()), memory_bytes)
+        _report_written(destination, keys, told, begin)
+        return
+    import torch
+
     from . import convert, rewriting
     from .converting import Wanted
 
-    wanted = Wanted(what, key_prefix, excluded or (), shard_bytes)  # type: ignore[arg-type]
+    cast_to = None if dtype is None else getattr(torch, CASTABLE[dtype])
+    wanted = Wanted(what, key_prefix, excluded or (), shard_bytes, cast_to)  # type: ignore[arg-type]
     for each in (source, shapes_from):
         if each is not None:
             rewriting.check_destination(each, destination)
@@ -516,6 +636,29 @@ def convert_main(
             advance=advance,
         )
     _report_written(destination, convert.headline(opened, planned), notes, begin)
+
+
+def _convert_torch(
+    source: str, destination: str, to: str | None, excluded: tuple[str, ...], memory_bytes: int
+) -> tuple[str, list[str]]:
+    """To or from one file of torch.save; what is done, in a line, and what there is to be said."""
+    if "://" in source or "://" in destination:
+        raise CheckpointError("files of torch.save are read and written on this machine alone")
+    if excluded and to != "torch":
+        raise CheckpointError("--exclude is not for files of torch.save; convert all, and leave out afterwards")
+    from . import rewriting, torch_files
+    from .opening import open_checkpoint
+    from .verify import notes_on_checksums
+
+    rewriting.check_destination(source, destination)
+    if to == "torch":
+        checkpoint = open_checkpoint(source)
+        rewriting.check_whole(checkpoint, 1)
+        keys = torch_files.to_torch(checkpoint, destination, excluded, memory_bytes)
+        notes = [*checkpoint.notes, *notes_on_checksums(checkpoint)]
+        return f"{counted(keys, 'key')} in one file of torch.save", notes
+    values, notes = torch_files.to_dcp(source, destination, memory_bytes)
+    return f"{counted(values, 'value')} as a checkpoint of DCP", notes
 
 
 def _show_conversion(opened: "convert.Source", planned: "Plan", notes: Sequence[str], *, as_json: bool) -> None:

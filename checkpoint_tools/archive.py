@@ -26,7 +26,7 @@ from .unpickle import Record as Named
 MAX_INFLATED_BYTES = 256 << 20
 """Of what is compressed in one item. ``torch.save`` does not compress, so nobody needs more."""
 
-_PICKLE = "data.pkl"
+PICKLE = "data.pkl"
 _KNOWN_PICKLES = 256
 
 STORAGE_DTYPES = {
@@ -103,7 +103,7 @@ def read_layout(window: Window) -> tuple[Layout | None, Archive]:
         DamagedError: it is not a whole file of ``torch.save``.
     """
     archive = open_archive(window)
-    pickled = archive.record(_PICKLE)
+    pickled = archive.record(PICKLE)
     assert pickled is not None
     if pickled.size_bytes > SMALL_BYTES:
         return None, archive
@@ -121,8 +121,8 @@ def open_archive(window: Window) -> Archive:
         archive = open_item(window, window.length_bytes)
     except (DamagedItemError, OSError) as error:
         raise DamagedError(str(error)) from error
-    if archive.record(_PICKLE) is None:
-        raise DamagedError(f"it has no {_PICKLE}")
+    if archive.record(PICKLE) is None:
+        raise DamagedError(f"it has no {PICKLE}")
     return archive
 
 
@@ -148,7 +148,7 @@ def read_pickle(window: Window, archive: Archive) -> bytes:
     Raises:
         DamagedError: it is damaged.
     """
-    pickled = archive.record(_PICKLE)
+    pickled = archive.record(PICKLE)
     assert pickled is not None
     try:
         return read_record(window, archive, pickled, max(pickled.stored_bytes, MAX_INFLATED_BYTES))
@@ -167,7 +167,7 @@ def check_pickle(window: Window, archive: Archive) -> None:
     except DamagedError:
         raise
     except Exception as error:  # bytes that are no pickle can raise anything
-        raise DamagedError(f"its {_PICKLE} is no pickle: {shortened(str(error))}") from error
+        raise DamagedError(f"its {PICKLE} is no pickle: {shortened(str(error))}") from error
 
 
 def _content(window: Window, archive: Archive, record: Record) -> bytes:
@@ -187,7 +187,7 @@ def _tensor_in(content: bytes) -> _Tensor | None:
     except DamagedError:
         raise
     except Exception as error:  # bytes that are no pickle can raise anything
-        raise DamagedError(f"its {_PICKLE} is no pickle: {shortened(str(error))}") from error
+        raise DamagedError(f"its {PICKLE} is no pickle: {shortened(str(error))}") from error
 
 
 def _storage_of(pid: Any) -> _Storage:

@@ -23,9 +23,9 @@ from .opening import open_checkpoint
 from .reading import Checkpoint
 from .rewrite import Rewrite
 from .safetensors_folder import Folders, is_safetensors, open_safetensors
+from .sidecars import Sidecars, sidecars_of
 from .sizes import counted, human_bytes
 from .tables import Table, new_table
-from .verify import notes_on_checksums
 
 Format = Literal["safetensors", "dcp"]
 
@@ -39,6 +39,7 @@ class Source(NamedTuple):
         to: the format that it gets.
         notes: what there is to be said about it.
         digest: of everything but data.
+        sidecars: files beside the data, which are copied.
     """
 
     checkpoint: Checkpoint
@@ -46,6 +47,7 @@ class Source(NamedTuple):
     to: Format
     notes: tuple[str, ...]
     digest: str
+    sidecars: tuple[str, ...]
 
 
 def open_source(source: str, to: str | None, key_prefix: str | None, threads: int, *, flat: bool = False) -> Source:
@@ -63,17 +65,18 @@ def open_source(source: str, to: str | None, key_prefix: str | None, threads: in
         folders = open_safetensors(source, key_prefix)
         rewriting.check_whole(folders.checkpoint, threads)
         is_file = PurePath(source).suffix == ".safetensors"
-        notes = [] if is_file else rewriting.foreign_files(folders.checkpoint, folders.own_files)
-        notes += [*folders.checkpoint.notes, *notes_on_checksums(folders.checkpoint)]
-        return Source(folders.checkpoint, folders, "dcp", tuple(notes), folders.digest)
+        sidecars = Sidecars((), ()) if is_file else sidecars_of(folders.checkpoint, folders.own_files)
+        notes = rewriting.notes_on(folders.checkpoint, sidecars)
+        return Source(folders.checkpoint, folders, "dcp", tuple(notes), folders.digest, sidecars.files)
     if flat and to == "safetensors":
         raise CheckpointError("--flat-to-nd gives a checkpoint of DCP; convert that to safetensors afterwards")
     if not flat:
         _check_changes("safetensors", to, source)
-    checkpoint, notes = rewriting.open_whole(source, threads)
+    checkpoint, sidecars = rewriting.open_whole(source, threads)
     with checkpoint.folder.open(METADATA_FILE) as stream:
         digest = hashlib.sha256(stream.read()).hexdigest()
-    return Source(checkpoint, None, "dcp" if flat else "safetensors", tuple(notes), digest)
+    notes = rewriting.notes_on(checkpoint, sidecars)
+    return Source(checkpoint, None, "dcp" if flat else "safetensors", tuple(notes), digest, sidecars.files)
 
 
 def _check_changes(expected: Format, to: str | None, source: str) -> None:
@@ -130,6 +133,7 @@ def write(
         restart=restart,
         advance=advance,
         last_files=None if planned.last_files is None else planned.last_files(destination),
+        sidecars=source.sidecars,
     )
 
 
@@ -138,6 +142,7 @@ def _fingerprint(source: Source, planned: Plan) -> dict[str, object]:
     plan_digest = hashlib.sha256()
     for file, items in planned.rewrite.files.items():
         plan_digest.update(repr((file, [(item.entries, item.length_bytes) for item in items])).encode())
+    plan_digest.update(repr([(tensor.key, tensor.dtype) for tensor in planned.rewrite.tensors.values()]).encode())
     if planned.last_files is not None:
         plan_digest.update(repr(sorted(planned.last_files("").items())).encode())
     return {

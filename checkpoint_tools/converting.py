@@ -13,13 +13,17 @@ transformers finds them. Everything else keeps its key: tensors of any shape in 
 no tensor in ``optimizer.json``, as :mod:`checkpoint_tools.json_values` writes it.
 """
 
+import base64
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, Literal, NamedTuple
 
+import torch
+
 from .envelope import Envelope, bare, envelope_of
-from .errors import CheckpointError
+from .errors import CheckpointError, UnreadableObjectError
+from .formats import CASTABLE
 from .fusions import Exchange, Fusion
 from .items import Reader
 from .json_values import NotPlainError, to_json
@@ -37,6 +41,7 @@ from .sizes import counted, natural_order
 
 What = Literal["model", "optimizer", "all"]
 
+_CASTABLE = {getattr(torch, name) for name in CASTABLE.values()}
 _DEFAULT_PREFIX = f"{MODEL}."
 _LEAVE_OUT = "leave it out with --exclude"
 
@@ -49,12 +54,14 @@ class Wanted(NamedTuple):
         key_prefix: of the model's keys in the checkpoint; ``None``, to find out.
         excluded: patterns of keys that are left out.
         shard_bytes: about how large the new files are.
+        dtype: of the model's floating-point tensors, if they get another one.
     """
 
     what: What
     key_prefix: str | None
     excluded: Sequence[str]
     shard_bytes: int
+    dtype: torch.dtype | None = None
 
 
 class Plan(NamedTuple):
@@ -88,14 +95,14 @@ def to_safetensors(checkpoint: Checkpoint, wanted: Wanted) -> Plan:
         CheckpointError: safetensors, or JSON, cannot have what is in it.
     """
     parts = _Parts(checkpoint, wanted)
-    builder = _Builder(checkpoint)
+    builder = _Builder(checkpoint, frozenset(parts.model), wanted.dtype)
     last_files: dict[str, bytes] = {}
     for part, keys in ((MODEL, parts.model), (OPTIMIZER, parts.others)):
         names = {key: key.removeprefix(parts.prefix) if part == MODEL else key for key in keys}
         _check_tensors(checkpoint, names)
         weight_map = builder.add_safetensors(part, names, wanted.shard_bytes)
         if weight_map:
-            nbytes = sum(checkpoint.tensors[key].nbytes for key in names)
+            nbytes = sum(builder.nbytes_of(checkpoint.tensors[key]) for key in names)
             metadata = {"total_size": nbytes, **({"key_prefix": parts.prefix} if part == MODEL else {})}
             content = json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2)
             last_files[f"{part}{INDEX_SUFFIX}"] = content.encode() + b"\n"
@@ -169,23 +176,29 @@ def _check_tensors(checkpoint: Checkpoint, names: Mapping[str, str]) -> None:
 
 
 def _objects_file(checkpoint: Checkpoint, parts: _Parts) -> bytes:
-    objects = {}
+    """What is no tensor: as JSON, and what has no such form as the bytes that are stored, which nobody looks into."""
+    objects, stored = {}, {}
     with Reader(checkpoint) as reader:
         for key in sorted(parts.objects, key=natural_order):
+            item = checkpoint.objects[key]
+            if item.transforms:
+                raise CheckpointError(f"{key} was written through {', '.join(item.transforms)}; {_LEAVE_OUT}")
             try:
-                objects[key] = to_json(reader.read_object(checkpoint.objects[key]))
-            except NotPlainError as error:
-                raise CheckpointError(f"{key} is or contains {error}, which has no form in JSON; {_LEAVE_OUT}") from (
-                    error
-                )
+                objects[key] = to_json(reader.read_object(item))
+            except (NotPlainError, UnreadableObjectError):
+                stored[key] = base64.b64encode(reader.read_bytes(item)).decode()
             except CheckpointError as error:
                 raise CheckpointError(f"{key}: {error}; {_LEAVE_OUT}") from error
+    if stored:
+        parts.notes.append(f"{counted(len(stored), 'object')} of more than plain values, kept as torch.save wrote it")
     known = {key: path for key, path in checkpoint.paths.items() if path != (key,)}
     listed = {*parts.others, *parts.objects}
     kept = sorted(listed & known.keys() | parts.odd_paths(checkpoint), key=natural_order)
     paths = {key: list(known.get(key, (key,))) for key in kept}
     head = f'{{"format": {json.dumps(OBJECTS_FORMAT)},\n"key_prefix": {json.dumps(parts.prefix)},\n'
-    return f'{head}"objects": {_by_line(objects)},\n"paths": {_by_line(paths)}}}\n'.encode()
+    return (
+        f'{head}"objects": {_by_line(objects)},\n"stored": {_by_line(stored)},\n"paths": {_by_line(paths)}}}\n'.encode()
+    )
 
 
 def _by_line(values: Mapping[str, Any]) -> str:
@@ -207,7 +220,7 @@ def to_dcp(folders: Folders, wanted: Wanted) -> Plan:
     keys = [key for key in (*checkpoint.tensors, *checkpoint.objects) if _is_wanted(key, folders, wanted)]
     if not keys:
         raise CheckpointError(f"{checkpoint.path} has nothing that would be converted; see --what and --exclude")
-    builder = _Builder(checkpoint)
+    builder = _Builder(checkpoint, folders.model_keys, wanted.dtype)
     builder.add_dcp(keys, wanted.shard_bytes)
     objects = tuple(key for key in keys if key in checkpoint.objects)
     rewrite = builder.rewrite({key: checkpoint.paths[key] for key in keys}, objects)
@@ -230,27 +243,40 @@ def _is_wanted(key: str, folders: Folders, wanted: Wanted) -> bool:
 class _Builder:
     """Files of items, each with the task that fills it."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, model_keys: Set[str], dtype: torch.dtype | None) -> None:
         self._checkpoint = checkpoint
+        self._model_keys = model_keys
+        self._dtype = dtype
         self._sources: dict[str, Index[Any]] = {}
         self._files: dict[str, list[NewItem]] = {}
         self._tasks: dict[str, list[MergeTask]] = {}
         self._tensors: dict[str, NewTensor] = {}
 
+    def dtype_of(self, tensor: StoredTensor) -> torch.dtype:
+        """Of the new one."""
+        is_cast = self._dtype is not None and tensor.key in self._model_keys and tensor.dtype in _CASTABLE
+        return self._dtype if is_cast and self._dtype is not None else tensor.dtype
+
+    def nbytes_of(self, tensor: StoredTensor) -> int:
+        """Of all of its elements."""
+        return math.prod(tensor.shape) * self.dtype_of(tensor).itemsize
+
     def add_safetensors(self, part: str, names: Mapping[str, str], shard_bytes: int) -> dict[str, str]:
         """Whole tensors; the names are those in the files. Returns name → file."""
         weight_map = {}
         tensors = [self._checkpoint.tensors[key] for key in names]
-        shards = list(_shards(tensors, lambda tensor: tensor.nbytes, shard_bytes))
+        shards = list(_shards(tensors, self.nbytes_of, shard_bytes))
         for number, shard in enumerate(shards, start=1):
             file = f"{part}-{number:05}-of-{len(shards):05}{SUFFIX}"
             by_name = {names[tensor.key]: tensor for tensor in shard}
-            placed = in_file_order(FileTensor(name, tensor.shape, tensor.dtype) for name, tensor in by_name.items())
+            placed = in_file_order(
+                FileTensor(name, tensor.shape, self.dtype_of(tensor)) for name, tensor in by_name.items()
+            )
             self._files[file] = [NewItem((), header_of(placed))]
             for entry in placed:
                 tensor = by_name[entry.key]
                 region = Region((0,) * len(tensor.shape), tensor.shape)
-                self._fill(file, tensor, region, bare(tensor.shape, tensor.dtype))
+                self._fill(file, tensor, region, bare(tensor.shape, self.dtype_of(tensor)))
             weight_map.update(dict.fromkeys(by_name, file))
         return dict(sorted(weight_map.items(), key=lambda each: natural_order(each[0])))
 
@@ -261,15 +287,17 @@ class _Builder:
             for key in keys
             if (tensor := self._checkpoint.tensors.get(key)) is not None
             for chunk in tensor.chunks
-            for region in stretches(Region(chunk.offsets, chunk.sizes), max(shard_bytes // tensor.dtype.itemsize, 1))
+            for region in stretches(
+                Region(chunk.offsets, chunk.sizes), max(shard_bytes // self.dtype_of(tensor).itemsize, 1)
+            )
         ]
         file = "__0_0.distcp"
         for number, shard in enumerate(
-            _shards(pieces, lambda piece: piece[1].numel * piece[0].dtype.itemsize, shard_bytes)
+            _shards(pieces, lambda piece: piece[1].numel * self.dtype_of(piece[0]).itemsize, shard_bytes)
         ):
             file = f"__0_{number}.distcp"
             for tensor, region in shard:
-                self._fill(file, tensor, region, envelope_of(region.sizes, tensor.dtype))
+                self._fill(file, tensor, region, envelope_of(region.sizes, self.dtype_of(tensor)))
         for key in keys:
             if key in self._checkpoint.objects:
                 content = self._checkpoint.objects[key].content
@@ -279,12 +307,14 @@ class _Builder:
     def _fill(self, file: str, tensor: StoredTensor, region: Region, content: Envelope) -> None:
         item = NewItem((Entry(tensor.key, region),), content)
         self._files.setdefault(file, []).append(item)
-        self._tensors[tensor.key] = NewTensor(tensor.key, tensor.shape, tensor.dtype, tensor.key)
+        self._tensors[tensor.key] = NewTensor(tensor.key, tensor.shape, self.dtype_of(tensor), tensor.key)
         if math.prod(region.sizes):
             if tensor.key not in self._sources:
                 self._sources[tensor.key] = Index(tensor.chunks)
             fusion = Fusion(tensor.key, (tensor.key,), tensor.shape, tensor.dtype, 0, (whole(tensor.shape),))
-            task = MergeTask(fusion, region, (self._sources[tensor.key],), item)
+            dtype = self.dtype_of(tensor)
+            cast = None if dtype == tensor.dtype else dtype
+            task = MergeTask(fusion, region, (self._sources[tensor.key],), item, cast)
             self._tasks.setdefault(file, []).append(task)
 
     def rewrite(self, paths: Mapping[str, tuple[str | int, ...]], objects: tuple[str, ...]) -> Rewrite:

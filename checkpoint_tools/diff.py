@@ -10,11 +10,12 @@ rows, or a part of one row where a row is too large. So every chunk is read once
 """
 
 import contextlib
+import dataclasses
 import itertools
 import math
 import reprlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from .errors import CheckpointError
 from .items import Reader
+from .names import sorted_out
 from .reading import Checkpoint, StoredChunk, StoredTensor
 from .sizes import MAX_ITEM_BYTES, block_bounds, counted, human_shape, natural_order, shortened, thread_bytes
 from .tables import Table, new_table
@@ -125,6 +127,59 @@ class _Readers:
     def close(self) -> None:
         for reader in self._all:
             reader.close()
+
+
+def aligned(
+    first: Checkpoint, second: Checkpoint, key_prefix: str | None = None
+) -> tuple[Checkpoint, Checkpoint, list[str]]:
+    """Both, with the same keys for the model also where those of one begin with a prefix, and what was done.
+
+    Args:
+        first: one of them.
+        second: the other one.
+        key_prefix: what the model's keys of one begin with; without it, it is found out where no key is in both.
+
+    Raises:
+        CheckpointError: the given prefix tells no key of the one from a key of the other.
+    """
+    models = [_model_keys(checkpoint) for checkpoint in (first, second)]
+    if key_prefix is None:
+        key_prefix = None if models[0] & models[1] else _prefix_of(*models) or _prefix_of(*reversed(models))
+        if key_prefix is None:
+            return first, second, []
+    elif key_prefix == "":
+        return first, second, []
+    in_a, in_b = (sum(f"{key_prefix}{key}" in others for key in keys) for others, keys in (models, reversed(models)))
+    if not in_a and not in_b:
+        raise CheckpointError(
+            f"--key-prefix {key_prefix}: no key of one side is that and a key of the other; see the command inspect"
+        )
+    note = f"keys of the model begin with {key_prefix!r} in {'A' if in_a > in_b else 'B'} alone, compared without"
+    if in_a > in_b:
+        return _without_prefix(first, models[0], key_prefix), second, [note]
+    return first, _without_prefix(second, models[1], key_prefix), [note]
+
+
+def _model_keys(checkpoint: Checkpoint) -> frozenset[str]:
+    names = sorted_out([*checkpoint.tensors, *checkpoint.objects], checkpoint.paths)
+    return frozenset(key for key in names.others if key in checkpoint.tensors)
+
+
+def _prefix_of(keys: Set[str], others: Set[str]) -> str | None:
+    """What most of ``others`` begin with, if that is all that tells them from ``keys``."""
+    sample = min(keys, default=None)
+    found = [key.removesuffix(sample) for key in others if sample is not None and key.endswith(f".{sample}")]
+    counts = {prefix: sum(f"{prefix}{key}" in others for key in keys) for prefix in found}
+    best = max(counts, key=lambda prefix: counts[prefix], default=None)
+    return best if best is not None and 2 * counts[best] >= len(keys) else None
+
+
+def _without_prefix(checkpoint: Checkpoint, model: Set[str], prefix: str) -> Checkpoint:
+    new = {key: key.removeprefix(prefix) if key in model else key for key in checkpoint.tensors}
+    if len(set(new.values())) < len(new):
+        raise CheckpointError(f"{checkpoint.path} would have two values of one name without {prefix!r}")
+    tensors = {new[key]: tensor for key, tensor in checkpoint.tensors.items()}
+    return dataclasses.replace(checkpoint, tensors=tensors)
 
 
 def all_keys(first: Checkpoint, second: Checkpoint) -> list[str]:

@@ -25,9 +25,9 @@ class Draft:
         self._old: set[str] = set()
         self._new: list[str] = []
 
-    def exchange(self, parameters: int) -> Exchange:
+    def exchange(self, parameters: int, matched: tuple[str, ...]) -> Exchange:
         """The complete one; the first so many of its fusions are tensors of a model."""
-        return Exchange(tuple(self.fusions), self.copies, self.objects, self.paths, parameters)
+        return Exchange(tuple(self.fusions), self.copies, self.objects, self.paths, parameters, matched)
 
     # --- to put together ---
 

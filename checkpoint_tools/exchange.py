@@ -25,31 +25,39 @@ from .names import GroupName, sorted_out
 from .param_groups import listed, read_groups, relisted
 from .reading import Checkpoint
 from .roles import Roles
-from .rules import MissingValueError, Rule
+from .rules import ALL, MissingValueError, Rule, Wanted
 from .splitting import Splitting
 
 
 def split_exchange(
-    checkpoint: Checkpoint, rules: Sequence[Rule], values: Mapping[str, float], excluded: Sequence[str] = ()
+    checkpoint: Checkpoint,
+    rules: Sequence[Rule],
+    values: Mapping[str, float],
+    excluded: Sequence[str] = (),
+    wanted: Wanted = ALL,
 ) -> Exchange:
-    """Exchange fused tensors for their parts.
+    """Exchange fused tensors for their parts; ``wanted`` are those of them that are, by the names that rules have.
 
     Raises:
         CheckpointError: rules do not fit, state is of another shape than its parameter, names are taken or ambiguous;
             or a rule, a value or a pattern is of no use.
     """
-    return _guarded(Splitting, checkpoint, rules, values, excluded)
+    return _guarded(Splitting, checkpoint, rules, values, excluded, wanted)
 
 
 def merge_exchange(
-    checkpoint: Checkpoint, rules: Sequence[Rule], values: Mapping[str, float], excluded: Sequence[str] = ()
+    checkpoint: Checkpoint,
+    rules: Sequence[Rule],
+    values: Mapping[str, float],
+    excluded: Sequence[str] = (),
+    wanted: Wanted = ALL,
 ) -> Exchange:
     """Exchange parts for the fused tensors: the inverse.
 
     Raises:
         CheckpointError: as above; or parts are missing, or differ in what there can be only one of.
     """
-    return _guarded(Merging, checkpoint, rules, values, excluded)
+    return _guarded(Merging, checkpoint, rules, values, excluded, wanted)
 
 
 def _guarded(
@@ -58,10 +66,11 @@ def _guarded(
     rules: Sequence[Rule],
     values: Mapping[str, float],
     excluded: Sequence[str],
+    wanted: Wanted,
 ) -> Exchange:
     _check_values(rules, values)
     try:
-        return _exchange(way, checkpoint, rules, values, excluded)
+        return _exchange(way, checkpoint, rules, values, excluded, wanted)
     except MissingValueError as error:
         raise CheckpointError(error.told(f"--value {error.name}=NUMBER", values)) from error
     except (ValueError, KeyError) as error:  # the rules' own errors
@@ -84,10 +93,11 @@ def _exchange(
     rules: Sequence[Rule],
     values: Mapping[str, float],
     excluded: Sequence[str],
+    wanted: Wanted,
 ) -> Exchange:
     names = sorted_out([*checkpoint.tensors, *checkpoint.objects], checkpoint.paths)
     groups = read_groups(checkpoint, names.groups)
-    roles = Roles(way.side, checkpoint, names, groups, rules, excluded)
+    roles = Roles(way.side, checkpoint, names, groups, rules, excluded, wanted)
     draft = Draft(checkpoint)
     worker = way(checkpoint, names, roles, values, draft)
     worker.exchange_model()
@@ -100,7 +110,7 @@ def _exchange(
             draft.objects[name.key] = new
     draft.check_new_keys()
     draft.check_left(names, roles)
-    return draft.exchange(parameters)
+    return draft.exchange(parameters, roles.matched())
 
 
 def _relisted(name: GroupName, content: Any, roles: Roles, worker: Splitting | Merging) -> bytes | None:

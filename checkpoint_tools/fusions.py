@@ -42,6 +42,7 @@ class Exchange(NamedTuple):
         objects: key → the bytes that are there instead.
         paths: new key → where the value is in the nested state dict, if that is known.
         parameters: how many of the fusions are tensors of a model; the others are state.
+        matched: the fused tensors by the names that the rules know them by: of the model, or of state without one.
     """
 
     fusions: tuple[Fusion, ...]
@@ -49,3 +50,4 @@ class Exchange(NamedTuple):
     objects: Mapping[str, bytes]
     paths: Mapping[str, Path]
     parameters: int
+    matched: tuple[str, ...] = ()

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from rich.console import Group, RenderableType
 
+from .names import KINDS
 from .patterns import matches
 from .reading import Checkpoint
 from .sizes import counted, human_bytes, human_shape, natural_order
@@ -83,7 +84,8 @@ def group_of(key: str, path: Sequence[str | int] = ()) -> str:
     parts = [str(part) for part in path] if len(path) > 1 else key.split(".")
     for at, part in enumerate(parts[:2]):
         if part == "state" and len(parts) > at + 2:
-            return " ".join([*parts[:at], parts[-1]] if at else [part, parts[-1]])
+            entry = parts[at + 1] if parts[at + 1] in KINDS and parts[-1] not in KINDS else parts[-1]
+            return " ".join([*parts[:at], entry] if at else [part, entry])
         if part == "param_groups":
             return " ".join(parts[: at + 1])
     return parts[0]

@@ -18,7 +18,7 @@ from torch import Tensor
 from fsdp_offload.checkpoint.item_archive import SMALL_BYTES, STORED
 
 from .archive import DamagedError, Layout, check_contents, check_pickle, open_archive, read_layout
-from .errors import CheckpointError
+from .errors import CheckpointError, UnreadableObjectError
 from .reading import Checkpoint, Content, Opened, StoredChunk, StoredObject
 from .sizes import human_bytes
 from .storage import Window, read_into
@@ -225,7 +225,7 @@ class Reader:
         except Exception as error:  # a damaged archive can raise anything
             text = str(error)
             if "weights_only" in text or "Weights only" in text:
-                raise CheckpointError(
+                raise UnreadableObjectError(
                     f"an object in {self._file(item)} consists of more than tensors and plain values, and is not "
                     "loaded: unpickling it could run anything"
                 ) from error

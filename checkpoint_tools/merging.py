@@ -101,12 +101,13 @@ class Merging:
                 self._merge_state(roles[of], by_entry, reader)
 
     def _merge_state(self, role: Role, by_entry: Mapping[str, Mapping[int, StateName]], reader: Reader) -> None:
-        for entry, by_number in by_entry.items():
+        for by_number in by_entry.values():
             if len(by_number) < len(role.parts):
                 missing = [part for number, part in enumerate(role.parts) if number not in by_number]
+                entry = next(iter(by_number.values())).name
                 raise CheckpointError(
-                    f"{role.fused} cannot be merged: some of its parts have {entry.removeprefix('.')}, and "
-                    f"{', '.join(missing)} have not; save them with the same state"
+                    f"{role.fused} cannot be merged: some of its parts have {entry}, and {', '.join(missing)} have "
+                    "not; save them with the same state"
                 )
             names = [by_number[number] for number in range(len(role.parts))]
             tensors = [self._checkpoint.tensors.get(name.key) for name in names]

@@ -8,6 +8,7 @@ from .storage import Folder
 from .unpickle import METADATA_NAMES, ForbiddenNameError, Record, unpickle
 
 METADATA_FILE = ".metadata"
+_CLASSES = ("Metadata", "MCoreMetadata")  # torch's, and that of Megatron-Core up to 0.15
 _HINTS = 3
 _MAX_BYTES = 4 << 30
 
@@ -62,7 +63,7 @@ def read_metadata(folder: Folder) -> Record:
         ) from error
     except Exception as error:  # bytes that are no pickle can raise anything
         raise damage(folder, f"{type(error).__name__}: {shortened(str(error))}") from error
-    if not isinstance(metadata, Record) or metadata.name != "Metadata":
+    if not isinstance(metadata, Record) or metadata.name not in _CLASSES:
         found = metadata.name if isinstance(metadata, Record) else type(metadata).__name__
         raise damage(folder, f"it has a {found} where Metadata are expected")
     return metadata

@@ -5,22 +5,26 @@ path or key                            what it is
 ====================================== ================================================================================
 ``optim`` ``state`` FQN ``exp_avg``    state of a parameter, of a nested optimizer state dict
 ``optim`` ``state.FQN.exp_avg``        the same, of a flattened one
-``optim`` ``param_groups.FQN.lr``      what a param group says of one parameter, flattened; ``param_to_group_meta`` in
-                                       Megatron's ``fsdp_dtensor``
+``optimizer.state.exp_avg.FQN``        the same, named by kind first, as Megatron's ``torch_dist`` has it
+``optim`` ``param_groups.FQN.lr``      what a param group says of one parameter, flattened
 ``optim`` ``param_groups`` 0           a param group, or one entry of it: ``params`` lists FQNs
-anything else                          a tensor of a model, or something that has no parts
+anything else                          a tensor of a model, or something that has no parts: such as Megatron's
+                                       ``param_to_group_meta``, which has the fused names whatever is split
 ====================================== ================================================================================
 
 DCP keeps the path of a value in the nested state dict; where another writer has not, the key's own dots are taken. FQNs
 have dots and names of state have none, as :mod:`fsdp_offload.checkpoint.layouts` reads them too.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from typing import NamedTuple
 
 Path = tuple[str | int, ...]
 
-_BY_FQN = ("state", "param_groups", "param_to_group_meta")
+_BY_FQN = ("state", "param_groups")
+
+KINDS = frozenset(("exp_avg", "exp_avg_sq", "momentum_buffer", "param", "fp32_param", "master_param"))
+"""What Megatron-Core names state by, where no model in the same checkpoint tells which words are the FQN."""
 
 
 class StateName(NamedTuple):
@@ -28,12 +32,13 @@ class StateName(NamedTuple):
 
     Attributes:
         key: the whole.
-        before: what comes before the FQN: ``optim.state.``.
+        before: what comes before the FQN: ``optim.state.``, or ``optimizer.state.exp_avg.``.
         fqn: of the parameter.
-        after: what comes after it: ``.exp_avg``.
+        after: what comes after it: ``.exp_avg``, or nothing.
         path: where the value was; empty if that is not known.
         at: the component of the path that has the FQN in it.
         around: the rest of that component, before and after the FQN.
+        kind: the entry's name, where it comes before the FQN.
     """
 
     key: str
@@ -43,21 +48,26 @@ class StateName(NamedTuple):
     path: Path = ()
     at: int = 0
     around: tuple[str, str] = ("", "")
+    kind: str = ""
 
     @property
     def optimizer(self) -> str:
         """What the keys of one optimizer begin with, and those of others do not."""
-        return ".".join(self.before.split(".")[:-2])
+        return ".".join(self._lead[:-2])
 
     @property
     def is_state(self) -> bool:
         """State, rather than what a group says."""
-        return self.before.split(".")[-2] == "state"
+        return self._lead[-2] == "state"
+
+    @property
+    def _lead(self) -> list[str]:
+        return self.before.removesuffix(f"{self.kind}." if self.kind else "").split(".")
 
     @property
     def name(self) -> str:
         """Of the entry: ``exp_avg``."""
-        return self.after.removeprefix(".")
+        return self.kind or self.after.removeprefix(".")
 
     def renamed(self, fqn: str) -> tuple[str, Path]:
         """The key and the path of the same entry of another parameter."""
@@ -86,12 +96,13 @@ class Names(NamedTuple):
 def sorted_out(keys: Iterable[str], paths: Mapping[str, Path]) -> Names:
     """What each key is."""
     states, groups, others = [], [], []
-    for key in keys:
+    known_keys = dict.fromkeys(keys)
+    for key in known_keys:
         path = paths.get(key, ())
         known = path if ".".join(map(str, path)) == key else ()
         name = _of_path(key, known)
         if name is None and len(known) < 2:  # nothing is nested there, or nobody knows
-            name = _of_key(key, known)
+            name = _by_kind_first(key, known, known_keys.keys()) or _of_key(key, known)
         if isinstance(name, StateName):
             states.append(name)
         elif isinstance(name, GroupName):
@@ -141,6 +152,16 @@ def _of_key(key: str, path: Path) -> StateName | GroupName | None:
             after = f".{rest[-1]}"
             return StateName(key, before, ".".join(rest[:-1]), after, path, 0, (before, after))
     return None
+
+
+def _by_kind_first(key: str, path: Path, known: Set[str]) -> StateName | None:
+    """State of Megatron-Core's ``torch_dist``: what follows the kind is a key of the model itself."""
+    lead, found, rest = key.partition("state.") if key.startswith("state.") else key.partition(".state.")
+    kind, _, fqn = rest.partition(".")
+    if not found or not fqn or not (fqn in known or (kind in KINDS and fqn.rpartition(".")[2] not in KINDS)):
+        return None
+    before = f"{lead}{found}{kind}."
+    return StateName(key, before, fqn, "", path, 0, (before, ""), kind)
 
 
 def _group(key: str, optimizer: str, rest: Iterable[str | int]) -> GroupName | None:

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from .errors import CheckpointError
 from .reading import StoredChunk, StoredObject
 from .rewrite import Entry, NewItem, NewTensor, Rewrite
 from .torch_private import storage_info
@@ -40,8 +41,14 @@ def metadata_bytes(old: Record, rewrite: Rewrite, checkpoint_id: str) -> bytes:
         checkpoint_id: where the new one is.
 
     Raises:
-        CheckpointError: torch has not the classes of which it consists.
+        CheckpointError: torch has not the classes of which it consists, or Megatron-Core has kept more in them.
     """
+    flattened = old.get("mcore_data")
+    if isinstance(flattened, dict) and any(flattened.values()):
+        raise CheckpointError(
+            "its optimizer state is flattened in the way of Megatron-Core before 0.16; save it there with "
+            "distrib_optim_sharding_type='fully_reshardable'"
+        )
     old_entries = old.get("state_dict_metadata")
     properties = {t.key: _properties(t, old_entries[t.like]) for t in rewrite.tensors.values()}
     metadata = _metadata(rewrite, properties)

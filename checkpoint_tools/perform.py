@@ -396,7 +396,10 @@ class _Worker:
                 for dim, (at, size) in enumerate(zip(both.offsets, both.sizes, strict=True)):
                     inside = inside.narrow(dim, at - chunk.offsets[dim], size)
                 self._fetch(source, both, dtype, inside)
-        self._put(task.target, position_in(task.region, block.offsets) * dtype.itemsize, memory, crcs)
+        if task.dtype is not None:
+            memory = memory.view(dtype).to(task.dtype).view(torch.uint8)
+        itemsize = (task.dtype or dtype).itemsize
+        self._put(task.target, position_in(task.region, block.offsets) * itemsize, memory, crcs)
 
     def _packed(self, view: Tensor) -> Tensor:
         """The bytes of its elements, one after the other."""

@@ -112,12 +112,16 @@ class SplitTask(NamedTuple):
 
 
 class MergeTask(NamedTuple):
-    """A rectangle of a fused tensor that is one new item; ``sources`` are the stored chunks of each part."""
+    """A rectangle of a fused tensor that is one new item; ``sources`` are the stored chunks of each part.
+
+    ``dtype`` is that of the new item, if it is another one.
+    """
 
     fusion: Fusion
     region: Region
     sources: tuple[Index[StoredChunk], ...]
     target: NewItem
+    dtype: torch.dtype | None = None
 
     def items(self) -> list[NewItem]:
         """All that it fills."""

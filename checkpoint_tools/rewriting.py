@@ -13,7 +13,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -27,14 +27,14 @@ from .new_metadata import metadata_bytes
 from .partial import Partial, open_partial, partial_of
 from .perform import perform
 from .reading import Checkpoint, open_checkpoint
+from .request import Complete, Way
 from .rewrite import Rewrite, Unit, plan_rewrite, unit_bytes_of, units_of
-from .rules import Rule
+from .sidecars import Sidecars, read_sidecar, sidecars_of
 from .sinks import LocalSink, Sink, check_empty_remote, remote_sink
 from .sizes import counted, human_bytes, human_shape
+from .split_record import RECORD_FILE, Split, read_record, record_bytes, without
 from .tables import Table, new_table
 from .verify import check_structure, notes_on_checksums
-
-Way = Literal["split", "merge"]
 
 FORMAT = 1
 """Of what is in a partial folder: another number, and nobody goes on with it."""
@@ -43,17 +43,18 @@ _MAY_END = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 """Errors of writing after which somebody makes room, and goes on."""
 
 _ROUND_NOTES = 3
+_NAMES_IN_NOTES = 8
 
 
-def open_whole(source: str, threads: int) -> tuple[Checkpoint, list[str]]:
-    """A checkpoint, and what there is to be said about it.
+def open_whole(source: str, threads: int) -> tuple[Checkpoint, Sidecars]:
+    """A checkpoint, and the files beside its data.
 
     Raises:
         CheckpointError: it is not whole.
     """
     checkpoint = open_checkpoint(source)
     check_whole(checkpoint, threads)
-    return checkpoint, [*foreign_files(checkpoint, {METADATA_FILE, MANIFEST_FILE}), *notes_on_checksums(checkpoint)]
+    return checkpoint, sidecars_of(checkpoint, (METADATA_FILE, MANIFEST_FILE))
 
 
 def check_whole(checkpoint: Checkpoint, threads: int) -> None:
@@ -71,29 +72,34 @@ def check_whole(checkpoint: Checkpoint, threads: int) -> None:
         )
 
 
-def foreign_files(checkpoint: Checkpoint, own: Iterable[str]) -> list[str]:
-    """Notes about files that have nothing of the checkpoint, and are not among its ``own`` files without data."""
-    known = {*own, *checkpoint.items_by_file()}
-    left = [name for name in checkpoint.folder.files() if name not in known and not _is_folder_of(name, known)]
-    notes = [f"{name} does not belong to the checkpoint, and is not copied" for name in left[:_ROUND_NOTES]]
-    if len(left) > _ROUND_NOTES:
-        notes.append(f"{len(left) - _ROUND_NOTES} more files and folders do not belong to it either")
+def notes_on(checkpoint: Checkpoint, sidecars: Sidecars) -> list[str]:
+    """What a person should know of what is read: the files beside the data, and what cannot be compared."""
+    return [*beside(sidecars), *checkpoint.notes, *notes_on_checksums(checkpoint)]
+
+
+def beside(sidecars: Sidecars) -> list[str]:
+    """Notes about files that have nothing of the data: those that are copied, and those that are not."""
+    notes = [f"copied as {'it is' if len(sidecars.files) == 1 else 'they are'}: {_some(sidecars.files)}"]
+    notes = notes if sidecars.files else []
+    notes += [f"{name} does not belong to the checkpoint, and is not copied" for name in sidecars.left[:_ROUND_NOTES]]
+    if len(sidecars.left) > _ROUND_NOTES:
+        notes.append(f"{len(sidecars.left) - _ROUND_NOTES} more files and folders do not belong to it either")
     return notes
 
 
-def _is_folder_of(name: str, files: set[str]) -> bool:
-    return name.endswith("/") and any(file.startswith(name) for file in files)
+def _some(names: Sequence[str]) -> str:
+    more = len(names) - _NAMES_IN_NOTES
+    return ", ".join(names[:_NAMES_IN_NOTES]) + (f" and {more:,} more" if more > 0 else "")
 
 
-def plan(
-    checkpoint: Checkpoint, way: Way, rules: Sequence[Rule], values: Mapping[str, float], excluded: Sequence[str]
-) -> Rewrite:
+def plan(checkpoint: Checkpoint, way: Way, asked: Complete) -> Rewrite:
     """What would be written.
 
     Raises:
         CheckpointError: the rules do not fit the checkpoint.
     """
-    exchange = (split_exchange if way == "split" else merge_exchange)(checkpoint, rules, values, excluded)
+    exchange_of = split_exchange if way == "split" else merge_exchange
+    exchange = exchange_of(checkpoint, asked.rules, asked.values, asked.excluded, asked.wanted)
     for key in (key for fusion in exchange.fusions for key in (fusion.fused, *fusion.parts)):
         for chunk in checkpoint.tensors[key].chunks if key in checkpoint.tensors else ():
             if chunk.transforms:
@@ -104,20 +110,28 @@ def plan(
     return plan_rewrite(checkpoint, exchange)
 
 
-def fingerprint_of(
-    checkpoint: Checkpoint, way: Way, rules: Sequence[Rule], values: Mapping[str, float], excluded: Sequence[str]
-) -> dict[str, object]:
+def record_after(checkpoint: Checkpoint, way: Way, asked: Complete, rewrite: Rewrite) -> dict[str, bytes]:
+    """The file that says what split has taken apart, for the new checkpoint; nothing if all is merged again."""
+    matched = rewrite.exchange.matched
+    before = read_record(checkpoint)
+    if way == "split":
+        splits = [*before, Split(tuple(asked.rules), asked.values, frozenset(matched))]
+    else:
+        splits = without(before, matched)
+    return {RECORD_FILE: record_bytes(splits)} if splits else {}
+
+
+def fingerprint_of(checkpoint: Checkpoint, way: Way, asked: Complete) -> dict[str, object]:
     """Of everything that the files of the new checkpoint depend on."""
     folder = checkpoint.folder
     with folder.open(METADATA_FILE) as stream:
         metadata = stream.read()
-    asked = repr((way, list(rules), sorted(values.items()), sorted(excluded)))
     return {
         "format": FORMAT,
         "torch": torch.__version__,
         "metadata": hashlib.sha256(metadata).hexdigest(),
         "files": stamps_of(checkpoint),
-        "asked": hashlib.sha256(asked.encode()).hexdigest(),
+        "asked": hashlib.sha256(f"{way} {asked.asked}".encode()).hexdigest(),
     }
 
 
@@ -187,6 +201,8 @@ def write(
     restart: bool = False,
     advance: Callable[[int], object] = lambda done: None,
     last_files: Mapping[str, bytes] | None = None,
+    sidecars: Sequence[str] = (),
+    record: Mapping[str, bytes] | None = None,
 ) -> None:
     """Write the new checkpoint.
 
@@ -200,6 +216,8 @@ def write(
         restart: begin anew, whatever an earlier run has left.
         advance: is told of bytes that are written, from any thread.
         last_files: what is written when all else is there, by name; without it, the metadata.
+        sidecars: files of the old checkpoint that are copied, unless there is a new one of that name.
+        record: :func:`record_after`; without it, the old one goes on.
 
     Raises:
         CheckpointError: the source cannot be read, or the destination not be written. What was written so far is gone,
@@ -208,17 +226,32 @@ def write(
     """
     if last_files is None:
         last_files = {METADATA_FILE: metadata_bytes(read_metadata(checkpoint.folder), rewrite, destination)}
+    if record is not None:
+        last_files = {**record, **last_files}
+        sidecars = [file for file in sidecars if file != RECORD_FILE]
+    beside = [file for file in sidecars if file not in rewrite.files and file not in last_files]
     units = units_of(rewrite, unit_bytes_of(rewrite.nbytes))
     options: dict[str, Any] = {"threads": threads, "max_memory_bytes": max_memory_bytes, "advance": advance}
     if "://" in destination:
         with _errors_named(destination), remote_sink(destination) as sink:
-            _fill(checkpoint, rewrite, units, sink, last_files, done={}, record=lambda unit, filled: None, **options)
+            _fill(
+                checkpoint,
+                rewrite,
+                units,
+                sink,
+                beside,
+                last_files,
+                done={},
+                record=lambda unit, filled: None,
+                **options,
+            )
         return
     path = Path(destination)
     with open_partial(path, fingerprint, restart=restart) as partial, _removed_unless_of_use(partial):
         local = LocalSink(partial.files)
         _check_what_is_done(partial, units, rewrite.file_bytes())
-        _fill(checkpoint, rewrite, units, local, last_files, done=partial.done, record=partial.record, **options)
+        options |= {"done": partial.done, "record": partial.record}
+        _fill(checkpoint, rewrite, units, local, beside, last_files, **options)
         _check_unchanged(checkpoint, fingerprint)
         partial.publish()
 
@@ -228,11 +261,14 @@ def _fill(
     rewrite: Rewrite,
     units: Sequence[Unit],
     sink: Sink,
+    beside: Iterable[str],
     last_files: Mapping[str, bytes],
     **options: Any,
 ) -> None:
     sink.prepare(rewrite.file_bytes())
     perform(checkpoint, rewrite, units, sink, **options)
+    for file in beside:
+        sink.write_metadata(read_sidecar(checkpoint.folder, file), file)
     for file, content in last_files.items():
         sink.write_metadata(content, file)
 

@@ -19,7 +19,7 @@ from .owners import Owners
 from .param_groups import Groups, listed
 from .patterns import check_excluded, is_excluded
 from .reading import Checkpoint
-from .rules import Match, Rule, find_matches, find_parts
+from .rules import ALL, Match, Rule, Wanted, find_matches, find_parts
 
 
 class Role(NamedTuple):
@@ -49,7 +49,7 @@ class Side(NamedTuple):
         names: those of a fused tensor and its parts that are looked for, each with its number.
     """
 
-    find: Callable[[Iterable[str], Sequence[Rule]], list[Match]]
+    find: Callable[[Iterable[str], Sequence[Rule], Wanted], list[Match]]
     match: Callable[[Rule, str], Match | None]
     names: Callable[[str, tuple[str, ...]], Mapping[str, int | None]]
 
@@ -71,6 +71,7 @@ class Roles:
         groups: which list FQNs, too.
         rules: some; those that are not optional match something.
         excluded: patterns of keys that have no role.
+        wanted: which of the matches there are to be.
 
     Raises:
         CheckpointError: rules or patterns match nothing, or it is not known what a name is.
@@ -85,12 +86,14 @@ class Roles:
         groups: Groups,
         rules: Sequence[Rule],
         excluded: Sequence[str],
+        wanted: Wanted,
     ) -> None:
         self._side = side
         self._tensors = checkpoint.tensors
         self._names = names
         self._rules = rules
         self._excluded = excluded
+        self._wanted = wanted
         self._used: set[int] = set()
         self._owned: set[str] = set()
         model = [key for key in names.others if key in self._tensors]
@@ -114,6 +117,11 @@ class Roles:
         """Whether a person has said so."""
         return is_excluded(key, self._excluded)
 
+    def matched(self) -> tuple[str, ...]:
+        """The names of the fused tensors, as the rules match them; state of a model's tensor has none of its own."""
+        alone = (role for _, roles in self.by_optimizer() for role in roles if role.owner is None)
+        return tuple(dict.fromkeys(role.match.fused for role in (*self._of_model.values(), *alone)))
+
     def model_matches(self) -> list[Match]:
         """Each fused tensor of the model, once."""
         return list({role.fused: role.match for role in self._of_model.values()}.values())
@@ -136,15 +144,17 @@ class Roles:
     def _by_rules(self, names: Iterable[str]) -> dict[str, Role]:
         """By the rules alone. Those that match nothing are for :meth:`_check_rules`."""
         known = [name for name in names if not self.is_excluded(name)]
-        active = [
-            number for number, rule in enumerate(self._rules) if any(self._side.match(rule, name) for name in known)
-        ]
+        active = [number for number, rule in enumerate(self._rules) if any(self._matches(rule, name) for name in known)]
         self._used.update(active)
         roles = {}
-        for match in self._side.find(known, [self._rules[number] for number in active]) if active else ():
+        for match in self._side.find(known, [self._rules[number] for number in active], self._wanted) if active else ():
             for name, number in self._side.names(match.fused, match.parts).items():
                 roles[name] = Role(match, match.fused, match.parts, number, None)
         return roles
+
+    def _matches(self, rule: Rule, name: str) -> bool:
+        match = self._side.match(rule, name)
+        return match is not None and self._wanted(match)
 
     def _by_owner(self, optimizer: str, fqns: Iterable[str]) -> dict[str, Role | None]:
         roles: dict[str, Role | None] = dict.fromkeys(fqns)
@@ -188,7 +198,7 @@ class Roles:
 
     def _check_rules(self) -> None:
         idle = [r.fused for n, r in enumerate(self._rules) if n not in self._used and not r.optional]
-        if idle or not self._used:
+        if not self._used or (idle and self._wanted is ALL):
             raise CheckpointError(
                 f"rules that match nothing: {', '.join(idle) or 'all of them'}. Look at the keys with the command "
                 "inspect, and take out what is not there"
@@ -204,11 +214,7 @@ class Roles:
                 )
         for name in self._names.states:
             is_left = name.key in self._tensors and self.of_state(name) is None and not self.is_excluded(name.key)
-            if (
-                is_left
-                and name.fqn not in self._owned
-                and any(self._side.match(rule, name.key) for rule in self._rules)
-            ):
+            if is_left and name.fqn not in self._owned and any(self._matches(rule, name.key) for rule in self._rules):
                 raise CheckpointError(
                     f"{name.key} may be a tensor of a model, or state of {name.fqn}; rename the one or --exclude it"
                 )

@@ -76,9 +76,9 @@ class Rule:
             raise ValueError(f"rule for {self.fused}: expected 'equal' or {len(self.parts)} sizes, got {self.sizes!r}")
         if self.layout == "stacked" and (self.sizes != "equal" or self.same_size_as is not None):
             raise ValueError(f"rule for {self.fused}: stacked parts have no sizes; leave out sizes and same_size_as")
-        names = set(_pattern(self.fused).groupindex)
+        names = set(template_pattern(self.fused).groupindex)
         for part in self.parts:
-            if set(_pattern(part).groupindex) != names:
+            if set(template_pattern(part).groupindex) != names:
                 raise ValueError(f"rule for {self.fused}: the part {part} has other placeholders than {sorted(names)}")
 
     def _check_types(self) -> None:
@@ -110,16 +110,16 @@ class Rule:
 
     def match(self, key: str) -> "Match | None":
         """The parts of the fused tensor ``key``, if this rule is about it."""
-        found = _pattern(self.fused).fullmatch(key)
+        found = template_pattern(self.fused).fullmatch(key)
         if found is None or any(fnmatch.fnmatchcase(key, pattern) for pattern in self.exclude):
             return None
         texts = found.groupdict()
-        return Match(self, key, tuple(_filled(part, texts) for part in self.parts), texts)
+        return Match(self, key, tuple(template_filled(part, texts) for part in self.parts), texts)
 
     def match_part(self, key: str, number: int = 0) -> "Match | None":
         """The fused tensor of which ``key`` is the first part (or that one), if this rule is about it."""
-        found = _pattern(_typed(self.parts[number], self.fused)).fullmatch(key)
-        return None if found is None else self.match(_filled(self.fused, found.groupdict()))
+        found = template_pattern(_typed(self.parts[number], self.fused)).fullmatch(key)
+        return None if found is None else self.match(template_filled(self.fused, found.groupdict()))
 
     def combs(self, fused_size: int, values: Mapping[str, float], where: str) -> tuple[Comb, ...]:
         """Where the parts lie along the fused dimension.
@@ -134,6 +134,8 @@ class Rule:
                 (:class:`MissingValueError`).
         """
         groups = _evaluated(self.groups, values, where)
+        if groups < 1:
+            raise ValueError(f"{where}: {self.groups} is {groups}; expected 1 or more, as many as it was divided into")
         sizes = self._sizes(fused_size, values, where)
         if sum(sizes) != fused_size or min(sizes) < 0:
             raise ValueError(
@@ -195,13 +197,13 @@ class Match(NamedTuple):
         if self.rule.same_size_as is None:
             return
         template, dim = self.rule.same_size_as
-        sibling = _filled(template, self.texts)
+        sibling = template_filled(template, self.texts)
         if sibling not in shapes:
             raise ValueError(
                 f"{self.fused}: whether it is fused can be told from {sibling}, which is not there. Exclude it, or "
                 "give a rule without same_size_as if you know"
             )
-        if dim >= len(shapes[sibling]):
+        if not -len(shapes[sibling]) <= dim < len(shapes[sibling]):
             raise ValueError(f"{self.fused}: expected {sibling} to have a dimension {dim}, got {shapes[sibling]}")
         if shapes[sibling][dim] != first_size:
             raise ValueError(
@@ -210,31 +212,37 @@ class Match(NamedTuple):
             )
 
 
+Wanted = Callable[[Match], bool]
+"""Which of the fused tensors that rules match are exchanged; the others, and their parts, stay."""
+
+ALL: Wanted = lambda match: True  # noqa: E731
+
+
 def excluding(rules: Iterable[Rule], *patterns: str) -> tuple[Rule, ...]:
     """The rules, without the keys that match one of the patterns: ``excluding(preset(...), "vision_model.*")``."""
     return tuple(dataclasses.replace(rule, exclude=(*rule.exclude, *patterns)) for rule in rules)
 
 
-def find_matches(keys: Iterable[str], rules: Sequence[Rule]) -> list[Match]:
-    """The fused tensors among ``keys``.
+def find_matches(keys: Iterable[str], rules: Sequence[Rule], wanted: Wanted = ALL) -> list[Match]:
+    """The fused tensors among ``keys``, as far as they are wanted.
 
     Raises:
         ValueError: a rule matches nothing, two rules match one key, or a part's key is taken.
     """
     known = list(keys)
-    found = {key: [match for rule in rules if (match := rule.match(key)) is not None] for key in known}
+    found = {key: [match for rule in rules if (match := rule.match(key)) and wanted(match)] for key in known}
     return _checked([(key, matches) for key, matches in found.items() if matches], known, rules)
 
 
-def find_parts(keys: Iterable[str], rules: Sequence[Rule]) -> list[Match]:
-    """The fused tensors whose parts are among ``keys``.
+def find_parts(keys: Iterable[str], rules: Sequence[Rule], wanted: Wanted = ALL) -> list[Match]:
+    """The fused tensors whose parts are among ``keys``, as far as they are wanted.
 
     Raises:
         ValueError: a rule matches nothing, two rules match one key, parts are missing, or the fused key is taken.
     """
     known = list(keys)
     taken = set(known)
-    found = {key: [match for rule in rules if (match := rule.match_part(key)) is not None] for key in known}
+    found = {key: [match for rule in rules if (match := rule.match_part(key)) and wanted(match)] for key in known}
     matches = _checked([(key, matches) for key, matches in found.items() if matches], (), rules)
     for match in matches:
         missing = [part for part in match.parts if part not in taken]
@@ -247,7 +255,7 @@ def find_parts(keys: Iterable[str], rules: Sequence[Rule]) -> list[Match]:
         for rule in rules:
             for number in range(1, len(rule.parts)):
                 alone = rule.match_part(key, number) if key not in used else None
-                if alone is not None:
+                if alone is not None and wanted(alone):
                     raise ValueError(
                         f"{key} cannot be merged into {alone.fused}: {alone.parts[0]} is missing. Exclude it, if it is "
                         "no part of anything"
@@ -289,7 +297,7 @@ def load_rules(path: str | Path) -> tuple[Rule, ...]:
         data = json.loads(text) if str(path).endswith(".json") else tomllib.loads(text)
     except ValueError as error:
         raise ValueError(f"{path} is not a rules file: {error}") from None
-    return _rules_of(data, str(path))
+    return rules_of(data, str(path))
 
 
 def preset(name: str) -> tuple[Rule, ...]:
@@ -301,7 +309,7 @@ def preset(name: str) -> tuple[Rule, ...]:
     if name not in preset_names():
         raise ValueError(f"no preset {name!r}; there are {', '.join(preset_names())}")
     file = resources.files(__package__) / "presets" / f"{name}.toml"
-    return _rules_of(tomllib.loads(file.read_text()), name)
+    return rules_of(tomllib.loads(file.read_text()), name)
 
 
 @functools.cache
@@ -311,7 +319,12 @@ def preset_names() -> tuple[str, ...]:
     return tuple(sorted(file.name.removesuffix(".toml") for file in files if file.name.endswith(".toml")))
 
 
-def _rules_of(data: Any, where: str) -> tuple[Rule, ...]:
+def rules_of(data: Any, where: str) -> tuple[Rule, ...]:
+    """Rules as they are in a file.
+
+    Raises:
+        ValueError: no such data; names the field.
+    """
     tables = data.get("rule") if isinstance(data, dict) else None
     if not isinstance(tables, list) or not tables or not all(isinstance(table, dict) for table in tables):
         raise ValueError(f'{where}: expected [[rule]] tables, or {{"rule": [{{...}}]}} in JSON')
@@ -367,7 +380,7 @@ _PLACEHOLDER = re.compile(r"\{(\w+)(?::((?:[^{}]|\{\d+(?:,\d*)?\})*))?\}")
 
 
 @functools.cache
-def _pattern(template: str) -> re.Pattern[str]:
+def template_pattern(template: str) -> re.Pattern[str]:
     """A regular expression with a named group for every placeholder.
 
     Raises:
@@ -386,7 +399,8 @@ def _pattern(template: str) -> re.Pattern[str]:
         raise ValueError(f"{template}: a placeholder cannot be used: {error}") from None
 
 
-def _filled(template: str, texts: Mapping[str, str]) -> str:
+def template_filled(template: str, texts: Mapping[str, str]) -> str:
+    """A template with these texts for its placeholders."""
     return _PLACEHOLDER.sub(lambda found: texts[found.group(1)], template)
 
 

@@ -10,6 +10,7 @@ Without an index, all safetensors files of the folder are the model's. Where tor
 left the parts of tensors as its ranks had them, each header says where they belong, and they are chunks here.
 """
 
+import base64
 import hashlib
 import io
 import json
@@ -287,7 +288,7 @@ class _Opening:
                 "it away to convert the tensors alone"
             )
         try:
-            objects = dict(_stored_objects(found["objects"]))
+            objects = dict(_stored_objects(found["objects"], found.get("stored", {})))
             paths = {key: _path(path) for key, path in found["paths"].items()}
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise CheckpointError(
@@ -322,7 +323,8 @@ def _notes_on_parts(files: Iterable[str]) -> Iterator[str]:
             yield f"there is no {gone[0]}{SUFFIX}{more}: nothing was to be written there, or it is missing"
 
 
-def _stored_objects(found: Mapping[str, Any]) -> Iterator[tuple[str, StoredObject]]:
+def _stored_objects(found: Mapping[str, Any], stored: Mapping[str, Any]) -> Iterator[tuple[str, StoredObject]]:
+    """Objects as ``torch.save`` writes them; those in ``stored`` are that already."""
     for key in sorted(found, key=natural_order):
         try:
             value = from_json(found[key])
@@ -331,6 +333,8 @@ def _stored_objects(found: Mapping[str, Any]) -> Iterator[tuple[str, StoredObjec
         buffer = io.BytesIO()
         torch.save(value, buffer)
         yield key, StoredObject(key, OBJECTS_FILE, 0, 0, (), buffer.getvalue())
+    for key in sorted(stored, key=natural_order):
+        yield key, StoredObject(key, OBJECTS_FILE, 0, 0, (), base64.b64decode(stored[key], validate=True))
 
 
 def _path(found: Any) -> Path:

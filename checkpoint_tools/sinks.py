@@ -59,7 +59,7 @@ class Sink(Protocol):
         ...
 
     def write_metadata(self, content: bytes, file: str = METADATA_FILE) -> None:
-        """The last of all."""
+        """A file as a whole, safe on the disk; those of the metadata are the last of all."""
         ...
 
 
@@ -104,7 +104,9 @@ class LocalSink:
 
     def write_metadata(self, content: bytes, file: str = METADATA_FILE) -> None:
         """See :class:`Sink`."""
-        with (self._folder / file).open("wb") as stream:
+        path = self._folder / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("wb") as stream:
             stream.write(content)
             stream.flush()
             os.fsync(stream.fileno())

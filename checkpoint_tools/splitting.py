@@ -5,8 +5,6 @@ from typing import Any
 
 import torch
 
-from fsdp_offload.masters import MASTER
-
 from .draft import Draft
 from .errors import CheckpointError
 from .fusions import Fusion, Shape
@@ -85,8 +83,6 @@ class Splitting:
                 if tensor is None:
                     self._check_object(name)
                 self._draft.copy(name, role.parts)
-            elif name.name == MASTER and param is not None and tensor.dtype == param.dtype:
-                self._draft.drop(name.key)  # it repeats the parameter
             else:
                 shape = shapes[name.optimizer, name.fqn] if param is None else param.shape
                 self._split_state(name, role, shape, shapes if param is None else None)

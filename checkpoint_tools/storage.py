@@ -3,12 +3,15 @@
 The same two ways as DCP's ``FileSystemReader`` and ``FsspecReader``, and the same rule for which it is: ``://``.
 """
 
+import errno
 import io
 import os
+import stat
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, cast
 
 from .errors import CheckpointError
+from .sizes import human_bytes
 
 
 class Folder(Protocol):
@@ -59,7 +62,10 @@ class LocalFolder:
 
     def size_bytes(self, file: str) -> int:
         """See :class:`Folder`."""
-        return (self._path / file).stat().st_size
+        found = (self._path / file).stat()
+        if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):  # a pipe would be waited for
+            raise OSError(errno.EINVAL, "it is no regular file", file)
+        return found.st_size
 
     def files(self) -> list[str]:
         """See :class:`Folder`."""
@@ -124,6 +130,21 @@ def open_folder(path: str | os.PathLike[str]) -> Folder:
         CheckpointError: a URL that nothing here can open.
     """
     return RemoteFolder(path) if isinstance(path, str) and "://" in path else LocalFolder(path)
+
+
+def read_small(folder: Folder, file: str, max_bytes: int) -> bytes:
+    """All of a file that is beside the data, or as much of it as somebody who reads no more than that looks at.
+
+    Raises:
+        OSError: there is no such file, it cannot be read, or has more than ``max_bytes``.
+    """
+    if folder.size_bytes(file) > max_bytes:  # which also says whether opening it can take forever
+        raise OSError(errno.EFBIG, f"it has more than {human_bytes(max_bytes)}", file)
+    with folder.open(file) as stream:
+        content = stream.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise OSError(errno.EFBIG, f"it has more than {human_bytes(max_bytes)}", file)
+    return content
 
 
 class Window(io.RawIOBase):

@@ -26,13 +26,18 @@ Allowed = Mapping[str, Set[str]]
 _METADATA = "torch.distributed.checkpoint.metadata"
 _PATHS = {"Path", "PosixPath", "WindowsPath", "PurePath", "PurePosixPath", "PureWindowsPath"}
 
-# What DCP of torch 2.1 to 2.13 writes into .metadata.
+# What DCP of torch 2.1 to 2.13, and torch_dist of Megatron-Core 0.13 to 0.16, write into .metadata.
 METADATA_NAMES: Allowed = {
     _METADATA: {
         *("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "MetadataIndex"),
         *("TensorProperties", "_MEM_FORMAT_ENCODING", "StorageMeta"),
     },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
+    # Megatron-Core keeps the plans of all ranks beside the metadata, and up to 0.15 its own classes of both.
+    "torch.distributed.checkpoint.planner": {
+        *("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData"),
+    },
+    "megatron.core.dist_checkpointing.strategies.torch": {"MCoreMetadata", "MCoreSavePlan"},
     # Where TensorProperties was before torch 2.3.
     "torch.distributed._shard.sharded_tensor.metadata": {"TensorProperties", "MEM_FORMAT_ENCODING"},
     "torch.serialization": {"_get_layout"},
@@ -108,6 +113,7 @@ def unpickle(content: bytes, allowed: Allowed, persistent_load: Callable[[Any], 
 
 
 _MAX_INT_BYTES = 16
+_MAX_PLAIN_INT_BYTES = 1024  # generators of random numbers have states of more than 16, and Python prints these
 _PROTOCOLS = range(2, 6)
 _SCALARS = (str, int, float, bytes, type(None), torch.dtype)
 
@@ -133,6 +139,8 @@ class _Machine:
     Python's own unpickler trusts the numbers in a pickle: five bytes make it take 64 GB for its memo, and a deeply
     nested key of a dict overflows the stack. Here memory grows with the pickle's length and with nothing else.
     """
+
+    max_int_bytes = _MAX_INT_BYTES
 
     def __init__(self, content: bytes, allowed: Allowed, persistent_load: Callable[[Any], Any] | None) -> None:
         self._content = content
@@ -255,7 +263,7 @@ class _Machine:
 
     def long(self, count: int) -> None:
         length = self._number(count)
-        if length > _MAX_INT_BYTES:
+        if length > self.max_int_bytes:
             raise pickle.UnpicklingError(f"a number of {length} bytes")
         self.signed(length)
 
@@ -377,7 +385,9 @@ class _Machine:
 
     def build(self) -> None:
         (state,) = self._popped(1)
-        target = self._stack[-1]
+        self._set_state(self._stack[-1], state)
+
+    def _set_state(self, target: Any, state: Any) -> None:
         if not isinstance(target, Record):
             raise pickle.UnpicklingError(f"a {type(target).__name__} gets a state")
         target.__setstate__(state)
@@ -395,6 +405,8 @@ class _Opaque(Record):
 class _PlainMachine(_Machine):
     """Names everything, and looks up nothing."""
 
+    max_int_bytes = _MAX_PLAIN_INT_BYTES
+
     def _found(self, module: str, name: str) -> Any:
         if (module, name) in (("torch", "Size"), ("collections", "OrderedDict")):
             return super()._found(module, name)
@@ -403,6 +415,10 @@ class _PlainMachine(_Machine):
     def _top(self, kind: type) -> Any:
         # Items of an object of its own kind: of no interest.
         return kind() if isinstance(self._stack[-1], _Opaque) else super()._top(kind)
+
+    def _set_state(self, target: Any, state: Any) -> None:
+        if type(target) is not dict:  # an OrderedDict may have attributes: a module's state dict has _metadata
+            super()._set_state(target, state)
 
 
 def _check_key(key: Any) -> None:

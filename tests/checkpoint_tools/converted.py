@@ -5,6 +5,8 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from checkpoint_tools import convert, rewriting
 from checkpoint_tools.converting import Wanted
 from checkpoint_tools.opening import open_checkpoint
@@ -21,13 +23,14 @@ def converted(
     what: str = "all",
     excluded: tuple[str, ...] = (),
     flat: bool = False,
+    dtype: torch.dtype | None = None,
     shapes_from: Path | None = None,
     threads: int = 2,
     max_memory_bytes: int = 1 << 20,
 ) -> Checkpoint:
     """The new one, and it is whole."""
     rewriting.check_destination(str(source), str(destination))
-    wanted = Wanted(what, key_prefix, excluded, shard_bytes)  # type: ignore[arg-type]
+    wanted = Wanted(what, key_prefix, excluded, shard_bytes, dtype)  # type: ignore[arg-type]
     opened = convert.open_source(str(source), None, key_prefix, 1, flat=flat)
     shapes = None if shapes_from is None else str(shapes_from)
     planned = convert.plan_flat(opened, shapes, wanted) if flat else convert.plan(opened, wanted)

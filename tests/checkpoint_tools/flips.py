@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from checkpoint_tools import rewriting, torch_files, translate
 from checkpoint_tools.data_checks import DataChecks
 from checkpoint_tools.errors import CheckpointError
 from checkpoint_tools.opening import open_checkpoint
@@ -27,6 +28,14 @@ from tests.distributed.launch import mesh
 
 OTHER = "mlp.other.weight"
 METADATA, MANIFEST = ".metadata", ".checksums"
+FAMILY = """
+[source]
+hf = ''
+ours = ''
+[[name]]
+hf = '{name:mlp.*|empty}'
+ours = 'new.{name:mlp.*|empty}'
+"""
 
 
 def state() -> dict[str, Any]:
@@ -100,6 +109,24 @@ def convert(folder: Path, made: Path) -> bool:
     return True
 
 
+def to_torch(folder: Path, made: Path) -> bool:
+    """Into one file."""
+    made.mkdir()
+    checkpoint = open_checkpoint(folder)
+    rewriting.check_whole(checkpoint, 1)
+    torch_files.to_torch(checkpoint, str(made / "model.pt"), (), 1 << 30)
+    return True
+
+
+def rename(folder: Path, made: Path) -> bool:
+    """All that has an FQN, by a family that puts a word in front."""
+    made.mkdir()
+    (made / "own.toml").write_text(FAMILY)
+    asked = translate.Translation(str(made / "own.toml"), "hf", "ours", {}, [])
+    translate.translate(str(folder), str(made / "new"), asked, threads=1, max_memory_bytes=1 << 20)
+    return True
+
+
 def checked_load(folder: Path, made: Path) -> bool:
     """Whatever it loads is right."""
     del made
@@ -124,6 +151,8 @@ READERS: dict[str, Callable[[Path, Path], bool]] = {
     "split": split,
     "merge": merge,
     "convert": convert,
+    "to torch": to_torch,
+    "rename": rename,
     "checked load": checked_load,
 }
 

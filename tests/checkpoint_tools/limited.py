@@ -65,6 +65,8 @@ def _serve(connection: Connection) -> None:
     runner = CliRunner()
     runner.invoke(app, ["split", "nowhere", "nothing", "--preset", "hf-gate-up"])  # imports what there is to import
     runner.invoke(app, ["convert", "nowhere", "nothing"])
+    runner.invoke(app, ["convert", "nowhere", "nothing", "--to", "torch"])
+    runner.invoke(app, ["rename", "nowhere", "nothing", "--family", "llama", "--from", "hf", "--to", "megatron"])
     runner.invoke(app, ["diff", "nowhere", "nowhere"])
     runner.invoke(app, ["inspect", "nowhere"])
     ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)  # each thread would reserve 64 MiB, of which it uses next to nothing

@@ -2,7 +2,7 @@
 
 import io
 import zipfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from checkpoint_tools import rewriting
+from checkpoint_tools.config_values import with_told
 from checkpoint_tools.items import Reader
 from checkpoint_tools.parts import Comb
 from checkpoint_tools.reading import Checkpoint, open_checkpoint
+from checkpoint_tools.request import Request, Way, complete
 from checkpoint_tools.rules import Rule
 from checkpoint_tools.verify import check_structure
 from fsdp_offload.checkpoint import Chunk, ShardChunks, ShardTensor
@@ -30,22 +32,24 @@ def rule(**fields: Any) -> Rule:
 
 
 def rewritten(
-    way: rewriting.Way,
+    way: Way,
     source: Path,
     destination: Path | str,
     *rules: Rule,
     values: dict[str, float] | None = None,
     excluded: Sequence[str] = (),
+    only: Sequence[str] = (),
+    is_sure: bool = False,
     threads: int = 2,
     max_memory_bytes: int = 1 << 20,
     restart: bool = False,
 ) -> Checkpoint:
     """The new checkpoint, and it is whole."""
-    wanted = (rules, values or {}, excluded)
     rewriting.check_destination(str(source), str(destination))
-    checkpoint, _ = rewriting.open_whole(str(source), 1)
-    planned = rewriting.plan(checkpoint, way, *wanted)
-    fingerprint = rewriting.fingerprint_of(checkpoint, way, *wanted)
+    checkpoint, sidecars = rewriting.open_whole(str(source), 1)
+    asked = complete(checkpoint, way, Request(rules, values or {}, excluded, only, is_sure))
+    planned = rewriting.plan(checkpoint, way, asked)
+    fingerprint = rewriting.fingerprint_of(checkpoint, way, asked)
     rewriting.write(
         checkpoint,
         planned,
@@ -54,6 +58,8 @@ def rewritten(
         threads=threads,
         max_memory_bytes=max_memory_bytes,
         restart=restart,
+        sidecars=sidecars.files,
+        record=rewriting.record_after(checkpoint, way, asked, planned),
     )
     made = open_checkpoint(destination)
     problems, files = check_structure(made, 1)
@@ -63,6 +69,13 @@ def rewritten(
         ranges = {(item.offset_bytes, item.length_bytes) for _, item in entries}
         assert sum(length for _, length in ranges) == made.folder.size_bytes(file)
     return made
+
+
+def told(
+    checkpoint: Checkpoint, rules: Iterable[Rule], given: Mapping[str, float]
+) -> tuple[dict[str, float], list[str]]:
+    """The values that rules name, and what is said about those that the checkpoint tells."""
+    return with_told(checkpoint, {name for rule in rules for name in rule.value_names}, given)
 
 
 def tiled(whole: Tensor, rectangles: Iterable[Rectangle]) -> ShardTensor:

@@ -9,7 +9,7 @@ import os
 import random
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,9 +21,11 @@ from torch.distributed.checkpoint._extension import StreamTransformExtension
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 from torch.distributed.checkpoint.api import CheckpointException
 
+from checkpoint_tools import torch_files
 from checkpoint_tools.errors import CheckpointError
 from checkpoint_tools.items import Reader
 from checkpoint_tools.opening import open_checkpoint
+from checkpoint_tools.split_record import RECORD_FILE
 from checkpoint_tools.values import same_values
 from checkpoint_tools.verify import check_structure
 from fsdp_offload.checkpoint import ArenaStager, ChecksumWriter, load
@@ -41,7 +43,7 @@ from tests.checkpoint_tools.flips import (
     state,
     zeros,
 )
-from tests.checkpoint_tools.offline import FUSED
+from tests.checkpoint_tools.offline import FUSED, rewritten, rule
 from tests.checkpoint_tools.test_command_line import assert_one_line, run_all
 from tests.distributed.launch import spawn
 
@@ -88,6 +90,56 @@ def test_random_flips(saved: dict[str, Path], tmp_path: Path) -> None:
     assert not passed, passed
 
 
+def test_random_flips_in_a_file_of_torch_save(tmp_path: Path) -> None:
+    """Which torch maps into memory without comparing anything."""
+    choose = random.Random(21)
+    torch.save(state(), tmp_path / "model.pt")
+    size_bytes = (tmp_path / "model.pt").stat().st_size
+    small = [*range(3000), *range(size_bytes - 3000, size_bytes)]
+    flips = [
+        Flip("model.pt", choose.choice(small) if number % 2 else choose.randrange(size_bytes), choose.randrange(8))
+        for number in range(TRIALS)
+    ]
+    assert [flip for flip in flips if is_taken(flip, tmp_path, lambda: to_dcp(tmp_path))] == []
+    to_dcp(tmp_path)
+
+
+def to_dcp(folder: Path) -> None:
+    torch_files.to_dcp(str(folder / "model.pt"), str(folder / "made"), 1 << 30)
+
+
+def test_random_flips_beside_the_data(saved: dict[str, Path], tmp_path: Path) -> None:
+    """In the record of a split, by which parts are merged; and in a file of torch.save, which is copied."""
+    choose = random.Random(22)
+    source = Path(shutil.copytree(saved["without"], tmp_path / "source"))
+    torch.save({"scheduler": torch.arange(50_000)}, source / "common.pt")
+    rewritten("split", source, tmp_path / "split", rule())
+
+    def merge() -> None:
+        rewritten("merge", tmp_path / "split", tmp_path / "made")
+
+    for file in (RECORD_FILE, "common.pt"):
+        size_bytes = (tmp_path / "split" / file).stat().st_size
+        flips = [Flip(file, choose.randrange(size_bytes), choose.randrange(8)) for _ in range(TRIALS // 2)]
+        assert [flip for flip in flips if is_taken(flip, tmp_path / "split", merge)] == []
+    merge()
+
+
+def is_taken(flip: Flip, folder: Path, read: Callable[[], object]) -> bool:
+    """Whether the flip passes without a word. What was made of it is gone afterwards."""
+    flip.apply(folder)
+    try:
+        read()
+    except CheckpointError:
+        return False
+    else:
+        return True
+    finally:
+        flip.apply(folder)
+        for made in (folder / "made", folder.parent / "made"):
+            shutil.rmtree(made, ignore_errors=True)
+
+
 # One by one ----------------------------------------------------------------------------------------------------------
 
 
@@ -123,12 +175,13 @@ def test_commands_that_find_a_flip(saved: dict[str, Path], tmp_path: Path) -> No
         ("split", folder, tmp_path / "split", "--rules", tmp_path / "rules.toml"),
         ("convert", folder, tmp_path / "converted"),
     )
+    in_one_file = run_tool("convert", folder, tmp_path / "made.pt", "--to", "torch")
     assert plain.returncode == 0
     assert "not whether data are as written: see --data" in plain.stdout
     for run in (data, finite):
         assert run.returncode == 1
         assert "are damaged: their CRC-32 is not the one that was written with them" in run.stdout
-    for run in (split, convert):
+    for run in (split, convert, in_one_file):
         assert_one_line(run, "are damaged: their CRC-32")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["copy", "rules.toml"]
 

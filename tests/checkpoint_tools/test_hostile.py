@@ -7,6 +7,7 @@ import io
 import os
 import pickle
 import pickletools
+import shutil
 import signal
 import struct
 import subprocess
@@ -40,6 +41,16 @@ parts = ['{p}gate.weight', '{p}up.weight']
 """
 
 
+FAMILY = """
+[source]
+hf = ''
+a = ''
+[[name]]
+a = '{name}'
+hf = 'new.{name}'
+"""
+
+
 @pytest.fixture(scope="module")
 def tool() -> Iterator[Limited]:
     with limited() as process:
@@ -49,6 +60,7 @@ def tool() -> Iterator[Limited]:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "rules.toml").write_text(RULES)
+    (tmp_path / "own.toml").write_text(FAMILY)
     return save(tmp_path / "checkpoint", STATE)
 
 
@@ -59,11 +71,26 @@ def commands(folder: Path) -> Iterator[tuple[object, ...]]:
     yield "diff", folder, folder
     yield "split", folder, folder.parent / "split", "--rules", folder.parent / "rules.toml", "--dry-run"
     yield "convert", folder, folder.parent / "converted", "--dry-run"
+    yield "merge", folder, folder.parent / "merged", "--rules", folder.parent / "rules.toml", "--dry-run"
+    yield "convert", folder, folder.parent / "made.pt", "--to", "torch"
+    yield (
+        "rename",
+        folder,
+        folder.parent / "renamed",
+        "--family",
+        folder.parent / "own.toml",
+        "--from",
+        "a",
+        "--to",
+        "hf",
+    )
 
 
 def all_end(tool: Limited, folder: Path) -> list[Ran]:
     """Every command ends as it should; what they say."""
     runs = [tool.run(*command) for command in commands(folder)]
+    (folder.parent / "made.pt").unlink(missing_ok=True)
+    shutil.rmtree(folder.parent / "renamed", ignore_errors=True)
     for run in runs:
         assert run.code in (0, 1, 2), run
         assert "unexpected" not in run.output, run
@@ -241,7 +268,7 @@ def test_a_pickle_that_is_inflated(tool: Limited, folder: Path) -> None:
     item_with(folder, archive((2 << 30) - (1 << 20)))
     assert (folder / "other.distcp").stat().st_size < 3 << 20
     runs = all_end(tool, folder)
-    assert [run.code for run in runs] == [0, 0, 1, 0, 2, 2]
+    assert [run.code for run in runs] == [0, 0, 1, 0, 2, 2, 2, 2, 2]
     assert "it would be inflated to 2,146,435," in runs[2].output
 
 
@@ -270,6 +297,64 @@ def test_headers_of_safetensors(tool: Limited, tmp_path: Path) -> None:
             assert "\x1b" not in run.output
     long = safetensors_file(tmp_path / "long" / "model.safetensors", b'{"x": ' + b"9" * 5000 + b"}", bytes(4))
     assert tool.run("verify", long).code == 2
+
+
+# Files of torch.save, and files beside the data ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_pickles_in_a_file_of_torch_save(tool: Limited, tmp_path: Path, name: str) -> None:
+    (tmp_path / "model.pt").write_bytes(archive(0, HOSTILE[name]))
+    run = tool.run("convert", tmp_path / "model.pt", tmp_path / "made")
+    assert run.code == 2
+    assert len(run.output.splitlines()) == 1
+    assert "unexpected" not in run.output
+    assert "not enough memory" not in run.output
+
+
+def test_values_that_are_larger_than_their_file(tool: Limited, tmp_path: Path) -> None:
+    values = {
+        "laughs": (laughs(), "has more than 10,000,000 values"),
+        "expanded": (torch.ones(1).expand(1 << 40), "has a tensor of 4.0 TiB in 4 bytes"),
+    }
+    for name, (value, message) in values.items():
+        torch.save({"a\x1b[2J": value}, tmp_path / f"{name}.pt")
+        run = tool.run("convert", tmp_path / f"{name}.pt", tmp_path / "made")
+        assert run.code == 2
+        assert message in run.output
+        assert "\x1b" not in run.output
+    assert not (tmp_path / "made").exists()
+
+
+def test_two_values_in_one_place_of_a_state_dict(tool: Limited, folder: Path) -> None:
+    inside = ("model", FUSED)
+    for path in (inside, (*inside, "deeper"), ("model",)):
+        original = (folder / ".metadata").read_bytes()
+        edit_metadata(folder, lambda metadata, path=path: metadata.planner_data.update({f"model.{DOWN}": path}))
+        run = tool.run("convert", folder, folder.parent / "made.pt", "--to", "torch")
+        assert run.code == 2
+        assert "has two values in the place of" in run.output
+        (folder / ".metadata").write_bytes(original)
+
+
+def test_files_beside_the_data(tool: Limited, folder: Path) -> None:
+    """That say what is merged, and with which values; none of them is read if it is too large, or waited for."""
+    for name in ("config.json", "metadata.json", "split_record.json", "common.pt"):
+        file = folder / name
+        for content in (
+            b"[" * 1_000_000,
+            b'{"format": "' + b"\x1b[2J" * 10_000 + b'"}',
+            b'{"tp_size": ' + b"9" * 4000 + b"}",
+        ):
+            file.write_bytes(content)
+            all_end(tool, folder)
+        with file.open("wb") as stream:
+            stream.truncate(1 << 40)
+        all_end(tool, folder)
+        file.unlink()
+        os.mkfifo(file)
+        all_end(tool, folder)
+        file.unlink()
 
 
 # Any metadata --------------------------------------------------------------------------------------------------------
@@ -343,6 +428,18 @@ def test_help_and_wrong_options_do_not_wait_for_torch(folder: Path, tmp_path: Pa
         ("diff", folder, folder, "--max-memory", "9" * 5000): (2, "is not a size"),
         ("split", folder, "x", "--value", "tp_size=two"): (2, "--value is NAME=NUMBER"),
         ("convert", folder, "x", "--what", "else"): (2, "--what is model"),
+        ("convert", folder, "x", "--dtype", "int4"): (2, "--dtype is fp32, bf16, fp16, fp64, not int4"),
+        ("convert", folder, "x.pt", "--to", "torch", "--what", "model"): (2, "all is taken as it is"),
+        ("convert", "x.pt", "x", "--exclude", "*"): (2, "--exclude is not for files of torch.save"),
+        ("merge", "--help"): (0, "Usage"),
+        ("merge", folder, "x", "--only", "*", "--value", "tp_size=two"): (2, "--value is NAME=NUMBER"),
+        ("merge", folder, "x", "--yes", "--json"): (2, "--json is for --dry-run"),
+        ("rename", "--help"): (0, "Usage"),
+        ("rename", folder, "x"): (2, "Missing option"),
+        ("rename", folder, "x", "--family", "llama", "--from", "hf", "--to", "megatron", "--value", "n=two"): (
+            2,
+            "--value is NAME=NUMBER",
+        ),
     }
     for arguments, (code, text) in cases.items():
         run = subprocess.run(

@@ -26,6 +26,7 @@ from checkpoint_tools.errors import CheckpointError
 from checkpoint_tools.partial import open_partial, partial_of
 from checkpoint_tools.perform import perform
 from checkpoint_tools.reading import open_checkpoint
+from checkpoint_tools.request import Request, Way, complete
 from checkpoint_tools.rewrite import unit_bytes_of, units_of
 from checkpoint_tools.sinks import LocalSink
 from checkpoint_tools.verify import check_finite
@@ -88,7 +89,7 @@ def test_split_and_merge(source: Path, tmp_path: Path) -> None:
     assert (planned.returncode, planned.stderr) == (0, "")
     assert f"model.{UP}" in planned.stdout
     assert "to be written: 1 tensor and 1 state tensor split, 192 bytes of " in planned.stdout
-    assert "note: README does not belong to the checkpoint" in planned.stdout
+    assert "note: copied as it is: README" in planned.stdout
     found = json.loads(as_json.stdout)
     assert found["fusions"][0]["parts"][0] == {"key": f"model.{GATE}", "shape": [4, 3], "chunks": 1}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rules.toml", "source"]
@@ -304,19 +305,30 @@ def test_what_was_begun_with_something_else(source: Path, tmp_path: Path) -> Non
 def test_what_makes_a_difference(source: Path) -> None:
     """To go on with it would make a checkpoint of two halves that do not belong together."""
     checkpoint = open_checkpoint(source)
+
+    def fingerprint(way: Way, *request: Any) -> dict[str, object]:
+        return rewriting.fingerprint_of(checkpoint, way, complete(checkpoint, way, Request(*request)))
+
+    others: list[tuple[Any, ...]] = [
+        ("merge", [rule()], {"a": 1}, ["x"]),
+        ("split", [rule(dim=1)], {"a": 1}, ["x"]),
+        ("split", [rule()], {"a": 2}, ["x"]),
+        ("split", [rule()], {"a": 1}),
+        ("split", [rule()], {"a": 1}, ["x"], ["y"]),
+    ]
     wanted: tuple[Any, ...] = ("split", [rule()], {"a": 1}, ["x"])
-    others = [("merge", *wanted[1:]), ("split", [rule(dim=1)], *wanted[2:]), (*wanted[:2], {"a": 2}, ["x"]), wanted[:3]]
-    first = rewriting.fingerprint_of(checkpoint, *wanted)
-    assert rewriting.fingerprint_of(checkpoint, *wanted) == first
-    assert all(rewriting.fingerprint_of(checkpoint, *other, *((),) * (4 - len(other))) != first for other in others)
+    first = fingerprint(*wanted)
+    assert fingerprint(*wanted) == first
+    assert all(fingerprint(*other) != first for other in others)
     os.utime(source / "__0_0.distcp", ns=(1, 1))
-    assert rewriting.fingerprint_of(checkpoint, *wanted) != first
+    assert fingerprint(*wanted) != first
 
 
 def test_a_source_that_is_written_to_meanwhile(source: Path, tmp_path: Path) -> None:
     checkpoint = open_checkpoint(source)
-    wanted: tuple[Any, ...] = ("split", [rule()], {}, [])
-    planned, before = rewriting.plan(checkpoint, *wanted), rewriting.fingerprint_of(checkpoint, *wanted)
+    asked = complete(checkpoint, "split", Request([rule()], {}))
+    planned = rewriting.plan(checkpoint, "split", asked)
+    before = rewriting.fingerprint_of(checkpoint, "split", asked)
     os.utime(source / "__0_0.distcp", ns=(1, 1))
     with pytest.raises(CheckpointError, match="was changed while it was read"):
         rewriting.write(checkpoint, planned, str(tmp_path / "new"), before, threads=1, max_memory_bytes=1 << 20)
@@ -326,7 +338,7 @@ def test_a_source_that_is_written_to_meanwhile(source: Path, tmp_path: Path) -> 
 def test_a_kill_between_the_last_unit_and_the_end_of_a_file(large: Path, tmp_path: Path) -> None:
     """What is around the elements of an item that several units fill is written last of all."""
     checkpoint = open_checkpoint(large / "source")
-    planned = rewriting.plan(checkpoint, "split", [rule()], {}, [])
+    planned = rewriting.plan(checkpoint, "split", complete(checkpoint, "split", Request([rule()], {})))
     units = units_of(planned, unit_bytes_of(planned.nbytes))
     options: dict[str, Any] = {"threads": 1, "max_memory_bytes": 1 << 24, "advance": lambda done: None}
     with open_partial(tmp_path / "made", {}) as partial:

@@ -1,0 +1,99 @@
+"""From one framework's names and fused weights to another's: the steps of :mod:`checkpoint_tools.frameworks`, in turn.
+
+What a step gives lies in a folder beside the destination until the next one is done.
+"""
+
+import contextlib
+import io
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from . import rewriting
+from .config_values import COMMON_FILE, FORMAT_FILE, with_told
+from .frameworks import Rename, Step, steps, value_names
+from .reading import Checkpoint
+from .renaming import rename_exchange
+from .request import Request, complete
+from .rewrite import Rewrite, plan_rewrite
+
+
+class Translation(NamedTuple):
+    """What is asked for."""
+
+    family: str
+    source: str
+    target: str
+    values: Mapping[str, float]
+    excluded: Sequence[str]
+
+
+def translate(
+    source: str, destination: str, asked: Translation, *, threads: int, max_memory_bytes: int
+) -> tuple[int, list[str]]:
+    """Write it; how many keys there are then, and what there is to be said.
+
+    Raises:
+        CheckpointError: a key or a value is not known, the source cannot be read, or the destination not be written.
+    """
+    rewriting.check_destination(source, destination)
+    checkpoint, sidecars = rewriting.open_whole(source, threads)
+    values, notes = with_told(checkpoint, value_names(asked.family), asked.values)
+    notes += rewriting.notes_on(checkpoint, sidecars)
+    work = steps(asked.family, asked.source, asked.target, values)
+    first_rename = next(number for number, step in enumerate(work) if isinstance(step, Rename))
+    planned: Rewrite | None = None
+    with _room_for(destination) as room:
+        at = source
+        for number, step in enumerate(work):
+            to = destination if number + 1 == len(work) else f"{room}/{number}"
+            if number:
+                checkpoint, sidecars = rewriting.open_whole(at, threads)
+            planned = _plan(checkpoint, step, values, asked.excluded if number <= first_rename else ())
+            rewriting.write(
+                checkpoint,
+                planned,
+                to,
+                {"step": number, "files": rewriting.stamps_of(checkpoint), "asked": repr(asked)},
+                threads=threads,
+                max_memory_bytes=max_memory_bytes,
+                sidecars=sidecars.files,
+                record=_format_files(sidecars.files) if to == destination and asked.target == "megatron" else None,
+            )
+            if number:
+                shutil.rmtree(at)
+            at = to
+    assert planned is not None
+    return len(planned.tensors) + len(planned.objects), notes
+
+
+def _plan(checkpoint: Checkpoint, step: Step, values: Mapping[str, float], excluded: Sequence[str]) -> Rewrite:
+    if isinstance(step, Rename):
+        return plan_rewrite(checkpoint, rename_exchange(checkpoint, step, excluded))
+    known = {name: value for name, value in values.items() if any(name in rule.value_names for rule in step.rules)}
+    request = Request(step.rules, known, excluded, is_sure=True)
+    return rewriting.plan(checkpoint, step.way, complete(checkpoint, step.way, request))
+
+
+def _format_files(there: Sequence[str]) -> dict[str, bytes]:
+    """What Megatron-Core asks for beside the data of ``torch_dist``: an empty common state, and which format it is."""
+    buffer = io.BytesIO()
+    torch.save({}, buffer)
+    backends = {"sharded_backend": "torch_dist", "common_backend": "torch"}
+    versions = {f"{name}_version": 1 for name in backends}
+    made = {COMMON_FILE: buffer.getvalue(), FORMAT_FILE: json.dumps(backends | versions).encode()}
+    return {name: content for name, content in made.items() if name not in there}
+
+
+@contextlib.contextmanager
+def _room_for(destination: str) -> Iterator[str]:
+    """A folder for what is in between, on the same disk if the destination is on one."""
+    path = Path(destination)
+    parent = None if "://" in destination else path.parent
+    with tempfile.TemporaryDirectory(dir=parent, prefix=f"{path.name}.steps-") as room:
+        yield room
