@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..engine import Engine, engine_of
-from ..fsdp import is_dtensor, local_shard, over_local, parameter_names
+from ..fsdp import is_dtensor, local_shard, over_local, parameter_names, said_chunks
 from ..load import check_loadable
 from ..masters import MASTER, is_duplicate
 from ..shards import leaves_of
@@ -148,7 +148,8 @@ def _is_ragged(param: Tensor) -> bool:
     """Whether placements do not say which part of ``param`` this rank has, or say it as several rectangles."""
     if not is_dtensor(param):
         return False
-    return hasattr(param, "megatron_fsdp_slice") or len(chunks_of(param).chunks) > 1
+    says_itself = hasattr(param, "megatron_fsdp_slice") or said_chunks(param) is not None
+    return says_itself or len(chunks_of(param).chunks) > 1
 
 
 def _as_loaded(param: Tensor, value: Any) -> Any:
