@@ -47,7 +47,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import TensorMeta
 
-
 _SAYS_CHUNKS = {"__create_chunk_list__", "__create_write_items__"}
 """What a local tensor has beside its memory if it says itself which chunks of the global tensor it is."""
 
@@ -70,7 +69,7 @@ def version_of(tensor: Tensor) -> tuple[int, int]:
 def said_chunks(tensor: Tensor) -> Sequence[Any] | None:
     """The chunks that the local tensor of a DTensor names itself, for DCP; ``None`` where the placements say them."""
     say = getattr(local_shard(tensor), "__create_chunk_list__", None) if isinstance(tensor, DTensor) else None
-    return None if say is None else say()  # type: ignore[no-any-return]
+    return None if say is None else say()
 
 
 def over_local(like: Tensor, local: Tensor) -> Tensor:
@@ -111,6 +110,11 @@ def without_data(value: Tensor) -> Tensor:
 def placements_of(tensor: Tensor) -> object:
     """Mesh and placements, to be compared and shown; ``None`` for a plain tensor."""
     return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+
+
+def mesh_size(tensor: Tensor) -> int:
+    """Ranks of the mesh of a DTensor; none for a plain tensor."""
+    return tensor.device_mesh.size() if isinstance(tensor, DTensor) else 0
 
 
 def has_replicas(param: Tensor) -> bool:

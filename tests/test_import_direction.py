@@ -111,7 +111,21 @@ MAY_IMPORT: dict[str, set[str]] = {
     "sleep": {"fsdp", "host_memory", "arena", "buckets", "transfer", "asleep"},
     "__init__": {"policy", "report", "offload", "reload_before", "sleep"},
     # Beside it: checkpoints of what it holds.
-    "checkpoint": {"fsdp", "arena", "buckets", "masters", "shards", "update", "lending", "engine", "load", "state"},
+    "checkpoint": {
+        *(
+            "fsdp",
+            "arena",
+            "buckets",
+            "masters",
+            "shards",
+            "update",
+            "lending",
+            "engine",
+            "load",
+            "state",
+            "fingerprint",
+        ),
+    },
     # Beside the library, as one of its users: the public names, and what a bench measures by itself.
     "bench": {"__init__", "bound", "fsdp", "arena", "buckets", "transfer", "host_measure", "checkpoint"},
 }

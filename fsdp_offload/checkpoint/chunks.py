@@ -29,6 +29,10 @@ __all__ = ["Chunk", "ShardChunks", "chunks_of"]
 
 FlatRange = tuple[int, int] | slice
 
+MEGATRON_SLICE = "megatron_fsdp_slice"
+"""The attribute of a parameter in which Megatron-FSDP keeps its flat range. Detached, copied or in a state dict, a
+tensor does not have it any more."""
+
 
 def chunks_of(source: Tensor | Sequence[int], flat_range: FlatRange | None = None) -> ShardChunks:
     """The chunks of this rank's part of a tensor.
@@ -63,13 +67,19 @@ def chunks_of(source: Tensor | Sequence[int], flat_range: FlatRange | None = Non
     return ragged_chunks(whole.global_shape, (chunk.offsets, chunk.sizes), *_begin_end(flat_range))
 
 
+def says_its_chunks(tensor: Tensor) -> bool:
+    """Whether something else than the placements of a DTensor says which chunks it has; those are nominal then."""
+    carries = isinstance(getattr(local_shard(tensor), "shard_chunks", None), ShardChunks)
+    return carries or hasattr(tensor, MEGATRON_SLICE) or said_chunks(tensor) is not None
+
+
 def _chunks_of_part(source: Tensor | Sequence[int]) -> ShardChunks:
     if not isinstance(source, Tensor):
         return cut_chunks(tuple(source), ())
     carried = getattr(local_shard(source), "shard_chunks", None)
     if isinstance(carried, ShardChunks):
         return carried
-    fsdp_slice = getattr(source, "megatron_fsdp_slice", None)
+    fsdp_slice = getattr(source, MEGATRON_SLICE, None)
     if fsdp_slice is not None:
         return _megatron_chunks(source, fsdp_slice)
     if isinstance(source, DTensor):
@@ -97,9 +107,9 @@ def _placed_chunks(tensor: DTensor) -> ShardChunks:
     if local.numel() != found.local_numel and not local.is_meta:  # one without data has no size of its own
         raise ValueError(
             f"a tensor of shape {global_shape} with placements {tensor.placements} has {found.local_shape} on this "
-            f"rank, and its local tensor is {tuple(local.shape)}: it is sharded unevenly, and nothing says how. Give it "
-            "its chunks: keep megatron_fsdp_slice or __create_chunk_list__ (Megatron's "
-            "update_uneven_dtensor_chunk_metadata), or wrap it with fsdp_offload.checkpoint.with_chunks"
+            f"rank, and its local tensor is {tuple(local.shape)}: it is sharded unevenly, and nothing says how. "
+            "fsdp_offload.checkpoint.with_parameter_chunks gives values of a state_dict() what their parameters know; "
+            "Megatron's update_uneven_dtensor_chunk_metadata and with_chunks say it of one tensor"
         )
     return found
 

@@ -52,6 +52,11 @@ def matcher(name: str, allowed: Allowed) -> Callable[[str], bool]:
     return lambda key: any(fnmatchcase(key, pattern) for pattern in patterns)
 
 
+def is_params_list(key: str) -> bool:
+    """Whether ``key`` is the list of FQNs of a nested param group."""
+    return re.search(r"param_groups\.\d+\.params$", key) is not None
+
+
 def is_master(key: str) -> bool:
     """Whether a flat key is that of a higher-precision copy of a parameter."""
     return key.endswith(f".{MASTER}")

@@ -29,13 +29,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..engine import Engine, engine_of
-from ..fsdp import is_dtensor, local_shard, over_local, parameter_names, said_chunks
+from ..fsdp import is_dtensor, local_shard, over_local, parameter_names
 from ..load import check_loadable
 from ..masters import MASTER, is_duplicate
 from ..shards import leaves_of
 from ..state import OffloadedState
 from ..update import UserState
-from .chunks import chunks_of
+from .chunks import chunks_of, says_its_chunks
 from .layouts import LEFT_OUT, LeftOut, SavedByFqn, StateDict, by_fqn, flattened
 from .shard_tensor import ShardTensor, with_chunks
 from .torch_private import canonical_fqn
@@ -148,8 +148,7 @@ def _is_ragged(param: Tensor) -> bool:
     """Whether placements do not say which part of ``param`` this rank has, or say it as several rectangles."""
     if not is_dtensor(param):
         return False
-    says_itself = hasattr(param, "megatron_fsdp_slice") or said_chunks(param) is not None
-    return says_itself or len(chunks_of(param).chunks) > 1
+    return says_its_chunks(param) or len(chunks_of(param).chunks) > 1
 
 
 def _as_loaded(param: Tensor, value: Any) -> Any:
