@@ -67,6 +67,26 @@ def chunks_of(source: Tensor | Sequence[int], flat_range: FlatRange | None = Non
     return ragged_chunks(whole.global_shape, (chunk.offsets, chunk.sizes), *_begin_end(flat_range))
 
 
+def flat_range_of(part: ShardChunks) -> tuple[int, int] | None:
+    """Begin and end of ``part`` in the global tensor's elements, row by row; ``None`` if those are not one range.
+
+    An empty part is ``(0, 0)``.
+    """
+    strides = contiguous_strides(part.global_shape)
+    begin = end = 0
+    for chunk in part.chunks:
+        if not chunk.numel:
+            continue
+        # One stretch, if no dimension behind the first that is longer than one index is cut.
+        first = next((dim for dim, size in enumerate(chunk.sizes) if size != 1), len(chunk.sizes))
+        starts_at = sum(at * stride for at, stride in zip(chunk.offsets, strides, strict=True))
+        is_stretch = chunk.sizes[first + 1 :] == part.global_shape[first + 1 :]
+        if not is_stretch or chunk.local_start != end - begin or (end and starts_at != end):
+            return None
+        begin, end = (begin if end else starts_at), starts_at + chunk.numel
+    return begin, end
+
+
 def says_its_chunks(tensor: Tensor) -> bool:
     """Whether something else than the placements of a DTensor says which chunks it has; those are nominal then."""
     carries = isinstance(getattr(local_shard(tensor), "shard_chunks", None), ShardChunks)

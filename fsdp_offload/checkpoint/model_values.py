@@ -7,9 +7,8 @@ from torch import Tensor, nn
 
 from ..fsdp import is_dtensor, local_shard, parameter_names
 from .chunks import chunks_of, says_its_chunks
+from .layouts import bare_name
 from .shard_tensor import ShardTensor, with_chunks
-
-_WRAPPED = "module."
 
 
 def with_parameter_chunks(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -29,13 +28,6 @@ def with_parameter_chunks(model: nn.Module, state_dict: Mapping[str, Any]) -> di
     """
     params = {bare_name(name): param for param, name in parameter_names(model).items()}
     return {key: _carrying(key, value, params.get(bare_name(key))) for key, value in state_dict.items()}
-
-
-def bare_name(name: str) -> str:
-    """``name`` without the ``module.`` of wrappers in front."""
-    while name.startswith(_WRAPPED):
-        name = name.removeprefix(_WRAPPED)
-    return name
 
 
 def _carrying(key: str, value: Any, param: Tensor | None) -> Any:

@@ -32,9 +32,8 @@ from torch.distributed.checkpoint.storage import StorageWriter
 from ..fingerprint import Fingerprint, Hasher
 from ..fsdp import is_dtensor, local_shard, mesh_size
 from ..shards import leaves_of
-from .chunks import chunks_of
 from .experts import is_numbered
-from .load_checks import listed
+from .load_checks import listed, why_unfit
 from .load_rules import Allowed, is_params_list, matcher
 from .shard_tensor import check_storage_writer
 
@@ -161,13 +160,7 @@ def _why_misread(value: Tensor, planned_numel: int) -> str | None:
     local = local_shard(value)
     if local.numel() != planned_numel:
         return f"{planned_numel} elements planned for a local tensor of shape {tuple(local.shape)}"
-    if hasattr(local, "__create_write_items__"):
-        return None
-    try:
-        chunks = chunks_of(value).chunks
-    except (TypeError, ValueError) as error:
-        return str(error)
-    return f"{len(chunks)} rectangles, planned as one" if len(chunks) > 1 else None
+    return why_unfit(value)
 
 
 # Content -------------------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 ::
 
     optimizer.state ──names, masters, ragged shards──▶ nested ──▶ flattened      get_optimizer_state_dict
-    nested or flattened ──▶ by FQN ──▶ by parameter ──▶ load_state_dict          set_optimizer_state_dict
+    any layout ──────────▶ by FQN ──▶ by parameter ──▶ load_state_dict          set_optimizer_state_dict
 
 Every tensor in a state dict *is* a home in the arena (or a view of it): saving reads it and loading writes it where it
 is, without the device and without a collective.
@@ -35,8 +35,17 @@ from ..masters import MASTER, is_duplicate
 from ..shards import leaves_of
 from ..state import OffloadedState
 from ..update import UserState
-from .chunks import chunks_of, says_its_chunks
-from .layouts import LEFT_OUT, LeftOut, SavedByFqn, StateDict, by_fqn, flattened
+from .chunks import chunks_of, flat_range_of, says_its_chunks
+from .layouts import (
+    LEFT_OUT,
+    LeftOut,
+    SavedByFqn,
+    StateDict,
+    as_fsdp_dtensor,
+    by_fqn,
+    flattened,
+    with_names_of,
+)
 from .shard_tensor import ShardTensor, with_chunks
 from .torch_private import canonical_fqn
 
@@ -47,6 +56,7 @@ def get_optimizer_state_dict(
     *,
     for_load: bool = False,
     flatten_optimizer_state_dict: bool = False,
+    fsdp_dtensor: bool = False,
 ) -> StateDict:
     """The state of offloaded optimizers by FQN, as ``torch.distributed.checkpoint.state_dict`` lays it out.
 
@@ -62,11 +72,15 @@ def get_optimizer_state_dict(
         flatten_optimizer_state_dict: ``{"state.{fqn}.{name}": ..., "param_groups.{fqn}.{entry}": ...}`` instead of
             ``{"state": {fqn: {name: ...}}, "param_groups": [{"params": [fqn, ...], ...}]}``. Independent of the order
             of the groups.
+        fsdp_dtensor: Megatron-LM's ``{"state": {fqn: {name: ...}}, "param_to_group_meta": {fqn: {entry: ...}}}``
+            instead, as the ``optimizer`` of its ``fsdp_dtensor`` checkpoints.
 
     Raises:
-        ValueError: an optimizer is not offloaded, or has a parameter that the model has not.
+        ValueError: an optimizer is not offloaded, or has a parameter that the model has not; two layouts at once.
         RuntimeError: an exception has left the state half updated. ``for_load`` works all the same.
     """
+    if flatten_optimizer_state_dict and fsdp_dtensor:
+        raise ValueError("get_optimizer_state_dict: flatten_optimizer_state_dict and fsdp_dtensor are two layouts")
     fqns = _fqns_of(model)
     nested: StateDict = {"state": {}, "param_groups": []}
     for attached in _attached(optimizer, "get_optimizer_state_dict"):
@@ -79,6 +93,8 @@ def get_optimizer_state_dict(
                     LEFT_OUT.pop(value, None)  # what an earlier load did not find says nothing about the next one
         for group in groups:
             nested["param_groups"].append({**group, "params": [fqns[param] for param in group["params"]]})
+    if fsdp_dtensor:
+        return as_fsdp_dtensor(nested)
     return flattened(nested) if flatten_optimizer_state_dict else nested
 
 
@@ -89,10 +105,12 @@ def set_optimizer_state_dict(
     *,
     strict: bool = True,
 ) -> None:
-    """Load what :func:`get_optimizer_state_dict` gives, nested or flattened, by FQN. Everything is checked first.
+    """Load what :func:`get_optimizer_state_dict` gives, in any of its layouts, by FQN. Everything is checked first.
 
     State that was loaded in place stays where it is; other tensors are copied into their homes. Parameters may be in
-    other groups than when they were saved, as long as those of one group bring the same hyperparameters.
+    other groups than when they were saved, as long as those of one group bring the same hyperparameters. Their names
+    may have ``module.`` in front a different number of times, as those of Megatron's optimizers have. A DTensor with
+    the elements of a parameter in one dimension, of which this rank has just its part, is taken for state of it.
 
     Args:
         model: the model whose parameters they have.
@@ -107,7 +125,7 @@ def set_optimizer_state_dict(
             sharding. Nothing has changed then, apart from what had been loaded in place.
     """
     fqns = _fqns_of(model)
-    saved = by_fqn(optim_state_dict)
+    saved = with_names_of(by_fqn(optim_state_dict), fqns.values())
     known: set[str] = set()
     plans = []
     for attached in _attached(optimizer, "set_optimizer_state_dict"):
@@ -156,7 +174,24 @@ def _as_loaded(param: Tensor, value: Any) -> Any:
     local = local_shard(value) if isinstance(value, Tensor) else None
     if isinstance(local, ShardTensor) and value is not local:
         return over_local(param, local.local.view(local_shard(param).shape))
+    if local is not None and is_flat_state(param, value):
+        return over_local(param, local.view(local_shard(param).shape))
     return value
+
+
+def is_flat_state(param: Tensor, value: Tensor) -> bool:
+    """Whether ``value`` has just this rank's elements of ``param``, in one dimension.
+
+    So Megatron-LM's pull request 4623 keeps state on the host.
+    """
+    flat = local_shard(value)
+    if not is_dtensor(value) or not is_dtensor(param) or value.shape != (param.numel(),) or param.dim() == 1:
+        return False
+    if flat.dim() != 1 or flat.numel() != local_shard(param).numel():
+        return False
+    wanted = flat_range_of(chunks_of(param))
+    is_nominal = says_its_chunks(param) and not says_its_chunks(value)
+    return wanted is not None and (is_nominal or flat_range_of(chunks_of(value)) == wanted)
 
 
 # Optimizers ----------------------------------------------------------------------------------------------------------
