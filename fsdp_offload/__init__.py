@@ -1,5 +1,6 @@
 """Optimizer-state offload for PyTorch FSDP2: pinned host memory, the user's own optimizer, bitwise the same result."""
 
+from .chain import offload_states, release_states, reload_states
 from .offload import OffloadedOptimizer, offload_optimizer, remove_offload
 from .policy import OffloadPolicy
 from .reload_before import reload_before
@@ -12,7 +13,10 @@ __all__ = [
     "OffloadedOptimizer",
     "offload_model",
     "offload_optimizer",
+    "offload_states",
+    "release_states",
     "reload_before",
     "reload_model",
+    "reload_states",
     "remove_offload",
 ]

@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .engine import Engine
 from .overlap import Overlap
+from .parking import ParkedParameters
 from .update import ENGINE_ATTRIBUTE
 
 
@@ -25,6 +26,7 @@ class Attachment:
     undo_step: list[Callable[[], None]]
     bypass_guard: RemovableHandle
     overlap: Overlap | None = None
+    parked: ParkedParameters | None = None  # parameters that leave the device with the state
     stepping: bool = False
     told_no_gradient: bool = False
     has_stepped: bool = False

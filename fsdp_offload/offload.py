@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .attachment import Attachment, attachment_of, redirect_captured_step, unwrap
+from .chain import offload_each
 from .checks import (
     check_attachable,
     check_params,
@@ -27,12 +28,14 @@ from .fsdp import parameters_of
 from .load import check_loadable
 from .optimizers import traits_for
 from .overlap import group_numbers, make_overlap
+from .parking import ParkedParameters
 from .policy import OffloadPolicy
 from .reload_before import tell_if_never_reloaded
 from .report import OffloadReport
 from .reporting import notes_of, report_of
 from .state import OffloadedState, UnwaitedStates
 from .update import ENGINE_ATTRIBUTE, UserState
+from .wrapped import is_wrapped, optimizers_in
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +57,8 @@ def offload_optimizer(
 
     Args:
         optimizer: any ``torch.optim`` optimizer except LBFGS and SparseAdam, or another that updates its parameters
-            independently of each other. accelerate's wrapper is seen through.
+            independently of each other. accelerate's wrapper is seen through, and so are Megatron's optimizers and
+            chains of them: each of torch's in there is offloaded, or none.
         model: the model whose parameters it has. Gives the order of the buckets, names for messages, and more checks.
         policy: sizes of staging, buckets and what stays on the device.
 
@@ -66,6 +70,9 @@ def offload_optimizer(
         RuntimeError: it is offloaded already, or a CUDA graph is being captured.
         MemoryError: host memory does not suffice.
     """
+    if is_wrapped(optimizer):
+        offload_each(optimizer, offload_optimizer, remove_offload, model, policy)
+        return optimizer
     policy = OffloadPolicy() if policy is None else policy
     check_types(model, policy)
     target = unwrap(optimizer)
@@ -112,12 +119,18 @@ def remove_offload(optimizer: Optimizer) -> Optimizer:
     Raises:
         RuntimeError: it is not offloaded, or an exception has left its state half updated.
     """
+    if is_wrapped(optimizer):
+        for inner in optimizers_in(optimizer):
+            remove_offload(inner)
+        return optimizer
     target = unwrap(optimizer)
     attachment = attachment_of(target)
     if attachment is None:
         raise RuntimeError(f"remove_offload: this {type(target).__name__} is not offloaded.")
     engine = attachment.engine
     engine.steps.check_usable("remove_offload()")
+    if attachment.parked is not None:
+        attachment.parked.bring_back()
     if engine.policy.master_weights != "none":
         warnings.warn(
             "remove_offload: the masters of low-precision parameters go, and their state is rounded to the parameters' "
@@ -269,6 +282,9 @@ class OffloadedOptimizer(Optimizer):
         """Block the host until transfers and updates are done, parameters are new and all state is at home."""
         _engine_of(self).synchronize()
         _unguard(self)
+        parked = _parked_by(self)
+        if parked is not None:
+            parked.settle()
 
     def offload_states(self) -> None:
         """Start returning everything to the host: resident state, and the staging memory. Asynchronous.
@@ -281,6 +297,10 @@ class OffloadedOptimizer(Optimizer):
         """
         engine = _engine_of(self)
         engine.phases.offload(_states_of(self, engine).unwaited)
+        parked = _parked_by(self)
+        if parked is not None:
+            engine.steps.wait_for_all()  # updates on other streams write them
+            parked.offload()
 
     def release_states(self) -> None:
         """Free the device memory of what :meth:`offload_states` has sent away: in the order of the current stream.
@@ -289,17 +309,31 @@ class OffloadedOptimizer(Optimizer):
         all of them have released it.
         """
         _engine_of(self).phases.release()
+        parked = _parked_by(self)
+        if parked is not None:
+            parked.release()
 
-    def reload_states(self) -> None:
+    def reload_states(self, *, free_host_memory: bool = False) -> None:
         """Start loading what the policy allows: resident state, and the first buckets of the next step. Asynchronous.
 
         For the time when the last gradients are being reduced; see :func:`reload_before`. Harmless when all is there.
         Before the first two steps it is not known what a step will need, and only resident state is loaded.
+
+        Args:
+            free_host_memory: give back the pinned memory that resident state was kept in, instead of keeping it for
+                the next :meth:`offload_states`. The host waits for the copies then.
         """
         engine, attachment = _engine_of(self), attachment_of(self)
         if attachment is not None and attachment.overlap is not None:
             attachment.overlap.before_reload()
+        parked = _parked_by(self)
+        if parked is not None:
+            parked.reload()
         engine.reload(self, _states_of(self, engine).unwaited)
+        if free_host_memory:
+            engine.phases.free_host_memory()
+            if parked is not None:
+                parked.free_host_memory()
 
     def offload_report(self) -> OffloadReport:
         """Bytes by place, rates, and times of the last step; waits for that step. ``str()`` of it is a table."""
@@ -325,6 +359,9 @@ def _logical_step(self: OffloadedOptimizer, closure: Callable[[], Any] | None = 
     engine = _engine_of(self)
     engine.steps.check_usable("step()", mid_step=True)
     refuse_capture(engine.device)
+    parked = _parked_by(self)
+    if parked is not None:
+        parked.bring_back()
     loss = None
     if closure is not None:
         if not engine.layouts.traits.known:
@@ -448,6 +485,11 @@ def _engine_of(optimizer: Optimizer) -> Engine:
     attachment = attachment_of(optimizer)
     assert attachment is not None, "an OffloadedOptimizer always has an engine"
     return attachment.engine
+
+
+def _parked_by(optimizer: Optimizer) -> ParkedParameters | None:
+    attachment = attachment_of(optimizer)
+    return None if attachment is None else attachment.parked
 
 
 def _unwaited_states(optimizer: Optimizer) -> UnwaitedStates:

@@ -35,6 +35,7 @@ from ..masters import MASTER, is_duplicate
 from ..shards import leaves_of
 from ..state import OffloadedState
 from ..update import UserState
+from ..wrapped import is_wrapped, optimizers_in
 from .chunks import chunks_of, flat_range_of, says_its_chunks
 from .layouts import (
     LEFT_OUT,
@@ -381,7 +382,8 @@ def _same(one: object, other: object) -> bool:
 
 
 def _attached(optimizer: Optimizer | Iterable[Optimizer], function: str) -> list[_Attached]:
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    given: Any = [optimizer] if isinstance(optimizer, Optimizer) or is_wrapped(optimizer) else optimizer
+    optimizers = [inner for one in given for inner in optimizers_in(one)]
     found = []
     for one in optimizers:
         engine = engine_of(one)
