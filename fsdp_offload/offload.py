@@ -16,6 +16,7 @@ from .attachment import Attachment, attachment_of, redirect_captured_step, unwra
 from .chain import offload_each
 from .checks import (
     check_attachable,
+    check_gradients_are_read,
     check_params,
     check_traits,
     check_types,
@@ -377,6 +378,8 @@ def _logical_step(self: OffloadedOptimizer, closure: Callable[[], Any] | None = 
         if not attachment.has_stepped:
             _check_still_of_model(self)
             attachment.has_stepped = True
+        if engine.habits.reads_param_grad:
+            check_gradients_are_read(self, engine.names)
         states = _states_of(self, engine).unwaited
         if attachment.overlap is not None:
             attachment.overlap.before_step()

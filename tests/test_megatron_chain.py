@@ -27,6 +27,7 @@ from fsdp_offload import (
     remove_offload,
 )
 from fsdp_offload.checkpoint import get_optimizer_state_dict, set_optimizer_state_dict
+from tests.fused_adam_reference import FusedAdam
 
 pytestmark = pytest.mark.filterwarnings("ignore:offload_optimizer")
 
@@ -282,3 +283,32 @@ def test_host_memory_of_resident_state_and_masters_is_given_back_while_attached(
             one.train_step(step)
     for one, plain in zip(loop.values(), other.values(), strict=True):
         assert torch.equal(one, plain)
+
+
+# Precision-aware updates ---------------------------------------------------------------------------------------------
+
+
+def test_a_gradient_that_torchs_optimizers_do_not_read_is_an_error() -> None:
+    """With ``use_precision_aware_optimizer`` Megatron puts gradients where only FusedAdam looks."""
+    param = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    optimizer = offload_optimizer(torch.optim.AdamW([param], lr=0.5), policy=POLICY)
+    param.decoupled_grad = torch.ones(4)
+    with pytest.raises(RuntimeError, match=r"param_groups\[0\].params\[0\] is in param.decoupled_grad"):
+        optimizer.step()
+    assert torch.equal(param, torch.ones(4, dtype=torch.bfloat16))
+    assert not optimizer.state
+    param.decoupled_grad = None
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert not torch.equal(param, torch.ones(4, dtype=torch.bfloat16))
+
+
+def test_fused_adam_reads_them_and_has_no_twin_on_the_cpu() -> None:
+    param = nn.Parameter(torch.ones(4))
+    optimizer = FusedAdam([param], use_decoupled_grad=True)
+    with pytest.raises(ValueError, match=r"FusedAdam is not one of them.*its kernels are the device's"):
+        offload_optimizer(optimizer, policy=OffloadPolicy(host_fraction=0.5))
+    offload_optimizer(optimizer, policy=POLICY)
+    param.decoupled_grad = torch.ones(4)
+    optimizer.step()
+    assert not torch.equal(param, torch.ones(4))
