@@ -47,6 +47,7 @@ from .layouts import (
     flattened,
     with_names_of,
 )
+from .rectangles import Shape, ShardChunks
 from .shard_tensor import ShardTensor, with_chunks
 from .torch_private import canonical_fqn
 
@@ -173,11 +174,25 @@ def _is_ragged(param: Tensor) -> bool:
 def _as_loaded(param: Tensor, value: Any) -> Any:
     """The value over plain local memory, as the optimizer has it."""
     local = local_shard(value) if isinstance(value, Tensor) else None
-    if isinstance(local, ShardTensor) and value is not local:
-        return over_local(param, local.local.view(local_shard(param).shape))
-    if local is not None and is_flat_state(param, value):
-        return over_local(param, local.view(local_shard(param).shape))
-    return value
+    if local is None or value is local:
+        return value
+    memory = local.local if isinstance(local, ShardTensor) else local
+    if is_flat_state(param, value):
+        return over_local(param, memory.view(local_shard(param).shape))
+    if not isinstance(local, ShardTensor):
+        return value
+    own, carried = chunks_of(param), local.shard_chunks
+    if own.global_shape != carried.global_shape or _rectangles(own) != _rectangles(carried):
+        raise ValueError(
+            f"set_optimizer_state_dict: state of shape {carried.global_shape} has {_rectangles(carried)} on this rank, "
+            f"and its parameter of shape {own.global_shape} has {_rectangles(own)}. Load the checkpoint into what "
+            "get_optimizer_state_dict(for_load=True) gives: that reshards."
+        )
+    return over_local(param, memory.view(local_shard(param).shape))
+
+
+def _rectangles(part: ShardChunks) -> list[tuple[Shape, Shape]]:
+    return [(chunk.offsets, chunk.sizes) for chunk in part.chunks if chunk.numel]
 
 
 def is_flat_state(param: Tensor, value: Tensor) -> bool:
