@@ -160,6 +160,12 @@ def test_with_the_flag_and_without_it(policy: OffloadPolicy, nested: bool) -> No
         assert all(one.optimizer.state[main]["exp_avg"].any() for main in one.mains)
 
 
+def test_a_hook_is_wrapped_once_for_the_whole_chain() -> None:
+    """Model chunks share a config, and Bridge goes over the chunks."""
+    loop = Loop(True)
+    assert reload_before(loop.finalize, loop.optimizer) is loop.finalize
+
+
 def test_masters_leave_the_device_with_the_state_and_come_back() -> None:
     """All 12 bytes of a parameter: two moments and the master, whose storage is empty between the phases."""
     loop = Loop(True, RESIDENT)
