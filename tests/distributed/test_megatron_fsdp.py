@@ -22,8 +22,10 @@ from fsdp_offload.checkpoint import (
     load,
     save,
     set_optimizer_state_dict,
+    with_parameter_chunks,
 )
 from fsdp_offload.fsdp import local_shard
+from tests.checkpoint_tools.offline import rewritten
 from tests.distributed.launch import mesh, run_cases, spawn
 from tests.distributed.megatron_model import (
     GDN_DIMS,
@@ -169,6 +171,31 @@ def wrong_values(layout: Layout, model: Module, optimizer: torch.optim.Optimizer
             yield f"step of {name} is {state['step']}"
     if optimizer.param_groups[0]["lr"] != 0.5:
         yield f"lr is {optimizer.param_groups[0]['lr']}"
+
+
+def test_a_checkpoint_that_is_split_on_disk_goes_through_other_sizes(tmp_path: Path) -> None:
+    """dp 4 → 2 → 3: saved fused, split on disk, and loaded in parts."""
+    rules = [*preset("megatron-swiglu"), *preset("megatron-gdn")]
+    sizes = {"tp_size": 1, **GDN_DIMS}
+    legs = [(4, "in mid-row"), (2, "uneven"), (3, "empty first")]
+    for number, (dp, kind) in enumerate(legs):
+        spawn(run_offline_leg, dp, tmp_path, tmp_path, number, kind)
+        rewritten("split", tmp_path / f"fused {number}", tmp_path / f"parts {number}", *rules, values=sizes)
+
+
+def run_offline_leg(rank: int, world_size: int, folder: Path, number: int, kind: str) -> None:
+    del rank
+    layout = Layout(mesh(world_size, 1, names=("dp", "tp")), kind)
+    model, optimizer = offloaded(layout, zeros=number > 0)
+    if number:
+        values, optim = split(layout, model, *live(model, optimizer, for_load=True))
+        load({"model": values, "optimizer": optim}, checkpoint_id=folder / f"parts {number - 1}")
+        set_optimizer_state_dict(model, optimizer, merge(layout, values, optim)[1])
+    problems = [*wrong_values(layout, model, optimizer)]
+    assert not problems, problems
+    values, optim = live(model, optimizer)
+    fused = {"model": with_parameter_chunks(model, values), "optimizer": optim}
+    save(fused, checkpoint_id=folder / f"fused {number}")
 
 
 # With the package ----------------------------------------------------------------------------------------------------
