@@ -2,7 +2,8 @@
 
     python -m tests.distributed.megatron_reference tests/distributed/megatron_reference.json
 
-needs megatron-core beside torch (it runs on the CPU), and writes which version it was. Its functions run as they are;
+needs megatron-core beside torch (it runs on the CPU), and writes which version it was: the fixture is of Megatron-LM
+d98e8a64, as 0.16.1 on the package index does not split GatedDeltaNet. Its functions run as they are;
 two things are replaced, because they want a GPU or a whole training set-up: ``Tensor.cuda`` of the flags that
 ``validate_uneven_dtensor`` reduces returns the tensor, and the expert-parallel rank and size are set by Megatron's own
 setters.

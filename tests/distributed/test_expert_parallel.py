@@ -211,4 +211,9 @@ def run_replicas(rank: int, world_size: int, folder: Path) -> None:
             dcp.save(values, checkpoint_id=folder / str(number), planner=planner)
         counts.append(collectives.get_total_counts())
     assert counts[0] == counts[1] > 0, counts
+    dcp.async_save(values, checkpoint_id=folder / "async", planner=SavePlanner()).result()
+    dist.barrier()
+    loaded = {key: torch.zeros_like(value) for key, value in values.items()}
+    load(loaded, checkpoint_id=folder / "async")
+    assert torch.equal(loaded["norm"].to_local(), local)
     assert world_size == 4
