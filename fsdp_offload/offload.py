@@ -6,6 +6,7 @@ import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -338,8 +339,9 @@ class OffloadedOptimizer(Optimizer):
 
     def offload_report(self) -> OffloadReport:
         """Bytes by place, rates, and times of the last step; waits for that step. ``str()`` of it is a table."""
-        engine = _engine_of(self)
-        return report_of(engine, _states_of(self, engine).unwaited)
+        engine, parked = _engine_of(self), _parked_by(self)
+        report = report_of(engine, _states_of(self, engine).unwaited)
+        return report if parked is None else replace(report, host_bytes=report.host_bytes + parked.host_bytes)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise TypeError(_NO_COPY.format(name=type(self).__name__))

@@ -114,14 +114,9 @@ class ParkedParameters:
         self._where = _Where.HERE
 
     @property
-    def nbytes(self) -> int:
-        """On the device, when they are there."""
-        return sum(place.nbytes for place in self._places) or sum(storage.nbytes() for storage in self._storages)
-
-    @property
-    def is_away(self) -> bool:
-        """Whether the device has no memory of them."""
-        return self._where is _Where.AWAY
+    def host_bytes(self) -> int:
+        """Host memory taken for them."""
+        return 0 if self._region is None else self._region.nbytes
 
     def offload(self) -> None:
         """Start copying them to the host, after what the current stream does now.
@@ -151,8 +146,7 @@ class ParkedParameters:
         """Free the device's memory, in the order of the current stream."""
         if self._where is not _Where.LEAVING:
             return
-        assert self._copied is not None, "a copy has been issued"
-        device_link(self._storages[0].device).lanes(serial=False)["C"].wait(self._copied)
+        self._wait_for_copy()
         for place in self._places:
             place.storage.resize_(0)
         self._where = _Where.AWAY
@@ -190,8 +184,7 @@ class ParkedParameters:
         """The current stream is about to use them: what has been reloaded is there, and may be used."""
         if self._where is not _Where.COMING:
             return
-        assert self._copied is not None, "a copy has been issued"
-        device_link(self._storages[0].device).lanes(serial=False)["C"].wait(self._copied)
+        self._wait_for_copy()
         self._take_off_guard()
         self._where = _Where.HERE
 
@@ -199,6 +192,13 @@ class ParkedParameters:
         """Have them on the device, wherever they are."""
         self.reload()
         self.settle()
+
+    def _wait_for_copy(self) -> None:
+        """Let the current stream wait: it is about to free the source, or to use the target."""
+        assert self._copied is not None, "a copy has been issued"
+        link = device_link(self._storages[0].device)
+        with link.in_use:
+            link.lanes(serial=False)["C"].wait(self._copied)
 
     def free_host_memory(self) -> None:
         """Give back the region; the host waits for copies from it. Nothing if they are away."""

@@ -278,7 +278,7 @@ def test_host_memory_of_resident_state_and_masters_is_given_back_while_attached(
     offload_states(loop.optimizer)
     release_states(loop.optimizer)
     taken = loop.dense.optimizer.offload_report().host_bytes
-    assert taken > 0
+    assert taken >= 3 * sum(main.numel() * 4 for main in loop.dense.mains)  # two moments and the master
     reload_states(loop.optimizer, free_host_memory=True)
     gc.collect()
     assert loop.dense.optimizer.offload_report().host_bytes == 0
