@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fsdp_offload.checkpoint import ShardChunks, ShardTensor, chunks_of, with_parameter_chunks
+from fsdp_offload.checkpoint import ShardChunks, ShardTensor, chunks_of, with_chunks, with_parameter_chunks
 from fsdp_offload.checkpoint.chunks import says_its_chunks
 from fsdp_offload.checkpoint.layouts import by_fqn, flattened, is_fsdp_dtensor
 from fsdp_offload.checkpoint.state_dict import is_flat_state
@@ -65,8 +65,9 @@ def split_state_dict(
         optim_state: in any layout of ``get_optimizer_state_dict``, or ``None``. Its names may have ``module.`` in front
             more often than the model's. State that is shaped like the parameter is split like it, also where it is the
             flat local part of a Megatron-FSDP buffer; counters and numbers are copied; ``master_param`` of the
-            parameter's own dtype repeats it and is left out. Megatron's ``param_to_group_meta`` stays as it is: that
-            goes by the names of the fused parameters there.
+            parameter's own dtype repeats it and is left out. State of other parameters gets their chunks where its own
+            placements are nominal. Megatron's ``param_to_group_meta`` stays as it is: that goes by the names of the
+            fused parameters there.
         rules: see :mod:`checkpoint_tools.rules`.
         values: config values that the rules' sizes name.
         model: whose ``state_dict()`` ``model_state`` is, if that is one of Megatron-FSDP: it knows the slices that the
@@ -97,9 +98,9 @@ def split_state_dict(
     names = {fqn: _own(owners[fqn], split.match.parts) for fqn, split in split_of.items() if split is not None}
 
     def exchanged(fqn: str, state: dict[str, Any]) -> dict[str, dict[str, Any]]:
-        split = split_of[fqn]
+        split, owner = split_of[fqn], owners[fqn]
         if split is None:
-            return {fqn: state}
+            return {fqn: state if owner is None else _with_chunks_of(model_state[owner.key], state)}
         return dict(zip(names[fqn], _split_values(split, fqn, state), strict=True))
 
     return split_model, _exchange(optim_state, names, exchanged)
@@ -264,6 +265,23 @@ def _write(whole: Tensor, dim: int, comb: Comb, part: Tensor) -> None:
 
 
 # Optimizer state -----------------------------------------------------------------------------------------------------
+
+
+def _with_chunks_of(param: Any, state: dict[str, Any]) -> dict[str, Any]:
+    """``state`` of a parameter that is not split; where its placements are nominal, with the parameter's chunks."""
+    if not isinstance(param, Tensor) or not is_dtensor(param) or not says_its_chunks(param):
+        return state
+    chunks = chunks_of(param)
+    return {
+        name: with_chunks(value, shard_chunks=chunks) if _is_nominal(value, chunks) else value
+        for name, value in state.items()
+    }
+
+
+def _is_nominal(value: Any, chunks: ShardChunks) -> bool:
+    if not isinstance(value, Tensor) or not is_dtensor(value) or says_its_chunks(value):
+        return False
+    return tuple(value.shape) == chunks.global_shape and local_shard(value).numel() == chunks.local_numel
 
 
 def _owners_of(

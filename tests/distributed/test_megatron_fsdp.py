@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 from checkpoint_tools import merge_state_dict, preset, split_state_dict
 from fsdp_offload import OffloadPolicy, offload_optimizer
@@ -81,6 +82,26 @@ def live(model: Module, optimizer: torch.optim.Optimizer, *, for_load: bool = Fa
     }
 
 
+def packed_by_megatron(model: Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """As ``sharded_param_state_fsdp_dtensor`` of its DistributedOptimizer: the values of ``optimizer.state``."""
+    names = {param: f"module.{name}" for name, param in model.named_parameters()}
+    (group,) = optimizer.param_groups
+    meta = {names[param]: {key: group[key] for key in group if key != "params"} for param in group["params"]}
+    return {"state": {names[p]: dict(state) for p, state in optimizer.state.items()}, "param_to_group_meta": meta}
+
+
+def load_as_megatron(optimizer: torch.optim.Optimizer, packed: dict[str, Any]) -> None:
+    """As ``load_state_dict`` of its DistributedOptimizer: param groups that list names, in the order of the groups."""
+    names = list(packed["param_to_group_meta"])
+    groups = [{**packed["param_to_group_meta"][names[0]], "params": names}]
+    optimizer.load_state_dict({"state": packed["state"], "param_groups": groups})
+
+
+def moments(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    for param in optimizer.param_groups[0]["params"]:
+        yield from (local_shard(optimizer.state[param][key]) for key in MOMENTS)
+
+
 def split(layout: Layout, model: Module, values: Any, optim: Any) -> tuple[Any, Any]:
     values, optim = split_state_dict(
         values, optim, preset("megatron-swiglu"), values={"tp_size": layout.tp}, model=model
@@ -114,6 +135,15 @@ def run_against_the_fixture(rank: int, world_size: int, dp: int, tp: int) -> Non
         yield from different(found, reference_of(case_name(dp, tp, kind), rank))
         if set(optim["param_to_group_meta"]) != {optimizer_name(name) for name in SHAPES}:
             yield "param_to_group_meta is not that of the parameters"
+        # What Megatron itself packs, values without chunks whose placements are nominal.
+        packed = packed_by_megatron(model, optimizer)
+        values, optim = split(layout, model, model_state(model), packed)
+        yield from different(described({"model": values, "optimizer": optim}), found)
+        _, other = offloaded(layout, zeros=True)
+        load_as_megatron(other, packed)
+        for one, same in zip(moments(optimizer), moments(other), strict=True):
+            if not torch.equal(one, same):
+                yield "load_state_dict of Megatron's dict gave other state"
 
     run_cases({kind: lambda k=kind: compare(k) for kind in KINDS})
 
@@ -129,6 +159,21 @@ def test_experts_have_the_numbers_that_megatron_gives_them() -> None:
     assert {f"{key[:-1]}{int(key[-1]) + 2}" for key in theirs if "linear_fc1.bias" in key and "local" not in key} <= {
         *ours
     }
+
+
+@pytest.mark.parametrize("kind", ["uneven", "in mid-row"])
+def test_parameters_that_dcp_would_misread_are_not_written(kind: str, tmp_path: Path) -> None:
+    """Of a slice DCP knows nothing: given the parameters themselves, it goes by their nominal placements."""
+    spawn(run_misread, 2, tmp_path, tmp_path, kind)
+
+
+def run_misread(rank: int, world_size: int, folder: Path, kind: str) -> None:
+    del rank
+    model = build(Layout(mesh(world_size, 1, names=("dp", "tp")), kind))
+    with pytest.raises(CheckpointException, match="nothing has been written: DCP would save"):
+        save({"model": dict(model.named_parameters())}, checkpoint_id=folder / "no")
+    assert not list((folder / "no").glob("*.distcp"))
+    save({"model": with_parameter_chunks(model, model_state(model))}, checkpoint_id=folder / "yes")
 
 
 # Round trips ---------------------------------------------------------------------------------------------------------
