@@ -58,7 +58,9 @@ def masters_in(optimizer: Any) -> dict[Optimizer, list[Tensor]]:
 
 
 def _holders(optimizer: Any) -> Iterator[tuple[Any, Optimizer]]:
-    """Each optimizer of torch, with the object that holds it."""
+    """Each optimizer of torch, with the object that holds it. A scheduler has one too, and is not one."""
+    if not hasattr(optimizer, "zero_grad"):
+        return
     chained = getattr(optimizer, "chained_optimizers", None)
     if isinstance(chained, Iterable):
         for one in chained:

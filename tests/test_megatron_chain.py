@@ -240,8 +240,12 @@ def test_one_that_cannot_be_offloaded_leaves_none_offloaded() -> None:
     assert not isinstance(loop.dense.optimizer, OffloadedOptimizer)
     with pytest.raises(TypeError, match="is not offloaded"):
         offload_states(loop.optimizer)
-    with pytest.raises(TypeError, match=r"expected a torch.optim.Optimizer, or one of Megatron's"):
-        offload_states(object())
+    scheduler = torch.optim.lr_scheduler.LambdaLR(loop.dense.optimizer, lambda _: 1.0)  # holds an optimizer, too
+    for other in (object(), scheduler):
+        with pytest.raises(TypeError, match=r"expected a torch.optim.Optimizer, or one of Megatron's"):
+            offload_states(other)
+        with pytest.raises(TypeError, match=r"expected a torch.optim.Optimizer"):
+            offload_optimizer(other)
 
 
 def test_state_dicts_of_a_chain() -> None:

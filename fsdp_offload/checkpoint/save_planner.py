@@ -8,8 +8,9 @@
 DCP takes the same chunk of the same key on several ranks for replicas and keeps that of one. They are replicas where
 the mesh of the tensor says so: within a mesh over all ranks, the same chunk is the same elements. Where a mesh covers
 only some of the ranks (experts, tensor-parallel ranks with copies of a norm, pipeline stages with tied embeddings) and
-for plain tensors nothing says it, and the content does: each such tensor is hashed where it is, on the device or on the
-host (there about 1 GB/s for each core). The hashes travel with the plans that DCP gathers anyway; no collective is added.
+for plain tensors nothing says it, and the content does: each such tensor is hashed where it is, on the device or on
+the host (there about 1 GB/s for each core). The hashes travel with the plans that DCP gathers anyway; no collective is
+added.
 """
 
 import dataclasses
