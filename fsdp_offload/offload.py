@@ -380,11 +380,11 @@ def _logical_step(self: OffloadedOptimizer, closure: Callable[[], Any] | None = 
         if not attachment.has_stepped:
             _check_still_of_model(self)
             attachment.has_stepped = True
-        if engine.habits.reads_param_grad:
-            check_gradients_are_read(self, engine.names)
         states = _states_of(self, engine).unwaited
         if attachment.overlap is not None:
             attachment.overlap.before_step()
+        if engine.habits.reads_param_grad:
+            check_gradients_are_read(self, engine.names)
         if not engine.step(self, states, kwargs):
             _explain_no_gradient(self)
         if attachment.overlap is not None:
