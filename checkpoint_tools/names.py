@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 Path = tuple[str | int, ...]
 
-_BY_FQN = ("state", "param_groups", "param_to_group_meta")
+_BY_FQN = ("state", "param_groups")
 
 
 class StateName(NamedTuple):
