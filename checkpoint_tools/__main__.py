@@ -10,14 +10,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn, TypeVar
 
+from .errors import NEED_EXTRA, CheckpointError
+
 try:
     import typer
 except ImportError:
-    sys.exit("The checkpoint tools need the extra 'tools': pip install 'fsdp-offload[tools]'")
+    sys.stderr.write(f"{NEED_EXTRA}\n")
+    sys.exit(2)
 except KeyboardInterrupt:
     sys.exit(130)
 
-from .errors import CheckpointError
 from .formats import CASTABLE, is_torch_file
 from .patterns import idle_patterns, matches
 from .printing import be_printable, printable
@@ -78,32 +80,39 @@ def command(name: str, description: str | None = None) -> Callable[[Command], Co
     def register(run: Command) -> Command:
         @functools.wraps(run)
         def guarded(*args: Any, **kwargs: Any) -> None:
-            try:
+            with _errors_in_a_line():
                 run(*args, **kwargs)
-            except CheckpointError as error:
-                _fail(str(error))
-            except BrokenPipeError:
-                raise  # the reader of our output has left; the command line knows
-            except OSError as error:
-                _fail(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error))
-            except KeyboardInterrupt:
-                raise typer.Exit(INTERRUPTED) from None  # 1 would say that something is different, or not whole
-            except MemoryError:
-                _fail("there is not enough memory; see --max-memory")
-            except typer.Exit:
-                raise
-            except Exception as error:  # as it is for all errors: 1 would say that something is different
-                if os.environ.get("CHECKPOINT_TOOLS_TRACEBACK"):
-                    raise
-                _fail(
-                    f"unexpected {type(error).__name__}: {error}. This should not happen: please report it, with what "
-                    "CHECKPOINT_TOOLS_TRACEBACK=1 in the environment shows"
-                )
 
         app.command(name, help=description)(guarded)
         return run
 
     return register
+
+
+@contextmanager
+def _errors_in_a_line() -> Iterator[None]:
+    """None of them is exit code 1, which would say that something is different, or not whole."""
+    try:
+        yield
+    except CheckpointError as error:
+        _fail(str(error))
+    except (BrokenPipeError, typer.Exit):
+        raise  # the reader of our output has left; the command line knows
+    except OSError as error:
+        _fail(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error))
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None
+    except MemoryError:
+        _fail("there is not enough memory; see --max-memory")
+    except Exception as error:
+        if os.environ.get("CHECKPOINT_TOOLS_TRACEBACK"):
+            raise
+        if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == "rich":
+            _fail(NEED_EXTRA)
+        _fail(
+            f"unexpected {type(error).__name__}: {error}. This should not happen: please report it, with what "
+            "CHECKPOINT_TOOLS_TRACEBACK=1 in the environment shows"
+        )
 
 
 def _fail(message: str) -> NoReturn:

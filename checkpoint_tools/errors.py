@@ -1,5 +1,7 @@
 """The one error that users of the tools see."""
 
+NEED_EXTRA = "The checkpoint tools need the extra 'tools': pip install 'fsdp-offload[tools]'"
+
 
 class CheckpointError(Exception):
     """Something about a checkpoint, or about what was asked for, is wrong.

@@ -37,7 +37,7 @@ def to_json(value: Any) -> Any:
         NotPlainError: it has no such form.
     """
     if has_more_values(value, MAX_VALUES):
-        raise NotPlainError(f"more than {MAX_VALUES:,} values")
+        raise NotPlainError(f"more than {MAX_VALUES:,} values, or one that contains itself")
     try:
         return _to_json(value)
     except RecursionError as error:

@@ -11,25 +11,26 @@ says which rows of it a rank has.
 """
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fsdp_offload.checkpoint import ShardChunks, ShardTensor, chunks_of
-from fsdp_offload.checkpoint.layouts import by_fqn, flattened
+from fsdp_offload.checkpoint import ShardChunks, ShardTensor, chunks_of, with_chunks, with_parameter_chunks
+from fsdp_offload.checkpoint.chunks import says_its_chunks
+from fsdp_offload.checkpoint.layouts import by_fqn, flattened, is_fsdp_dtensor
+from fsdp_offload.checkpoint.state_dict import is_flat_state
 from fsdp_offload.fsdp import is_dtensor, local_shard, over_part
 from fsdp_offload.masters import MASTER, is_duplicate
 
 from .options import check_same_options, holds_tensors
+from .owners import Owner, Owners
 from .parts import Comb, part_chunks, span_of
 from .rules import Match, Rule, find_matches, find_parts
 
 StateDict = dict[str, Any]
-
-_MEGATRON_SLICE = "megatron_fsdp_slice"
 
 
 class _Origin(NamedTuple):
@@ -55,17 +56,23 @@ def split_state_dict(
     rules: Sequence[Rule],
     *,
     values: Mapping[str, float] | None = None,
+    model: nn.Module | None = None,
 ) -> tuple[StateDict, StateDict | None]:
     """Exchange every fused tensor for its parts, in the model's and the optimizer's state dict.
 
     Args:
-        model_state: ``{fqn: tensor}``: DTensors, plain tensors, Megatron-FSDP parameters. (Those themselves, as
-            ``named_parameters()`` gives them: its ``state_dict()`` loses what they know of their slices.)
-        optim_state: nested or flattened, as ``get_optimizer_state_dict`` gives it, or ``None``. State that is shaped
-            like the parameter is split like it, also where it is the flat local part of a Megatron-FSDP buffer;
-            counters and numbers are copied; ``master_param`` of the parameter's own dtype repeats it and is left out.
+        model_state: ``{fqn: tensor}``: DTensors, plain tensors, Megatron-FSDP parameters.
+        optim_state: in any layout of ``get_optimizer_state_dict``, or ``None``. Its names may have ``module.`` in front
+            more often than the model's. State that is shaped like the parameter is split like it, also where it is the
+            flat local part of a Megatron-FSDP buffer; counters and numbers are copied; ``master_param`` of the
+            parameter's own dtype repeats it and is left out. State of other parameters gets their chunks where its own
+            placements are nominal. Megatron's ``param_to_group_meta`` stays as it is: that goes by the names of the
+            fused parameters there.
         rules: see :mod:`checkpoint_tools.rules`.
         values: config values that the rules' sizes name.
+        model: whose ``state_dict()`` ``model_state`` is, if that is one of Megatron-FSDP: it knows the slices that the
+            values have lost. Where experts are renumbered, call
+            :func:`~fsdp_offload.checkpoint.with_parameter_chunks` before that, instead.
 
     Returns:
         New dicts; what is not fused is taken over as it is. Parts are views of the memory of the fused tensors, except
@@ -75,17 +82,28 @@ def split_state_dict(
     Raises:
         ValueError: rules do not fit the keys or the shapes; state of another shape than its parameter, by name.
     """
+    if model is not None:
+        model_state = with_parameter_chunks(model, model_state)
     matches = find_matches(model_state, rules)
     shapes = {key: tuple(value.shape) for key, value in model_state.items() if isinstance(value, Tensor)}
     splits = {match.fused: _split_of(match, model_state[match.fused], shapes, values or {}) for match in matches}
-    model: StateDict = {}
+    split_model: StateDict = {}
     for key, value in model_state.items():
-        model.update(splits[key].named(splits[key].parts_of(value, key)) if key in splits else {key: value})
+        split_model.update(splits[key].named(splits[key].parts_of(value, key)) if key in splits else {key: value})
     if optim_state is None:
-        return model, None
-    _check_same_names(by_fqn(optim_state).state, splits, rules)
-    names = {fqn: split.match.parts for fqn, split in splits.items()}
-    return model, _exchange(optim_state, names, lambda fqn, state: _split_values(splits.get(fqn), fqn, state))
+        return split_model, None
+    owners = _owners_of(optim_state, model_state, splits.__contains__)
+    _check_same_names(owners, splits, rules)
+    split_of = {fqn: splits.get(owner.key) if owner else None for fqn, owner in owners.items()}
+    names = {fqn: _own(owners[fqn], split.match.parts) for fqn, split in split_of.items() if split is not None}
+
+    def exchanged(fqn: str, state: dict[str, Any]) -> dict[str, dict[str, Any]]:
+        split, owner = split_of[fqn], owners[fqn]
+        if split is None:
+            return {fqn: state if owner is None else _with_chunks_of(model_state[owner.key], state)}
+        return dict(zip(names[fqn], _split_values(split, fqn, state), strict=True))
+
+    return split_model, _exchange(optim_state, names, exchanged)
 
 
 def merge_state_dict(
@@ -118,19 +136,26 @@ def merge_state_dict(
         return model, None
     saved = by_fqn(optim_state)
     states = saved.state
+    owners = _owners_of(optim_state, model_state, {*merged, *others}.__contains__)
+    fqn_of = {owner.key: fqn for fqn, owner in owners.items() if owner is not None}
     for match in matches:
-        check_same_options(match.fused, {part: saved.entries.get(part) for part in match.parts})
+        check_same_options(match.fused, {part: saved.entries.get(fqn_of.get(part, part)) for part in match.parts})
+    names: dict[str, Sequence[str]] = {}
+    for fqn, owner in owners.items():
+        if owner is not None and owner.key in merged:
+            names[fqn] = _own(owner, (merged[owner.key].fused,))
+        elif owner is not None and owner.key in others:
+            names[fqn] = ()
 
     def merge(fqn: str, state: dict[str, Any]) -> dict[str, dict[str, Any]]:
-        if fqn in others:
-            return {}
-        if fqn not in merged:
+        if fqn not in names:
             return {fqn: state}
-        match = merged[fqn]
-        parts = [states.get(part, {}) for part in match.parts]
-        return {match.fused: _merged_values(match, parts, values or {})}
+        if not names[fqn]:
+            return {}
+        match = merged[owners[fqn].key]  # type: ignore[union-attr]  # it has one, since it has a name
+        parts = [states.get(fqn_of.get(part, part), {}) for part in match.parts]
+        return {names[fqn][0]: _merged_values(match, parts, values or {})}
 
-    names = {fqn: (match.fused,) for fqn, match in merged.items()} | dict.fromkeys(others, ())
     return model, _exchange(optim_state, names, merge)
 
 
@@ -172,11 +197,12 @@ class _Split(NamedTuple):
             return chunks_of(memory) if is_whole_shape else None
         if is_whole_shape and is_dtensor(value):
             # Placements of Megatron-FSDP's tensors are nominal: their chunks are the parameter's.
-            own = self.chunks if hasattr(self.param, _MEGATRON_SLICE) else chunks_of(value)
+            is_nominal = says_its_chunks(self.param) and not says_its_chunks(value)
+            own = self.chunks if is_nominal else chunks_of(value)
             return own if own.local_numel == memory.numel() else None
         # What some optimizers keep: this rank's elements, shaped as in the parameter or flat, and maybe without a mesh.
         is_shaped = tuple(memory.shape) == tuple(local_shard(self.param).shape)
-        is_flat = memory.dim() == 1 and len(self.chunks.local_shape) == 1
+        is_flat = is_flat_state(self.param, value) or (memory.dim() == 1 and says_its_chunks(self.param))
         is_local = memory.numel() == self.chunks.local_numel and (is_shaped or is_flat)
         return self.chunks if is_local else None
 
@@ -241,9 +267,47 @@ def _write(whole: Tensor, dim: int, comb: Comb, part: Tensor) -> None:
 # Optimizer state -----------------------------------------------------------------------------------------------------
 
 
-def _check_same_names(fqns: Iterable[str], splits: Mapping[str, _Split], rules: Sequence[Rule]) -> None:
+def _with_chunks_of(param: Any, state: dict[str, Any]) -> dict[str, Any]:
+    """``state`` of a parameter that is not split; where its placements are nominal, with the parameter's chunks."""
+    if not isinstance(param, Tensor) or not is_dtensor(param) or not says_its_chunks(param):
+        return state
+    chunks = chunks_of(param)
+    return {
+        name: with_chunks(value, shard_chunks=chunks) if _is_nominal(value, chunks) else value
+        for name, value in state.items()
+    }
+
+
+def _is_nominal(value: Any, chunks: ShardChunks) -> bool:
+    if not isinstance(value, Tensor) or not is_dtensor(value) or says_its_chunks(value):
+        return False
+    return tuple(value.shape) == chunks.global_shape and local_shard(value).numel() == chunks.local_numel
+
+
+def _owners_of(
+    optim_state: Mapping[str, Any], model_state: Mapping[str, Any], is_changed: Callable[[str], bool]
+) -> dict[str, Owner | None]:
+    """Whose state it is, by FQN: of all that the optimizer has and all that its groups list."""
+    saved = by_fqn(optim_state)
+    owners = Owners(model_state)
+    return {
+        fqn: owners.of(fqn, lambda one, other: not (is_changed(one) or is_changed(other)))
+        for fqn in dict.fromkeys((*saved.state, *saved.entries))
+    }
+
+
+def _own(owner: Owner | None, keys: Sequence[str]) -> tuple[str, ...]:
+    """What the optimizer calls these tensors of the model."""
+    assert owner is not None, "it has been exchanged by its owner"
+    return tuple(owner.own(key, owner.own_lead + owner.key) for key in keys)
+
+
+def _check_same_names(
+    owners: Mapping[str, Owner | None], splits: Mapping[str, "_Split"], rules: Sequence[Rule]
+) -> None:
     """A fused parameter in the optimizer's state alone would stay fused, without a word."""
-    strange = [fqn for fqn in fqns if fqn not in splits and any(rule.match(fqn) for rule in rules)]
+    kept = [fqn for fqn, owner in owners.items() if owner is None or owner.key not in splits]
+    strange = [fqn for fqn in kept if any(rule.match(fqn) for rule in rules)]
     if strange:
         raise ValueError(
             f"the optimizer has state of {strange[0]}, which is fused, and the model's state dict has no such tensor. "
@@ -264,6 +328,9 @@ def _exchange(
         exchanged: the state of one, as that of those.
     """
     saved = by_fqn(optim_state)
+    if is_fsdp_dtensor(optim_state):
+        states = (exchanged(fqn, state) for fqn, state in saved.state.items())
+        return {**optim_state, "state": {new: values for each in states for new, values in each.items()}}
     is_nested = isinstance(optim_state.get("param_groups"), Sequence)
     groups = (
         [dict(group) for group in optim_state["param_groups"]]
@@ -278,16 +345,14 @@ def _exchange(
     return nested if is_nested else flattened(nested)
 
 
-def _split_values(split: _Split | None, fqn: str, state: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    if split is None:
-        return {fqn: state}
+def _split_values(split: _Split, fqn: str, state: dict[str, Any]) -> list[dict[str, Any]]:
     parts: list[dict[str, Any]] = [{} for _ in split.combs]
     for name, value in state.items():
         if name == MASTER and isinstance(value, Tensor) and is_duplicate(split.param, value.dtype):
             continue
         for part, piece in zip(parts, _split_value(split, f"{fqn}.{name}", value), strict=True):
             part[name] = piece
-    return split.named(parts)
+    return parts
 
 
 def _split_value(split: _Split, where: str, value: Any) -> list[Any]:

@@ -1,5 +1,6 @@
 """Optimizer-state offload for PyTorch FSDP2: pinned host memory, the user's own optimizer, bitwise the same result."""
 
+from .chain import offload_states, release_states, reload_states
 from .offload import (
     OffloadedOptimizer,
     is_offloaded,
@@ -21,8 +22,11 @@ __all__ = [
     "offload_model",
     "offload_optimizer",
     "offload_report",
+    "offload_states",
+    "release_states",
     "reload_before",
     "reload_model",
+    "reload_states",
     "remove_offload",
     "synchronize",
 ]

@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .engine import Engine, inside
 from .overlap import Overlap
+from .parking import ParkedParameters
 from .update import ENGINE_ATTRIBUTE
 
 
@@ -30,6 +31,7 @@ class Attachment:
     undo_step: list[Callable[[], None]]
     bypass_guard: RemovableHandle
     overlap: Overlap | None = None
+    parked: ParkedParameters | None = None  # parameters that leave the device with the state
     stepping: bool = False
     told_no_gradient: bool = False
     has_updated: bool = False

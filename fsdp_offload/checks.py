@@ -74,7 +74,8 @@ def check_traits(optimizer: Optimizer, traits: Traits, policy: OffloadPolicy, na
     if policy.host_fraction and not traits.takes_host:
         raise ValueError(
             f"offload_optimizer: host_fraction={policy.host_fraction!r} is for the elementwise optimizers of "
-            f"torch.optim, which can update on the CPU, and {type(optimizer).__name__} is not one of them. Leave it 0."
+            f"torch.optim, which can update on the CPU, and {type(optimizer).__name__} is not one of them. Leave it 0"
+            f"{traits.habits.instead_of_host_fraction}."
         )
     if policy.master_weights == "none":
         return
@@ -90,6 +91,19 @@ def check_traits(optimizer: Optimizer, traits: Traits, policy: OffloadPolicy, na
             f"offload_optimizer: master_weights='remainder' is for bf16, whose 16 bits are the upper ones of fp32; "
             f"{len(fp16)} parameters are fp16 ({', '.join(fp16[:4])}). Use 'fp32'."
         )
+
+
+def check_gradients_are_read(optimizer: Optimizer, names: Mapping[Tensor, str]) -> None:
+    """Refuse to step where all that a parameter has been given is a gradient that this class does not look at."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param.grad is None and getattr(param, "decoupled_grad", None) is not None:
+                raise RuntimeError(
+                    f"step(): the gradient of {names.get(param, 'a parameter')} is in param.decoupled_grad, where "
+                    "Megatron's use_precision_aware_optimizer puts it, and this optimizer reads param.grad: nothing "
+                    "would be updated. Use Transformer Engine's FusedAdam(use_decoupled_grad=True), or leave "
+                    "use_precision_aware_optimizer off. Nothing has been changed."
+                )
 
 
 def _holds_optimizer(value: object) -> bool:

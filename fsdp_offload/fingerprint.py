@@ -27,9 +27,9 @@ _WORD_DTYPES = (torch.int32, torch.int16, torch.uint8)
 class Hasher:
     """The random numbers, and the memory for products. One for each stream: what it hashes is in order there."""
 
-    def __init__(self, device: torch.device) -> None:
-        """Take the memory from the current stream: 12 MiB."""
-        chance = torch.Generator().manual_seed(_SEED)  # not the user's generator
+    def __init__(self, device: torch.device, seed: int | None = None) -> None:
+        """Take the memory from the current stream: 12 MiB. Hashes of other processes compare if ``seed`` is theirs."""
+        chance = torch.Generator().manual_seed(_SEED if seed is None else seed)  # not the user's generator
         weights = torch.randint(-(1 << 62), 1 << 62, (ROW_WORDS,), generator=chance, device="cpu")
         self.weights = (2 * weights + 1).to(device)
         self.products = torch.empty(_PIECE_WORDS, dtype=torch.int64, device=device)

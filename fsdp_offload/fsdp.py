@@ -50,6 +50,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import TensorMeta
 
+_SAYS_CHUNKS = {"__create_chunk_list__", "__create_write_items__"}
+"""What a local tensor has beside its memory if it says itself which chunks of the global tensor it is."""
+
 
 def is_dtensor(tensor: object) -> bool:
     """Whether ``tensor`` is sharded or replicated over a device mesh."""
@@ -71,14 +74,26 @@ def version_of(tensor: Tensor) -> tuple[int, int]:
     return tensor._version, local_shard(tensor)._version
 
 
+def said_chunks(tensor: Tensor) -> Sequence[Any] | None:
+    """The chunks that the local tensor of a DTensor names itself, for DCP; ``None`` where the placements say them."""
+    say = getattr(local_shard(tensor), "__create_chunk_list__", None) if isinstance(tensor, DTensor) else None
+    return None if say is None else say()
+
+
 def over_local(like: Tensor, local: Tensor) -> Tensor:
     """``local`` as a DTensor with the mesh, placements and global shape of ``like``; ``local`` if that is plain.
 
     The local tensor may live on another device than the mesh (host memory under a CUDA mesh) and may have another
-    dtype than ``like``. Nothing is copied or moved.
+    dtype than ``like``. Nothing is copied or moved. What the local tensor of ``like`` says of its chunks (Megatron's
+    uneven DTensors, whose placements are nominal), one of the same shape says as well.
     """
     if not isinstance(like, DTensor):
         return local
+    said = vars(like._local_tensor)
+    if said and local.shape == like._local_tensor.shape and not local.is_meta:
+        for name in _SAYS_CHUNKS & said.keys():
+            if not hasattr(local, name):
+                setattr(local, name, said[name])
     meta = like._spec.tensor_meta
     assert meta is not None, "a DTensor always knows its global shape"
     if meta.dtype == local.dtype:
@@ -103,6 +118,11 @@ def without_data(value: Tensor) -> Tensor:
 def placements_of(tensor: Tensor) -> object:
     """Mesh and placements, to be compared and shown; ``None`` for a plain tensor."""
     return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+
+
+def mesh_size(tensor: Tensor) -> int:
+    """Ranks of the mesh of a DTensor; none for a plain tensor."""
+    return tensor.device_mesh.size() if isinstance(tensor, DTensor) else 0
 
 
 def has_replicas(param: Tensor) -> bool:

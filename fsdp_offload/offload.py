@@ -9,6 +9,7 @@ import weakref
 from abc import ABCMeta
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
 import torch
@@ -22,8 +23,10 @@ from .attachment import (
     unwrap,
     wrappers_around,
 )
+from .chain import offload_each
 from .checks import (
     check_attachable,
+    check_gradients_are_read,
     check_params,
     check_traits,
     check_types,
@@ -36,12 +39,14 @@ from .fsdp import is_called_compiled, run_hooked
 from .load import check_loadable
 from .optimizers import traits_for
 from .overlap import group_numbers, make_overlap
+from .parking import ParkedParameters
 from .policy import OffloadPolicy
 from .reload_before import tell_if_never_reloaded
 from .report import OffloadReport
 from .reporting import notes_of, report_of
 from .state import OffloadedState, UnwaitedStates
 from .update import ENGINE_ATTRIBUTE, UserState
+from .wrapped import is_wrapped, optimizers_in
 from .wrong_order import (
     check_at_first_forward,
     line_to_write,
@@ -80,7 +85,8 @@ def offload_optimizer(
 
     Args:
         optimizer: any ``torch.optim`` optimizer except LBFGS and SparseAdam, or another that updates its parameters
-            independently of each other. The wrappers of accelerate, Lightning and Fabric are seen through.
+            independently of each other. The wrappers of accelerate, Lightning and Fabric are seen through, and so are
+            Megatron's optimizers and chains of them: each of torch's in there is offloaded, or none.
         model: the model whose parameters it has. Gives the order of the buckets, names for messages, and more checks.
         policy: sizes of staging, buckets and what stays on the device.
         exist_ok: do nothing where it is offloaded already, for the same model and with the same policy: for code that
@@ -94,6 +100,9 @@ def offload_optimizer(
         RuntimeError: it is offloaded already, or a CUDA graph is being captured.
         MemoryError: host memory does not suffice.
     """
+    if is_wrapped(optimizer):
+        offload_each(optimizer, functools.partial(offload_optimizer, exist_ok=exist_ok), remove_offload, model, policy)
+        return optimizer
     given, policy = policy, OffloadPolicy() if policy is None else policy
     check_types(model, policy)
     *wrappers, target = wrappers_around(optimizer)
@@ -172,12 +181,18 @@ def remove_offload(optimizer: _Optimizer) -> _Optimizer:
     Raises:
         RuntimeError: it is not offloaded, or an exception has left its state half updated.
     """
+    if is_wrapped(optimizer):
+        for inner in optimizers_in(optimizer):
+            remove_offload(inner)
+        return optimizer
     target = unwrap(optimizer)
     attachment = attachment_of(target)
     if attachment is None:
         raise RuntimeError(f"remove_offload: this {type(target).__name__} is not offloaded.")
     engine = attachment.engine
     engine.steps.check_usable("remove_offload()")
+    if attachment.parked is not None:
+        attachment.parked.bring_back()
     if engine.policy.master_weights != "none":
         warnings.warn(
             "remove_offload: the masters of low-precision parameters go, and their state is rounded to the parameters' "
@@ -374,6 +389,9 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
         """Block the host until transfers and updates are done, parameters are new and all state is at home."""
         _engine_of(self).synchronize()
         _unguard(self)
+        parked = _parked_by(self)
+        if parked is not None:
+            parked.settle()
 
     @_of_the_real_optimizer
     def offload_states(self) -> None:
@@ -387,6 +405,10 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
         """
         engine = _engine_of(self)
         engine.phases.offload(_states_of(self, engine).unwaited)
+        parked = _parked_by(self)
+        if parked is not None:
+            engine.steps.wait_for_all()  # updates on other streams write them
+            parked.offload()
 
     @_of_the_real_optimizer
     def release_states(self) -> None:
@@ -396,24 +418,39 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
         all of them have released it.
         """
         _engine_of(self).phases.release()
+        parked = _parked_by(self)
+        if parked is not None:
+            parked.release()
 
     @_of_the_real_optimizer
-    def reload_states(self) -> None:
+    def reload_states(self, *, free_host_memory: bool = False) -> None:
         """Start loading what the policy allows: resident state, and the first buckets of the next step. Asynchronous.
 
         For the time when the last gradients are being reduced; see :func:`reload_before`. Harmless when all is there.
         Before the first two steps it is not known what a step will need, and only resident state is loaded.
+
+        Args:
+            free_host_memory: give back the pinned memory that resident state was kept in, instead of keeping it for
+                the next :meth:`offload_states`. The host waits for the copies then.
         """
         engine, attachment = _engine_of(self), attachment_of(self)
         if attachment is not None and attachment.overlap is not None:
             attachment.overlap.before_reload()
+        parked = _parked_by(self)
+        if parked is not None:
+            parked.reload()
         engine.reload(self, _states_of(self, engine).unwaited)
+        if free_host_memory:
+            engine.phases.free_host_memory()
+            if parked is not None:
+                parked.free_host_memory()
 
     @_of_the_real_optimizer
     def offload_report(self) -> OffloadReport:
         """Bytes by place, rates, and times of the last step; waits for that step. ``str()`` of it is a table."""
-        engine = _engine_of(self)
-        return report_of(engine, _states_of(self, engine).unwaited)
+        engine, parked = _engine_of(self), _parked_by(self)
+        report = report_of(engine, _states_of(self, engine).unwaited)
+        return report if parked is None else replace(report, host_bytes=report.host_bytes + parked.host_bytes)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise TypeError(_NO_COPY.format(name=type(self).__name__))
@@ -433,6 +470,9 @@ def _logical_step(self: OffloadedOptimizer, closure: Callable[[], Any] | None = 
     engine = _engine_of(self)
     engine.steps.check_usable("step()", mid_step=True)
     refuse_capture(engine.device)
+    parked = _parked_by(self)
+    if parked is not None:
+        parked.bring_back()
     loss = None
     if closure is not None:
         if not engine.layouts.traits.known:
@@ -451,6 +491,8 @@ def _logical_step(self: OffloadedOptimizer, closure: Callable[[], Any] | None = 
         states = _states_of(self, engine).unwaited
         if attachment.overlap is not None:
             attachment.overlap.before_step()
+        if engine.habits.reads_param_grad:
+            check_gradients_are_read(self, engine.names)
         if engine.step(self, states, kwargs):
             attachment.has_updated = True
         else:
@@ -632,6 +674,11 @@ def _engine_of(optimizer: Optimizer) -> Engine:
     attachment = attachment_of(optimizer)
     assert attachment is not None, "an OffloadedOptimizer always has an engine"
     return attachment.engine
+
+
+def _parked_by(optimizer: Optimizer) -> ParkedParameters | None:
+    attachment = attachment_of(optimizer)
+    return None if attachment is None else attachment.parked
 
 
 def _unwaited_states(optimizer: Optimizer) -> UnwaitedStates:

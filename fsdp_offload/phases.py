@@ -88,6 +88,14 @@ class Phases:
         self._steps.forget_bound()
         self.away = False
 
+    def free_host_memory(self) -> None:
+        """Give back the host memory of resident state that is on the device; the host waits for copies from it."""
+        if self.away:
+            return
+        if self._moved is not None:
+            self._moved.synchronize()
+        self._plan.give_back_host_places()
+
     def take_along(self, shards: Iterable[StateShard]) -> None:
         """State that was added while the rest is away lives on the host as well. It holds nothing yet."""
         new = [shard for shard in shards if shard.resident and self.away]

@@ -110,6 +110,7 @@ class Plan:
         self._host_taken = NOTHING_YET
         self.shards: dict[Tensor, StateShard] = {}
         self.regions: list[Region] = []
+        self._of_resident: list[tuple[Region, list[StateShard]]] = []  # those of the regions that only these may use
         self.spare_bytes = 0
         self.ring = RingBlocks(())
         self.resident_bytes = 0
@@ -315,8 +316,24 @@ class Plan:
         check_host_memory(plan.home_nbytes, self._policy.host_limit_bytes, held_bytes)
         region = self._region(plan.home_nbytes, plan.home_breaks)
         self.regions += [region] if region.nbytes else []
+        self._of_resident.append((region, homeless))
         for shard, home in zip(homeless, _homes(homeless, plan, partial(_host_leaf, region)), strict=True):
             shard.host_places = [home]
+
+    def give_back_host_places(self) -> None:
+        """Let go of the host memory that :meth:`take_host_places` has taken, where nobody reads it any more.
+
+        What became resident after it had lived on the host keeps its place among the others, in one region with them.
+        """
+        kept = []
+        for region, shards in self._of_resident:
+            if any(home.is_read() for shard in shards for home in shard.host_places):
+                kept.append((region, shards))
+                continue
+            for shard in shards:
+                shard.host_places = []
+            self.regions = [other for other in self.regions if other is not region]
+        self._of_resident = kept
 
     def _shards_in(self, numbers: Iterable[int]) -> list[StateShard]:
         covered = (shard for number in numbers for shard in self._buckets[number].covers())
@@ -404,6 +421,7 @@ class Plan:
         """Drop all buckets and homes. Whoever still holds a state tensor keeps its region alive."""
         self.shards.clear()
         self.regions.clear()
+        self._of_resident.clear()
         self._buckets.clear()
         self._staged.clear()
         self.ring = RingBlocks(())

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from .attachment import Attachment, attachment_of, unwrap
+from .attachment import Attachment, attachment_of
+from .wrapped import optimizers_in
 
 
 def reload_before(callback: Callable[..., Any] | None, optimizer: Optimizer) -> Callable[..., Any]:
@@ -25,12 +26,15 @@ def reload_before(callback: Callable[..., Any] | None, optimizer: Optimizer) -> 
 
     Args:
         callback: what has been bound; ``None`` if nothing has.
-        optimizer: an offloaded one. Wrap once for each of several.
+        optimizer: an offloaded one, or an object of Megatron's or a chain that holds some: then all reload. Of several
+            others, wrap once for each.
 
     Raises:
         TypeError: ``optimizer`` is not offloaded.
     """
-    target = unwrap(optimizer)
+    *others, target = optimizers_in(optimizer)
+    for other in others:
+        callback = reload_before(callback, other)
     attachment = attachment_of(target)
     if attachment is None:
         raise TypeError(

@@ -15,15 +15,13 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from .arena import Region
 from .asleep import fall_asleep, is_asleep
-from .buckets import ALIGN_BYTES, BREAK_BYTES
 from .fsdp import (
     drop_gathered_gradients,
     fsdp_modules,
@@ -34,12 +32,10 @@ from .fsdp import (
     uses_cpu_offload_policy,
     wait_for_updates,
 )
-from .host_memory import check_host_memory
+from .parking import Place, Storage, lay_out, new_region, pieces
 from .transfer import DeviceLink, device_link
 
 logger = logging.getLogger(__name__)
-
-Storage = torch.UntypedStorage
 
 
 def offload_model(model: nn.Module, *, gradients: Literal["offload", "drop"] = "offload") -> int:
@@ -87,7 +83,7 @@ def offload_model(model: nn.Module, *, gradients: Literal["offload", "drop"] = "
     found = [*_own_tensors(model), *(_gradients_of(model) if gradients == "offload" else ())]
     storages, left = _storages_of(found, at_home=uses_cpu_offload_policy(model))
     _tell(model, left)
-    places = _lay_out(storages)
+    places = lay_out(storages)
     if places:
         _store(_region_for(model, places), places)
     if gradients == "drop":
@@ -120,23 +116,20 @@ def reload_model(model: nn.Module, *, free_host_memory: bool = False) -> None:
         _regions.pop(model, None)  # a region waits for the device before it lets go of its pages
 
 
-class _Place(NamedTuple):
-    """One storage, and where its bytes are kept in the arena."""
-
-    storage: Storage
-    offset: int
-    nbytes: int
-
-
 @dataclass(eq=False)
 class _Sleep:
     """What a model is to get back, and who refuses to be used until then."""
 
-    places: Sequence[_Place]
+    places: Sequence[Place]
     tensors: Sequence[Tensor]
     modules: Iterable[nn.Module]
     wake_up: Callable[[], None]
 
+
+_NO_ROOM = (
+    "offload_model needs {nbytes} bytes of host memory for this rank's part of the model, and there is not enough. "
+    "Shard over more ranks, or pass gradients='drop'. Nothing has been changed."
+)
 
 _SLEEP = "_fsdp_offload_sleep"
 """A model's attribute while it is asleep. Not a table: what its tensors refer to may refer to the model."""
@@ -152,7 +145,7 @@ def _sleep_of(model: nn.Module) -> _Sleep | None:
 # Moving -------------------------------------------------------------------------------------------------------------
 
 
-def _store(region: Region, places: Sequence[_Place]) -> None:
+def _store(region: Region, places: Sequence[Place]) -> None:
     """Copy into the arena, and wait for that; the tensors stay as they are."""
     by_device = _by_device(places)
     for link, _ in by_device:
@@ -162,14 +155,14 @@ def _store(region: Region, places: Sequence[_Place]) -> None:
     for link, on_device in by_device:
         with link.in_use:
             lane = link.lanes(serial=False)["S"]
-            for host, device in _pieces(region, on_device):
+            for host, device in pieces(region, on_device):
                 lane.copy(host, device)
             stored.append(lane.mark())
     for mark in stored:
         mark.synchronize()
 
 
-def _free(model: nn.Module, places: Sequence[_Place], tensors: Sequence[Tensor]) -> None:
+def _free(model: nn.Module, places: Sequence[Place], tensors: Sequence[Tensor]) -> None:
     """Give back the device's memory; from now on those of ``tensors`` that lived there refuse to be used."""
     away = {_key(place.storage) for place in places}
     asleep = [layer for tensor in tensors if _lives_in(tensor, away) for layer in _layers(tensor)]
@@ -191,7 +184,7 @@ def _load(region: Region, sleep: _Sleep) -> None:
                 lanes["L"].wait(lanes["C"].mark())
                 for place in places:
                     place.storage.resize_(place.nbytes)
-                    for host, device in _pieces(region, [place]):
+                    for host, device in pieces(region, [place]):
                         lanes["L"].copy(device, host)
                 lanes["C"].wait(lanes["L"].mark())
     except BaseException:  # most likely, somebody else still has the memory
@@ -203,18 +196,8 @@ def _load(region: Region, sleep: _Sleep) -> None:
         raise
 
 
-def _pieces(region: Region, places: Sequence[_Place]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Bytes in the arena, and in the storages that they are of, in pieces that cross no break."""
-    for place in places:
-        whole = torch.empty(0, dtype=torch.uint8, device=place.storage.device).set_(place.storage)
-        begin, end = place.offset, place.offset + place.nbytes
-        first_break = (begin // BREAK_BYTES + 1) * BREAK_BYTES
-        for start, stop in pairwise([begin, *range(first_break, end, BREAK_BYTES), end]):
-            yield region.bytes[start:stop], whole[start - begin : stop - begin]
-
-
-def _by_device(places: Sequence[_Place]) -> list[tuple[DeviceLink, list[_Place]]]:
-    devices: dict[torch.device, list[_Place]] = {}
+def _by_device(places: Sequence[Place]) -> list[tuple[DeviceLink, list[Place]]]:
+    devices: dict[torch.device, list[Place]] = {}
     for place in places:
         devices.setdefault(place.storage.device, []).append(place)
     return [(device_link(device), on_device) for device, on_device in devices.items()]
@@ -223,34 +206,15 @@ def _by_device(places: Sequence[_Place]) -> list[tuple[DeviceLink, list[_Place]]
 # The arena ----------------------------------------------------------------------------------------------------------
 
 
-def _lay_out(storages: Sequence[Storage]) -> list[_Place]:
-    places, offset = [], 0
-    for storage in storages:
-        places.append(_Place(storage, offset, storage.nbytes()))
-        offset += -(-storage.nbytes() // ALIGN_BYTES) * ALIGN_BYTES
-    return places
-
-
-def _region_for(model: nn.Module, places: Sequence[_Place]) -> Region:
+def _region_for(model: nn.Module, places: Sequence[Place]) -> Region:
     """The one of the last sleep, if it is large enough."""
     nbytes = places[-1].offset + places[-1].nbytes
     region = _regions.get(model)
     if region is None or region.nbytes < nbytes:
         region = None
         _regions.pop(model, None)  # before the next is taken: there may not be room for both
-        region = _regions[model] = _new_region(nbytes, places[0].storage.device)
+        region = _regions[model] = new_region(nbytes, places[0].storage.device, _NO_ROOM)
     return region
-
-
-def _new_region(nbytes: int, device: torch.device) -> Region:
-    try:
-        check_host_memory(nbytes, None)
-    except MemoryError as error:
-        raise MemoryError(
-            f"offload_model needs {nbytes} bytes of host memory for this rank's part of the model, and there is not "
-            "enough. Shard over more ranks, or pass gradients='drop'. Nothing has been changed."
-        ) from error
-    return Region(nbytes, device=device, pin=device.type != "cpu", breaks=range(BREAK_BYTES, nbytes, BREAK_BYTES))
 
 
 # What a model consists of -------------------------------------------------------------------------------------------

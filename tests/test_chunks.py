@@ -13,6 +13,7 @@ import torch.distributed as dist
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
@@ -22,9 +23,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp_offload.checkpoint import ShardChunks, ShardTensor, chunks_of, with_chunks
-from fsdp_offload.checkpoint.rectangles import Cut, cut_chunks, ragged_chunks
-from fsdp_offload.fsdp import over_local
+from fsdp_offload.checkpoint import Chunk, ShardChunks, ShardTensor, chunks_of, with_chunks
+from fsdp_offload.checkpoint.rectangles import Cut, contiguous_strides, cut_chunks, ragged_chunks
+from fsdp_offload.fsdp import local_shard, over_local
 
 Shape = tuple[int, ...]
 
@@ -263,6 +264,66 @@ def test_a_megatron_parameter_without_a_slice_goes_by_its_placements():
         assert chunks_of(param) == chunks_of((3, 2))
 
 
+# --- what a local tensor says of itself ------------------------------------------------------------------------------
+
+
+def uneven(mesh: DeviceMesh, shape: Shape, offsets: Shape, sizes: Shape) -> DTensor:
+    """As Megatron's ``update_uneven_dtensor_chunk_metadata`` leaves it: two functions on the local tensor."""
+    stride = contiguous_strides(shape)
+    made = DTensor.from_local(torch.zeros(sizes), mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+    local: Any = local_shard(made)
+    chunk = ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
+    local.__create_chunk_list__ = lambda: [chunk]
+    local.__create_write_items__ = lambda fqn, tensor: [(fqn, chunk)] if tensor.to_local().numel() else []
+    return made
+
+
+def test_what_a_local_tensor_says_wins_over_its_placements():
+    """4 and 8 rows, which ``Shard(0)`` would read as 6 and 6."""
+    rows = [(0, 4), (4, 8)]
+    parts = []
+    for (mesh, _), (begin, count) in zip(all_ranks((2,)), rows, strict=True):
+        parts.append(chunks_of(uneven(mesh, (12, 5), (begin, 0), (count, 5))))
+        assert parts[-1].chunks == (Chunk((begin, 0), (count, 5), 0, (5, 1)),)
+    assert_tile((12, 5), parts)
+
+
+def test_an_empty_part_that_says_where_it_would_begin_collides_with_nothing():
+    for (mesh, _), begin in zip(all_ranks((2,)), (0, 12), strict=True):
+        assert chunks_of(uneven(mesh, (12, 5), (begin, 0), (0, 5))).chunks[0].offsets == (12, 0)
+
+
+def test_a_tensor_made_like_another_says_the_same():
+    for mesh, _ in all_ranks((2,)):
+        param = uneven(mesh, (12, 5), (4, 0), (8, 5))
+        home = over_local(param, torch.zeros(8, 5, dtype=torch.float64))
+        assert chunks_of(home) == chunks_of(param)
+        assert home.__create_write_items__("x", home)[0][1].sizes == (8, 5)
+        carried = with_chunks(param)
+        assert chunks_of(carried) == chunks_of(param)
+        assert [item.index.offset for item in carried.__create_write_items__("x", carried)] == [(4, 0)]
+        whole_parts = over_local(param, torch.zeros(3, 5))  # another part of it
+        assert not hasattr(local_shard(whole_parts), "__create_chunk_list__")
+
+
+def test_a_local_tensor_of_another_size_than_it_says_is_refused():
+    for mesh, _ in all_ranks((2,)):
+        param = uneven(mesh, (12, 5), (4, 0), (8, 5))
+        local: Any = local_shard(param)
+        local.__create_chunk_list__ = lambda: [ChunkStorageMetadata(torch.Size((4, 0)), torch.Size((7, 5)))]
+        with pytest.raises(ValueError, match=r"says that it is the chunk at \(4, 0\) of \(7, 5\), and has shape"):
+            chunks_of(param)
+
+
+def test_an_uneven_part_of_which_nothing_says_where_it_is_is_refused():
+    for mesh, _ in all_ranks((2,)):
+        made = DTensor.from_local(
+            torch.zeros(4, 5), mesh, [Shard(0)], run_check=False, shape=torch.Size((12, 5)), stride=(5, 1)
+        )
+        with pytest.raises(ValueError, match=r"has \(6, 5\) on this rank, and its local tensor is \(4, 5\)"):
+            chunks_of(made)
+
+
 # --- what it costs ---------------------------------------------------------------------------------------------------
 
 
@@ -292,7 +353,7 @@ def test_no_tensor_no_collective_and_no_list_of_rows(placements: tuple[Placement
 def test_all_state_of_a_parameter_shares_one_answer():
     with fake_ranks(rank=3, world_size=8):
         param = dtensor(init_device_mesh("cpu", (8,)), (Shard(0),), (1000, 3))
-        assert chunks_of(param) is chunks_of(over_local(param, torch.empty(0, dtype=torch.bfloat16)))
+        assert chunks_of(param) is chunks_of(over_local(param, torch.empty(125, 3, dtype=torch.bfloat16)))
 
 
 # --- helpers ---------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from examples import (
     async_checkpoint,
     bf16_master_weights,
     demo_resume,
+    megatron_fsdp,
     megatron_style_loop,
     resume_other_world_size,
     rl_sleep,
@@ -376,3 +377,29 @@ def test_verl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VERL_ENGINE_VENDOR", "nvidia")
     assert with_verl.EngineRegistry.get_engine_cls("language_model", "fsdp2") is with_verl.OffloadEngine
     assert not issubclass(with_verl.EngineRegistry.get_engine_cls("value_model", "fsdp2"), with_verl.OffloadEngine)
+
+
+# Megatron-FSDP -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.distributed
+def test_slices_of_megatron_go_on_at_another_size(capfd: pytest.CaptureFixture[str]) -> None:
+    assert megatron_fsdp.main(["--ranks", "2", "--resume-ranks", "3"]) == 0
+    saved, *verdicts = capfd.readouterr().out.splitlines()
+    assert saved.startswith("saved by 2 ranks: module.decoder.layers.0.mlp.linear_fc1.weight_w, ")
+    assert verdicts == [
+        "after 5 steps on 2 ranks: every bit is the same",
+        "after 5 steps on 3 ranks: every bit is the same",
+        "after 10 steps on 3 ranks: every bit is the same",
+        "PASS",
+    ]
+
+
+def test_the_example_would_find_a_slice_that_was_loaded_wrongly(mesh: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    model, optimizer = megatron_fsdp.start(mesh, megatron_fsdp.whole_values())
+    megatron_fsdp.train(model, optimizer, mesh, first=0)
+    assert megatron_fsdp.compare(model, optimizer, mesh, megatron_fsdp.STEPS)
+    bias = model.get_parameter("module.decoder.layers.0.mlp.linear_fc1.bias")
+    optimizer.state[bias]["exp_avg"].to_local()[-1] += 1e-6
+    assert not megatron_fsdp.compare(model, optimizer, mesh, megatron_fsdp.STEPS)
+    assert capsys.readouterr().out.splitlines()[-1] == "after 5 steps on 1 ranks: DIFFERENT"

@@ -289,7 +289,7 @@ def test_tensors_that_dcp_would_fill_in_the_wrong_places(folder: Path, mesh: Dev
     uneven = over_local(like, torch.zeros(5, 4))
     term = DTensor.from_local(torch.zeros(6, 4), mesh, [Partial()], run_check=False)
     error = refused({"a": uneven, "b": term}, folder, "2 that DCP cannot load into correctly")
-    assert "a (a local tensor of shape (5, 4) for rectangles of [(6, 4)]" in error
+    assert "has (6, 4) on this rank, and its local tensor is (5, 4): it is sharded unevenly" in error
     assert "b (a tensor with placements (Partial(sum),) has no chunks" in error
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict as torch_get
@@ -22,9 +23,15 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 from fsdp_offload import OffloadPolicy, offload_optimizer
-from fsdp_offload.checkpoint import ShardTensor, chunks_of, get_optimizer_state_dict, set_optimizer_state_dict
+from fsdp_offload.checkpoint import (
+    ShardTensor,
+    chunks_of,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+    with_chunks,
+)
 from fsdp_offload.checkpoint import load as checked_load
-from fsdp_offload.fsdp import local_shard, over_local
+from fsdp_offload.fsdp import local_shard, over_local, over_part
 from tests.test_state_dict import adamw, assert_same, assert_same_runs, is_home, rmsprop, sgd
 
 pytestmark = pytest.mark.filterwarnings(
@@ -805,6 +812,9 @@ class RaggedRun:
             self.optimizer.step()
         return self
 
+    def moments_exist(self) -> bool:
+        return self.model.weight in self.optimizer.state
+
     def moments(self) -> dict[str, Tensor]:
         state = self.optimizer.state[self.model.weight]
         return {name: local_shard(state[name]) for name in ("exp_avg", "exp_avg_sq")}
@@ -834,6 +844,51 @@ def test_state_of_ragged_parameters_is_saved_and_loaded_in_chunks(
             assert not isinstance(moment, ShardTensor)
         assert [moment.data_ptr() for moment in run.moments().values()] == addresses
         assert run.optimizer.state[run.model.weight]["step"] == 2
+
+
+def flat(run: RaggedRun, begin: int | None = None) -> dict[str, Any]:
+    """State as Megatron-LM's pull request 4623 keeps it: this rank's elements in one dimension, of all of them."""
+    weight, shape = run.model.weight, (math.prod(RAGGED_SHAPE),)
+    state = get_optimizer_state_dict(run.model, run.optimizer)
+    begin = run.begin if begin is None else begin
+    for name, moment in run.moments().items():
+        chunks = chunks_of(shape, (begin, begin + moment.numel()))
+        state["state"]["weight"][name] = with_chunks(over_part(weight, moment, shape), moment.clone(), chunks)
+    return state
+
+
+def test_flat_state_of_the_same_elements_is_taken(tmp_path: Path, ragged_mesh: DeviceMesh) -> None:
+    saver = RaggedRun(ragged_mesh, 1, 41).train(0, 1)
+    resumed = RaggedRun(ragged_mesh, 1, 41)
+    set_optimizer_state_dict(resumed.model, resumed.optimizer, flat(saver))
+    for name, moment in resumed.moments().items():
+        assert torch.equal(moment, saver.moments()[name])
+        assert moment.any()
+    other = RaggedRun(ragged_mesh, 1, 41)
+    with pytest.raises(ValueError, match=r"state of shape \(42,\) has \[\(\(2,\), \(40,\)\)\] on this rank"):
+        set_optimizer_state_dict(other.model, other.optimizer, flat(saver, begin=2))
+    assert not other.moments_exist()
+
+    # Saved so, it is loaded into state of the parameter's shape; here of fewer elements.
+    dcp.save({"optimizer": flat(saver)}, checkpoint_id=tmp_path)
+    size = dcp.FileSystemReader(tmp_path).read_metadata().state_dict_metadata["optimizer.state.weight.exp_avg"].size
+    assert size == (math.prod(RAGGED_SHAPE),)
+    part = RaggedRun(ragged_mesh, 8, 29)
+    state = get_optimizer_state_dict(part.model, part.optimizer, for_load=True)
+    checked_load({"optimizer": state}, checkpoint_id=tmp_path)
+    set_optimizer_state_dict(part.model, part.optimizer, state)
+    for name, moment in part.moments().items():
+        assert torch.equal(moment, saver.moments()[name][7:28])
+
+
+def test_a_flat_model_is_not_given_another_shape(tmp_path: Path) -> None:
+    dcp.save({"model": {"weight": torch.arange(6.0)}}, checkpoint_id=tmp_path)
+    with pytest.raises(CheckpointException, match=r"\(2, 3\), saved as \(6,\)"):
+        checked_load({"model": {"weight": torch.zeros(2, 3)}}, checkpoint_id=tmp_path)
+    dcp.save({"state": {"weight": {"exp_avg": torch.arange(6.0)}}}, checkpoint_id=tmp_path / "state")
+    state = {"state": {"weight": {"exp_avg": torch.zeros(2, 3)}}}
+    checked_load(state, checkpoint_id=tmp_path / "state")
+    assert torch.equal(state["state"]["weight"]["exp_avg"], torch.arange(6.0).view(2, 3))
 
 
 def homes(run: RaggedRun) -> list[Tensor]:

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 import fsdp_offload.sleep as room
-from fsdp_offload import OffloadPolicy, offload_model, offload_optimizer, reload_model
+from fsdp_offload import OffloadPolicy, offload_model, offload_optimizer, parking, reload_model
 from tests.overlapping import POLICIES, SIZES, Loop, adamw, same
 from tests.parity import same_bits
 
@@ -231,11 +231,11 @@ def test_inference_mode_changes_nothing() -> None:
 
 def test_pieces_end_where_locked_memory_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """A storage that is larger than the distance of breaks, and lies across several, is copied in pieces."""
-    monkeypatch.setattr(room, "BREAK_BYTES", 4096)
+    monkeypatch.setattr(parking, "BREAK_BYTES", 4096)
     model = nn.ParameterList([torch.randn(1000), torch.randn(50, 100), torch.randn(1024), torch.randn(7)])
     before = snapshot(model)
     copied: list[tuple[int, int]] = []
-    pieces = room._pieces
+    pieces = parking.pieces
 
     def noting(region: Any, places: Any) -> Iterator[tuple[Tensor, Tensor]]:
         for host, device in pieces(region, places):
@@ -243,7 +243,7 @@ def test_pieces_end_where_locked_memory_does(monkeypatch: pytest.MonkeyPatch) ->
             copied.append((begin, begin + host.numel()))
             yield host, device
 
-    monkeypatch.setattr(room, "_pieces", noting)
+    monkeypatch.setattr(room, "pieces", noting)
     assert offload_model(model) == sum(end - begin for begin, end in copied) == 4 * (1000 + 5000 + 1024 + 7)
     assert all(begin // 4096 == (end - 1) // 4096 for begin, end in copied)
     with torch.no_grad():

@@ -4,7 +4,10 @@ from .async_save import ArenaStager
 from .checksum_writer import ChecksumWriter
 from .chunks import Chunk, ShardChunks, chunks_of
 from .convert import adamw_to_fused_adam, fused_adam_to_adamw
+from .experts import Experts
 from .load_planner import LoadPlanner, load
+from .model_values import with_parameter_chunks
+from .save_planner import SavePlanner, save
 from .shard_tensor import ShardTensor, check_storage_writer, with_chunks
 from .state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
@@ -12,7 +15,9 @@ __all__ = [
     "ArenaStager",
     "ChecksumWriter",
     "Chunk",
+    "Experts",
     "LoadPlanner",
+    "SavePlanner",
     "ShardChunks",
     "ShardTensor",
     "adamw_to_fused_adam",
@@ -21,6 +26,8 @@ __all__ = [
     "fused_adam_to_adamw",
     "get_optimizer_state_dict",
     "load",
+    "save",
     "set_optimizer_state_dict",
     "with_chunks",
+    "with_parameter_chunks",
 ]

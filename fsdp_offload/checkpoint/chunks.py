@@ -7,25 +7,31 @@
     shape, flat range ──────────────────────────────▶ rectangle, [begin, end) ──┤  │
                                                                  ragged_chunks ─┴──┴─ cut_chunks ──▶ ShardChunks
     ShardTensor ──▶ what it carries ───────────────────────────────────────────────────────────────▶ ShardChunks
+    a local tensor with ``__create_chunk_list__`` ──▶ what it says of itself ──────────────────────▶ ShardChunks
 
 ``rectangles.py`` has the nouns and the arithmetic; this file reads the integers off the objects. Equal to torch's
 ``compute_local_shape_and_global_offset`` where that is right. It is not where interleaved rows leave several rectangles
 (it names one, of the total size) and where the spec has a shard order of its own (it goes from left to right).
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..fsdp import local_shard
-from .rectangles import Chunk, Cut, Shape, ShardChunks, cut_chunks, ragged_chunks
+from ..fsdp import local_shard, said_chunks
+from .rectangles import Chunk, Cut, Shape, ShardChunks, contiguous_strides, cut_chunks, ragged_chunks
 from .torch_private import mesh_dims_in_order, split_factor
 
 __all__ = ["Chunk", "ShardChunks", "chunks_of"]
 
 FlatRange = tuple[int, int] | slice
+
+MEGATRON_SLICE = "megatron_fsdp_slice"
+"""The attribute of a parameter in which Megatron-FSDP keeps its flat range. Detached, copied or in a state dict, a
+tensor does not have it any more."""
 
 
 def chunks_of(source: Tensor | Sequence[int], flat_range: FlatRange | None = None) -> ShardChunks:
@@ -36,6 +42,7 @@ def chunks_of(source: Tensor | Sequence[int], flat_range: FlatRange | None = Non
 
             - a DTensor; with a ``ShardTensor`` inside, what that carries;
             - a Megatron-FSDP parameter, recognised by ``megatron_fsdp_slice`` and ``megatron_fsdp_dist_index``;
+            - a DTensor whose local tensor has ``__create_chunk_list__``, as Megatron's uneven DTensors: what that says;
             - a plain tensor or a global shape: all of it.
         flat_range: ``(begin, end)`` or a slice: only these elements of that part, counted row by row within it.
 
@@ -44,7 +51,8 @@ def chunks_of(source: Tensor | Sequence[int], flat_range: FlatRange | None = Non
         the dimension's size as its offset.
 
     Raises:
-        ValueError: a ``Partial`` placement; a range outside the part; a range of a part of several rectangles.
+        ValueError: a ``Partial`` placement; a range outside the part; a range of a part of several rectangles; a local
+            tensor of another size than its chunks.
         TypeError: an unknown placement.
     """
     whole = _chunks_of_part(source)
@@ -59,17 +67,43 @@ def chunks_of(source: Tensor | Sequence[int], flat_range: FlatRange | None = Non
     return ragged_chunks(whole.global_shape, (chunk.offsets, chunk.sizes), *_begin_end(flat_range))
 
 
+def flat_range_of(part: ShardChunks) -> tuple[int, int] | None:
+    """Begin and end of ``part`` in the global tensor's elements, row by row; ``None`` if those are not one range.
+
+    An empty part is ``(0, 0)``.
+    """
+    strides = contiguous_strides(part.global_shape)
+    begin = end = 0
+    for chunk in part.chunks:
+        if not chunk.numel:
+            continue
+        # One stretch, if no dimension behind the first that is longer than one index is cut.
+        first = next((dim for dim, size in enumerate(chunk.sizes) if size != 1), len(chunk.sizes))
+        starts_at = sum(at * stride for at, stride in zip(chunk.offsets, strides, strict=True))
+        is_stretch = chunk.sizes[first + 1 :] == part.global_shape[first + 1 :]
+        if not is_stretch or chunk.local_start != end - begin or (end and starts_at != end):
+            return None
+        begin, end = (begin if end else starts_at), starts_at + chunk.numel
+    return begin, end
+
+
+def says_its_chunks(tensor: Tensor) -> bool:
+    """Whether something else than the placements of a DTensor says which chunks it has; those are nominal then."""
+    carries = isinstance(getattr(local_shard(tensor), "shard_chunks", None), ShardChunks)
+    return carries or hasattr(tensor, MEGATRON_SLICE) or said_chunks(tensor) is not None
+
+
 def _chunks_of_part(source: Tensor | Sequence[int]) -> ShardChunks:
     if not isinstance(source, Tensor):
         return cut_chunks(tuple(source), ())
     carried = getattr(local_shard(source), "shard_chunks", None)
     if isinstance(carried, ShardChunks):
         return carried
-    fsdp_slice = getattr(source, "megatron_fsdp_slice", None)
+    fsdp_slice = getattr(source, MEGATRON_SLICE, None)
     if fsdp_slice is not None:
         return _megatron_chunks(source, fsdp_slice)
     if isinstance(source, DTensor):
-        return _placed_chunks(source)
+        return _placed_chunks(source) if said_chunks(source) is None else _said_chunks(source)
     return cut_chunks(tuple(source.shape), ())
 
 
@@ -87,7 +121,17 @@ def _begin_end(flat_range: FlatRange) -> tuple[int, int]:
 def _placed_chunks(tensor: DTensor) -> ShardChunks:
     global_shape = tuple(tensor.shape)
     cuts = _cuts_of(tensor)
-    return ShardChunks(global_shape, (0,), ()) if cuts is None else cut_chunks(global_shape, cuts)
+    if cuts is None:
+        return ShardChunks(global_shape, (0,), ())
+    found, local = cut_chunks(global_shape, cuts), local_shard(tensor)
+    if local.numel() != found.local_numel and not local.is_meta:  # one without data has no size of its own
+        raise ValueError(
+            f"a tensor of shape {global_shape} with placements {tensor.placements} has {found.local_shape} on this "
+            f"rank, and its local tensor is {tuple(local.shape)}: it is sharded unevenly, and nothing says how. "
+            "fsdp_offload.checkpoint.with_parameter_chunks gives values of a state_dict() what their parameters know; "
+            "Megatron's update_uneven_dtensor_chunk_metadata and with_chunks say it of one tensor"
+        )
+    return found
 
 
 def _cuts_of(tensor: DTensor, only_mesh_dims: Sequence[int] | None = None) -> tuple[Cut, ...] | None:
@@ -108,6 +152,34 @@ def _cuts_of(tensor: DTensor, only_mesh_dims: Sequence[int] | None = None) -> tu
             continue
         cuts.append(Cut(placement.dim, mesh.size(mesh_dim), coordinate[mesh_dim], split_factor(placement)))
     return tuple(cuts)
+
+
+# --- what a local tensor says of itself ------------------------------------------------------------------------------
+
+
+def _said_chunks(tensor: DTensor) -> ShardChunks:
+    """What ``__create_chunk_list__`` of the local tensor says, which is what DCP saves it as.
+
+    Megatron hangs it onto the local tensors of its uneven DTensors (``megatron_fsdp/uneven_dtensor.py``), one rectangle
+    for each. It gives empty ones the offset at which they would begin; here they are at the dimension's end.
+    """
+    said, local, global_shape = said_chunks(tensor) or [], local_shard(tensor), tuple(tensor.shape)
+    chunks = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in said]
+    if len(chunks) > 1:
+        raise ValueError(
+            f"the local tensor of a tensor of shape {global_shape} says that it is {len(chunks)} chunks, and not where "
+            "each lies in it; wrap it with fsdp_offload.checkpoint.with_chunks"
+        )
+    offsets, sizes = chunks[0] if chunks else (global_shape, (0, *global_shape[1:]))
+    inside = all(at + size <= whole for at, size, whole in zip(offsets, sizes, global_shape, strict=True))
+    if math.prod(sizes) != local.numel() or not inside:
+        raise ValueError(
+            f"the local tensor of a tensor of shape {global_shape} says that it is the chunk at {offsets} of {sizes}, "
+            f"and has shape {tuple(local.shape)}: was it resized after that was said?"
+        )
+    if not local.numel():
+        offsets = (global_shape[0], *(0 for _ in global_shape[1:]))
+    return ShardChunks(global_shape, tuple(sizes), (Chunk(offsets, sizes, 0, contiguous_strides(sizes)),))
 
 
 # --- Megatron-FSDP ---------------------------------------------------------------------------------------------------

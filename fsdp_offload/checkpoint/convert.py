@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..fsdp import local_shard, over_local
 from ..masters import MASTER
-from .layouts import StateDict, by_fqn, flattened
+from .layouts import StateDict, as_fsdp_dtensor, by_fqn, flattened, is_fsdp_dtensor
 
 _ConvertGroup = Callable[[dict[str, Any], Mapping[Any, Mapping[str, Any]]], dict[str, Any]]
 _ConvertState = Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]]
@@ -115,6 +115,8 @@ def _converted(
                 raise ValueError(f"the state of {key} has {sorted(state)}, expected {sorted(required)}.")
         result["param_groups"].append({**convert(group, states), "params": group["params"]})
         result["state"].update((key, of_param(group, state)) for key, state in states.items())
+    if is_fsdp_dtensor(state_dict):
+        return as_fsdp_dtensor(result)
     return result if is_nested else flattened(result)
 
 

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from ..fsdp import is_dtensor, local_shard
-from .chunks import chunks_of
+from .chunks import chunks_of, says_its_chunks
 
 _KEYS_SHOWN = 5
 
@@ -148,7 +148,7 @@ def check_entry(key: str, value: object, entry: object, cast_allowed: Callable[[
     dtype = dtype_of(value)
     if dtype != entry.properties.dtype and not cast_allowed(key):
         yield Problem(Kind.DTYPE, key, f"{dtype}, saved as {entry.properties.dtype}")
-    unfit = _why_unfit(value)
+    unfit = why_unfit(value)
     if unfit is not None:
         yield Problem(Kind.DESTINATION, key, unfit)
 
@@ -164,8 +164,8 @@ def _described(entry: object) -> str:
     return type(entry).__name__
 
 
-def _why_unfit(value: Tensor) -> str | None:
-    """Why DCP would put data into the wrong place of a DTensor, or ``None``.
+def why_unfit(value: Tensor) -> str | None:
+    """Why DCP would take a DTensor for other elements than it has, or ``None``.
 
     It takes every local tensor that does not bring its own chunks for one rectangle, which starts where the placements
     say. What is held otherwise (interleaved rows, uneven parts from ``DTensor.from_local``) it would fill wrongly.
@@ -174,13 +174,19 @@ def _why_unfit(value: Tensor) -> str | None:
     if not is_dtensor(value) or hasattr(local, "__create_chunk_list__"):
         return None
     try:
-        chunks = chunks_of(value).chunks
+        chunks = [chunk for chunk in chunks_of(value).chunks if chunk.numel]
     except (TypeError, ValueError) as error:
         return str(error)
-    if local.numel() == sum(chunk.numel for chunk in chunks) and (local.numel() == 0 or len(chunks) == 1):
+    if local.numel() != sum(chunk.numel for chunk in chunks) or len(chunks) > 1:
+        sizes = [chunk.sizes for chunk in chunks]
+        return f"a local tensor of shape {tuple(local.shape)} for rectangles of {sizes}, not for one of that shape"
+    if not says_its_chunks(value):
         return None
-    sizes = [chunk.sizes for chunk in chunks]
-    return f"a local tensor of shape {tuple(local.shape)} for rectangles of {sizes}, not for one of that shape"
+    # A slice of Megatron-FSDP, of which DCP knows nothing: the nominal placements are to say the same.
+    planned = [chunk for chunk in value.__create_chunk_list__() if 0 not in chunk.sizes]  # type: ignore[attr-defined]
+    if [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in planned] == [chunk[:2] for chunk in chunks]:
+        return None
+    return f"its slice is {[chunk[:2] for chunk in chunks]}, and its placements say something else"
 
 
 # --- coverage --------------------------------------------------------------------------------------------------------

@@ -38,12 +38,14 @@ from .load_rules import (
     Allowed,
     extra_keys,
     is_master,
+    is_state,
     matcher,
     nested_group_keys,
     nested_state_roots,
     superfluous_masters,
     without_saved_state,
 )
+from .shard_tensor import in_one_dimension
 from .torch_private import storage_reader_for
 
 logger = logging.getLogger(__name__)
@@ -55,6 +57,9 @@ class LoadPlanner(DefaultLoadPlanner):
     Refused, with the keys, while planning: keys that are missing or extra; another shape, dtype or kind of value;
     elements of this rank that no stored chunk has, or that two have; tensors that DCP would fill in the wrong places;
     a load of nothing.
+
+    State that was saved in one dimension is loaded into tensors of their parameters' shapes, where each rank has one
+    range of the elements.
 
     Extra keys count if they share their first component with something requested, and if no rank requests them: the
     model alone can be loaded from a checkpoint of model and optimizer, and every pipeline stage its own part. Some
@@ -99,6 +104,7 @@ class LoadPlanner(DefaultLoadPlanner):
         """Flatten a copy of the dicts and lists (not of tensors): DCP would change the user's own before any check."""
         self.missing_keys = ()
         self._users_state_dict = state_dict
+        self._shaped: dict[str, Tensor] = {}  # what is loaded in one dimension, as it is requested
         super().set_up_planner(_copied(state_dict), metadata, is_coordinator)
 
     def create_local_plan(self) -> LoadPlan:
@@ -112,7 +118,7 @@ class LoadPlanner(DefaultLoadPlanner):
         stored = metadata.state_dict_metadata
         if not requested:
             raise ValueError("expected a state dict with tensors or other values to load into, got an empty one")
-        common = {key: value for key, value in requested.items() if key in stored}
+        common = {key: self._as_stored(key, value, stored[key]) for key, value in requested.items() if key in stored}
         problems = [*self._missing(requested, stored)]
         if not common and not problems:
             raise _nothing_in_common(list(requested), list(stored))
@@ -147,7 +153,7 @@ class LoadPlanner(DefaultLoadPlanner):
         for key, value in self.state_dict.items():
             container, place = _place(self._users_state_dict, self.mappings[key])
             if isinstance(value, Tensor) and getattr(container[place], "device", None) == torch.device("meta"):
-                container[place] = value
+                container[place] = self._shaped.get(key, value)
         self.original_state_dict = self._users_state_dict
         had_no_state = without_saved_state(
             self.missing_keys, checked_metadata(self.metadata).state_dict_metadata, self.listed_parameters
@@ -166,6 +172,20 @@ class LoadPlanner(DefaultLoadPlanner):
         container[place] = torch.load(value, weights_only=False)  # as DCP does: checkpoints have any object
 
     # --- which keys --------------------------------------------------------------------------------------------------
+
+    def _as_stored(self, key: str, value: Any, entry: object) -> Any:
+        """``value``, or the same memory in one dimension where state was saved so (Megatron-LM's pull request 4623)."""
+        is_flat = isinstance(entry, TensorStorageMetadata) and isinstance(value, Tensor) and is_state(key)
+        if not is_flat or value.dim() == 1 or tuple(entry.size) != (value.numel(),):  # type: ignore[attr-defined]
+            return value
+        try:
+            flat = in_one_dimension(value)
+        except (TypeError, ValueError):  # what is wrong with it is told below
+            return value
+        if flat is None:
+            return value
+        self._shaped[key] = value
+        return flat
 
     def _missing(self, requested: Mapping[str, Any], stored: Mapping[str, Any]) -> list[Problem]:
         missing = [key for key in requested if key not in stored and not self._may_be_missing(key)]

@@ -30,7 +30,7 @@ from ..masters import MASTER
 
 Allowed = bool | Sequence[str]
 
-_GROUPS = ".param_groups."
+_GROUPS = re.compile(r"\.(?:param_groups|param_to_group_meta)\.")  # the latter in Megatron's fsdp_dtensor, by FQN
 _IS_NESTED_GROUP = re.compile(r"\d+\.params").fullmatch  # a group's list of FQNs; the flattened form has none
 
 
@@ -50,6 +50,16 @@ def matcher(name: str, allowed: Allowed) -> Callable[[str], bool]:
         raise TypeError(f"{name}: expected a bool or a sequence of patterns such as ['model.head.*'], got {allowed!r}")
     patterns = tuple(allowed)
     return lambda key: any(fnmatchcase(key, pattern) for pattern in patterns)
+
+
+def is_params_list(key: str) -> bool:
+    """Whether ``key`` is the list of FQNs of a nested param group."""
+    return re.search(r"param_groups\.\d+\.params$", key) is not None
+
+
+def is_state(key: str) -> bool:
+    """Whether a flat key is that of optimizer state, in any of the layouts."""
+    return ".state." in f".{key}"
 
 
 def is_master(key: str) -> bool:
@@ -106,9 +116,10 @@ def _flattened_parameters(stored: list[str]) -> dict[str, set[str]]:
 def _group_entries(keys: Iterable[str]) -> Iterator[tuple[str, str]]:
     """For every key below some ``param_groups``: the root of the state beside it, and the key below that."""
     for key in keys:
-        above, found, entry = f".{key}".partition(_GROUPS)
-        if found:
-            yield f"{above}.state."[1:], entry
+        dotted = f".{key}"
+        groups = _GROUPS.search(dotted)
+        if groups is not None:
+            yield f"{dotted[: groups.start()]}.state."[1:], dotted[groups.end() :]
 
 
 def parameter_of(key: str, listed: Mapping[str, set[str]]) -> str | None:

@@ -34,9 +34,9 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter
 
-from ..fsdp import local_shard, over_local
-from .chunks import chunks_of
-from .rectangles import Chunk, ShardChunks
+from ..fsdp import local_shard, over_local, over_part
+from .chunks import chunks_of, flat_range_of
+from .rectangles import Chunk, ShardChunks, ragged_chunks
 from .torch_private import disabled_torch_function, make_wrapper
 
 _aten = torch.ops.aten
@@ -164,6 +164,25 @@ def with_chunks(like: Tensor, local: Tensor | None = None, shard_chunks: ShardCh
     local = local_shard(like) if local is None else local
     memory = local.local if isinstance(local, ShardTensor) else local
     return over_local(like, ShardTensor(memory.detach(), shard_chunks))
+
+
+def in_one_dimension(tensor: Tensor) -> Tensor | None:
+    """``tensor`` as one of its elements in a row, over the same memory; ``None`` if this rank has several ranges of it.
+
+    Loading into that fills ``tensor``.
+    """
+    local = local_shard(tensor)
+    memory = (local.local if isinstance(local, ShardTensor) else local).detach()
+    if not memory.is_contiguous():
+        return None
+    if local is tensor:
+        return memory.view(-1)
+    flat_range = flat_range_of(chunks_of(tensor))
+    if flat_range is None:
+        return None
+    shape = (tensor.numel(),)
+    part = ragged_chunks(shape, ((0,), shape), *flat_range)
+    return over_part(tensor, ShardTensor(memory.view(-1), part), shape)
 
 
 def check_storage_writer(state_dict: Mapping[str, Any], storage_writer: StorageWriter) -> None:

@@ -3,7 +3,7 @@
 ::
 
     optimizer.state ──names, masters, ragged shards──▶ nested ──▶ flattened      get_optimizer_state_dict
-    nested or flattened ──▶ by FQN ──▶ by parameter ──▶ load_state_dict          set_optimizer_state_dict
+    any layout ──────────▶ by FQN ──▶ by parameter ──▶ load_state_dict          set_optimizer_state_dict
 
 Every tensor in a state dict *is* a home in the arena (or a view of it): saving reads it and loading writes it where it
 is, without the device and without a collective.
@@ -35,8 +35,19 @@ from ..masters import MASTER, is_duplicate
 from ..shards import leaves_of
 from ..state import OffloadedState
 from ..update import UserState
-from .chunks import chunks_of
-from .layouts import LEFT_OUT, LeftOut, SavedByFqn, StateDict, by_fqn, flattened
+from ..wrapped import is_wrapped, optimizers_in
+from .chunks import chunks_of, flat_range_of, says_its_chunks
+from .layouts import (
+    LEFT_OUT,
+    LeftOut,
+    SavedByFqn,
+    StateDict,
+    as_fsdp_dtensor,
+    by_fqn,
+    flattened,
+    with_names_of,
+)
+from .rectangles import Shape, ShardChunks
 from .shard_tensor import ShardTensor, with_chunks
 from .torch_private import canonical_fqn
 
@@ -48,6 +59,7 @@ def get_optimizer_state_dict(
     for_load: bool = False,
     flatten_optimizer_state_dict: bool = False,
     cpu_offload: bool = False,
+    fsdp_dtensor: bool = False,
 ) -> StateDict:
     """The state of offloaded optimizers by FQN, as ``torch.distributed.checkpoint.state_dict`` lays it out.
 
@@ -65,10 +77,12 @@ def get_optimizer_state_dict(
             of the groups.
         cpu_offload: copies in ordinary host memory, counters included, which no later step changes. torch's function
             makes such copies with ``StateDictOptions(cpu_offload=True)`` only of what is on the device, and so none.
+        fsdp_dtensor: Megatron-LM's ``{"state": {fqn: {name: ...}}, "param_to_group_meta": {fqn: {entry: ...}}}``
+            instead, as the ``optimizer`` of its ``fsdp_dtensor`` checkpoints.
 
     Raises:
-        ValueError: an optimizer is not offloaded, or has a parameter that the model has not; or copies were asked for
-            to load into.
+        ValueError: an optimizer is not offloaded, or has a parameter that the model has not; two layouts at once; or
+            copies were asked for to load into.
         RuntimeError: an exception has left the state half updated. ``for_load`` works all the same.
     """
     if for_load and cpu_offload:
@@ -76,6 +90,8 @@ def get_optimizer_state_dict(
             "get_optimizer_state_dict: what is loaded into copies never arrives. Leave out cpu_offload=True with "
             "for_load=True: these tensors are in host memory as they are."
         )
+    if flatten_optimizer_state_dict and fsdp_dtensor:
+        raise ValueError("get_optimizer_state_dict: flatten_optimizer_state_dict and fsdp_dtensor are two layouts")
     fqns = _fqns_of(model)
     nested: StateDict = {"state": {}, "param_groups": []}
     for attached in _attached(optimizer, "get_optimizer_state_dict"):
@@ -88,6 +104,8 @@ def get_optimizer_state_dict(
                     LEFT_OUT.pop(value, None)  # what an earlier load did not find says nothing about the next one
         for group in groups:
             nested["param_groups"].append({**group, "params": [fqns[param] for param in group["params"]]})
+    if fsdp_dtensor:
+        return as_fsdp_dtensor(nested)
     return flattened(nested) if flatten_optimizer_state_dict else nested
 
 
@@ -98,10 +116,12 @@ def set_optimizer_state_dict(
     *,
     strict: bool = True,
 ) -> None:
-    """Load what :func:`get_optimizer_state_dict` gives, nested or flattened, by FQN. Everything is checked first.
+    """Load what :func:`get_optimizer_state_dict` gives, in any of its layouts, by FQN. Everything is checked first.
 
     State that was loaded in place stays where it is; other tensors are copied into their homes. Parameters may be in
-    other groups than when they were saved, as long as those of one group bring the same hyperparameters.
+    other groups than when they were saved, as long as those of one group bring the same hyperparameters. Their names
+    may have ``module.`` in front a different number of times, as those of Megatron's optimizers have. A DTensor with
+    the elements of a parameter in one dimension, of which this rank has just its part, is taken for state of it.
 
     Args:
         model: the model whose parameters they have.
@@ -116,7 +136,7 @@ def set_optimizer_state_dict(
             sharding. Nothing has changed then, apart from what had been loaded in place.
     """
     fqns = _fqns_of(model)
-    saved = by_fqn(optim_state_dict)
+    saved = with_names_of(by_fqn(optim_state_dict), fqns.values())
     known: set[str] = set()
     plans = []
     for attached in _attached(optimizer, "set_optimizer_state_dict"):
@@ -164,15 +184,46 @@ def _is_ragged(param: Tensor) -> bool:
     """Whether placements do not say which part of ``param`` this rank has, or say it as several rectangles."""
     if not is_dtensor(param):
         return False
-    return hasattr(param, "megatron_fsdp_slice") or len(chunks_of(param).chunks) > 1
+    return says_its_chunks(param) or len(chunks_of(param).chunks) > 1
 
 
 def _as_loaded(param: Tensor, value: Any) -> Any:
     """The value over plain local memory, as the optimizer has it."""
     local = local_shard(value) if isinstance(value, Tensor) else None
-    if isinstance(local, ShardTensor) and value is not local:
-        return over_local(param, local.local.view(local_shard(param).shape))
-    return value
+    if local is None or value is local:
+        return value
+    memory = local.local if isinstance(local, ShardTensor) else local
+    if is_flat_state(param, value):
+        return over_local(param, memory.view(local_shard(param).shape))
+    if not isinstance(local, ShardTensor):
+        return value
+    own, carried = chunks_of(param), local.shard_chunks
+    if own.global_shape != carried.global_shape or _rectangles(own) != _rectangles(carried):
+        raise ValueError(
+            f"set_optimizer_state_dict: state of shape {carried.global_shape} has {_rectangles(carried)} on this rank, "
+            f"and its parameter of shape {own.global_shape} has {_rectangles(own)}. Load the checkpoint into what "
+            "get_optimizer_state_dict(for_load=True) gives: that reshards."
+        )
+    return over_local(param, memory.view(local_shard(param).shape))
+
+
+def _rectangles(part: ShardChunks) -> list[tuple[Shape, Shape]]:
+    return [(chunk.offsets, chunk.sizes) for chunk in part.chunks if chunk.numel]
+
+
+def is_flat_state(param: Tensor, value: Tensor) -> bool:
+    """Whether ``value`` has just this rank's elements of ``param``, in one dimension.
+
+    So Megatron-LM's pull request 4623 keeps state on the host.
+    """
+    flat = local_shard(value)
+    if not is_dtensor(value) or not is_dtensor(param) or value.shape != (param.numel(),) or param.dim() == 1:
+        return False
+    if flat.dim() != 1 or flat.numel() != local_shard(param).numel():
+        return False
+    wanted = flat_range_of(chunks_of(param))
+    is_nominal = says_its_chunks(param) and not says_its_chunks(value)
+    return wanted is not None and (is_nominal or flat_range_of(chunks_of(value)) == wanted)
 
 
 # Optimizers ----------------------------------------------------------------------------------------------------------
@@ -377,7 +428,8 @@ def _same(one: object, other: object) -> bool:
 
 
 def _attached(optimizer: Optimizer | Iterable[Optimizer], function: str) -> list[_Attached]:
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    given: Any = [optimizer] if isinstance(optimizer, Optimizer) or is_wrapped(optimizer) else optimizer
+    optimizers = [inner for one in given for inner in optimizers_in(one)]
     found = []
     for one in optimizers:
         target = find_offloaded(one)

@@ -39,8 +39,10 @@ class Habits:
         attributes_by_param: names of attributes that are dicts with parameters as keys.
         reads_param_grad: gradients are in ``param.grad``, where autograd puts them.
         group_counters: what param groups get in the first step, as it is before that.
+        instead_of_host_fraction: what to use where the CPU is to update a share, for the message that this cannot.
     """
 
+    instead_of_host_fraction = ""
     keeps_raw_state = True
     state_without_gradient = False
     group_by_group = False

@@ -89,6 +89,10 @@ class FusedAdamHabits(Habits):
     keeps_raw_state = False
     state_without_gradient = True
     attributes_by_param = frozenset({"_scales"})
+    instead_of_host_fraction = (
+        ": its kernels are the device's, and nothing else has their rounding. torch.optim.AdamW(fused=True) with "
+        "master_weights='fp32' updates bf16 parameters on the CPU; fused_adam_to_adamw() converts the state"
+    )
 
     def __init__(self, optimizer: Any, *, elementwise: bool) -> None:
         self._elementwise = elementwise

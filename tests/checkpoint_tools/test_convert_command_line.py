@@ -193,7 +193,7 @@ HEADERS: dict[str, tuple[Any, bytes, str]] = {
     "negative": ({"a": tensor(0, 8, [-2])}, b"", "a has shape [-2]"),
     "not-whole": ({"a": tensor(0, 8, [True])}, b"", "a has shape [True]"),
     "three-offsets": ({"a": tensor(0, 8) | {"data_offsets": [0, 8, 9]}}, b"", "data_offsets [0, 8, 9]"),
-    "unknown-dtype": ({"a": tensor(0, 8, dtype="F6_E2M3")}, bytes(8), "F6_E2M3, which torch does not have"),
+    "unknown-dtype": ({"a": tensor(0, 8, dtype="F6_E2M3")}, bytes(8), "'F6_E2M3', which torch does not have"),
     "odd-float4": ({"a": tensor(0, 8, [3], "F4")}, bytes(8), "two float4 are one byte"),
     "short": ({"a": tensor(0, 7)}, bytes(7), "a has 7 bytes where 8 are expected"),
     "backwards": ({"a": tensor(8, 0)}, bytes(8), "a has -8 bytes where 8 are expected"),

@@ -72,11 +72,10 @@ SHAPES = [(4096, 4096), (4096,), (8192, 2048), (1000, 4099), (32000, 1024), (102
 POLICY = {"staging_bytes": 384 * MIB, "bucket_bytes": 64 * MIB}
 # Beside the ring, in bytes for each element of one bucket: what there is at once when there is most.
 TEMPORARIES = {
-    # First step: moments that are being created 8, gradient in fp32 4. Later, while it is looked at whether somebody
-    # has written weights: parameter in fp32 4, master to be 4, where it was written 1.
-    "fp32": (8 + 4, 4 + 4 + 1),
-    # First step: moments 8, gradient 4, master 4. Later: master 4 and gradient 4.
-    "remainder": (8 + 4 + 4, 4 + 4),
+    # First step: moments that are being created 8, gradient in fp32 4. Later one kernel does all.
+    "fp32": (8 + 4, 0),
+    # First step: moments 8, gradient 4, master 4.
+    "remainder": (8 + 4 + 4, 0),
 }
 BYTES_PER_ELEMENT = {"fp32": 12, "remainder": 10}
 

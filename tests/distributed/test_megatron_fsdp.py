@@ -1,0 +1,334 @@
+"""Beside Megatron's own code: what it makes of a model and its optimizer's state, and what we make of the same.
+
+``megatron_reference.json`` holds what Megatron's functions gave (``megatron_reference.py`` writes it); where
+megatron-core is installed they are run here as well.
+"""
+
+import json
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from checkpoint_tools import merge_state_dict, preset, split_state_dict
+from fsdp_offload import OffloadPolicy, offload_optimizer
+from fsdp_offload.checkpoint import (
+    Experts,
+    get_optimizer_state_dict,
+    load,
+    save,
+    set_optimizer_state_dict,
+    with_parameter_chunks,
+)
+from fsdp_offload.fsdp import local_shard
+from tests.checkpoint_tools.offline import rewritten
+from tests.distributed.launch import mesh, run_cases, spawn
+from tests.distributed.megatron_model import (
+    GDN_DIMS,
+    MOMENTS,
+    SHAPES,
+    Layout,
+    Module,
+    build,
+    described,
+    different,
+    fill_state,
+    model_state,
+    optimizer_name,
+    whole_of,
+)
+from tests.distributed.megatron_reference import (
+    FIXTURE,
+    KINDS,
+    MESHES,
+    case_name,
+    megatron_layout,
+    megatron_state,
+    numbered_by_megatron,
+    reference_of,
+    split_by_megatron,
+)
+
+pytestmark = pytest.mark.distributed
+POLICY = OffloadPolicy(bucket_bytes=1 << 12, staging_bytes=1 << 14)
+
+
+def offloaded(layout: Layout, make: Any = None, *, zeros: bool = False) -> tuple[Module, torch.optim.Optimizer]:
+    """The model and its offloaded optimizer; with state, unless it is to be loaded."""
+    model = build(layout, make, zeros=zeros)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    offload_optimizer(optimizer, model=model, policy=POLICY)
+    if not zeros:
+        params = dict(model.named_parameters())
+        for param in params.values():
+            param.grad = torch.zeros_like(param)
+        optimizer.param_groups[0].update(lr=0.0)
+        optimizer.step()
+        optimizer.param_groups[0].update(lr=0.5)
+        fill_state(layout, lambda name: optimizer.state[params[f"module.{name}"]])
+    return model, optimizer
+
+
+def live(model: Module, optimizer: torch.optim.Optimizer, *, for_load: bool = False) -> tuple[Any, Any]:
+    """As Megatron has them: the wrapper's ``state_dict()``, and the optimizer with one more ``module.`` in front."""
+    state = get_optimizer_state_dict(model, optimizer, for_load=for_load, fsdp_dtensor=True)
+    return model_state(model), {
+        part: {f"module.{name}": values for name, values in of.items()} for part, of in state.items()
+    }
+
+
+def packed_by_megatron(model: Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """As ``sharded_param_state_fsdp_dtensor`` of its DistributedOptimizer: the values of ``optimizer.state``."""
+    names = {param: f"module.{name}" for name, param in model.named_parameters()}
+    (group,) = optimizer.param_groups
+    meta = {names[param]: {key: group[key] for key in group if key != "params"} for param in group["params"]}
+    return {"state": {names[p]: dict(state) for p, state in optimizer.state.items()}, "param_to_group_meta": meta}
+
+
+def load_as_megatron(optimizer: torch.optim.Optimizer, packed: dict[str, Any]) -> None:
+    """As ``load_state_dict`` of its DistributedOptimizer: param groups that list names, in the order of the groups."""
+    names = list(packed["param_to_group_meta"])
+    groups = [{**packed["param_to_group_meta"][names[0]], "params": names}]
+    optimizer.load_state_dict({"state": packed["state"], "param_groups": groups})
+
+
+def moments(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    for param in optimizer.param_groups[0]["params"]:
+        yield from (local_shard(optimizer.state[param][key]) for key in MOMENTS)
+
+
+def split(layout: Layout, model: Module, values: Any, optim: Any) -> tuple[Any, Any]:
+    values, optim = split_state_dict(
+        values, optim, preset("megatron-swiglu"), values={"tp_size": layout.tp}, model=model
+    )
+    return split_state_dict(values, optim, preset("megatron-gdn"), values={"tp_size": layout.tp, **GDN_DIMS})
+
+
+def merge(layout: Layout, values: Any, optim: Any) -> tuple[Any, Any]:
+    values, optim = merge_state_dict(values, optim, preset("megatron-gdn"), values={"tp_size": layout.tp, **GDN_DIMS})
+    return merge_state_dict(values, optim, preset("megatron-swiglu"), values={"tp_size": layout.tp})
+
+
+# The fixture ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dp", "tp"), MESHES)
+def test_keys_sizes_chunks_and_values_are_those_of_megatron(dp: int, tp: int, tmp_path: Path) -> None:
+    spawn(run_against_the_fixture, dp * tp, tmp_path, dp, tp)
+
+
+def run_against_the_fixture(rank: int, world_size: int, dp: int, tp: int) -> None:
+    assert world_size == dp * tp
+    device_mesh = mesh(dp, tp, names=("dp", "tp"))
+
+    def compare(kind: str) -> Iterator[str]:
+        layout = Layout(device_mesh, kind)
+        model, optimizer = offloaded(layout)
+        values, optim = split(layout, model, *live(model, optimizer))
+        found = described({"model": values, "optimizer": optim})
+        assert len(found) > 90
+        yield from different(found, reference_of(case_name(dp, tp, kind), rank))
+        if set(optim["param_to_group_meta"]) != {optimizer_name(name) for name in SHAPES}:
+            yield "param_to_group_meta is not that of the parameters"
+        # What Megatron itself packs, values without chunks whose placements are nominal.
+        packed = packed_by_megatron(model, optimizer)
+        values, optim = split(layout, model, model_state(model), packed)
+        yield from different(described({"model": values, "optimizer": optim}), found)
+        _, other = offloaded(layout, zeros=True)
+        load_as_megatron(other, packed)
+        for one, same in zip(moments(optimizer), moments(other), strict=True):
+            if not torch.equal(one, same):
+                yield "load_state_dict of Megatron's dict gave other state"
+
+    run_cases({kind: lambda k=kind: compare(k) for kind in KINDS})
+
+
+def test_experts_have_the_numbers_that_megatron_gives_them() -> None:
+    """But biases of grouped experts, which Megatron leaves as they are: two ranks would save them under one key."""
+    keys = [key for key in SHAPES if "experts" in key]
+    ours = [*Experts.of_rank(1, 2).number(dict.fromkeys(keys))]
+    theirs = json.loads(FIXTURE.read_text())["experts"]
+    assert {key for key in ours if "experts.linear_fc1.bias" not in key} == {
+        key for key in theirs if "experts.linear_fc1.bias" not in key
+    }
+    assert {f"{key[:-1]}{int(key[-1]) + 2}" for key in theirs if "linear_fc1.bias" in key and "local" not in key} <= {
+        *ours
+    }
+
+
+@pytest.mark.parametrize("kind", ["uneven", "in mid-row"])
+def test_parameters_that_dcp_would_misread_are_not_written(kind: str, tmp_path: Path) -> None:
+    """Of a slice DCP knows nothing: given the parameters themselves, it goes by their nominal placements."""
+    spawn(run_misread, 2, tmp_path, tmp_path, kind)
+
+
+def run_misread(rank: int, world_size: int, folder: Path, kind: str) -> None:
+    del rank
+    model = build(Layout(mesh(world_size, 1, names=("dp", "tp")), kind))
+    with pytest.raises(CheckpointException, match="nothing has been written: DCP would save"):
+        save({"model": dict(model.named_parameters())}, checkpoint_id=folder / "no")
+    assert not list((folder / "no").glob("*.distcp"))
+    save({"model": with_parameter_chunks(model, model_state(model))}, checkpoint_id=folder / "yes")
+
+
+# Round trips ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_goes_through_other_sizes_and_slices(tmp_path: Path) -> None:
+    """dp 4 → 2 → 3, split on disk: model, moments, counters and groups are what they were, bit by bit."""
+    sizes = [(4, "in mid-row"), (2, "uneven"), (3, "empty first"), (4, "one has all")]
+    for number, (dp, kind) in enumerate(sizes):
+        spawn(run_leg, dp, tmp_path, tmp_path, number, kind)
+
+
+def run_leg(rank: int, world_size: int, folder: Path, number: int, kind: str) -> None:
+    del rank
+    layout = Layout(mesh(world_size, 1, names=("dp", "tp")), kind)
+    model, optimizer = offloaded(layout, zeros=number > 0)
+    if number:
+        values, optim = live(model, optimizer, for_load=True)
+        parts, part_optim = split(layout, model, values, optim)
+        load({"model": parts, "optimizer": part_optim}, checkpoint_id=folder / str(number - 1))
+        _, optim = merge(layout, parts, part_optim)
+        set_optimizer_state_dict(model, optimizer, optim)
+    problems = [*wrong_values(layout, model, optimizer)]
+    assert not problems, problems
+    parts, part_optim = split(layout, model, *live(model, optimizer))
+    save({"model": parts, "optimizer": part_optim}, checkpoint_id=folder / str(number))
+
+
+def wrong_values(layout: Layout, model: Module, optimizer: torch.optim.Optimizer) -> Iterator[str]:
+    params = dict(model.named_parameters())
+    for name, (_, tp_dim) in SHAPES.items():
+        param = params[f"module.{name}"]
+        state = optimizer.state[param]
+        for shift, value in enumerate((param, *(state[key] for key in MOMENTS))):
+            rows = layout.rows_of(whole_of(name, shift / 4), tp_dim)
+            expected = rows.reshape(-1)[layout.slice_of(tuple(rows.shape))]
+            if not torch.equal(local_shard(value).detach().reshape(-1), expected):
+                yield f"{name}, {shift}: {local_shard(value).reshape(-1)[:5]}, expected {expected[:5]}"
+        if state["step"] != 1:
+            yield f"step of {name} is {state['step']}"
+    if optimizer.param_groups[0]["lr"] != 0.5:
+        yield f"lr is {optimizer.param_groups[0]['lr']}"
+
+
+def test_a_checkpoint_that_is_split_on_disk_goes_through_other_sizes(tmp_path: Path) -> None:
+    """dp 4 → 2 → 3: saved fused, split on disk, and loaded in parts."""
+    rules = [*preset("megatron-swiglu"), *preset("megatron-gdn")]
+    sizes = {"tp_size": 1, **GDN_DIMS}
+    legs = [(4, "in mid-row"), (2, "uneven"), (3, "empty first")]
+    for number, (dp, kind) in enumerate(legs):
+        spawn(run_offline_leg, dp, tmp_path, tmp_path, number, kind)
+        rewritten("split", tmp_path / f"fused {number}", tmp_path / f"parts {number}", *rules, values=sizes)
+
+
+def run_offline_leg(rank: int, world_size: int, folder: Path, number: int, kind: str) -> None:
+    del rank
+    layout = Layout(mesh(world_size, 1, names=("dp", "tp")), kind)
+    model, optimizer = offloaded(layout, zeros=number > 0)
+    if number:
+        values, optim = split(layout, model, *live(model, optimizer, for_load=True))
+        load({"model": values, "optimizer": optim}, checkpoint_id=folder / f"parts {number - 1}")
+        set_optimizer_state_dict(model, optimizer, merge(layout, values, optim)[1])
+    problems = [*wrong_values(layout, model, optimizer)]
+    assert not problems, problems
+    values, optim = live(model, optimizer)
+    fused = {"model": with_parameter_chunks(model, values), "optimizer": optim}
+    save(fused, checkpoint_id=folder / f"fused {number}")
+
+
+# With the package ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dp", "tp"), MESHES)
+def test_megatrons_own_code_beside_ours(dp: int, tp: int, tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core", reason="what it gave is in the fixture, which is compared without it")
+    spawn(run_beside, dp * tp, tmp_path, tmp_path, dp, tp)
+
+
+def run_beside(rank: int, world_size: int, folder: Path, dp: int, tp: int) -> None:
+    warnings.filterwarnings("ignore")
+    assert world_size == dp * tp
+
+    def compare(kind: str) -> Iterator[str]:
+        ours, theirs = both(megatron_layout(dp, tp, kind))
+        found = [described({"model": values, "optimizer": optim}) for values, optim in (ours, theirs)]
+        yield from different(found[0], found[1], (rank,))
+        for saver, loader, name in ((ours, theirs, "ours"), (theirs, ours, "theirs")):
+            dcp.save(nested(*saver), checkpoint_id=folder / f"{kind} {name}")
+            yield from loaded(loader, folder / f"{kind} {name}")
+
+    run_cases({kind: lambda k=kind: compare(k) for kind in KINDS})
+
+
+def both(layout: Layout) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+    """What we make of a model and its offloaded optimizer, and what Megatron makes of one without us."""
+    from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer import make_fsdp_dtensor
+    from megatron.core.transformer import fsdp_dtensor_checkpoint as handlers
+
+    their_model, *their_state = megatron_state(layout)
+    theirs = split_by_megatron(their_model, *their_state)
+    model, optimizer = offloaded(layout, make_fsdp_dtensor)
+    if hasattr(handlers, "handle_gdn_in_state_dict"):
+        return split(layout, model, *live(model, optimizer)), theirs
+    return without_gdn(layout, model, optimizer), theirs  # 0.16.1: what it does not split stays fused
+
+
+def loaded(loader: tuple[Any, Any], path: Path) -> Iterator[str]:
+    """What is wrong after a load with DCP alone, as Megatron does it, into what held the same before."""
+    expected = described(nested(*loader))
+    for value in tensors(loader):
+        value.zero_()
+    dcp.load(nested(*loader), checkpoint_id=path)
+    yield from different(described(nested(*loader)), expected, (path.name,))
+
+
+def test_each_loads_at_another_size_what_the_other_saved(tmp_path: Path) -> None:
+    """dp 4 → 2 → 3: ours into Megatron's, that into ours, and the other way round."""
+    pytest.importorskip("megatron.core", reason="the round trips above are without it")
+    for number, (dp, kind) in enumerate(((4, "uneven"), (2, "empty first"), (3, "even"))):
+        spawn(run_crossed, dp, tmp_path, tmp_path, number, kind)
+
+
+def run_crossed(rank: int, world_size: int, folder: Path, number: int, kind: str) -> None:
+    del rank
+    warnings.filterwarnings("ignore")
+    ways = both(megatron_layout(world_size, 1, kind))
+    for way, (own, other) in enumerate((ways, ways[::-1])):
+        if number:
+            problems = [*loaded(other if number % 2 else own, folder / f"{number - 1} {way}")]
+            assert not problems, problems
+        dcp.save(nested(*(other if number % 2 else own)), checkpoint_id=folder / f"{number} {way}")
+
+
+def without_gdn(layout: Layout, model: Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
+    values = {"tp_size": layout.tp}
+    return split_state_dict(*live(model, optimizer), preset("megatron-swiglu"), values=values, model=model)
+
+
+def nested(values: Any, optim: Any) -> dict[str, Any]:
+    return {"model": values, "optimizer": {"state": optim["state"]}}
+
+
+def tensors(both: tuple[Any, Any]) -> Iterator[torch.Tensor]:
+    for value in both[0].values():
+        yield memory(value)
+    for state in both[1]["state"].values():
+        yield from (memory(state[key]) for key in MOMENTS)
+
+
+def memory(value: torch.Tensor) -> torch.Tensor:
+    local = local_shard(value)
+    return getattr(local, "local", local).detach()
+
+
+def test_megatron_numbers_experts_as_the_fixture_says() -> None:
+    pytest.importorskip("megatron.core", reason="the fixture says it without the package")
+    keys = [key for key in SHAPES if "experts" in key]
+    assert numbered_by_megatron(1, 2, keys) == json.loads(FIXTURE.read_text())["experts"]

@@ -1,0 +1,324 @@
+"""Megatron's optimizers and chains of them: looked through, sent through the phases, bit by bit as without offload.
+
+The classes here have the attributes and the order of calls of ``megatron/core/optimizer`` (megatron-core 0.16.1:
+``ChainedOptimizer``, ``DistributedOptimizer`` without the precision-aware optimizer): bf16 parameters of the model,
+fp32 masters that are the inner optimizer's parameters, gradients copied to them before the step and they to the model
+after it.
+"""
+
+import functools
+import gc
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fsdp_offload import (
+    OffloadedOptimizer,
+    OffloadPolicy,
+    offload_optimizer,
+    offload_states,
+    release_states,
+    reload_before,
+    reload_states,
+    remove_offload,
+)
+from fsdp_offload.checkpoint import get_optimizer_state_dict, set_optimizer_state_dict
+from tests.fused_adam_reference import FusedAdam
+
+pytestmark = pytest.mark.filterwarnings("ignore:offload_optimizer")
+
+POLICY = OffloadPolicy(bucket_bytes=1 << 10, staging_bytes=1 << 12)
+RESIDENT = OffloadPolicy(bucket_bytes=1 << 10, staging_bytes=1 << 12, resident_bytes=1 << 20)
+
+
+class DistributedOptimizer:
+    """One inner optimizer; with ``masters``, on fp32 copies of bf16 parameters."""
+
+    def __init__(self, params: list[Tensor], *, masters: bool, calls: list[str], name: str) -> None:
+        self.model_params, self.calls, self.name = params, calls, name
+        mains = [nn.Parameter(param.detach().clone().float().flatten()) for param in params] if masters else params
+        self.shard_fp32_from_float16_groups = [mains] if masters else [[None for _ in params]]
+        self.optimizer = torch.optim.AdamW(mains, lr=0.01)
+
+    def prepare_grads(self) -> None:
+        for model, main in zip(self.model_params, self.mains, strict=True):
+            if main is not model:
+                main.grad = model.grad.float().flatten()
+
+    def step(self) -> None:
+        self.prepare_grads()
+        self.calls.append(f"{self.name}.step")
+        self.optimizer.step()
+        for model, main in zip(self.model_params, self.mains, strict=True):
+            if main is not model:
+                model.data.copy_(main.view(model.shape))
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad()
+        for param in self.model_params:
+            param.grad = None
+
+    @property
+    def mains(self) -> list[Tensor]:
+        return self.optimizer.param_groups[0]["params"]
+
+
+class Stub:
+    """What Megatron has on a rank that trains nothing of a part."""
+
+    is_stub_optimizer, optimizer = True, None
+
+    def step(self) -> None: ...
+
+    def zero_grad(self) -> None: ...
+
+
+class ChainedOptimizer:
+    """Several of them; ``optimizer`` is for chains of one."""
+
+    def __init__(self, chained_optimizers: list[Any]) -> None:
+        self.chained_optimizers = chained_optimizers
+
+    @property
+    def optimizer(self) -> Any:
+        assert len(self.chained_optimizers) == 1, "ChainedOptimizer has more than one optimizer"
+        return self.chained_optimizers[0].optimizer
+
+    def step(self) -> None:
+        for optimizer in self.chained_optimizers:
+            optimizer.step()
+
+    def zero_grad(self) -> None:
+        for optimizer in self.chained_optimizers:
+            optimizer.zero_grad()
+
+
+class Loop:
+    """Dense parameters in bf16 under one optimizer, experts in fp32 under another."""
+
+    def __init__(self, flag: bool, policy: OffloadPolicy = POLICY, *, nested: bool = False) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(12, 24), nn.Linear(24, 4))
+        self.model[0].to(torch.bfloat16)
+        self.calls: list[str] = []
+        dense, experts = (list(layer.parameters()) for layer in self.model)
+        self.dense = DistributedOptimizer(dense, masters=True, calls=self.calls, name="dense")
+        self.experts = DistributedOptimizer(experts, masters=False, calls=self.calls, name="experts")
+        chain = [self.dense, self.experts]
+        self.optimizer: Any = ChainedOptimizer([ChainedOptimizer(chain), Stub()] if nested else chain)
+        self.flag = flag
+        self.finalize: Callable[..., Any] = functools.partial(self.finalize_model_grads, group="dp")
+        if flag:
+            assert offload_optimizer(self.optimizer, policy=policy) is self.optimizer
+            self.finalize = reload_before(self.finalize, self.optimizer)
+
+    def finalize_model_grads(self, num_tokens: int, *, group: str) -> str:
+        self.calls.append(f"finalize {num_tokens} {group}")
+        return "finalized"
+
+    def phase(self, phase: Callable[[Any], None]) -> None:
+        if self.flag:
+            self.calls.append(phase.__name__)
+            phase(self.optimizer)
+
+    def train_step(self, step: int) -> None:
+        self.phase(offload_states)
+        self.optimizer.zero_grad()
+        self.phase(release_states)
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(8, 12, generator=generator)
+        self.model[1](self.model[0](x.bfloat16()).float()).square().mean().backward()
+        assert self.finalize(7) == "finalized"
+        self.optimizer.step()
+
+    def values(self) -> Iterator[Tensor]:
+        yield from self.model.parameters()
+        for one in (self.dense, self.experts):
+            for main in one.mains:
+                yield main.detach()
+                yield from (one.optimizer.state[main][name] for name in ("exp_avg", "exp_avg_sq", "step"))
+
+
+@pytest.mark.parametrize("policy", [POLICY, RESIDENT], ids=["streamed", "resident"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_with_the_flag_and_without_it(policy: OffloadPolicy, nested: bool) -> None:
+    """Calls in order, both optimizers reached, the hook that was bound before still called, the same bits."""
+    on, off = Loop(True, policy, nested=nested), Loop(False, nested=nested)
+    for step in range(4):
+        for loop in (on, off):
+            loop.train_step(step)
+        for one, other in zip(on.values(), off.values(), strict=True):
+            assert torch.equal(one, other)
+    assert on.calls == 4 * ["offload_states", "release_states", "finalize 7 dp", "dense.step", "experts.step"]
+    assert off.calls == 4 * ["finalize 7 dp", "dense.step", "experts.step"]
+    for one in (on.dense, on.experts):
+        assert isinstance(one.optimizer, OffloadedOptimizer)
+        assert all(one.optimizer.state[main]["exp_avg"].any() for main in one.mains)
+
+
+def test_a_hook_is_wrapped_once_for_the_whole_chain() -> None:
+    """Model chunks share a config, and Bridge goes over the chunks."""
+    loop = Loop(True)
+    assert reload_before(loop.finalize, loop.optimizer) is loop.finalize
+
+
+def test_masters_leave_the_device_with_the_state_and_come_back() -> None:
+    """All 12 bytes of a parameter: two moments and the master, whose storage is empty between the phases."""
+    loop = Loop(True, RESIDENT)
+    loop.train_step(0)
+    mains = loop.dense.mains
+    before = [main.detach().clone() for main in mains]
+    nbytes = [main.untyped_storage().nbytes() for main in mains]
+    assert all(nbytes)
+    offload_states(loop.optimizer)
+    assert [main.untyped_storage().nbytes() for main in mains] == nbytes  # copies may still read them
+    release_states(loop.optimizer)
+    assert [main.untyped_storage().nbytes() for main in mains] == [0 for _ in mains]
+    assert loop.dense.optimizer.offload_report().resident_state_bytes == 0
+    assert all(param.untyped_storage().nbytes() for param in loop.model.parameters())  # those of the model stay
+    reload_states(loop.optimizer)
+    assert [main.untyped_storage().nbytes() for main in mains] == nbytes
+    loop.dense.optimizer.synchronize()
+    for main, saved in zip(mains, before, strict=True):
+        assert torch.equal(main, saved)
+    loop.train_step(1)
+
+
+def test_a_master_that_is_away_refuses_to_be_read_and_takes_its_gradient() -> None:
+    loop = Loop(True)
+    loop.train_step(0)
+    main = loop.dense.mains[0]
+    for phase in (offload_states, release_states):
+        phase(loop.optimizer)
+        with pytest.raises(RuntimeError, match=r"has moved the memory of this fp32 master to the host.*reload_states"):
+            main.sum()
+        main.grad = torch.ones(main.shape)
+    loop.dense.optimizer.step()  # comes back by itself
+    assert main.untyped_storage().nbytes()
+    main.sum()
+
+
+def test_a_step_brings_masters_back_without_any_hook() -> None:
+    on, off = Loop(True), Loop(False)
+    on.finalize = functools.partial(on.finalize_model_grads, group="dp")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the wrapped hook is never called
+        for step in range(3):
+            for loop in (on, off):
+                loop.train_step(step)
+    for one, other in zip(on.values(), off.values(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("phases", [(), (offload_states,), (offload_states, release_states)])
+def test_removing_brings_masters_back(phases: tuple[Any, ...]) -> None:
+    on, off = Loop(True), Loop(False)
+    for step in range(2):
+        for loop in (on, off):
+            loop.train_step(step)
+    for phase in phases:
+        phase(on.optimizer)
+    assert remove_offload(on.optimizer) is on.optimizer
+    on.flag, on.finalize = False, off.finalize
+    for step in range(2, 4):
+        for loop in (on, off):
+            loop.train_step(step)
+    assert not isinstance(on.dense.optimizer, OffloadedOptimizer)
+    for one, other in zip(on.values(), off.values(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_one_that_cannot_be_offloaded_leaves_none_offloaded() -> None:
+    loop = Loop(False)
+    loop.experts.optimizer = torch.optim.LBFGS(loop.experts.model_params)
+    with pytest.raises(ValueError, match="LBFGS"):
+        offload_optimizer(loop.optimizer, policy=POLICY)
+    assert not isinstance(loop.dense.optimizer, OffloadedOptimizer)
+    with pytest.raises(TypeError, match="is not offloaded"):
+        offload_states(loop.optimizer)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(loop.dense.optimizer, lambda _: 1.0)  # holds an optimizer, too
+    for other in (object(), scheduler):
+        with pytest.raises(TypeError, match=r"expected a torch.optim.Optimizer, or one of Megatron's"):
+            offload_states(other)
+        with pytest.raises(TypeError, match=r"expected a torch.optim.Optimizer"):
+            offload_optimizer(other)
+
+
+def test_state_dicts_of_a_chain() -> None:
+    """By the names of the model's parameters, where those are the optimizers' own."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"dense": nn.Linear(3, 4), "experts": nn.Linear(4, 2)})
+    calls: list[str] = []
+    chain = ChainedOptimizer(
+        [DistributedOptimizer(list(model[k].parameters()), masters=False, calls=calls, name=k) for k in model]
+    )
+    offload_optimizer(chain, model=model, policy=POLICY)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    chain.step()
+    state = get_optimizer_state_dict(model, chain, fsdp_dtensor=True)
+    names = [name for name, _ in model.named_parameters()]
+    assert [*state["state"]] == [*state["param_to_group_meta"]] == names
+    saved = {name: {key: value.clone() for key, value in of.items()} for name, of in state["state"].items()}
+    chain.step()
+    wrapped = {
+        "state": {f"module.module.{name}": of for name, of in saved.items()},
+        "param_to_group_meta": {f"module.module.{name}": of for name, of in state["param_to_group_meta"].items()},
+    }
+    set_optimizer_state_dict(model, chain, wrapped)
+    for name, param in model.named_parameters():
+        inner = chain.chained_optimizers[name.startswith("experts")].optimizer
+        assert torch.equal(inner.state[param]["exp_avg"], saved[name]["exp_avg"])
+        assert inner.state[param]["step"] == 1
+
+
+def test_host_memory_of_resident_state_and_masters_is_given_back_while_attached() -> None:
+    loop = Loop(True, RESIDENT)
+    loop.train_step(0)
+    offload_states(loop.optimizer)
+    release_states(loop.optimizer)
+    taken = loop.dense.optimizer.offload_report().host_bytes
+    assert taken >= 3 * sum(main.numel() * 4 for main in loop.dense.mains)  # two moments and the master
+    reload_states(loop.optimizer, free_host_memory=True)
+    gc.collect()
+    assert loop.dense.optimizer.offload_report().host_bytes == 0
+    other = Loop(False)
+    other.train_step(0)
+    for step in range(1, 3):  # it is taken again
+        for one in (loop, other):
+            one.train_step(step)
+    for one, plain in zip(loop.values(), other.values(), strict=True):
+        assert torch.equal(one, plain)
+
+
+# Precision-aware updates ---------------------------------------------------------------------------------------------
+
+
+def test_a_gradient_that_torchs_optimizers_do_not_read_is_an_error() -> None:
+    """With ``use_precision_aware_optimizer`` Megatron puts gradients where only FusedAdam looks."""
+    param = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    optimizer = offload_optimizer(torch.optim.AdamW([param], lr=0.5), policy=POLICY)
+    param.decoupled_grad = torch.ones(4)
+    with pytest.raises(RuntimeError, match=r"param_groups\[0\].params\[0\] is in param.decoupled_grad"):
+        optimizer.step()
+    assert torch.equal(param, torch.ones(4, dtype=torch.bfloat16))
+    assert not optimizer.state
+    param.decoupled_grad = None
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert not torch.equal(param, torch.ones(4, dtype=torch.bfloat16))
+
+
+def test_fused_adam_reads_them_and_has_no_twin_on_the_cpu() -> None:
+    param = nn.Parameter(torch.ones(4))
+    optimizer = FusedAdam([param], use_decoupled_grad=True)
+    with pytest.raises(ValueError, match=r"FusedAdam is not one of them.*its kernels are the device's"):
+        offload_optimizer(optimizer, policy=OffloadPolicy(host_fraction=0.5))
+    offload_optimizer(optimizer, policy=POLICY)
+    param.decoupled_grad = torch.ones(4)
+    optimizer.step()
+    assert not torch.equal(param, torch.ones(4))
