@@ -16,6 +16,7 @@ from .fsdp import (
 )
 from .optimizers import Traits
 from .policy import OffloadPolicy
+from .shards import leaves_of
 from .update import ENGINE_ATTRIBUTE
 
 _HOST_OFFLOADED = (
@@ -104,6 +105,25 @@ def check_gradients_are_read(optimizer: Optimizer, names: Mapping[Tensor, str]) 
                     "would be updated. Use Transformer Engine's FusedAdam(use_decoupled_grad=True), or leave "
                     "use_precision_aware_optimizer off. Nothing has been changed."
                 )
+
+
+def check_lists(optimizer: Optimizer) -> None:
+    """Refuse list kernels over types that are made of several tensors, beside others.
+
+    Such a type takes a list apart once for each of its inner tensors, and whatever else is in the list is updated as
+    often: what a step does depends on which parameters it has.
+    """
+    for index, group in enumerate(optimizer.param_groups):
+        several = [len(leaves_of(local_shard(param))) > 1 for param in group["params"]]
+        on_cpu = all(local_shard(param).device.type == "cpu" for param in group["params"])
+        undecided = "foreach" in group and group["foreach"] is None and not group.get("fused") and not on_cpu
+        if any(several) and not all(several) and (group.get("foreach") or group.get("fused") or undecided):
+            made = type(local_shard(group["params"][several.index(True)])).__name__
+            raise ValueError(
+                f"offload_optimizer: param_groups[{index}] has parameters of {made}, which is made of several tensors, "
+                "beside others, and is stepped by kernels over lists, which update the others once for each of these "
+                "tensors. Give them a group of their own, or use foreach=False."
+            )
 
 
 def _holds_optimizer(value: object) -> bool:

@@ -26,7 +26,7 @@ _NO_SWITCHES = frozenset({"params", "lr", "param_names", "train_mode"})
 
 
 def layout_key(group: Mapping[str, Any], counters: Container[str] = ()) -> tuple[tuple[str, object], ...]:
-    """What of a param group can decide which state exists: flags, and whether a number is zero (``momentum``).
+    """What of a param group can decide which state exists: flags, texts, and whether a number is zero (``momentum``).
 
     ``counters`` are entries that the optimizer's own step has changed; they decide nothing.
     """
@@ -40,6 +40,8 @@ def layout_key(group: Mapping[str, Any], counters: Container[str] = ()) -> tuple
 def _switch(value: object) -> str:
     if isinstance(value, Tensor):
         return "tensor"
+    if isinstance(value, str):
+        return value
     if value is None or isinstance(value, bool | int | float):
         return "none" if value is None else str(bool(value))
     return type(value).__name__

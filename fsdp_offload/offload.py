@@ -27,6 +27,7 @@ from .chain import offload_each
 from .checks import (
     check_attachable,
     check_gradients_are_read,
+    check_lists,
     check_params,
     check_traits,
     check_types,
@@ -114,6 +115,7 @@ def offload_optimizer(
     names = names_of_parameters(target, model)
     traits = traits_for(target)
     check_traits(target, traits, policy, names)
+    check_lists(target)
     device = check_params(traits, params, names)
     if policy.pin_memory and device.type == "cpu":
         raise ValueError(

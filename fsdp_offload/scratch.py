@@ -280,6 +280,20 @@ def _as_in_training(groups: Sequence[dict[str, Any]]) -> None:
             group["lr"] = group["lr"] * (1 - 0.5 * number / len(groups))  # a scheduler may tell them apart later
 
 
+_MOST_GROUPS = 16
+
+
+def some_groups_of(cls: type[Optimizer], optimizer: Optimizer) -> Optimizer:
+    """``optimizer``, or something with its attributes and only the first and last of very many param groups."""
+    groups = optimizer.param_groups
+    if len(groups) <= _MOST_GROUPS:
+        return optimizer
+    some = object.__new__(cls)
+    half = _MOST_GROUPS // 2
+    some.__dict__.update({**vars(optimizer), "param_groups": [*groups[:half], *groups[-half:]]})
+    return some
+
+
 # Parameters ----------------------------------------------------------------------------------------------------------
 
 

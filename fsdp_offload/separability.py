@@ -33,6 +33,7 @@ from .scratch import (
     randomness_kept,
     restore_random_states,
     scratch_params,
+    some_groups_of,
     untouched,
 )
 from .shards import leaves_of
@@ -77,7 +78,7 @@ def judge(cls: type[Optimizer], optimizer: Optimizer) -> Verdict:
         untouched(optimizer) as seen,
     ):
         try:
-            verdict = _Trial(cls, optimizer, device).verdict()
+            verdict = _Trial(cls, some_groups_of(cls, optimizer), device).verdict()
         except _NotSeparableError as reason:
             verdict = Verdict(str(reason))
     return Verdict(f"its step reaches {seen[0]} by another way than the parameters it has") if seen else verdict

@@ -616,6 +616,40 @@ def test_groups_without_any_gradient_count_the_step() -> None:
     assert [group["k"] for group in pair.offloaded.optimizer.param_groups] == [6, 6]
 
 
+def test_a_group_for_each_of_many_layers() -> None:
+    """Learning rates by layer: not all of them are tried, and all of them train."""
+
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights = nn.ParameterList(torch.randn(3, 4) for _ in range(40))
+
+        forward = Zoo.forward
+
+    def make(params: Any) -> Optimizer:
+        return CountsInTheFirstGroup([{"params": [param], "lr": 0.1 / (1 + n)} for n, param in enumerate(params)])
+
+    pair = make_pair(Layers, make)
+    pair.train(4)
+    pair.assert_trained()
+
+
+def test_another_text_in_a_group_is_judged_again() -> None:
+    class Modes(Plain):
+        def before(self) -> None:
+            if self.param_groups[0]["mode"] == "global":
+                torch.stack([param.grad.norm() for param in self.trained()]).norm().item()
+
+    optimizer = attach(Modes(Twins().parameters(), mode="local"))
+    optimizer.param_groups[0]["mode"] = "global"
+    for param in params_of(optimizer):
+        param.grad = torch.ones_like(param)
+    before = [param.detach().clone() for param in params_of(optimizer)]
+    with pytest.raises(ValueError, match="value of several parameters at once"):
+        optimizer.step()
+    assert all(map(torch.equal, params_of(optimizer), before))
+
+
 # What attaching leaves alone ------------------------------------------------------------------------------------------
 
 

@@ -101,7 +101,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "reporting": {"policy", "bound", "report", "host_update", "shards", "update", "times", "engine"},
     "load": {"fsdp", "masters", "shards", "update", "engine"},
     "state": {"update", "engine"},
-    "checks": {"policy", "fsdp", "optimizers", "update"},
+    "checks": {"policy", "fsdp", "optimizers", "shards", "update"},
     # What the user holds.
     "ordering": set(),
     "residency": {"ordering"},

@@ -58,9 +58,9 @@ class BareAdamW(torch.optim.AdamW):
 
 
 MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-2),
-    "SGD": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9),
-    "a subclass": lambda params: BareAdamW(params, lr=1e-2),
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-2, foreach=False),
+    "SGD": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9, foreach=False),
+    "a subclass": lambda params: BareAdamW(params, lr=1e-2, foreach=False),
 }
 
 
@@ -98,3 +98,12 @@ def test_a_group_of_pairs_cannot_be_added_to_an_optimizer_of_plain_tensors() -> 
     with pytest.raises(ValueError, match=r"is a Gathered, .*Add the group first, then attach"):
         optimizer.add_param_group({"params": [pair]})
     assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}], ids=str)
+def test_lists_of_pairs_and_others_are_refused(options: dict[str, Any]) -> None:
+    """The dispatch of a pair runs a list twice, and plain tensors in it are updated twice: more or less of a list."""
+    pair, plain = nn.Parameter(Gathered(torch.randn(4), torch.randn(4))), nn.Parameter(torch.randn(4))
+    with pytest.raises(ValueError, match=r"several tensors, beside others.*foreach=False"):
+        attach(torch.optim.AdamW([pair, plain], **options))
+    attach(torch.optim.AdamW([{"params": [pair]}, {"params": [plain]}], **options))
