@@ -210,7 +210,9 @@ class Layers(nn.Module):
             if len(shape) == 1 and placements[-1] == Shard(1):
                 placements = (Replicate(), Shard(0))
             local = torch.ones(chunks_of(dtensor(meshes[mesh], placements, shape)).local_shape)
-            param = nn.Parameter(dtensor(meshes[mesh], placements, shape, local))
+            # nn.Parameter(...) detaches, and torch remembers what that gives, for whichever rank asked first.
+            param = dtensor(meshes[mesh], placements, shape, local).requires_grad_()
+            param._is_param = True
             setattr(self, f"layer{number:03}", param)
 
 
