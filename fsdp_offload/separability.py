@@ -185,7 +185,7 @@ class _Trial:
             _check_origins(scratch, trace)
             _check_layouts(scratch, layouts)
             trace.forget_all_but(scratch.tensors())
-        if not moved:
+        if not moved and not any(scratch.states.values()):
             raise _NotSeparableError(
                 "its step has changed none of the scratch parameters, so what it does to yours cannot be seen"
             )
