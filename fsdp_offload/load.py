@@ -93,7 +93,7 @@ def _checked(
 ) -> UserState:
     expected = [*layout.values, *layout.scalars, *layout.left_out]
     # Only optimizers that we know have all of their state from the first step on.
-    needed = expected if engine.layouts.traits.known else [n for n in layout.values if n in current]
+    needed = expected if engine.layouts.traits.known else [n for n in layout.values if n in current or not current]
     missing = [n for n in needed if n not in saved and not _will_be_rebuilt(layout, n)]
     extra = [n for n in saved if n not in expected and n not in current]
     if extra and expected and not missing and MASTER not in extra:

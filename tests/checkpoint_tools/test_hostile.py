@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from checkpoint_tools.sizes import natural_order, parse_bytes
-from tests.checkpoint_tools.checkpoints import ROOT, run_tool, save
+from tests.checkpoint_tools.checkpoints import ROOT, save
 from tests.checkpoint_tools.converted import safetensors_file
 from tests.checkpoint_tools.limited import Limited, Ran, limited
 from tests.checkpoint_tools.offline import DOWN, FUSED
@@ -485,10 +485,16 @@ def test_what_should_not_happen_is_a_line_too(folder: Path, monkeypatch: pytest.
     assert "Traceback" in run.stderr
 
 
-def test_version_and_completion() -> None:
-    run = run_tool("--show-completion", "bash")
-    assert run.returncode == 0, run.stderr
-    assert "_COMPLETE" in run.stdout
+def test_completion() -> None:
+    """As the shell asks for it; --show-completion looks at which shell has started it, and a test's is no shell."""
+    run = subprocess.run(
+        [sys.executable, "-c", "from checkpoint_tools.__main__ import main; main()"],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "_CHECKPOINT_TOOLS_COMPLETE": "source_bash"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "_checkpoint_tools_completion()" in run.stdout
 
 
 def test_sizes_and_orders_of_long_digits() -> None:
