@@ -167,10 +167,6 @@ class Scratch:
         """All parameters, group by group."""
         return [param for of_group in self.params for param in of_group]
 
-    def takes_fractions(self, param: Tensor) -> bool:
-        """Whether a gradient of ``param`` may be scaled."""
-        return param.dtype.is_floating_point or param.dtype.is_complex
-
     def tensors(self) -> Iterator[Tensor]:
         """All that a next step may look at: parameters, state, and what attributes and groups hold."""
         yield from self.flat
@@ -351,7 +347,7 @@ def small_shape(shape: tuple[int, ...], sizes: Mapping[int, int]) -> tuple[int, 
 
 def _scratch_like(param: Tensor, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     data = torch.empty(shape, dtype=param.dtype, device=local_shard(param).device)
-    scratch = nn.Parameter(random_values(data, generator), requires_grad=data.is_floating_point() or data.is_complex())
+    scratch = nn.Parameter(random_values(data, generator), requires_grad=takes_fractions(data))
     # What the user has noted on a parameter (`param.use_muon = True`) may decide what is done with it.
     scratch.__dict__.update(notes_on(param, shape))
     return scratch
@@ -367,9 +363,14 @@ def notes_on(param: Tensor, shape: tuple[int, ...]) -> dict[str, Any]:
     }
 
 
+def takes_fractions(tensor: Tensor) -> bool:
+    """Whether ``tensor`` may hold anything but whole numbers."""
+    return tensor.dtype.is_floating_point or tensor.dtype.is_complex
+
+
 def random_values(tensor: Tensor, generator: torch.Generator) -> Tensor:
     """Fill ``tensor`` with normally distributed numbers, or with zeros if it takes no fractions."""
-    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+    if takes_fractions(tensor):
         return tensor.normal_(generator=generator)
     return tensor.zero_()
 

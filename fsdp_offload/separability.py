@@ -34,6 +34,7 @@ from .scratch import (
     restore_random_states,
     scratch_params,
     some_groups_of,
+    takes_fractions,
     untouched,
 )
 from .shards import leaves_of
@@ -149,7 +150,7 @@ class _Trial:
         generator = torch.Generator(self._device).manual_seed(1 + step)
         for param in scratch.flat:
             grad = random_values(torch.empty_like(param), generator)
-            param.grad = grad.mul_(scale) if scratch.takes_fractions(param) else grad
+            param.grad = grad.mul_(scale) if takes_fractions(param) else grad
         for param in () if without is None else without(scratch):
             param.grad = None
 

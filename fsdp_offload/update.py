@@ -161,7 +161,7 @@ class SharedValues:
                 for group in self._start
             ]
         self._pinned = pinned
-        self._shared_entries = frozenset() if writes_any_entry else _SCHEDULED
+        self._writes_any_entry = writes_any_entry
         self._all_groups = all_groups
         self._attributes = instance_attributes(optimizer)
         self._fresh_attributes = fresh_attributes
@@ -189,7 +189,7 @@ class SharedValues:
         shown = range(len(params)) if self._all_groups else sorted(self._counting)
         self._given = {
             number: {
-                name: value if name in self._shared_entries else _own(value)
+                name: _own(value) if self._may_write(name, value) else value
                 for name, value in self._groups[number].items()
             }
             for number in shown
@@ -198,6 +198,10 @@ class SharedValues:
             {**given, **{name: _own(value) for name, value in self._pinned[number].items()}, "params": params[number]}
             for number, given in self._given.items()
         ]
+
+    def _may_write(self, name: str, value: object) -> bool:
+        """Whether a step may write into an entry: an unknown class into any, torch's into tensors that count."""
+        return self._writes_any_entry or (isinstance(value, Tensor) and name not in _SCHEDULED)
 
     def group(self, number: int) -> dict[str, Any]:
         """The entries of a param group that a bucket's step is given; nobody writes into them."""
@@ -480,7 +484,7 @@ def _with_gradient(ranges: list[BoundRange], habits: Habits) -> list[BoundRange]
     """Without parameters that have no gradient: who shares a bucket with them differs between ranks."""
     if habits.state_without_gradient:
         return ranges
-    return [bound for bound in ranges if _gradient(bound, habits) is not None]
+    return [b for b in ranges if b.gradient is not None or habits.gradient(b.shard.param) is not None]
 
 
 def _seen_by_param(
@@ -503,11 +507,13 @@ def _update_in_one_pass(
     kwargs: Mapping[str, Any],
 ) -> list[BoundRange]:
     """Update what has a master that we keep by one kernel, where there is one with the same bits. Returns the rest."""
+    if kwargs or not any(bound.has_master for bound in ranges):
+        return list(ranges)
     rest = []
     asked: dict[int, AdamWStep | None] = {}
     for bound in ranges:
         number, state = bound.shard.group, user_states.get(bound.shard.param)
-        if not bound.has_master or kwargs or any(state.get(name) is None for name in (MASTER, *_MOMENTS, "step")):
+        if not bound.has_master or any(state.get(name) is None for name in (MASTER, *_MOMENTS, "step")):
             rest.append(bound)
             continue
         if number not in asked:
