@@ -410,7 +410,7 @@ def merge_main(
 
 
 class Asked(NamedTuple):
-    """What split or merge is asked for, in the words of the command line."""
+    """A request for split or merge, in the words of the command line."""
 
     presets: list[str] | None
     rule_files: list[Path] | None
@@ -751,7 +751,7 @@ def main() -> None:
 
 
 def version() -> str:
-    """Of the package that the tools come with."""
+    """Return the version of the package that the tools come with."""
     from importlib import metadata
 
     try:

@@ -179,7 +179,7 @@ def _content(window: Window, archive: Archive, record: Record) -> bytes:
 
 @functools.lru_cache(_KNOWN_PICKLES)
 def _tensor_in(content: bytes) -> _Tensor | None:
-    """What a ``data.pkl`` says; that of each layer's tensors is the same."""
+    """Read what a ``data.pkl`` says; that of each layer's tensors is the same."""
     try:
         return _tensor_of(unpickle(content, TENSOR_NAMES, _storage_of))
     except ForbiddenNameError:

@@ -88,7 +88,7 @@ def _of_layout(checkpoint: Checkpoint) -> dict[str, Told]:
 
 
 def is_torch_dist(checkpoint: Checkpoint) -> bool:
-    """Whether Megatron-Core has written it in its own format."""
+    """Tell whether Megatron-Core has written it in its own format."""
     found = _json(checkpoint, FORMAT_FILE)
     return isinstance(found, dict) and found.get("sharded_backend") == "torch_dist"
 
