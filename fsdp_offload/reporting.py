@@ -6,14 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .bound import Bound, bound, bound_of_step, parts_of_iteration, staged_share, what_would_help
-from .engine import Engine
-from .host_update import HostTimes
+from .cpu_update.updates import HostTimes
+from .device.bucket_times import StepTimes
+from .engine.engine import Engine
+from .planning.bound import Bound, bound, bound_of_step, parts_of_iteration, staged_share, what_would_help
 from .policy import OffloadPolicy
 from .report import OffloadReport
-from .shards import StateShard, leaves_of
-from .times import StepTimes
-from .update import StateStore, UserState
+from .state.shard import StateShard, leaves_of
+from .state.store import StateStore, UserState
 
 
 def report_of(engine: Engine, states: StateStore) -> OffloadReport:

@@ -353,9 +353,9 @@ print(json.dumps(dict(
 @pytest.mark.parametrize(
     ("source", "expected"),
     [
-        ("import fsdp_offload.arena", {"arena"}),
-        ("import fsdp_offload.arena as a, torch", {"arena"}),
-        ("from fsdp_offload.arena import Arena", {"arena"}),
+        ("import fsdp_offload.device.arena", {"arena"}),
+        ("import fsdp_offload.device.arena as a, torch", {"arena"}),
+        ("from fsdp_offload.device.arena import Arena", {"arena"}),
         ("from fsdp_offload import arena", {"arena"}),
         ("from fsdp_offload import arena, offload_optimizer", {"arena", "__init__"}),
         ("import fsdp_offload", {"__init__"}),

@@ -14,18 +14,21 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_offload import OffloadPolicy, offload_optimizer, rehearsal, remove_offload, stepping, transfer
-from fsdp_offload.engine import engine_of
-from fsdp_offload.fsdp import local_shard
-from fsdp_offload.host_update import HostUpdates
-from fsdp_offload.overlap import Overlap
-from fsdp_offload.pipeline import Pipeline
-from fsdp_offload.plan import Plan
-from fsdp_offload.rehearsal import Rehearsal
-from fsdp_offload.residency import IterationTimes
-from fsdp_offload.schedule import Action
-from fsdp_offload.stepping import Stepping
-from fsdp_offload.times import BucketTimes
+from fsdp_offload import OffloadPolicy, offload_optimizer, remove_offload
+from fsdp_offload.cpu_update.updates import HostUpdates
+from fsdp_offload.device import transfer
+from fsdp_offload.device.bucket_times import BucketTimes
+from fsdp_offload.engine.engine import engine_of
+from fsdp_offload.engine.engine import step as stepping
+from fsdp_offload.engine.executor import Pipeline
+from fsdp_offload.engine.homes import Plan
+from fsdp_offload.engine.step import Stepping
+from fsdp_offload.model import tune_resident as rehearsal
+from fsdp_offload.model.hooks import Overlap
+from fsdp_offload.model.tune_resident import Rehearsal
+from fsdp_offload.planning.resident import IterationTimes
+from fsdp_offload.planning.schedule import Action
+from fsdp_offload.torch_compat.fsdp import local_shard
 from tests.fused_adam_reference import FusedAdam
 from tests.overlapping import HABITS, NOT_IN_BACKWARD, POLICIES, SIZES, Block, Loop, Net, adamw, look, same
 from tests.parity import attach

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp_offload.schedule import (
+from fsdp_offload.planning.schedule import (
     Action,
     BucketStep,
     Placement,

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn, optim
 
-from fsdp_offload import OffloadPolicy, offload_optimizer, transfer
+from fsdp_offload import OffloadPolicy, offload_optimizer
+from fsdp_offload.device import transfer
 from tests.parity import Zoo, attach, make_pair, params_of
 
 

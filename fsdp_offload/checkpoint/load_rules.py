@@ -26,7 +26,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
-from ..masters import MASTER
+from ..optimizers.masters import MASTER
 
 Allowed = bool | Sequence[str]
 

@@ -30,9 +30,9 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import StorageWriter
 
-from ..fingerprint import Fingerprint, Hasher
-from ..fsdp import is_dtensor, local_shard, mesh_size
-from ..shards import leaves_of
+from ..cpu_update.fingerprint import Fingerprint, Hasher
+from ..state.shard import leaves_of
+from ..torch_compat.fsdp import is_dtensor, local_shard, mesh_size
 from .experts import is_numbered
 from .load_checks import listed, why_unfit
 from .load_rules import Allowed, is_params_list, matcher

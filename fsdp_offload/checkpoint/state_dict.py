@@ -28,25 +28,16 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..engine import Engine, engine_of, find_offloaded
-from ..fsdp import is_dtensor, local_shard, over_local, parameter_names, version_of
-from ..load import check_loadable
-from ..masters import MASTER, is_duplicate
-from ..shards import leaves_of
-from ..state import OffloadedState
-from ..update import UserState
-from ..wrapped import is_wrapped, optimizers_in
+from ..api.wrapped import is_wrapped, optimizers_in
+from ..engine.engine import Engine, engine_of, find_offloaded
+from ..engine.loading import check_loadable
+from ..optimizers.masters import MASTER, is_duplicate
+from ..state.mapping import OffloadedState
+from ..state.shard import leaves_of
+from ..state.store import UserState
+from ..torch_compat.fsdp import is_dtensor, local_shard, over_local, parameter_names, version_of
 from .chunks import chunks_of, flat_range_of, says_its_chunks
-from .layouts import (
-    LEFT_OUT,
-    LeftOut,
-    SavedByFqn,
-    StateDict,
-    as_fsdp_dtensor,
-    by_fqn,
-    flattened,
-    with_names_of,
-)
+from .layouts import LEFT_OUT, LeftOut, SavedByFqn, StateDict, as_fsdp_dtensor, by_fqn, flattened, with_names_of
 from .rectangles import Shape, ShardChunks
 from .shard_tensor import ShardTensor, with_chunks
 from .torch_private import canonical_fqn

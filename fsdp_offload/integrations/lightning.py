@@ -18,7 +18,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 from torch.optim import Optimizer
 
-from ..offload import offload_optimizer
+from ..api.offload import offload_optimizer
 from ..policy import OffloadPolicy
 from .plain_values import metrics_of, policy_from
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from ..offload import is_offloaded, offload_report
+from ..api.offload import is_offloaded, offload_report
 from ..policy import OffloadPolicy
 
 _WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False, "none": None, "": None}

@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, asy
 from torchtitan.components.checkpoint import OPTIMIZER, AsyncMode, CheckpointManager
 from torchtitan.components.optimizer import OptimizersContainer, OptimizersInBackwardContainer
 
+from ..api.offload import is_offloaded, offload_optimizer
 from ..checkpoint import ArenaStager
-from ..offload import is_offloaded, offload_optimizer
 from ..policy import OffloadPolicy
 from .plain_values import metrics_of, policy_from
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from transformers import Trainer
 
-from ..offload import offload_optimizer
+from ..api.offload import offload_optimizer
 from ..policy import OffloadPolicy
 from .plain_values import metrics_of, policy_from
 

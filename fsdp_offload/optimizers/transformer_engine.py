@@ -28,9 +28,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..fsdp import has_inner_tensors, local_shard
-from ..masters import MASTER
+from ..torch_compat.fsdp import has_inner_tensors, local_shard
 from .base import Habits, LogicalStep, Traits
+from .masters import MASTER
 
 OLDEST = (2, 18)
 """Before it, empty local shards, which fully_shard makes, were updated out of bounds or not at all."""

@@ -14,14 +14,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from fsdp_offload import OffloadPolicy, offload_optimizer
-from fsdp_offload.checkpoint import (
-    Experts,
-    SavePlanner,
-    get_optimizer_state_dict,
-    load,
-    save,
-    set_optimizer_state_dict,
-)
+from fsdp_offload.checkpoint import Experts, SavePlanner, get_optimizer_state_dict, load, save, set_optimizer_state_dict
 from tests.distributed.launch import agree, mesh, run_cases, spawn, this_device
 
 pytestmark = pytest.mark.distributed
