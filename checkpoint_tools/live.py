@@ -23,7 +23,7 @@ from fsdp_offload.checkpoint.chunks import says_its_chunks
 from fsdp_offload.checkpoint.layouts import by_fqn, flattened, is_fsdp_dtensor
 from fsdp_offload.checkpoint.state_dict import is_flat_state
 from fsdp_offload.optimizers.masters import MASTER, is_duplicate
-from fsdp_offload.torch_compat.fsdp import is_dtensor, local_shard, over_part
+from fsdp_offload.torch_compat.dtensor import is_dtensor, local_shard, over_part
 
 from .options import check_same_options, holds_tensors
 from .owners import Owner, Owners

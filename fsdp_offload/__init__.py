@@ -1,14 +1,8 @@
 """Optimizer-state offload for PyTorch FSDP2: pinned host memory, the user's own optimizer, bitwise the same result."""
 
 from .api.chain import offload_states, release_states, reload_states
-from .api.offload import (
-    OffloadedOptimizer,
-    is_offloaded,
-    offload_optimizer,
-    offload_report,
-    remove_offload,
-    synchronize,
-)
+from .api.offload import is_offloaded, offload_optimizer, offload_report, remove_offload, synchronize
+from .api.optimizer import OffloadedOptimizer
 from .api.reload_before import reload_before
 from .model.sleep import offload_model, reload_model
 from .policy import OffloadPolicy

@@ -9,10 +9,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_offload import OffloadPolicy
 from fsdp_offload.device import transfer
-from fsdp_offload.device.transfer import Allocated, Block, DeviceLink
+from fsdp_offload.device.link import Allocated, Block, DeviceLink
 from fsdp_offload.engine.engine import Engine
 from fsdp_offload.model import tune_staging as elastic
-from fsdp_offload.model.tune_staging import Elastic, plan_staging, why_not_behind_backward
+from fsdp_offload.model.tune_staging import Elastic
+from fsdp_offload.planning.staging import plan_staging, why_not_behind_backward
 from tests.overlapping import HABITS, NOT_IN_BACKWARD, Loop, Net, adamw, same
 
 

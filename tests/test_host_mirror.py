@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from fsdp_offload import OffloadPolicy, offload_model, reload_model
 from fsdp_offload.cpu_update import job as host_job
 from fsdp_offload.cpu_update.mirror import MirroredPart
-from fsdp_offload.device.transfer import TurnsLane
+from fsdp_offload.device.lanes import TurnsLane
 from tests import host_worker_gate
 from tests.overlapping import POLICIES, SIZES, Loop, same
 from tests.parity import SMALL, Net, Run, Zoo, attach, make_pair

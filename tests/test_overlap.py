@@ -28,7 +28,7 @@ from fsdp_offload.model.hooks import Overlap
 from fsdp_offload.model.tune_resident import Rehearsal
 from fsdp_offload.planning.resident import IterationTimes
 from fsdp_offload.planning.schedule import Action
-from fsdp_offload.torch_compat.fsdp import local_shard
+from fsdp_offload.torch_compat.dtensor import local_shard
 from tests.fused_adam_reference import FusedAdam
 from tests.overlapping import HABITS, NOT_IN_BACKWARD, POLICIES, SIZES, Block, Loop, Net, adamw, look, same
 from tests.parity import attach

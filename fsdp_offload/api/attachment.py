@@ -14,7 +14,8 @@ from torch.utils.hooks import RemovableHandle
 from ..engine.engine import Engine, inside
 from ..model.hooks import Overlap
 from ..model.parking import ParkedParameters
-from ..optimizers.bucket_update import ENGINE_ATTRIBUTE
+from ..optimizers.shared_values import ENGINE_ATTRIBUTE
+from ..state.mapping import OffloadedState, UnwaitedStates
 
 
 @dataclass(eq=False)
@@ -39,10 +40,35 @@ class Attachment:
     reloads: int | None = None
     steps: int = 0
 
+    def unwatch(self) -> None:
+        """Stop looking for an optimizer that was attached too early."""
+        for handle in self.until_first_step:
+            handle.remove()
+        self.until_first_step.clear()
+
 
 def attachment_of(optimizer: object) -> Attachment | None:
     """What has been added to ``optimizer``; ``None`` if it is not offloaded."""
     return cast("Attachment | None", getattr(optimizer, "__dict__", {}).get(ENGINE_ATTRIBUTE))
+
+
+def engine_of(optimizer: Optimizer) -> Engine:
+    """Return the engine of an offloaded optimizer."""
+    attachment = attachment_of(optimizer)
+    assert attachment is not None, "an OffloadedOptimizer always has an engine"
+    return attachment.engine
+
+
+def states_of(optimizer: Optimizer, engine: Engine) -> OffloadedState:
+    """Return ``optimizer.state``; another mapping that somebody put there is adopted."""
+    if not isinstance(optimizer.state, OffloadedState):
+        optimizer.state = OffloadedState(engine, optimizer.state)
+    return optimizer.state
+
+
+def unwaited_states(optimizer: Optimizer) -> UnwaitedStates:
+    """Return its entries as the engine sees them."""
+    return states_of(optimizer, engine_of(optimizer)).unwaited
 
 
 _WRAPPING_PACKAGES = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")

@@ -7,17 +7,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..optimizers import Traits
-from ..optimizers.bucket_update import ENGINE_ATTRIBUTE
+from ..optimizers.shared_values import ENGINE_ATTRIBUTE
 from ..policy import OffloadPolicy
-from ..state.shard import leaves_of
-from ..torch_compat.fsdp import (
-    has_inner_tensors,
-    is_dtensor,
-    is_host_offloaded,
-    local_shard,
-    parameter_names,
-    uses_cpu_offload_policy,
-)
+from ..state.layout import leaves_of
+from ..torch_compat.dtensor import has_inner_tensors, is_dtensor, is_host_offloaded, local_shard
+from ..torch_compat.fully_shard import parameter_names, uses_cpu_offload_policy
 
 _HOST_OFFLOADED = (
     "This model uses CPUOffloadPolicy: parameters, gradients and optimizer state are on the host already and the "

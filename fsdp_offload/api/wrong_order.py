@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-from ..torch_compat.fsdp import is_dtensor, parameters_of
+from ..torch_compat.dtensor import is_dtensor
+from ..torch_compat.fully_shard import parameters_of
 from .attachment import attachment_of
 
 _FULLY_SHARD = "call fully_shard(model), build the optimizer, then offload_optimizer(optimizer, model=model)"

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from .. import OffloadedOptimizer, OffloadPolicy, offload_optimizer
 from ..cpu_update.calibrate import Copies
-from ..device.transfer import device_link
+from ..device.link import device_link
 from .record import median, print_record, wall_ms
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]

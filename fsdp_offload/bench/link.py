@@ -12,7 +12,7 @@ import typer
 from torch import Tensor
 
 from ..device.arena import Region
-from ..device.transfer import PIECE_BYTES, Lane, StreamLane, TurnsLane
+from ..device.lanes import PIECE_BYTES, Lane, StreamLane, TurnsLane
 from ..planning.buckets import BREAK_BYTES
 from .record import bench_device, median, print_record, wall_ms
 

@@ -33,8 +33,9 @@ from ..device.arena import Region
 from ..engine.engine import Engine, engine_of, find_offloaded
 from ..engine.lending import Lending
 from ..planning.buckets import aligned
-from ..state.shard import Home, describe_value, leaves_of
-from ..torch_compat.fsdp import local_shard, over_local
+from ..state.layout import describe_value, leaves_of
+from ..state.shard import Home
+from ..torch_compat.dtensor import local_shard, over_local
 from .writer_loan import Loan, StagedDict
 
 logger = logging.getLogger(__name__)

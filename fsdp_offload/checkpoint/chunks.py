@@ -21,7 +21,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..torch_compat.fsdp import local_shard, said_chunks
+from ..torch_compat.dtensor import local_shard, said_chunks
 from .rectangles import Chunk, Cut, Shape, ShardChunks, contiguous_strides, cut_chunks, ragged_chunks
 from .torch_private import mesh_dims_in_order, split_factor
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..optimizers.masters import MASTER
-from ..torch_compat.fsdp import local_shard, over_local
+from ..torch_compat.dtensor import local_shard, over_local
 from .layouts import StateDict, as_fsdp_dtensor, by_fqn, flattened, is_fsdp_dtensor
 
 _ConvertGroup = Callable[[dict[str, Any], Mapping[Any, Mapping[str, Any]]], dict[str, Any]]

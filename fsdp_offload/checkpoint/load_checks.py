@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
-from ..torch_compat.fsdp import is_dtensor, local_shard
+from ..torch_compat.dtensor import is_dtensor, local_shard
 from .chunks import chunks_of, says_its_chunks
 
 _KEYS_SHOWN = 5

@@ -5,7 +5,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..torch_compat.fsdp import is_dtensor, local_shard, parameter_names
+from ..torch_compat.dtensor import is_dtensor, local_shard
+from ..torch_compat.fully_shard import parameter_names
 from .chunks import chunks_of, says_its_chunks
 from .layouts import bare_name
 from .shard_tensor import ShardTensor, with_chunks

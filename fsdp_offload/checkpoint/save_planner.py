@@ -31,8 +31,8 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import StorageWriter
 
 from ..cpu_update.fingerprint import Fingerprint, Hasher
-from ..state.shard import leaves_of
-from ..torch_compat.fsdp import is_dtensor, local_shard, mesh_size
+from ..state.layout import leaves_of
+from ..torch_compat.dtensor import is_dtensor, local_shard, mesh_size
 from .experts import is_numbered
 from .load_checks import listed, why_unfit
 from .load_rules import Allowed, is_params_list, matcher

@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter
 
-from ..torch_compat.fsdp import local_shard, over_local, over_part
+from ..torch_compat.dtensor import local_shard, over_local, over_part
 from .chunks import chunks_of, flat_range_of
 from .rectangles import Chunk, ShardChunks, ragged_chunks
 from .torch_private import disabled_torch_function, make_wrapper

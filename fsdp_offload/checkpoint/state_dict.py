@@ -32,10 +32,11 @@ from ..api.wrapped import is_wrapped, optimizers_in
 from ..engine.engine import Engine, engine_of, find_offloaded
 from ..engine.loading import check_loadable
 from ..optimizers.masters import MASTER, is_duplicate
+from ..state.layout import leaves_of
 from ..state.mapping import OffloadedState
-from ..state.shard import leaves_of
 from ..state.store import UserState
-from ..torch_compat.fsdp import is_dtensor, local_shard, over_local, parameter_names, version_of
+from ..torch_compat.dtensor import is_dtensor, local_shard, over_local, version_of
+from ..torch_compat.fully_shard import parameter_names
 from .chunks import chunks_of, flat_range_of, says_its_chunks
 from .layouts import LEFT_OUT, LeftOut, SavedByFqn, StateDict, as_fsdp_dtensor, by_fqn, flattened, with_names_of
 from .rectangles import Shape, ShardChunks

@@ -17,12 +17,13 @@ from torch.optim import Optimizer
 
 from ..device.arena import Region
 from ..device.host_limits import host_memory
-from ..device.transfer import DeviceLink, Lane
+from ..device.lanes import Lane
+from ..device.link import DeviceLink
 from ..optimizers import Traits
 from ..optimizers.masters import close_master, kept_dtype, open_master
 from ..planning.cpu_share import Rates, Traffic
 from ..policy import MasterKind
-from ..state.shard import StateLayout
+from ..state.layout import StateLayout
 from .cores import cache_bytes
 from .step import HostStep
 from .worker import HostWorker, Task

@@ -17,9 +17,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..device.transfer import Lane, Mark, recorded
+from ..device.lanes import Lane, Mark, recorded
 from ..optimizers import Habits
-from ..optimizers.bucket_update import BoundRange, update_bucket
+from ..optimizers.bound_range import BoundRange
+from ..optimizers.bucket_update import update_bucket
 from ..planning.buckets import aligned
 from ..state.shard import StateShard
 from ..state.store import StateStore, UserState

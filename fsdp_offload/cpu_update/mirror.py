@@ -16,8 +16,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..device.transfer import PIECE_BYTES, Lane, Mark, pieces_of
-from ..optimizers.bucket_update import BoundRange
+from ..device.lanes import PIECE_BYTES, Lane, Mark, pieces_of
+from ..optimizers.bound_range import BoundRange
 from .fingerprint import Fingerprint, Hasher
 
 

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..device.transfer import Lane
+from ..device.lanes import Lane
 from ..optimizers import Traits
-from ..optimizers.bucket_update import Shadow, SharedValues, instance_attributes
+from ..optimizers.shadow import Shadow
+from ..optimizers.shared_values import SharedValues, instance_attributes
 from ..state.shard import StateShard
 from ..state.store import UserState
 

@@ -18,12 +18,13 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
-from ..device.transfer import DeviceLink, Mark
+from ..device.lanes import Mark
+from ..device.link import DeviceLink
 from ..optimizers import Traits
-from ..optimizers.bucket_update import BoundRange, local_range
+from ..optimizers.bound_range import BoundRange, local_range
 from ..state.shard import StateShard
 from ..state.store import StateStore, UserState
-from ..torch_compat.fsdp import local_shard
+from ..torch_compat.dtensor import local_shard
 from .fingerprint import Hasher
 from .job import HostJob, HostStates, passing_bytes
 from .mirror import MirroredBucket

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ..device.arena import Region
-from ..device.transfer import Lane
+from ..device.lanes import Lane
 from .cores import cores_near, update_threads
 from .fingerprint import Hasher
 

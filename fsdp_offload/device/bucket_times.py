@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from .transfer import Mark
+from .lanes import Mark
 
 
 class Span:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from .transfer import Lane, Mark
+from .lanes import Lane, Mark
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from .transfer import Block, DeviceLink, Lane, Mark
+from .lanes import Lane, Mark
+from .link import Block, DeviceLink
 
 
 class Ring:

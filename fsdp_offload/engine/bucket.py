@@ -11,8 +11,9 @@ from enum import Enum
 
 from torch import Tensor
 
-from ..device.transfer import Copy, Lane
-from ..planning.schedule import Kind, Placement
+from ..device.lanes import Copy, Lane
+from ..planning.ring_layout import Placement
+from ..planning.schedule import Kind
 
 
 class Residency(Enum):

@@ -22,19 +22,22 @@ from ..cpu_update.updates import HostUpdates, counters_as_made
 from ..cpu_update.worker import host_worker
 from ..device.bucket_times import BucketTimes, StepTimes
 from ..device.iteration import IterationMarks
-from ..device.transfer import Allocated, DeviceLink, EventMark, HostMark, Mark, device_link
+from ..device.lanes import EventMark, HostMark, Mark
+from ..device.link import Allocated, DeviceLink, device_link
 from ..optimizers import Traits
-from ..optimizers.bucket_update import ENGINE_ATTRIBUTE
 from ..optimizers.learn import Layouts, layout_key
 from ..optimizers.masters import MASTER
 from ..optimizers.saved_form import as_kept, as_saved, drop_master, rebuild_master
+from ..optimizers.shared_values import ENGINE_ATTRIBUTE
 from ..planning.cpu_share import best_fraction, host_bucket_bytes
 from ..planning.schedule import BucketStep
 from ..policy import OffloadPolicy
 from ..state.adopt import adopt, is_exchanged
-from ..state.shard import StateLayout, StateShard, in_dtypes_of
+from ..state.layout import StateLayout, in_dtypes_of
+from ..state.shard import StateShard
 from ..state.store import StateStore, UserState
-from ..torch_compat.fsdp import has_replicas, local_shard, unsupported_gradient
+from ..torch_compat.dtensor import has_replicas, local_shard
+from ..torch_compat.optim import unsupported_gradient
 from .executor import Pipeline
 from .homes import Plan
 from .lending import Lending

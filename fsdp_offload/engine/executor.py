@@ -12,9 +12,11 @@ from torch import Tensor
 from ..cpu_update.updates import HostUpdates
 from ..device.bucket_times import BucketTimes, Span, StepTimes
 from ..device.iteration import IterationMarks
+from ..device.lanes import Lane, Mark, recorded, wait_on
+from ..device.link import DeviceLink
 from ..device.ring import Ring
-from ..device.transfer import DeviceLink, Lane, Mark, recorded, wait_on
-from ..planning.schedule import Action, Kind, Placement, RingBlocks
+from ..planning.ring_layout import Placement, RingBlocks
+from ..planning.schedule import Action, Kind
 from .bucket import Residency, StagedBucket
 
 _pipeline_numbers = itertools.count(1)

@@ -19,15 +19,16 @@ from ..cpu_update.job import passing_bytes
 from ..cpu_update.updates import HostUpdates
 from ..device.arena import Region
 from ..device.host_limits import check_host_memory
-from ..optimizers.bucket_update import BoundRange, bind_range, slot_values
+from ..optimizers.bound_range import BoundRange, bind_range, slot_values
 from ..optimizers.learn import Layouts
 from ..planning.buckets import Bucket, BucketPlan, Copy, ShardSpec, aligned, join_copies, plan_buckets
 from ..planning.cpu_share import NOTHING_YET, Taken, choose_host_share, host_bucket_bytes
-from ..planning.schedule import Placement, RingBlocks, divide_ring, place_in_ring
+from ..planning.ring_layout import Placement, RingBlocks, divide_ring, place_in_ring
 from ..policy import OffloadPolicy
-from ..state.shard import Home, LeafLayout, StateShard, in_dtypes_of, is_wrapper
+from ..state.layout import LeafLayout, in_dtypes_of, is_wrapper
+from ..state.shard import Home, StateShard
 from ..state.store import StateStore
-from ..torch_compat.fsdp import has_replicas, is_dtensor, largest_local_numel, local_shard
+from ..torch_compat.dtensor import has_replicas, is_dtensor, largest_local_numel, local_shard
 from .bucket import StagedBucket
 
 _LASTING_SHARE = 25

@@ -14,9 +14,10 @@ from functools import partial
 
 from ..planning.schedule import BucketStep
 from ..state.adopt import adopt, is_exchanged
-from ..state.shard import Home, Reader, StateShard
+from ..state.layout import Reader
+from ..state.shard import Home, StateShard
 from ..state.store import StateStore
-from ..torch_compat.fsdp import version_of
+from ..torch_compat.dtensor import version_of
 from .executor import Pipeline
 from .homes import Plan, home_side
 

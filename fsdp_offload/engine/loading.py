@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..optimizers.masters import MASTER, can_rebuild
-from ..state.shard import LeafLayout, StateLayout, ValueLayout, in_dtypes_of, leaves_of
+from ..state.layout import LeafLayout, StateLayout, ValueLayout, in_dtypes_of, leaves_of
 from ..state.store import UserState
-from ..torch_compat.fsdp import is_dtensor, over_local, placements_of
+from ..torch_compat.dtensor import is_dtensor, over_local, placements_of
 from .engine import Engine
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from ..device.transfer import Mark
+from ..device.lanes import Mark
 from ..state.shard import Home, StateShard
 from ..state.store import StateStore
 from .executor import Pipeline

@@ -18,16 +18,21 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..cpu_update.step import HostStep
-from ..device.transfer import DeviceLink
+from ..device.link import DeviceLink
 from ..optimizers import LogicalStep
-from ..optimizers.bucket_update import BoundRange, Shadow, SharedValues, same_order_on_ranks, update_bucket
+from ..optimizers.bound_range import BoundRange
+from ..optimizers.bucket_update import same_order_on_ranks, update_bucket
 from ..optimizers.learn import Layouts
 from ..optimizers.scratch import without_gradient
-from ..planning.schedule import Action, BucketStep, Placement, build_schedule
+from ..optimizers.shadow import Shadow
+from ..optimizers.shared_values import SharedValues
+from ..planning.ring_layout import Placement
+from ..planning.schedule import Action, BucketStep, build_schedule
 from ..policy import OffloadPolicy
 from ..state.shard import StateShard
 from ..state.store import StateStore
-from ..torch_compat.fsdp import foreach_supports, version_of
+from ..torch_compat.dtensor import version_of
+from ..torch_compat.optim import foreach_supports
 from ..torch_compat.spent_gradient import is_spent, restore, spend
 from .executor import Pipeline
 from .homes import Plan

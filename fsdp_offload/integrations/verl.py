@@ -18,7 +18,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from verl.utils import fsdp_utils
 
-from ..api.offload import OffloadedOptimizer, offload_optimizer
+from ..api.offload import offload_optimizer
+from ..api.optimizer import OffloadedOptimizer
 from ..engine.engine import find_offloaded
 from ..model.sleep import offload_model, reload_model
 from ..policy import OffloadPolicy

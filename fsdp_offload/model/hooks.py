@@ -24,7 +24,7 @@ from ..cpu_update.updates import LastJobs
 from ..engine.engine import Engine
 from ..policy import OffloadPolicy
 from ..state.store import StateStore
-from ..torch_compat.fsdp import runs_in_backward, sharding_groups
+from ..torch_compat.fully_shard import runs_in_backward, sharding_groups
 from ..torch_compat.guard import Guard
 from .tune_resident import Rehearsal
 from .tune_staging import Elastic

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from ..device.arena import Region
 from ..device.host_limits import check_host_memory
-from ..device.transfer import Mark, device_link
+from ..device.lanes import Mark
+from ..device.link import device_link
 from ..planning.buckets import ALIGN_BYTES, BREAK_BYTES
-from ..torch_compat.fsdp import local_shard
+from ..torch_compat.dtensor import local_shard
 from ..torch_compat.guard import Guard
 
 Storage = torch.UntypedStorage

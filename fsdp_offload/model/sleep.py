@@ -21,13 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from ..device.arena import Region
-from ..device.transfer import DeviceLink, device_link
-from ..torch_compat.fsdp import (
+from ..device.link import DeviceLink, device_link
+from ..torch_compat.dtensor import is_dtensor, local_shard
+from ..torch_compat.fully_shard import (
     drop_gathered_gradients,
     fsdp_modules,
     gathered_gradients,
-    is_dtensor,
-    local_shard,
     sharded_data,
     uses_cpu_offload_policy,
     wait_for_updates,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..device.bucket_times import BucketTimes
-from ..device.transfer import Mark
+from ..device.lanes import Mark
 from ..engine.engine import Engine
 from ..planning.resident import IterationTimes, groups_to_keep
 from ..planning.update_order import update_order

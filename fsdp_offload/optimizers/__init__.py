@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from torch.optim import Optimizer
 
-from ..torch_compat.fsdp import has_inner_tensors
+from ..torch_compat.dtensor import has_inner_tensors
 from .base import Habits, LogicalStep, Traits
 from .torch_optim import TRAITS as _TORCH_TRAITS
 from .transformer_engine import is_fused_adam, traits_of_fused_adam

@@ -12,14 +12,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..policy import MasterKind
-from ..state.shard import NotUnderstoodError, StateLayout, ValueLayout, describe_value
+from ..state.layout import NotUnderstoodError, StateLayout, ValueLayout, describe_value
 from ..state.store import UserState
-from ..torch_compat.fsdp import has_inner_tensors, is_dtensor, local_shard, over_local, placements_of
+from ..torch_compat.dtensor import has_inner_tensors, is_dtensor, local_shard, over_local, placements_of
 from . import Traits
-from .bucket_update import Shadow, SharedValues
 from .masters import MASTER, kept_dtype, kind_for
 from .scratch import constructor_options, like_optimizer, notes_on, random_values, randomness_kept
 from .separability import judge
+from .shadow import Shadow
+from .shared_values import SharedValues
 
 _SCRATCH_NUMEL = 64
 

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..state.shard import StateShard, is_wrapper
+from ..state.layout import is_wrapper
+from ..state.shard import StateShard
 from ..state.store import UserState
-from ..torch_compat.fsdp import local_shard, over_local
+from ..torch_compat.dtensor import local_shard, over_local
 from . import Habits
 from .masters import MASTER, can_rebuild
 

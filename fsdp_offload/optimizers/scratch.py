@@ -22,10 +22,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..state.shard import leaves_of
+from ..state.layout import leaves_of
 from ..state.store import UserState
-from ..torch_compat.fsdp import local_shard, no_global_step_hooks
-from .bucket_update import Shadow, SharedValues, fill_bare, instance_attributes
+from ..torch_compat.dtensor import local_shard
+from ..torch_compat.optim import no_global_step_hooks
+from .shadow import Shadow, fill_bare
+from .shared_values import SharedValues, instance_attributes
 
 _PARAMS = 24
 """So many scratch parameters in all, or one for each group if there are more groups."""

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..state.shard import leaves_of
-from ..torch_compat.fsdp import local_shard
+from ..state.layout import leaves_of
+from ..torch_compat.dtensor import local_shard
 from .dependence import DependenceTrace, Mixture
 from .scratch import (
     Scratch,

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..torch_compat.fsdp import has_inner_tensors, local_shard
+from ..torch_compat.dtensor import has_inner_tensors, local_shard
 from .base import Habits, LogicalStep, Traits
 from .masters import MASTER
 

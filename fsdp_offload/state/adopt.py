@@ -5,7 +5,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from .shard import StateShard, leaves_of
+from .layout import leaves_of
+from .shard import StateShard
 from .store import UserState
 
 

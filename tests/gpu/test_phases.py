@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from fsdp_offload import OffloadPolicy
-from fsdp_offload.device.transfer import DeviceLink
+from fsdp_offload.device.link import DeviceLink
 from fsdp_offload.engine.engine import Engine
 from fsdp_offload.engine.executor import Pipeline
 from tests.overlapping import POLICIES, Loop, Net, adamw, same

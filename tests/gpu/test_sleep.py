@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 
 import fsdp_offload.model.sleep as room
 from fsdp_offload import OffloadPolicy, offload_model, offload_optimizer, reload_model
-from fsdp_offload.device.transfer import StreamLane
+from fsdp_offload.device.lanes import StreamLane
 from tests.overlapping import POLICIES, Loop, Net, adamw, same
 
 MIB = 1 << 20

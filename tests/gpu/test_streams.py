@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fsdp_offload import OffloadPolicy, offload_optimizer
-from fsdp_offload.device.transfer import StreamLane
+from fsdp_offload.device.lanes import StreamLane
 from fsdp_offload.engine.executor import Pipeline
 
 SLEEP_CYCLES = 4_000_000  # about 2 ms: longer than a copy of any bucket here
