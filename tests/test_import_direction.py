@@ -159,7 +159,7 @@ def _absolute_base(node: ast.ImportFrom, module: str, is_folder: bool) -> str:
 
 
 def room_of(module: str) -> str:
-    """``fsdp_offload.bench.link`` → ``bench``; the package itself → ``__init__``; its command is a way into ``bench``."""
+    """``fsdp_offload.bench.link`` → ``bench``; the package itself → ``__init__``; its command leads to ``bench``."""
     parts = module.split(".")
     if len(parts) == 1:
         return "__init__"
