@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_offload import OffloadPolicy
-from fsdp_offload.device import transfer
+from fsdp_offload.device import link
 from fsdp_offload.device.link import Allocated, Block, DeviceLink
 from fsdp_offload.engine.engine import Engine
 from fsdp_offload.model import tune_staging as elastic
@@ -20,7 +20,7 @@ from tests.overlapping import HABITS, NOT_IN_BACKWARD, Loop, Net, adamw, same
 @pytest.fixture(autouse=True)
 def staging_of_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Optimizers of other tests may still be there, with larger blocks."""
-    monkeypatch.setattr(transfer, "_links", {})
+    monkeypatch.setattr(link, "_links", {})
 
 
 @pytest.fixture(autouse=True)

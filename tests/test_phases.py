@@ -27,8 +27,8 @@ from torch.optim import Optimizer
 
 from fsdp_offload import OffloadedOptimizer, OffloadPolicy, reload_before, remove_offload
 from fsdp_offload.checkpoint import ArenaStager
+from fsdp_offload.engine import step as stepping
 from fsdp_offload.engine.engine import Engine
-from fsdp_offload.engine.engine import step as stepping
 from fsdp_offload.engine.executor import Pipeline
 from fsdp_offload.engine.homes import Plan
 from fsdp_offload.planning.schedule import Action

@@ -30,8 +30,8 @@ from torch import Tensor
 from fsdp_offload.device.lanes import Copy, Lane, Mark
 from fsdp_offload.device.link import Block, DeviceLink
 from fsdp_offload.device.ring import Ring
+from fsdp_offload.engine import executor as pipeline_room
 from fsdp_offload.engine.bucket import StagedBucket
-from fsdp_offload.engine.engine import executor as pipeline_room
 from fsdp_offload.engine.executor import Pipeline
 from fsdp_offload.planning import schedule as schedule_room
 from fsdp_offload.planning.ring_layout import Placement, RingBlocks, divide_ring, place_in_ring
