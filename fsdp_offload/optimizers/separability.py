@@ -11,9 +11,11 @@ or how often it is called. On scratch parameters (:mod:`scratch`):
 
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
+from unittest import mock
 
 import numpy as np
 import torch
@@ -107,6 +109,7 @@ class _Trial:
             self._perturb([] if trace is None else trace.reads)
         self._compare_divided()
         self._without_gradients()
+        self._differentiate()
         return Verdict("", self._all_groups, draws)
 
     # Beginning -------------------------------------------------------------------------------------------------------
@@ -307,19 +310,23 @@ class _Trial:
             raise _NotSeparableError(f"{place} ends elsewhere where a group has no gradient")
 
     def _perturb(self, reads: Sequence[Mixture]) -> None:
-        """Change an element of one parameter's gradient, and see whether what is written for others changes."""
+        """Change an element of some parameters' gradients, and see whether what is written for the others changes.
+
+        Parameters are changed in sets: those whose number has a certain bit, and those that have it not. Of any two
+        parameters each is in a set without the other, so that few sets see what each one does to every other.
+        """
         places = ", ".join(dict.fromkeys(map(str, reads[:3])))
         seen_at = f" (values are read on the host: {places})" if places else ""
         ordinary = [1e3 if self._narrow else 1e12, 0.0, math.inf, math.nan]
         for scale, factors in ((1.0, ordinary), (1e-30, [1.0])):  # what is below a threshold with tiny gradients
-            plain = self._perturbed(None, 1.0, scale)
-            for number in range(len(plain or ())):
+            plain = self._perturbed((), 1.0, scale)
+            for numbers in _separating_sets(len(plain or ())):
                 for factor in factors:
-                    found = self._perturbed(number, factor, scale)
+                    found = self._perturbed(numbers, factor, scale)
                     if found is None:
                         continue  # it refuses such gradients
                     pairs = enumerate(zip(plain or (), found, strict=True))
-                    if any(one != other for place, (one, other) in pairs if place != number):
+                    if any(one != other for place, (one, other) in pairs if place not in numbers):
                         raise _NotSeparableError(
                             f"the size of one parameter's gradient changes what it does to other parameters{seen_at}"
                         )
@@ -327,17 +334,52 @@ class _Trial:
         if problem:
             raise _NotSeparableError(problem + seen_at)
 
-    def _perturbed(self, number: int | None, factor: float, scale: float) -> list[Any] | None:
+    def _perturbed(self, numbers: Collection[int], factor: float, scale: float) -> list[Any] | None:
         scratch = self._start()
         try:
             for step in range(2):
                 self._give_gradients(scratch, step, scale)
-                if number is not None and step == 0:
+                for number in numbers if step == 0 else ():
                     scratch.flat[number].grad.view(-1)[:1].fill_(factor)  # type: ignore[union-attr]
                 scratch.step_whole()
         except Exception:  # noqa: BLE001  # some look for numbers that are not finite
             return None
         return _bits_of(scratch)
+
+    def _differentiate(self) -> None:
+        """Give gradients that have a graph, as after ``backward(create_graph=True)``: a step may not go through it.
+
+        Each bucket would do it anew, for its own parameters alone.
+        """
+        scratch, calls = self._start(), []
+        refuse = partial(_note_call, calls)
+        with mock.patch.object(torch.autograd, "grad", refuse), mock.patch.object(torch.autograd, "backward", refuse):
+            for step in self._steps_of(scratch, _STEPS):
+                self._give_gradients(scratch, step)
+                for param in scratch.flat:
+                    if takes_fractions(param):
+                        param.grad.requires_grad_()  # type: ignore[union-attr]
+                try:
+                    scratch.step_whole()
+                except Exception:  # noqa: BLE001  # it does not take such gradients
+                    break
+        if calls:
+            raise _NotSeparableError("its step differentiates the gradients once more, for all parameters together")
+
+
+def _note_call(calls: list[object], *args: object, **kwargs: object) -> NoReturn:
+    calls.append((args, kwargs))
+    raise RuntimeError("a scratch step does not differentiate")
+
+
+def _separating_sets(count: int) -> list[set[int]]:
+    """Sets of the numbers below ``count``; each number is in one of them that lacks any other given one."""
+    sets = [
+        {number for number in range(count) if (number >> bit & 1) == value}
+        for bit in range(max(1, (count - 1).bit_length()))
+        for value in (0, 1)
+    ]
+    return [numbers for numbers in sets if numbers]
 
 
 def _every_second(scratch: Scratch) -> Sequence[Tensor]:
