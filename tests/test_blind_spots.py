@@ -297,7 +297,7 @@ class WantsGradients(Plain):
 
 
 class EstimatesTheHessian(Plain):
-    """Goes through the graph of the gradients now and then, for all parameters at once; each bucket would do it anew."""
+    """Goes through the graph of the gradients now and then, for all parameters; each bucket would do it anew."""
 
     def before(self) -> Any:
         trained = [param for param in self.trained() if param.grad is not None and param.grad.requires_grad]
