@@ -35,7 +35,7 @@ from .pipeline import Pipeline
 from .plan import Plan
 from .policy import OffloadPolicy
 from .schedule import BucketStep
-from .shards import StateLayout, StateShard, in_dtypes_of
+from .shards import StateLayout, StateShard, in_dtypes_of, is_trained
 from .stepping import BegunStep, Stepping
 from .times import BucketTimes, StepTimes
 from .transfer import Allocated, DeviceLink, EventMark, HostMark, Mark, device_link
@@ -256,7 +256,7 @@ class Engine:
         that was frozen when the optimizer was attached, and no longer is, gets room now.
         """
         self._follow_groups(optimizer, states)
-        self.add(optimizer, [param for param in self._unplanned if param.requires_grad], states)
+        self.add(optimizer, [param for param in self._unplanned if is_trained(param)], states)
         self._follow_groups(optimizer, states)
         return {
             param: {name: _zero_like(example) for name, example in shard.layout.scalars.items()} | shard.homes

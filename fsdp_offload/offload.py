@@ -45,6 +45,7 @@ from .policy import OffloadPolicy
 from .reload_before import tell_if_never_reloaded
 from .report import OffloadReport
 from .reporting import notes_of, report_of
+from .shards import is_trained
 from .state import OffloadedState, UnwaitedStates
 from .update import ENGINE_ATTRIBUTE, UserState
 from .wrapped import is_wrapped, optimizers_in
@@ -127,7 +128,7 @@ def offload_optimizer(
     states = OffloadedState(engine, target.state)
     # A frozen parameter gets room when it first has a gradient: reserving it would pin memory that nothing uses.
     eager = traits.habits.state_without_gradient
-    planned = {param for param in params if eager or param.requires_grad or target.state.get(param)}
+    planned = {param for param in params if eager or is_trained(param) or target.state.get(param)}
     # Optimizers that draw random numbers do it parameter by parameter: only the group's order repeats theirs.
     order = params
     if traits.elementwise:
@@ -360,7 +361,7 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
             states = _states_of(self, engine)
             eager = engine.habits.state_without_gradient
             new = [param for param in params if param not in engine.plan.shards]  # others come from another group
-            engine.add(self, [param for param in new if eager or param.requires_grad], states.unwaited)
+            engine.add(self, [param for param in new if eager or is_trained(param)], states.unwaited)
         except Exception:
             del self.param_groups[-1]  # as if it had not been called
             engine.names = known

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .fsdp import local_shard, no_global_step_hooks
-from .shards import leaves_of
+from .shards import is_trained, leaves_of
 from .update import Shadow, SharedValues, UserState, fill_bare, instance_attributes
 
 _PARAMS = 24
@@ -318,7 +318,7 @@ def scratch_params(optimizer: Optimizer, generator: torch.Generator) -> tuple[li
 
 def _different(params: Sequence[Tensor], sizes: Mapping[int, int]) -> list[Tensor]:
     """One parameter of each kind, those with another number of dimensions first."""
-    trained = [param for param in params if param.requires_grad and param.numel()]
+    trained = [param for param in params if is_trained(param) and param.numel()]
     kinds: dict[Any, Tensor] = {}
     for param in trained or params:
         kinds.setdefault((small_shape(tuple(param.shape), sizes), param.dtype), param)

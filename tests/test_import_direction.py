@@ -116,7 +116,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "chain": {"policy", "parking", "attachment", "wrapped"},
     "offload": {
         *("policy", "fsdp", "report", "optimizers", "update", "engine", "load", "state", "checks", "overlap"),
-        *("attachment", "reload_before", "reporting", "parking", "wrapped", "chain", "wrong_order"),
+        *("attachment", "reload_before", "reporting", "parking", "wrapped", "chain", "wrong_order", "shards"),
     },
     "sleep": {"fsdp", "arena", "transfer", "asleep", "parking"},
     "__init__": {"policy", "report", "offload", "reload_before", "sleep", "chain"},
