@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..engine import Engine, engine_of, find_offloaded
-from ..fsdp import is_dtensor, local_shard, over_local, parameter_names, version_of
+from ..fsdp import is_dtensor, local_shard, may_be_another_ranks, over_local, parameter_names, version_of
 from ..load import check_loadable
 from ..masters import MASTER, is_duplicate
 from ..shards import leaves_of
@@ -37,6 +37,7 @@ from ..state import OffloadedState
 from ..update import UserState
 from ..wrapped import is_wrapped, optimizers_in
 from .chunks import chunks_of, flat_range_of, says_its_chunks
+from .experts import is_numbered
 from .layouts import (
     LEFT_OUT,
     LeftOut,
@@ -98,7 +99,7 @@ def get_optimizer_state_dict(
         attached.check_names(fqns)
         states, groups = attached.for_load() if for_load else attached.saved()
         for param, state in states.items():
-            nested["state"][fqns[param]] = _as_saved(param, _copied(state) if cpu_offload else state)
+            nested["state"][fqns[param]] = _as_saved(fqns[param], param, _copied(state) if cpu_offload else state)
             for value in nested["state"][fqns[param]].values():
                 if isinstance(value, Tensor):
                     LEFT_OUT.pop(value, None)  # what an earlier load did not find says nothing about the next one
@@ -160,14 +161,14 @@ def set_optimizer_state_dict(
 # Values --------------------------------------------------------------------------------------------------------------
 
 
-def _as_saved(param: Tensor, state: UserState) -> dict[str, Any]:
+def _as_saved(fqn: str, param: Tensor, state: UserState) -> dict[str, Any]:
     """The state of one parameter as a checkpoint has it."""
-    ragged = _is_ragged(param)
+    carries = _is_ragged(param) or (is_numbered(fqn) and is_dtensor(param) and may_be_another_ranks(param))
     saved = {}
     for name, value in state.items():
         if name == MASTER and isinstance(value, Tensor) and is_duplicate(param, value.dtype):
             continue
-        if ragged and isinstance(value, Tensor) and value.shape == param.shape:
+        if carries and isinstance(value, Tensor) and value.shape == param.shape:
             value = with_chunks(param, local_shard(value), chunks_of(param))
         saved[name] = value
     return saved
