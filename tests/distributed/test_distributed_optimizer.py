@@ -10,6 +10,7 @@ Needs megatron-core (0.16), and Transformer Engine on GPUs.
 """
 
 import contextlib
+import functools
 import gc
 import importlib.util
 import json
@@ -36,7 +37,7 @@ from fsdp_offload import (
     reload_before,
     remove_offload,
 )
-from tests.distributed.launch import DEVICE_TYPE, spawn, this_device
+from tests.distributed.launch import DEVICE_TYPE, run_cases, spawn, this_device
 from tests.fused_adam_reference import FusedAdam
 from tests.parity import leaves, same_bits
 
@@ -44,8 +45,8 @@ if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("meg
     pytest.skip("needs megatron-core", allow_module_level=True)
 
 ON_GPU = DEVICE_TYPE == "cuda"
-HIDDEN, LAYERS = (2048, 4) if ON_GPU else (48, 2)
-STEPS = 12
+HIDDEN, LAYERS = (1024, 3) if ON_GPU else (48, 2)
+STEPS = 10
 CLIP = 0.01
 
 
@@ -75,10 +76,21 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("case", list(CASES))
-def test_same_bits_and_memory_gone_between_steps(case: str, world_size: int, tmp_path: Path) -> None:
-    spawn(run_case, world_size, tmp_path, case)
+@pytest.mark.parametrize("world_size", [2, 1])
+def test_same_bits_and_memory_gone_between_steps(world_size: int, tmp_path: Path) -> None:
+    """All cases in the same ranks: importing Megatron and Transformer Engine takes longer than training."""
+    spawn(run_all, world_size, tmp_path)
+
+
+def run_all(rank: int, world_size: int) -> None:
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    if ON_GPU:
+        import transformer_engine.pytorch  # noqa: F401  # before megatron-core, which looks for it
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+    run_cases({name: functools.partial(compare, rank, world_size, name) for name in CASES})
+    parallel_state.destroy_model_parallel()
 
 
 class Seen(NamedTuple):
@@ -94,17 +106,15 @@ class Seen(NamedTuple):
     step_ms: float
 
 
-def run_case(rank: int, world_size: int, name: str) -> None:
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-    with megatron(precision_aware="use_precision_aware_optimizer" in CASES[name].optimizer):
+def compare(rank: int, world_size: int, name: str) -> list[str]:
+    """What is different, or stays on the device."""
+    with contextlib.nullcontext() if ON_GPU else as_if_on_cuda(CASES[name]):
         plain = train(name, offload=False)
         offloaded = train(name, offload=True)
-    assert plain.losses == offloaded.losses
-    assert plain.norms == offloaded.norms
     assert all(norm > CLIP for norm in plain.norms), "clipping changes nothing"
     assert plain.values.keys() == offloaded.values.keys()
-    wrong = [key for key, value in plain.values.items() if not same_bits(value, offloaded.values[key])]
-    assert not wrong, f"{len(wrong)} of {len(plain.values)} differ: {wrong[:5]}"
+    problems = [key for key, value in plain.values.items() if not same_bits(value, offloaded.values[key])]
+    problems += ["losses"] * (plain.losses != offloaded.losses) + ["norms"] * (plain.norms != offloaded.norms)
     gone = min(before - after for before, after in zip(plain.between_bytes, offloaded.between_bytes, strict=True))
     if rank == 0:
         figures = {
@@ -121,9 +131,10 @@ def run_case(rank: int, world_size: int, name: str) -> None:
             "tensors_compared": len(plain.values),
         }
         print("\nFIGURES", json.dumps(figures), flush=True)  # noqa: T201  # what a run on GPUs is for
-    assert plain.expected_bytes
     # What comes instead are counters, and what an allocation has more than its tensor.
-    assert gone >= 0.99 * plain.expected_bytes, f"{gone} of {plain.expected_bytes} bytes are gone between steps"
+    if gone < 0.99 * plain.expected_bytes:
+        problems.append(f"{gone} of {plain.expected_bytes} bytes are gone between steps")
+    return problems
 
 
 def train(name: str, *, offload: bool) -> Seen:
@@ -271,6 +282,7 @@ def build(case: Case) -> tuple[Any, Any]:
     options = OptimizerConfig(
         optimizer="adam",
         lr=0.2 / HIDDEN,
+        min_lr=0.0,
         weight_decay=0.1,
         bf16=True,
         params_dtype=torch.bfloat16,
@@ -280,19 +292,6 @@ def build(case: Case) -> tuple[Any, Any]:
         **case.optimizer,
     )
     return model, get_megatron_optimizer(options, [model], use_gloo_process_groups=False)
-
-
-@contextlib.contextmanager
-def megatron(*, precision_aware: bool) -> Iterator[None]:
-    """megatron-core, initialised for data parallelism over all ranks."""
-    if ON_GPU:
-        import transformer_engine.pytorch  # noqa: F401  # before megatron-core, which looks for it
-    with contextlib.nullcontext() if ON_GPU else as_if_on_cuda(precision_aware):
-        from megatron.core import parallel_state
-
-        parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
-        yield
-        parallel_state.destroy_model_parallel()
 
 
 class _AsIfOnCuda(TorchFunctionMode):
@@ -309,16 +308,19 @@ class _AsIfOnCuda(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def as_if_on_cuda(precision_aware: bool) -> Iterator[None]:
+def as_if_on_cuda(case: Case) -> Iterator[None]:
+    """Megatron's own code, to be run on the CPU."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch("torch.cuda.current_device", return_value=torch.device("cpu")))
         stack.enter_context(_AsIfOnCuda())
-        if precision_aware:
+        if "use_precision_aware_optimizer" in case.optimizer:
             engine = types.SimpleNamespace(FusedAdam=FusedAdam)
             stack.enter_context(mock.patch.dict("sys.modules", {"transformer_engine.pytorch.optimizers": engine}))
             stack.enter_context(mock.patch("megatron.core.optimizer.Adam", adam_of_engine))
             stack.enter_context(mock.patch("megatron.core.optimizer.distrib_optimizer.Adam", FusedAdam))
             stack.enter_context(mock.patch("megatron.core.optimizer.USING_PYTORCH_OPTIMIZER", False))
+            for flag in ("HAVE_APEX_OR_TE", "USING_TE_OPTIMIZER"):
+                stack.enter_context(mock.patch(f"megatron.core.optimizer.distrib_optimizer.{flag}", True))
             for module in ("", ".optimizer_config"):
                 stack.enter_context(mock.patch(f"megatron.core.optimizer{module}.is_te_min_version", return_value=True))
         yield
