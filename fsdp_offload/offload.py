@@ -154,7 +154,9 @@ def offload_optimizer(
 
 
 def is_offloaded(optimizer: Optimizer) -> bool:
-    """Whether :func:`offload_optimizer` was called for ``optimizer``, or for the one inside a framework's wrapper."""
+    """Whether :func:`offload_optimizer` was called for ``optimizer``, or for those inside a framework's wrapper."""
+    if is_wrapped(optimizer):
+        return all(attachment_of(inner) is not None for inner in optimizers_in(optimizer))
     return find_offloaded(optimizer) is not None
 
 
@@ -162,18 +164,19 @@ def offload_report(optimizer: Optimizer) -> OffloadReport:
     """As :meth:`OffloadedOptimizer.offload_report`, through any framework's wrapper.
 
     Raises:
-        RuntimeError: it is not offloaded.
+        RuntimeError: it is not offloaded, or a chain of several, each of which has a report of its own.
     """
     return _offloaded(optimizer, "offload_report").offload_report()
 
 
 def synchronize(optimizer: Optimizer) -> None:
-    """As :meth:`OffloadedOptimizer.synchronize`, through any framework's wrapper.
+    """As :meth:`OffloadedOptimizer.synchronize`, through any framework's wrapper; of a chain, all of it.
 
     Raises:
         RuntimeError: it is not offloaded.
     """
-    _offloaded(optimizer, "synchronize").synchronize()
+    for inner in optimizers_in(optimizer) if is_wrapped(optimizer) else [optimizer]:
+        _offloaded(inner, "synchronize").synchronize()
 
 
 def remove_offload(optimizer: _Optimizer) -> _Optimizer:
@@ -309,6 +312,9 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
         """
         engine = _engine_of(self)
         _unguard(self)  # whatever it looks at, it waits for
+        parked = _parked_by(self)
+        if parked is not None:
+            parked.bring_back()
         states = _states_of(self, engine)
         groups, before_load = self.param_groups, dict(states.items())
         loaded: dict[Tensor, UserState] = {}
@@ -630,7 +636,13 @@ def _check_same(optimizer: Optimizer, model: nn.Module | None, policy: OffloadPo
 
 
 def _offloaded(optimizer: Optimizer, function: str) -> OffloadedOptimizer:
-    target = find_offloaded(optimizer)
+    several = optimizers_in(optimizer) if is_wrapped(optimizer) else []
+    if len(several) > 1:
+        raise RuntimeError(
+            f"{function}: this {type(optimizer).__name__} has {len(several)} optimizers, each of which has its own. "
+            "Give them one by one, as in chained_optimizers."
+        )
+    target = find_offloaded(several[0] if several else optimizer)
     if target is None:
         raise RuntimeError(
             f"{function}: this {type(unwrap(optimizer)).__name__} is not offloaded. Call offload_optimizer() first; of "

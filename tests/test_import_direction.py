@@ -113,7 +113,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "wrapped": {"attachment"},
     "reload_before": {"attachment", "wrapped"},
     "wrong_order": {"fsdp", "attachment"},
-    "chain": {"policy", "parking", "attachment", "wrapped"},
+    "chain": {"policy", "optimizers", "parking", "attachment", "wrapped"},
     "offload": {
         *("policy", "fsdp", "report", "optimizers", "update", "engine", "load", "state", "checks", "overlap"),
         *("attachment", "reload_before", "reporting", "parking", "wrapped", "chain", "wrong_order", "shards"),

@@ -264,6 +264,13 @@ class _Attached:
     def check_names(self, fqns: Mapping[Tensor, str]) -> None:
         """Refuse parameters that have no FQN."""
         foreign = [self.engine.names.get(param, "?") for param in self.params if param not in fqns]
+        if not all(isinstance(param, nn.Parameter) for param in self.params if param not in fqns):
+            raise ValueError(
+                f"{len(foreign)} tensors of the optimizer are not the model's parameters but copies or parts of them, "
+                f"as those of Megatron's DistributedOptimizer ({foreign[0]}): they have no names and no shapes that a "
+                "checkpoint could have. Save with that optimizer's own sharded_state_dict() or "
+                "save_parameter_state(), which read the state in host memory."
+            )
         if foreign:
             raise ValueError(
                 f"{len(foreign)} parameters of the optimizer are not the model's: {_some(foreign)}. Give the model "
