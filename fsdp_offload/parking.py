@@ -70,7 +70,7 @@ def pieces(region: Region, places: Sequence[Place]) -> Iterator[tuple[Tensor, Te
 
 
 class _Where(enum.Enum):
-    """Where the bytes of parked parameters are, and what memory they take meanwhile."""
+    """The place of parked parameters' bytes, and what memory they take meanwhile."""
 
     HERE = "on the device; the region is kept for the next time"
     LEAVING = "on the device and, once a copy has ended, on the host"

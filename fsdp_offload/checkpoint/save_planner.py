@@ -39,7 +39,7 @@ from .load_rules import Allowed, is_params_list, matcher
 from .shard_tensor import check_storage_writer
 
 _SEED = 0x5EED
-"""Of the hashes: the same on every rank, as they are compared."""
+"""The seed of the hashes: the same on every rank, as they are compared."""
 
 _SMALL_BYTES = 4096
 """Up to this, the bytes themselves are fetched."""
@@ -168,7 +168,7 @@ def _why_misread(value: Tensor, planned_numel: int) -> str | None:
 
 
 class _Planned(NamedTuple):
-    """What travels with a plan: DCP's own mappings, and the hashes by key."""
+    """Data that travels with a plan: DCP's own mappings, and the hashes by key."""
 
     mappings: Any
     hashes: dict[str, bytes]
@@ -180,7 +180,7 @@ def _is_names(value: object) -> bool:
 
 
 def _hash_of(value: Any) -> bytes:
-    """Of this rank's elements, bit by bit, wherever they are."""
+    """Hash this rank's elements, bit by bit, wherever they are."""
     whole = hashlib.blake2b(digest_size=16)
     if not isinstance(value, Tensor):
         whole.update(repr(list(value)).encode())

@@ -247,7 +247,7 @@ class _Offer(NamedTuple):
 
 
 _offers: "weakref.WeakKeyDictionary[Engine, dict[Tensor, dict[str, _Offer]]]" = weakref.WeakKeyDictionary()
-"""What the last ``for_load=True`` of each engine handed out."""
+"""Values that the last ``for_load=True`` of each engine handed out."""
 
 
 @dataclass
@@ -307,7 +307,7 @@ class _Attached:
         return offered, [{**counters, **group} for group in self.optimizer.param_groups]
 
     def by_parameter(self, fqns: Mapping[Tensor, str], saved: SavedByFqn, *, strict: bool) -> dict[str, Any]:
-        """What ``load_state_dict`` takes, with positions for names."""
+        """Make what ``load_state_dict`` takes, with positions for names."""
         missing = [fqns[param] for param in self.params if fqns[param] not in saved.entries]
         if strict and missing:
             raise ValueError(

@@ -52,14 +52,14 @@ CLIP = 0.01
 
 
 class Case(NamedTuple):
-    """What is asked of Megatron, by the names of its own options."""
+    """Options of Megatron, by its own names, and what state follows from them."""
 
     optimizer: dict[str, Any]
     ddp: dict[str, Any]
     moments_bytes: int = 8
-    """Of an element's two moments."""
+    """Bytes of an element's two moments."""
     master_bytes: int = 4
-    """Of the fp32 main, master, or what a master has more than its bf16 parameter."""
+    """Bytes of an element's fp32 main or master, or of what a master has more than its bf16 parameter."""
 
 
 AWARE = {"use_precision_aware_optimizer": True}
@@ -95,7 +95,7 @@ def run_all(rank: int, world_size: int) -> None:
 
 
 class Seen(NamedTuple):
-    """What one training has seen and left behind, on the host.
+    """Results of one training, on the host.
 
     ``saved`` is as Megatron itself saves it: groups, and mains and state gathered on the first rank.
     """
@@ -106,13 +106,13 @@ class Seen(NamedTuple):
     between_bytes: list[int]
     """Device memory allocated where the forward begins, in each step but the first."""
     expected_bytes: int
-    """Of all state and mains of this rank."""
+    """Bytes of all state and mains of this rank."""
     step_ms: float
     saved: tuple[Any, list[Any]]
 
 
 def compare(rank: int, world_size: int, name: str) -> list[str]:
-    """What is different, or stays on the device."""
+    """Find what is different, or stays on the device."""
     with contextlib.nullcontext() if ON_GPU else as_if_on_cuda():
         plain = train(name, offload=False)
         offloaded = train(name, offload=True)
@@ -203,7 +203,7 @@ def train(name: str, *, offload: bool) -> Seen:
 
 
 def resume(name: str, plain: Seen) -> None:
-    """What Megatron saved of plain training it loads itself: into a fresh optimizer, and while mains are away."""
+    """Let Megatron load what it saved of plain training: into a fresh optimizer, and while mains are away."""
     for begun in (False, True):
         model, chain = build(CASES[name])
         offload_optimizer(chain, policy=OffloadPolicy(bucket_bytes=(32 << 20) if ON_GPU else 4096))

@@ -94,7 +94,7 @@ class Model:
         return torch.cat([part for parts in zip(gate, up, strict=True) for part in parts])
 
     def own(self, name: str, number: int) -> Tensor:
-        """What of it this rank has, in one dimension."""
+        """This rank's part of it, in one dimension."""
         layout, tp_dim, _ = self.layouts[name]
         rows = layout.rows_of(self.whole(name, number), tp_dim)
         return rows.reshape(-1)[layout.slice_of(tuple(rows.shape))]
