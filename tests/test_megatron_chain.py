@@ -202,6 +202,23 @@ def test_masters_leave_the_device_with_the_state_and_come_back() -> None:
     loop.train_step(1)
 
 
+def test_masters_whose_memory_has_been_exchanged_leave_as_well() -> None:
+    """As Megatron's ``offload_to_cpu`` and ``restore_from_cpu`` do it, by ``param.data = ...``."""
+    on, off = Loop(True), Loop(False)
+    for step in range(3):
+        for loop in (on, off):
+            loop.train_step(step)
+        for main in on.dense.mains:
+            main.data = main.data.clone()
+    offload_states(on.optimizer)
+    release_states(on.optimizer)
+    assert [main.untyped_storage().nbytes() for main in on.dense.mains] == [0 for _ in on.dense.mains]
+    for loop in (on, off):
+        loop.train_step(3)
+    for one, other in zip(on.values(), off.values(), strict=True):
+        assert torch.equal(one, other)
+
+
 def test_a_master_that_is_away_refuses_to_be_read_and_takes_its_gradient() -> None:
     loop = Loop(True)
     loop.train_step(0)
