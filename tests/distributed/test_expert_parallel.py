@@ -181,6 +181,7 @@ def plainly_refused(folder: Path, ep: int, grouped: bool) -> Iterator[str]:
         if (folder / what / ".metadata").exists() or list((folder / what).glob("*.distcp")):
             yield f"{what}: something was written"
     names = {"model": carrying, "optimizer": state["optimizer"]}
+    dcp.save(names, checkpoint_id=folder / "on purpose", planner=SavePlanner(allow_different=True))
     dcp.save(model.experts.number(names), checkpoint_id=folder / "plain")
     save(model.experts.number(names), checkpoint_id=folder / "ours")
     plain, ours = (dcp.FileSystemReader(folder / which).read_metadata() for which in ("plain", "ours"))
