@@ -159,6 +159,7 @@ def same_saved(one: Any, other: Any) -> bool:
 def train(name: str, *, offload: bool) -> Seen:
     from megatron.core.distributed import finalize_model_grads
 
+    gc.collect()  # what is left of the training before would count
     model, chain = build(CASES[name])
     model.config.finalize_model_grads_func = finalize_model_grads
     if offload:
