@@ -7,9 +7,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..model.parking import ParkedParameters, owns_its_storage
+from ..optimizers.transformer_engine import keep_unread_masters
 from ..policy import OffloadPolicy
 from .attachment import Attachment, attachment_of
-from .wrapped import masters_in, optimizers_in
+from .wrapped import masters_in, optimizers_in, savers_of_all_masters
 
 
 def offload_each(
@@ -23,6 +24,8 @@ def offload_each(
 
     They share streams and staging, as all on a device do. fp32 masters that are their parameters get a place to go to.
     """
+    for inner in savers_of_all_masters(optimizer):
+        keep_unread_masters(inner)
     done: list[Optimizer] = []
     try:
         for inner in optimizers_in(optimizer):

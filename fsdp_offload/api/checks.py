@@ -137,6 +137,13 @@ def names_of_parameters(optimizer: Optimizer, model: nn.Module | None) -> dict[T
         raise ValueError(f"offload_optimizer: {_HOST_OFFLOADED}")
     of_model = parameter_names(model)
     foreign = [name for param, name in by_place.items() if param not in of_model]
+    if foreign and not all(isinstance(param, nn.Parameter) for param in by_place if param not in of_model):
+        raise ValueError(
+            f"offload_optimizer: {len(foreign)} of the {len(by_place)} tensors of the optimizer are not parameters of "
+            f"the model but copies or parts of them, as those of Megatron's DistributedOptimizer ({foreign[0]}). Leave "
+            "out model=, and what hooks into its forward and backward: prefetch, update, overlap_forward. To load "
+            "while gradients are reduced, wrap Megatron's hook with reload_before()."
+        )
     if foreign:
         raise ValueError(
             f"offload_optimizer: {len(foreign)} of the {len(by_place)} parameters of the optimizer are not parameters "

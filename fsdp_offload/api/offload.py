@@ -13,6 +13,7 @@ from ..model.hooks import group_numbers, make_overlap
 from ..optimizers import traits_for
 from ..policy import OffloadPolicy
 from ..report import OffloadReport, notes_of
+from ..state.layout import is_trained
 from ..state.mapping import OffloadedState
 from .attachment import (
     Attachment,
@@ -106,7 +107,7 @@ def offload_optimizer(
     states = OffloadedState(engine, target.state)
     # A frozen parameter gets room when it first has a gradient: reserving it would pin memory that nothing uses.
     eager = traits.habits.state_without_gradient
-    planned = {param for param in params if eager or param.requires_grad or target.state.get(param)}
+    planned = {param for param in params if eager or is_trained(param) or target.state.get(param)}
     # Optimizers that draw random numbers do it parameter by parameter: only the group's order repeats theirs.
     order = params
     if traits.elementwise:
@@ -132,7 +133,9 @@ def offload_optimizer(
 
 
 def is_offloaded(optimizer: Optimizer) -> bool:
-    """Whether :func:`offload_optimizer` was called for ``optimizer``, or for the one inside a framework's wrapper."""
+    """Whether :func:`offload_optimizer` was called for ``optimizer``, or for those inside a framework's wrapper."""
+    if is_wrapped(optimizer):
+        return all(attachment_of(inner) is not None for inner in optimizers_in(optimizer))
     return find_offloaded(optimizer) is not None
 
 
@@ -140,18 +143,19 @@ def offload_report(optimizer: Optimizer) -> OffloadReport:
     """As :meth:`OffloadedOptimizer.offload_report`, through any framework's wrapper.
 
     Raises:
-        RuntimeError: it is not offloaded.
+        RuntimeError: it is not offloaded, or a chain of several, each of which has a report of its own.
     """
     return _offloaded(optimizer, "offload_report").offload_report()
 
 
 def synchronize(optimizer: Optimizer) -> None:
-    """As :meth:`OffloadedOptimizer.synchronize`, through any framework's wrapper.
+    """As :meth:`OffloadedOptimizer.synchronize`, through any framework's wrapper; of a chain, all of it.
 
     Raises:
         RuntimeError: it is not offloaded.
     """
-    _offloaded(optimizer, "synchronize").synchronize()
+    for inner in optimizers_in(optimizer) if is_wrapped(optimizer) else [optimizer]:
+        _offloaded(inner, "synchronize").synchronize()
 
 
 def remove_offload(optimizer: _Optimizer) -> _Optimizer:
@@ -213,7 +217,13 @@ def _check_same(optimizer: Optimizer, model: nn.Module | None, policy: OffloadPo
 
 
 def _offloaded(optimizer: Optimizer, function: str) -> OffloadedOptimizer:
-    target = find_offloaded(optimizer)
+    several = optimizers_in(optimizer) if is_wrapped(optimizer) else []
+    if len(several) > 1:
+        raise RuntimeError(
+            f"{function}: this {type(optimizer).__name__} has {len(several)} optimizers, each of which has its own. "
+            "Give them one by one, as in chained_optimizers."
+        )
+    target = find_offloaded(several[0] if several else optimizer)
     if target is None:
         raise RuntimeError(
             f"{function}: this {type(unwrap(optimizer)).__name__} is not offloaded. Call offload_optimizer() first; of "

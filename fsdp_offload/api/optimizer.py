@@ -17,6 +17,7 @@ from ..engine.loading import check_loadable
 from ..model.asleep import is_asleep
 from ..model.parking import ParkedParameters
 from ..report import OffloadReport, report_of
+from ..state.layout import is_trained
 from ..state.store import UserState
 from ..torch_compat.optim import is_called_compiled, run_hooked
 from .attachment import attachment_of, engine_of, states_of
@@ -138,6 +139,9 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
         """
         engine = engine_of(self)
         _unguard(self)  # whatever it looks at, it waits for
+        parked = _parked_by(self)
+        if parked is not None:
+            parked.bring_back()
         states = states_of(self, engine)
         groups, before_load = self.param_groups, dict(states.items())
         loaded: dict[Tensor, UserState] = {}
@@ -190,7 +194,7 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
             states = states_of(self, engine)
             eager = engine.habits.state_without_gradient
             new = [param for param in params if param not in engine.plan.shards]  # others come from another group
-            engine.add(self, [param for param in new if eager or param.requires_grad], states.unwaited)
+            engine.add(self, [param for param in new if eager or is_trained(param)], states.unwaited)
         except Exception:
             del self.param_groups[-1]  # as if it had not been called
             engine.names = known

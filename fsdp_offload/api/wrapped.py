@@ -6,7 +6,8 @@ theirs                                      what is looked at
 accelerate's ``AcceleratedOptimizer``       ``optimizer``
 Megatron's ``ChainedOptimizer``             ``chained_optimizers``
 Megatron's ``DistributedOptimizer``,        ``optimizer``; ``shard_fp32_from_float16_groups`` or ``fp32_from_float16_``
-``Float16OptimizerWithFloat16Params``, …    ``groups`` name the fp32 masters among its parameters
+``Float16OptimizerWithFloat16Params``, …    ``groups`` name the fp32 masters among its parameters,
+                                            ``shard_fp32_groups`` those that are in fp32 anyway
 ==========================================  ==========================================================================
 
 Read in ``megatron/core/optimizer`` of megatron-core 0.16.1. Nothing of it is imported.
@@ -55,6 +56,19 @@ def masters_in(optimizer: Any) -> dict[Optimizer, list[Tensor]]:
         named = [tensor for name in _MASTER_GROUPS for tensor in _tensors_in(getattr(holder, name, ()))]
         masters[inner] = [tensor for tensor in dict.fromkeys(named) if tensor in params]
     return masters
+
+
+def savers_of_all_masters(optimizer: Any) -> list[Optimizer]:
+    """The optimizers around which Megatron saves a master of every parameter, also of those in fp32.
+
+    Its precision-aware DistributedOptimizer takes ``master_param`` out of the state of each.
+    """
+    return [
+        inner
+        for holder, inner in (() if isinstance(unwrap(optimizer), Optimizer) else _holders(optimizer))
+        if getattr(getattr(holder, "config", None), "use_precision_aware_optimizer", False)
+        and any(True for _ in _tensors_in(getattr(holder, "shard_fp32_groups", ())))
+    ]
 
 
 def _holders(optimizer: Any) -> Iterator[tuple[Any, Optimizer]]:

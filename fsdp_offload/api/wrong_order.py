@@ -55,6 +55,8 @@ def note_if_unsharded(params: Collection[Tensor], model: nn.Module | None) -> st
         return ""
     if not params or any(is_dtensor(param) or hasattr(param, "_is_flat_param") for param in params):
         return ""
+    if not all(isinstance(param, nn.Parameter) for param in params):
+        return ""  # a framework's own shards of them, as Megatron's DistributedOptimizer makes
     if model is not None and any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         return ""
     return (

@@ -1,4 +1,4 @@
-"""Which keys a load may leave out: names in, verdicts out. No tensor, nothing of torch.
+"""Rules for the keys that a load may leave out: names in, verdicts out. No tensor, nothing of torch.
 
 ::
 

@@ -33,7 +33,7 @@ from ..planning.cpu_share import best_fraction, host_bucket_bytes
 from ..planning.schedule import BucketStep
 from ..policy import OffloadPolicy
 from ..state.adopt import adopt, is_exchanged
-from ..state.layout import StateLayout, in_dtypes_of
+from ..state.layout import StateLayout, in_dtypes_of, is_trained
 from ..state.shard import StateShard
 from ..state.store import StateStore, UserState
 from ..torch_compat.dtensor import has_replicas, local_shard
@@ -259,7 +259,7 @@ class Engine:
         that was frozen when the optimizer was attached, and no longer is, gets room now.
         """
         self._follow_groups(optimizer, states)
-        self.add(optimizer, [param for param in self._unplanned if param.requires_grad], states)
+        self.add(optimizer, [param for param in self._unplanned if is_trained(param)], states)
         self._follow_groups(optimizer, states)
         return {
             param: {name: _zero_like(example) for name, example in shard.layout.scalars.items()} | shard.homes

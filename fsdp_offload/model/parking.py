@@ -71,7 +71,7 @@ def pieces(region: Region, places: Sequence[Place]) -> Iterator[tuple[Tensor, Te
 
 
 class _Where(enum.Enum):
-    """Where the bytes of parked parameters are, and what memory they take meanwhile."""
+    """The place of parked parameters' bytes, and what memory they take meanwhile."""
 
     HERE = "on the device; the region is kept for the next time"
     LEAVING = "on the device and, once a copy has ended, on the host"
@@ -106,13 +106,15 @@ class ParkedParameters:
     def __init__(self, params: Sequence[Tensor], limit_bytes: int | None) -> None:
         self.params = list(params)
         self._limit_bytes = limit_bytes
-        self._storages = [local_shard(param).untyped_storage() for param in self.params]
-        self._storages = [storage for storage in self._storages if storage.nbytes()]
         self._places: list[Place] = []
         self._region: Region | None = None
         self._copied: Mark | None = None
         self._take_off_guard: Callable[[], None] = lambda: None
         self._where = _Where.HERE
+
+    @property
+    def _device(self) -> torch.device:
+        return self._places[0].storage.device
 
     @property
     def host_bytes(self) -> int:
@@ -126,13 +128,18 @@ class ParkedParameters:
             MemoryError: host memory, taken at the first time, does not suffice.
         """
         self.settle()
-        if self._where is not _Where.HERE or not self._storages:
+        if self._where is not _Where.HERE:
             return
-        self._places = lay_out(self._storages)
-        device = self._storages[0].device
-        if self._region is None:
-            last = self._places[-1]
-            self._region = new_region(last.offset + last.nbytes, device, _NO_ROOM, self._limit_bytes)
+        # Looked up each time: `param.data = ...` gives a parameter another storage.
+        storages = [local_shard(param).untyped_storage() for param in self.params if owns_its_storage(param)]
+        self._places = lay_out([storage for storage in storages if storage.nbytes()])
+        if not self._places:
+            return
+        device = self._device
+        needed_bytes = self._places[-1].offset + self._places[-1].nbytes
+        if self._region is None or self._region.nbytes < needed_bytes:
+            self.free_host_memory()
+            self._region = new_region(needed_bytes, device, _NO_ROOM, self._limit_bytes)
         link = device_link(device)
         with link.in_use:
             lanes = link.lanes(serial=False)
@@ -164,7 +171,7 @@ class ParkedParameters:
         if self._where is not _Where.AWAY:
             return
         assert self._region is not None, "they have been parked in it"
-        link = device_link(self._storages[0].device)
+        link = device_link(self._device)
         with link.in_use:
             lanes = link.lanes(serial=False)
             try:
@@ -197,7 +204,7 @@ class ParkedParameters:
     def _wait_for_copy(self) -> None:
         """Let the current stream wait: it is about to free the source, or to use the target."""
         assert self._copied is not None, "a copy has been issued"
-        link = device_link(self._storages[0].device)
+        link = device_link(self._device)
         with link.in_use:
             link.lanes(serial=False)["C"].wait(self._copied)
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..state.layout import leaves_of
+from ..state.layout import is_trained, leaves_of
 from ..state.store import UserState
 from ..torch_compat.dtensor import local_shard
 from ..torch_compat.optim import no_global_step_hooks
@@ -321,7 +321,7 @@ def scratch_params(optimizer: Optimizer, generator: torch.Generator) -> tuple[li
 
 def _different(params: Sequence[Tensor], sizes: Mapping[int, int]) -> list[Tensor]:
     """One parameter of each kind, those with another number of dimensions first."""
-    trained = [param for param in params if param.requires_grad and param.numel()]
+    trained = [param for param in params if is_trained(param) and param.numel()]
     kinds: dict[Any, Tensor] = {}
     for param in trained or params:
         kinds.setdefault((small_shape(tuple(param.shape), sizes), param.dtype), param)

@@ -351,7 +351,7 @@ class _Trial:
 
         Each bucket would do it anew, for its own parameters alone.
         """
-        scratch, calls = self._start(), []
+        scratch, calls = self._start(), list[object]()
         refuse = partial(_note_call, calls)
         with mock.patch.object(torch.autograd, "grad", refuse), mock.patch.object(torch.autograd, "backward", refuse):
             for step in self._steps_of(scratch, _STEPS):

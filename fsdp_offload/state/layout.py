@@ -71,6 +71,14 @@ def _describe(value: Tensor, leaves: list[LeafLayout]) -> _Build:
     return next
 
 
+def is_trained(param: Tensor) -> bool:
+    """Whether ``param`` gets gradients: it requires them, or is no parameter of a model but somebody's fp32 main.
+
+    Megatron's optimizers update tensors that require no gradient, and set it before each step.
+    """
+    return param.requires_grad or not isinstance(param, torch.nn.Parameter)
+
+
 def is_wrapper(value: Tensor) -> bool:
     """Whether ``value`` is made of inner tensors that it knows."""
     return hasattr(type(value), "__tensor_flatten__") and not is_dtensor(value)

@@ -86,6 +86,13 @@ def mesh_size(tensor: Tensor) -> int:
     return tensor.device_mesh.size() if isinstance(tensor, DTensor) else 0
 
 
+def may_be_another_ranks(tensor: Tensor) -> bool:
+    """Whether there are ranks outside of the mesh of ``tensor``, which may call another tensor by its name."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return False
+    return mesh_size(tensor) != dist.get_world_size()
+
+
 def has_replicas(param: Tensor) -> bool:
     """Whether another rank may hold the same elements, and has to update them alike."""
     if not isinstance(param, DTensor):
