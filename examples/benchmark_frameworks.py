@@ -1,4 +1,4 @@
-"""Trainer, accelerate and torchtitan with a Llama-shaped model: memory and speed, plain and offloaded, and the same bits.
+"""Trainer, accelerate and torchtitan with a Llama-shaped model, plain and offloaded: memory, speed, and the same bits.
 
     torchrun --standalone --nproc-per-node 2 examples/benchmark_frameworks.py trainer --size 1b
     torchrun --standalone --nproc-per-node 2 examples/benchmark_frameworks.py trainer --size small --part save
@@ -7,8 +7,8 @@
 
 FSDP2 with bf16 compute over fp32 parameters, random weights and tokens, fused AdamW, clipping, a schedule, accumulation
 of two and evaluations in between. ``measure`` trains plainly and under each policy in one process, and compares losses,
-norms, parameters and state bit by bit. ``save`` does so while saving half way, and calls ``train()`` a second time where
-there is one; ``resume`` goes on from these checkpoints in a fresh process: each run from the other's.
+norms, parameters and state bit by bit. ``save`` does so while saving half way, and trains a second time where there is
+such a thing; ``resume`` goes on from these checkpoints in a fresh process: each run from the other's.
 On the CPU (``--size tiny``) accelerate has to be told that FSDP is allowed; nothing else differs.
 """
 
@@ -250,7 +250,7 @@ def train_with_trainer(run: Run) -> list[torch.optim.Optimizer]:
     if run.again:
         for module in trainer.model.modules():
             if isinstance(module, FSDPModule):
-                module.reshard()  # the last evaluation left the root gathered, which accelerate trips over, also plainly
+                module.reshard()  # the last evaluation left the root gathered, and accelerate trips over it
         arguments.max_steps = 3
         trainer.train()
     return [trainer.optimizer]
