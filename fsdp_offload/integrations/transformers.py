@@ -24,7 +24,7 @@ from .plain_values import metrics_of, policy_from
 class OffloadArguments:
     """For ``HfArgumentParser((TrainingArguments, OffloadArguments))``: ``OffloadTrainer(..., **vars(arguments))``."""
 
-    offload_policy: dict[str, Any] | str | None = field(
+    offload_policy: str | None = field(
         default=None, metadata={"help": "Fields of OffloadPolicy as JSON; FSDP_OFFLOAD_... variables give the others."}
     )
     offload_metrics: bool = field(
@@ -38,7 +38,7 @@ class OffloadTrainer(Trainer):
     def __init__(
         self,
         *args: Any,
-        offload_policy: OffloadPolicy | Mapping[str, Any] | None = None,
+        offload_policy: OffloadPolicy | Mapping[str, Any] | str | None = None,
         offload_metrics: bool = False,
         **kwargs: Any,
     ) -> None:
