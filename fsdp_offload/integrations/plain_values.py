@@ -7,9 +7,10 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from torch import nn
 from torch.optim import Optimizer
 
-from ..offload import is_offloaded, offload_report
+from ..offload import is_offloaded, offload_optimizer, offload_report
 from ..policy import OffloadPolicy
 
 _PREFIX = "FSDP_OFFLOAD_"
@@ -41,6 +42,12 @@ def policy_from(values: OffloadPolicy | Mapping[str, Any] | str | None = None) -
     except (TypeError, ValueError) as error:
         used = ", ".join(_PREFIX + name.upper() for name in given if name not in asked)
         raise type(error)(f"{error} (from the environment: {used})" if used else str(error)) from None
+
+
+def offload(optimizer: Optimizer, model: nn.Module | None, policy: OffloadPolicy | Mapping[str, Any] | None) -> None:
+    """Offload as a script in a framework does: perhaps again, and then without a policy, with the one that it has."""
+    chosen = None if policy is None and is_offloaded(optimizer) else policy_from(policy)
+    offload_optimizer(optimizer, model=model, policy=chosen, exist_ok=True)
 
 
 def _refuse_unknown(names: Iterable[str], known: Iterable[str]) -> None:
