@@ -129,7 +129,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "bench": {"__init__", "bound", "fsdp", "arena", "buckets", "transfer", "host_measure", "checkpoint"},
     "__main__": {"bench"},
     # Beside their frameworks.
-    "integrations": {"policy", "offload", "checkpoint", "engine", "sleep"},
+    "integrations": {"policy", "offload", "checkpoint", "engine", "sleep", "wrong_order"},
 }
 
 # Files that may use private names of torch.distributed and torch._C, each under its own table of what is used and why.

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from ..offload import is_offloaded, offload_optimizer, offload_report
 from ..policy import OffloadPolicy
+from ..wrong_order import line_to_write
 
 _PREFIX = "FSDP_OFFLOAD_"
 _WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False, "none": None, "null": None}
@@ -46,8 +47,14 @@ def policy_from(values: OffloadPolicy | Mapping[str, Any] | str | None = None) -
 
 def offload(optimizer: Optimizer, model: nn.Module | None, policy: OffloadPolicy | Mapping[str, Any] | None) -> None:
     """Offload as a script in a framework does: perhaps again, and then without a policy, with the one that it has."""
-    chosen = None if policy is None and is_offloaded(optimizer) else policy_from(policy)
-    offload_optimizer(optimizer, model=model, policy=chosen, exist_ok=True)
+    again = is_offloaded(optimizer)
+    chosen = None if policy is None and again else policy_from(policy)
+    try:
+        offload_optimizer(optimizer, model=model, policy=chosen, exist_ok=True)
+    except RuntimeError as error:
+        if not again:
+            raise
+        raise RuntimeError(f"{error} Or say in one place of the script what you want: {line_to_write()}.") from None
 
 
 def _refuse_unknown(names: Iterable[str], known: Iterable[str]) -> None:

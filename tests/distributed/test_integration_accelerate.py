@@ -147,14 +147,18 @@ def test_training_saving_and_resuming(tmp_path: Path, state_dict_type: str) -> N
 def run_misuse(rank: int, world_size: int) -> None:
     from fsdp_offload.integrations.accelerate import prepare
 
+    warnings.filterwarnings("ignore", message="offload_optimizer: ")
     accelerator = accelerator_for(rank, world_size, "SHARDED_STATE_DICT")
-    model = Net()
-    optimizer = optim.AdamW(model.parameters())
+    model: Any = Net()
+    optimizer: Any = optim.AdamW(model.parameters())
     with pytest.raises(TypeError, match="takes the policy by its name"):
         prepare(accelerator, model, optimizer, POLICY)
     with pytest.raises(ValueError, match="OffloadPolicy has no bucket"):
         prepare(accelerator, model, optimizer, policy={"bucket": 1})
     assert not any(hasattr(module, "reshard") for module in model.modules())  # nothing has been sharded
+    model, optimizer = prepare(accelerator, model, optimizer, policy=POLICY)
+    with pytest.raises(RuntimeError, match=r"offloaded already, .*say in one place .*accelerate\.prepare\("):
+        prepare(accelerator, model, optimizer, policy=OVERLAPPED)
 
 
 def test_a_policy_in_the_wrong_place(tmp_path: Path) -> None:
