@@ -15,7 +15,6 @@ from accelerate import Accelerator
 from torch import nn
 from torch.optim import Optimizer
 
-from ..api.offload import offload_optimizer
 from ..policy import OffloadPolicy
 from .plain_values import offload, policy_from
 

@@ -18,7 +18,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 from torch.optim import Optimizer
 
-from ..api.offload import offload_optimizer
 from ..policy import OffloadPolicy
 from .plain_values import metrics_of, offload, policy_from
 

@@ -11,8 +11,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..api.offload import is_offloaded, offload_report
+from ..api.wrong_order import line_to_write
 from ..policy import OffloadPolicy
-from ..wrong_order import line_to_write
 
 _PREFIX = "FSDP_OFFLOAD_"
 _WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False, "none": None, "null": None}

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, asy
 from torchtitan.components.checkpoint import OPTIMIZER, AsyncMode, CheckpointManager
 from torchtitan.components.optimizer import OptimizersContainer, OptimizersInBackwardContainer
 
-from ..api.offload import is_offloaded, offload_optimizer
+from ..api.offload import is_offloaded
 from ..checkpoint import ArenaStager
 from ..policy import OffloadPolicy
 from .plain_values import metrics_of, offload

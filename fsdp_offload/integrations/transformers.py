@@ -15,7 +15,6 @@ from typing import Any
 
 from transformers import Trainer
 
-from ..api.offload import offload_optimizer
 from ..policy import OffloadPolicy
 from .plain_values import metrics_of, offload, policy_from
 
