@@ -1,6 +1,7 @@
 """Command line of the checkpoint tools."""
 
 import functools
+import gc
 import json
 import os
 import sys
@@ -305,6 +306,7 @@ def diff_main(
     from .opening import open_checkpoint
 
     first, second, notes = diff.aligned(open_checkpoint(path_a), open_checkpoint(path_b), key_prefix)
+    gc.freeze()  # what describes them stays to the end, and may be millions of objects that no collection has to visit
     all_keys = diff.all_keys(first, second)
     idle = idle_patterns(patterns or (), all_keys)
     if idle:
