@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from fsdp_offload.checkpoint.manifest import MANIFEST_FILE
+from fsdp_offload.checkpoint.manifest import MANIFEST_FILE, manifest_bytes
 
 from .errors import CheckpointError
 from .exchange import merge_exchange, split_exchange
@@ -266,9 +266,11 @@ def _fill(
     **options: Any,
 ) -> None:
     sink.prepare(rewrite.file_bytes())
-    perform(checkpoint, rewrite, units, sink, **options)
+    items = perform(checkpoint, rewrite, units, sink, **options)
     for file in beside:
         sink.write_metadata(read_sidecar(checkpoint.folder, file), file)
+    if METADATA_FILE in last_files and len(items) == len(rewrite.files):
+        sink.write_metadata(manifest_bytes(last_files[METADATA_FILE], items), MANIFEST_FILE)
     for file, content in last_files.items():
         sink.write_metadata(content, file)
 
