@@ -315,14 +315,12 @@ def _errors_named(destination: str) -> Iterator[None]:
         raise CheckpointError(f"{destination} cannot be written: {type(error).__name__}: {error}") from error
 
 
-def after_interrupt(destination: str) -> str:
-    """What can be done now."""
+def after_interrupt(destination: str, kept_in: str | None = None) -> str:
+    """What can be done now; ``kept_in`` is where what there is stays, if that is not the partial folder alone."""
     if "://" in destination:
         return "What was sent is removed again"
-    return (
-        f"What there is stays in {partial_of(Path(destination))}: run the same command again to go on with it, or "
-        "remove it"
-    )
+    kept_in = kept_in or f"{partial_of(Path(destination))}"
+    return f"What there is stays in {kept_in}: run the same command again to go on with it, or remove it"
 
 
 # --- shown -----------------------------------------------------------------------------------------------------------
