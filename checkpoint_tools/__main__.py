@@ -1,12 +1,13 @@
 """Command line of the checkpoint tools."""
 
 import functools
+import gc
 import json
 import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn, TypeVar
 
@@ -305,6 +306,7 @@ def diff_main(
     from .opening import open_checkpoint
 
     first, second, notes = diff.aligned(open_checkpoint(path_a), open_checkpoint(path_b), key_prefix)
+    gc.freeze()  # what describes them stays to the end, and may be millions of objects that no collection has to visit
     all_keys = diff.all_keys(first, second)
     idle = idle_patterns(patterns or (), all_keys)
     if idle:
@@ -524,12 +526,14 @@ def rename_main(
     ] = None,
     threads: WriteThreads = 4,
     max_memory: MaxMemory = "2GiB",
+    restart: Restart = False,
 ) -> None:
     """Give the weights of a model, and their state by FQN, the names that another framework has for them.
 
     Weights that one of the two has fused, stacked or in another order of rows are split, merged and put in order on the
     way. SRC and DST are checkpoints of DCP; convert makes these of safetensors, and the other way round. What is in
-    between takes as much disk as DST, beside it.
+    between takes as much disk as DST, in DST.steps-*, until DST is there: run the same command again after a kill, and
+    it goes on where it was.
     Exit code: 0 done, 2 not done, 130 interrupted.
     """
     begin = time.monotonic()
@@ -538,7 +542,19 @@ def rename_main(
     from .translate import Translation, translate
 
     asked = Translation(family, from_framework, to_framework, numbers, excluded or [])
-    keys, notes = translate(source, destination, asked, threads=threads, max_memory_bytes=memory_bytes)
+
+    def progress(what: str, nbytes: int) -> AbstractContextManager[Callable[[int], object]]:
+        return _writing(what, destination, nbytes, f"{destination}.steps-* and {destination}.partial")
+
+    keys, notes = translate(
+        source,
+        destination,
+        asked,
+        threads=threads,
+        max_memory_bytes=memory_bytes,
+        progress=progress,
+        restart=restart,
+    )
     _report_written(destination, f"{counted(keys, 'key')} as {to_framework} has them", notes, begin)
 
 
@@ -691,7 +707,7 @@ def _check_json(as_json: bool, dry_run: bool) -> None:
 
 
 @contextmanager
-def _writing(what: str, destination: str, nbytes: int) -> Iterator[Callable[[int], object]]:
+def _writing(what: str, destination: str, nbytes: int, kept_in: str | None = None) -> Iterator[Callable[[int], object]]:
     """Progress; and if it is interrupted, what can be done then."""
     try:
         with _progress(what, nbytes) as advance:
@@ -699,7 +715,7 @@ def _writing(what: str, destination: str, nbytes: int) -> Iterator[Callable[[int
     except KeyboardInterrupt:
         from . import rewriting
 
-        _say(f"interrupted. {rewriting.after_interrupt(destination)}", err=True)
+        _say(f"interrupted. {rewriting.after_interrupt(destination, kept_in)}", err=True)
         raise
 
 

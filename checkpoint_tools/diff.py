@@ -22,13 +22,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fsdp_offload.checkpoint.item_archive import crc32
+
+from .envelope import envelope_of
 from .errors import CheckpointError
 from .items import Reader
 from .names import sorted_out
 from .reading import Checkpoint, StoredChunk, StoredTensor
 from .sizes import MAX_ITEM_BYTES, block_bounds, counted, human_shape, natural_order, shortened, thread_bytes
 from .tables import Table, new_table
-from .values import Comparison, compare_values, same_values
+from .values import Comparison, compare_each, compare_values, same_values
 from .verify import check_coverage
 
 LEAST_THREAD_BYTES = 16 * MAX_ITEM_BYTES
@@ -36,6 +39,7 @@ LEAST_THREAD_BYTES = 16 * MAX_ITEM_BYTES
 
 MAX_BLOCK_BYTES = 32 << 20
 _SMALL_BYTES = 64 << 10
+_BATCH_BYTES = 1 << 20  # of small tensors that are compared at once
 
 
 class Difference(NamedTuple):
@@ -86,43 +90,45 @@ def diff(
         CheckpointError: one of the two is damaged, or does not fit into the memory.
     """
     memory_bytes = thread_bytes(max_memory_bytes, threads, LEAST_THREAD_BYTES)
-    readers = _Readers(first, second)
+    readers = _Readers(first, second, memory_bytes // 4)
 
-    def compare(key: str) -> Difference | None:
-        found = _diff_entries(first, second, key)
-        if found is not None or (key in first.tensors and readers.give_the_same_bytes(key)):
-            advance(_bytes_of(first, key) + _bytes_of(second, key))
-        elif key in first.tensors:
-            found = _diff_tensors(first, second, key, tolerance, memory_bytes, advance)
-        else:
-            found = _diff_objects(first, second, key)
-        return found
+    def compare(some: Sequence[str]) -> list[Difference]:
+        found: dict[str, Difference | None] = {}
+        small = _Small(readers, tolerance, min(_BATCH_BYTES, memory_bytes // 4))
+        for key in some:
+            found[key] = _diff_entries(first, second, key)
+            if found[key] is None and key in first.objects:
+                found[key] = _diff_objects(readers, key)
+            elif found[key] is not None or small.takes(key):
+                advance(_bytes_of(first, key) + _bytes_of(second, key))
+            else:
+                found[key] = _diff_tensors(readers, key, tolerance, memory_bytes, advance)
+        found |= small.differences()
+        return [each for each in found.values() if each is not None]
 
+    # Many keys at a time: with a hundred thousand small tensors, handing each to a thread would take longest.
+    parts = [keys[start:stop] for start, stop in block_bounds(len(keys), max(1, min(512, len(keys) // (4 * threads))))]
     with contextlib.closing(readers), ThreadPoolExecutor(max_workers=threads) as pool:
-        return [found for found in pool.map(compare, keys) if found is not None]
+        return [found for part in pool.map(compare, parts) for found in part]
 
 
 class _Readers:
-    """For a hundred thousand small tensors, most of which are the same: each thread keeps their files open."""
+    """Keeps both checkpoints' files open, for each thread its own."""
 
-    def __init__(self, first: Checkpoint, second: Checkpoint) -> None:
-        self._checkpoints = first, second
+    def __init__(self, first: Checkpoint, second: Checkpoint, max_whole_bytes: int) -> None:
+        self.checkpoints = first, second
+        self._max_whole_bytes = max_whole_bytes
         self._local = threading.local()
         self._all: list[Reader] = []
 
-    def give_the_same_bytes(self, key: str) -> bool:
-        """Whether a small tensor is stored in one item, and that is the same in both, byte by byte."""
-        tensors = [checkpoint.tensors[key] for checkpoint in self._checkpoints]
-        chunks = [tensor.chunks[0] for tensor in tensors if len(tensor.chunks) == 1]
-        if len(chunks) < 2 or any(c.sizes != tensors[0].shape or c.length_bytes > _SMALL_BYTES for c in chunks):
-            return False
-        if chunks[0].transforms != chunks[1].transforms or chunks[0].bare_dtype != chunks[1].bare_dtype:
-            return False
+    def mine(self) -> tuple[Reader, Reader]:
+        """Those of the calling thread."""
         if not hasattr(self._local, "readers"):
-            self._local.readers = [Reader(checkpoint) for checkpoint in self._checkpoints]
-            self._all += self._local.readers
-        a, b = (reader.read_bytes(chunk) for reader, chunk in zip(self._local.readers, chunks, strict=True))
-        return bool(a == b)
+            a, b = (Reader(checkpoint, self._max_whole_bytes) for checkpoint in self.checkpoints)
+            self._local.readers = a, b
+            self._all += [a, b]
+        mine: tuple[Reader, Reader] = self._local.readers
+        return mine
 
     def close(self) -> None:
         for reader in self._all:
@@ -226,30 +232,106 @@ def _kind(checkpoint: Checkpoint, key: str) -> str | None:
 
 
 def _diff_tensors(
-    first: Checkpoint,
-    second: Checkpoint,
-    key: str,
-    tolerance: Tolerance,
-    memory_bytes: int,
-    advance: Callable[[int], object],
+    readers: _Readers, key: str, tolerance: Tolerance, memory_bytes: int, advance: Callable[[int], object]
 ) -> Difference | None:
-    a, b = first.tensors[key], second.tensors[key]
-    for checkpoint, tensor in ((first, a), (second, b)):
+    a, b = (checkpoint.tensors[key] for checkpoint in readers.checkpoints)
+    for checkpoint, tensor in zip(readers.checkpoints, (a, b), strict=True):
         for _, text in check_coverage(tensor):
-            raise CheckpointError(f"{key} in {checkpoint.path}: {text}; see the command verify")
+            raise CheckpointError(f"{tensor.key} in {checkpoint.path}: {text}; see the command verify")
     # A quarter for two blocks, and for the parts of them that are read. The rest is for items that can only be read as
     # a whole: one side's is kept while the other side's is there twice, as stored and in row-major order.
     block_numel = min(MAX_BLOCK_BYTES, memory_bytes // 16) // a.dtype.itemsize
     total = Comparison(0, 0, None)
-    with Reader(first, memory_bytes // 4) as reader_a, Reader(second, memory_bytes // 4) as reader_b:
-        for block in blocks(a.shape, block_numel):
-            here = compare_values(read_block(reader_a, a, block), read_block(reader_b, b, block), *tolerance)
-            total = total.plus(here)
-            advance(2 * block.numel * a.dtype.itemsize)
+    reader_a, reader_b = readers.mine()
+    for block in blocks(a.shape, block_numel):
+        here = compare_values(read_block(reader_a, a, block), read_block(reader_b, b, block), *tolerance)
+        total = total.plus(here)
+        advance(2 * block.numel * a.dtype.itemsize)
+    for reader in (reader_a, reader_b):
+        reader.forget()
+    return _of_values(key, total)
+
+
+def _of_values(key: str, total: Comparison) -> Difference | None:
     if not total.differing:
         return None
     detail = f"{total.differing:,} of {total.numel:,} differ"
     return Difference(key, "values", detail, total.differing, total.numel, total.max_abs_diff)
+
+
+class _Small:
+    """Small tensors that are in one item in both checkpoints: their bytes are compared, and many of them at once.
+
+    Args:
+        readers: of both.
+        tolerance: of their values.
+        most_bytes: so much is collected before it is compared.
+    """
+
+    def __init__(self, readers: _Readers, tolerance: Tolerance, most_bytes: int) -> None:
+        self._readers = readers
+        self._tolerance = tolerance
+        self._most_bytes = most_bytes
+        self._bytes = 0
+        self._waiting: dict[torch.dtype, list[tuple[str, bytes, bytes]]] = {}
+        self._found: dict[str, Difference | None] = {}
+
+    def takes(self, key: str) -> bool:
+        """Whether it is one of them; then what differs comes with :meth:`differences`."""
+        tensors = [checkpoint.tensors[key] for checkpoint in self._readers.checkpoints]
+        if not all(map(_is_one_small_item, tensors)):
+            return False
+        chunks = [tensor.chunks[0] for tensor in tensors]
+        if chunks[0].transforms != chunks[1].transforms or chunks[0].bare_dtype != chunks[1].bare_dtype:
+            return False
+        a, b = (reader.read_bytes(chunk) for reader, chunk in zip(self._readers.mine(), chunks, strict=True))
+        if a == b:
+            return True
+        of_a, of_b = _elements(a, tensors[0]), _elements(b, tensors[1])
+        if of_a is None or of_b is None:
+            return False
+        self._waiting.setdefault(tensors[0].dtype, []).append((key, of_a, of_b))
+        self._bytes += len(of_a) + len(of_b)
+        if self._bytes > self._most_bytes:
+            self._compare()
+        return True
+
+    def differences(self) -> dict[str, Difference | None]:
+        """Of all that were taken."""
+        self._compare()
+        return self._found
+
+    def _compare(self) -> None:
+        for dtype, waiting in self._waiting.items():
+            _, *sides = zip(*waiting, strict=True)
+            a, b = (torch.frombuffer(bytearray().join(side), dtype=dtype) for side in sides)
+            numels = [len(each[1]) // dtype.itemsize for each in waiting]
+            for (key, _, _), found in zip(waiting, compare_each(a, b, numels, *self._tolerance), strict=True):
+                self._found[key] = _of_values(key, found)
+        self._waiting.clear()
+        self._bytes = 0
+
+
+def _is_one_small_item(tensor: StoredTensor) -> bool:
+    if len(tensor.chunks) != 1:
+        return False
+    chunk = tensor.chunks[0]
+    return chunk.sizes == tensor.shape and not any(chunk.offsets) and chunk.length_bytes <= _SMALL_BYTES
+
+
+def _elements(item: bytes, tensor: StoredTensor) -> bytes | None:
+    """The elements in an item, if it begins as one of ``torch.save`` and has their CRC-32 behind them."""
+    chunk = tensor.chunks[0]
+    if chunk.transforms or not tensor.nbytes or chunk.bare_dtype not in (None, tensor.dtype):
+        return None
+    if chunk.bare_dtype is not None:
+        return item if len(item) == tensor.nbytes else None
+    around = envelope_of(tensor.shape, tensor.dtype)
+    stop = len(around.head) + around.data_bytes
+    if len(item) != around.length_bytes or not item.startswith(around.head):
+        return None
+    elements = item[len(around.head) : stop]
+    return elements if item.startswith(around.descriptor(crc32(elements)), stop) else None
 
 
 class Block(NamedTuple):
@@ -331,16 +413,16 @@ def _read_part(reader: Reader, chunk: StoredChunk, part: Block) -> Tensor:
 # --- objects ---------------------------------------------------------------------------------------------------------
 
 
-def _diff_objects(first: Checkpoint, second: Checkpoint, key: str) -> Difference | None:
-    a, b = first.objects[key], second.objects[key]
-    with Reader(first) as reader_a, Reader(second) as reader_b:
-        if reader_a.read_bytes(a) == reader_b.read_bytes(b):
-            return None
-        try:
-            objects = reader_a.read_object(a), reader_b.read_object(b)
-            is_same = same_values(*objects)
-        except (CheckpointError, RecursionError):
-            return Difference(key, "object", "their bytes differ; they cannot be looked into")
+def _diff_objects(readers: _Readers, key: str) -> Difference | None:
+    a, b = (checkpoint.objects[key] for checkpoint in readers.checkpoints)
+    reader_a, reader_b = readers.mine()
+    if reader_a.read_bytes(a) == reader_b.read_bytes(b):
+        return None
+    try:
+        objects = reader_a.read_object(a), reader_b.read_object(b)
+        is_same = same_values(*objects)
+    except (CheckpointError, RecursionError):
+        return Difference(key, "object", "their bytes differ; they cannot be looked into")
     return None if is_same else Difference(key, "object", f"{_short(objects[0])} in A, {_short(objects[1])} in B")
 
 

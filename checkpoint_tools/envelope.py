@@ -58,6 +58,10 @@ class Envelope(NamedTuple):
         """Of the whole item."""
         return len(self.head) + self.data_bytes + self.tail_bytes
 
+    def descriptor(self, crc: int) -> bytes:
+        """What of the tail comes first, and has the CRC-32 in it."""
+        return _descriptor(self.records[-1]._replace(crc=crc))
+
     def tail(self, crc: int) -> bytes:
         """After the elements, whose CRC-32 is ``crc``."""
         return _tail(self, crc) if self.records else b""

@@ -61,6 +61,10 @@ class Reader:
         self._layouts.clear()
         self._whole = None
 
+    def forget(self) -> None:
+        """Give back the memory of the last item that was read as a whole."""
+        self._whole = None
+
     def layout(self, chunk: StoredChunk) -> Layout | None:
         """What is stored, without reading it; ``None`` where only ``torch.load`` knows.
 
@@ -138,7 +142,12 @@ class Reader:
 
     def read_bytes(self, item: StoredChunk | StoredObject) -> bytes:
         """The byte range of an item, as stored."""
-        content = self._window(item).read()
+        if isinstance(item, StoredChunk) and item.length_bytes <= SMALL_BYTES:
+            stream = self._open(item.file)  # without a window, in a third of the time
+            stream.seek(item.offset_bytes)
+            content = stream.read(item.length_bytes)
+        else:
+            content = self._window(item).read()  # which takes memory for what is there, whatever the length
         if len(content) < item.length_bytes:
             raise CheckpointError(f"{self._file(item)} is cut short; fetch it again, or use another checkpoint")
         return content

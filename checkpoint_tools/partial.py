@@ -80,6 +80,21 @@ def open_partial(destination: Path, fingerprint: Mapping[str, object], *, restar
         CheckpointError: another process is at it, or what is there was begun with something else.
     """
     folder = partial_of(destination)
+    with locked_folder(folder):
+        if restart:
+            _empty(folder)
+        done = _journal(folder, fingerprint)
+        (folder / "checkpoint").mkdir(exist_ok=True)
+        yield Partial(destination, folder, done)
+
+
+@contextlib.contextmanager
+def locked_folder(folder: Path) -> Iterator[None]:
+    """A folder, made if it is not there, that no other process has while this one has it.
+
+    Raises:
+        CheckpointError: another one has it, or it cannot be made.
+    """
     try:
         folder.mkdir(parents=False, exist_ok=True)
         lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
@@ -87,11 +102,7 @@ def open_partial(destination: Path, fingerprint: Mapping[str, object], *, restar
         raise CheckpointError(f"{folder} cannot be made: {error.strerror or error}") from error
     try:
         _take(lock, folder)
-        if restart:
-            _empty(folder)
-        done = _journal(folder, fingerprint)
-        (folder / "checkpoint").mkdir(exist_ok=True)
-        yield Partial(destination, folder, done)
+        yield
     finally:
         os.close(lock)
 

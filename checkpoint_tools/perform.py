@@ -12,27 +12,30 @@ way.
 """
 
 import collections
+import contextlib
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
 
 from fsdp_offload.checkpoint import Chunk
-from fsdp_offload.checkpoint.item_archive import crc32
+from fsdp_offload.checkpoint.item_archive import crc32, read_framing
+from fsdp_offload.checkpoint.manifest import Item
 
 from .data_checks import DataChecks
 from .envelope import Envelope, combined_crc
 from .errors import CheckpointError
 from .items import Reader
 from .partial import Filled
-from .reading import Checkpoint, StoredChunk
+from .reading import Checkpoint, StoredChunk, StoredObject
 from .regions import Region, common, position_in, stretches
 from .rewrite import Copy, MergeTask, NewItem, Rewrite, SplitTask, Unit, Work, Write, pieces_of, target_of
 from .sinks import OpenFile, Sink
 from .sizes import MAX_ITEM_BYTES, block_bounds, thread_bytes
-from .storage import read_into
+from .storage import Window, read_into
 
 Advance = Callable[[int], object]
 Record = Callable[[int, Sequence[Filled]], object]
@@ -62,8 +65,10 @@ def perform(
     threads: int,
     max_memory_bytes: int,
     advance: Advance,
-) -> None:
+) -> dict[str, list[Item]]:
     """Write all files of the new checkpoint, except for its metadata.
+
+    Returns what a manifest says of them: of files of DCP, and of those that have only whole items of ``torch.save``.
 
     Args:
         checkpoint: to read from.
@@ -80,7 +85,7 @@ def perform(
         CheckpointError: the source cannot be read, or the memory is too small.
         OSError: the new files cannot be written.
     """
-    progress = _Progress(rewrite, units, sink, done)
+    progress = _Progress(checkpoint, rewrite, units, sink, done)
     for number in done:
         advance(units[number].nbytes)
     progress.finish_files()
@@ -91,6 +96,7 @@ def perform(
     if done:  # what an earlier run has read, nobody has compared to the end
         for problem in checks.check_files(checkpoint.items_by_file(), threads):
             raise CheckpointError(problem.text)
+    return progress.items
 
 
 class _Crew:
@@ -210,9 +216,22 @@ def _raise_first(futures: Iterable[Future[None]]) -> None:
 
 
 class _Progress:
-    """Which files are complete. An item that several units fill is closed when the last of its file is done."""
+    """Which files are complete. An item that several units fill is closed when the last of its file is done.
 
-    def __init__(self, rewrite: Rewrite, units: Sequence[Unit], sink: Sink, done: dict[int, list[Filled]]) -> None:
+    Attributes:
+        items: of the complete files, as a manifest has them.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        rewrite: Rewrite,
+        units: Sequence[Unit],
+        sink: Sink,
+        done: dict[int, list[Filled]],
+    ) -> None:
+        self.items: dict[str, list[Item]] = {}
+        self._checkpoint = checkpoint
         self._rewrite = rewrite
         self._sink = sink
         self._remaining = dict.fromkeys(rewrite.files, 0)
@@ -256,7 +275,21 @@ class _Progress:
             finally:
                 target.close()
             self._sink.sync(file)
+        items = self._rewrite.files[file]
+        if all(map(_is_of_torch_save, items)):
+            with contextlib.closing(self._sink.reopen(file)) as stream:
+                self.items[file] = [self._listed(stream, item) for item in items]
         self._sink.finish(file)
+
+    def _listed(self, stream: BinaryIO, item: NewItem) -> Item:
+        content, known = item.content, None
+        if isinstance(content, StoredChunk | StoredObject):
+            known = self._checkpoint.opened.get((content.file, content.offset_bytes))
+        if known is not None:
+            crc = known.directory_crc
+        else:  # written here, perhaps by an earlier run
+            crc = read_framing(Window(stream, item.offset_bytes, item.length_bytes), item.length_bytes).directory_crc
+        return Item(item.offset_bytes, item.length_bytes, crc)
 
     def _crc(self, item: NewItem) -> int:
         crc, at = 0, 0
@@ -267,6 +300,13 @@ class _Progress:
         assert isinstance(item.content, Envelope)
         assert at == item.content.data_bytes, f"{item.entries}: {at} bytes"
         return crc
+
+
+def _is_of_torch_save(item: NewItem) -> bool:
+    content = item.content
+    if isinstance(content, Envelope):
+        return bool(content.records)
+    return isinstance(content, bytes) or not content.transforms
 
 
 def _close_item(target: OpenFile, item: NewItem, crc: int) -> None:

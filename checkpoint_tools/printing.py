@@ -17,6 +17,8 @@ _PLAIN = {"×": "x", "–": "-", "…": "...", "│": "|", "─": "-", "•": "*
 
 def printable(text: str) -> str:
     """The same text, with escapes in place of what is not to be printed."""
+    if text.isascii() and text.isprintable():  # nearly all are, in tables of a million cells
+        return text
     return _UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape", "surrogatepass").decode(), text)
 
 

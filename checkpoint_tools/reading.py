@@ -25,10 +25,11 @@ from .errors import CheckpointError
 from .metadata import METADATA_FILE, damage, read_manifest, read_metadata
 from .sizes import MAX_DIMS, MAX_INT64, natural_order, shortened
 from .storage import Folder, open_folder
-from .unpickle import Record
+from .unpickle import Record, without_collections
 
 _MAX_NAME = 4096
 _MAX_DEPTH = 256  # of a nested state dict
+_INT = frozenset((int,))
 _VERSIONS = ("1",)  # the major numbers that are understood; torch before 2.6 wrote none
 
 
@@ -162,7 +163,11 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     Raises:
         CheckpointError: there is none, it cannot be read, or it contains what no checkpoint needs.
     """
-    folder = open_folder(path)
+    with without_collections():
+        return _open(open_folder(path))
+
+
+def _open(folder: Folder) -> Checkpoint:
     metadata = read_metadata(folder)
     version = metadata.get("version")
     if version is not None and not (isinstance(version, str) and version.partition(".")[0] in _VERSIONS):
@@ -308,13 +313,14 @@ def _count(value: object) -> int:
 
 
 def _counts(values: object) -> tuple[int, ...]:
-    if type(values) is tuple and len(values) <= MAX_DIMS and all(_is_count(each) for each in values):
+    if type(values) is tuple and len(values) <= MAX_DIMS and _are_counts(values):
         return values
     return tuple(map(_count, _few(values)))
 
 
-def _is_count(value: object) -> bool:
-    return type(value) is int and 0 <= value <= MAX_INT64
+def _are_counts(values: tuple[Any, ...]) -> bool:
+    # All at once: there are a million tuples of them.
+    return not values or (_INT.issuperset(map(type, values)) and min(values) >= 0 and max(values) <= MAX_INT64)
 
 
 def _dtype(properties: Record) -> torch.dtype:

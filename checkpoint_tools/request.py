@@ -7,7 +7,7 @@
     args, config.json: values of the model's config ──────┘
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from .config_values import with_told
@@ -16,6 +16,7 @@ from .fusions import Exchange
 from .patterns import idle_patterns, is_excluded
 from .reading import Checkpoint
 from .rules import ALL, Match, Rule, Wanted, preset_names
+from .sizes import shortened
 from .split_record import RECORD_FILE, read_record
 
 Way = Literal["split", "merge"]
@@ -70,6 +71,7 @@ def complete(checkpoint: Checkpoint, way: Way, request: Request) -> Complete:
     rules, given, fused = request.rules, request.values, None
     splits = read_record(checkpoint) if way == "merge" else []
     if not rules and splits:
+        _check_bounded(checkpoint, splits[-1].rules)
         rules, given, fused = splits[-1].rules, {**splits[-1].values, **given}, splits[-1].fused
     elif splits and not request.is_sure:
         fused = frozenset[str]().union(*(split.fused for split in splits))
@@ -87,6 +89,16 @@ def complete(checkpoint: Checkpoint, way: Way, request: Request) -> Complete:
         repr((list(rules), sorted(values.items()), *chosen)),
         notes,
     )
+
+
+def _check_bounded(checkpoint: Checkpoint, rules: Iterable[Rule]) -> None:
+    """Whoever has written a record may have meant it never to be matched to the end."""
+    for rule in rules:
+        if not rule.is_bounded:
+            raise CheckpointError(
+                f"{checkpoint.path}/{RECORD_FILE} has a rule of its own for {shortened(rule.fused)}, whose pattern "
+                "could take forever; if you trust it, give the rules that were used for split with --rules"
+            )
 
 
 def _wanted(fused: frozenset[str] | None, only: Sequence[str]) -> Wanted:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from fsdp_offload.checkpoint.manifest import MANIFEST_FILE
+from fsdp_offload.checkpoint.manifest import MANIFEST_FILE, manifest_bytes
 
 from .errors import CheckpointError
 from .exchange import merge_exchange, split_exchange
@@ -266,9 +266,11 @@ def _fill(
     **options: Any,
 ) -> None:
     sink.prepare(rewrite.file_bytes())
-    perform(checkpoint, rewrite, units, sink, **options)
+    items = perform(checkpoint, rewrite, units, sink, **options)
     for file in beside:
         sink.write_metadata(read_sidecar(checkpoint.folder, file), file)
+    if METADATA_FILE in last_files and len(items) == len(rewrite.files):
+        sink.write_metadata(manifest_bytes(last_files[METADATA_FILE], items), MANIFEST_FILE)
     for file, content in last_files.items():
         sink.write_metadata(content, file)
 
@@ -313,14 +315,12 @@ def _errors_named(destination: str) -> Iterator[None]:
         raise CheckpointError(f"{destination} cannot be written: {type(error).__name__}: {error}") from error
 
 
-def after_interrupt(destination: str) -> str:
-    """What can be done now."""
+def after_interrupt(destination: str, kept_in: str | None = None) -> str:
+    """What can be done now; ``kept_in`` is where what there is stays, if that is not the partial folder alone."""
     if "://" in destination:
         return "What was sent is removed again"
-    return (
-        f"What there is stays in {partial_of(Path(destination))}: run the same command again to go on with it, or "
-        "remove it"
-    )
+    kept_in = kept_in or f"{partial_of(Path(destination))}"
+    return f"What there is stays in {kept_in}: run the same command again to go on with it, or remove it"
 
 
 # --- shown -----------------------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 from .parts import Comb, Layout, combs_of
+from .sizes import shortened
 
 Size = int | str
 
@@ -89,6 +90,12 @@ class Rule:
                 raise ValueError(f"rule for {self.fused}: {name} must be {what}, got {value!r}")
 
     @property
+    def is_bounded(self) -> bool:
+        """Whether no key takes long to be matched, whoever has written the rule."""
+        others = () if self.same_size_as is None else (self.same_size_as[0],)
+        return all(map(_is_bounded, (self.fused, *self.parts, *others)))
+
+    @property
     def value_names(self) -> frozenset[str]:
         """The config values that its sizes and groups name, whether or not they can be evaluated."""
         own = () if self.sizes == "equal" else self.sizes
@@ -110,7 +117,7 @@ class Rule:
 
     def match(self, key: str) -> "Match | None":
         """The parts of the fused tensor ``key``, if this rule is about it."""
-        found = template_pattern(self.fused).fullmatch(key)
+        found = template_pattern(self.fused).fullmatch(key) if len(key) <= MAX_KEY else None
         if found is None or any(fnmatch.fnmatchcase(key, pattern) for pattern in self.exclude):
             return None
         texts = found.groupdict()
@@ -118,7 +125,8 @@ class Rule:
 
     def match_part(self, key: str, number: int = 0) -> "Match | None":
         """The fused tensor of which ``key`` is the first part (or that one), if this rule is about it."""
-        found = template_pattern(_typed(self.parts[number], self.fused)).fullmatch(key)
+        typed = _typed(self.parts[number], self.fused)
+        found = template_pattern(typed).fullmatch(key) if len(key) <= MAX_KEY else None
         return None if found is None else self.match(template_filled(self.fused, found.groupdict()))
 
     def combs(self, fused_size: int, values: Mapping[str, float], where: str) -> tuple[Comb, ...]:
@@ -376,6 +384,16 @@ _FIELD_CHECKS: dict[str, tuple[Callable[[object], bool], str]] = {
 
 # Templates -----------------------------------------------------------------------------------------------------------
 
+MAX_KEY = 1024
+"""Of letters: longer keys are of no model, and are matched by no rule."""
+
+_MAX_TEMPLATE = 256  # letters
+_MAX_PLACEHOLDERS = (
+    2  # of a template that is not known to be trusted: what more of them take grows with a power of that
+)
+_WORD = r"([\w-]|\\\.)*"
+_SIMPLE = re.compile(rf"(\.\*(\(\?<!{_WORD}\))?)?{_WORD}|{_WORD}\\d[*+]?")  # a word, after any text or before digits
+
 _PLACEHOLDER = re.compile(r"\{(\w+)(?::((?:[^{}]|\{\d+(?:,\d*)?\})*))?\}")
 
 
@@ -397,6 +415,13 @@ def template_pattern(template: str) -> re.Pattern[str]:
         return re.compile(pattern + re.escape(template[at:]))
     except re.error as error:
         raise ValueError(f"{template}: a placeholder cannot be used: {error}") from None
+
+
+def _is_bounded(template: str) -> bool:
+    regexes = [found.group(2) or "" for found in _PLACEHOLDER.finditer(template)]
+    if len(template) > _MAX_TEMPLATE or len(regexes) > _MAX_PLACEHOLDERS:
+        return False
+    return all(_SIMPLE.fullmatch(alternative) for regex in regexes for alternative in regex.split("|"))
 
 
 def template_filled(template: str, texts: Mapping[str, str]) -> str:
@@ -424,11 +449,13 @@ _OPERATORS: dict[type[ast.operator], Any] = {
 def _evaluated(size: Size, values: Mapping[str, float], where: str) -> int:
     if isinstance(size, int):
         return size
+    if len(size) > _MAX_TEMPLATE:  # which nobody needs, and Python's parser cannot take at any length
+        raise ValueError(f"{where}: the size {shortened(size)!r} has {len(size):,} letters, of at most {_MAX_TEMPLATE}")
     try:
         result = _value(ast.parse(size, mode="eval").body, values)
     except KeyError as error:
         raise MissingValueError(where, size, error.args[0], values) from None
-    except (SyntaxError, TypeError, ZeroDivisionError) as error:
+    except (SyntaxError, TypeError, ZeroDivisionError, OverflowError, MemoryError, RecursionError) as error:
         raise ValueError(f"{where}: the size {size!r} cannot be evaluated: {error}") from None
     if not math.isfinite(result) or result != int(result):
         raise ValueError(f"{where}: the size {size!r} is {result}, not a whole number")

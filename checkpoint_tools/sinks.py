@@ -12,7 +12,7 @@ import tempfile
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 from .errors import CheckpointError
 from .metadata import METADATA_FILE
@@ -52,6 +52,10 @@ class Sink(Protocol):
 
     def sync(self, file: str) -> None:
         """What was written to the file is safe on the disk."""
+        ...
+
+    def reopen(self, file: str) -> BinaryIO:
+        """What was written to the file, to be read before it is finished."""
         ...
 
     def finish(self, file: str) -> None:
@@ -98,6 +102,10 @@ class LocalSink:
             os.fdatasync(descriptor)
         finally:
             os.close(descriptor)
+
+    def reopen(self, file: str) -> BinaryIO:
+        """See :class:`Sink`."""
+        return (self._folder / file).open("rb")
 
     def finish(self, file: str) -> None:
         """See :class:`Sink`."""
@@ -174,6 +182,10 @@ class RemoteSink:
 
     def sync(self, file: str) -> None:
         """See :class:`Sink`. What is only sent need not be."""
+
+    def reopen(self, file: str) -> BinaryIO:
+        """See :class:`Sink`."""
+        return (self._spool / file).open("rb")
 
     def finish(self, file: str) -> None:
         """See :class:`Sink`."""

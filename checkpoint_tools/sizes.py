@@ -1,5 +1,6 @@
 """Sizes as people read and write them, and an order of keys in which layer 2 comes before layer 10."""
 
+import functools
 import math
 import re
 from collections.abc import Iterable
@@ -14,6 +15,8 @@ MAX_DIMS = 64
 
 MAX_INT64 = 2**63 - 1
 """Of sizes, offsets and counts: more is more than there is of anything."""
+
+_DIGITS = re.compile(r"(\d+)")
 
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
 _FACTORS = {"": 1} | {
@@ -78,11 +81,13 @@ def human_shape(shape: Iterable[int]) -> str:
     return " × ".join(map(str, shape)) or "scalar"
 
 
+@functools.lru_cache(1 << 17)  # keys are sorted when a checkpoint is opened, and again with those of another
 def natural_order(key: str) -> tuple[tuple[bool, int, str], ...]:
     """A sort key: digits in a key count as numbers."""
-    return tuple(_part_order(part) for part in re.split(r"(\d+)", key) if part)
+    return tuple([_part_order(part) for part in _DIGITS.split(key) if part])
 
 
+@functools.lru_cache(1 << 14)  # the keys of a model consist of few words and numbers
 def _part_order(part: str) -> tuple[bool, int, str]:
     if not part.isdecimal():
         return True, 0, part

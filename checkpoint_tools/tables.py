@@ -23,7 +23,7 @@ class Table:
     def add_row(self, *cells: str) -> None:
         """One for each column; what others have written in them is made printable."""
         assert len(cells) == len(self._rows[0])
-        self._rows.append(tuple(map(printable, cells)))
+        self._rows.append(tuple(printable(cell).replace("\n", "\\n") for cell in cells))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
         """The lines. Longer ones than the terminal's are wrapped by that."""

@@ -22,6 +22,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from fsdp_offload.checkpoint import ChecksumWriter
+
 from .archive import DamagedError, check_contents, check_pickle, open_archive
 from .data_checks import DataChecks
 from .diff import Block, read_block
@@ -54,7 +56,7 @@ def to_dcp(source: str, destination: str, max_memory_bytes: int) -> tuple[int, l
     with _partial(destination) as made:
         try:
             with warnings.catch_warnings(action="ignore"):  # that there is no process group
-                save(state, storage_writer=FileSystemWriter(made, sync_files=True), no_dist=True)
+                save(state, storage_writer=ChecksumWriter(FileSystemWriter(made, sync_files=True)), no_dist=True)
         except CheckpointException as error:
             reason = next(iter(error.failures.values()))[0]
             raise CheckpointError(f"{destination} cannot be written: {shortened(str(reason))}") from error

@@ -9,10 +9,11 @@ depend on what torch calls its classes today::
     data.pkl  ──allowed names──▶ Records ──▶ items.py: where the bytes of a tensor are
 """
 
+import contextlib
 import gc
 import pickle
 import struct
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any
 
 import torch
@@ -69,18 +70,8 @@ class Record:
     """
 
     name = ""
-    arguments: tuple[Any, ...]
-    state: Any
-
-    def __new__(cls, *arguments: Any) -> "Record":
-        """A call, by whatever opcode."""
-        self = super().__new__(cls)
-        self.arguments = arguments
-        self.state = None
-        return self
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
+    arguments: tuple[Any, ...] = ()
+    state: Any = None
 
     def get(self, name: str, default: Any = None) -> Any:
         """An attribute of what it stands for."""
@@ -110,6 +101,18 @@ def unpickle(content: bytes, allowed: Allowed, persistent_load: Callable[[Any], 
         Exception: whatever is met in bytes that are no pickle, or not one that checkpoints have.
     """
     return _Machine(content, allowed, persistent_load).run()
+
+
+@contextlib.contextmanager
+def without_collections() -> Iterator[None]:
+    """Do something that makes millions of objects which stay: they would set off the garbage collector in vain."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 _MAX_INT_BYTES = 16
@@ -154,22 +157,17 @@ class _Machine:
         self._classes: dict[tuple[str, str], Any] = {}
 
     def run(self) -> Any:
-        """All of it. Millions of new objects would set off the garbage collector again and again, in vain."""
-        was_enabled = gc.isenabled()
-        gc.disable()
-        try:
+        """All of it."""
+        with without_collections():
             return self._run()
-        finally:
-            if was_enabled:
-                gc.enable()
 
-    def _run(self) -> Any:
+    def _run(self) -> Any:  # noqa: C901  # a call for each opcode would take twice as long
         content, do, memo = self._content, _OPCODES, self._memo
         at, stack = self._at, self._stack
         while True:
             opcode = content[at]
             at += 1
-            # Three in four opcodes are one of these: without a call each, all take half as long.
+            # Nine in ten opcodes are one of these: without a call each, all take half as long.
             if opcode == _MEMOIZE:
                 memo[len(memo)] = stack[-1]
             elif opcode == _BINGET:
@@ -183,11 +181,32 @@ class _Machine:
                 at += 1
             elif opcode == _EMPTY_TUPLE:
                 stack.append(())
+            elif opcode in _CALLS and len(stack) > 1 and type(stack[-2]) is type and type(stack[-1]) is tuple:
+                arguments = stack.pop()
+                made: Record = _new(stack[-1])
+                made.arguments = arguments  # not a copy, which many short calls would each make of a long tuple
+                stack[-1] = made
+            elif opcode == _MARK:
+                self._marks.append(stack)
+                self._stack = stack = []
             elif opcode == _TUPLE1:
                 stack[-1] = (stack[-1],)
             elif opcode == _TUPLE2:
                 last = stack.pop()
                 stack[-1] = (stack[-1], last)
+            elif opcode == _BUILD and isinstance(stack[-2], Record):
+                state = stack.pop()
+                stack[-1].state = state
+            elif opcode == _SETITEMS:
+                values, self._stack = stack, self._marks.pop()
+                stack = self._stack
+                self._set_items(values)
+            elif opcode == _NEWFALSE:
+                stack.append(False)
+            elif opcode == _EMPTY_DICT:
+                stack.append({})
+            elif opcode == _EMPTY_LIST:
+                stack.append([])
             elif opcode == _STOP:
                 return stack.pop()
             else:
@@ -227,10 +246,6 @@ class _Machine:
         values = self._stack[-count:]
         del self._stack[-count:]
         return values
-
-    def mark(self) -> None:
-        self._marks.append(self._stack)
-        self._stack = []
 
     def _to_mark(self) -> list[Any]:
         values = self._stack
@@ -290,7 +305,7 @@ class _Machine:
         self._stack.append(values)
 
     def append(self) -> None:
-        (value,) = self._popped(1)
+        value = self._stack.pop()
         self._top(list).append(value)
 
     def appends(self) -> None:
@@ -300,16 +315,13 @@ class _Machine:
     def setitem(self) -> None:
         self._set_items(self._popped(2))
 
-    def setitems(self) -> None:
-        self._set_items(self._to_mark())
-
     def _set_items(self, values: list[Any]) -> None:
         target = self._top(dict)
         if len(values) % 2:
             raise pickle.UnpicklingError("a key without a value")
         keys = values[::2]
-        for key in keys:
-            if type(key) is not str:
+        if not {str}.issuperset(map(type, keys)):
+            for key in keys:
                 _check_key(key)
         target.update(zip(keys, values[1::2], strict=True))
 
@@ -364,33 +376,33 @@ class _Machine:
         return type(name, (Record,), {"name": name})
 
     def reduce(self) -> None:
-        function, arguments = self._popped(2)
-        self._call(function, arguments, {})
+        arguments = self._stack.pop()
+        self._call(self._stack.pop(), arguments, {})
 
     def newobj_ex(self) -> None:
         self._call(*self._popped(3))
 
     def _call(self, function: Any, arguments: Any, keywords: Any) -> None:
-        # Everything that there is to be called is in here: what _found gives.
-        if function not in (_size, _dict) and not (isinstance(function, type) and issubclass(function, Record)):
+        # Everything that there is to be called is in here: what _found gives. Its only classes are of Record.
+        if function is not _size and function is not _dict and type(function) is not type:
             raise pickle.UnpicklingError(f"a {type(function).__name__} is called, and is not callable")
         if type(arguments) is not tuple or type(keywords) is not dict:
             raise pickle.UnpicklingError("a call with arguments as no checkpoint has them")
-        if function in (_size, _dict):
+        if type(function) is not type:
             self._stack.append(function(*arguments[:2]))
             return
-        made = function()
-        made.arguments = arguments  # not a copy, which many short calls would each make of a long tuple
+        made: Record = _new(function)
+        made.arguments = arguments
         self._stack.append(made)
 
     def build(self) -> None:
-        (state,) = self._popped(1)
+        state = self._stack.pop()
         self._set_state(self._stack[-1], state)
 
     def _set_state(self, target: Any, state: Any) -> None:
         if not isinstance(target, Record):
             raise pickle.UnpicklingError(f"a {type(target).__name__} gets a state")
-        target.__setstate__(state)
+        target.state = state
 
     def persistent_id(self) -> None:
         if self._persistent_load is None:
@@ -428,27 +440,30 @@ def _check_key(key: Any) -> None:
         raise pickle.UnpicklingError(f"a {type(key).__name__} is a key")
 
 
-_STOP, _MEMOIZE, _BINGET, _LONG_BINGET, _BININT1, _EMPTY_TUPLE, _TUPLE1, _TUPLE2 = (
+_STOP, _MEMOIZE, _BINGET, _LONG_BINGET, _BININT1, _MARK, _NEWFALSE, _BUILD, _SETITEMS = (
     opcode[0]
     for opcode in (
         *(pickle.STOP, pickle.MEMOIZE, pickle.BINGET, pickle.LONG_BINGET, pickle.BININT1),
-        *(pickle.EMPTY_TUPLE, pickle.TUPLE1, pickle.TUPLE2),
+        *(pickle.MARK, pickle.NEWFALSE, pickle.BUILD, pickle.SETITEMS),
     )
 )
+_EMPTY_TUPLE, _TUPLE1, _TUPLE2, _EMPTY_DICT, _EMPTY_LIST = (
+    opcode[0] for opcode in (pickle.EMPTY_TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.EMPTY_DICT, pickle.EMPTY_LIST)
+)
+_CALLS = pickle.NEWOBJ[0], pickle.REDUCE[0]
+_new: Callable[[Any], Any] = object.__new__
 _UINT32 = struct.Struct("<I")
 
 _OPCODES: list[Callable[[_Machine], None] | None] = [None] * 256
 for _opcode, _run in {
     pickle.PROTO: _Machine.protocol,
     pickle.FRAME: _Machine.frame,
-    pickle.MARK: _Machine.mark,
     pickle.POP: _Machine.pop,
     pickle.POP_MARK: _Machine.pop_mark,
     pickle.BINPUT: lambda machine: machine.put(1),
     pickle.LONG_BINPUT: lambda machine: machine.put(4),
     pickle.NONE: lambda machine: machine._push(None),
     pickle.NEWTRUE: lambda machine: machine._push(True),
-    pickle.NEWFALSE: lambda machine: machine._push(False),
     pickle.BININT: lambda machine: machine.signed(4),
     pickle.BININT2: lambda machine: machine._push(machine._number(2)),
     pickle.LONG1: lambda machine: machine.long(1),
@@ -462,14 +477,11 @@ for _opcode, _run in {
     pickle.BINBYTES8: lambda machine: machine.binary(8),
     pickle.TUPLE3: lambda machine: machine.tuple_of(3),
     pickle.TUPLE: _Machine.tuple_to_mark,
-    pickle.EMPTY_LIST: lambda machine: machine._push([]),
     pickle.LIST: _Machine.list_to_mark,
     pickle.APPEND: _Machine.append,
     pickle.APPENDS: _Machine.appends,
-    pickle.EMPTY_DICT: lambda machine: machine._push({}),
     pickle.DICT: _Machine.dict_to_mark,
     pickle.SETITEM: _Machine.setitem,
-    pickle.SETITEMS: _Machine.setitems,
     pickle.EMPTY_SET: lambda machine: machine._push(set()),
     pickle.ADDITEMS: _Machine.additems,
     pickle.FROZENSET: _Machine.frozenset_to_mark,

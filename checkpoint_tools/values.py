@@ -1,6 +1,7 @@
 """Two tensors, element by element: their bits, or within a tolerance. Two objects: their types and bits."""
 
 import struct
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -42,39 +43,59 @@ def compare_values(a: Tensor, b: Tensor, rtol: float = 0.0, atol: float = 0.0) -
     if a.numel() == 0 or torch.equal(_bits(a), _bits(b)):
         return total
     for part_a, part_b in zip(a.split(_COMPARED_NUMEL), b.split(_COMPARED_NUMEL), strict=True):
-        differs = _differs_in_bits(part_a, part_b)
-        if differs.any():
-            total = total.plus(_compare_numbers(part_a[differs], part_b[differs], rtol, atol))
+        (found,) = compare_each(part_a, part_b, [part_a.numel()], rtol, atol)
+        total = total.plus(found._replace(numel=0))
     return total
 
 
-def _compare_numbers(a: Tensor, b: Tensor, rtol: float, atol: float) -> Comparison:
-    # Counted in the total already; here are only those of differing bits.
-    if not (a.is_floating_point() or a.is_complex()) and a.dtype is not torch.bool:
-        return _compare_integers(a, b, rtol, atol)
-    try:
-        kind = torch.complex128 if a.is_complex() else torch.float64
-        wide_a, wide_b = a.to(kind), b.to(kind)
-    except (RuntimeError, NotImplementedError):  # packed dtypes such as float4 have no numbers one by one
-        return Comparison(a.numel(), 0, None)
+def compare_each(a: Tensor, b: Tensor, numels: Sequence[int], rtol: float = 0.0, atol: float = 0.0) -> list[Comparison]:
+    """Compare many small tensors at once, which follow each other in ``a`` and in ``b``; see :func:`compare_values`."""
+    differs = _differs_in_bits(a, b)
+    a, b = a[differs], b[differs]
+    owners = torch.arange(len(numels)).repeat_interleave(torch.tensor(numels))[differs]
+    gaps = _gaps(a, b)
     if rtol or atol:
-        differs = ~torch.isclose(wide_a, wide_b, rtol=rtol, atol=atol, equal_nan=True)
-        wide_a, wide_b = wide_a[differs], wide_b[differs]
-    if not wide_a.numel():
-        return Comparison(0, 0, None)
-    gaps = (wide_a - wide_b).abs()
-    both_nan = wide_a.isnan() & wide_b.isnan()
-    gaps = gaps.masked_fill(gaps.isnan(), torch.inf).masked_fill(both_nan, 0.0)
-    return Comparison(wide_a.numel(), 0, float(gaps.max()))
+        apart = ~_is_close(a, b, gaps, rtol, atol)
+        owners, gaps = owners[apart], None if gaps is None else gaps[apart]
+    counts = torch.bincount(owners, minlength=len(numels)).tolist()
+    largest: list[float | None] = [None] * len(numels)
+    if gaps is not None:
+        maxima = torch.zeros(len(numels), dtype=torch.float64).scatter_reduce_(0, owners, gaps, "amax").tolist()
+        largest = [gap if count else None for gap, count in zip(maxima, counts, strict=True)]
+    return [Comparison(*each) for each in zip(counts, numels, largest, strict=True)]
 
 
-def _compare_integers(a: Tensor, b: Tensor, rtol: float, atol: float) -> Comparison:
-    # float64 has 53 bits: the difference is taken before. Where it does not fit into int64, rounding is no matter.
-    exact = a.to(torch.int64) - b.to(torch.int64)
-    rounded = a.to(torch.float64) - b.to(torch.float64)
-    gaps = torch.where(rounded.abs() < 2.0**62, exact.to(torch.float64), rounded).abs()
-    gaps = gaps[gaps > atol + rtol * b.to(torch.float64).abs()]
-    return Comparison(gaps.numel(), 0, float(gaps.max()) if gaps.numel() else None)
+def _gaps(a: Tensor, b: Tensor) -> Tensor | None:
+    """How far apart they are, in float64: infinitely where only one is a number. ``None`` of what are no numbers."""
+    if not (a.is_floating_point() or a.is_complex()) and a.dtype is not torch.bool:
+        # float64 has 53 bits: the difference is taken before. Where it does not fit into int64, rounding is no matter.
+        exact = a.to(torch.int64) - b.to(torch.int64)
+        rounded = a.to(torch.float64) - b.to(torch.float64)
+        return torch.where(rounded.abs() < 2.0**62, exact.to(torch.float64), rounded).abs()
+    wide = _wide(a, b)
+    if wide is None:
+        return None
+    gaps = (wide[0] - wide[1]).abs()
+    both_nan = wide[0].isnan() & wide[1].isnan()
+    return gaps.masked_fill(gaps.isnan(), torch.inf).masked_fill(both_nan, 0.0)
+
+
+def _is_close(a: Tensor, b: Tensor, gaps: Tensor | None, rtol: float, atol: float) -> Tensor:
+    """Whether they are within the tolerance; what are no numbers is not."""
+    wide = _wide(a, b)
+    if gaps is None or wide is None:
+        return torch.zeros(len(a), dtype=torch.bool)
+    if a.is_floating_point() or a.is_complex() or a.dtype is torch.bool:
+        return torch.isclose(*wide, rtol=rtol, atol=atol, equal_nan=True)
+    return gaps <= atol + rtol * wide[1].abs()
+
+
+def _wide(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor] | None:
+    kind = torch.complex128 if a.is_complex() else torch.float64
+    try:
+        return a.to(kind), b.to(kind)
+    except (RuntimeError, NotImplementedError):  # packed dtypes such as float4 have no numbers one by one
+        return None
 
 
 def _bits(values: Tensor) -> Tensor:

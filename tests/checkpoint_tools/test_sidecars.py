@@ -16,6 +16,7 @@ from checkpoint_tools.reading import open_checkpoint
 from checkpoint_tools.rewriting import open_whole
 from checkpoint_tools.sidecars import MAX_BYTES, sidecars_of
 from checkpoint_tools.split_record import RECORD_FILE
+from fsdp_offload.checkpoint.manifest import MANIFEST_FILE
 from tests.checkpoint_tools.checkpoints import save
 from tests.checkpoint_tools.converted import converted
 from tests.checkpoint_tools.flips import save_alone
@@ -43,7 +44,7 @@ LEFT = {
 }
 
 
-OWN = (".metadata", RECORD_FILE)
+OWN = (".metadata", MANIFEST_FILE, RECORD_FILE)
 
 
 def put(folder: Path, files: dict[str, bytes]) -> None:
