@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from ..api.offload import is_offloaded, offload_report
+from ..api.offload import is_offloaded, offload_optimizer, offload_report
 from ..api.wrong_order import line_to_write
 from ..policy import OffloadPolicy
 
