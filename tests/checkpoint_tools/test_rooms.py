@@ -8,7 +8,7 @@ from tests.test_import_direction import import_in_fresh_process, imported_module
 
 FOLDER = Path(checkpoint_tools.__file__).parent
 
-# Room → the rooms it may import from, lowest room first; as in tests/test_import_direction.py. "" is the package itself.
+# Room → the rooms it may import from, lowest room first, as in test_import_direction.py. "" is the package itself.
 MAY_IMPORT: dict[str, set[str]] = {
     "core": set(),
     "stored": {"core"},
