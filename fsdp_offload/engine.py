@@ -21,6 +21,7 @@ from .adopt import adopt, is_exchanged
 from .asleep import is_asleep
 from .forms import as_kept, as_saved, drop_master, rebuild_master
 from .fsdp import has_replicas, local_shard, unsupported_gradient
+from .homes import Plan
 from .host_measure import measure
 from .host_share import best_fraction, host_bucket_bytes
 from .host_update import HostUpdates, counters_as_made
@@ -32,7 +33,6 @@ from .masters import MASTER
 from .optimizers import Traits
 from .phases import Phases
 from .pipeline import Pipeline
-from .plan import Plan
 from .policy import OffloadPolicy
 from .schedule import BucketStep
 from .shards import StateLayout, StateShard, in_dtypes_of

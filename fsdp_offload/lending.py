@@ -14,8 +14,8 @@ from functools import partial
 
 from .adopt import adopt, is_exchanged
 from .fsdp import version_of
+from .homes import Plan, home_side
 from .pipeline import Pipeline
-from .plan import Plan, home_side
 from .schedule import BucketStep
 from .shards import Home, Reader, StateShard
 from .update import StateStore

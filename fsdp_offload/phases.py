@@ -14,9 +14,9 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
+from .homes import Plan
 from .lending import Lending
 from .pipeline import Pipeline
-from .plan import Plan
 from .shards import Home, StateShard
 from .stepping import Stepping
 from .transfer import Mark

@@ -18,12 +18,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .fsdp import foreach_supports, version_of
+from .homes import Plan
 from .host_step import HostStep
 from .learn import Layouts
 from .lending import Lending
 from .optimizers import LogicalStep
 from .pipeline import Pipeline
-from .plan import Plan
 from .policy import OffloadPolicy
 from .schedule import Action, BucketStep, Placement, build_schedule
 from .scratch import without_gradient

@@ -79,23 +79,23 @@ MAY_IMPORT: dict[str, set[str]] = {
     "staged": {"schedule", "transfer"},
     "times": {"transfer"},
     "pipeline": {"schedule", "transfer", "ring", "staged", "times", "host_update", "iteration"},
-    "plan": {
+    "homes": {
         *("policy", "fsdp", "host_memory", "host_share", "host_job", "host_update", "arena", "buckets", "schedule"),
         *("shards", "update", "learn", "staged"),
     },
     "adopt": {"shards", "update"},
     "forms": {"fsdp", "masters", "optimizers", "shards", "update"},
-    "lending": {"fsdp", "schedule", "shards", "update", "adopt", "pipeline", "plan"},
+    "lending": {"fsdp", "schedule", "shards", "update", "adopt", "pipeline", "homes"},
     "stepping": {
         *("policy", "fsdp", "schedule", "transfer", "optimizers", "shards", "scratch", "learn"),
-        *("spent", "update", "pipeline", "plan", "lending", "host_step"),
+        *("spent", "update", "pipeline", "homes", "lending", "host_step"),
     },
-    "phases": {"transfer", "shards", "update", "pipeline", "plan", "lending", "stepping"},
+    "phases": {"transfer", "shards", "update", "pipeline", "homes", "lending", "stepping"},
     "guard": set(),
     "asleep": {"guard"},
     "engine": {
         *("policy", "fsdp", "schedule", "transfer", "masters", "optimizers", "shards", "asleep"),
-        *("update", "learn", "pipeline", "plan", "adopt", "forms", "lending", "stepping", "phases"),
+        *("update", "learn", "pipeline", "homes", "adopt", "forms", "lending", "stepping", "phases"),
         *("host_share", "host_worker", "host_update", "host_measure", "iteration", "times"),
     },
     "reporting": {"policy", "bound", "report", "host_update", "shards", "update", "times", "engine"},

@@ -17,10 +17,10 @@ from torch.utils.checkpoint import checkpoint
 from fsdp_offload import OffloadPolicy, offload_optimizer, rehearsal, remove_offload, stepping, transfer
 from fsdp_offload.engine import engine_of
 from fsdp_offload.fsdp import local_shard
+from fsdp_offload.homes import Plan
 from fsdp_offload.host_update import HostUpdates
 from fsdp_offload.overlap import Overlap
 from fsdp_offload.pipeline import Pipeline
-from fsdp_offload.plan import Plan
 from fsdp_offload.rehearsal import Rehearsal
 from fsdp_offload.residency import IterationTimes
 from fsdp_offload.schedule import Action

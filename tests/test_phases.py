@@ -28,8 +28,8 @@ from torch.optim import Optimizer
 from fsdp_offload import OffloadedOptimizer, OffloadPolicy, reload_before, remove_offload, stepping
 from fsdp_offload.checkpoint import ArenaStager
 from fsdp_offload.engine import Engine
+from fsdp_offload.homes import Plan
 from fsdp_offload.pipeline import Pipeline
-from fsdp_offload.plan import Plan
 from fsdp_offload.schedule import Action
 from tests import test_async_save as saving
 from tests import test_state_edits as edits
