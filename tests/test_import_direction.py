@@ -125,8 +125,10 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("fsdp", "arena", "buckets", "fingerprint", "masters", "shards", "update", "lending", "engine", "load"),
         *("state", "wrapped"),
     },
+    # What it will cost, before the run: arithmetic on the shapes of a model, with our own bounds and buckets.
+    "plan": {"masters", "buckets", "policy", "bound"},
     # Beside the library, as one of its users: the public names, and what a bench measures by itself.
-    "bench": {"__init__", "bound", "fsdp", "arena", "buckets", "transfer", "host_measure", "checkpoint"},
+    "bench": {"__init__", "bound", "fsdp", "arena", "buckets", "transfer", "host_measure", "checkpoint", "plan"},
     "__main__": {"bench"},
     # Beside their frameworks.
     "integrations": {"policy", "offload", "checkpoint", "engine", "sleep"},
