@@ -138,7 +138,7 @@ def _loss(module: nn.Module, tokens: Tensor) -> Tensor:
     returned: object = module(tokens)
     if not isinstance(returned, Tensor) or returned.dim() > 0:
         raise ValueError(
-            f"{type(module).__name__} must return its loss for a batch of token numbers; got {type(returned).__name__}. "
+            f"{type(module).__name__} must return its loss for token numbers; got {type(returned).__name__}. "
             "Give a fsdp_offload.plan.Model with a loss of your own"
         )
     return returned
