@@ -129,7 +129,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "plan": {"masters", "buckets", "policy", "bound"},
     # Beside the library, as one of its users: the public names, and what a bench measures by itself.
     "bench": {"__init__", "bound", "fsdp", "arena", "buckets", "transfer", "host_measure", "checkpoint", "plan"},
-    "__main__": {"bench"},
+    "__main__": {"bench", "plan"},
     # Beside their frameworks.
     "integrations": {"policy", "offload", "checkpoint", "engine", "sleep"},
 }

@@ -67,8 +67,10 @@ def model_of(model: "Model | nn.Module | str | Path") -> Model:
 
     Args:
         model: a module; a path of a ``config.json``, or of a folder that has one; the name of a built-in config
-            (``builtin_models()``), or of a model type of the installed transformers, such as ``"llama"``. A module that
-            returns something else than its loss for token numbers comes as a :class:`Model`.
+            (``builtin_models()``), or of a model type of the installed transformers, such as ``"llama"``; or
+            ``"package.module:name"`` of a function without arguments that makes a module or a :class:`Model`, which
+            runs with the meta device as default. A module that returns something else than its loss for token numbers
+            comes as a :class:`Model`.
 
     Raises:
         ValueError: there is no such model, or its config is not that of a decoder.
@@ -77,6 +79,8 @@ def model_of(model: "Model | nn.Module | str | Path") -> Model:
         return model
     if isinstance(model, nn.Module):
         return Model(type(model).__name__, model, groups_of(model), _loss)
+    if ":" in str(model) and not Path(model).exists():
+        return model_of(_made(str(model)))
     name, config = _config(model)
     try:
         with torch.device("meta"):
@@ -96,6 +100,18 @@ def groups_of(module: nn.Module) -> tuple[nn.Module, ...]:
 def builtin_models() -> dict[str, Path]:
     """Configs that come with the package: name → file."""
     return {path.stem: path for path in sorted((Path(__file__).parent / "models").glob("*.json"))}
+
+
+def _made(target: str) -> "Model | nn.Module":
+    module, _, name = target.partition(":")
+    try:
+        with torch.device("meta"):
+            made = getattr(importlib.import_module(module), name)()
+    except Exception as error:
+        raise ValueError(f"model {target!r} cannot be made: {type(error).__name__}: {error}") from error
+    if not isinstance(made, Model | nn.Module):
+        raise ValueError(f"model {target!r}: {name}() must return a module, got {type(made).__name__}")
+    return made
 
 
 def _config(model: str | Path) -> tuple[str, dict[str, Any]]:

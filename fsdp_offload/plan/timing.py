@@ -142,7 +142,7 @@ def estimate(
         parts: of the iteration.
         machine: for its contention.
         kept: the share of the state that stays on the device.
-        staged: the share of what moves that staging holds from one step to the next.
+        staged: the share of what moves that staging holds; it is loaded as far as the backward lasts.
     """
     times = parts.times
     forward, backward, update, clip = times.forward_ms, times.backward_ms, times.update_ms, times.clip_ms
@@ -151,7 +151,8 @@ def estimate(
         return Estimate(forward + backward + clip + update, compute_name)
     two_way = times.two_way_ms * (1 - kept)
     beside, alone = machine.contention * two_way, (1 + machine.contention) * two_way
-    passing = (1 - staged) * two_way
+    load = times.load_ms * (1 - kept)
+    passing = (1 - (min(staged, times.backward_ms / load) if load else staged)) * two_way
     if choice.overlap == "step":
         before, computing, moving = forward + backward + clip, update, passing
     elif choice.overlap == "forward":
