@@ -127,8 +127,20 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     # What it will cost, before the run: arithmetic on the shapes of a model, with our own bounds and buckets.
     "plan": {"masters", "buckets", "policy", "bound"},
+    "figures": {"fsdp", "report", "offload"},
     # Beside the library, as one of its users: the public names, and what a bench measures by itself.
-    "bench": {"__init__", "bound", "fsdp", "arena", "buckets", "transfer", "host_measure", "checkpoint", "plan"},
+    "bench": {
+        "__init__",
+        "bound",
+        "fsdp",
+        "arena",
+        "buckets",
+        "transfer",
+        "host_measure",
+        "checkpoint",
+        "plan",
+        "figures",
+    },
     "__main__": {"bench", "plan"},
     # Beside their frameworks.
     "integrations": {"policy", "offload", "checkpoint", "engine", "sleep"},

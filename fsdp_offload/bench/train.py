@@ -27,12 +27,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from .. import OffloadPolicy, offload_optimizer, remove_offload
 from ..bound import Times, bound, staged_share
+from ..figures.timeline import Lane, Timeline, check_matplotlib, draw, phase, read_trace, timeline_of
 from ..fsdp import fsdp_modules, local_shard
 from ..transfer import device_link
 from .host_step import host_fraction_of
 from .link import Link
 from .record import bench_device, median, print_record, wall_ms
-from .timeline import Lane, Timeline, check_matplotlib, draw, phase, read_trace, timeline_of
 
 _MIB = 1 << 20
 _MEMORY = ("peak", "reserved")
