@@ -127,7 +127,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     # What it will cost, before the run: arithmetic on the shapes of a model, with our own bounds and buckets.
     "plan": {"masters", "buckets", "policy", "bound"},
-    "figures": {"fsdp", "report", "offload"},
+    "figures": {"fsdp", "spent", "report", "offload"},
     # Beside the library, as one of its users: the public names, and what a bench measures by itself.
     "bench": {
         "__init__",

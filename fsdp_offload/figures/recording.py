@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..fsdp import fsdp_modules, local_shard
 from ..offload import is_offloaded, offload_report
+from ..spent import is_spent
 from .memory import Moment, draw_memory
 from .timeline import Timeline, check_matplotlib, draw, phase, read_trace, timeline_of
 
@@ -136,10 +137,12 @@ class _Recorder:
 
     def _sample(self, name: str) -> None:
         with torch.profiler.record_function(f"{_SAMPLE} {len(self._samples)}"):
-            params = list(self.model.parameters())
+            # A gathered model has other parameters for a while; the optimizer's are the shards.
+            params: list[Tensor] = [param for group in self.optimizer.param_groups for param in group["params"]]
+            grads = [param.grad for param in params if param.grad is not None and not is_spent(param)]
             places = {
                 "parameters": sum(_nbytes(local_shard(param)) for param in params),
-                "gradients": sum(_nbytes(local_shard(param.grad)) for param in params if param.grad is not None),
+                "gradients": sum(_nbytes(local_shard(grad)) for grad in grads),
             }
             device = params[0].device
             allocated = 0 if device.type == "cpu" else torch.accelerator.memory_allocated(device)
