@@ -38,6 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "report": set(),
     "policy": {"masters"},
     "bound": {"policy"},
+    "choices": {"policy", "bound"},
     "iteration": {"transfer"},
     # What an optimizer keeps, and how it is run on a bucket.
     "shards": {"fsdp", "masters"},
@@ -115,7 +116,19 @@ MAY_IMPORT: dict[str, set[str]] = {
     "wrong_order": {"fsdp", "attachment"},
     "chain": {"policy", "parking", "attachment", "wrapped"},
     "offload": {
-        *("policy", "fsdp", "report", "optimizers", "update", "engine", "load", "state", "checks", "overlap"),
+        *(
+            "choices",
+            "policy",
+            "fsdp",
+            "report",
+            "optimizers",
+            "update",
+            "engine",
+            "load",
+            "state",
+            "checks",
+            "overlap",
+        ),
         *("attachment", "reload_before", "reporting", "parking", "wrapped", "chain", "wrong_order"),
     },
     "sleep": {"fsdp", "arena", "transfer", "asleep", "parking"},
@@ -126,7 +139,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("state", "wrapped"),
     },
     # What it will cost, before the run: arithmetic on the shapes of a model, with our own bounds and buckets.
-    "plan": {"masters", "buckets", "policy", "bound"},
+    "plan": {"masters", "buckets", "policy", "bound", "choices"},
     "figures": {"fsdp", "spent", "report", "offload"},
     # Beside the library, as one of its users: the public names, and what a bench measures by itself.
     "bench": {

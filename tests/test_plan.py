@@ -226,7 +226,7 @@ def test_the_best_is_the_fastest_that_fits_and_that_the_loop_allows() -> None:
     made = plan("Qwen3-14B", tokens_per_step=16_384, checkpointing="full")
     assert made.best().choice == Choice("iteration", "auto")
     assert made.best(loop="synchronizes").choice == Choice("forward")
-    assert made.best(loop="any").choice == Choice("step")
+    assert made.best(loop="any").choice == Choice("step", "auto")
     assert made.best(device_bytes=100 * 10**9).choice == Choice("iteration")
     assert made.best(device_bytes=10**9) is None
     assert made.best(device_bytes=300 * 10**9).choice is None
@@ -244,7 +244,7 @@ def test_a_host_without_the_memory_is_no_choice() -> None:
 @pytest.mark.parametrize("choice", CHOICES)
 def test_the_lines_to_write_make_the_policy(choice: Choice) -> None:
     from fsdp_offload import OffloadPolicy
-    from fsdp_offload.plan.policies import lines_to_write
+    from fsdp_offload.choices import lines_to_write
 
     seen = []
     for state_bytes in (10**9, 10**11):

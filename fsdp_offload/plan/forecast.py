@@ -8,10 +8,10 @@ from typing import Any, get_args
 from torch import nn
 
 from ..bound import Times
+from ..choices import CHOICES, OVERLAPS, Choice, Loop, lines_to_write
 from .machine import Machine, machine_of
 from .memory import SLACK, DeviceMemory, Sizes, device_memory, sizes_of
 from .model import Model, model_of
-from .policies import CHOICES, OVERLAPS, Choice, Loop, lines_to_write
 from .timing import Parts, estimate, kept_share, parts_of, waiting_share
 from .trace import Trace
 from .training import DTYPES, Training
@@ -157,7 +157,7 @@ def _forecast(
     kept = 1.0 if choice is None else kept_share(choice, parts)
     resident_bytes = int(kept * sizes.state)
     moving_bytes = sizes.state - resident_bytes
-    staging_bytes = 0 if choice is None else min(moving_bytes, choice.policy(sizes.state).ring_bytes)
+    staging_bytes = 0 if choice is None else min(moving_bytes, choice.lasting_staging_bytes(sizes.state))
     device = device_memory(
         sizes,
         trace,
@@ -167,12 +167,16 @@ def _forecast(
         staging_bytes=staging_bytes,
         waiting_share=waiting_share(choice, training, parts, kept),
     )
+    if choice is not None and choice.policy(sizes.state).staging_bytes == "auto":
+        # It comes and goes where activations have been; a small part of it lasts.
+        room_bytes = device.terms.get("activations", 0) + device.terms.get("logits", 0)
+        staging_bytes = min(moving_bytes, staging_bytes + room_bytes)
     staged = staging_bytes / moving_bytes if moving_bytes else 0.0
     if choice is None:
         times = parts.times
         formula, bound_ms = "F + B + clip + U", times.forward_ms + times.backward_ms + times.clip_ms + times.update_ms
     else:
-        formula, bound_ms = choice.bound(parts.times, sizes.state, kept)
+        formula, bound_ms = choice.bound(parts.times, sizes.state, kept, staged)
     ms, limit = estimate(choice, parts, machine, kept=kept, staged=staged)
     host_bytes = 0 if choice is None else sizes.host
     per_host = host_bytes * min(training.ranks, machine.devices_per_host)

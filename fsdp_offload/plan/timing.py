@@ -4,7 +4,8 @@ A kernel takes what its operations or its bytes take, whichever is more (a roofl
 forward F, backward B, update U, all copies at once T, of which a share c is the contention that computation and
 transfers cost each other::
 
-    in the step      F + B + clip + max(U, T)
+    "step"           F + B + clip + max(U, T)
+    ", keeping"      B + clip + max(F + max(U, (1 - r) L) + c T, (1 + c) S), r of the loads ahead of the step
     "forward"        B + clip + max(F + U + c T, (1 + c) T)
     "iteration"      max(F + B + U + c T, (1 + c) T)
 
@@ -16,9 +17,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..bound import Times
+from ..choices import Choice
 from .machine import Machine
 from .memory import Sizes
-from .policies import Choice
 from .trace import Phase, Trace
 from .training import Training
 
@@ -113,8 +114,8 @@ _BACKWARD_LINK_SHARE, _FORWARD_LINK_SHARE = 0.5, 0.75
 def kept_share(choice: Choice, parts: Parts) -> float:
     """The share of the state that a choice keeps on the device."""
     times = parts.times
-    if choice.keeps == "none" or not times.two_way_ms:
-        return 0.0
+    if choice.keeps == "none" or choice.overlap == "step" or not times.two_way_ms:
+        return 0.0  # where loads are ahead of the step, nothing waits that "auto" could see
     window_ms = times.forward_ms * _FORWARD_LINK_SHARE
     if choice.overlap == "iteration":
         window_ms = (times.forward_ms + parts.last_backward_ms + times.update_ms) * _BACKWARD_LINK_SHARE
@@ -153,7 +154,11 @@ def estimate(
     beside, alone = machine.contention * two_way, (1 + machine.contention) * two_way
     load = times.load_ms * (1 - kept)
     passing = (1 - (min(staged, times.backward_ms / load) if load else staged)) * two_way
-    if choice.overlap == "step":
+    if choice.overlap == "step" and choice.keeps == "auto":
+        left = (1 - min(staged, backward / load) if load else 0.0) * load
+        before, computing = backward + clip, forward + max(update, left) + beside
+        moving = (1 + machine.contention) * times.store_ms
+    elif choice.overlap == "step":
         before, computing, moving = forward + backward + clip, update, passing
     elif choice.overlap == "forward":
         before, computing, moving = backward + clip, forward + update + beside, (1 + machine.contention) * passing
