@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from .bound import Bound, Times, bound
+from .masters import MasterKind
 from .policy import MIB, OffloadPolicy
 
 Overlap = Literal["step", "forward", "iteration"]
@@ -118,11 +119,13 @@ _LARGE_BYTES = 4 << 30
 """Of state: then a bucket of the default size would be one of very many."""
 
 
-def lines_to_write(choice: Choice | None, state_bytes: int) -> str:
-    """The code of a choice; ``None`` is no offload."""
-    if choice is None:
+def lines_to_write(choice: Choice | None, state_bytes: int, master_weights: MasterKind = "none") -> str:
+    """The code of a choice; ``None`` is no offload, which needs none unless masters are wanted."""
+    if choice is None and master_weights == "none":
         return ""
-    fields = choice.fields(state_bytes)
+    fields: dict[str, Any] = {"resident_bytes": 1 << 60} if choice is None else choice.fields(state_bytes)
+    if master_weights != "none":
+        fields["master_weights"] = master_weights
     said = ", ".join(f"{name}={_said(value)}" for name, value in fields.items())
     policy = f", policy=OffloadPolicy({said})" if said else ""
     return f"offload_optimizer(optimizer, model=model{policy})"

@@ -38,7 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "report": set(),
     "policy": {"masters"},
     "bound": {"policy"},
-    "choices": {"policy", "bound"},
+    "choices": {"masters", "policy", "bound"},
     "iteration": {"transfer"},
     # What an optimizer keeps, and how it is run on a bucket.
     "shards": {"fsdp", "masters"},

@@ -13,14 +13,14 @@ from typer.testing import CliRunner
 from fsdp_offload.plan.command import app
 
 ROOT = Path(__file__).resolve().parents[1]
-QWEN = ["Qwen3-14B", "--tokens-per-step", "16384", "--checkpointing", "full"]
+QWEN = ["Qwen3-14B", "--tokens-per-step", "16384", "--checkpointing", "full", "--no-clip"]
 
 
 def test_the_table_and_the_line_to_write() -> None:
     result = CliRunner().invoke(app, QWEN, env={"COLUMNS": "80"})
     assert result.exit_code == 0
     assert "no offload does not fit: device: 102.5 GB too little" in result.stdout
-    assert result.stdout.rstrip().endswith('update="backward", overlap_forward=True, resident_bytes="auto"))')
+    assert result.stdout.rstrip().endswith('update="backward", overlap_forward=True))')
     assert "…" not in result.stdout
 
 

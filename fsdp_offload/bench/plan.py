@@ -136,7 +136,7 @@ def main(
 def _predictions(name: str, ranks: int, machine: str) -> Iterator[dict[str, Any]]:
     case = CASES[name]
     made = plan(_model(case), machine=machine, **_training(case, ranks))
-    best = made.best()
+    best = made.best(loop="no_clipping")
     for one in made.forecasts:
         if one.name in case.policies:
             yield {"case": name, "ranks": ranks, "machine": machine, "best": best is one, **_figures(made, one)}

@@ -48,8 +48,10 @@ def main(
     optimizer: Annotated[str, typer.Option(help="adamw, sgd-momentum, ...")] = "adamw",
     master_weights: Annotated[str, typer.Option(help="OffloadPolicy.master_weights.")] = "none",
     checkpointing: Annotated[Checkpointing, typer.Option(help="What is recomputed in the backward.")] = "none",
-    clip: Annotated[bool, typer.Option(help="Clip by the global norm where the policy allows it.")] = True,
-    loop: Annotated[Loop, typer.Option(help="What the training loop allows.")] = "no_clipping",
+    clip: Annotated[bool, typer.Option(help="Whether gradients are clipped by their global norm.")] = True,
+    loop: Annotated[
+        Loop | None, typer.Option(help="What the loop allows; by default, anything but for --clip.")
+    ] = None,
     device_gb: Annotated[float | None, typer.Option(help="GB of a device that may be used, if less than all.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON; sizes in bytes.")] = False,
     html: Annotated[Path | None, typer.Option(help="Also write one self-contained page.")] = None,

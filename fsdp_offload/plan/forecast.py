@@ -12,7 +12,7 @@ from ..choices import CHOICES, OVERLAPS, Choice, Loop, lines_to_write
 from .machine import Machine, machine_of
 from .memory import SLACK, DeviceMemory, Sizes, device_memory, sizes_of
 from .model import Model, model_of
-from .timing import Parts, estimate, kept_share, parts_of, waiting_share
+from .timing import Parts, estimate, kept_share, parts_of
 from .trace import Trace
 from .training import DTYPES, Training
 
@@ -83,13 +83,15 @@ class Plan:
     times: Times
     forecasts: tuple[Forecast, ...]
 
-    def best(self, *, device_bytes: int | None = None, loop: Loop = "no_clipping") -> Forecast | None:
+    def best(self, *, device_bytes: int | None = None, loop: Loop | None = None) -> Forecast | None:
         """Choose the fastest policy that fits; ``None`` if none does.
 
         Args:
             device_bytes: memory of a device; that of the machine by default.
-            loop: what the training loop allows, see ``fsdp_offload.plan.OVERLAPS``.
+            loop: what the training loop allows, see ``fsdp_offload.plan.OVERLAPS``. ``None``: anything, but for
+                updates before a clipping that was asked for.
         """
+        loop = loop or ("synchronizes" if self.training.clip else "no_clipping")
         if loop not in get_args(Loop):
             raise ValueError(f"loop must be one of {', '.join(get_args(Loop))}; got {loop!r}")
         less_bytes = 0 if device_bytes is None else self.machine.device_bytes - device_bytes
@@ -154,7 +156,7 @@ def plan(
 def _forecast(
     choice: Choice | None, sizes: Sizes, trace: Trace, parts: Parts, training: Training, machine: Machine
 ) -> Forecast:
-    kept = 1.0 if choice is None else kept_share(choice, parts)
+    kept = 1.0 if choice is None else kept_share(choice, parts, machine)
     resident_bytes = int(kept * sizes.state)
     moving_bytes = sizes.state - resident_bytes
     staging_bytes = 0 if choice is None else min(moving_bytes, choice.lasting_staging_bytes(sizes.state))
@@ -165,7 +167,6 @@ def _forecast(
         machine,
         resident_bytes=resident_bytes,
         staging_bytes=staging_bytes,
-        waiting_share=waiting_share(choice, training, parts, kept),
     )
     if choice is not None and choice.policy(sizes.state).staging_bytes == "auto":
         # It comes and goes where activations have been; a small part of it lasts.
@@ -196,7 +197,7 @@ def _forecast(
         tokens_per_s=training.tokens_per_step / ms * 1e3,
         limit=limit,
         why_not=_why_not(spare_bytes, per_host, machine),
-        lines=lines_to_write(choice, sizes.state),
+        lines=lines_to_write(choice, sizes.state, training.master_weights),
     )
 
 

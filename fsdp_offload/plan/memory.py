@@ -84,9 +84,10 @@ def device_memory(
     *,
     resident_bytes: int,
     staging_bytes: int,
-    waiting_share: float = 1.0,
 ) -> DeviceMemory:
     """Find the turn at which most is allocated.
+
+    With updates in the backward too: a gradient that one has used goes in ``step()``.
 
     Args:
         sizes: of the model's shards.
@@ -95,7 +96,6 @@ def device_memory(
         machine: for what its libraries take.
         resident_bytes: state that stays on the device.
         staging_bytes: what the rest passes through.
-        waiting_share: of the gradients, those that wait for their update; all but the newest of the others are gone.
     """
     always = {
         "parameters": sum(sizes.params),
@@ -104,20 +104,13 @@ def device_memory(
         "workspace": machine.workspace_bytes,
         "other": training.other_device_bytes,
     }
-    moments = [_moment(sizes, trace, training, number, waiting_share) for number in range(len(trace.segments))]
-    root = len(sizes.params) - 1
-    step = DeviceMemory({"gradients": _waiting(sizes, [*reversed(range(root)), root], waiting_share)}, "step")
+    moments = [_moment(sizes, trace, training, number) for number in range(len(trace.segments))]
+    step = DeviceMemory({"gradients": sum(sizes.params)}, "step")
     highest = max([*moments, step], key=lambda one: one.peak_bytes)
     return DeviceMemory({name: n for name, n in {**always, **highest.terms}.items() if n}, highest.when)
 
 
-def _waiting(sizes: Sizes, reduced: Sequence[int], waiting_share: float) -> int:
-    """Gradients of the groups that have been reduced, and that no update has used."""
-    older, newest = (sum(sizes.params[group] for group in part) for part in (reduced[:-2], reduced[-2:]))
-    return int(waiting_share * older) + newest
-
-
-def _moment(sizes: Sizes, trace: Trace, training: Training, number: int, waiting_share: float) -> DeviceMemory:
+def _moment(sizes: Sizes, trace: Trace, training: Training, number: int) -> DeviceMemory:
     segment = trace.segments[number]
     root = len(sizes.gathered) - 1
     gathered = sizes.gathered[root]
@@ -129,7 +122,7 @@ def _moment(sizes: Sizes, trace: Trace, training: Training, number: int, waiting
             gathered += sizes.gathered[trace.segments[number + 1].group]  # prefetched
         turns = [one.group for one in trace.segments[:number] if one.phase == "backward"]
         done = [group for group in turns if group != root]  # which is reduced at the very end
-        gradients = _waiting(sizes, done, waiting_share)
+        gradients = sum(sizes.params[group] for group in done)
         reducing = sizes.gathered[done[-1]] if done else 0
     elif training.shards > 1:
         gathered += sizes.gathered[segment.group]  # the flat buffer

@@ -1,16 +1,17 @@
 """Milliseconds: the parts of an iteration, each alone, and what an iteration of each policy takes. Pure arithmetic.
 
 A kernel takes what its operations or its bytes take, whichever is more (a roofline), and a little for itself. With
-forward F, backward B, update U, all copies at once T, of which a share c is the contention that computation and
-transfers cost each other::
+forward F, backward B, update U, all loads L and stores S, both at once T, of which transfers beside computation take a
+share c longer, and T' those of the root::
 
-    "step"           F + B + clip + max(U, T)
-    ", keeping"      B + clip + max(F + max(U, (1 - r) L) + c T, (1 + c) S), r of the loads ahead of the step
-    "forward"        B + clip + max(F + U + c T, (1 + c) T)
-    "iteration"      max(F + B + U + c T, (1 + c) T)
+    "step"           F + B + clip + max(U, (1 - r) T)
+    "step, keeping"  B + clip + max(F + max(U, (1 - r) L), (1 + c) S), r of the loads ahead of the step
+    "forward"        B + clip + max(F + U + T', (1 + c) (1 - r) T)
+    "iteration"      max(F + B + U + T', (1 + c) T)
 
-With several micro-batches, transfers can hide behind the first forward and the last backward; F is the first forward,
-and B all that is left.
+The root's gradients (embedding and head) are final last, and its parameters are wanted first: nothing hides T', unless
+it stays on the device. With several micro-batches, transfers can hide behind the first forward and the last backward; F
+is the first forward, and B all that is left.
 """
 
 from dataclasses import dataclass
@@ -31,11 +32,13 @@ class Parts:
     Attributes:
         times: in the words of the bound: the first forward, and all that is left as backward; copies of all state.
         last_backward_ms: of the last micro-batch.
+        root_share: of the state, that of the root group.
         communication_ms: gathers and reductions, which run beside the computation as far as it lasts.
     """
 
     times: Times
     last_backward_ms: float
+    root_share: float
     communication_ms: float
 
 
@@ -65,7 +68,8 @@ def parts_of(sizes: Sizes, trace: Trace, training: Training, machine: Machine) -
         store_ms=state / min(machine.store_gb_per_s, one_way_gb_per_s) / 1e6,
         two_way_ms=2 * state / two_way_gb_per_s / 1e6,
     )
-    return Parts(times, last_backward, count * (forward_link + backward_link))
+    root_share = sizes.params[-1] / params if params else 0.0
+    return Parts(times, last_backward, root_share, count * (forward_link + backward_link))
 
 
 def _sharing(training: Training, machine: Machine) -> int:
@@ -111,26 +115,15 @@ _BACKWARD_LINK_SHARE, _FORWARD_LINK_SHARE = 0.5, 0.75
 """How busy "auto" lets the link be in its window; as ``residency.py`` has it."""
 
 
-def kept_share(choice: Choice, parts: Parts) -> float:
-    """The share of the state that a choice keeps on the device."""
+def kept_share(choice: Choice, parts: Parts, machine: Machine) -> float:
+    """The share of the state that a choice keeps on the device, by measuring transfers beside computation."""
     times = parts.times
     if choice.keeps == "none" or choice.overlap == "step" or not times.two_way_ms:
         return 0.0  # where loads are ahead of the step, nothing waits that "auto" could see
     window_ms = times.forward_ms * _FORWARD_LINK_SHARE
     if choice.overlap == "iteration":
         window_ms = (times.forward_ms + parts.last_backward_ms + times.update_ms) * _BACKWARD_LINK_SHARE
-    return max(0.0, 1 - window_ms / times.two_way_ms)
-
-
-def waiting_share(choice: Choice | None, training: Training, parts: Parts, kept: float) -> float:
-    """The share of the gradients that wait for their update while a backward goes on.
-
-    Without updates in the backward, all; with them, those for which the link is not fast enough.
-    """
-    if choice is None or choice.overlap != "iteration" or training.micro_batches > 1:
-        return 1.0
-    two_way_ms = parts.times.two_way_ms * (1 - kept)
-    return max(0.0, 1 - parts.last_backward_ms / two_way_ms) if two_way_ms else 0.0
+    return max(0.0, 1 - window_ms / times.two_way_ms / (1 + machine.contention))
 
 
 def estimate(
@@ -150,19 +143,17 @@ def estimate(
     compute_name = "gathers" if parts.communication_ms > 0.95 * (forward + backward) else "compute"
     if choice is None:
         return Estimate(forward + backward + clip + update, compute_name)
-    two_way = times.two_way_ms * (1 - kept)
-    beside, alone = machine.contention * two_way, (1 + machine.contention) * two_way
-    load = times.load_ms * (1 - kept)
-    passing = (1 - (min(staged, times.backward_ms / load) if load else staged)) * two_way
+    two_way, load = times.two_way_ms * (1 - kept), times.load_ms * (1 - kept)
+    root = max(0.0, parts.root_share - kept) * times.two_way_ms
+    slower = 1 + machine.contention
+    left = 1 - (min(staged, times.backward_ms / load) if load else staged)
     if choice.overlap == "step" and choice.keeps == "auto":
-        left = (1 - min(staged, backward / load) if load else 0.0) * load
-        before, computing = backward + clip, forward + max(update, left) + beside
-        moving = (1 + machine.contention) * times.store_ms
+        before, computing, moving = backward + clip, forward + max(update, left * load), slower * times.store_ms
     elif choice.overlap == "step":
-        before, computing, moving = forward + backward + clip, update, passing
+        before, computing, moving = forward + backward + clip, update, left * two_way
     elif choice.overlap == "forward":
-        before, computing, moving = backward + clip, forward + update + beside, (1 + machine.contention) * passing
+        before, computing, moving = backward + clip, forward + update + root, slower * left * two_way
     else:
         before = backward - parts.last_backward_ms
-        computing, moving = forward + parts.last_backward_ms + update + beside, alone
+        computing, moving = forward + parts.last_backward_ms + update + root, slower * two_way
     return Estimate(before + max(computing, moving), "host link" if moving > computing else compute_name)
