@@ -1,15 +1,20 @@
 """Iterations of any loop are recorded through hooks alone, and drawn."""
 
+import shutil
+import subprocess
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 import torch
+from matplotlib.image import imread
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_offload import OffloadPolicy, OffloadReport, offload_optimizer
 from fsdp_offload.figures import Lane, Moment, Timeline, draw_memory, draw_steps, read_trace, record_iterations
 from fsdp_offload.figures.timeline import Phase, Span
+from tests.overlapping import Loop, adamw, same
 
 pytestmark = pytest.mark.filterwarnings("ignore:offload_optimizer. The parameters are on the CPU:UserWarning")
 
@@ -57,6 +62,21 @@ def test_the_moments_are_those_of_one_iteration(tmp_path: Path) -> None:
     assert [one.name for one in recording.timeline.phases] == ["forward", "backward", "forward_2", "backward", "step"]
 
 
+def test_gradients_that_an_update_has_used_are_not_touched(mesh: DeviceMesh, tmp_path: Path) -> None:
+    fields = {"update": "backward", "overlap_forward": True, "bucket_bytes": 4096, "staging_bytes": 5 * 4096}
+    plain, offloaded = Loop(mesh, adamw, None), Loop(mesh, adamw, OffloadPolicy(**fields))
+    plain.train(7)
+    offloaded.train(4)
+    with record_iterations(offloaded.model, offloaded.optimizer, tmp_path) as recording:
+        offloaded.train(3, first=4)
+    assert same(plain, offloaded)
+    sharded = sum(param.to_local().numel() * 4 for param in offloaded.model.parameters())
+    assert {one.places["parameters"] for one in recording.moments} == {sharded}
+    names = [one.name for one in recording.moments]
+    assert names[0] == "forward"
+    assert names[-2:] == ["blocks.0 backward", "step"]
+
+
 def test_hooks_are_gone_afterwards_also_after_an_error(tmp_path: Path) -> None:
     model, optimizer = make()
 
@@ -72,6 +92,25 @@ def test_hooks_are_gone_afterwards_also_after_an_error(tmp_path: Path) -> None:
         *(optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks),
     )
     assert not any(left)
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
+def test_a_browser_shows_the_pictures_without_a_complaint(tmp_path: Path) -> None:
+    model, optimizer = make()
+    with record_iterations(model, optimizer, tmp_path):
+        train(model, optimizer)
+        train(model, optimizer)
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", f"--user-data-dir={tmp_path}"]
+    for name in ("timeline", "memory"):
+        picture = tmp_path / f"{name}.png"
+        done = subprocess.run(
+            ["chromium", *options, f"--screenshot={picture}", (tmp_path / f"{name}.svg").as_uri()],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert "CONSOLE" not in done.stderr
+        assert len(set(imread(picture)[..., :3].reshape(-1, 3).sum(1))) > 10  # colours: not a blank page
 
 
 def test_nothing_trained_is_said(tmp_path: Path) -> None:

@@ -167,7 +167,7 @@ PRIVATE_TORCH_ATTRIBUTE_PREFIX = "_fsdp_param"
 
 OPTIONAL_PACKAGES = {
     *("transformer_engine", "torchao", "schedulefree", "bitsandbytes"),
-    *("typer", "rich", "matplotlib", "safetensors"),
+    *("typer", "rich", "matplotlib", "safetensors", "platformdirs"),
     *("accelerate", "transformers", "trl", "lightning", "torchtitan", "verl", "megatron_fsdp"),
     *("pytest", "hypothesis"),
 }
@@ -230,7 +230,13 @@ def test_private_torch_names_stay_in_their_room():
 
 
 @pytest.mark.parametrize(
-    ("module", "forbidden"), [(PACKAGE, OPTIONAL_PACKAGES), (f"{PACKAGE}.bench", {"matplotlib", "transformer_engine"})]
+    ("module", "forbidden"),
+    [
+        (PACKAGE, OPTIONAL_PACKAGES),
+        (f"{PACKAGE}.plan", OPTIONAL_PACKAGES),
+        (f"{PACKAGE}.figures", OPTIONAL_PACKAGES),
+        (f"{PACKAGE}.bench", {"matplotlib", "transformer_engine"}),
+    ],
 )
 def test_importing_touches_no_device_and_no_optional_package(module: str, forbidden: set[str]):
     seen = import_in_fresh_process(module)

@@ -321,6 +321,20 @@ def test_bad_questions_get_an_answer_that_helps(training: dict, says: str) -> No
         small_plan(**training)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure")
+def test_without_a_gpu_this_machine_is_not_measured() -> None:
+    with pytest.raises(ValueError, match=r"machine 'this' has no GPU to measure; name one: A100, H100"):
+        small_plan(machine="this")
+
+
+def test_a_profile_in_the_users_folder_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    folder = tmp_path / "fsdp_offload" / "machines"
+    folder.mkdir(parents=True)
+    (folder / "mine.toml").write_text(builtin_machines()["H200"].read_text(encoding="utf-8"), encoding="utf-8")
+    assert machine_of("mine") == dataclasses.replace(machine_of("H200"), name="mine")
+
+
 def test_a_profile_says_what_is_wrong_with_it(tmp_path: Path) -> None:
     text = builtin_machines()["H200"].read_text(encoding="utf-8")
     profile = tmp_path / "mine.toml"

@@ -59,7 +59,7 @@ def main(
     """Print the plan."""
     device_bytes = None if device_gb is None else int(device_gb * 1e9)
     try:
-        with Console(stderr=True).status("tracing the model"):
+        with Console(stderr=True).status("measuring this machine, once" if machine == "this" else "tracing the model"):
             made = plan(
                 model,
                 machine=machine,

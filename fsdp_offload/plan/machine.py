@@ -112,7 +112,7 @@ def _read(path: Path) -> Machine:
 # Measuring this one --------------------------------------------------------------------------------------------------
 
 
-def this_machine(say: Callable[[str], None] = lambda message: None) -> Machine:
+def this_machine() -> Machine:
     """Measure this machine in some seconds, or take what was measured before.
 
     Raises:
@@ -130,7 +130,6 @@ def this_machine(say: Callable[[str], None] = lambda message: None) -> Machine:
         return Machine(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         pass  # not measured yet, or by another version
-    say(f"measuring {properties.name}")
     machine = measured(torch.device("cuda", 0))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(dataclasses.asdict(machine), indent=1), encoding="utf-8")
