@@ -69,7 +69,7 @@ CASES = {
         lambda: GPT(24, 2048, 32_768),
         8,
         {"sequence_length": 2048},
-        ("no offload", "step", "forward", "forward, keeping", "iteration"),
+        ("no offload", "step", "step, keeping", "forward", "forward, keeping", "iteration"),
     ),
     "gpt-wide": Case(
         lambda: GPT(10, 4096, 50_304),
@@ -81,7 +81,7 @@ CASES = {
         lambda: _decoder(2048, 8192, 16, 32, 128_256, tie_word_embeddings=True),
         4,
         {"sequence_length": 4096},
-        ("no offload", "forward, keeping", "iteration"),
+        ("no offload", "forward, keeping", "iteration", "iteration, keeping"),
     ),
     "decoder-recomputed": Case(
         lambda: _decoder(3072, 8192, 28, 24, 64_000, qk_norm=True),
