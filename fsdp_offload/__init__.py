@@ -1,18 +1,12 @@
 """Optimizer-state offload for PyTorch FSDP2: pinned host memory, the user's own optimizer, bitwise the same result."""
 
-from .chain import offload_states, release_states, reload_states
-from .offload import (
-    OffloadedOptimizer,
-    is_offloaded,
-    offload_optimizer,
-    offload_report,
-    remove_offload,
-    synchronize,
-)
+from .api.chain import offload_states, release_states, reload_states
+from .api.offload import is_offloaded, offload_optimizer, offload_report, remove_offload, synchronize
+from .api.optimizer import OffloadedOptimizer
+from .api.reload_before import reload_before
+from .model.sleep import offload_model, reload_model
 from .policy import OffloadPolicy
-from .reload_before import reload_before
 from .report import OffloadReport
-from .sleep import offload_model, reload_model
 
 __all__ = [
     "OffloadPolicy",

@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from .masters import MasterKind
-
 MIB = 1 << 20
+
+MasterKind = Literal["none", "fp32", "remainder"]
+"""Masters kept for an optimizer that keeps none: whole ones, or the lower 16 bits of one in int16."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from fsdp_offload.host_worker import Task, host_worker
+from fsdp_offload.cpu_update.worker import Task, host_worker
 
 TIMEOUT_SECONDS = 60  # only a test that fails waits that long
 

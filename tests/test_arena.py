@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from fsdp_offload import OffloadPolicy, arena, offload_optimizer
-from fsdp_offload.arena import Region
+from fsdp_offload import OffloadPolicy, offload_optimizer
+from fsdp_offload.device import arena
+from fsdp_offload.device.arena import Region
 from tests.forks import in_forked_child
 
 MIB = 1 << 20

@@ -28,14 +28,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.optim import Optimizer
 
-import fsdp_offload.stepping
+import fsdp_offload.engine.step
 from fsdp_offload import OffloadPolicy, remove_offload
-from fsdp_offload.checkpoint import (
-    ArenaStager,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-    with_chunks,
-)
+from fsdp_offload.checkpoint import ArenaStager, get_optimizer_state_dict, set_optimizer_state_dict, with_chunks
 from tests.async_writers import Expected, FailingWriter, HeldWriter, Waits, copied, loaded, not_the_same, runs_within
 from tests.parity import Run, attach, differences
 from tests.test_shard_tensor import WHOLE, ragged_whole
@@ -691,7 +686,7 @@ def test_a_step_that_fails_during_a_save(
 
 
 def fail_in_bucket(patch: pytest.MonkeyPatch, number: int) -> None:
-    update, calls = fsdp_offload.stepping.update_bucket, [0]
+    update, calls = fsdp_offload.engine.step.update_bucket, [0]
 
     def failing(*args: Any) -> None:
         calls[0] += 1
@@ -699,7 +694,7 @@ def fail_in_bucket(patch: pytest.MonkeyPatch, number: int) -> None:
             raise ValueError("kernel failed")
         update(*args)
 
-    patch.setattr(fsdp_offload.stepping, "update_bucket", failing)
+    patch.setattr(fsdp_offload.engine.step, "update_bucket", failing)
 
 
 def set_plain_rates(training: Training, step: int) -> None:

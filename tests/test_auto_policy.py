@@ -5,8 +5,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_offload import OffloadPolicy, offload_optimizer, remove_offload
-from fsdp_offload.choices import Choice, Loop, auto_policy
-from fsdp_offload.engine import engine_of
+from fsdp_offload.api.attachment import engine_of
+from fsdp_offload.planning.choices import Choice, Loop, auto_policy
 from tests.overlapping import Loop as Training
 from tests.overlapping import adamw, same
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fsdp_offload.bench.step import Implementation, Kind, MasterWeights, optimizer_maker, plain_model
-from fsdp_offload.masters import MasterKind
+from fsdp_offload.policy import MasterKind
 
 PARAMS = [nn.Parameter(torch.ones(2, dtype=torch.bfloat16))]
 

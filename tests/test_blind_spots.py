@@ -296,6 +296,20 @@ class WantsGradients(Plain):
             raise RuntimeError("no gradients at all")
 
 
+class EstimatesTheHessian(Plain):
+    """Goes through the graph of the gradients now and then, for all parameters; each bucket would do it anew."""
+
+    def before(self) -> Any:
+        trained = [param for param in self.trained() if param.grad is not None and param.grad.requires_grad]
+        if not trained or self.state[trained[0]].get("step", 0) % 10 != 9:
+            return
+        grads = [param.grad for param in trained]
+        with torch.enable_grad():
+            products = torch.autograd.grad(grads, trained, grad_outputs=[torch.ones_like(g) for g in grads])  # type: ignore[arg-type]
+        for param, product in zip(trained, products, strict=True):
+            self.state[param]["hessian"] = product.abs()
+
+
 COUPLED: list[tuple[type[Plain], str]] = [
     (TinyMean, r"depends on other parameters: add in test_blind_spots\.py:\d+ \(`mean = sum"),
     (TinyMeanOnTheHost, r"other parameters \(values are read on the host: item in test_blind_spots\.py"),
@@ -323,6 +337,7 @@ COUPLED: list[tuple[type[Plain], str]] = [
     (GradientAsState, "state 'before' is a gradient itself"),
     (GrowingHistory, r"state 'history' changes from .*\(2,\).* to .*\(3,\)"),
     (WantsGradients, "where a group has no gradient"),
+    (EstimatesTheHessian, "differentiates the gradients once more"),
     (SharedFlagOnTheHost, "one parameter's gradient changes what it does to other parameters"),
 ]
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fsdp_offload import buckets
-from fsdp_offload.buckets import ALIGN_BYTES, CUT_NUMEL, BucketPlan, Copy, Range, ShardSpec, plan_buckets
+from fsdp_offload.planning import buckets
+from fsdp_offload.planning.buckets import ALIGN_BYTES, CUT_NUMEL, BucketPlan, Copy, Range, ShardSpec, plan_buckets
 
 
 def adam(numel: int, *, itemsize: int = 4, cuttable: bool = True) -> ShardSpec:

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 
-from fsdp_offload.buckets import CUT_NUMEL
 from fsdp_offload.optimizers import traits_of
 from fsdp_offload.optimizers.torch_optim import TRAITS
+from fsdp_offload.planning.buckets import CUT_NUMEL
 from tests.parity import Zoo, make_pair, same_bits
 from tests.test_parity_optimizers import FLAGS
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp_offload.dependence import DependenceTrace
+from fsdp_offload.optimizers.dependence import DependenceTrace
 
 torchao = pytest.importorskip("torchao.optim")
 

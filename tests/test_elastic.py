@@ -7,17 +7,20 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_offload import OffloadPolicy, elastic, transfer
-from fsdp_offload.elastic import Elastic, plan_staging, why_not_behind_backward
-from fsdp_offload.engine import Engine
-from fsdp_offload.transfer import Allocated, Block, DeviceLink
+from fsdp_offload import OffloadPolicy
+from fsdp_offload.device import link
+from fsdp_offload.device.link import Allocated, Block, DeviceLink
+from fsdp_offload.engine.engine import Engine
+from fsdp_offload.model import tune_staging as elastic
+from fsdp_offload.model.tune_staging import Elastic
+from fsdp_offload.planning.staging import plan_staging, why_not_behind_backward
 from tests.overlapping import HABITS, NOT_IN_BACKWARD, Loop, Net, adamw, same
 
 
 @pytest.fixture(autouse=True)
 def staging_of_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Optimizers of other tests may still be there, with larger blocks."""
-    monkeypatch.setattr(transfer, "_links", {})
+    monkeypatch.setattr(link, "_links", {})
 
 
 @pytest.fixture(autouse=True)

@@ -379,6 +379,23 @@ def test_verl(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not issubclass(with_verl.EngineRegistry.get_engine_cls("value_model", "fsdp2"), with_verl.OffloadEngine)
 
 
+@pytest.mark.distributed
+@pytest.mark.parametrize("framework", ["trainer", "accelerate", "torchtitan"])
+def test_the_bench_of_frameworks(tmp_path: Path, framework: str) -> None:
+    if framework == "torchtitan":
+        pytest.importorskip("torchtitan.models.llama3")
+    records = tmp_path / "records.jsonl"
+    common = ("--size", "tiny", "--steps", "6", "--policy", '{"bucket_bytes": 16384}', "--folder", str(tmp_path))
+    for part in ("measure", "save", "resume") if framework == "torchtitan" else ("measure",):
+        flags = (framework, *common, "--part", part, "--records", str(records))
+        run_with_framework("benchmark_frameworks", *flags, ranks=2)
+    lines = [json.loads(line) for line in records.read_text().splitlines()]
+    verdicts = [value for line in lines for name, value in line.items() if name.startswith("same")]
+    assert verdicts == [True] * (8 if framework == "torchtitan" else 4)
+    table = run_with_framework("benchmark_frameworks", "table", "--records", str(records))
+    assert f"| 2 | {framework} | overlapped | " in table
+
+
 # Megatron-FSDP -------------------------------------------------------------------------------------------------------
 
 

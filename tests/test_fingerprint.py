@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fsdp_offload import fingerprint
-from fsdp_offload.fingerprint import ROW_WORDS, Fingerprint, Hasher
+from fsdp_offload.cpu_update import fingerprint
+from fsdp_offload.cpu_update.fingerprint import ROW_WORDS, Fingerprint, Hasher
 
 HASHER = Hasher(torch.device("cpu"))
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.uint8]

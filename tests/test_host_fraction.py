@@ -24,14 +24,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
-from fsdp_offload import OffloadPolicy, host_job, host_measure, host_update, rehearsal, remove_offload
-from fsdp_offload.host_job import HostJob
-from fsdp_offload.host_share import host_bucket_bytes
-from fsdp_offload.host_update import HostUpdates
-from fsdp_offload.host_worker import HostWorker, host_worker
+from fsdp_offload import OffloadPolicy, remove_offload
+from fsdp_offload.cpu_update import calibrate as host_measure
+from fsdp_offload.cpu_update import job as host_job
+from fsdp_offload.cpu_update import updates as host_update
+from fsdp_offload.cpu_update.job import HostJob
+from fsdp_offload.cpu_update.updates import HostUpdates
+from fsdp_offload.cpu_update.worker import HostWorker, host_worker
+from fsdp_offload.device.lanes import HostMark
+from fsdp_offload.model import tune_resident as rehearsal
 from fsdp_offload.optimizers import traits_of
-from fsdp_offload.shards import StateShard
-from fsdp_offload.transfer import HostMark
+from fsdp_offload.planning.cpu_share import host_bucket_bytes
+from fsdp_offload.state.shard import StateShard
 from tests import host_worker_gate
 from tests.forks import in_forked_child
 from tests.overlapping import HABITS, NOT_IN_BACKWARD, POLICIES, SIZES, Loop, same
@@ -174,7 +178,7 @@ def test_any_number_of_threads(threads: int, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(
         host_job, "update_bucket", lambda *args: (seen.append(torch.get_num_threads()), update(*args))[1]
     )
-    monkeypatch.setattr("fsdp_offload.host_worker.cores_near", lambda device: frozenset(range(8)))
+    monkeypatch.setattr("fsdp_offload.cpu_update.worker.cores_near", lambda device: frozenset(range(8)))
     monkeypatch.setattr("os.sched_setaffinity", lambda pid, cores: None)
 
     def wide() -> nn.Module:
@@ -1069,7 +1073,7 @@ EXITING = """
 import torch
 from torch import nn
 from fsdp_offload import OffloadPolicy, offload_optimizer
-from fsdp_offload.host_worker import host_worker
+from fsdp_offload.cpu_update.worker import host_worker
 
 net = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8)))
 optimizer = torch.optim.AdamW(net.parameters(), fused=True)
@@ -1145,7 +1149,7 @@ def test_auto_leaves_replicas_alone(quick: None, mesh: DeviceMesh, monkeypatch: 
     net = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
     fully_shard(net[1], mesh=mesh)
     monkeypatch.setattr(dist, "get_world_size", lambda *_: 2)
-    monkeypatch.setattr("fsdp_offload.engine.best_fraction", lambda *_: 1.0)
+    monkeypatch.setattr("fsdp_offload.engine.engine.best_fraction", lambda *_: 1.0)
     assert host_names(attach(fused_adamw(net.parameters()), model=net, policy=policy("auto"))) == ["1.weight", "1.bias"]
     optimizer = attach(fused_adamw(nn.Linear(16, 16).parameters()), policy=policy("auto"))
     assert host_names(optimizer) == []

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_offload import OffloadPolicy, host_memory, offload_optimizer, remove_offload
-from fsdp_offload.host_memory import HostMemory, check_host_memory
+from fsdp_offload import OffloadPolicy, offload_optimizer, remove_offload
+from fsdp_offload.device import host_limits as host_memory
+from fsdp_offload.device.host_limits import HostMemory, check_host_memory
 
 pytestmark = pytest.mark.filterwarnings("ignore:offload_optimizer. The parameters are on the CPU:UserWarning")
 
@@ -188,7 +189,7 @@ def test_an_optimizer_that_does_not_fit_stays_plain_and_trains(
     monkeypatch: pytest.MonkeyPatch, steps_before: int
 ) -> None:
     taken: list[int] = []
-    monkeypatch.setattr("fsdp_offload.plan.Region", lambda nbytes, **_: taken.append(nbytes))
+    monkeypatch.setattr("fsdp_offload.engine.homes.Region", lambda nbytes, **_: taken.append(nbytes))
     ours, theirs = parameter(), parameter()
     optimizer, plain = torch.optim.AdamW([ours]), torch.optim.AdamW([theirs])
     train(optimizer, steps_before)

@@ -11,9 +11,10 @@ from torch import Tensor, nn, optim
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from fsdp_offload import OffloadPolicy, host_job, offload_model, reload_model
-from fsdp_offload.host_mirror import MirroredPart
-from fsdp_offload.transfer import TurnsLane
+from fsdp_offload import OffloadPolicy, offload_model, reload_model
+from fsdp_offload.cpu_update import job as host_job
+from fsdp_offload.cpu_update.mirror import MirroredPart
+from fsdp_offload.device.lanes import TurnsLane
 from tests import host_worker_gate
 from tests.overlapping import POLICIES, SIZES, Loop, same
 from tests.parity import SMALL, Net, Run, Zoo, attach, make_pair

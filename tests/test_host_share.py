@@ -6,8 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_offload.cores import cache_bytes, cores_of_pci, parse_cores, parse_size
-from fsdp_offload.host_share import NOTHING_YET, Rates, Taken, Traffic, best_fraction, choose_host_share, step_seconds
+from fsdp_offload.cpu_update.cores import cache_bytes, cores_of_pci, parse_cores, parse_size
+from fsdp_offload.planning.cpu_share import (
+    NOTHING_YET,
+    Rates,
+    Taken,
+    Traffic,
+    best_fraction,
+    choose_host_share,
+    step_seconds,
+)
 
 SIZES = st.lists(st.integers(0, 10_000), max_size=30)
 FRACTIONS = st.floats(0, 1)

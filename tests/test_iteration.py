@@ -2,8 +2,8 @@
 
 import pytest
 
-from fsdp_offload.iteration import _MOST_WAITS, IterationMarks, LiveIteration
-from fsdp_offload.transfer import Mark, SerialLane
+from fsdp_offload.device.iteration import _MOST_WAITS, IterationMarks, LiveIteration
+from fsdp_offload.device.lanes import Mark, SerialLane
 
 STEP = (1, 2, 3)  # what a step updated
 

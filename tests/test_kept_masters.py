@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn, optim
 
 from fsdp_offload import OffloadPolicy, remove_offload
-from fsdp_offload.masters import close_master, open_master
+from fsdp_offload.optimizers.masters import close_master, open_master
 from tests.parity import SMALL, Net, Run, Zoo, assert_at_home, attach, batch, params_of, same_bits, same_value
 from tests.test_parity_optimizers import FLAGS, implementations
 from tests.twins import LOW, MASTER, Twins, gradients, make_twins, master_of, rounded, same_state

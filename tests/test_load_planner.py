@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.debug import CommDebugMode
 
 from fsdp_offload.checkpoint.load_planner import LoadPlanner, load
-from fsdp_offload.fsdp import over_local
+from fsdp_offload.torch_compat.dtensor import over_local
 from tests.loading import WHOLE, edit_metadata, emptied, memory_of, one_rank, ragged, refused, sharded, tensors_of
 
 

@@ -6,6 +6,7 @@ fp32 masters that are the inner optimizer's parameters, gradients copied to them
 after it.
 """
 
+import copy
 import functools
 import gc
 import warnings
@@ -19,12 +20,15 @@ from torch import Tensor, nn
 from fsdp_offload import (
     OffloadedOptimizer,
     OffloadPolicy,
+    is_offloaded,
     offload_optimizer,
+    offload_report,
     offload_states,
     release_states,
     reload_before,
     reload_states,
     remove_offload,
+    synchronize,
 )
 from fsdp_offload.checkpoint import get_optimizer_state_dict, set_optimizer_state_dict
 from tests.fused_adam_reference import FusedAdam
@@ -40,7 +44,7 @@ class DistributedOptimizer:
 
     def __init__(self, params: list[Tensor], *, masters: bool, calls: list[str], name: str) -> None:
         self.model_params, self.calls, self.name = params, calls, name
-        mains = [nn.Parameter(param.detach().clone().float().flatten()) for param in params] if masters else params
+        mains = [param.detach().clone().float().flatten() for param in params] if masters else params
         self.shard_fp32_from_float16_groups = [mains] if masters else [[None for _ in params]]
         self.optimizer = torch.optim.AdamW(mains, lr=0.01)
 
@@ -160,6 +164,16 @@ def test_with_the_flag_and_without_it(policy: OffloadPolicy, nested: bool) -> No
         assert all(one.optimizer.state[main]["exp_avg"].any() for main in one.mains)
 
 
+def test_room_for_mains_that_require_no_gradient_is_taken_at_once(recwarn: pytest.WarningsRecorder) -> None:
+    """As Megatron makes them: not in the first step, where host memory may have gone elsewhere."""
+    warnings.simplefilter("always")
+    loop = Loop(True)
+    assert not any(main.requires_grad for main in loop.dense.mains)
+    taken = loop.dense.optimizer.offload_report().host_bytes
+    assert taken >= 2 * sum(main.numel() * 4 for main in loop.dense.mains)
+    assert not [warning for warning in recwarn if "NOTHING IS OFFLOADED" in str(warning.message)]
+
+
 def test_a_hook_is_wrapped_once_for_the_whole_chain() -> None:
     """Model chunks share a config, and Bridge goes over the chunks."""
     loop = Loop(True)
@@ -186,6 +200,23 @@ def test_masters_leave_the_device_with_the_state_and_come_back() -> None:
     for main, saved in zip(mains, before, strict=True):
         assert torch.equal(main, saved)
     loop.train_step(1)
+
+
+def test_masters_whose_memory_has_been_exchanged_leave_as_well() -> None:
+    """As Megatron's ``offload_to_cpu`` and ``restore_from_cpu`` do it, by ``param.data = ...``."""
+    on, off = Loop(True), Loop(False)
+    for step in range(3):
+        for loop in (on, off):
+            loop.train_step(step)
+        for main in on.dense.mains:
+            main.data = main.data.clone()
+    offload_states(on.optimizer)
+    release_states(on.optimizer)
+    assert [main.untyped_storage().nbytes() for main in on.dense.mains] == [0 for _ in on.dense.mains]
+    for loop in (on, off):
+        loop.train_step(3)
+    for one, other in zip(on.values(), off.values(), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_a_master_that_is_away_refuses_to_be_read_and_takes_its_gradient() -> None:
@@ -246,6 +277,54 @@ def test_one_that_cannot_be_offloaded_leaves_none_offloaded() -> None:
             offload_states(other)
         with pytest.raises(TypeError, match=r"expected a torch.optim.Optimizer"):
             offload_optimizer(other)
+
+
+def test_functions_of_one_optimizer_reach_those_of_a_chain() -> None:
+    loop = Loop(False)
+    assert not is_offloaded(loop.optimizer)
+    offload_optimizer(loop.dense, policy=POLICY)
+    assert is_offloaded(loop.dense)
+    assert not is_offloaded(loop.optimizer)
+    with pytest.raises(RuntimeError, match="synchronize: this AdamW is not offloaded"):
+        synchronize(loop.optimizer)
+    offload_optimizer(loop.optimizer, policy=POLICY, exist_ok=True)
+    assert is_offloaded(loop.optimizer)
+    loop.train_step(0)
+    offload_states(loop.optimizer)
+    release_states(loop.optimizer)
+    reload_states(loop.optimizer)
+    synchronize(loop.optimizer)
+    assert all(main.sum().isfinite() for main in loop.dense.mains)
+    assert offload_report(loop.dense).host_bytes
+    with pytest.raises(RuntimeError, match=r"ChainedOptimizer has 2 optimizers, each of which has its own.*one by one"):
+        offload_report(loop.optimizer)
+
+
+def test_a_state_dict_is_loaded_while_masters_are_away() -> None:
+    on, off = Loop(True), Loop(False)
+    for loop in (on, off):
+        loop.train_step(0)
+    saved = [copy.deepcopy(one.optimizer.state_dict()) for one in (off.dense, off.experts)]
+    for loop in (on, off):
+        loop.train_step(1)
+    offload_states(on.optimizer)
+    release_states(on.optimizer)
+    for loop in (on, off):
+        for one, state in zip((loop.dense, loop.experts), saved, strict=True):
+            one.optimizer.load_state_dict(copy.deepcopy(state))
+    for one, other in zip(on.values(), off.values(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_what_needs_the_models_own_parameters_says_so() -> None:
+    """Mains are copies, flat parts of parameters; advice about fully_shard would lead nowhere."""
+    loop = Loop(False)
+    with pytest.raises(ValueError, match=r"copies or parts of them.*Leave out model=.*reload_before\(\)"):
+        offload_optimizer(loop.optimizer, model=loop.model, policy=POLICY)
+    assert not is_offloaded(loop.dense)
+    offload_optimizer(loop.dense, policy=POLICY)
+    with pytest.raises(ValueError, match=r"copies or parts of them.*sharded_state_dict\(\)"):
+        get_optimizer_state_dict(loop.model, loop.dense)
 
 
 def test_state_dicts_of_a_chain() -> None:

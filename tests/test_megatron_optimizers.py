@@ -14,13 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp_offload import (
-    OffloadPolicy,
-    offload_optimizer,
-    offload_states,
-    release_states,
-    reload_states,
-)
+from fsdp_offload import OffloadPolicy, offload_optimizer, offload_states, release_states, reload_states
 
 pytestmark = pytest.mark.filterwarnings("ignore:offload_optimizer")
 pytest.importorskip("megatron.core", reason="test_megatron_chain.py has classes with the same interface")

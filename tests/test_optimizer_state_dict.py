@@ -31,7 +31,7 @@ from fsdp_offload.checkpoint import (
     with_chunks,
 )
 from fsdp_offload.checkpoint import load as checked_load
-from fsdp_offload.fsdp import local_shard, over_local, over_part
+from fsdp_offload.torch_compat.dtensor import local_shard, over_local, over_part
 from tests.test_state_dict import adamw, assert_same, assert_same_runs, is_home, rmsprop, sgd
 
 pytestmark = pytest.mark.filterwarnings(

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_offload.ordering import update_order
+from fsdp_offload.planning.update_order import update_order
 
 
 def test_as_they_become_final_where_the_link_keeps_up() -> None:

@@ -14,18 +14,21 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_offload import OffloadPolicy, offload_optimizer, rehearsal, remove_offload, stepping, transfer
-from fsdp_offload.engine import engine_of
-from fsdp_offload.fsdp import local_shard
-from fsdp_offload.homes import Plan
-from fsdp_offload.host_update import HostUpdates
-from fsdp_offload.overlap import Overlap
-from fsdp_offload.pipeline import Pipeline
-from fsdp_offload.rehearsal import Rehearsal
-from fsdp_offload.residency import IterationTimes
-from fsdp_offload.schedule import Action
-from fsdp_offload.stepping import Stepping
-from fsdp_offload.times import BucketTimes
+from fsdp_offload import OffloadPolicy, offload_optimizer, remove_offload
+from fsdp_offload.cpu_update.updates import HostUpdates
+from fsdp_offload.device import link
+from fsdp_offload.device.bucket_times import BucketTimes
+from fsdp_offload.engine import step as stepping
+from fsdp_offload.engine.engine import engine_of
+from fsdp_offload.engine.executor import Pipeline
+from fsdp_offload.engine.homes import Plan
+from fsdp_offload.engine.step import Stepping
+from fsdp_offload.model import tune_resident as rehearsal
+from fsdp_offload.model.hooks import Overlap
+from fsdp_offload.model.tune_resident import Rehearsal
+from fsdp_offload.planning.resident import IterationTimes
+from fsdp_offload.planning.schedule import Action
+from fsdp_offload.torch_compat.dtensor import local_shard
 from tests.fused_adam_reference import FusedAdam
 from tests.overlapping import HABITS, NOT_IN_BACKWARD, POLICIES, SIZES, Block, Loop, Net, adamw, look, same
 from tests.parity import attach
@@ -186,7 +189,7 @@ def test_a_checkpointed_block_that_a_forward_uses_twice(mesh: DeviceMesh) -> Non
 
 
 def test_what_is_kept_is_computed_on_one_clock(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer, "_links", {})
+    monkeypatch.setattr(link, "_links", {})
     seen: list[IterationTimes] = []
     monkeypatch.setattr(Rehearsal, "_choose", lambda self, engine, iteration: seen.append(iteration))
     Loop(mesh, adamw, policy_of({"update": "backward"}, resident_bytes="auto")).train(10)
@@ -224,7 +227,7 @@ def test_no_room_for_staging_loses_nothing(
     """Released, it has to be taken again, and there is no room for once: the step can be taken later."""
     if staging == "auto" and not fields.keys() & {"prefetch", "update"}:
         fields = {**fields, "prefetch": "backward"}
-    monkeypatch.setattr(transfer, "_links", {})
+    monkeypatch.setattr(link, "_links", {})
     policy = policy_of(fields, **({"staging_bytes": "auto"} if staging == "auto" else {}))
     plain, loop = pair(mesh, policy)
     plain.train(8)
@@ -236,7 +239,7 @@ def test_no_room_for_staging_loses_nothing(
     if not policy.uses_backward:
         loop.backward(4)
     with monkeypatch.context() as patch:
-        patch.setattr(transfer.DeviceLink, "block", no_room)
+        patch.setattr(link.DeviceLink, "block", no_room)
         with pytest.raises(torch.OutOfMemoryError):
             loop.optimizer.reload_states() if policy.uses_backward else loop.step()
     assert not engine.steps.failure
@@ -685,7 +688,7 @@ def test_state_that_comes_to_stay_on_the_device(mesh: DeviceMesh, fields: dict[s
 def test_staging_goes_where_less_state_passes_through_it(
     mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(transfer, "_links", {})  # staging of our own
+    monkeypatch.setattr(link, "_links", {})  # staging of our own
     plain, offloaded = pair(mesh, policy_of(fields, staging_bytes=1 << 20))
     engine = vars(offloaded.optimizer)["_offload_engine"].engine
     for first, params in ((0, offloaded.model.extra.parameters()), (4, offloaded.model.parameters())):

@@ -25,12 +25,13 @@ from torch import Tensor, nn, optim
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from fsdp_offload import OffloadedOptimizer, OffloadPolicy, reload_before, remove_offload, stepping
+from fsdp_offload import OffloadedOptimizer, OffloadPolicy, reload_before, remove_offload
 from fsdp_offload.checkpoint import ArenaStager
-from fsdp_offload.engine import Engine
-from fsdp_offload.homes import Plan
-from fsdp_offload.pipeline import Pipeline
-from fsdp_offload.schedule import Action
+from fsdp_offload.engine import step as stepping
+from fsdp_offload.engine.engine import Engine
+from fsdp_offload.engine.executor import Pipeline
+from fsdp_offload.engine.homes import Plan
+from fsdp_offload.planning.schedule import Action
 from tests import test_async_save as saving
 from tests import test_state_edits as edits
 from tests.async_writers import HeldWriter, Waits, copied

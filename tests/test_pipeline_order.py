@@ -27,22 +27,15 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fsdp_offload import pipeline as pipeline_room
-from fsdp_offload import schedule as schedule_room
-from fsdp_offload.pipeline import Pipeline
-from fsdp_offload.ring import Ring
-from fsdp_offload.schedule import (
-    Action,
-    BucketStep,
-    Placement,
-    RingBlocks,
-    Wait,
-    build_schedule,
-    divide_ring,
-    place_in_ring,
-)
-from fsdp_offload.staged import StagedBucket
-from fsdp_offload.transfer import Block, Copy, DeviceLink, Lane, Mark
+from fsdp_offload.device.lanes import Copy, Lane, Mark
+from fsdp_offload.device.link import Block, DeviceLink
+from fsdp_offload.device.ring import Ring
+from fsdp_offload.engine import executor as pipeline_room
+from fsdp_offload.engine.bucket import StagedBucket
+from fsdp_offload.engine.executor import Pipeline
+from fsdp_offload.planning import schedule as schedule_room
+from fsdp_offload.planning.ring_layout import Placement, RingBlocks, divide_ring, place_in_ring
+from fsdp_offload.planning.schedule import Action, BucketStep, Wait, build_schedule
 
 # Recorded streams ----------------------------------------------------------------------------------------------------
 

@@ -42,6 +42,45 @@ def test_what_no_policy_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         policy_from()
 
 
+def test_other_ways_to_say_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert policy_from('{"bucket_bytes": 2048, "overlap_forward": true}') == policy_from(
+        {"bucket_bytes": 2048.0, "overlap_forward": 1}
+    )
+    assert policy_from({"master_weights": "none", "staging_bytes": "1e9", "prefetch": "Backward"}) == OffloadPolicy(
+        staging_bytes=10**9, prefetch="backward"
+    )
+    monkeypatch.setenv("FSDP_OFFLOAD_OVERLAP_FORWARD", "1")
+    monkeypatch.setenv("FSDP_OFFLOAD_BUCKET_BYTES", "")
+    monkeypatch.setenv("FSDP_OFFLOAD_TEST_DEVICE", "cpu")
+    assert policy_from() == OffloadPolicy(overlap_forward=True)
+
+
+def test_a_wrong_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FSDP_OFFLOAD_BUCKET_BYTES", "64MB")
+    with pytest.raises(TypeError, match=r"got '64mb' \(from the environment: FSDP_OFFLOAD_BUCKET_BYTES\)"):
+        policy_from({"overlap_forward": True})
+    monkeypatch.delenv("FSDP_OFFLOAD_BUCKET_BYTES")
+    monkeypatch.setenv("FSDP_OFFLOAD_BUCKET_BYTE", "4096")
+    with pytest.raises(ValueError, match="no FSDP_OFFLOAD_BUCKET_BYTE; it has FSDP_OFFLOAD_STAGING_BYTES, "):
+        policy_from({"bucket_bytes": 4096})
+
+
+@pytest.mark.parametrize("text", ["{overlap_forward", "[1]", "overlap_forward=true"])
+def test_text_that_is_no_policy(text: str) -> None:
+    with pytest.raises(ValueError, match="A policy in text is JSON such as"):
+        policy_from(text)
+
+
+def test_a_command_line_gives_a_policy() -> None:
+    transformers = pytest.importorskip("transformers")
+    from fsdp_offload.integrations.transformers import OffloadArguments
+
+    given = ["--offload_policy", '{"bucket_bytes": 2048}', "--offload_metrics"]
+    (arguments,) = transformers.HfArgumentParser(OffloadArguments).parse_args_into_dataclasses(given)
+    assert arguments.offload_metrics
+    assert policy_from(arguments.offload_policy) == OffloadPolicy(bucket_bytes=2048)
+
+
 def test_metrics_are_the_reports_numbers() -> None:
     pair = make_pair(Net, lambda params: optim.AdamW(params, lr=0.01))
     pair.train(3)

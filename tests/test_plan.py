@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from examples import worked_cases
 from fsdp_offload import OffloadPolicy
 from fsdp_offload.bench.train import GPT
-from fsdp_offload.choices import lines_to_write
-from fsdp_offload.masters import MasterKind
 from fsdp_offload.plan import (
     CHOICES,
     Choice,
@@ -27,6 +25,8 @@ from fsdp_offload.plan import (
 )
 from fsdp_offload.plan.page import page
 from fsdp_offload.plan.trace import trace
+from fsdp_offload.planning.choices import lines_to_write
+from fsdp_offload.policy import MasterKind
 
 LAYERS, WIDTH, VOCABULARY, LENGTH = 3, 256, 1536, 96
 

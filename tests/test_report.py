@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from fsdp_offload import OffloadPolicy, OffloadReport, offload_optimizer
-from fsdp_offload.engine import engine_of
-from fsdp_offload.fsdp import fsdp_modules
-from fsdp_offload.pipeline import Pipeline
+from fsdp_offload.engine.engine import engine_of
+from fsdp_offload.engine.executor import Pipeline
 from fsdp_offload.report import _bytes
+from fsdp_offload.torch_compat.fully_shard import fsdp_modules
 from tests.overlapping import HABITS, NOT_IN_BACKWARD, POLICIES, SIZES, Habit, Loop, adamw
 
 pytestmark = pytest.mark.filterwarnings("ignore:offload_optimizer. The parameters are on the CPU:UserWarning")

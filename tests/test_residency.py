@@ -5,8 +5,8 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_offload.ordering import update_order
-from fsdp_offload.residency import IterationTimes, groups_to_keep
+from fsdp_offload.planning.resident import IterationTimes, groups_to_keep
+from fsdp_offload.planning.update_order import update_order
 
 
 def iteration(

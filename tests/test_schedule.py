@@ -7,17 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp_offload.schedule import (
+from fsdp_offload.planning.ring_layout import Placement, divide_ring, place_in_ring
+from fsdp_offload.planning.schedule import (
     Action,
     BucketStep,
-    Placement,
     Wait,
     build_schedule,
     check_schedule,
-    divide_ring,
     format_schedule,
     parse_schedule,
-    place_in_ring,
 )
 
 Placements = dict[int, Placement]

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn, optim
 
-from fsdp_offload import OffloadPolicy, offload_optimizer, transfer
+from fsdp_offload import OffloadPolicy, offload_optimizer
+from fsdp_offload.device import link
 from tests.parity import Zoo, attach, make_pair, params_of
 
 
@@ -160,15 +161,15 @@ def test_threads_with_optimizers_of_their_own() -> None:
 
 def test_another_optimizer_needs_a_larger_ring(monkeypatch: pytest.MonkeyPatch) -> None:
     """They share one: what the first has loaded into it, or bound its state to, is no longer there."""
-    monkeypatch.setattr(transfer, "_links", {})  # where no other test has left a larger one
+    monkeypatch.setattr(link, "_links", {})  # where no other test has left a larger one
     adamw = partial(optim.AdamW, lr=0.02)
     small, large = (OffloadPolicy(bucket_bytes=2048, staging_bytes=n << 11) for n in (3, 9))
     first = make_pair(Zoo, adamw, policy=small)
     first.train(3)
-    link = transfer.device_link(torch.device("cpu"))
-    before_bytes = link._ring[0].memory.numel()
+    shared = link.device_link(torch.device("cpu"))
+    before_bytes = shared._ring[0].memory.numel()
     second = make_pair(Zoo, adamw, policy=large)
-    assert link._ring[0].memory.numel() > before_bytes
+    assert shared._ring[0].memory.numel() > before_bytes
     for _ in range(3):
         for pair in (first, second):
             pair.train(1)

@@ -21,8 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-import fsdp_offload.sleep as room
-from fsdp_offload import OffloadPolicy, offload_model, offload_optimizer, parking, reload_model
+import fsdp_offload.model.sleep as room
+from fsdp_offload import OffloadPolicy, offload_model, offload_optimizer, reload_model
+from fsdp_offload.model import parking
 from tests.overlapping import POLICIES, SIZES, Loop, adamw, same
 from tests.parity import same_bits
 
@@ -313,7 +314,7 @@ def test_all_memory_of_a_sharded_model_is_away(mesh: DeviceMesh, when: str) -> N
 
 
 def storages_of_fsdp(model: nn.Module) -> list[torch.UntypedStorage]:
-    from fsdp_offload.fsdp import _param_groups
+    from fsdp_offload.torch_compat.fully_shard import _param_groups
 
     params = [param for group in _param_groups(model) for param in group.fsdp_params]
     tensors = [param._sharded_param_data for param in params]
@@ -580,7 +581,7 @@ def test_memory_that_is_not_torchs_stays_and_is_named(caplog: pytest.LogCaptureF
     model.register_buffer("over_alias", torch.utils.dlpack.from_dlpack(model.alias[1:]))
     model.register_buffer("shared", torch.ones(5).share_memory_())
     model.unused.grad = torch.ones(3).to_sparse()
-    with caplog.at_level(logging.WARNING, logger="fsdp_offload.sleep"):
+    with caplog.at_level(logging.WARNING, logger="fsdp_offload.model.sleep"):
         for _ in range(3):
             offload_model(model)
             assert foreign.sum() == 0

@@ -21,8 +21,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.optim import Optimizer
 
 from .. import OffloadedOptimizer, OffloadPolicy, offload_optimizer
-from ..host_measure import Copies
-from ..transfer import device_link
+from ..cpu_update.calibrate import Copies
+from ..device.link import device_link
 from .record import median, print_record, wall_ms
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]

@@ -11,9 +11,9 @@ import torch
 import typer
 from torch import Tensor
 
-from ..arena import Region
-from ..buckets import BREAK_BYTES
-from ..transfer import PIECE_BYTES, Lane, StreamLane, TurnsLane
+from ..device.arena import Region
+from ..device.lanes import PIECE_BYTES, Lane, StreamLane, TurnsLane
+from ..planning.buckets import BREAK_BYTES
 from .record import bench_device, median, print_record, wall_ms
 
 _CHUNK_BYTES = 64 << 20

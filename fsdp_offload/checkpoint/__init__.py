@@ -3,8 +3,8 @@
 from .async_save import ArenaStager
 from .checksum_writer import ChecksumWriter
 from .chunks import Chunk, ShardChunks, chunks_of
-from .convert import adamw_to_fused_adam, fused_adam_to_adamw
 from .experts import Experts
+from .fused_adam_state import adamw_to_fused_adam, fused_adam_to_adamw
 from .load_planner import LoadPlanner, load
 from .model_values import with_parameter_chunks
 from .save_planner import SavePlanner, save

@@ -29,13 +29,14 @@ from torch import Tensor
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.optim import Optimizer
 
-from ..arena import Region
-from ..buckets import aligned
-from ..engine import Engine, engine_of, find_offloaded
-from ..fsdp import local_shard, over_local
-from ..lending import Lending
-from ..shards import Home, describe_value, leaves_of
-from .loan import Loan, StagedDict
+from ..device.arena import Region
+from ..engine.engine import Engine, engine_of, find_offloaded
+from ..engine.lending import Lending
+from ..planning.buckets import aligned
+from ..state.layout import describe_value, leaves_of
+from ..state.shard import Home
+from ..torch_compat.dtensor import local_shard, over_local
+from .writer_loan import Loan, StagedDict
 
 logger = logging.getLogger(__name__)
 

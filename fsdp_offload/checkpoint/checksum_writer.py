@@ -65,7 +65,7 @@ class ChecksumWriter(StorageWriter):
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
-        """Where the checkpoint is; shown in DCP's own log."""
+        """The checkpoint's address; shown in DCP's own log."""
         return self.writer.checkpoint_id
 
     @classmethod
@@ -146,7 +146,7 @@ class ChecksumWriter(StorageWriter):
 
 
 class _Written(NamedTuple):
-    """What a rank tells of an item: the writer's own word, and the checksum of its directory."""
+    """A rank's word on an item: the writer's own word, and the checksum of its directory."""
 
     info: Any
     directory_crc: int

@@ -21,7 +21,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..fsdp import local_shard, said_chunks
+from ..torch_compat.dtensor import local_shard, said_chunks
 from .rectangles import Chunk, Cut, Shape, ShardChunks, contiguous_strides, cut_chunks, ragged_chunks
 from .torch_private import mesh_dims_in_order, split_factor
 
@@ -158,7 +158,7 @@ def _cuts_of(tensor: DTensor, only_mesh_dims: Sequence[int] | None = None) -> tu
 
 
 def _said_chunks(tensor: DTensor) -> ShardChunks:
-    """What ``__create_chunk_list__`` of the local tensor says, which is what DCP saves it as.
+    """Read ``__create_chunk_list__`` of the local tensor, which is what DCP saves it as.
 
     Megatron hangs it onto the local tensors of its uneven DTensors (``megatron_fsdp/uneven_dtensor.py``), one rectangle
     for each. It gives empty ones the offset at which they would begin; here they are at the dimension's end.

@@ -44,7 +44,7 @@ _LOCATOR = struct.Struct("<4sIQI")
 
 
 class Seekable(Protocol):
-    """What an item is read from, at its own offset 0."""
+    """A source of an item's bytes, at its own offset 0."""
 
     def seek(self, offset: int, whence: int = 0, /) -> int:
         """As of any file."""
@@ -78,7 +78,7 @@ class Record(NamedTuple):
 
 
 class Archive(NamedTuple):
-    """What an item consists of.
+    """An item's parts.
 
     Attributes:
         records: in the order of their bytes.
@@ -96,7 +96,7 @@ class Archive(NamedTuple):
         return next((record for record in self.records if record.name == name), None)
 
     def crc_of(self, record: Record) -> int | None:
-        """What its content is to be compared with."""
+        """The checksum that its content is to be compared with."""
         return record.crc if self.has_crcs else None
 
 
@@ -117,7 +117,7 @@ def open_item(stream: Seekable, length_bytes: int) -> Archive:
 
 
 def read_framing(stream: Seekable, length_bytes: int) -> Archive:
-    """What an item consists of; no content is looked at.
+    """Find an item's parts; no content is looked at.
 
     Raises:
         DamagedItemError: something around the contents is not as it was written.
@@ -180,7 +180,7 @@ def fill(stream: Seekable, at: int, view: memoryview) -> int:
 
 
 def _find_directory(source: _Source, length_bytes: int) -> tuple[int, int, int]:
-    """Where it begins and ends, and how many entries it has."""
+    """Find its begin and end, and how many entries it has."""
     end_at = length_bytes - _END.size
     if end_at < 0:
         raise DamagedItemError("it is too short for a zip file")
@@ -207,7 +207,7 @@ def _find_directory(source: _Source, length_bytes: int) -> tuple[int, int, int]:
 
 
 class _Entry(NamedTuple):
-    """What the directory says of a record."""
+    """A record as the directory has it."""
 
     name: bytes
     header_at: int
@@ -376,7 +376,7 @@ def _blocks(stream: Seekable, record: Record, advance: Callable[[int], object]) 
 
 
 def _inflated(blocks: Iterator[Any], record: Record) -> Iterator[bytes]:
-    """What deflated blocks contain, a block at a time, and never more than the record has."""
+    """Inflate deflated blocks, one at a time, and never more than the record has."""
     state = zlib.decompressobj(-zlib.MAX_WBITS)
     left = record.size_bytes
     try:

@@ -1,4 +1,4 @@
-"""What a load would get wrong without saying so, value by value: one function for each thing that can be wrong.
+"""Checks of what a load would get wrong without saying so, value by value: a function for each thing.
 
 ::
 
@@ -20,14 +20,14 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
-from ..fsdp import is_dtensor, local_shard
+from ..torch_compat.dtensor import is_dtensor, local_shard
 from .chunks import chunks_of, says_its_chunks
 
 _KEYS_SHOWN = 5
 
 
 class Kind(Enum):
-    """What is wrong, and what to do about it."""
+    """A finding: what is wrong, and what to do about it."""
 
     MISSING = (
         "requested, but not in the checkpoint",
@@ -132,7 +132,7 @@ def dtype_of(value: object) -> torch.dtype | None:
 
 
 def check_entry(key: str, value: object, entry: object, cast_allowed: Callable[[str], bool]) -> Iterator[Problem]:
-    """What is wrong with loading the stored ``entry`` into ``value``, but for coverage."""
+    """Find what is wrong with loading the stored ``entry`` into ``value``, but for coverage."""
     if isinstance(entry, BytesStorageMetadata):
         if isinstance(value, Tensor):
             yield Problem(Kind.VALUE, key, "a tensor, where an object was saved")

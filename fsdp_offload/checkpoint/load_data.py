@@ -34,7 +34,7 @@ _BLOCK_BYTES = 1 << 20  # still in a cache when the checksum is taken
 
 
 class StoredItem(NamedTuple):
-    """Where an item is in its file, and what a manifest says of it."""
+    """An item's place in its file, and what a manifest says of it."""
 
     offset_bytes: int
     length_bytes: int
@@ -42,7 +42,7 @@ class StoredItem(NamedTuple):
 
 
 class DamagedDataError(RuntimeError):
-    """What is read is not what was written."""
+    """Bytes were read that are not those that were written."""
 
 
 @contextmanager
@@ -164,7 +164,7 @@ class CheckedStream(io.RawIOBase):
                 raise self._damaged(self._opened, str(error)) from error
 
     def _finish(self) -> None:
-        """What was read in another order than that of its bytes is compared by itself."""
+        """Compare by itself what was read in another order than that of its bytes."""
         item, contents = self._opened, self._contents
         self._opened, self._contents = None, []
         for content in contents:

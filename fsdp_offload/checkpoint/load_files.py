@@ -44,7 +44,7 @@ class CheckedReader(StorageReader):
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
-        """Where the checkpoint is; shown in DCP's own log."""
+        """The checkpoint's address; shown in DCP's own log."""
         return self.reader.checkpoint_id
 
     @classmethod

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 
-from ..masters import can_rebuild
+from ..optimizers.masters import can_rebuild
 from .layouts import LEFT_OUT, LeftOut
 from .load_checks import Kind, Problem, check_coverage, check_entry, checked_metadata, dtype_of, listed, refusal
 from .load_files import CheckedReader

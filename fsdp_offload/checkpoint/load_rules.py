@@ -1,4 +1,4 @@
-"""Which keys a load may leave out: names in, verdicts out. No tensor, nothing of torch.
+"""Rules for the keys that a load may leave out: names in, verdicts out. No tensor, nothing of torch.
 
 ::
 
@@ -26,7 +26,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
-from ..masters import MASTER
+from ..optimizers.masters import MASTER
 
 Allowed = bool | Sequence[str]
 

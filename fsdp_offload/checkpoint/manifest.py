@@ -28,7 +28,7 @@ class Item(NamedTuple):
 
 
 class Manifest(NamedTuple):
-    """What a manifest says.
+    """A manifest's content.
 
     Attributes:
         metadata_bytes: the length of the file ``.metadata``.
@@ -63,7 +63,7 @@ def manifest_bytes(metadata: bytes, files: Mapping[str, Sequence[Item]]) -> byte
 
 
 def parse_manifest(content: bytes) -> Manifest:
-    """What the file says.
+    """Parse the content of a manifest file.
 
     Raises:
         DamagedManifestError: it is damaged, or of a newer version.

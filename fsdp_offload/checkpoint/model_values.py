@@ -5,8 +5,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..fsdp import is_dtensor, local_shard, parameter_names
+from ..torch_compat.dtensor import is_dtensor, local_shard, may_be_another_ranks
+from ..torch_compat.fully_shard import parameter_names
 from .chunks import chunks_of, says_its_chunks
+from .experts import is_numbered
 from .layouts import bare_name
 from .shard_tensor import ShardTensor, with_chunks
 
@@ -38,7 +40,8 @@ def _carrying(key: str, value: Any, param: Tensor | None) -> Any:
             chunks_of(value)
         except ValueError as error:
             raise ValueError(f"{key}: no parameter of the model has this name, and {error}") from error
-        return value
+        # An expert's says what it holds, so that one of the same name is noticed when they are saved.
+        return with_chunks(value) if is_numbered(key) and may_be_another_ranks(value) else value
     chunks = chunks_of(param)
     if tuple(value.shape) != chunks.global_shape or local_shard(value).numel() != chunks.local_numel:
         raise ValueError(

@@ -64,7 +64,7 @@ class Chunk(NamedTuple):
 
 
 class ShardChunks(NamedTuple):
-    """What one rank has of a tensor of ``global_shape``, in a contiguous buffer of ``local_shape``."""
+    """One rank's part of a tensor of ``global_shape``, in a contiguous buffer of ``local_shape``."""
 
     global_shape: Shape
     local_shape: Shape

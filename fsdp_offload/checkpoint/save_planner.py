@@ -30,16 +30,16 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import StorageWriter
 
-from ..fingerprint import Fingerprint, Hasher
-from ..fsdp import is_dtensor, local_shard, mesh_size
-from ..shards import leaves_of
+from ..cpu_update.fingerprint import Fingerprint, Hasher
+from ..state.layout import leaves_of
+from ..torch_compat.dtensor import is_dtensor, local_shard, may_be_another_ranks
 from .experts import is_numbered
 from .load_checks import listed, why_unfit
 from .load_rules import Allowed, is_params_list, matcher
 from .shard_tensor import check_storage_writer
 
 _SEED = 0x5EED
-"""Of the hashes: the same on every rank, as they are compared."""
+"""The seed of the hashes: the same on every rank, as they are compared."""
 
 _SMALL_BYTES = 4096
 """Up to this, the bytes themselves are fetched."""
@@ -74,7 +74,9 @@ class SavePlanner(DefaultSavePlanner):
         plan = super().create_local_plan()
         _check_written(self.state_dict, plan.items)
         hashes = {key: _hash_of(value) for key, value in self._in_question()}
-        return dataclasses.replace(plan, planner_data=_Planned(plan.planner_data, hashes))
+        # Without what a ContentIndex has: all of the content is compared here, and on purpose it may differ.
+        items = [dataclasses.replace(item, index=dataclasses.replace(item.index)) for item in plan.items]
+        return dataclasses.replace(plan, items=items, planner_data=_Planned(plan.planner_data, hashes))
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """DCP's global plan of what all ranks want to save.
@@ -88,12 +90,10 @@ class SavePlanner(DefaultSavePlanner):
 
     def _in_question(self) -> Iterator[tuple[str, Any]]:
         """Values of which the mesh does not say that other ranks with the same chunk have the same."""
-        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-            return
         for key, value in self.state_dict.items():
             if self._may_differ(key):
                 continue
-            if _is_names(value) or (isinstance(value, Tensor) and mesh_size(value) != dist.get_world_size()):
+            if _is_names(value) or (isinstance(value, Tensor) and may_be_another_ranks(value)):
                 yield key, value
 
 
@@ -168,7 +168,7 @@ def _why_misread(value: Tensor, planned_numel: int) -> str | None:
 
 
 class _Planned(NamedTuple):
-    """What travels with a plan: DCP's own mappings, and the hashes by key."""
+    """Data that travels with a plan: DCP's own mappings, and the hashes by key."""
 
     mappings: Any
     hashes: dict[str, bytes]
@@ -180,7 +180,7 @@ def _is_names(value: object) -> bool:
 
 
 def _hash_of(value: Any) -> bytes:
-    """Of this rank's elements, bit by bit, wherever they are."""
+    """Hash this rank's elements, bit by bit, wherever they are."""
     whole = hashlib.blake2b(digest_size=16)
     if not isinstance(value, Tensor):
         whole.update(repr(list(value)).encode())

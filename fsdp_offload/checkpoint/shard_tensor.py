@@ -34,8 +34,10 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter
 
-from ..fsdp import local_shard, over_local, over_part
+from ..torch_compat.dtensor import local_shard, may_be_another_ranks, over_local, over_part
 from .chunks import chunks_of, flat_range_of
+from .content_index import ContentIndex
+from .experts import is_numbered
 from .rectangles import Chunk, ShardChunks, ragged_chunks
 from .torch_private import disabled_torch_function, make_wrapper
 
@@ -85,18 +87,24 @@ class ShardTensor(Tensor):
     # --- for DCP (torch/distributed/_checkpointable.py) --------------------------------------------------------------
 
     def __create_write_items__(self, fqn: str, object: Tensor) -> list[WriteItem]:  # noqa: A002  # torch names it so
-        """One item per chunk. Called by ``DTensor`` with itself as ``object``, whose shape must be the chunks' own."""
+        """One item per chunk. Called by ``DTensor`` with itself as ``object``, whose shape must be the chunks' own.
+
+        Chunks of experts know their content where other ranks may have other experts of that name.
+        """
         global_shape = torch.Size(self.shard_chunks.global_shape)
         if object is not self and object.size() != global_shape:
             raise ValueError(f"{fqn} has shape {object.size()}, but its chunks are those of a tensor of {global_shape}")
         properties = TensorProperties.create_from_tensor(self.local)
+        may_collide = is_numbered(fqn) and may_be_another_ranks(object)
         return [
             WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
+                index=ContentIndex.of(fqn, own.offsets, self._view(own))
+                if may_collide
+                else MetadataIndex(fqn, own.offsets),
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=global_shape),
             )
-            for chunk in self.__create_chunk_list__()
+            for own, chunk in zip(self.shard_chunks.chunks, self.__create_chunk_list__(), strict=True)
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:

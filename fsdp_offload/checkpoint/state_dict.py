@@ -28,25 +28,18 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..engine import Engine, engine_of, find_offloaded
-from ..fsdp import is_dtensor, local_shard, over_local, parameter_names, version_of
-from ..load import check_loadable
-from ..masters import MASTER, is_duplicate
-from ..shards import leaves_of
-from ..state import OffloadedState
-from ..update import UserState
-from ..wrapped import is_wrapped, optimizers_in
+from ..api.wrapped import is_wrapped, optimizers_in
+from ..engine.engine import Engine, engine_of, find_offloaded
+from ..engine.loading import check_loadable
+from ..optimizers.masters import MASTER, is_duplicate
+from ..state.layout import leaves_of
+from ..state.mapping import OffloadedState
+from ..state.store import UserState
+from ..torch_compat.dtensor import is_dtensor, local_shard, may_be_another_ranks, over_local, version_of
+from ..torch_compat.fully_shard import parameter_names
 from .chunks import chunks_of, flat_range_of, says_its_chunks
-from .layouts import (
-    LEFT_OUT,
-    LeftOut,
-    SavedByFqn,
-    StateDict,
-    as_fsdp_dtensor,
-    by_fqn,
-    flattened,
-    with_names_of,
-)
+from .experts import is_numbered
+from .layouts import LEFT_OUT, LeftOut, SavedByFqn, StateDict, as_fsdp_dtensor, by_fqn, flattened, with_names_of
 from .rectangles import Shape, ShardChunks
 from .shard_tensor import ShardTensor, with_chunks
 from .torch_private import canonical_fqn
@@ -98,7 +91,7 @@ def get_optimizer_state_dict(
         attached.check_names(fqns)
         states, groups = attached.for_load() if for_load else attached.saved()
         for param, state in states.items():
-            nested["state"][fqns[param]] = _as_saved(param, _copied(state) if cpu_offload else state)
+            nested["state"][fqns[param]] = _as_saved(fqns[param], param, _copied(state) if cpu_offload else state)
             for value in nested["state"][fqns[param]].values():
                 if isinstance(value, Tensor):
                     LEFT_OUT.pop(value, None)  # what an earlier load did not find says nothing about the next one
@@ -160,14 +153,14 @@ def set_optimizer_state_dict(
 # Values --------------------------------------------------------------------------------------------------------------
 
 
-def _as_saved(param: Tensor, state: UserState) -> dict[str, Any]:
+def _as_saved(fqn: str, param: Tensor, state: UserState) -> dict[str, Any]:
     """The state of one parameter as a checkpoint has it."""
-    ragged = _is_ragged(param)
+    carries = _is_ragged(param) or (is_numbered(fqn) and is_dtensor(param) and may_be_another_ranks(param))
     saved = {}
     for name, value in state.items():
         if name == MASTER and isinstance(value, Tensor) and is_duplicate(param, value.dtype):
             continue
-        if ragged and isinstance(value, Tensor) and value.shape == param.shape:
+        if carries and isinstance(value, Tensor) and value.shape == param.shape:
             value = with_chunks(param, local_shard(value), chunks_of(param))
         saved[name] = value
     return saved
@@ -246,7 +239,7 @@ class _Offer(NamedTuple):
 
 
 _offers: "weakref.WeakKeyDictionary[Engine, dict[Tensor, dict[str, _Offer]]]" = weakref.WeakKeyDictionary()
-"""What the last ``for_load=True`` of each engine handed out."""
+"""Values that the last ``for_load=True`` of each engine handed out."""
 
 
 @dataclass
@@ -263,6 +256,13 @@ class _Attached:
     def check_names(self, fqns: Mapping[Tensor, str]) -> None:
         """Refuse parameters that have no FQN."""
         foreign = [self.engine.names.get(param, "?") for param in self.params if param not in fqns]
+        if not all(isinstance(param, nn.Parameter) for param in self.params if param not in fqns):
+            raise ValueError(
+                f"{len(foreign)} tensors of the optimizer are not the model's parameters but copies or parts of them, "
+                f"as those of Megatron's DistributedOptimizer ({foreign[0]}): they have no names and no shapes that a "
+                "checkpoint could have. Save with that optimizer's own sharded_state_dict() or "
+                "save_parameter_state(), which read the state in host memory."
+            )
         if foreign:
             raise ValueError(
                 f"{len(foreign)} parameters of the optimizer are not the model's: {_some(foreign)}. Give the model "
@@ -299,7 +299,7 @@ class _Attached:
         return offered, [{**counters, **group} for group in self.optimizer.param_groups]
 
     def by_parameter(self, fqns: Mapping[Tensor, str], saved: SavedByFqn, *, strict: bool) -> dict[str, Any]:
-        """What ``load_state_dict`` takes, with positions for names."""
+        """Make what ``load_state_dict`` takes, with positions for names."""
         missing = [fqns[param] for param in self.params if fqns[param] not in saved.entries]
         if strict and missing:
             raise ValueError(

@@ -23,9 +23,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ..fsdp import fsdp_modules, local_shard
-from ..offload import is_offloaded, offload_report
-from ..spent import is_spent
+from ..api.offload import is_offloaded, offload_report
+from ..torch_compat.dtensor import local_shard
+from ..torch_compat.fully_shard import fsdp_modules
+from ..torch_compat.spent_gradient import is_spent
 from .memory import Moment, draw_memory
 from .timeline import Timeline, check_matplotlib, draw, phase, read_trace, timeline_of
 

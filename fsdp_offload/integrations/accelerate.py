@@ -15,13 +15,14 @@ from accelerate import Accelerator
 from torch import nn
 from torch.optim import Optimizer
 
-from ..offload import offload_optimizer
 from ..policy import OffloadPolicy
-from .plain_values import policy_from
+from .plain_values import offload, policy_from
 
 
-def prepare(accelerator: Accelerator, *objects: Any, policy: OffloadPolicy | Mapping[str, Any] | None = None) -> Any:
-    """``accelerator.prepare(*objects)``, and then offload of the optimizers among them.
+def prepare(
+    accelerator: Accelerator, *objects: Any, policy: OffloadPolicy | Mapping[str, Any] | None = None, **options: Any
+) -> Any:
+    """``accelerator.prepare(*objects, **options)``, and then offload of the optimizers among them.
 
     May be called again with what it returned. ``FSDP_OFFLOAD_...`` variables fill in what ``policy`` does not say.
 
@@ -29,14 +30,17 @@ def prepare(accelerator: Accelerator, *objects: Any, policy: OffloadPolicy | Map
         accelerator: yours.
         objects: as for ``accelerator.prepare``; the model of the optimizers, if there is more than one, goes first.
         policy: a policy, or its fields as plain values.
+        options: as for ``accelerator.prepare``, such as ``device_placement``.
     """
-    chosen = policy_from(policy)
-    prepared = accelerator.prepare(*objects)
+    if any(isinstance(each, OffloadPolicy | Mapping) for each in objects):
+        raise TypeError("prepare() takes the policy by its name: prepare(accelerator, model, optimizer, policy=...).")
+    policy = None if policy is None else policy_from(policy)  # a wrong one is told before anything is sharded
+    prepared = accelerator.prepare(*objects, **options)
     results = prepared if isinstance(prepared, tuple | list) else [prepared]
     models = [result for result in results if isinstance(result, nn.Module)]
     for optimizer in results:
         if isinstance(optimizer, Optimizer):
-            offload_optimizer(optimizer, model=_model_of(optimizer, models), policy=chosen, exist_ok=True)
+            offload(optimizer, _model_of(optimizer, models), policy)
     return prepared
 
 

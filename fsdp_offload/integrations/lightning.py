@@ -18,9 +18,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 from torch.optim import Optimizer
 
-from ..offload import offload_optimizer
 from ..policy import OffloadPolicy
-from .plain_values import metrics_of, policy_from
+from .plain_values import metrics_of, offload, policy_from
 
 
 class OffloadCallback(Callback):
@@ -32,13 +31,13 @@ class OffloadCallback(Callback):
     """
 
     def __init__(self, policy: OffloadPolicy | Mapping[str, Any] | None = None, *, log_metrics: bool = False) -> None:
-        self._policy = policy_from(policy)
+        self._policy = None if policy is None else policy_from(policy)
         self._log_metrics = log_metrics
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Called by ``Trainer`` behind ``configure_optimizers``."""
         for optimizer in trainer.optimizers:
-            offload_optimizer(optimizer, model=pl_module, policy=self._policy, exist_ok=True)
+            offload(optimizer, pl_module, self._policy)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         """Called by ``Trainer``."""
@@ -56,5 +55,5 @@ def setup_optimizers(
     """``fabric.setup_optimizers(*optimizers)``, and offload; ``model`` is what ``fabric.setup`` has returned."""
     module = getattr(model, "module", model)
     for optimizer in optimizers:
-        offload_optimizer(optimizer, model=module, policy=policy_from(policy), exist_ok=True)
+        offload(optimizer, module, policy)
     return fabric.setup_optimizers(*optimizers)

@@ -15,7 +15,7 @@ from typing import Any
 import megatron_fsdp
 from torch.optim import Optimizer
 
-from ..offload import offload_optimizer
+from ..api.offload import offload_optimizer
 from ..policy import OffloadPolicy
 from .plain_values import policy_from
 

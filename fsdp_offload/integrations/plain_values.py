@@ -2,47 +2,94 @@
 
 import ast
 import dataclasses
+import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from torch import nn
 from torch.optim import Optimizer
 
-from ..offload import is_offloaded, offload_report
+from ..api.offload import is_offloaded, offload_optimizer, offload_report
+from ..api.wrong_order import line_to_write
 from ..policy import OffloadPolicy
 
-_WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False, "none": None, "": None}
+_PREFIX = "FSDP_OFFLOAD_"
+_WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False, "none": None, "null": None}
 
 
-def policy_from(values: OffloadPolicy | Mapping[str, Any] | None = None) -> OffloadPolicy:
+def policy_from(values: OffloadPolicy | Mapping[str, Any] | str | None = None) -> OffloadPolicy:
     """A policy from a dict as YAML or a command line gives it, and from the environment for what is not in it.
 
-    ``FSDP_OFFLOAD_STAGING_BYTES=auto`` is the field ``staging_bytes``. A policy is returned as it is.
+    ``FSDP_OFFLOAD_STAGING_BYTES=auto`` is the field ``staging_bytes``; an empty variable is none. Text is JSON of
+    such a dict. A policy is returned as it is.
 
     Raises:
-        ValueError: there is no field of that name, or it does not take that value.
+        ValueError: there is no field of that name, in ``values`` or in the environment, or the text is no JSON.
+        TypeError, ValueError: a field does not take that value.
     """
     if isinstance(values, OffloadPolicy):
         return values
-    names = [field.name for field in dataclasses.fields(OffloadPolicy)]
-    variables = {name: f"FSDP_OFFLOAD_{name.upper()}" for name in names}
-    given = {name: os.environ[variable] for name, variable in variables.items() if variable in os.environ}
-    given.update(values or {})
-    unknown = given.keys() - set(names)
-    if unknown:
-        raise ValueError(f"OffloadPolicy has no {', '.join(sorted(unknown))}; it has {', '.join(names)}.")
-    return OffloadPolicy(**{name: _value(text) for name, text in given.items()})
-
-
-def _value(text: object) -> Any:
-    if not isinstance(text, str):
-        return text
-    if text.strip().lower() in _WORDS:
-        return _WORDS[text.strip().lower()]
+    fields = {field.name: field for field in dataclasses.fields(OffloadPolicy)}
+    variables = {variable: text for variable, text in os.environ.items() if variable.startswith(_PREFIX) and text}
+    given = {variable.removeprefix(_PREFIX).lower(): text for variable, text in variables.items()}
+    given = {name: text for name, text in given.items() if not name.startswith("test_")}  # our own tests' settings
+    _refuse_unknown([_PREFIX + name.upper() for name in given], [_PREFIX + name.upper() for name in fields])
+    asked = _from_json(values) if isinstance(values, str) else dict(values or {})
+    _refuse_unknown(asked, fields)
+    given.update(asked)
     try:
-        return ast.literal_eval(text.strip())
+        return OffloadPolicy(**{name: _value(fields[name], value) for name, value in given.items()})
+    except (TypeError, ValueError) as error:
+        used = ", ".join(_PREFIX + name.upper() for name in given if name not in asked)
+        raise type(error)(f"{error} (from the environment: {used})" if used else str(error)) from None
+
+
+def offload(optimizer: Optimizer, model: nn.Module | None, policy: OffloadPolicy | Mapping[str, Any] | None) -> None:
+    """Offload as a script in a framework does: perhaps again, and then without a policy, with the one that it has."""
+    again = is_offloaded(optimizer)
+    chosen = None if policy is None and again else policy_from(policy)
+    try:
+        offload_optimizer(optimizer, model=model, policy=chosen, exist_ok=True)
+    except RuntimeError as error:
+        if not again:
+            raise
+        raise RuntimeError(f"{error} Or say in one place of the script what you want: {line_to_write()}.") from None
+
+
+def _refuse_unknown(names: Iterable[str], known: Iterable[str]) -> None:
+    unknown = sorted(set(names) - set(known))
+    if unknown:
+        raise ValueError(f"OffloadPolicy has no {', '.join(unknown)}; it has {', '.join(known)}.")
+
+
+def _from_json(text: str) -> dict[str, Any]:
+    try:
+        values = json.loads(text)
+    except ValueError as error:
+        values = error
+    if not isinstance(values, dict):
+        raise ValueError(f'A policy in text is JSON such as {{"overlap_forward": true}}, got {text!r}.')
+    return values
+
+
+def _value(field: dataclasses.Field[Any], value: Any) -> Any:
+    """``value`` as the field's type, where it says the same in another one: text, 1 for true, 1e9 for bytes."""
+    if isinstance(value, str):
+        word = value.strip().lower()
+        value = _WORDS[word] if word in _WORDS and not isinstance(field.default, str) else _literal(word)
+    if isinstance(field.default, bool) and value in (0, 1):
+        return bool(value)
+    if field.name.endswith("_bytes") and isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value
+
+
+def _literal(word: str) -> Any:
+    try:
+        return ast.literal_eval(word)
     except (ValueError, SyntaxError):
-        return text.strip()
+        return word
 
 
 def metrics_of(optimizer: Optimizer, prefix: str = "offload/") -> dict[str, float]:

@@ -17,10 +17,10 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, asy
 from torchtitan.components.checkpoint import OPTIMIZER, AsyncMode, CheckpointManager
 from torchtitan.components.optimizer import OptimizersContainer, OptimizersInBackwardContainer
 
+from ..api.offload import is_offloaded
 from ..checkpoint import ArenaStager
-from ..offload import is_offloaded, offload_optimizer
 from ..policy import OffloadPolicy
-from .plain_values import metrics_of, policy_from
+from .plain_values import metrics_of, offload
 
 
 def offloaded(
@@ -48,11 +48,10 @@ def offload_container(
             "--optimizer.early_step_in_backward makes an optimizer for each parameter. Leave it off, and offload with "
             "policy={'update': 'backward'}: each bucket is updated as soon as its gradients are final."
         )
-    chosen = policy_from(policy)
     for optimizer in container.optimizers:
         params = {param for group in optimizer.param_groups for param in group["params"]}
         part = next((part for part in container.model_parts if params <= set(part.parameters())), None)
-        offload_optimizer(optimizer, model=part, policy=chosen, exist_ok=True)
+        offload(optimizer, part, policy)
     return container
 
 

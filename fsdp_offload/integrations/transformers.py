@@ -15,16 +15,15 @@ from typing import Any
 
 from transformers import Trainer
 
-from ..offload import offload_optimizer
 from ..policy import OffloadPolicy
-from .plain_values import metrics_of, policy_from
+from .plain_values import metrics_of, offload, policy_from
 
 
 @dataclass
 class OffloadArguments:
     """For ``HfArgumentParser((TrainingArguments, OffloadArguments))``: ``OffloadTrainer(..., **vars(arguments))``."""
 
-    offload_policy: dict[str, Any] | str | None = field(
+    offload_policy: str | None = field(
         default=None, metadata={"help": "Fields of OffloadPolicy as JSON; FSDP_OFFLOAD_... variables give the others."}
     )
     offload_metrics: bool = field(
@@ -38,11 +37,11 @@ class OffloadTrainer(Trainer):
     def __init__(
         self,
         *args: Any,
-        offload_policy: OffloadPolicy | Mapping[str, Any] | None = None,
+        offload_policy: OffloadPolicy | Mapping[str, Any] | str | None = None,
         offload_metrics: bool = False,
         **kwargs: Any,
     ) -> None:
-        self._offload_policy = policy_from(offload_policy)
+        self._offload_policy = None if offload_policy is None else policy_from(offload_policy)
         self._offload_metrics = offload_metrics
         super().__init__(*args, **kwargs)
 
@@ -50,7 +49,7 @@ class OffloadTrainer(Trainer):
         """As ``Trainer``. Comes when model and optimizer are prepared, and before a checkpoint is loaded."""
         if optimizer is None:
             assert self.optimizer is not None, "Trainer makes its optimizer before its scheduler"
-            offload_optimizer(self.optimizer, model=self.model, policy=self._offload_policy, exist_ok=True)
+            offload(self.optimizer, self.model, self._offload_policy)
         return super().create_scheduler(num_training_steps, optimizer)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:

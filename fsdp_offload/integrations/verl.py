@@ -18,10 +18,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from verl.utils import fsdp_utils
 
-from ..engine import find_offloaded
-from ..offload import OffloadedOptimizer, offload_optimizer
+from ..api.offload import offload_optimizer
+from ..api.optimizer import OffloadedOptimizer
+from ..engine.engine import find_offloaded
+from ..model.sleep import offload_model, reload_model
 from ..policy import OffloadPolicy
-from ..sleep import offload_model, reload_model
 from .plain_values import policy_from
 
 

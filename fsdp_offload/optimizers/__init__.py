@@ -4,12 +4,12 @@ from dataclasses import replace
 
 from torch.optim import Optimizer
 
-from ..fsdp import has_inner_tensors
+from ..torch_compat.dtensor import has_inner_tensors
 from .base import Habits, LogicalStep, Traits
 from .torch_optim import TRAITS as _TORCH_TRAITS
-from .transformer_engine import is_fused_adam, traits_of_fused_adam
+from .transformer_engine import is_fused_adam, keep_unread_masters, traits_of_fused_adam
 
-__all__ = ["Habits", "LogicalStep", "Traits", "traits_for", "traits_of"]
+__all__ = ["Habits", "LogicalStep", "Traits", "keep_unread_masters", "traits_for", "traits_of"]
 
 _UNKNOWN = Traits(known=False)
 

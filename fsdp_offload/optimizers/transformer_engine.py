@@ -11,8 +11,8 @@ scales are in ``_scales[param]``, beside        stay on the device, and are hand
 ``load_state_dict()`` scales it again           FusedAdam's own scaling, one parameter at a time on the device
 the first step creates state for parameters     the same
 without a gradient
-fp32 parameters get a ``master_param`` that     not kept: nobody reads it, and it goes stale
-nobody reads
+fp32 parameters get a ``master_param`` that     not kept: nobody reads it, and it goes stale. Megatron's own
+nobody reads                                    checkpoints do: :func:`keep_unread_masters`
 ``capturable`` counts on the device, by the     counted once for the whole step; each bucket starts from that
 overflow flag of the last group
 ==============================================  =====================================================================
@@ -20,6 +20,7 @@ overflow flag of the last group
 
 import re
 import sys
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -28,9 +29,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..fsdp import has_inner_tensors, local_shard
-from ..masters import MASTER
+from ..torch_compat.dtensor import has_inner_tensors, local_shard
 from .base import Habits, LogicalStep, Traits
+from .masters import MASTER
 
 OLDEST = (2, 18)
 """Before it, empty local shards, which fully_shard makes, were updated out of bounds or not at all."""
@@ -39,6 +40,14 @@ _UNSCALED = (torch.float32, torch.bfloat16)
 """State of these dtypes has no scale that depends on all elements, so its update is elementwise."""
 
 _PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+_with_unread_masters: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
+
+
+def keep_unread_masters(optimizer: Optimizer) -> None:
+    """Keep the masters of fp32 parameters as well when ``optimizer`` is attached: somebody saves them."""
+    _with_unread_masters.add(optimizer)
 
 
 def is_fused_adam(cls: type[Optimizer]) -> bool:
@@ -96,6 +105,7 @@ class FusedAdamHabits(Habits):
 
     def __init__(self, optimizer: Any, *, elementwise: bool) -> None:
         self._elementwise = elementwise
+        self._keeps_unread_masters = optimizer in _with_unread_masters
         self._decoupled = bool(optimizer.use_decoupled_grad)
         self._capturable = bool(optimizer.capturable)
         self._dtypes: dict[str, torch.dtype] = dict(optimizer.name_to_dtype_map)
@@ -116,7 +126,9 @@ class FusedAdamHabits(Habits):
 
     def without_dispensable(self, param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
         """Without the master of an fp32 parameter: the kernels read the parameter itself."""
-        if MASTER not in state or param.dtype is not torch.float32 or has_inner_tensors(param):
+        if self._keeps_unread_masters or MASTER not in state:
+            return state
+        if param.dtype is not torch.float32 or has_inner_tensors(param):
             return state
         return {name: value for name, value in state.items() if name != MASTER}
 

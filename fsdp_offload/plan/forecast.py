@@ -7,8 +7,8 @@ from typing import Any, get_args
 
 from torch import nn
 
-from ..bound import Times
-from ..choices import CHOICES, OVERLAPS, Choice, Loop, lines_to_write
+from ..planning.bound import Times
+from ..planning.choices import CHOICES, OVERLAPS, Choice, Loop, lines_to_write
 from .machine import Machine, machine_of
 from .memory import SLACK, DeviceMemory, Sizes, device_memory, sizes_of
 from .model import Model, model_of

@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..buckets import ShardSpec, plan_buckets
+from ..planning.buckets import ShardSpec, plan_buckets
 from .machine import Machine
 from .model import local_shapes
 from .trace import Trace

@@ -17,8 +17,8 @@ is the first forward, and B all that is left.
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..bound import Times
-from ..choices import Choice
+from ..planning.bound import Times
+from ..planning.choices import Choice
 from .machine import Machine
 from .memory import Sizes
 from .trace import Phase, Trace

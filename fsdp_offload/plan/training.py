@@ -5,7 +5,7 @@ from typing import Literal, get_args
 
 import torch
 
-from ..masters import MasterKind
+from ..policy import MasterKind
 from .trace import Checkpointing
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

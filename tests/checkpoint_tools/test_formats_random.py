@@ -25,7 +25,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from checkpoint_tools import Rule, merge_state_dict, split_state_dict
-from fsdp_offload.fsdp import local_shard
+from fsdp_offload.torch_compat.dtensor import local_shard
 
 pytestmark = pytest.mark.distributed
 FUSED, PARTS = "mlp.fused", ("mlp.a", "mlp.b", "mlp.c")

@@ -21,9 +21,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from checkpoint_tools.sizes import natural_order, parse_bytes
+from checkpoint_tools.core.sizes import natural_order, parse_bytes
+from checkpoint_tools.core.tables import Table
 from tests.checkpoint_tools.checkpoints import ROOT, save
 from tests.checkpoint_tools.converted import safetensors_file
 from tests.checkpoint_tools.limited import Limited, Ran, limited
@@ -470,7 +472,9 @@ def test_ctrl_c_while_modules_are_imported(folder: Path, tmp_path: Path) -> None
 
 
 def test_what_should_not_happen_is_a_line_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code = "import sys, checkpoint_tools.opening as o; o.open_checkpoint = None; import runpy; sys.argv[0] = 'x'; "
+    code = (
+        "import sys, checkpoint_tools.stored.opening as o; o.open_checkpoint = None; import runpy; sys.argv[0] = 'x'; "
+    )
     code += "runpy.run_module('checkpoint_tools', None, '__main__')"
     run = subprocess.run(
         [sys.executable, "-c", code, "inspect", folder], cwd=ROOT, capture_output=True, text=True, check=False
@@ -501,3 +505,11 @@ def test_sizes_and_orders_of_long_digits() -> None:
     keys = ["x." + "9" * 5000, "x.10", "x.9", "x.010", "x"]
     assert sorted(keys, key=natural_order) == ["x", "x.9", "x.10", "x.010", "x." + "9" * 5000]
     assert parse_bytes("2GiB") == 2 << 30
+
+
+def test_a_key_of_two_lines_is_one_row() -> None:
+    table = Table(["key"], ["size"])
+    table.add_row("x\ny", "1")
+    console = Console(width=80, file=io.StringIO())
+    console.print(table)
+    assert console.file.getvalue() == "key   size\nx\\ny     1\n"  # type: ignore[attr-defined]

@@ -14,10 +14,11 @@ import transformers as hf
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from checkpoint_tools import preset
-from checkpoint_tools.diff import all_keys, diff
-from checkpoint_tools.errors import CheckpointError
-from checkpoint_tools.reading import open_checkpoint
-from checkpoint_tools.split_record import RECORD_FILE, read_record
+from checkpoint_tools.core.errors import CheckpointError
+from checkpoint_tools.fused.rules import preset_names
+from checkpoint_tools.fused.split_record import RECORD_FILE, Split, read_record, record_bytes
+from checkpoint_tools.look.diff import all_keys, diff
+from checkpoint_tools.stored.reading import open_checkpoint
 from tests.checkpoint_tools.checkpoints import save
 from tests.checkpoint_tools.converted import converted
 from tests.checkpoint_tools.formats import stepped
@@ -189,3 +190,40 @@ def test_a_record_that_is_none(tmp_path: Path) -> None:
         (source / RECORD_FILE).write_text(content)
         with pytest.raises(CheckpointError, match="is not what split leaves"):
             rewritten("merge", source, tmp_path / "new", rule())
+
+
+@pytest.mark.parametrize(
+    ("placeholders", "is_bounded"),
+    [
+        ("{p:(a+)+}", False),
+        ("{p:(a|aa)*}", False),
+        ("{p:a*a*a*a*a*}", False),
+        ("{p:.*.*.*}", False),
+        ("{p:(?=.*)a?}", False),
+        ("{p}{q}{r}", False),
+        ("{p}.{q:weight|weight\\d+|}", True),
+        ("{p:.*a\\.}", True),
+    ],
+)
+def test_patterns_of_a_record_that_somebody_else_has_written(
+    tmp_path: Path, placeholders: str, is_bounded: bool
+) -> None:
+    """Not one of them is tried: matching a name of thirty letters with the first takes minutes."""
+    text = "".join(f"{{{name}}}" for name in "pqr" if f"{{{name}" in placeholders)
+    own = rule(fused=f"{placeholders}gate_up", parts=(f"{text}gate", f"{text}up"))
+    source = save(tmp_path / "source", {"b.gate": torch.ones(2, 2), f"{'a' * 40}!gate": torch.ones(2, 2)})
+    (source / RECORD_FILE).write_bytes(record_bytes([Split((own,), {}, frozenset(["b.gate_up"]))]))
+    assert own.is_bounded == is_bounded
+    if not is_bounded:
+        with pytest.raises(CheckpointError, match="has a rule of its own"):
+            rewritten("merge", source, tmp_path / "new")
+
+
+def test_the_presets_are_bounded_and_long_keys_are_matched_by_none() -> None:
+    for name in preset_names():
+        for own in preset(name):
+            assert own.is_bounded
+            assert own.match("a." * 5000 + "weight") is None
+    (first, *_) = preset("megatron-swiglu")
+    assert first.match("a." * 300 + "linear_fc1.weight") is not None
+    assert first.match("a." * 600 + "linear_fc1.weight") is None

@@ -19,17 +19,17 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from typer.testing import CliRunner
 
-from checkpoint_tools import rewriting
 from checkpoint_tools.__main__ import app
-from checkpoint_tools.diff import diff
-from checkpoint_tools.errors import CheckpointError
-from checkpoint_tools.partial import open_partial, partial_of
-from checkpoint_tools.perform import perform
-from checkpoint_tools.reading import open_checkpoint
-from checkpoint_tools.request import Request, Way, complete
-from checkpoint_tools.rewrite import unit_bytes_of, units_of
-from checkpoint_tools.sinks import LocalSink
-from checkpoint_tools.verify import check_finite
+from checkpoint_tools.core.errors import CheckpointError
+from checkpoint_tools.exchange.request import Request, Way, complete
+from checkpoint_tools.look.diff import diff
+from checkpoint_tools.look.verify import check_finite
+from checkpoint_tools.stored.reading import open_checkpoint
+from checkpoint_tools.write import rewrite as rewriting
+from checkpoint_tools.write.execute import perform
+from checkpoint_tools.write.layout import unit_bytes_of, units_of
+from checkpoint_tools.write.partial import open_partial, partial_of
+from checkpoint_tools.write.sinks import LocalSink
 from tests.checkpoint_tools.checkpoints import ROOT, changed, run_tool, save
 from tests.checkpoint_tools.offline import (
     DOWN,
@@ -514,9 +514,11 @@ def test_too_little_memory_is_refused_inside_too(source: Path, tmp_path: Path) -
 
 
 def test_many_at_a_time_change_nothing(source: Path, tmp_path: Path) -> None:
+    names = (".metadata", ".checksums")  # which say where it is, and what the other one contains
+
     def make(number: int) -> dict[str, bytes]:
         rewritten("split", source, tmp_path / f"{number}", rule(), threads=number, max_memory_bytes=64 * number)
-        return {name: text for name, text in contents(tmp_path / f"{number}").items() if name != ".metadata"}
+        return {name: text for name, text in contents(tmp_path / f"{number}").items() if name not in names}
 
     with ThreadPoolExecutor() as pool:
         first, *others = pool.map(make, (1, 2, 7))

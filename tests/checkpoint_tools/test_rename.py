@@ -1,5 +1,7 @@
 """Names between frameworks: from Hugging Face's to torchtitan's to Megatron's and back, and loaded where they are."""
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +11,14 @@ import transformers as hf
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from checkpoint_tools.diff import all_keys, diff
-from checkpoint_tools.frameworks import family_names
-from checkpoint_tools.opening import open_checkpoint
-from checkpoint_tools.reading import Checkpoint
-from checkpoint_tools.translate import Translation, translate
-from checkpoint_tools.verify import check_structure
+from checkpoint_tools.convert.frameworks import family_names
+from checkpoint_tools.convert.translate import Translation, translate
+from checkpoint_tools.core.errors import CheckpointError
+from checkpoint_tools.look.diff import all_keys, diff
+from checkpoint_tools.look.verify import check_structure
+from checkpoint_tools.stored.opening import open_checkpoint
+from checkpoint_tools.stored.reading import Checkpoint
+from checkpoint_tools.write import rewrite as rewriting
 from tests.checkpoint_tools.checkpoints import save
 from tests.checkpoint_tools.converted import converted
 from tests.checkpoint_tools.formats import stepped
@@ -199,3 +203,72 @@ def test_the_same_keys_through_two_ways(tmp_path: Path) -> None:
     renamed("llama", source, tmp_path / "titan", "torchtitan", **VALUES)
     around = renamed("llama", tmp_path / "titan", tmp_path / "around", "megatron", of="torchtitan", **VALUES)
     assert_same(straight, around)
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    return save(tmp_path / "source", {"model": model_of("llama").state_dict()})
+
+
+def test_a_rename_goes_on_where_it_was_interrupted(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = renamed("llama", llama, tmp_path / "expected", "megatron", **VALUES)
+    write, done = rewriting.write, []
+
+    def interrupted(*args: Any, **options: Any) -> None:
+        if done:
+            raise KeyboardInterrupt
+        write(*args, **options)
+        done.append(args[2])
+
+    monkeypatch.setattr(rewriting, "write", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        renamed("llama", llama, tmp_path / "new", "megatron", **VALUES)
+    (room,) = tmp_path.glob("new.steps-*")
+    assert done == [f"{room}/0"]
+    monkeypatch.setattr(rewriting, "write", lambda *args, **options: (write(*args, **options), done.append(args[2])))
+    made = renamed("llama", llama, tmp_path / "new", "megatron", **VALUES)
+    assert len(done) == len(set(done)) > 1
+    assert list(tmp_path.glob("new.*")) == []
+    keys = all_keys(expected, made)
+    assert set(keys) == set(expected.tensors) | set(expected.objects)
+    assert diff(expected, made, keys) == []
+
+
+def test_two_renames_to_one_place(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second one is refused, and takes nothing from the first; one that cannot be done leaves nothing."""
+    write = rewriting.write
+
+    def with_another(*args: Any, **options: Any) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(rewriting, "write", write)
+            with pytest.raises(CheckpointError, match="another process is writing"):
+                renamed("llama", llama, tmp_path / "new", "megatron", **VALUES)
+        write(*args, **options)
+
+    monkeypatch.setattr(rewriting, "write", with_another)
+    renamed("llama", llama, tmp_path / "new", "megatron", **VALUES)
+    monkeypatch.setattr(rewriting, "write", write)
+    with pytest.raises(CheckpointError):
+        renamed("llama", tmp_path / "new", tmp_path / "other", "torchtitan", **VALUES)
+    assert list(tmp_path.glob("*.steps-*")) == []
+
+
+def test_its_progress_is_told(llama: Path, tmp_path: Path) -> None:
+    told: list[list[int]] = []
+
+    @contextlib.contextmanager
+    def progress(what: str, nbytes: int) -> Iterator[Any]:
+        assert what == f"rename, {len(told) + 1} of {what[-1]}"
+        told.append([nbytes, 0])
+
+        def advance(done: int) -> None:
+            told[-1][1] += done
+
+        yield advance
+
+    asked = Translation("llama", "hf", "megatron", VALUES, ())
+    translate(str(llama), str(tmp_path / "new"), asked, threads=1, max_memory_bytes=1 << 24, progress=progress)
+    assert len(told) > 1
+    assert all(0 < done <= total for total, done in told)  # what is around elements is not told of

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint_tools.rules import Rule, excluding, find_matches, find_parts, load_rules, preset, preset_names
+from checkpoint_tools.fused.rules import Rule, excluding, find_matches, find_parts, load_rules, preset, preset_names
 
 GATE_UP = Rule(
     fused=r"{prefix}mlp.gate_up{suffix:\.weight|\.bias}",
@@ -197,3 +197,12 @@ MEGATRON_KEYS = [
 def test_megatron_names_of_dense_grouped_sequential_and_shared_experts(key: str) -> None:
     (match,) = [match for rule in preset("megatron-swiglu") if (match := rule.match(key)) is not None]
     assert match.parts == (f"{key}_w", f"{key}_v")
+
+
+@pytest.mark.parametrize(
+    "size", ["(" * 200 + "1" + ")" * 200, "-" * 20_000 + "1", "1" + "0" * 400 + ".0 * 2", "10**1000"]
+)
+def test_sizes_that_python_cannot_parse_or_hold(size: str) -> None:
+    """From a file that somebody else has written: what is wrong is said in a line."""
+    with pytest.raises(ValueError, match="x: the size"):
+        rule_with(sizes=(size, "rest")).combs(8, {}, "x")

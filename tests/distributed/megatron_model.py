@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from fsdp_offload.fsdp import local_shard
+from fsdp_offload.torch_compat.dtensor import local_shard
 
 Shape = tuple[int, ...]
 

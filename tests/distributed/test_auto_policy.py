@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from fsdp_offload import choices, offload_optimizer
-from fsdp_offload.engine import engine_of
+from fsdp_offload import offload_optimizer
+from fsdp_offload.api.attachment import engine_of
+from fsdp_offload.planning import choices
 from tests.distributed.launch import mesh, spawn
 from tests.overlapping import Loop, adamw, same
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from fsdp_offload.checkpoint import chunks_of, with_chunks
 from fsdp_offload.checkpoint.load_planner import LoadPlanner, load
-from fsdp_offload.fsdp import local_shard
+from fsdp_offload.torch_compat.dtensor import local_shard
 from tests.distributed.launch import mesh, run_cases, spawn, this_device
 
 pytestmark = pytest.mark.distributed

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
@@ -21,6 +22,8 @@ from fsdp_offload.checkpoint import (
     load,
     save,
     set_optimizer_state_dict,
+    with_chunks,
+    with_parameter_chunks,
 )
 from tests.distributed.launch import agree, mesh, run_cases, spawn, this_device
 
@@ -43,6 +46,7 @@ class Layer(nn.Module):
     def __init__(self, ep: int, *, grouped: bool, mesh_name: str) -> None:
         super().__init__()
         dp = dist.get_world_size() // ep
+        self.name = mesh_name
         self.mesh = mesh(dp, ep, names=(f"dp_{mesh_name}", f"ep_{mesh_name}"))
         self.experts = Experts.of_rank(self.mesh.get_local_rank(1), NUM_EXPERTS // ep)
         numbers = range(self.experts.count)
@@ -96,7 +100,12 @@ def run_all_or_none(rank: int, world_size: int, folder: Path, ep: int) -> None:
         {
             f"{what}, grouped={grouped}": lambda c=case, g=grouped, w=what: c(folder / f"{w}{g}", ep, g)
             for grouped in (True, False)
-            for what, case in {"numbered": numbered, "local names": refused, "step beside": refused_counter}.items()
+            for what, case in {
+                "numbered": numbered,
+                "local names": refused,
+                "plainly saved": plainly_refused,
+                "step beside": refused_counter,
+            }.items()
         }
     )
 
@@ -147,6 +156,44 @@ def refused(folder: Path, ep: int, grouped: bool) -> Iterator[str]:
             yield f"{what}: saved, with the experts of one rank"
         if (folder / what / ".metadata").exists() or list((folder / what).glob("*.distcp")):
             yield f"{what}: something was written"
+
+
+def plainly_refused(folder: Path, ep: int, grouped: bool) -> Iterator[str]:
+    """torch's own save, with its own planner: state, and a model's values that carry their chunks."""
+    model, optimizer = trained(ep, grouped=grouped, mesh_name=f"p{ep}{grouped}", steps=1)
+    state = state_of(model, optimizer)
+    carrying = with_parameter_chunks(model, state["model"])
+    for what, values in {
+        "model": {"model": carrying},
+        "nested": {"optimizer": get_optimizer_state_dict(model, optimizer)["state"]},
+        "flattened": {"optimizer": state["optimizer"]},
+        "fsdp_dtensor": {"optimizer": get_optimizer_state_dict(model, optimizer, fsdp_dtensor=True)["state"]},
+        "all": {**state, "model": carrying},
+    }.items():
+        try:
+            dcp.save(values, checkpoint_id=folder / what)
+        except CheckpointException as error:
+            message = str(error.failures[0])
+            if "fsdp_offload.checkpoint.Experts" not in message or f"{LAYER}.experts." not in message:
+                yield f"{what}: {message}"
+        else:
+            yield f"{what}: saved, with the experts of one rank"
+        if (folder / what / ".metadata").exists() or list((folder / what).glob("*.distcp")):
+            yield f"{what}: something was written"
+    names = {"model": carrying, "optimizer": state["optimizer"]}
+    dcp.save(names, checkpoint_id=folder / "on purpose", planner=SavePlanner(allow_different=True))
+    dcp.save(model.experts.number(names), checkpoint_id=folder / "plain")
+    save(model.experts.number(names), checkpoint_id=folder / "ours")
+    plain, ours = (dcp.FileSystemReader(folder / which).read_metadata() for which in ("plain", "ours"))
+    if plain.state_dict_metadata != ours.state_dict_metadata:
+        yield "the files say something else"
+    if {type(index) for index in plain.storage_data} != {MetadataIndex}:
+        yield "what finds collisions got into the file"
+    # What is replicated over meshes is found to be, and saved once.
+    same = {
+        "experts.linear_fc1.weight0": with_chunks(distribute_tensor(torch.ones(6, 4), model.mesh["dp_" + model.name]))
+    }
+    dcp.save(same, checkpoint_id=folder / "same")
 
 
 def refused_counter(folder: Path, ep: int, grouped: bool) -> Iterator[str]:

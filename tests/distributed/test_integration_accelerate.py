@@ -71,7 +71,8 @@ def script(
         model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
     else:
         model, optimizer, scheduler = prepare(accelerator, model, optimizer, scheduler, policy=policy)
-        assert prepare(accelerator, model, optimizer, policy=policy)[1] is optimizer  # may be called again
+        again = prepare(accelerator, model, optimizer, policy=policy)  # may be called again, also without the policy
+        assert again[1] is prepare(accelerator, model, optimizer, device_placement=[True, True])[1] is optimizer
     assert is_offloaded(optimizer) == (policy is not None)
     if load is not None:
         accelerator.load_state(load)
@@ -141,3 +142,24 @@ def test_training_saving_and_resuming(tmp_path: Path, state_dict_type: str) -> N
     }
     spawn(run_scripts, 1, tmp_path, tmp_path, alone)
     assert_same(tmp_path, "plain alone", "offloaded alone", 1)
+
+
+def run_misuse(rank: int, world_size: int) -> None:
+    from fsdp_offload.integrations.accelerate import prepare
+
+    warnings.filterwarnings("ignore", message="offload_optimizer: ")
+    accelerator = accelerator_for(rank, world_size, "SHARDED_STATE_DICT")
+    model: Any = Net()
+    optimizer: Any = optim.AdamW(model.parameters())
+    with pytest.raises(TypeError, match="takes the policy by its name"):
+        prepare(accelerator, model, optimizer, POLICY)
+    with pytest.raises(ValueError, match="OffloadPolicy has no bucket"):
+        prepare(accelerator, model, optimizer, policy={"bucket": 1})
+    assert not any(hasattr(module, "reshard") for module in model.modules())  # nothing has been sharded
+    model, optimizer = prepare(accelerator, model, optimizer, policy=POLICY)
+    with pytest.raises(RuntimeError, match=r"offloaded already, .*say in one place .*accelerate\.prepare\("):
+        prepare(accelerator, model, optimizer, policy=OVERLAPPED)
+
+
+def test_a_policy_in_the_wrong_place(tmp_path: Path) -> None:
+    spawn(run_misuse, 2, tmp_path)

@@ -207,7 +207,9 @@ def run_wrong_orders(rank: int, world_size: int, folder: Path) -> None:
     warnings.filterwarnings("ignore", message="offload_optimizer: ")
     environment(rank, world_size)
 
-    def trainer() -> Trainer:
+    from fsdp_offload.integrations.lightning import OffloadCallback
+
+    def trainer(*callbacks: Any) -> Trainer:
         strategy = ModelParallelStrategy(data_parallel_size=world_size, tensor_parallel_size=1)
         quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
         return Trainer(
@@ -217,6 +219,7 @@ def run_wrong_orders(rank: int, world_size: int, folder: Path) -> None:
             max_steps=2,
             limit_val_batches=0,
             enable_checkpointing=False,
+            callbacks=list(callbacks),
             default_root_dir=folder,
             **quiet,
         )
@@ -232,6 +235,13 @@ def run_wrong_orders(rank: int, world_size: int, folder: Path) -> None:
     late.on_fit_start = lambda: kept.append(offload_optimizer(torch.optim.AdamW(late.net.parameters()), model=late.net))
     with pytest.warns(UserWarning, match=r"NOTHING IS OFFLOADED.*lightning\.OffloadCallback"):
         trainer().fit(late)
+
+    own = module_of(manual=False, rank=rank)
+    own.configure_optimizers = lambda: offload_optimizer(torch.optim.AdamW(own.net.parameters()), model=own)
+    trainer(OffloadCallback(), OffloadCallback()).fit(own)  # what is offloaded stays so
+    assert is_offloaded(own.trainer.optimizers[0])
+    with pytest.raises(RuntimeError, match=r"offloaded already, .*say in one place .*lightning\.OffloadCallback"):
+        trainer(OffloadCallback(POLICY), OffloadCallback(OVERLAPPED)).fit(module_of(manual=False, rank=rank))
 
 
 def test_wrong_orders(tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def script(
         save_from_arena(manager)
         assert isinstance(manager.stager, ArenaStager)
     if policy is not None:
-        assert offload_container(container, policy) is container  # may be called again
+        assert offload_container(container, policy) is offload_container(container) is container  # again
     if load:
         assert manager.load(step=SAVED_AT)
     seen = []

@@ -1,7 +1,7 @@
 """verl's functions around phases, and its engine's optimizer: what ours make of them.
 
-verl needs an older transformers than the other tests, and so is not part of the dev extra. To run these, install it
-beside: ``pip install --no-deps verl``, and what importing it asks for.
+verl asks for an older transformers than the other tests, and so is not part of the dev extra. To run these, install it
+beside: ``pip install --no-deps -r tests/distributed/verl_requirements.txt``.
 """
 
 import warnings

@@ -25,7 +25,7 @@ from fsdp_offload.checkpoint import (
     set_optimizer_state_dict,
     with_parameter_chunks,
 )
-from fsdp_offload.fsdp import local_shard
+from fsdp_offload.torch_compat.dtensor import local_shard
 from tests.checkpoint_tools.offline import rewritten
 from tests.distributed.launch import mesh, run_cases, spawn
 from tests.distributed.megatron_model import (

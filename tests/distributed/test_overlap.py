@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from fsdp_offload import OffloadPolicy
-from fsdp_offload.pipeline import Pipeline
+from fsdp_offload.engine.executor import Pipeline
 from tests.distributed.launch import DEVICE_TYPE, mesh, run_cases, spawn
 from tests.overlapping import HABITS, NOT_IN_BACKWARD, POLICIES, SIZES, Loop, Net, adamw, same
 from tests.test_elastic import Device

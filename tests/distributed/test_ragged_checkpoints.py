@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from fsdp_offload.checkpoint import ShardTensor, chunks_of, with_chunks
-from fsdp_offload.fsdp import local_shard
+from fsdp_offload.torch_compat.dtensor import local_shard
 from tests.distributed.launch import mesh, run_cases, spawn, this_device
 
 pytestmark = pytest.mark.distributed

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fsdp_offload import OffloadPolicy, offload_optimizer
 from fsdp_offload.checkpoint import get_optimizer_state_dict, load, save, set_optimizer_state_dict
-from fsdp_offload.fsdp import local_shard
+from fsdp_offload.torch_compat.dtensor import local_shard
 from tests.distributed.launch import mesh, run_cases, spawn
 
 pytestmark = pytest.mark.distributed

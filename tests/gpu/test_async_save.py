@@ -19,8 +19,8 @@ from torch.distributed.checkpoint import FileSystemWriter
 
 from fsdp_offload import OffloadPolicy, offload_optimizer
 from fsdp_offload.checkpoint import ArenaStager, get_optimizer_state_dict, set_optimizer_state_dict
-from fsdp_offload.checkpoint.loan import Loan
-from fsdp_offload.pipeline import Pipeline
+from fsdp_offload.checkpoint.writer_loan import Loan
+from fsdp_offload.engine.executor import Pipeline
 
 MIB = 1 << 20
 SLEEP_CYCLES = 4_000_000  # about 2 ms: longer than a copy of any bucket here

@@ -7,8 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 
-from fsdp_offload import OffloadPolicy, fused_masters, update
-from fsdp_offload.fused_masters import AdamWStep, MasterRange, is_exact
+from fsdp_offload import OffloadPolicy
+from fsdp_offload.optimizers import bucket_update as update
+from fsdp_offload.optimizers import fused_masters
+from fsdp_offload.optimizers.fused_masters import AdamWStep, MasterRange, is_exact
 from tests.parity import SMALL, Zoo, attach
 from tests.twins import make_twins
 

@@ -14,12 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from fsdp_offload import OffloadPolicy, remove_offload
-from fsdp_offload.fingerprint import Fingerprint, Hasher
-from fsdp_offload.host_job import HostJob
-from fsdp_offload.host_mirror import MirroredPart
-from fsdp_offload.host_update import HostUpdates
-from fsdp_offload.host_worker import host_worker
-from fsdp_offload.pipeline import Pipeline
+from fsdp_offload.cpu_update.fingerprint import Fingerprint, Hasher
+from fsdp_offload.cpu_update.job import HostJob
+from fsdp_offload.cpu_update.mirror import MirroredPart
+from fsdp_offload.cpu_update.updates import HostUpdates
+from fsdp_offload.cpu_update.worker import host_worker
+from fsdp_offload.engine.executor import Pipeline
 from tests import host_worker_gate
 from tests.overlapping import POLICIES, Loop, Net
 from tests.parity import Run, Zoo, attach, make_pair, same_bits, train_step

@@ -7,9 +7,11 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_offload import OffloadPolicy, elastic
-from fsdp_offload.pipeline import Pipeline
-from fsdp_offload.transfer import Allocated, Copy, DeviceLink, TurnsLane
+from fsdp_offload import OffloadPolicy
+from fsdp_offload.device.lanes import Copy, TurnsLane
+from fsdp_offload.device.link import Allocated, DeviceLink
+from fsdp_offload.engine.executor import Pipeline
+from fsdp_offload.model import tune_staging as elastic
 from tests.overlapping import HABITS, NOT_IN_BACKWARD, POLICIES, Loop, Net, adamw, same
 
 SLEEP_CYCLES = 2_000_000  # about 1 ms: longer than anything else that a group does here

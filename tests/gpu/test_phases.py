@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from fsdp_offload import OffloadPolicy
-from fsdp_offload.engine import Engine
-from fsdp_offload.pipeline import Pipeline
-from fsdp_offload.transfer import DeviceLink
+from fsdp_offload.device.link import DeviceLink
+from fsdp_offload.engine.engine import Engine
+from fsdp_offload.engine.executor import Pipeline
 from tests.overlapping import POLICIES, Loop, Net, adamw, same
 from tests.parity import attach, leaves
 

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_offload import OffloadPolicy
-from fsdp_offload.pipeline import Pipeline
+from fsdp_offload.engine.executor import Pipeline
 from tests.overlapping import POLICIES, Loop, Net, adamw
 
 SLEEP_CYCLES = 10_000_000  # some milliseconds: longer than all that a group of this model computes

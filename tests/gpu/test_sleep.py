@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch import multiprocessing as torch_multiprocessing
 from torch.distributed.fsdp import fully_shard
 
-import fsdp_offload.sleep as room
+import fsdp_offload.model.sleep as room
 from fsdp_offload import OffloadPolicy, offload_model, offload_optimizer, reload_model
-from fsdp_offload.transfer import StreamLane
+from fsdp_offload.device.lanes import StreamLane
 from tests.overlapping import POLICIES, Loop, Net, adamw, same
 
 MIB = 1 << 20

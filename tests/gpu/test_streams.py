@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from fsdp_offload import OffloadPolicy, offload_optimizer
-from fsdp_offload.pipeline import Pipeline
-from fsdp_offload.transfer import StreamLane
+from fsdp_offload.device.lanes import StreamLane
+from fsdp_offload.engine.executor import Pipeline
 
 SLEEP_CYCLES = 4_000_000  # about 2 ms: longer than a copy of any bucket here
 POLICY = OffloadPolicy(staging_bytes=5 << 20, bucket_bytes=1 << 20)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fsdp_offload import OffloadPolicy, offload_optimizer
-from fsdp_offload.shards import leaves_of
+from fsdp_offload.state.layout import leaves_of
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 

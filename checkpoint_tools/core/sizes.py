@@ -1,0 +1,100 @@
+"""Sizes as people read and write them, and an order of keys in which layer 2 comes before layer 10."""
+
+import functools
+import math
+import re
+from collections.abc import Iterable
+
+from .errors import CheckpointError
+
+MAX_ITEM_BYTES = 16
+"""Of one element of any dtype: complex128."""
+
+MAX_DIMS = 64
+"""Of a tensor, as numpy has it. torch itself can count further, and nobody does."""
+
+MAX_INT64 = 2**63 - 1
+"""Of sizes, offsets and counts: more is more than there is of anything."""
+
+_DIGITS = re.compile(r"(\d+)")
+
+_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
+_FACTORS = {"": 1} | {
+    f"{letter}{suffix}": base ** (power + 1)
+    for power, letter in enumerate("kmgt")
+    for suffix, base in (("", 1024), ("b", 1000), ("ib", 1024))
+}
+
+
+def human_bytes(count: float) -> str:
+    """``1536`` → ``1.5 KiB``."""
+    power = 0
+    while power + 1 < len(_UNITS) and count >= 1023.95:  # 1023.95 would be printed as 1024.0
+        count /= 1024
+        power += 1
+    if power == 0:
+        return f"{count:.0f} byte{'' if count == 1 else 's'}"
+    return f"{count:.1f} {_UNITS[power]}"
+
+
+def shortened(text: str, length: int = 200) -> str:
+    """The beginning of a text that somebody else has written."""
+    return text if len(text) <= length else f"{text[: length - 1]}…"
+
+
+def parse_bytes(text: str) -> int:
+    """``2GiB`` or ``2G`` → 2147483648, ``2GB`` → 2000000000, ``4096`` → 4096.
+
+    Raises:
+        CheckpointError: not a size, or zero.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower())
+    factor = _FACTORS.get(match[2].removesuffix("bytes") if match else "?")
+    size = 0.0 if match is None or factor is None else float(match[1]) * factor
+    if not 1 <= size <= MAX_INT64:
+        raise CheckpointError(f"{shortened(text)!r} is not a size; write for example 512MiB, 2GiB or a number of bytes")
+    return int(size)
+
+
+def thread_bytes(max_memory_bytes: int, threads: int, least_bytes: int) -> int:
+    """Each thread's share of the memory for data.
+
+    Raises:
+        CheckpointError: it is less than the work of one thread needs, ``least_bytes``.
+    """
+    share = max_memory_bytes // threads
+    if share < least_bytes:
+        raise CheckpointError(
+            f"--max-memory is at least {least_bytes * threads} bytes for {threads} threads, not {max_memory_bytes}; "
+            f"give more, or fewer --threads: each needs {least_bytes} bytes"
+        )
+    return share
+
+
+def counted(count: int, noun: str) -> str:
+    """``1 file``, ``2 files``."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def human_shape(shape: Iterable[int]) -> str:
+    """``(4, 8)`` → ``4 × 8``; ``()`` → ``scalar``."""
+    return " × ".join(map(str, shape)) or "scalar"
+
+
+@functools.lru_cache(1 << 17)  # keys are sorted when a checkpoint is opened, and again with those of another
+def natural_order(key: str) -> tuple[tuple[bool, int, str], ...]:
+    """A sort key: digits in a key count as numbers."""
+    return tuple([_part_order(part) for part in _DIGITS.split(key) if part])
+
+
+@functools.lru_cache(1 << 14)  # the keys of a model consist of few words and numbers
+def _part_order(part: str) -> tuple[bool, int, str]:
+    if not part.isdecimal():
+        return True, 0, part
+    digits = part.lstrip("0")  # a number may have more digits than Python makes an int of
+    return False, len(digits), digits
+
+
+def block_bounds(total: int, size: int) -> list[tuple[int, int]]:
+    """``total`` things in blocks of ``size``, the last one smaller."""
+    return [(start, min(start + size, total)) for start in range(0, total, size)] if math.prod((total, size)) else []

@@ -1,0 +1,172 @@
+"""Two tensors, element by element: their bits, or within a tolerance. Two objects: their types and bits."""
+
+import struct
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+_COMPARED_NUMEL = 1 << 18  # for how many elements at a time there are masks and copies in float64
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+
+
+class Comparison(NamedTuple):
+    """What a comparison found; those of two parts add up.
+
+    Attributes:
+        differing: how many elements differ.
+        numel: of how many.
+        max_abs_diff: among those that differ: infinite where only one is a number; ``None`` if none differs, or if the
+            dtype has no differences.
+    """
+
+    differing: int
+    numel: int
+    max_abs_diff: float | None
+
+    def plus(self, other: "Comparison") -> "Comparison":
+        """Of both parts together."""
+        known = [value for value in (self.max_abs_diff, other.max_abs_diff) if value is not None]
+        return Comparison(self.differing + other.differing, self.numel + other.numel, max(known, default=None))
+
+
+def compare_values(a: Tensor, b: Tensor, rtol: float = 0.0, atol: float = 0.0) -> Comparison:
+    """Compare two tensors of the same shape and dtype.
+
+    With tolerances of zero, bit by bit: two NaN of the same bits are equal, and 0.0 and -0.0 are not. Otherwise as
+    ``torch.isclose``, and NaN are equal to each other.
+    """
+    a, b = a.contiguous().flatten(), b.contiguous().flatten()
+    total = Comparison(0, a.numel(), None)
+    if a.numel() == 0 or torch.equal(_bits(a), _bits(b)):
+        return total
+    for part_a, part_b in zip(a.split(_COMPARED_NUMEL), b.split(_COMPARED_NUMEL), strict=True):
+        (found,) = compare_each(part_a, part_b, [part_a.numel()], rtol, atol)
+        total = total.plus(found._replace(numel=0))
+    return total
+
+
+def compare_each(a: Tensor, b: Tensor, numels: Sequence[int], rtol: float = 0.0, atol: float = 0.0) -> list[Comparison]:
+    """Compare many small tensors at once, which follow each other in ``a`` and in ``b``; see :func:`compare_values`."""
+    differs = _differs_in_bits(a, b)
+    a, b = a[differs], b[differs]
+    owners = torch.arange(len(numels)).repeat_interleave(torch.tensor(numels))[differs]
+    gaps = _gaps(a, b)
+    if rtol or atol:
+        apart = ~_is_close(a, b, gaps, rtol, atol)
+        owners, gaps = owners[apart], None if gaps is None else gaps[apart]
+    counts = torch.bincount(owners, minlength=len(numels)).tolist()
+    largest: list[float | None] = [None] * len(numels)
+    if gaps is not None:
+        maxima = torch.zeros(len(numels), dtype=torch.float64).scatter_reduce_(0, owners, gaps, "amax").tolist()
+        largest = [gap if count else None for gap, count in zip(maxima, counts, strict=True)]
+    return [Comparison(*each) for each in zip(counts, numels, largest, strict=True)]
+
+
+def _gaps(a: Tensor, b: Tensor) -> Tensor | None:
+    """How far apart they are, in float64: infinitely where only one is a number. ``None`` of what are no numbers."""
+    if not (a.is_floating_point() or a.is_complex()) and a.dtype is not torch.bool:
+        # float64 has 53 bits: the difference is taken before. Where it does not fit into int64, rounding is no matter.
+        exact = a.to(torch.int64) - b.to(torch.int64)
+        rounded = a.to(torch.float64) - b.to(torch.float64)
+        return torch.where(rounded.abs() < 2.0**62, exact.to(torch.float64), rounded).abs()
+    wide = _wide(a, b)
+    if wide is None:
+        return None
+    gaps = (wide[0] - wide[1]).abs()
+    both_nan = wide[0].isnan() & wide[1].isnan()
+    return gaps.masked_fill(gaps.isnan(), torch.inf).masked_fill(both_nan, 0.0)
+
+
+def _is_close(a: Tensor, b: Tensor, gaps: Tensor | None, rtol: float, atol: float) -> Tensor:
+    """Whether they are within the tolerance; what are no numbers is not."""
+    wide = _wide(a, b)
+    if gaps is None or wide is None:
+        return torch.zeros(len(a), dtype=torch.bool)
+    if a.is_floating_point() or a.is_complex() or a.dtype is torch.bool:
+        return torch.isclose(*wide, rtol=rtol, atol=atol, equal_nan=True)
+    return gaps <= atol + rtol * wide[1].abs()
+
+
+def _wide(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor] | None:
+    kind = torch.complex128 if a.is_complex() else torch.float64
+    try:
+        return a.to(kind), b.to(kind)
+    except (RuntimeError, NotImplementedError):  # packed dtypes such as float4 have no numbers one by one
+        return None
+
+
+def _bits(values: Tensor) -> Tensor:
+    return values.view(_BITS[values.itemsize])
+
+
+def _differs_in_bits(a: Tensor, b: Tensor) -> Tensor:
+    differs = _bits(a) != _bits(b)
+    return differs.view(len(a), -1).any(dim=1) if a.itemsize == 16 else differs
+
+
+# Objects -------------------------------------------------------------------------------------------------------------
+
+
+MAX_VALUES = 10_000_000
+"""In an object: of a few lists that contain each other again and again, there are more than anybody can look at."""
+
+
+def has_more_values(value: Any, most: int) -> bool:
+    """Whether there are more values in it, each counted as often as it is contained."""
+    pending, number = [value], 0
+    while pending and number <= most:
+        each = pending.pop()
+        number += 1
+        if isinstance(each, dict):
+            pending += [*each, *each.values()]
+        elif isinstance(each, list | tuple | set):
+            pending += each
+    return number > most
+
+
+def same_values(a: Any, b: Any, seen: dict[tuple[int, int], Any] | None = None) -> bool:
+    """Whether two objects are the same: their types, and the bits of the numbers and the tensors in them.
+
+    So 1, 1.0 and True are three values, 0.0 and -0.0 are two, and a NaN is the same as one of the same bits; also as
+    keys of dicts, whose order is of no account, and in sets.
+
+    Args:
+        a: one of them.
+        b: the other.
+        seen: pairs of containers inside, each of which is looked into once, however often it is contained.
+
+    Raises:
+        RecursionError: they are nested too deeply.
+    """
+    seen = {} if seen is None else seen
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, Tensor):
+        return a.shape == b.shape and a.dtype == b.dtype and not compare_values(a, b).differing
+    if isinstance(a, dict | list | tuple):
+        if (id(a), id(b)) in seen:
+            return True  # if not, that was found there
+        seen[id(a), id(b)] = a, b
+    if isinstance(a, dict):
+        of_a, of_b = ({_identity(key): value for key, value in each.items()} for each in (a, b))
+        return of_a.keys() == of_b.keys() and all(same_values(of_a[key], of_b[key], seen) for key in of_a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(same_values(*pair, seen) for pair in zip(a, b, strict=True))
+    return bool(_identity(a) == _identity(b))
+
+
+def _identity(value: Any) -> Any:
+    """What is equal only for the same values, where ``==`` is for others too; hashable, if ``value`` is."""
+    kind = type(value)
+    if isinstance(value, float):
+        return kind, struct.pack("<d", value)
+    if isinstance(value, complex):
+        return kind, struct.pack("<2d", value.real, value.imag)
+    if isinstance(value, tuple):
+        return kind, tuple(map(_identity, value))
+    if isinstance(value, set | frozenset):
+        return kind, frozenset(map(_identity, value))
+    return kind, value

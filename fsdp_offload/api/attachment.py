@@ -1,0 +1,131 @@
+"""What attaching adds to an optimizer, where it is kept, and the old ``step`` functions that others have captured."""
+
+import functools
+import types
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from ..engine.engine import Engine, inside
+from ..model.hooks import Overlap
+from ..model.parking import ParkedParameters
+from ..optimizers.shared_values import ENGINE_ATTRIBUTE
+from ..state.mapping import OffloadedState, UnwaitedStates
+
+
+@dataclass(eq=False)
+class Attachment:
+    """What attaching has added to an optimizer, and what undoes it.
+
+    Attributes:
+        until_first_step: what looks until then whether the optimizer was attached too early.
+        reloads: calls of the wrapped hook since the last warning was due; ``None``: nothing is wrapped.
+    """
+
+    engine: Engine
+    model: "weakref.ref[nn.Module] | None"
+    undo_step: list[Callable[[], None]]
+    bypass_guard: RemovableHandle
+    overlap: Overlap | None = None
+    parked: ParkedParameters | None = None  # parameters that leave the device with the state
+    stepping: bool = False
+    told_no_gradient: bool = False
+    has_updated: bool = False
+    until_first_step: list[RemovableHandle] = field(default_factory=list)
+    reloads: int | None = None
+    steps: int = 0
+
+    def unwatch(self) -> None:
+        """Stop looking for an optimizer that was attached too early."""
+        for handle in self.until_first_step:
+            handle.remove()
+        self.until_first_step.clear()
+
+
+def attachment_of(optimizer: object) -> Attachment | None:
+    """What has been added to ``optimizer``; ``None`` if it is not offloaded."""
+    return cast("Attachment | None", getattr(optimizer, "__dict__", {}).get(ENGINE_ATTRIBUTE))
+
+
+def engine_of(optimizer: Optimizer) -> Engine:
+    """Return the engine of an offloaded optimizer."""
+    attachment = attachment_of(optimizer)
+    assert attachment is not None, "an OffloadedOptimizer always has an engine"
+    return attachment.engine
+
+
+def states_of(optimizer: Optimizer, engine: Engine) -> OffloadedState:
+    """Return ``optimizer.state``; another mapping that somebody put there is adopted."""
+    if not isinstance(optimizer.state, OffloadedState):
+        optimizer.state = OffloadedState(engine, optimizer.state)
+    return optimizer.state
+
+
+def unwaited_states(optimizer: Optimizer) -> UnwaitedStates:
+    """Return its entries as the engine sees them."""
+    return states_of(optimizer, engine_of(optimizer)).unwaited
+
+
+_WRAPPING_PACKAGES = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")
+
+
+def wrappers_around(optimizer: Optimizer) -> list[Optimizer]:
+    """``optimizer`` and what is inside it, as far as these are wrappers of accelerate, Lightning or Fabric.
+
+    The last one is the real optimizer. Lightning's and Fabric's wrappers are instances of its class as well.
+    """
+    found = [optimizer]
+    while any(base.__module__.partition(".")[0] in _WRAPPING_PACKAGES for base in type(found[-1]).__mro__):
+        inner = inside(found[-1])
+        if inner is None:
+            break
+        found.append(inner)
+    return found
+
+
+def unwrap(optimizer: Optimizer) -> Optimizer:
+    """The optimizer inside a framework's wrapper."""
+    return wrappers_around(optimizer)[-1]
+
+
+def redirect_captured_step(
+    optimizer: Optimizer, old: Any, new: Any, wrappers: Sequence[object] = ()
+) -> list[Callable[[], None]]:
+    """Let what captured ``optimizer.step`` before attaching call the new step. Returns what undoes it.
+
+    A scheduler replaces ``optimizer.step`` by a function that has captured the class's old ``step`` in its closure, and
+    so would train past us without a word. accelerate's wrapper keeps the old ``step`` to put it back after a scaler.
+    """
+    undo: list[Callable[[], None]] = []
+
+    def is_old(method: object) -> bool:
+        return isinstance(method, types.MethodType) and method.__self__ is optimizer and method.__func__ is old
+
+    pending = [optimizer.__dict__.get("step")]
+    for wrapper in wrappers:
+        for name, value in list(vars(wrapper).items()):
+            if is_old(value):
+                setattr(wrapper, name, types.MethodType(new, optimizer))
+                undo.append(functools.partial(setattr, wrapper, name, value))
+            else:
+                pending.append(value)
+    seen: set[int] = set()
+    while pending:
+        function = pending.pop()
+        function = getattr(function, "__func__", function)
+        if not isinstance(function, types.FunctionType) or id(function) in seen:
+            continue
+        seen.add(id(function))
+        for cell in function.__closure__ or ():
+            content = cell.cell_contents
+            if content is old or is_old(content):
+                cell.cell_contents = new if content is old else types.MethodType(new, optimizer)
+                undo.append(functools.partial(setattr, cell, "cell_contents", content))
+            else:
+                pending.append(content)
+    return undo

@@ -1,0 +1,206 @@
+"""What has to be true of an optimizer, its parameters and its model before it is offloaded, and who is called what."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..optimizers import Traits
+from ..optimizers.shared_values import ENGINE_ATTRIBUTE
+from ..policy import OffloadPolicy
+from ..state.layout import leaves_of
+from ..torch_compat.dtensor import has_inner_tensors, is_dtensor, is_host_offloaded, local_shard
+from ..torch_compat.fully_shard import parameter_names, uses_cpu_offload_policy
+
+_HOST_OFFLOADED = (
+    "This model uses CPUOffloadPolicy: parameters, gradients and optimizer state are on the host already and the "
+    "update runs there. Shard without offload_policy to keep parameters on the device and offload only the state."
+)
+
+
+def check_types(model: object, policy: object) -> None:
+    """Refuse arguments of another type with a TypeError."""
+    if not isinstance(policy, OffloadPolicy):
+        raise TypeError(f"offload_optimizer: policy must be an OffloadPolicy, got {type(policy).__name__}.")
+    if model is not None and not isinstance(model, nn.Module):
+        raise TypeError(f"offload_optimizer: model must be a torch.nn.Module, got {type(model).__name__}.")
+
+
+def check_attachable(optimizer: Optimizer) -> None:
+    """Refuse optimizers that are offloaded already or whose step cannot be divided among buckets."""
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"offload_optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}.")
+    if ENGINE_ATTRIBUTE in vars(optimizer):
+        raise RuntimeError(
+            "offload_optimizer: this optimizer is offloaded already. exist_ok=True leaves it so. To change the policy, "
+            "call remove_offload() first."
+        )
+    inner = [name for name, value in vars(optimizer).items() if _holds_optimizer(value)]
+    if inner:
+        raise ValueError(
+            f"offload_optimizer: {type(optimizer).__name__} wraps another optimizer (its attribute {inner[0]!r}), "
+            "whose step would run once for each bucket. Attach to the inner optimizer instead."
+        )
+    keys: list[object] = list(optimizer.state)
+    other = [key for key in keys if not isinstance(key, Tensor)]
+    if other:
+        raise ValueError(
+            f"offload_optimizer: optimizer.state has the key {other[0]!r}, which is not a parameter; such state cannot "
+            "be divided among buckets."
+        )
+    for index, group in enumerate(optimizer.param_groups):
+        if len(set(group["params"])) < len(group["params"]):
+            raise ValueError(
+                f"offload_optimizer: param_groups[{index}] lists a parameter more than once, which updates it as often "
+                "in each step. List each parameter once."
+            )
+        if group.get("differentiable"):
+            raise ValueError(
+                f"offload_optimizer: param_groups[{index}] has differentiable=True; a step that autograd follows needs "
+                "all state on the device."
+            )
+
+
+def check_traits(optimizer: Optimizer, traits: Traits, policy: OffloadPolicy, names: Mapping[Tensor, str]) -> None:
+    """Refuse optimizers that cannot be offloaded, and masters where one cannot be run on them, or has its own."""
+    if traits.refusal:
+        raise ValueError(f"offload_optimizer: {traits.refusal}")
+    if policy.host_fraction and not traits.takes_host:
+        raise ValueError(
+            f"offload_optimizer: host_fraction={policy.host_fraction!r} is for the elementwise optimizers of "
+            f"torch.optim, which can update on the CPU, and {type(optimizer).__name__} is not one of them. Leave it 0"
+            f"{traits.habits.instead_of_host_fraction}."
+        )
+    if policy.master_weights == "none":
+        return
+    if not traits.takes_masters:
+        raise ValueError(
+            f"offload_optimizer: master_weights={policy.master_weights!r} is for the elementwise optimizers of "
+            f"torch.optim, and {type(optimizer).__name__} is not one of them. Leave it 'none', or shard an fp32 model "
+            "with MixedPrecisionPolicy(param_dtype=torch.bfloat16)."
+        )
+    fp16 = [names[param] for param in names if local_shard(param).dtype is torch.float16]
+    if policy.master_weights == "remainder" and fp16:
+        raise ValueError(
+            f"offload_optimizer: master_weights='remainder' is for bf16, whose 16 bits are the upper ones of fp32; "
+            f"{len(fp16)} parameters are fp16 ({', '.join(fp16[:4])}). Use 'fp32'."
+        )
+
+
+def check_gradients_are_read(optimizer: Optimizer, names: Mapping[Tensor, str]) -> None:
+    """Refuse to step where all that a parameter has been given is a gradient that this class does not look at."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param.grad is None and getattr(param, "decoupled_grad", None) is not None:
+                raise RuntimeError(
+                    f"step(): the gradient of {names.get(param, 'a parameter')} is in param.decoupled_grad, where "
+                    "Megatron's use_precision_aware_optimizer puts it, and this optimizer reads param.grad: nothing "
+                    "would be updated. Use Transformer Engine's FusedAdam(use_decoupled_grad=True), or leave "
+                    "use_precision_aware_optimizer off. Nothing has been changed."
+                )
+
+
+def check_lists(optimizer: Optimizer) -> None:
+    """Refuse list kernels over types that are made of several tensors, beside others.
+
+    Such a type takes a list apart once for each of its inner tensors, and whatever else is in the list is updated as
+    often: what a step does depends on which parameters it has.
+    """
+    for index, group in enumerate(optimizer.param_groups):
+        several = [len(leaves_of(local_shard(param))) > 1 for param in group["params"]]
+        on_cpu = all(local_shard(param).device.type == "cpu" for param in group["params"])
+        undecided = "foreach" in group and group["foreach"] is None and not group.get("fused") and not on_cpu
+        if any(several) and not all(several) and (group.get("foreach") or group.get("fused") or undecided):
+            made = type(local_shard(group["params"][several.index(True)])).__name__
+            raise ValueError(
+                f"offload_optimizer: param_groups[{index}] has parameters of {made}, which is made of several tensors, "
+                "beside others, and is stepped by kernels over lists, which update the others once for each of these "
+                "tensors. Give them a group of their own, or use foreach=False."
+            )
+
+
+def _holds_optimizer(value: object) -> bool:
+    if isinstance(value, list | tuple):
+        return any(isinstance(item, Optimizer) for item in value)
+    if isinstance(value, dict):
+        return any(isinstance(item, Optimizer) for item in value.values())
+    return isinstance(value, Optimizer)
+
+
+def names_of_parameters(optimizer: Optimizer, model: nn.Module | None) -> dict[Tensor, str]:
+    """Names of the optimizer's parameters, in the order of buckets: as the model registers them, else by group."""
+    by_place = names_by_place(optimizer)
+    if model is None:
+        return by_place
+    if uses_cpu_offload_policy(model):
+        raise ValueError(f"offload_optimizer: {_HOST_OFFLOADED}")
+    of_model = parameter_names(model)
+    foreign = [name for param, name in by_place.items() if param not in of_model]
+    if foreign and not all(isinstance(param, nn.Parameter) for param in by_place if param not in of_model):
+        raise ValueError(
+            f"offload_optimizer: {len(foreign)} of the {len(by_place)} tensors of the optimizer are not parameters of "
+            f"the model but copies or parts of them, as those of Megatron's DistributedOptimizer ({foreign[0]}). Leave "
+            "out model=, and what hooks into its forward and backward: prefetch, update, overlap_forward. To load "
+            "while gradients are reduced, wrap Megatron's hook with reload_before()."
+        )
+    if foreign:
+        raise ValueError(
+            f"offload_optimizer: {len(foreign)} of the {len(by_place)} parameters of the optimizer are not parameters "
+            f"of the model ({', '.join(foreign[:4])}). fully_shard exchanges a model's parameters: call it first, then "
+            "build the optimizer, then attach."
+        )
+    return {param: name for param, name in of_model.items() if param in by_place}
+
+
+def names_by_place(optimizer: Optimizer) -> dict[Tensor, str]:
+    """Names from ``param_names`` where a group has them, else the place in ``param_groups``."""
+    names = {}
+    for index, group in enumerate(optimizer.param_groups):
+        given = group.get("param_names", ())
+        for position, param in enumerate(group["params"]):
+            place = f"param_groups[{index}].params[{position}]"
+            names[param] = given[position] if position < len(given) else place
+    return names
+
+
+def check_params(
+    traits: Traits, params: list[Tensor], names: Mapping[Tensor, str], device: torch.device | None = None
+) -> torch.device:
+    """The one device of all parameters, after looking for what cannot be offloaded exactly."""
+    devices = {} if device is None else {device: "the other parameters"}
+    for param in params:
+        local = local_shard(param)
+        if local.is_meta:
+            raise ValueError(
+                f"offload_optimizer: {names[param]} is on the meta device. Materialize the model (to_empty and its "
+                "initialization, or loading a checkpoint) before attaching."
+            )
+        if is_host_offloaded(param):
+            raise ValueError(f"offload_optimizer: {names[param]} is on the host. {_HOST_OFFLOADED}")
+        if traits.refuses_dtensor and is_dtensor(param):
+            raise ValueError(f"offload_optimizer: {names[param]} is sharded. {traits.refuses_dtensor}")
+        if traits.elementwise and traits.habits.keeps_raw_state and has_inner_tensors(param):
+            raise ValueError(
+                f"offload_optimizer: {names[param]} is a {type(local).__name__}, which is made of other tensors; the "
+                "optimizer was attached without such parameters. Add the group first, then attach."
+            )
+        devices.setdefault(local.device, names[param])
+    if len(devices) > 1:
+        raise ValueError(
+            "offload_optimizer: parameters on several devices: "
+            + ", ".join(f"{name} on {where}" for where, name in devices.items())
+            + ". Use one optimizer for each device."
+        )
+    found = next(iter(devices), torch.device("cpu"))
+    refuse_capture(found)
+    return found
+
+
+def refuse_capture(device: torch.device) -> None:
+    """Refuse to run while a CUDA graph is being captured on the current stream."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "A CUDA graph is being captured: an offloaded step waits for events and copies of other streams, and "
+            "cannot be part of a graph. Capture forward and backward only."
+        )

@@ -1,0 +1,272 @@
+"""Attaching and removing: :func:`offload_optimizer`, :func:`remove_offload`, and questions about any optimizer."""
+
+import functools
+import logging
+import warnings
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Literal, TypeVar
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..engine.engine import Engine, find_offloaded
+from ..model.hooks import group_numbers, make_overlap
+from ..optimizers import Traits, traits_for
+from ..planning.choices import Loop, auto_policy
+from ..policy import OffloadPolicy
+from ..report import OffloadReport, notes_of
+from ..state.layout import is_trained
+from ..state.mapping import OffloadedState
+from ..torch_compat.dtensor import largest_local_numel
+from ..torch_compat.fully_shard import sharding_groups
+from .attachment import (
+    Attachment,
+    attachment_of,
+    redirect_captured_step,
+    states_of,
+    unwaited_states,
+    unwrap,
+    wrappers_around,
+)
+from .chain import offload_each
+from .checks import (
+    check_attachable,
+    check_lists,
+    check_params,
+    check_traits,
+    check_types,
+    names_of_parameters,
+)
+from .offloaded_class import attach, detach
+from .optimizer import OffloadedOptimizer
+from .wrapped import is_wrapped, optimizers_in
+from .wrong_order import (
+    check_at_first_forward,
+    note_if_unsharded,
+    warn_if_another_steps,
+)
+
+logger = logging.getLogger(__name__)
+
+_Optimizer = TypeVar("_Optimizer", bound=Optimizer)
+
+
+def offload_optimizer(
+    optimizer: _Optimizer,
+    *,
+    model: nn.Module | None = None,
+    policy: OffloadPolicy | Literal["auto"] | None = None,
+    loop: Loop = "any",
+    exist_ok: bool = False,
+) -> _Optimizer:
+    """Keep the state of ``optimizer`` in host memory from now on, and stream it through the device in each step.
+
+    In place, like ``fully_shard``: the optimizer stays the same object, an instance of its own class as before and of
+    :class:`OffloadedOptimizer`. Results stay the same bit for bit. Call it once the model is sharded and the optimizer
+    built, before or after the first step, before or after making LR schedulers. Takes the host memory for all state at
+    once. No collective of its own; a class without a table entry is tried on scratch tensors, with whatever its step
+    does.
+
+    The tensors in ``optimizer.state`` become tensors over host memory: DTensors with the mesh and placements of theirs
+    for sharded parameters. Reading them through ``optimizer.state`` waits until they are up to date; a tensor fetched
+    earlier is valid until the next ``step()``.
+
+    Args:
+        optimizer: any ``torch.optim`` optimizer except LBFGS and SparseAdam, or another that updates its parameters
+            independently of each other. The wrappers of accelerate, Lightning and Fabric are seen through, and so are
+            Megatron's optimizers and chains of them: each of torch's in there is offloaded, or none.
+        model: the model whose parameters it has. Gives the order of the buckets, names for messages, and more checks.
+        policy: sizes of staging, buckets and what stays on the device. ``"auto"`` hides as much as ``loop`` allows,
+            measures the first iterations, and keeps on the device what cannot be hidden; the report says what it chose.
+        loop: what your training loop promises to ``policy="auto"``. ``"any"``: nothing. ``"synchronizes"``: it calls
+            ``synchronize()`` before it touches parameters or gradients between ``step()`` and the next forward.
+            ``"no_clipping"``: that, and it neither clips by a global norm nor touches gradients after the backward.
+        exist_ok: do nothing where it is offloaded already, for the same model and with the same policy: for code that
+            runs once for each fit. Without ``policy``, whatever that is.
+
+    Returns:
+        ``optimizer``.
+
+    Raises:
+        ValueError: it cannot be offloaded exactly; says why.
+        RuntimeError: it is offloaded already, or a CUDA graph is being captured.
+        MemoryError: host memory does not suffice.
+    """
+    if is_wrapped(optimizer):
+        each = functools.partial(offload_optimizer, loop=loop, exist_ok=exist_ok)
+        offload_each(optimizer, each, remove_offload, model, policy)
+        return optimizer
+    given = policy
+    if policy is None or policy == "auto":
+        policy = OffloadPolicy()
+    check_types(model, policy)
+    *wrappers, target = wrappers_around(optimizer)
+    if exist_ok and attachment_of(target) is not None:
+        _check_same(target, model, given)
+        return optimizer
+    check_attachable(target)
+    params = [param for group in target.param_groups for param in group["params"]]
+    names = names_of_parameters(target, model)
+    traits = traits_for(target)
+    check_traits(target, traits, policy, names)
+    check_lists(target)
+    device = check_params(traits, params, names)
+    chosen = ""
+    if given == "auto":
+        policy, chosen = _chosen(traits, params, model, loop)
+    elif loop != "any":
+        raise ValueError(f"offload_optimizer: loop={loop!r} is a promise to policy='auto'; got policy={given!r}")
+    if policy.pin_memory and device.type == "cpu":
+        raise ValueError(
+            "offload_optimizer: pin_memory=True needs an accelerator, and the parameters are on the CPU. Leave it "
+            "None, which pins where that is of use."
+        )
+    together = group_numbers(model, policy)
+    engine = Engine(type(target), traits, policy, device, names, together)
+    engine.tuning_of_policy = chosen
+    states = OffloadedState(engine, target.state)
+    # A frozen parameter gets room when it first has a gradient: reserving it would pin memory that nothing uses.
+    eager = traits.habits.state_without_gradient
+    planned = {param for param in params if eager or is_trained(param) or target.state.get(param)}
+    # Optimizers that draw random numbers do it parameter by parameter: only the group's order repeats theirs.
+    order = params
+    if traits.elementwise:
+        # As a forward needs them.
+        order = list(dict.fromkeys([*(param for param in together if param in names), *names]))
+    engine.add(target, [param for param in order if param in planned], states.unwaited)
+    plain_step = type(target).step
+    attach(target, engine, states, model)
+    attachment = attachment_of(target)
+    assert attachment is not None
+    try:
+        if wrappers:
+            attachment.undo_step += redirect_captured_step(target, plain_step, type(target).step, wrappers)
+        attachment.overlap = make_overlap(model, target, engine, unwaited_states)
+        _watch_until_first_step(target, attachment, model)
+    except BaseException:
+        remove_offload(target)
+        raise
+    engine.take_staging()
+    for note in filter(None, (*notes_of(engine), note_if_unsharded(params, model))):
+        warnings.warn(f"offload_optimizer: {note}", stacklevel=2)
+    return optimizer
+
+
+def is_offloaded(optimizer: Optimizer) -> bool:
+    """Whether :func:`offload_optimizer` was called for ``optimizer``, or for those inside a framework's wrapper."""
+    if is_wrapped(optimizer):
+        return all(attachment_of(inner) is not None for inner in optimizers_in(optimizer))
+    return find_offloaded(optimizer) is not None
+
+
+def offload_report(optimizer: Optimizer) -> OffloadReport:
+    """As :meth:`OffloadedOptimizer.offload_report`, through any framework's wrapper.
+
+    Raises:
+        RuntimeError: it is not offloaded, or a chain of several, each of which has a report of its own.
+    """
+    return _offloaded(optimizer, "offload_report").offload_report()
+
+
+def synchronize(optimizer: Optimizer) -> None:
+    """As :meth:`OffloadedOptimizer.synchronize`, through any framework's wrapper; of a chain, all of it.
+
+    Raises:
+        RuntimeError: it is not offloaded.
+    """
+    for inner in optimizers_in(optimizer) if is_wrapped(optimizer) else [optimizer]:
+        _offloaded(inner, "synchronize").synchronize()
+
+
+def remove_offload(optimizer: _Optimizer) -> _Optimizer:
+    """The inverse of :func:`offload_optimizer`: a plain optimizer again, all state on the device, host memory freed.
+
+    Schedulers and hooks go on working, whenever they were made. Needs device memory for the whole state.
+
+    Raises:
+        RuntimeError: it is not offloaded, or an exception has left its state half updated.
+    """
+    if is_wrapped(optimizer):
+        for inner in optimizers_in(optimizer):
+            remove_offload(inner)
+        return optimizer
+    target = unwrap(optimizer)
+    attachment = attachment_of(target)
+    if attachment is None:
+        raise RuntimeError(f"remove_offload: this {type(target).__name__} is not offloaded.")
+    engine = attachment.engine
+    engine.steps.check_usable("remove_offload()")
+    if attachment.parked is not None:
+        attachment.parked.bring_back()
+    if engine.policy.master_weights != "none":
+        warnings.warn(
+            "remove_offload: the masters of low-precision parameters go, and their state is rounded to the parameters' "
+            f"dtype; a plain {engine.cls.__name__} knows no masters.",
+            stacklevel=2,
+        )
+    states = states_of(target, engine)
+    engine.return_to_device(states.unwaited)
+    detach(target, attachment)
+    target.state = defaultdict(dict, states)
+    engine.clear()
+    return optimizer
+
+
+def _watch_until_first_step(optimizer: Optimizer, attachment: Attachment, model: nn.Module | None) -> None:
+    """A framework may still exchange the parameters or the optimizer."""
+    attachment.until_first_step.append(warn_if_another_steps(optimizer))
+    check = None if model is None else check_at_first_forward(model, optimizer)
+    if check is not None:
+        attachment.until_first_step.append(check)
+
+
+def _chosen(traits: Traits, params: Sequence[Tensor], model: nn.Module | None, loop: Loop) -> tuple[OffloadPolicy, str]:
+    """What ``policy="auto"`` means here; the same on every rank."""
+    hides = "" if model is not None else "without model=... there is nothing to hide behind"
+    if model is not None and not any(group.params for group in sharding_groups(model)):
+        hides = "the model is not sharded by fully_shard, into which overlap hooks"
+    state_bytes = sum(2 * param.element_size() * largest_local_numel(param) for param in params)
+    policy, chosen = auto_policy(
+        loop,
+        hides=hides,
+        elementwise=traits.elementwise,
+        updates_early=traits.habits.reads_param_grad,
+        state_bytes=state_bytes,
+    )
+    logger.info(chosen)
+    return policy, chosen
+
+
+def _check_same(optimizer: Optimizer, model: nn.Module | None, policy: OffloadPolicy | Literal["auto"] | None) -> None:
+    """Refuse to leave an offload as it is where the second call asks for another one."""
+    attachment = attachment_of(optimizer)
+    assert attachment is not None
+    other = []
+    is_same = attachment.engine.tuning_of_policy if policy == "auto" else policy == attachment.engine.policy
+    if policy is not None and not is_same:
+        other.append(f"with {attachment.engine.policy}")
+    if model is not None and (attachment.model is None or attachment.model() is not model):
+        other.append("without a model" if attachment.model is None else "for another model")
+    if other:
+        raise RuntimeError(
+            f"offload_optimizer: this optimizer is offloaded already, {' and '.join(other)}. Call remove_offload() "
+            "first."
+        )
+
+
+def _offloaded(optimizer: Optimizer, function: str) -> OffloadedOptimizer:
+    several = optimizers_in(optimizer) if is_wrapped(optimizer) else []
+    if len(several) > 1:
+        raise RuntimeError(
+            f"{function}: this {type(optimizer).__name__} has {len(several)} optimizers, each of which has its own. "
+            "Give them one by one, as in chained_optimizers."
+        )
+    target = find_offloaded(several[0] if several else optimizer)
+    if target is None:
+        raise RuntimeError(
+            f"{function}: this {type(unwrap(optimizer)).__name__} is not offloaded. Call offload_optimizer() first; of "
+            "a container of several optimizers, give each of them."
+        )
+    assert isinstance(target, OffloadedOptimizer)
+    return target

@@ -1,0 +1,383 @@
+""":class:`OffloadedOptimizer`: the methods that an optimizer gets when it is offloaded."""
+
+import functools
+import logging
+import warnings
+from abc import ABCMeta
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..engine.engine import find_offloaded, inside
+from ..engine.loading import check_loadable
+from ..model.asleep import is_asleep
+from ..model.parking import ParkedParameters
+from ..report import OffloadReport, report_of
+from ..state.layout import is_trained
+from ..state.store import UserState
+from ..torch_compat.optim import is_called_compiled, run_hooked
+from .attachment import attachment_of, engine_of, states_of
+from .checks import (
+    check_gradients_are_read,
+    check_params,
+    names_by_place,
+    refuse_capture,
+)
+from .reload_before import tell_if_never_reloaded
+from .wrong_order import (
+    line_to_write,
+    refuse_exchanged,
+    refuse_foreign,
+)
+
+logger = logging.getLogger(__name__)
+
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
+
+
+def _of_the_real_optimizer(
+    method: Callable[Concatenate["OffloadedOptimizer", _Args], _Result],
+) -> Callable[Concatenate["OffloadedOptimizer", _Args], _Result]:
+    """Call ``method`` on the optimizer inside of a wrapper that is a subclass of its class, as Lightning's is."""
+
+    @functools.wraps(method)
+    def of_the_real_optimizer(self: "OffloadedOptimizer", /, *args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
+        inner = None if attachment_of(self) is not None else inside(self)
+        if inner is not None:
+            result: _Result = getattr(inner, method.__name__)(*args, **kwargs)
+            return result
+        return method(self, *args, **kwargs)
+
+    return of_the_real_optimizer
+
+
+class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
+    """Mixed into the class of an optimizer by :func:`offload_optimizer`; never instantiated by itself."""
+
+    _plain_class: type[Optimizer]  # the optimizer's own
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise TypeError(
+            f"{type(self).__name__} is made by offload_optimizer() out of an existing optimizer; build one of the "
+            f"class {self._plain_class.__name__} and attach it."
+        )
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """As the optimizer's own ``step``; see :func:`offload_optimizer` for what is different underneath.
+
+        Returns when everything is issued. Parameters are new in the order of the current stream; stores may still run.
+
+        Raises:
+            RuntimeError: an earlier step stopped half way, a gradient is sparse or has other placements than its
+                parameter, or the optimizer turns out not to be separable by bucket.
+        """
+        attachment = attachment_of(self)
+        if attachment is None:
+            inner = inside(self)
+            if inner is not None:
+                return inner.step(*args, **kwargs)
+            # A scheduler made while this optimizer was offloaded holds this function; it is plain again now.
+            return type(self).step(self, *args, **kwargs)
+        if not attachment.has_updated and is_called_compiled():
+            logger.warning(
+                "step() is called by compiled code: an offloaded step waits for copies and cannot be compiled, so it "
+                "runs as it is. Compile the model's forward and backward only."
+            )
+        attachment.stepping = True
+        try:
+            return run_hooked(self, self._plain_class.__name__, _logical_step, args, kwargs)
+        finally:
+            attachment.stepping = False
+
+    step.hooked = True  # type: ignore[attr-defined]  # torch is not to wrap it: _logical_step fires the hooks
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """As ``torch.optim.Optimizer``. Before the first step, an error if all parameters have been exchanged."""
+        optimizer = find_offloaded(self) or self
+        groups: list[dict[str, Any]] = vars(optimizer)["param_groups"]
+        attachment = attachment_of(optimizer)
+        if attachment is not None and attachment.until_first_step:
+            refuse_exchanged(attachment.engine.names, groups)
+        return groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        vars(find_offloaded(self) or self)["param_groups"] = groups
+
+    @_of_the_real_optimizer
+    def state_dict(self) -> dict[str, Any]:
+        """As ``torch.optim.Optimizer``; the tensors are those of ``optimizer.state``, over host memory.
+
+        Raises:
+            RuntimeError: an exception has left the state half updated.
+        """
+        engine = engine_of(self)
+        engine.steps.check_usable("state_dict()")
+        if engine.habits.keeps_raw_state:
+            return self._plain_class.state_dict(self)
+        # Not that of the class, which converts what is on the device.
+        saved = Optimizer.state_dict(self)
+        params = [param for group in self.param_groups for param in group["params"]]
+        saved["state"] = {
+            key: engine.as_saved(self, params[key], state) if isinstance(key, int) else state
+            for key, state in saved["state"].items()
+        }
+        return saved
+
+    @_of_the_real_optimizer
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As ``torch.optim.Optimizer``, straight into host memory; the tensors of ``state_dict`` are copied.
+
+        Raises:
+            ValueError: state is missing, extra, or of another shape, dtype or sharding. Nothing has changed then.
+        """
+        engine = engine_of(self)
+        _unguard(self)  # whatever it looks at, it waits for
+        parked = _parked_by(self)
+        if parked is not None:
+            parked.bring_back()
+        states = states_of(self, engine)
+        groups, before_load = self.param_groups, dict(states.items())
+        loaded: dict[Tensor, UserState] = {}
+        installed: list[bool] = []
+
+        def check(_: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+            loaded.update(check_loadable(engine, self, saved))
+            return {**saved, "state": {}}
+
+        def install(_: Optimizer) -> None:
+            self.state = states
+            states.clear()
+            installed.append(True)
+            try:
+                engine.install(self, states.unwaited, loaded)
+            except BaseException:  # more state than host memory
+                self.param_groups = groups
+                states.clear()
+                states.update(before_load)
+                raise
+            type(self).__setstate__(self, {})  # lets the class convert what old checkpoints hold
+
+        # Behind the user's hooks, which may rewrite what is loaded, and before those that look at the result.
+        last = self.register_load_state_dict_pre_hook(check)
+        first = self.register_load_state_dict_post_hook(install, prepend=True)
+        try:
+            if engine.habits.keeps_raw_state:
+                self._plain_class.load_state_dict(self, state_dict)
+            else:
+                Optimizer.load_state_dict(self, state_dict)
+            if not installed:  # the class loads in a way of its own, without hooks
+                loaded = {param: dict(state) for param, state in self.state.items()}
+                install(self)
+        finally:
+            last.remove()
+            first.remove()
+        _forget_reductions(self)
+
+    @_of_the_real_optimizer
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As ``torch.optim.Optimizer``; room for the new parameters' state is taken at once."""
+        self._plain_class.add_param_group(self, param_group)
+        engine = engine_of(self)
+        params = self.param_groups[-1]["params"]
+        known = dict(engine.names)
+        try:
+            for param, name in names_by_place(self).items():
+                engine.names.setdefault(param, name)
+            check_params(engine.layouts.traits, params, engine.names, engine.device)
+            states = states_of(self, engine)
+            eager = engine.habits.state_without_gradient
+            new = [param for param in params if param not in engine.plan.shards]  # others come from another group
+            engine.add(self, [param for param in new if eager or is_trained(param)], states.unwaited)
+        except Exception:
+            del self.param_groups[-1]  # as if it had not been called
+            engine.names = known
+            raise
+        attachment = attachment_of(self)
+        if attachment is not None:
+            attachment.model = None  # the optimizer has parameters of its own now; nothing to hold them against
+
+    @_of_the_real_optimizer
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """As ``torch.optim.Optimizer``. What an update still reads is kept until then, and waited for if zeroed."""
+        begun = engine_of(self).steps.begun
+        if begun is not None and begun.done:
+            logger.warning(
+                "zero_grad() before step(), with OffloadPolicy(update='backward'): a step cannot be skipped any more. "
+                "%d of its %d buckets have been updated in the backward; step() will refuse to go on.",
+                len(begun.done),
+                len(begun.steps),
+            )
+        if False in (*args, *kwargs.values()):
+            engine_of(self).steps.wait_for_all()
+            _unguard(self)
+        self._plain_class.zero_grad(self, *args, **kwargs)
+        _forget_reductions(self)
+
+    @_of_the_real_optimizer
+    def synchronize(self) -> None:
+        """Block the host until transfers and updates are done, parameters are new and all state is at home."""
+        engine_of(self).synchronize()
+        _unguard(self)
+        parked = _parked_by(self)
+        if parked is not None:
+            parked.settle()
+
+    @_of_the_real_optimizer
+    def offload_states(self) -> None:
+        """Start returning everything to the host: resident state, and the staging memory. Asynchronous.
+
+        State that is not resident is at home already, or on its way since the step. Harmless when there is nothing to
+        do. Everything may be done while the state is away: ``step()`` reloads by itself.
+
+        Raises:
+            MemoryError: resident state needs host memory when it first leaves, and there is not enough.
+        """
+        engine = engine_of(self)
+        engine.phases.offload(states_of(self, engine).unwaited)
+        parked = _parked_by(self)
+        if parked is not None:
+            engine.steps.wait_for_all()  # updates on other streams write them
+            parked.offload()
+
+    @_of_the_real_optimizer
+    def release_states(self) -> None:
+        """Free the device memory of what :meth:`offload_states` has sent away: in the order of the current stream.
+
+        The memory goes to torch's allocator. Staging is shared by the offloaded optimizers of a device, and goes when
+        all of them have released it.
+        """
+        engine_of(self).phases.release()
+        parked = _parked_by(self)
+        if parked is not None:
+            parked.release()
+
+    @_of_the_real_optimizer
+    def reload_states(self, *, free_host_memory: bool = False) -> None:
+        """Start loading what the policy allows: resident state, and the first buckets of the next step. Asynchronous.
+
+        For the time when the last gradients are being reduced; see :func:`reload_before`. Harmless when all is there.
+        Before the first two steps it is not known what a step will need, and only resident state is loaded.
+
+        Args:
+            free_host_memory: give back the pinned memory that resident state was kept in, instead of keeping it for
+                the next :meth:`offload_states`. The host waits for the copies then.
+        """
+        engine, attachment = engine_of(self), attachment_of(self)
+        if attachment is not None and attachment.overlap is not None:
+            attachment.overlap.before_reload()
+        parked = _parked_by(self)
+        if parked is not None:
+            parked.reload()
+        engine.reload(self, states_of(self, engine).unwaited, awake=not any(map(is_asleep, engine.plan.shards)))
+        if free_host_memory:
+            engine.phases.free_host_memory()
+            if parked is not None:
+                parked.free_host_memory()
+
+    @_of_the_real_optimizer
+    def offload_report(self) -> OffloadReport:
+        """Bytes by place, rates, and times of the last step; waits for that step. ``str()`` of it is a table."""
+        engine, parked = engine_of(self), _parked_by(self)
+        report = report_of(engine, states_of(self, engine).unwaited)
+        return report if parked is None else replace(report, host_bytes=report.host_bytes + parked.host_bytes)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise TypeError(_NO_COPY.format(name=type(self).__name__))
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError(_NO_COPY.format(name=type(self).__name__))
+
+
+_NO_COPY = (
+    "{name} cannot be copied or pickled: its state lives in host memory that belongs to this optimizer. Use "
+    "state_dict(), or call remove_offload() first."
+)
+
+
+def _parked_by(optimizer: Optimizer) -> ParkedParameters | None:
+    attachment = attachment_of(optimizer)
+    return None if attachment is None else attachment.parked
+
+
+def _unguard(optimizer: Optimizer) -> None:
+    attachment = attachment_of(optimizer)
+    if attachment is not None and attachment.overlap is not None:
+        attachment.overlap.unguard()
+
+
+def _forget_reductions(optimizer: Optimizer) -> None:
+    attachment = attachment_of(optimizer)
+    if attachment is not None and attachment.overlap is not None:
+        attachment.overlap.forget_reductions()
+
+
+def _logical_step(self: OffloadedOptimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+    """One step as the user counts them: the closure runs once."""
+    engine = engine_of(self)
+    engine.steps.check_usable("step()", mid_step=True)
+    refuse_capture(engine.device)
+    parked = _parked_by(self)
+    if parked is not None:
+        parked.bring_back()
+    loss = None
+    if closure is not None:
+        if not engine.layouts.traits.known:
+            raise RuntimeError(
+                f"{engine.cls.__name__} may evaluate the closure anywhere in its step, and a step in buckets cannot "
+                "repeat that. Call the closure yourself, then step() without it. Nothing has been changed."
+            )
+        with torch.enable_grad():
+            loss = closure()
+    with torch.no_grad():
+        attachment = attachment_of(self)
+        assert attachment is not None
+        if attachment.until_first_step:
+            _check_still_of_model(self)
+            attachment.unwatch()
+        states = states_of(self, engine).unwaited
+        if attachment.overlap is not None:
+            attachment.overlap.before_step()
+        if engine.habits.reads_param_grad:
+            check_gradients_are_read(self, engine.names)
+        if engine.step(self, states, kwargs):
+            attachment.has_updated = True
+        else:
+            _explain_no_gradient(self)
+        if attachment.overlap is not None:
+            attachment.overlap.after_step(states)
+        tell_if_never_reloaded(attachment)
+    return loss
+
+
+def _check_still_of_model(optimizer: Optimizer) -> None:
+    """The optimizer may have been left with parameters that the model no longer uses, and that get no gradient."""
+    attachment = attachment_of(optimizer)
+    model = None if attachment is None or attachment.model is None else attachment.model()
+    if model is not None:
+        refuse_foreign(model, optimizer)
+
+
+def _explain_no_gradient(optimizer: Optimizer) -> None:
+    """A step without any gradient is legal, but often a mistake; the first ones of all, more often."""
+    _check_still_of_model(optimizer)
+    attachment = attachment_of(optimizer)
+    assert attachment is not None
+    if attachment.told_no_gradient:
+        return
+    attachment.told_no_gradient = True
+    if attachment.has_updated:
+        logger.warning("step() found no gradient in any parameter; nothing was updated or moved")
+    else:
+        warnings.warn(
+            "step() found no gradient in any parameter, and has never found one; nothing was updated or moved. If the "
+            "model was sharded after offload_optimizer(), it no longer uses the optimizer's parameters: "
+            f"{line_to_write()}.",
+            stacklevel=2,
+        )

@@ -1,0 +1,144 @@
+"""Tells who was attached too early, or to an optimizer that nobody steps, with the line to write in their framework."""
+
+import sys
+import warnings
+import weakref
+from collections.abc import Collection
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
+
+from ..torch_compat.dtensor import is_dtensor
+from ..torch_compat.fully_shard import parameters_of
+from .attachment import attachment_of
+
+_FULLY_SHARD = "call fully_shard(model), build the optimizer, then offload_optimizer(optimizer, model=model)"
+
+# Imported package → the line to write there.
+_LINES = {
+    "accelerate": (
+        "with accelerate, attach after prepare: model, optimizer = "
+        "fsdp_offload.integrations.accelerate.prepare(accelerator, model, optimizer)"
+    ),
+    "transformers": "with transformers' Trainer: fsdp_offload.integrations.transformers.OffloadTrainer(...)",
+    "lightning": (
+        "with Lightning: Trainer(callbacks=[fsdp_offload.integrations.lightning.OffloadCallback()]); with Fabric: "
+        "fsdp_offload.integrations.lightning.setup_optimizers(fabric, model, optimizer) after fabric.setup(model)"
+    ),
+    "torchtitan": (
+        "with torchtitan: build_optimizers_fn=fsdp_offload.integrations.torchtitan.offloaded(build_optimizers)"
+    ),
+    "verl": "with verl: class Engine(fsdp_offload.integrations.verl.OffloadEngineMixin, FSDPEngineWithLMHead)",
+    "megatron_fsdp": (
+        "with Megatron-FSDP: fsdp_offload.integrations.megatron_fsdp.fully_shard_optimizer(optimizer) after "
+        "fully_shard_model(model)"
+    ),
+}
+
+
+def line_to_write() -> str:
+    """What to do instead, in ``fully_shard``'s words and in those of the frameworks that are in use here."""
+    return "; ".join([_FULLY_SHARD, *(line for package, line in _LINES.items() if package in sys.modules)])
+
+
+def note_if_unsharded(params: Collection[Tensor], model: nn.Module | None) -> str:
+    """A warning where several ranks would each keep the whole state; empty elsewhere.
+
+    No proof: DDP is so on purpose. Whether parameters will be exchanged cannot be known before they are.
+    """
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return ""
+    if not params or any(is_dtensor(param) or hasattr(param, "_is_flat_param") for param in params):
+        return ""
+    if not all(isinstance(param, nn.Parameter) for param in params):
+        return ""  # a framework's own shards of them, as Megatron's DistributedOptimizer makes
+    if model is not None and any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        return ""
+    return (
+        f"None of the optimizer's parameters is sharded, and there are {dist.get_world_size()} ranks: each pins the "
+        f"whole state. If the model is yet to be sharded, attach afterwards: {line_to_write()}."
+    )
+
+
+def refuse_exchanged(known: Collection[Tensor], groups: list[dict[str, Any]]) -> None:
+    """An error where none of the parameters in ``groups`` is one of those that were there at attach.
+
+    Frameworks that shard a model after its optimizer was built (accelerate's ``prepare``) put others there. What was
+    sharded at attach is not meant: a second ``prepare`` puts it back.
+    """
+    params = [param for group in groups for param in group["params"]]
+    if not params or params[0] in known or any(param in known for param in params):
+        return
+    if not known or any(is_dtensor(param) for param in known):
+        return
+    raise RuntimeError(
+        "The parameters of this optimizer were exchanged after offload_optimizer(): it was attached before the model "
+        f"was sharded, and holds the unsharded state. Attach afterwards: {line_to_write()}."
+    )
+
+
+def check_at_first_forward(model: nn.Module, optimizer: Optimizer) -> RemovableHandle | None:
+    """Refuse the first forward of a model that was sharded after its optimizer was attached.
+
+    ``None`` where that cannot happen any more: all parameters are sharded.
+    """
+    if all(is_dtensor(param) for group in optimizer.param_groups for param in group["params"]):
+        return None
+    reference = weakref.ref(optimizer)
+
+    def check(model: nn.Module, args: object) -> None:
+        del args
+        handle.remove()
+        attached = reference()
+        if attached is not None and attachment_of(attached) is not None:
+            refuse_foreign(model, attached)
+
+    handle = model.register_forward_pre_hook(check)
+    return handle
+
+
+def refuse_foreign(model: nn.Module, optimizer: Optimizer) -> None:
+    """An error where ``optimizer`` has parameters without a gradient that the model no longer uses."""
+    attachment = attachment_of(optimizer)
+    assert attachment is not None
+    of_model = parameters_of(model)  # and not by their names: a look must not change what the next forward gathers
+    names = attachment.engine.names
+    foreign = [name for param, name in names.items() if param.grad is None and param not in of_model]
+    if foreign:
+        raise RuntimeError(
+            f"{len(foreign)} of the optimizer's parameters have no gradient and are no longer the model's "
+            f"({', '.join(foreign[:4])}): they were exchanged when the model was sharded, after offload_optimizer(). "
+            f"Attach afterwards: {line_to_write()}. Nothing has been changed."
+        )
+
+
+def warn_if_another_steps(optimizer: Optimizer) -> RemovableHandle:
+    """Warn when another optimizer updates the parameters of ``optimizer``, before that has taken a step.
+
+    Frameworks that build their optimizer anew leave the offloaded one behind, and nothing would be offloaded.
+    """
+    params = [weakref.ref(param) for group in optimizer.param_groups for param in group["params"]]
+    name = type(optimizer).__mro__[2].__name__
+
+    def look(other: Optimizer, args: object, kwargs: object) -> None:
+        del args, kwargs
+        if attachment_of(other) is not None:
+            return
+        stepped = {id(param) for group in other.param_groups for param in group["params"]}
+        if not any(id(param()) in stepped for param in params):
+            return
+        handle.remove()
+        warnings.warn(
+            f"{type(other).__name__}.step() updated the parameters of the {name} that offload_optimizer() was given, "
+            "which has never stepped: training goes on with another optimizer, and NOTHING IS OFFLOADED. Attach to "
+            f"the one that steps, once it is built: {line_to_write()}.",
+            stacklevel=2,
+        )
+
+    handle = register_optimizer_step_post_hook(look)
+    return handle

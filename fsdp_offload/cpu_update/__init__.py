@@ -1,0 +1,1 @@
+"""Updates on the CPU (``host_fraction``), behind one small protocol."""

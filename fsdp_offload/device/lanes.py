@@ -1,0 +1,333 @@
+"""Streams, events and the staging memory of a device: the only room that knows about them.
+
+A *lane* is where actions of one kind run: loads, updates, stores. On an accelerator the loads and the stores have
+streams of their own, and updates run on the stream that is current in ``step()``, or on one of their own where they are
+to run beside a forward or a backward:
+
+- loads overlap with updates, stores, and whatever the device still has to do of the backward. They have two streams
+  that take turns: a small pinned copy of somebody else (``fully_shard`` makes one in each gather and each reduction)
+  waits until all copies have finished that were released to the copy engine before it, so never more than one piece is;
+- stores overlap with updates, loads, and the next forward. They have two streams for the same reason: a loss that is
+  read, and gradients that the host is to update with, go the same way;
+- what the host updates has streams of its own, one down and two in turns up.
+
+The serial lanes run the same actions one by one on the current stream and wait for each: on the CPU, and to bisect.
+"""
+
+import math
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+Copy = tuple[Tensor, Tensor]
+"""Target and source, both contiguous and of the same ``uint8`` shape ``(nbytes,)``."""
+
+PIECE_BYTES = 16 << 20
+"""To the device. Smaller pieces cost bandwidth (8 MiB: 5 %); larger ones hold up small copies of others for longer."""
+
+STORED_PIECE_BYTES = 32 << 20
+"""To the host. ``fully_shard`` makes no small copies that way, and each piece costs the host time."""
+
+
+_ALIGNED_BYTES = 512
+
+
+def pieces_of(copies: Sequence[Copy], piece_bytes: int) -> list[Copy]:
+    """Cut copies such that they fill as few turns of ``piece_bytes`` as possible, all about equally."""
+    nbytes = sum(target.numel() for target, _ in copies)
+    turns = max(1, math.ceil(nbytes / piece_bytes))
+    turn_bytes = left_bytes = min(piece_bytes, math.ceil(nbytes / turns / _ALIGNED_BYTES) * _ALIGNED_BYTES)
+    pieces = []
+    for target, source in copies:
+        begin, end = 0, target.numel()
+        while begin < end:
+            until = min(end, begin + left_bytes)
+            pieces.append((target[begin:until], source[begin:until]))
+            left_bytes = left_bytes - (until - begin) or turn_bytes
+            begin = until
+    return pieces
+
+
+class Mark(Protocol):
+    """A point in a lane that others wait for."""
+
+    def synchronize(self) -> None:
+        """Block the host until the lane has passed this point."""
+
+    def passed(self) -> bool:
+        """Whether the lane has passed this point; at once."""
+
+    def elapsed_ms_since(self, earlier: "Mark") -> float:
+        """Milliseconds between two marks of the same lane that have both been passed."""
+
+
+class Lane(Protocol):
+    """Runs actions of one kind, in order."""
+
+    def wait(self, mark: Mark) -> None:
+        """Let what follows in this lane start only after ``mark``."""
+
+    def running(self) -> AbstractContextManager[None]:
+        """Within it, copies and kernels are issued to this lane."""
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Copy ``source`` into ``target``, both contiguous and of the same ``uint8`` shape ``(nbytes,)``."""
+
+    def cut(self, copies: Sequence[Copy]) -> Sequence[Copy]:
+        """The same copies as :meth:`copy_pieces` wants them."""
+
+    def copy_pieces(self, pieces: Iterable[Copy]) -> None:
+        """Issue, in order, what :meth:`cut` has made."""
+
+    def copy_all(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        """Copy each source into its target, of the same shape and dtype, in one call; at least one of them."""
+
+    def mark(self, reuse: Mark | None = None) -> Mark:
+        """A mark at the current end of the lane; ``reuse`` is an old mark of this lane that may be moved here."""
+
+
+class StreamMark:
+    """An event on a stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.event = torch.Event(device, enable_timing=True)
+
+    def synchronize(self) -> None:
+        """Block the host until the stream has passed this point."""
+        self.event.synchronize()
+
+    def passed(self) -> bool:
+        """Whether the stream has passed this point."""
+        return self.event.query()
+
+    def elapsed_ms_since(self, earlier: Mark) -> float:
+        """Milliseconds on the device between two marks that have both been passed."""
+        assert isinstance(earlier, StreamMark)
+        return earlier.event.elapsed_time(self.event)
+
+
+def current_stream(device: torch.device) -> torch.Stream:
+    """Return the stream that is current on ``device``."""
+    return torch.accelerator.current_stream(device.index)  # a device would be looked up among all accelerators
+
+
+class _CurrentStream:
+    """A context in which a stream is the current one."""
+
+    # Not ``with stream``: that keeps what was current before in the stream, which other threads use as well.
+    __slots__ = ("_before", "_device", "_index", "_stream")
+
+    def __init__(self, device: torch.device, stream: torch.Stream) -> None:
+        self._device = device
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        self._index, self._before = torch.accelerator.current_device_index(), current_stream(self._device)
+        torch.accelerator.set_stream(self._stream)
+
+    def __exit__(self, *_: object) -> None:
+        torch.accelerator.set_stream(self._before)
+        if self._index != self._device.index:
+            torch.accelerator.set_device_index(self._index)
+
+
+class StreamLane:
+    """A lane on a stream of its own, or on the one that is current whenever it is used."""
+
+    def __init__(self, device: torch.device, stream: torch.Stream | None) -> None:
+        self._device = device
+        self._stream = stream
+
+    @property
+    def _now(self) -> torch.Stream:
+        return self._stream if self._stream is not None else current_stream(self._device)
+
+    def wait(self, mark: Mark) -> None:
+        """Order this lane's stream behind ``mark``; the host goes on."""
+        if isinstance(mark, StreamMark):
+            self._now.wait_event(mark.event)
+        elif isinstance(mark, EventMark):
+            # Not wait_event: torch.Stream's does nothing, without a word, for a torch.cuda.Event (2.11).
+            with self.running():
+                mark.event.wait()
+        else:
+            assert isinstance(mark, HostMark)
+
+    def running(self) -> AbstractContextManager[None]:
+        """Make this lane's stream the current one."""
+        return nullcontext() if self._stream is None else _CurrentStream(self._device, self._stream)
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Issue a copy between the device and host memory; the host goes on where that is page-locked."""
+        self.copy_pieces(self.cut([(target, source)]))
+
+    def cut(self, copies: Sequence[Copy]) -> Sequence[Copy]:
+        """As they are."""
+        return copies
+
+    def copy_pieces(self, pieces: Iterable[Copy]) -> None:
+        """Issue copies between the device and host memory; the host goes on where that is page-locked."""
+        with self.running():
+            for target, source in pieces:
+                target.copy_(source, non_blocking=True)
+
+    def copy_all(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        """Issue copies; other threads may run meanwhile."""
+        with self.running():
+            torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
+
+    def mark(self, reuse: Mark | None = None) -> Mark:
+        """Record an event at the end of this lane's stream."""
+        mark = reuse if isinstance(reuse, StreamMark) else StreamMark(self._device)
+        self._now.record_event(mark.event)
+        return mark
+
+
+class TurnsLane(StreamLane):
+    """A lane on two streams that take turns: each piece of a copy is released only when the one before has finished.
+
+    Measured on an H200: 16 MiB pieces cost no bandwidth, and a small copy beside them waits 0.2 ms instead of until the
+    last of the copies; pieces of one stream, or gated by a third, do not let it pass.
+    """
+
+    def __init__(self, device: torch.device, streams: tuple[torch.Stream, torch.Stream], turn_bytes: int) -> None:
+        """Take turns after ``turn_bytes`` at most."""
+        super().__init__(device, streams[0])
+        self._turn_bytes = turn_bytes
+        self._next = streams[1]
+        self._done, self._next_done = torch.Event(device), torch.Event(device)
+        self._piece_bytes = 0  # copied since the last turn
+
+    def cut(self, copies: Sequence[Copy]) -> Sequence[Copy]:
+        """Into pieces."""
+        return pieces_of(copies, self._turn_bytes)
+
+    def copy_pieces(self, pieces: Iterable[Copy]) -> None:
+        """Issue copies, as many of them in a turn as make up a piece."""
+        with self.running():
+            for target, source in pieces:
+                if not self._fits(target):
+                    torch.accelerator.set_stream(self._take_turns())
+                target.copy_(source, non_blocking=True)
+                self._piece_bytes += target.numel()
+
+    def copy_all(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        """Issue copies, none larger than a turn, as many of them in a turn as make up a piece."""
+        begin = 0
+        while begin < len(targets):
+            end = begin
+            while end < len(targets) and self._fits(targets[end]):
+                self._piece_bytes += targets[end].nbytes
+                end += 1
+            if end == begin:
+                self._take_turns()
+                continue
+            super().copy_all(targets[begin:end], sources[begin:end])
+            begin = end
+
+    def _fits(self, target: Tensor) -> bool:
+        return not self._piece_bytes or self._piece_bytes + target.nbytes <= self._turn_bytes
+
+    def _take_turns(self) -> torch.Stream:
+        assert self._stream is not None
+        self._stream.record_event(self._done)
+        self._next.wait_event(self._done)
+        self._stream, self._next = self._next, self._stream
+        self._done, self._next_done = self._next_done, self._done
+        self._piece_bytes = 0
+        return self._stream
+
+
+class EventMark:
+    """Somebody else's event, to be waited for."""
+
+    def __init__(self, event: torch.Event) -> None:
+        self.event = event
+
+    def synchronize(self) -> None:
+        """Block the host until the event has passed."""
+        self.event.synchronize()
+
+    def passed(self) -> bool:
+        """Whether the event has passed."""
+        return self.event.query()
+
+    def elapsed_ms_since(self, earlier: Mark) -> float:
+        """Not known: others' events have no times."""
+        raise NotImplementedError
+
+
+class HostMark:
+    """A point that has been passed already: serial lanes wait before they mark."""
+
+    def __init__(self) -> None:
+        self.seconds = time.perf_counter()
+
+    def synchronize(self) -> None:
+        """Return at once."""
+
+    def passed(self) -> bool:
+        """It has."""
+        return True
+
+    def elapsed_ms_since(self, earlier: Mark) -> float:
+        """Milliseconds on the host's clock."""
+        assert isinstance(earlier, HostMark)
+        return (self.seconds - earlier.seconds) * 1e3
+
+
+class SerialLane:
+    """A lane that waits for each of its actions."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def wait(self, mark: Mark) -> None:
+        """Return at once: whatever was issued before has finished."""
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Run on the current stream."""
+        yield
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Copy on the current stream."""
+        self.copy_pieces([(target, source)])
+
+    def cut(self, copies: Sequence[Copy]) -> Sequence[Copy]:
+        """As they are."""
+        return copies
+
+    def copy_pieces(self, pieces: Iterable[Copy]) -> None:
+        """Copy on the current stream."""
+        for target, source in pieces:
+            target.copy_(source, non_blocking=True)
+
+    def copy_all(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        """Copy on the current stream."""
+        torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
+
+    def mark(self, reuse: Mark | None = None) -> Mark:
+        """Wait for the device, then note the time."""
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
+        return HostMark()
+
+
+def wait_on(stream: torch.Stream | None, lane: Lane, mark: Mark) -> None:
+    """Let what follows on ``stream`` (``None``: in ``lane``) start only after ``mark``."""
+    if stream is None or not isinstance(mark, StreamMark):
+        lane.wait(mark)
+    else:
+        stream.wait_event(mark.event)
+
+
+def recorded(name: str) -> AbstractContextManager[object]:
+    """Shows what is issued within it under ``name`` in a trace. Costs nothing where there is none."""
+    # A record costs 30 us and more, as it lets other threads have the interpreter: too much for each bucket.
+    tracing = getattr(torch.autograd.profiler, "_is_profiler_enabled", True)
+    return torch.profiler.record_function(name) if tracing else nullcontext()

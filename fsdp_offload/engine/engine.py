@@ -1,0 +1,699 @@
+"""What an attached optimizer consists of, and how one logical step uses it.
+
+    optimizer.state ──▶ Plan: shards, buckets, homes ──▶ which buckets have gradients now
+                                                               │
+              new parameters ◀── pipeline ◀── schedule ◀───────┘
+
+The engine never refers to the optimizer (it is handed in on each call), so dropping the optimizer frees everything.
+"""
+
+import logging
+import math
+import weakref
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..cpu_update.calibrate import measure
+from ..cpu_update.updates import HostUpdates, counters_as_made
+from ..cpu_update.worker import host_worker
+from ..device.bucket_times import BucketTimes, StepTimes
+from ..device.iteration import IterationMarks
+from ..device.lanes import EventMark, HostMark, Mark
+from ..device.link import Allocated, DeviceLink, device_link
+from ..optimizers import Traits
+from ..optimizers.learn import Layouts, layout_key
+from ..optimizers.masters import MASTER
+from ..optimizers.saved_form import as_kept, as_saved, drop_master, rebuild_master
+from ..optimizers.shared_values import ENGINE_ATTRIBUTE
+from ..planning.cpu_share import best_fraction, host_bucket_bytes
+from ..planning.schedule import BucketStep
+from ..policy import OffloadPolicy
+from ..state.adopt import adopt, is_exchanged
+from ..state.layout import StateLayout, in_dtypes_of, is_trained
+from ..state.shard import StateShard
+from ..state.store import StateStore, UserState
+from ..torch_compat.dtensor import has_replicas, local_shard
+from ..torch_compat.optim import unsupported_gradient
+from .executor import Pipeline
+from .homes import Plan
+from .lending import Lending
+from .phases import Phases
+from .step import BegunStep, Stepping
+
+logger = logging.getLogger(__name__)
+
+
+class Engine:
+    """The offloaded state of one optimizer, and its steps.
+
+    Attributes:
+        cls: the user's optimizer class.
+        steps: its logical steps.
+        pinned: whether host memory is page-locked.
+        tuning_of_policy, tuning_of_residents, tuning_of_staging: what ``"auto"`` has chosen, and why, in sentences.
+    """
+
+    def __init__(
+        self,
+        cls: type[Optimizer],
+        traits: Traits,
+        policy: OffloadPolicy,
+        device: torch.device,
+        names: dict[Tensor, str],
+        together: Mapping[Tensor, int],
+    ) -> None:
+        self.cls = cls
+        self.policy = policy
+        self.device = device
+        self.names = names
+        self.layouts = Layouts(cls, traits, policy.master_weights)
+        self.habits = traits.habits
+        self.pinned = device.type != "cpu" if policy.pin_memory is None else policy.pin_memory
+        self._link: DeviceLink = device_link(device)
+        self.host: HostUpdates | None = None
+        self.tuning_of_host = ""  # what "auto" has chosen, and why
+        if policy.host_fraction:
+            worker = host_worker(device)
+            self.host = HostUpdates(cls, traits, self._link, worker, serial=policy.serial, pin=self.pinned)
+        self._pipeline = Pipeline(
+            self._link, serial=policy.serial, beside_compute=policy.updates_beside_compute, host=self.host
+        )
+        self.plan = Plan(
+            *(self.layouts, policy, device),
+            pin=self.pinned,
+            staged=self._pipeline.buckets,
+            together=together,
+            host=self.host,
+        )
+        self.lending = Lending(self.plan, self._pipeline)
+        self.steps = Stepping(cls, self.layouts, policy, names, self.plan, self._pipeline, self.lending, self._link)
+        self.phases = Phases(self.plan, self._pipeline, self.steps, self.lending)
+        self._param_ids: list[list[int]] = []  # of each group
+        self._unplanned: list[Tensor] = []  # in the groups, but without room: they never had a gradient
+        self._layout_keys: list[object] = []  # of each group, when its state was last planned
+        self.tuning_of_policy = self.tuning_of_residents = self.tuning_of_staging = ""
+        self._link.join()
+        # Ring and arena must not go while a copy still uses them. This runs before the attributes are dropped.
+        weakref.finalize(self, _let_go, self._link, self._pipeline.number).atexit = False
+
+    # What is offloaded -------------------------------------------------------------------------------------------
+
+    def add(self, optimizer: Optimizer, params: Iterable[Tensor], states: StateStore) -> None:
+        """Take over the state of ``params``: what exists moves home, for the rest there is room.
+
+        Raises:
+            MemoryError: host memory does not suffice; nothing has changed.
+            ValueError: the optimizer cannot be offloaded with these parameters.
+        """
+        params = list(params)
+        if not params:
+            return
+        if self.steps.begun is not None and self.steps.begun.done:
+            self.steps.check_usable("taking over more parameters")
+        if self.policy.host_fraction == "auto" and not self.tuning_of_host:
+            self._measure(optimizer, params)
+        self.layouts.judge(optimizer)
+        self._check_order_of_draws(optimizer, params)
+        self.steps.drop()
+        self._layout_keys += self._keys(optimizer)[len(self._layout_keys) :]
+        self._param_ids = []  # look at the groups again
+        for param in params:
+            state = states.get(param)
+            for name in state.keys() - self.habits.without_dispensable(param, state).keys():
+                del state[name]
+        self._pipeline.synchronize()  # places in the ring may change, and waits know only the new ones
+        self.plan.add(optimizer, params, states, self.names)
+        self.phases.take_along(self.plan.shards[param] for param in params)
+        self.steps.forget_places()
+        adopt((self.plan.shards[param], states.get(param)) for param in params)
+        for param in params:
+            self.plan.shards[param].existed = bool(states.get(param))
+
+    def _check_order_of_draws(self, optimizer: Optimizer, new: Sequence[Tensor]) -> None:
+        """Refuse what would draw an optimizer's random numbers in another order than a plain step does."""
+        if not self.layouts.draws:
+            return
+        if self.policy.update == "backward":
+            raise ValueError(
+                f"{self.cls.__name__} draws random numbers parameter by parameter, and "
+                "OffloadPolicy(update='backward') updates parameters in another order. Use update='step'."
+            )
+        planned = [id(param) for param in (*self.plan.shards, *new)]
+        if planned != [id(p) for group in optimizer.param_groups for p in group["params"] if id(p) in set(planned)]:
+            raise RuntimeError(
+                f"{self.cls.__name__} draws random numbers parameter by parameter, and parameters that were frozen, or "
+                "were in no group, would now get theirs behind all others. Call remove_offload() and "
+                "offload_optimizer() again, which puts them in order. Nothing has been changed."
+            )
+
+    def _measure(self, optimizer: Optimizer, params: Sequence[Tensor]) -> None:
+        """Choose the host's share by what both sides can do. Once: whatever is added later gets the same."""
+        assert self.host is not None
+        like = max((param for param in params if not has_replicas(param)), key=Tensor.numel, default=None)
+        group = next((n for n, g in enumerate(optimizer.param_groups) if any(p is like for p in g["params"])), 0)
+        layout = None if like is None else self.layouts.learn(optimizer, like, optimizer.param_groups[group], "")
+        if like is None or layout is None or not layout.values:
+            self.tuning_of_host = (
+                "host_fraction='auto': 0, as other ranks may hold copies of all parameters, or there is no state"
+            )
+            return
+        rates, traffic = measure(
+            *(self.cls, self.layouts.traits, optimizer),
+            like=local_shard(like),
+            group=group,
+            layout=layout,
+            master=self.layouts.master_of(like),
+            link=self._link,
+            worker=host_worker(self.device),
+            bucket_bytes=host_bucket_bytes(self.policy.bucket_bytes),
+            pin=self.pinned,
+        )
+        self.plan.host_fraction = best_fraction(rates, traffic)
+        self.tuning_of_host = (
+            f"host_fraction='auto': {self.plan.host_fraction:.2f}: CPU {rates.cpu / 1e9:.1f} GB/s of state "
+            f"({rates.cpu_beside / 1e9:.1f} beside copies), link {rates.two_way / 1e9:.1f} GB/s both ways "
+            f"({rates.two_way_beside / 1e9:.1f} beside updates)"
+        )
+        logger.info(self.tuning_of_host)
+
+    def clear(self) -> None:
+        """Drop all homes, after the last store."""
+        self.steps.drop()
+        self._pipeline.synchronize()
+        self.phases.forget()
+        self.plan.clear()
+        self.steps.forget_places()
+        self.steps.measured_order = []  # of other buckets
+
+    def rebuild(self, optimizer: Optimizer, states: StateStore, as_made: Set[Tensor] = frozenset()) -> None:
+        """Plan anew, for state whose layout changed. Old and new homes exist side by side until this returns.
+
+        Args:
+            optimizer: whose state.
+            states: all of it.
+            as_made: parameters whose state has the layout that somebody gave it, rather than one that is learnt.
+        """
+        self._pipeline.synchronize()
+        self._counters_as_made(states)
+        dead = [param for param, shard in self.plan.shards.items() if self._is_dead(shard, states)]
+        kept = [param for param in self.plan.shards if self.plan.shards[param].group >= 0]
+        old = {param: dict(states.get(param)) for param in kept}
+        for param in dead:
+            self.names.pop(param, None)
+        self.clear()
+        for param in old.keys() - as_made:
+            states.get(param).clear()  # so that the layout is learnt under the new hyperparameters
+        try:
+            self.add(optimizer, old, states)
+        finally:
+            for param, state in old.items():
+                if state and param not in as_made:
+                    states.of(param).update(state)
+        adopt((self.plan.shards[param], states.get(param)) for param in old)
+
+    def install(self, optimizer: Optimizer, states: StateStore, loaded: Mapping[Tensor, UserState]) -> None:
+        """Make ``loaded`` the whole state; ``states`` is empty, and param groups are those loaded with it.
+
+        Tensors of ``loaded`` are as in a state dict. What the optimizer keeps in another form is made one parameter at
+        a time, so that it takes no more device memory than that.
+        """
+        self.steps.drop()
+        self.steps.wait_for_all()
+        self._pipeline.synchronize()
+        self._follow_groups(optimizer, states)
+        self.add(optimizer, [param for param in loaded if param not in self.plan.shards], states)
+        self.lending.wait()
+        if self.habits.keeps_raw_state:
+            for param, saved in loaded.items():
+                states.of(param).update(saved)
+            adopt((self.plan.shards[param], states.of(param)) for param in loaded)
+        for param, saved in loaded.items():
+            shard, state = self.plan.shards[param], states.of(param)
+            if not self.habits.keeps_raw_state:
+                state.update(as_kept(self.habits, optimizer, shard, saved))
+                adopt([(shard, state)])
+            if rebuild_master(self.habits, optimizer, shard, state):
+                adopt([(shard, state)])
+        self.steps.failure = ""
+
+    def as_saved(self, optimizer: Optimizer, param: Tensor, state: UserState, *, empty: bool = False) -> UserState:
+        """The state of one parameter as a state dict has it: homes, or tensors in host memory made from them.
+
+        Args:
+            optimizer: whose.
+            param: of which.
+            state: as the optimizer keeps it.
+            empty: what it holds means nothing; it is to be loaded into.
+        """
+        homes = self.plan.shards[param].homes if param in self.plan.shards else {}
+        return as_saved(self.habits, optimizer, param, state, homes, empty=empty)
+
+    def reserved_state(self, optimizer: Optimizer, states: StateStore) -> dict[Tensor, UserState]:
+        """What parameters without state have room for: their homes, and counters like those they will get, at zero.
+
+        For a load to write into. Nothing of it is in ``states``, and what the homes hold means nothing. A parameter
+        that was frozen when the optimizer was attached, and no longer is, gets room now.
+        """
+        self._follow_groups(optimizer, states)
+        self.add(optimizer, [param for param in self._unplanned if is_trained(param)], states)
+        self._follow_groups(optimizer, states)
+        return {
+            param: {name: _zero_like(example) for name, example in shard.layout.scalars.items()} | shard.homes
+            for param, shard in self.plan.shards.items()
+            if shard.group >= 0 and not states.get(param)
+        }
+
+    def keep_on_device(self, buckets: Collection[int], states: StateStore) -> None:
+        """From now on the state of whole buckets stays on the device. Not in the middle of a step; waits for the last.
+
+        Raises:
+            torch.OutOfMemoryError: there is no room; nothing has changed.
+        """
+        self.steps.drop()
+        self.phases.reload(states)
+        self.synchronize()
+        self.lending.wait()
+        shards = self.plan.keep_on_device(buckets)
+        self.steps.forget_places()
+        adopt((shard, states.get(shard.param)) for shard in shards)
+        if self._pipeline.ring.nbytes > self.plan.ring_bytes:  # less passes through it now
+            self.steps.give_back_ring()
+            self.take_staging()
+
+    def take_staging(self) -> None:
+        """Have the staging memory before there are activations, if there is room; else the first step takes it.
+
+        Taken out of what activations have freed, it would lie where the largest of them was, which would then need as
+        much once more.
+        """
+        try:
+            self._pipeline.take_ring(self.plan.ring)
+        except torch.OutOfMemoryError:
+            logger.info("no room for %.2f GB of staging yet; the first step takes it", self.plan.ring_bytes / 1e9)
+
+    def resize_staging(self, passing_bytes: int) -> None:
+        """Let so much staging memory come and go from the next step on. Not in the middle of one; waits for it."""
+        self.steps.drop()
+        self.synchronize()
+        self.plan.resize_ring(passing_bytes)  # blocks of a size that fits stay where they are
+        self.steps.forget_places()
+
+    def give_back_staging(self, keep_bytes: int) -> None:
+        """Free staging memory that comes and goes, in the order of the current stream, unless it is in use.
+
+        What has been stored first goes first, until no more than ``keep_bytes`` of it are there. What has been loaded
+        ahead does not count as use where activations need its room: the backward that it was for had no gradients.
+        """
+        begun, passing_bytes = self.steps.begun, self._pipeline.ring.passing_bytes
+        if begun is not None and begun.ahead and passing_bytes > keep_bytes and torch.is_grad_enabled():
+            self.steps.drop()
+        if self.steps.begun is None:
+            self.steps.give_back_ring(keep_bytes)
+
+    @property
+    def has_all_staging(self) -> bool:
+        """Whether all of the staging memory is there."""
+        return self._pipeline.ring.nbytes >= self.plan.ring_bytes
+
+    def allocated_bytes(self) -> Allocated:
+        """Device memory that is in use, without staging. On the CPU, all zero."""
+        return self._link.allocated_bytes()
+
+    def room_bytes(self) -> int:
+        """Device memory that would still be free at the highest point so far, less a reserve."""
+        return self._link.room_bytes()
+
+    def return_to_device(self, states: StateStore) -> None:
+        """Replace every home in ``states`` by a tensor on the device, of the type that the optimizer made."""
+        self.steps.drop()
+        self.steps.wait_for_all()
+        self._pipeline.synchronize()
+        # What the user has exchanged since the last step counts.
+        self.lending.wait()
+        adopt((shard, states.get(param)) for param, shard in self.plan.shards.items())
+        for param, shard in self.plan.shards.items():
+            state = states.get(param)
+            for name in shard.homes.keys() & state.keys():
+                state[name] = shard.on_device(name, self.device)
+            if shard.master != "none":
+                drop_master(shard, state)
+        self._counters_as_made(states)
+
+    def _counters_as_made(self, states: StateStore) -> None:
+        for shard in self.plan.host_shards():
+            counters_as_made(shard, states.get(shard.param))
+
+    # A step ------------------------------------------------------------------------------------------------------
+
+    def step(self, optimizer: Optimizer, states: StateStore, kwargs: Mapping[str, Any]) -> bool:
+        """Update every parameter that has a gradient, and count the step as the optimizer would.
+
+        Returns when everything is issued: whether there was any gradient. Parameters are new in the order of the
+        current stream; under ``overlap_forward`` only once :meth:`Stepping.wait_for` has been called for them.
+        """
+        steps = self.steps
+        steps.check_usable("step()", mid_step=True)
+        self.phases.reload(states)
+        ended = steps.resume(optimizer, states, kwargs, same_groups=_param_ids(optimizer) == self._param_ids)
+        if ended is not None:
+            steps.end(ended, states)
+        self._follow_groups(optimizer, states)
+        updated = self._shards_with_grad(optimizer, states)
+        needed = self._bucket_steps(updated, states)
+        created = [shard.param for shard in updated if not states.get(shard.param)]
+        if ended is not None:
+            created += [shard.param for shard in ended.without_state if states.get(shard.param)]
+        if steps.begun is not None and not steps.fits(steps.begun, needed, states):
+            steps.drop()
+        begun = ended or steps.begun or steps.begin(optimizer, kwargs, needed, states)
+        left = tuple(step for step in needed if step.bucket not in begun.done)
+        if begun.done and left:
+            steps.go_on(begun, left)
+        if left or not needed:
+            self._pipeline.updates_after_compute()
+            steps.advance(begun, states)
+            steps.finish(begun, states)
+        try:
+            self._take_over(begun, optimizer, created, states)
+        except BaseException as error:  # Ctrl-C as well, while this waits for the host
+            steps.note_not_taken_over(begun, error)
+            raise
+        self._pipeline.end_updates()
+        steps.begun, steps.last = None, needed
+        if not self.policy.overlap_forward:
+            steps.wait_for_all()
+        return bool(needed)
+
+    def _take_over(self, begun: BegunStep, optimizer: Optimizer, created: list[Tensor], states: StateStore) -> None:
+        """Put into ``optimizer`` what the updates have made beside what they wrote in place."""
+        if self.host is not None and self.host.creates:
+            for param, state in self.host.take_created().items():
+                homes = self.plan.shards[param].homes
+                states.of(param).update({name: homes.get(name, value) for name, value in state.items()})
+        if created:
+            # In the order of the param groups: as without offload, and the same on every rank, whatever its buckets.
+            new = set(created)
+            states.move_last([param for group in optimizer.param_groups for param in group["params"] if param in new])
+        with self._pipeline.updating():
+            self.steps.count_rest(begun, optimizer)
+            self._commit(begun, optimizer)
+
+    # In the backward ---------------------------------------------------------------------------------------------
+
+    def gradients_reduced(
+        self, optimizer: Optimizer, states: StateStore, final: Set[Tensor], event: object, room_bytes: float
+    ) -> None:
+        """The backward has reduced more gradients: load, and update what may be updated.
+
+        Args:
+            optimizer: whose backward this may be.
+            states: its state.
+            final: all parameters whose gradients are final by now, once ``event`` has passed.
+            event: of torch, or ``None``: they are there.
+            room_bytes: for staging memory that comes and goes; loads go as far as that reaches.
+        """
+        begun = self._go_on(optimizer, states) or self._begin_early(optimizer, states)
+        if begun is None:
+            return
+        self._pipeline.updates_after(HostMark() if event is None else EventMark(event))  # type: ignore[arg-type]
+        updates = self.policy.update == "backward"
+
+        def may_update(number: int) -> bool:
+            return updates and all(shard.param in final for shard in self.plan[number].covers() if shard.group >= 0)
+
+        with torch.no_grad():
+            self.steps.advance(begun, states, may_update, room_bytes)
+        self.steps.spend(begun)
+
+    def load_ahead(self, optimizer: Optimizer, states: StateStore, room_bytes: float = math.inf) -> None:
+        """Begin to load for the next step before it has gradients, if it is known what that needs.
+
+        Args:
+            optimizer: whose step it will be.
+            states: its state.
+            room_bytes: for staging memory that comes and goes; loads go as far as that reaches.
+        """
+        begun = self.steps.begun or self._begin_early(optimizer, states)
+        if begun is not None and not begun.done:
+            begun.ahead = True
+            with torch.no_grad():
+                self.steps.advance(begun, states, lambda number: False, room_bytes)
+
+    def _go_on(self, optimizer: Optimizer, states: StateStore) -> BegunStep | None:
+        """What has begun. Ahead of the gradients, it had begun with what may have changed since."""
+        begun = self.steps.begun
+        if begun is None or not begun.ahead:
+            return begun
+        begun.ahead = False
+        if not self._groups_as_before(optimizer) or not self.steps.fits(begun, begun.steps, states):
+            self.steps.drop()
+            return None
+        self.steps.start_from(begun, optimizer, {})
+        self._pipeline.step_is_called()  # what has passed since the loads began was the model's time
+        self._pipeline.updates_after_compute()  # where hyperparameters that are tensors are copied only now
+        return begun
+
+    def _begin_early(self, optimizer: Optimizer, states: StateStore) -> BegunStep | None:
+        """Begin a step in the backward, if it will be like the last one."""
+        steps = self.steps
+        if steps.failure or not self._groups_as_before(optimizer) or not steps.is_whole(steps.last):
+            return None
+        self.phases.reload(states)
+        self.lending.take_over(self.plan.shards.values(), states)  # the backward may update with it
+        order = steps.in_backward_order(steps.last) if self.policy.update == "backward" else steps.last
+        return steps.begin(optimizer, {}, order, states, early=True)
+
+    def _groups_as_before(self, optimizer: Optimizer) -> bool:
+        """Whether param groups have the parameters, and the hyperparameters that decide on state, of the last plan."""
+        return _param_ids(optimizer) == self._param_ids and self._keys(optimizer) == self._layout_keys
+
+    # By hand -----------------------------------------------------------------------------------------------------
+
+    def reload(self, optimizer: Optimizer, states: StateStore, *, awake: bool = True) -> None:
+        """Bring back what has left the device, and begin to load for the next step if it is known what that needs.
+
+        Args:
+            optimizer: whose state.
+            states: all of it.
+            awake: whether parameters and gradients are in memory; if not, nothing can be told of the next step.
+        """
+        self.phases.reload(states)
+        if awake:
+            self.load_ahead(optimizer, states)
+
+    # Measuring ---------------------------------------------------------------------------------------------------
+
+    @property
+    def iteration(self) -> IterationMarks:
+        """Marks the iterations of the model, for the report."""
+        return self._pipeline.iteration
+
+    def mark(self) -> Mark:
+        """A mark at what the current stream has been given so far."""
+        return self._pipeline.mark()
+
+    def ms_since_begin(self, mark: Mark) -> float:
+        """When the current stream passed ``mark``, since the schedule of the last step was taken up; waits for it."""
+        return self._pipeline.ms_since_begin(mark)
+
+    def bucket_times(self) -> dict[int, BucketTimes]:
+        """Of the last step; waits for it."""
+        return self._pipeline.bucket_times()
+
+    def step_times(self) -> StepTimes:
+        """Of the last step; waits for it."""
+        return self._pipeline.last_step_times()
+
+    # Which buckets a step needs ----------------------------------------------------------------------------------
+
+    def _other_layout(self, param: Tensor) -> str:
+        """Why the buckets of ``param`` are not its ranges any more; empty if they are."""
+        shard = self.plan.shards.get(param)
+        if shard is None or len(shard.buckets) < 2 or local_shard(param).is_contiguous():
+            return ""
+        return (
+            "it was contiguous when its state was divided into buckets, and now has strides "
+            f"{local_shard(param).stride()}; attach again, or give it the layout that it had"
+        )
+
+    def _shards_with_grad(self, optimizer: Optimizer, states: StateStore) -> list[StateShard]:
+        """The shards to update. Takes over parameters that have a gradient for the first time, and exchanged state."""
+        eager, gradient = self.habits.state_without_gradient, self.habits.gradient
+        new = [param for param in self._unplanned if eager or gradient(param) is not None]
+        for param in (*new, *self.plan.shards):
+            grad = gradient(param)
+            problem = grad is not None and (unsupported_gradient(param, grad) or self._other_layout(param))
+            if problem:
+                name = self.names.get(param, "a parameter")
+                raise RuntimeError(f"{name} cannot be updated: {problem}. Nothing has been changed.")
+        if new:
+            self.add(optimizer, new, states)
+        shards = self.plan.shards.values()
+        updated = [
+            shard
+            for shard in shards
+            if shard.group >= 0 and (gradient(shard.param) is not None or (eager and not states.get(shard.param)))
+        ]
+        self.lending.take_over(shards, states)  # also of neighbours without a gradient, whose bytes move as well
+        return updated
+
+    def _follow_groups(self, optimizer: Optimizer, states: StateStore) -> None:
+        """Follow param groups that were edited, and hyperparameters that decide which state there is."""
+        ids = _param_ids(optimizer)
+        regrouped = ids != self._param_ids
+        if regrouped:
+            self._pipeline.synchronize()  # the host may be at an update that looks at the groups
+            self._param_ids = ids
+            self._unplanned = []
+            for shard in self.plan.shards.values():
+                shard.group = -1  # no longer in any group, unless found below
+            for number, group in enumerate(optimizer.param_groups):
+                for param in group["params"]:
+                    if param in self.plan.shards:
+                        self.plan.shards[param].group = number
+                    else:
+                        self._unplanned.append(param)
+        keys = self._keys(optimizer)
+        if keys != self._layout_keys:
+            live = [shard for shard in self.plan.shards.values() if shard.group >= 0]
+            self._check_state_is_complete(optimizer, live, states)
+            self.layouts.judge(optimizer)
+            self._layout_keys = keys
+            if not all(self._still_fits(optimizer, shard) for shard in live):
+                self.rebuild(optimizer, states)
+        elif regrouped and self._mostly_dead(states):
+            self.rebuild(optimizer, states)
+        made = {param for param, shard in self.plan.shards.items() if not shard.existed and states.get(param)}
+        if any(self._made_otherwise(self.plan.shards[param], states) for param in made):
+            self.rebuild(optimizer, states, as_made=made)
+        for param in made:
+            self.plan.shards[param].existed = True
+
+    def _made_otherwise(self, shard: StateShard, states: StateStore) -> bool:
+        """Whether somebody made the first state of a parameter, in a step hook as torchtitan does, in other dtypes."""
+        state = states.get(shard.param)
+        if shard.group < 0 or shard.master != "none" or not is_exchanged(shard, state):
+            return False
+        return in_dtypes_of(shard.layout, state).dtypes != shard.layout.dtypes
+
+    def _check_state_is_complete(self, optimizer: Optimizer, shards: Sequence[StateShard], states: StateStore) -> None:
+        """The optimizers of torch look for all of their state once there is some; better before a step than in it."""
+        if not self.layouts.traits.known:
+            return
+        for shard in shards:
+            state = states.get(shard.param)
+            # A master of ours is made in the next step, whenever that is.
+            needed = self._learnt(optimizer, shard).values.keys() - ({MASTER} if shard.master != "none" else set())
+            missing = [name for name in needed if name not in state]
+            if state and missing:
+                raise RuntimeError(
+                    f"The hyperparameters of param_groups[{shard.group}] now need state {missing}, which {shard.name} "
+                    "does not have: it was created under other ones. Set them back, or add that state. Nothing has "
+                    "been changed."
+                )
+
+    def _mostly_dead(self, states: StateStore) -> bool:
+        """Whether most of the memory belongs to parameters that the user has taken out, with their state."""
+        shards = self.plan.shards.values()
+        dead_bytes = sum(shard.nbytes for shard in shards if self._is_dead(shard, states))
+        return 2 * dead_bytes > sum(shard.nbytes for shard in shards)
+
+    def _is_dead(self, shard: StateShard, states: StateStore) -> bool:
+        return shard.group < 0 and not states.get(shard.param)
+
+    def _keys(self, optimizer: Optimizer) -> list[object]:
+        return [layout_key(group, self.layouts.counters) for group in optimizer.param_groups]
+
+    def _commit(self, begun: BegunStep, optimizer: Optimizer) -> None:
+        shared = begun.shared
+        shared.commit(optimizer)
+        begun.logical.finish()
+        if not shared.changed_entries <= self.layouts.counters:
+            self.layouts.count(shared.changed_entries)
+            self._layout_keys = self._keys(optimizer)
+
+    def _still_fits(self, optimizer: Optimizer, shard: StateShard) -> bool:
+        if len(shard.buckets) > 1 and not self.plan.may_cut(shard, optimizer.param_groups[shard.group]):
+            return False  # another implementation now, which rounds pieces differently
+        # State that exists keeps its place, also where the new hyperparameters would no longer create it.
+        return self._learnt(optimizer, shard).values.keys() <= shard.layout.values.keys()
+
+    def _learnt(self, optimizer: Optimizer, shard: StateShard) -> StateLayout:
+        return self.layouts.learn(optimizer, shard.param, optimizer.param_groups[shard.group], shard.name)
+
+    def _bucket_steps(self, updated: Sequence[StateShard], states: StateStore) -> tuple[BucketStep, ...]:
+        active = {number for shard in updated for number in shard.buckets}
+        steps = []
+        for number in active:
+            moves = bool(self._pipeline.buckets[number].copies)
+            # Also for state of parameters without a gradient: the whole bucket is stored afterwards.
+            exists = moves and any(states.get(shard.param) for shard in self.plan[number].covers())
+            steps.append(BucketStep(number, load=exists, store=moves))
+        # State that is on the device already is updated while the first loads arrive. Not where the optimizer sees
+        # DTensors: which buckets move differs between ranks, and its collectives must come in the same order.
+        resident_first = self.layouts.traits.elementwise
+        return tuple(sorted(steps, key=lambda step: (resident_first and step.store, step.bucket)))
+
+    # Looking at it -----------------------------------------------------------------------------------------------
+
+    def wait_home(self, param: Tensor) -> None:
+        """Block the host until the home of this parameter's state is up to date."""
+        shard = self.plan.shards.get(param)
+        if shard is not None:
+            for number in shard.buckets:
+                self._pipeline.wait_home(number)
+            self.phases.wait(shard)
+        self.steps.wait_counted()
+
+    def wait_all_home(self) -> None:
+        """Block the host until every home is up to date."""
+        for number in range(len(self._pipeline.buckets)):
+            self._pipeline.wait_home(number)
+        for shard in self.plan.resident_shards():
+            self.phases.wait(shard)
+        self.steps.wait_counted()
+
+    def synchronize(self) -> None:
+        """Block the host until every transfer and every update has finished."""
+        with self._pipeline.waiting():
+            self._pipeline.synchronize()
+            self.steps.wait_for_all()  # also raises what has failed
+
+
+def engine_of(optimizer: object) -> Engine | None:
+    """The engine of an offloaded optimizer; ``None`` for anything else."""
+    attachment = getattr(optimizer, "__dict__", {}).get(ENGINE_ATTRIBUTE)
+    engine: Engine | None = None if attachment is None else attachment.engine
+    return engine
+
+
+def find_offloaded(optimizer: object) -> Optimizer | None:
+    """The offloaded optimizer that ``optimizer`` is or wraps, whoever made the wrapper; ``None`` if there is none."""
+    target = optimizer
+    while target is not None and engine_of(target) is None:
+        target = inside(target)
+    return target if isinstance(target, Optimizer) else None
+
+
+def inside(wrapper: object) -> Optimizer | None:
+    """The optimizer that ``wrapper`` holds under one of the usual names."""
+    attributes = getattr(wrapper, "__dict__", {})
+    held = (attributes.get(name) for name in ("optimizer", "_optimizer"))
+    return next((optimizer for optimizer in held if isinstance(optimizer, Optimizer)), None)
+
+
+def _param_ids(optimizer: Optimizer) -> list[list[int]]:
+    return [[id(param) for param in group["params"]] for group in optimizer.param_groups]
+
+
+def _zero_like(example: object) -> object:
+    return torch.zeros_like(example) if isinstance(example, Tensor) else type(example)()
+
+
+def _let_go(link: DeviceLink, user: int) -> None:
+    link.synchronize()
+    link.leave(user)

@@ -1,0 +1,534 @@
+"""Which state lives where: from parameters to shards with homes, and to buckets with places in the ring.
+
+Grows when parameters are added, and is made anew when a hyperparameter changes the layout of the state.
+"""
+
+import itertools
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..cpu_update.job import passing_bytes
+from ..cpu_update.updates import HostUpdates
+from ..device.arena import Region
+from ..device.host_limits import check_host_memory
+from ..optimizers.bound_range import BoundRange, bind_range, slot_values
+from ..optimizers.learn import Layouts
+from ..planning.buckets import Bucket, BucketPlan, Copy, ShardSpec, aligned, join_copies, plan_buckets
+from ..planning.cpu_share import NOTHING_YET, Taken, choose_host_share, host_bucket_bytes
+from ..planning.ring_layout import Placement, RingBlocks, divide_ring, place_in_ring
+from ..policy import OffloadPolicy
+from ..state.layout import LeafLayout, in_dtypes_of, is_wrapper
+from ..state.shard import Home, StateShard
+from ..state.store import StateStore
+from ..torch_compat.dtensor import has_replicas, is_dtensor, largest_local_numel, local_shard
+from .bucket import StagedBucket
+
+_LASTING_SHARE = 25
+"""One part in so many of all that moves is the most that may be on the device all the time, of staging that comes and
+goes: the rest of the state is to leave it for good."""
+
+
+@dataclass(frozen=True)
+class Arena:
+    """The host memory of some shards' homes.
+
+    Attributes:
+        regions: their home, and a spare one for the shards at its beginning.
+        breaks: offsets that no copy crosses.
+    """
+
+    regions: tuple[Region, ...]
+    breaks: frozenset[int]
+
+
+@dataclass(frozen=True)
+class PlannedBucket:
+    """A bucket, and the shards its numbers refer to; ``arena`` is ``None`` for state that is resident."""
+
+    bucket: Bucket
+    shards: Sequence[StateShard]
+    arena: Arena | None
+
+    def covers(self) -> Iterator[StateShard]:
+        """The shards of which it holds at least a range."""
+        return (self.shards[piece.shard] for piece in self.bucket.ranges)
+
+    @property
+    def on_host(self) -> bool:
+        """Whether it is updated on the host."""
+        return any(shard.on_host for shard in self.covers())
+
+    def copies(self, side_of: Callable[[StateShard], int | None]) -> list[tuple[Tensor, int]]:
+        """The transfers between the arena and a slot: bytes at home, and an offset in the slot.
+
+        Args:
+            side_of: which home of a shard; ``None`` leaves it out.
+        """
+        if self.arena is None:
+            return []
+        sides = {piece.shard: side_of(self.shards[piece.shard]) for piece in self.bucket.ranges}
+        found: list[tuple[Tensor, int]] = []
+        for side, run in itertools.groupby(self.bucket.leaf_copies, key=lambda part: sides[part[0]]):
+            if side is not None:
+                region = self.arena.regions[side].bytes
+                copies: Iterator[Copy] = join_copies((copy for _, copy in run), self.arena.breaks)
+                found += [(region[copy.home_offset :][: copy.nbytes], copy.slot_offset) for copy in copies]
+        return found
+
+
+class Plan:
+    """All state shards of one optimizer, their homes and their buckets.
+
+    Attributes:
+        shards: by parameter, in planning order: the same on every rank.
+        regions: the host memory of the homes.
+        spare_bytes: of ``regions``, what is second homes.
+        ring: the blocks of the ring: of the device memory that buckets pass through.
+        resident_bytes: device memory of the homes that never leave it, padding included.
+        host_fraction: of the state, what the host updates from now on.
+    """
+
+    def __init__(
+        self,
+        layouts: Layouts,
+        policy: OffloadPolicy,
+        device: torch.device,
+        *,
+        pin: bool,
+        staged: list[StagedBucket],
+        together: Mapping[Tensor, int],
+        host: HostUpdates | None = None,
+    ) -> None:
+        self.host_fraction = 0.0 if policy.host_fraction == "auto" else policy.host_fraction
+        self._host = host
+        self._host_taken = NOTHING_YET
+        self.shards: dict[Tensor, StateShard] = {}
+        self.regions: list[Region] = []
+        self._of_resident: list[tuple[Region, list[StateShard]]] = []  # those of the regions that only these may use
+        self.spare_bytes = 0
+        self.ring = RingBlocks(())
+        self.resident_bytes = 0
+        self._passing_limit_bytes: int | None = None  # of what comes and goes, once it is known
+        # One block, or blocks for one large bucket each. Smaller ones would take up more of the memory of activations,
+        # each of which is an allocation of its own, but no bucket would fit into them.
+        self._comes_and_goes = policy.staging_bytes == "auto"
+        self._block_bytes = policy.bucket_bytes if self._comes_and_goes else 1 << 62
+        self._layouts = layouts
+        self._policy = policy
+        self._device = device
+        self._pin = pin
+        self._together = together
+        self._buckets: list[PlannedBucket] = []
+        self._no_bytes = torch.empty(0, dtype=torch.uint8, device=device)
+        self._staged = staged  # the pipeline's list: one entry for each of ours
+
+    def host_shards(self) -> Iterator[StateShard]:
+        """Those that the host updates."""
+        return (shard for shard in self.shards.values() if shard.on_host)
+
+    def __getitem__(self, number: int) -> PlannedBucket:
+        return self._buckets[number]
+
+    def add(
+        self,
+        optimizer: Optimizer,
+        params: Iterable[Tensor],
+        states: StateStore,
+        names: Mapping[Tensor, str],
+    ) -> None:
+        """Learn the layouts of ``params``, check and take memory for their state, and divide it into buckets.
+
+        Raises:
+            MemoryError: host memory does not suffice; nothing has been taken.
+            ValueError: the optimizer cannot be offloaded with these parameters.
+        """
+        group_of = {param: number for number, group in enumerate(optimizer.param_groups) for param in group["params"]}
+        shards = []
+        for param in params:
+            group, name = optimizer.param_groups[group_of[param]], names.get(param, "a parameter")
+            state = states.get(param)
+            # State of a 0-dim parameter looks like a counter, so which of it is one is learnt.
+            master = self._layouts.master_of(param)
+            described = bool(state) and param.dim() > 0 and master == "none"
+            layout = (
+                self._layouts.of_existing(param, state)
+                if described
+                else self._layouts.learn(optimizer, param, group, name)
+            )
+            if state and not described and master == "none":
+                layout = in_dtypes_of(layout, state)
+            on_locals = self._layouts.traits.elementwise
+            together = self._together.get(param, -1)
+            shard = StateShard(param, name, on_locals, False, layout, group_of[param], master, together)
+            shards.append(shard)
+        self._choose_host(shards)
+        for shard in shards:
+            shard.cuttable = self.may_cut(shard, optimizer.param_groups[shard.group])
+        self._take_homes(*self._choose_resident(shards))
+        self.shards.update((shard.param, shard) for shard in shards)
+        self._place()
+
+    def may_cut(self, shard: StateShard, group: Mapping[str, object]) -> bool:
+        """Whether the tested table says that this shard gives the same bits in pieces, in this group."""
+        local = local_shard(shard.param)
+        dtype = local.dtype if shard.master == "none" else torch.float32
+        device_type = local.device.type
+        if shard.on_host:
+            group = {**group, **self._layouts.traits.host_options(group, with_complex=local.is_complex())}
+            device_type = "cpu"
+        implementation = "fused" if group.get("fused") else "foreach" if group.get("foreach") else "for-loop"
+        return (
+            shard.on_locals
+            and local.numel() > 0
+            and local.is_contiguous()
+            and not shard.layout.left_out
+            and (implementation, device_type, dtype) in self._layouts.traits.cuttable
+        )
+
+    def _choose_host(self, shards: Sequence[StateShard]) -> None:
+        """Choose by the largest shard of each parameter, as every rank has to choose the same."""
+        if not self.host_fraction:
+            return
+        sizes = [_largest_nbytes(shard) for shard in shards]
+        eligible = [size if self._may_be_host(s) else 0 for s, size in zip(shards, sizes, strict=True)]
+        chosen = choose_host_share(eligible, self.host_fraction, self._host_taken)
+        for shard, on_host in zip(shards, chosen, strict=True):
+            shard.on_host = on_host
+        host_bytes = sum(size for size, on_host in zip(sizes, chosen, strict=True) if on_host)
+        self._host_taken = Taken(self._host_taken.host_bytes + host_bytes, self._host_taken.total_bytes + sum(sizes))
+
+    def _may_be_host(self, shard: StateShard) -> bool:
+        # A share that each rank has measured for itself would let replicas drift apart.
+        alone = self._policy.host_fraction != "auto" or not has_replicas(shard.param)
+        return alone and not is_wrapper(local_shard(shard.param))
+
+    def _choose_resident(self, shards: Sequence[StateShard]) -> tuple[list[StateShard], list[StateShard]]:
+        left_bytes = self._policy.given_resident_bytes - self.resident_bytes
+        for shard in shards:
+            nbytes = _resident_nbytes(shard)
+            if 0 < nbytes <= left_bytes and not shard.on_host:
+                shard.resident = True
+                left_bytes -= nbytes
+        return [s for s in shards if s.resident], [s for s in shards if not s.resident]
+
+    def _take_homes(self, resident: Sequence[StateShard], offloaded: Sequence[StateShard]) -> None:
+        updated_there = [shard for shard in offloaded if shard.on_host]
+        offloaded = [shard for shard in offloaded if not shard.on_host]
+        there_bytes = host_bucket_bytes(self._policy.bucket_bytes)
+        there = plan_buckets([_spec(shard) for shard in updated_there], there_bytes)
+        there_passing = max((_passing_nbytes(bucket, updated_there) for bucket in there.buckets), default=0)
+        on_host = plan_buckets([_spec(shard) for shard in offloaded], self._policy.bucket_bytes)
+        held_bytes = sum(region.nbytes for region in self.regions)
+        with_spare = _shards_within(on_host, offloaded, self._policy.snapshot_bytes - self.spare_bytes)
+        left_bytes = self._policy.snapshot_bytes - self.spare_bytes - with_spare.nbytes
+        there_spare = _shards_within(there, updated_there, left_bytes)
+        needed_bytes = on_host.home_nbytes + with_spare.nbytes + there.home_nbytes + there_spare.nbytes
+        mirrors = plan_buckets([_mirror_spec(shard) for shard in updated_there], 1 << 62)
+        needed_bytes += mirrors.home_nbytes
+        if self._host is not None:
+            needed_bytes += self._host.missing_bytes(there_passing)
+        check_host_memory(needed_bytes, self._policy.host_limit_bytes, held_bytes)
+        # First what may fail (the driver may refuse to lock pages), so that nothing has to be undone.
+        if self._host is not None and there_passing:
+            self._host.reserve(there_passing)
+        there_regions = [self._region(n, there.home_breaks) for n in (there.home_nbytes, there_spare.nbytes)]
+        regions = tuple(
+            self._region(nbytes, on_host.home_breaks) for nbytes in (on_host.home_nbytes, with_spare.nbytes)
+        )
+        mirror_region = self._region(mirrors.home_nbytes, mirrors.home_breaks)
+        for shard, (offset,) in zip(updated_there, mirrors.home_offsets, strict=True):
+            (nbytes,) = _mirror_spec(shard).leaf_nbytes
+            shard.mirror = mirror_region.range(offset, nbytes, torch.uint8, (nbytes,), (1,))
+        if resident:
+            # Buckets here too, although nothing moves: they bound the temporaries of an update.
+            on_device = plan_buckets([_spec(shard) for shard in resident], self._policy.bucket_bytes)
+            block = torch.empty(on_device.home_nbytes, dtype=torch.uint8, device=self._device)
+            self.resident_bytes += on_device.home_nbytes
+            _settle(resident, on_device, lambda offset, leaf: _device_leaf(block, offset, leaf))
+            self._add_buckets(on_device, resident, None)
+        _settle(offloaded, on_host, partial(_host_leaf, regions[0]))
+        _settle(offloaded, on_host, partial(_host_leaf, regions[1]), with_spare.shards)
+        _settle(updated_there, there, partial(_host_leaf, there_regions[0]))
+        _settle(updated_there, there, partial(_host_leaf, there_regions[1]), there_spare.shards)
+        self.spare_bytes += there_spare.nbytes
+        self._add_buckets(there, updated_there, None)  # nothing of it ever moves
+        self.regions += [region for region in (*regions, *there_regions, mirror_region) if region.nbytes]
+        self.spare_bytes += with_spare.nbytes
+        self._add_buckets(on_host, offloaded, Arena(regions, frozenset(on_host.home_breaks)))
+
+    def resident_nbytes(self, numbers: Iterable[int]) -> int:
+        """Device bytes that :meth:`keep_on_device` would take."""
+        return _home_nbytes(self._shards_in(numbers))
+
+    def keep_on_device(self, numbers: Iterable[int]) -> list[StateShard]:
+        """Give the state of whole buckets a home on the device, for good; nothing is copied.
+
+        Args:
+            numbers: buckets that together have all of each of their shards. Nothing of them is moving.
+
+        Returns:
+            Their shards, whose old homes stay reserved.
+        """
+        numbers = sorted(numbers)
+        shards = self._shards_in(numbers)
+        assert {number for shard in shards for number in shard.buckets} == set(numbers), "a shard would be divided"
+        plan, homes = self._homes_on_device(shards)
+        for shard, home in zip(shards, homes, strict=True):
+            shard.leave_host()
+            shard.move([home])
+        for number in numbers:
+            self._buckets[number] = replace(self._buckets[number], arena=None)
+            self._staged[number] = StagedBucket(None, [])
+        self.resident_bytes += plan.home_nbytes
+        self._place()
+        return shards
+
+    def resident_shards(self) -> list[StateShard]:
+        """Those whose home is on the device, except while everything has left it."""
+        return [shard for shard in self.shards.values() if shard.resident]
+
+    def homes_on_device(self, shards: Sequence[StateShard]) -> list[Home]:
+        """A home on the device for each, in one block that goes with the last of them."""
+        return self._homes_on_device(shards)[1]
+
+    def _homes_on_device(self, shards: Sequence[StateShard]) -> tuple[BucketPlan, list[Home]]:
+        plan = plan_buckets([_spec(shard) for shard in shards], 1 << 62)
+        block = torch.empty(plan.home_nbytes, dtype=torch.uint8, device=self._device)
+        return plan, _homes(shards, plan, lambda offset, leaf: _device_leaf(block, offset, leaf))
+
+    def take_host_places(self, shards: Sequence[StateShard]) -> None:
+        """Give ``shards``, which are resident, the host memory to go to. It is kept from then on.
+
+        Raises:
+            MemoryError: host memory does not suffice; nothing has been taken.
+        """
+        homeless = [shard for shard in shards if not shard.host_places]
+        if not homeless:
+            return
+        plan = plan_buckets([_spec(shard) for shard in homeless], 1 << 62)
+        held_bytes = sum(region.nbytes for region in self.regions)
+        check_host_memory(plan.home_nbytes, self._policy.host_limit_bytes, held_bytes)
+        region = self._region(plan.home_nbytes, plan.home_breaks)
+        self.regions += [region] if region.nbytes else []
+        self._of_resident.append((region, homeless))
+        for shard, home in zip(homeless, _homes(homeless, plan, partial(_host_leaf, region)), strict=True):
+            shard.host_places = [home]
+
+    def give_back_host_places(self) -> None:
+        """Let go of the host memory that :meth:`take_host_places` has taken, where nobody reads it any more.
+
+        What became resident after it had lived on the host keeps its place among the others, in one region with them.
+        """
+        kept = []
+        for region, shards in self._of_resident:
+            if any(home.is_read() for shard in shards for home in shard.host_places):
+                kept.append((region, shards))
+                continue
+            for shard in shards:
+                shard.host_places = []
+            self.regions = [other for other in self.regions if other is not region]
+        self._of_resident = kept
+
+    def _shards_in(self, numbers: Iterable[int]) -> list[StateShard]:
+        covered = (shard for number in numbers for shard in self._buckets[number].covers())
+        return [shard for shard in dict.fromkeys(covered) if not shard.resident]
+
+    def _region(self, nbytes: int, breaks: Sequence[int]) -> Region:
+        within = [at for at in breaks if at < nbytes]
+        return Region(nbytes, device=self._device, pin=self._pin, breaks=within)
+
+    def _add_buckets(self, plan: BucketPlan, shards: Sequence[StateShard], arena: Arena | None) -> None:
+        for bucket in plan.buckets:
+            for shard in {piece.shard: shards[piece.shard] for piece in bucket.ranges}.values():
+                shard.buckets.append(len(self._buckets))
+            planned = PlannedBucket(bucket, shards, arena)
+            self._buckets.append(planned)
+            self._staged.append(StagedBucket(None, planned.copies(home_side)))
+
+    def _place(self) -> None:
+        """Choose the blocks of the ring. Where in it a bucket passes through depends on the order of each step."""
+        moving = [number for number, staged in enumerate(self._staged) if staged.copies]
+        nbytes = [self._buckets[number].bucket.nbytes for number in moving]
+        self.ring = self._ring_for(nbytes, self._policy.ring_bytes)
+        if self._passing_limit_bytes is not None:
+            limit_bytes = self.ring.lasting_bytes + self._passing_limit_bytes
+            self.ring = self._ring_for(nbytes, limit_bytes)
+            excess_bytes = self.ring.passing_bytes - self._passing_limit_bytes
+            if excess_bytes > 0:  # blocks that are cut to all buckets are smaller, those that last as well
+                self.ring = self._ring_for(nbytes, limit_bytes - excess_bytes)
+        for number in moving:
+            self._staged[number].place(Placement(0, self._buckets[number].bucket.nbytes))
+
+    def _ring_for(self, bucket_nbytes: Sequence[int], limit_bytes: int) -> RingBlocks:
+        if not bucket_nbytes:
+            return RingBlocks(())
+        ring_bytes = min(sum(bucket_nbytes), max([limit_bytes, *bucket_nbytes]))
+        blocks = divide_ring(bucket_nbytes, ring_bytes, self._block_bytes)
+        if not self._comes_and_goes:
+            return RingBlocks(blocks, len(blocks))
+        # These cost memory at the peak of the device, to which the others add nothing.
+        return RingBlocks(blocks, bisect_right(list(accumulate(blocks)), sum(bucket_nbytes) // _LASTING_SHARE))
+
+    def places_for(self, order: Iterable[int]) -> dict[int, Placement]:
+        """A place in the ring for each bucket that moves, in the order of a step."""
+        moving = [number for number in order if self._staged[number].copies]
+        nbytes = [self._buckets[number].bucket.nbytes for number in moving]
+        return dict(zip(moving, place_in_ring(nbytes, self.ring.nbytes), strict=True))
+
+    def resize_ring(self, passing_bytes: int) -> None:
+        """Let the ring have, beside the blocks that last, at most so much in others. Nothing is moving."""
+        self._passing_limit_bytes = passing_bytes
+        self._place()
+
+    @property
+    def ring_bytes(self) -> int:
+        """Device memory that buckets pass through."""
+        return sum(self.ring.nbytes)
+
+    @property
+    def moving_buckets(self) -> int:
+        """How many buckets pass through the ring."""
+        return sum(bool(one.copies) for one in self._staged)
+
+    def moving_bytes(self, numbers: Iterable[int] | None = None) -> int:
+        """Of all slots, or of these, if each bucket that moves had one of its own."""
+        numbers = range(len(self._staged)) if numbers is None else numbers
+        return sum(self._buckets[number].bucket.nbytes for number in numbers if self._staged[number].copies)
+
+    def bind(self, number: int, block: Tensor | None) -> list[BoundRange]:
+        """What the optimizer sees of a bucket whose slot is in this block of the ring."""
+        planned, staged = self._buckets[number], self._staged[number]
+        bound = []
+        for piece, offsets in zip(planned.bucket.ranges, planned.bucket.leaf_offsets, strict=True):
+            shard = planned.shards[piece.shard]
+            if shard.resident or shard.on_host:
+                values = shard.values_at(shard.side, piece.start, piece.stop)
+            else:
+                begin = staged.placement.offset if staged.placement else 0
+                places = [begin + offset for offset in offsets]
+                take = partial(_slot_leaf, block if block is not None else self._no_bytes, places)
+                values = slot_values(shard, piece.start, piece.stop, take)
+            bound.append(bind_range(shard, piece.start, piece.stop, values))
+        return bound
+
+    def clear(self) -> None:
+        """Drop all buckets and homes. Whoever still holds a state tensor keeps its region alive."""
+        self.shards.clear()
+        self.regions.clear()
+        self._of_resident.clear()
+        self._buckets.clear()
+        self._staged.clear()
+        self.ring = RingBlocks(())
+        self.resident_bytes = self.spare_bytes = 0
+        self._host_taken = NOTHING_YET
+
+
+def home_side(shard: StateShard) -> int:
+    """Which of its places is the home of ``shard`` now: the usual argument of :meth:`PlannedBucket.copies`."""
+    return shard.side
+
+
+class _WithSpare(NamedTuple):
+    shards: int  # how many, from the first
+    nbytes: int
+
+
+def _shards_within(plan: BucketPlan, shards: Sequence[StateShard], nbytes: int) -> _WithSpare:
+    """How many of ``shards`` have all of their home within the first ``nbytes`` bytes, and where those end."""
+    end = 0
+    for count, offsets in enumerate(plan.home_offsets):
+        leaves = zip(offsets, shards[count].leaf_layouts, strict=True)
+        shard_end = max((offset + aligned(leaf.nbytes) for offset, leaf in leaves), default=end)
+        if shard_end > nbytes:
+            return _WithSpare(count, end)
+        end = max(end, shard_end)
+    return _WithSpare(len(shards), end)
+
+
+def _spec(shard: StateShard) -> ShardSpec:
+    leaf_nbytes = tuple(leaf.nbytes for leaf in shard.leaf_layouts)
+    return ShardSpec(shard.local_numel, leaf_nbytes, shard.cuttable, shard.together)
+
+
+def _home_nbytes(shards: Sequence[StateShard]) -> int:
+    return plan_buckets([_spec(shard) for shard in shards], 1 << 62).home_nbytes
+
+
+def _resident_nbytes(shard: StateShard) -> int:
+    """What it takes to keep ``shard`` on the device. Padding counts: what is taken stays below what was allowed."""
+    if shard.on_locals or not is_dtensor(shard.param):
+        return _home_nbytes([shard])
+    # Resident state is updated first. Steps that see DTensors may issue collectives, so every rank has to choose the
+    # same parameters.
+    return _largest_nbytes(shard)
+
+
+def _largest_nbytes(shard: StateShard) -> int:
+    """Bytes of the largest shard of this state over all ranks: the same figure on each of them."""
+    local = local_shard(shard.param)
+    largest = largest_local_numel(shard.param)
+    sizes = [leaf.dtype.itemsize * largest if leaf.shape == local.shape else leaf.nbytes for leaf in shard.leaf_layouts]
+    return plan_buckets([ShardSpec(largest, tuple(sizes), False)], 1 << 62).home_nbytes
+
+
+def _mirror_spec(shard: StateShard) -> ShardSpec:
+    local = local_shard(shard.param)
+    return ShardSpec(local.numel(), (local.numel() * local.element_size(),), False)
+
+
+def _passing_nbytes(bucket: Bucket, shards: Sequence[StateShard]) -> int:
+    """Host memory for the gradients of a bucket, if they have the dtype of their parameters."""
+    return passing_bytes(
+        (piece.stop - piece.start) * shards[piece.shard].param.element_size() for piece in bucket.ranges
+    )
+
+
+def _settle(
+    shards: Sequence[StateShard],
+    plan: BucketPlan,
+    make: Callable[[int, LeafLayout], Tensor],
+    count: int | None = None,
+) -> None:
+    """Give a home to the first ``count`` of ``shards``, or to all."""
+    for shard, home in zip(shards[:count], _homes(shards[:count], plan, make), strict=True):
+        shard.places.append(home)
+
+
+def _homes(shards: Sequence[StateShard], plan: BucketPlan, make: Callable[[int, LeafLayout], Tensor]) -> list[Home]:
+    """A home for each of ``shards``, which are the first of ``plan``."""
+    places = zip(shards, plan.home_offsets, strict=False)
+    return [
+        shard.home_over([make(offset, leaf) for offset, leaf in zip(offsets, shard.leaf_layouts, strict=True)])
+        for shard, offsets in places
+    ]
+
+
+def _host_leaf(region: Region, offset: int, leaf: LeafLayout) -> Tensor:
+    return region.range(offset, leaf.nbytes, leaf.dtype, leaf.shape, leaf.stride)
+
+
+def _device_leaf(block: Tensor, offset: int, leaf: LeafLayout) -> Tensor:
+    return _own_storage(block, offset, leaf.nbytes).view(leaf.dtype).as_strided(leaf.shape, leaf.stride)
+
+
+def _slot_leaf(block: Tensor, places: Sequence[int], leaf: int, nbytes: int) -> Tensor:
+    return _own_storage(block, places[leaf], nbytes)
+
+
+def _own_storage(block: Tensor, offset: int, nbytes: int) -> Tensor:
+    """Bytes of ``block`` as a tensor with a storage of its own, at storage offset 0.
+
+    So optimizers see separate tensors as they do without offload: torch.compile refuses to update several views of one
+    storage through a tensor subclass, and a DTensor mirrors its local tensor's storage offset.
+    """
+    if nbytes == 0:
+        return torch.empty(0, dtype=torch.uint8, device=block.device)
+    return torch.utils.dlpack.from_dlpack(block[offset : offset + nbytes])

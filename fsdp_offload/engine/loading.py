@@ -1,0 +1,177 @@
+"""``load_state_dict`` for offloaded state: everything is checked before anything changes, and copied straight home.
+
+torch's own version casts every tensor to the dtype of its parameter and moves it to its device; here tensors keep
+their dtype and go where they live.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..optimizers.masters import MASTER, can_rebuild
+from ..state.layout import LeafLayout, StateLayout, ValueLayout, in_dtypes_of, leaves_of
+from ..state.store import UserState
+from ..torch_compat.dtensor import is_dtensor, over_local, placements_of
+from .engine import Engine
+
+logger = logging.getLogger(__name__)
+
+
+def check_loadable(engine: Engine, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[Tensor, UserState]:
+    """The saved state by parameter, if all of it fits.
+
+    A parameter may have no state at all (it never had a gradient); if it has some, it must have all.
+
+    Raises:
+        ValueError: groups or parameters do not correspond; state is missing, extra, or of another shape or dtype. Names
+            what was expected, what was found and where.
+    """
+    if not isinstance(state_dict.get("state"), Mapping) or not isinstance(state_dict.get("param_groups"), list):
+        raise ValueError(
+            "load_state_dict: expected a dict with 'state' and 'param_groups', as state_dict() gives, got the keys "
+            f"{list(state_dict)[:6]}."
+        )
+    saved_groups, groups = state_dict["param_groups"], optimizer.param_groups
+    saved_sizes, sizes = [len(g["params"]) for g in saved_groups], [len(g["params"]) for g in groups]
+    if saved_sizes != sizes:
+        raise ValueError(
+            f"load_state_dict: the optimizer has param groups of {sizes} parameters, the state dict {saved_sizes}. "
+            "Build the optimizer with the same groups as when it was saved."
+        )
+    saved_ids = list(chain.from_iterable(group["params"] for group in saved_groups))
+    params = list(chain.from_iterable(group["params"] for group in groups))
+    unknown = [key for key in state_dict["state"] if key not in set(saved_ids)]
+    if unknown:
+        raise ValueError(f"load_state_dict: state for {unknown[:4]}, which none of its param groups lists.")
+    loaded: dict[Tensor, UserState] = {}
+    group_of = [index for index, size in enumerate(sizes) for _ in range(size)]
+    for saved_id, param, index in zip(saved_ids, params, group_of, strict=True):
+        saved = _without_none(state_dict["state"].get(saved_id), saved_id)
+        saved = engine.habits.without_dispensable(param, saved)
+        if saved:
+            merged = {**groups[index], **{k: v for k, v in saved_groups[index].items() if k != "params"}}
+            layout = _expected_layout(engine, optimizer, param, index, merged)
+            name = engine.names.get(param, str(saved_id))
+            loaded[param] = _checked(engine, name, param, layout, saved, optimizer.state.get(param, {}))
+    param_of = dict(zip(saved_ids, params, strict=True))
+    return {param_of[key]: loaded[param_of[key]] for key in state_dict["state"] if param_of[key] in loaded}
+
+
+def _without_none(saved: object, saved_id: object) -> dict[str, Any]:
+    """The entries of one parameter that say something: SGD used to save ``momentum_buffer: None``."""
+    if saved is None:
+        return {}
+    if not isinstance(saved, Mapping):
+        raise ValueError(f"load_state_dict: the state of {saved_id} should be a dict, got {type(saved).__name__}.")
+    return {name: value for name, value in saved.items() if value is not None}
+
+
+def _expected_layout(
+    engine: Engine, optimizer: Optimizer, param: Tensor, index: int, merged: Mapping[str, Any]
+) -> StateLayout:
+    """What ``param`` keeps under the hyperparameters that the state dict brings (``amsgrad`` may come with it).
+
+    State that there has been keeps its dtypes, whatever the optimizer would make.
+    """
+    group = optimizer.param_groups[index]
+    optimizer.param_groups[index] = dict(merged)
+    try:
+        layout = engine.layouts.learn(optimizer, param, optimizer.param_groups[index], engine.names.get(param, ""))
+    finally:
+        optimizer.param_groups[index] = group
+    shard = engine.plan.shards.get(param)
+    return in_dtypes_of(layout, shard.homes) if shard is not None and shard.existed else layout
+
+
+def _checked(
+    engine: Engine, name: str, param: Tensor, layout: StateLayout, saved: Mapping[str, Any], current: Mapping[str, Any]
+) -> UserState:
+    expected = [*layout.values, *layout.scalars, *layout.left_out]
+    # Only optimizers that we know have all of their state from the first step on.
+    needed = expected if engine.layouts.traits.known else [n for n in layout.values if n in current or not current]
+    missing = [n for n in needed if n not in saved and not _will_be_rebuilt(layout, n)]
+    extra = [n for n in saved if n not in expected and n not in current]
+    if extra and expected and not missing and MASTER not in extra:
+        # What users add to the state of a parameter is theirs, and comes beside all of the optimizer's own.
+        logger.warning(
+            "load_state_dict: the state of %s has %s, which the optimizer does not use; kept as is", name, extra
+        )
+    elif missing or extra:
+        raise ValueError(
+            f"load_state_dict: the state of {name} should have {expected}; missing {missing}, extra {extra}. Was it "
+            "saved by another optimizer, or with other options?"
+        )
+    for key, example in layout.scalars.items():
+        _check_scalar(f"{name}, {key!r}", example, saved[key])
+    for key, value in layout.values.items():
+        if key not in saved:
+            continue
+        leaves = _saved_leaves(engine, param, key, value)
+        _check_value(f"{name}, {key!r}", _home_like(engine, param, value), leaves, saved[key])
+    return {
+        key: value if key in layout.values else _like_example(layout.scalars.get(key), value)
+        for key, value in saved.items()
+    }
+
+
+def _will_be_rebuilt(layout: StateLayout, name: str) -> bool:
+    return name == MASTER and name in layout.values and can_rebuild(layout.values[name].leaves[0].dtype)
+
+
+def _saved_leaves(engine: Engine, param: Tensor, name: str, value: ValueLayout) -> Sequence[LeafLayout]:
+    """What a state dict has for a value that is kept so."""
+    if engine.habits.keeps_raw_state:
+        return value.leaves
+    first = value.leaves[0]
+    dtype = engine.habits.saved_dtype(name, first.dtype)
+    return [LeafLayout(first.shape, first.stride, dtype)]
+
+
+def _home_like(engine: Engine, param: Tensor, value: ValueLayout) -> Tensor:
+    """A tensor that is sharded as this value will be: like the parameter, or as the optimizer would make it."""
+    if not is_dtensor(param):
+        return param
+    meta = [torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device="meta") for leaf in value.leaves]
+    if engine.layouts.traits.elementwise:
+        return over_local(param, meta[0])
+    return value.build(meta)
+
+
+def _check_scalar(place: str, example: object, saved: object) -> None:
+    """A counter that is a 0-dim tensor may have been saved as a number: old checkpoints have that."""
+    is_number = isinstance(saved, bool | int | float) or (isinstance(saved, Tensor) and saved.numel() == 1)
+    if isinstance(example, Tensor | bool | int | float) and not is_number:
+        got = f"a tensor of shape {tuple(saved.shape)}" if isinstance(saved, Tensor) else repr(saved)
+        raise ValueError(f"load_state_dict: {place} should be a number or a tensor with one element, got {got}.")
+
+
+def _check_value(place: str, home: Tensor, leaves: Sequence[LeafLayout], saved: object) -> None:
+    if not isinstance(saved, Tensor):
+        raise ValueError(f"load_state_dict: {place} should be a tensor, got {type(saved).__name__}.")
+    wanted_sharding, found_sharding = placements_of(home), placements_of(saved)
+    # A plain local tensor of the right size is refused too: nothing says which rank's shard it is.
+    if wanted_sharding != found_sharding and (saved.shape == home.shape or found_sharding is None):
+        raise ValueError(
+            f"load_state_dict: {place} should be a DTensor with mesh and placements {wanted_sharding}, got "
+            f"{found_sharding}. Load sharded checkpoints with torch.distributed.checkpoint, which reshards them, or "
+            "pass a full one to torch's set_optimizer_state_dict(..., options=StateDictOptions(full_state_dict=True))."
+        )
+    got = [(tuple(leaf.shape), leaf.dtype) for leaf in leaves_of(saved)]
+    wanted = [(leaf.shape, leaf.dtype) for leaf in leaves]
+    if got != wanted:
+        raise ValueError(
+            f"load_state_dict: {place} should have local tensors of {wanted}, got {got}. Nothing is cast or resized on "
+            "load; convert the state dict first if that is what you want."
+        )
+
+
+def _like_example(example: object, saved: Any) -> Any:
+    """A counter where and as the optimizer keeps it; a copy, since the state dict may be used again."""
+    if isinstance(saved, Tensor):
+        return saved.detach().to(example, copy=True) if isinstance(example, Tensor) else saved.clone()
+    return saved

@@ -1,0 +1,560 @@
+"""One logical step, in the parts in which it is issued: by the backward, by ``step()``, or by both.
+
+::
+
+    begin ──▶ advance, advance, ... (what may be issued by now) ──▶ finish ──▶ gradients held until they have been read
+       └────▶ drop (only loads were issued, or the state is to be replaced)
+
+What is left unfinished by an exception is noted in :attr:`Stepping.failure`.
+"""
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..cpu_update.step import HostStep
+from ..device.link import DeviceLink
+from ..optimizers import LogicalStep
+from ..optimizers.bound_range import BoundRange
+from ..optimizers.bucket_update import same_order_on_ranks, update_bucket
+from ..optimizers.learn import Layouts
+from ..optimizers.scratch import without_gradient
+from ..optimizers.shadow import Shadow
+from ..optimizers.shared_values import SharedValues
+from ..planning.ring_layout import Placement
+from ..planning.schedule import Action, BucketStep, build_schedule
+from ..policy import OffloadPolicy
+from ..state.shard import StateShard
+from ..state.store import StateStore
+from ..torch_compat.dtensor import version_of
+from ..torch_compat.optim import foreach_supports
+from ..torch_compat.spent_gradient import is_spent, restore, spend
+from .executor import Pipeline
+from .homes import Plan
+from .lending import Lending
+
+
+@dataclass(eq=False)
+class BegunStep:
+    """A logical step of which something has been issued.
+
+    Attributes:
+        steps: the buckets of its schedule.
+        moving: shards that are stored in their other place; ``None`` before the first update.
+        made_way: the buckets that this was decided for.
+        in_backward: begun before all gradients are there.
+        ahead: loads were begun before there was any gradient: when a backward began, or by ``reload_states()``, perhaps
+            long before that.
+        done: the buckets that have been updated.
+        watched: shards that had state when loading began.
+        without_state: shards that had none, resident ones and the host's included. Neighbours in a bucket may have been
+            loaded.
+        versions: of the homes of both at that time.
+        spent: the gradients used in the backward, which are out of the user's reach until ``step()``; and the version
+            of the parameter after its update.
+        looked_at: so many of ``done`` have been looked at for gradients that nothing is left to use of.
+    """
+
+    shadow: Shadow
+    shared: SharedValues
+    logical: LogicalStep
+    host: HostStep | None
+    group_count: int
+    steps: tuple[BucketStep, ...]
+    moving: list[StateShard] | None = None
+    made_way: tuple[BucketStep, ...] = ()
+    in_backward: bool = False
+    ahead: bool = False
+    done: list[int] = field(default_factory=list)
+    watched: list[StateShard] = field(default_factory=list)
+    without_state: list[StateShard] = field(default_factory=list)
+    versions: list[object] = field(default_factory=list)
+    spent: dict[Tensor, tuple[Tensor, tuple[int, int]]] = field(default_factory=dict)
+    looked_at: int = 0
+
+
+class Stepping:
+    """The steps of one optimizer over its plan.
+
+    Attributes:
+        begun: in a backward, and not ended by ``step()`` yet.
+        last: what the last step updated.
+        backward_order: buckets as their gradients became final in the last backward.
+        measured_order: a better order for the same, if the rehearsal has found one.
+        layout: another object whenever state may be in other buckets.
+    """
+
+    def __init__(
+        self,
+        cls: type[Optimizer],
+        layouts: Layouts,
+        policy: OffloadPolicy,
+        names: Mapping[Tensor, str],
+        plan: Plan,
+        pipeline: Pipeline,
+        lending: Lending,
+        link: DeviceLink,
+    ) -> None:
+        self.begun: BegunStep | None = None
+        self._failure = ""
+        self.last: tuple[BucketStep, ...] = ()
+        self.backward_order: list[int] = []
+        self.measured_order: list[int] = []
+        self.layout = object()
+        self._cls = cls
+        self._policy = policy
+        self._names = names
+        self._layouts = layouts
+        self._habits = layouts.traits.habits
+        self._plan = plan
+        self._pipeline = pipeline
+        self._lending = lending
+        self._link = link
+        self._bound: dict[int, tuple[Placement | None, Tensor | None, list[BoundRange]]] = {}
+        self._schedules: dict[tuple[BucketStep, ...], tuple[list[Action], dict[int, Placement]]] = {}
+        self._held: dict[int, list[tuple[Tensor, Tensor | None, BegunStep]]] = {}  # by bucket: what updates still read
+        self._stand_ins: dict[tuple[int, torch.dtype], list[Tensor]] = {}  # for parameters without a gradient
+
+    @property
+    def failure(self) -> str:
+        """Why the state is only half updated, by the device or by the host."""
+        return self._failure or (self._pipeline.host.failure if self._pipeline.host is not None else "")
+
+    @failure.setter
+    def failure(self, failure: str) -> None:
+        self._failure = failure
+        if self._pipeline.host is not None and not failure:
+            self._pipeline.host.failure = ""
+
+    def forget_places(self) -> None:
+        """Buckets have other homes or slots from now on."""
+        if self._pipeline.host is not None:
+            self._pipeline.host.forget()
+        self._bound.clear()
+        self._schedules.clear()
+        self.last = ()
+        self.layout = object()
+
+    # One after the other -----------------------------------------------------------------------------------------
+
+    def begin(
+        self,
+        optimizer: Optimizer,
+        kwargs: Mapping[str, Any],
+        steps: tuple[BucketStep, ...],
+        states: StateStore,
+        *,
+        early: bool = False,
+    ) -> BegunStep:
+        """Note where a logical step starts, and take up its schedule; ``early``: before ``step()`` is called."""
+        self.wait_for_all()  # the gradients of the last step are let go
+        begun = BegunStep(Shadow(self._cls), *self._start(optimizer, kwargs), len(optimizer.param_groups), steps)
+        self._take_up(steps)
+        if early:
+            shards = self._plan.shards.values()
+            begun.watched = [shard for shard in shards if _is_offloaded(shard) and states.get(shard.param)]
+            begun.without_state = [shard for shard in shards if not states.get(shard.param)]
+            begun.versions = self._home_versions(begun, states)
+            begun.in_backward = True
+            self._pipeline.updates_after_compute()
+            self.begun = begun
+        return begun
+
+    def _start(
+        self, optimizer: Optimizer, kwargs: Mapping[str, Any]
+    ) -> tuple[SharedValues, LogicalStep, HostStep | None]:
+        """What updates start from, beside parameters and state."""
+        logical = self._habits.begin(optimizer, kwargs)
+        host = self._pipeline.host
+        on_host = None if host is None else host.begin(optimizer, self._plan.host_shards())
+        return self._shared_values(optimizer, logical), logical, on_host
+
+    def advance(
+        self,
+        begun: BegunStep,
+        states: StateStore,
+        may_update: Callable[[int], bool] = lambda number: True,
+        room_bytes: float = math.inf,
+    ) -> None:
+        """Issue what of a step may be issued now, with at most so much staging memory as there is room for."""
+        habits = self._habits
+
+        def update(number: int) -> None:
+            if begun.moving is None:
+                # In the backward, more gradients are still to come: whatever is loaded may be stored elsewhere.
+                shards = self._covered(begun.steps, with_gradient=not begun.in_backward)
+                begun.moving, begun.made_way = self._lending.make_way(shards, begun.steps), begun.steps
+            if begun.host is not None and self._plan[number].on_host:
+                assert self._pipeline.host is not None
+                self._pipeline.host.submit(number, self._bind(number), begun.host, states, begun.moving or ())
+                begun.done.append(number)
+                return  # the gradients are held there
+            for ranges in same_order_on_ranks(self._bind(number), group_by_group=habits.group_by_group):
+                update_bucket(
+                    begun.shadow, begun.shared, habits, ranges, begun.group_count, states, begun.logical.kwargs
+                )
+            begun.done.append(number)
+            if self._policy.updates_beside_compute:
+                # Whoever clears gradients meanwhile must not free what an update is still to read.
+                covers = [shard.param for shard in self._plan[number].covers()]
+                self._held[number] = [(param, habits.gradient(param), begun) for param in covers]
+
+        try:
+            with self._link.in_use:  # another thread's optimizer may want a larger ring
+                self._pipeline.advance(update, may_update, room_bytes)
+        except BaseException as error:
+            if begun.moving is None and not begun.done:
+                # No update has begun: whatever it was, no room for the ring say, nothing is lost.
+                self._pipeline.cancel()
+                self.begun = None
+                raise
+            stored = self._pipeline.stored(begun.done)
+            moved = [shard for shard in begun.moving or () if stored.issuperset(shard.buckets)]
+            self._lending.settle(moved, begun.steps, states)
+            self._restore_gradients(begun)
+            self._note_failure(error, begun.done, begun.steps)
+            self.begun = None
+            raise
+
+    def finish(self, begun: BegunStep, states: StateStore) -> None:
+        """Everything has been issued: homes that moved are the homes from now on."""
+        self._pipeline.finish()
+        done = set(begun.done)
+        self._lending.settle([s for s in begun.moving or () if done.issuperset(s.buckets)], begun.made_way, states)
+
+    def end(self, begun: BegunStep, states: StateStore) -> None:
+        """All gradients that there are going to be are there: the rest of what the backward has begun."""
+        idle = {step.bucket for step in begun.steps if not self._covered([step])} - set(begun.done)
+        self._pipeline.skip(idle)
+        begun.steps = tuple(step for step in begun.steps if step.bucket not in idle)
+        self._pipeline.updates_after_compute()
+        self.advance(begun, states)
+        self.finish(begun, states)
+        begun.spent.clear()  # each gradient goes with the update that reads it, not with the last of them
+        self.begun = None
+
+    def fits(self, begun: BegunStep, steps: Sequence[BucketStep], states: StateStore) -> bool:
+        """Whether what has been loaded is what a step over these buckets needs."""
+        return sorted(begun.steps) == sorted(steps) and begun.versions == self._home_versions(begun, states)
+
+    def count_rest(self, begun: BegunStep, optimizer: Optimizer) -> None:
+        """Let groups of which no bucket was updated count the step: a plain step sees them as well."""
+        rest = begun.shared.unvisited
+        if rest:
+            groups = enumerate(optimizer.param_groups)
+            lists = [self._without_gradient(group["params"]) if number in rest else [] for number, group in groups]
+            begun.shadow.run(begun.shared, lists, {}, begun.logical.kwargs, counting=rest)
+
+    def _without_gradient(self, params: Sequence[Tensor]) -> list[Tensor]:
+        """What stands for the parameters of a group none of which has a gradient; made once."""
+        if not params or self._habits.state_without_gradient:
+            return []
+        key = params[0].dim(), params[0].dtype
+        if key not in self._stand_ins:
+            self._stand_ins[key] = without_gradient(params)
+        return self._stand_ins[key]
+
+    def start_from(self, begun: BegunStep, optimizer: Optimizer, kwargs: Mapping[str, Any]) -> None:
+        """Only loads have been issued: hyperparameters, attributes and gradients count as they are now.
+
+        GradScaler, for one, hands over its scale in attributes that there are during ``step()`` only.
+        """
+        begun.shared, begun.logical, begun.host = self._start(optimizer, kwargs)
+        begun.group_count = len(optimizer.param_groups)
+
+    def go_on(self, begun: BegunStep, left: tuple[BucketStep, ...]) -> None:
+        """More is to be updated than the backward had known of."""
+        begun.steps, begun.moving, begun.in_backward = left, None, False
+        self._take_up(left)
+
+    def drop(self) -> None:
+        """Forget what the backward has begun: it is to be done again, or the state is to be replaced."""
+        begun = self.begun
+        if begun is not None:
+            if begun.done:
+                for param in filter(is_spent, begun.spent):
+                    param.grad = None  # used; in a step after this it would be used twice
+                self._pipeline.abandon()
+                self._lending.store_home(begun.made_way)  # else the next step stores into places that nobody settles
+            else:
+                self._pipeline.cancel()
+            self.begun = None
+
+    def _covered(self, steps: Iterable[BucketStep], *, with_gradient: bool = True) -> list[StateShard]:
+        """The shards in these buckets, once each; only those with a gradient, or all."""
+        shards = dict.fromkeys(shard for step in steps for shard in self._plan[step.bucket].covers())
+        gradient = self._habits.gradient
+        return [s for s in shards if s.group >= 0 and not (with_gradient and gradient(s.param) is None)]
+
+    # In the backward ---------------------------------------------------------------------------------------------
+
+    def is_whole(self, steps: Sequence[BucketStep]) -> bool:
+        """Whether these are all buckets of some groups, with state in each.
+
+        A parameter of which only some buckets were updated in the backward would be counted too early for the others.
+        """
+        numbers = {step.bucket for step in steps}
+        touched = {shard.together for number in numbers for shard in self._plan[number].covers()}
+        needed = {n for s in self._plan.shards.values() if s.together in touched for n in s.buckets if s.group >= 0}
+        return bool(steps) and needed <= numbers and all(step.load or not step.store for step in steps)
+
+    def in_backward_order(self, steps: Sequence[BucketStep]) -> tuple[BucketStep, ...]:
+        """As their gradients become final, and better if that is known: learnt in earlier steps."""
+        position = {number: at for at, number in enumerate(self.measured_order)}
+        if not all(step.bucket in position for step in steps):
+            # Each order keeps the ranges of a parameter in order; a mixture would not.
+            position = {number: at for at, number in enumerate(self.backward_order)}
+        return tuple(sorted(steps, key=lambda step: position.get(step.bucket, len(position))))
+
+    def spend(self, begun: BegunStep) -> None:
+        """Put gradients out of reach of which nothing is left to be used."""
+        done, new = set(begun.done), begun.done[begun.looked_at :]
+        begun.looked_at = len(begun.done)
+        for shard in dict.fromkeys(shard for number in new for shard in self._plan[number].covers()):
+            grad = shard.param.grad
+            if grad is not None and shard.param not in begun.spent and done.issuperset(shard.buckets):
+                begun.spent[shard.param] = grad, version_of(shard.param)
+                spend(shard.param)
+
+    def refuse_second_backward(self) -> None:
+        """A backward is about to add to gradients that an update may have used.
+
+        Raises:
+            RuntimeError: it has.
+        """
+        if self.begun is None or not self.begun.done:
+            return
+        self._refuse(
+            "a backward came after the one whose gradients had been updated with already",
+            "a second backward before step(), with OffloadPolicy(update='backward'): parameters have been updated with "
+            "the gradients of the first one. The number of backwards before each step must not change (it was learnt "
+            "in the first steps); use update='step', or one step for each backward.",
+        )
+
+    def refuse_recomputation(self, buckets: Collection[int]) -> None:
+        """A backward is about to compute again what it has updated already: a block that was used twice, checkpointed.
+
+        Raises:
+            RuntimeError: it has updated some of ``buckets``, in which the state of its parameters is.
+        """
+        if self.begun is None or set(self.begun.done).isdisjoint(buckets):
+            return
+        self._refuse(
+            "a backward computed a block again whose parameters it had updated already",
+            "activation checkpointing of a block that runs twice before one backward, with "
+            "OffloadPolicy(update='backward'): it is computed again with parameters that have been updated since. Use "
+            "update='step', use_reentrant=False, or one backward for each forward.",
+        )
+
+    def _refuse(self, failure: str, message: str) -> NoReturn:
+        """Give up what has begun, of which parameters have been updated with something else than was meant."""
+        self.drop()
+        self.failure = failure
+        raise RuntimeError(message)
+
+    def resume(
+        self, optimizer: Optimizer, states: StateStore, kwargs: Mapping[str, Any], *, same_groups: bool
+    ) -> BegunStep | None:
+        """The step of which the backward has updated a part. One of which it has only loaded some is kept or dropped.
+
+        Args:
+            optimizer: whose ``step()`` this is.
+            states: its state.
+            kwargs: of ``step()``.
+            same_groups: its param groups have the parameters that they had.
+
+        Raises:
+            RuntimeError: it cannot go on, and parameters have been updated.
+        """
+        begun = self.begun
+        if begun is None:
+            return None
+        if not begun.done:
+            if same_groups:
+                self.start_from(begun, optimizer, kwargs)
+                self._pipeline.step_is_called()
+            else:
+                self.drop()  # loads only; they are made again
+            return None
+        unchanged = same_groups and begun.shared.still_starts_from(optimizer)
+        problem = ""
+        if not unchanged:
+            problem = "hyperparameters have changed since then"
+        elif kwargs or getattr(optimizer, "grad_scale", None) is not None or hasattr(optimizer, "found_inf"):
+            problem = "a GradScaler decides only now whether there is a step"
+        elif begun.versions != self._home_versions(begun, states):
+            problem = "optimizer.state has changed since then"
+        else:
+            for param, (_, version) in begun.spent.items():
+                if not is_spent(param):
+                    problem = f"the gradient of {self._names.get(param, 'a parameter')} has been exchanged since then"
+                elif version_of(param) != version:
+                    problem = f"{self._names.get(param, 'a parameter')} has been written since then"
+        self._restore_gradients(begun)
+        if problem:
+            self._refuse(
+                f"the update began in the backward, and {problem}",
+                f"step(), with OffloadPolicy(update='backward'): parameters have been updated in the backward, and "
+                f"{problem}. Use update='step' for a loop that does this.",
+            )
+        return begun
+
+    def _restore_gradients(self, begun: BegunStep) -> None:
+        for param, (grad, _) in begun.spent.items():
+            restore(param, grad)
+
+    def _home_versions(self, begun: BegunStep, states: StateStore) -> list[object]:
+        """Changes when somebody writes into the state that there was when the step began."""
+        found: list[object] = []
+        for shard in begun.watched:
+            state, leaves = states.get(shard.param), shard.home_leaves
+            for name, home in shard.homes.items():
+                found += (state.get(name) is home, *version_of(home), *[leaf._version for leaf in leaves[name]])
+        done = set(begun.done)
+        for shard in filter(_is_offloaded, begun.without_state):
+            state = states.get(shard.param)
+            # Only an update may have made some by now.
+            made = not state or not done.isdisjoint(shard.buckets)
+            homes = shard.homes
+            found.append(made and all(state.get(name) is None or state[name] is homes[name] for name in homes))
+        return found
+
+    # New parameters ----------------------------------------------------------------------------------------------
+
+    def buckets_of(self, params: Iterable[Tensor]) -> set[int]:
+        """The buckets in which the state of any of these is."""
+        return {number for param in params if param in self._plan.shards for number in self._plan.shards[param].buckets}
+
+    def wait_for(self, buckets: Collection[int], stream: torch.Stream | None = None) -> None:
+        """Let what follows on ``stream`` (``None``: the current one) see the parameters of these buckets new."""
+        self._pipeline.wait_updated(buckets, stream)
+        if stream is None:
+            for number in buckets:
+                self._held.pop(number, None)
+
+    def wait_for_all(self) -> None:
+        """Let what follows on the current stream see all parameters and counters new."""
+        self._pipeline.wait_all_updated()
+        self._held.clear()
+
+    def wait_counted(self) -> None:
+        """Let what follows on the current stream see counters and resident state new, where an update may still run."""
+        if self._held:
+            self._pipeline.wait_device_updated()
+
+    # What an update needs ----------------------------------------------------------------------------------------
+
+    def _shared_values(self, optimizer: Optimizer, logical: LogicalStep) -> SharedValues:
+        implementations = _pinned_implementations(optimizer)
+        pinned = [{**one, **other} for one, other in zip(implementations, logical.pinned, strict=True)]
+        return SharedValues(
+            optimizer,
+            pinned,
+            logical.attributes,
+            self._habits.attributes_by_param,
+            writes_any_entry=not self._layouts.traits.known,
+            copy_scheduled=self._policy.updates_beside_compute,
+            all_groups=self._layouts.needs_all_groups,
+        )
+
+    def _take_up(self, steps: tuple[BucketStep, ...]) -> None:
+        if steps not in self._schedules:
+            if len(self._schedules) >= _KEPT_SCHEDULES:
+                self._schedules.clear()
+            places = self._plan.places_for(step.bucket for step in steps)
+            self._schedules[steps] = build_schedule(steps, places), places
+        self._pipeline.begin(*self._schedules[steps], self._plan.ring)
+
+    def forget_bound(self) -> None:
+        """Resident state has other homes from now on."""
+        self._bound.clear()
+
+    def give_back_ring(self, keep_bytes: int | None = None) -> None:
+        """Free the staging memory; or what comes and goes of it, down to ``keep_bytes``. No schedule is in progress."""
+        gone = self._pipeline.give_back_ring(keep_bytes)
+        if gone:
+            self._bound = {n: one for n, one in self._bound.items() if one[0] is None or one[0].block not in gone}
+
+    def _bind(self, number: int) -> list[BoundRange]:
+        """What the optimizer sees of a bucket; kept from step to step while the storages stay where they are."""
+        placement, block = self._pipeline.buckets[number].placement, self._pipeline.block_of(number)
+        known, known_block, bound = self._bound.get(number, (None, None, []))
+        moved = known != placement or known_block is not block
+        if not bound or moved or any(not part.still_valid() for part in bound):
+            bound = self._plan.bind(number, block)
+            self._bound[number] = placement, block, bound
+        return bound
+
+    # Faults ------------------------------------------------------------------------------------------------------
+
+    def note_not_taken_over(self, begun: BegunStep, error: BaseException) -> None:
+        """Everything has been issued, but state or counters that the updates made will be missing."""
+        if begun.done and not self.failure:  # the host says itself what has failed there
+            self._note_failure(error, begun.done, begun.steps)
+        self.begun = None
+
+    def _note_failure(self, error: BaseException, done: Sequence[int], steps: Sequence[BucketStep]) -> None:
+        self._pipeline.abandon()
+        torn = [step.bucket for step in steps if step.bucket not in done][:1]
+        self.failure = (
+            f"an earlier step() stopped with {type(error).__name__}: {error}. {len(done)} of {len(steps)} buckets had "
+            f"been updated (parameters {self._names_in(done)}); {self._names_in(torn)} may be half updated; the others "
+            "are as before that step"
+        )
+
+    def _names_in(self, buckets: Sequence[int]) -> str:
+        names = list(dict.fromkeys(shard.name for number in buckets for shard in self._plan[number].covers()))
+        if not names:
+            return "none"
+        return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+    def check_usable(self, what: str, *, mid_step: bool = False) -> None:
+        """Refuse to go on with half updated state.
+
+        Args:
+            what: is about to be done.
+            mid_step: it is the end of a step that the backward has begun.
+
+        Raises:
+            RuntimeError: an exception ended an earlier step; says which parameters are new.
+        """
+        if self._pipeline.host is not None:
+            self._pipeline.host.raise_failure()
+        if self.failure:
+            raise RuntimeError(
+                f"{what} refused: {self.failure}. Load a checkpoint of the model and of this optimizer "
+                "(load_state_dict) before going on."
+            )
+        if self.begun is not None and self.begun.done and not mid_step:
+            raise RuntimeError(
+                f"{what} refused: the backward has updated part of the state (OffloadPolicy(update='backward')). Call "
+                "step() first."
+            )
+
+
+def _is_offloaded(shard: StateShard) -> bool:
+    """Updates write other state where it is, on the device or on the host, which counts as well."""
+    return not shard.resident and not shard.on_host
+
+
+_KEPT_SCHEDULES = 4
+"""One pattern of gradients at a time is the rule, in the order of ``step()`` and in that of the backward."""
+
+
+def _pinned_implementations(optimizer: Optimizer) -> list[dict[str, object]]:
+    """For each group what keeps torch from choosing another implementation for a shadow than for the real optimizer.
+
+    Left to itself (``foreach=None, fused=None``) torch takes foreach on accelerators if it supports the types of all
+    parameters with a gradient; the shadow has plain tensors where the user's optimizer may have other types.
+    """
+    pinned: list[dict[str, object]] = []
+    for group in optimizer.param_groups:
+        undecided = "foreach" in group and group["foreach"] is None and not group.get("fused")
+        supported = not undecided or foreach_supports(param for param in group["params"] if param.grad is not None)
+        pinned.append({} if supported else {"foreach": False})
+    return pinned

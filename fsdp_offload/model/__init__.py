@@ -1,0 +1,1 @@
+"""Where a model's forward and backward meet the engine: hooks, tuning from measured iterations, sleep."""

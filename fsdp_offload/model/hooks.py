@@ -1,0 +1,308 @@
+"""Where a model's forward and backward meet the engine: who waits for which parameters, and when gradients are final.
+
+    forward:   a group of fully_shard is gathered ──▶ its stream waits for the updates of that group's buckets
+    backward:  it begins ──▶ loads begin, into staging that is there for the backward
+               a group's gradients are reduced ──▶ updates begin, once the last reduction before step() is
+
+How many reductions of a group come before a step (micro-batches, a module that is used several times) is learnt in the
+steps before. ``rehearsal.py`` learns more from the times of some iterations, and ``elastic.py`` from their memory.
+Everything here refers to the optimizer weakly, so that the hooks keep nothing alive.
+"""
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from ..cpu_update.updates import LastJobs
+from ..engine.engine import Engine
+from ..policy import OffloadPolicy
+from ..state.store import StateStore
+from ..torch_compat.fully_shard import runs_in_backward, sharding_groups
+from ..torch_compat.guard import Guard
+from .tune_resident import Rehearsal
+from .tune_staging import Elastic
+
+_REMEMBERED_STEPS = 4
+
+_ELSEWHERE = -1
+
+_GUARD = Guard(
+    "Updating",
+    "{what} on a parameter or gradient that an update may still write or read (OffloadPolicy(overlap_forward=True)): "
+    "call optimizer.synchronize() before touching it between step() and the next forward.",
+    lets_gradients=True,
+)
+
+GetStates = Callable[[Optimizer], StateStore]
+
+
+class Overlap:
+    """The hooks on one model for one optimizer.
+
+    Attributes:
+        in_groups: parameters that ``fully_shard`` gathers; all others have to be new when ``step()`` returns.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, engine: Engine, get_states: GetStates) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._engine = weakref.ref(engine)
+        self._get_states = get_states
+        self._groups = sharding_groups(model)
+        self.in_groups = {param for group in self._groups for param in group.params}
+        self._seen: list[int] = [0] * len(self._groups)  # reductions since the last step
+        # A step with fewer, in which a module went unused for once, must not let the next one update too early.
+        self._seen_before: deque[list[int]] = deque(maxlen=_REMEMBERED_STEPS)
+        self._expected: list[int] = []  # the most in any of these
+        self._layout: object = None  # that of the engine for which these are known
+        self._buckets_of: dict[int, set[int]] = {}
+        self._all_new = True
+        self._in_backward = False  # since the last forward
+        self._order: list[int] = []  # groups by their last reduction
+        self._final: set[Tensor] = set()
+        params = [group.params for group in self._groups]
+        self._rehearsal, self._elastic = Rehearsal(engine, params), Elastic(engine, params)
+        overlap = weakref.ref(self)
+        # All that the hooks keep: what the device does is waited for when the engine goes, what the host does is not.
+        last = None if engine.host is None else engine.host.last
+        self._unguard: dict[int, Callable[[], None]] = {}  # by group
+        self._undo: list[Callable[[], None]] = []
+        for number, group in enumerate(self._groups):
+            names = ("_before_gather", "_before_use", "_before_reduce", "_reduced")
+            self._undo.append(group.hook(*(partial(_call, overlap, last, name, number) for name in names)))
+        if engine.policy.overlap_forward:
+            for register in _state_dict_hooks(model):
+                handle: RemovableHandle = register(partial(_call, overlap, last, "_before_state_dict"))
+                self._undo.append(handle.remove)
+
+    def __del__(self) -> None:
+        self.unguard()
+
+    def remove(self) -> None:
+        """Take the hooks away."""
+        for undo in self._undo:
+            undo()
+        self._undo = []
+        self.unguard()
+
+    def unguard(self) -> None:
+        """All parameters are new in the order of the current stream, and gradients have been read."""
+        for unguard in self._unguard.values():
+            unguard()
+        self._unguard = {}
+
+    def _guard(self, engine: Engine) -> None:
+        for number, group in enumerate(self._groups):
+            params = [param for param in group.params if param in engine.plan.shards]
+            grads = [param.grad for param in params if param.grad is not None]
+            self._unguard[number] = _GUARD.put_on([*params, *grads])
+
+    def forget_reductions(self) -> None:
+        """Gradients have been cleared without a step: what has been reduced counts for nothing."""
+        self._seen = [0] * len(self._groups)
+        self._order = []
+        self._final = set()
+
+    def before_step(self) -> None:
+        """Call it before ``step()`` issues anything."""
+        engine = self._engine()
+        assert engine is not None
+        self.unguard()
+        engine.iteration.step_begins()
+        self._rehearsal.conclude(engine)
+        self._rehearsal.step_begins(engine)
+
+    def before_reload(self) -> None:
+        """Call it before loads are begun by hand: from then on, the times of the last step are gone."""
+        engine = self._engine()
+        assert engine is not None
+        self._rehearsal.conclude(engine)
+
+    def after_step(self, states: StateStore) -> None:
+        """Call it when ``step()`` has issued everything."""
+        engine = self._engine()
+        assert engine is not None
+        self._rehearsal.step_ended(engine, states)
+        self._elastic.step_ended(engine)
+        if engine.policy.overlap_forward:
+            engine.steps.wait_for(self._buckets(engine)[_ELSEWHERE])
+        self._seen_before.append(self._seen)
+        self._expected = [max(seen) for seen in zip(*self._seen_before, strict=True)]
+        self._all_new = False
+        order = [number for number in self._order if self._expected[number]]
+        buckets = self._buckets(engine)
+        engine.steps.backward_order = _by_last_appearance(buckets[number] for number in order)
+        self.forget_reductions()
+        if engine.policy.debug and engine.policy.overlap_forward:
+            self._guard(engine)
+        if not engine.policy.serial:  # whose marks make the host wait
+            engine.iteration.step_ended(engine.steps.last)
+
+    def _buckets(self, engine: Engine) -> Mapping[int, Collection[int]]:
+        """Of each group, and ``_ELSEWHERE``: of what ``fully_shard`` does not gather."""
+        layout = engine.steps.layout
+        if layout is not self._layout:
+            elsewhere = [param for param in engine.plan.shards if param not in self.in_groups]
+            groups = {number: group.params for number, group in enumerate(self._groups)} | {_ELSEWHERE: elsewhere}
+            self._buckets_of = {number: engine.steps.buckets_of(params) for number, params in groups.items()}
+            self._layout = layout
+        return self._buckets_of
+
+    # Called by the hooks ------------------------------------------------------------------------------------------
+
+    def _before_gather(self, number: int, stream: torch.Stream | None) -> None:
+        engine = self._engine()
+        if engine is not None and engine.policy.overlap_forward:
+            engine.steps.wait_for(self._buckets(engine)[number], stream)
+
+    def _before_use(self, number: int, in_backward: bool) -> None:
+        engine = self._engine()
+        if engine is not None and not in_backward:
+            if engine.policy.update == "backward" and runs_in_backward():
+                engine.steps.refuse_recomputation(self._buckets(engine)[number])
+            self._in_backward = False
+            self._rehearsal.wanted(engine, number)
+            self._elastic.before_use(engine, number)
+        elif engine is not None:
+            engine.iteration.backward_begins()
+            if not self._in_backward:
+                self._backward_begins(engine)
+        self._before_gather(number, None)
+        self._unguard.pop(number, _nothing)()
+
+    def _backward_begins(self, engine: Engine) -> None:
+        """Ahead of the first gradients of a backward; unless nothing is gathered in it."""
+        self._in_backward = True
+        optimizer = self._optimizer()
+        if optimizer is None or not engine.policy.uses_backward:
+            return
+        if not any(self._seen):
+            self._rehearsal.conclude(engine)
+        room_bytes = self._elastic.backward_begins(engine)
+        if any(self._expected) and self._in_last_backward:
+            engine.load_ahead(optimizer, self._get_states(optimizer), room_bytes)
+
+    @property
+    def _in_last_backward(self) -> bool:
+        """Whether no further one comes before the step, as it was in the steps before: loads begin in that one."""
+        return all(seen >= expected - 1 for seen, expected in zip(self._seen, self._expected, strict=True))
+
+    def _before_state_dict(self, *_: object) -> None:
+        engine = self._engine()
+        if engine is not None:
+            engine.steps.wait_for_all()
+            self.unguard()
+
+    def _before_reduce(self, number: int) -> None:
+        engine = self._engine()
+        if engine is not None:
+            engine.iteration.backward_begins()  # where nothing is gathered again, this is the first that is seen of it
+        if engine is not None and self._expected and self._seen[number] >= self._expected[number] > 0:
+            engine.steps.refuse_second_backward()
+
+    def _reduced(self, number: int, event: object) -> None:
+        optimizer, engine = self._optimizer(), self._engine()
+        if optimizer is None or engine is None:
+            return
+        if engine.policy.overlap_forward and not self._all_new:
+            engine.steps.wait_for_all()  # also for what this forward did not use
+            self.unguard()
+            self._all_new = True
+        if not engine.policy.uses_backward:
+            return
+        self._in_backward = True
+        if not any(self._seen):
+            self._rehearsal.conclude(engine)
+        self._rehearsal.final(engine, number)
+        room_bytes = self._elastic.reduced(engine)
+        self._seen[number] += 1
+        self._order = [other for other in self._order if other != number] + [number]
+        if not any(self._expected):
+            return
+        if self._seen[number] >= self._expected[number] > 0:
+            self._final.update(self._groups[number].params)
+        if self._in_last_backward:
+            device_event = event if engine.device.type != "cpu" else None
+            engine.gradients_reduced(optimizer, self._get_states(optimizer), self._final, device_event, room_bytes)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _state_dict_hooks(model: nn.Module) -> Iterator[Callable[..., Any]]:
+    """Also of parts of the model, whose state dict may be asked for by itself."""
+    for module in model.modules():
+        yield module.register_state_dict_pre_hook
+        yield module.register_load_state_dict_pre_hook
+
+
+def _call(overlap: "weakref.ref[Overlap]", last: LastJobs | None, method: str, *args: Any) -> None:
+    target = overlap()
+    if target is not None:
+        getattr(target, method)(*args)
+    elif last is not None:
+        last.wait_without_owner()  # dropped right after its last step, and now the model is evaluated or saved
+
+
+def _by_last_appearance(sets: Any) -> list[int]:
+    """A bucket that several groups share comes where the last of them does."""
+    order: dict[int, None] = {}
+    for numbers in sets:
+        for number in sorted(numbers):
+            order.pop(number, None)
+            order[number] = None
+    return list(order)
+
+
+def make_overlap(
+    model: nn.Module | None, optimizer: Optimizer, engine: Engine, get_states: GetStates
+) -> Overlap | None:
+    """The hooks that the policy needs, if any.
+
+    Raises:
+        ValueError: there is no model to hook into, or it is not sharded.
+        NotImplementedError: this torch's ``fully_shard`` has other hook points.
+    """
+    policy = engine.policy
+    if not policy.overlaps:
+        return None
+    wanted = _named(policy)
+    if model is None:
+        raise ValueError(f"offload_optimizer: {wanted} needs model=..., into whose forward and backward it hooks.")
+    if policy.update == "backward" and not engine.habits.reads_param_grad:
+        raise ValueError(
+            "offload_optimizer: update='backward' uses gradients as fully_shard makes them, and this optimizer reads "
+            "param.decoupled_grad, which is made later. Use update='step'."
+        )
+    overlap = Overlap(model, optimizer, engine, get_states)
+    if not overlap.in_groups & set(engine.plan.shards):
+        overlap.remove()
+        raise ValueError(
+            f"offload_optimizer: {wanted} hooks into fully_shard, and none of the optimizer's parameters is sharded by "
+            "it. Shard the model first, or leave these fields at their defaults."
+        )
+    return overlap
+
+
+def _named(policy: OffloadPolicy) -> str:
+    fields: Mapping[str, object] = {
+        "prefetch": policy.prefetch,
+        "update": policy.update,
+        "overlap_forward": policy.overlap_forward,
+    }
+    changed = [f"{name}={value!r}" for name, value in fields.items() if value not in ("step", False)]
+    return f"OffloadPolicy({', '.join(changed)})"
+
+
+def group_numbers(model: nn.Module | None, policy: OffloadPolicy) -> dict[Tensor, int]:
+    """Of the model's sharded parameters, in the order in which a forward gathers them; none if nothing overlaps."""
+    if model is None or not policy.overlaps:
+        return {}
+    return {param: number for number, group in enumerate(sharding_groups(model)) for param in group.params}

@@ -1,0 +1,317 @@
+"""The sleep of a model: its parameters, buffers and gradients leave the device, and come back to the same objects.
+
+What is moved are *storages*, each once, however many tensors look into it: the flat view that ``fully_shard`` reads,
+its DTensor and that one's local tensor, tied parameters, gradients that are views of one reduced buffer. A storage that
+is resized to nothing gives its memory back while every tensor over it stays; resized again and filled, all of them are
+as they were, at another address. ::
+
+    offload_model:  wait for the device ──▶ storages ──store──▶ arena ──▶ storages resized to 0 ──▶ use is refused
+    reload_model:   use is allowed ──▶ storages resized, on the current stream ──load──▶ the current stream waits
+
+The arena is one pinned region for each model. It is kept from one sleep to the next and goes with the model.
+"""
+
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ..device.arena import Region
+from ..device.link import DeviceLink, device_link
+from ..torch_compat.dtensor import is_dtensor, local_shard
+from ..torch_compat.fully_shard import (
+    drop_gathered_gradients,
+    fsdp_modules,
+    gathered_gradients,
+    sharded_data,
+    uses_cpu_offload_policy,
+    wait_for_updates,
+)
+from .asleep import fall_asleep, is_asleep
+from .parking import Place, Storage, lay_out, new_region, pieces
+
+logger = logging.getLogger(__name__)
+
+
+def offload_model(model: nn.Module, *, gradients: Literal["offload", "drop"] = "offload") -> int:
+    """Move the memory of ``model`` to pinned host memory; a generation engine may have the device then.
+
+    Parameters, buffers and gradients are moved, with everything that shares a storage with them. All tensor objects
+    stay the same, and so do the references that optimizers, ``fully_shard`` and others hold. Until
+    :func:`reload_model`, forwards, state dicts, copies, and anything else that reads or writes these tensors (and so
+    ``optimizer.step()``, ``zero_grad()``, clipping) raise ``RuntimeError``. Not caught are views of them that the
+    caller made, backwards of graphs made before, and CUDA graphs: do not use them meanwhile.
+
+    When it returns, the device's memory is free: torch's allocator has it. For another process or another allocator
+    call ``torch.accelerator.empty_cache()`` next, after ``optimizer.release_states()``. The host memory is one region
+    of exactly the bytes to be kept. It is taken at the first call, page-locked where there is an accelerator, used
+    again by later ones, and replaced where they need more.
+
+    Called again while the model is asleep, it does nothing. A model on the CPU is treated in the same way; what a
+    model has on the CPU beside an accelerator, or through ``CPUOffloadPolicy``, is at home and stays.
+
+    The addresses of the tensors change. CUDA graphs over them have to be captured again. A CUDA IPC handle that another
+    process has opened keeps the old memory, and that memory on the device, until it is closed there: close it before,
+    and send a new handle after waking. Memory that is not torch's to free (received by CUDA IPC, from dlpack or numpy,
+    in shared memory) stays where it is, and a warning names it; so do tensors that are not dense.
+
+    Args:
+        model: the whole model or a part of it. Where ``fully_shard`` keeps parameters gathered, they are resharded.
+        gradients: ``"offload"`` keeps them; ``"drop"`` sets them to ``None``, as ``zero_grad()`` does.
+
+    Returns:
+        Bytes that have left the device.
+
+    Raises:
+        ValueError: ``gradients`` is something else.
+        MemoryError: there is not enough host memory. Nothing has been changed.
+        RuntimeError: the driver refuses to page-lock the memory. Nothing has been changed.
+    """
+    if gradients not in ("offload", "drop"):
+        raise ValueError(f"offload_model: gradients must be 'offload' or 'drop', got {gradients!r}.")
+    if _sleep_of(model) is not None:
+        return 0
+    for module in fsdp_modules(model):
+        # The root keeps its parameters gathered after a forward without backward.
+        module.reshard()
+    wait_for_updates(model)
+    found = [*_own_tensors(model), *(_gradients_of(model) if gradients == "offload" else ())]
+    storages, left = _storages_of(found, at_home=uses_cpu_offload_policy(model))
+    _tell(model, left)
+    places = lay_out(storages)
+    if places:
+        _store(_region_for(model, places), places)
+    if gradients == "drop":
+        _drop_gradients(model)
+    if places:
+        _free(model, places, [*(tensor for _, tensor in found), *sharded_data(model)])
+    return sum(place.nbytes for place in places)
+
+
+def reload_model(model: nn.Module, *, free_host_memory: bool = False) -> None:
+    """Bring back what :func:`offload_model` moved, into the same tensors, bit by bit.
+
+    Device memory is allocated on the current stream, which then waits for the copies; the host does not. What is
+    issued to the current stream afterwards sees the model. Does nothing to a model that is awake.
+
+    Args:
+        model: what was given to :func:`offload_model`.
+        free_host_memory: give back the pinned memory as well, instead of keeping it for the next sleep. The host waits
+            for the copies then.
+
+    Raises:
+        torch.OutOfMemoryError: the device's memory is not free yet (on the CPU a ``RuntimeError``). The model is still
+            asleep, and it can be called again.
+    """
+    sleep = _sleep_of(model)
+    if sleep is not None:
+        _load(_regions[model], sleep)
+        del model.__dict__[_SLEEP]
+    if free_host_memory:
+        _regions.pop(model, None)  # a region waits for the device before it lets go of its pages
+
+
+@dataclass(eq=False)
+class _Sleep:
+    """What a model is to get back, and who refuses to be used until then."""
+
+    places: Sequence[Place]
+    tensors: Sequence[Tensor]
+    modules: Iterable[nn.Module]
+    wake_up: Callable[[], None]
+
+
+_NO_ROOM = (
+    "offload_model needs {nbytes} bytes of host memory for this rank's part of the model, and there is not enough. "
+    "Shard over more ranks, or pass gradients='drop'. Nothing has been changed."
+)
+
+_SLEEP = "_fsdp_offload_sleep"
+"""A model's attribute while it is asleep. Not a table: what its tensors refer to may refer to the model."""
+
+_regions: "weakref.WeakKeyDictionary[nn.Module, Region]" = weakref.WeakKeyDictionary()
+_told: "weakref.WeakKeyDictionary[nn.Module, set[str]]" = weakref.WeakKeyDictionary()
+
+
+def _sleep_of(model: nn.Module) -> _Sleep | None:
+    return model.__dict__.get(_SLEEP)
+
+
+# Moving -------------------------------------------------------------------------------------------------------------
+
+
+def _store(region: Region, places: Sequence[Place]) -> None:
+    """Copy into the arena, and wait for that; the tensors stay as they are."""
+    by_device = _by_device(places)
+    for link, _ in by_device:
+        # Any stream may still write the parameters or read them: those of fully_shard, of updates, of the caller.
+        link.synchronize()
+    stored = []
+    for link, on_device in by_device:
+        with link.in_use:
+            lane = link.lanes(serial=False)["S"]
+            for host, device in pieces(region, on_device):
+                lane.copy(host, device)
+            stored.append(lane.mark())
+    for mark in stored:
+        mark.synchronize()
+
+
+def _free(model: nn.Module, places: Sequence[Place], tensors: Sequence[Tensor]) -> None:
+    """Give back the device's memory; from now on those of ``tensors`` that lived there refuse to be used."""
+    away = {_key(place.storage) for place in places}
+    asleep = [layer for tensor in tensors if _lives_in(tensor, away) for layer in _layers(tensor)]
+    modules: list[Any] = [model, *fsdp_modules(model)]
+    for place in places:
+        place.storage.resize_(0)
+    model.__dict__[_SLEEP] = _Sleep(places, asleep, modules, fall_asleep(asleep, modules))
+
+
+def _load(region: Region, sleep: _Sleep) -> None:
+    """Allocate and copy, in the order of the current stream. After an error everything is asleep as before."""
+    sleep.wake_up()
+    by_device = _by_device(sleep.places)
+    try:
+        for link, places in by_device:
+            with link.in_use:
+                lanes = link.lanes(serial=False)
+                # What the current stream gets may still be in use by what was issued to it before.
+                lanes["L"].wait(lanes["C"].mark())
+                for place in places:
+                    place.storage.resize_(place.nbytes)
+                    for host, device in pieces(region, [place]):
+                        lanes["L"].copy(device, host)
+                lanes["C"].wait(lanes["L"].mark())
+    except BaseException:  # most likely, somebody else still has the memory
+        for link, _ in by_device:
+            link.synchronize()
+        for place in sleep.places:
+            place.storage.resize_(0)
+        sleep.wake_up = fall_asleep(sleep.tensors, sleep.modules)
+        raise
+
+
+def _by_device(places: Sequence[Place]) -> list[tuple[DeviceLink, list[Place]]]:
+    devices: dict[torch.device, list[Place]] = {}
+    for place in places:
+        devices.setdefault(place.storage.device, []).append(place)
+    return [(device_link(device), on_device) for device, on_device in devices.items()]
+
+
+# The arena ----------------------------------------------------------------------------------------------------------
+
+
+def _region_for(model: nn.Module, places: Sequence[Place]) -> Region:
+    """The one of the last sleep, if it is large enough."""
+    nbytes = places[-1].offset + places[-1].nbytes
+    region = _regions.get(model)
+    if region is None or region.nbytes < nbytes:
+        region = None
+        _regions.pop(model, None)  # before the next is taken: there may not be room for both
+        region = _regions[model] = new_region(nbytes, places[0].storage.device, _NO_ROOM)
+    return region
+
+
+# What a model consists of -------------------------------------------------------------------------------------------
+
+
+def _own_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _gradients_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for name, param in model.named_parameters():
+        # A part of the model, or another model with which it shares parameters, may be asleep already.
+        if not is_asleep(param) and param.grad is not None:
+            yield f"{name}.grad", param.grad
+    for grad in gathered_gradients(model):
+        yield "a gradient that is not reduced yet", grad
+
+
+def _drop_gradients(model: nn.Module) -> None:
+    for param in model.parameters():
+        if not is_asleep(param):
+            param.grad = None
+    drop_gathered_gradients(model)
+
+
+def _layers(tensor: Tensor) -> Iterator[Tensor]:
+    """``tensor`` and all tensors that it is made of."""
+    yield tensor
+    for part in _parts(tensor):
+        yield from _layers(part)
+
+
+def _parts(tensor: Tensor) -> list[Tensor]:
+    """What a DTensor or a wrapper is made of; nothing for a tensor with memory of its own.
+
+    Not ``shards.leaves_of``: that drops what Transformer Engine's tensors cache, and here it is to come back.
+    """
+    if is_dtensor(tensor):
+        return [local_shard(tensor)]
+    if hasattr(type(tensor), "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+        return [part for name in names if isinstance(part := getattr(tensor, name), Tensor)]
+    return []
+
+
+def _leaves(tensor: Tensor) -> Iterator[Tensor]:
+    return (layer for layer in _layers(tensor) if not _parts(layer))
+
+
+def _lives_in(tensor: Tensor, away: set[int]) -> bool:
+    return any(leaf.layout == torch.strided and _key(leaf.untyped_storage()) in away for leaf in _leaves(tensor))
+
+
+# Storages -----------------------------------------------------------------------------------------------------------
+
+
+def _key(storage: Storage) -> int:
+    return int(storage._cdata)
+
+
+def _storages_of(found: Sequence[tuple[str, Tensor]], *, at_home: bool) -> tuple[list[Storage], dict[str, str]]:
+    """The storages to move, each once, and why others stay, by name. ``at_home``: what is on the CPU stays there."""
+    leaves = [(name, leaf) for name, tensor in found for leaf in _leaves(tensor)]
+    at_home = at_home or any(leaf.device.type not in ("cpu", "meta") for _, leaf in leaves)
+    movable: dict[int, tuple[str, Storage]] = {}
+    left: dict[str, str] = {}
+    fixed: list[Storage] = []
+    for name, leaf in leaves:
+        if leaf.device.type == "meta" or (at_home and leaf.device.type == "cpu"):
+            continue
+        if leaf.layout != torch.strided:
+            left[name] = f"it is {leaf.layout}"
+            continue
+        storage = leaf.untyped_storage()
+        # Resizing shared memory would end the sharing. (Of CUDA's, is_shared says that it could be.)
+        if not storage.resizable() or (leaf.device.type == "cpu" and storage.is_shared()):
+            left[name] = "its memory is not torch's to free"
+            fixed.append(storage)
+        elif storage.nbytes():  # nothing, or asleep as a part of something else
+            movable[_key(storage)] = (name, storage)
+    for key, (name, storage) in list(movable.items() if fixed else ()):
+        if any(_overlap(storage, other) for other in fixed):
+            left[name] = "it shares memory that is not torch's to free"
+            del movable[key]
+    return [storage for _, storage in movable.values()], left
+
+
+def _tell(model: nn.Module, left: dict[str, str]) -> None:
+    """Once for each name: a loop sleeps thousands of times."""
+    told = _told.setdefault(model, set())
+    new = {name: why for name, why in left.items() if name not in told}
+    if new:
+        told.update(new)
+        shown = "; ".join(f"{name}: {why}" for name, why in list(new.items())[:4])
+        logger.warning("offload_model leaves %d tensors where they are (%s)", len(new), shown)
+
+
+def _overlap(one: Storage, other: Storage) -> bool:
+    begin, end = one.data_ptr(), one.data_ptr() + one.nbytes()
+    return one.device == other.device and begin < other.data_ptr() + other.nbytes() and other.data_ptr() < end

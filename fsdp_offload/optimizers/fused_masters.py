@@ -1,0 +1,199 @@
+"""AdamW with masters that we keep, in one pass: weights, gradient, master and moments are read once and written once.
+
+The same bits as :func:`masters.open_master`, ``torch._fused_adamw_`` and :func:`masters.close_master` one after the
+other, which read and write the master three times and make temporaries of it. The arithmetic is that of torch's CUDA
+kernel as observed in 2.11 (``aten/src/ATen/native/cuda/fused_adam_utils.cuh``; all of it in fp32, where ``fma`` rounds
+once)::
+
+    p = fma(-(lr * wd), p, p)
+    m = fma(b1, m, fma(-b1, g, g))
+    v = fma(b2, v, fma(-b2, g * g, g * g))
+    p = p - (lr / c1 * m) / (sqrt(v) / sqrt(c2) + eps)        c1, c2 = 1 - pow(b1, step), 1 - pow(b2, step)
+
+Nobody promises that, so it is tried against those three functions before it is used with new hyperparameters; where a
+bit differs, or there is no Triton, they do the work.
+"""
+
+import functools
+import importlib
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Adam, AdamW, Optimizer
+
+from ..policy import MasterKind
+from .masters import close_master, open_master
+
+logger = logging.getLogger(__name__)
+
+_TRIED_NUMEL = 1 << 17
+_MOST_TRIALS = 32
+"""So many different hyperparameters are tried; a schedule of betas or decay would try new ones in every step."""
+
+
+class AdamWStep(NamedTuple):
+    """Hyperparameters of one param group, as far as the arithmetic depends on them beside the step.
+
+    Attributes:
+        lr: the learning rate, a number.
+        beta1, beta2, eps, weight_decay: as in ``torch.optim.AdamW``.
+    """
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+
+
+class MasterRange(NamedTuple):
+    """Contiguous local tensors of one range, of the same number of elements and on one CUDA device.
+
+    Attributes:
+        weights: the parameter, bf16 or fp16.
+        grad: bf16, fp16 or fp32.
+        kept: the fp32 master, or the int16 remainders.
+        exp_avg, exp_avg_sq: fp32 moments.
+        step: fp32, 0-dim: so many steps have been made before this one.
+    """
+
+    weights: Tensor
+    grad: Tensor
+    kept: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    step: Tensor
+
+
+def step_of_group(cls: type[Optimizer], group: Mapping[str, Any], attributes: Mapping[str, Any]) -> AdamWStep | None:
+    """What a group asks for, if that is AdamW's fused step and nothing else; otherwise ``None``.
+
+    Args:
+        cls: the optimizer's class: exactly torch's, as a subclass may do anything.
+        group: hyperparameters of the group.
+        attributes: of the optimizer; GradScaler leaves its scale there.
+    """
+    if cls not in (Adam, AdamW) or not group.get("fused"):
+        return None
+    if any(group.get(flag) for flag in ("amsgrad", "maximize", "capturable", "differentiable")):
+        return None
+    if attributes.get("grad_scale") is not None or attributes.get("found_inf") is not None:
+        return None
+    decay = group["weight_decay"]
+    if decay and not group.get("decoupled_weight_decay", cls is AdamW):
+        return None
+    numbers = (group["lr"], *group["betas"], group["eps"], decay)
+    return AdamWStep(*numbers) if all(isinstance(number, int | float) for number in numbers) else None
+
+
+def fits(part: MasterRange) -> bool:
+    """Whether the kernel takes these tensors."""
+    tensors = (part.weights, part.grad, part.kept, part.exp_avg, part.exp_avg_sq)
+    return bool(
+        all(one.device.type == "cuda" and one.is_contiguous() and type(one) is Tensor for one in tensors)
+        and all(one.dtype is torch.float32 for one in (part.exp_avg, part.exp_avg_sq, part.step))
+        and part.step.device.type == "cuda"
+        and part.grad.dtype in (torch.bfloat16, torch.float16, torch.float32)
+        and part.kept.dtype in (torch.float32, torch.int16)
+        and (part.kept.dtype is torch.float32 or part.weights.dtype is torch.bfloat16)
+    )
+
+
+def update_masters(step: AdamWStep, kind: MasterKind, parts: Sequence[MasterRange]) -> None:
+    """Update weights, masters and moments in place, on the current stream. Steps stay as they are."""
+    for part in parts:
+        if part.weights.numel():
+            _launch(step, kind, part)
+
+
+def is_exact(step: AdamWStep, kind: MasterKind, part: MasterRange) -> bool:
+    """Whether the kernel gives the bits of the eager code with these hyperparameters and dtypes, on this device.
+
+    Tried once for each of them, on scratch tensors; waits for the device then.
+    """
+    if _kernel() is None:
+        return False
+    unscheduled = step._replace(lr=1e-3)  # changes in every step, and multiplies once
+    return _is_exact(unscheduled, kind, part.weights.dtype, part.grad.dtype, part.weights.device)
+
+
+@functools.cache
+def _is_exact(step: AdamWStep, kind: MasterKind, weights: torch.dtype, grad: torch.dtype, device: torch.device) -> bool:
+    if _is_exact.cache_info().currsize >= _MOST_TRIALS:
+        return False
+    try:
+        one, other = (_scratch(kind, weights, grad, device) for _ in range(2))
+        for _ in range(3):
+            _launch(step, kind, one)
+            _eager(step, kind, other)
+            for part in (one, other):
+                part.step.add_(1)
+        same = all(map(_same_bits, one, other))
+    except Exception as error:  # noqa: BLE001  # whatever Triton lacks here, the eager code does not need it
+        logger.info("masters are updated without a kernel of our own: %s: %s", type(error).__name__, error)
+        return False
+    if not same:
+        logger.info("masters are updated without a kernel of our own: this torch's AdamW rounds differently (%s)", step)
+    return same
+
+
+def _scratch(kind: MasterKind, weights: torch.dtype, grad: torch.dtype, device: torch.device) -> MasterRange:
+    """Numbers of all sizes, and some that are not finite."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal() -> Tensor:
+        return torch.randn(_TRIED_NUMEL, device=device, generator=generator)
+
+    gradient = normal() * torch.exp(3 * normal())
+    gradient[:4] = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0], device=device)
+    master = normal()
+    kept = torch.randint(-(1 << 15), 1 << 15, (_TRIED_NUMEL,), device=device, generator=generator).to(torch.int16)
+    return MasterRange(
+        master.to(weights),
+        gradient.to(grad),
+        master if kind == "fp32" else kept,
+        normal() * 0.1,
+        normal().square() * 0.1,
+        torch.full((), 2.0, device=device),
+    )
+
+
+def _eager(step: AdamWStep, kind: MasterKind, part: MasterRange) -> None:
+    master = open_master(kind, part.weights, part.kept, exists=True)
+    torch._fused_adamw_(
+        [master],
+        [part.grad.to(torch.float32)],
+        [part.exp_avg],
+        [part.exp_avg_sq],
+        [],
+        [part.step + 1],
+        lr=step.lr,
+        beta1=step.beta1,
+        beta2=step.beta2,
+        weight_decay=step.weight_decay,
+        eps=step.eps,
+        amsgrad=False,
+        maximize=False,
+    )
+    close_master(kind, master, part.weights, part.kept)
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+
+
+@functools.cache
+def _kernel() -> Any:
+    """What launches the kernel; ``None`` without Triton, which takes long to import and comes with CUDA builds only."""
+    try:
+        return importlib.import_module(".fused_masters_kernel", __package__).launch
+    except ImportError:
+        return None
+
+
+def _launch(step: AdamWStep, kind: MasterKind, part: MasterRange) -> None:
+    with torch.cuda.device(part.weights.device):
+        _kernel()(part, tuple(map(float, step)), remainder=kind == "remainder")

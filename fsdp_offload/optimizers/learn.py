@@ -1,0 +1,289 @@
+"""Learn on scratch tensors what an optimizer will keep, before it keeps anything.
+
+Everything here runs at attach (or when a hyperparameter that decides the layout changes), on tensors that are thrown
+away, and leaves every generator of random numbers as it was.
+"""
+
+from collections.abc import Container, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..policy import MasterKind
+from ..state.layout import NotUnderstoodError, StateLayout, ValueLayout, describe_value
+from ..state.store import UserState
+from ..torch_compat.dtensor import has_inner_tensors, is_dtensor, local_shard, over_local, placements_of
+from . import Traits
+from .masters import MASTER, kept_dtype, kind_for
+from .scratch import constructor_options, like_optimizer, notes_on, random_values, randomness_kept
+from .separability import judge
+from .shadow import Shadow
+from .shared_values import SharedValues
+
+_SCRATCH_NUMEL = 64
+
+
+_NO_SWITCHES = frozenset({"params", "lr", "param_names", "train_mode"})
+
+
+def layout_key(group: Mapping[str, Any], counters: Container[str] = ()) -> tuple[tuple[str, object], ...]:
+    """What of a param group can decide which state exists: flags, texts, and whether a number is zero (``momentum``).
+
+    ``counters`` are entries that the optimizer's own step has changed; they decide nothing.
+    """
+    return tuple(
+        sorted(
+            (name, _switch(value)) for name, value in group.items() if name not in _NO_SWITCHES and name not in counters
+        )
+    )
+
+
+def _switch(value: object) -> str:
+    if isinstance(value, Tensor):
+        return "tensor"
+    if isinstance(value, str):
+        return value
+    if value is None or isinstance(value, bool | int | float):
+        return "none" if value is None else str(bool(value))
+    return type(value).__name__
+
+
+class Layouts:
+    """Learns the state layouts of one optimizer, once for equal parameters in equal groups.
+
+    Attributes:
+        traits: of its class.
+        counters: entries of param groups that its own step changes.
+        needs_all_groups: a bucket's step has to see all param groups, and not only those of its parameters.
+        draws: its step draws random numbers, parameter by parameter.
+    """
+
+    def __init__(self, cls: type[Optimizer], traits: Traits, masters: MasterKind = "none") -> None:
+        self.traits = traits
+        self._cls = cls
+        self._masters: MasterKind = masters
+        self.counters: set[str] = set()
+        self.needs_all_groups = False
+        self.draws = False
+        self._new_entries: dict[str, object] = dict(
+            traits.habits.group_counters
+        )  # of param groups, as a first step leaves them
+        self._learnt: dict[Any, StateLayout] = {}
+        self._judged: set[Any] = set()
+
+    def master_of(self, param: Tensor) -> MasterKind:
+        """Which master we keep for ``param``."""
+        return kind_for(self._masters, local_shard(param).dtype)
+
+    def count(self, names: set[str]) -> None:
+        """Note entries of param groups that a step has changed: they decide no layout, now or in what was learnt."""
+        self.counters |= names
+
+        def without(key: Any) -> Any:
+            return (tuple(entry for entry in key[0] if entry[0] not in self.counters), *key[1:])
+
+        self._learnt = {without(key): layout for key, layout in self._learnt.items()}
+
+    def group_counters_at_zero(self) -> dict[str, object]:
+        """Numbers that param groups get in the first step only (``group["step"]``), as they are before it."""
+        numbers = {name: value for name, value in self._new_entries.items() if isinstance(value, int | float | Tensor)}
+        return {
+            name: torch.zeros_like(value) if isinstance(value, Tensor) else type(value)()
+            for name, value in numbers.items()
+        }
+
+    def judge(self, optimizer: Optimizer) -> None:
+        """Make sure that the step of a class that no table knows can be divided, with the groups that there are.
+
+        Raises:
+            ValueError: it cannot; says what mixes parameters.
+        """
+        if self.traits.known:
+            return
+        key = tuple(
+            (layout_key(group, self.counters), frozenset((param.dim(), param.dtype) for param in group["params"]))
+            for group in optimizer.param_groups
+        )
+        if key in self._judged:
+            return
+        verdict = judge(self._cls, optimizer)
+        if verdict.problem:
+            raise ValueError(
+                f"{self._cls.__name__} cannot be offloaded: {verdict.problem}. Only optimizers that update each "
+                "parameter independently of the others can be streamed bucket by bucket."
+            )
+        self.needs_all_groups |= verdict.all_groups
+        self.draws |= verdict.draws
+        self._judged.add(key)
+
+    def of_existing(self, param: Tensor, state: UserState) -> StateLayout:
+        """The layout of state that the optimizer has created already."""
+        layout = describe_state(state)
+        return layout_on_locals(layout, param) if self.traits.elementwise else layout
+
+    def learn(self, optimizer: Optimizer, param: Tensor, group: Mapping[str, Any], name: str) -> StateLayout:
+        """The layout of the state that ``optimizer`` would create for ``param`` in ``group``.
+
+        Classes whose state is known to look like the parameter are run on a few elements. Any other is run on a
+        scratch tensor like ``param``, with its sharding; the device memory of that is free again when this returns.
+
+        Raises:
+            ValueError: its step fails on scratch tensors.
+        """
+        local = local_shard(param)
+        key = (
+            layout_key(group, self.counters),
+            param.shape,
+            local.shape,
+            local.stride(),
+            local.dtype,
+            placements_of(param),
+            () if self.traits.known else _notes_key(param),
+        )
+        if key not in self._learnt:
+            kind = self.master_of(param)
+            try:
+                layout = self._learn(optimizer, param, group, kind)
+            except Exception as error:
+                raise ValueError(
+                    f"{self._cls.__name__} cannot be offloaded: a step on a scratch tensor like {name} (shape "
+                    f"{tuple(local.shape)}, {local.dtype}) failed, so what it keeps is not known "
+                    f"({type(error).__name__}: {error})."
+                ) from error
+            self._learnt[key] = layout if kind == "none" else _with_master(layout, local, kind)
+        return self._learnt[key]
+
+    def _learn(self, optimizer: Optimizer, param: Tensor, group: Mapping[str, Any], master: MasterKind) -> StateLayout:
+        traits = self.traits
+        initial = traits.habits.initial_state(optimizer, param)
+        if initial is not None:
+            return describe_state(traits.habits.without_dispensable(param, initial))
+        generator = torch.Generator(local_shard(param).device).manual_seed(0)
+        dtype = local_shard(param).dtype if master == "none" else torch.float32
+        scratch = _small_like(param, dtype, generator) if traits.state_like_param else _like(param, generator)
+        if not traits.known:  # it may look at anything that is true of a parameter
+            scratch = nn.Parameter(scratch, param.requires_grad)
+            scratch.__dict__.update(notes_on(param, tuple(param.shape)))
+        traits.habits.hand_gradient(scratch, _gradient_of(scratch, generator))
+        with randomness_kept(local_shard(param).device), torch.no_grad():
+            after, entries = self._first_step(optimizer, param, scratch, group)
+        self._new_entries.update((name, value) for name, value in entries.items() if name not in group)
+        if scratch not in after:
+            return StateLayout({})
+        state = traits.habits.without_dispensable(scratch, after[scratch])
+        if traits.state_like_param:
+            return _layout_like_param(state, scratch, param, wrap=not traits.elementwise)
+        return describe_state(state)
+
+    def _first_step(
+        self, optimizer: Optimizer, param: Tensor, scratch: Tensor, group: Mapping[str, Any]
+    ) -> tuple[dict[Tensor, UserState], dict[str, Any]]:
+        """The state after a first step on ``scratch`` alone, which stands for ``param``; and the param group then."""
+        if self.traits.known:  # torch's Adagrad makes its state in the constructor up to 2.11
+            before = _state_of_construction(self._cls, optimizer, scratch, group)
+            return self._step(optimizer, param, scratch, group, before)
+        try:
+            return self._step(optimizer, param, scratch, group, {})
+        except Exception:  # others do that as well, and look for it in their step
+            before = _state_of_construction(self._cls, optimizer, scratch, group)
+            if not before:
+                raise
+            return self._step(optimizer, param, scratch, group, before)
+
+    def _step(
+        self, optimizer: Optimizer, param: Tensor, scratch: Tensor, group: Mapping[str, Any], before: UserState
+    ) -> tuple[dict[Tensor, UserState], dict[str, Any]]:
+        index = next(number for number, other in enumerate(optimizer.param_groups) if other is group)
+        lists: list[list[Tensor]] = [[] for _ in optimizer.param_groups]
+        lists[index] = [scratch]
+        values: Any = like_optimizer(self._cls, optimizer, lists, {param: scratch}).values
+        shared = SharedValues(values, [{} for _ in lists], writes_any_entry=True, all_groups=self.needs_all_groups)
+        after = Shadow(self._cls).run(shared, lists, {scratch: before} if before else {}, {})
+        shared.commit(values)
+        return after, values.param_groups[index]
+
+
+def _notes_key(param: Tensor) -> tuple[tuple[str, object], ...]:
+    """What the user has written on a parameter, as far as that is plain: it may decide what is kept for it."""
+    plain = (bool, int, float, str)
+    return tuple((name, value) for name, value in sorted(vars(param).items()) if isinstance(value, plain))
+
+
+def _state_of_construction(
+    cls: type[Optimizer], optimizer: Optimizer, scratch: Tensor, group: Mapping[str, Any]
+) -> UserState:
+    """State that exists before the first step.
+
+    The constructor gets the arguments that it has accepted before: a scheduler may have moved what is in the group.
+    """
+    own = {name: value for name, value in group.items() if name != "params"}
+    made = cls([{**own, "params": [scratch]}], **constructor_options(cls, optimizer.defaults))
+    return dict(made.state.get(scratch, {}))
+
+
+def describe_state(state: UserState) -> StateLayout:
+    """The layout of state that exists."""
+    values: dict[str, ValueLayout] = {}
+    scalars: dict[str, object] = {}
+    left_out = []
+    for name, value in state.items():
+        if not isinstance(value, Tensor) or value.dim() == 0:
+            scalars[name] = value
+            continue
+        try:
+            values[name] = describe_value(value)
+        except NotUnderstoodError:
+            left_out.append(name)
+    return StateLayout(values, scalars, tuple(left_out))
+
+
+def layout_on_locals(layout: StateLayout, param: Tensor) -> StateLayout:
+    """The same layout, with values that are the local tensors themselves."""
+    local = local_shard(param)
+    values = {}
+    left_out = list(layout.left_out)
+    for name, value in layout.values.items():
+        if [leaf.shape for leaf in value.leaves] == [tuple(local.shape)]:
+            values[name] = describe_value(torch.empty_like(local, dtype=value.leaves[0].dtype, device="meta"))
+        else:
+            left_out.append(name)  # not the optimizer's own: something the user keeps there
+    return StateLayout(values, layout.scalars, tuple(left_out))
+
+
+def _layout_like_param(state: UserState, scratch: Tensor, param: Tensor, *, wrap: bool) -> StateLayout:
+    local = local_shard(param)
+    values, scalars = {}, {}
+    for name, value in state.items():
+        if isinstance(value, Tensor) and value.dim() > 0:
+            assert value.shape == scratch.shape, f"state {name!r} does not look like its parameter"
+            like = torch.empty_like(local, dtype=value.dtype, device="meta")
+            values[name] = describe_value(over_local(param, like) if wrap else like)
+        else:
+            scalars[name] = value
+    return StateLayout(values, scalars)
+
+
+def _with_master(layout: StateLayout, local: Tensor, kind: MasterKind) -> StateLayout:
+    master = describe_value(torch.empty_like(local, dtype=kept_dtype(kind), device="meta"))
+    return StateLayout({**layout.values, MASTER: master}, layout.scalars, layout.left_out)
+
+
+def _small_like(param: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    shape = (8, 8) if param.dim() == 2 else (_SCRATCH_NUMEL,)
+    return random_values(local_shard(param).new_empty(shape, dtype=dtype).detach(), generator)
+
+
+def _gradient_of(scratch: Tensor, generator: torch.Generator) -> Tensor:
+    """A gradient as in training: ``fully_shard`` reduces them as plain tensors, whatever the parameter's type."""
+    if not (is_dtensor(scratch) and has_inner_tensors(scratch)):
+        return _like(scratch, generator)
+    local = local_shard(scratch)
+    return over_local(
+        scratch, random_values(torch.empty(local.shape, dtype=local.dtype, device=local.device), generator)
+    )
+
+
+def _like(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    return over_local(tensor, random_values(torch.empty_like(local_shard(tensor)).detach(), generator))

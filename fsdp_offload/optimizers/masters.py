@@ -1,0 +1,113 @@
+"""Higher-precision copies of low-precision parameters that an optimizer keeps as state, under ``master_param``.
+
+======================================  ===============================================================================
+parameter and master                    what is true of the master
+======================================  ===============================================================================
+low precision, floating-point master    the only copy of the precision: saved; rebuilt from the parameter where a
+                                        checkpoint lacks it; weights that somebody wrote into the parameter win over it
+same dtype (fp32 and fp32)              a duplicate that no kernel reads nor updates: not saved, not needed in a load
+integer master (the lower bits)         meaningless without the exact parameter: never rebuilt
+======================================  ===============================================================================
+
+Some optimizers keep masters themselves. For those that do not, ``OffloadPolicy.master_weights`` adds them: the
+optimizer then updates the master, and the parameter is written from it.
+"""
+
+import torch
+from torch import Tensor
+
+from ..policy import MasterKind
+
+MASTER = "master_param"
+"""The name under which Transformer Engine's FusedAdam and Megatron-LM keep it in ``optimizer.state[param]``."""
+
+
+def is_duplicate(param: Tensor, master_dtype: torch.dtype) -> bool:
+    """Whether a master of that dtype says nothing that ``param`` does not say."""
+    return master_dtype == param.dtype
+
+
+def is_only_copy(param: Tensor, master: Tensor) -> bool:
+    """Whether ``master`` has, element by element, more precision than the local tensor ``param``."""
+    return (
+        master.shape == param.shape
+        and master.dtype.is_floating_point
+        and param.dtype.is_floating_point
+        and master.dtype.itemsize > param.dtype.itemsize
+    )
+
+
+def can_rebuild(master_dtype: torch.dtype) -> bool:
+    """Whether such a master can be made from the parameter alone."""
+    return master_dtype.is_floating_point
+
+
+def let_weights_win(param: Tensor, master: Tensor) -> None:
+    """Where ``param`` is not what ``master`` rounds to, somebody has written it: take that over into ``master``.
+
+    A ``dcp.load`` into the parameters fires no hook, so this is looked at before every update; where nobody wrote,
+    it changes nothing. Both are local tensors of one shape and device; temporaries take about twice ``master``'s bytes.
+    """
+    written = param != master.to(param.dtype)
+    master.copy_(torch.where(written, param.to(master.dtype), master))
+
+
+# Masters that we keep ------------------------------------------------------------------------------------------------
+
+_DTYPES: dict[MasterKind, torch.dtype] = {"fp32": torch.float32, "remainder": torch.int16}
+
+
+def kind_for(kind: MasterKind, param_dtype: torch.dtype) -> MasterKind:
+    """What we keep for a parameter of that dtype: fp32 and fp64 are their own masters."""
+    return kind if param_dtype in (torch.bfloat16, torch.float16) else "none"
+
+
+def kept_dtype(kind: MasterKind) -> torch.dtype:
+    """Of what is kept under ``master_param``."""
+    return _DTYPES[kind]
+
+
+def open_master(kind: MasterKind, weights: Tensor, kept: Tensor, *, exists: bool) -> Tensor:
+    """The fp32 master that an optimizer may update: ``kept`` itself, or put together from it and ``weights``.
+
+    Args:
+        kind: ``"fp32"`` or ``"remainder"``.
+        weights: the low-precision parameter, a local tensor.
+        kept: what is kept for it, of the same shape, dense.
+        exists: whether ``kept`` says anything yet; if not, the master is what ``weights`` is.
+    """
+    if kind == "fp32":
+        if exists:
+            let_weights_win(weights, kept)
+        else:
+            kept.copy_(weights)
+        return kept
+    if not exists:
+        kept.zero_()
+    lower = _in_memory_order(kept)
+    rounded = _in_memory_order(torch.empty_like(kept).view(weights.dtype).copy_(weights)).view(torch.int16)
+    halves = torch.stack((lower, rounded - (lower < 0).to(torch.int16)), dim=-1)
+    return halves.view(torch.float32).as_strided(kept.shape, kept.stride())
+
+
+def close_master(kind: MasterKind, master: Tensor, weights: Tensor, kept: Tensor) -> None:
+    """Write ``weights`` from the updated ``master``, and keep what they do not say.
+
+    ``"fp32"`` rounds to nearest, ties to even. ``"remainder"`` is the format of Transformer Engine's
+    ``store_param_remainders``: the parameter is the upper 16 bits, plus one if the lower 16, read as a signed number,
+    are negative. So ties round away from zero, which can be undone.
+    """
+    if kind == "fp32":
+        weights.copy_(master)
+        return
+    # The lower bits of a NaN may all be ones, and adding one to its upper bits would make it a number.
+    master.masked_fill_(master.isnan(), torch.nan)
+    halves = _in_memory_order(master).view(torch.int16).view(-1, 2)
+    lower, upper = halves[:, 0], halves[:, 1]
+    _in_memory_order(kept).copy_(lower)
+    rounded = upper + (lower < 0).to(torch.int16)
+    weights.copy_(rounded.view(weights.dtype).as_strided(kept.shape, kept.stride()))
+
+
+def _in_memory_order(dense: Tensor) -> Tensor:
+    return dense.as_strided((dense.numel(),), (1,))

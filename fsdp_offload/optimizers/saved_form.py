@@ -1,0 +1,78 @@
+"""The forms of a parameter's state: as an optimizer keeps it, and as a state dict has it.
+
+They are the same for ``torch.optim``. Others scale what they keep (``FusedAdam`` with fp16 moments), or cannot go on
+with masters that we kept for them.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..state.layout import is_wrapper
+from ..state.shard import StateShard
+from ..state.store import UserState
+from ..torch_compat.dtensor import local_shard, over_local
+from . import Habits
+from .masters import MASTER, can_rebuild
+
+
+def as_saved(
+    habits: Habits,
+    optimizer: Optimizer,
+    param: Tensor,
+    state: UserState,
+    homes: Mapping[str, Tensor],
+    *,
+    empty: bool,
+) -> UserState:
+    """The state of one parameter as a state dict has it: homes, or tensors in host memory made from them.
+
+    Args:
+        habits: of the optimizer.
+        optimizer: whose.
+        param: of which.
+        state: as the optimizer keeps it.
+        homes: where that lives.
+        empty: what it holds means nothing; it is to be loaded into.
+    """
+    if habits.keeps_raw_state:
+        return state
+    found = dict(state)
+    for name in homes.keys() & state.keys():
+        local = local_shard(state[name])
+        dtype = habits.saved_dtype(name, local.dtype)
+        if empty and (dtype != local.dtype or is_wrapper(local)):
+            found[name] = over_local(param, torch.empty(local.shape, dtype=dtype, device="cpu"))
+        elif not empty:
+            saved = habits.saved(optimizer, param, name, local)
+            found[name] = state[name] if saved is local else over_local(param, saved)
+    return found
+
+
+def as_kept(habits: Habits, optimizer: Optimizer, shard: StateShard, saved: UserState) -> UserState:
+    """The inverse of :func:`as_saved`, on the device where it takes the optimizer's own arithmetic."""
+    found = dict(saved)
+    for name in shard.homes.keys() & saved.keys():
+        local = habits.kept(optimizer, shard.param, name, local_shard(saved[name]).detach())
+        found[name] = over_local(shard.homes[name], local)
+    return found
+
+
+def rebuild_master(habits: Habits, optimizer: Optimizer, shard: StateShard, state: UserState) -> bool:
+    """Make a master that ``state`` lacks from the parameter; whether there was one to make."""
+    home = shard.homes.get(MASTER)
+    if home is None or state.get(MASTER) is not None or not can_rebuild(local_shard(home).dtype):
+        return False
+    weights = local_shard(shard.param).detach().float()
+    state[MASTER] = over_local(home, habits.kept(optimizer, shard.param, MASTER, weights))
+    return True
+
+
+def drop_master(shard: StateShard, state: UserState) -> None:
+    """What an optimizer that knows no masters can go on with, on the parameter itself: state of its dtype."""
+    state.pop(MASTER, None)
+    for name in shard.homes.keys() & state.keys():
+        if state[name].is_floating_point():
+            state[name] = state[name].to(shard.param.dtype)

@@ -1,0 +1,252 @@
+"""Values that the buckets of one logical step share: param groups, the optimizer's attributes, and changes to them."""
+
+import collections
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+ENGINE_ATTRIBUTE = "_offload_engine"
+"""Where an offloaded optimizer keeps its engine; never copied to a shadow, which would be a reference cycle."""
+
+_OWN_ATTRIBUTES = frozenset({"param_groups", "state", "step", ENGINE_ATTRIBUTE})
+
+_SCHEDULED = frozenset({"lr", "betas"})
+"""Entries of param groups that schedulers write, perhaps into tensors, and that optimizers of torch only read."""
+
+
+class SharedValues:
+    """What one logical step changes in the param groups and in the optimizer object, however many buckets it has."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        pinned: Sequence[Mapping[str, Any]],
+        fresh_attributes: Callable[[], dict[str, Any]] = dict,
+        by_param: Iterable[str] = (),
+        *,
+        writes_any_entry: bool = False,
+        copy_scheduled: bool = False,
+        all_groups: bool = False,
+    ) -> None:
+        """Note where the step starts.
+
+        Args:
+            optimizer: the user's.
+            pinned: overrides entries of each group for the shadow only. Tensors are copied for each bucket.
+            fresh_attributes: makes what overrides attributes for the shadow only.
+            by_param: names of attributes that are dicts with parameters as keys.
+            writes_any_entry: a step of this class may write the learning rate or betas of a group, so that each bucket
+                needs its own. Otherwise buckets share those tensors.
+            copy_scheduled: copy them when the step begins: a scheduler may write them before the last bucket has read
+                them.
+            all_groups: show each bucket all param groups, those without parameters in it empty, and not only its own.
+        """
+        self._start = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        self._start_versions = _versions(self._start)
+        self._groups = self._start
+        if copy_scheduled:
+            self._groups = [
+                {name: _own(value) if name in _SCHEDULED else value for name, value in group.items()}
+                for group in self._start
+            ]
+        self._pinned = pinned
+        self._writes_any_entry = writes_any_entry
+        self._all_groups = all_groups
+        self._attributes = instance_attributes(optimizer)
+        self._fresh_attributes = fresh_attributes
+        self._unwatched = {*fresh_attributes(), *by_param}
+        self.by_param: dict[str, dict[Tensor, Any]] = {name: self._attributes[name] for name in by_param}
+        self._group_changes: list[dict[str, Any]] = [{} for _ in self._groups]
+        self._replaced: set[tuple[int, str]] = set()  # entries that a step has exchanged, and not written into
+        self._attribute_changes: dict[str, Any] = {}
+        self._given: dict[int, dict[str, Any]] = {}
+        self._counting: set[int] = set()  # groups whose changes count in the step that runs
+        self.unvisited = set(range(len(self._groups)))  # groups that no bucket has had parameters of
+
+    def groups_for(
+        self, params: Sequence[list[Tensor]], counting: Collection[int] | None = None
+    ) -> list[dict[str, Any]]:
+        """Param groups for one step: those that have some of ``params``; all of them where the class needs that.
+
+        Args:
+            params: for each group of the optimizer.
+            counting: numbers of the groups to show, and whose changes count, if not those with parameters. A plain step
+                does not see its groups emptied, and some classes fail on that.
+        """
+        filled = {number for number, of_group in enumerate(params) if of_group}
+        self._counting = filled if counting is None else set(counting)
+        shown = range(len(params)) if self._all_groups else sorted(self._counting)
+        self._given = {
+            number: {
+                name: _own(value) if self._may_write(name, value) else value
+                for name, value in self._groups[number].items()
+            }
+            for number in shown
+        }
+        return [
+            {**given, **{name: _own(value) for name, value in self._pinned[number].items()}, "params": params[number]}
+            for number, given in self._given.items()
+        ]
+
+    def _may_write(self, name: str, value: object) -> bool:
+        """Whether a step may write into an entry: an unknown class into any, torch's into tensors that count."""
+        return self._writes_any_entry or (isinstance(value, Tensor) and name not in _SCHEDULED)
+
+    def group(self, number: int) -> dict[str, Any]:
+        """The entries of a param group that a bucket's step is given; nobody writes into them."""
+        return {**self._groups[number], **self._pinned[number]}
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        """The optimizer's own attributes, for a shadow."""
+        return {**self._attributes, **self._fresh_attributes()}
+
+    def collect(self, groups: Sequence[Mapping[str, Any]], attributes: Mapping[str, Any]) -> None:
+        """Note what a bucket's step has changed. What it did to a group without parameters is nobody's.
+
+        Raises:
+            RuntimeError: the change differs from that of an earlier bucket of the same step.
+        """
+        for (number, given), group in zip(self._given.items(), groups, strict=True):
+            if number not in self._counting:
+                continue
+            for name, value in group.items():
+                if name == "params" or name in self._pinned[number]:
+                    continue
+                if _changed(self._groups[number].get(name), given.get(name), value):
+                    _note(self._group_changes[number], name, value, f"param_groups[{number}][{name!r}]")
+                    if value is not given.get(name):
+                        self._replaced.add((number, name))
+        self.unvisited -= self._counting
+        for name, value in attributes.items():
+            if name in self._unwatched:
+                continue
+            # Tensors and containers are the real optimizer's own objects, so writing into them needs no commit.
+            start = self._attributes.get(name)
+            if value is not start and _changed(start, start, value):
+                _note(self._attribute_changes, name, value, f"optimizer.{name}")
+
+    def still_starts_from(self, optimizer: Optimizer) -> bool:
+        """Whether the param groups are what they were when this was made."""
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        if [group.keys() for group in groups] != [group.keys() for group in self._start]:
+            return False
+        return _versions(groups) == self._start_versions and all(
+            value is start[name] if isinstance(value, Tensor) else same_values(value, start[name])
+            for group, start in zip(groups, self._start, strict=True)
+            for name, value in group.items()
+        )
+
+    @property
+    def changed_entries(self) -> set[str]:
+        """Names of what this step changes in any param group."""
+        return {name for changes in self._group_changes for name in changes}
+
+    def commit(self, optimizer: Optimizer) -> None:
+        """Give the changes of the whole step to the user's optimizer, once."""
+        for number, (group, changes) in enumerate(zip(optimizer.param_groups, self._group_changes, strict=True)):
+            for name, value in changes.items():
+                if (number, name) in self._replaced:
+                    group[name] = value
+                else:
+                    _write_into(group, name, value)
+        optimizer.__dict__.update(self._attribute_changes)
+
+
+def _write_into(group: dict[str, Any], name: str, value: Any) -> None:
+    """Change an entry in place, as the step did with its copy: others may hold this tensor, list or dict."""
+    current = group.get(name)
+    if isinstance(value, Tensor) and isinstance(current, Tensor):
+        current.copy_(value)
+    elif type(value) is type(current) is list:
+        current[:] = value
+    elif type(value) is type(current) is dict:
+        current.clear()
+        current.update(value)
+    else:
+        group[name] = value
+
+
+def instance_attributes(optimizer: Optimizer) -> dict[str, Any]:
+    """Attributes that a shadow shares with ``optimizer``: all but its own, and its hooks."""
+    return {
+        name: value
+        for name, value in optimizer.__dict__.items()
+        if name not in _OWN_ATTRIBUTES and not name.startswith("_optimizer_")
+    }
+
+
+def _versions(groups: Sequence[Mapping[str, Any]]) -> dict[tuple[int, str], tuple[int, ...]]:
+    return {
+        (number, name): tuple(tensor._version for tensor in _tensors_in(value))
+        for number, group in enumerate(groups)
+        for name, value in group.items()
+        if _tensors_in(value)
+    }
+
+
+def _tensors_in(value: Any) -> list[Tensor]:
+    """The tensors of a param group's entry: betas may be a tuple of them."""
+    if isinstance(value, dict):
+        return [tensor for one in value.values() for tensor in _tensors_in(one)]
+    if isinstance(value, tuple | list):
+        return [tensor for one in value for tensor in _tensors_in(one)]
+    return [value] if isinstance(value, Tensor) else []
+
+
+def _own(value: Any) -> Any:
+    """A copy of a param group's entry that a step may write without anybody else seeing it."""
+    kind = type(value)
+    if kind in (tuple, list):
+        return kind(map(_own, value))
+    if kind is dict:
+        return {name: _own(one) for name, one in value.items()}
+    if kind in (set, collections.deque):
+        return value.copy()
+    return value.clone() if isinstance(value, Tensor) and not isinstance(value, nn.Parameter) else value
+
+
+def _changed(start: object, given: object, end: object) -> bool:
+    """Whether a step that was ``given`` an own copy of ``start`` has left something else."""
+    if end is given:
+        # The copy is fresh, so that the versions of its tensors count the writes of this bucket.
+        written = given is not start and any(tensor._version > 0 for tensor in _tensors_in(end))
+        return written or not (isinstance(end, Tensor) or same_values(start, end))
+    return isinstance(start, Tensor) or isinstance(end, Tensor) or not same_values(start, end)
+
+
+def _note(changes: dict[str, Any], name: str, value: Any, place: str) -> None:
+    if name in changes and not same_values(changes[name], value):
+        raise RuntimeError(
+            f"{place} ended at {_short(changes[name])} in one bucket and at {_short(value)} in another of the same "
+            "step: this optimizer's step is not separable by parameter, and it cannot be offloaded."
+        )
+    changes[name] = value
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHORT else f"{text[:_SHORT]}..."
+
+
+_SHORT = 80
+
+
+def same_values(one: Any, other: Any) -> bool:
+    """Whether two entries or attributes are equal, also where tensors are inside.
+
+    Tensors on a device count as equal: comparing them would wait for it, and every bucket runs the same arithmetic on
+    the same start there.
+    """
+    if one is other:
+        return True
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.device.type != "cpu" or torch.equal(one, other)
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(same_values(one[key], other[key]) for key in one)
+    if isinstance(one, tuple | list) and isinstance(other, tuple | list):
+        return len(one) == len(other) and all(map(same_values, one, other))
+    return bool(one == other)

@@ -1,0 +1,144 @@
+"""What an iteration takes at least under a policy (DESIGN.md, section 3). Pure arithmetic; all times in milliseconds.
+
+With forward F, backward B, clipping, update U; all loads L and all stores S of what is offloaded, both at once T; and
+r, the share of what is offloaded that staging holds::
+
+    the plain optimizer                          F + B + clip + U
+    in the step                                  F + B + clip + max(U, (1 - r) T)
+    overlap_forward                              B + clip + max(F + U, (1 - r) T)
+    prefetch, staging given back in the forward  B + clip + max(F + max(U, (1 - r) L), S)
+    the same with overlap_forward                B + clip + max(F + U, r S + (1 - r) T)
+    update="backward"                            max(F + B + U, T)
+
+What staging holds is loaded behind the backward, as far as that lasts, and stored behind the next one, unless the
+forward needs its room. And ``step()`` alone, in which nothing but updates hides the transfers: max(U, T).
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ..policy import OffloadPolicy
+
+
+@dataclass(frozen=True)
+class Times:
+    """What an iteration consists of, in milliseconds; the copies of all of the state.
+
+    Each part alone, as a bench measures them, or as :func:`parts_of_iteration` finds them in a live one.
+    """
+
+    forward_ms: float
+    backward_ms: float
+    update_ms: float
+    clip_ms: float
+    load_ms: float
+    store_ms: float
+    two_way_ms: float
+
+
+class Bound(NamedTuple):
+    """A formula, in the letters of this file's docstring, and its value in milliseconds."""
+
+    formula: str
+    ms: float
+
+
+def bound(policy: OffloadPolicy | None, times: Times, *, offloaded: float = 1.0, staged: float = 0.0) -> Bound:
+    """What an iteration takes at least.
+
+    Args:
+        policy: ``None`` for the plain optimizer.
+        times: of the parts.
+        offloaded: the share of the copies of ``times`` that is made, from 0 to 1; the rest of the state is resident.
+        staged: the share of what is offloaded that staging holds, from 0 to 1.
+    """
+    forward, backward, update, clip = times.forward_ms, times.backward_ms, times.update_ms, times.clip_ms
+    load, store, two_way = (offloaded * ms for ms in (times.load_ms, times.store_ms, times.two_way_ms))
+    if policy is None:
+        return Bound("F + B + clip + U", forward + backward + clip + update)
+    if policy.update == "backward":
+        return Bound("max(F + B + U, T)", max(forward + backward + update, two_way))
+    ahead = min(staged, backward / load) if load else staged
+    rest = backward + clip
+    if policy.staging_bytes == "auto":
+        if policy.overlap_forward:
+            hidden = max(forward + update, ahead * store + (1 - ahead) * two_way)
+            return Bound("B + clip + max(F + U, r S + (1 - r) T)", rest + hidden)
+        hidden = max(forward + max(update, (1 - ahead) * load), store)
+        return Bound("B + clip + max(F + max(U, (1 - r) L), S)", rest + hidden)
+    two_way *= 1 - ahead
+    if policy.overlap_forward:
+        return Bound("B + clip + max(F + U, (1 - r) T)", rest + max(forward + update, two_way))
+    return Bound("F + B + clip + max(U, (1 - r) T)", forward + rest + max(update, two_way))
+
+
+def staged_share(ring_bytes: int, moving_bytes: int) -> float:
+    """r: the share of ``moving_bytes``, all that passes through, that a ring of ``ring_bytes`` holds."""
+    return min(1.0, ring_bytes / moving_bytes) if moving_bytes else 0.0
+
+
+def bound_of_step(*, update_ms: float, load_ms: float, store_ms: float) -> Bound:
+    """What ``step()`` takes at least where everything happens in it: updates, and copies both ways at once."""
+    return Bound("max(U, T)", max(update_ms, load_ms, store_ms))
+
+
+def parts_of_iteration(
+    *, busy_ms: float, forward_ms: float, update_ms: float, load_ms: float, store_ms: float, beside_compute: bool
+) -> Times:
+    """The parts of a measured iteration.
+
+    Args:
+        busy_ms: of the compute stream: the iteration without the time in which it stood still for state.
+        forward_ms: of that, until the backward began: the first forward, and whatever came before it.
+        update_ms: in which the optimizer ran.
+        load_ms: in which copies to the device ran.
+        store_ms: in which copies to the host ran.
+        beside_compute: updates ran on a stream of their own. What they cost is in ``forward_ms`` and ``busy_ms`` then,
+            since they slow down what runs beside them, and is not counted again.
+
+    Returns:
+        ``backward_ms`` stands for B and clip and all else that is not the first forward; ``clip_ms`` is 0.
+    """
+    update_ms = 0.0 if beside_compute else update_ms
+    return Times(
+        forward_ms=forward_ms,
+        backward_ms=max(0.0, busy_ms - forward_ms - update_ms),
+        update_ms=update_ms,
+        clip_ms=0.0,
+        load_ms=load_ms,
+        store_ms=store_ms,
+        two_way_ms=max(load_ms, store_ms),  # they ran together
+    )
+
+
+_TOLERANCE = 0.01
+"""Of the bound: transfers that are longer by less are not worth a change."""
+
+
+def what_would_help(policy: OffloadPolicy, at_least_ms: float, without_transfers_ms: float) -> str:
+    """What to change where the transfers decide how long an iteration takes, in one sentence.
+
+    Args:
+        policy: in force.
+        at_least_ms: the bound.
+        without_transfers_ms: the same if nothing were moved.
+
+    Returns:
+        Empty where there is enough to hide them behind.
+    """
+    left_ms = at_least_ms - without_transfers_ms
+    if left_ms <= _TOLERANCE * at_least_ms:
+        return ""
+    remedies = []
+    if policy.overlaps:
+        if policy.resident_bytes != "auto":
+            remedies.append('resident_bytes="auto"')
+        elif policy.resident_limit_bytes is not None:
+            remedies.append("a larger resident_limit_bytes")
+        several = " or more micro-batches" if policy.update == "backward" else ""
+        remedies.append(f"a larger batch{several}")
+    if policy.update != "backward":
+        if not policy.overlap_forward:
+            remedies.append("overlap_forward=True, which hides them behind the forward")
+        remedies.append('update="backward", behind the whole iteration, where gradients are not clipped by a norm')
+    return f"The transfers take {left_ms:.1f} ms longer than what hides them. What would help: {'; '.join(remedies)}."

@@ -1,0 +1,1 @@
+"""From ``optimizer.state`` to state shards with homes, in one order; and the mapping that users see."""

@@ -1,0 +1,167 @@
+"""What a state tensor is made of: its dense leaves, and how to put it together again over other memory."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ..torch_compat.dtensor import is_dtensor, local_shard, over_local, without_data
+
+
+class LeafLayout(NamedTuple):
+    """One dense tensor of a state value. ``stride`` covers ``numel`` elements without gaps."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements."""
+        numel = 1
+        for size in self.shape:
+            numel *= size
+        return numel * self.dtype.itemsize
+
+
+_Build = Callable[[Iterator[Tensor]], Tensor]
+
+
+@dataclass(frozen=True)
+class ValueLayout:
+    """How a value is made of its leaves."""
+
+    leaves: tuple[LeafLayout, ...]
+    type: type[Tensor]
+    _build: _Build
+
+    def build(self, leaves: Sequence[Tensor]) -> Tensor:
+        """The value over ``leaves``, without a copy."""
+        return self._build(iter(leaves))
+
+
+class NotUnderstoodError(TypeError):
+    """A state value that is neither dense nor made of dense tensors; it stays where the optimizer put it."""
+
+
+def describe_value(value: Tensor) -> ValueLayout:
+    """The layout of ``value``.
+
+    Raises:
+        NotUnderstoodError: some part of it is not a dense tensor.
+    """
+    leaves: list[LeafLayout] = []
+    build = _describe(value, leaves)
+    return ValueLayout(tuple(leaves), type(value), build)
+
+
+def _describe(value: Tensor, leaves: list[LeafLayout]) -> _Build:
+    if is_dtensor(value):
+        build_local = _describe(local_shard(value), leaves)
+        like = without_data(value)
+        return lambda parts: over_local(like, build_local(parts))
+    if hasattr(type(value), "__tensor_flatten__"):
+        return _describe_wrapper(value, leaves)
+    if value.layout != torch.strided or type(value) not in (Tensor, torch.nn.Parameter):
+        raise NotUnderstoodError(f"{type(value).__name__} with layout {value.layout}")
+    meta = torch.empty_like(value, device="meta")  # dense, in the same order of dimensions
+    leaves.append(LeafLayout(tuple(meta.shape), tuple(meta.stride()), meta.dtype))
+    return next
+
+
+def is_trained(param: Tensor) -> bool:
+    """Whether ``param`` gets gradients: it requires them, or is no parameter of a model but somebody's fp32 main.
+
+    Megatron's optimizers update tensors that require no gradient, and set it before each step.
+    """
+    return param.requires_grad or not isinstance(param, torch.nn.Parameter)
+
+
+def is_wrapper(value: Tensor) -> bool:
+    """Whether ``value`` is made of inner tensors that it knows."""
+    return hasattr(type(value), "__tensor_flatten__") and not is_dtensor(value)
+
+
+def _flatten(value: Any) -> tuple[list[str], Any]:
+    """Names of the inner tensors, and the rest. Transformer Engine's tensors cache a transpose of themselves there."""
+    if hasattr(value, "remove_caches"):
+        quantizer = getattr(value, "_quantizer", None)
+        if quantizer is not None:
+            quantizer.set_usage(rowwise=True, columnwise=False)  # or the next write makes it again
+        value.remove_caches()
+    names, context = value.__tensor_flatten__()
+    return names, context
+
+
+def _describe_wrapper(value: Tensor, leaves: list[LeafLayout]) -> _Build:
+    names, context = _flatten(value)
+    inner = {name: getattr(value, name) for name in names}
+    builds = {name: _describe(part, leaves) for name, part in inner.items() if isinstance(part, Tensor)}
+    fixed = {name: part for name, part in inner.items() if not isinstance(part, Tensor)}
+    cls, shape, stride = type(value), value.shape, value.stride()
+
+    def build(parts: Iterator[Tensor]) -> Tensor:
+        tensors = {name: make(parts) for name, make in builds.items()}
+        made: Tensor = cls.__tensor_unflatten__(fixed | tensors, context, shape, stride)  # type: ignore[attr-defined]
+        return made
+
+    return build
+
+
+def leaves_of(value: Tensor) -> list[Tensor]:
+    """The dense tensors inside ``value``, in the order of its layout."""
+    if is_dtensor(value):
+        return leaves_of(local_shard(value))
+    if hasattr(type(value), "__tensor_flatten__"):
+        names, _ = _flatten(value)
+        parts = [getattr(value, name) for name in names]
+        return [leaf for part in parts if isinstance(part, Tensor) for leaf in leaves_of(part)]
+    return [value]
+
+
+@dataclass(frozen=True)
+class StateLayout:
+    """What an optimizer keeps for one parameter, once it has created it.
+
+    Attributes:
+        values: the tensors that are moved, by name, in the optimizer's order.
+        scalars: names of what stays where the optimizer put it (0-dim tensors, numbers), each with an example.
+        left_out: names of tensors that are not understood and stay on the device.
+    """
+
+    values: dict[str, ValueLayout]
+    scalars: dict[str, object] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def dtypes(self) -> list[torch.dtype]:
+        """Of all leaves, value by value."""
+        return [leaf.dtype for value in self.values.values() for leaf in value.leaves]
+
+
+def in_dtypes_of(layout: StateLayout, state: Mapping[str, object]) -> StateLayout:
+    """``layout`` with the dtypes that the values in ``state`` have, where their shapes are those of the layout."""
+    values = {}
+    for name, value in layout.values.items():
+        given = state.get(name)
+        leaves = leaves_of(given) if isinstance(given, Tensor) else []
+        same = [leaf.shape for leaf in leaves] == [leaf.shape for leaf in value.leaves]
+        dtypes = [leaf.dtype for leaf in (leaves if same else value.leaves)]
+        changed = [leaf._replace(dtype=dtype) for leaf, dtype in zip(value.leaves, dtypes, strict=True)]
+        values[name] = replace(value, leaves=tuple(changed))
+    return replace(layout, values=values)
+
+
+class Reader(Protocol):
+    """Somebody else who reads homes while training goes on: the writer of a checkpoint."""
+
+    def is_reading(self) -> bool:
+        """Whether it may still look at what it was given."""
+
+    def wait(self) -> None:
+        """Block until it no longer does."""
+
+    def when_over(self, look: Callable[[], object]) -> None:
+        """Have ``look`` called when it no longer does, before anybody may write."""

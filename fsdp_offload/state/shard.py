@@ -1,0 +1,146 @@
+"""``optimizer.state`` as state shards: what of it moves, in which shape, and how to put it together again.
+
+A *value* is what an optimizer keeps under a name: a plain tensor, a DTensor, or a wrapper subclass (8-bit moments) that
+knows its inner tensors. Its *leaves* are the dense plain tensors inside; only leaves are ever copied.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..policy import MasterKind
+from ..torch_compat.dtensor import local_shard, over_local
+from .layout import LeafLayout, Reader, StateLayout
+
+
+@dataclass(eq=False)
+class Home:
+    """Memory for one parameter's state.
+
+    Attributes:
+        leaves: dense tensors over it, by state name.
+        values: what ``optimizer.state[param]`` holds for each name, over ``leaves``.
+        readers: whoever was given it to read; some of them may have finished.
+    """
+
+    leaves: dict[str, list[Tensor]]
+    values: dict[str, Tensor]
+    readers: list[Reader] = field(default_factory=list)
+
+    def is_read(self) -> bool:
+        """Whether anybody still reads it."""
+        if self.readers:
+            self.readers = [reader for reader in self.readers if reader.is_reading()]
+        return bool(self.readers)
+
+    def wait_unread(self) -> None:
+        """Block until nobody reads it any more."""
+        for reader in self.readers:
+            reader.wait()
+        self.readers = []
+
+
+@dataclass(eq=False)
+class StateShard:
+    """One parameter's state on this rank.
+
+    Attributes:
+        param: the optimizer's parameter, a key of ``optimizer.state``.
+        name: FQN, or the place in ``param_groups``; for messages.
+        on_locals: the optimizer runs on this rank's local tensors; otherwise it sees ``param`` itself.
+        cuttable: it may be updated in flat ranges.
+        layout: names, shapes and dtypes, learnt before the state exists.
+        group: which of ``optimizer.param_groups`` the parameter is in.
+        master: which master we keep for it: the optimizer then updates that instead of the parameter.
+        together: only state of one number shares buckets: parameters whose gradients are final at the same time.
+        resident: its home is on the device, except between ``offload_states()`` and ``reload_states()``.
+        on_host: it is updated on the host, in its home.
+        mirror: host memory for this rank's part of the parameter, which is updated there then; ``uint8``, in its order.
+        places: its home, and a spare one if there is room for it.
+        side: which of ``places`` is the home now.
+        existed: there has been state, whose dtypes are what they are from then on.
+        host_places: for state that is resident, where it goes when everything is to leave the device, if that is known.
+    """
+
+    param: Tensor
+    name: str
+    on_locals: bool
+    cuttable: bool
+    layout: StateLayout
+    group: int
+    master: MasterKind = "none"
+    together: int = 0
+    resident: bool = False
+    on_host: bool = False
+    places: list[Home] = field(default_factory=list)
+    side: int = 0
+    host_places: list[Home] = field(default_factory=list)
+    mirror: Tensor | None = None
+    existed: bool = False
+    buckets: list[int] = field(default_factory=list)
+
+    @property
+    def local_numel(self) -> int:
+        """Elements of the parameter on this rank."""
+        return local_shard(self.param).numel()
+
+    @property
+    def leaf_layouts(self) -> list[LeafLayout]:
+        """All leaves, value by value: the order in which they lie in a bucket."""
+        return [leaf for value in self.layout.values.values() for leaf in value.leaves]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the state, without padding."""
+        return sum(leaf.nbytes for leaf in self.leaf_layouts)
+
+    @property
+    def home(self) -> Home:
+        """Where the state lives now."""
+        return self.places[self.side]
+
+    @property
+    def homes(self) -> dict[str, Tensor]:
+        """What ``optimizer.state[param]`` holds, by name."""
+        return self.places[self.side].values
+
+    @property
+    def home_leaves(self) -> dict[str, list[Tensor]]:
+        """The dense tensors inside ``homes``, by name."""
+        return self.places[self.side].leaves
+
+    def values_at(self, side: int, start: int, stop: int) -> dict[str, Tensor]:
+        """The state in one of its places, or a flat range of it, as the optimizer sees it."""
+        home = self.places[side]
+        if not self.on_locals:
+            return dict(home.values)
+        if stop - start == self.local_numel:
+            return {name: leaves[0] for name, leaves in home.leaves.items()}
+        return {name: leaves[0].view(-1)[start:stop] for name, leaves in home.leaves.items()}
+
+    def home_over(self, leaves: Sequence[Tensor]) -> Home:
+        """A home of this state over ``leaves``, one for each leaf layout."""
+        remaining = iter(leaves)
+        home = Home({}, {})
+        for name, value in self.layout.values.items():
+            home.leaves[name] = [next(remaining) for _ in value.leaves]
+            built = value.build(home.leaves[name])
+            home.values[name] = over_local(self.param, built) if self.on_locals else built
+        return home
+
+    def move(self, places: list[Home]) -> None:
+        """Live in the first of ``places`` from now on. Nothing is copied."""
+        self.places, self.side = places, 0
+
+    def leave_host(self) -> None:
+        """It is to live on the device; settle it there. What it had on the host is kept for it."""
+        self.resident, self.host_places = True, self.places
+        self.move([])
+
+    def on_device(self, name: str, device: torch.device) -> Tensor:
+        """A copy of the value ``name`` on ``device``, of the type that the optimizer made."""
+        leaves = [leaf.to(device, copy=True) for leaf in self.home_leaves[name]]
+        built = self.layout.values[name].build(leaves)
+        return over_local(self.param, built) if self.on_locals else built

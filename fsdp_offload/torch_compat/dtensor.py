@@ -1,0 +1,117 @@
+"""DTensors and other tensors that hold tensors: their local shards, and new ones over other memory."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import TensorMeta
+
+_SAYS_CHUNKS = {"__create_chunk_list__", "__create_write_items__"}
+"""What a local tensor has beside its memory if it says itself which chunks of the global tensor it is."""
+
+
+def is_dtensor(tensor: object) -> bool:
+    """Whether ``tensor`` is sharded or replicated over a device mesh."""
+    return isinstance(tensor, DTensor)
+
+
+def local_shard(tensor: Tensor) -> Tensor:
+    """This rank's part of ``tensor``: the local tensor of a DTensor itself (no copy), or ``tensor``."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def has_inner_tensors(tensor: Tensor) -> bool:
+    """Whether the local shard of ``tensor`` is of a type that is made of other tensors."""
+    return hasattr(type(local_shard(tensor)), "__tensor_flatten__")
+
+
+def version_of(tensor: Tensor) -> tuple[int, int]:
+    """Changes with every write into ``tensor``: through a DTensor itself, or through its local tensor."""
+    return tensor._version, local_shard(tensor)._version
+
+
+def said_chunks(tensor: Tensor) -> Sequence[Any] | None:
+    """The chunks that the local tensor of a DTensor names itself, for DCP; ``None`` where the placements say them."""
+    say = getattr(local_shard(tensor), "__create_chunk_list__", None) if isinstance(tensor, DTensor) else None
+    return None if say is None else say()
+
+
+def over_local(like: Tensor, local: Tensor) -> Tensor:
+    """``local`` as a DTensor with the mesh, placements and global shape of ``like``; ``local`` if that is plain.
+
+    The local tensor may live on another device than the mesh (host memory under a CUDA mesh) and may have another
+    dtype than ``like``. Nothing is copied or moved. What the local tensor of ``like`` says of its chunks (Megatron's
+    uneven DTensors, whose placements are nominal), one of the same shape says as well.
+    """
+    if not isinstance(like, DTensor):
+        return local
+    said = vars(like._local_tensor)
+    if said and local.shape == like._local_tensor.shape and not local.is_meta:
+        for name in _SAYS_CHUNKS & said.keys():
+            if not hasattr(local, name):
+                setattr(local, name, said[name])
+    meta = like._spec.tensor_meta
+    assert meta is not None, "a DTensor always knows its global shape"
+    if meta.dtype == local.dtype:
+        return DTensor(local, like._spec, requires_grad=False)  # specs are never written; making one takes longer
+    spec = dataclasses.replace(like._spec, tensor_meta=TensorMeta(meta.shape, meta.stride, local.dtype))
+    return DTensor(local, spec, requires_grad=False)
+
+
+def over_part(like: Tensor, local: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """``local`` as a DTensor of another global ``shape`` on the mesh of ``like``. Its placements say nothing then."""
+    assert isinstance(like, DTensor), "only a DTensor has a mesh"
+    stride = torch.empty(shape, device="meta").stride()
+    spec = dataclasses.replace(like._spec, tensor_meta=TensorMeta(torch.Size(shape), stride, local.dtype))
+    return DTensor(local, spec, requires_grad=False)
+
+
+def without_data(value: Tensor) -> Tensor:
+    """A DTensor that only knows mesh, placements and global shape: something to pass to :func:`over_local`."""
+    return over_local(value, torch.empty(0, dtype=value.dtype, device="meta"))
+
+
+def placements_of(tensor: Tensor) -> object:
+    """Mesh and placements, to be compared and shown; ``None`` for a plain tensor."""
+    return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+
+
+def mesh_size(tensor: Tensor) -> int:
+    """Ranks of the mesh of a DTensor; none for a plain tensor."""
+    return tensor.device_mesh.size() if isinstance(tensor, DTensor) else 0
+
+
+def may_be_another_ranks(tensor: Tensor) -> bool:
+    """Whether there are ranks outside of the mesh of ``tensor``, which may call another tensor by its name."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return False
+    return mesh_size(tensor) != dist.get_world_size()
+
+
+def has_replicas(param: Tensor) -> bool:
+    """Whether another rank may hold the same elements, and has to update them alike."""
+    if not isinstance(param, DTensor):
+        return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    sizes = zip(param.placements, param.device_mesh.shape, strict=True)
+    return any(ranks > 1 and not placement.is_shard() for placement, ranks in sizes)
+
+
+def largest_local_numel(tensor: Tensor) -> int:
+    """Elements of the largest local part over all ranks: the same figure on each of them."""
+    if not isinstance(tensor, DTensor):
+        return tensor.numel()
+    sizes = list(tensor.shape)
+    for placement, ranks in zip(tensor.placements, tensor.device_mesh.shape, strict=True):
+        if not placement.is_replicate():
+            sizes[placement.dim] = -(-sizes[placement.dim] // ranks)  # type: ignore[attr-defined]
+    return math.prod(sizes)
+
+
+def is_host_offloaded(param: Tensor) -> bool:
+    """Whether ``fully_shard`` itself keeps ``param`` on the host, under a mesh of another device."""
+    return isinstance(param, DTensor) and param._local_tensor.device.type != param.device_mesh.device_type

@@ -1,0 +1,217 @@
+"""FSDP2's modules: their parameters, the points of an iteration at which they can be waited for, their gradients."""
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+
+from .dtensor import version_of
+
+
+def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
+    """The modules to which ``fully_shard`` was applied, in registration order."""
+    return (module for module in model.modules() if isinstance(module, FSDPModule))
+
+
+def parameter_names(model: nn.Module) -> dict[Tensor, str]:
+    """FQNs of the model's parameters, sharded ones included, in registration order."""
+    for module in fsdp_modules(model):
+        # The root keeps its parameters gathered after a forward without backward; the optimizer has the shards.
+        module.reshard()
+    return {param: name for name, param in model.named_parameters()}
+
+
+def parameters_of(model: nn.Module) -> set[Tensor]:
+    """The model's parameters, and the shards of those that are gathered now. They stay gathered."""
+    shards = {param.sharded_param for group in _param_groups(model) for param in group.fsdp_params}
+    return shards.union(model.parameters())
+
+
+def uses_cpu_offload_policy(model: nn.Module) -> bool:
+    """Whether any module was sharded with ``offload_policy=CPUOffloadPolicy()``."""
+    return any(isinstance(policy, CPUOffloadPolicy) for policy in _offload_policies(model))
+
+
+def _offload_policies(model: nn.Module) -> Iterable[object]:
+    return (getattr(group, "offload_policy", None) for group in _param_groups(model))
+
+
+def _param_groups(model: nn.Module) -> list[Any]:
+    """What ``fully_shard`` gathers and reduces together, in registration order."""
+    found: dict[int, Any] = {}  # several modules may share one
+    for module in fsdp_modules(model):
+        get_state = getattr(module, "_get_fsdp_state", None)
+        state = get_state() if get_state is not None else None
+        groups = getattr(state, "_fsdp_param_groups", None)  # since 2.12
+        if groups is None:
+            group = getattr(state, "_fsdp_param_group", None)
+            groups = [] if group is None else [group]
+        found.update((id(group), group) for group in groups)
+    return list(found.values())
+
+
+def sharded_data(model: nn.Module) -> list[Tensor]:
+    """The flat tensors that ``fully_shard`` reads when it gathers: other objects over the memory of the parameters."""
+    data = (
+        getattr(param, "_sharded_param_data", None) for group in _param_groups(model) for param in group.fsdp_params
+    )
+    return [tensor for tensor in data if isinstance(tensor, Tensor)]
+
+
+def gathered_gradients(model: nn.Module) -> list[Tensor]:
+    """Gradients that ``fully_shard`` accumulates without having reduced them, over all ranks or some of them."""
+    return [grad for holder, name in _gradient_holders(model) if isinstance(grad := getattr(holder, name), Tensor)]
+
+
+def drop_gathered_gradients(model: nn.Module) -> None:
+    """Set all of :func:`gathered_gradients` to ``None``."""
+    for holder, name in _gradient_holders(model):
+        setattr(holder, name, None)
+
+
+def _gradient_holders(model: nn.Module) -> Iterator[tuple[object, str]]:
+    for group in _param_groups(model):
+        holders = [(group, "_partial_reduce_output")]
+        for param in group.fsdp_params:
+            holders += [(param, "unsharded_accumulated_grad"), (getattr(param, "_unsharded_param", None), "grad")]
+        yield from ((holder, name) for holder, name in holders if hasattr(holder, name))
+
+
+def wait_for_updates(model: nn.Module) -> None:
+    """Let the current stream wait for updates that still run; nobody holds the gradients for them any more."""
+    for group in _param_groups(model):
+        for before_gather, *_ in tuple(group.__dict__.get(_POINTS, ())):
+            before_gather(None)
+
+
+class ShardingGroup:
+    """Parameters that ``fully_shard`` gathers and reduces together, and the points at which it does so.
+
+    The methods of FSDP's own group are shadowed by attributes of the instance; every path (own forward, explicit and
+    implicit prefetch, ``module.unshard()``, backward) calls them through the instance.
+    """
+
+    def __init__(self, group: Any) -> None:
+        missing = [name for name in (*_HOOKED, *_READ) if not hasattr(group, name)]
+        if missing:
+            raise NotImplementedError(
+                f"this torch's fully_shard has no {missing}, by which updates and loads are hidden behind forward and "
+                "backward; use OffloadPolicy(prefetch='step', update='step', overlap_forward=False)"
+            )
+        self._group = group
+
+    @property
+    def params(self) -> list[Tensor]:
+        """The sharded parameters: those that an optimizer has."""
+        return [param.sharded_param for param in self._group.fsdp_params]
+
+    def hook(
+        self,
+        before_gather: Callable[[torch.Stream | None], None],
+        before_use: Callable[[bool], None],
+        before_reduce: Callable[[], None],
+        reduced: Callable[[object], None],
+    ) -> Callable[[], None]:
+        """Call these from now on; returns what ends it.
+
+        Args:
+            before_gather: the parameters are about to be read on this stream (``None``: the current one).
+            before_use: the current stream is about to use them gathered; told whether in a backward.
+            before_reduce: gradients are about to be reduced, if there are any.
+            reduced: gradients have been reduced, once this event (of torch, or ``None`` on the CPU) has passed.
+        """
+        points = (before_gather, before_use, before_reduce, reduced)
+        hooked: list[Any] = self._group.__dict__.setdefault(_POINTS, [])
+        if not hooked:
+            self._shadow(hooked)
+        hooked.append(points)
+
+        def unhook() -> None:
+            hooked.remove(points)
+            if not hooked:
+                for name in (*_HOOKED, _POINTS):
+                    self._group.__dict__.pop(name, None)
+
+        return unhook
+
+    def _shadow(self, hooked: Sequence[Any]) -> None:
+        """Methods on the instance that call all ``hooked``, of any number of optimizers, and then FSDP's own."""
+        group = self._group
+        unshard, wait_for_unshard, post_backward = (getattr(group, name) for name in _HOOKED)
+
+        @functools.wraps(unshard)
+        def gathering(async_op: bool = False) -> Any:
+            if not group.is_unsharded and group._all_gather_result is None:
+                for before_gather, *_ in tuple(hooked):
+                    before_gather(self._copy_in_stream(async_op))
+            return unshard(async_op)
+
+        @functools.wraps(wait_for_unshard)
+        def waiting() -> Any:
+            if group._all_gather_result is not None:
+                # One rank alone reads the shards here, and not in unshard.
+                in_backward = group._training_state.name == "PRE_BACKWARD"
+                for _, before_use, *_ in tuple(hooked):
+                    before_use(in_backward)
+            return wait_for_unshard()
+
+        @functools.wraps(post_backward)
+        def reducing(*args: Any) -> Any:
+            if self._has_gradients():
+                for *_, before_reduce, _ in tuple(hooked):
+                    before_reduce()
+            before = self._gradient_versions()
+            result = post_backward(*args)
+            # Also called where there was nothing to reduce; and partial sums of HSDP are still to be reduced further.
+            if self._gradient_versions() != before:
+                for *_, reduced in tuple(hooked):
+                    reduced(group._post_reduce_event)
+            return result
+
+        group.unshard, group.wait_for_unshard, group.post_backward = gathering, waiting, reducing
+
+    def _has_gradients(self) -> bool:
+        """Whether the backward has left any to be reduced or kept: it ends for groups that it did not reach, too."""
+        for param in self._group.fsdp_params:
+            unsharded = getattr(param, "_unsharded_param", None)
+            kept = getattr(param, "unsharded_accumulated_grad", None)
+            if kept is not None or (unsharded is not None and unsharded.grad is not None):
+                return True
+        return False
+
+    def _gradient_versions(self) -> list[object]:
+        grads = [param.grad for param in self.params]
+        return [None if grad is None else (id(grad), version_of(grad)) for grad in grads]
+
+    def _copy_in_stream(self, async_op: bool) -> torch.Stream | None:
+        context = self._group.comm_ctx
+        if not hasattr(context, "all_gather_copy_in_stream"):  # before the first forward
+            return None
+        stream: torch.Stream = context.get_all_gather_streams(async_op, self._group._training_state)[0]
+        return stream
+
+
+_POINTS = "_fsdp_offload_points"
+_HOOKED = ("unshard", "wait_for_unshard", "post_backward")
+_READ = (
+    *("fsdp_params", "comm_ctx", "is_unsharded", "_training_state"),
+    *("_all_gather_result", "_post_reduce_event"),
+)
+
+
+def sharding_groups(model: nn.Module) -> list[ShardingGroup]:
+    """All of them in the order in which a forward first needs them: the root's, then by registration.
+
+    Raises:
+        NotImplementedError: this torch's ``fully_shard`` has other hook points.
+    """
+    return [ShardingGroup(group) for group in _param_groups(model)]
+
+
+def runs_in_backward() -> bool:
+    """Whether autograd is at work in this thread: what is computed now is computed again."""
+    graph_task = getattr(torch._C, "_current_graph_task_id", None)  # torch 2.11 to 2.13
+    return graph_task is not None and graph_task() != -1

@@ -1,0 +1,90 @@
+"""What torch.optim does around a step: hooks, the choice of an implementation, gradients it cannot use."""
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from .dtensor import local_shard
+
+
+def unsupported_gradient(param: Tensor, grad: Tensor) -> str | None:
+    """Why ``grad`` cannot be used shard by shard, or ``None``."""
+    if isinstance(param, DTensor) and isinstance(grad, DTensor) and grad._spec is param._spec:
+        return None  # as fully_shard makes them; comparing placements costs more than the rest of the step's checks
+    if local_shard(grad).layout != torch.strided:
+        return f"its gradient is {local_shard(grad).layout}; only dense gradients can be streamed"
+    if isinstance(param, DTensor) and (not isinstance(grad, DTensor) or grad.placements != param.placements):
+        has = grad.placements if isinstance(grad, DTensor) else "no placements"
+        return (
+            f"its gradient has {has} where the parameter has {param.placements}; redistribute the gradient to the "
+            "parameter's placements before step()"
+        )
+    return None
+
+
+def foreach_supports(params: Iterable[Tensor]) -> bool:
+    """Whether ``torch.optim`` would, of itself, run its foreach implementation on parameters of these types."""
+    supported = getattr(sys.modules[torch.optim.Optimizer.__module__], "_foreach_supported_types", None)
+    types = (Tensor, nn.Parameter, DTensor) if supported is None else supported
+    return all(type(param) in types for param in params)
+
+
+@contextmanager
+def no_global_step_hooks() -> Iterator[None]:
+    """Within it, hooks registered for all optimizers do not fire: a logical step has fired them already."""
+    module = sys.modules[torch.optim.Optimizer.__module__]
+    tables = [getattr(module, name, {}) for name in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")]
+    kept = [dict(table) for table in tables]
+    if not any(kept):
+        yield
+        return
+    for table in tables:
+        table.clear()
+    try:
+        yield
+    finally:
+        for table, hooks in zip(tables, kept, strict=True):
+            table.update(hooks)
+
+
+def run_hooked(
+    optimizer: torch.optim.Optimizer, name: str, step: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+) -> Any:
+    """Run ``step`` as torch runs that of an optimizer: in a profiler's range, with the hooks around it.
+
+    ``torch.optim.Optimizer.profile_hook_step`` would name the range after the offloaded class, which nobody looks for.
+
+    Raises:
+        RuntimeError: a pre-hook returned something else than ``None`` or new arguments.
+    """
+    module = sys.modules[torch.optim.Optimizer.__module__]
+    with torch.autograd.profiler.record_function(f"Optimizer.step#{name}.step"):
+        everyone = getattr(module, "_global_optimizer_pre_hooks", {})
+        for hook in (*everyone.values(), *optimizer._optimizer_step_pre_hooks.values()):
+            given = hook(optimizer, (optimizer, *args), kwargs)
+            if given is None:
+                continue
+            if not isinstance(given, tuple) or len(given) != 2:
+                raise RuntimeError(f"{hook} must return None or a tuple of (new_args, new_kwargs), but got {given}.")
+            (_, *args), kwargs = given
+        result = step(optimizer, *args, **kwargs)
+        everyone = getattr(module, "_global_optimizer_post_hooks", {})
+        for hook in (*optimizer._optimizer_step_post_hooks.values(), *everyone.values()):
+            hook(optimizer, (optimizer, *args), kwargs)
+        return result
+
+
+def is_called_compiled() -> bool:
+    """Whether the caller, a function that ``torch.compiler.disable`` has wrapped, was called by compiled code."""
+    frame, wrappers = sys._getframe(1), 0
+    for _ in range(12):
+        wrappers += frame.f_code.co_filename.replace("\\", "/").endswith("torch/_dynamo/eval_frame.py")
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return wrappers > 1  # one is that of disable()

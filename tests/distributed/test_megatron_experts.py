@@ -1,0 +1,173 @@
+"""Experts as Megatron-FSDP leaves them: expert, data and tensor parallelism at once, slices uneven, empty, in mid-row.
+
+Saved fused and split, model and state, and loaded at other sizes of all three, bit by bit.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from checkpoint_tools import merge_state_dict, preset, split_state_dict
+from fsdp_offload import OffloadPolicy, offload_optimizer
+from fsdp_offload.checkpoint import (
+    Experts,
+    get_optimizer_state_dict,
+    load,
+    save,
+    set_optimizer_state_dict,
+    with_parameter_chunks,
+)
+from fsdp_offload.torch_compat.dtensor import local_shard
+from tests.distributed.launch import mesh, spawn
+from tests.distributed.megatron_model import MOMENTS, Layout, Module, model_state, parameter
+
+pytestmark = pytest.mark.distributed
+
+NUM_EXPERTS = 4
+MLP = "module.decoder.layers.0.mlp"
+DENSE: dict[str, tuple[tuple[int, ...], int | None]] = {
+    f"{MLP}.router.weight": ((5, 4), None),
+    f"{MLP}.shared_experts.linear_fc1.weight": ((16, 4), 0),
+    f"{MLP}.shared_experts.linear_fc2.weight": ((4, 8), 1),
+}
+EXPERT: dict[str, tuple[tuple[int, ...], int | None]] = {
+    f"{MLP}.experts.linear_fc1.weight": ((16, 4), 0),
+    f"{MLP}.experts.linear_fc1.bias": ((16,), 0),
+    f"{MLP}.experts.linear_fc2.weight": ((4, 8), 1),
+}
+SIZES = [  # ep, dp, tp, slices
+    (2, 2, 1, "empty first"),
+    (1, 3, 1, "uneven"),
+    (2, 2, 1, "in mid-row"),
+    (4, 1, 1, "even"),
+    (1, 2, 2, "one has all"),
+    (2, 1, 2, "even"),
+]
+
+
+class Model:
+    """Parameters of this rank, their layouts, and what each has to hold."""
+
+    def __init__(self, ep: int, dp: int, tp: int, kind: str, *, zeros: bool, parted: bool) -> None:
+        dense = Layout(mesh(ep * dp, tp, names=("dp", "tp")), kind if ep * dp > 1 else "even")
+        whole = mesh(ep, dp, tp, names=("ep", "edp", "etp"))
+        # As Megatron's: a mesh of this rank's experts alone, whose dimensions are called as those of the others.
+        ranks = whole.mesh[whole.get_local_rank("ep")]
+        meshes = [
+            torch.distributed.device_mesh.DeviceMesh("cpu", whole.mesh[number], mesh_dim_names=("dp", "tp"))
+            for number in range(ep)
+        ]
+        own = next(one for one in meshes if torch.equal(one.mesh, ranks))
+        expert = Layout(own, kind if dp > 1 else "even")
+        self.tp, self.parted = tp, parted
+        self.experts = Experts.of_rank(whole.get_local_rank("ep"), NUM_EXPERTS // ep)
+        self.module = Module()
+        self.layouts: dict[str, tuple[Layout, int | None, tuple[int, ...]]] = {
+            name: (dense, tp_dim, shape) for name, (shape, tp_dim) in DENSE.items()
+        }
+        for name, (shape, tp_dim) in EXPERT.items():
+            self.layouts |= {f"{name}{number}": (expert, tp_dim, shape) for number in range(self.experts.count)}
+        for name, (layout, tp_dim, _) in self.layouts.items():
+            value = self.whole(name, 0)
+            path, _, last = f"module.{name}".rpartition(".")
+            made = parameter(layout, torch.zeros_like(value) if zeros else value, tp_dim, None)
+            self.module.at(path).register_parameter(last, made)
+        self.params = {name: self.module.get_parameter(f"module.{name}") for name in self.layouts}
+        self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=0.5)
+        offload_optimizer(self.optimizer, policy=OffloadPolicy(bucket_bytes=1024, staging_bytes=4096))
+        if not zeros:
+            self._make_state()
+
+    def whole(self, name: str, number: int) -> Tensor:
+        """The parameter, or a moment of it: numbers that no other has."""
+        generator = torch.Generator().manual_seed(10 * sum(self.experts.global_name(name).encode()) + number)
+        whole = torch.randn(self.layouts[name][2], generator=generator)
+        if not self.parted or "linear_fc1" not in name:
+            return whole
+        gate, up = (half.chunk(self.tp) for half in whole.chunk(2))  # each tensor-parallel rank has a part of both
+        return torch.cat([part for parts in zip(gate, up, strict=True) for part in parts])
+
+    def own(self, name: str, number: int) -> Tensor:
+        """This rank's part of it, in one dimension."""
+        layout, tp_dim, _ = self.layouts[name]
+        rows = layout.rows_of(self.whole(name, number), tp_dim)
+        return rows.reshape(-1)[layout.slice_of(tuple(rows.shape))]
+
+    def _make_state(self) -> None:
+        for param in self.params.values():
+            param.grad = torch.zeros_like(param)
+        self.optimizer.param_groups[0].update(lr=0.0)
+        self.optimizer.step()
+        self.optimizer.param_groups[0].update(lr=0.5)
+        for name, param in self.params.items():
+            for number, key in enumerate(MOMENTS, start=1):
+                local = local_shard(self.optimizer.state[param][key])
+                local.copy_(self.own(name, number).view(local.shape))
+
+    def state(self, *, for_load: bool = False, numbered: bool = True) -> tuple[Any, Any]:
+        """As Megatron has them, with more of ``module.`` in front of the optimizer's names."""
+        found = get_optimizer_state_dict(self.module, self.optimizer, for_load=for_load, fsdp_dtensor=True)
+        optim: Any = {part: {f"module.{name}": values for name, values in of.items()} for part, of in found.items()}
+        values = with_parameter_chunks(self.module, model_state(self.module))
+        return (self.experts.number(values), self.experts.number(optim)) if numbered else (values, optim)
+
+    def wrong(self) -> Iterator[str]:
+        for name, param in self.params.items():
+            state = self.optimizer.state[param]
+            for number, value in enumerate((param, *(state[key] for key in MOMENTS))):
+                if not torch.equal(local_shard(value).detach().reshape(-1), self.own(name, number)):
+                    yield f"{name}, {number}"
+            if state["step"] != 1:
+                yield f"step of {name} is {state['step']}"
+        if self.optimizer.param_groups[0]["lr"] != 0.5:
+            yield "lr"
+
+
+@pytest.mark.parametrize("parted", [False, True], ids=["fused", "split"])
+def test_experts_go_through_other_sizes(parted: bool, tmp_path: Path) -> None:
+    for number, (ep, dp, tp, kind) in enumerate(SIZES if parted else SIZES[:3]):
+        spawn(run_leg, ep * dp * tp, tmp_path, tmp_path, number, ep, dp, tp, kind, parted)
+
+
+def run_leg(
+    rank: int, world_size: int, folder: Path, number: int, ep: int, dp: int, tp: int, kind: str, parted: bool
+) -> None:
+    del rank, world_size
+    model = Model(ep, dp, tp, kind, zeros=number > 0, parted=parted)
+    rules, sizes = preset("megatron-swiglu"), {"tp_size": tp}
+    if number:
+        values, optim = model.state(for_load=True)
+        if parted:
+            values, optim = split_state_dict(values, optim, rules, values=sizes)
+        load({"model": values, "optimizer": optim}, checkpoint_id=folder / str(number - 1))
+        if parted:
+            _, optim = merge_state_dict(values, optim, rules, values=sizes)
+        set_optimizer_state_dict(model.module, model.optimizer, model.experts.localize(optim))
+    problems = [*model.wrong()]
+    assert not problems, problems
+    values, optim = model.state()
+    assert {*optim["param_to_group_meta"]} == {f"module.module.{model.experts.global_name(n)}" for n in model.params}
+    if parted:
+        values, optim = split_state_dict(values, optim, rules, values=sizes)
+    save({"model": values, "optimizer": optim}, checkpoint_id=folder / str(number))
+
+
+def test_local_names_are_refused_by_both_saves(tmp_path: Path) -> None:
+    spawn(run_refused, 4, tmp_path, tmp_path)
+
+
+def run_refused(rank: int, world_size: int, folder: Path) -> None:
+    del rank, world_size
+    model = Model(2, 2, 1, "empty first", zeros=False, parted=False)
+    values, optim = model.state(numbered=False)
+    for which, function in {"ours": save, "torch's": dcp.save}.items():
+        for what, given in {"model": values, "optimizer": optim["state"]}.items():
+            with pytest.raises(CheckpointException, match=r"fsdp_offload.checkpoint.Experts"):
+                function({what: given}, checkpoint_id=folder / f"{which} {what}")
+            assert not list((folder / f"{which} {what}").glob("*.distcp"))
