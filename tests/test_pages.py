@@ -13,7 +13,7 @@ import pytest
 from fsdp_offload import OffloadPolicy
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-PAGES = ["megatron_fsdp.md", "megatron_bridge.md", "nemo_rl.md", "xtuner.md"]
+PAGES = ["plan.md", "megatron_fsdp.md", "megatron_bridge.md", "nemo_rl.md", "xtuner.md"]
 OURS = ("fsdp_offload", "checkpoint_tools")
 
 every_page = pytest.mark.parametrize("page", PAGES)

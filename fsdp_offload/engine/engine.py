@@ -55,7 +55,7 @@ class Engine:
         cls: the user's optimizer class.
         steps: its logical steps.
         pinned: whether host memory is page-locked.
-        tuning_of_residents, tuning_of_staging: what ``"auto"`` has chosen, and why, in sentences.
+        tuning_of_policy, tuning_of_residents, tuning_of_staging: what ``"auto"`` has chosen, and why, in sentences.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Engine:
         self._param_ids: list[list[int]] = []  # of each group
         self._unplanned: list[Tensor] = []  # in the groups, but without room: they never had a gradient
         self._layout_keys: list[object] = []  # of each group, when its state was last planned
-        self.tuning_of_residents = self.tuning_of_staging = ""
+        self.tuning_of_policy = self.tuning_of_residents = self.tuning_of_staging = ""
         self._link.join()
         # Ring and arena must not go while a copy still uses them. This runs before the attributes are dropped.
         weakref.finalize(self, _let_go, self._link, self._pipeline.number).atexit = False

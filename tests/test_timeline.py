@@ -19,8 +19,8 @@ import typer
 from matplotlib.image import imread
 
 from fsdp_offload import OffloadPolicy
-from fsdp_offload.bench.timeline import Lane, Phase, Span, Timeline, draw, read_trace, timeline_of
 from fsdp_offload.bench.train import SETTLE_ITERATIONS, Bench, draw_all, main, trace_path
+from fsdp_offload.figures.timeline import Lane, Phase, Span, Timeline, draw, read_trace, timeline_of
 
 COMPUTE, GATHER, REDUCE, LOAD, LOAD_TOO, UPDATE, STORE = 7, 13, 14, 20, 21, 22, 23  # streams
 PYTHON, AUTOGRAD = 100, 101  # threads
@@ -237,7 +237,7 @@ def test_matplotlib_that_is_missing_is_one_line_before_anything_is_measured(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(SystemExit, match=r"pip install 'fsdp-offload\[bench\]'"):
+    with pytest.raises(SystemExit, match=r"pip install 'fsdp-offload\[figures\]'"):
         main(traces=tmp_path / "traces")
 
 

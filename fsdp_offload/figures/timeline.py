@@ -91,6 +91,13 @@ class Timeline:
         pairs = zip(spans, busy_until, strict=False)  # each with the latest end before it; the last end is left over
         return sum((max(0.0, span.end_ms - max(span.begin_ms, until_ms)) for span, until_ms in pairs), 0.0)
 
+    def waits(self) -> list[tuple[float, float]]:
+        """When the device neither computed nor updated: begin and length in milliseconds."""
+        busy = [span for span in self.spans if span.lane in (Lane.COMPUTE, Lane.UPDATE)]
+        begins_ms = [*(span.begin_ms for span in busy), self.ms]
+        until_ms = accumulate((span.end_ms for span in busy), max, initial=0.0)
+        return [(end, begin - end) for begin, end in zip(begins_ms, until_ms, strict=True) if begin > end]
+
     def bars(self, lane: Lane, least_gap_ms: float) -> list[Span]:
         """The spans of a lane; those of one bucket with less than ``least_gap_ms`` between them are one."""
         bars: list[Span] = []
@@ -295,14 +302,15 @@ def check_matplotlib() -> None:
         import matplotlib.figure  # noqa: F401
     except ImportError:
         sys.exit(
-            "Timelines are drawn with matplotlib, which the extra 'bench' brings: pip install 'fsdp-offload[bench]'"
+            "Timelines are drawn with matplotlib, which the extra 'figures' brings: pip install 'fsdp-offload[figures]'"
         )
 
 
 def draw(timelines: Mapping[str, Timeline], path: Path) -> None:
-    """Write a PNG: the timelines below each other, on one scale. A row for each lane, bucket numbers where they fit.
+    """Write a PNG or an SVG: the timelines below each other, on one scale, with a row for each lane.
 
-    Neighbouring buckets differ in shade. Nothing is drawn narrower than a pixel, and gaps narrower than one are not.
+    Bucket numbers are where they fit, and neighbouring buckets differ in shade. Pale red is where the device waited.
+    Nothing is drawn narrower than a pixel, and gaps narrower than one are not.
 
     Raises:
         SystemExit: matplotlib is missing.
@@ -336,6 +344,9 @@ def _draw_one(axes: Any, timeline: Timeline, rows: Sequence[Lane], pixel_ms: flo
             if bar.bucket is not None and _fits(str(bar.bucket), bar, pixel_ms, character_pixels=6):
                 middle = (bar.begin_ms + bar.end_ms) / 2
                 axes.text(middle, row, bar.bucket, ha="center", va="center", fontsize=5.5, color="white")
+    if Lane.COMPUTE in rows:
+        waits = [wait for wait in timeline.waits() if wait[1] >= pixel_ms]
+        axes.broken_barh(waits, (rows.index(Lane.COMPUTE) - 0.42, 0.84), facecolors="#e8b4a8", linewidth=0)
     above = axes.get_xaxis_transform()
     for one in timeline.phases:
         axes.axvline(one.begin_ms, color="black", linewidth=0.8)
