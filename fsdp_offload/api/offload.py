@@ -68,8 +68,9 @@ def offload_optimizer(
         optimizer: any ``torch.optim`` optimizer except LBFGS and SparseAdam, or another that updates its parameters
             independently of each other. The wrappers of accelerate, Lightning and Fabric are seen through, and so are
             Megatron's optimizers and chains of them: each of torch's in there is offloaded, or none.
-        model: the model whose parameters it has. Gives the order of the buckets, names for messages, and more checks.
-        policy: sizes of staging, buckets and what stays on the device.
+        model: the model whose parameters it has. Gives the order of the buckets, names for messages,
+            more checks, and, where it is sharded by ``fully_shard``, the backward in which loads begin.
+        policy: what is offloaded, how much of it may be on the device, and what hides its transfers.
         exist_ok: do nothing where it is offloaded already, for the same model and with the same policy: for code that
             runs once for each fit. Without ``policy``, whatever that is.
 
