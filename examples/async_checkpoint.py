@@ -172,7 +172,6 @@ def build(width: int, device: torch.device) -> tuple[nn.Module, torch.optim.Opti
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     policy = OffloadPolicy(
         bucket_bytes=4 * MIB,
-        staging_bytes=16 * MIB,
         # Second homes for the state: while one home is being written to disk, steps store into the other. This is an
         # upper limit, so it means all of the state. Host memory too short for that? With less, or 0, the first step
         # after a save waits until the file is written, and nothing else changes.

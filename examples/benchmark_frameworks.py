@@ -67,13 +67,8 @@ SIZES = {
 }
 POLICIES: dict[str, dict[str, Any]] = {
     "default": {},
-    # What a loop that clips allows; "auto" measures until step 14, and keeps what the forward is too short to hide.
-    "overlapped": {
-        "prefetch": "backward",
-        "overlap_forward": True,
-        "staging_bytes": 1 << 30,
-        "resident_bytes": "auto",
-    },
+    # What a loop that clips allows; it measures until step 14, and keeps what the forward is too short to hide.
+    "overlapped": {"overlap": "forward"},
 }
 
 

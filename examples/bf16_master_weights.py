@@ -79,7 +79,7 @@ def train(kind: str, steps: int, device: torch.device) -> tuple[float, float, st
     model, optimizer = build(device, torch.bfloat16)
     reference, reference_optimizer = build(device, torch.float32)
     # Small buckets, so that even this little state comes in several.
-    policy = OffloadPolicy(bucket_bytes=16384, staging_bytes=4 * 16384, master_weights=kind)
+    policy = OffloadPolicy(bucket_bytes=16384, master_weights=kind)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="offload_optimizer: ")  # on the CPU there is nothing to gain
         offload_optimizer(optimizer, model=model, policy=policy)

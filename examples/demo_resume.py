@@ -61,7 +61,7 @@ def timed_run(name: str, ranks: int, metrics: Path, runs: Sequence[Sequence[str]
 
 def three_trainings(ranks: int, steps: int, flags: Sequence[str], folder: Path) -> dict[str, Metrics]:
     # Small buckets, so that even this little state comes in several.
-    common = ["--device", "cpu", "--steps", str(steps), "--bucket-mib", "1", "--staging-mib", "4", *flags]
+    common = ["--device", "cpu", "--steps", str(steps), "--bucket-mib", "1", "--device-mib", "4", *flags]
     saving = [*common, "--offload", "--save-dir", str(folder / "checkpoints")]
     halves = [[*saving, "--stop-at", str(steps // 2)], [*saving, "--resume"]]
     plans = {

@@ -123,7 +123,7 @@ def start(mesh: DeviceMesh, wholes: dict[str, Tensor]) -> tuple[nn.Module, torch
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="offload_optimizer: The parameters are on the CPU")
-        offload_optimizer(optimizer, policy=OffloadPolicy(bucket_bytes=1024, staging_bytes=4096))
+        offload_optimizer(optimizer, policy=OffloadPolicy(bucket_bytes=1024))
     return model, optimizer
 
 

@@ -6,7 +6,7 @@
 Such loops take their parts from a ``config`` object, and end the gradients of a step in
 ``config.finalize_model_grads_func``. Three call sites keep the state off the device from one step to the next:
 
-- ``optimizer.offload_states()`` before the forward: what is on the device around the step (``resident_bytes``) begins
+- ``optimizer.offload_states()`` before the forward: what is on the device around the step (``device_bytes``) begins
   to leave, beside the first kernels of the forward;
 - ``optimizer.release_states()`` before activations need the memory: what has arrived is freed, in the order of the
   stream, without the host waiting for it;
@@ -132,9 +132,9 @@ def train(options: argparse.Namespace, device: torch.device, *, offload: bool) -
     # Whatever the framework or the user has bound, partials included, goes on being called.
     config = Config(options.micro_batches, partial(finalize_model_grads, group=mesh.get_group()))
     if offload:
-        bucket_bytes = options.staging_kib * KIB // 4
+        bucket_bytes = options.passing_kib * KIB // 4
         policy = OffloadPolicy(
-            bucket_bytes=bucket_bytes, staging_bytes=4 * bucket_bytes, resident_bytes=options.resident_kib * KIB
+            bucket_bytes=bucket_bytes, device_bytes=(options.passing_kib + options.staying_kib) * KIB
         )
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="offload_optimizer: The parameters are on the CPU")
@@ -190,8 +190,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--micro-batches", type=int, default=2)
-    parser.add_argument("--staging-kib", type=int, default=1024, help="device memory through which state passes")
-    parser.add_argument("--resident-kib", type=int, default=2048, help="state that stays on the device around a step")
+    parser.add_argument("--passing-kib", type=int, default=1024, help="device memory through which state passes")
+    parser.add_argument("--staying-kib", type=int, default=2048, help="state that stays on the device around a step")
     parser.add_argument("--compare", action="store_true", help="with the same loop and a plain optimizer")
     options = parser.parse_args(argv)
     device = start()

@@ -50,7 +50,7 @@ def build(device: torch.device, seed: int) -> tuple[nn.Module, torch.optim.Optim
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     # Small buckets, so that even this little state comes in several.
-    policy = OffloadPolicy(bucket_bytes=8192, staging_bytes=4 * 8192)
+    policy = OffloadPolicy(bucket_bytes=8192)
     return model, offload_optimizer(optimizer, model=model, policy=policy)
 
 

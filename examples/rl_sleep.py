@@ -71,7 +71,7 @@ def build(options: argparse.Namespace, device: torch.device) -> tuple[nn.Module,
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="offload_optimizer: The parameters are on the CPU")
-        offload_optimizer(optimizer, model=model, policy=OffloadPolicy(prefetch="backward"))
+        offload_optimizer(optimizer, model=model, policy=OffloadPolicy())
     return model, optimizer
 
 

@@ -64,7 +64,7 @@ def build(options: argparse.Namespace, *, offload: bool) -> tuple[nn.Module, Any
         **MASTERS[options.masters],
     )
     if offload:
-        policy = OffloadPolicy(bucket_bytes=8 << 20, staging_bytes=32 << 20)
+        policy = OffloadPolicy(bucket_bytes=8 << 20)
         offload_optimizer(optimizer, model=model, policy=policy)
     return model, optimizer
 

@@ -279,7 +279,7 @@ def build_optimizer(model: nn.Module, args: argparse.Namespace) -> torch.optim.O
         # Imported here, so that this program also runs with plain torch.
         from fsdp_offload import OffloadPolicy, offload_optimizer
 
-        policy = OffloadPolicy(staging_bytes=args.staging_mib * MIB, bucket_bytes=args.bucket_mib * MIB)
+        policy = OffloadPolicy(device_bytes=args.device_mib * MIB, bucket_bytes=args.bucket_mib * MIB)
         offload_optimizer(optimizer, model=model, policy=policy)
     return optimizer
 
@@ -626,7 +626,7 @@ def add_offload_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--offload", action=argparse.BooleanOptionalAction, default=True, help="keep optimizer state in host memory"
     )
-    group.add_argument("--staging-mib", type=positive, default=256, help="device memory for moving it (%(default)s)")
+    group.add_argument("--device-mib", type=positive, default=256, help="device memory for it (%(default)s)")
     group.add_argument("--bucket-mib", type=positive, default=64, help="how much moves at once (%(default)s)")
 
 

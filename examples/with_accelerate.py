@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     model = nn.Sequential(*(Block(args.width) for _ in range(args.layers)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)
-    policy = {"bucket_bytes": 1 << 20, "staging_bytes": 8 << 20}  # or FSDP_OFFLOAD_BUCKET_BYTES=... in the environment
+    policy = {"bucket_bytes": 1 << 20, "device_bytes": 8 << 20}  # or FSDP_OFFLOAD_BUCKET_BYTES=... in the environment
     model, optimizer, scheduler = prepare(accelerator, model, optimizer, scheduler, policy=policy)
 
     def loss_of(number: int) -> torch.Tensor:

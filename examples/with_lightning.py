@@ -91,7 +91,7 @@ def fit(args: argparse.Namespace, checkpoint: str | None = None) -> tuple[Shifte
         enable_model_summary=False,
         callbacks=[
             ModelCheckpoint(args.folder, filename="{step}", every_n_train_steps=half, save_top_k=-1),
-            OffloadCallback({"bucket_bytes": 1 << 20, "staging_bytes": 8 << 20}),
+            OffloadCallback({"bucket_bytes": 1 << 20, "device_bytes": 8 << 20}),
         ],
     )
     trainer.fit(model, batches, batches, ckpt_path=checkpoint)

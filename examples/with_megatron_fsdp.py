@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     model = nn.Sequential(*(Block(args.width) for _ in range(args.layers)))
     model = fully_shard_model(model, device_mesh=mesh, dp_shard_dim="dp", fsdp_unit_modules=[Block])
     optimizer = fully_shard_optimizer(
-        torch.optim.AdamW(model.parameters(), lr=1e-3), policy={"bucket_bytes": 16 << 20, "staging_bytes": 128 << 20}
+        torch.optim.AdamW(model.parameters(), lr=1e-3), policy={"bucket_bytes": 16 << 20, "device_bytes": 128 << 20}
     )
     for step in range(args.steps):
         x = torch.randn(64, args.width, device=device)

@@ -50,7 +50,7 @@ def train(args: argparse.Namespace, device: torch.device, resume_at: int = 0) ->
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
 
-    policy = {"bucket_bytes": 1 << 20, "staging_bytes": 8 << 20, "snapshot_bytes": 1 << 30}
+    policy = {"bucket_bytes": 1 << 20, "device_bytes": 8 << 20, "snapshot_bytes": 1 << 30}
     dims = ParallelDims(1, ranks, 1, 1, 1, 1, 1, ranks)
     wanted = Optimizer(lr=1e-3, implementation="fused" if device.type == "cuda" else "foreach")
     optimizers = offloaded(build_optimizers, policy)([model], wanted, dims)

@@ -61,7 +61,7 @@ def train(args: argparse.Namespace, resume: str | None = None) -> list[dict[str,
         arguments,
         train_dataset=Bytes(),
         eval_dataset=Bytes(),
-        offload_policy={"bucket_bytes": 1 << 20, "staging_bytes": 8 << 20},
+        offload_policy={"bucket_bytes": 1 << 20, "device_bytes": 8 << 20},
         offload_metrics=True,
     )
     trainer.train(resume_from_checkpoint=resume)

@@ -17,4 +17,4 @@ from fsdp_offload.integrations.verl import OffloadEngineMixin
 # An engine of a vendor goes before verl's own, which is any vendor's.
 @EngineRegistry.register(model_type="language_model", backend=["fsdp2"], device="cuda", vendor="nvidia")
 class OffloadEngine(OffloadEngineMixin, FSDPEngineWithLMHead):
-    offload_policy = OffloadPolicy(prefetch="backward", bucket_bytes=64 << 20, staging_bytes=512 << 20)
+    offload_policy = OffloadPolicy(bucket_bytes=64 << 20, device_bytes=512 << 20)

@@ -1,179 +1,157 @@
 """How an optimizer's state is offloaded: plain data, validated when it is made, used by every other room."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, Self, get_args
 
 MIB = 1 << 20
 
 MasterKind = Literal["none", "fp32", "remainder"]
 """Masters kept for an optimizer that keeps none: whole ones, or the lower 16 bits of one in int16."""
 
+OverlapKind = Literal["step", "forward", "iteration"]
+"""What of an iteration hides transfers and updates."""
+
+DebugKind = Literal["off", "guard", "serial"]
+"""What is done to find a mistake."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadPolicy:
-    """How much state may be on the device, and how it passes through.
+    """Say what is offloaded, how much of it may be on the device, and what hides its transfers.
+
+    The defaults fit every training loop, and the result is bitwise the plain optimizer's whatever is chosen here,
+    unless a field says otherwise.
 
     Attributes:
-        staging_bytes: device memory for state in passing. It is taken once, when the optimizer is attached (in its
-            first step if there is no room yet), and stays allocated: so it does not lie where activations have been,
-            which the allocator would have to reserve once more. One ``bucket_bytes`` of it is kept free for state that
-            the optimizer is just creating; the rest is a ring through which buckets are loaded, updated and stored.
-            Three or more buckets in the ring let loads, updates and stores overlap. ``"auto"``, with loads or updates
-            in the backward, begins with four buckets. Of these, what makes up no more than a twenty-fifth of the state
-            stays; beyond that it takes as much as fits under the peak that training has anyway, in each backward as
-            activations are freed, and gives it back in the next forward before they need it, both block by block: an
-            allocation of about ``bucket_bytes`` each, so that the memory of activations is used again. Smaller
-            buckets leave less of what the allocator has reserved unused. With ``update="backward"`` it stays as it
-            begins if all transfers take longer than a backward, and with an optimizer that is not elementwise.
-        resident_bytes: state that never leaves the device, in addition to ``staging_bytes``: whole parameters' state,
-            taken in bucket order as long as it fits. ``"auto"`` begins with none, measures some iterations, and then
-            keeps just the part without which the model would wait for transfers, or the link would be busy for more
-            than half of the time (of three quarters of the forward, where updates come after the backward): together
-            with ``overlap_forward``, ``prefetch="backward"`` or ``update="backward"``, for optimizers that work element
-            by element. Its host memory stays reserved.
-        resident_limit_bytes: the most that ``resident_bytes="auto"`` may keep. ``None``: as much as would have been
-            free at the highest point so far, less a twentieth of the device's memory.
-        bucket_bytes: about how much state is loaded, updated and stored together. A parameter with more state than
-            this is cut into several buckets when its optimizer works element by element, and is a bucket of its own
-            otherwise.
-        master_weights: masters for bf16 and fp16 parameters, kept as state under ``"master_param"``. ``"fp32"``: the
-            optimizer updates an fp32 master, with fp32 state, and the parameter is rounded from it; the result is that
-            of the same optimizer on an fp32 copy of the model. 12 bytes of state for each parameter with Adam.
-            ``"remainder"``: the same, but of the master only the 16 bits are kept that a bf16 parameter does not say:
-            10 bytes. For elementwise optimizers of ``torch.optim``; parameters in fp32 are their own masters.
-        snapshot_bytes: host memory kept for asynchronous saves, pinned when the optimizer is attached: a second home
-            for as much of the state as fits. While a checkpoint writer still reads one home, steps store into the
-            other. Without it, or beyond it, a step during an asynchronous save waits for the writer. Only
-            ``fsdp_offload.checkpoint.ArenaStager`` makes use of it.
-        prefetch: ``"backward"`` begins to load when the last backward before the step begins (where all groups stay
-            gathered: with its first gradients), as far as staging reaches. ``"step"`` loads in ``step()``.
-        update: ``"backward"`` updates each bucket as soon as its gradients are final, in the last backward before
-            ``step()``, which then only waits. For loops that neither clip by a global norm nor touch gradients after
-            the backward; how many backwards there are before a step must not change. ``"step"`` updates in ``step()``.
-        overlap_forward: ``step()`` returns when everything is queued, and the next forward waits in each
-            ``fully_shard`` module for that module's parameters only. Call ``synchronize()`` before touching parameters
-            or gradients in between by any other way than a forward, ``state_dict`` and the optimizer.
-        host_fraction: that share of the state's bytes is updated on the CPU, by the same class (its fused CPU kernel
-            where there is one), while the device streams the rest: whole parameters, from the end of the forward. The
-            result is bitwise that of the same optimizer on CPU copies of these parameters; what is saved does not
-            depend on it. These parameters are mirrored in host memory. ``"auto"`` measures both sides once, when the
-            optimizer is attached, and takes the share with which they end together, on each rank by itself. For
-            elementwise optimizers of ``torch.optim``.
-        debug: with ``overlap_forward``, raise an error where parameters or gradients are touched between ``step()`` and
-            the next forward without ``synchronize()``. For one run of a loop that is new to ``overlap_forward``: each
-            step costs a little more. Not noticed are views and local tensors that were taken earlier.
-        pin_memory: whether the host memory is page-locked. ``None`` pins where the parameters are on an accelerator.
-            Copies from memory that is not pinned are several times slower and do not overlap.
-        serial: run the same schedule one action after the other, waiting for each. Slow; to find out whether a
-            difference comes from overlap. The bits are the same either way.
-        host_limit_bytes: host memory that the state may take. ``None`` asks the kernel (cgroup limit, available
-            memory, and what all ranks of this host would need together). Give a number where the machine grows its
-            memory on use, so that what the kernel reports is too little.
+        parameters: Keep the model's parameters on the host too. Not built yet.
+        overlap: Choose what hides the transfers.
+
+            - ``"step"``: update in ``step()``; parameters are new when it returns. Where a model with ``fully_shard``
+              modules was given, the first loads begin in the last backward before it. For all loops.
+            - ``"forward"``: let updates and stores run on into the next forward, which waits module by module. Call
+              ``synchronize()`` before touching parameters or gradients in between in any other way than by a forward,
+              ``state_dict`` or the optimizer. Needs a model.
+            - ``"iteration"``: as ``"forward"``, and update each bucket as soon as its gradients are final, within the
+              backward. For loops that neither clip by a global norm nor touch gradients after the backward, and in
+              which the number of backwards before a step does not change. Needs a model.
+        device_bytes: Limit the device memory for offloaded state, passing through or staying: a number is never
+            exceeded, unless one bucket that cannot be cut is larger (the report says so). ``"auto"`` takes four
+            buckets in ``"step"``; otherwise it measures some iterations, then keeps just what hides the transfers,
+            within what training leaves free. At least two ``bucket_bytes``, one of which is kept free for state that
+            the optimizer is just creating.
+        bucket_bytes: Load, update and store about this much state together. A parameter with more is cut into several
+            buckets if its optimizer works element by element, and is one large bucket otherwise.
+        master_weights: Keep masters for bf16 and fp16 parameters, as state under ``"master_param"``. ``"fp32"``: update
+            an fp32 master, with fp32 state, and round the parameter from it, as the same optimizer does on an fp32
+            copy of the model; 12 bytes of state per parameter with Adam. ``"remainder"``: the same, but keep only the
+            16 bits that a bf16 parameter does not have; 10 bytes. For elementwise optimizers of ``torch.optim``;
+            fp32 parameters are their own masters.
+        host_fraction: Update this share of the state's bytes on the CPU, by the same class, while the device streams
+            the rest. The result is bitwise that of the same optimizer on CPU copies of these parameters, which are
+            mirrored in host memory. ``"auto"`` measures both sides when the optimizer is attached and lets them end
+            together, on each rank by itself. For elementwise optimizers of ``torch.optim``.
+        snapshot_bytes: Reserve this much host memory for asynchronous saves: a second home for as much of the state as
+            fits, into which steps store while a checkpoint writer reads the first. Beyond it, a step waits for the
+            writer. Used by ``fsdp_offload.checkpoint.ArenaStager``.
+        host_limit_bytes: Limit the host memory that the state may take. ``None`` asks the kernel (cgroup limit,
+            available memory, and what all ranks of this host need together). Give a number where the machine grows its
+            memory on use, so that the kernel reports too little.
+        pin_memory: Page-lock the host memory. ``None`` does so if the parameters are on an accelerator. Copies from
+            memory that is not pinned are several times slower and do not overlap.
+        debug: Look for a mistake. ``"guard"`` raises an error where parameters or gradients are touched between
+            ``step()`` and the next forward without ``synchronize()``, except through views and local tensors taken
+            earlier; each step costs a little more. ``"serial"`` runs the same schedule one action after the other:
+            slow, with the same bits, to tell whether a difference comes from overlap.
 
     Raises:
-        ValueError: a size is negative, a fraction is not between 0 and 1, or ``staging_bytes`` holds fewer than two
-            buckets.
-        TypeError: a size is not an integer.
+        ValueError: A field has a value that it does not take, or ``device_bytes`` holds fewer than two buckets.
+        TypeError: A field has a value of another type, or is one that 0.1 has renamed; says the new one.
+        NotImplementedError: ``parameters=True``.
     """
 
-    staging_bytes: int | Literal["auto"] = 256 * MIB
-    resident_bytes: int | Literal["auto"] = 0
-    resident_limit_bytes: int | None = None
+    parameters: bool = False
+    overlap: OverlapKind = "step"
+    device_bytes: int | Literal["auto"] = "auto"
     bucket_bytes: int = 64 * MIB
     master_weights: MasterKind = "none"
-    snapshot_bytes: int = 0
-    prefetch: Literal["step", "backward"] = "step"
-    update: Literal["step", "backward"] = "step"
-    overlap_forward: bool = False
     host_fraction: float | Literal["auto"] = 0.0
-    pin_memory: bool | None = None
-    serial: bool = False
-    debug: bool = False
+    snapshot_bytes: int = 0
     host_limit_bytes: int | None = None
+    pin_memory: bool | None = None
+    debug: DebugKind = "off"
+
+    def __new__(cls, *_: object, **fields: Any) -> Self:
+        """Refuse fields of earlier versions, whose new words the generated ``__init__`` would not say."""
+        old = {name: value for name, value in fields.items() if name in GONE_FIELDS}
+        if old:
+            raise TypeError(_say_new_words(old))
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        self._check_sizes()
         self._check_choices()
-        self._check_autos()
+        self._check_sizes()
+
+    def _check_choices(self) -> None:
+        if not isinstance(self.parameters, bool):
+            raise TypeError(f"OffloadPolicy: parameters must be a bool, got {self.parameters!r}")
+        if self.parameters:
+            raise NotImplementedError(
+                "OffloadPolicy(parameters=True) is not built yet: only the optimizer's state is offloaded. Leave it "
+                "out."
+            )
+        if isinstance(self.debug, bool):
+            raise TypeError(_say_new_words({"debug": self.debug}))
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(f"OffloadPolicy: {name} must be one of {choices}, got {getattr(self, name)!r}")
+        _check_fraction("host_fraction", self.host_fraction)
+        if self.pin_memory is not None and not isinstance(self.pin_memory, bool):
+            raise TypeError(f"OffloadPolicy: pin_memory must be a bool or None, got {self.pin_memory!r}")
 
     def _check_sizes(self) -> None:
         for name, minimum in _MINIMUM_BYTES.items():
             value = getattr(self, name)
             if not (value == "auto" and name in _MAY_BE_AUTO) and not (value is None and name in _MAY_BE_NONE):
                 _check_size(name, value, minimum=minimum)
-        if self.staging_bytes != "auto" and self.staging_bytes < 2 * self.bucket_bytes:
+        if self.device_bytes != "auto" and self.device_bytes < 2 * self.bucket_bytes:
             raise ValueError(
-                "OffloadPolicy: staging_bytes must hold at least two buckets, one in the ring and room for one that "
-                f"is being created; got staging_bytes={self.staging_bytes} with bucket_bytes={self.bucket_bytes}. "
-                f"Raise staging_bytes to {2 * self.bucket_bytes} (four buckets overlap best) or lower bucket_bytes."
-            )
-
-    def _check_choices(self) -> None:
-        if self.master_weights not in get_args(MasterKind):
-            raise ValueError(
-                f"OffloadPolicy: master_weights must be one of {get_args(MasterKind)}, got {self.master_weights!r}"
-            )
-        for name in ("prefetch", "update"):
-            if getattr(self, name) not in ("step", "backward"):
-                raise ValueError(f"OffloadPolicy: {name} must be 'step' or 'backward', got {getattr(self, name)!r}")
-        for name in ("serial", "debug", "overlap_forward"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"OffloadPolicy: {name} must be a bool, got {getattr(self, name)!r}")
-        _check_fraction("host_fraction", self.host_fraction)
-        if self.pin_memory is not None and not isinstance(self.pin_memory, bool):
-            raise TypeError(f"OffloadPolicy: pin_memory must be a bool or None, got {self.pin_memory!r}")
-
-    def _check_autos(self) -> None:
-        if self.staging_bytes == "auto" and not self.uses_backward:
-            raise ValueError(
-                "OffloadPolicy: staging_bytes='auto' takes the memory of activations that the backward has freed. Add "
-                "prefetch='backward' or update='backward', or give a number of bytes."
-            )
-        if self.resident_bytes == "auto" and not self.overlaps:
-            raise ValueError(
-                "OffloadPolicy: resident_bytes='auto' keeps what overlap cannot hide, and nothing overlaps. Add "
-                "overlap_forward=True, prefetch='backward' or update='backward', or give a number of bytes."
+                "OffloadPolicy: device_bytes must hold at least two buckets, one that passes through and room for one "
+                f"that is being created; got device_bytes={self.device_bytes} with bucket_bytes={self.bucket_bytes}. "
+                f"Write device_bytes={2 * self.bucket_bytes} or more (four buckets overlap best), or lower "
+                "bucket_bytes."
             )
 
     @property
-    def uses_backward(self) -> bool:
-        """Whether anything happens before ``step()``."""
-        return self.prefetch == "backward" or self.update == "backward"
+    def updates_in_backward(self) -> bool:
+        """Whether buckets are updated before ``step()`` is called."""
+        return self.overlap == "iteration"
 
     @property
-    def updates_beside_compute(self) -> bool:
-        """Whether updates run beside a forward or a backward."""
-        return self.update == "backward" or self.overlap_forward
+    def runs_on_into_forward(self) -> bool:
+        """Whether updates and stores run beside the model's compute, and may end after ``step()`` has returned."""
+        return self.overlap != "step"
 
     @property
-    def overlaps(self) -> bool:
-        """Whether anything hooks into the model."""
-        return self.uses_backward or self.overlap_forward
+    def guards(self) -> bool:
+        """Whether parameters and gradients are guarded while updates may use them."""
+        return self.debug == "guard" and self.runs_on_into_forward
 
     @property
-    def given_resident_bytes(self) -> int:
-        """What is resident from the first."""
-        return 0 if self.resident_bytes == "auto" else self.resident_bytes
-
-    @property
-    def ring_bytes(self) -> int:
-        """Device bytes through which buckets pass: staging without the room for state under creation.
-
-        What there is at first, where that is left to be found out.
-        """
-        return (5 * self.bucket_bytes if self.staging_bytes == "auto" else self.staging_bytes) - self.bucket_bytes
+    def runs_serially(self) -> bool:
+        """Whether each action is waited for before the next one begins."""
+        return self.debug == "serial"
 
 
+_CHOICES = {"overlap": get_args(OverlapKind), "master_weights": get_args(MasterKind), "debug": get_args(DebugKind)}
 _MINIMUM_BYTES = {
-    "staging_bytes": 1,
+    "device_bytes": 1,
     "bucket_bytes": 1024,
-    "resident_bytes": 0,
-    "resident_limit_bytes": 0,
     "snapshot_bytes": 0,
     "host_limit_bytes": 0,
 }
-_MAY_BE_AUTO = ("staging_bytes", "resident_bytes")
-_MAY_BE_NONE = ("resident_limit_bytes", "host_limit_bytes")
+_MAY_BE_AUTO = ("device_bytes",)
+_MAY_BE_NONE = ("host_limit_bytes",)
 
 
 def _check_size(name: str, value: object, *, minimum: int) -> None:
@@ -191,3 +169,42 @@ def _check_fraction(name: str, value: object) -> None:
         raise TypeError(f"OffloadPolicy: {name} must be a number from 0 to 1 or 'auto', got {value!r}")
     if not 0 <= value <= 1:
         raise ValueError(f"OffloadPolicy: {name} must be from 0 to 1, got {value!r}")
+
+
+# Fields that are gone ------------------------------------------------------------------------------------------------
+
+_SIZES = ("staging_bytes", "resident_bytes", "resident_limit_bytes")
+_OVERLAPS = ("prefetch", "update", "overlap_forward")
+
+GONE_FIELDS = (*_SIZES, *_OVERLAPS, "serial")
+"""Fields of earlier versions: each raises an error that says what to write now."""
+
+
+def _say_new_words(old: Mapping[str, object]) -> str:
+    """What to write instead of ``old``, fields of earlier versions."""
+    sentences = []
+    sizes = {name: old[name] for name in _SIZES if name in old}
+    overlaps = {name: old[name] for name in _OVERLAPS if name in old}
+    if sizes:
+        numbers = [value for value in sizes.values() if isinstance(value, int)]
+        limited = sizes.get("staging_bytes") != "auto" and (
+            sizes.get("resident_bytes") != "auto" or sizes.get("resident_limit_bytes") is not None
+        )
+        word = sum(numbers) if limited and numbers else "auto"
+        sentences.append(f"{_listed(sizes)} now device_bytes={word!r}, which limits what passes and what stays")
+    if overlaps.get("update") == "backward":
+        sentences.append(f"{_listed(overlaps)} now overlap='iteration', which also runs on into the next forward")
+    elif overlaps.get("overlap_forward"):
+        sentences.append(f"{_listed(overlaps)} now overlap='forward', which also loads in the backward")
+    elif overlaps:
+        sentences.append(f"{_listed(overlaps)} now overlap='step', which loads in the backward of a given model")
+    if "serial" in old:
+        sentences.append(f"{_listed({'serial': old['serial']})} now debug={'serial' if old['serial'] else 'off'!r}")
+    if "debug" in old:
+        sentences.append(f"{_listed({'debug': old['debug']})} now debug={'guard' if old['debug'] else 'off'!r}")
+    return f"OffloadPolicy: {'; '.join(sentences)}."
+
+
+def _listed(fields: Mapping[str, object]) -> str:
+    words = [f"{name}={value!r}" for name, value in fields.items()]
+    return f"{', '.join(words)} {'is' if len(words) == 1 else 'are'}"

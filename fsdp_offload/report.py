@@ -54,7 +54,7 @@ class OffloadReport:
         host_update_ms: time of the host's thread in which the optimizer ran.
         host_update_gb_per_s: their quotient.
         host_waited_ms: time in which the main thread stood still for the host's updates: in ``step()``, in a forward
-            under ``overlap_forward``, or wherever state was looked at.
+            that needs their parameters, or wherever state was looked at.
         host_arrival_ms: time in which the host's thread waited for gradients.
         host_span_ms: from the beginning of the host's first update to the end of its last one; what it holds beside
             ``host_update_ms`` and ``host_arrival_ms`` is spent between updates.
@@ -193,20 +193,21 @@ def report_of(engine: Engine, states: StateStore) -> OffloadReport:
 
 def notes_of(engine: Engine) -> Iterable[str]:
     """What the user should know about this offload, most important first."""
-    policy, shards = engine.policy, engine.plan.shards.values()
+    shards = engine.plan.shards.values()
     if not any(shard.nbytes for shard in shards if not shard.resident):
         if any(shard.resident for shard in shards):
-            yield "NOTHING IS OFFLOADED: all of the state fits into resident_bytes."
+            yield "NOTHING IS OFFLOADED: all of the state fits into device_bytes and stays on the device."
         else:
             no_state = f"{engine.cls.__name__} keeps no state for these parameters"
             yield f"NOTHING IS OFFLOADED: {no_state if shards else 'no parameter is trained'}."
     if engine.device.type == "cpu":
         yield "The parameters are on the CPU: offloading works, but there is nothing to gain."
     largest_bytes = max(engine.plan.ring.nbytes, default=0)
-    if largest_bytes > policy.ring_bytes:
+    ring_bytes = engine.share.ring_bytes(engine.policy.bucket_bytes)
+    if largest_bytes > ring_bytes:
         yield (
-            f"The largest bucket that cannot be cut needs {largest_bytes} bytes of staging, more than "
-            f"staging_bytes={policy.staging_bytes} leaves ({policy.ring_bytes})."
+            f"The largest bucket that cannot be cut needs {largest_bytes} bytes of the device, more than "
+            f"device_bytes={engine.policy.device_bytes!r} leaves to pass through ({ring_bytes})."
         )
     left_out = list(dict.fromkeys(name for shard in shards for name in shard.layout.left_out))
     if left_out:
@@ -225,14 +226,14 @@ def _against_bound(engine: Engine, step: StepTimes) -> dict[str, Any]:
     policy, copies = engine.policy, {"load_ms": step.load_ms, "store_ms": step.store_ms}
     # On the CPU there is nothing that transfers could hide behind.
     advised = policy if engine.device.type != "cpu" else None
-    if not policy.overlaps:
+    if not engine.loads_in_backward:
         at_least = bound_of_step(update_ms=step.update_ms, **copies)
         return _bound_fields(advised, at_least, step.update_ms, took_ms=step.step_ms)
     last = engine.iteration.last()
     if last is None:
         return {}
     # Updates in the compute stream itself wait there for their loads.
-    waited_ms = 0.0 if policy.updates_beside_compute else step.exposed_ms
+    waited_ms = 0.0 if policy.runs_on_into_forward else step.exposed_ms
     stalled_ms = min(last.ms, last.stalled_ms + waited_ms)
     fields: dict[str, Any] = {"iteration_ms": last.ms, "stalled_ms": stalled_ms}
     if not last.repeats:
@@ -241,11 +242,13 @@ def _against_bound(engine: Engine, step: StepTimes) -> dict[str, Any]:
         busy_ms=last.ms - stalled_ms,
         forward_ms=last.forward_ms,
         update_ms=step.update_ms,
-        beside_compute=policy.updates_beside_compute,
+        beside_compute=policy.runs_on_into_forward,
         **copies,
     )
-    at_least = bound(policy, times, staged=staged_share(engine.plan.ring_bytes, engine.plan.moving_bytes()))
-    unmoved = bound(policy, times, offloaded=0.0)
+    given_back = engine.share.passing_is_learnt
+    staged = staged_share(engine.plan.ring_bytes, engine.plan.moving_bytes())
+    at_least = bound(policy, times, staged=staged, ring_is_given_back=given_back)
+    unmoved = bound(policy, times, offloaded=0.0, ring_is_given_back=given_back)
     return {**fields, **_bound_fields(advised, at_least, unmoved.ms, took_ms=last.ms)}
 
 

@@ -17,13 +17,11 @@ from fsdp_offload import OffloadPolicy
 from tests.parity import attach, leaves, same_bits
 
 POLICIES: dict[str, dict[str, Any]] = {
-    "forward": {"overlap_forward": True},
-    "prefetch": {"prefetch": "backward"},
-    "prefetch-forward": {"prefetch": "backward", "overlap_forward": True},
-    "backward": {"update": "backward"},
-    "backward-forward": {"update": "backward", "overlap_forward": True},
+    "step": {},
+    "forward": {"overlap": "forward"},
+    "iteration": {"overlap": "iteration"},
 }
-SIZES = {"bucket_bytes": 4096, "staging_bytes": 5 * 4096}
+SIZES = {"bucket_bytes": 4096, "passing": 5 * 4096}
 
 Habit = Callable[["Loop", int], None]
 
@@ -214,7 +212,7 @@ HABITS: dict[str, Habit] = {
     "zero-in-place": zero_in_place,
 }
 NOT_IN_BACKWARD = {"clip", "skip", "write-state"}
-"""Loops that update="backward" is not for, and refuses."""
+"""Loops that overlap="iteration" is not for, and refuses."""
 
 
 def adamw(params: Any) -> Optimizer:

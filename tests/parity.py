@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from fsdp_offload import OffloadPolicy, offload_optimizer, remove_offload
 
-SMALL = OffloadPolicy(bucket_bytes=2048, staging_bytes=8192)
+SMALL = OffloadPolicy(bucket_bytes=2048)
 """So little that the models below have many buckets, and every parameter above 256 elements of Adam's is cut."""
 
 torch.set_num_threads(1)  # the models are so small that several threads only wait for each other

@@ -33,11 +33,12 @@ from fsdp_offload import OffloadPolicy, remove_offload
 from fsdp_offload.checkpoint import ArenaStager, get_optimizer_state_dict, set_optimizer_state_dict, with_chunks
 from tests.async_writers import Expected, FailingWriter, HeldWriter, Waits, copied, loaded, not_the_same, runs_within
 from tests.parity import Run, attach, differences
+from tests.policies import with_share
 from tests.test_shard_tensor import WHOLE, ragged_whole
 
 ALL = 1 << 30
-POLICY = OffloadPolicy(bucket_bytes=2048, staging_bytes=8192, snapshot_bytes=ALL)
-NO_SPARE = OffloadPolicy(bucket_bytes=2048, staging_bytes=8192)
+POLICY = OffloadPolicy(bucket_bytes=2048, snapshot_bytes=ALL)
+NO_SPARE = OffloadPolicy(bucket_bytes=2048)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -188,7 +189,7 @@ def assert_holds(path: Path, state: Any) -> None:
 
 
 def policy(**options: Any) -> OffloadPolicy:
-    return OffloadPolicy(bucket_bytes=2048, staging_bytes=8192, **options)
+    return with_share(bucket_bytes=2048, **options)
 
 
 class Case(NamedTuple):
@@ -202,13 +203,13 @@ CASES = {
     "all": Case(policy(snapshot_bytes=ALL)),
     "half": Case(policy(snapshot_bytes=12 << 10), overlaps=False),
     "none": Case(policy(), overlaps=False),
-    "some resident": Case(policy(snapshot_bytes=ALL, resident_bytes=5000)),
-    "some resident, half": Case(policy(snapshot_bytes=5 << 10, resident_bytes=5000), overlaps=False),
+    "some resident": Case(policy(snapshot_bytes=ALL, staying=5000)),
+    "some resident, half": Case(policy(snapshot_bytes=5 << 10, staying=5000), overlaps=False),
     "several optimizers": Case(policy(snapshot_bytes=ALL), several),
     "several optimizers, none": Case(policy(), several, overlaps=False),
     "bfloat16": Case(policy(snapshot_bytes=ALL), dtype=torch.bfloat16),
     "one bucket": Case(OffloadPolicy(snapshot_bytes=ALL)),
-    "serial": Case(policy(snapshot_bytes=ALL, serial=True)),
+    "serial": Case(policy(snapshot_bytes=ALL, debug="serial")),
 }
 
 

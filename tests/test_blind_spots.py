@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from fsdp_offload import OffloadPolicy, offload_optimizer
 from tests.parity import SMALL, Run, Zoo, attach, batch, make_pair, params_of
+from tests.policies import with_share
 
 
 class Plain(Optimizer):
@@ -713,7 +714,7 @@ def test_what_an_optimizer_refers_to_is_left_alone() -> None:
 
 def test_random_numbers_in_another_order_are_refused() -> None:
     with pytest.raises(ValueError, match="draws random numbers parameter by parameter"):
-        attach(DrawsForEach(Twins().parameters()), policy=OffloadPolicy(update="backward"))
+        attach(DrawsForEach(Twins().parameters()), policy=with_share(overlap="iteration"))
     model = Twins()
     for param in model.kernels:
         param.requires_grad_(False)

@@ -9,12 +9,10 @@ from fsdp_offload.planning.bound import Times, bound, bound_of_step, parts_of_it
 
 # Powers of two, so that a term that is missing, or counted twice, shows, and sums are exact.
 TIMES = Times(forward_ms=64, backward_ms=128, update_ms=2, clip_ms=1, load_ms=512, store_ms=256, two_way_ms=1024)
-BACKWARD: dict[str, Any] = {"update": "backward"}
-PREFETCH: dict[str, Any] = {"prefetch": "backward"}
-FORWARD: dict[str, Any] = {"overlap_forward": True}
-
-
-AUTO: dict[str, Any] = PREFETCH | {"staging_bytes": "auto"}
+ITERATION: dict[str, Any] = {"overlap": "iteration"}
+STEP: dict[str, Any] = {}
+FORWARD: dict[str, Any] = {"overlap": "forward"}
+GIVEN_BACK: dict[str, Any] = {"ring_is_given_back": True}
 
 
 @pytest.mark.parametrize(
@@ -27,24 +25,26 @@ AUTO: dict[str, Any] = PREFETCH | {"staging_bytes": "auto"}
         (FORWARD, 1.0, 0.0, "B + clip + max(F + U, (1 - r) T)", 128 + 1 + 1024),
         (FORWARD, 1.0, 0.5, "B + clip + max(F + U, (1 - r) T)", 128 + 1 + 768),  # the backward hides a quarter of L
         (FORWARD, 1 / 1024, 0.0, "B + clip + max(F + U, (1 - r) T)", 128 + 1 + 64 + 2),
-        (PREFETCH, 1.0, 0.25, "F + B + clip + max(U, (1 - r) T)", 64 + 128 + 1 + 768),
-        (PREFETCH | FORWARD, 0.25, 0.5, "B + clip + max(F + U, (1 - r) T)", 128 + 1 + 128),
-        (AUTO, 1.0, 0.25, "B + clip + max(F + max(U, (1 - r) L), S)", 128 + 1 + 64 + 384),
-        (AUTO, 0.5, 0.5, "B + clip + max(F + max(U, (1 - r) L), S)", 128 + 1 + 64 + 128),
-        (AUTO, 0.5, 1.0, "B + clip + max(F + max(U, (1 - r) L), S)", 128 + 1 + 64 + 128),  # half of L is hidden
-        (AUTO, 0.25, 1.0, "B + clip + max(F + max(U, (1 - r) L), S)", 128 + 1 + 64 + 2),
-        (AUTO | FORWARD, 1.0, 0.25, "B + clip + max(F + U, r S + (1 - r) T)", 128 + 1 + 64 + 768),
-        (AUTO | FORWARD, 0.25, 1.0, "B + clip + max(F + U, r S + (1 - r) T)", 128 + 1 + 66),
-        (BACKWARD, 1.0, 1.0, "max(F + B + U, T)", 1024),
-        (BACKWARD | FORWARD, 0.125, 0.0, "max(F + B + U, T)", 64 + 128 + 2),
-        (BACKWARD | PREFETCH, 1.0, 0.5, "max(F + B + U, T)", 1024),
+        (STEP, 1.0, 0.25, "F + B + clip + max(U, (1 - r) T)", 64 + 128 + 1 + 768),
+        (FORWARD, 0.25, 0.5, "B + clip + max(F + U, (1 - r) T)", 128 + 1 + 128),
+        (GIVEN_BACK, 1.0, 0.25, "B + clip + max(F + max(U, (1 - r) L), S)", 128 + 1 + 64 + 384),
+        (GIVEN_BACK, 0.5, 0.5, "B + clip + max(F + max(U, (1 - r) L), S)", 128 + 1 + 64 + 128),
+        (GIVEN_BACK, 0.5, 1.0, "B + clip + max(F + max(U, (1 - r) L), S)", 128 + 1 + 64 + 128),  # half of L is hidden
+        (GIVEN_BACK, 0.25, 1.0, "B + clip + max(F + max(U, (1 - r) L), S)", 128 + 1 + 64 + 2),
+        (FORWARD | GIVEN_BACK, 1.0, 0.25, "B + clip + max(F + U, r S + (1 - r) T)", 128 + 1 + 64 + 768),
+        (FORWARD | GIVEN_BACK, 0.25, 1.0, "B + clip + max(F + U, r S + (1 - r) T)", 128 + 1 + 66),
+        (ITERATION, 1.0, 1.0, "max(F + B + U, T)", 1024),
+        (ITERATION, 0.125, 0.0, "max(F + B + U, T)", 64 + 128 + 2),
+        (ITERATION | GIVEN_BACK, 1.0, 0.5, "max(F + B + U, T)", 1024),
     ],
 )
 def test_the_formula_of_a_policy(
     fields: dict[str, Any] | None, offloaded: float, staged: float, formula: str, ms: float
 ) -> None:
+    fields = None if fields is None else dict(fields)
+    given_back = fields is not None and fields.pop("ring_is_given_back", False)
     policy = None if fields is None else OffloadPolicy(**fields)
-    assert bound(policy, TIMES, offloaded=offloaded, staged=staged) == (formula, ms)
+    assert bound(policy, TIMES, offloaded=offloaded, staged=staged, ring_is_given_back=given_back) == (formula, ms)
 
 
 @pytest.mark.parametrize(("update_ms", "load_ms", "store_ms"), [(9, 1, 2), (1, 9, 2), (1, 2, 9)])
@@ -61,13 +61,13 @@ PARTS: dict[str, Any] = {"busy_ms": 100, "forward_ms": 30, "update_ms": 5, "load
 def test_all_that_is_not_the_first_forward_counts_as_backward() -> None:
     times = parts_of_iteration(**PARTS, beside_compute=False)
     assert times == Times(30, 65, update_ms=5, clip_ms=0, load_ms=40, store_ms=50, two_way_ms=50)
-    assert bound(OffloadPolicy(**PREFETCH), times, offloaded=0.0).ms == 100
+    assert bound(OffloadPolicy(**STEP), times, offloaded=0.0).ms == 100
 
 
 def test_what_updates_cost_beside_the_model_is_counted_once() -> None:
     times = parts_of_iteration(**PARTS, beside_compute=True)
     assert times == Times(30, 70, update_ms=0, clip_ms=0, load_ms=40, store_ms=50, two_way_ms=50)
-    assert bound(OffloadPolicy(**BACKWARD), times) == ("max(F + B + U, T)", 100)
+    assert bound(OffloadPolicy(**ITERATION), times) == ("max(F + B + U, T)", 100)
     assert bound(OffloadPolicy(**FORWARD), times) == ("B + clip + max(F + U, (1 - r) T)", 120)
 
 
@@ -78,24 +78,24 @@ def test_parts_that_were_measured_longer_than_the_whole_leave_nothing() -> None:
 # What would help ------------------------------------------------------------------------------------------------------
 
 
-RESIDENT = 'resident_bytes="auto"'
-IN_BACKWARD = 'update="backward", behind the whole iteration, where gradients are not clipped by a norm'
-IN_FORWARD = "overlap_forward=True, which hides them behind the forward"
+MORE_MEMORY = "a larger device_bytes"
+IN_ITERATION = 'overlap="iteration", behind the whole iteration, where gradients are not clipped by a norm'
+IN_FORWARD = 'overlap="forward", which hides them behind the forward'
 LARGER, LARGER_OR_MORE = "a larger batch", "a larger batch or more micro-batches"
-KEEPS: dict[str, Any] = {"resident_bytes": "auto"}
+LIMITED: dict[str, Any] = {"device_bytes": 1 << 30}
 
 
 @pytest.mark.parametrize(
     ("fields", "remedies"),
     [
-        ({}, [IN_FORWARD, IN_BACKWARD]),
-        (FORWARD, [RESIDENT, LARGER, IN_BACKWARD]),
-        (PREFETCH, [RESIDENT, LARGER, IN_FORWARD, IN_BACKWARD]),
-        (BACKWARD, [RESIDENT, LARGER_OR_MORE]),
-        (BACKWARD | KEEPS, [LARGER_OR_MORE]),
-        (BACKWARD | KEEPS | {"resident_limit_bytes": 1 << 30}, ["a larger resident_limit_bytes", LARGER_OR_MORE]),
+        (STEP, [MORE_MEMORY, IN_FORWARD, IN_ITERATION]),
+        (STEP | LIMITED, [MORE_MEMORY, IN_FORWARD, IN_ITERATION]),
+        (FORWARD, [LARGER, IN_ITERATION]),
+        (FORWARD | LIMITED, [MORE_MEMORY, LARGER, IN_ITERATION]),
+        (ITERATION, [LARGER_OR_MORE]),
+        (ITERATION | LIMITED, [MORE_MEMORY, LARGER_OR_MORE]),
     ],
-    ids=["step", "forward", "prefetch", "backward", "backward-resident", "backward-limited"],
+    ids=["step", "step-limited", "forward", "forward-limited", "iteration", "iteration-limited"],
 )
 def test_what_would_help(fields: dict[str, Any], remedies: list[str]) -> None:
     sentence = what_would_help(OffloadPolicy(**fields), 424.04, 390.0)

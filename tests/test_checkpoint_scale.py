@@ -221,7 +221,7 @@ class Layers(nn.Module):
 def test_a_thousand_tensors_of_one_rank_are_planned_as_their_chunks(rank: int) -> None:
     model = Layers(rank)
     optimizer = AdamW(model.parameters())
-    offload_optimizer(optimizer, model=model, policy=OffloadPolicy(bucket_bytes=1 << 16, staging_bytes=1 << 18))
+    offload_optimizer(optimizer, model=model, policy=OffloadPolicy(bucket_bytes=1 << 16))
     state = get_optimizer_state_dict(model, optimizer, for_load=True, flatten_optimizer_state_dict=True)
     tensors = {key: value for key, value in state.items() if "exp_avg" in key}
     assert len(tensors) == 2 * PARAMETERS

@@ -1,4 +1,4 @@
-"""With ``debug=True`` it is an error to touch what an update may still be writing or reading."""
+"""With ``debug="guard"`` it is an error to touch what an update may still be writing or reading."""
 
 import gc
 import weakref
@@ -17,13 +17,13 @@ from tests.test_overlap import policy_of
 MESSAGE = "call optimizer.synchronize\\(\\)"
 FORWARD = pytest.mark.parametrize(
     "fields",
-    [{}, {"prefetch": "backward"}, {"update": "backward"}, {"resident_bytes": 20_000}],
-    ids=["forward", "prefetch", "backward", "resident"],
+    [{}, {"overlap": "iteration"}, {"staying": 20_000}],
+    ids=["forward", "iteration", "resident"],
 )
 
 
 def loop_with(mesh: DeviceMesh, **fields: Any) -> Loop:
-    return Loop(mesh, adamw, policy_of({"overlap_forward": True, "debug": True, **fields}))
+    return Loop(mesh, adamw, policy_of({"overlap": "forward", "debug": "guard", **fields}))
 
 
 def stepped(mesh: DeviceMesh) -> Loop:
@@ -100,7 +100,7 @@ def test_what_needs_no_values_is_allowed(mesh: DeviceMesh) -> None:
 @pytest.mark.parametrize("habit", [None, *HABITS])
 @FORWARD
 def test_same_bits(mesh: DeviceMesh, fields: dict[str, Any], habit: str | None) -> None:
-    if fields.get("update") == "backward" and habit in NOT_IN_BACKWARD | {"evaluate-before-step"}:
+    if fields.get("overlap") == "iteration" and habit in NOT_IN_BACKWARD | {"evaluate-before-step"}:
         habit = "evaluate"
     plain, debugged = Loop(mesh, adamw, None), loop_with(mesh, **fields)
     for loop in (plain, debugged):

@@ -7,14 +7,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_offload import OffloadPolicy
 from fsdp_offload.device import link
 from fsdp_offload.device.link import Allocated, Block, DeviceLink
 from fsdp_offload.engine.engine import Engine
 from fsdp_offload.model import tune_staging as elastic
 from fsdp_offload.model.tune_staging import Elastic
 from fsdp_offload.planning.staging import plan_staging, why_not_behind_backward
-from tests.overlapping import HABITS, NOT_IN_BACKWARD, Loop, Net, adamw, same
+from tests.overlapping import HABITS, NOT_IN_BACKWARD, POLICIES, Loop, Net, adamw, same
+from tests.policies import with_share
 
 
 @pytest.fixture(autouse=True)
@@ -77,6 +77,9 @@ def test_no_room() -> None:
     assert plan_staging([5, 10], [10, 10], peak_bytes=10, wanted_bytes=7, spread=True) is None
 
 
+EVERY_OVERLAP = pytest.mark.parametrize("fields", POLICIES.values(), ids=POLICIES)
+
+
 def test_a_backward_shorter_than_the_transfers_is_no_place_for_more() -> None:
     assert not why_not_behind_backward(216.0, 291.0)
     assert why_not_behind_backward(216.0, 148.0) == (
@@ -84,7 +87,7 @@ def test_a_backward_shorter_than_the_transfers_is_no_place_for_more() -> None:
     )
 
 
-@pytest.mark.parametrize("fields", [{"prefetch": "backward"}, {"update": "backward"}], ids=["prefetch", "update"])
+@EVERY_OVERLAP
 def test_staging_stays_where_it_would_not_be_given_back_in_time(
     mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, fields: dict[str, str]
 ) -> None:
@@ -97,15 +100,18 @@ def test_staging_stays_where_it_would_not_be_given_back_in_time(
     monkeypatch.setattr(elastic, "why_not_behind_backward", short)
     attached: list[int] = []
     monkeypatch.setattr(DeviceLink, "allocated_bytes", lambda self: Allocated(0, 1 << 30 if attached else 0))
-    policy = OffloadPolicy(staging_bytes="auto", bucket_bytes=8 << 10, **fields)  # too large for one to last
+    policy = with_share(passing="auto", bucket_bytes=8 << 10, **fields)  # too large for one to last
     plain, offloaded = Loop(mesh, adamw, None).train(6), Loop(mesh, adamw, policy)
     attached.append(1)
     assert same(plain, offloaded.train(6))
     assert min(measured, default=1.0) > 0
-    updates = policy.update == "backward"
+    updates = policy.updates_in_backward
     report = offloaded.optimizer.offload_report()
     assert ("always there: the backward is short" in str(report)) == updates
-    assert (report.ring_bytes <= policy.ring_bytes) == updates  # there would be room for more
+    engine = vars(offloaded.optimizer)["_offload_engine"].engine
+    assert (
+        report.ring_bytes <= engine.share.ring_bytes(policy.bucket_bytes)
+    ) == updates  # there would be room for more
 
 
 allocated_bytes = st.lists(st.integers(0, 100), min_size=1)
@@ -133,18 +139,16 @@ def test_never_above_the_peak(uses: list[int], reductions: list[int], more: int,
 
 
 @pytest.mark.parametrize("habit", [None, *HABITS])
-@pytest.mark.parametrize("fields", [{"prefetch": "backward"}, {"update": "backward"}], ids=["prefetch", "update"])
-@pytest.mark.parametrize("overlap_forward", [False, True])
+@EVERY_OVERLAP
 @pytest.mark.parametrize("room", [9_000, 1 << 30])
 def test_same_bits(
     mesh: DeviceMesh,
     monkeypatch: pytest.MonkeyPatch,
     fields: dict[str, str],
-    overlap_forward: bool,
     habit: str | None,
     room: int,
 ) -> None:
-    if fields.get("update") == "backward" and habit in NOT_IN_BACKWARD | {"evaluate-before-step"}:
+    if fields.get("overlap") == "iteration" and habit in NOT_IN_BACKWARD | {"evaluate-before-step"}:
         habit = "evaluate"
     taken: list[int] = []
     there: list[int] = []
@@ -162,21 +166,21 @@ def test_same_bits(
     attached: list[int] = []
     monkeypatch.setattr(DeviceLink, "allocated_bytes", lambda self: Allocated(0, room if attached else 0))
     monkeypatch.setattr(DeviceLink, "block", counted)
-    policy = OffloadPolicy(staging_bytes="auto", bucket_bytes=1024, overlap_forward=overlap_forward, **fields)
+    policy = with_share(passing="auto", bucket_bytes=1024, **fields)
     plain, offloaded = Loop(mesh, adamw, None), Loop(mesh, adamw, policy)
     attached.append(1)
     for loop in (plain, offloaded):
         loop.train(10, HABITS[habit] if habit else None)
     assert same(plain, offloaded)
     report = offloaded.optimizer.offload_report()
-    assert "staging_bytes='auto'" in str(report)
+    assert "device_bytes='auto'" in str(report)
     assert "cannot be cut" not in str(report)
     if room > 9_000:
         assert len(taken) > 50  # given back in each forward
         # Blocks that last stay as they were made, for buckets of any size.
         assert report.ring_bytes <= max(there) <= report.ring_bytes + 3 * 1024 // 32
         # Where the model hides what passes, one group beside that is enough.
-        assert (report.ring_bytes >= report.host_state_bytes) != policy.updates_beside_compute
+        assert (report.ring_bytes >= report.host_state_bytes) != policy.runs_on_into_forward
     else:
         ring = vars(offloaded.optimizer)["_offload_engine"].engine.plan.ring
         assert 0 < ring.lasting_bytes <= report.host_state_bytes // 20
@@ -245,19 +249,17 @@ class Device:
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
-@pytest.mark.parametrize("overlap_forward", [False, True])
-@pytest.mark.parametrize("fields", [{"prefetch": "backward"}, {"update": "backward"}], ids=["prefetch", "update"])
+@EVERY_OVERLAP
 @pytest.mark.parametrize("group_bytes", [10_000, 60_000])
 def test_block_by_block_below_the_peak(
     mesh: DeviceMesh,
     monkeypatch: pytest.MonkeyPatch,
     group_bytes: int,
     fields: dict[str, str],
-    overlap_forward: bool,
     micro_batches: int,
 ) -> None:
     device = Device(monkeypatch, group_bytes)
-    policy = OffloadPolicy(staging_bytes="auto", bucket_bytes=1024, overlap_forward=overlap_forward, **fields)
+    policy = with_share(passing="auto", bucket_bytes=1024, **fields)
     plain, offloaded = (Loop(mesh, adamw, one, micro_batches=micro_batches) for one in (None, policy))
     plain.train(7)
     for step in range(7):
@@ -272,7 +274,7 @@ def test_block_by_block_below_the_peak(
     assert last_backward[0] == 0 < last_backward[-1] <= report.ring_bytes
     assert kept == sorted(kept, reverse=True)
     assert report.ring_bytes >= kept[0] > kept[-1] == 0
-    if not policy.updates_beside_compute:
+    if not policy.runs_on_into_forward:
         assert len(set(last_backward)) > 3
         assert len(set(kept)) > 5
 
@@ -287,13 +289,13 @@ def backward_without_gradients(loop: Loop, step: int) -> None:
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
-@pytest.mark.parametrize("fields", [{"prefetch": "backward"}, {"update": "backward"}], ids=["prefetch", "update"])
+@EVERY_OVERLAP
 @pytest.mark.parametrize("at", [[2], [4, 5], [2, 3, 4, 5]], ids=["learning", "later", "always"])
 def test_a_backward_without_gradients_now_and_then(
     mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, fields: dict[str, str], micro_batches: int, at: list[int]
 ) -> None:
     """Staging is never above the peak, and is planned as without it: it may not come in the next iteration."""
-    policy = OffloadPolicy(staging_bytes="auto", bucket_bytes=1024, **fields)
+    policy = with_share(passing="auto", bucket_bytes=1024, **fields)
     plans = []
     for steps in ([], at):
         with monkeypatch.context() as patch:

@@ -300,7 +300,7 @@ def test_the_example_would_find_a_model_that_wakes_as_another(
 
 MEGATRON_SMALL = [
     *("--steps", "4", "--width", "48", "--layers", "2"),
-    *("--staging-kib", "64", "--resident-kib", "128", "--compare"),
+    *("--passing-kib", "64", "--staying-kib", "128", "--compare"),
 ]
 
 

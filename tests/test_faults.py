@@ -17,12 +17,13 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_offload import OffloadedOptimizer, OffloadPolicy, offload_optimizer, remove_offload
+from tests.policies import with_share
 
 pytestmark = pytest.mark.filterwarnings("ignore:offload_optimizer. The parameters are on the CPU:UserWarning")
 
 adam_module = importlib.import_module("torch.optim.adam")  # torch.optim itself hides it
 
-POLICY = OffloadPolicy(bucket_bytes=1024, staging_bytes=4096)
+POLICY = OffloadPolicy(bucket_bytes=1024)
 NUMEL = 100  # of each parameter below: Adam's state of one is a bucket
 
 
@@ -453,7 +454,7 @@ def test_an_exception_in_a_hook_loses_nothing(where: str) -> None:
 def test_another_layout_of_a_cut_parameter_is_refused_before_anything_changes() -> None:
     net = nn.Linear(64, 64, bias=False)
     optimizer = torch.optim.AdamW(net.parameters(), fused=True)
-    policy = OffloadPolicy(bucket_bytes=4096, staging_bytes=5 * 4096)
+    policy = with_share(bucket_bytes=4096, passing=5 * 4096)
     offload_optimizer(optimizer, policy=policy)
     net(torch.ones(2, 64)).sum().backward()
     optimizer.step()
@@ -528,13 +529,13 @@ def test_one_warning_on_the_cpu_that_there_is_nothing_to_gain() -> None:
     ("make", "resident_bytes", "reason"),
     [
         (lambda params: torch.optim.SGD(params, lr=0.1), 0, "SGD keeps no state for these parameters"),
-        (torch.optim.AdamW, 1 << 20, "all of the state fits into resident_bytes"),
+        (torch.optim.AdamW, 1 << 20, "all of the state fits into device_bytes"),
     ],
 )
 def test_an_offload_that_moves_nothing_says_so_loudly(
     make: Callable[[Any], Optimizer], resident_bytes: int, reason: str
 ) -> None:
-    policy = OffloadPolicy(bucket_bytes=1024, staging_bytes=4096, resident_bytes=resident_bytes)
+    policy = with_share(bucket_bytes=1024, passing=4096, staying=resident_bytes)
     net = Net()
     with pytest.warns(UserWarning, match=f"NOTHING IS OFFLOADED: .*{re.escape(reason)}"):
         optimizer = offload_optimizer(make(net.parameters()), policy=policy)

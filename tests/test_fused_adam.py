@@ -8,6 +8,7 @@ import torch
 from fsdp_offload import OffloadPolicy, offload_optimizer
 from tests.fused_adam import BF16, FP16, FP32, MASTERS, Twins, check_options, name_of, options
 from tests.fused_adam_reference import FusedAdam
+from tests.policies import with_share
 
 CASES = list(options((FP32, FP16, BF16)))
 
@@ -19,7 +20,7 @@ def test_same_bits(kwargs: dict[str, Any], decoupled: bool) -> None:
 
 
 @pytest.mark.parametrize("master", MASTERS, ids=str)
-@pytest.mark.parametrize("policy", [OffloadPolicy(), OffloadPolicy(resident_bytes=12_000)], ids=["roomy", "resident"])
+@pytest.mark.parametrize("policy", [OffloadPolicy(), with_share(staying=12_000)], ids=["roomy", "resident"])
 def test_attached_late(policy: OffloadPolicy, master: str) -> None:
     twins = Twins(FusedAdam, policy=policy, late=2, **MASTERS[master], exp_avg_dtype=BF16)
     twins.assert_same()

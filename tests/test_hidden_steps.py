@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_offload import OffloadPolicy
 from tests.overlapping import POLICIES, SIZES, Loop, same
+from tests.policies import with_share
 
 MAKERS: dict[str, Any] = {
     "adamw": lambda params: optim.AdamW(params, lr=0.01),
@@ -28,8 +28,8 @@ MAKERS: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("kind", "policy"),
     [
-        *(("adamw", policy) for policy in ({}, *POLICIES.values(), {"resident_bytes": 20_000})),
-        *((kind, POLICIES["backward-forward"]) for kind in MAKERS if kind != "adamw"),
+        *(("adamw", policy) for policy in (*POLICIES.values(), {"staying": 20_000})),
+        *((kind, POLICIES["iteration"]) for kind in MAKERS if kind != "adamw"),
     ],
     ids=str,
 )
@@ -39,7 +39,7 @@ def test_loading_with_torchs_function(mesh: DeviceMesh, policy: dict[str, Any], 
     state = get_optimizer_state_dict(source.model, source.optimizer, options=options)
     weights = copy.deepcopy(source.model.state_dict())
     plain, offloaded = (
-        Loop(mesh, MAKERS[kind], chosen).train(steps_before) for chosen in (None, OffloadPolicy(**SIZES, **policy))
+        Loop(mesh, MAKERS[kind], chosen).train(steps_before) for chosen in (None, with_share(**SIZES, **policy))
     )
     for loop in (plain, offloaded):
         loop.model.load_state_dict(weights)

@@ -40,6 +40,7 @@ from tests import host_worker_gate
 from tests.forks import in_forked_child
 from tests.overlapping import HABITS, NOT_IN_BACKWARD, POLICIES, SIZES, Loop, same
 from tests.parity import SMALL, Net, Pair, Run, Zoo, attach, batch, make_pair, same_value, train_step
+from tests.policies import with_share
 from tests.test_grad_scaler import scaled_step
 from tests.test_overlap_programs import ALWAYS, ONE_MICRO_BATCH, step
 from tests.test_overlap_programs import NOT_IN_BACKWARD as NOT_IN_BACKWARD_PROGRAMS
@@ -188,7 +189,7 @@ def test_any_number_of_threads(threads: int, monkeypatch: pytest.MonkeyPatch) ->
     pair = make_pair(
         lambda: nn.Sequential(wide(), _Sum()),
         fused_adamw,
-        policy=policy(1.0, bucket_bytes=1 << 20, staging_bytes=1 << 22),
+        policy=policy(1.0, bucket_bytes=1 << 20, passing=1 << 22),
     )
     pair.train(4)
     assert set(seen) == {threads}
@@ -224,21 +225,18 @@ def test_any_sizes(sizes: list[int], fraction: float, bucket_bytes: int) -> None
             param.grad = torch.randn(param.shape, generator=generator)
         run.optimizer.step()
 
-    pair = make_pair(
-        model, fused_adamw, policy=policy(fraction, bucket_bytes=bucket_bytes, staging_bytes=4 * bucket_bytes)
-    )
+    pair = make_pair(model, fused_adamw, policy=policy(fraction, bucket_bytes=bucket_bytes, passing=4 * bucket_bytes))
     pair.train(3, train)
 
 
 # Whatever the loop does ----------------------------------------------------------------------------------------------
 
 
-ALL_POLICIES: dict[str, dict[str, Any]] = {"step": {}, **POLICIES}
-EVERY_POLICY = pytest.mark.parametrize("fields", ALL_POLICIES.values(), ids=ALL_POLICIES)
+EVERY_POLICY = pytest.mark.parametrize("fields", POLICIES.values(), ids=POLICIES)
 
 
 def overlapping(fields: dict[str, Any], fraction: float, **more: Any) -> OffloadPolicy:
-    return OffloadPolicy(**{**SIZES, **fields, **more}, host_fraction=fraction)
+    return with_share(**{**SIZES, **fields, **more}, host_fraction=fraction)
 
 
 @FRACTIONS
@@ -255,7 +253,7 @@ def test_sharded(mesh: DeviceMesh, fields: dict[str, Any], fraction: float, micr
 @FRACTIONS
 @EVERY_POLICY
 def test_habits(mesh: DeviceMesh, fields: dict[str, Any], fraction: float, habit: str) -> None:
-    backward = fields.get("update") == "backward"
+    backward = fields.get("overlap") == "iteration"
     if backward and (habit in NOT_IN_BACKWARD or habit == "evaluate-before-step"):
         habit = "evaluate"  # the others are refused; see test_overlap.py
     plain, offloaded = (Loop(mesh, fused_adamw, one) for one in (None, overlapping(fields, fraction)))
@@ -264,16 +262,16 @@ def test_habits(mesh: DeviceMesh, fields: dict[str, Any], fraction: float, habit
 
 @EVERY_POLICY
 @pytest.mark.parametrize(
-    "more", [{"resident_bytes": 60_000}, {"serial": True}, {"snapshot_bytes": 1 << 20}, {"debug": True}], ids=str
+    "more", [{"staying": 60_000}, {"debug": "serial"}, {"snapshot_bytes": 1 << 20}, {"debug": "guard"}], ids=str
 )
 def test_other_fields(mesh: DeviceMesh, fields: dict[str, Any], more: dict[str, Any]) -> None:
     plain, offloaded = (Loop(mesh, fused_adamw, one) for one in (None, overlapping(fields, 0.5, **more)))
     assert same(plain.train(5), offloaded.train(5))
 
 
-@pytest.mark.parametrize("fields", POLICIES.values(), ids=POLICIES)
+@EVERY_POLICY
 def test_beside_what_is_chosen_by_itself(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
-    more = {"resident_bytes": "auto", **({} if fields == {"overlap_forward": True} else {"staging_bytes": "auto"})}
+    more = {"staying": "auto", "passing": "auto"}
     plain, offloaded = (Loop(mesh, fused_adamw, one) for one in (None, overlapping(fields, 0.5, **more)))
     assert same(plain.train(10), offloaded.train(10))
 
@@ -283,8 +281,8 @@ def test_what_the_host_updates_does_not_come_to_stay_on_the_device(
 ) -> None:
     """Over a link that is so slow that all should stay; and then the device is left and come back to."""
     monkeypatch.setattr(rehearsal, "groups_to_keep", lambda times, _: (len(times.groups), 0.0))
-    more = {"resident_bytes": "auto", "resident_limit_bytes": 1 << 30}
-    policies = (None, overlapping({"overlap_forward": True}, 0.5, **more))
+    more = {"staying": "auto", "staying_limit_bytes": 1 << 30}
+    policies = (None, overlapping({"overlap": "forward"}, 0.5, **more))
     plain, offloaded = (Loop(mesh, fused_adamw, one).train(7) for one in policies)
     assert offloaded.optimizer.offload_report().resident_state_bytes > 0  # type: ignore[attr-defined]
     assert not any(shard.resident for shard in engine_of(offloaded.optimizer).plan.host_shards())
@@ -294,7 +292,7 @@ def test_what_the_host_updates_does_not_come_to_stay_on_the_device(
 
 @EVERY_POLICY
 def test_everything_off_the_device_between_steps(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
-    plain, offloaded = (Loop(mesh, fused_adamw, one) for one in (None, overlapping(fields, 0.5, resident_bytes=30_000)))
+    plain, offloaded = (Loop(mesh, fused_adamw, one) for one in (None, overlapping(fields, 0.5, staying=30_000)))
     plain.train(6)
     for at in range(6):
         offloaded.train(1, first=at)
@@ -308,7 +306,7 @@ def test_everything_off_the_device_between_steps(mesh: DeviceMesh, fields: dict[
 @EVERY_POLICY
 def test_any_program(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
     allowed = (*ALWAYS, *ONE_MICRO_BATCH)
-    if fields.get("update") != "backward":
+    if fields.get("overlap") != "iteration":
         allowed = (*allowed, *NOT_IN_BACKWARD_PROGRAMS)
 
     @settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
@@ -347,11 +345,11 @@ def test_grad_scaler(cls: type[Optimizer], clip: bool) -> None:
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.5])
-@pytest.mark.parametrize("name", ["step", "forward", "prefetch", "prefetch-forward"])
+@pytest.mark.parametrize("name", ["step", "forward"])
 def test_grad_scaler_beside_the_model(mesh: DeviceMesh, name: str, fraction: float) -> None:
     """The scale is in attributes of the optimizer that it has during ``step()`` only."""
     loops = []
-    for one in (None, overlapping(ALL_POLICIES[name], fraction)):
+    for one in (None, overlapping(POLICIES[name], fraction)):
         loop = Loop(mesh, fused_adamw, one)
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
         for at in range(7):
@@ -574,7 +572,7 @@ def new_and_old(loop: Loop, before: dict[Tensor, Tensor]) -> tuple[set[bool], se
     return {changed[p] for p in changed if p not in of_host}, {changed[p] for p in changed if p in of_host}
 
 
-@pytest.mark.parametrize("fields", [POLICIES["forward"], POLICIES["backward-forward"]], ids=["forward", "backward"])
+@pytest.mark.parametrize("fields", [POLICIES["forward"], POLICIES["iteration"]], ids=["forward", "backward"])
 def test_a_slow_host_never_blocks_the_device(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
     """With the host standing still, ``step()`` returns, and everything that is not the host's is new."""
     loop = two_sides(mesh, fields)
@@ -605,7 +603,7 @@ def test_what_the_forward_needs_first_goes_first(
     mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, is_late: bool
 ) -> None:
     """Of what waits when the backward has ended; but not what is not there: then the wave before it."""
-    loop = Loop(mesh, fused_adamw, overlapping(POLICIES["backward-forward"], 1.0)).train(3)
+    loop = Loop(mesh, fused_adamw, overlapping(POLICIES["iteration"], 1.0)).train(3)
     loop.optimizer.synchronize()
     submitted: list[tuple[int, HostJob]] = []
     submit = HostWorker.submit
@@ -650,7 +648,7 @@ def test_ranges_in_order_where_their_gradients_come_during_the_look(
     mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not the second range of a parameter before the first: both read the counter, and the last one writes it."""
-    loop = Loop(mesh, fused_adamw, overlapping(POLICIES["backward-forward"], 1.0)).train(3)
+    loop = Loop(mesh, fused_adamw, overlapping(POLICIES["iteration"], 1.0)).train(3)
     loop.optimizer.synchronize()
     done: list[tuple[StateShard, int]] = []
     update = HostJob._update
@@ -707,7 +705,7 @@ def test_step_waits_without_overlap(mesh: DeviceMesh, waits: Waits) -> None:
 
 @pytest.mark.parametrize("how", ["forward", "state", "state_dict", "model.state_dict", "zero-in-place", "scheduler"])
 def test_who_needs_it_waits(mesh: DeviceMesh, waits: Waits, how: str) -> None:
-    plain, loop = (Loop(mesh, tensor_lr, one) for one in (None, overlapping({"overlap_forward": True}, 0.5)))
+    plain, loop = (Loop(mesh, tensor_lr, one) for one in (None, overlapping({"overlap": "forward"}, 0.5)))
     plain.train(3)
     plain.backward(3)
     plain.optimizer.step()
@@ -723,7 +721,7 @@ def test_who_needs_it_waits(mesh: DeviceMesh, waits: Waits, how: str) -> None:
 
 
 def test_groups_edited_while_the_host_works(mesh: DeviceMesh, waits: Waits) -> None:
-    plain, loop = (Loop(mesh, fused_adamw, one).train(3) for one in (None, overlapping({"overlap_forward": True}, 0.5)))
+    plain, loop = (Loop(mesh, fused_adamw, one).train(3) for one in (None, overlapping({"overlap": "forward"}, 0.5)))
     for one in (plain, loop):
         one.backward(3)
         with host_worker_gate.closed():
@@ -814,7 +812,7 @@ def test_an_exception_in_the_thread(mesh: DeviceMesh, failing: list[str], fields
 
 def test_weights_loaded_after_a_failure_stay(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was updated before the failure, and is still on its way up, does not come over them."""
-    loop = Loop(mesh, fused_adamw, overlapping(POLICIES["backward"], 1.0)).train(3)
+    loop = Loop(mesh, fused_adamw, overlapping(POLICIES["iteration"], 1.0)).train(3)
     state = copy.deepcopy(loop.optimizer.state_dict())
     weights = {name: value.detach().clone() for name, value in loop.model.state_dict().items()}
     begun, failed, may_go_up = threading.Semaphore(0), threading.Event(), threading.Event()
@@ -1077,7 +1075,7 @@ from fsdp_offload.cpu_update.worker import host_worker
 
 net = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8)))
 optimizer = torch.optim.AdamW(net.parameters(), fused=True)
-offload_optimizer(optimizer, policy=OffloadPolicy(host_fraction=1.0, bucket_bytes=1 << 20, staging_bytes=1 << 22))
+offload_optimizer(optimizer, policy=OffloadPolicy(host_fraction=1.0, bucket_bytes=1 << 20))
 engine = vars(optimizer)["_offload_engine"].engine
 for _ in range(2):
     net(torch.ones(1, 512)).sum().backward()

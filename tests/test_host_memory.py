@@ -10,6 +10,7 @@ from torch import nn
 from fsdp_offload import OffloadPolicy, offload_optimizer, remove_offload
 from fsdp_offload.device import host_limits as host_memory
 from fsdp_offload.device.host_limits import HostMemory, check_host_memory
+from tests.policies import with_share
 
 pytestmark = pytest.mark.filterwarnings("ignore:offload_optimizer. The parameters are on the CPU:UserWarning")
 
@@ -143,7 +144,7 @@ def test_what_is_available_may_be_taken() -> None:
     check_host_memory(60, None)
     with pytest.raises(MemoryError, match="needs 61 bytes of host memory on this rank; 60 are available") as error:
         check_host_memory(61, None)
-    for advice in ("resident_bytes", "more ranks", "host_limit_bytes"):
+    for advice in ("device_bytes", "more ranks", "host_limit_bytes"):
         assert advice in str(error.value)
 
 
@@ -163,7 +164,7 @@ def test_the_user_knows_better_than_the_kernel(monkeypatch: pytest.MonkeyPatch) 
     check_host_memory(1000, 1000)
     with pytest.raises(MemoryError, match=r"needs 1001 bytes .*host_limit_bytes allows 1000") as error:
         check_host_memory(1001, 1000)
-    assert "resident_bytes" in str(error.value)
+    assert "device_bytes" in str(error.value)
 
 
 # What a refusal leaves -----------------------------------------------------------------------------------------------
@@ -213,7 +214,7 @@ def test_it_fits_exactly() -> None:
 
 def test_resident_state_needs_no_host_memory() -> None:
     optimizer = torch.optim.AdamW([parameter(), parameter()])
-    policy = OffloadPolicy(host_limit_bytes=STATE_BYTES, resident_bytes=STATE_BYTES)
+    policy = with_share(host_limit_bytes=STATE_BYTES, staying=STATE_BYTES)
     offload_optimizer(optimizer, policy=policy)
     assert optimizer.offload_report().host_bytes == STATE_BYTES
 
@@ -278,7 +279,7 @@ def test_after_a_refusal_a_smaller_offload_works() -> None:
     train(optimizer, 1)
     with pytest.raises(MemoryError):
         offload_optimizer(optimizer, policy=OffloadPolicy(host_limit_bytes=STATE_BYTES))
-    offload_optimizer(optimizer, policy=OffloadPolicy(host_limit_bytes=STATE_BYTES, resident_bytes=STATE_BYTES))
+    offload_optimizer(optimizer, policy=with_share(host_limit_bytes=STATE_BYTES, staying=STATE_BYTES))
     train(optimizer, 1)
     remove_offload(optimizer)
     assert [state["step"].item() for state in optimizer.state.values()] == [2, 2]

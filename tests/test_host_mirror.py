@@ -18,6 +18,7 @@ from fsdp_offload.device.lanes import TurnsLane
 from tests import host_worker_gate
 from tests.overlapping import POLICIES, SIZES, Loop, same
 from tests.parity import SMALL, Net, Run, Zoo, attach, make_pair
+from tests.policies import with_share
 
 ALL_OF_IT = replace(SMALL, host_fraction=1.0)
 EVERY_POLICY = pytest.mark.parametrize("fields", [{}, *POLICIES.values()], ids=["step", *POLICIES])
@@ -46,7 +47,7 @@ def local(tensor: Tensor) -> Tensor:
 @EVERY_POLICY
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_only_gradients_come_down(mesh: DeviceMesh, fields: dict[str, Any], micro_batches: int) -> None:
-    policy = OffloadPolicy(**{**SIZES, **fields}, host_fraction=1.0)
+    policy = with_share(**{**SIZES, **fields}, host_fraction=1.0)
     plain, loop = (Loop(mesh, fused_adamw, one, micro_batches=micro_batches) for one in (None, policy))
     everything = sum(param.nbytes for param in map(local, loop.model.parameters()))
     seen = []
@@ -156,7 +157,7 @@ def test_parameters_without_a_gradient_may_be_written_meanwhile() -> None:
             if (at + number) % 3 == 0 and at % 2:
                 param.data.mul_(0.9)
 
-    pair = make_pair(Net, fused_adamw, policy=replace(ALL_OF_IT, bucket_bytes=1 << 14, staging_bytes=1 << 16))
+    pair = make_pair(Net, fused_adamw, policy=with_share(ALL_OF_IT, bucket_bytes=1 << 14, passing=1 << 16))
     pair.train(9, train)
 
 
@@ -183,7 +184,7 @@ def test_parameters_that_are_not_contiguous(kind: str) -> None:
 
 def test_another_storage_at_the_same_time(mesh: DeviceMesh) -> None:
     """The model sleeps, and its parameters get other memory, or the same: whatever it is, it is looked at."""
-    plain, loop = (Loop(mesh, fused_adamw, one).train(3) for one in (None, OffloadPolicy(**SIZES, host_fraction=0.6)))
+    plain, loop = (Loop(mesh, fused_adamw, one).train(3) for one in (None, with_share(**SIZES, host_fraction=0.6)))
     plain.train(3, first=3)
     for at in range(3):
         offload_model(loop.model)
@@ -322,7 +323,7 @@ def test_betas_in_a_tuple_that_somebody_writes(mesh: DeviceMesh) -> None:
 
     results = []
     for gated in (False, True):
-        loop = Loop(mesh, make, OffloadPolicy(**SIZES, overlap_forward=True, host_fraction=1.0))
+        loop = Loop(mesh, make, with_share(**SIZES, overlap="forward", host_fraction=1.0))
         for at in range(4):
             loop.backward(at)
             if gated and at:  # the first step waits for the state that it makes

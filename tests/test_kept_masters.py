@@ -17,10 +17,11 @@ from torch import Tensor, nn, optim
 from fsdp_offload import OffloadPolicy, remove_offload
 from fsdp_offload.optimizers.masters import close_master, open_master
 from tests.parity import SMALL, Net, Run, Zoo, assert_at_home, attach, batch, params_of, same_bits, same_value
+from tests.policies import with_share
 from tests.test_parity_optimizers import FLAGS, implementations
 from tests.twins import LOW, MASTER, Twins, gradients, make_twins, master_of, rounded, same_state
 
-WHOLE = OffloadPolicy(bucket_bytes=1 << 20, staging_bytes=4 << 20)
+WHOLE = OffloadPolicy(bucket_bytes=1 << 20)
 KINDS = pytest.mark.parametrize("kind", ["fp32", "remainder"])
 FORMATS = {
     "fp32-bfloat16": ("fp32", torch.bfloat16),
@@ -164,9 +165,9 @@ def test_same_bits(cls: type[optim.Optimizer], kwargs: dict[str, Any], kind: str
 
 POLICIES = {
     "whole": WHOLE,
-    "some resident": OffloadPolicy(bucket_bytes=2048, staging_bytes=8192, resident_bytes=20_000),
-    "all resident": OffloadPolicy(bucket_bytes=2048, staging_bytes=8192, resident_bytes=1 << 20),
-    "serial": OffloadPolicy(bucket_bytes=2048, staging_bytes=8192, serial=True),
+    "some resident": with_share(bucket_bytes=2048, passing=8192, staying=20_000),
+    "all resident": with_share(bucket_bytes=2048, passing=8192, staying=1 << 20),
+    "serial": OffloadPolicy(bucket_bytes=2048, debug="serial"),
 }
 
 

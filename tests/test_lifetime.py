@@ -14,7 +14,7 @@ from fsdp_offload.device.link import device_link
 
 pytestmark = pytest.mark.filterwarnings("ignore:offload_optimizer. The parameters are on the CPU:UserWarning")
 
-POLICY = OffloadPolicy(bucket_bytes=2048, staging_bytes=8192)
+POLICY = OffloadPolicy(bucket_bytes=2048)
 
 
 @pytest.fixture(autouse=True)

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:offload_optimizer. The largest bucket that cannot be cut:UserWarning",
 )
 
-POLICY = OffloadPolicy(bucket_bytes=2048, staging_bytes=8192)
+POLICY = OffloadPolicy(bucket_bytes=2048)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -32,11 +32,12 @@ from fsdp_offload import (
 )
 from fsdp_offload.checkpoint import get_optimizer_state_dict, set_optimizer_state_dict
 from tests.fused_adam_reference import FusedAdam
+from tests.policies import with_share
 
 pytestmark = pytest.mark.filterwarnings("ignore:offload_optimizer")
 
-POLICY = OffloadPolicy(bucket_bytes=1 << 10, staging_bytes=1 << 12)
-RESIDENT = OffloadPolicy(bucket_bytes=1 << 10, staging_bytes=1 << 12, resident_bytes=1 << 20)
+POLICY = OffloadPolicy(bucket_bytes=1 << 10)
+RESIDENT = with_share(bucket_bytes=1 << 10, passing=1 << 12, staying=1 << 20)
 
 
 class DistributedOptimizer:

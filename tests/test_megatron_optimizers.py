@@ -14,12 +14,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp_offload import OffloadPolicy, offload_optimizer, offload_states, release_states, reload_states
+from fsdp_offload import offload_optimizer, offload_states, release_states, reload_states
+from tests.policies import with_share
 
 pytestmark = pytest.mark.filterwarnings("ignore:offload_optimizer")
 pytest.importorskip("megatron.core", reason="test_megatron_chain.py has classes with the same interface")
 
-POLICY = OffloadPolicy(bucket_bytes=1 << 10, staging_bytes=1 << 12, resident_bytes=1 << 9)
+POLICY = with_share(bucket_bytes=1 << 10, passing=1 << 12, staying=1 << 9)
 GROUP = {"wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
 
 

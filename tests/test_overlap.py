@@ -32,12 +32,13 @@ from fsdp_offload.torch_compat.dtensor import local_shard
 from tests.fused_adam_reference import FusedAdam
 from tests.overlapping import HABITS, NOT_IN_BACKWARD, POLICIES, SIZES, Block, Loop, Net, adamw, look, same
 from tests.parity import attach
+from tests.policies import with_share
 
 EVERY_POLICY = pytest.mark.parametrize("fields", POLICIES.values(), ids=POLICIES)
 
 
 def policy_of(fields: dict[str, Any], **more: Any) -> OffloadPolicy:
-    return OffloadPolicy(**{**SIZES, **fields, **more})
+    return with_share(**{**SIZES, **fields, **more})
 
 
 def pair(mesh: DeviceMesh, policy: OffloadPolicy, make: Any = adamw, **kwargs: Any) -> tuple[Loop, Loop]:
@@ -68,7 +69,7 @@ def test_other_optimizers(mesh: DeviceMesh, fields: dict[str, Any], make: Any) -
 
 
 @EVERY_POLICY
-@pytest.mark.parametrize("more", [{"resident_bytes": 60_000}, {"serial": True}, {"snapshot_bytes": 1 << 20}], ids=str)
+@pytest.mark.parametrize("more", [{"staying": 60_000}, {"debug": "serial"}, {"snapshot_bytes": 1 << 20}], ids=str)
 def test_with_other_fields(mesh: DeviceMesh, fields: dict[str, Any], more: dict[str, Any]) -> None:
     plain, offloaded = pair(mesh, policy_of(fields, **more))
     assert same(plain.train(6), offloaded.train(6))
@@ -77,12 +78,12 @@ def test_with_other_fields(mesh: DeviceMesh, fields: dict[str, Any], more: dict[
 @pytest.mark.parametrize("habit", HABITS)
 @EVERY_POLICY
 def test_habits(mesh: DeviceMesh, fields: dict[str, Any], habit: str) -> None:
-    if fields.get("update") == "backward" and habit == "evaluate-before-step":
+    if fields.get("overlap") == "iteration" and habit == "evaluate-before-step":
         habit = "evaluate"  # what the policy means is that parameters are new after the backward
     plain, offloaded = pair(mesh, policy_of(fields))
     plain.train(9, HABITS[habit])
-    if fields.get("update") == "backward" and habit in NOT_IN_BACKWARD:
-        with pytest.raises(RuntimeError, match=r"[Uu]se\s+update='step'"):
+    if fields.get("overlap") == "iteration" and habit in NOT_IN_BACKWARD:
+        with pytest.raises(RuntimeError, match=r"[Uu]se\s+overlap='forward'"):
             offloaded.train(9, HABITS[habit])
         return
     offloaded.train(9, HABITS[habit])
@@ -95,14 +96,12 @@ def test_updates_and_loads_really_begin_in_the_backward(mesh: DeviceMesh, fields
     engine = vars(loop.optimizer)["_offload_engine"].engine
     loop.backward(3)
     begun = engine.steps.begun
-    if fields.get("update") == "backward":
+    if fields.get("overlap") == "iteration":
         assert sorted(begun.done) == sorted(step.bucket for step in engine.steps.last)
-    elif fields.get("prefetch") == "backward":
+    else:
         loaded = [action for action in engine._pipeline._issued if action.kind == "L"]
         assert len(loaded) >= 3  # as many as the ring has room for
         assert not begun.done
-    else:
-        assert begun is None
 
 
 @EVERY_POLICY
@@ -128,10 +127,7 @@ def test_loads_begin_ahead_of_the_first_gradients(
         seen.clear()
         loop.train(1, first=step)
         reductions_before = seen[: seen.index("L")].count("gradients")
-        if fields.keys() & {"prefetch", "update"}:
-            assert reductions_before <= seen.count("gradients") * (micro_batches - 1) // micro_batches
-        else:
-            assert reductions_before == seen.count("gradients")
+        assert reductions_before <= seen.count("gradients") * (micro_batches - 1) // micro_batches
         buckets = len(vars(loop.optimizer)["_offload_engine"].engine.steps.last)
         assert [seen.count(kind) for kind in "LUS"] == [buckets] * 3  # nothing is loaded twice
     assert same(Loop(mesh, adamw, None, micro_batches=micro_batches).train(6), loop)
@@ -166,7 +162,7 @@ def test_checkpointed_blocks_that_run_twice_before_a_backward(
     for each in (plain, loop):
         each.train(6)
     backward_of_two(plain)
-    if fields.get("update") == "backward" and use_reentrant:
+    if fields.get("overlap") == "iteration" and use_reentrant:
         with pytest.raises(RuntimeError, match="runs twice before one backward"):
             backward_of_two(loop)
         with pytest.raises(RuntimeError, match="computed a block again"):
@@ -183,8 +179,8 @@ def test_a_checkpointed_block_that_a_forward_uses_twice(mesh: DeviceMesh) -> Non
     """FSDP2 reduces its gradients before it is computed again for its first use, and not after that."""
     twice = partial(Checkpointed, ("extra", "extra"), use_reentrant=True)
     with pytest.raises(RuntimeError, match="runs twice before one backward"):
-        Loop(mesh, adamw, policy_of({"update": "backward"}), net=twice).train(8)
-    plain, loop = pair(mesh, policy_of({"prefetch": "backward", "overlap_forward": True}), net=twice)
+        Loop(mesh, adamw, policy_of({"overlap": "iteration"}), net=twice).train(8)
+    plain, loop = pair(mesh, policy_of({"overlap": "forward"}), net=twice)
     assert same(plain.train(8), loop.train(8))
 
 
@@ -192,7 +188,7 @@ def test_what_is_kept_is_computed_on_one_clock(mesh: DeviceMesh, monkeypatch: py
     monkeypatch.setattr(link, "_links", {})
     seen: list[IterationTimes] = []
     monkeypatch.setattr(Rehearsal, "_choose", lambda self, engine, iteration: seen.append(iteration))
-    Loop(mesh, adamw, policy_of({"update": "backward"}, resident_bytes="auto")).train(10)
+    Loop(mesh, adamw, policy_of({"overlap": "iteration"}, staying="auto")).train(10)
     assert len(seen) == 2
     for times in seen:
         # Since the loads began, ahead of the first gradients.
@@ -205,7 +201,7 @@ def no_room(*_: object) -> NoReturn:
 
 def test_a_failure_before_the_rest_is_updated_is_one(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some has been updated in the backward, and for what it had not known of there is no room."""
-    loop = Loop(mesh, adamw, policy_of({"update": "backward"})).train(4)
+    loop = Loop(mesh, adamw, policy_of({"overlap": "iteration"})).train(4)
     loop.backward(4)
     steps, states = engine_of(loop.optimizer).steps, loop.optimizer.state.unwaited
     begun = steps.begun
@@ -225,10 +221,8 @@ def test_no_room_for_staging_loses_nothing(
     mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], staging: str
 ) -> None:
     """Released, it has to be taken again, and there is no room for once: the step can be taken later."""
-    if staging == "auto" and not fields.keys() & {"prefetch", "update"}:
-        fields = {**fields, "prefetch": "backward"}
     monkeypatch.setattr(link, "_links", {})
-    policy = policy_of(fields, **({"staging_bytes": "auto"} if staging == "auto" else {}))
+    policy = policy_of(fields, **({"passing": "auto"} if staging == "auto" else {}))
     plain, loop = pair(mesh, policy)
     plain.train(8)
     loop.train(4)
@@ -236,16 +230,13 @@ def test_no_room_for_staging_loses_nothing(
     loop.optimizer.offload_states()
     loop.optimizer.release_states()
 
-    if not policy.uses_backward:
-        loop.backward(4)
     with monkeypatch.context() as patch:
         patch.setattr(link.DeviceLink, "block", no_room)
         with pytest.raises(torch.OutOfMemoryError):
-            loop.optimizer.reload_states() if policy.uses_backward else loop.step()
+            loop.optimizer.reload_states()
     assert not engine.steps.failure
     assert engine.steps.begun is None
-    if policy.uses_backward:
-        loop.backward(4)
+    loop.backward(4)
     loop.step()
     loop.train(3, first=5)
     assert same(plain, loop)
@@ -294,11 +285,11 @@ def test_gradients_go_group_by_group(mesh: DeviceMesh, fields: dict[str, Any]) -
         block.register_forward_pre_hook(lambda *_: left.append(sum(grad() is not None for grad in grads)))
     loop.model(loop.batch(5))
     # Six of each block, and those of the one that comes last.
-    assert left == ([24, 18, 12, 6] if policy_of(fields).overlap_forward else [0] * 4)
+    assert left == ([24, 18, 12, 6] if policy_of(fields).runs_on_into_forward else [0] * 4)
 
 
 def test_more_backwards_than_before_are_refused(mesh: DeviceMesh) -> None:
-    loop = Loop(mesh, adamw, policy_of({"update": "backward"})).train(3)
+    loop = Loop(mesh, adamw, policy_of({"overlap": "iteration"})).train(3)
     loop.backward(3)
     with pytest.raises(RuntimeError, match=r"a second backward before step\(\)"):
         loop.backward(4)
@@ -308,7 +299,7 @@ def test_more_backwards_than_before_are_refused(mesh: DeviceMesh) -> None:
 
 
 def test_fewer_backwards_than_before_update_in_the_step(mesh: DeviceMesh) -> None:
-    plain, offloaded = pair(mesh, policy_of({"update": "backward"}), micro_batches=3)
+    plain, offloaded = pair(mesh, policy_of({"overlap": "iteration"}), micro_batches=3)
     for loop in (plain, offloaded):
         loop.train(3)
         loop.micro_batches = 2
@@ -317,7 +308,7 @@ def test_fewer_backwards_than_before_update_in_the_step(mesh: DeviceMesh) -> Non
 
 
 def test_a_save_between_backward_and_step_is_refused(mesh: DeviceMesh) -> None:
-    loop = Loop(mesh, adamw, policy_of({"update": "backward"})).train(3)
+    loop = Loop(mesh, adamw, policy_of({"overlap": "iteration"})).train(3)
     loop.backward(3)
     with pytest.raises(RuntimeError, match=r"the backward has updated part of the state.*Call step\(\) first"):
         loop.optimizer.state_dict()
@@ -336,7 +327,7 @@ def test_a_backward_that_fails(mesh: DeviceMesh, fields: dict[str, Any]) -> None
         with pytest.raises(ZeroDivisionError):
             loop.backward(3)
         handle.remove()
-    if fields.get("update") == "backward":
+    if fields.get("overlap") == "iteration":
         # Some parameters have been updated with gradients of a backward that never ended.
         assert vars(offloaded.optimizer)["_offload_engine"].engine.steps.begun.done
         with pytest.raises(RuntimeError, match="refused"):
@@ -396,17 +387,14 @@ def test_hooks_keep_nothing_alive(mesh: DeviceMesh, fields: dict[str, Any]) -> N
 
 def test_refusals(mesh: DeviceMesh) -> None:
     loop = Loop(mesh, adamw, None)
-    with pytest.raises(ValueError, match=r"OffloadPolicy\(overlap_forward=True\) needs model=\.\.\."):
-        offload_optimizer(loop.optimizer, policy=policy_of({"overlap_forward": True}))
+    with pytest.raises(ValueError, match=r"OffloadPolicy\(overlap='forward'\) needs model=\.\.\."):
+        offload_optimizer(loop.optimizer, policy=policy_of({"overlap": "forward"}))
     plain = nn.Linear(3, 3)
     optimizer = torch.optim.AdamW(plain.parameters())
-    with pytest.raises(ValueError, match=r"update='backward'\) hooks into fully_shard, and none"):
-        offload_optimizer(optimizer, model=plain, policy=policy_of({"update": "backward"}))
+    with pytest.raises(ValueError, match=r"overlap='iteration'\) hooks into fully_shard, and none"):
+        offload_optimizer(optimizer, model=plain, policy=policy_of({"overlap": "iteration"}))
     assert "_offload_engine" not in vars(optimizer)
     assert type(optimizer) is torch.optim.AdamW
-    for wrong in ({"update": "forward"}, {"prefetch": "now"}):
-        with pytest.raises(ValueError, match="must be 'step' or 'backward'"):
-            policy_of(wrong)
 
 
 @EVERY_POLICY
@@ -449,7 +437,7 @@ def used_now_and_then(loop: Loop, step: int) -> None:
 def test_a_weight_without_gradient_now_and_then(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
     plain, offloaded = pair(mesh, policy_of(fields))
     plain.train(8, used_now_and_then)
-    if fields.get("update") == "backward":
+    if fields.get("overlap") == "iteration":
         with pytest.raises(RuntimeError, match="has been exchanged since then"):
             offloaded.train(8, used_now_and_then)
     else:
@@ -509,7 +497,7 @@ def give_state(loop: Loop) -> None:
 @EVERY_POLICY
 @pytest.mark.parametrize("at", ["before the forward", "before the backward", "before the step"])
 def test_state_that_is_given_to_a_weight_that_had_none(mesh: DeviceMesh, fields: dict[str, Any], at: str) -> None:
-    plain, offloaded = pair(mesh, policy_of(fields, bucket_bytes=1 << 16, staging_bytes=1 << 20), net=gated_net)
+    plain, offloaded = pair(mesh, policy_of(fields, bucket_bytes=1 << 16, passing=1 << 20), net=gated_net)
     for loop in (plain, offloaded):
         loop.train(5)
         loop.model.blocks[0].uses_gate = True
@@ -521,7 +509,7 @@ def test_state_that_is_given_to_a_weight_that_had_none(mesh: DeviceMesh, fields:
         loss.backward()
         if at == "before the step":
             give_state(loop)
-            if loop is offloaded and fields.get("update") == "backward":
+            if loop is offloaded and fields.get("overlap") == "iteration":
                 with pytest.raises(RuntimeError, match=r"optimizer\.state has changed since then"):
                     loop.step()
                 return
@@ -562,7 +550,7 @@ def test_asynchronous_saves(mesh: DeviceMesh, fields: dict[str, Any], tmp_path: 
 
 
 def test_more_parameters_between_backward_and_step_are_refused(mesh: DeviceMesh) -> None:
-    plain, offloaded = pair(mesh, policy_of({"update": "backward"}))
+    plain, offloaded = pair(mesh, policy_of({"overlap": "iteration"}))
     for loop in (plain, offloaded):
         loop.train(3)
         loop.backward(3)
@@ -575,7 +563,7 @@ def test_more_parameters_between_backward_and_step_are_refused(mesh: DeviceMesh)
 
 
 def test_a_load_between_backward_and_step_uses_up_the_gradients(mesh: DeviceMesh) -> None:
-    loop = Loop(mesh, adamw, policy_of({"update": "backward"})).train(3)
+    loop = Loop(mesh, adamw, policy_of({"overlap": "iteration"})).train(3)
     saved = copy.deepcopy(loop.optimizer.state_dict())
     loop.backward(3)
     new = [param.detach().clone() for param in loop.model.parameters()]
@@ -602,7 +590,7 @@ class Writer:
 
 def test_a_load_between_backward_and_step_while_homes_are_read(mesh: DeviceMesh) -> None:
     """The backward has stored into spare homes, and nothing of that counts: later steps store where the state lives."""
-    plain, offloaded = pair(mesh, policy_of({"update": "backward"}, snapshot_bytes=1 << 20))
+    plain, offloaded = pair(mesh, policy_of({"overlap": "iteration"}, snapshot_bytes=1 << 20))
     for loop in (plain, offloaded):
         loop.train(3)
         weights = {name: value.detach().clone() for name, value in loop.model.state_dict().items()}
@@ -619,7 +607,7 @@ def test_a_load_between_backward_and_step_while_homes_are_read(mesh: DeviceMesh)
 
 
 def test_gradients_cleared_too_late_to_skip_a_step(mesh: DeviceMesh, caplog: pytest.LogCaptureFixture) -> None:
-    loop = Loop(mesh, adamw, policy_of({"update": "backward"})).train(3)
+    loop = Loop(mesh, adamw, policy_of({"overlap": "iteration"})).train(3)
     assert not caplog.messages
     loop.backward(3)
     loop.optimizer.zero_grad()
@@ -629,7 +617,7 @@ def test_gradients_cleared_too_late_to_skip_a_step(mesh: DeviceMesh, caplog: pyt
 
 
 def test_weights_written_between_backward_and_step_are_refused(mesh: DeviceMesh) -> None:
-    loop = Loop(mesh, adamw, policy_of({"update": "backward"})).train(3)
+    loop = Loop(mesh, adamw, policy_of({"overlap": "iteration"})).train(3)
     loop.backward(3)
     with torch.no_grad():
         loop.model.head.weight.mul_(0.5)
@@ -647,26 +635,26 @@ def test_the_hooks_of_one_optimizer_survive_another(mesh: DeviceMesh, fields: di
     loop.train(3)
     loop.backward(3)
     overlap = vars(loop.optimizer)["_offload_engine"].overlap
-    assert any(overlap._seen) == (fields != {"overlap_forward": True})
+    assert any(overlap._seen)
     assert hasattr(overlap._groups[0]._group, "_fsdp_offload_points")
 
 
 def test_decoupled_gradients_are_refused(mesh: DeviceMesh) -> None:
     loop = Loop(mesh, lambda params: FusedAdam(params, use_decoupled_grad=True), None)
     with pytest.raises(ValueError, match=r"reads param\.decoupled_grad"):
-        offload_optimizer(loop.optimizer, model=loop.model, policy=policy_of({"update": "backward"}))
+        offload_optimizer(loop.optimizer, model=loop.model, policy=policy_of({"overlap": "iteration"}))
 
 
-@pytest.mark.parametrize("fields", [POLICIES["prefetch"], POLICIES["backward"]], ids=["prefetch", "backward"])
+@pytest.mark.parametrize("fields", [POLICIES["step"], POLICIES["iteration"]], ids=["step", "iteration"])
 def test_resident_state_does_not_turn_overlap_off(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
-    loop = Loop(mesh, adamw, policy_of(fields, resident_bytes=60_000)).train(3)
+    loop = Loop(mesh, adamw, policy_of(fields, staying=60_000)).train(3)
     loop.backward(3)
     assert vars(loop.optimizer)["_offload_engine"].engine.steps.begun is not None
 
 
 @EVERY_POLICY
 def test_state_that_comes_to_stay_on_the_device(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
-    """What ``resident_bytes="auto"`` does when it has measured enough, twice."""
+    """What ``DeviceShare.staying_is_learnt`` does when it has measured enough, twice."""
     plain, offloaded = pair(mesh, policy_of(fields))
     engine = vars(offloaded.optimizer)["_offload_engine"].engine
     for first, layers in ((0, [0]), (4, [1, 2])):
@@ -689,7 +677,7 @@ def test_staging_goes_where_less_state_passes_through_it(
     mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(link, "_links", {})  # staging of our own
-    plain, offloaded = pair(mesh, policy_of(fields, staging_bytes=1 << 20))
+    plain, offloaded = pair(mesh, policy_of(fields, passing=1 << 20))
     engine = vars(offloaded.optimizer)["_offload_engine"].engine
     for first, params in ((0, offloaded.model.extra.parameters()), (4, offloaded.model.parameters())):
         plain.train(4, first=first)
@@ -703,16 +691,16 @@ def test_staging_goes_where_less_state_passes_through_it(
 
 
 def test_auto_says_what_it_has_chosen(mesh: DeviceMesh) -> None:
-    policy = policy_of({"overlap_forward": True, "resident_bytes": "auto", "resident_limit_bytes": 1 << 30})
+    policy = policy_of({"overlap": "forward", "staying": "auto", "staying_limit_bytes": 1 << 30})
     plain, offloaded = pair(mesh, policy)
     assert same(plain.train(9), offloaded.train(9))
-    assert "resident_bytes='auto'" in str(offloaded.optimizer.offload_report())  # type: ignore[attr-defined]
+    assert "device_bytes='auto'" in str(offloaded.optimizer.offload_report())  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("limit_bytes", [60_000, 1 << 30])
 def test_auto_says_what_does_not_fit(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, limit_bytes: int) -> None:
     monkeypatch.setattr(rehearsal, "groups_to_keep", lambda times, tolerance_ms: (len(times.groups), 0.0))
-    policy = policy_of({"overlap_forward": True, "resident_bytes": "auto", "resident_limit_bytes": limit_bytes})
+    policy = policy_of({"overlap": "forward", "staying": "auto", "staying_limit_bytes": limit_bytes})
     report = Loop(mesh, adamw, policy).train(8).optimizer.offload_report()  # type: ignore[attr-defined]
     assert 0 < report.resident_state_bytes <= limit_bytes
     assert ("does not fit" in str(report)) == (report.host_state_bytes > 0) == (limit_bytes == 60_000)
@@ -724,7 +712,7 @@ def test_state_that_is_made_again_is_in_the_order_of_the_parameters(
     mesh: DeviceMesh, fields: dict[str, Any], resident_bytes: int
 ) -> None:
     """Also what a backward makes, whose neighbours in a bucket kept theirs."""
-    loops = pair(mesh, policy_of(fields, resident_bytes=resident_bytes))
+    loops = pair(mesh, policy_of(fields, staying=resident_bytes))
     orders = []
     for loop in loops:
         loop.train(3)
@@ -739,7 +727,7 @@ def test_state_that_is_made_again_is_in_the_order_of_the_parameters(
 
 
 def test_state_that_is_written_between_backward_and_step_is_refused(mesh: DeviceMesh) -> None:
-    loop = pair(mesh, policy_of({"update": "backward"}))[1]
+    loop = pair(mesh, policy_of({"overlap": "iteration"}))[1]
     loop.train(3)
     loop.backward(3)
     next(iter(loop.optimizer.state.values()))["exp_avg"].mul_(0.5)
@@ -809,7 +797,7 @@ def test_betas_that_are_tensors_in_a_tuple(mesh: DeviceMesh) -> None:
         betas = (torch.tensor(0.9), torch.tensor(0.99))
         return torch.optim.AdamW(params, lr=0.02, betas=betas, foreach=False, capturable=False)
 
-    loop = Loop(mesh, make, policy_of({"update": "backward"})).train(3)
+    loop = Loop(mesh, make, policy_of({"overlap": "iteration"})).train(3)
     loop.backward(3)
     loop.optimizer.param_groups[0]["betas"][0].fill_(0.5)
     with pytest.raises(RuntimeError, match="hyperparameters have changed"):
@@ -835,7 +823,7 @@ def test_state_comes_to_stay_although_some_had_no_gradient(mesh: DeviceMesh, mon
             self.model.blocks[0].up.weight.requires_grad_(step not in (3, 4, 5, 6, 7))
             super().backward(step, **options)
 
-    policy = policy_of({"overlap_forward": True, "resident_bytes": "auto", "resident_limit_bytes": 1 << 30})
+    policy = policy_of({"overlap": "forward", "staying": "auto", "staying_limit_bytes": 1 << 30})
     plain, offloaded = (FrozenWhileMeasured(mesh, adamw, one) for one in (None, policy))
     assert same(plain.train(11), offloaded.train(11))
     assert offloaded.optimizer.offload_report().resident_state_bytes > 0  # type: ignore[attr-defined]
@@ -855,7 +843,7 @@ def test_state_that_should_stay_is_laid_out_anew_in_the_same_step(
                 state["max_exp_avg_sq"] = torch.zeros_like(state["exp_avg_sq"])
         loop.step()
 
-    policy = policy_of({"overlap_forward": True, "resident_bytes": "auto", "resident_limit_bytes": 60_000})
+    policy = policy_of({"overlap": "forward", "staying": "auto", "staying_limit_bytes": 60_000})
     plain, offloaded = (Loop(mesh, adamw, one) for one in (None, policy))
     plain.train(11, more_state_in_the_fifth_step)
     offloaded.train(5, more_state_in_the_fifth_step)
@@ -871,7 +859,7 @@ def test_no_room_for_what_should_stay(mesh: DeviceMesh, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(Pipeline, "bucket_times", lambda self: {0: BucketTimes(1000.0, 0.1, 1000.0)})
     monkeypatch.setattr(Plan, "keep_on_device", out_of_memory)
-    policy = policy_of({"overlap_forward": True, "resident_bytes": "auto", "resident_limit_bytes": 1 << 30})
+    policy = policy_of({"overlap": "forward", "staying": "auto", "staying_limit_bytes": 1 << 30})
     plain, offloaded = pair(mesh, policy)
     assert same(plain.train(10), offloaded.train(10))
     assert "there is no room" in str(offloaded.optimizer.offload_report())  # type: ignore[attr-defined]

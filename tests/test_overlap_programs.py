@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_offload import OffloadPolicy
 from tests.overlapping import POLICIES, SIZES, Loop, Net, adamw, look, same
+from tests.policies import with_share
 
 Operation = Callable[[Loop, int], None]
 
@@ -146,11 +146,10 @@ ONE_MICRO_BATCH = (zero_in_place, step_twice)
 
 
 WITH_RESIDENT: dict[str, dict[str, object]] = {
-    "step": {},
-    "step-resident": {"resident_bytes": 20_000},
+    "step-resident": {"staying": 20_000},
     **POLICIES,
-    "forward-resident": {"overlap_forward": True, "resident_bytes": 20_000},
-    "backward-resident": {"update": "backward", "overlap_forward": True, "resident_bytes": 20_000},
+    "forward-resident": {"overlap": "forward", "staying": 20_000},
+    "iteration-resident": {"overlap": "iteration", "staying": 20_000},
 }
 
 
@@ -158,13 +157,13 @@ WITH_RESIDENT: dict[str, dict[str, object]] = {
 @pytest.mark.parametrize("fields", WITH_RESIDENT.values(), ids=WITH_RESIDENT)
 def test_any_program(mesh: DeviceMesh, fields: dict[str, object], with_phases: bool) -> None:
     allowed: tuple[Operation, ...] = (*ALWAYS, *ONE_MICRO_BATCH, *(PHASES if with_phases else ()))
-    if fields.get("update") != "backward":
+    if fields.get("overlap") != "iteration":
         allowed = (*allowed, *NOT_IN_BACKWARD)
 
     @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
     @given(program=st.lists(st.sampled_from(allowed), min_size=4, max_size=12), slots=st.integers(3, 6))
     def check(program: list[Operation], slots: int) -> None:
-        policy = OffloadPolicy(**{**SIZES, **fields, "staging_bytes": slots * SIZES["bucket_bytes"]})
+        policy = with_share(**{**SIZES, **fields, "passing": slots * SIZES["bucket_bytes"]})
         loops = [Loop(mesh, adamw, one, net=lambda: Net(width=16, layers=2)) for one in (None, policy)]
         for loop in loops:
             for at, operation in enumerate([step, step, *program, step]):

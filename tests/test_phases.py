@@ -37,9 +37,10 @@ from tests import test_state_edits as edits
 from tests.async_writers import HeldWriter, Waits, copied
 from tests.overlapping import POLICIES, SIZES, Loop, adamw, same
 from tests.parity import SMALL, Net, Pair, Run, Zoo, attach, leaves, make_pair, params_of
+from tests.policies import with_share
 
-RESIDENT = replace(SMALL, resident_bytes=14_000)
-ALL_RESIDENT = replace(SMALL, resident_bytes=1 << 20)
+RESIDENT = with_share(SMALL, staying=14_000)
+ALL_RESIDENT = with_share(SMALL, staying=1 << 20)
 PHASES = ("offload", "release", "reload")
 SEQUENCES = {
     "none": (),
@@ -356,7 +357,7 @@ def test_bytes_in_each_phase() -> None:
     pair.train(2)
     optimizer = pair.offloaded.optimizer
     here = optimizer.offload_report()
-    assert 0 < here.resident_state_bytes <= RESIDENT.resident_bytes
+    assert 0 < here.resident_state_bytes <= 14_000
     assert here.ring_bytes > 0
     go_through(optimizer, ("offload", "release"))
     away = optimizer.offload_report()
@@ -396,7 +397,7 @@ def test_nothing_grows_from_cycle_to_cycle() -> None:
 @pytest.mark.parametrize("name", POLICIES)
 def test_gradients_are_let_go_with_the_rest(mesh: DeviceMesh, name: str) -> None:
     """What updates beside the model still read is kept beyond ``zero_grad``, but not beyond ``release_states``."""
-    loop = Loop(mesh, adamw, OffloadPolicy(**SIZES, **POLICIES[name])).train(3)
+    loop = Loop(mesh, adamw, with_share(**SIZES, **POLICIES[name])).train(3)
     loop.backward(3)
     gradients = [weakref.ref(param.grad) for param in loop.model.parameters() if param.grad is not None]
     loop.step()
@@ -504,7 +505,7 @@ def more_parameters(run: Run) -> None:
 
 
 @EVERY_SEQUENCE
-@pytest.mark.parametrize("policy", [RESIDENT, replace(RESIDENT, resident_bytes=40_000)], ids=["full", "room"])
+@pytest.mark.parametrize("policy", [RESIDENT, with_share(RESIDENT, staying=40_000)], ids=["full", "room"])
 def test_parameters_that_are_added(policy: OffloadPolicy, phases: tuple[str, ...]) -> None:
     pair = make_pair(edits.Twins, adamw_of, policy=policy)
     pair.train(2)
@@ -536,7 +537,7 @@ def test_state_that_is_loaded_for_a_parameter_without(phases: tuple[str, ...]) -
     pair = make_pair(edits.Twins, adamw_of, policy=None)
     for run in pair:
         params_of(run.optimizer)[1].requires_grad_(False)
-    pair.attach(replace(SMALL, resident_bytes=60_000))
+    pair.attach(with_share(SMALL, staying=60_000))
     pair.train(2)
     optimizer = pair.offloaded.optimizer
     go_through(optimizer, phases)
@@ -632,9 +633,9 @@ def test_a_state_dict_is_saved_and_loaded(phases: tuple[str, ...], then: str) ->
 
 
 POLICY_WITH_RESIDENTS = {
-    "spare": replace(saving.POLICY, resident_bytes=9_000),
-    "no spare": replace(saving.NO_SPARE, resident_bytes=9_000),
-    "all resident": replace(saving.NO_SPARE, resident_bytes=1 << 20),
+    "spare": with_share(saving.POLICY, staying=9_000),
+    "no spare": with_share(saving.NO_SPARE, staying=9_000),
+    "all resident": with_share(saving.NO_SPARE, staying=1 << 20),
 }
 EVERY_RESIDENCY = pytest.mark.parametrize("policy", POLICY_WITH_RESIDENTS.values(), ids=POLICY_WITH_RESIDENTS)
 
@@ -873,7 +874,7 @@ def in_backward(phases: Sequence[str]) -> Callable[[Loop, int], None]:
             if isinstance(loop.optimizer, OffloadedOptimizer):
                 engine = engine_of(loop.optimizer)
                 updated = engine.steps.begun is not None and bool(engine.steps.begun.done)
-                assert updated == (engine.policy.update == "backward" and step >= 2)
+                assert updated == (engine.policy.updates_in_backward and step >= 2)
             go_through(loop.optimizer, phases)
 
         handle = loop.model.blocks[0].register_full_backward_pre_hook(in_the_middle)
@@ -890,9 +891,9 @@ EVERY_POLICY = pytest.mark.parametrize("fields", POLICIES.values(), ids=POLICIES
 
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing when gradients are computed:UserWarning")
 @EVERY_SEQUENCE
-@pytest.mark.parametrize("name", ["forward", "prefetch", "backward-forward"])
+@pytest.mark.parametrize("name", ["step", "forward", "iteration"])
 def test_in_the_middle_of_a_backward(mesh: DeviceMesh, name: str, phases: tuple[str, ...]) -> None:
-    policy = OffloadPolicy(**SIZES, **POLICIES[name], resident_bytes=40_000)
+    policy = with_share(**SIZES, **POLICIES[name], staying=40_000)
     loops = [Loop(mesh, adamw, one).train(5, in_backward(phases)) for one in (None, policy)]
     assert same(*loops)
 
@@ -941,7 +942,7 @@ CHANGES = (advance_schedule, halve_moments, replace_moments, evaluate, load_own)
 def test_what_changes_after_a_reload_counts(
     mesh: DeviceMesh, fields: dict[str, Any], change: Callable[[Loop], None]
 ) -> None:
-    policy = OffloadPolicy(**SIZES, **fields, resident_bytes=40_000)
+    policy = with_share(**SIZES, **fields, staying=40_000)
     loops = [Loop(mesh, adamw, one).train(5, between_reload_and_step(change)) for one in (None, policy)]
     assert same(*loops)
 
@@ -970,7 +971,7 @@ def test_residents_are_chosen_as_without_phases(
         return times
 
     monkeypatch.setattr(Engine, "bucket_times", noting)
-    policy = OffloadPolicy(**SIZES, **fields, resident_bytes="auto", resident_limit_bytes=1 << 30)
+    policy = with_share(**SIZES, **fields, staying="auto", staying_limit_bytes=1 << 30)
     loops = [Loop(mesh, adamw, one, micro_batches=micro_batches).train(11, megatron) for one in (None, policy)]
     assert same(*loops)
     assert measured
@@ -1012,7 +1013,7 @@ def test_grad_scaler(cls: type[Optimizer], kwargs: dict[str, bool]) -> None:
 
 
 @EVERY_SEQUENCE
-@pytest.mark.parametrize("fields", [{}, {"prefetch": "backward"}, {"overlap_forward": True}], ids=str)
+@pytest.mark.parametrize("fields", [{}, {"overlap": "forward"}], ids=str)
 def test_a_step_that_is_skipped(mesh: DeviceMesh, fields: dict[str, Any], phases: tuple[str, ...]) -> None:
     def skipping(loop: Loop, step: int) -> None:
         loop.backward(step)
@@ -1022,7 +1023,7 @@ def test_a_step_that_is_skipped(mesh: DeviceMesh, fields: dict[str, Any], phases
         go_through(loop.optimizer, phases)
         loop.optimizer.zero_grad()
 
-    policy = OffloadPolicy(**SIZES, **fields, resident_bytes=40_000)
+    policy = with_share(**SIZES, **fields, staying=40_000)
     loops = [Loop(mesh, adamw, one).train(9, skipping) for one in (None, policy)]
     assert same(*loops)
 
@@ -1069,7 +1070,7 @@ def test_loads_come_before_the_reduction_and_updates_after_it(
     monkeypatch.setattr(Pipeline, "_issue", issuing)
     monkeypatch.setattr(Pipeline, "copy_up", copying_up)
     monkeypatch.setattr(Pipeline, "copy_down", copying_down)
-    policy = OffloadPolicy(**SIZES, resident_bytes=20_000)
+    policy = with_share(**SIZES, staying=20_000)
     loop = Loop(mesh, adamw, policy, micro_batches=2).train(3)
     finalize = reload_before(lambda: events.append("reduce"), loop.optimizer)
     for step in range(3, 6):

@@ -260,7 +260,7 @@ class Shape(NamedTuple):
         ring_bytes: that it would like to have.
         block_bytes: that a block of the ring should not be larger than.
         beside_compute: updates have a stream of their own.
-        overlap_forward: nobody waits for them when a step ends.
+        runs_on: nobody waits for them when a step ends.
         lasting: how many blocks of the ring stay when others are given back.
     """
 
@@ -269,7 +269,7 @@ class Shape(NamedTuple):
     block_bytes: int = 1 << 20
     resident: frozenset[int] = frozenset()
     beside_compute: bool = False
-    overlap_forward: bool = False
+    runs_on: bool = False
     lasting: int = 0
 
 
@@ -378,7 +378,7 @@ class Optimizer:
             self._finish(Begun(self._take_up(left)))
         self.pipeline.end_updates()
         self.begun, self._final = None, set()
-        if not self._shape.overlap_forward:
+        if not self._shape.runs_on:
             self.pipeline.wait_all_updated()
 
     def _finish(self, begun: Begun) -> None:

@@ -15,57 +15,69 @@ def test_nothing_is_the_default() -> None:
 
 def test_a_policy_stays_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FSDP_OFFLOAD_BUCKET_BYTES", "1024")
-    policy = OffloadPolicy(overlap_forward=True)
+    policy = OffloadPolicy(overlap="forward")
     assert policy_from(policy) is policy
 
 
 def test_values_as_yaml_and_command_lines_give_them() -> None:
-    values = {"bucket_bytes": "1048576", "overlap_forward": "true", "host_fraction": "0.25", "pin_memory": "none"}
-    expected = OffloadPolicy(bucket_bytes=1 << 20, overlap_forward=True, host_fraction=0.25, pin_memory=None)
+    values = {"bucket_bytes": "1048576", "overlap": "forward", "host_fraction": "0.25", "pin_memory": "none"}
+    expected = OffloadPolicy(bucket_bytes=1 << 20, overlap="forward", host_fraction=0.25, pin_memory=None)
     assert policy_from(values) == expected
-    assert policy_from({**values, "bucket_bytes": 1 << 20, "overlap_forward": True}) == expected
-    text = {"prefetch": "backward", "staging_bytes": "auto", "serial": "False"}
-    assert policy_from(text) == OffloadPolicy(prefetch="backward", staging_bytes="auto")
+    assert policy_from({**values, "bucket_bytes": 1 << 20, "parameters": "no"}) == expected
+    text = {"overlap": "iteration", "device_bytes": "auto", "parameters": "False", "debug": False}
+    assert policy_from(text) == OffloadPolicy(overlap="iteration"), "YAML reads off as a bool"
+    assert policy_from({"debug": "Guard"}) == OffloadPolicy(debug="guard")
 
 
 def test_the_environment_gives_what_is_not_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FSDP_OFFLOAD_BUCKET_BYTES", "2048")
-    monkeypatch.setenv("FSDP_OFFLOAD_STAGING_BYTES", "8192")
-    assert policy_from({"bucket_bytes": 4096}) == OffloadPolicy(bucket_bytes=4096, staging_bytes=8192)
+    monkeypatch.setenv("FSDP_OFFLOAD_DEVICE_BYTES", "8192")
+    assert policy_from({"bucket_bytes": 4096}) == OffloadPolicy(bucket_bytes=4096, device_bytes=8192)
 
 
 def test_what_no_policy_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="OffloadPolicy has no bucket_size; it has staging_bytes, "):
+    with pytest.raises(ValueError, match="OffloadPolicy has no bucket_size; it has parameters, overlap, "):
         policy_from({"bucket_size": 1})
-    monkeypatch.setenv("FSDP_OFFLOAD_PREFETCH", "sometimes")
-    with pytest.raises(ValueError, match="prefetch must be 'step' or 'backward', got 'sometimes'"):
+    monkeypatch.setenv("FSDP_OFFLOAD_OVERLAP", "sometimes")
+    with pytest.raises(
+        ValueError, match=r"overlap must be one of .*, got 'sometimes' \(from the environment: FSDP_OFFLOAD_OVERLAP\)"
+    ):
         policy_from()
 
 
+def test_an_old_word_is_told_the_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(TypeError, match="overlap_forward=True is now overlap='forward'"):
+        policy_from({"overlap_forward": "yes"})
+    monkeypatch.setenv("FSDP_OFFLOAD_STAGING_BYTES", "1e9")
+    said = r"is now device_bytes=1000000000,.*\(from the environment: FSDP_OFFLOAD_STAGING_BYTES\)"
+    with pytest.raises(TypeError, match=said):
+        policy_from({"bucket_bytes": 4096})
+
+
 def test_other_ways_to_say_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert policy_from('{"bucket_bytes": 2048, "overlap_forward": true}') == policy_from(
-        {"bucket_bytes": 2048.0, "overlap_forward": 1}
+    assert policy_from('{"bucket_bytes": 2048, "overlap": "forward"}') == policy_from(
+        {"bucket_bytes": 2048.0, "overlap": "forward", "parameters": 0}
     )
-    assert policy_from({"master_weights": "none", "staging_bytes": "1e9", "prefetch": "Backward"}) == OffloadPolicy(
-        staging_bytes=10**9, prefetch="backward"
+    assert policy_from({"master_weights": "none", "device_bytes": "1e9", "overlap": "Iteration"}) == OffloadPolicy(
+        device_bytes=10**9, overlap="iteration"
     )
-    monkeypatch.setenv("FSDP_OFFLOAD_OVERLAP_FORWARD", "1")
+    monkeypatch.setenv("FSDP_OFFLOAD_OVERLAP", "forward")
     monkeypatch.setenv("FSDP_OFFLOAD_BUCKET_BYTES", "")
     monkeypatch.setenv("FSDP_OFFLOAD_TEST_DEVICE", "cpu")
-    assert policy_from() == OffloadPolicy(overlap_forward=True)
+    assert policy_from() == OffloadPolicy(overlap="forward")
 
 
 def test_a_wrong_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FSDP_OFFLOAD_BUCKET_BYTES", "64MB")
     with pytest.raises(TypeError, match=r"got '64mb' \(from the environment: FSDP_OFFLOAD_BUCKET_BYTES\)"):
-        policy_from({"overlap_forward": True})
+        policy_from({"overlap": "forward"})
     monkeypatch.delenv("FSDP_OFFLOAD_BUCKET_BYTES")
     monkeypatch.setenv("FSDP_OFFLOAD_BUCKET_BYTE", "4096")
-    with pytest.raises(ValueError, match="no FSDP_OFFLOAD_BUCKET_BYTE; it has FSDP_OFFLOAD_STAGING_BYTES, "):
+    with pytest.raises(ValueError, match="no FSDP_OFFLOAD_BUCKET_BYTE; it has FSDP_OFFLOAD_PARAMETERS, "):
         policy_from({"bucket_bytes": 4096})
 
 
-@pytest.mark.parametrize("text", ["{overlap_forward", "[1]", "overlap_forward=true"])
+@pytest.mark.parametrize("text", ["{overlap", "[1]", "overlap=forward"])
 def test_text_that_is_no_policy(text: str) -> None:
     with pytest.raises(ValueError, match="A policy in text is JSON such as"):
         policy_from(text)

@@ -258,7 +258,7 @@ def test_the_lines_to_write_make_the_policy(choice: Choice, master_weights: Mast
 def test_masters_without_offload_are_state_that_stays() -> None:
     assert lines_to_write(None, 10**9) == ""
     policy = policy_of(lines_to_write(None, 10**9, "remainder"))
-    assert policy == OffloadPolicy(resident_bytes=1 << 60, master_weights="remainder")
+    assert policy == OffloadPolicy(device_bytes=1 << 60, master_weights="remainder")
 
 
 def policy_of(line: str) -> OffloadPolicy:

@@ -1,7 +1,10 @@
 """``OffloadPolicy``: plain data that is right once it exists."""
 
+import copy
 import dataclasses
+import inspect
 import pickle
+from typing import Any
 
 import pytest
 
@@ -10,11 +13,25 @@ from fsdp_offload import OffloadPolicy
 MIB = 1 << 20
 
 
-def test_the_default_lets_loads_updates_and_stores_overlap() -> None:
-    policy = OffloadPolicy()
-    assert policy.ring_bytes >= 3 * policy.bucket_bytes
-    assert policy.ring_bytes + policy.bucket_bytes == policy.staging_bytes
-    assert (policy.resident_bytes, policy.pin_memory, policy.host_limit_bytes) == (0, None, None)
+def test_its_fields_and_their_defaults() -> None:
+    assert {field.name: field.default for field in dataclasses.fields(OffloadPolicy)} == {
+        "parameters": False,
+        "overlap": "step",
+        "device_bytes": "auto",
+        "bucket_bytes": 64 * MIB,
+        "master_weights": "none",
+        "host_fraction": 0.0,
+        "snapshot_bytes": 0,
+        "host_limit_bytes": None,
+        "pin_memory": None,
+        "debug": "off",
+    }
+
+
+def test_every_field_is_documented() -> None:
+    described = inspect.getdoc(OffloadPolicy) or ""
+    missing = [field.name for field in dataclasses.fields(OffloadPolicy) if f"\n    {field.name}: " not in described]
+    assert missing == []
 
 
 def test_it_cannot_be_changed_and_has_no_positional_arguments() -> None:
@@ -25,44 +42,124 @@ def test_it_cannot_be_changed_and_has_no_positional_arguments() -> None:
 
 
 def test_equal_policies_are_equal_and_travel_between_processes() -> None:
-    policy = OffloadPolicy(bucket_bytes=MIB, staging_bytes=4 * MIB, serial=True)
-    assert pickle.loads(pickle.dumps(policy)) == policy
+    policy = OffloadPolicy(bucket_bytes=MIB, device_bytes=4 * MIB, debug="serial")
+    assert pickle.loads(pickle.dumps(policy)) == copy.deepcopy(policy) == policy
     assert hash(policy) == hash(dataclasses.replace(policy))
+    assert dataclasses.replace(policy, overlap="forward") == OffloadPolicy(
+        bucket_bytes=MIB, device_bytes=4 * MIB, debug="serial", overlap="forward"
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("staging_bytes", -1),
-        ("staging_bytes", 0),
+        ("device_bytes", -1),
+        ("device_bytes", 0),
         ("bucket_bytes", -64),
         ("bucket_bytes", 0),
         ("bucket_bytes", 100),
-        ("resident_bytes", -1),
+        ("snapshot_bytes", -1),
         ("host_limit_bytes", -1),
     ],
 )
-def test_a_negative_or_too_small_size_is_an_error_that_names_it(name: str, value: int) -> None:
+def test_a_negative_or_too_small_size_is_an_error_that_names_it(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=rf"{name} must be at least \d+ bytes, got {value}$"):
         OffloadPolicy(**{name: value})
 
 
-@pytest.mark.parametrize("name", ["staging_bytes", "bucket_bytes", "resident_bytes", "host_limit_bytes"])
+@pytest.mark.parametrize("name", ["device_bytes", "bucket_bytes", "snapshot_bytes", "host_limit_bytes"])
 @pytest.mark.parametrize("value", [1e9, "256MiB", True])
-def test_a_size_is_an_integer(name: str, value: object) -> None:
+def test_a_size_is_an_integer(name: str, value: Any) -> None:
     with pytest.raises(TypeError, match=f"{name} must be an integer number of bytes.*, got {value!r}"):
         OffloadPolicy(**{name: value})
 
 
-@pytest.mark.parametrize("name", ["staging_bytes", "resident_bytes"])
-def test_a_word_that_is_not_auto_is_told_of_auto(name: str) -> None:
-    with pytest.raises(TypeError, match=f"{name} must be an integer number of bytes or 'auto', got 'Auto'"):
-        OffloadPolicy(**{name: "Auto"}, prefetch="backward")
+def test_a_word_that_is_not_auto_is_told_of_auto() -> None:
+    with pytest.raises(TypeError, match="device_bytes must be an integer number of bytes or 'auto', got 'Auto'"):
+        OffloadPolicy(device_bytes="Auto")  # type: ignore[arg-type]
 
 
-def test_staging_that_does_not_hold_two_buckets_says_what_to_change() -> None:
+@pytest.mark.parametrize(
+    ("name", "choices"),
+    [
+        ("overlap", "'step', 'forward', 'iteration'"),
+        ("master_weights", "'none', 'fp32', 'remainder'"),
+        ("debug", "'off', 'guard', 'serial'"),
+    ],
+)
+@pytest.mark.parametrize("value", ["backward", None, 1])
+def test_a_choice_is_one_of_those_there_are(name: str, choices: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"{name} must be one of \({choices}\), got {value!r}"):
+        OffloadPolicy(**{name: value})
+
+
+def test_a_device_that_does_not_hold_two_buckets_says_what_to_write() -> None:
     with pytest.raises(ValueError, match="two buckets") as error:
-        OffloadPolicy(staging_bytes=100 * MIB, bucket_bytes=64 * MIB)
-    for part in (100 * MIB, 64 * MIB, f"Raise staging_bytes to {128 * MIB}", "lower bucket_bytes"):
+        OffloadPolicy(device_bytes=100 * MIB, bucket_bytes=64 * MIB)
+    for part in (100 * MIB, 64 * MIB, f"Write device_bytes={128 * MIB} or more", "lower bucket_bytes"):
         assert str(part) in str(error.value)
-    assert OffloadPolicy(staging_bytes=128 * MIB, bucket_bytes=64 * MIB).ring_bytes == 64 * MIB
+    OffloadPolicy(device_bytes=128 * MIB, bucket_bytes=64 * MIB)
+
+
+def test_offloaded_parameters_are_not_built_yet() -> None:
+    with pytest.raises(NotImplementedError, match=r"OffloadPolicy\(parameters=True\) is not built yet"):
+        OffloadPolicy(parameters=True)
+    with pytest.raises(TypeError, match="parameters must be a bool, got 1"):
+        OffloadPolicy(parameters=1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ({"staging_bytes": 1 << 28}, f"staging_bytes={1 << 28} is now device_bytes={1 << 28},"),
+        ({"staging_bytes": "auto"}, "staging_bytes='auto' is now device_bytes='auto',"),
+        ({"resident_bytes": "auto"}, "resident_bytes='auto' is now device_bytes='auto',"),
+        (
+            {"staging_bytes": 1000, "resident_bytes": 500},
+            "staging_bytes=1000, resident_bytes=500 are now device_bytes=1500,",
+        ),
+        (
+            {"staging_bytes": 1000, "resident_bytes": "auto", "resident_limit_bytes": 70},
+            "staging_bytes=1000, resident_bytes='auto', resident_limit_bytes=70 are now device_bytes=1070,",
+        ),
+        ({"resident_limit_bytes": None}, "resident_limit_bytes=None is now device_bytes='auto',"),
+        ({"prefetch": "backward"}, "prefetch='backward' is now overlap='step', which loads in the backward"),
+        ({"prefetch": "step"}, "prefetch='step' is now overlap='step',"),
+        ({"update": "step"}, "update='step' is now overlap='step',"),
+        ({"update": "backward"}, "update='backward' is now overlap='iteration',"),
+        ({"overlap_forward": False}, "overlap_forward=False is now overlap='step',"),
+        ({"overlap_forward": True}, "overlap_forward=True is now overlap='forward',"),
+        (
+            {"prefetch": "backward", "update": "backward", "overlap_forward": True},
+            "prefetch='backward', update='backward', overlap_forward=True are now overlap='iteration',",
+        ),
+        ({"serial": True}, "serial=True is now debug='serial'."),
+        ({"serial": False}, "serial=False is now debug='off'."),
+        ({"debug": True}, "debug=True is now debug='guard'."),
+        ({"debug": False}, "debug=False is now debug='off'."),
+        ({"overlap_forward": True, "serial": True, "bucket_bytes": MIB}, "overlap='forward', which also loads"),
+        ({"overlap_forward": True, "serial": True, "bucket_bytes": MIB}, "; serial=True is now debug='serial'."),
+    ],
+    ids=str,
+)
+def test_an_old_word_is_an_error_that_says_the_new_one_and_its_value(old: dict[str, Any], new: str) -> None:
+    with pytest.raises(TypeError) as error:
+        OffloadPolicy(**old)
+    assert str(error.value).startswith("OffloadPolicy: ")
+    assert new in str(error.value)
+
+
+def test_a_word_that_there_never_was_is_pythons_error() -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'bucket_size'"):
+        OffloadPolicy(bucket_size=1)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("overlap", "updates_in_backward", "runs_on"),
+    [("step", False, False), ("forward", False, True), ("iteration", True, True)],
+)
+def test_what_overlap_means(overlap: Any, updates_in_backward: bool, runs_on: bool) -> None:
+    policy = OffloadPolicy(overlap=overlap, debug="guard")
+    assert policy.updates_in_backward == updates_in_backward
+    assert policy.runs_on_into_forward == runs_on == policy.guards
+    assert not policy.runs_serially

@@ -18,10 +18,11 @@ from fsdp_offload.engine.executor import Pipeline
 from fsdp_offload.report import _bytes
 from fsdp_offload.torch_compat.fully_shard import fsdp_modules
 from tests.overlapping import HABITS, NOT_IN_BACKWARD, POLICIES, SIZES, Habit, Loop, adamw
+from tests.policies import with_share
 
 pytestmark = pytest.mark.filterwarnings("ignore:offload_optimizer. The parameters are on the CPU:UserWarning")
 
-POLICY = OffloadPolicy(bucket_bytes=2048, staging_bytes=8192)
+POLICY = OffloadPolicy(bucket_bytes=2048)
 NUMELS = (1000, 300, 7, 64)
 EXACT_BYTES = sum(2 * 4 * numel for numel in NUMELS)
 PADDED_BYTES = sum(2 * -(-4 * numel // 64) * 64 for numel in NUMELS)
@@ -68,7 +69,7 @@ def test_times_add_up() -> None:
 
 def test_the_ring_and_its_buckets() -> None:
     report = step(offload_optimizer(torch.optim.AdamW(params()), policy=POLICY))
-    assert report.ring_bytes == POLICY.ring_bytes
+    assert report.ring_bytes == 3 * POLICY.bucket_bytes
     assert PADDED_BYTES / 2048 <= report.buckets <= PADDED_BYTES / 2048 + 3
 
 
@@ -77,7 +78,7 @@ def test_the_ring_is_no_larger_than_all_state() -> None:
 
 
 def test_resident_state_is_counted_apart_and_does_not_move() -> None:
-    policy = OffloadPolicy(bucket_bytes=2048, staging_bytes=8192, resident_bytes=8064)
+    policy = with_share(bucket_bytes=2048, passing=8192, staying=8064)
     optimizer = offload_optimizer(torch.optim.AdamW(params()), policy=policy)
     step(optimizer)
     report = step(optimizer)
@@ -138,7 +139,7 @@ def test_state_that_is_not_understood_is_named() -> None:
 def test_a_bucket_larger_than_staging_is_noted() -> None:
     """Muon keeps matrices whole."""
     matrix = nn.Parameter(torch.ones(64, 64))
-    with pytest.warns(UserWarning, match="The largest bucket that cannot be cut needs 16384 bytes of staging"):
+    with pytest.warns(UserWarning, match="The largest bucket that cannot be cut needs 16384 bytes of the device"):
         optimizer = offload_optimizer(torch.optim.Muon([matrix]), policy=POLICY)
     assert optimizer.offload_report().ring_bytes == 64 * 64 * 4
 
@@ -147,17 +148,15 @@ def test_a_bucket_larger_than_staging_is_noted() -> None:
 
 
 FORMULAS = {
+    "step": "F + B + clip + max(U, (1 - r) T)",
     "forward": "B + clip + max(F + U, (1 - r) T)",
-    "prefetch": "F + B + clip + max(U, (1 - r) T)",
-    "prefetch-forward": "B + clip + max(F + U, (1 - r) T)",
-    "backward": "max(F + B + U, T)",
-    "backward-forward": "max(F + B + U, T)",
+    "iteration": "max(F + B + U, T)",
 }
 NO_ITERATION = (0.0, 0.0, 0.0, "", "")
 
 
 def loop_of(mesh: DeviceMesh, fields: dict[str, Any], make: Any = adamw, **kwargs: Any) -> Loop:
-    return Loop(mesh, make, OffloadPolicy(**{**SIZES, **fields}), **kwargs)
+    return Loop(mesh, make, with_share(**{**SIZES, **fields}), **kwargs)
 
 
 def report_of(loop: Loop) -> OffloadReport:
@@ -189,9 +188,9 @@ def test_an_iteration_and_its_bound(mesh: DeviceMesh, name: str, micro_batches: 
 
 
 def test_staging_that_comes_and_goes_has_formulas_of_its_own(mesh: DeviceMesh) -> None:
-    formulas = {False: "B + clip + max(F + max(U, (1 - r) L), S)", True: "B + clip + max(F + U, r S + (1 - r) T)"}
-    for overlap_forward, formula in formulas.items():
-        fields = {"prefetch": "backward", "staging_bytes": "auto", "overlap_forward": overlap_forward}
+    formulas = {"step": "B + clip + max(F + max(U, (1 - r) L), S)", "forward": "B + clip + max(F + U, r S + (1 - r) T)"}
+    for overlap, formula in formulas.items():
+        fields = {"passing": "auto", "overlap": overlap}
         assert report_of(loop_of(mesh, fields).train(5)).bound == formula
 
 
@@ -223,7 +222,7 @@ def test_it_is_the_last_whole_iteration(mesh: DeviceMesh, name: str) -> None:
 
 def test_the_forward_ends_where_the_backward_first_gathers(mesh: DeviceMesh) -> None:
     """Not only where it first reduces gradients."""
-    loop = loop_of(mesh, {"overlap_forward": True}).train(2)
+    loop = loop_of(mesh, {"overlap": "forward"}).train(2)
     engine = engine_of(loop.optimizer)
     assert engine is not None
     slept: list[float] = []
@@ -249,7 +248,7 @@ def test_the_forward_ends_also_where_no_backward_gathers(mesh: DeviceMesh) -> No
         for module in fsdp_modules(model):
             module.set_reshard_after_forward(False)
 
-    loop = loop_of(mesh, {"overlap_forward": True}, prepare=keep_gathered)
+    loop = loop_of(mesh, {"overlap": "forward"}, prepare=keep_gathered)
     for step in range(4):
         loop.backward(step, extra=False)  # what is used twice is gathered again
         loop.step()
@@ -264,7 +263,7 @@ def test_waits_for_new_parameters_stall_an_iteration(mesh: DeviceMesh, monkeypat
         wait_updated(self, numbers, stream, key)
         time.sleep(1e-3 * len(numbers))
 
-    loop = loop_of(mesh, {"overlap_forward": True}).train(3)
+    loop = loop_of(mesh, {"overlap": "forward"}).train(3)
     monkeypatch.setattr(Pipeline, "_wait_device_updated", wait_long)
     report = report_of(loop.train(1, first=3))
     assert len(waits) == len(set(waits)) == report.buckets
@@ -278,7 +277,7 @@ def test_waits_in_synchronize_stall_an_iteration(mesh: DeviceMesh, monkeypatch: 
         synchronize(self)
         time.sleep(0.02)
 
-    loop = loop_of(mesh, {"overlap_forward": True}).train(3)
+    loop = loop_of(mesh, {"overlap": "forward"}).train(3)
     monkeypatch.setattr(Pipeline, "synchronize", synchronize_long)
     loop.optimizer.synchronize()
     assert report_of(loop.train(1, first=3)).stalled_ms > 20
@@ -293,13 +292,13 @@ def phases(loop: Loop, step: int) -> None:
 
 
 @pytest.mark.parametrize("habit", [*HABITS.values(), phases], ids=[*HABITS, "phases"])
-@pytest.mark.parametrize("name", ["forward", "prefetch", "backward-forward"])
+@pytest.mark.parametrize("name", ["step", "forward", "iteration"])
 def test_whatever_a_loop_does(mesh: DeviceMesh, name: str, habit: Habit) -> None:
     """Looking at it in the middle changes nothing either, and what is not known is 0."""
     unfit = [HABITS[name] for name in NOT_IN_BACKWARD] + [HABITS["evaluate-before-step"]]
-    if name == "backward-forward" and habit in unfit:
+    if name == "iteration" and habit in unfit:
         habit = HABITS["evaluate"]  # the policy refuses the others
-    loop = loop_of(mesh, {**POLICIES[name], "resident_bytes": 60_000})
+    loop = loop_of(mesh, {**POLICIES[name], "staying": 60_000})
     loop.model.register_forward_hook(lambda *_: report_of(loop) and None)
     for step in range(8):
         loop.train(1, habit, first=step)
@@ -308,7 +307,7 @@ def test_whatever_a_loop_does(mesh: DeviceMesh, name: str, habit: Habit) -> None
 
 
 def test_steps_that_moved_different_state_have_no_bound(mesh: DeviceMesh) -> None:
-    loop = loop_of(mesh, {"overlap_forward": True})
+    loop = loop_of(mesh, {"overlap": "forward"})
     known = []
     for step in range(8):
         report = report_of(loop.train(1, HABITS["other-parameters"], first=step))
@@ -318,7 +317,7 @@ def test_steps_that_moved_different_state_have_no_bound(mesh: DeviceMesh) -> Non
 
 
 def test_a_step_without_a_backward_ends_no_iteration(mesh: DeviceMesh) -> None:
-    loop = loop_of(mesh, {"overlap_forward": True}).train(3)
+    loop = loop_of(mesh, {"overlap": "forward"}).train(3)
     loop.backward(3)
     loop.optimizer.step()
     assert report_of(loop).iteration_ms > 0
@@ -326,14 +325,16 @@ def test_a_step_without_a_backward_ends_no_iteration(mesh: DeviceMesh) -> None:
     assert iteration_of(report_of(loop)) == NO_ITERATION
 
 
-@pytest.mark.parametrize("fields", [{"overlap_forward": True, "serial": True}, {}], ids=["serial", "step"])
-def test_where_nothing_overlaps_iterations_are_not_known(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "fields", [{"debug": "serial"}, {"overlap": "forward", "debug": "serial"}], ids=["step", "forward"]
+)
+def test_where_everything_is_serial_iterations_are_not_known(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
     report = loop_of(mesh, fields).train(4).optimizer.offload_report()
     assert (report.iteration_ms, report.stalled_ms) == (0, 0)
 
 
 def test_gradients_from_elsewhere_make_no_iterations(mesh: DeviceMesh) -> None:
-    loop = loop_of(mesh, {"overlap_forward": True})
+    loop = loop_of(mesh, {"overlap": "forward"})
     for _ in range(4):
         for param in loop.model.parameters():
             param.grad = torch.ones_like(param)
@@ -341,7 +342,7 @@ def test_gradients_from_elsewhere_make_no_iterations(mesh: DeviceMesh) -> None:
         assert iteration_of(report_of(loop)) == NO_ITERATION
 
 
-@pytest.mark.parametrize("name", ["forward", "prefetch"])
+@pytest.mark.parametrize("name", ["step", "forward"])
 def test_a_step_that_failed_ends_no_iteration(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("the link is down")
@@ -360,8 +361,8 @@ def test_a_step_that_failed_ends_no_iteration(mesh: DeviceMesh, monkeypatch: pyt
 
 
 def test_two_optimizers_of_one_model(mesh: DeviceMesh) -> None:
-    loop = loop_of(mesh, {"overlap_forward": True}, make=lambda params: adamw(params[::2]))
-    policy = OffloadPolicy(**SIZES, update="backward")
+    loop = loop_of(mesh, {"overlap": "forward"}, make=lambda params: adamw(params[::2]))
+    policy = with_share(**SIZES, overlap="iteration")
     other = offload_optimizer(adamw(list(loop.model.parameters())[1::2]), model=loop.model, policy=policy)
     for step in range(4):
         loop.backward(step)
@@ -369,7 +370,7 @@ def test_two_optimizers_of_one_model(mesh: DeviceMesh) -> None:
         loop.step()
         other.zero_grad()
     reports = report_of(loop), other.offload_report()
-    assert [report.bound for report in reports] == [FORMULAS["forward"], FORMULAS["backward"]]
+    assert [report.bound for report in reports] == [FORMULAS["forward"], FORMULAS["iteration"]]
     for report in reports:
         assert 0 < report.bound_ms <= report.iteration_ms
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import nn, optim
 
-from fsdp_offload import OffloadPolicy, offload_optimizer
+from fsdp_offload import offload_optimizer
 from fsdp_offload.device import link
 from tests.parity import Zoo, attach, make_pair, params_of
+from tests.policies import with_share
 
 
 class ClippedAboveThreshold(optim.Optimizer):
@@ -163,7 +164,7 @@ def test_another_optimizer_needs_a_larger_ring(monkeypatch: pytest.MonkeyPatch) 
     """They share one: what the first has loaded into it, or bound its state to, is no longer there."""
     monkeypatch.setattr(link, "_links", {})  # where no other test has left a larger one
     adamw = partial(optim.AdamW, lr=0.02)
-    small, large = (OffloadPolicy(bucket_bytes=2048, staging_bytes=n << 11) for n in (3, 9))
+    small, large = (with_share(bucket_bytes=2048, passing=n << 11) for n in (3, 9))
     first = make_pair(Zoo, adamw, policy=small)
     first.train(3)
     shared = link.device_link(torch.device("cpu"))

@@ -22,10 +22,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 import fsdp_offload.model.sleep as room
-from fsdp_offload import OffloadPolicy, offload_model, offload_optimizer, reload_model
+from fsdp_offload import offload_model, offload_optimizer, reload_model
 from fsdp_offload.model import parking
 from tests.overlapping import POLICIES, SIZES, Loop, adamw, same
 from tests.parity import same_bits
+from tests.policies import with_share
 
 ASLEEP = r"Call reload_model\(model\) first"
 
@@ -416,7 +417,7 @@ def test_with_an_offloaded_optimizer(mesh: DeviceMesh, fields: dict[str, Any]) -
     def sleep_around(loop: Loop, step: int) -> None:
         nap(loop)
         loop.backward(step)
-        if fields.get("update") != "backward":
+        if fields.get("overlap") != "iteration":
             nap(loop)
         loop.optimizer.step()
         nap(loop)
@@ -432,14 +433,14 @@ def test_with_an_offloaded_optimizer(mesh: DeviceMesh, fields: dict[str, Any]) -
         loop.optimizer.reload_states()
 
     plain = Loop(mesh, adamw, None).train(6)
-    offloaded = Loop(mesh, adamw, OffloadPolicy(**{**SIZES, **fields})).train(6, sleep_around)
+    offloaded = Loop(mesh, adamw, with_share(**{**SIZES, **fields})).train(6, sleep_around)
     assert same(plain, offloaded)
 
 
 @pytest.mark.parametrize("fields", [{}, *POLICIES.values()], ids=["step", *POLICIES])
 def test_states_are_reloaded_while_the_model_sleeps(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
     plain = Loop(mesh, adamw, None).train(6)
-    loop = Loop(mesh, adamw, OffloadPolicy(**{**SIZES, **fields, "resident_bytes": 4096})).train(3)
+    loop = Loop(mesh, adamw, with_share(**{**SIZES, **fields, "staying": 4096})).train(3)
     loop.optimizer.offload_states()
     loop.optimizer.release_states()
     offload_model(loop.model)
@@ -450,8 +451,8 @@ def test_states_are_reloaded_while_the_model_sleeps(mesh: DeviceMesh, fields: di
 
 
 def test_gradients_that_an_update_holds_are_let_go(mesh: DeviceMesh) -> None:
-    """Until somebody needs the parameters, an update of overlap_forward keeps its gradients beyond zero_grad()."""
-    loop = Loop(mesh, adamw, OffloadPolicy(**SIZES, overlap_forward=True))
+    """Until somebody needs the parameters, an update that runs on into it keeps its gradients beyond zero_grad()."""
+    loop = Loop(mesh, adamw, with_share(**SIZES, overlap="forward"))
     loop.backward(0)
     loop.optimizer.step()
     grads = [weakref.ref(local(param.grad).untyped_storage()) for param in loop.model.parameters()]

@@ -16,7 +16,7 @@ from fsdp_offload import OffloadPolicy, offload_optimizer, remove_offload
 
 pytestmark = pytest.mark.filterwarnings("ignore:offload_optimizer. The parameters are on the CPU:UserWarning")
 
-POLICY = OffloadPolicy(bucket_bytes=2048, staging_bytes=8192)
+POLICY = OffloadPolicy(bucket_bytes=2048)
 
 MakeOptimizer = Callable[[Iterable[Any]], Optimizer]
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn, optim
 
 from fsdp_offload import OffloadPolicy
 from tests.parity import SMALL, Net, Pair, Run, Zoo, attach, local, make_pair, offloaded_names, train_step
+from tests.policies import with_share
 
 
 class Averaging(optim.Optimizer):
@@ -64,7 +65,7 @@ def assert_in_bfloat16(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("make", [sgd, averaging])
-@pytest.mark.parametrize("policy", [SMALL, OffloadPolicy(bucket_bytes=2048, staging_bytes=8192, resident_bytes=4000)])
+@pytest.mark.parametrize("policy", [SMALL, with_share(bucket_bytes=2048, passing=8192, staying=4000)])
 def test_it_keeps_its_dtype(make: Any, policy: OffloadPolicy) -> None:
     pair = make_pair(Net, make, policy=policy)
     bytes_at_attach = pair.offloaded.optimizer.offload_report().host_bytes

@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from fsdp_offload import OffloadPolicy, offload_optimizer
 from tests.overlapping import Loop, Net, same
 from tests.parity import SMALL, Run, Zoo, attach, make_pair, offloaded_names, params_of, train_step
+from tests.policies import with_share
 
 torchao = pytest.importorskip("torchao.optim")
 schedulefree = pytest.importorskip("schedulefree")
@@ -110,7 +111,7 @@ def train_until_quantized_shards_are_written(mesh: DeviceMesh, policy: OffloadPo
 
 @pytest.mark.usefixtures("eager")
 def test_quantized_shards_that_are_written_after_they_were_loaded_are_loaded_again(mesh: DeviceMesh) -> None:
-    policies = (None, OffloadPolicy(prefetch="backward"))
+    policies = (None, OffloadPolicy())
     plain, offloaded = (train_until_quantized_shards_are_written(mesh, policy) for policy in policies)
     for loop in (plain, offloaded):
         loop.step()
@@ -119,7 +120,7 @@ def test_quantized_shards_that_are_written_after_they_were_loaded_are_loaded_aga
 
 @pytest.mark.usefixtures("eager")
 def test_quantized_shards_that_are_written_after_an_update_in_the_backward_are_an_error(mesh: DeviceMesh) -> None:
-    loop = train_until_quantized_shards_are_written(mesh, OffloadPolicy(update="backward"))
+    loop = train_until_quantized_shards_are_written(mesh, with_share(overlap="iteration"))
     with pytest.raises(RuntimeError, match=r"optimizer\.state has changed since then"):
         loop.step()
 

@@ -21,6 +21,7 @@ from matplotlib.image import imread
 from fsdp_offload import OffloadPolicy
 from fsdp_offload.bench.train import SETTLE_ITERATIONS, Bench, draw_all, main, trace_path
 from fsdp_offload.figures.timeline import Lane, Phase, Span, Timeline, draw, read_trace, timeline_of
+from tests.policies import with_share
 
 COMPUTE, GATHER, REDUCE, LOAD, LOAD_TOO, UPDATE, STORE = 7, 13, 14, 20, 21, 22, 23  # streams
 PYTHON, AUTOGRAD = 100, 101  # threads
@@ -243,7 +244,7 @@ def test_matplotlib_that_is_missing_is_one_line_before_anything_is_measured(
 
 # The bench's own loop, traced on the CPU ----------------------------------------------------------------------------
 
-SIZES = {"bucket_bytes": 1 << 17, "staging_bytes": 5 << 17}
+SIZES = {"bucket_bytes": 1 << 17, "passing": 5 << 17}
 
 
 @pytest.fixture(scope="module")
@@ -271,11 +272,10 @@ def begun_in(timeline: Timeline, lane: Lane) -> set[str]:
 @pytest.mark.parametrize(
     ("fields", "phases", "loaded_in", "updated_in"),
     [
-        ({}, ["forward", "backward", "clip", "step"], {"step"}, {"step"}),
-        ({"prefetch": "backward"}, ["forward", "backward", "clip", "step"], {"backward", "step"}, {"step"}),
-        ({"update": "backward"}, ["forward", "backward", "step"], {"backward"}, {"backward"}),
+        ({}, ["forward", "backward", "clip", "step"], {"backward", "step"}, {"step"}),
+        ({"overlap": "iteration"}, ["forward", "backward", "step"], {"backward"}, {"backward"}),
     ],
-    ids=["step", "prefetch", "backward"],
+    ids=["step", "iteration"],
 )
 def test_a_real_trace_says_when_each_bucket_was_loaded_updated_and_stored(
     fields: dict[str, Any],
@@ -285,7 +285,7 @@ def test_a_real_trace_says_when_each_bucket_was_loaded_updated_and_stored(
     bench: Bench,
     tmp_path: Path,
 ) -> None:
-    timeline = traced(bench, OffloadPolicy(**SIZES, **fields), tmp_path / "a.trace.json.gz")
+    timeline = traced(bench, with_share(**SIZES, **fields), tmp_path / "a.trace.json.gz")
     assert [one.name for one in timeline.phases] == phases
     assert begun_in(timeline, Lane.LOAD) == loaded_in
     # In the step the optimizer also counts it.
@@ -318,7 +318,7 @@ def test_a_real_trace_of_the_plain_optimizer_shows_its_update(bench: Bench, tmp_
 def test_settled_training_has_the_same_bits_with_every_policy(bench: Bench) -> None:
     """The losses that the bench compares come from the same number of iterations."""
     results = []
-    for policy in (None, OffloadPolicy(**SIZES), OffloadPolicy(**SIZES, overlap_forward=True)):
+    for policy in (None, with_share(**SIZES), with_share(**SIZES, overlap="forward")):
         with bench.settled(policy) as (optimizer, _):
             if policy is not None:
                 optimizer.synchronize()  # type: ignore[attr-defined]
@@ -331,12 +331,12 @@ def test_settled_training_has_the_same_bits_with_every_policy(bench: Bench) -> N
 
 
 def test_files_and_records_of_all_policies(bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    names = ["plain", "overlap_forward+resident auto"]
+    names = ["plain", "forward+limited auto"]
     traced(bench, None, trace_path(tmp_path, names[0]))
-    traced(bench, OffloadPolicy(**SIZES, overlap_forward=True), trace_path(tmp_path, names[1]))
+    traced(bench, with_share(**SIZES, overlap="forward"), trace_path(tmp_path, names[1]))
     capsys.readouterr()
     draw_all(tmp_path, names)
-    stems = ["plain", "overlap_forward-resident-auto"]
+    stems = ["plain", "forward-limited-auto"]
     files = {"all-policies.png", *(f"{stem}{end}" for stem in stems for end in (".png", ".trace.json.gz"))}
     assert {path.name for path in tmp_path.iterdir()} == files
     records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -352,5 +352,5 @@ def test_files_and_records_of_all_policies(bench: Bench, tmp_path: Path, capsys:
 
 
 def test_a_policy_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(typer.BadParameter, match=r"overlap_forward, prefetch, backward, .*; got forwards"):
+    with pytest.raises(typer.BadParameter, match=r"step, forward, iteration, .*; got forwards"):
         main(only="step,forwards")

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn, optim
 
 from fsdp_offload import OffloadPolicy
+from fsdp_offload.planning.device_share import device_share
 from tests.parity import SMALL, Net, Run, Zoo, batch, make_pair, params_of, train_step
+from tests.policies import with_share
 
 
 def adamw(params: Iterable[nn.Parameter]) -> optim.Optimizer:
@@ -217,11 +219,11 @@ STATE_BYTES = 8 * sum(param.numel() for param in Zoo().parameters())
 @pytest.mark.parametrize(
     "policy",
     [
-        dataclasses.replace(SMALL, serial=True),
-        dataclasses.replace(SMALL, resident_bytes=12_000),
-        dataclasses.replace(SMALL, resident_bytes=1 << 20),
-        OffloadPolicy(bucket_bytes=1024, staging_bytes=2048),
-        OffloadPolicy(bucket_bytes=3000, staging_bytes=7001),
+        dataclasses.replace(SMALL, debug="serial"),
+        with_share(SMALL, staying=12_000),
+        with_share(SMALL, staying=1 << 20),
+        with_share(bucket_bytes=1024, passing=2048),
+        with_share(bucket_bytes=3000, passing=7001),
         OffloadPolicy(),
     ],
     ids=["serial", "some resident", "all resident", "smallest", "odd sizes", "default"],
@@ -232,8 +234,9 @@ def test_policies(policy: OffloadPolicy, make: Callable[[Any], optim.Optimizer])
     pair.assert_trained()
     report = pair.offloaded.optimizer.offload_report()
     assert report.host_state_bytes + report.resident_state_bytes == STATE_BYTES
-    assert report.resident_state_bytes <= policy.resident_bytes
-    assert (report.resident_state_bytes > 0) == (policy.resident_bytes > 0)
+    staying_bytes = device_share(policy, elementwise=True).staying_bytes
+    assert report.resident_state_bytes <= staying_bytes
+    assert (report.resident_state_bytes > 0) == (staying_bytes > 0)
     assert report.loaded_bytes >= report.host_state_bytes
     assert report.stored_bytes >= report.host_state_bytes
     pair.detach()

@@ -141,7 +141,7 @@ def names_of_parameters(optimizer: Optimizer, model: nn.Module | None) -> dict[T
         raise ValueError(
             f"offload_optimizer: {len(foreign)} of the {len(by_place)} tensors of the optimizer are not parameters of "
             f"the model but copies or parts of them, as those of Megatron's DistributedOptimizer ({foreign[0]}). Leave "
-            "out model=, and what hooks into its forward and backward: prefetch, update, overlap_forward. To load "
+            "out model=, and overlap=, which hooks into its forward and backward. To load "
             "while gradients are reduced, wrap Megatron's hook with reload_before()."
         )
     if foreign:

@@ -76,9 +76,11 @@ def offload_optimizer(
         optimizer: any ``torch.optim`` optimizer except LBFGS and SparseAdam, or another that updates its parameters
             independently of each other. The wrappers of accelerate, Lightning and Fabric are seen through, and so are
             Megatron's optimizers and chains of them: each of torch's in there is offloaded, or none.
-        model: the model whose parameters it has. Gives the order of the buckets, names for messages, and more checks.
-        policy: sizes of staging, buckets and what stays on the device. ``"auto"`` hides as much as ``loop`` allows,
-            measures the first iterations, and keeps on the device what cannot be hidden; the report says what it chose.
+        model: the model whose parameters it has. Gives the order of the buckets, names for messages,
+            more checks, and, where it is sharded by ``fully_shard``, the backward in which loads begin.
+        policy: what is offloaded, how much of it may be on the device, and what hides its transfers. ``"auto"`` hides
+            as much as ``loop`` allows, measures the first iterations, and keeps on the device what cannot be hidden;
+            the report says what it chose.
         loop: what your training loop promises to ``policy="auto"``. ``"any"``: nothing. ``"synchronizes"``: it calls
             ``synchronize()`` before it touches parameters or gradients between ``step()`` and the next forward.
             ``"no_clipping"``: that, and it neither clips by a global norm nor touches gradients after the backward.

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from .. import OffloadPolicy, offload_optimizer, remove_offload
 from ..checkpoint import ArenaStager, get_optimizer_state_dict
 from .link import Link
-from .record import bench_device, median, print_record, wall_ms
+from .record import bench_device, device_bytes_of, median, print_record, wall_ms
 from .step import sharded_model, varied_sizes
 
 _MIB = 1 << 20
@@ -50,7 +50,7 @@ WAYS = {
 def main(
     params: Annotated[int, typer.Option(help="Parameters in all; AdamW's state takes 8 bytes for each.")] = 550_000_000,
     tensors: Annotated[int, typer.Option(help="Number of parameter tensors.")] = 1000,
-    staging_mib: Annotated[int, typer.Option(help="OffloadPolicy.staging_bytes, in MiB.")] = 512,
+    device_mib: Annotated[int | None, typer.Option(help="OffloadPolicy.device_bytes, in MiB, or auto.")] = None,
     repeats: Annotated[int, typer.Option(help="Saves of each kind, after a first one.")] = 3,
     compute_ms: Annotated[float, typer.Option(help="Device time between steps, as a forward and backward take.")] = 0.0,
     way: Annotated[str | None, typer.Option(help="Only this way of staging.")] = None,
@@ -65,7 +65,7 @@ def main(
         for name, chosen in WAYS.items():
             if way not in (None, name):
                 continue
-            figures = _measure(model, chosen, staging_mib * _MIB, folder, device, repeats, compute_ms)
+            figures = _measure(model, chosen, device_bytes_of(device_mib), folder, device, repeats, compute_ms)
             print_record("checkpoint", way=name, params=params, tensors=tensors, model_copy_ms=copy_ms, **figures)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -75,7 +75,7 @@ def main(
 def _measure(
     model: nn.Module,
     way: _Way,
-    staging_bytes: int,
+    device_bytes: int | Literal["auto"],
     folder: Path,
     device: torch.device,
     repeats: int,
@@ -83,7 +83,7 @@ def _measure(
 ) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     state_bytes = 8 * sum(param.numel() for param in model.parameters())
-    policy = OffloadPolicy(staging_bytes=staging_bytes, snapshot_bytes=(state_bytes * 11 // 10) * way.covered)
+    policy = OffloadPolicy(device_bytes=device_bytes, snapshot_bytes=(state_bytes * 11 // 10) * way.covered)
     offload_optimizer(optimizer, model=model, policy=policy)
     optimizer.step()
     saves: list[_Save] = []

@@ -8,7 +8,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -42,6 +42,11 @@ def bench_device() -> torch.device:
     if accelerator is None:
         sys.exit("This bench measures copies between host and device, and there is no accelerator here.")
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+def device_bytes_of(mib: int | None) -> int | Literal["auto"]:
+    """``OffloadPolicy.device_bytes`` from a command line."""
+    return "auto" if mib is None else mib << 20
 
 
 def wall_ms(work: Callable[[], None], device: torch.device, *, repeats: int, warmup: int = 1) -> list[float]:

@@ -34,8 +34,10 @@ def main(
     sizes = varied_sizes(params, tensors)
     model = sharded_model(sizes, device) if sharded else plain_model(sizes, device)
     link = Link(device)
-    for name, resident_bytes in (("resident", 2 * _BYTES_PER_PARAM * params), ("home", 0)):
-        optimizer = _stepped_optimizer(model, resident_bytes)
+    more_than_all_bytes = 2 * _BYTES_PER_PARAM * params + (1 << 30)
+    policies = {"resident": OffloadPolicy(device_bytes=more_than_all_bytes), "home": OffloadPolicy()}
+    for name, policy in policies.items():
+        optimizer = _stepped_optimizer(model, policy)
         print_record(
             "sleep",
             state=name,
@@ -49,10 +51,10 @@ def main(
         dist.destroy_process_group()
 
 
-def _stepped_optimizer(model: nn.Module, resident_bytes: int) -> Any:
+def _stepped_optimizer(model: nn.Module, policy: OffloadPolicy) -> Any:
     """An offloaded optimizer whose state exists; the gradients that it took are gone."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    offload_optimizer(optimizer, model=model, policy=OffloadPolicy(resident_bytes=resident_bytes))
+    offload_optimizer(optimizer, model=model, policy=policy)
     for param in model.parameters():
         param.grad = torch.randn_like(param)
     optimizer.step()

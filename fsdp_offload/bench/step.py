@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from .. import OffloadedOptimizer, OffloadPolicy, offload_optimizer
 from .host_step import compare_host_fractions, host_fraction_of
 from .link import Link
-from .record import bench_device, median, print_record, wall_ms
+from .record import bench_device, device_bytes_of, median, print_record, wall_ms
 
 _MIB = 1 << 20
 
@@ -48,7 +48,7 @@ def main(
     params: Annotated[int, typer.Option(help="Parameters in all.")] = 1_050_000_000,
     tensors: Annotated[int, typer.Option(help="Number of parameter tensors.")] = 200,
     equal: Annotated[bool, typer.Option(help="All tensors of one size, instead of a wide mix.")] = False,
-    staging_mib: Annotated[int, typer.Option(help="OffloadPolicy.staging_bytes, in MiB.")] = 512,
+    device_mib: Annotated[int | None, typer.Option(help="OffloadPolicy.device_bytes, in MiB, or auto.")] = None,
     bucket_mib: Annotated[int, typer.Option(help="OffloadPolicy.bucket_bytes, in MiB.")] = 64,
     implementation: Annotated[Implementation, typer.Option(help="AdamW's implementation.")] = Implementation.FUSED,
     master_weights: Annotated[
@@ -74,10 +74,10 @@ def main(
     own_masters = optimizer_kind is Kind.TE
     dtype = torch.bfloat16 if own_masters or master_weights is not MasterWeights.NONE else torch.float32
     make_model = partial(sharded_model if sharded else plain_model, sizes, device, dtype)
+    policy = OffloadPolicy(
+        device_bytes=device_bytes_of(device_mib), bucket_bytes=bucket_mib * _MIB, master_weights=master_weights.value
+    )
     if host_fraction is not None:
-        policy = OffloadPolicy(
-            staging_bytes=staging_mib * _MIB, bucket_bytes=bucket_mib * _MIB, master_weights=master_weights.value
-        )
         chosen = [host_fraction_of(text) for text in host_fraction.split(",")]
         compare_host_fractions(chosen, make_model, sizes, make_optimizer, policy, device, repeats=repeats)
         _end()
@@ -87,9 +87,6 @@ def main(
     torch.accelerator.reset_peak_memory_stats(device)
     before_bytes = torch.accelerator.memory_allocated(device)
     optimizer = make_optimizer(model.parameters())
-    policy = OffloadPolicy(
-        staging_bytes=staging_mib * _MIB, bucket_bytes=bucket_mib * _MIB, master_weights=master_weights.value
-    )
     attach_ms = wall_ms(lambda: _attach(optimizer, model, policy), device, repeats=1, warmup=0)[0]
     first_ms = wall_ms(optimizer.step, device, repeats=1, warmup=0)[0]
     peak_bytes = torch.accelerator.max_memory_allocated(device) - before_bytes

@@ -29,6 +29,7 @@ from .. import OffloadPolicy, offload_optimizer, remove_offload
 from ..device.link import device_link
 from ..figures.timeline import Lane, Timeline, check_matplotlib, draw, phase, read_trace, timeline_of
 from ..planning.bound import Times, bound, staged_share
+from ..planning.device_share import device_share
 from ..torch_compat.dtensor import local_shard
 from ..torch_compat.fully_shard import fsdp_modules
 from .host_step import host_fraction_of
@@ -43,18 +44,15 @@ SETTLE_ITERATIONS = 17
 become final and the allocator what it needs; what "auto" chooses by measuring is in force from the sixteenth on. The
 same for all policies, whose losses would not compare otherwise."""
 
-# What a policy says beyond the sizes of the command line: any fields of OffloadPolicy, sizes too.
+# What a policy says beyond the command line: fields of OffloadPolicy. Those that are limited have its --device-mib.
 POLICIES: dict[str, dict[str, Any] | None] = {
     "plain": None,
     "step": {},
-    "overlap_forward": {"overlap_forward": True},
-    "prefetch": {"prefetch": "backward", "overlap_forward": True},
-    "backward": {"update": "backward", "overlap_forward": True},
-    "prefetch_all": {"prefetch": "backward", "staging_bytes": "auto"},
-    "prefetch_all_forward": {"prefetch": "backward", "staging_bytes": "auto", "overlap_forward": True},
-    "backward_all": {"update": "backward", "staging_bytes": "auto", "overlap_forward": True},
-    "overlap_forward_resident": {"overlap_forward": True, "resident_bytes": "auto"},
-    "backward_resident": {"update": "backward", "overlap_forward": True, "resident_bytes": "auto"},
+    "forward": {"overlap": "forward"},
+    "iteration": {"overlap": "iteration"},
+    "step_limited": {},
+    "forward_limited": {"overlap": "forward"},
+    "iteration_limited": {"overlap": "iteration"},
 }
 
 
@@ -103,7 +101,7 @@ def main(
     width: Annotated[int, typer.Option(help="Of the model.")] = 2048,
     sequences: Annotated[int, typer.Option(help="In the batch of one device.")] = 12,
     length: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 2048,
-    staging_mib: Annotated[int, typer.Option(help="OffloadPolicy.staging_bytes, in MiB.")] = 640,
+    device_mib: Annotated[int, typer.Option(help="OffloadPolicy.device_bytes of the limited policies, in MiB.")] = 2048,
     bucket_mib: Annotated[int, typer.Option(help="OffloadPolicy.bucket_bytes, in MiB.")] = 128,
     iterations: Annotated[int, typer.Option(help="Timed together in one round.")] = 4,
     rounds: Annotated[int, typer.Option(help="Rounds over all policies; medians are printed.")] = 3,
@@ -113,8 +111,8 @@ def main(
     traces: Annotated[Path | None, typer.Option(help="Folder for a trace and a picture of each policy.")] = None,
 ) -> None:
     """Iteration time, memory and the bound of each policy, interleaved in one run."""
-    sizes = {"staging_bytes": staging_mib * _MIB, "bucket_bytes": bucket_mib * _MIB}
-    policies = _chosen(only, {**sizes, "host_fraction": host_fraction_of(host_fraction)})
+    common = {"bucket_bytes": bucket_mib * _MIB, "host_fraction": host_fraction_of(host_fraction)}
+    policies = _chosen(only, common, device_mib * _MIB)
     if traces is not None:
         check_matplotlib()
         traces.mkdir(parents=True, exist_ok=True)
@@ -143,13 +141,14 @@ def main(
             draw_all(traces, list(policies))
 
 
-def _chosen(only: str, sizes: Mapping[str, Any]) -> dict[str, OffloadPolicy | None]:
+def _chosen(only: str, common: Mapping[str, Any], limit_bytes: int) -> dict[str, OffloadPolicy | None]:
     wanted = {"plain", *(only.split(",") if only else POLICIES)}
     unknown = sorted(wanted - POLICIES.keys())
     if unknown:
         raise typer.BadParameter(f"--only: there are {', '.join(POLICIES)}; got {', '.join(unknown)}")
+    limits = {name: {"device_bytes": limit_bytes} if name.endswith("_limited") else {} for name in POLICIES}
     return {
-        name: None if fields is None else OffloadPolicy(**{**sizes, **fields})
+        name: None if fields is None else OffloadPolicy(**{**common, **limits[name], **fields})
         for name, fields in POLICIES.items()
         if name in wanted
     }
@@ -182,6 +181,7 @@ def _print(
         times,
         offloaded=moving_bytes / state_bytes,
         staged=staged_share(settled["ring_bytes"], moving_bytes),
+        ring_is_given_back=policy is not None and device_share(policy, elementwise=True).passing_is_learnt,
     )
     print_record(
         "train",
@@ -352,7 +352,7 @@ class Bench:
             torch.accelerator.reset_peak_memory_stats(self._device)  # as in a process that has not trained yet
         if policy is not None:
             offload_optimizer(optimizer, model=self._model, policy=policy)
-        clip = self._clip and (policy is None or policy.update == "step")
+        clip = self._clip and (policy is None or not policy.updates_in_backward)
         self._iterate(optimizer, SETTLE_ITERATIONS, clip=clip)
         yield optimizer, clip
         if policy is not None:

@@ -41,7 +41,7 @@ def check_host_memory(needed_bytes: int, limit_bytes: int | None, held_bytes: in
         MemoryError: says what is needed, what there is, and what to do.
     """
     advice = (
-        "Keep more of the state on the device (OffloadPolicy.resident_bytes), shard over more ranks, or, if the "
+        "Keep more of the state on the device (a larger OffloadPolicy.device_bytes), shard over more ranks, or, if the "
         "machine has memory that the kernel does not report yet, say how much may be used with "
         "OffloadPolicy.host_limit_bytes."
     )

@@ -30,6 +30,7 @@ from ..optimizers.masters import MASTER
 from ..optimizers.saved_form import as_kept, as_saved, drop_master, rebuild_master
 from ..optimizers.shared_values import ENGINE_ATTRIBUTE
 from ..planning.cpu_share import best_fraction, host_bucket_bytes
+from ..planning.device_share import device_share
 from ..planning.schedule import BucketStep
 from ..policy import OffloadPolicy
 from ..state.adopt import adopt, is_exchanged
@@ -54,6 +55,8 @@ class Engine:
     Attributes:
         cls: the user's optimizer class.
         steps: its logical steps.
+        share: device memory that its state may take.
+        loads_in_backward: whether loads begin before ``step()``: hooks on a model tell when a backward does.
         pinned: whether host memory is page-locked.
         tuning_of_policy, tuning_of_residents, tuning_of_staging: what ``"auto"`` has chosen, and why, in sentences.
     """
@@ -69,6 +72,8 @@ class Engine:
     ) -> None:
         self.cls = cls
         self.policy = policy
+        self.share = device_share(policy, elementwise=traits.elementwise)
+        self.loads_in_backward = False
         self.device = device
         self.names = names
         self.layouts = Layouts(cls, traits, policy.master_weights)
@@ -79,12 +84,15 @@ class Engine:
         self.tuning_of_host = ""  # what "auto" has chosen, and why
         if policy.host_fraction:
             worker = host_worker(device)
-            self.host = HostUpdates(cls, traits, self._link, worker, serial=policy.serial, pin=self.pinned)
+            self.host = HostUpdates(cls, traits, self._link, worker, serial=policy.runs_serially, pin=self.pinned)
         self._pipeline = Pipeline(
-            self._link, serial=policy.serial, beside_compute=policy.updates_beside_compute, host=self.host
+            self._link,
+            serial=policy.runs_serially,
+            beside_compute=policy.runs_on_into_forward,
+            host=self.host,
         )
         self.plan = Plan(
-            *(self.layouts, policy, device),
+            *(self.layouts, policy, self.share, device),
             pin=self.pinned,
             staged=self._pipeline.buckets,
             together=together,
@@ -138,10 +146,10 @@ class Engine:
         """Refuse what would draw an optimizer's random numbers in another order than a plain step does."""
         if not self.layouts.draws:
             return
-        if self.policy.update == "backward":
+        if self.policy.updates_in_backward:
             raise ValueError(
                 f"{self.cls.__name__} draws random numbers parameter by parameter, and "
-                "OffloadPolicy(update='backward') updates parameters in another order. Use update='step'."
+                "OffloadPolicy(overlap='iteration') updates parameters in another order. Use overlap='forward'."
             )
         planned = [id(param) for param in (*self.plan.shards, *new)]
         if planned != [id(p) for group in optimizer.param_groups for p in group["params"] if id(p) in set(planned)]:
@@ -359,7 +367,7 @@ class Engine:
         """Update every parameter that has a gradient, and count the step as the optimizer would.
 
         Returns when everything is issued: whether there was any gradient. Parameters are new in the order of the
-        current stream; under ``overlap_forward`` only once :meth:`Stepping.wait_for` has been called for them.
+        current stream; where it runs on into the forward, only once :meth:`Stepping.wait_for` has been called for them.
         """
         steps = self.steps
         steps.check_usable("step()", mid_step=True)
@@ -390,7 +398,7 @@ class Engine:
             raise
         self._pipeline.end_updates()
         steps.begun, steps.last = None, needed
-        if not self.policy.overlap_forward:
+        if not self.policy.runs_on_into_forward:
             steps.wait_for_all()
         return bool(needed)
 
@@ -426,7 +434,7 @@ class Engine:
         if begun is None:
             return
         self._pipeline.updates_after(HostMark() if event is None else EventMark(event))  # type: ignore[arg-type]
-        updates = self.policy.update == "backward"
+        updates = self.policy.updates_in_backward
 
         def may_update(number: int) -> bool:
             return updates and all(shard.param in final for shard in self.plan[number].covers() if shard.group >= 0)
@@ -470,7 +478,7 @@ class Engine:
             return None
         self.phases.reload(states)
         self.lending.adopt_user_tensors(self.plan.shards.values(), states)  # the backward may update with it
-        order = steps.in_backward_order(steps.last) if self.policy.update == "backward" else steps.last
+        order = steps.in_backward_order(steps.last) if self.policy.updates_in_backward else steps.last
         return steps.begin(optimizer, {}, order, states, early=True)
 
     def _groups_as_before(self, optimizer: Optimizer) -> bool:

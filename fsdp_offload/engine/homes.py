@@ -23,6 +23,7 @@ from ..optimizers.bound_range import BoundRange, bind_range, slot_values
 from ..optimizers.learn import Layouts
 from ..planning.buckets import Bucket, BucketPlan, Copy, ShardSpec, aligned, join_copies, plan_buckets
 from ..planning.cpu_share import NOTHING_YET, Taken, choose_host_share, host_bucket_bytes
+from ..planning.device_share import DeviceShare
 from ..planning.ring_layout import Placement, RingBlocks, divide_ring, place_in_ring
 from ..policy import OffloadPolicy
 from ..state.layout import LeafLayout, in_dtypes_of, is_wrapper
@@ -100,6 +101,7 @@ class Plan:
         self,
         layouts: Layouts,
         policy: OffloadPolicy,
+        share: DeviceShare,
         device: torch.device,
         *,
         pin: bool,
@@ -119,10 +121,11 @@ class Plan:
         self._passing_limit_bytes: int | None = None  # of what comes and goes, once it is known
         # One block, or blocks for one large bucket each. Smaller ones would take up more of the memory of activations,
         # each of which is an allocation of its own, but no bucket would fit into them.
-        self._comes_and_goes = policy.staging_bytes == "auto"
+        self._comes_and_goes = share.passing_is_learnt
         self._block_bytes = policy.bucket_bytes if self._comes_and_goes else 1 << 62
         self._layouts = layouts
         self._policy = policy
+        self._share = share
         self._device = device
         self._pin = pin
         self._together = together
@@ -211,7 +214,7 @@ class Plan:
         return alone and not is_wrapper(local_shard(shard.param))
 
     def _choose_resident(self, shards: Sequence[StateShard]) -> tuple[list[StateShard], list[StateShard]]:
-        left_bytes = self._policy.given_resident_bytes - self.resident_bytes
+        left_bytes = self._share.staying_bytes - self.resident_bytes
         for shard in shards:
             nbytes = _resident_nbytes(shard)
             if 0 < nbytes <= left_bytes and not shard.on_host:
@@ -357,7 +360,7 @@ class Plan:
         """Choose the blocks of the ring. Where in it a bucket passes through depends on the order of each step."""
         moving = [number for number, staged in enumerate(self._staged) if staged.copies]
         nbytes = [self._buckets[number].bucket.nbytes for number in moving]
-        self.ring = self._ring_for(nbytes, self._policy.ring_bytes)
+        self.ring = self._ring_for(nbytes, self._share.ring_bytes(self._policy.bucket_bytes))
         if self._passing_limit_bytes is not None:
             limit_bytes = self.ring.lasting_bytes + self._passing_limit_bytes
             self.ring = self._ring_for(nbytes, limit_bytes)

@@ -161,7 +161,7 @@ class Stepping:
                     begun.shadow, begun.shared, habits, ranges, begun.group_count, states, begun.logical.kwargs
                 )
             begun.note_updated(number)
-            if self._policy.updates_beside_compute:
+            if self._policy.runs_on_into_forward:
                 # Whoever clears gradients meanwhile must not free what an update is still to read.
                 covers = [shard.param for shard in self._plan[number].covers()]
                 self._held[number] = [(param, habits.gradient(param), begun) for param in covers]
@@ -298,9 +298,9 @@ class Stepping:
             return
         self._refuse(
             "a backward came after the one whose gradients had been updated with already",
-            "a second backward before step(), with OffloadPolicy(update='backward'): parameters have been updated with "
-            "the gradients of the first one. The number of backwards before each step must not change (it was learnt "
-            "in the first steps); use update='step', or one step for each backward.",
+            "a second backward before step(), with OffloadPolicy(overlap='iteration'): parameters have been updated "
+            "with the gradients of the first one. The number of backwards before each step must not change (it was "
+            "learnt in the first steps); use overlap='forward', or one step for each backward.",
         )
 
     def refuse_recomputation(self, buckets: Collection[int]) -> None:
@@ -314,8 +314,8 @@ class Stepping:
         self._refuse(
             "a backward computed a block again whose parameters it had updated already",
             "activation checkpointing of a block that runs twice before one backward, with "
-            "OffloadPolicy(update='backward'): it is computed again with parameters that have been updated since. Use "
-            "update='step', use_reentrant=False, or one backward for each forward.",
+            "OffloadPolicy(overlap='iteration'): it is computed again with parameters that have been updated since. "
+            "Use overlap='forward', use_reentrant=False, or one backward for each forward.",
         )
 
     def _refuse(self, failure: str, message: str) -> NoReturn:
@@ -367,8 +367,8 @@ class Stepping:
         if problem:
             self._refuse(
                 f"the update began in the backward, and {problem}",
-                f"step(), with OffloadPolicy(update='backward'): parameters have been updated in the backward, and "
-                f"{problem}. Use update='step' for a loop that does this.",
+                f"step(), with OffloadPolicy(overlap='iteration'): parameters have been updated in the backward, and "
+                f"{problem}. Use overlap='forward' for a loop that does this.",
             )
         return begun
 
@@ -426,7 +426,7 @@ class Stepping:
             logical.attributes,
             self._habits.attributes_by_param,
             writes_any_entry=not self._layouts.traits.known,
-            copy_scheduled=self._policy.updates_beside_compute,
+            copy_scheduled=self._policy.runs_on_into_forward,
             all_groups=self._layouts.needs_all_groups,
         )
 
@@ -500,8 +500,8 @@ class Stepping:
             )
         if self.begun is not None and self.begun.has_updated and not mid_step:
             raise RuntimeError(
-                f"{what} refused: the backward has updated part of the state (OffloadPolicy(update='backward')). Call "
-                "step() first."
+                f"{what} refused: the backward has updated part of the state (OffloadPolicy(overlap='iteration')). "
+                "Call step() first."
             )
 
 

@@ -8,7 +8,7 @@ from .timeline import check_matplotlib
 
 
 def draw_steps(reports: Sequence[OffloadReport], path: str | Path) -> None:
-    """Write a picture of the share of the bound that each step reached; ``resident_bytes="auto"`` shows as it settles.
+    """Write a picture of the share of the bound that each step reached; ``device_bytes="auto"`` shows as it settles.
 
     Args:
         reports: of successive steps; a report waits for the device.

@@ -3,7 +3,7 @@
 ::
 
     accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
-    model, optimizer, loader = prepare(accelerator, model, optimizer, loader, policy={"staging_bytes": 1 << 28})
+    model, optimizer, loader = prepare(accelerator, model, optimizer, loader, policy={"device_bytes": 1 << 28})
 
 Everything else stays: ``accumulate``, ``clip_grad_norm_``, schedulers, scalers, ``save_state``, ``load_state``.
 """

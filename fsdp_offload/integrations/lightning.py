@@ -2,7 +2,7 @@
 
 ::
 
-    trainer = Trainer(strategy=ModelParallelStrategy(), callbacks=[OffloadCallback({"overlap_forward": True})])
+    trainer = Trainer(strategy=ModelParallelStrategy(), callbacks=[OffloadCallback({"overlap": "forward"})])
 
     model = fabric.setup(model)
     optimizer = setup_optimizers(fabric, model, torch.optim.AdamW(model.parameters()))

@@ -3,7 +3,7 @@
 ::
 
     model = fully_shard_model(model, ...)
-    optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters()), policy={"resident_bytes": 4 << 30})
+    optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters()), policy={"device_bytes": 4 << 30})
 
 Its own takes a step to create all state on the device. Here the optimizer is offloaded before: that step creates the
 state bucket by bucket, and none of it stays. ``offload_optimizer`` behind its own works too, and pays for that step.

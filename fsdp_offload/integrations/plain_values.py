@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from ..api.offload import is_offloaded, offload_optimizer, offload_report
 from ..api.wrong_order import line_to_write
-from ..policy import OffloadPolicy
+from ..policy import GONE_FIELDS, OffloadPolicy
 
 _PREFIX = "FSDP_OFFLOAD_"
 _WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False, "none": None, "null": None}
@@ -21,7 +21,7 @@ _WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "o
 def policy_from(values: OffloadPolicy | Mapping[str, Any] | str | None = None) -> OffloadPolicy:
     """A policy from a dict as YAML or a command line gives it, and from the environment for what is not in it.
 
-    ``FSDP_OFFLOAD_STAGING_BYTES=auto`` is the field ``staging_bytes``; an empty variable is none. Text is JSON of
+    ``FSDP_OFFLOAD_DEVICE_BYTES=auto`` is the field ``device_bytes``; an empty variable is none. Text is JSON of
     such a dict. A policy is returned as it is.
 
     Raises:
@@ -30,16 +30,17 @@ def policy_from(values: OffloadPolicy | Mapping[str, Any] | str | None = None) -
     """
     if isinstance(values, OffloadPolicy):
         return values
-    fields = {field.name: field for field in dataclasses.fields(OffloadPolicy)}
+    fields = [field.name for field in dataclasses.fields(OffloadPolicy)]
     variables = {variable: text for variable, text in os.environ.items() if variable.startswith(_PREFIX) and text}
     given = {variable.removeprefix(_PREFIX).lower(): text for variable, text in variables.items()}
     given = {name: text for name, text in given.items() if not name.startswith("test_")}  # our own tests' settings
-    _refuse_unknown([_PREFIX + name.upper() for name in given], [_PREFIX + name.upper() for name in fields])
+    variable_names = [_PREFIX + name.upper() for name in given if name not in GONE_FIELDS]
+    _refuse_unknown(variable_names, [_PREFIX + name.upper() for name in fields])
     asked = _from_json(values) if isinstance(values, str) else dict(values or {})
-    _refuse_unknown(asked, fields)
+    _refuse_unknown(asked.keys() - set(GONE_FIELDS), fields)  # for which the policy has better words
     given.update(asked)
     try:
-        return OffloadPolicy(**{name: _value(fields[name], value) for name, value in given.items()})
+        return OffloadPolicy(**{name: _value(name, value) for name, value in given.items()})
     except (TypeError, ValueError) as error:
         used = ", ".join(_PREFIX + name.upper() for name in given if name not in asked)
         raise type(error)(f"{error} (from the environment: {used})" if used else str(error)) from None
@@ -69,19 +70,22 @@ def _from_json(text: str) -> dict[str, Any]:
     except ValueError as error:
         values = error
     if not isinstance(values, dict):
-        raise ValueError(f'A policy in text is JSON such as {{"overlap_forward": true}}, got {text!r}.')
+        raise ValueError(f'A policy in text is JSON such as {{"overlap": "forward"}}, got {text!r}.')
     return values
 
 
-def _value(field: dataclasses.Field[Any], value: Any) -> Any:
+def _value(name: str, value: Any) -> Any:
     """``value`` as the field's type, where it says the same in another one: text, 1 for true, 1e9 for bytes."""
+    default = getattr(OffloadPolicy, name, None)
     if isinstance(value, str):
         word = value.strip().lower()
-        value = _WORDS[word] if word in _WORDS and not isinstance(field.default, str) else _literal(word)
-    if isinstance(field.default, bool) and value in (0, 1):
+        value = _WORDS[word] if word in _WORDS and not isinstance(default, str) else _literal(word)
+    if isinstance(default, bool) and value in (0, 1):
         return bool(value)
-    if field.name.endswith("_bytes") and isinstance(value, float) and value.is_integer():
+    if name.endswith("_bytes") and isinstance(value, float) and value.is_integer():
         return int(value)
+    if name == "debug" and value is False:
+        return "off"  # which YAML reads as a bool
     return value
 
 

@@ -2,7 +2,7 @@
 
 ::
 
-    trainer = OffloadTrainer(model, args, train_dataset=data, offload_policy={"overlap_forward": True})
+    trainer = OffloadTrainer(model, args, train_dataset=data, offload_policy={"overlap": "forward"})
 
     class OffloadSFTTrainer(OffloadTrainer, SFTTrainer): ...
 

@@ -35,7 +35,7 @@ _ELSEWHERE = -1
 
 _GUARD = Guard(
     "Updating",
-    "{what} on a parameter or gradient that an update may still write or read (OffloadPolicy(overlap_forward=True)): "
+    "{what} on a parameter or gradient that an update may still write or read (OffloadPolicy.overlap): "
     "call optimizer.synchronize() before touching it between step() and the next forward.",
     lets_gradients=True,
 )
@@ -76,7 +76,7 @@ class Overlap:
         for number, group in enumerate(self._groups):
             names = ("_before_gather", "_before_use", "_before_reduce", "_reduced")
             self._undo.append(group.hook(*(partial(_call, overlap, last, name, number) for name in names)))
-        if engine.policy.overlap_forward:
+        if engine.policy.runs_on_into_forward:
             for register in _state_dict_hooks(model):
                 handle: RemovableHandle = register(partial(_call, overlap, last, "_before_state_dict"))
                 self._undo.append(handle.remove)
@@ -130,7 +130,7 @@ class Overlap:
         assert engine is not None
         self._rehearsal.step_ended(engine, states)
         self._elastic.step_ended(engine)
-        if engine.policy.overlap_forward:
+        if engine.policy.runs_on_into_forward:
             engine.steps.wait_for(self._buckets(engine)[_ELSEWHERE])
         self._seen_before.append(self._seen)
         self._expected = [max(seen) for seen in zip(*self._seen_before, strict=True)]
@@ -139,9 +139,9 @@ class Overlap:
         buckets = self._buckets(engine)
         engine.steps.backward_order = _by_last_appearance(buckets[number] for number in order)
         self.forget_reductions()
-        if engine.policy.debug and engine.policy.overlap_forward:
+        if engine.policy.guards:
             self._guard(engine)
-        if not engine.policy.serial:  # whose marks make the host wait
+        if not engine.policy.runs_serially:  # whose marks make the host wait
             engine.iteration.step_ended(engine.steps.last)
 
     def _buckets(self, engine: Engine) -> Mapping[int, Collection[int]]:
@@ -158,13 +158,13 @@ class Overlap:
 
     def _before_gather(self, number: int, stream: torch.Stream | None) -> None:
         engine = self._engine()
-        if engine is not None and engine.policy.overlap_forward:
+        if engine is not None and engine.policy.runs_on_into_forward:
             engine.steps.wait_for(self._buckets(engine)[number], stream)
 
     def _before_use(self, number: int, in_backward: bool) -> None:
         engine = self._engine()
         if engine is not None and not in_backward:
-            if engine.policy.update == "backward" and runs_in_backward():
+            if engine.policy.updates_in_backward and runs_in_backward():
                 engine.steps.refuse_recomputation(self._buckets(engine)[number])
             self._in_backward = False
             self._rehearsal.wanted(engine, number)
@@ -180,7 +180,7 @@ class Overlap:
         """Ahead of the first gradients of a backward; unless nothing is gathered in it."""
         self._in_backward = True
         optimizer = self._optimizer()
-        if optimizer is None or not engine.policy.uses_backward:
+        if optimizer is None:
             return
         if not any(self._seen):
             self._rehearsal.conclude(engine)
@@ -210,12 +210,10 @@ class Overlap:
         optimizer, engine = self._optimizer(), self._engine()
         if optimizer is None or engine is None:
             return
-        if engine.policy.overlap_forward and not self._all_new:
+        if engine.policy.runs_on_into_forward and not self._all_new:
             engine.steps.wait_for_all()  # also for what this forward did not use
             self.unguard()
             self._all_new = True
-        if not engine.policy.uses_backward:
-            return
         self._in_backward = True
         if not any(self._seen):
             self._rehearsal.conclude(engine)
@@ -264,45 +262,46 @@ def _by_last_appearance(sets: Any) -> list[int]:
 def make_overlap(
     model: nn.Module | None, optimizer: Optimizer, engine: Engine, get_states: GetStates
 ) -> Overlap | None:
-    """The hooks that the policy needs, if any.
+    """The hooks on a model's forward and backward; ``None`` where the policy can do without, and there is no place.
 
     Raises:
-        ValueError: there is no model to hook into, or it is not sharded.
-        NotImplementedError: this torch's ``fully_shard`` has other hook points.
+        ValueError: the policy needs a model, and there is none to hook into, or it is not sharded.
+        NotImplementedError: the same, and this torch's ``fully_shard`` has other hook points.
     """
     policy = engine.policy
-    if not policy.overlaps:
-        return None
-    wanted = _named(policy)
+    if policy.updates_in_backward and not engine.habits.reads_param_grad:
+        raise ValueError(
+            "offload_optimizer: overlap='iteration' uses gradients as fully_shard makes them, and this optimizer reads "
+            "param.decoupled_grad, which is made later. Use overlap='forward'."
+        )
+    if not policy.runs_on_into_forward and not group_numbers(model, policy).keys() & engine.names.keys():
+        return None  # nothing to hook into: loads begin in step()
+    wanted = f"OffloadPolicy(overlap={policy.overlap!r})"
     if model is None:
         raise ValueError(f"offload_optimizer: {wanted} needs model=..., into whose forward and backward it hooks.")
-    if policy.update == "backward" and not engine.habits.reads_param_grad:
-        raise ValueError(
-            "offload_optimizer: update='backward' uses gradients as fully_shard makes them, and this optimizer reads "
-            "param.decoupled_grad, which is made later. Use update='step'."
-        )
     overlap = Overlap(model, optimizer, engine, get_states)
-    if not overlap.in_groups & set(engine.plan.shards):
+    if policy.runs_on_into_forward and not overlap.in_groups & set(engine.plan.shards):
         overlap.remove()
         raise ValueError(
             f"offload_optimizer: {wanted} hooks into fully_shard, and none of the optimizer's parameters is sharded by "
-            "it. Shard the model first, or leave these fields at their defaults."
+            "it. Shard the model first, or leave overlap at its default."
         )
+    engine.loads_in_backward = True
     return overlap
 
 
-def _named(policy: OffloadPolicy) -> str:
-    fields: Mapping[str, object] = {
-        "prefetch": policy.prefetch,
-        "update": policy.update,
-        "overlap_forward": policy.overlap_forward,
-    }
-    changed = [f"{name}={value!r}" for name, value in fields.items() if value not in ("step", False)]
-    return f"OffloadPolicy({', '.join(changed)})"
-
-
 def group_numbers(model: nn.Module | None, policy: OffloadPolicy) -> dict[Tensor, int]:
-    """Of the model's sharded parameters, in the order in which a forward gathers them; none if nothing overlaps."""
-    if model is None or not policy.overlaps:
+    """Of the model's sharded parameters, in the order in which a forward gathers them; none without groups to hook.
+
+    Raises:
+        NotImplementedError: this torch's ``fully_shard`` has other hook points, and the policy cannot do without.
+    """
+    if model is None:
         return {}
-    return {param: number for number, group in enumerate(sharding_groups(model)) for param in group.params}
+    try:
+        groups = sharding_groups(model)
+    except NotImplementedError:
+        if policy.runs_on_into_forward:
+            raise
+        return {}
+    return {param: number for number, group in enumerate(groups) for param in group.params}

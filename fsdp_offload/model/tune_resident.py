@@ -38,8 +38,8 @@ class Rehearsal:
     def __init__(self, engine: Engine, groups: Sequence[Sequence[Tensor]]) -> None:
         # With DTensors updates may issue collectives: their order must be the same on every rank, whatever it measures.
         elementwise = engine.layouts.traits.elementwise
-        self._orders = engine.policy.update == "backward" and elementwise
-        self._keeps = engine.policy.resident_bytes == "auto" and elementwise
+        self._orders = engine.policy.updates_in_backward and elementwise
+        self._keeps = engine.share.staying_is_learnt and elementwise
         self._groups = groups
         self._steps = 0
         self._final_ms: dict[int, float] = {}  # by group, since the first of them
@@ -82,7 +82,7 @@ class Rehearsal:
                 engine.keep_on_device(keep, states)
             except torch.OutOfMemoryError:
                 engine.tuning_of_residents = (
-                    "resident_bytes='auto': more of the state should stay on the device, and there is no room for it."
+                    f"{_asked(engine)}: more of the state should stay on the device, and there is no room for it."
                 )
 
     def wanted(self, engine: Engine, number: int) -> None:
@@ -104,9 +104,10 @@ class Rehearsal:
                 self._final_ms = {group: ms - min(at_ms.values()) for group, ms in at_ms.items()}
                 forward = [one for group in range(len(self._groups)) for one in sorted(self._buckets(engine, group))]
                 engine.steps.measured_order = update_order(self._bucket_final_ms(engine, times), move_ms, forward)
-        elif self._keeps and engine.policy.overlap_forward and not self._wanted:
+        elif self._keeps and engine.policy.runs_on_into_forward and not self._wanted:
             engine.tuning_of_residents = (
-                "resident_bytes='auto': not known, since reload_states() was called before the forward. Call it after."
+                f"{_asked(engine)}: what should stay is not known, as reload_states() was called before the forward. "
+                "Call it after."
             )
         elif self._keeps:
             # Undisturbed by updates, on the clock of this step: its loads began ahead of the gradients, or with them.
@@ -125,7 +126,7 @@ class Rehearsal:
     def _iteration(
         self, engine: Engine, times: Mapping[int, BucketTimes], final_ms: dict[int, float]
     ) -> IterationTimes:
-        if engine.policy.overlap_forward:
+        if engine.policy.runs_on_into_forward:
             groups = [self._buckets(engine, group) for group in self._wanted]
             wanted_ms = [engine.ms_since_begin(mark) for mark in self._wanted.values()]
         else:
@@ -135,9 +136,9 @@ class Rehearsal:
             update_ms = 0.0 if final_ms else sum(one.update_ms for one in times.values())
             wanted_ms = [engine.ms_since_begin(self._step_began) + update_ms] * len(groups)
         last = engine.iteration.last()
-        if last is not None and engine.policy.update == "backward":
+        if last is not None and engine.policy.updates_in_backward:
             self._window_ms = min(self._window_ms, last.ms - last.stalled_ms)
-        elif last is not None and engine.policy.overlap_forward:
+        elif last is not None and engine.policy.runs_on_into_forward:
             self._window_ms = min(self._window_ms, last.forward_ms)
         return IterationTimes(
             groups=groups,
@@ -152,7 +153,7 @@ class Rehearsal:
         busy_ms = sum(iteration.move_ms.values())
         stall_ms = iteration.stall_ms
         count, left_ms = groups_to_keep(iteration, _TOLERANCE * self._all_ms)
-        limit = engine.policy.resident_limit_bytes
+        limit = engine.share.staying_limit_bytes
         limit_bytes = engine.room_bytes() if limit is None else limit - engine.plan.resident_bytes
         keep: set[int] = set()
         fits = True
@@ -166,11 +167,15 @@ class Rehearsal:
         self._keep, self._keep_of = moving, {shard for number in moving for shard in engine.plan[number].covers()}
         kept_bytes = engine.plan.resident_bytes + engine.plan.resident_nbytes(moving)
         engine.tuning_of_residents = (
-            f"resident_bytes='auto': {kept_bytes / 1e9:.2f} GB stay on the device. In an iteration of measured "
+            f"{_asked(engine)}: {kept_bytes / 1e9:.2f} GB stay on the device. In an iteration of measured "
             f"transfers of {busy_ms:.0f} ms the model waited {stall_ms:.1f} ms for new parameters"
             + (f"; {left_ms:.1f} ms are expected from now on" if moving else "")
-            + ("." if fits else "; more would help, and does not fit (resident_limit_bytes).")
+            + ("." if fits else "; more would help, and does not fit (device_bytes).")
         )
 
     def _buckets(self, engine: Engine, group: int) -> set[int]:
         return engine.steps.buckets_of(self._groups[group])
+
+
+def _asked(engine: Engine) -> str:
+    return f"device_bytes={engine.policy.device_bytes!r}"

@@ -1,4 +1,4 @@
-"""Staging memory that comes and goes with the room that training leaves: ``staging_bytes="auto"``.
+"""Staging memory that comes and goes with the room that training leaves: ``DeviceShare.passing_is_learnt``.
 
 Some blocks, a small part of the state, are always there: transfers go on through them while the others cannot be. All
 that is said here of bytes of staging is said of the others. ::
@@ -30,8 +30,8 @@ class Elastic:
         self._groups = groups
         # Ranks have different room. Where loads wait for that, the updates behind them come at another point of the
         # backward on each rank, and the updates of an optimizer that is run on whole DTensors are collectives.
-        in_lockstep = engine.policy.update == "backward" and not engine.layouts.traits.elementwise
-        self._wanted = engine.policy.staging_bytes == "auto" and not in_lockstep
+        in_lockstep = engine.policy.updates_in_backward and not engine.layouts.traits.elementwise
+        self._wanted = engine.share.passing_is_learnt and not in_lockstep
         self._peak_at_attach_bytes = engine.allocated_bytes().peak if self._wanted else 0
         self._steps = 0
         self._plan: StagingPlan | None = None
@@ -118,13 +118,13 @@ class Elastic:
         moving_bytes = engine.plan.moving_bytes()
         wanted_bytes = moving_bytes
         lasting_bytes = engine.plan.ring.lasting_bytes
-        if engine.policy.updates_beside_compute:
+        if engine.policy.runs_on_into_forward:
             # Loads and stores have the forward, or the backward, to hide behind: no more is of use than what lets the
             # state of one group, the one that is final last and needed first, be loaded ahead beside what passes. More
             # would only have to be stored before the forward needs its room.
             buckets = (engine.steps.buckets_of(group) for group in self._groups)
             largest_bytes = max(map(engine.plan.moving_bytes, buckets), default=0)
-            wanted_bytes = min(moving_bytes, largest_bytes + engine.policy.ring_bytes)
+            wanted_bytes = min(moving_bytes, largest_bytes + engine.share.ring_bytes(engine.policy.bucket_bytes))
         why_not = _why_none_passes(engine)
         if why_not:
             wanted_bytes = 0
@@ -133,7 +133,7 @@ class Elastic:
             self._points_bytes,
             peak_bytes,
             max(0, wanted_bytes - lasting_bytes),
-            spread=engine.policy.update == "backward" or not engine.policy.updates_beside_compute,
+            spread=engine.policy.updates_in_backward or not engine.policy.runs_on_into_forward,
             last_backward=self._last_backward,
         )
         if plan is not None and lasting_bytes + plan.nbytes > engine.plan.ring_bytes:
@@ -141,7 +141,7 @@ class Elastic:
             self._plan = plan
         ring = engine.plan.ring
         engine.tuning_of_staging = (
-            f"staging_bytes='auto': {engine.plan.ring_bytes / 1e9:.2f} GB for {moving_bytes / 1e9:.2f} GB of state, "
+            f"device_bytes='auto': {engine.plan.ring_bytes / 1e9:.2f} GB for {moving_bytes / 1e9:.2f} GB that pass, "
             + (
                 f"of which {ring.lasting_bytes / 1e9:.2f} GB are always there, and the rest is taken in the backward "
                 f"and given back in the forward, in {len(ring.nbytes) - ring.lasting} blocks."
@@ -153,7 +153,7 @@ class Elastic:
 
 def _why_none_passes(engine: Engine) -> str:
     """Why staging that comes and goes would do harm; empty if not. Waits for the device."""
-    last = engine.iteration.last() if engine.policy.update == "backward" else None
+    last = engine.iteration.last() if engine.policy.updates_in_backward else None
     if last is None:
         return ""
     times = engine.step_times()

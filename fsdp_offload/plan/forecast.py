@@ -168,7 +168,7 @@ def _forecast(
         resident_bytes=resident_bytes,
         staging_bytes=staging_bytes,
     )
-    if choice is not None and choice.policy(sizes.state).staging_bytes == "auto":
+    if choice is not None and choice.passing_is_learnt(sizes.state):
         # It comes and goes where activations have been; a small part of it lasts.
         room_bytes = device.terms.get("activations", 0) + device.terms.get("logits", 0)
         staging_bytes = min(moving_bytes, staging_bytes + room_bytes)

@@ -5,10 +5,10 @@ r, the share of what is offloaded that staging holds::
 
     the plain optimizer                          F + B + clip + U
     in the step                                  F + B + clip + max(U, (1 - r) T)
-    overlap_forward                              B + clip + max(F + U, (1 - r) T)
-    prefetch, staging given back in the forward  B + clip + max(F + max(U, (1 - r) L), S)
-    the same with overlap_forward                B + clip + max(F + U, r S + (1 - r) T)
-    update="backward"                            max(F + B + U, T)
+    overlap="forward"                            B + clip + max(F + U, (1 - r) T)
+    in the step, ring given back in the forward  B + clip + max(F + max(U, (1 - r) L), S)
+    the same with overlap="forward"              B + clip + max(F + U, r S + (1 - r) T)
+    overlap="iteration"                          max(F + B + U, T)
 
 What staging holds is loaded behind the backward, as far as that lasts, and stored behind the next one, unless the
 forward needs its room. And ``step()`` alone, in which nothing but updates hides the transfers: max(U, T).
@@ -43,7 +43,14 @@ class Bound(NamedTuple):
     ms: float
 
 
-def bound(policy: OffloadPolicy | None, times: Times, *, offloaded: float = 1.0, staged: float = 0.0) -> Bound:
+def bound(
+    policy: OffloadPolicy | None,
+    times: Times,
+    *,
+    offloaded: float = 1.0,
+    staged: float = 0.0,
+    ring_is_given_back: bool = False,
+) -> Bound:
     """What an iteration takes at least.
 
     Args:
@@ -51,23 +58,24 @@ def bound(policy: OffloadPolicy | None, times: Times, *, offloaded: float = 1.0,
         times: of the parts.
         offloaded: the share of the copies of ``times`` that is made, from 0 to 1; the rest of the state is resident.
         staged: the share of what is offloaded that staging holds, from 0 to 1.
+        ring_is_given_back: whether the forward takes the memory of staging back.
     """
     forward, backward, update, clip = times.forward_ms, times.backward_ms, times.update_ms, times.clip_ms
     load, store, two_way = (offloaded * ms for ms in (times.load_ms, times.store_ms, times.two_way_ms))
     if policy is None:
         return Bound("F + B + clip + U", forward + backward + clip + update)
-    if policy.update == "backward":
+    if policy.updates_in_backward:
         return Bound("max(F + B + U, T)", max(forward + backward + update, two_way))
     ahead = min(staged, backward / load) if load else staged
     rest = backward + clip
-    if policy.staging_bytes == "auto":
-        if policy.overlap_forward:
+    if ring_is_given_back:
+        if policy.runs_on_into_forward:
             hidden = max(forward + update, ahead * store + (1 - ahead) * two_way)
             return Bound("B + clip + max(F + U, r S + (1 - r) T)", rest + hidden)
         hidden = max(forward + max(update, (1 - ahead) * load), store)
         return Bound("B + clip + max(F + max(U, (1 - r) L), S)", rest + hidden)
     two_way *= 1 - ahead
-    if policy.overlap_forward:
+    if policy.runs_on_into_forward:
         return Bound("B + clip + max(F + U, (1 - r) T)", rest + max(forward + update, two_way))
     return Bound("F + B + clip + max(U, (1 - r) T)", forward + rest + max(update, two_way))
 
@@ -130,15 +138,12 @@ def what_would_help(policy: OffloadPolicy, at_least_ms: float, without_transfers
     if left_ms <= _TOLERANCE * at_least_ms:
         return ""
     remedies = []
-    if policy.overlaps:
-        if policy.resident_bytes != "auto":
-            remedies.append('resident_bytes="auto"')
-        elif policy.resident_limit_bytes is not None:
-            remedies.append("a larger resident_limit_bytes")
-        several = " or more micro-batches" if policy.update == "backward" else ""
-        remedies.append(f"a larger batch{several}")
-    if policy.update != "backward":
-        if not policy.overlap_forward:
-            remedies.append("overlap_forward=True, which hides them behind the forward")
-        remedies.append('update="backward", behind the whole iteration, where gradients are not clipped by a norm')
+    if policy.device_bytes != "auto" or not policy.runs_on_into_forward:
+        remedies.append("a larger device_bytes")
+    if policy.runs_on_into_forward:
+        remedies.append(f"a larger batch{' or more micro-batches' if policy.updates_in_backward else ''}")
+    else:
+        remedies.append('overlap="forward", which hides them behind the forward')
+    if not policy.updates_in_backward:
+        remedies.append('overlap="iteration", behind the whole iteration, where gradients are not clipped by a norm')
     return f"The transfers take {left_ms:.1f} ms longer than what hides them. What would help: {'; '.join(remedies)}."

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 
 from ..policy import MIB, MasterKind, OffloadPolicy
 from .bound import Bound, Times, bound
+from .device_share import device_share
 
 Overlap = Literal["step", "forward", "iteration"]
 Loop = Literal["any", "synchronizes", "no_clipping"]
@@ -40,27 +41,27 @@ class Choice:
 
     def fields(self, state_bytes: int) -> dict[str, Any]:
         """What differs from ``OffloadPolicy()``."""
-        fields: dict[str, Any] = {}
-        if state_bytes >= _LARGE_BYTES:
-            fields |= {"staging_bytes": 640 * MIB, "bucket_bytes": 128 * MIB}
-        if self.overlap == "iteration":
-            fields["update"] = "backward"
-        if self.overlap != "step":
-            fields["overlap_forward"] = True
-        if self.keeps == "auto":
-            fields["resident_bytes"] = "auto"
-            if self.overlap == "step":
-                fields |= {"prefetch": "backward", "staging_bytes": "auto"}
+        fields: dict[str, Any] = {"bucket_bytes": _LARGE_BUCKET_BYTES} if state_bytes >= _LARGE_BYTES else {}
+        if self.overlap == "step":
+            return fields
+        fields["overlap"] = self.overlap
+        if self.keeps == "none":
+            fields["device_bytes"] = _PASSING_BUCKETS * fields.get("bucket_bytes", OffloadPolicy.bucket_bytes)
         return fields
 
     def policy(self, state_bytes: int) -> OffloadPolicy:
         """Make it."""
         return OffloadPolicy(**self.fields(state_bytes))
 
+    def passing_is_learnt(self, state_bytes: int) -> bool:
+        """Whether staging comes and goes with the room that training leaves."""
+        return device_share(self.policy(state_bytes), elementwise=True).passing_is_learnt
+
     def lasting_staging_bytes(self, state_bytes: int) -> int:
         """Staging that is there all the time."""
         policy = self.policy(state_bytes)
-        return state_bytes // _LASTING_SHARE if policy.staging_bytes == "auto" else policy.ring_bytes
+        share = device_share(policy, elementwise=True)
+        return state_bytes // _LASTING_SHARE if share.passing_is_learnt else share.ring_bytes(policy.bucket_bytes)
 
     def bound(self, times: Times, state_bytes: int, kept_share: float, staged_share: float) -> Bound:
         """What an iteration takes at least, with that share of the state on the device, and of the rest in staging."""
@@ -69,7 +70,6 @@ class Choice:
 
 CHOICES = (
     Choice("step"),
-    Choice("step", "auto"),
     Choice("forward"),
     Choice("forward", "auto"),
     Choice("iteration"),
@@ -82,7 +82,7 @@ def auto_policy(
 ) -> tuple[OffloadPolicy, str]:
     """Choose for ``policy="auto"``: what hides most within what the loop allows, keeping only what cannot be hidden.
 
-    How much that is, ``resident_bytes="auto"`` finds out in the first iterations. The same on every rank.
+    How much that is, ``device_bytes="auto"`` finds out in the first iterations. The same on every rank.
 
     Args:
         loop: what the caller promises.
@@ -100,7 +100,7 @@ def auto_policy(
     if loop not in OVERLAPS:
         raise ValueError(f"offload_optimizer: loop must be one of {', '.join(get_args(Loop))}; got {loop!r}")
     allowed = [one for one in OVERLAPS[loop] if one != "iteration" or updates_early]
-    choice = Choice(allowed[-1], "auto" if elementwise else "none")
+    choice = Choice(allowed[-1], "auto" if elementwise and allowed[-1] != "step" else "none")
     why = f"loop={loop!r} allows it to hide behind "
     why += {"step": "the backward", "forward": "the next forward", "iteration": "backward and forward"}[choice.overlap]
     if hides:
@@ -112,17 +112,22 @@ def auto_policy(
 
 
 _LASTING_SHARE = 25
-"""One part in so many of the state is staging that lasts, with ``staging_bytes="auto"``: as ``homes.py`` has it."""
+"""One part in so many of the state is staging that lasts, with ``device_bytes="auto"``: as ``homes.py`` has it."""
 
 _LARGE_BYTES = 4 << 30
 """Of state: then a bucket of the default size would be one of very many."""
+
+_LARGE_BUCKET_BYTES = 128 * MIB
+
+_PASSING_BUCKETS = 5
+"""Where everything passes through: as many as the measured policies had."""
 
 
 def lines_to_write(choice: Choice | None, state_bytes: int, master_weights: MasterKind = "none") -> str:
     """The code of a choice; ``None`` is no offload, which needs none unless masters are wanted."""
     if choice is None and master_weights == "none":
         return ""
-    fields: dict[str, Any] = {"resident_bytes": 1 << 60} if choice is None else choice.fields(state_bytes)
+    fields: dict[str, Any] = {"device_bytes": 1 << 60} if choice is None else choice.fields(state_bytes)
     if master_weights != "none":
         fields["master_weights"] = master_weights
     said = ", ".join(f"{name}={_said(value)}" for name, value in fields.items())

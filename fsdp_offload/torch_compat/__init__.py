@@ -9,8 +9,8 @@ private name                seen in                without it
 ``TensorMeta``              2.11 to 2.13           required, for the same
 ``_get_fsdp_state``,        2.11 to 2.13           CPUOffloadPolicy is then only recognised by parameters that are on
 ``_fsdp_param_group(s)``                           the CPU while their mesh is not
-``FSDPParamGroup`` with     2.11 to 2.13           overlap_forward, prefetch and update in the backward are refused
-``unshard``, ``wait_for_``
+``FSDPParamGroup`` with     2.11 to 2.13           overlap="forward" and "iteration" are refused, and in "step" loads
+``unshard``, ``wait_for_``                         begin in step()
 ``unshard``, ``post_``
 ``backward``, and the
 attributes in ``_READ``
@@ -19,11 +19,11 @@ attributes in ``_READ``
 ``unsharded_accumulated_``
 ``grad``, ``_partial_``
 ``reduce_output``
-``FSDPParam`` with          2.11 to 2.13           with ``update="backward"``, a second backward before ``step()``
+``FSDPParam`` with          2.11 to 2.13           with ``overlap="iteration"``, a second backward before ``step()``
 ``_unsharded_param``,                              is only noticed by ``step()``, from the gradients
 ``unsharded_``
 ``accumulated_grad``
-``_current_graph_task_id``  2.11 to 2.13           with ``update="backward"``, a checkpointed block that is computed
+``_current_graph_task_id``  2.11 to 2.13           with ``overlap="iteration"``, a checkpointed block that is computed
                                                    again after its update is not refused
 ``_foreach_supported_``     2.11 to 2.13           assumed to be plain tensors, parameters and DTensors
 ``types``

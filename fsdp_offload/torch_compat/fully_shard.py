@@ -99,7 +99,7 @@ class ShardingGroup:
         if missing:
             raise NotImplementedError(
                 f"this torch's fully_shard has no {missing}, by which updates and loads are hidden behind forward and "
-                "backward; use OffloadPolicy(prefetch='step', update='step', overlap_forward=False)"
+                "backward; use OffloadPolicy(overlap='step')"
             )
         self._group = group
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tests.parity import leaves, same_bits
 
-POLICY: dict[str, Any] = {"bucket_bytes": 4096, "staging_bytes": 5 * 4096}
+POLICY: dict[str, Any] = {"bucket_bytes": 4096, "device_bytes": 4 * 4096}
 """Plain values, as configurations have them; so little that the models have many buckets."""
 
 SAVED_AT, STEPS = 6, 12

@@ -26,14 +26,15 @@ from tests.distributed import models
 from tests.distributed.launch import agree, run_cases, spawn, this_device
 from tests.distributed.models import Net, batch, build, decay_groups
 from tests.parity import Pair, Run, attach, differences
+from tests.policies import with_share
 
 pytestmark = pytest.mark.distributed
 
 ALL = 1 << 30
-NONE = OffloadPolicy(bucket_bytes=1024, staging_bytes=5 * 1024)
-SPARE = OffloadPolicy(bucket_bytes=1024, staging_bytes=5 * 1024, snapshot_bytes=ALL)
-HALF = OffloadPolicy(bucket_bytes=1024, staging_bytes=5 * 1024, snapshot_bytes=6000)
-RESIDENT = OffloadPolicy(bucket_bytes=1024, staging_bytes=4096, snapshot_bytes=ALL, resident_bytes=2600)
+NONE = with_share(bucket_bytes=1024, passing=5 * 1024)
+SPARE = with_share(bucket_bytes=1024, passing=5 * 1024, snapshot_bytes=ALL)
+HALF = with_share(bucket_bytes=1024, passing=5 * 1024, snapshot_bytes=6000)
+RESIDENT = with_share(bucket_bytes=1024, passing=4096, snapshot_bytes=ALL, staying=2600)
 
 MakeOptimizer = Callable[[Net], Optimizer]
 

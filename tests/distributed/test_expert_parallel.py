@@ -31,7 +31,7 @@ pytestmark = pytest.mark.distributed
 
 NUM_EXPERTS = 4
 LAYER = "decoder.layers.0.mlp"
-POLICY = OffloadPolicy(bucket_bytes=1 << 12, staging_bytes=1 << 14)
+POLICY = OffloadPolicy(bucket_bytes=1 << 12)
 
 
 def values_of(name: str) -> Tensor:

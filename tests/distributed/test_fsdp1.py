@@ -9,11 +9,12 @@ from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from fsdp_offload import OffloadPolicy, offload_report
+from fsdp_offload import offload_report
 from tests.distributed.frameworks import POLICY, everything
 from tests.distributed.launch import mesh, run_cases, spawn, this_device
 from tests.distributed.models import Block, Net, batch
 from tests.parity import attach
+from tests.policies import with_share
 
 pytestmark = pytest.mark.distributed
 
@@ -31,7 +32,7 @@ def train(*, offload: bool, use_orig_params: bool, strategy: ShardingStrategy) -
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, 1.0, 10)
     if offload:
-        attach(optimizer, model=net, policy=OffloadPolicy(**POLICY))
+        attach(optimizer, model=net, policy=with_share(**POLICY))
     seen = []
     for step in range(6):
         for micro in range(2):

@@ -20,6 +20,7 @@ from tests.distributed.models import build
 from tests.distributed.test_sharded_training import TINY, Case, run_case
 from tests.overlapping import HABITS, NOT_IN_BACKWARD, POLICIES, SIZES, Loop, same
 from tests.parity import attach
+from tests.policies import with_share
 
 pytestmark = [
     pytest.mark.distributed,
@@ -37,8 +38,8 @@ def of_net(net: nn.Module) -> Optimizer:
 
 
 def with_fraction(fraction: float) -> OffloadPolicy:
-    fields = {"bucket_bytes": TINY.bucket_bytes, "staging_bytes": TINY.staging_bytes}
-    return OffloadPolicy(**fields, host_fraction=fraction)
+    fields = {"bucket_bytes": TINY.bucket_bytes, "passing": 5 * TINY.bucket_bytes}
+    return with_share(**fields, host_fraction=fraction)
 
 
 def run_training(rank: int, world_size: int) -> None:
@@ -63,9 +64,9 @@ def test_training(world_size: int, tmp_path: Path) -> None:
 
 
 def compare(device_mesh: DeviceMesh, fields: dict[str, Any], fraction: float, habit: str) -> list[str]:
-    if fields.get("update") == "backward" and (habit in NOT_IN_BACKWARD or habit == "evaluate-before-step"):
+    if fields.get("overlap") == "iteration" and (habit in NOT_IN_BACKWARD or habit == "evaluate-before-step"):
         habit = "evaluate"
-    policy = OffloadPolicy(**{**SIZES, **fields}, host_fraction=fraction)
+    policy = with_share(**{**SIZES, **fields}, host_fraction=fraction)
     plain, offloaded = (Loop(device_mesh, fused_adamw, one).train(8, HABITS.get(habit)) for one in (None, policy))
     return [] if same(plain, offloaded) else ["other bits"]
 

@@ -105,7 +105,7 @@ def script(
     record(folder, name, rank, seen, everything(model, [optimizer]))
 
 
-OVERLAPPED = {**POLICY, "prefetch": "backward", "overlap_forward": True}
+OVERLAPPED = {**POLICY, "overlap": "forward"}
 
 
 def run_scripts(rank: int, world_size: int, folder: Path, scripts: dict[str, dict[str, Any]]) -> None:

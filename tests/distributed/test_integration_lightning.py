@@ -20,7 +20,7 @@ from tests.distributed.models import Net, decay_groups
 pytest.importorskip("lightning")
 pytestmark = pytest.mark.distributed
 
-OVERLAPPED = {**POLICY, "prefetch": "backward", "overlap_forward": True}
+OVERLAPPED = {**POLICY, "overlap": "forward"}
 MICRO_BATCHES = 2
 
 

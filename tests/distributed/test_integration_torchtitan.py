@@ -18,7 +18,7 @@ from tests.distributed.models import Net, build, shard_even
 pytest.importorskip("torchtitan.components.optimizer")
 pytestmark = pytest.mark.distributed
 
-OVERLAPPED = {**POLICY, "prefetch": "backward", "overlap_forward": True}
+OVERLAPPED = {**POLICY, "overlap": "forward"}
 MICRO_BATCHES = 2
 # torchtitan's own stager for the third mode refuses the CPU.
 MODES = ("disabled", "async", *(() if DEVICE_TYPE == "cpu" else ("async_with_pinned_mem",)))

@@ -15,7 +15,7 @@ from tests.distributed.launch import DEVICE_TYPE, spawn
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.distributed
 
-OVERLAPPED = {**POLICY, "prefetch": "backward", "overlap_forward": True}
+OVERLAPPED = {**POLICY, "overlap": "forward"}
 VOCABULARY, LENGTH = 64, 8
 
 

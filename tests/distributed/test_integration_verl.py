@@ -22,7 +22,7 @@ from tests.distributed.models import Net, build, shard_even
 verl_functions = pytest.importorskip("verl.utils.fsdp_utils")
 pytestmark = pytest.mark.distributed
 
-RESIDENT = {**POLICY, "resident_bytes": 4000}
+RESIDENT = {**POLICY, "device_bytes": 4 * 4096 + 4000}
 
 
 def batch(number: int) -> Tensor:

@@ -80,7 +80,7 @@ class Model:
             self.module.at(path).register_parameter(last, made)
         self.params = {name: self.module.get_parameter(f"module.{name}") for name in self.layouts}
         self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=0.5)
-        offload_optimizer(self.optimizer, policy=OffloadPolicy(bucket_bytes=1024, staging_bytes=4096))
+        offload_optimizer(self.optimizer, policy=OffloadPolicy(bucket_bytes=1024))
         if not zeros:
             self._make_state()
 

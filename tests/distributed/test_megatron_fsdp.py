@@ -55,7 +55,7 @@ from tests.distributed.megatron_reference import (
 )
 
 pytestmark = pytest.mark.distributed
-POLICY = OffloadPolicy(bucket_bytes=1 << 12, staging_bytes=1 << 14)
+POLICY = OffloadPolicy(bucket_bytes=1 << 12)
 
 
 def offloaded(layout: Layout, make: Any = None, *, zeros: bool = False) -> tuple[Module, torch.optim.Optimizer]:

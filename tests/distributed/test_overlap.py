@@ -11,10 +11,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from fsdp_offload import OffloadPolicy
 from fsdp_offload.engine.executor import Pipeline
 from tests.distributed.launch import DEVICE_TYPE, mesh, run_cases, spawn
 from tests.overlapping import HABITS, NOT_IN_BACKWARD, POLICIES, SIZES, Loop, Net, adamw, same
+from tests.policies import with_share
 from tests.test_elastic import Device
 
 pytestmark = pytest.mark.distributed
@@ -29,11 +29,11 @@ def prefetch_forward(model: nn.Module) -> None:
 
 
 def compare(device_mesh: DeviceMesh, fields: dict[str, Any], habit: str, **kwargs: Any) -> list[str]:
-    if fields.get("update") == "backward" and (habit in NOT_IN_BACKWARD or habit == "evaluate-before-step"):
+    if fields.get("overlap") == "iteration" and (habit in NOT_IN_BACKWARD or habit == "evaluate-before-step"):
         habit = "evaluate"
     steps = 8
     plain = Loop(device_mesh, adamw, None, **kwargs).train(steps, HABITS.get(habit))
-    offloaded = Loop(device_mesh, adamw, OffloadPolicy(**{**SIZES, **fields}), **kwargs).train(steps, HABITS.get(habit))
+    offloaded = Loop(device_mesh, adamw, with_share(**{**SIZES, **fields}), **kwargs).train(steps, HABITS.get(habit))
     return [] if same(plain, offloaded) else ["other bits"]
 
 
@@ -71,7 +71,7 @@ def test_every_policy(world_size: int, tmp_path: Path) -> None:
 
 
 def test_habits(tmp_path: Path) -> None:
-    spawn(run_policies, 2, tmp_path, ("prefetch-forward", "backward-forward"), ("evaluate", "clip", "save-and-load"))
+    spawn(run_policies, 2, tmp_path, ("forward", "iteration"), ("evaluate", "clip", "save-and-load"))
 
 
 def run_hsdp(rank: int, world_size: int) -> None:
@@ -91,7 +91,7 @@ def run_wide(rank: int, world_size: int) -> None:
     slow_updates()
     device_mesh = mesh(world_size)
     wide = partial(Net, width=128)
-    sizes = {"bucket_bytes": 128 << 10, "staging_bytes": 640 << 10}
+    sizes = {"bucket_bytes": 128 << 10, "passing": 640 << 10}
     run_cases(
         {
             name: partial(compare, device_mesh, {**fields, **sizes}, "usual", net=wide, micro_batches=2)
@@ -111,7 +111,7 @@ def muon(params: Sequence[nn.Parameter]) -> Optimizer:
 def whole_parameters_with_other_room_on_each_rank(rank: int, device_mesh: DeviceMesh) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         Device(patch, group_bytes=60_000 if rank else 2_000)
-        policy = OffloadPolicy(staging_bytes="auto", bucket_bytes=1024, update="backward")
+        policy = with_share(passing="auto", bucket_bytes=1024, overlap="iteration")
         plain, offloaded = (Loop(device_mesh, muon, one).train(8) for one in (None, policy))
     return [] if same(plain, offloaded) else ["other bits"]
 

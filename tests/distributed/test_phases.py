@@ -14,10 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.optim import Optimizer
 
-from fsdp_offload import OffloadedOptimizer, OffloadPolicy, reload_before
+from fsdp_offload import OffloadedOptimizer, reload_before
 from fsdp_offload.checkpoint import get_optimizer_state_dict, set_optimizer_state_dict
 from tests.distributed.launch import mesh, run_cases, spawn
 from tests.overlapping import POLICIES, SIZES, Loop, adamw, same
+from tests.policies import with_share
 
 pytestmark = pytest.mark.distributed
 
@@ -72,8 +73,8 @@ def in_update_backward(habit: Habit) -> Habit:
 
 
 def compare(device_mesh: DeviceMesh, fields: dict[str, Any], habit: Habit) -> list[str]:
-    habit = in_update_backward(habit) if fields.get("update") == "backward" else habit
-    policy = OffloadPolicy(**SIZES, **fields, resident_bytes=20_000)
+    habit = in_update_backward(habit) if fields.get("overlap") == "iteration" else habit
+    policy = with_share(**SIZES, **fields, staying=20_000)
     plain, offloaded = (Loop(device_mesh, adamw, one, micro_batches=2).train(6, habit) for one in (None, policy))
     return [] if same(plain, offloaded) else ["other bits"]
 
@@ -86,7 +87,7 @@ def run_policies(rank: int, world_size: int) -> None:
             f"{name}, {habit.__name__}": partial(compare, device_mesh, fields, habit)
             for name, fields in {"step": {}, **POLICIES}.items()
             for habit in (megatron, each_rank_its_own)
-            if name in ("step", "prefetch-forward", "backward-forward")
+            if name in ("step", "forward", "iteration")
         }
     )
 
@@ -97,7 +98,7 @@ def test_every_policy(world_size: int, tmp_path: Path) -> None:
 
 
 def no_collective(device_mesh: DeviceMesh) -> list[str]:
-    loop = Loop(device_mesh, adamw, OffloadPolicy(**SIZES, resident_bytes=20_000)).train(3)
+    loop = Loop(device_mesh, adamw, with_share(**SIZES, staying=20_000)).train(3)
     with CommDebugMode() as seen:
         for _ in range(2):
             go_through(loop.optimizer, PHASES)
@@ -108,7 +109,7 @@ def away_in_a_checkpoint(device_mesh: DeviceMesh, folder: Path) -> list[str]:
     """Saved by ranks whose state is away, on its way or there, and loaded likewise."""
     path = folder / str(dist.get_world_size())
     rank = dist.get_rank()
-    policy = OffloadPolicy(**SIZES, resident_bytes=20_000)
+    policy = with_share(**SIZES, staying=20_000)
     expected = Loop(device_mesh, adamw, policy).train(6)
     loop = Loop(device_mesh, adamw, policy).train(3)
     go_through(loop.optimizer, PHASES[: rank + 1])

@@ -26,6 +26,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from fsdp_offload import OffloadPolicy, remove_offload
 from tests.distributed.launch import DEVICE_TYPE
 from tests.parity import Pair, Run, assert_at_home, attach, differences, local
+from tests.policies import with_share
 
 pytestmark = pytest.mark.distributed
 
@@ -84,10 +85,10 @@ def trainings(draw: st.DrawFn) -> Training:
         name,
         draw(st.sampled_from(implementations)),
         draw(st.lists(st.integers(0, 1), min_size=len(shapes), max_size=len(shapes))),
-        OffloadPolicy(
+        with_share(
             bucket_bytes=bucket_bytes,
-            staging_bytes=bucket_bytes * draw(st.integers(2, 6)),
-            resident_bytes=draw(st.sampled_from([0, 0, 700, 5000])),
+            passing=bucket_bytes * draw(st.integers(2, 6)),
+            staying=draw(st.sampled_from([0, 0, 700, 5000])),
         ),
         draw(st.lists(st.one_of(st.just([True] * len(shapes)), pattern), min_size=steps, max_size=steps)),
         draw(st.integers(0, 2)),

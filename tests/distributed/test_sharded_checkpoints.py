@@ -28,11 +28,12 @@ from tests.distributed import models
 from tests.distributed.launch import agree, run_cases, spawn, this_device
 from tests.distributed.models import Net, batch, build, decay_groups
 from tests.parity import Pair, Run, assert_at_home, attach, differences
+from tests.policies import with_share
 
 pytestmark = pytest.mark.distributed
 
-TINY = OffloadPolicy(bucket_bytes=1024, staging_bytes=5 * 1024)
-SOME_RESIDENT = OffloadPolicy(bucket_bytes=1024, staging_bytes=4096, resident_bytes=2600)
+TINY = with_share(bucket_bytes=1024, passing=5 * 1024)
+SOME_RESIDENT = with_share(bucket_bytes=1024, passing=4096, staying=2600)
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 

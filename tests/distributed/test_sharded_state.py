@@ -18,12 +18,13 @@ from tests.distributed import models
 from tests.distributed.launch import DEVICE_TYPE, run_cases, spawn
 from tests.distributed.models import Net, batch, build, decay_groups
 from tests.parity import attach, local, params_of
+from tests.policies import with_share
 
 pytestmark = pytest.mark.distributed
 
-TINY = OffloadPolicy(bucket_bytes=1024, staging_bytes=5 * 1024)
+TINY = with_share(bucket_bytes=1024, passing=5 * 1024)
 # Which shards fit differs between ranks: the last ones are shorter or empty.
-SOME_RESIDENT = OffloadPolicy(bucket_bytes=1024, staging_bytes=4096, resident_bytes=2600)
+SOME_RESIDENT = with_share(bucket_bytes=1024, passing=4096, staying=2600)
 
 
 def backward(net: Net, step: int) -> None:

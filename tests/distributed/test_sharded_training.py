@@ -21,11 +21,12 @@ from tests.distributed import models
 from tests.distributed.launch import agree, run_cases, spawn, this_device
 from tests.distributed.models import Net, batch, build, decay_groups
 from tests.parity import Pair, Run, assert_at_home, differences
+from tests.policies import with_share
 
 pytestmark = pytest.mark.distributed
 
 # Adam's state of 128 elements is a bucket, so most shards below are cut; four buckets share the ring.
-TINY = OffloadPolicy(bucket_bytes=1024, staging_bytes=5 * 1024)
+TINY = with_share(bucket_bytes=1024, passing=5 * 1024)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,10 +195,10 @@ def not_at_first(step: int) -> bool:
     return step >= 4
 
 
-SOME_RESIDENT = OffloadPolicy(bucket_bytes=1024, staging_bytes=4096, resident_bytes=3000)
+SOME_RESIDENT = with_share(bucket_bytes=1024, passing=4096, staying=3000)
 # Four ranks have 16, 16, 16 and 13 rows of the embedding: 1024 and 832 bytes of Muon's state.
-LAST_RANK_RESIDENT = OffloadPolicy(bucket_bytes=1024, staging_bytes=4096, resident_bytes=900)
-WHOLE = OffloadPolicy(bucket_bytes=1 << 20, staging_bytes=1 << 22)
+LAST_RANK_RESIDENT = with_share(bucket_bytes=1024, passing=4096, staying=900)
+WHOLE = OffloadPolicy(bucket_bytes=1 << 20)
 
 EVERYWHERE: dict[str, Case] = {
     "AdamW": Case(optimizer=adamw),
@@ -216,7 +217,7 @@ SHARDINGS: dict[str, Case] = {
 TRAINING: dict[str, Case] = {
     "one bucket": Case(optimizer=adamw, policy=WHOLE),
     "some resident": Case(optimizer=partial(adamw_groups, foreach=True), policy=SOME_RESIDENT),
-    "serial": Case(optimizer=adamw, policy=OffloadPolicy(bucket_bytes=1024, staging_bytes=4096, serial=True), steps=4),
+    "serial": Case(optimizer=adamw, policy=OffloadPolicy(bucket_bytes=1024, debug="serial"), steps=4),
     "capturable lr tensor": Case(optimizer=lambda net: optim.AdamW(net.parameters(), lr=torch.tensor(1e-2))),
     "AdamW amsgrad": Case(optimizer=partial(adamw, foreach=True, amsgrad=True)),
     "frozen": Case(optimizer=partial(adamw_groups, foreach=True), prepare=freeze_some),

@@ -12,12 +12,13 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from fsdp_offload import OffloadPolicy, offload_model, reload_model
+from fsdp_offload import offload_model, reload_model
 from tests.distributed import models
 from tests.distributed.launch import mesh, run_cases, spawn
 from tests.distributed.models import Net, ShardNet, batch, build
 from tests.overlapping import POLICIES, SIZES, Loop, adamw, same
 from tests.parity import same_bits
+from tests.policies import with_share
 
 pytestmark = pytest.mark.distributed
 
@@ -185,14 +186,14 @@ def test_while_asleep(world_size: int, tmp_path: Path) -> None:
 def with_optimizer(fields: dict[str, object]) -> Iterable[str]:
     def sleep_around(loop: Loop, step: int) -> None:
         loop.backward(step)
-        if fields.get("update") != "backward":
+        if fields.get("overlap") != "iteration":
             nap(loop.model)
         loop.step()
         nap(loop.model)
 
     device_mesh = mesh(dist.get_world_size())
     plain = Loop(device_mesh, adamw, None).train(5)
-    offloaded = Loop(device_mesh, adamw, OffloadPolicy(**{**SIZES, **fields})).train(5, sleep_around)  # type: ignore[arg-type]
+    offloaded = Loop(device_mesh, adamw, with_share(**{**SIZES, **fields})).train(5, sleep_around)  # type: ignore[arg-type]
     return [] if same(plain, offloaded) else ["other bits"]
 
 

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.distributed
 
 WHOLE = torch.arange(60.0).view(12, 5)
 ENDS = {"4 and 8": (0, 4, 12), "none and all": (0, 0, 12), "11 and 1": (0, 11, 12)}
-POLICY = OffloadPolicy(bucket_bytes=1 << 10, staging_bytes=1 << 12)
+POLICY = OffloadPolicy(bucket_bytes=1 << 10)
 
 
 def test_uneven_shards(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from fsdp_offload import OffloadPolicy, offload_optimizer
 from fsdp_offload.checkpoint import ArenaStager, get_optimizer_state_dict, set_optimizer_state_dict
 from fsdp_offload.checkpoint.writer_loan import Loan
 from fsdp_offload.engine.executor import Pipeline
+from tests.policies import with_share
 
 MIB = 1 << 20
 SLEEP_CYCLES = 4_000_000  # about 2 ms: longer than a copy of any bucket here
@@ -45,7 +46,7 @@ def make(device: torch.device, policy: OffloadPolicy | None) -> tuple[nn.Module,
 
 
 def policy(**options: Any) -> OffloadPolicy:
-    return OffloadPolicy(staging_bytes=5 * MIB, bucket_bytes=MIB, **options)
+    return with_share(passing=5 * MIB, bucket_bytes=MIB, **options)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
@@ -124,7 +125,7 @@ CASES = {
     "all": policy(snapshot_bytes=ALL),
     "half": policy(snapshot_bytes=6 * MIB),
     "none": policy(),
-    "some resident": policy(snapshot_bytes=ALL, resident_bytes=3 * MIB),
+    "some resident": policy(snapshot_bytes=ALL, staying=3 * MIB),
 }
 
 

@@ -23,12 +23,12 @@ from fsdp_offload.engine.executor import Pipeline
 from tests import host_worker_gate
 from tests.overlapping import POLICIES, Loop, Net
 from tests.parity import Run, Zoo, attach, make_pair, same_bits, train_step
+from tests.policies import with_share
 
 LONG_CYCLES = 40_000_000  # longer than the host takes to issue what follows, so that a missing wait is surely seen
 HELD_CYCLES = 2_000_000_000  # about 1 s
-SIZES = {"bucket_bytes": 256 << 10, "staging_bytes": 5 * (256 << 10)}
-ALL_POLICIES: dict[str, dict[str, Any]] = {"step": {}, **POLICIES}
-EVERY_POLICY = pytest.mark.parametrize("fields", ALL_POLICIES.values(), ids=ALL_POLICIES)
+SIZES = {"bucket_bytes": 256 << 10, "passing": 5 * (256 << 10)}
+EVERY_POLICY = pytest.mark.parametrize("fields", POLICIES.values(), ids=POLICIES)
 FRACTIONS = pytest.mark.parametrize("fraction", [0.4, 1.0])
 
 
@@ -41,7 +41,7 @@ def adamw(params: Any) -> Optimizer:
 
 
 def policy_of(fields: dict[str, Any], fraction: float, **more: Any) -> OffloadPolicy:
-    return OffloadPolicy(**{**SIZES, **fields, **more}, host_fraction=fraction)
+    return with_share(**{**SIZES, **fields, **more}, host_fraction=fraction)
 
 
 def host_names(loop: Loop) -> list[str]:
@@ -161,7 +161,7 @@ def test_same_bits_with_a_slow_device(
 
 @EVERY_POLICY
 def test_same_bits_serially(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
-    loop = Loop(mesh, adamw, policy_of(fields, 0.4, serial=True), net=net).train(8)
+    loop = Loop(mesh, adamw, policy_of(fields, 0.4, debug="serial"), net=net).train(8)
     assert differences(reference(mesh, host_names(loop)), loop) == []
 
 
@@ -186,7 +186,7 @@ def test_other_bits_without_the_wait_for_gradients(mesh: DeviceMesh, monkeypatch
     assert differences(expected, broken) != []
 
 
-NOT_WRITTEN_IN_BACKWARD = {name: fields for name, fields in ALL_POLICIES.items() if fields.get("update") != "backward"}
+NOT_WRITTEN_IN_BACKWARD = {name: fields for name, fields in POLICIES.items() if fields.get("overlap") != "iteration"}
 
 
 def written_late(loop: Loop, step: int) -> None:
@@ -263,7 +263,7 @@ def test_fingerprints_on_the_device(device: torch.device, dtype: torch.dtype) ->
 def test_gradients_are_unscaled_as_without_offload(device: torch.device) -> None:
     sums = []
     for fraction in (0.0, 0.5, 1.0):
-        pair = make_pair(Zoo, adamw, device=device, policy=OffloadPolicy(**SIZES, host_fraction=fraction))
+        pair = make_pair(Zoo, adamw, device=device, policy=with_share(**SIZES, host_fraction=fraction))
         run = pair.offloaded
         scaler = torch.amp.GradScaler(device.type, init_scale=3000.0, growth_interval=100)
         run.optimizer.zero_grad()
@@ -278,12 +278,12 @@ def test_other_bits_without_the_wait_before_the_gather(
 ) -> None:
     slow_streams("up")
     monkeypatch.setattr(Pipeline, "wait_updated", lambda *_: None)
-    loop = Loop(mesh, adamw, policy_of({"overlap_forward": True}, 1.0), net=net).train(8)
+    loop = Loop(mesh, adamw, policy_of({"overlap": "forward"}, 1.0), net=net).train(8)
     assert differences(reference(mesh, host_names(loop)), loop) != []
 
 
 def test_a_slow_host_never_blocks_the_device(mesh: DeviceMesh) -> None:
-    loop = Loop(mesh, adamw, policy_of({"overlap_forward": True}, 0.4), net=net).train(3)
+    loop = Loop(mesh, adamw, policy_of({"overlap": "forward"}, 0.4), net=net).train(3)
     loop.optimizer.synchronize()
     names = set(host_names(loop))
     before = {name: local(param).clone() for name, param in loop.model.named_parameters()}
@@ -323,7 +323,7 @@ def test_grad_scaler(device: torch.device, fraction: float) -> None:
     """Its scale and its verdict come down; a skipped step leaves parameters and counters."""
     results = []
     for skipping in (False, True):
-        pair = make_pair(Zoo, adamw, device=device, policy=OffloadPolicy(**SIZES, host_fraction=fraction))
+        pair = make_pair(Zoo, adamw, device=device, policy=with_share(**SIZES, host_fraction=fraction))
         run = pair.offloaded
         scaler = torch.amp.GradScaler(device.type, init_scale=2.0**10, growth_interval=100)
         for step in range(4):
@@ -347,7 +347,7 @@ def test_grad_scaler(device: torch.device, fraction: float) -> None:
 
 def test_updates_begin_while_the_backward_runs(mesh: DeviceMesh) -> None:
     """What is final is updated while the device is busy with the layers before it, whenever buffers become free."""
-    loop = Loop(mesh, adamw, policy_of({"update": "backward", "overlap_forward": True}, 1.0), net=net).train(4)
+    loop = Loop(mesh, adamw, policy_of({"overlap": "iteration"}, 1.0), net=net).train(4)
     late = torch.cuda.Event()
 
     def hold(*_: object) -> None:
@@ -371,7 +371,7 @@ def test_a_device_lr_that_a_scheduler_writes(mesh: DeviceMesh) -> None:
 
     results = []
     for gated in (False, True):
-        loop = Loop(mesh, make, policy_of({"overlap_forward": True}, 1.0), net=net)
+        loop = Loop(mesh, make, policy_of({"overlap": "forward"}, 1.0), net=net)
         for step in range(4):
             loop.backward(step)
             if gated and step:  # the first step waits for the state that it creates
@@ -393,7 +393,7 @@ def test_other_optimizers(device: torch.device, cls: type[Optimizer]) -> None:
     torch.manual_seed(0)
     run = Run(Zoo().to(device), None, device, torch.float32)  # type: ignore[arg-type]
     run.optimizer = cls(run.model.parameters(), lr=0.01, **options)
-    attach(run.optimizer, policy=OffloadPolicy(**SIZES, host_fraction=1.0))
+    attach(run.optimizer, policy=with_share(**SIZES, host_fraction=1.0))
     copies = {param: nn.Parameter(param.detach().cpu()) for param in run.params.values()}
     plain = cls(copies.values(), lr=0.01, **options, **({"fused": True} if fused else {}))
     for step in range(5):
@@ -408,7 +408,7 @@ def test_other_optimizers(device: torch.device, cls: type[Optimizer]) -> None:
 
 
 def test_auto(device: torch.device) -> None:
-    pair = make_pair(Zoo, adamw, device=device, policy=OffloadPolicy(**SIZES, host_fraction="auto"))
+    pair = make_pair(Zoo, adamw, device=device, policy=with_share(**SIZES, host_fraction="auto"))
     train_step(pair.offloaded, 0)
     (sentence,) = pair.offloaded.optimizer.offload_report().tuning
     assert "GB/s" in sentence
@@ -416,7 +416,7 @@ def test_auto(device: torch.device) -> None:
 
 @FRACTIONS
 def test_nothing_is_left_on_the_device(mesh: DeviceMesh, fraction: float) -> None:
-    loop = Loop(mesh, adamw, policy_of({"update": "backward", "overlap_forward": True}, fraction), net=net).train(4)
+    loop = Loop(mesh, adamw, policy_of({"overlap": "iteration"}, fraction), net=net).train(4)
     loop.optimizer.synchronize()
     before, pinned = torch.cuda.memory_allocated(), host_worker(loop.device).buffer_bytes
     loop.train(10, first=4)

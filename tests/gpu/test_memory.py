@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_offload import OffloadPolicy, offload_optimizer, remove_offload
+from fsdp_offload import offload_optimizer, remove_offload
+from tests.policies import with_share
 
 MIB = 1 << 20
 SHAPES = [(4096, 4096), (4096,), (8192, 2048), (1000, 4099), (32000, 1024), (1024, 3000)]
@@ -38,6 +39,9 @@ def clean_device():
     torch.cuda.synchronize()
 
 
+RING_BYTES = 80 * MIB  # of 96 MiB, without room for one bucket of 16 MiB that is being created
+
+
 def peak_above(before: int) -> int:
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated() - before
@@ -47,13 +51,13 @@ def peak_above(before: int) -> int:
 def test_device_peak_of_the_first_and_of_later_steps(device, resident_bytes):
     before = torch.cuda.memory_allocated()
     model, optimizer = make(device)
-    policy = OffloadPolicy(staging_bytes=96 * MIB, bucket_bytes=16 * MIB, resident_bytes=resident_bytes)
+    policy = with_share(passing=96 * MIB, bucket_bytes=16 * MIB, staying=resident_bytes)
     offload_optimizer(optimizer, model=model, policy=policy)
     report = optimizer.offload_report()
     expected = (
         PARAM_BYTES  # the parameters
         + PARAM_BYTES  # their gradients, all alive until step() returns
-        + policy.ring_bytes  # buckets in passing
+        + RING_BYTES  # buckets in passing
         + policy.bucket_bytes  # state that the optimizer is just creating, before it is copied into the ring
         + report.resident_state_bytes  # what never leaves
     )
@@ -72,9 +76,9 @@ def test_attaching_late_frees_the_state_and_removing_brings_it_back(device):
     model, optimizer = make(device)
     step(model, optimizer)
     assert torch.cuda.memory_allocated() - before == pytest.approx(PARAM_BYTES + STATE_BYTES, rel=TOLERANCE)
-    policy = OffloadPolicy(staging_bytes=96 * MIB, bucket_bytes=16 * MIB)
+    policy = with_share(passing=96 * MIB, bucket_bytes=16 * MIB)
     offload_optimizer(optimizer, model=model, policy=policy)
-    assert torch.cuda.memory_allocated() - before == pytest.approx(PARAM_BYTES + policy.ring_bytes, rel=TOLERANCE)
+    assert torch.cuda.memory_allocated() - before == pytest.approx(PARAM_BYTES + RING_BYTES, rel=TOLERANCE)
     step(model, optimizer)
     remove_offload(optimizer)
     del optimizer
@@ -84,7 +88,7 @@ def test_attaching_late_frees_the_state_and_removing_brings_it_back(device):
 
 def test_state_dict_and_load_never_bring_the_state_to_the_device(device):
     model, optimizer = make(device)
-    offload_optimizer(optimizer, model=model, policy=OffloadPolicy(staging_bytes=96 * MIB, bucket_bytes=16 * MIB))
+    offload_optimizer(optimizer, model=model, policy=with_share(passing=96 * MIB, bucket_bytes=16 * MIB))
     step(model, optimizer)
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()

@@ -13,10 +13,11 @@ from fsdp_offload.device.link import Allocated, DeviceLink
 from fsdp_offload.engine.executor import Pipeline
 from fsdp_offload.model import tune_staging as elastic
 from tests.overlapping import HABITS, NOT_IN_BACKWARD, POLICIES, Loop, Net, adamw, same
+from tests.policies import with_share
 
 SLEEP_CYCLES = 2_000_000  # about 1 ms: longer than anything else that a group does here
 LONG_CYCLES = 40_000_000  # longer than the host takes to issue what follows, so that a missing wait is surely seen
-SIZES = {"bucket_bytes": 256 << 10, "staging_bytes": 5 * (256 << 10)}
+SIZES = {"bucket_bytes": 256 << 10, "passing": 5 * (256 << 10)}
 EVERY_POLICY = pytest.mark.parametrize("fields", POLICIES.values(), ids=POLICIES)
 
 
@@ -44,7 +45,7 @@ def net() -> Net:
 
 
 def policy_of(fields: dict[str, Any], **more: Any) -> OffloadPolicy:
-    return OffloadPolicy(**{**SIZES, **fields, **more})
+    return with_share(**{**SIZES, **fields, **more})
 
 
 @pytest.fixture(scope="module")
@@ -63,13 +64,13 @@ def test_same_bits_whichever_lane_is_slow(
 
 @EVERY_POLICY
 def test_same_bits_serially(mesh: DeviceMesh, expected: Loop, fields: dict[str, Any]) -> None:
-    assert same(expected, Loop(mesh, adamw, policy_of(fields, serial=True), net=net).train(8))
+    assert same(expected, Loop(mesh, adamw, policy_of(fields, debug="serial"), net=net).train(8))
 
 
 @pytest.mark.parametrize("habit", HABITS)
 @EVERY_POLICY
 def test_habits(mesh: DeviceMesh, slow: Callable[..., None], fields: dict[str, Any], habit: str) -> None:
-    if fields.get("update") == "backward" and (habit in NOT_IN_BACKWARD or habit == "evaluate-before-step"):
+    if fields.get("overlap") == "iteration" and (habit in NOT_IN_BACKWARD or habit == "evaluate-before-step"):
         habit = "evaluate"
     plain = Loop(mesh, adamw, None, net=net).train(9, HABITS[habit])
     slow("U")
@@ -96,7 +97,7 @@ def test_other_bits_without_the_wait_before_the_gather(
     """The suite can fail."""
     slow("U", LONG_CYCLES)
     monkeypatch.setattr(Pipeline, "wait_updated", lambda *_: None)
-    assert not same(expected, Loop(mesh, adamw, policy_of({"overlap_forward": True}), net=net).train(8))
+    assert not same(expected, Loop(mesh, adamw, policy_of({"overlap": "forward"}), net=net).train(8))
 
 
 def test_other_bits_without_the_wait_for_gradients(
@@ -113,10 +114,10 @@ def test_other_bits_without_the_wait_for_gradients(
         return reduce(*args, **kwargs)
 
     monkeypatch.setattr(_fsdp_param_group, "foreach_reduce", late)
-    assert same(expected, Loop(mesh, adamw, policy_of({"update": "backward"}), net=net).train(8))
+    assert same(expected, Loop(mesh, adamw, policy_of({"overlap": "iteration"}), net=net).train(8))
     monkeypatch.setattr(Pipeline, "updates_after", lambda *_: None)
     # Streams come from a pool: now and then the reductions of a model have the one of our updates, and are in order.
-    loops = [Loop(mesh, adamw, policy_of({"update": "backward"}), net=net).train(8) for _ in range(2)]
+    loops = [Loop(mesh, adamw, policy_of({"overlap": "iteration"}), net=net).train(8) for _ in range(2)]
     assert not all(same(expected, loop) for loop in loops)
 
 
@@ -133,7 +134,7 @@ def test_other_bits_if_gradients_are_let_go(
 
     plain = Loop(mesh, adamw, None, net=net).train(6, fill_free_memory)
     slow("U")
-    policy = policy_of({"overlap_forward": True})
+    policy = policy_of({"overlap": "forward"})
     assert same(plain, Loop(mesh, adamw, policy, net=net).train(6, fill_free_memory))
 
 
@@ -152,7 +153,7 @@ def test_auto_keeps_what_the_forward_would_wait_for(mesh: DeviceMesh, slow: Call
     limit = 3 * (256 << 10) if limited else None
     expected = Loop(mesh, adamw, None, net=net).train(11)
     slow("L")  # far slower than this forward
-    policy = policy_of({"overlap_forward": True}, resident_bytes="auto", resident_limit_bytes=limit)
+    policy = policy_of({"overlap": "forward"}, staying="auto", staying_limit_bytes=limit)
     loop = Loop(mesh, adamw, policy, net=net).train(11)
     assert same(expected, loop)
     report = loop.optimizer.offload_report()
@@ -163,9 +164,7 @@ def test_auto_keeps_what_the_forward_would_wait_for(mesh: DeviceMesh, slow: Call
 
 
 @pytest.mark.parametrize("kind", ["none", "L", "U", "S"])
-@pytest.mark.parametrize(
-    "fields", [{"prefetch": "backward"}, {"update": "backward", "overlap_forward": True}], ids=["prefetch", "update"]
-)
+@pytest.mark.parametrize("fields", POLICIES.values(), ids=POLICIES)
 def test_same_bits_with_staging_that_comes_and_goes(
     mesh: DeviceMesh,
     expected: Loop,
@@ -179,11 +178,11 @@ def test_same_bits_with_staging_that_comes_and_goes(
     monkeypatch.setattr(DeviceLink, "allocated_bytes", lambda link: Allocated(0, 1 << 30 if attached else 0))
     monkeypatch.setattr(elastic, "why_not_behind_backward", lambda moving_ms, backward_ms: "")  # however slow they are
     slow(kind)
-    policy = OffloadPolicy(staging_bytes="auto", bucket_bytes=256 << 10, **fields)
+    policy = with_share(passing="auto", bucket_bytes=256 << 10, **fields)
     loop = Loop(mesh, adamw, policy, net=net)
     attached.append(True)
     assert same(expected, loop.train(8))
-    assert loop.optimizer.offload_report().ring_bytes > policy.ring_bytes
+    assert loop.optimizer.offload_report().ring_bytes > 4 * policy.bucket_bytes
 
 
 def test_a_backward_that_is_too_short_for_the_transfers(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,7 +196,7 @@ def test_a_backward_that_is_too_short_for_the_transfers(mesh: DeviceMesh, monkey
         copy_pieces(self, pieces)
 
     monkeypatch.setattr(TurnsLane, "copy_pieces", slow_copy)
-    loop = Loop(mesh, adamw, policy_of({"update": "backward", "overlap_forward": True}), net=net).train(10)
+    loop = Loop(mesh, adamw, policy_of({"overlap": "iteration"}), net=net).train(10)
     assert same(expected, loop)
     steps = vars(loop.optimizer)["_offload_engine"].engine.steps
     assert sorted(steps.measured_order) == sorted(steps.backward_order) != []

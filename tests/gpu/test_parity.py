@@ -18,7 +18,7 @@ def on_device(case: Any) -> bool:
     return not (cls is optim.Adagrad and kwargs.get("fused"))
 
 
-ROOMY = OffloadPolicy(bucket_bytes=1 << 20, staging_bytes=4 << 20)
+ROOMY = OffloadPolicy(bucket_bytes=1 << 20)
 
 
 @pytest.mark.parametrize(("cls", "kwargs"), [case for case in cases() if on_device(case)])

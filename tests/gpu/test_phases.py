@@ -17,13 +17,14 @@ from fsdp_offload.engine.engine import Engine
 from fsdp_offload.engine.executor import Pipeline
 from tests.overlapping import POLICIES, Loop, Net, adamw, same
 from tests.parity import attach, leaves
+from tests.policies import with_share
 
 KIB, MIB = 1 << 10, 1 << 20
 SLEEP_CYCLES = 2_000_000  # about 1 ms: longer than the copies here
 LONG_CYCLES = 40_000_000  # longer than the host takes to issue what follows, so that a missing wait is surely seen
 BLOCKED_CYCLES = 1_000_000_000  # about 0.5 s: no call may last until the device has done that
 PHASES = ("offload", "release", "reload")
-SIZES = {"bucket_bytes": 256 * KIB, "staging_bytes": 5 * 256 * KIB, "resident_bytes": MIB}
+SIZES = {"bucket_bytes": 256 * KIB, "passing": 5 * 256 * KIB, "staying": MIB}
 EVERY_POLICY = pytest.mark.parametrize("fields", [{}, *POLICIES.values()], ids=["step", *POLICIES])
 
 SHAPES = [(4096, 4096), (4096,), (8192, 2048), (1000, 4099)]
@@ -54,7 +55,7 @@ def engine_of(optimizer: Optimizer) -> Engine:
 
 
 def policy_of(fields: dict[str, Any], **more: Any) -> OffloadPolicy:
-    return OffloadPolicy(**{**SIZES, **fields, **more})
+    return with_share(**{**SIZES, **fields, **more})
 
 
 def net() -> Net:
@@ -80,7 +81,7 @@ def step(model: nn.Module, optimizer: Optimizer) -> None:
 def test_what_was_released_is_not_on_the_device(device: torch.device, resident_bytes: int) -> None:
     model, optimizer = make(device, SHAPES)
     before = torch.cuda.memory_allocated()
-    policy = OffloadPolicy(staging_bytes=96 * MIB, bucket_bytes=16 * MIB, resident_bytes=resident_bytes)
+    policy = with_share(passing=96 * MIB, bucket_bytes=16 * MIB, staying=resident_bytes)
     attach(optimizer, model=model, policy=policy)
     step(model, optimizer)  # creates the state; what a step loads is known from the next one on
     for number in range(3):
@@ -117,7 +118,7 @@ def test_what_was_released_is_not_on_the_device_beside_a_model(mesh: DeviceMesh,
     loop = Loop(mesh, adamw, policy_of(fields), net=net)
     for at in range(0, 9, 3):
         loop.train(3, first=at)
-        assert torch.cuda.memory_allocated() - before > without_state + SIZES["staging_bytes"]
+        assert torch.cuda.memory_allocated() - before > without_state + SIZES["passing"]
         go_through(loop.optimizer, ["offload", "release"])
         # Each tensor of the plain one's state took a multiple of 512 bytes.
         assert torch.cuda.memory_allocated() - before == pytest.approx(without_state, abs=128 * KIB)
@@ -130,7 +131,7 @@ def resident_set_bytes() -> int:
 
 def test_two_thousand_cycles_take_no_more_than_a_few(device: torch.device) -> None:
     model, optimizer = make(device, [(512, 512), (65,), (100, 33), (300, 257)])
-    policy = OffloadPolicy(bucket_bytes=256 * KIB, staging_bytes=MIB, resident_bytes=MIB)
+    policy = with_share(bucket_bytes=256 * KIB, passing=MIB, staying=MIB)
     attach(optimizer, model=model, policy=policy)
 
     def cycles(count: int) -> tuple[int, int, int]:
@@ -313,7 +314,7 @@ def test_other_bits_if_release_does_not_wait_for_what_leaves(
 ) -> None:
     """Resident state is read by the copy when others have filled its memory. Where a ring goes too, that waits."""
     slow("S", LONG_CYCLES)
-    policy = policy_of({}, resident_bytes=1 << 30)
+    policy = policy_of({}, staying=1 << 30)
     assert same(expected, Loop(mesh, adamw, policy, net=net).train(8, megatron))
     monkeypatch.setattr(Pipeline, "wait_on_current", lambda *_: None)
     assert not same(expected, Loop(mesh, adamw, policy, net=net).train(8, megatron))
@@ -340,7 +341,7 @@ def test_others_write_into_staging_if_its_release_does_not_wait(
 ) -> None:
     """The last stores still read the staging memory when somebody else has it."""
     slow("S", LONG_CYCLES)
-    policy = policy_of({}, resident_bytes=0)
+    policy = policy_of({}, staying=0)
     assert same(expected, Loop(mesh, adamw, policy, net=net).train(8, megatron))
 
     def without_the_wait(self: DeviceLink, number: int) -> None:

@@ -7,17 +7,17 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_offload import OffloadPolicy
 from fsdp_offload.engine.executor import Pipeline
 from tests.overlapping import POLICIES, Loop, Net, adamw
+from tests.policies import with_share
 
 SLEEP_CYCLES = 10_000_000  # some milliseconds: longer than all that a group of this model computes
 FOREVER_CYCLES = 2_000_000_000  # about a second: longer than the host takes to issue an iteration
-SIZES = {"bucket_bytes": 256 << 10, "staging_bytes": 5 * (256 << 10)}
+SIZES = {"bucket_bytes": 256 << 10, "passing": 5 * (256 << 10)}
 
 
 def loop_of(mesh: DeviceMesh, fields: dict[str, Any], layers: int = 5) -> Loop:
-    return Loop(mesh, adamw, OffloadPolicy(**{**SIZES, **fields}), net=lambda: Net(width=128, layers=layers))
+    return Loop(mesh, adamw, with_share(**{**SIZES, **fields}), net=lambda: Net(width=128, layers=layers))
 
 
 def sleep_ms(cycles: int) -> float:
@@ -54,7 +54,7 @@ def test_loads_that_are_late_stall_an_iteration(mesh: DeviceMesh, monkeypatch: p
 
 
 def test_a_transfer_that_takes_long_is_in_the_bound(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    loop = loop_of(mesh, {"overlap_forward": True}).train(4)
+    loop = loop_of(mesh, {"overlap": "forward"}).train(4)
     load = Pipeline._load
 
     def load_slowly(self: Pipeline, bucket: Any, lane: Any) -> None:
@@ -74,7 +74,7 @@ def test_a_transfer_that_takes_long_is_in_the_bound(mesh: DeviceMesh, monkeypatc
 
 def test_the_host_does_not_wait_for_marks(mesh: DeviceMesh) -> None:
     # Few kernels: a full launch queue would make the host wait as well.
-    loop = loop_of(mesh, {"overlap_forward": True}, layers=1).train(4)
+    loop = loop_of(mesh, {"overlap": "forward"}, layers=1).train(4)
     batch = loop.batch(0)
     torch.cuda.synchronize()
     torch.cuda._sleep(FOREVER_CYCLES)

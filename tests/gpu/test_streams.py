@@ -14,9 +14,10 @@ from torch import nn
 from fsdp_offload import OffloadPolicy, offload_optimizer
 from fsdp_offload.device.lanes import StreamLane
 from fsdp_offload.engine.executor import Pipeline
+from tests.policies import with_share
 
 SLEEP_CYCLES = 4_000_000  # about 2 ms: longer than a copy of any bucket here
-POLICY = OffloadPolicy(staging_bytes=5 << 20, bucket_bytes=1 << 20)
+POLICY = with_share(passing=5 << 20, bucket_bytes=1 << 20)
 STEPS = 6
 
 
@@ -88,14 +89,14 @@ def test_same_bits_whichever_lane_is_slow(device, slow, kind):
 
 
 def test_same_bits_serially(device):
-    policy = OffloadPolicy(staging_bytes=5 << 20, bucket_bytes=1 << 20, serial=True)
+    policy = with_share(passing=5 << 20, bucket_bytes=1 << 20, debug="serial")
     assert same(offloaded_result(device, policy), expected())
 
 
 def test_same_bits_when_the_last_stores_meet_the_next_step(device, slow):
     slow("S")
     model, optimizer = make(device)
-    offload_optimizer(optimizer, model=model, policy=OffloadPolicy(staging_bytes=32 << 20, bucket_bytes=8 << 20))
+    offload_optimizer(optimizer, model=model, policy=OffloadPolicy(bucket_bytes=8 << 20))
     train(model, optimizer)
     assert same(everything(model, optimizer), expected())
 

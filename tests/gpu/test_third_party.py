@@ -40,7 +40,7 @@ def compare(make: Make, device: torch.device, *, steps: int = 10) -> torch.optim
     twins, offloaded = build(make, device)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        offload_optimizer(offloaded, policy=OffloadPolicy(staging_bytes=4 << 20, bucket_bytes=1 << 20))
+        offload_optimizer(offloaded, policy=OffloadPolicy(bucket_bytes=1 << 20))
     for optimizer in (plain, offloaded):
         if hasattr(optimizer, "train"):
             optimizer.train()

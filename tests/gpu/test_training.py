@@ -7,9 +7,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from fsdp_offload import OffloadedOptimizer, OffloadPolicy, offload_optimizer
+from fsdp_offload import OffloadedOptimizer, offload_optimizer
+from tests.policies import with_share
 
-POLICY = OffloadPolicy(staging_bytes=2 << 20, bucket_bytes=1 << 18)
+POLICY = with_share(passing=2 << 20, bucket_bytes=1 << 18)
 
 
 def make(device: torch.device, **options) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -106,7 +106,7 @@ def test_cut_ranges_have_the_same_bits(dtype: torch.dtype, moments: tuple[torch.
             self.long = nn.Parameter(torch.randn(300_007, dtype=dtype))
             self.wide = nn.Parameter(torch.randn(129, 1111, dtype=dtype))
 
-    policy = OffloadPolicy(bucket_bytes=200_000, staging_bytes=800_000)
+    policy = OffloadPolicy(bucket_bytes=200_000)
     kwargs = {**MASTERS[master], "exp_avg_dtype": moments[0], "exp_avg_sq_dtype": moments[1]}
     Twins(FusedAdam, device="cuda", build=Large, policy=policy, **kwargs).step(5)
 
@@ -128,7 +128,7 @@ def test_memory() -> None:
             super().__init__()
             self.layers = nn.ParameterList([nn.Parameter(torch.randn(1 << 18, dtype=BF16)) for _ in range(48)])
 
-    policy = OffloadPolicy(bucket_bytes=4 << 20, staging_bytes=16 << 20)
+    policy = OffloadPolicy(bucket_bytes=4 << 20)
     twins = Twins(FusedAdam, device="cuda", build=Many, policy=policy, master_weights=True, exp_avg_dtype=FP16)
     del twins.optimizers[0], twins.models[0]
     model, optimizer = twins.models[0], twins.optimizers[0]

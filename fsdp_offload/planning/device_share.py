@@ -1,0 +1,62 @@
+"""How ``OffloadPolicy.device_bytes`` is divided between state that passes through the device and state that stays."""
+
+import functools
+from dataclasses import dataclass
+
+from ..policy import OffloadPolicy
+
+_BUCKETS_IN_STEP = 4
+"""Three in the ring let loads, updates and stores overlap; room for a fourth is kept for state under creation."""
+
+_BUCKETS_BESIDE_COMPUTE = 10
+"""As far ahead as loads are of use beside a forward or a backward; what else there is hides more as it stays."""
+
+_BUCKETS_AT_FIRST = 5
+"""Before it is known how much memory training leaves."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceShare:
+    """Device memory for offloaded state.
+
+    Attributes:
+        passing_bytes: through which buckets are loaded, updated and stored. One bucket's worth of it is not taken: it
+            is for state under creation.
+        passing_is_learnt: ``passing_bytes`` is only where it begins; it then comes and goes with the room that training
+            leaves.
+        staying_bytes: whole parameters' state that never leaves the device.
+        staying_is_learnt: ``staying_bytes`` is only where it begins; it grows by what has to stay for the transfers of
+            the rest to hide.
+        staying_limit_bytes: the most that it may grow to. ``None``: as much as training leaves.
+    """
+
+    passing_bytes: int
+    passing_is_learnt: bool = False
+    staying_bytes: int = 0
+    staying_is_learnt: bool = False
+    staying_limit_bytes: int | None = None
+
+    def ring_bytes(self, bucket_bytes: int) -> int:
+        """Device bytes through which buckets pass: without the room for state under creation."""
+        return self.passing_bytes - bucket_bytes
+
+
+@functools.singledispatch
+def device_share(policy: OffloadPolicy, *, elementwise: bool) -> DeviceShare:
+    """Divide what a policy allows on the device. By the policy's class, so that tests can divide it otherwise.
+
+    Args:
+        policy: in force.
+        elementwise: whether the optimizer works element by element; for others, nothing that stays is learnt.
+    """
+    buckets = _BUCKETS_BESIDE_COMPUTE if policy.runs_on_into_forward else _BUCKETS_IN_STEP
+    if policy.device_bytes != "auto":
+        passing_bytes = min(policy.device_bytes, buckets * policy.bucket_bytes)
+        rest_bytes = policy.device_bytes - passing_bytes
+        if policy.runs_on_into_forward and elementwise:
+            return DeviceShare(passing_bytes=passing_bytes, staying_is_learnt=True, staying_limit_bytes=rest_bytes)
+        return DeviceShare(passing_bytes=passing_bytes, staying_bytes=rest_bytes)
+    if policy.runs_on_into_forward:
+        begin_bytes = _BUCKETS_AT_FIRST * policy.bucket_bytes
+        return DeviceShare(passing_bytes=begin_bytes, passing_is_learnt=True, staying_is_learnt=elementwise)
+    return DeviceShare(passing_bytes=buckets * policy.bucket_bytes)
