@@ -20,7 +20,7 @@ def test_the_table_and_the_line_to_write() -> None:
     result = CliRunner().invoke(app, QWEN, env={"COLUMNS": "80"})
     assert result.exit_code == 0
     assert "no offload does not fit: device: 102.5 GB too little" in result.stdout
-    assert result.stdout.rstrip().endswith('update="backward", overlap_forward=True))')
+    assert result.stdout.rstrip().endswith('overlap="iteration", device_bytes=640 << 20))')
     assert "…" not in result.stdout
 
 

@@ -42,11 +42,10 @@ class Choice:
     def fields(self, state_bytes: int) -> dict[str, Any]:
         """What differs from ``OffloadPolicy()``."""
         fields: dict[str, Any] = {"bucket_bytes": _LARGE_BUCKET_BYTES} if state_bytes >= _LARGE_BYTES else {}
-        if self.overlap == "step":
-            return fields
-        fields["overlap"] = self.overlap
-        if self.keeps == "none":
-            fields["device_bytes"] = _PASSING_BUCKETS * fields.get("bucket_bytes", OffloadPolicy.bucket_bytes)
+        if self.overlap != "step":
+            fields["overlap"] = self.overlap
+        if self.keeps == "none" and (fields.get("bucket_bytes") or self.overlap != "step"):
+            fields["device_bytes"] = _DEVICE_BUCKETS * fields.get("bucket_bytes", OffloadPolicy.bucket_bytes)
         return fields
 
     def policy(self, state_bytes: int) -> OffloadPolicy:
@@ -61,7 +60,9 @@ class Choice:
         """Staging that is there all the time."""
         policy = self.policy(state_bytes)
         share = device_share(policy, elementwise=True)
-        return state_bytes // _LASTING_SHARE if share.passing_is_learnt else share.ring_bytes(policy.bucket_bytes)
+        if share.passing_is_learnt:
+            return state_bytes // _LASTING_SHARE
+        return share.ring_bytes(policy.bucket_bytes) + share.staying_bytes
 
     def bound(self, times: Times, state_bytes: int, kept_share: float, staged_share: float) -> Bound:
         """What an iteration takes at least, with that share of the state on the device, and of the rest in staging."""
@@ -119,8 +120,8 @@ _LARGE_BYTES = 4 << 30
 
 _LARGE_BUCKET_BYTES = 128 * MIB
 
-_PASSING_BUCKETS = 5
-"""Where everything passes through: as many as the measured policies had."""
+_DEVICE_BUCKETS = 5
+"""On the device where nothing is kept to hide transfers: as many as the measured policies had."""
 
 
 def lines_to_write(choice: Choice | None, state_bytes: int, master_weights: MasterKind = "none") -> str:
