@@ -14,7 +14,7 @@ OVERLAPS = ("step", "forward", "iteration")
 
 
 def share_of(overlap: Any, device_buckets: Any, *, elementwise: bool = True) -> DeviceShare:
-    device_bytes = "auto" if device_buckets == "auto" else int(device_buckets * KIB)
+    device_bytes: Any = "auto" if device_buckets == "auto" else int(device_buckets * KIB)
     policy = OffloadPolicy(overlap=overlap, device_bytes=device_bytes, bucket_bytes=KIB)
     return device_share(policy, elementwise=elementwise)
 

@@ -1,5 +1,7 @@
 """When staging that is left to be found out is taken and given back."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -89,7 +91,7 @@ def test_a_backward_shorter_than_the_transfers_is_no_place_for_more() -> None:
 
 @EVERY_OVERLAP
 def test_staging_stays_where_it_would_not_be_given_back_in_time(
-    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, fields: dict[str, str]
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
 ) -> None:
     measured: list[float] = []
 
@@ -144,7 +146,7 @@ def test_never_above_the_peak(uses: list[int], reductions: list[int], more: int,
 def test_same_bits(
     mesh: DeviceMesh,
     monkeypatch: pytest.MonkeyPatch,
-    fields: dict[str, str],
+    fields: dict[str, Any],
     habit: str | None,
     room: int,
 ) -> None:
@@ -255,7 +257,7 @@ def test_block_by_block_below_the_peak(
     mesh: DeviceMesh,
     monkeypatch: pytest.MonkeyPatch,
     group_bytes: int,
-    fields: dict[str, str],
+    fields: dict[str, Any],
     micro_batches: int,
 ) -> None:
     device = Device(monkeypatch, group_bytes)
@@ -292,7 +294,7 @@ def backward_without_gradients(loop: Loop, step: int) -> None:
 @EVERY_OVERLAP
 @pytest.mark.parametrize("at", [[2], [4, 5], [2, 3, 4, 5]], ids=["learning", "later", "always"])
 def test_a_backward_without_gradients_now_and_then(
-    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, fields: dict[str, str], micro_batches: int, at: list[int]
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], micro_batches: int, at: list[int]
 ) -> None:
     """Staging is never above the peak, and is planned as without it: it may not come in the next iteration."""
     policy = with_share(passing="auto", bucket_bytes=1024, **fields)

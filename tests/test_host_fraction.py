@@ -189,7 +189,7 @@ def test_any_number_of_threads(threads: int, monkeypatch: pytest.MonkeyPatch) ->
     pair = make_pair(
         lambda: nn.Sequential(wide(), _Sum()),
         fused_adamw,
-        policy=policy(1.0, bucket_bytes=1 << 20, passing=1 << 22),
+        policy=policy(1.0, bucket_bytes=1 << 20),
     )
     pair.train(4)
     assert set(seen) == {threads}
@@ -225,7 +225,7 @@ def test_any_sizes(sizes: list[int], fraction: float, bucket_bytes: int) -> None
             param.grad = torch.randn(param.shape, generator=generator)
         run.optimizer.step()
 
-    pair = make_pair(model, fused_adamw, policy=policy(fraction, bucket_bytes=bucket_bytes, passing=4 * bucket_bytes))
+    pair = make_pair(model, fused_adamw, policy=policy(fraction, bucket_bytes=bucket_bytes))
     pair.train(3, train)
 
 

@@ -28,6 +28,7 @@ from fsdp_offload.model.hooks import Overlap
 from fsdp_offload.model.tune_resident import Rehearsal
 from fsdp_offload.planning.resident import IterationTimes
 from fsdp_offload.planning.schedule import Action
+from fsdp_offload.torch_compat import fully_shard as fully_shard_compat
 from fsdp_offload.torch_compat.dtensor import local_shard
 from tests.fused_adam_reference import FusedAdam
 from tests.overlapping import HABITS, NOT_IN_BACKWARD, POLICIES, SIZES, Block, Loop, Net, adamw, look, same
@@ -395,6 +396,23 @@ def test_refusals(mesh: DeviceMesh) -> None:
         offload_optimizer(optimizer, model=plain, policy=policy_of({"overlap": "iteration"}))
     assert "_offload_engine" not in vars(optimizer)
     assert type(optimizer) is torch.optim.AdamW
+
+
+@pytest.mark.filterwarnings("ignore:offload_optimizer")
+def test_in_the_step_a_model_without_groups_to_hook_is_none() -> None:
+    model = nn.Linear(3, 3)
+    optimizer = offload_optimizer(torch.optim.AdamW(model.parameters()), model=model)
+    assert not engine_of(optimizer).loads_in_backward  # type: ignore[union-attr]
+
+
+def test_a_torch_with_other_hook_points(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loads begin in step() where the policy can do without them."""
+    monkeypatch.setattr(fully_shard_compat, "_READ", (*fully_shard_compat._READ, "_gone"))
+    plain, offloaded = pair(mesh, policy_of({}))
+    assert not engine_of(offloaded.optimizer).loads_in_backward  # type: ignore[union-attr]
+    assert same(plain.train(5), offloaded.train(5))
+    with pytest.raises(NotImplementedError, match=r"no \['_gone'\].*use OffloadPolicy\(overlap='step'\)"):
+        Loop(mesh, adamw, policy_of({"overlap": "forward"}))
 
 
 @EVERY_POLICY

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -145,7 +146,7 @@ NOT_IN_BACKWARD = (skip, clip, look_before_step, write_before_step)
 ONE_MICRO_BATCH = (zero_in_place, step_twice)
 
 
-WITH_RESIDENT: dict[str, dict[str, object]] = {
+WITH_RESIDENT: dict[str, dict[str, Any]] = {
     "step-resident": {"staying": 20_000},
     **POLICIES,
     "forward-resident": {"overlap": "forward", "staying": 20_000},
@@ -155,7 +156,7 @@ WITH_RESIDENT: dict[str, dict[str, object]] = {
 
 @pytest.mark.parametrize("with_phases", [False, True], ids=["", "phases"])
 @pytest.mark.parametrize("fields", WITH_RESIDENT.values(), ids=WITH_RESIDENT)
-def test_any_program(mesh: DeviceMesh, fields: dict[str, object], with_phases: bool) -> None:
+def test_any_program(mesh: DeviceMesh, fields: dict[str, Any], with_phases: bool) -> None:
     allowed: tuple[Operation, ...] = (*ALWAYS, *ONE_MICRO_BATCH, *(PHASES if with_phases else ()))
     if fields.get("overlap") != "iteration":
         allowed = (*allowed, *NOT_IN_BACKWARD)

@@ -1071,7 +1071,9 @@ def test_loads_come_before_the_reduction_and_updates_after_it(
     monkeypatch.setattr(Pipeline, "copy_up", copying_up)
     monkeypatch.setattr(Pipeline, "copy_down", copying_down)
     policy = with_share(**SIZES, staying=20_000)
-    loop = Loop(mesh, adamw, policy, micro_batches=2).train(3)
+    loop = Loop(mesh, adamw, None, micro_batches=2)
+    attach(loop.optimizer, policy=policy)  # without the model, in whose backward loads would begin by themselves
+    loop.train(3)
     finalize = reload_before(lambda: events.append("reduce"), loop.optimizer)
     for step in range(3, 6):
         events.clear()

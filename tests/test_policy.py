@@ -38,7 +38,7 @@ def test_it_cannot_be_changed_and_has_no_positional_arguments() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         OffloadPolicy().bucket_bytes = 1  # type: ignore[misc]
     with pytest.raises(TypeError, match="positional"):
-        OffloadPolicy(1)  # type: ignore[misc]
+        OffloadPolicy(1)  # type: ignore[call-arg, arg-type]
 
 
 def test_equal_policies_are_equal_and_travel_between_processes() -> None:
