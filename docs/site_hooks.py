@@ -31,8 +31,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Point links that leave ``docs/`` to the copies; leave errors that pages quote (``group["lr"][0]``) as they are."""
-    if page.file.src_uri == "optimizers.md":
+    """Point links that leave ``docs/`` to the copies."""
+    if page.file.src_uri == "optimizers.md":  # which quotes errors: in group["lr"][0] there is no link
         markdown = markdown.replace("][", r"]\[")
 
     def to_copy(link: re.Match[str]) -> str:
