@@ -267,13 +267,28 @@ def test_names_in_the_text_exist(page: str) -> None:
 def test_policies_in_the_text_can_be_made(page: str) -> None:
     """``overlap="iteration", device_bytes=640 << 20`` in a table."""
     for code in re.findall(r"`(\w+=[^`\n]+)`", text_of(page)):
-        try:
-            [call] = ast.parse(f"f({code})").body
-        except SyntaxError:
-            continue  # an ellipsis, or no Python
-        fields = {str(keyword.arg): keyword.value for keyword in call.value.keywords}  # type: ignore[attr-defined]
-        if fields.keys() & POLICY_FIELDS:
-            check_policy({name: node for name, node in fields.items() if name != "parameters"}, page)
+        fields = keywords_of(code)
+        if fields.keys() & POLICY_FIELDS and "parameters" not in fields:
+            check_policy(fields, page)
+
+
+def test_the_readme_says_what_to_write() -> None:
+    """The middle column of its table: each assignment there is a policy, and there are several."""
+    table = text_of("README.md").partition("| situation ")[2].partition("\n\n")[0]
+    codes = [code for row in table.splitlines()[2:] for code in re.findall(r"`(\w+=[^`]+)`", row.split(" | ")[1])]
+    assert len(codes) >= 6
+    for code in codes:
+        check_policy(keywords_of(code), "README.md")
+
+
+def keywords_of(code: str) -> dict[str, ast.expr]:
+    """The arguments in ``a=1, b=2``; none where that is no Python."""
+    try:
+        call = ast.parse(f"f({code})", mode="eval").body
+    except SyntaxError:
+        return {}
+    assert isinstance(call, ast.Call)
+    return {str(keyword.arg): keyword.value for keyword in call.keywords}
 
 
 @every_page
@@ -286,6 +301,11 @@ def test_links_lead_somewhere(page: str) -> None:
     """Their anchors are checked by ``mkdocs build --strict``."""
     for target in re.findall(r"\]\((?!https?:)([^)#\s]+)(?:#[\w-]+)?\)", text_of(page)):
         assert ((ROOT / page).parent / target).exists(), target
+
+
+def test_the_page_on_policies_has_every_field() -> None:
+    table = text_of("docs/policy.md").partition("\n## All fields\n")[2].partition("\n## ")[0]
+    assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == POLICY_FIELDS
 
 
 @pytest.mark.parametrize("module", ["fsdp_offload", "fsdp_offload.checkpoint", "checkpoint_tools"])
