@@ -315,5 +315,11 @@ def test_the_reference_has_every_public_name(module: str) -> None:
     assert sorted(re.findall(rf"^::: {module}\.(\w+)$", page, re.MULTILINE)) == sorted(names)
 
 
+def test_every_record_is_told_of() -> None:
+    records = {path.name for path in (ROOT / "examples/benchmark_results").iterdir()}
+    page = text_of("docs/benchmarks.md")
+    assert {name for name in records if f"benchmark_results/{name})" not in page} == set()
+
+
 def test_the_readme_is_short() -> None:
     assert len(text_of("README.md").splitlines()) <= 200
