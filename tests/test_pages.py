@@ -1,64 +1,325 @@
-"""The pages about other frameworks: what they write of this library exists, and their links lead somewhere."""
+"""What the pages write works: Python runs, commands parse, names exist, links lead somewhere.
+
+Python that needs a framework is not run: it is compiled, and its calls of ours are held to our signatures. Where a page
+stands on names of its reader's (``model``, ``optimizer``, ``path``), :func:`reader` has them.
+"""
 
 import ast
 import dataclasses
 import importlib
+import importlib.util
 import inspect
 import re
+import shlex
+import tomllib
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import typer
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 
-from fsdp_offload import OffloadPolicy
+import fsdp_offload.bench.__main__ as bench
+from checkpoint_tools import __main__ as checkpoint_tools
+from fsdp_offload import OffloadedOptimizer, OffloadPolicy, is_offloaded, offload_optimizer
+from tests.pages import OURS, PAGES, ROOT, Block, blocks_in, blocks_of, needs_a_framework, text_of
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
-PAGES = ["plan.md", "megatron_fsdp.md", "megatron_bridge.md", "nemo_rl.md", "xtuner.md"]
-OURS = ("fsdp_offload", "checkpoint_tools")
+PYTHON = blocks_in("python")
+RUN = [block for block in PYTHON if not needs_a_framework(block)]
+POLICY_FIELDS = {field.name for field in dataclasses.fields(OffloadPolicy)}
+GONE_WORDS = ("staging_bytes", "resident_bytes", "resident_limit_bytes", "overlap_forward=", "prefetch=", "serial=")
 
 every_page = pytest.mark.parametrize("page", PAGES)
 
 
-def blocks_of(page: str) -> list[ast.Module]:
-    text = (DOCS / page).read_text(encoding="utf-8")
-    return [ast.parse(block) for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL)]
+def test_the_pages_have_what_is_tested() -> None:
+    assert len(RUN) >= 12
+    assert len(PYTHON) - len(RUN) >= 8
+    assert len(list(commands())) >= 30
+    assert {block.language for page in PAGES for block in blocks_of(page)} <= {"python", "sh", "text"}
 
 
-def imported(tree: ast.Module) -> Iterator[tuple[str, object]]:
-    """Names that a block imports from us, and what they are."""
+# --- Python ----------------------------------------------------------------------------------------------------------
+
+
+class Model(nn.Module):
+    """Blocks, as the README's reader has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(4, 32, dtype=next(model.parameters()).dtype)).square().mean().backward()
+        optimizer.step()
+
+
+def reader(block: Block, mesh: DeviceMesh, path: Path) -> dict[str, Any]:
+    """The script around a block: a sharded model, trained for two steps, unless the block itself does that."""
+    calls = {ast.unparse(node.func) for node in ast.walk(ast.parse(block.code)) if isinstance(node, ast.Call)}
+    torch.manual_seed(0)
+    model = Model().to(torch.bfloat16 if "master_weights" in block.code else torch.float32)
+    if "fully_shard" not in calls:
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    if "offload_optimizer" not in calls:
+        offload_optimizer(optimizer, model=model)
+        train(model, optimizer)
+    mlp = {
+        "model.layers.0.mlp.gate_up_proj.weight": torch.ones(8, 4),
+        "model.layers.0.mlp.down_proj.weight": torch.ones(4, 4),
+    }
+    mlp_state = {key: {"exp_avg": value + 1} for key, value in mlp.items()}
+    return {
+        "torch": torch,
+        "dcp": dcp,
+        "nn": nn,
+        "fully_shard": fully_shard,
+        "OffloadPolicy": OffloadPolicy,
+        "OffloadedOptimizer": OffloadedOptimizer,
+        "offload_optimizer": offload_optimizer,
+        "model": model,
+        "optimizer": optimizer,
+        "path": path,
+        "config": SimpleNamespace(finalize_model_grads_func=None),
+        "state": {"model": model.state_dict()},
+        "model_state": mlp,
+        "optim_state": {"state": mlp_state, "param_groups": [{"lr": 1e-3, "params": list(mlp)}]},
+    }
+
+
+@pytest.mark.parametrize("block", RUN, ids=str)
+@pytest.mark.filterwarnings("ignore:.*The parameters are on the CPU:UserWarning")
+def test_python_runs(block: Block, mesh: DeviceMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And training goes on behind it, with an offloaded optimizer."""
+    if not torch.accelerator.is_available():
+        monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)  # which is an error without one
+    names = reader(block, mesh, tmp_path)
+    exec(compile(block.code, str(block), "exec"), names)
+    for value in [*names.values()]:
+        if isinstance(value, Future):
+            value.result()
+    assert is_offloaded(names["optimizer"])
+    train(names["model"], names["optimizer"])
+
+
+@pytest.mark.parametrize("block", PYTHON, ids=str)
+def test_calls_of_ours_fit(block: Block) -> None:
+    tree = ast.parse(block.code)
+    modules = {"OffloadPolicy": "fsdp_offload", "offload_optimizer": "fsdp_offload", **dict(imported(tree))}
+    signatures = {name: signature_of(module, name) for name, module in modules.items()}
+    for call in ast.walk(tree):
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.func.id not in modules:
+            continue
+        name = call.func.id
+        keywords = {str(keyword.arg): keyword.value for keyword in call.keywords}
+        if name == "OffloadPolicy":
+            check_policy(keywords, str(block))
+        elif signature := signatures[name]:
+            signature.bind(*call.args, **keywords)
+        if modules[name].startswith("fsdp_offload.integrations."):  # which take the fields of a policy as a dict
+            for value in (*call.args, *keywords.values()):
+                if isinstance(value, ast.Dict):
+                    pairs = zip(value.keys, value.values, strict=True)
+                    check_policy({ast.literal_eval(key): of for key, of in pairs if key}, str(block))
+
+
+def imported(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """Names that a block imports from us, each with its module."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] in OURS:
-            module = importlib.import_module(str(node.module))
-            yield from ((alias.name, getattr(module, alias.name)) for alias in node.names)
+            yield from ((alias.name, str(node.module)) for alias in node.names)
 
 
-@every_page
-def test_imports_exist_and_calls_fit(page: str) -> None:
-    blocks = blocks_of(page)
-    assert blocks
-    calls = 0
-    for tree in blocks:
-        known = dict(imported(tree))
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in known:
-                names = {keyword.arg: None for keyword in node.keywords if keyword.arg is not None}
-                inspect.signature(known[node.func.id]).bind(*([None] * len(node.args)), **names)
-                calls += 1
-    assert calls
+def signature_of(module: str, name: str) -> inspect.Signature | None:
+    """How ``module.name`` is called; nothing for a class without an ``__init__`` of its own.
+
+    Our integrations are read and not imported, since their frameworks need not be installed.
+    """
+    if not module.startswith("fsdp_offload.integrations."):
+        thing = getattr(importlib.import_module(module), name)
+        return inspect.signature(thing) if callable(thing) else None
+    tree = ast.parse((ROOT / module.replace(".", "/")).with_suffix(".py").read_text(encoding="utf-8"))
+    [found] = [node for node in tree.body if getattr(node, "name", None) == name]
+    if isinstance(found, ast.FunctionDef):
+        return signature_from(found.args)
+    inits = [node for node in ast.walk(found) if isinstance(node, ast.FunctionDef) and node.name == "__init__"]
+    return signature_from(inits[0].args, skip_first=True) if inits else None
+
+
+def signature_from(args: ast.arguments, *, skip_first: bool = False) -> inspect.Signature:
+    """What ``inspect`` would say of a function with these arguments."""
+    kinds = inspect.Parameter
+    positional = [*args.posonlyargs, *args.args][1 if skip_first else 0 :]
+    required = len(positional) - len(args.defaults)
+    found = [
+        kinds(each.arg, kinds.POSITIONAL_OR_KEYWORD, default=kinds.empty if number < required else None)
+        for number, each in enumerate(positional)
+    ]
+    if args.vararg:
+        found.append(kinds(args.vararg.arg, kinds.VAR_POSITIONAL))
+    for each, default in zip(args.kwonlyargs, args.kw_defaults, strict=True):
+        found.append(kinds(each.arg, kinds.KEYWORD_ONLY, default=kinds.empty if default is None else None))
+    if args.kwarg:
+        found.append(kinds(args.kwarg.arg, kinds.VAR_KEYWORD))
+    return inspect.Signature(found)
+
+
+def check_policy(fields: dict[str, ast.expr], where: str) -> None:
+    """Make the policy of these fields; those whose values the page leaves open only have to exist."""
+    assert set(fields) <= POLICY_FIELDS, f"{where}: no field {sorted(set(fields) - POLICY_FIELDS)} of OffloadPolicy"
+    values = {name: value_of(node) for name, node in fields.items()}
+    OffloadPolicy(**{name: value for name, value in values.items() if value is not ...})
+
+
+def value_of(node: ast.expr) -> Any:
+    """``640 << 20`` and the like; ``...`` for what names something of the page's reader."""
+    if any(isinstance(each, ast.Name | ast.Attribute) for each in ast.walk(node)):
+        return ...
+    return eval(compile(ast.Expression(node), "", "eval"), {})
+
+
+# --- commands --------------------------------------------------------------------------------------------------------
+
+APPS = {"fsdp-offload": bench.app, "checkpoint-tools": checkpoint_tools.app}
+MODULES = {"fsdp_offload.bench": bench.app, "checkpoint_tools": checkpoint_tools.app}
+OTHERS = {"python -m pytest", "python3 -m venv", "pre-commit install", "source .venv/bin/activate"}
+
+
+def commands() -> Iterator[tuple[str, list[str]]]:
+    """Where, and the words of a command: those of shell blocks, and ours in the text."""
+    for block in blocks_in("sh"):
+        for line in block.code.replace("\\\n", " ").splitlines():
+            for command in line.split(" && "):
+                if words := shlex.split(command, comments=True):
+                    yield str(block), words
+    for page in PAGES:
+        prose = re.sub(r"```.*?```", "", text_of(page), flags=re.DOTALL)
+        for code in re.findall(r"`([^`\n]+)`", prose):
+            if re.match(
+                r"(fsdp-offload|checkpoint-tools|torchrun|python -m (fsdp_offload|checkpoint_tools)\S*) \S", code
+            ):
+                yield page, shlex.split(code.replace(" NAME", " link").replace("`", ""))
+
+
+@pytest.mark.parametrize(("where", "words"), [pytest.param(*each, id=" ".join(each[1])) for each in commands()])
+def test_commands_parse(where: str, words: list[str]) -> None:
+    program, arguments = Path(words[0]).name, words[1:]
+    if program == "fsdp-offload":
+        assert arguments[0] == "bench", where
+        parse(APPS[program], arguments[1:])
+    elif program in APPS:
+        parse(APPS[program], arguments)
+    elif program in ("python", "python3") and arguments[0] == "-m" and arguments[1] in MODULES:
+        parse(MODULES[arguments[1]], arguments[2:])
+    elif program in ("python", "python3") and arguments[:3] == ["-m", "pip", "install"]:
+        extras = re.findall(r"\[([\w,]+)\]", " ".join(arguments))
+        known = tomllib.loads(text_of("pyproject.toml"))["project"]["optional-dependencies"]
+        assert {extra for each in extras for extra in each.split(",")} <= known.keys(), where
+    elif program in ("python", "python3", "torchrun") and (script := [w for w in arguments if w.endswith(".py")]):
+        flags = [word for word in arguments[arguments.index(script[0]) + 1 :] if word.startswith("--")]
+        source = text_of(script[0])
+        assert [flag for flag in flags if flag != "--help" and f'"{flag}"' not in source] == [], where
+    else:
+        assert " ".join([program, *arguments[: 1 if len(arguments) == 1 else 2]]) in OTHERS, f"{where}: {words}"
+
+
+def parse(app: typer.Typer, arguments: list[str]) -> None:
+    """Parse a command line as the program does, and run nothing."""
+    group: Any = typer.main.get_command(app)
+    context = group.make_context("test", [arguments[0]])
+    name, command, _ = group.resolve_command(context, arguments[:1])
+    if arguments[1:]:  # else the text speaks of the command as such
+        command.make_context(name, arguments[1:], parent=context)
+
+
+# --- text ------------------------------------------------------------------------------------------------------------
 
 
 @every_page
 def test_names_in_the_text_exist(page: str) -> None:
-    text = (DOCS / page).read_text(encoding="utf-8")
-    fields = {field.name for field in dataclasses.fields(OffloadPolicy)}
-    assert set(re.findall(r"OffloadPolicy\((\w+)=", text)) <= fields
-    for module, name in re.findall(r"`((?:fsdp_offload|checkpoint_tools)[\w.]*)\.(\w+)", text):
-        if not module.startswith("fsdp_offload.examples"):
-            assert hasattr(importlib.import_module(module), name), f"{module}.{name}"
+    text = text_of(page)
+    assert set(re.findall(r"OffloadPolicy\((\w+)=", text)) <= POLICY_FIELDS
+    for module, name in re.findall(r"`((?:fsdp_offload|checkpoint_tools)[\w.]*)\.(\w+)`", text):
+        if not module.startswith("fsdp_offload.integrations"):
+            exists = hasattr(importlib.import_module(module), name)
+            assert exists or importlib.util.find_spec(f"{module}.{name}"), f"{module}.{name}"
+
+
+@every_page
+def test_policies_in_the_text_can_be_made(page: str) -> None:
+    """``overlap="iteration", device_bytes=640 << 20`` in a table."""
+    for code in re.findall(r"`(\w+=[^`\n]+)`", text_of(page)):
+        fields = keywords_of(code)
+        if fields.keys() & POLICY_FIELDS and "parameters" not in fields:
+            check_policy(fields, page)
+
+
+def test_the_readme_says_what_to_write() -> None:
+    """The middle column of its table: each assignment there is a policy, and there are several."""
+    table = text_of("README.md").partition("| situation ")[2].partition("\n\n")[0]
+    codes = [code for row in table.splitlines()[2:] for code in re.findall(r"`(\w+=[^`]+)`", row.split(" | ")[1])]
+    assert len(codes) >= 6
+    for code in codes:
+        check_policy(keywords_of(code), "README.md")
+
+
+def keywords_of(code: str) -> dict[str, ast.expr]:
+    """The arguments in ``a=1, b=2``; none where that is no Python."""
+    try:
+        call = ast.parse(f"f({code})", mode="eval").body
+    except SyntaxError:
+        return {}
+    assert isinstance(call, ast.Call)
+    return {str(keyword.arg): keyword.value for keyword in call.keywords}
+
+
+@every_page
+def test_no_page_has_words_that_the_policy_had_before(page: str) -> None:
+    assert [word for word in GONE_WORDS if word in text_of(page)] == []
 
 
 @every_page
 def test_links_lead_somewhere(page: str) -> None:
-    text = (DOCS / page).read_text(encoding="utf-8")
-    for target in re.findall(r"\]\(([^)#]+)(?:#[\w-]+)?\)", text):
-        assert (DOCS / target).exists(), target
+    """Their anchors are checked by ``mkdocs build --strict``."""
+    for target in re.findall(r"\]\((?!https?:)([^)#\s]+)(?:#[\w-]+)?\)", text_of(page)):
+        assert ((ROOT / page).parent / target).exists(), target
+
+
+def test_the_page_on_policies_has_every_field() -> None:
+    table = text_of("docs/policy.md").partition("\n## All fields\n")[2].partition("\n## ")[0]
+    assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == POLICY_FIELDS
+
+
+@pytest.mark.parametrize("module", ["fsdp_offload", "fsdp_offload.checkpoint", "checkpoint_tools"])
+def test_the_reference_has_every_public_name(module: str) -> None:
+    names = importlib.import_module(module).__all__
+    page = text_of(f"docs/reference/{module.rpartition('.')[2]}.md")
+    assert sorted(re.findall(rf"^::: {module}\.(\w+)$", page, re.MULTILINE)) == sorted(names)
+
+
+def test_every_record_is_told_of() -> None:
+    records = {path.name for path in (ROOT / "examples/benchmark_results").iterdir()}
+    page = text_of("docs/benchmarks.md")
+    assert {name for name in records if f"benchmark_results/{name})" not in page} == set()
+
+
+def test_the_readme_is_short() -> None:
+    assert len(text_of("README.md").splitlines()) <= 200

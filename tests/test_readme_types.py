@@ -1,4 +1,4 @@
-"""The README's lines pass mypy and pyright in strict mode as they stand."""
+"""The lines of the README and the pages pass mypy and pyright in strict mode as they stand."""
 
 import json
 import re
@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.pages import ROOT, blocks_in, needs_a_framework
 
-# What the README's reader has: a script around each block.
+# What the reader has: a script around each block.
 PREAMBLE = """
 from pathlib import Path
 from typing import Any
@@ -30,25 +30,31 @@ class Model(nn.Module):
 
 state: dict[str, Any] = {}
 """
-SCRIPT = "def block_{number}(model: Model, optimizer: torch.optim.AdamW, path: Path, config: Any) -> None:\n{block}\n"
+SCRIPT = """
+def block_{number}(
+    model: Model, optimizer: torch.optim.AdamW, path: Path, config: Any,
+    model_state: dict[str, Any], optim_state: dict[str, Any] | None,
+) -> None:
+{block}
+"""
 
 
-# torch's own: what it does not annotate in full, under the names that the README uses.
+# torch's own: what it does not annotate in full, under the names that the pages use.
 UNKNOWN_IN_TORCH = re.compile(r'Type of "(step|save|async_save|future)" is partially unknown')
 
 
 @pytest.fixture
 def scripts(tmp_path: Path) -> Path:
     """A file with a function for each block."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    blocks = [block.code for block in blocks_in("python") if not needs_a_framework(block)]
     assert len(blocks) >= 10
     functions = [SCRIPT.format(number=n, block=textwrap.indent(block, "    ")) for n, block in enumerate(blocks)]
-    path = tmp_path / "readme.py"
+    path = tmp_path / "pages.py"
     path.write_text("\n\n".join([PREAMBLE, *functions]), encoding="utf-8")
     return path
 
 
-def test_readme_passes_mypy(scripts: Path) -> None:
+def test_pages_pass_mypy(scripts: Path) -> None:
     # Like an installed package, ours is only looked at; and torch does not export torch.distributed.checkpoint.save.
     options = ["--strict", "--config-file=", "--follow-imports=silent", "--implicit-reexport"]
     run = subprocess.run(
@@ -62,7 +68,7 @@ def test_readme_passes_mypy(scripts: Path) -> None:
     assert run.returncode == 0, run.stdout + run.stderr
 
 
-def test_readme_passes_pyright(scripts: Path) -> None:
+def test_pages_pass_pyright(scripts: Path) -> None:
     pytest.importorskip("basedpyright")
     # A snippet need not use what it shows; and torch does not export torch.distributed.checkpoint.save.
     off = ["reportUnusedImport", "reportUnusedVariable", "reportPrivateImportUsage"]

@@ -78,7 +78,9 @@ def _family(name: str) -> Mapping[str, Any]:
     if not isinstance(found.get("source"), dict) or not all(
         isinstance(table, list) and all(isinstance(each, dict) for each in table) for table in tables
     ):
-        raise CheckpointError(f"{name} has to have [source] with a line for each framework, and [[name]]; see README")
+        raise CheckpointError(
+            f"{name} has to have [source] with a line for each framework, and [[name]]; see docs/tools.md"
+        )
     return {"rule": [], **found}
 
 

@@ -54,7 +54,9 @@ _KEEP_CHUNKS = {
 class ShardTensor(Tensor):
     """``local`` and its chunks, as one tensor of the shape, dtype and device of ``local``.
 
-    Args:
+    Make one with ``ShardTensor(local, shard_chunks)``.
+
+    Attributes:
         local: A contiguous tensor; flat for ragged shards. Shared, not copied: loads write into it.
         shard_chunks: What :func:`~fsdp_offload.checkpoint.chunks_of` gave for it.
 
