@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn, TypeVar
 
-from .errors import NEED_EXTRA, CheckpointError
+from .core.errors import NEED_EXTRA, CheckpointError
 
 try:
     import typer
@@ -21,20 +21,21 @@ except ImportError:
 except KeyboardInterrupt:
     sys.exit(130)
 
-from .formats import CASTABLE, is_torch_file
-from .patterns import idle_patterns, matches
-from .printing import be_printable, printable
-from .sizes import MAX_ITEM_BYTES, counted, human_bytes, parse_bytes, thread_bytes
+from .core.patterns import idle_patterns, matches
+from .core.printing import be_printable, printable
+from .core.sizes import MAX_ITEM_BYTES, counted, human_bytes, parse_bytes, thread_bytes
+from .stored.formats import CASTABLE, is_torch_file
 
 if TYPE_CHECKING:  # when a command runs: torch takes longer than all that help and wrong options need
     import rich.console
 
-    from . import convert, verify
-    from .converting import Plan
-    from .reading import Checkpoint, Problem
-    from .request import Way
-    from .rewrite import Rewrite
-    from .rules import Rule
+    from .convert import convert
+    from .convert.conversion_plan import Plan
+    from .exchange.request import Way
+    from .fused.rules import Rule
+    from .look import verify
+    from .stored.reading import Checkpoint, Problem
+    from .write.layout import Rewrite
 
 TROUBLE = 2
 """Exit code where a question has no answer: also that of wrong options, and as diff(1) has it."""
@@ -150,8 +151,8 @@ def inspect_main(
     as_json: Json = False,
 ) -> None:
     """List keys, shapes, dtypes, chunks and sizes. Only the metadata are read."""
-    from . import inspect
-    from .opening import open_checkpoint
+    from .look import inspect
+    from .stored.opening import open_checkpoint
 
     checkpoint = open_checkpoint(path)
     if tiling_key is not None:
@@ -168,7 +169,7 @@ def inspect_main(
 
 
 def _show_tiling(checkpoint: "Checkpoint", key: str, as_json: bool) -> None:
-    from . import tiling
+    from .look import tiling
 
     if key not in checkpoint.tensors:
         what = "an object, and in one piece" if key in checkpoint.objects else "not in the checkpoint"
@@ -212,9 +213,9 @@ def verify_main(
     memory_bytes = _memory(max_memory, threads, 2)
     if algorithm not in ("sha256", "blake2b"):
         raise CheckpointError(f"--algorithm is sha256 or blake2b, not {algorithm}")
-    from . import checksums, verify
-    from .data_checks import DataChecks
-    from .opening import open_checkpoint
+    from .look import checksums, verify
+    from .look.data_checks import DataChecks
+    from .stored.opening import open_checkpoint
 
     expected = None if list_to_check is None else checksums.read_checksums(list_to_check)
     if list_to_write is not None and list_to_write.exists():
@@ -302,8 +303,8 @@ def diff_main(
     Exit code: 0 the same, 1 different, 2 it could not be found out.
     """
     memory_bytes = _memory(max_memory, threads, 16)
-    from . import diff
-    from .opening import open_checkpoint
+    from .look import diff
+    from .stored.opening import open_checkpoint
 
     first, second, notes = diff.aligned(open_checkpoint(path_a), open_checkpoint(path_b), key_prefix)
     gc.freeze()  # what describes them stays to the end, and may be millions of objects that no collection has to visit
@@ -437,8 +438,8 @@ def _rewrite(way: "Way", source: str, destination: str, asked: Asked, doing: Doi
     memory_bytes = _memory(doing.max_memory, doing.threads, 4)
     _check_json(doing.as_json, doing.dry_run)
     numbers = _parse_values(asked.values)
-    from . import rewriting
-    from .request import Request, check_used, complete, not_known
+    from .exchange.request import Request, check_used, complete, not_known
+    from .write import rewrite as rewriting
 
     rules = _rules(asked.presets, asked.rule_files)
     request = Request(rules, numbers, asked.excluded or [], asked.only or [], asked.is_sure)
@@ -471,7 +472,7 @@ def _rewrite(way: "Way", source: str, destination: str, asked: Asked, doing: Doi
 
 
 def _show_plan(planned: "Rewrite", way: "Way", notes: Sequence[str], *, as_json: bool) -> None:
-    from . import rewriting
+    from .write import rewrite as rewriting
 
     if as_json:
         _print_json({**rewriting.as_json(planned, way), "notes": list(notes)})
@@ -483,7 +484,7 @@ def _show_plan(planned: "Rewrite", way: "Way", notes: Sequence[str], *, as_json:
 
 
 def _rules(presets: Sequence[str] | None, files: Sequence[Path] | None) -> "list[Rule]":
-    from .rules import load_rules, preset
+    from .fused.rules import load_rules, preset
 
     try:
         rules = [rule for name in presets or () for rule in preset(name)]
@@ -539,7 +540,7 @@ def rename_main(
     begin = time.monotonic()
     memory_bytes = _memory(max_memory, threads, 4)
     numbers = _parse_values(values)
-    from .translate import Translation, translate
+    from .convert.translate import Translation, translate
 
     asked = Translation(family, from_framework, to_framework, numbers, excluded or [])
 
@@ -636,8 +637,9 @@ def convert_main(
         return
     import torch
 
-    from . import convert, rewriting
-    from .converting import Wanted
+    from .convert import convert
+    from .convert.conversion_plan import Wanted
+    from .write import rewrite as rewriting
 
     cast_to = None if dtype is None else getattr(torch, CASTABLE[dtype])
     wanted = Wanted(what, key_prefix, excluded or (), shard_bytes, cast_to)  # type: ignore[arg-type]
@@ -671,9 +673,10 @@ def _convert_torch(
         raise CheckpointError("files of torch.save are read and written on this machine alone")
     if excluded and to != "torch":
         raise CheckpointError("--exclude is not for files of torch.save; convert all, and leave out afterwards")
-    from . import rewriting, torch_files
-    from .opening import open_checkpoint
-    from .verify import notes_on_checksums
+    from .convert import torch_files
+    from .look.verify import notes_on_checksums
+    from .stored.opening import open_checkpoint
+    from .write import rewrite as rewriting
 
     rewriting.check_destination(source, destination)
     if to == "torch":
@@ -687,7 +690,7 @@ def _convert_torch(
 
 
 def _show_conversion(opened: "convert.Source", planned: "Plan", notes: Sequence[str], *, as_json: bool) -> None:
-    from . import convert
+    from .convert import convert
 
     if as_json:
         _print_json({**convert.as_json(planned), "notes": notes})
@@ -713,7 +716,7 @@ def _writing(what: str, destination: str, nbytes: int, kept_in: str | None = Non
         with _progress(what, nbytes) as advance:
             yield advance
     except KeyboardInterrupt:
-        from . import rewriting
+        from .write import rewrite as rewriting
 
         _say(f"interrupted. {rewriting.after_interrupt(destination, kept_in)}", err=True)
         raise

@@ -178,7 +178,15 @@ def report_of(engine: Engine, states: StateStore) -> OffloadReport:
         host_weights_down_bytes=on_host.weights_down_bytes,
         host_buffer_bytes=engine.host.buffer_bytes if engine.host is not None else 0,
         **_against_bound(engine, times),
-        tuning=tuple(filter(None, (engine.tuning_of_residents, engine.tuning_of_staging, engine.tuning_of_host))),
+        tuning=tuple(
+            filter(
+                None,
+                (
+                    *(engine.tuning_of_policy, engine.tuning_of_residents),
+                    *(engine.tuning_of_staging, engine.tuning_of_host),
+                ),
+            )
+        ),
         notes=(*notes_of(engine), *([exchanged] if exchanged_bytes else [])),
     )
 

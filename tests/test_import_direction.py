@@ -34,11 +34,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine": {"policy", "torch_compat", "planning", "device", "state", "optimizers", "cpu_update"},
     "model": {"policy", "torch_compat", "planning", "device", "state", "optimizers", "cpu_update", "engine"},
     "report": {"policy", "planning", "device", "state", "cpu_update", "engine"},
-    "api": {"policy", "torch_compat", "device", "state", "optimizers", "engine", "model", "report"},
+    "api": {"policy", "torch_compat", "planning", "device", "state", "optimizers", "engine", "model", "report"},
     "checkpoint": {"torch_compat", "planning", "device", "state", "optimizers", "cpu_update", "engine", "api"},
     "__init__": {"policy", "model", "report", "api"},
+    "plan": {"policy", "planning"},
+    "figures": {"torch_compat", "report", "api"},
     "integrations": {"policy", "engine", "model", "api", "checkpoint"},
-    "bench": {"__init__", "torch_compat", "planning", "device", "cpu_update", "checkpoint"},
+    "bench": {"__init__", "torch_compat", "planning", "device", "cpu_update", "checkpoint", "plan", "figures"},
 }
 
 # Files that may use private names of torch.distributed and torch._C, each under a table of what is used and why.
@@ -52,7 +54,7 @@ PRIVATE_TORCH_ATTRIBUTE_PREFIX = "_fsdp_param"
 
 OPTIONAL_PACKAGES = {
     *("transformer_engine", "torchao", "schedulefree", "bitsandbytes"),
-    *("typer", "rich", "matplotlib", "safetensors"),
+    *("typer", "rich", "matplotlib", "safetensors", "platformdirs"),
     *("accelerate", "transformers", "trl", "lightning", "torchtitan", "verl", "megatron_fsdp"),
     *("pytest", "hypothesis"),
 }
@@ -115,7 +117,13 @@ def test_private_torch_names_stay_in_their_room():
 
 
 @pytest.mark.parametrize(
-    ("module", "forbidden"), [(PACKAGE, OPTIONAL_PACKAGES), (f"{PACKAGE}.bench", {"matplotlib", "transformer_engine"})]
+    ("module", "forbidden"),
+    [
+        (PACKAGE, OPTIONAL_PACKAGES),
+        (f"{PACKAGE}.plan", OPTIONAL_PACKAGES),
+        (f"{PACKAGE}.figures", OPTIONAL_PACKAGES),
+        (f"{PACKAGE}.bench", {"matplotlib", "transformer_engine"}),
+    ],
 )
 def test_importing_touches_no_device_and_no_optional_package(module: str, forbidden: set[str]):
     seen = import_in_fresh_process(module)

@@ -1,7 +1,7 @@
 """Several optimizers inside one object of a framework: offloaded together, and sent through the phases together."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 from torch.optim import Optimizer
@@ -18,7 +18,7 @@ def offload_each(
     offload: Callable[..., Optimizer],
     remove: Callable[[Optimizer], Optimizer],
     model: nn.Module | None,
-    policy: OffloadPolicy | None,
+    policy: OffloadPolicy | Literal["auto"] | None,
 ) -> None:
     """``offload`` every optimizer inside ``optimizer``, or none: those before one that cannot be are removed again.
 
@@ -35,7 +35,7 @@ def offload_each(
         for inner in reversed(done):
             remove(inner)
         raise
-    limit_bytes = None if policy is None else policy.host_limit_bytes
+    limit_bytes = policy.host_limit_bytes if isinstance(policy, OffloadPolicy) else None
     for inner, masters in masters_in(optimizer).items():
         own = [master for master in masters if owns_its_storage(master)]
         if own:

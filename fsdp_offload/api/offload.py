@@ -1,20 +1,25 @@
 """Attaching and removing: :func:`offload_optimizer`, :func:`remove_offload`, and questions about any optimizer."""
 
 import functools
+import logging
 import warnings
 from collections import defaultdict
-from typing import TypeVar
+from collections.abc import Sequence
+from typing import Literal, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..engine.engine import Engine, find_offloaded
 from ..model.hooks import group_numbers, make_overlap
-from ..optimizers import traits_for
+from ..optimizers import Traits, traits_for
+from ..planning.choices import Loop, auto_policy
 from ..policy import OffloadPolicy
 from ..report import OffloadReport, notes_of
 from ..state.layout import is_trained
 from ..state.mapping import OffloadedState
+from ..torch_compat.dtensor import largest_local_numel
+from ..torch_compat.fully_shard import sharding_groups
 from .attachment import (
     Attachment,
     attachment_of,
@@ -42,6 +47,8 @@ from .wrong_order import (
     warn_if_another_steps,
 )
 
+logger = logging.getLogger(__name__)
+
 _Optimizer = TypeVar("_Optimizer", bound=Optimizer)
 
 
@@ -49,7 +56,8 @@ def offload_optimizer(
     optimizer: _Optimizer,
     *,
     model: nn.Module | None = None,
-    policy: OffloadPolicy | None = None,
+    policy: OffloadPolicy | Literal["auto"] | None = None,
+    loop: Loop = "any",
     exist_ok: bool = False,
 ) -> _Optimizer:
     """Keep the state of ``optimizer`` in host memory from now on, and stream it through the device in each step.
@@ -69,7 +77,11 @@ def offload_optimizer(
             independently of each other. The wrappers of accelerate, Lightning and Fabric are seen through, and so are
             Megatron's optimizers and chains of them: each of torch's in there is offloaded, or none.
         model: the model whose parameters it has. Gives the order of the buckets, names for messages, and more checks.
-        policy: sizes of staging, buckets and what stays on the device.
+        policy: sizes of staging, buckets and what stays on the device. ``"auto"`` hides as much as ``loop`` allows,
+            measures the first iterations, and keeps on the device what cannot be hidden; the report says what it chose.
+        loop: what your training loop promises to ``policy="auto"``. ``"any"``: nothing. ``"synchronizes"``: it calls
+            ``synchronize()`` before it touches parameters or gradients between ``step()`` and the next forward.
+            ``"no_clipping"``: that, and it neither clips by a global norm nor touches gradients after the backward.
         exist_ok: do nothing where it is offloaded already, for the same model and with the same policy: for code that
             runs once for each fit. Without ``policy``, whatever that is.
 
@@ -82,9 +94,12 @@ def offload_optimizer(
         MemoryError: host memory does not suffice.
     """
     if is_wrapped(optimizer):
-        offload_each(optimizer, functools.partial(offload_optimizer, exist_ok=exist_ok), remove_offload, model, policy)
+        each = functools.partial(offload_optimizer, loop=loop, exist_ok=exist_ok)
+        offload_each(optimizer, each, remove_offload, model, policy)
         return optimizer
-    given, policy = policy, OffloadPolicy() if policy is None else policy
+    given = policy
+    if policy is None or policy == "auto":
+        policy = OffloadPolicy()
     check_types(model, policy)
     *wrappers, target = wrappers_around(optimizer)
     if exist_ok and attachment_of(target) is not None:
@@ -97,6 +112,11 @@ def offload_optimizer(
     check_traits(target, traits, policy, names)
     check_lists(target)
     device = check_params(traits, params, names)
+    chosen = ""
+    if given == "auto":
+        policy, chosen = _chosen(traits, params, model, loop)
+    elif loop != "any":
+        raise ValueError(f"offload_optimizer: loop={loop!r} is a promise to policy='auto'; got policy={given!r}")
     if policy.pin_memory and device.type == "cpu":
         raise ValueError(
             "offload_optimizer: pin_memory=True needs an accelerator, and the parameters are on the CPU. Leave it "
@@ -104,6 +124,7 @@ def offload_optimizer(
         )
     together = group_numbers(model, policy)
     engine = Engine(type(target), traits, policy, device, names, together)
+    engine.tuning_of_policy = chosen
     states = OffloadedState(engine, target.state)
     # A frozen parameter gets room when it first has a gradient: reserving it would pin memory that nothing uses.
     eager = traits.habits.state_without_gradient
@@ -200,12 +221,30 @@ def _watch_until_first_step(optimizer: Optimizer, attachment: Attachment, model:
         attachment.until_first_step.append(check)
 
 
-def _check_same(optimizer: Optimizer, model: nn.Module | None, policy: OffloadPolicy | None) -> None:
+def _chosen(traits: Traits, params: Sequence[Tensor], model: nn.Module | None, loop: Loop) -> tuple[OffloadPolicy, str]:
+    """What ``policy="auto"`` means here; the same on every rank."""
+    hides = "" if model is not None else "without model=... there is nothing to hide behind"
+    if model is not None and not any(group.params for group in sharding_groups(model)):
+        hides = "the model is not sharded by fully_shard, into which overlap hooks"
+    state_bytes = sum(2 * param.element_size() * largest_local_numel(param) for param in params)
+    policy, chosen = auto_policy(
+        loop,
+        hides=hides,
+        elementwise=traits.elementwise,
+        updates_early=traits.habits.reads_param_grad,
+        state_bytes=state_bytes,
+    )
+    logger.info(chosen)
+    return policy, chosen
+
+
+def _check_same(optimizer: Optimizer, model: nn.Module | None, policy: OffloadPolicy | Literal["auto"] | None) -> None:
     """Refuse to leave an offload as it is where the second call asks for another one."""
     attachment = attachment_of(optimizer)
     assert attachment is not None
     other = []
-    if policy is not None and policy != attachment.engine.policy:
+    is_same = attachment.engine.tuning_of_policy if policy == "auto" else policy == attachment.engine.policy
+    if policy is not None and not is_same:
         other.append(f"with {attachment.engine.policy}")
     if model is not None and (attachment.model is None or attachment.model() is not model):
         other.append("without a model" if attachment.model is None else "for another model")

@@ -27,13 +27,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from .. import OffloadPolicy, offload_optimizer, remove_offload
 from ..device.link import device_link
+from ..figures.timeline import Lane, Timeline, check_matplotlib, draw, phase, read_trace, timeline_of
 from ..planning.bound import Times, bound, staged_share
 from ..torch_compat.dtensor import local_shard
 from ..torch_compat.fully_shard import fsdp_modules
 from .host_step import host_fraction_of
 from .link import Link
 from .record import bench_device, median, print_record, wall_ms
-from .timeline import Lane, Timeline, check_matplotlib, draw, phase, read_trace, timeline_of
 
 _MIB = 1 << 20
 _MEMORY = ("peak", "reserved")

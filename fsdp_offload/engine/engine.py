@@ -38,11 +38,12 @@ from ..state.shard import StateShard
 from ..state.store import StateStore, UserState
 from ..torch_compat.dtensor import has_replicas, local_shard
 from ..torch_compat.optim import unsupported_gradient
+from .begun_step import BegunStep, StepPhase
 from .executor import Pipeline
 from .homes import Plan
 from .lending import Lending
 from .phases import Phases
-from .step import BegunStep, Stepping
+from .step import Stepping
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +55,7 @@ class Engine:
         cls: the user's optimizer class.
         steps: its logical steps.
         pinned: whether host memory is page-locked.
-        tuning_of_residents, tuning_of_staging: what ``"auto"`` has chosen, and why, in sentences.
+        tuning_of_policy, tuning_of_residents, tuning_of_staging: what ``"auto"`` has chosen, and why, in sentences.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class Engine:
         self._param_ids: list[list[int]] = []  # of each group
         self._unplanned: list[Tensor] = []  # in the groups, but without room: they never had a gradient
         self._layout_keys: list[object] = []  # of each group, when its state was last planned
-        self.tuning_of_residents = self.tuning_of_staging = ""
+        self.tuning_of_policy = self.tuning_of_residents = self.tuning_of_staging = ""
         self._link.join()
         # Ring and arena must not go while a copy still uses them. This runs before the attributes are dropped.
         weakref.finalize(self, _let_go, self._link, self._pipeline.number).atexit = False
@@ -112,7 +113,7 @@ class Engine:
         params = list(params)
         if not params:
             return
-        if self.steps.begun is not None and self.steps.begun.done:
+        if self.steps.begun is not None and self.steps.begun.has_updated:
             self.steps.check_usable("taking over more parameters")
         if self.policy.host_fraction == "auto" and not self.tuning_of_host:
             self._measure(optimizer, params)
@@ -127,7 +128,7 @@ class Engine:
                 del state[name]
         self._pipeline.synchronize()  # places in the ring may change, and waits know only the new ones
         self.plan.add(optimizer, params, states, self.names)
-        self.phases.take_along(self.plan.shards[param] for param in params)
+        self.phases.park_new_state(self.plan.shards[param] for param in params)
         self.steps.forget_places()
         adopt((self.plan.shards[param], states.get(param)) for param in params)
         for param in params:
@@ -309,7 +310,12 @@ class Engine:
         ahead does not count as use where activations need its room: the backward that it was for had no gradients.
         """
         begun, passing_bytes = self.steps.begun, self._pipeline.ring.passing_bytes
-        if begun is not None and begun.ahead and passing_bytes > keep_bytes and torch.is_grad_enabled():
+        if (
+            begun is not None
+            and begun.phase is StepPhase.AHEAD
+            and passing_bytes > keep_bytes
+            and torch.is_grad_enabled()
+        ):
             self.steps.drop()
         if self.steps.begun is None:
             self.steps.give_back_ring(keep_bytes)
@@ -371,14 +377,14 @@ class Engine:
             steps.drop()
         begun = ended or steps.begun or steps.begin(optimizer, kwargs, needed, states)
         left = tuple(step for step in needed if step.bucket not in begun.done)
-        if begun.done and left:
+        if begun.has_updated and left:
             steps.go_on(begun, left)
         if left or not needed:
             self._pipeline.updates_after_compute()
             steps.advance(begun, states)
             steps.finish(begun, states)
         try:
-            self._take_over(begun, optimizer, created, states)
+            self._take_results(begun, optimizer, created, states)
         except BaseException as error:  # Ctrl-C as well, while this waits for the host
             steps.note_not_taken_over(begun, error)
             raise
@@ -388,7 +394,7 @@ class Engine:
             steps.wait_for_all()
         return bool(needed)
 
-    def _take_over(self, begun: BegunStep, optimizer: Optimizer, created: list[Tensor], states: StateStore) -> None:
+    def _take_results(self, begun: BegunStep, optimizer: Optimizer, created: list[Tensor], states: StateStore) -> None:
         """Put into ``optimizer`` what the updates have made beside what they wrote in place."""
         if self.host is not None and self.host.creates:
             for param, state in self.host.take_created().items():
@@ -427,7 +433,7 @@ class Engine:
 
         with torch.no_grad():
             self.steps.advance(begun, states, may_update, room_bytes)
-        self.steps.spend(begun)
+        self.steps.hide_spent(begun)
 
     def load_ahead(self, optimizer: Optimizer, states: StateStore, room_bytes: float = math.inf) -> None:
         """Begin to load for the next step before it has gradients, if it is known what that needs.
@@ -438,17 +444,17 @@ class Engine:
             room_bytes: for staging memory that comes and goes; loads go as far as that reaches.
         """
         begun = self.steps.begun or self._begin_early(optimizer, states)
-        if begun is not None and not begun.done:
-            begun.ahead = True
+        if begun is not None and not begun.has_updated:
+            begun.enter(StepPhase.AHEAD)
             with torch.no_grad():
                 self.steps.advance(begun, states, lambda number: False, room_bytes)
 
     def _go_on(self, optimizer: Optimizer, states: StateStore) -> BegunStep | None:
         """What has begun. Ahead of the gradients, it had begun with what may have changed since."""
         begun = self.steps.begun
-        if begun is None or not begun.ahead:
+        if begun is None or begun.phase is not StepPhase.AHEAD:
             return begun
-        begun.ahead = False
+        begun.enter(StepPhase.BACKWARD)
         if not self._groups_as_before(optimizer) or not self.steps.fits(begun, begun.steps, states):
             self.steps.drop()
             return None
@@ -463,7 +469,7 @@ class Engine:
         if steps.failure or not self._groups_as_before(optimizer) or not steps.is_whole(steps.last):
             return None
         self.phases.reload(states)
-        self.lending.take_over(self.plan.shards.values(), states)  # the backward may update with it
+        self.lending.adopt_user_tensors(self.plan.shards.values(), states)  # the backward may update with it
         order = steps.in_backward_order(steps.last) if self.policy.update == "backward" else steps.last
         return steps.begin(optimizer, {}, order, states, early=True)
 
@@ -538,7 +544,9 @@ class Engine:
             for shard in shards
             if shard.group >= 0 and (gradient(shard.param) is not None or (eager and not states.get(shard.param)))
         ]
-        self.lending.take_over(shards, states)  # also of neighbours without a gradient, whose bytes move as well
+        self.lending.adopt_user_tensors(
+            shards, states
+        )  # also of neighbours without a gradient, whose bytes move as well
         return updated
 
     def _follow_groups(self, optimizer: Optimizer, states: StateStore) -> None:

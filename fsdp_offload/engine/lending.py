@@ -2,7 +2,7 @@
 
 ::
 
-    lend(reader, homes) ──▶ make_way(the step's shards) ──▶ the step stores what is read into spare homes ──▶ settle
+    lend(reader, homes) ──▶ redirect_stores(the step's shards) ──▶ the step stores into spare homes ──▶ commit_moves
 
 A shard with a spare place lives in either, in turns: the step loads from the one and stores into the other, so moving
 costs nothing. Without a spare place, or where that is read as well, the step waits for the reader.
@@ -83,7 +83,7 @@ class Lending:
             reader.wait()
         self._readers = []
 
-    def take_over(self, shards: Iterable[StateShard], states: StateStore) -> None:
+    def adopt_user_tensors(self, shards: Iterable[StateShard], states: StateStore) -> None:
         """Copy what the user has exchanged for a home into the home. All at once: it may be another one of ours.
 
         Raises:
@@ -97,11 +97,11 @@ class Lending:
             self.wait()
             adopt(exchanged)
 
-    def make_way(self, updated: Sequence[StateShard], steps: Sequence[BucketStep]) -> list[StateShard]:
+    def redirect_stores(self, updated: Sequence[StateShard], steps: Sequence[BucketStep]) -> list[StateShard]:
         """Keep a step from writing homes that others read.
 
         Returns:
-            The shards that it will store in their other place; hand them to :meth:`settle` when it has.
+            The shards that it will store in their other place; hand them to :meth:`commit_moves` when it has.
         """
         self._readers = [reader for reader in self._readers if reader.is_reading()]
         if not self._readers:
@@ -120,7 +120,7 @@ class Lending:
                 self._pipeline.buckets[step.bucket].store_copies = partial(self._plan[step.bucket].copies, side_of)
         return list(moving)
 
-    def settle(self, moved: Sequence[StateShard], steps: Sequence[BucketStep], states: StateStore) -> None:
+    def commit_moves(self, moved: Sequence[StateShard], steps: Sequence[BucketStep], states: StateStore) -> None:
         """The state of ``moved`` lives in their other place from now on."""
         for shard in moved:
             state, old = states.get(shard.param), shard.homes

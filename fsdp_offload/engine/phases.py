@@ -45,12 +45,12 @@ class Phases:
         Raises:
             MemoryError: host memory for the resident state, taken at the first time, does not suffice.
         """
-        if self.away or (self._steps.begun is not None and self._steps.begun.done):
+        if self.away or (self._steps.begun is not None and self._steps.begun.has_updated):
             return  # the backward is updating state: it cannot leave before step()
         self._steps.drop()
         shards = self._plan.resident_shards()
         self._plan.take_host_places(shards)
-        self._lending.take_over(self._plan.shards.values(), states)
+        self._lending.adopt_user_tensors(self._plan.shards.values(), states)
         left = [shard.home for shard in shards]
         self._move(shards, [shard.host_places for shard in shards], states)
         self._moved = self._pipeline.copy_down(_bytes_of([shard.home for shard in shards], left)) if shards else None
@@ -77,7 +77,7 @@ class Phases:
         if not self.away:
             return
         shards = self._plan.resident_shards()
-        self._lending.take_over(self._plan.shards.values(), states)
+        self._lending.adopt_user_tensors(self._plan.shards.values(), states)
         if self._leaving and self._moved is not None:
             self._pipeline.wait_on_current(self._moved)  # nobody has released what may now be used again
             self._leaving = []
@@ -96,7 +96,7 @@ class Phases:
             self._moved.synchronize()
         self._plan.give_back_host_places()
 
-    def take_along(self, shards: Iterable[StateShard]) -> None:
+    def park_new_state(self, shards: Iterable[StateShard]) -> None:
         """State that was added while the rest is away lives on the host as well. It holds nothing yet."""
         new = [shard for shard in shards if shard.resident and self.away]
         self._plan.take_host_places(new)

@@ -10,7 +10,6 @@ What is left unfinished by an exception is noted in :attr:`Stepping.failure`.
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
@@ -34,48 +33,10 @@ from ..state.store import StateStore
 from ..torch_compat.dtensor import version_of
 from ..torch_compat.optim import foreach_supports
 from ..torch_compat.spent_gradient import is_spent, restore, spend
+from .begun_step import BegunStep, StepPhase
 from .executor import Pipeline
 from .homes import Plan
 from .lending import Lending
-
-
-@dataclass(eq=False)
-class BegunStep:
-    """A logical step of which something has been issued.
-
-    Attributes:
-        steps: the buckets of its schedule.
-        moving: shards that are stored in their other place; ``None`` before the first update.
-        made_way: the buckets that this was decided for.
-        in_backward: begun before all gradients are there.
-        ahead: loads were begun before there was any gradient: when a backward began, or by ``reload_states()``, perhaps
-            long before that.
-        done: the buckets that have been updated.
-        watched: shards that had state when loading began.
-        without_state: shards that had none, resident ones and the host's included. Neighbours in a bucket may have been
-            loaded.
-        versions: of the homes of both at that time.
-        spent: the gradients used in the backward, which are out of the user's reach until ``step()``; and the version
-            of the parameter after its update.
-        looked_at: so many of ``done`` have been looked at for gradients that nothing is left to use of.
-    """
-
-    shadow: Shadow
-    shared: SharedValues
-    logical: LogicalStep
-    host: HostStep | None
-    group_count: int
-    steps: tuple[BucketStep, ...]
-    moving: list[StateShard] | None = None
-    made_way: tuple[BucketStep, ...] = ()
-    in_backward: bool = False
-    ahead: bool = False
-    done: list[int] = field(default_factory=list)
-    watched: list[StateShard] = field(default_factory=list)
-    without_state: list[StateShard] = field(default_factory=list)
-    versions: list[object] = field(default_factory=list)
-    spent: dict[Tensor, tuple[Tensor, tuple[int, int]]] = field(default_factory=dict)
-    looked_at: int = 0
 
 
 class Stepping:
@@ -153,14 +114,15 @@ class Stepping:
     ) -> BegunStep:
         """Note where a logical step starts, and take up its schedule; ``early``: before ``step()`` is called."""
         self.wait_for_all()  # the gradients of the last step are let go
-        begun = BegunStep(Shadow(self._cls), *self._start(optimizer, kwargs), len(optimizer.param_groups), steps)
-        self._take_up(steps)
+        phase = StepPhase.BACKWARD if early else StepPhase.STEP
+        start = self._start(optimizer, kwargs)
+        begun = BegunStep(Shadow(self._cls), *start, len(optimizer.param_groups), steps, phase)
+        self._start_schedule(steps)
         if early:
             shards = self._plan.shards.values()
             begun.watched = [shard for shard in shards if _is_offloaded(shard) and states.get(shard.param)]
             begun.without_state = [shard for shard in shards if not states.get(shard.param)]
             begun.versions = self._home_versions(begun, states)
-            begun.in_backward = True
             self._pipeline.updates_after_compute()
             self.begun = begun
         return begun
@@ -187,18 +149,18 @@ class Stepping:
         def update(number: int) -> None:
             if begun.moving is None:
                 # In the backward, more gradients are still to come: whatever is loaded may be stored elsewhere.
-                shards = self._covered(begun.steps, with_gradient=not begun.in_backward)
-                begun.moving, begun.made_way = self._lending.make_way(shards, begun.steps), begun.steps
+                shards = self._covered(begun.steps, with_gradient=not begun.awaits_gradients)
+                begun.moving, begun.redirected = self._lending.redirect_stores(shards, begun.steps), begun.steps
             if begun.host is not None and self._plan[number].on_host:
                 assert self._pipeline.host is not None
                 self._pipeline.host.submit(number, self._bind(number), begun.host, states, begun.moving or ())
-                begun.done.append(number)
+                begun.note_updated(number)
                 return  # the gradients are held there
             for ranges in same_order_on_ranks(self._bind(number), group_by_group=habits.group_by_group):
                 update_bucket(
                     begun.shadow, begun.shared, habits, ranges, begun.group_count, states, begun.logical.kwargs
                 )
-            begun.done.append(number)
+            begun.note_updated(number)
             if self._policy.updates_beside_compute:
                 # Whoever clears gradients meanwhile must not free what an update is still to read.
                 covers = [shard.param for shard in self._plan[number].covers()]
@@ -208,14 +170,14 @@ class Stepping:
             with self._link.in_use:  # another thread's optimizer may want a larger ring
                 self._pipeline.advance(update, may_update, room_bytes)
         except BaseException as error:
-            if begun.moving is None and not begun.done:
+            if not begun.has_updated and begun.moving is None:
                 # No update has begun: whatever it was, no room for the ring say, nothing is lost.
                 self._pipeline.cancel()
                 self.begun = None
                 raise
             stored = self._pipeline.stored(begun.done)
             moved = [shard for shard in begun.moving or () if stored.issuperset(shard.buckets)]
-            self._lending.settle(moved, begun.steps, states)
+            self._lending.commit_moves(moved, begun.steps, states)
             self._restore_gradients(begun)
             self._note_failure(error, begun.done, begun.steps)
             self.begun = None
@@ -224,8 +186,11 @@ class Stepping:
     def finish(self, begun: BegunStep, states: StateStore) -> None:
         """Everything has been issued: homes that moved are the homes from now on."""
         self._pipeline.finish()
+        begun.enter(StepPhase.ISSUED)
         done = set(begun.done)
-        self._lending.settle([s for s in begun.moving or () if done.issuperset(s.buckets)], begun.made_way, states)
+        self._lending.commit_moves(
+            [s for s in begun.moving or () if done.issuperset(s.buckets)], begun.redirected, states
+        )
 
     def end(self, begun: BegunStep, states: StateStore) -> None:
         """All gradients that there are going to be are there: the rest of what the backward has begun."""
@@ -233,6 +198,7 @@ class Stepping:
         self._pipeline.skip(idle)
         begun.steps = tuple(step for step in begun.steps if step.bucket not in idle)
         self._pipeline.updates_after_compute()
+        begun.enter(StepPhase.STEP)
         self.advance(begun, states)
         self.finish(begun, states)
         begun.spent.clear()  # each gradient goes with the update that reads it, not with the last of them
@@ -269,18 +235,19 @@ class Stepping:
 
     def go_on(self, begun: BegunStep, left: tuple[BucketStep, ...]) -> None:
         """More is to be updated than the backward had known of."""
-        begun.steps, begun.moving, begun.in_backward = left, None, False
-        self._take_up(left)
+        begun.enter(StepPhase.STEP)
+        begun.steps, begun.moving = left, None
+        self._start_schedule(left)
 
     def drop(self) -> None:
         """Forget what the backward has begun: it is to be done again, or the state is to be replaced."""
         begun = self.begun
         if begun is not None:
-            if begun.done:
+            if begun.has_updated:
                 for param in filter(is_spent, begun.spent):
                     param.grad = None  # used; in a step after this it would be used twice
                 self._pipeline.abandon()
-                self._lending.store_home(begun.made_way)  # else the next step stores into places that nobody settles
+                self._lending.store_home(begun.redirected)  # else the next step stores into places that nobody settles
             else:
                 self._pipeline.cancel()
             self.begun = None
@@ -311,10 +278,10 @@ class Stepping:
             position = {number: at for at, number in enumerate(self.backward_order)}
         return tuple(sorted(steps, key=lambda step: position.get(step.bucket, len(position))))
 
-    def spend(self, begun: BegunStep) -> None:
-        """Put gradients out of reach of which nothing is left to be used."""
-        done, new = set(begun.done), begun.done[begun.looked_at :]
-        begun.looked_at = len(begun.done)
+    def hide_spent(self, begun: BegunStep) -> None:
+        """Hide gradients whose buckets are all updated."""
+        done, new = set(begun.done), begun.done[begun.hidden :]
+        begun.hidden = len(begun.done)
         for shard in dict.fromkeys(shard for number in new for shard in self._plan[number].covers()):
             grad = shard.param.grad
             if grad is not None and shard.param not in begun.spent and done.issuperset(shard.buckets):
@@ -327,7 +294,7 @@ class Stepping:
         Raises:
             RuntimeError: it has.
         """
-        if self.begun is None or not self.begun.done:
+        if self.begun is None or not self.begun.has_updated:
             return
         self._refuse(
             "a backward came after the one whose gradients had been updated with already",
@@ -352,7 +319,7 @@ class Stepping:
         )
 
     def _refuse(self, failure: str, message: str) -> NoReturn:
-        """Give up what has begun, of which parameters have been updated with something else than was meant."""
+        """Abort the step: some parameters were updated from wrong gradients."""
         self.drop()
         self.failure = failure
         raise RuntimeError(message)
@@ -374,9 +341,10 @@ class Stepping:
         begun = self.begun
         if begun is None:
             return None
-        if not begun.done:
+        if not begun.has_updated:
             if same_groups:
                 self.start_from(begun, optimizer, kwargs)
+                begun.enter(StepPhase.STEP)
                 self._pipeline.step_is_called()
             else:
                 self.drop()  # loads only; they are made again
@@ -462,7 +430,7 @@ class Stepping:
             all_groups=self._layouts.needs_all_groups,
         )
 
-    def _take_up(self, steps: tuple[BucketStep, ...]) -> None:
+    def _start_schedule(self, steps: tuple[BucketStep, ...]) -> None:
         if steps not in self._schedules:
             if len(self._schedules) >= _KEPT_SCHEDULES:
                 self._schedules.clear()
@@ -494,7 +462,7 @@ class Stepping:
 
     def note_not_taken_over(self, begun: BegunStep, error: BaseException) -> None:
         """Everything has been issued, but state or counters that the updates made will be missing."""
-        if begun.done and not self.failure:  # the host says itself what has failed there
+        if begun.has_updated and not self.failure:  # the host says itself what has failed there
             self._note_failure(error, begun.done, begun.steps)
         self.begun = None
 
@@ -530,7 +498,7 @@ class Stepping:
                 f"{what} refused: {self.failure}. Load a checkpoint of the model and of this optimizer "
                 "(load_state_dict) before going on."
             )
-        if self.begun is not None and self.begun.done and not mid_step:
+        if self.begun is not None and self.begun.has_updated and not mid_step:
             raise RuntimeError(
                 f"{what} refused: the backward has updated part of the state (OffloadPolicy(update='backward')). Call "
                 "step() first."

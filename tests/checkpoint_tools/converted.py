@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
-from checkpoint_tools import convert, rewriting
-from checkpoint_tools.converting import Wanted
-from checkpoint_tools.opening import open_checkpoint
-from checkpoint_tools.reading import Checkpoint
-from checkpoint_tools.verify import check_structure
+from checkpoint_tools.convert import convert
+from checkpoint_tools.convert.conversion_plan import Wanted
+from checkpoint_tools.look.verify import check_structure
+from checkpoint_tools.stored.opening import open_checkpoint
+from checkpoint_tools.stored.reading import Checkpoint
+from checkpoint_tools.write import rewrite as rewriting
 
 
 def converted(

@@ -14,13 +14,14 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from checkpoint_tools import rewriting, torch_files, translate
-from checkpoint_tools.data_checks import DataChecks
-from checkpoint_tools.errors import CheckpointError
-from checkpoint_tools.opening import open_checkpoint
-from checkpoint_tools.reading import StoredChunk
-from checkpoint_tools.values import same_values
-from checkpoint_tools.verify import check_structure
+from checkpoint_tools.convert import torch_files, translate
+from checkpoint_tools.core.errors import CheckpointError
+from checkpoint_tools.core.values import same_values
+from checkpoint_tools.look.data_checks import DataChecks
+from checkpoint_tools.look.verify import check_structure
+from checkpoint_tools.stored.opening import open_checkpoint
+from checkpoint_tools.stored.reading import StoredChunk
+from checkpoint_tools.write import rewrite as rewriting
 from fsdp_offload.checkpoint import ChecksumWriter, load
 from tests.checkpoint_tools.converted import converted
 from tests.checkpoint_tools.offline import DOWN, FUSED, rewritten, rule

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from checkpoint_tools import rewriting
-from checkpoint_tools.config_values import with_told
-from checkpoint_tools.items import Reader
-from checkpoint_tools.parts import Comb
-from checkpoint_tools.reading import Checkpoint, open_checkpoint
-from checkpoint_tools.request import Request, Way, complete
-from checkpoint_tools.rules import Rule
-from checkpoint_tools.verify import check_structure
+from checkpoint_tools.core.parts import Comb
+from checkpoint_tools.exchange.config_values import with_told
+from checkpoint_tools.exchange.request import Request, Way, complete
+from checkpoint_tools.fused.rules import Rule
+from checkpoint_tools.look.verify import check_structure
+from checkpoint_tools.stored.items import Reader
+from checkpoint_tools.stored.reading import Checkpoint, open_checkpoint
+from checkpoint_tools.write import rewrite as rewriting
 from fsdp_offload.checkpoint import Chunk, ShardChunks, ShardTensor
 from fsdp_offload.checkpoint.rectangles import contiguous_strides
 

@@ -21,13 +21,13 @@ from torch.distributed.checkpoint._extension import StreamTransformExtension
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 from torch.distributed.checkpoint.api import CheckpointException
 
-from checkpoint_tools import torch_files
-from checkpoint_tools.errors import CheckpointError
-from checkpoint_tools.items import Reader
-from checkpoint_tools.opening import open_checkpoint
-from checkpoint_tools.split_record import RECORD_FILE
-from checkpoint_tools.values import same_values
-from checkpoint_tools.verify import check_structure
+from checkpoint_tools.convert import torch_files
+from checkpoint_tools.core.errors import CheckpointError
+from checkpoint_tools.core.values import same_values
+from checkpoint_tools.fused.split_record import RECORD_FILE
+from checkpoint_tools.look.verify import check_structure
+from checkpoint_tools.stored.items import Reader
+from checkpoint_tools.stored.opening import open_checkpoint
 from fsdp_offload.checkpoint import ArenaStager, ChecksumWriter, load
 from fsdp_offload.checkpoint.manifest import Item, manifest_bytes
 from tests.checkpoint_tools.checkpoints import run_tool, save

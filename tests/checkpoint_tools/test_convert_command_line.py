@@ -16,7 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
-from checkpoint_tools.reading import open_checkpoint
+from checkpoint_tools.stored.reading import open_checkpoint
 from tests.checkpoint_tools.checkpoints import ROOT, STATE, changed, run_tool, save
 from tests.checkpoint_tools.converted import converted, safetensors_file
 from tests.checkpoint_tools.offline import assert_same, tiled

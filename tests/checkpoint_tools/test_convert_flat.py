@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpoint_tools.errors import CheckpointError
+from checkpoint_tools.core.errors import CheckpointError
 from tests.checkpoint_tools.checkpoints import save
 from tests.checkpoint_tools.converted import converted
 from tests.checkpoint_tools.offline import check_zip_files, same_bits, tiled, values_of

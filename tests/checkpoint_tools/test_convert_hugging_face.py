@@ -23,13 +23,13 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from checkpoint_tools.diff import all_keys, diff
-from checkpoint_tools.errors import CheckpointError
-from checkpoint_tools.inspect import as_json, summarize
-from checkpoint_tools.opening import open_checkpoint
-from checkpoint_tools.safetensors_file import read_header
-from checkpoint_tools.storage import LocalFolder
-from checkpoint_tools.verify import check_structure
+from checkpoint_tools.core.errors import CheckpointError
+from checkpoint_tools.look.diff import all_keys, diff
+from checkpoint_tools.look.inspect import as_json, summarize
+from checkpoint_tools.look.verify import check_structure
+from checkpoint_tools.stored.opening import open_checkpoint
+from checkpoint_tools.stored.safetensors_file import read_header
+from checkpoint_tools.stored.storage import LocalFolder
 from tests.checkpoint_tools.checkpoints import FUSED, save
 from tests.checkpoint_tools.converted import converted
 from tests.checkpoint_tools.offline import values_of

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from checkpoint_tools.diff import all_keys, diff
-from checkpoint_tools.reading import open_checkpoint
-from checkpoint_tools.safetensors_file import DTYPES
+from checkpoint_tools.look.diff import all_keys, diff
+from checkpoint_tools.stored.reading import open_checkpoint
+from checkpoint_tools.stored.safetensors_file import DTYPES
 from tests.checkpoint_tools.checkpoints import STATE, save, save_on_two_ranks
 from tests.checkpoint_tools.converted import converted
 from tests.checkpoint_tools.offline import assert_same, check_zip_files, same_bits, tiled, values_of

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpoint_tools.json_values import NotPlainError, from_json, to_json
-from checkpoint_tools.values import same_values
+from checkpoint_tools.core.values import same_values
+from checkpoint_tools.stored.json_values import NotPlainError, from_json, to_json
 from tests.checkpoint_tools.test_offline_round_trip import SETTINGS
 
 PLAIN = st.recursive(

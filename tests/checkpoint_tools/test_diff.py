@@ -13,11 +13,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpoint_tools.diff import EXACT, Difference, Tolerance, all_keys, blocks, bytes_to_compare, diff
-from checkpoint_tools.errors import CheckpointError
-from checkpoint_tools.reading import open_checkpoint
-from checkpoint_tools.storage import LocalFolder
-from checkpoint_tools.values import compare_values, same_values
+from checkpoint_tools.core.errors import CheckpointError
+from checkpoint_tools.core.values import compare_values, same_values
+from checkpoint_tools.look.diff import EXACT, Difference, Tolerance, all_keys, blocks, bytes_to_compare, diff
+from checkpoint_tools.stored.reading import open_checkpoint
+from checkpoint_tools.stored.storage import LocalFolder
 from tests.checkpoint_tools.checkpoints import FUSED, STATE, changed, chunks_in, save, save_on_two_ranks
 
 
@@ -181,7 +181,7 @@ def test_small_tensors_of_the_same_bytes_are_not_taken_apart(tmp_path: Path, mon
     a, b = save(tmp_path / "a", state), save(tmp_path / "b", state)
     c = save(tmp_path / "c", state | {"7": torch.zeros(3)})
     assert [found.key for found in differences(a, c)] == ["7"]
-    monkeypatch.delattr("checkpoint_tools.items.read_layout")
+    monkeypatch.delattr("checkpoint_tools.stored.items.read_layout")
     assert differences(a, b) == []
 
 
@@ -201,7 +201,7 @@ def test_many_small_tensors_are_compared_as_each_by_itself(
             state[f"{number}"] = values if number % 5 else values.expand(2, -1).T  # which is not row by row
     folders = [save(tmp_path / name, state) for name, state in zip("ab", states, strict=True)]
     together = differences(*folders, tolerance)
-    monkeypatch.setattr("checkpoint_tools.diff._SMALL_BYTES", 0)
+    monkeypatch.setattr("checkpoint_tools.look.diff._SMALL_BYTES", 0)
     assert repr(together) == repr(differences(*folders, tolerance))  # also NaN, of which none is equal to another
     assert [each.key for each in together] == sorted((each.key for each in together), key=int)
     assert len(together) > 50

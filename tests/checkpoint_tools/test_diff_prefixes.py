@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from checkpoint_tools.diff import aligned
-from checkpoint_tools.reading import open_checkpoint
+from checkpoint_tools.look.diff import aligned
+from checkpoint_tools.stored.reading import open_checkpoint
 from tests.checkpoint_tools.checkpoints import save
 from tests.checkpoint_tools.converted import converted
 from tests.checkpoint_tools.test_command_line import assert_one_line

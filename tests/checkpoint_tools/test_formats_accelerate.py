@@ -14,9 +14,10 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
-from checkpoint_tools import diff, merge_state_dict, preset, split_state_dict, verify
-from checkpoint_tools.inspect import summarize
-from checkpoint_tools.reading import open_checkpoint
+from checkpoint_tools import merge_state_dict, preset, split_state_dict
+from checkpoint_tools.look import diff, verify
+from checkpoint_tools.look.inspect import summarize
+from checkpoint_tools.stored.reading import open_checkpoint
 from tests.distributed.launch import run_cases, spawn
 
 pytestmark = pytest.mark.distributed

@@ -15,8 +15,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from checkpoint_tools import Rule, merge_state_dict, preset, split_state_dict, verify
-from checkpoint_tools.reading import open_checkpoint
+from checkpoint_tools import Rule, merge_state_dict, preset, split_state_dict
+from checkpoint_tools.look import verify
+from checkpoint_tools.stored.reading import open_checkpoint
 from fsdp_offload.checkpoint import check_storage_writer
 from tests.checkpoint_tools.checkpoints import save
 

@@ -24,8 +24,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from checkpoint_tools.sizes import natural_order, parse_bytes
-from checkpoint_tools.tables import Table
+from checkpoint_tools.core.sizes import natural_order, parse_bytes
+from checkpoint_tools.core.tables import Table
 from tests.checkpoint_tools.checkpoints import ROOT, save
 from tests.checkpoint_tools.converted import safetensors_file
 from tests.checkpoint_tools.limited import Limited, Ran, limited
@@ -472,7 +472,9 @@ def test_ctrl_c_while_modules_are_imported(folder: Path, tmp_path: Path) -> None
 
 
 def test_what_should_not_happen_is_a_line_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code = "import sys, checkpoint_tools.opening as o; o.open_checkpoint = None; import runpy; sys.argv[0] = 'x'; "
+    code = (
+        "import sys, checkpoint_tools.stored.opening as o; o.open_checkpoint = None; import runpy; sys.argv[0] = 'x'; "
+    )
     code += "runpy.run_module('checkpoint_tools', None, '__main__')"
     run = subprocess.run(
         [sys.executable, "-c", code, "inspect", folder], cwd=ROOT, capture_output=True, text=True, check=False

@@ -8,11 +8,11 @@ import pytest
 import torch
 from rich.console import Console, RenderableType
 
-from checkpoint_tools.errors import CheckpointError
-from checkpoint_tools.inspect import FileRow, GroupRow, KeyRow, as_json, as_tables, group_of, rank_of, summarize
-from checkpoint_tools.reading import Checkpoint, StoredChunk, StoredTensor, open_checkpoint
-from checkpoint_tools.sizes import block_bounds, human_bytes, natural_order, parse_bytes
-from checkpoint_tools.tiling import as_picture, tile
+from checkpoint_tools.core.errors import CheckpointError
+from checkpoint_tools.core.sizes import block_bounds, human_bytes, natural_order, parse_bytes
+from checkpoint_tools.look.inspect import FileRow, GroupRow, KeyRow, as_json, as_tables, group_of, rank_of, summarize
+from checkpoint_tools.look.tiling import as_picture, tile
+from checkpoint_tools.stored.reading import Checkpoint, StoredChunk, StoredTensor, open_checkpoint
 from tests.checkpoint_tools.checkpoints import STATE, save
 
 

@@ -13,9 +13,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from checkpoint_tools.errors import CheckpointError
-from checkpoint_tools.items import Reader
-from checkpoint_tools.reading import Checkpoint, StoredChunk, open_checkpoint
+from checkpoint_tools.core.errors import CheckpointError
+from checkpoint_tools.stored.items import Reader
+from checkpoint_tools.stored.reading import Checkpoint, StoredChunk, open_checkpoint
 from tests.checkpoint_tools.checkpoints import save
 
 IN_ORDER = {

@@ -16,10 +16,10 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
 from checkpoint_tools import preset
-from checkpoint_tools.diff import all_keys, diff
-from checkpoint_tools.inspect import summarize
-from checkpoint_tools.reading import open_checkpoint
-from checkpoint_tools.verify import check_finite, check_structure
+from checkpoint_tools.look.diff import all_keys, diff
+from checkpoint_tools.look.inspect import summarize
+from checkpoint_tools.look.verify import check_finite, check_structure
+from checkpoint_tools.stored.reading import open_checkpoint
 from tests.checkpoint_tools.checkpoints import changed, save
 from tests.checkpoint_tools.converted import converted
 from tests.checkpoint_tools.megatron import BUCKETS, LAYERS, SINGLETON, SIZES, STACKED, Training, cpu_for_cuda

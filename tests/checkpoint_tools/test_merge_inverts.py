@@ -14,11 +14,11 @@ import transformers as hf
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from checkpoint_tools import preset
-from checkpoint_tools.diff import all_keys, diff
-from checkpoint_tools.errors import CheckpointError
-from checkpoint_tools.reading import open_checkpoint
-from checkpoint_tools.rules import preset_names
-from checkpoint_tools.split_record import RECORD_FILE, Split, read_record, record_bytes
+from checkpoint_tools.core.errors import CheckpointError
+from checkpoint_tools.fused.rules import preset_names
+from checkpoint_tools.fused.split_record import RECORD_FILE, Split, read_record, record_bytes
+from checkpoint_tools.look.diff import all_keys, diff
+from checkpoint_tools.stored.reading import open_checkpoint
 from tests.checkpoint_tools.checkpoints import save
 from tests.checkpoint_tools.converted import converted
 from tests.checkpoint_tools.formats import stepped

@@ -7,8 +7,8 @@ import fsspec
 import pytest
 import torch
 
-from checkpoint_tools.opening import open_checkpoint
-from checkpoint_tools.verify import check_structure
+from checkpoint_tools.look.verify import check_structure
+from checkpoint_tools.stored.opening import open_checkpoint
 from fsdp_offload.checkpoint.item_archive import open_item
 from fsdp_offload.checkpoint.manifest import MANIFEST_FILE, Item, parse_manifest
 from tests.checkpoint_tools.checkpoints import run_tool, save
@@ -71,19 +71,19 @@ def test_each_command_leaves_one(source: Path, tmp_path: Path, commands: list[st
 def test_after_a_run_that_was_interrupted(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the first run has written, the second one reads back."""
     with monkeypatch.context() as patch:
-        patch.setattr("checkpoint_tools.rewriting._fill", _interrupted(2))
-        patch.setattr("checkpoint_tools.rewriting.unit_bytes_of", lambda nbytes: 50_000)
+        patch.setattr("checkpoint_tools.write.rewrite._fill", _interrupted(2))
+        patch.setattr("checkpoint_tools.write.rewrite.unit_bytes_of", lambda nbytes: 50_000)
         with pytest.raises(KeyboardInterrupt):
             rewritten("split", source, tmp_path / "new", rule(), threads=1)
         assert len((tmp_path / "new.partial" / "journal").read_text().splitlines()) > 2
         patch.undo()
-        patch.setattr("checkpoint_tools.rewriting.unit_bytes_of", lambda nbytes: 50_000)
+        patch.setattr("checkpoint_tools.write.rewrite.unit_bytes_of", lambda nbytes: 50_000)
         rewritten("split", source, tmp_path / "new", rule(), threads=1)
     assert_has_manifest(tmp_path / "new")
 
 
 def _interrupted(units: int) -> Callable[..., None]:
-    from checkpoint_tools import rewriting
+    from checkpoint_tools.write import rewrite as rewriting
 
     fill = rewriting._fill
 

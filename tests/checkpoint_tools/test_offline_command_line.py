@@ -19,17 +19,17 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from typer.testing import CliRunner
 
-from checkpoint_tools import rewriting
 from checkpoint_tools.__main__ import app
-from checkpoint_tools.diff import diff
-from checkpoint_tools.errors import CheckpointError
-from checkpoint_tools.partial import open_partial, partial_of
-from checkpoint_tools.perform import perform
-from checkpoint_tools.reading import open_checkpoint
-from checkpoint_tools.request import Request, Way, complete
-from checkpoint_tools.rewrite import unit_bytes_of, units_of
-from checkpoint_tools.sinks import LocalSink
-from checkpoint_tools.verify import check_finite
+from checkpoint_tools.core.errors import CheckpointError
+from checkpoint_tools.exchange.request import Request, Way, complete
+from checkpoint_tools.look.diff import diff
+from checkpoint_tools.look.verify import check_finite
+from checkpoint_tools.stored.reading import open_checkpoint
+from checkpoint_tools.write import rewrite as rewriting
+from checkpoint_tools.write.execute import perform
+from checkpoint_tools.write.layout import unit_bytes_of, units_of
+from checkpoint_tools.write.partial import open_partial, partial_of
+from checkpoint_tools.write.sinks import LocalSink
 from tests.checkpoint_tools.checkpoints import ROOT, changed, run_tool, save
 from tests.checkpoint_tools.offline import (
     DOWN,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoint_tools.envelope import combined_crc, envelope_of
+from checkpoint_tools.stored.envelope import combined_crc, envelope_of
 
 DTYPES = [
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),

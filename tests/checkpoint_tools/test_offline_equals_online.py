@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from checkpoint_tools.live import split_state_dict
-from checkpoint_tools.reading import Checkpoint, open_checkpoint
-from checkpoint_tools.rules import Rule
+from checkpoint_tools.fused.live import split_state_dict
+from checkpoint_tools.fused.rules import Rule
+from checkpoint_tools.stored.reading import Checkpoint, open_checkpoint
 from fsdp_offload.checkpoint.layouts import flattened
 from fsdp_offload.checkpoint.rectangles import Cut, cut_chunks
 from tests.checkpoint_tools.offline import DOWN, FUSED, GATE, UP, assert_same, chunks_of_keys, rewritten, rule

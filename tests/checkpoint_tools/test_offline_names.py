@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
-from checkpoint_tools.diff import Tolerance, diff
-from checkpoint_tools.errors import CheckpointError
-from checkpoint_tools.exchange import merge_exchange, split_exchange
-from checkpoint_tools.live import merge_state_dict, split_state_dict
-from checkpoint_tools.names import sorted_out
-from checkpoint_tools.reading import open_checkpoint
-from checkpoint_tools.rules import Rule, preset
+from checkpoint_tools.core.errors import CheckpointError
+from checkpoint_tools.exchange.exchange import merge_exchange, split_exchange
+from checkpoint_tools.fused.keys import sorted_out
+from checkpoint_tools.fused.live import merge_state_dict, split_state_dict
+from checkpoint_tools.fused.rules import Rule, preset
+from checkpoint_tools.look.diff import Tolerance, diff
+from checkpoint_tools.stored.reading import open_checkpoint
 from fsdp_offload.checkpoint.rectangles import ragged_chunks
 from tests.checkpoint_tools.checkpoints import changed, save
 from tests.checkpoint_tools.offline import (

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpoint_tools.parts import Comb, combs_of, part_chunks
-from checkpoint_tools.regions import Index, Region, common, contains, fused_regions, joined, position_in, stretches
+from checkpoint_tools.core.parts import Comb, combs_of, part_chunks
+from checkpoint_tools.core.regions import Index, Region, common, contains, fused_regions, joined, position_in, stretches
 from fsdp_offload.checkpoint import Chunk, ShardChunks
 from fsdp_offload.checkpoint.rectangles import contiguous_strides
 

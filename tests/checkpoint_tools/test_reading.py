@@ -11,9 +11,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 
-from checkpoint_tools.errors import CheckpointError
-from checkpoint_tools.reading import Checkpoint, Problem, open_checkpoint
-from checkpoint_tools.unpickle import METADATA_NAMES
+from checkpoint_tools.core.errors import CheckpointError
+from checkpoint_tools.stored.reading import Checkpoint, Problem, open_checkpoint
+from checkpoint_tools.stored.unpickle import METADATA_NAMES
 from tests.checkpoint_tools.checkpoints import STATE, changed, chunks_in, save
 from tests.loading import edit_metadata
 

@@ -11,14 +11,14 @@ import transformers as hf
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from checkpoint_tools import rewriting
-from checkpoint_tools.diff import all_keys, diff
-from checkpoint_tools.errors import CheckpointError
-from checkpoint_tools.frameworks import family_names
-from checkpoint_tools.opening import open_checkpoint
-from checkpoint_tools.reading import Checkpoint
-from checkpoint_tools.translate import Translation, translate
-from checkpoint_tools.verify import check_structure
+from checkpoint_tools.convert.frameworks import family_names
+from checkpoint_tools.convert.translate import Translation, translate
+from checkpoint_tools.core.errors import CheckpointError
+from checkpoint_tools.look.diff import all_keys, diff
+from checkpoint_tools.look.verify import check_structure
+from checkpoint_tools.stored.opening import open_checkpoint
+from checkpoint_tools.stored.reading import Checkpoint
+from checkpoint_tools.write import rewrite as rewriting
 from tests.checkpoint_tools.checkpoints import save
 from tests.checkpoint_tools.converted import converted
 from tests.checkpoint_tools.formats import stepped

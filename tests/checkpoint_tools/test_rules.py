@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint_tools.rules import Rule, excluding, find_matches, find_parts, load_rules, preset, preset_names
+from checkpoint_tools.fused.rules import Rule, excluding, find_matches, find_parts, load_rules, preset, preset_names
 
 GATE_UP = Rule(
     fused=r"{prefix}mlp.gate_up{suffix:\.weight|\.bias}",

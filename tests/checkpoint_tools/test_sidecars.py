@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from checkpoint_tools import preset
-from checkpoint_tools.diff import all_keys, diff
-from checkpoint_tools.errors import CheckpointError
-from checkpoint_tools.items import Reader
-from checkpoint_tools.reading import open_checkpoint
-from checkpoint_tools.rewriting import open_whole
-from checkpoint_tools.sidecars import MAX_BYTES, sidecars_of
-from checkpoint_tools.split_record import RECORD_FILE
+from checkpoint_tools.core.errors import CheckpointError
+from checkpoint_tools.fused.split_record import RECORD_FILE
+from checkpoint_tools.look.diff import all_keys, diff
+from checkpoint_tools.stored.items import Reader
+from checkpoint_tools.stored.reading import open_checkpoint
+from checkpoint_tools.write.rewrite import open_whole
+from checkpoint_tools.write.sidecars import MAX_BYTES, sidecars_of
 from fsdp_offload.checkpoint.manifest import MANIFEST_FILE
 from tests.checkpoint_tools.checkpoints import save
 from tests.checkpoint_tools.converted import converted

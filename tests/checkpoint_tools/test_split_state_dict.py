@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from checkpoint_tools.live import merge_state_dict, split_state_dict
-from checkpoint_tools.rules import Rule, excluding, preset
+from checkpoint_tools.fused.live import merge_state_dict, split_state_dict
+from checkpoint_tools.fused.rules import Rule, excluding, preset
 from tests.distributed.launch import mesh, run_cases, spawn
 
 FUSED, DOWN = "mlp.gate_up.weight", "mlp.down.weight"

@@ -17,10 +17,10 @@ import fsspec
 import pytest
 import torch
 
-from checkpoint_tools.errors import CheckpointError
-from checkpoint_tools.reading import open_checkpoint
-from checkpoint_tools.sinks import CLAIM_PREFIX, remote_sink
-from checkpoint_tools.verify import check_structure
+from checkpoint_tools.core.errors import CheckpointError
+from checkpoint_tools.look.verify import check_structure
+from checkpoint_tools.stored.reading import open_checkpoint
+from checkpoint_tools.write.sinks import CLAIM_PREFIX, remote_sink
 from tests.checkpoint_tools.checkpoints import save
 from tests.checkpoint_tools.offline import DOWN, FUSED, assert_same, rewritten, rule
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
-from checkpoint_tools.checksums import check_checksums, checksums_of, files_of, read_checksums, write_checksums
-from checkpoint_tools.errors import CheckpointError
-from checkpoint_tools.reading import open_checkpoint
-from checkpoint_tools.verify import check_finite, check_structure, count_not_finite, finite_bytes
+from checkpoint_tools.core.errors import CheckpointError
+from checkpoint_tools.look.checksums import check_checksums, checksums_of, files_of, read_checksums, write_checksums
+from checkpoint_tools.look.verify import check_finite, check_structure, count_not_finite, finite_bytes
+from checkpoint_tools.stored.reading import open_checkpoint
 from tests.checkpoint_tools.checkpoints import STATE, changed, chunks_in, save, save_on_two_ranks
 
 WEIGHT = "model.layers.10.weight"
@@ -192,7 +192,7 @@ def test_another_shape(folder: Path) -> None:
 
 def test_no_data_are_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch, "load")
-    monkeypatch.delattr("checkpoint_tools.items.Reader.read_elements")
+    monkeypatch.delattr("checkpoint_tools.stored.items.Reader.read_elements")
     assert problems_of(folder) == []
 
 

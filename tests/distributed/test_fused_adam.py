@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 
-from checkpoint_tools.diff import EXACT, all_keys, diff
-from checkpoint_tools.reading import open_checkpoint
+from checkpoint_tools.look.diff import EXACT, all_keys, diff
+from checkpoint_tools.stored.reading import open_checkpoint
 from fsdp_offload.checkpoint import get_optimizer_state_dict, load, set_optimizer_state_dict
 from tests.distributed.launch import DEVICE_TYPE, mesh, run_cases, spawn, this_device
 from tests.fused_adam import BF16, FP16, FP32, MASTERS, Mixed, assert_same_content, name_of

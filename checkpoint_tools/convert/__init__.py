@@ -1,0 +1,1 @@
+"""Between formats, and between frameworks' names."""

@@ -1,0 +1,343 @@
+"""The plan of a conversion: between a checkpoint of DCP and a folder of safetensors. No data are read.
+
+::
+
+    Checkpoint ──to_safetensors──▶ model-*.safetensors, optimizer-*.safetensors; their indices, optimizer.json
+    Checkpoint ──to_dcp─────────▶ __0_*.distcp; .metadata
+                    ▲
+                    and both are a Rewrite, as split and merge have it: each new item is a rectangle of one tensor,
+                    put together from wherever it is stored, a stretch at a time
+
+The model's tensors have their own names in safetensors, without the prefix that they have in the checkpoint, so that
+transformers finds them. Everything else keeps its key: tensors of any shape in ``optimizer-*.safetensors``, and what is
+no tensor in ``optimizer.json``, as :mod:`checkpoint_tools.stored.json_values` writes it.
+"""
+
+import base64
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from ..core.errors import CheckpointError, UnreadableObjectError
+from ..core.parts import Comb
+from ..core.patterns import check_excluded, is_excluded
+from ..core.regions import Index, Region, stretches
+from ..core.sizes import counted, natural_order
+from ..fused.fusions import Exchange, Fusion
+from ..fused.keys import sorted_out
+from ..stored.envelope import Envelope, bare, envelope_of
+from ..stored.formats import CASTABLE
+from ..stored.items import Reader
+from ..stored.json_values import NotPlainError, to_json
+from ..stored.metadata import METADATA_FILE
+from ..stored.reading import Checkpoint, StoredTensor
+from ..stored.safetensors_file import METADATA_KEY, SUFFIX, FileTensor, has_dtype, header_of, in_file_order
+from ..stored.safetensors_folder import INDEX_SUFFIX, MODEL, OBJECTS_FILE, OBJECTS_FORMAT, OPTIMIZER, Folders, path_of
+from ..write.layout import Entry, MergeTask, NewItem, NewTensor, Rewrite, place_items
+from ..write.new_metadata import first_metadata_bytes
+
+What = Literal["model", "optimizer", "all"]
+
+_CASTABLE = {getattr(torch, name) for name in CASTABLE.values()}
+_DEFAULT_PREFIX = f"{MODEL}."
+_LEAVE_OUT = "leave it out with --exclude"
+
+
+class Wanted(NamedTuple):
+    """What of a checkpoint is converted, and how.
+
+    Attributes:
+        what: the model, everything else, or all.
+        key_prefix: of the model's keys in the checkpoint; ``None``, to find out.
+        excluded: patterns of keys that are left out.
+        shard_bytes: about how large the new files are.
+        dtype: of the model's floating-point tensors, if they get another one.
+    """
+
+    what: What
+    key_prefix: str | None
+    excluded: Sequence[str]
+    shard_bytes: int
+    dtype: torch.dtype | None = None
+
+
+class Plan(NamedTuple):
+    """What is written.
+
+    Attributes:
+        rewrite: files with data.
+        last_files: those without, which are written when the others are there; to be made of where they will be.
+        key_prefix: that the model's keys have in the checkpoint, and not in safetensors.
+        notes: what people should know.
+    """
+
+    rewrite: Rewrite
+    last_files: Callable[[str], Mapping[str, bytes]] | None
+    key_prefix: str
+    notes: tuple[str, ...]
+
+
+def whole(shape: Sequence[int]) -> Comb:
+    """All of a tensor, as a part of itself. What has no dimensions has none that is divided."""
+    return Comb(0, shape[0], shape[0], 1) if shape else Comb(0, 1, 1, 1, is_dropped=True)
+
+
+# --- to safetensors --------------------------------------------------------------------------------------------------
+
+
+def to_safetensors(checkpoint: Checkpoint, wanted: Wanted) -> Plan:
+    """The plan for a checkpoint of DCP.
+
+    Raises:
+        CheckpointError: safetensors, or JSON, cannot have what is in it.
+    """
+    parts = _Parts(checkpoint, wanted)
+    builder = _Builder(checkpoint, frozenset(parts.model), wanted.dtype)
+    last_files: dict[str, bytes] = {}
+    for part, keys in ((MODEL, parts.model), (OPTIMIZER, parts.others)):
+        names = {key: key.removeprefix(parts.prefix) if part == MODEL else key for key in keys}
+        _check_tensors(checkpoint, names)
+        weight_map = builder.add_safetensors(part, names, wanted.shard_bytes)
+        if weight_map:
+            nbytes = sum(builder.nbytes_of(checkpoint.tensors[key]) for key in names)
+            metadata = {"total_size": nbytes, **({"key_prefix": parts.prefix} if part == MODEL else {})}
+            content = json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2)
+            last_files[f"{part}{INDEX_SUFFIX}"] = content.encode() + b"\n"
+    if wanted.what != "model" and (parts.objects or parts.others or parts.odd_paths(checkpoint)):
+        last_files = {OBJECTS_FILE: _objects_file(checkpoint, parts), **last_files}
+    return Plan(builder.rewrite({}, ()), lambda destination: last_files, parts.prefix, tuple(parts.notes))
+
+
+class _Parts:
+    """Which keys of a checkpoint go where."""
+
+    def __init__(self, checkpoint: Checkpoint, wanted: Wanted) -> None:
+        everything = [*checkpoint.tensors, *checkpoint.objects]
+        check_excluded(wanted.excluded, everything)
+        keys = [key for key in everything if not is_excluded(key, wanted.excluded)]
+        neither = [key for key in sorted_out(keys, checkpoint.paths).others if key in checkpoint.tensors]
+        self.notes: list[str] = []
+        self.prefix = _prefix_of(checkpoint, neither) if wanted.key_prefix is None else wanted.key_prefix
+        model = {key for key in neither if key.startswith(self.prefix)}
+        if not model and (wanted.what == "model" or wanted.key_prefix):
+            raise CheckpointError(
+                f"{checkpoint.path} has no tensor of a model whose key begins with {self.prefix!r}; look at the keys "
+                "with the command inspect, and give --key-prefix"
+            )
+        self.model = [key for key in checkpoint.tensors if key in model] if wanted.what != "optimizer" else []
+        self.others, self.objects = [], []
+        left = [key for key in keys if key not in model]
+        if wanted.what == "model":
+            self._leave(checkpoint, left)
+            return
+        self.others = [key for key in left if key in checkpoint.tensors]
+        self.objects = [key for key in left if key in checkpoint.objects]
+        if not (self.model or self.others or self.objects):
+            raise CheckpointError(f"{checkpoint.path} has nothing that would be converted")
+        if wanted.what == "optimizer" and not (self.others or self.objects):
+            raise CheckpointError(f"{checkpoint.path} has nothing but a model")
+
+    def odd_paths(self, checkpoint: Checkpoint) -> set[str]:
+        """Tensors of the model that were nested in a way that their keys do not tell."""
+        known = checkpoint.paths
+        return {key for key in self.model if known.get(key, (key,)) != path_of(key, self.prefix)}
+
+    def _leave(self, checkpoint: Checkpoint, keys: Sequence[str]) -> None:
+        for key in keys:
+            is_models = bool(self.prefix) and key.startswith(self.prefix)
+            if key in checkpoint.objects and (is_models or "_extra_state" in key):
+                raise CheckpointError(f"{key} is an object of the model, and safetensors have tensors; {_LEAVE_OUT}")
+        if keys:
+            self.notes.append(f"{counted(len(keys), 'key')} not of the model, left out")
+
+
+def _prefix_of(checkpoint: Checkpoint, keys: Sequence[str]) -> str:
+    """What the model's keys begin with: that is known where they were nested."""
+    inside = [key for key in keys if key.startswith(_DEFAULT_PREFIX)]
+    paths = [path for key in inside if (path := checkpoint.paths.get(key))]
+    if paths:
+        return _DEFAULT_PREFIX if any(len(path) > 1 and path[0] == MODEL for path in paths) else ""
+    return _DEFAULT_PREFIX if inside and len(inside) == len(keys) else ""
+
+
+def _check_tensors(checkpoint: Checkpoint, names: Mapping[str, str]) -> None:
+    for key, name in names.items():
+        tensor = checkpoint.tensors[key]
+        if not has_dtype(tensor.dtype):
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            raise CheckpointError(f"{key} is {dtype}, which safetensors do not have; {_LEAVE_OUT}")
+        if tensor.dtype.itemsize == 1 and "float4" in str(tensor.dtype) and not tensor.shape:
+            raise CheckpointError(f"{key} is a float4 without dimensions, which safetensors do not have; {_LEAVE_OUT}")
+        if name in (METADATA_KEY, ""):
+            raise CheckpointError(f"{key} would be named {name!r}, which safetensors do not allow; {_LEAVE_OUT}")
+
+
+def _objects_file(checkpoint: Checkpoint, parts: _Parts) -> bytes:
+    """What is no tensor: as JSON, and what has no such form as the bytes that are stored, which nobody looks into."""
+    objects, stored = {}, {}
+    with Reader(checkpoint) as reader:
+        for key in sorted(parts.objects, key=natural_order):
+            item = checkpoint.objects[key]
+            if item.transforms:
+                raise CheckpointError(f"{key} was written through {', '.join(item.transforms)}; {_LEAVE_OUT}")
+            try:
+                objects[key] = to_json(reader.read_object(item))
+            except (NotPlainError, UnreadableObjectError):
+                stored[key] = base64.b64encode(reader.read_bytes(item)).decode()
+            except CheckpointError as error:
+                raise CheckpointError(f"{key}: {error}; {_LEAVE_OUT}") from error
+    if stored:
+        parts.notes.append(f"{counted(len(stored), 'object')} of more than plain values, kept as torch.save wrote it")
+    known = {key: path for key, path in checkpoint.paths.items() if path != (key,)}
+    listed = {*parts.others, *parts.objects}
+    kept = sorted(listed & known.keys() | parts.odd_paths(checkpoint), key=natural_order)
+    paths = {key: list(known.get(key, (key,))) for key in kept}
+    head = f'{{"format": {json.dumps(OBJECTS_FORMAT)},\n"key_prefix": {json.dumps(parts.prefix)},\n'
+    return (
+        f'{head}"objects": {_by_line(objects)},\n"stored": {_by_line(stored)},\n"paths": {_by_line(paths)}}}\n'.encode()
+    )
+
+
+def _by_line(values: Mapping[str, Any]) -> str:
+    lines = (f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in values.items())
+    return "{" + ",".join(f"\n  {line}" for line in lines) + "}"
+
+
+# --- to DCP ----------------------------------------------------------------------------------------------------------
+
+
+def to_dcp(folders: Folders, wanted: Wanted) -> Plan:
+    """The plan for safetensors.
+
+    Raises:
+        CheckpointError: nothing of what is wanted is there.
+    """
+    checkpoint = folders.checkpoint
+    check_excluded(wanted.excluded, [*checkpoint.tensors, *checkpoint.objects])
+    keys = [key for key in (*checkpoint.tensors, *checkpoint.objects) if _is_wanted(key, folders, wanted)]
+    if not keys:
+        raise CheckpointError(f"{checkpoint.path} has nothing that would be converted; see --what and --exclude")
+    builder = _Builder(checkpoint, folders.model_keys, wanted.dtype)
+    builder.add_dcp(keys, wanted.shard_bytes)
+    objects = tuple(key for key in keys if key in checkpoint.objects)
+    rewrite = builder.rewrite({key: checkpoint.paths[key] for key in keys}, objects)
+
+    def last_files(destination: str) -> Mapping[str, bytes]:
+        return {METADATA_FILE: first_metadata_bytes(rewrite, destination)}
+
+    return Plan(rewrite, last_files, folders.key_prefix, ())
+
+
+def _is_wanted(key: str, folders: Folders, wanted: Wanted) -> bool:
+    if is_excluded(key, wanted.excluded):
+        return False
+    return wanted.what == "all" or (wanted.what == MODEL) == (key in folders.model_keys)
+
+
+# --- what both share -------------------------------------------------------------------------------------------------
+
+
+class _Builder:
+    """Files of items, each with the task that fills it."""
+
+    def __init__(self, checkpoint: Checkpoint, model_keys: Set[str], dtype: torch.dtype | None) -> None:
+        self._checkpoint = checkpoint
+        self._model_keys = model_keys
+        self._dtype = dtype
+        self._sources: dict[str, Index[Any]] = {}
+        self._files: dict[str, list[NewItem]] = {}
+        self._tasks: dict[str, list[MergeTask]] = {}
+        self._tensors: dict[str, NewTensor] = {}
+
+    def dtype_of(self, tensor: StoredTensor) -> torch.dtype:
+        """Of the new one."""
+        is_cast = self._dtype is not None and tensor.key in self._model_keys and tensor.dtype in _CASTABLE
+        return self._dtype if is_cast and self._dtype is not None else tensor.dtype
+
+    def nbytes_of(self, tensor: StoredTensor) -> int:
+        """Of all of its elements."""
+        return math.prod(tensor.shape) * self.dtype_of(tensor).itemsize
+
+    def add_safetensors(self, part: str, names: Mapping[str, str], shard_bytes: int) -> dict[str, str]:
+        """Whole tensors; the names are those in the files. Returns name → file."""
+        weight_map = {}
+        tensors = [self._checkpoint.tensors[key] for key in names]
+        shards = list(_shards(tensors, self.nbytes_of, shard_bytes))
+        for number, shard in enumerate(shards, start=1):
+            file = f"{part}-{number:05}-of-{len(shards):05}{SUFFIX}"
+            by_name = {names[tensor.key]: tensor for tensor in shard}
+            placed = in_file_order(
+                FileTensor(name, tensor.shape, self.dtype_of(tensor)) for name, tensor in by_name.items()
+            )
+            self._files[file] = [NewItem((), header_of(placed))]
+            for entry in placed:
+                tensor = by_name[entry.key]
+                region = Region((0,) * len(tensor.shape), tensor.shape)
+                self._fill(file, tensor, region, bare(tensor.shape, self.dtype_of(tensor)))
+            weight_map.update(dict.fromkeys(by_name, file))
+        return dict(sorted(weight_map.items(), key=lambda each: natural_order(each[0])))
+
+    def add_dcp(self, keys: Sequence[str], shard_bytes: int) -> None:
+        """Chunks as they are stored, and rows of those that are larger than a file may be."""
+        pieces = [
+            (tensor, region)
+            for key in keys
+            if (tensor := self._checkpoint.tensors.get(key)) is not None
+            for chunk in tensor.chunks
+            for region in stretches(
+                Region(chunk.offsets, chunk.sizes), max(shard_bytes // self.dtype_of(tensor).itemsize, 1)
+            )
+        ]
+        file = "__0_0.distcp"
+        for number, shard in enumerate(
+            _shards(pieces, lambda piece: piece[1].numel * self.dtype_of(piece[0]).itemsize, shard_bytes)
+        ):
+            file = f"__0_{number}.distcp"
+            for tensor, region in shard:
+                self._fill(file, tensor, region, envelope_of(region.sizes, self.dtype_of(tensor)))
+        for key in keys:
+            if key in self._checkpoint.objects:
+                content = self._checkpoint.objects[key].content
+                assert content is not None
+                self._files.setdefault(file, []).append(NewItem((Entry(key, None),), content))
+
+    def _fill(self, file: str, tensor: StoredTensor, region: Region, content: Envelope) -> None:
+        item = NewItem((Entry(tensor.key, region),), content)
+        self._files.setdefault(file, []).append(item)
+        self._tensors[tensor.key] = NewTensor(tensor.key, tensor.shape, self.dtype_of(tensor), tensor.key)
+        if math.prod(region.sizes):
+            if tensor.key not in self._sources:
+                self._sources[tensor.key] = Index(tensor.chunks)
+            fusion = Fusion(tensor.key, (tensor.key,), tensor.shape, tensor.dtype, 0, (whole(tensor.shape),))
+            dtype = self.dtype_of(tensor)
+            cast = None if dtype == tensor.dtype else dtype
+            task = MergeTask(fusion, region, (self._sources[tensor.key],), item, cast)
+            self._tasks.setdefault(file, []).append(task)
+
+    def rewrite(self, paths: Mapping[str, tuple[str | int, ...]], objects: tuple[str, ...]) -> Rewrite:
+        place_items(self._files)
+        return Rewrite(
+            tensors=self._tensors,
+            objects=objects,
+            files={file: tuple(items) for file, items in self._files.items()},
+            tasks={file: tuple(tasks) for file, tasks in self._tasks.items()},
+            exchange=Exchange((), {}, {}, paths, 0),
+        )
+
+
+def _shards(things: Iterable[Any], nbytes_of: Callable[[Any], int], shard_bytes: int) -> Iterator[list[Any]]:
+    """Things in their order, as many as fit together."""
+    shard: list[Any] = []
+    filled = 0
+    for thing in things:
+        nbytes = nbytes_of(thing)
+        if shard and filled + nbytes > shard_bytes:
+            yield shard
+            shard, filled = [], 0
+        shard.append(thing)
+        filled += nbytes
+    if shard:
+        yield shard

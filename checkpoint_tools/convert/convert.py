@@ -1,0 +1,195 @@
+"""From one format of checkpoints to another: opened, planned, written, and there only when it is complete.
+
+::
+
+    SRC ──open──▶ Source ──plan──▶ Plan ──rewriting.write──▶ DST
+
+The same folders, journals and threads as for split and merge; see :mod:`checkpoint_tools.write.rewrite`.
+"""
+
+import hashlib
+from collections.abc import Callable, Mapping
+from pathlib import PurePath
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from ..core.errors import CheckpointError
+from ..core.sizes import counted, human_bytes
+from ..core.tables import Table, new_table
+from ..stored.metadata import METADATA_FILE
+from ..stored.opening import open_checkpoint
+from ..stored.reading import Checkpoint
+from ..stored.safetensors_folder import Folders, is_safetensors, open_safetensors
+from ..write import rewrite as rewriting
+from ..write.layout import Rewrite
+from ..write.sidecars import Sidecars, sidecars_of
+from .conversion_plan import Plan, Wanted, to_dcp, to_safetensors
+from .flat_to_nd import flat_to_nd
+
+Format = Literal["safetensors", "dcp"]
+
+
+class Source(NamedTuple):
+    """What is converted.
+
+    Attributes:
+        checkpoint: of either format.
+        folders: the same as safetensors, if it is that.
+        to: the format that it gets.
+        notes: what there is to be said about it.
+        digest: of everything but data.
+        sidecars: files beside the data, which are copied.
+    """
+
+    checkpoint: Checkpoint
+    folders: Folders | None
+    to: Format
+    notes: tuple[str, ...]
+    digest: str
+    sidecars: tuple[str, ...]
+
+
+def open_source(source: str, to: str | None, key_prefix: str | None, threads: int, *, flat: bool = False) -> Source:
+    """Open what is to be converted, and find it whole.
+
+    Raises:
+        CheckpointError: it is not, or it has that format already.
+    """
+    if to not in (None, "safetensors", "dcp"):
+        raise CheckpointError(f"--to is safetensors or dcp, not {to}")
+    if is_safetensors(source):
+        if flat:
+            raise CheckpointError(f"--flat-to-nd is for checkpoints of DCP, and {source} has safetensors")
+        _check_changes("dcp", to, source)
+        folders = open_safetensors(source, key_prefix)
+        rewriting.check_whole(folders.checkpoint, threads)
+        is_file = PurePath(source).suffix == ".safetensors"
+        sidecars = Sidecars((), ()) if is_file else sidecars_of(folders.checkpoint, folders.own_files)
+        notes = rewriting.notes_on(folders.checkpoint, sidecars)
+        return Source(folders.checkpoint, folders, "dcp", tuple(notes), folders.digest, sidecars.files)
+    if flat and to == "safetensors":
+        raise CheckpointError("--flat-to-nd gives a checkpoint of DCP; convert that to safetensors afterwards")
+    if not flat:
+        _check_changes("safetensors", to, source)
+    checkpoint, sidecars = rewriting.open_whole(source, threads)
+    with checkpoint.folder.open(METADATA_FILE) as stream:
+        digest = hashlib.sha256(stream.read()).hexdigest()
+    notes = rewriting.notes_on(checkpoint, sidecars)
+    return Source(checkpoint, None, "dcp" if flat else "safetensors", tuple(notes), digest, sidecars.files)
+
+
+def _check_changes(expected: Format, to: str | None, source: str) -> None:
+    if to not in (None, expected):
+        other = "safetensors" if expected == "dcp" else "a checkpoint of DCP"
+        raise CheckpointError(f"{source} is {other} already; give --to {expected}, or nothing")
+
+
+def plan(source: Source, wanted: Wanted) -> Plan:
+    """What would be written.
+
+    Raises:
+        CheckpointError: the other format cannot have it.
+    """
+    if source.folders is not None:
+        return to_dcp(source.folders, wanted)
+    return to_safetensors(source.checkpoint, wanted)
+
+
+def plan_flat(source: Source, shapes_from: str | None, wanted: Wanted) -> Plan:
+    """What would be written for ``--flat-to-nd``.
+
+    Raises:
+        CheckpointError: it is not known which shapes the state should have.
+    """
+    other = None if shapes_from is None else open_checkpoint(shapes_from)
+    rewrite = flat_to_nd(source.checkpoint, other, wanted.excluded)
+    return Plan(rewrite, None, "", ())
+
+
+def write(
+    source: Source,
+    planned: Plan,
+    destination: str,
+    *,
+    threads: int,
+    max_memory_bytes: int,
+    restart: bool = False,
+    advance: Callable[[int], object] = lambda done: None,
+) -> None:
+    """Write it.
+
+    Raises:
+        CheckpointError: the source cannot be read, or the destination not be written.
+        KeyboardInterrupt: as it came. What was written so far is there to go on with.
+    """
+    rewriting.write(
+        source.checkpoint,
+        planned.rewrite,
+        destination,
+        _fingerprint(source, planned),
+        threads=threads,
+        max_memory_bytes=max_memory_bytes,
+        restart=restart,
+        advance=advance,
+        last_files=None if planned.last_files is None else planned.last_files(destination),
+        sidecars=source.sidecars,
+    )
+
+
+def _fingerprint(source: Source, planned: Plan) -> dict[str, object]:
+    """Of everything that the new files depend on. What was asked for shows in the plan."""
+    plan_digest = hashlib.sha256()
+    for file, items in planned.rewrite.files.items():
+        plan_digest.update(repr((file, [(item.entries, item.length_bytes) for item in items])).encode())
+    plan_digest.update(repr([(tensor.key, tensor.dtype) for tensor in planned.rewrite.tensors.values()]).encode())
+    if planned.last_files is not None:
+        plan_digest.update(repr(sorted(planned.last_files("").items())).encode())
+    return {
+        "format": rewriting.FORMAT,
+        "torch": torch.__version__,
+        "metadata": source.digest,
+        "files": rewriting.stamps_of(source.checkpoint),
+        "asked": plan_digest.hexdigest(),
+    }
+
+
+# --- shown -----------------------------------------------------------------------------------------------------------
+
+
+def as_json(planned: Plan) -> dict[str, Any]:
+    """The plan, with sizes in bytes."""
+    return {
+        "key_prefix": planned.key_prefix,
+        "keys": len(planned.rewrite.tensors) + len(planned.rewrite.objects),
+        "files": planned.rewrite.file_bytes(),
+        "nbytes": planned.rewrite.nbytes,
+        "flat": [fusion.fused for fusion in planned.rewrite.exchange.fusions],
+    }
+
+
+def as_table(planned: Plan) -> Table:
+    """A row for each file, with its first tensor."""
+    table = new_table("file", "first", numbers=("tensors", "size"))
+    for file, nbytes in planned.rewrite.file_bytes().items():
+        keys = list(_keys_by_file(planned.rewrite)[file])
+        table.add_row(file, keys[0] if keys else "", f"{len(keys):,}", human_bytes(nbytes))
+    return table
+
+
+def _keys_by_file(rewrite: Rewrite) -> Mapping[str, dict[str, None]]:
+    return {
+        file: {entry.key: None for item in items for entry in item.entries if entry.region is not None}
+        for file, items in rewrite.files.items()
+    }
+
+
+def headline(source: Source, planned: Plan) -> str:
+    """What is done, in a line."""
+    rewrite = planned.rewrite
+    size = f"{human_bytes(rewrite.nbytes)} in {counted(len(rewrite.files), 'file')}"
+    flat = rewrite.exchange.fusions
+    if flat:
+        return f"{counted(len(flat), 'flat state tensor')} given the shape of the parameter; {size}"
+    prefix = f"; keys of the model begin with {planned.key_prefix!r} in DCP" if planned.key_prefix else ""
+    return f"{counted(len(rewrite.tensors), 'tensor')} as {source.to}, {size}{prefix}"

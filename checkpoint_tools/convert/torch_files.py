@@ -1,0 +1,210 @@
+"""Between one file of ``torch.save`` and a checkpoint of DCP, whole in memory one way, mapped the other way.
+
+::
+
+    model.pt ──torch.load(weights_only, mmap)──▶ state dict ──dcp.save──▶ DST/
+    SRC/     ──Reader──▶ tensors and objects, by path ──torch.save──▶ model.pt
+
+Nothing that either contains is run: what consists of more than tensors and plain values is refused.
+"""
+
+import contextlib
+import os
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from fsdp_offload.checkpoint import ChecksumWriter
+
+from ..core.errors import CheckpointError
+from ..core.patterns import check_excluded, is_excluded
+from ..core.sizes import human_bytes, shortened
+from ..core.values import MAX_VALUES, has_more_values
+from ..look.data_checks import DataChecks
+from ..look.diff import Block, read_block
+from ..stored.archive import DamagedError, check_contents, check_pickle, open_archive
+from ..stored.items import Reader
+from ..stored.reading import Checkpoint
+from ..stored.storage import Window, open_folder
+from ..write.partial import sync_folder
+
+_MAX_DIGITS = 10  # of a parameter's number
+_WITHOUT = "torch.serialization.set_crc32_options(False) was in force"
+
+
+def to_dcp(source: str, destination: str, max_memory_bytes: int) -> tuple[int, list[str]]:
+    """Write a checkpoint with everything in a file.
+
+    Returns:
+        How many values there are at its top, and what a person should know.
+
+    Raises:
+        CheckpointError: the file is damaged, or no state dict of tensors and plain values; or the checkpoint cannot be
+            written.
+    """
+    has_crcs = _check(source)
+    state = _loaded(source)
+    _check_values(source, state, max_memory_bytes)
+    with _partial(destination) as made:
+        try:
+            with warnings.catch_warnings(action="ignore"):  # that there is no process group
+                save(state, storage_writer=ChecksumWriter(FileSystemWriter(made, sync_files=True)), no_dist=True)
+        except CheckpointException as error:
+            reason = next(iter(error.failures.values()))[0]
+            raise CheckpointError(f"{destination} cannot be written: {shortened(str(reason))}") from error
+        sync_folder(made)
+    return len(state), [] if has_crcs else [f"the data of {source} cannot be compared with checksums: {_WITHOUT}"]
+
+
+@contextlib.contextmanager
+def _partial(destination: str) -> Iterator[Path]:
+    """Where the destination is made; it appears when it is complete, and nothing stays if it does not come to that."""
+    made = Path(f"{destination}.partial")
+    if os.path.lexists(made):
+        raise CheckpointError(f"{made} is there; another process writes it, or has left it: remove it then")
+    try:
+        yield made
+        made.rename(destination)
+    except BaseException:
+        shutil.rmtree(made, ignore_errors=True)
+        made.unlink(missing_ok=True)
+        raise
+
+
+def _check(source: str) -> bool:
+    """Compare all of the file with its checksums, which mapping it does not. Whether it has any."""
+    try:
+        size_bytes = open_folder(os.path.dirname(source) or ".").size_bytes(os.path.basename(source))
+        with open(source, "rb") as stream:
+            window = Window(stream, 0, size_bytes)
+            archive = open_archive(window)
+            check_contents(window, archive)
+            check_pickle(window, archive)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{source} is not there") from error
+    except DamagedError as error:
+        raise CheckpointError(f"{source} is not what torch.save writes: {error}") from error
+    return archive.has_crcs
+
+
+def _check_values(source: str, state: Mapping[str, Any], max_memory_bytes: int) -> None:
+    """Whether it is as small as its file: lists that contain each other, or one element that is repeated, are not."""
+    if has_more_values(state, MAX_VALUES):
+        raise CheckpointError(f"{source} has more than {MAX_VALUES:,} values")
+    pending: list[Any] = [state]
+    while pending:
+        each = pending.pop()
+        if isinstance(each, dict):
+            pending += each.values()
+        elif isinstance(each, list | tuple):
+            pending += each
+        elif isinstance(each, Tensor) and each.layout == torch.strided:
+            nbytes = each.numel() * each.itemsize
+            if nbytes > max(max_memory_bytes, each.untyped_storage().nbytes()):
+                raise CheckpointError(
+                    f"{source} has a tensor of {human_bytes(nbytes)} in {human_bytes(each.untyped_storage().nbytes())},"
+                    " which does not fit into --max-memory; allow that much"
+                )
+
+
+def _loaded(source: str) -> dict[str, Any]:
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of protocols that it may not know, which is an error later
+            state = torch.load(source, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # a damaged file can raise anything
+        text = str(error)
+        if "weights_only" in text or "Weights only" in text:
+            raise CheckpointError(
+                f"{source} has more than tensors and plain values, and is not loaded: unpickling it could run anything"
+            ) from error
+        reason = shortened(text.partition("\n")[0])
+        raise CheckpointError(f"{source} is not what torch.save writes: {reason}") from error
+    if not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
+        raise CheckpointError(f"{source} has a {type(state).__name__}, and no state dict with names")
+    return state
+
+
+def to_torch(checkpoint: Checkpoint, destination: str, excluded: tuple[str, ...], max_memory_bytes: int) -> int:
+    """Write one file with everything in a checkpoint, nested as it was; returns how many keys that were.
+
+    Raises:
+        CheckpointError: it does not fit into the memory, has more than plain values, or the file cannot be written.
+    """
+    check_excluded(excluded, [*checkpoint.tensors, *checkpoint.objects])
+    tensors = {key: tensor for key, tensor in checkpoint.tensors.items() if not is_excluded(key, excluded)}
+    objects = {key: item for key, item in checkpoint.objects.items() if not is_excluded(key, excluded)}
+    nbytes = sum(tensor.nbytes for tensor in tensors.values()) + sum(item.length_bytes for item in objects.values())
+    if nbytes > max_memory_bytes:
+        raise CheckpointError(
+            f"one file of torch.save is made in memory, and {human_bytes(nbytes)} do not fit into --max-memory; allow "
+            "that much, or convert to safetensors"
+        )
+    values: dict[str, Any] = {}
+    checks = DataChecks(checkpoint)
+    with Reader(checkpoint, max_memory_bytes, checks.note) as reader:
+        for key, tensor in tensors.items():
+            whole = Block((0,) * len(tensor.shape), tensor.shape)
+            is_empty = whole.numel == 0
+            values[key] = torch.empty(tensor.shape, dtype=tensor.dtype) if is_empty else _own(reader, tensor, whole)
+        values.update((key, reader.read_object(item)) for key, item in objects.items())
+    checks.check_read(1)
+    nested = _nested(checkpoint, values)
+    with _partial(destination) as made, made.open("xb") as stream:
+        try:
+            torch.save(nested, stream)
+        except RecursionError as error:
+            raise CheckpointError(f"{checkpoint.path} has an object that is nested too deeply to be saved") from error
+        stream.flush()
+        os.fsync(stream.fileno())
+    return len(values)
+
+
+def _own(reader: Reader, tensor: Any, whole: Block) -> Tensor:
+    return read_block(reader, tensor, whole).clone()
+
+
+class _Nest(dict[Any, Any]):
+    """A dict that is made here; others are values."""
+
+
+def _nested(checkpoint: Checkpoint, values: Mapping[str, Any]) -> dict[Any, Any]:
+    root = _Nest()
+    for key, value in values.items():
+        at: Any = root
+        *parents, last = checkpoint.paths.get(key) or (key,)
+        for part in parents:
+            at = at.setdefault(part, _Nest())
+            if not isinstance(at, _Nest):
+                break
+        if not isinstance(at, _Nest) or last in at:
+            raise CheckpointError(
+                f"{checkpoint.path} has two values in the place of {shortened(key)}, and a state dict can only have "
+                "one; leave one out with --exclude"
+            )
+        at[last] = value
+    return {key: _with_lists(value) for key, value in root.items()}
+
+
+def _with_lists(value: Any) -> Any:
+    """Dicts whose keys are the numbers of a list are that list: paths have numbers where lists were."""
+    if not isinstance(value, _Nest):
+        return value
+    inside = {key: _with_lists(each) for key, each in value.items()}
+    if "param_groups" in inside and type(inside.get("state")) is dict and all(map(_is_number, inside["state"])):
+        # An optimizer's own state dict: its parameters are numbers, and DCP makes texts of them.
+        inside["state"] = {int(key): each for key, each in inside["state"].items()}
+    is_list = bool(inside) and set(inside) == set(range(len(inside))) and all(type(key) is int for key in inside)
+    return [inside[number] for number in range(len(inside))] if is_list else inside
+
+
+def _is_number(key: Any) -> bool:
+    text = str(key)
+    return len(text) < _MAX_DIGITS and text.isdecimal() and str(int(text)) == text

@@ -1,0 +1,1 @@
+"""What every room uses: errors, sizes, patterns, regions of tensors and their parts, tables."""

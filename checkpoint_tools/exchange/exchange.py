@@ -1,0 +1,124 @@
+"""Which keys of a checkpoint are exchanged for which, when fused tensors are split or parts are merged.
+
+::
+
+    keys, shapes ──names.sorted_out──▶ model tensors ──rules──▶ Match ─┐
+                                       state by FQN ───whose tensor?───┴──▶ Exchange: fusions, copies, new objects
+                                       (names)             (owners, roles)     (splitting or merging, draft)
+
+The state of a parameter follows the parameter: where a model's tensors are in the same checkpoint, its optimizers'
+state is exchanged as they are, even if the FQNs have other prefixes (``model.module.x`` and ``module.module.x``). State
+without a model is matched by its own FQNs. Only metadata are looked at, and objects and counters that have to be
+changed or compared.
+
+Here is the order of the steps, and where errors of the rules become those of the command line.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..core.errors import CheckpointError
+from ..fused.fusions import Exchange
+from ..fused.keys import GroupName, sorted_out
+from ..fused.rules import ALL, MissingValueError, Rule, Wanted
+from ..stored.reading import Checkpoint
+from .draft import Draft
+from .merging import Merging
+from .param_groups import listed, read_groups, relisted
+from .roles import Roles
+from .splitting import Splitting
+
+
+def split_exchange(
+    checkpoint: Checkpoint,
+    rules: Sequence[Rule],
+    values: Mapping[str, float],
+    excluded: Sequence[str] = (),
+    wanted: Wanted = ALL,
+) -> Exchange:
+    """Exchange fused tensors for their parts; ``wanted`` are those of them that are, by the names that rules have.
+
+    Raises:
+        CheckpointError: rules do not fit, state is of another shape than its parameter, names are taken or ambiguous;
+            or a rule, a value or a pattern is of no use.
+    """
+    return _guarded(Splitting, checkpoint, rules, values, excluded, wanted)
+
+
+def merge_exchange(
+    checkpoint: Checkpoint,
+    rules: Sequence[Rule],
+    values: Mapping[str, float],
+    excluded: Sequence[str] = (),
+    wanted: Wanted = ALL,
+) -> Exchange:
+    """Exchange parts for the fused tensors: the inverse.
+
+    Raises:
+        CheckpointError: as above; or parts are missing, or differ in what there can be only one of.
+    """
+    return _guarded(Merging, checkpoint, rules, values, excluded, wanted)
+
+
+def _guarded(
+    way: type[Splitting | Merging],
+    checkpoint: Checkpoint,
+    rules: Sequence[Rule],
+    values: Mapping[str, float],
+    excluded: Sequence[str],
+    wanted: Wanted,
+) -> Exchange:
+    _check_values(rules, values)
+    try:
+        return _exchange(way, checkpoint, rules, values, excluded, wanted)
+    except MissingValueError as error:
+        raise CheckpointError(error.told(f"--value {error.name}=NUMBER", values)) from error
+    except (ValueError, KeyError) as error:  # the rules' own errors
+        raise CheckpointError(str(error)) from error
+
+
+def _check_values(rules: Sequence[Rule], values: Mapping[str, float]) -> None:
+    """A value that nobody asks for is a slip of the hand."""
+    known = {name for rule in rules for name in rule.value_names}
+    idle = [name for name in values if name not in known]
+    if idle:
+        raise CheckpointError(
+            f"--value that no rule uses: {', '.join(idle)}. The rules name {', '.join(sorted(known)) or 'none'}"
+        )
+
+
+def _exchange(
+    way: type[Splitting | Merging],
+    checkpoint: Checkpoint,
+    rules: Sequence[Rule],
+    values: Mapping[str, float],
+    excluded: Sequence[str],
+    wanted: Wanted,
+) -> Exchange:
+    names = sorted_out([*checkpoint.tensors, *checkpoint.objects], checkpoint.paths)
+    groups = read_groups(checkpoint, names.groups)
+    roles = Roles(way.side, checkpoint, names, groups, rules, excluded, wanted)
+    draft = Draft(checkpoint)
+    worker = way(checkpoint, names, roles, values, draft)
+    worker.exchange_model()
+    parameters = len(draft.fusions)
+    worker.exchange_states()
+    worker.check_groups(groups)
+    for name, content in groups.items():
+        new = _relisted(name, content, roles, worker)
+        if new is not None:
+            draft.objects[name.key] = new
+    draft.check_new_keys()
+    draft.check_left(names, roles)
+    return draft.exchange(parameters, roles.matched())
+
+
+def _relisted(name: GroupName, content: Any, roles: Roles, worker: Splitting | Merging) -> bytes | None:
+    """What a param group is afterwards, if it lists what is exchanged."""
+
+    def listed_as(fqn: Any) -> Sequence[Any]:
+        return worker.listed_as(fqn, roles.of_fqn(name.optimizer, fqn))
+
+    if all(roles.of_fqn(name.optimizer, fqn) is None for fqn in listed(content, name)):
+        return None
+    return relisted(content, name, listed_as)

@@ -1,0 +1,188 @@
+"""What is in a checkpoint: keys, groups and files, as plain data and as tables. Only metadata are looked at.
+
+::
+
+    Checkpoint ──summarize──▶ Summary ──▶ as_json, or tables of rich
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from rich.console import Group, RenderableType
+
+from ..core.patterns import matches
+from ..core.sizes import counted, human_bytes, human_shape, natural_order
+from ..core.tables import Table, new_table, shown
+from ..fused.keys import KINDS
+from ..stored.reading import Checkpoint
+
+
+class KeyRow(NamedTuple):
+    """One key. Objects have neither shape nor dtype, and their bytes are those of the file."""
+
+    key: str
+    group: str
+    shape: tuple[int, ...] | None
+    dtype: str | None
+    chunks: int
+    nbytes: int
+
+
+class GroupRow(NamedTuple):
+    """Keys that belong together: ``model``, ``optim exp_avg``."""
+
+    group: str
+    keys: int
+    chunks: int
+    nbytes: int
+
+
+class FileRow(NamedTuple):
+    """One file, and what of the selected keys is in it."""
+
+    file: str
+    rank: int | None
+    items: int
+    stored_bytes: int
+
+
+class Summary(NamedTuple):
+    """What there is of the selected keys."""
+
+    path: str
+    version: str | None
+    keys: tuple[KeyRow, ...]
+    groups: tuple[GroupRow, ...]
+    files: tuple[FileRow, ...]
+    problems: int
+    notes: tuple[str, ...]
+
+
+def summarize(checkpoint: Checkpoint, patterns: Sequence[str] = ()) -> Summary:
+    """Rows for the keys that match any of ``patterns`` (as in a shell: ``*.weight``); for all keys without any."""
+    selected = {key for key in [*checkpoint.tensors, *checkpoint.objects] if matches(key, patterns)}
+    keys = tuple(row for row in _key_rows(checkpoint) if row.key in selected)
+    return Summary(
+        path=checkpoint.path,
+        version=checkpoint.version,
+        keys=keys,
+        groups=_group_rows(keys),
+        files=tuple(_file_rows(checkpoint, selected)),
+        problems=len(checkpoint.problems),
+        notes=checkpoint.notes,
+    )
+
+
+def group_of(key: str, path: Sequence[str | int] = ()) -> str:
+    """The part of the state dict that a key is of: ``model``, ``optim exp_avg``, ``optim param_groups``.
+
+    Args:
+        key: the flat key.
+        path: where in the nested state dict it was, if that is known.
+    """
+    parts = [str(part) for part in path] if len(path) > 1 else key.split(".")
+    for at, part in enumerate(parts[:2]):
+        if part == "state" and len(parts) > at + 2:
+            entry = parts[at + 1] if parts[at + 1] in KINDS and parts[-1] not in KINDS else parts[-1]
+            return " ".join([*parts[:at], entry] if at else [part, entry])
+        if part == "param_groups":
+            return " ".join(parts[: at + 1])
+    return parts[0]
+
+
+def rank_of(file: str) -> int | None:
+    """``__3_0.distcp`` was written by rank 3."""
+    match = re.fullmatch(r"__(\d+)_\d+\.distcp", file)
+    return int(match[1]) if match else None
+
+
+def _key_rows(checkpoint: Checkpoint) -> list[KeyRow]:
+    rows = []
+    for key, tensor in checkpoint.tensors.items():
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        group = group_of(key, checkpoint.paths.get(key, ()))
+        rows.append(KeyRow(key, group, tensor.shape, dtype, len(tensor.chunks), tensor.nbytes))
+    for key, stored in checkpoint.objects.items():
+        group = group_of(key, checkpoint.paths.get(key, ()))
+        rows.append(KeyRow(key, group, None, None, 1, stored.length_bytes))
+    return sorted(rows, key=lambda row: natural_order(row.key))
+
+
+def _group_rows(keys: Sequence[KeyRow]) -> tuple[GroupRow, ...]:
+    groups: dict[str, list[KeyRow]] = {}
+    for row in keys:
+        groups.setdefault(row.group, []).append(row)
+    return tuple(
+        GroupRow(group, len(rows), sum(row.chunks for row in rows), sum(row.nbytes for row in rows))
+        for group, rows in sorted(groups.items(), key=lambda entry: natural_order(entry[0]))
+    )
+
+
+def _file_rows(checkpoint: Checkpoint, selected: set[str]) -> Iterator[FileRow]:
+    for file, entries in checkpoint.items_by_file().items():
+        lengths = [item.length_bytes for key, item in entries if key in selected]
+        if lengths:
+            yield FileRow(file, rank_of(file), len(lengths), sum(lengths))
+
+
+# --- shown -----------------------------------------------------------------------------------------------------------
+
+
+def as_json(summary: Summary) -> Mapping[str, Any]:
+    """All of it, with sizes in bytes."""
+    return {
+        "path": summary.path,
+        "version": summary.version,
+        "nbytes": sum(row.nbytes for row in summary.keys),
+        "problems": summary.problems,
+        "notes": list(summary.notes),
+        "groups": [row._asdict() for row in summary.groups],
+        "keys": [row._asdict() for row in summary.keys],
+        "files": [row._asdict() for row in summary.files],
+    }
+
+
+def as_tables(summary: Summary, *, keys: bool = True, files: bool = False) -> RenderableType:
+    """The groups, and on request every key and every file."""
+    parts: list[RenderableType] = [shown(_headline(summary)), _group_table(summary)]
+    if keys:
+        parts.append(_key_table(summary))
+    if files:
+        parts.append(_file_table(summary))
+    parts += [shown(f"note: {note}") for note in summary.notes]
+    if summary.problems:
+        parts.append(shown(f"The metadata contradict themselves ({summary.problems} times): see the command verify."))
+    return Group(*parts)
+
+
+def _headline(summary: Summary) -> str:
+    tensors = sum(row.shape is not None for row in summary.keys)
+    total = human_bytes(sum(row.nbytes for row in summary.keys))
+    return (
+        f"{summary.path}: {counted(tensors, 'tensor')}, {counted(len(summary.keys) - tensors, 'object')} in "
+        f"{counted(len(summary.files), 'file')}, {total}"
+    )
+
+
+def _group_table(summary: Summary) -> Table:
+    table = new_table("group", numbers=("keys", "chunks", "size"))
+    for row in summary.groups:
+        table.add_row(row.group, f"{row.keys:,}", f"{row.chunks:,}", human_bytes(row.nbytes))
+    return table
+
+
+def _key_table(summary: Summary) -> Table:
+    table = new_table("key", "shape", "dtype", numbers=("chunks", "size"))
+    for row in summary.keys:
+        shape = "object" if row.shape is None else human_shape(row.shape)
+        table.add_row(row.key, shape, row.dtype or "", f"{row.chunks:,}", human_bytes(row.nbytes))
+    return table
+
+
+def _file_table(summary: Summary) -> Table:
+    table = new_table("file", numbers=("rank", "items", "size"))
+    for row in summary.files:
+        rank = "" if row.rank is None else str(row.rank)
+        table.add_row(row.file, rank, f"{row.items:,}", human_bytes(row.stored_bytes))
+    return table

@@ -1,0 +1,305 @@
+"""Whether a checkpoint is whole: everything that is wrong with it, not only the first thing.
+
+::
+
+    Checkpoint ──check_structure──▶ problems of metadata, coverage, files and items; no large contents are read
+               ──check_finite─────▶ problems of values; all floating-point data are read, in blocks
+               ──DataChecks───────▶ data that are not those that were written
+
+Files are looked at in parallel. The checks of checksums are in :mod:`checkpoint_tools.look.checksums`.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fsdp_offload.checkpoint.load_checks import Region, overlapping
+from fsdp_offload.checkpoint.manifest import MANIFEST_FILE
+
+from ..core.errors import CheckpointError
+from ..core.sizes import MAX_ITEM_BYTES, block_bounds, counted, human_bytes, thread_bytes
+from ..stored.items import Reader
+from ..stored.reading import Checkpoint, Problem, StoredChunk, StoredObject, StoredTensor
+from .data_checks import DataChecks
+
+Advance = Callable[[int], object]
+"""Called with the number of bytes that are done since the last call, from any thread."""
+
+LEAST_THREAD_BYTES = 2 * MAX_ITEM_BYTES
+"""With less, half of a thread's memory is not one element."""
+
+_BLOCK_BYTES = 4 << 20  # fits into caches, and is long enough for a disk
+_COUNTED_NUMEL = 1 << 20  # for how many elements at a time there are masks, where a block is not finite
+
+Entry = tuple[str, StoredChunk | StoredObject]
+
+
+class Files(NamedTuple):
+    """What a look at the files gave.
+
+    Attributes:
+        sound: those that are as long as they have to be.
+        problems: of the others.
+        notes: what is no problem, but may surprise.
+        nbytes: of all of them.
+    """
+
+    sound: tuple[str, ...]
+    problems: tuple[Problem, ...]
+    notes: tuple[str, ...]
+    nbytes: int
+
+
+def check_structure(checkpoint: Checkpoint, threads: int = 4) -> tuple[list[Problem], Files]:
+    """Everything that can be checked without reading large contents: all problems, and what was found of the files.
+
+    Contents of up to 64 KiB are read, and compared with their checksums.
+    """
+    problems = list(checkpoint.problems)
+    for tensor in checkpoint.tensors.values():
+        problems += check_coverage(tensor)
+    files = check_files(checkpoint)
+    problems += files.problems
+    problems += check_items(checkpoint, files.sound, threads)
+    problems += check_manifest(checkpoint, files.sound)
+    return problems, files
+
+
+# --- metadata --------------------------------------------------------------------------------------------------------
+
+
+def check_coverage(tensor: StoredTensor) -> Iterator[Problem]:
+    """Whether every element is in exactly one chunk."""
+    regions = []
+    for chunk in tensor.chunks:
+        ends = [offset + size for offset, size in zip(chunk.offsets, chunk.sizes, strict=True)]
+        if any(end > size for end, size in zip(ends, tensor.shape, strict=True)):
+            yield Problem(tensor.key, f"a chunk of {chunk.sizes} at {chunk.offsets} does not fit into {tensor.shape}")
+        elif chunk.numel:
+            regions.append(Region(chunk.offsets, chunk.sizes, chunk.offsets))
+    pair = overlapping(regions)
+    if pair is not None:
+        first, second = sorted(pair)
+        yield Problem(
+            tensor.key,
+            f"the chunks of {first.sizes} at {first.offsets} and of {second.sizes} at {second.offsets} overlap",
+        )
+        return  # with an overlap, the sum below says nothing
+    covered, numel = sum(math.prod(region.sizes) for region in regions), math.prod(tensor.shape)
+    if covered < numel:
+        yield Problem(tensor.key, f"{numel - covered:,} of {numel:,} elements are in no chunk")
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+def check_files(checkpoint: Checkpoint) -> Files:
+    """Whether all files are there and long enough."""
+    sound, problems, notes, nbytes = [], [], [*checkpoint.notes], 0
+    by_file = checkpoint.items_by_file()
+    for file, entries in by_file.items():
+        needed = max(item.offset_bytes + item.length_bytes for _, item in entries)
+        try:
+            found = checkpoint.folder.size_bytes(file)
+        except OSError as error:
+            what = "is not there" if isinstance(error, FileNotFoundError) else f"cannot be opened ({error})"
+            problems.append(Problem(file, f"{what}; it has {_of_whom(entries)}"))
+            continue
+        nbytes += found
+        if found < needed:
+            lost = [entry for entry in entries if entry[1].offset_bytes + entry[1].length_bytes > found]
+            problems.append(Problem(file, f"has {found:,} bytes of {needed:,}; cut off: {_of_whom(lost)}"))
+        else:
+            sound.append(file)
+            if found > needed > 0:  # of a file that is no more than a list of values, no byte has a known place
+                notes.append(f"{file} is {human_bytes(found - needed)} longer than what is known of it")
+        problems += _check_ranges(file, entries)
+    spare = [name for name in checkpoint.folder.files() if name.endswith(".distcp") and name not in by_file]
+    notes += [f"{name} is not part of the checkpoint; was another one saved here before?" for name in spare]
+    return Files(tuple(sound), tuple(problems), tuple(notes), nbytes)
+
+
+def _of_whom(entries: Sequence[Entry]) -> str:
+    keys = list(dict.fromkeys(key for key, _ in entries))
+    return keys[0] if len(keys) == 1 else f"{keys[0]} and {len(keys) - 1:,} more keys"
+
+
+def _check_ranges(file: str, entries: Sequence[Entry]) -> Iterator[Problem]:
+    # A tensor's empty chunks share their item with each other, and in old checkpoints with a chunk that is not empty.
+    ranges: dict[tuple[str, int, int], bool] = {}  # whether somebody has elements there
+    for key, item in entries:
+        place = key, item.offset_bytes, item.length_bytes
+        has_elements = isinstance(item, StoredChunk) and item.numel > 0
+        if has_elements and ranges.get(place):
+            yield Problem(file, f"two chunks of {key} are in the same bytes, from {item.offset_bytes:,} on")
+        ranges[place] = has_elements or ranges.get(place, False)
+    for (first, start, length), (second, next_start, _) in itertools.pairwise(ranges):
+        if start + length > next_start:
+            yield Problem(file, f"the items of {first} and {second} are in the same bytes, from {next_start:,} on")
+
+
+# --- items -----------------------------------------------------------------------------------------------------------
+
+
+def check_items(checkpoint: Checkpoint, files: Sequence[str], threads: int = 4) -> list[Problem]:
+    """Whether every item of these files is what ``torch.save`` writes, and of the right shape and dtype."""
+    by_file = checkpoint.items_by_file()
+
+    def check(file: str) -> list[Problem]:
+        with Reader(checkpoint) as reader:
+            return [problem for key, item in by_file[file] for problem in _check_item(checkpoint, reader, key, item)]
+
+    return _in_parallel(check, files, threads)
+
+
+def check_manifest(checkpoint: Checkpoint, files: Sequence[str]) -> list[Problem]:
+    """Whether the items of these files, which have been checked, are those that the manifest tells of."""
+    if checkpoint.manifest is None:
+        return []
+    problems = []
+    by_file, known = checkpoint.items_by_file(), checkpoint.manifest.files
+    for file in sorted({*known, *by_file}):
+        expected = {(item.offset_bytes, item.length_bytes): item.directory_crc for item in known.get(file, ())}
+        keys = {(item.offset_bytes, item.length_bytes): key for key, item in by_file.get(file, ())}
+        if expected.keys() != keys.keys():
+            problems.append(Problem(file, f"{MANIFEST_FILE} tells of other items in it than the metadata"))
+        elif file in files:
+            others = [
+                keys[place]
+                for place, crc in expected.items()
+                if (opened := checkpoint.opened.get((file, place[0]))) is not None and opened.directory_crc != crc
+            ]
+            if others:
+                also = f" and {len(others) - 1:,} more" if len(others) > 1 else ""
+                text = f"{others[0]}{also}: another item than was saved; is the file of another checkpoint?"
+                problems.append(Problem(file, text))
+    return problems
+
+
+def notes_on_checksums(checkpoint: Checkpoint) -> list[str]:
+    """What cannot be compared with anything, of a checkpoint whose items have been checked."""
+    bare, transformed, without = 0, 0, 0
+    for _key, item in checkpoint.items():  # noqa: PERF102  # no dict: a key has many items
+        opened = checkpoint.opened.get((item.file, item.offset_bytes))
+        if isinstance(item, StoredChunk) and item.bare_dtype is not None:
+            bare += 1
+        elif item.transforms:
+            transformed += 1
+        elif opened is not None and not opened.has_crcs:
+            without += 1
+    counts = {
+        "safetensors have no checksums": bare,
+        "they were written through an extension of DCP": transformed,
+        "torch.serialization.set_crc32_options(False) was in force": without,
+    }
+    return [
+        f"the data of {counted(count, 'item')} cannot be compared with checksums: {why}"
+        for why, count in counts.items()
+        if count
+    ]
+
+
+def _check_item(
+    checkpoint: Checkpoint, reader: Reader, key: str, item: StoredChunk | StoredObject
+) -> Iterator[Problem]:
+    try:
+        layout = reader.check(item)
+    except CheckpointError as error:
+        yield Problem(key, str(error))
+        return
+    if layout is not None and layout.dtype != checkpoint.tensors[key].dtype:
+        yield Problem(key, f"is stored as {layout.dtype} in {item.file}, and not as {checkpoint.tensors[key].dtype}")
+
+
+def _in_parallel(check: Callable[[str], list[Problem]], files: Sequence[str], threads: int) -> list[Problem]:
+    with ThreadPoolExecutor(max_workers=threads) as pool:
+        return [problem for problems in pool.map(check, files) for problem in problems]
+
+
+# --- values ----------------------------------------------------------------------------------------------------------
+
+
+def finite_bytes(checkpoint: Checkpoint) -> int:
+    """How much :func:`check_finite` reads of all files."""
+    return sum(tensor.nbytes for tensor in checkpoint.tensors.values() if may_be_infinite(tensor.dtype))
+
+
+def check_finite(
+    checkpoint: Checkpoint,
+    files: Sequence[str],
+    threads: int = 4,
+    max_memory_bytes: int = 2 << 30,
+    advance: Advance = lambda done: None,
+    checks: DataChecks | None = None,
+) -> list[Problem]:
+    """Whether all floating-point values in these files are finite, and what is read is what was written.
+
+    Each thread holds one block. Whoever gives ``checks`` need not read the same data again.
+
+    Raises:
+        CheckpointError: the memory is too small.
+    """
+    by_file = checkpoint.items_by_file()
+    checks = DataChecks(checkpoint) if checks is None else checks
+    memory_bytes = thread_bytes(max_memory_bytes, threads, LEAST_THREAD_BYTES)
+    block_bytes = min(_BLOCK_BYTES, memory_bytes // 2)
+
+    def check(file: str) -> list[Problem]:
+        problems: list[Problem] = []
+        memory = torch.empty(block_bytes, dtype=torch.uint8)
+        with Reader(checkpoint, max_whole_bytes=memory_bytes // 2, note=checks.note) as reader:
+            for key, item in by_file[file]:
+                dtype = checkpoint.tensors[key].dtype if isinstance(item, StoredChunk) else None
+                if isinstance(item, StoredChunk) and dtype is not None and may_be_infinite(dtype):
+                    problems += _check_values(reader, key, item, dtype, memory, advance)
+        return problems
+
+    return _in_parallel(check, files, threads)
+
+
+def _check_values(
+    reader: Reader, key: str, chunk: StoredChunk, dtype: torch.dtype, memory: Tensor, advance: Advance
+) -> Iterator[Problem]:
+    bad = 0
+    itemsize = dtype.itemsize
+    try:
+        for start, stop in block_bounds(chunk.numel, memory.nbytes // itemsize):
+            out = memory[: (stop - start) * itemsize].view(dtype)
+            block = reader.read_elements(chunk, start, stop, out)
+            bad += count_not_finite(block)
+            advance(block.nbytes)
+    except CheckpointError as error:
+        yield Problem(key, str(error))
+        return
+    if bad:
+        at = f"in its chunk at {chunk.offsets} in {chunk.file}"
+        yield Problem(key, f"{bad:,} of {chunk.numel:,} values are not finite, {at}")
+
+
+def may_be_infinite(dtype: torch.dtype) -> bool:
+    """Whether there are values of the dtype that are infinite or no numbers."""
+    return (dtype.is_floating_point or dtype.is_complex) and "float4" not in str(dtype)
+
+
+def count_not_finite(values: Tensor) -> int:
+    """How many values of a 1-D tensor are infinite or no numbers."""
+    if values.numel() == 0 or (values.itemsize > 1 and _extremes_are_finite(values)):
+        return 0
+    return sum(_count(block) for block in values.split(_COUNTED_NUMEL))
+
+
+def _extremes_are_finite(values: Tensor) -> bool:
+    # One pass without a mask, and a NaN anywhere makes both NaN: about ten times as fast as isfinite.
+    parts = torch.view_as_real(values) if values.is_complex() else values
+    return all(math.isfinite(extreme) for extreme in torch.aminmax(parts))
+
+
+def _count(values: Tensor) -> int:
+    if values.itemsize == 1:  # torch has few operations for these
+        values = values.to(torch.float32)
+    return int(values.numel() - torch.isfinite(values).sum())

@@ -1,0 +1,357 @@
+"""What a checkpoint of ``torch.distributed.checkpoint`` consists of, as plain data.
+
+::
+
+    folder ──read_metadata──▶ Records ──▶ open_checkpoint ──▶ Checkpoint ──▶ inspect, verify, diff
+                                                                   │
+                                                   items.Reader ◀──┘  elements of one stored chunk
+
+Neither a process group nor a GPU is needed, and nothing that the checkpoint contains is run. What is in the files is
+not looked at here.
+"""
+
+import math
+import os
+import reprlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from fsdp_offload.checkpoint.manifest import Manifest
+
+from ..core.errors import CheckpointError
+from ..core.sizes import MAX_DIMS, MAX_INT64, natural_order, shortened
+from .metadata import METADATA_FILE, damage, read_manifest, read_metadata
+from .storage import Folder, open_folder
+from .unpickle import Record, without_collections
+
+_MAX_NAME = 4096
+_MAX_DEPTH = 256  # of a nested state dict
+_INT = frozenset((int,))
+_VERSIONS = ("1",)  # the major numbers that are understood; torch before 2.6 wrote none
+
+
+class StoredChunk(NamedTuple):
+    """One hyper-rectangle of a tensor, and the byte range of a file that holds it as ``torch.save`` wrote it.
+
+    Or its elements alone, in row-major order, as in safetensors: then ``bare_dtype`` is theirs.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    offset_bytes: int
+    length_bytes: int
+    transforms: tuple[str, ...] = ()
+    """What the byte range went through (``stream.zstd/1``), if anything."""
+    bare_dtype: torch.dtype | None = None
+
+    @property
+    def numel(self) -> int:
+        """How many elements."""
+        return math.prod(self.sizes)
+
+
+class StoredTensor(NamedTuple):
+    """A tensor; its chunks are in the order of their offsets."""
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: tuple[StoredChunk, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Of the elements of the whole tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class StoredObject(NamedTuple):
+    """Anything else that was saved: the byte range that holds it as ``torch.save`` wrote it.
+
+    Or that as ``content``, where the file has it in another form.
+    """
+
+    key: str
+    file: str
+    offset_bytes: int
+    length_bytes: int
+    transforms: tuple[str, ...] = ()
+    content: bytes | None = None
+
+
+class Content(NamedTuple):
+    """A range of bytes of a file with the CRC-32 that was written with it."""
+
+    start_bytes: int
+    stop_bytes: int
+    crc: int
+
+
+class Opened(NamedTuple):
+    """What a look into an item has shown, beside that it is whole.
+
+    Attributes:
+        contents: of it that were not read; all others have been compared with their CRC-32.
+        has_crcs: whether there was anything to compare with.
+        directory_crc: the item's identity; see :mod:`fsdp_offload.checkpoint.item_archive`.
+    """
+
+    contents: tuple[Content, ...]
+    has_crcs: bool
+    directory_crc: int
+
+
+class Problem(NamedTuple):
+    """One thing that is wrong with a key or a file."""
+
+    where: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What the metadata say. Keys are in natural order: layer 2 before layer 10.
+
+    Attributes:
+        path: as given by the user.
+        folder: through which its files are read.
+        tensors: by key.
+        objects: by key.
+        paths: key → where the value was in the nested state dict, as the planner recorded it; no entry, not recorded.
+        problems: what the metadata contradict themselves in. Such chunks are not in ``tensors``.
+        version: of the format, or ``None`` as of torch before 2.6.
+        notes: what nobody can find out about it, and people should know.
+        manifest: of checksums, if there is one; ``problems`` say if it is for other metadata.
+        opened: by file and offset: the items that somebody has looked into, so that nobody needs to do it again.
+    """
+
+    path: str
+    folder: Folder
+    tensors: Mapping[str, StoredTensor]
+    objects: Mapping[str, StoredObject]
+    paths: Mapping[str, tuple[str | int, ...]]
+    problems: tuple[Problem, ...]
+    version: str | None
+    notes: tuple[str, ...] = ()
+    manifest: Manifest | None = None
+    opened: dict[tuple[str, int], Opened] = field(default_factory=dict, repr=False, compare=False)
+
+    def items(self) -> Iterator[tuple[str, StoredChunk | StoredObject]]:
+        """Everything that is stored, with its key."""
+        for key, tensor in self.tensors.items():
+            for chunk in tensor.chunks:
+                yield key, chunk
+        yield from self.objects.items()
+
+    def items_by_file(self) -> dict[str, list[tuple[str, StoredChunk | StoredObject]]]:
+        """The same by file, files in natural order, and in each in the order of its bytes."""
+        by_file: dict[str, list[tuple[str, StoredChunk | StoredObject]]] = {}
+        for key, item in self.items():
+            by_file.setdefault(item.file, []).append((key, item))
+        return {
+            file: sorted(by_file[file], key=lambda entry: (entry[1].offset_bytes, entry[1].length_bytes))
+            for file in sorted(by_file, key=natural_order)
+        }
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+    """Read the metadata of the checkpoint in a local folder or at an fsspec URL.
+
+    Raises:
+        CheckpointError: there is none, it cannot be read, or it contains what no checkpoint needs.
+    """
+    with without_collections():
+        return _open(open_folder(path))
+
+
+def _open(folder: Folder) -> Checkpoint:
+    metadata = read_metadata(folder)
+    version = metadata.get("version")
+    if version is not None and not (isinstance(version, str) and version.partition(".")[0] in _VERSIONS):
+        told = shortened(version, 20) if isinstance(version, str) else "an unknown version"
+        raise CheckpointError(
+            f"{folder.path} has version {told} of the checkpoint format, and these tools know 1.x; use newer tools, "
+            "or load and save it again with the torch that wrote it"
+        )
+    try:
+        checkpoint = _Builder(metadata).checkpoint(folder, version)
+    except (TypeError, ValueError, AttributeError, KeyError) as error:
+        raise damage(folder, f"{type(error).__name__}: {shortened(str(error))}") from error
+    manifest, wrong = read_manifest(folder)
+    problems = [] if wrong is None else [Problem(METADATA_FILE, wrong)]
+    return replace(checkpoint, manifest=manifest, problems=(*checkpoint.problems, *problems))
+
+
+# --- from records to nouns --------------------------------------------------------------------------------------------
+
+
+class _Place(NamedTuple):
+    file: str
+    offset_bytes: int
+    length_bytes: int
+    transforms: tuple[str, ...]
+
+
+class _Builder:
+    """From the records of the metadata to nouns; what does not fit is noted on the way."""
+
+    def __init__(self, metadata: Record) -> None:
+        self.metadata = metadata
+        self.problems: list[Problem] = []
+        self.places: dict[tuple[str, tuple[int, ...] | None], _Place] = {}
+        self.used: set[tuple[str, tuple[int, ...] | None]] = set()
+
+    def checkpoint(self, folder: Folder, version: str | None) -> Checkpoint:
+        storage = self.metadata.get("storage_data")
+        entries = self.metadata.get("state_dict_metadata")
+        if not isinstance(entries, dict) or not isinstance(storage, dict):
+            raise TypeError("it does not say which keys there are, or in which files")
+        for index, info in storage.items():
+            self._add_place(_record(index), _record(info))
+        tensors, objects = {}, {}
+        for key in sorted(map(_text, entries), key=natural_order):
+            entry = _record(entries[key])
+            if entry.name == "TensorStorageMetadata":
+                tensors[key] = self._tensor(key, entry)
+            elif entry.name == "BytesStorageMetadata" and (place := self._place(key, None)) is not None:
+                objects[key] = StoredObject(key, *place)
+            elif entry.name != "BytesStorageMetadata":
+                raise TypeError(f"{key} is a {entry.name}")
+        self._note_unused(set(entries))
+        return Checkpoint(
+            path=folder.path,
+            folder=folder,
+            tensors=tensors,
+            objects=objects,
+            paths=_planner_paths(self.metadata.get("planner_data"), set(entries)),
+            problems=tuple(self.problems),
+            version=version,
+        )
+
+    def _add_place(self, index: Record, info: Record) -> None:
+        offset = index.get("offset")
+        place = _Place(
+            _text(info.get("relative_path")),
+            _count(info.get("offset")),
+            _count(info.get("length")),
+            tuple(map(_text, _few(info.get("transform_descriptors") or ()))),
+        )
+        where = (_text(index.get("fqn")), None if offset is None else _counts(offset))
+        if leaves_the_folder(place.file):
+            self.used.add(where)  # said here, and nothing else about it
+            file = repr(shortened(place.file))
+            self.problems.append(Problem(where[0], f"its data would be in {file}, outside of the checkpoint"))
+        elif not is_name(place.file):
+            self.used.add(where)
+            file = repr(shortened(place.file))
+            self.problems.append(Problem(where[0], f"its data would be in {file}, which no file is named"))
+        elif where in self.places:
+            self.problems.append(Problem(where[0], f"its data at {where[1]} are in two places"))
+        else:
+            self.places[where] = place
+
+    def _tensor(self, key: str, entry: Record) -> StoredTensor:
+        shape = _counts(entry.get("size"))
+        if math.prod(shape) > MAX_INT64:
+            raise ValueError(f"{shortened(key)} would have more elements than can be counted")
+        dtype = _dtype(_record(entry.get("properties")))
+        chunks = []
+        stored = entry.get("chunks")
+        if not isinstance(stored, list | tuple):
+            raise TypeError("a tensor has no list of chunks")
+        for record in map(_record, stored):
+            offsets, sizes = _counts(record.get("offsets")), _counts(record.get("sizes"))
+            if not len(offsets) == len(sizes) == len(shape):
+                self.problems.append(Problem(key, f"a chunk of {len(sizes)} dimensions in a tensor of {len(shape)}"))
+            elif (place := self._place(key, offsets)) is not None:
+                chunks.append(StoredChunk(offsets, sizes, *place))
+        return StoredTensor(key, shape, dtype, tuple(sorted(chunks)))
+
+    def _place(self, key: str, offsets: tuple[int, ...] | None) -> _Place | None:
+        place = self.places.get((key, offsets))
+        if place is None and (key, offsets) not in self.used:
+            at = "" if offsets is None else f" for its chunk at {offsets}"
+            self.problems.append(Problem(key, f"the metadata do not say where the data are{at}"))
+        self.used.add((key, offsets))
+        return place
+
+    def _note_unused(self, keys: set[str]) -> None:
+        for key, offsets in self.places.keys() - self.used:
+            what = "is stored" if key not in keys else f"has data at {offsets}"
+            self.problems.append(Problem(key, f"{what}, but the metadata do not say what they are"))
+        self.problems.sort()
+
+
+# What others have written: nothing of it is printed or taken apart before it is known to be small.
+
+
+def _record(value: object) -> Record:
+    if not isinstance(value, Record):
+        raise TypeError(f"a {type(value).__name__} where an object is expected")
+    return value
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"a {type(value).__name__} where a text is expected")
+    return value
+
+
+def _few(values: object) -> tuple[Any, ...]:
+    if not isinstance(values, list | tuple) or len(values) > MAX_DIMS:
+        raise TypeError(f"a {type(values).__name__} where a few values are expected")
+    return tuple(values)
+
+
+def _count(value: object) -> int:
+    if type(value) is not int or not 0 <= value <= MAX_INT64:
+        raise TypeError(f"a size or an offset is {reprlib.repr(value)}")
+    return value
+
+
+def _counts(values: object) -> tuple[int, ...]:
+    if type(values) is tuple and len(values) <= MAX_DIMS and _are_counts(values):
+        return values
+    return tuple(map(_count, _few(values)))
+
+
+def _are_counts(values: tuple[Any, ...]) -> bool:
+    # All at once: there are a million tuples of them.
+    return not values or (_INT.issuperset(map(type, values)) and min(values) >= 0 and max(values) <= MAX_INT64)
+
+
+def _dtype(properties: Record) -> torch.dtype:
+    # A tuple that begins with the dtype; or a dict of attributes, as torch before 2.3 wrote it.
+    state = properties.state
+    dtype = state[0] if isinstance(state, tuple) and state else properties.get("dtype")
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"a dtype is a {type(dtype).__name__}")
+    return dtype
+
+
+def leaves_the_folder(file: str) -> bool:
+    """Whether a name of a file in a checkpoint is of one outside of it."""
+    parts = file.replace("\\", "/").split("/")
+    return not file or ".." in parts or parts[0] == "" or ":" in parts[0]
+
+
+def is_name(file: str) -> bool:
+    """Whether a file can be named so."""
+    return "\0" not in file and len(file) < _MAX_NAME and not any("\ud800" <= letter <= "\udfff" for letter in file)
+
+
+def _planner_paths(planner_data: object, keys: set[str]) -> dict[str, tuple[str | int, ...]]:
+    # DefaultSavePlanner's {flat key: path}. Other planners may keep anything here.
+    if not isinstance(planner_data, dict):
+        return {}
+    return {
+        key: path
+        for key, path in planner_data.items()
+        if key in keys
+        and isinstance(path, tuple)
+        and len(path) <= _MAX_DEPTH
+        and all(type(part) is str or (type(part) is int and abs(part) <= MAX_INT64) for part in path)
+    }

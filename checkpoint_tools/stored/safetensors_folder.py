@@ -1,0 +1,349 @@
+"""A folder of safetensors, or one file, as the same nouns that a checkpoint of DCP has.
+
+::
+
+    model.safetensors.index.json      ──▶ files ──headers──▶ tensors of the model, their keys with a prefix
+    optimizer.safetensors.index.json  ──▶ files ──headers──▶ all other tensors        } if convert has written them:
+    optimizer.json                    ──values──▶ objects, paths of all              } their keys are those of DCP
+
+Without an index, all safetensors files of the folder are the model's. Where torch's ``HuggingFaceStorageWriter`` has
+left the parts of tensors as its ranks had them, each header says where they belong, and they are chunks here.
+"""
+
+import base64
+import hashlib
+import io
+import json
+import os
+import re
+import reprlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from ..core.errors import CheckpointError
+from ..core.sizes import MAX_INT64, natural_order
+from .json_values import from_json
+from .reading import Checkpoint, StoredChunk, StoredObject, StoredTensor, is_name, leaves_the_folder
+from .safetensors_file import SUFFIX, Header, read_header
+from .storage import Folder, open_folder
+
+INDEX_SUFFIX = f"{SUFFIX}.index.json"
+MODEL, OPTIMIZER = "model", "optimizer"
+OBJECTS_FILE = f"{OPTIMIZER}.json"
+OBJECTS_FORMAT = "checkpoint_tools 1"
+
+_SHARDING = "DCP_SHARDING_INFO"  # of torch.distributed.checkpoint, in the headers
+_SHARD_FILE = re.compile(rf"shard-(\d+)-model-(\d+)-of-(\d+){re.escape(SUFFIX)}")  # its names of files
+
+Path = tuple[str | int, ...]
+
+
+class Folders(NamedTuple):
+    """What there is.
+
+    Attributes:
+        checkpoint: all of it.
+        model_keys: which of its keys are tensors of the model.
+        key_prefix: what these begin with, and in the files do not.
+        own_files: without data.
+        digest: of everything but data.
+    """
+
+    checkpoint: Checkpoint
+    model_keys: frozenset[str]
+    key_prefix: str
+    own_files: tuple[str, ...]
+    digest: str
+
+
+def is_safetensors(path: str | os.PathLike[str]) -> bool:
+    """Whether there are safetensors, and no checkpoint of DCP."""
+    if os.fspath(path).endswith(SUFFIX):
+        return True
+    try:
+        files = open_folder(path).files()
+    except OSError:
+        return False
+    return ".metadata" not in files and any(file.endswith((SUFFIX, INDEX_SUFFIX)) for file in files)
+
+
+def open_safetensors(
+    path: str | os.PathLike[str], key_prefix: str | None = None, default_prefix: str = f"{MODEL}."
+) -> Folders:
+    """Read all headers.
+
+    Args:
+        path: of a folder or of one file, or its fsspec URL.
+        key_prefix: what the model's keys get. Without it, what convert has taken away; nothing where torch has written
+            parts of tensors, under its own keys; else the default.
+        default_prefix: that.
+
+    Raises:
+        CheckpointError: it is damaged, or not all of it is there.
+    """
+    return _Opening(os.fspath(path)).opened(key_prefix, default_prefix)
+
+
+class _Name(NamedTuple):
+    """Of a tensor in the files."""
+
+    is_model: bool
+    name: str
+
+
+class _Opening:
+    def __init__(self, path: str) -> None:
+        name = path.rpartition("/")[2]
+        parent = path.removesuffix(name)
+        self._single = name if name.endswith(SUFFIX) else None
+        self._folder: Folder = open_folder((parent.rstrip("/") or parent or ".") if self._single else path)
+        self._path = path
+        self._digest = hashlib.sha256()
+        self._json_files: list[str] = []
+        self._headers: dict[str, Header] = {}
+        self._places: dict[_Name, list[tuple[StoredChunk, torch.dtype]]] = {}
+        self._files: dict[_Name, str] = {}  # in which it was first
+        self._is_sharded = False
+        self._recorded_prefix: str | None = None
+
+    def opened(self, key_prefix: str | None, default_prefix: str) -> Folders:
+        model_files, other_files = ([self._single], []) if self._single else self._listed()
+        for file in model_files:
+            self._add(file, is_model=True)
+        for file in other_files:
+            self._add(file, is_model=False)
+        objects, paths = self._objects() if OBJECTS_FILE in self._json_files else ({}, {})
+        if key_prefix is None:
+            key_prefix = self._recorded_prefix
+        if key_prefix is None:
+            key_prefix = "" if self._is_sharded else default_prefix
+        renamed = {name: key_prefix * name.is_model + name.name for name in self._places}
+        tensors = {}
+        for name, key in sorted(renamed.items(), key=lambda each: natural_order(each[1])):
+            if key in tensors or key in objects:
+                raise CheckpointError(f"{self._path} has two values named {key}; choose another --key-prefix")
+            tensors[key] = self._tensor(name, key)
+        model_keys = frozenset(key for name, key in renamed.items() if name.is_model)
+        defaults = {key: path_of(key, key_prefix) for key in model_keys}
+        known = {key: path for key, path in paths.items() if key in tensors or key in objects}
+        checkpoint = Checkpoint(
+            path=self._path,
+            folder=self._folder,
+            tensors=tensors,
+            objects=objects,
+            paths={**{key: (key,) for key in (*tensors, *objects)}, **defaults, **known},
+            problems=(),
+            version=None,
+            notes=tuple(_notes_on_parts(self._headers)) if self._is_sharded else (),
+        )
+        own_files = tuple(self._json_files)
+        return Folders(checkpoint, model_keys, key_prefix, own_files, self._digest.hexdigest())
+
+    # --- which files ---
+
+    def _listed(self) -> tuple[list[str], list[str]]:
+        try:
+            there = self._folder.files()
+        except OSError as error:
+            raise CheckpointError(f"{self._path} is not a folder of safetensors: {error}") from error
+        if OBJECTS_FILE in there:
+            self._json_files.append(OBJECTS_FILE)
+        others = self._indexed(f"{OPTIMIZER}{INDEX_SUFFIX}", there)
+        model = self._indexed(self._model_index(there), there)
+        if model is None:
+            model = [file for file in there if file.endswith(SUFFIX) and file not in (others or ())]
+        if not model and not others:
+            raise CheckpointError(f"{self._path} has no safetensors; give the folder or the file that has them")
+        return model, others or []
+
+    def _model_index(self, there: Iterable[str]) -> str:
+        ours = f"{MODEL}{INDEX_SUFFIX}"
+        own = (ours, f"{OPTIMIZER}{INDEX_SUFFIX}")
+        others = [file for file in there if file.endswith(INDEX_SUFFIX) and file not in own]
+        if ours in there or not others:
+            return ours
+        if len(others) > 1:
+            raise CheckpointError(f"{self._path} has several indices ({', '.join(others)}); give one file at a time")
+        return others[0]
+
+    def _indexed(self, index: str, there: Iterable[str]) -> list[str] | None:
+        """The files of an index, if that is there."""
+        if index not in there:
+            return None
+        self._json_files.append(index)
+        found = self._read_json(index)
+        weight_map = found.get("weight_map") if isinstance(found, dict) else None
+        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+            raise CheckpointError(f"{self._folder.path}/{index} has no weight_map of keys and files; fetch it again")
+        files = sorted(set(weight_map.values()), key=natural_order)
+        for file in files:
+            if leaves_the_folder(file) or not is_name(file):
+                raise CheckpointError(f"{self._folder.path}/{index} names {file!r}, which is outside of the folder")
+            if file not in there and not self._is_there(file):
+                missing = sum(name == file for name in weight_map.values())
+                raise CheckpointError(
+                    f"{self._folder.path}/{index} names {file}, which is not there ({missing:,} keys); fetch it as well"
+                )
+        self._check_index(index, weight_map)
+        metadata = found.get("metadata")
+        prefix = metadata.get("key_prefix") if isinstance(metadata, dict) else None
+        if isinstance(prefix, str):
+            self._recorded_prefix = prefix
+        return files
+
+    def _is_there(self, file: str) -> bool:
+        try:
+            return self._folder.size_bytes(file) >= 0
+        except OSError:
+            return False
+
+    def _check_index(self, index: str, weight_map: Mapping[str, str]) -> None:
+        by_file: dict[str, set[str]] = {}
+        for key, file in weight_map.items():
+            by_file.setdefault(file, set()).add(key)
+        for file, keys in by_file.items():
+            lost = keys - {tensor.key for tensor in self._header(file).tensors}
+            if lost:
+                raise CheckpointError(
+                    f"{self._folder.path}/{file} does not have {min(lost)}, which {index} says is there; fetch both"
+                )
+
+    # --- tensors ---
+
+    def _header(self, file: str) -> Header:
+        if file not in self._headers:
+            self._headers[file] = read_header(self._folder, file)
+        return self._headers[file]
+
+    def _add(self, file: str, *, is_model: bool) -> None:
+        header = self._header(file)
+        self._digest.update(repr((file, header)).encode())
+        starts = self._starts(file, header)
+        for tensor in header.tensors:
+            name = _Name(is_model, tensor.key)
+            if name in self._files and (starts is None or self._files[name] == file):
+                raise CheckpointError(
+                    f"{tensor.key} is in {self._files[name]} and in {file} of {self._path}; give one file at a "
+                    "time, or remove what does not belong there"
+                )
+            self._files.setdefault(name, file)
+            at = (0,) * len(tensor.shape) if starts is None else starts[tensor.key]
+            place = header.data_at + tensor.begin_bytes
+            chunk = StoredChunk(at, tensor.shape, file, place, tensor.nbytes, (), tensor.dtype)
+            self._places.setdefault(name, []).append((chunk, tensor.dtype))
+
+    def _starts(self, file: str, header: Header) -> dict[str, tuple[int, ...]] | None:
+        """Where in the whole tensors those of a file begin, if it has parts of them."""
+        text = header.metadata.get(_SHARDING)
+        if text is None:
+            return None
+        self._is_sharded = True
+        try:
+            found = json.loads(text)
+            starts = {tensor.key: tuple(found[tensor.key]["saved_offsets"]) for tensor in header.tensors}
+            if all(
+                len(starts[tensor.key]) == len(tensor.shape)
+                and all(type(at) is int and 0 <= at <= MAX_INT64 for at in starts[tensor.key])
+                for tensor in header.tensors
+            ):
+                return starts
+            what = "offsets of other dimensions"
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            what = f"{type(error).__name__}: {error}"
+        raise CheckpointError(
+            f"{self._folder.path}/{file} has {_SHARDING} that do not fit ({what}); fetch it again, or use another one"
+        )
+
+    def _tensor(self, name: _Name, key: str) -> StoredTensor:
+        chunks, dtypes = zip(*self._places[name], strict=True)
+        if len(set(dtypes)) > 1 or len({len(chunk.sizes) for chunk in chunks}) > 1:
+            raise CheckpointError(f"the parts of {name.name} in {self._path} are of different dtypes or dimensions")
+        shape = [0] * len(chunks[0].sizes)
+        for chunk in chunks:  # those without elements too: torch puts them at the end of the whole
+            ends = map(int.__add__, chunk.offsets, chunk.sizes)
+            shape = [max(size, end) for size, end in zip(shape, ends, strict=True)]
+        kept = [chunk for chunk in chunks if chunk.numel] or chunks[:1]
+        return StoredTensor(key, tuple(shape), dtypes[0], tuple(sorted(kept)))
+
+    # --- all else ---
+
+    def _read_json(self, file: str) -> Any:
+        try:
+            with self._folder.open(file) as stream:
+                content = stream.read()
+            self._digest.update(content)
+            return json.loads(content)
+        except OSError as error:
+            raise CheckpointError(f"{self._folder.path}/{file} cannot be read: {error}") from error
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"{self._folder.path}/{file} is no JSON ({error}); fetch it again") from error
+
+    def _objects(self) -> tuple[dict[str, StoredObject], dict[str, Path]]:
+        found = self._read_json(OBJECTS_FILE)
+        if not isinstance(found, dict) or found.get("format") != OBJECTS_FORMAT:
+            raise CheckpointError(
+                f"{self._folder.path}/{OBJECTS_FILE} is not what these tools write (format {OBJECTS_FORMAT!r}); move "
+                "it away to convert the tensors alone"
+            )
+        try:
+            objects = dict(_stored_objects(found["objects"], found.get("stored", {})))
+            paths = {key: _path(path) for key, path in found["paths"].items()}
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise CheckpointError(
+                f"{self._folder.path}/{OBJECTS_FILE} is damaged ({type(error).__name__}: {error}); fetch it again"
+            ) from error
+        if isinstance(found.get("key_prefix"), str):
+            self._recorded_prefix = found["key_prefix"]
+        return objects, paths
+
+
+def _notes_on_parts(files: Iterable[str]) -> Iterator[str]:
+    """What the files of torch's ranks leave open.
+
+    Each has the offsets of its parts, and nothing about the whole: neither shapes, nor how many ranks there were. The
+    last rank's file is missing, or the tensors ended there: both look the same. A rank without anything to write has no
+    file, and the files that a mapping names (``-of-00004``) may be those of keys that were not saved.
+    """
+    yield (
+        "torch's files of parts of tensors say neither how large these are nor how many files there were: if the last "
+        "ones are missing, nobody can tell"
+    )
+    found = [match for file in files if (match := _SHARD_FILE.fullmatch(file)) is not None]
+    ranks = {int(match[1]) for match in found}
+    numbers = {int(match[2]) for match in found}
+    for what, there, count in (
+        ("shard-{:05}-*", ranks, max(ranks, default=0)),
+        ("*-model-{:05}-of-*", numbers, max((int(match[3]) for match in found), default=0)),
+    ):
+        gone = [what.format(number) for number in range(1, count + 1) if number not in there]
+        if gone:
+            more = f" and {len(gone) - 1:,} more like it" if len(gone) > 1 else ""
+            yield f"there is no {gone[0]}{SUFFIX}{more}: nothing was to be written there, or it is missing"
+
+
+def _stored_objects(found: Mapping[str, Any], stored: Mapping[str, Any]) -> Iterator[tuple[str, StoredObject]]:
+    """Objects as ``torch.save`` writes them; those in ``stored`` are that already."""
+    for key in sorted(found, key=natural_order):
+        try:
+            value = from_json(found[key])
+        except ValueError as error:
+            raise ValueError(f"{key}: {error}") from error
+        buffer = io.BytesIO()
+        torch.save(value, buffer)
+        yield key, StoredObject(key, OBJECTS_FILE, 0, 0, (), buffer.getvalue())
+    for key in sorted(stored, key=natural_order):
+        yield key, StoredObject(key, OBJECTS_FILE, 0, 0, (), base64.b64decode(stored[key], validate=True))
+
+
+def _path(found: Any) -> Path:
+    if not isinstance(found, list) or not all(type(part) in (str, int) for part in found):
+        raise TypeError(f"a path is {reprlib.repr(found)}")
+    return tuple(found)
+
+
+def path_of(key: str, key_prefix: str) -> Path:
+    """Where a tensor of the model is in a nested state dict, if nobody says otherwise."""
+    first = key_prefix.partition(".")[0]
+    return (first, key.removeprefix(key_prefix)) if first and key.startswith(f"{first}.") else (key,)

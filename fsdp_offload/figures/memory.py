@@ -1,0 +1,64 @@
+"""Where a device's memory is at each turn of an iteration, as a picture."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .timeline import check_matplotlib
+
+_REST = "activations, gathered"
+
+_COLORS = {
+    "parameters": "#4c566a",
+    "optimizer state": "#2f7fc1",
+    "staging": "#88b8de",
+    "gradients": "#c8502f",
+    _REST: "#2e8b57",
+}
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Bytes on the device at one turn of an iteration.
+
+    Attributes:
+        name: whose turn it is.
+        places: what is known by name.
+        allocated_bytes: by the allocator; 0 where it does not count.
+    """
+
+    name: str
+    places: Mapping[str, int]
+    allocated_bytes: int
+
+    def by_place(self) -> dict[str, int]:
+        """All places, and what is left of the allocator's figure."""
+        return {**self.places, _REST: max(0, self.allocated_bytes - sum(self.places.values()))}
+
+
+def draw_memory(moments: Sequence[Moment], path: Path) -> None:
+    """Write a picture (SVG, PNG, by the name): a stack of places over the turns of an iteration.
+
+    Raises:
+        SystemExit: matplotlib is missing.
+    """
+    check_matplotlib()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    places = moments[0].by_place()
+    stacks = [[one.by_place()[place] / 1e9 for one in moments] for place in places]
+    axes.stackplot(
+        range(len(moments)), stacks, labels=list(places), colors=[_COLORS[place] for place in places], step="post"
+    )
+    several = max(1, len(moments) // 24)
+    ticks = range(0, len(moments), several)
+    axes.set_xticks(ticks, [moments[number].name for number in ticks], rotation=60, ha="right", fontsize=7)
+    axes.set_xlim(0, max(1, len(moments) - 1))
+    axes.set_ylabel("GB")
+    axes.legend(loc="upper right", fontsize=8)
+    axes.grid(axis="y", linewidth=0.3)
+    figure.savefig(path)

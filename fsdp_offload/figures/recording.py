@@ -1,0 +1,183 @@
+"""Record some iterations of any training run.
+
+::
+
+    with record_iterations(model, optimizer, folder):
+        for batch in batches:  # three are enough: the middle one is drawn
+            train(batch)
+
+Hooks say where forwards, backwards and steps begin, and how much memory is where at each group's turn; the profiler
+does the rest. The loop need not know of it.
+"""
+
+import gzip
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from ..api.offload import is_offloaded, offload_report
+from ..torch_compat.dtensor import local_shard
+from ..torch_compat.fully_shard import fsdp_modules
+from ..torch_compat.spent_gradient import is_spent
+from .memory import Moment, draw_memory
+from .timeline import Timeline, check_matplotlib, draw, phase, read_trace, timeline_of
+
+_SAMPLE = "fsdp_offload memory"
+
+
+@dataclass(eq=False)
+class Recording:
+    """What was recorded; complete when the context is left.
+
+    Attributes:
+        folder: where the files are: ``trace.json.gz`` for ui.perfetto.dev, ``timeline.svg``, ``memory.svg``.
+        timeline: of the last iteration that another one follows.
+        moments: memory by place, at each turn of that iteration.
+    """
+
+    folder: Path
+    timeline: Timeline | None = None
+    moments: tuple[Moment, ...] = ()
+
+
+@contextmanager
+def record_iterations(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str | Path) -> Iterator[Recording]:
+    """Trace what is trained within, and draw one iteration of it.
+
+    The profiler costs the host some time: a trace shows what overlaps with what, not how long an iteration takes.
+
+    Args:
+        model: its own forward begins an iteration.
+        optimizer: whose ``step()`` ends it.
+        folder: for the files; made if it is not there.
+
+    Raises:
+        SystemExit: matplotlib is missing.
+        ValueError: no iteration was trained within.
+    """
+    check_matplotlib()
+    recording = Recording(Path(folder))
+    recording.folder.mkdir(parents=True, exist_ok=True)
+    recorder = _Recorder(model, optimizer)
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as profiler, recorder.hooked():
+        yield recording
+    path = recording.folder / "trace.json.gz"
+    profiler.export_chrome_trace(str(path))
+    trace = read_trace(path)
+    recording.timeline = timeline_of(trace)
+    samples = recorder.placed()
+    _add_counters(trace, samples)
+    with gzip.open(path, "wt", encoding="utf-8") as file:
+        json.dump(trace, file)
+    draw({"iteration": recording.timeline}, recording.folder / "timeline.svg")
+    recording.moments = tuple(_one_iteration(samples))
+    draw_memory(recording.moments, recording.folder / "memory.svg")
+
+
+@dataclass(eq=False)
+class _Recorder:
+    """Hooks of one model and one optimizer."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    _phase: ExitStack = field(default_factory=ExitStack)
+    _forwards: int = 0  # since the last step
+    _samples: list[Moment] = field(default_factory=list)
+
+    @contextmanager
+    def hooked(self) -> Iterator[None]:
+        """Hook into them, within."""
+        groups = {*fsdp_modules(self.model), self.model}
+        names = {name or "model": module for name, module in self.model.named_modules() if module in groups}
+        with ExitStack() as hooks:
+            hooks.callback(self._phase.close)
+            before = self.model.register_forward_pre_hook(self._forward_begins, prepend=True)
+            after = self.model.register_forward_hook(self._forward_ends)
+            step = self.optimizer.register_step_pre_hook(lambda *_: self._enter("step"))
+            done = self.optimizer.register_step_post_hook(lambda *_: self._step_ends())
+            handles: list[Any] = [before, after, step, done]
+            for name, group in names.items():
+                handles.append(group.register_forward_hook(partial(self._watch, name)))
+            for handle in handles:
+                hooks.callback(handle.remove)
+            yield
+
+    def _enter(self, name: str) -> None:
+        self._phase.close()
+        self._phase.enter_context(phase(name))
+
+    def _forward_begins(self, *_: object) -> None:
+        self._forwards += 1
+        self._enter("forward" if self._forwards == 1 else f"forward_{self._forwards}")
+        self._sample("forward")
+
+    def _forward_ends(self, *_: object) -> None:
+        self._enter("backward")
+
+    def _step_ends(self) -> None:
+        self._sample("step")
+        self._phase.close()
+        self._forwards = 0
+
+    def _watch(self, name: str, module: nn.Module, args: object, output: object) -> None:
+        self._sample(f"{name} forward")
+        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        if tensors:
+            tensors[0].register_hook(lambda grad: self._sample(f"{name} backward"))
+
+    def _sample(self, name: str) -> None:
+        with torch.profiler.record_function(f"{_SAMPLE} {len(self._samples)}"):
+            # A gathered model has other parameters for a while; the optimizer's are the shards.
+            params: list[Tensor] = [param for group in self.optimizer.param_groups for param in group["params"]]
+            grads = [param.grad for param in params if param.grad is not None and not is_spent(param)]
+            places = {
+                "parameters": sum(_nbytes(local_shard(param)) for param in params),
+                "gradients": sum(_nbytes(local_shard(grad)) for grad in grads),
+            }
+            device = params[0].device
+            allocated = 0 if device.type == "cpu" else torch.accelerator.memory_allocated(device)
+            self._samples.append(Moment(name, places, allocated))
+
+    def placed(self) -> list[Moment]:
+        """The samples, with what is known only in the end: state that stays, and staging."""
+        if is_offloaded(self.optimizer):
+            report = offload_report(self.optimizer)
+            state = {"optimizer state": report.resident_state_bytes, "staging": report.ring_bytes}
+        else:
+            values = [value for one in self.optimizer.state.values() for value in one.values()]
+            state = {"optimizer state": sum(_nbytes(local_shard(one)) for one in values if isinstance(one, Tensor))}
+        return [Moment(one.name, {**one.places, **state}, one.allocated_bytes) for one in self._samples]
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _add_counters(trace: Mapping[str, Any], samples: list[Moment]) -> None:
+    """Show the samples as counters in the trace, at the time at which the host took them."""
+    events: list[dict[str, Any]] = trace["traceEvents"]
+    times = {event["name"]: (event["ts"], event["pid"]) for event in events if event["name"].startswith(_SAMPLE)}
+    for number, one in enumerate(samples):
+        if (at := times.get(f"{_SAMPLE} {number}")) is not None:
+            megabytes = {name: nbytes / 1e6 for name, nbytes in one.by_place().items()}
+            events.append({"name": "memory by place, MB", "ph": "C", "ts": at[0], "pid": at[1], "args": megabytes})
+
+
+def _one_iteration(samples: list[Moment]) -> Iterator[Moment]:
+    """The last whole iteration, from its first forward to its step."""
+    ends = [number for number, one in enumerate(samples) if one.name == "step"]
+    if not ends:
+        raise ValueError("no iteration was trained while recording: no step() of this optimizer was called")
+    begin = ends[-2] + 1 if len(ends) > 1 else 0
+    yield from samples[begin : ends[-1] + 1]

@@ -1,0 +1,23 @@
+"""What training will cost in memory and time, before it runs, and which policy to choose."""
+
+from ..planning.choices import CHOICES, OVERLAPS, Choice
+from .forecast import Forecast, Plan, plan
+from .machine import Machine, builtin_machines, machine_of
+from .model import Model, builtin_models, model_of
+from .training import Training
+
+__all__ = [
+    "CHOICES",
+    "OVERLAPS",
+    "Choice",
+    "Forecast",
+    "Machine",
+    "Model",
+    "Plan",
+    "Training",
+    "builtin_machines",
+    "builtin_models",
+    "machine_of",
+    "model_of",
+    "plan",
+]

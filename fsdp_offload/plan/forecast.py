@@ -1,0 +1,222 @@
+"""Put together what each policy costs in memory and in time, and choose."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+from torch import nn
+
+from ..planning.bound import Times
+from ..planning.choices import CHOICES, OVERLAPS, Choice, Loop, lines_to_write
+from .machine import Machine, machine_of
+from .memory import SLACK, DeviceMemory, Sizes, device_memory, sizes_of
+from .model import Model, model_of
+from .timing import Parts, estimate, kept_share, parts_of
+from .trace import Trace
+from .training import DTYPES, Training
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What one policy costs.
+
+    Attributes:
+        choice: ``None`` is training without offload.
+        device: the peak of a device, with its terms.
+        needed_bytes: what a device has to have: the peak, what the driver takes, and what the allocator cannot use.
+        spare_bytes: what it has beyond that; negative if it has less.
+        host_bytes: pinned memory of one rank.
+        host_bytes_per_host: of all ranks of a host.
+        resident_bytes: state that stays on the device.
+        bound_ms, bound: what an iteration takes at least, and the formula.
+        iteration_ms: what it is estimated to take.
+        tokens_per_s: of all ranks.
+        limit: what decides how long it takes: compute, gathers or the host link.
+        why_not: what does not fit; empty if everything does.
+        lines: what to write.
+    """
+
+    choice: Choice | None
+    device: DeviceMemory
+    needed_bytes: int
+    spare_bytes: int
+    host_bytes: int
+    host_bytes_per_host: int
+    resident_bytes: int
+    bound_ms: float
+    bound: str
+    iteration_ms: float
+    tokens_per_s: float
+    limit: str
+    why_not: str
+    lines: str
+
+    @property
+    def name(self) -> str:
+        """For tables."""
+        return "no offload" if self.choice is None else self.choice.name
+
+    @property
+    def fits(self) -> bool:
+        """Whether device and host have the memory."""
+        return not self.why_not
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What each policy costs for one training on one machine.
+
+    Attributes:
+        model: its name.
+        numel: its parameters.
+        training: what was asked.
+        machine: where.
+        times: the parts of an iteration, each alone; copies are of all of the state.
+        forecasts: one for each policy, training without offload first.
+    """
+
+    model: str
+    numel: int
+    training: Training
+    machine: Machine
+    times: Times
+    forecasts: tuple[Forecast, ...]
+
+    def best(self, *, device_bytes: int | None = None, loop: Loop | None = None) -> Forecast | None:
+        """Choose the fastest policy that fits; ``None`` if none does.
+
+        Args:
+            device_bytes: memory of a device; that of the machine by default.
+            loop: what the training loop allows, see ``fsdp_offload.plan.OVERLAPS``. ``None``: anything, but for
+                updates before a clipping that was asked for.
+        """
+        loop = loop or ("synchronizes" if self.training.clip else "no_clipping")
+        if loop not in get_args(Loop):
+            raise ValueError(f"loop must be one of {', '.join(get_args(Loop))}; got {loop!r}")
+        less_bytes = 0 if device_bytes is None else self.machine.device_bytes - device_bytes
+        fitting = [
+            one
+            for one in self.forecasts
+            if one.spare_bytes >= less_bytes
+            and not one.why_not.startswith("host")
+            and (one.choice is None or one.choice.overlap in OVERLAPS[loop])
+        ]
+        fastest_ms = min((one.iteration_ms for one in fitting), default=0.0)
+        same = [one for one in fitting if one.iteration_ms <= _SAME * fastest_ms]
+        return min(same, key=lambda one: (one.choice is not None, one.needed_bytes), default=None)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        best = self.best()
+        return {
+            "model": self.model,
+            "parameters": self.numel,
+            "training": asdict(self.training),
+            "machine": asdict(self.machine),
+            "parts_ms": {name.removesuffix("_ms"): ms for name, ms in asdict(self.times).items()},
+            "best": None if best is None else best.name,
+            "policies": [_plain(one) for one in self.forecasts],
+        }
+
+
+def plan(
+    model: Model | nn.Module | str | Path,
+    *,
+    machine: Machine | str | Path = "H200",
+    trace: Trace | None = None,
+    choices: Sequence[Choice] = CHOICES,
+    **training: Any,
+) -> Plan:
+    """Say what training will cost in memory and time, before it runs.
+
+    Args:
+        model: a module, a config, or a name; see :func:`model_of`.
+        machine: a profile's name or path, or ``"this"``; see :func:`machine_of`.
+        trace: of this model and batch, if there is one already.
+        choices: policies to compare.
+        training: the fields of :class:`Training`; ``tokens_per_step`` is needed.
+
+    Raises:
+        ValueError: something is unknown or impossible; the message says what to do.
+    """
+    if "tokens_per_step" not in training:
+        raise ValueError("plan needs tokens_per_step: how many tokens all ranks together train on in one step")
+    wanted, there = Training(**training), machine_of(machine)
+    known = model_of(model)
+    if trace is None:
+        dtype = DTYPES[wanted.compute_dtype]
+        trace = known.trace(wanted.sequences, wanted.sequence_length, dtype, wanted.checkpointing)
+    sizes = sizes_of(known.shapes(), wanted)
+    parts = parts_of(sizes, trace, wanted, there)
+    forecasts = tuple(_forecast(choice, sizes, trace, parts, wanted, there) for choice in (None, *choices))
+    return Plan(known.name, known.numel, wanted, there, parts.times, forecasts)
+
+
+def _forecast(
+    choice: Choice | None, sizes: Sizes, trace: Trace, parts: Parts, training: Training, machine: Machine
+) -> Forecast:
+    kept = 1.0 if choice is None else kept_share(choice, parts, machine)
+    resident_bytes = int(kept * sizes.state)
+    moving_bytes = sizes.state - resident_bytes
+    staging_bytes = 0 if choice is None else min(moving_bytes, choice.lasting_staging_bytes(sizes.state))
+    device = device_memory(
+        sizes,
+        trace,
+        training,
+        machine,
+        resident_bytes=resident_bytes,
+        staging_bytes=staging_bytes,
+    )
+    if choice is not None and choice.policy(sizes.state).staging_bytes == "auto":
+        # It comes and goes where activations have been; a small part of it lasts.
+        room_bytes = device.terms.get("activations", 0) + device.terms.get("logits", 0)
+        staging_bytes = min(moving_bytes, staging_bytes + room_bytes)
+    staged = staging_bytes / moving_bytes if moving_bytes else 0.0
+    if choice is None:
+        times = parts.times
+        formula, bound_ms = "F + B + clip + U", times.forward_ms + times.backward_ms + times.clip_ms + times.update_ms
+    else:
+        formula, bound_ms = choice.bound(parts.times, sizes.state, kept, staged)
+    ms, limit = estimate(choice, parts, machine, kept=kept, staged=staged)
+    host_bytes = 0 if choice is None else sizes.host
+    per_host = host_bytes * min(training.ranks, machine.devices_per_host)
+    needed_bytes = int(device.peak_bytes * (1 + SLACK)) + machine.context_bytes
+    spare_bytes = machine.device_bytes - needed_bytes
+    return Forecast(
+        choice=choice,
+        device=device,
+        needed_bytes=needed_bytes,
+        spare_bytes=spare_bytes,
+        host_bytes=host_bytes,
+        host_bytes_per_host=per_host,
+        resident_bytes=resident_bytes,
+        bound_ms=bound_ms,
+        bound=formula,
+        iteration_ms=ms,
+        tokens_per_s=training.tokens_per_step / ms * 1e3,
+        limit=limit,
+        why_not=_why_not(spare_bytes, per_host, machine),
+        lines=lines_to_write(choice, sizes.state, training.master_weights),
+    )
+
+
+def _why_not(spare_bytes: int, host_bytes: int, machine: Machine) -> str:
+    if spare_bytes < 0:
+        return f"device: {-spare_bytes / 1e9:.1f} GB too little"
+    if host_bytes > _MOST_OF_HOST * machine.host_bytes:
+        return f"host: {host_bytes / 1e9:.0f} GB of {machine.host_bytes / 1e9:.0f} GB would be pinned"
+    return ""
+
+
+_MOST_OF_HOST = 0.8
+"""Of the host's memory may be pinned: the rest is for the processes, the data and the page cache."""
+
+_SAME = 1.01
+"""Estimates do not tell closer ones apart. Then no offload is best, and after it what needs least of the device."""
+
+
+def _plain(one: Forecast) -> dict[str, Any]:
+    device: Mapping[str, Any] = {"peak_bytes": one.device.peak_bytes, "when": one.device.when, **one.device.terms}
+    rest = {name: getattr(one, name) for name in one.__dataclass_fields__ if name not in ("choice", "device")}
+    return {"policy": one.name, "fits": one.fits, "device": dict(device), **rest}

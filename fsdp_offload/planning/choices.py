@@ -1,0 +1,136 @@
+"""The policies that a plan and ``policy="auto"`` choose among, in their words, and the fields that these have today.
+
+The plan knows the fields of ``OffloadPolicy`` from nowhere else. Pure.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from ..policy import MIB, MasterKind, OffloadPolicy
+from .bound import Bound, Times, bound
+
+Overlap = Literal["step", "forward", "iteration"]
+Loop = Literal["any", "synchronizes", "no_clipping"]
+
+OVERLAPS: dict[Loop, tuple[Overlap, ...]] = {
+    "any": ("step",),
+    "synchronizes": ("step", "forward"),
+    "no_clipping": ("step", "forward", "iteration"),
+}
+"""What a loop allows: any loop; one that calls ``synchronize()`` before it touches parameters or gradients between
+``step()`` and the next forward; one that, besides, neither clips by a global norm nor touches gradients."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way to offload.
+
+    Attributes:
+        overlap: what hides the transfers.
+        keeps: ``"auto"`` keeps what they cannot hide on the device; with ``"none"`` everything passes through.
+    """
+
+    overlap: Overlap
+    keeps: Literal["none", "auto"] = "none"
+
+    @property
+    def name(self) -> str:
+        """For tables."""
+        return self.overlap if self.keeps == "none" else f"{self.overlap}, keeping"
+
+    def fields(self, state_bytes: int) -> dict[str, Any]:
+        """What differs from ``OffloadPolicy()``."""
+        fields: dict[str, Any] = {}
+        if state_bytes >= _LARGE_BYTES:
+            fields |= {"staging_bytes": 640 * MIB, "bucket_bytes": 128 * MIB}
+        if self.overlap == "iteration":
+            fields["update"] = "backward"
+        if self.overlap != "step":
+            fields["overlap_forward"] = True
+        if self.keeps == "auto":
+            fields["resident_bytes"] = "auto"
+            if self.overlap == "step":
+                fields |= {"prefetch": "backward", "staging_bytes": "auto"}
+        return fields
+
+    def policy(self, state_bytes: int) -> OffloadPolicy:
+        """Make it."""
+        return OffloadPolicy(**self.fields(state_bytes))
+
+    def lasting_staging_bytes(self, state_bytes: int) -> int:
+        """Staging that is there all the time."""
+        policy = self.policy(state_bytes)
+        return state_bytes // _LASTING_SHARE if policy.staging_bytes == "auto" else policy.ring_bytes
+
+    def bound(self, times: Times, state_bytes: int, kept_share: float, staged_share: float) -> Bound:
+        """What an iteration takes at least, with that share of the state on the device, and of the rest in staging."""
+        return bound(self.policy(state_bytes), times, offloaded=1 - kept_share, staged=staged_share)
+
+
+CHOICES = (
+    Choice("step"),
+    Choice("step", "auto"),
+    Choice("forward"),
+    Choice("forward", "auto"),
+    Choice("iteration"),
+    Choice("iteration", "auto"),
+)
+
+
+def auto_policy(
+    loop: Loop, *, hides: str, elementwise: bool, updates_early: bool, state_bytes: int
+) -> tuple[OffloadPolicy, str]:
+    """Choose for ``policy="auto"``: what hides most within what the loop allows, keeping only what cannot be hidden.
+
+    How much that is, ``resident_bytes="auto"`` finds out in the first iterations. The same on every rank.
+
+    Args:
+        loop: what the caller promises.
+        hides: why nothing can be hidden behind the model; empty if it can.
+        elementwise: whether the optimizer works element by element.
+        updates_early: whether it can use gradients as soon as they are final.
+        state_bytes: about how much state the rank with most of it has.
+
+    Returns:
+        The policy, and what was chosen and why in a sentence.
+
+    Raises:
+        ValueError: there is no such loop.
+    """
+    if loop not in OVERLAPS:
+        raise ValueError(f"offload_optimizer: loop must be one of {', '.join(get_args(Loop))}; got {loop!r}")
+    allowed = [one for one in OVERLAPS[loop] if one != "iteration" or updates_early]
+    choice = Choice(allowed[-1], "auto" if elementwise else "none")
+    why = f"loop={loop!r} allows it to hide behind "
+    why += {"step": "the backward", "forward": "the next forward", "iteration": "backward and forward"}[choice.overlap]
+    if hides:
+        choice, why = Choice("step"), hides
+    if choice.keeps == "auto":
+        why += ", and what cannot be hidden stays on the device"
+    fields = ", ".join(f"{name}={_said(value)}" for name, value in choice.fields(state_bytes).items())
+    return choice.policy(state_bytes), f"policy='auto': OffloadPolicy({fields}), since {why}."
+
+
+_LASTING_SHARE = 25
+"""One part in so many of the state is staging that lasts, with ``staging_bytes="auto"``: as ``homes.py`` has it."""
+
+_LARGE_BYTES = 4 << 30
+"""Of state: then a bucket of the default size would be one of very many."""
+
+
+def lines_to_write(choice: Choice | None, state_bytes: int, master_weights: MasterKind = "none") -> str:
+    """The code of a choice; ``None`` is no offload, which needs none unless masters are wanted."""
+    if choice is None and master_weights == "none":
+        return ""
+    fields: dict[str, Any] = {"resident_bytes": 1 << 60} if choice is None else choice.fields(state_bytes)
+    if master_weights != "none":
+        fields["master_weights"] = master_weights
+    said = ", ".join(f"{name}={_said(value)}" for name, value in fields.items())
+    policy = f", policy=OffloadPolicy({said})" if said else ""
+    return f"offload_optimizer(optimizer, model=model{policy})"
+
+
+def _said(value: Any) -> str:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value // MIB} << 20"
+    return f'"{value}"' if isinstance(value, str) else str(value)

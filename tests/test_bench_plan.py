@@ -1,0 +1,44 @@
+"""The bench of plans on the CPU: every kind of case is predicted, then trained; host bytes are as predicted."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from fsdp_offload.bench import plan as bench
+from fsdp_offload.bench.train import GPT
+
+SMALL = {
+    "gpt": lambda: GPT(2, 128, 256),
+    "gpt-wide": lambda: GPT(1, 256, 256),
+    "decoder": lambda: bench._decoder(64, 128, 2, 4, 256, tie_word_embeddings=True),
+    "decoder-recomputed": lambda: bench._decoder(64, 128, 2, 4, 256, qk_norm=True),
+    "decoder-bf16": lambda: bench._decoder(64, 128, 2, 4, 256),
+    "experts": lambda: bench._decoder(64, 128, 2, 4, 256, num_experts=4, num_experts_per_tok=2),
+}
+
+
+@pytest.mark.filterwarnings("ignore:offload_optimizer:UserWarning")  # nothing to gain on the CPU
+@pytest.mark.filterwarnings("ignore:remove_offload. the masters:UserWarning")  # which nobody needs any more
+@pytest.mark.parametrize("name", SMALL)
+def test_what_is_predicted_can_be_measured(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    case = bench.CASES[name]
+    small = dataclasses.replace(case, build=SMALL[name], sequences=1, training={**case.training, "sequence_length": 16})
+    monkeypatch.setitem(bench.CASES, name, small)
+    file = tmp_path / "predictions.jsonl"
+    bench.main(predict=file, cases=name, ranks=1, machine="H200", iterations=1)
+    assert not dist.is_initialized()
+    bench.main(compare=file, cases=name, iterations=1, seconds=1e6)
+    records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [record["policy"] for record in records] == list(case.policies)
+    for record in records:
+        assert record["predicted_host_bytes"] == record["measured_host_bytes"]
+        assert record["measured_ms"] > 0
+
+
+def test_every_case_for_devices_has_a_small_twin() -> None:
+    assert SMALL.keys() == bench.CASES.keys() - {"tiny"}

@@ -1,0 +1,158 @@
+"""Iterations of any loop are recorded through hooks alone, and drawn."""
+
+import shutil
+import subprocess
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from matplotlib.image import imread
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_offload import OffloadPolicy, OffloadReport, offload_optimizer
+from fsdp_offload.figures import Lane, Moment, Timeline, draw_memory, draw_steps, read_trace, record_iterations
+from fsdp_offload.figures.timeline import Phase, Span
+from tests.overlapping import Loop, adamw, same
+
+pytestmark = pytest.mark.filterwarnings("ignore:offload_optimizer. The parameters are on the CPU:UserWarning")
+
+POLICY = OffloadPolicy(staging_bytes=64 << 10, bucket_bytes=16 << 10)
+
+
+def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+    return model, torch.optim.AdamW(model.parameters(), fused=True)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, micro_batches: int = 1) -> None:
+    for _ in range(micro_batches):
+        model(torch.ones(8, 64)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_an_offloaded_loop_that_knows_nothing_of_it(tmp_path: Path) -> None:
+    model, optimizer = make()
+    offload_optimizer(optimizer, policy=POLICY)
+    with record_iterations(model, optimizer, tmp_path / "new") as recording:
+        for _ in range(3):
+            train(model, optimizer)
+    assert [one.name for one in recording.timeline.phases] == ["forward", "backward", "step"]
+    lanes = {span.lane for span in recording.timeline.spans}
+    assert {Lane.COMPUTE, Lane.LOAD, Lane.UPDATE, Lane.STORE} <= lanes
+    for name in ("timeline.svg", "memory.svg"):
+        assert ElementTree.parse(tmp_path / "new" / name).getroot().tag.endswith("svg")
+    counters = [event for event in read_trace(tmp_path / "new" / "trace.json.gz")["traceEvents"] if event["ph"] == "C"]
+    samples = [event for event in counters if event["name"] == "memory by place, MB"]
+    assert len(samples) == 3 * 4  # forward, the model's output, its gradient, step
+    assert samples[0]["args"]["parameters"] == pytest.approx(3 * 65 * 64 * 4 / 1e6)
+
+
+def test_the_moments_are_those_of_one_iteration(tmp_path: Path) -> None:
+    model, optimizer = make()
+    with record_iterations(model, optimizer, tmp_path) as recording:
+        train(model, optimizer, micro_batches=2)
+        train(model, optimizer, micro_batches=2)
+    turns = ["forward", "model forward", "model backward"]
+    assert [one.name for one in recording.moments] == [*turns, *turns, "step"]
+    assert [one.places["gradients"] > 0 for one in recording.moments] == [False] * 3 + [True] * 4
+    assert recording.moments[-1].places["optimizer state"] >= 2 * recording.moments[-1].places["parameters"]
+    assert [one.name for one in recording.timeline.phases] == ["forward", "backward", "forward_2", "backward", "step"]
+
+
+def test_gradients_that_an_update_has_used_are_not_touched(mesh: DeviceMesh, tmp_path: Path) -> None:
+    fields = {"update": "backward", "overlap_forward": True, "bucket_bytes": 4096, "staging_bytes": 5 * 4096}
+    plain, offloaded = Loop(mesh, adamw, None), Loop(mesh, adamw, OffloadPolicy(**fields))
+    plain.train(7)
+    offloaded.train(4)
+    with record_iterations(offloaded.model, offloaded.optimizer, tmp_path) as recording:
+        offloaded.train(3, first=4)
+    assert same(plain, offloaded)
+    sharded = sum(param.to_local().numel() * 4 for param in offloaded.model.parameters())
+    assert {one.places["parameters"] for one in recording.moments} == {sharded}
+    names = [one.name for one in recording.moments]
+    assert names[0] == "forward"
+    assert names[-2:] == ["blocks.0 backward", "step"]
+
+
+def test_hooks_are_gone_afterwards_also_after_an_error(tmp_path: Path) -> None:
+    model, optimizer = make()
+
+    def fail() -> None:
+        with record_iterations(model, optimizer, tmp_path):
+            train(model, optimizer)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    left = (
+        *(model._forward_hooks, model._forward_pre_hooks),
+        *(optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks),
+    )
+    assert not any(left)
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
+def test_a_browser_shows_the_pictures_without_a_complaint(tmp_path: Path) -> None:
+    model, optimizer = make()
+    with record_iterations(model, optimizer, tmp_path):
+        train(model, optimizer)
+        train(model, optimizer)
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", f"--user-data-dir={tmp_path}"]
+    for name in ("timeline", "memory"):
+        picture = tmp_path / f"{name}.png"
+        done = subprocess.run(
+            ["chromium", *options, f"--screenshot={picture}", (tmp_path / f"{name}.svg").as_uri()],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert "CONSOLE" not in done.stderr
+        assert len(set(imread(picture)[..., :3].reshape(-1, 3).sum(1))) > 10  # colours: not a blank page
+
+
+def test_nothing_trained_is_said(tmp_path: Path) -> None:
+    model, optimizer = make()
+    with (
+        pytest.raises(ValueError, match=r"no range 'train forward'|no kernels"),
+        record_iterations(model, optimizer, tmp_path),
+    ):
+        pass
+
+
+def test_waits_are_where_nothing_computes() -> None:
+    spans = (
+        Span(Lane.COMPUTE, 1, 4),
+        Span(Lane.LOAD, 3, 9, 0),
+        Span(Lane.COMPUTE, 3.5, 5),
+        Span(Lane.UPDATE, 7, 8, 0),
+    )
+    timeline = Timeline(10, (Phase("forward", 0, 10),), spans)
+    assert timeline.waits() == [(0.0, 1), (5, 2), (8, 2)]
+
+
+def test_memory_that_has_no_name_is_the_rest() -> None:
+    moment = Moment("step", {"parameters": 3, "gradients": 4}, 10)
+    assert moment.by_place() == {"parameters": 3, "gradients": 4, "activations, gathered": 3}
+
+
+def test_shares_of_the_bound_are_drawn_for_steps_that_know_it(tmp_path: Path) -> None:
+    model, optimizer = make()
+    offload_optimizer(optimizer, policy=POLICY)
+    reports: list[OffloadReport] = []
+    for _ in range(4):
+        train(model, optimizer)
+        reports.append(optimizer.offload_report())
+    draw_steps(reports, tmp_path / "steps.svg")
+    assert ElementTree.parse(tmp_path / "steps.svg").getroot().tag.endswith("svg")
+    with pytest.raises(ValueError, match="no report knows its bound"):
+        draw_steps([], tmp_path / "none.svg")
+
+
+def test_memory_is_drawn_as_png_too(tmp_path: Path) -> None:
+    draw_memory(
+        [Moment("forward", {"parameters": 1}, 2), Moment("step", {"parameters": 1}, 3)], tmp_path / "memory.png"
+    )
+    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
