@@ -20,7 +20,7 @@ from matplotlib.image import imread
 
 from fsdp_offload import OffloadPolicy
 from fsdp_offload.bench.timeline import Lane, Phase, Span, Timeline, draw, read_trace, timeline_of
-from fsdp_offload.bench.train import SETTLE_ITERATIONS, Bench, draw_all, main, trace_path
+from fsdp_offload.bench.train import SETTLE_ITERATIONS, Bench, chosen_policies, draw_all, main, trace_path
 from tests.policies import with_share
 
 COMPUTE, GATHER, REDUCE, LOAD, LOAD_TOO, UPDATE, STORE = 7, 13, 14, 20, 21, 22, 23  # streams
@@ -349,6 +349,15 @@ def test_files_and_records_of_all_policies(bench: Bench, tmp_path: Path, capsys:
 
 
 # Options and bounds -------------------------------------------------------------------------------------------------
+
+
+def test_the_limited_policies_have_the_limit() -> None:
+    chosen = chosen_policies("forward,iteration_limited", {"bucket_bytes": 1 << 20}, 3 << 20)
+    assert chosen == {
+        "plain": None,
+        "forward": OffloadPolicy(overlap="forward", bucket_bytes=1 << 20),
+        "iteration_limited": OffloadPolicy(overlap="iteration", bucket_bytes=1 << 20, device_bytes=3 << 20),
+    }
 
 
 def test_a_policy_that_does_not_exist_is_refused() -> None:
