@@ -351,6 +351,15 @@ def test_files_and_records_of_all_policies(bench: Bench, tmp_path: Path, capsys:
 # Options and bounds -------------------------------------------------------------------------------------------------
 
 
+def test_the_limited_policies_have_the_limit() -> None:
+    chosen = chosen_policies("forward,iteration_limited", {"bucket_bytes": 1 << 20}, 3 << 20)
+    assert chosen == {
+        "plain": None,
+        "forward": OffloadPolicy(overlap="forward", bucket_bytes=1 << 20),
+        "iteration_limited": OffloadPolicy(overlap="iteration", bucket_bytes=1 << 20, device_bytes=3 << 20),
+    }
+
+
 def test_a_policy_that_does_not_exist_is_refused() -> None:
     with pytest.raises(typer.BadParameter, match=r"step, forward, iteration, .*; got forwards"):
         main(only="step,forwards")

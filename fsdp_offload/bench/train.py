@@ -112,7 +112,7 @@ def main(
 ) -> None:
     """Iteration time, memory and the bound of each policy, interleaved in one run."""
     common = {"bucket_bytes": bucket_mib * _MIB, "host_fraction": host_fraction_of(host_fraction)}
-    policies = _chosen(only, common, device_mib * _MIB)
+    policies = chosen_policies(only, common, device_mib * _MIB)
     if traces is not None:
         check_matplotlib()
         traces.mkdir(parents=True, exist_ok=True)
@@ -141,7 +141,8 @@ def main(
             draw_all(traces, list(policies))
 
 
-def _chosen(only: str, common: Mapping[str, Any], limit_bytes: int) -> dict[str, OffloadPolicy | None]:
+def chosen_policies(only: str, common: Mapping[str, Any], limit_bytes: int) -> dict[str, OffloadPolicy | None]:
+    """The policies that ``--only`` names, or all; those that are limited with ``limit_bytes``."""
     wanted = {"plain", *(only.split(",") if only else POLICIES)}
     unknown = sorted(wanted - POLICIES.keys())
     if unknown:
