@@ -19,7 +19,7 @@ import typer
 from matplotlib.image import imread
 
 from fsdp_offload import OffloadPolicy
-from fsdp_offload.bench.train import SETTLE_ITERATIONS, Bench, draw_all, main, trace_path
+from fsdp_offload.bench.train import SETTLE_ITERATIONS, Bench, chosen_policies, draw_all, main, trace_path
 from fsdp_offload.figures.timeline import Lane, Phase, Span, Timeline, draw, read_trace, timeline_of
 from tests.policies import with_share
 
