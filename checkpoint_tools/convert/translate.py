@@ -17,13 +17,14 @@ from typing import NamedTuple
 
 import torch
 
+from ..core.errors import CheckpointError
 from ..exchange.config_values import COMMON_FILE, FORMAT_FILE, with_told
 from ..exchange.request import Request, complete
 from ..stored.reading import Checkpoint
 from ..write import rewrite as rewriting
 from ..write.layout import Rewrite, plan_rewrite
-from ..write.partial import locked_folder, partial_of
-from .frameworks import Rename, Step, steps, value_names
+from ..write.partial import locked_folder, partial_of, steps_beside
+from .frameworks import Fuse, Rename, Step, steps, value_names
 from .renaming import rename_exchange
 
 
@@ -68,11 +69,14 @@ def translate(
     values, notes = with_told(checkpoint, value_names(asked.family), asked.values)
     notes += rewriting.notes_on(checkpoint, sidecars)
     work = steps(asked.family, asked.source, asked.target, values)
+    _check_values(work, values)
     first_rename = next(number for number, step in enumerate(work) if isinstance(step, Rename))
     request = repr((asked, sorted(values.items()), work))
     identity = hashlib.sha256(f"{request} {rewriting.stamps_of(checkpoint)}".encode()).hexdigest()[:16]
     planned: Rewrite | None = None
     with _room_for(destination, identity, restart=restart) as room:
+        others = [] if "://" in destination else [each for each in steps_beside(Path(destination)) if each != room]
+        notes += [f"{each} is left from another rename; remove it if nobody goes on with that" for each in others]
         made = [number for number in range(len(work) - 1) if (room / f"{number}").is_dir()]
         at, begin = (f"{room}/{made[-1]}", made[-1] + 1) if made else (source, 0)
         for number, step in list(enumerate(work))[begin:]:
@@ -98,6 +102,18 @@ def translate(
             at = to
     assert planned is not None
     return len(planned.tensors) + len(planned.objects), notes
+
+
+def _check_values(work: Sequence[Step], values: Mapping[str, float]) -> None:
+    """Refuse before the first step what a later one would: a rule without its values.
+
+    Optional rules may match nothing, and then need none.
+    """
+    rules = [rule for step in work if isinstance(step, Fuse) for rule in step.rules if not rule.optional]
+    missing = sorted({name for rule in rules for name in rule.value_names} - values.keys())
+    if missing:
+        options = " ".join(f"--value {name}=NUMBER" for name in missing)
+        raise CheckpointError(f"the config of the model is needed for weights that are fused; give {options}")
 
 
 def _plan(checkpoint: Checkpoint, step: Step, values: Mapping[str, float], excluded: Sequence[str]) -> Rewrite:

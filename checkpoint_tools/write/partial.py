@@ -11,6 +11,7 @@ Whoever runs the same command after a kill finds the journal, and goes on with t
 
 import contextlib
 import fcntl
+import glob
 import json
 import os
 import shutil
@@ -110,6 +111,11 @@ def locked_folder(folder: Path) -> Iterator[None]:
 def partial_of(destination: Path) -> Path:
     """The folder's name."""
     return destination.with_name(f"{destination.name}.partial")
+
+
+def steps_beside(destination: Path) -> list[Path]:
+    """List the folders in which renames have kept what is between their steps."""
+    return sorted(destination.parent.glob(f"{glob.escape(destination.name)}.steps-*"))
 
 
 def _take(lock: int, folder: Path) -> None:

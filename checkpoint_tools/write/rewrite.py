@@ -32,7 +32,7 @@ from ..stored.reading import Checkpoint, open_checkpoint
 from .execute import perform
 from .layout import Rewrite, Unit, plan_rewrite, unit_bytes_of, units_of
 from .new_metadata import metadata_bytes
-from .partial import Partial, open_partial, partial_of
+from .partial import Partial, open_partial, partial_of, steps_beside
 from .sidecars import Sidecars, read_sidecar, sidecars_of
 from .sinks import LocalSink, Sink, check_empty_remote, remote_sink
 
@@ -157,7 +157,9 @@ def check_destination(source: str, destination: str) -> None:
         return
     path = Path(destination)
     if os.path.lexists(path):
-        raise CheckpointError(f"{destination} exists; give a name that is not taken, or remove it first")
+        left = [str(each) for each in (partial_of(path), *steps_beside(path)) if each.exists()]
+        also = f". Beside it, an interrupted run has left {', '.join(left)}, which can be removed" if left else ""
+        raise CheckpointError(f"{destination} exists; give a name that is not taken, or remove it first{also}")
     if not path.name or path.name in (".", ".."):
         raise CheckpointError(f"{destination!r} is not the name of a new folder")
     if not path.parent.is_dir():
