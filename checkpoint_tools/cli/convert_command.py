@@ -118,7 +118,7 @@ def convert_checkpoint(
 def _convert_torch(
     source: str, destination: str, to: str | None, excluded: tuple[str, ...], memory_bytes: int
 ) -> tuple[str, list[str]]:
-    """To or from one file of torch.save; what is done, in a line, and what there is to be said."""
+    """Convert to or from one file of torch.save; return the headline and the notes."""
     if "://" in source or "://" in destination:
         raise CheckpointError("files of torch.save are read and written on this machine alone")
     if excluded and to != "torch":

@@ -106,7 +106,7 @@ class Asked(NamedTuple):
 
 
 class Doing(NamedTuple):
-    """How split and merge do it."""
+    """Resources and modes of a split or merge, in the words of the command line."""
 
     threads: int
     max_memory: str

@@ -13,7 +13,7 @@ from .output import progress, say, say_json, say_notes
 
 if TYPE_CHECKING:  # when the command runs: torch takes longer than all that help and wrong options need
     from ..look.verify import Files
-    from ..stored.reading import Checkpoint, Problem
+    from ..stored.reading import Checkpoint, CheckpointProblem
 
 
 def verify_checkpoint(
@@ -82,7 +82,7 @@ def verify_checkpoint(
 
 def _report(
     checkpoint: "Checkpoint",
-    problems: "Sequence[Problem]",
+    problems: "Sequence[CheckpointProblem]",
     found: "Files",
     checked: Sequence[str],
     as_json: bool,

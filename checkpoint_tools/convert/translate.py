@@ -22,14 +22,14 @@ from ..exchange.config_values import COMMON_FILE, FORMAT_FILE, with_told
 from ..exchange.request import Request, complete
 from ..stored.reading import Checkpoint
 from ..write import rewrite as rewriting
-from ..write.layout import Rewrite, plan_rewrite
 from ..write.partial import locked_folder, partial_of, steps_beside
+from ..write.rewrite_plan import Rewrite, plan_rewrite
 from .frameworks import Fuse, Rename, Step, steps, value_names
 from .renaming import rename_exchange
 
 
 class Translation(NamedTuple):
-    """What is asked for."""
+    """Request to translate between two frameworks."""
 
     family: str
     source: str
@@ -125,7 +125,7 @@ def _plan(checkpoint: Checkpoint, step: Step, values: Mapping[str, float], exclu
 
 
 def _format_files(there: Sequence[str]) -> dict[str, bytes]:
-    """What Megatron-Core asks for beside the data of ``torch_dist``: an empty common state, and which format it is."""
+    """Make the files that Megatron-Core expects beside ``torch_dist``: an empty common state, the format."""
     buffer = io.BytesIO()
     torch.save({}, buffer)
     backends = {"sharded_backend": "torch_dist", "common_backend": "torch"}
@@ -136,7 +136,7 @@ def _format_files(there: Sequence[str]) -> dict[str, bytes]:
 
 @contextlib.contextmanager
 def _room_for(destination: str, identity: str, *, restart: bool) -> Iterator[Path]:
-    """A folder for what is in between, on the same disk if the destination is on one.
+    """Hold a folder for what is between the steps, on the destination's disk if that is local.
 
     There, it has the identity of what is asked for in its name, and stays for somebody who can go on with it.
     """

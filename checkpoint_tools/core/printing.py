@@ -16,7 +16,7 @@ _PLAIN = {"×": "x", "–": "-", "…": "...", "│": "|", "─": "-", "•": "*
 
 
 def printable(text: str) -> str:
-    """The same text, with escapes in place of what is not to be printed."""
+    """Escape the characters that must not reach a terminal."""
     if text.isascii() and text.isprintable():  # nearly all are, in tables of a million cells
         return text
     return _UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape", "surrogatepass").decode(), text)

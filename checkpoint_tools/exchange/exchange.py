@@ -78,7 +78,7 @@ def _guarded(
 
 
 def _check_values(rules: Sequence[Rule], values: Mapping[str, float]) -> None:
-    """A value that nobody asks for is a slip of the hand."""
+    """Refuse values that no rule uses: typing errors."""
     known = {name for rule in rules for name in rule.value_names}
     idle = [name for name in values if name not in known]
     if idle:
@@ -114,7 +114,7 @@ def _exchange(
 
 
 def _relisted(name: GroupName, content: Any, roles: Roles, worker: Splitting | Merging) -> bytes | None:
-    """What a param group is afterwards, if it lists what is exchanged."""
+    """Return the new content of a param group that lists exchanged tensors, or None."""
 
     def listed_as(fqn: Any) -> Sequence[Any]:
         return worker.listed_as(fqn, roles.of_fqn(name.optimizer, fqn))

@@ -14,7 +14,7 @@ from ..fused.fusions import Fusion, Shape
 from ..fused.keys import Names, StateName
 from ..fused.options import check_same_options
 from ..fused.rules import Match
-from ..stored.items import Reader
+from ..stored.items import ItemReader
 from ..stored.reading import Checkpoint
 from .draft import Draft
 from .param_groups import Groups, groups_in
@@ -22,7 +22,7 @@ from .roles import PARTS, Role, Roles
 
 
 class Merging:
-    """From parts to fused tensors.
+    """Exchange of parts for fused tensors.
 
     Args:
         checkpoint: that has the parts.
@@ -44,13 +44,13 @@ class Merging:
         self._draft = draft
 
     def listed_as(self, fqn: Any, role: Role | None) -> Sequence[Any]:
-        """What a param group lists instead of ``fqn``."""
+        """Return what a param group lists instead of ``fqn``."""
         if role is None:
             return (fqn,)
         return (role.fused,) if role.number == 0 else ()
 
     def check_groups(self, groups: Groups) -> None:
-        """Whether param groups allow it: the parts of one tensor have the same options.
+        """Check that param groups allow it: the parts of one tensor must have the same options.
 
         Raises:
             CheckpointError: they have not.
@@ -73,7 +73,7 @@ class Merging:
                     raise CheckpointError(f"{error}, with --exclude") from error
 
     def exchange_model(self) -> None:
-        """The tensors of the model.
+        """Exchange the model's tensors.
 
         Raises:
             CheckpointError: see :func:`checkpoint_tools.exchange.exchange.merge_exchange`, and for the next one.
@@ -87,7 +87,7 @@ class Merging:
         self._draft.fuse(fusion, old=fusion.parts, new=(fusion.fused,))
 
     def exchange_states(self) -> None:
-        """The state of optimizers."""
+        """Exchange the state of the optimizers."""
         entries: dict[tuple[str, str], dict[str, dict[int, StateName]]] = {}
         roles: dict[tuple[str, str], Role] = {}
         for name in self._names.states:
@@ -96,11 +96,11 @@ class Merging:
                 of = (name.before, role.fused)
                 roles[of] = role
                 entries.setdefault(of, {}).setdefault(name.after, {})[role.number] = name
-        with Reader(self._checkpoint) as reader:
+        with ItemReader(self._checkpoint) as reader:
             for of, by_entry in entries.items():
                 self._merge_state(roles[of], by_entry, reader)
 
-    def _merge_state(self, role: Role, by_entry: Mapping[str, Mapping[int, StateName]], reader: Reader) -> None:
+    def _merge_state(self, role: Role, by_entry: Mapping[str, Mapping[int, StateName]], reader: ItemReader) -> None:
         for by_number in by_entry.values():
             if len(by_number) < len(role.parts):
                 missing = [part for number, part in enumerate(role.parts) if number not in by_number]
@@ -152,7 +152,7 @@ class Merging:
             raise CheckpointError(f"{fused}: the rule gives its parts the shapes {expected}, and they have {shapes}")
         return Fusion(fused, parts, shape, first.dtype, dim, combs)
 
-    def _check_equal(self, names: Sequence[StateName], reader: Reader) -> None:
+    def _check_equal(self, names: Sequence[StateName], reader: ItemReader) -> None:
         values = [self._value(name.key, reader) for name in names]
         for name, value in zip(names[1:], values[1:], strict=True):
             if not same_values(values[0], value):
@@ -161,7 +161,7 @@ class Merging:
                     "be both"
                 )
 
-    def _value(self, key: str, reader: Reader) -> Any:
+    def _value(self, key: str, reader: ItemReader) -> Any:
         if key in self._checkpoint.objects:
             return reader.read_object(self._checkpoint.objects[key])
         tensor = self._checkpoint.tensors[key]
@@ -171,7 +171,7 @@ class Merging:
 
 
 def _fused_shape(match: Match, shapes: Sequence[Shape], where: str) -> tuple[Shape, int]:
-    """The shape of the fused tensor, and its fused dimension."""
+    """Compute the fused tensor's shape and fused dimension."""
     first = shapes[0]
     stacked = match.rule.layout == "stacked"
     ndim = len(first) + stacked

@@ -11,7 +11,7 @@ from ..fused.fusions import Fusion, Shape
 from ..fused.keys import Names, StateName
 from ..fused.options import holds_tensors
 from ..fused.rules import Match
-from ..stored.items import Reader
+from ..stored.items import ItemReader
 from ..stored.reading import Checkpoint
 from .draft import Draft
 from .param_groups import Groups
@@ -19,7 +19,7 @@ from .roles import FUSED, Role, Roles
 
 
 class Splitting:
-    """From fused tensors to parts.
+    """Exchange of fused tensors for parts.
 
     Args:
         checkpoint: that has the fused tensors.
@@ -41,14 +41,14 @@ class Splitting:
         self._draft = draft
 
     def listed_as(self, fqn: Any, role: Role | None) -> Sequence[Any]:
-        """What a param group lists instead of ``fqn``."""
+        """Return what a param group lists instead of ``fqn``."""
         return (fqn,) if role is None else role.parts
 
     def check_groups(self, groups: Groups) -> None:
-        """Whether param groups allow it. Splitting they always do: every part has the options of the whole."""
+        """Accept all param groups: every part has the options of the whole."""
 
     def exchange_model(self) -> None:
-        """The tensors of the model.
+        """Exchange the model's tensors.
 
         Raises:
             CheckpointError: see :func:`checkpoint_tools.exchange.exchange.split_exchange`, and for the next one.
@@ -71,7 +71,7 @@ class Splitting:
         return dim, combs
 
     def exchange_states(self) -> None:
-        """The state of optimizers."""
+        """Exchange the state of the optimizers."""
         shapes = _shapes_of_state(self._names.states, self._checkpoint.tensors)
         for name in self._names.states:
             role = self._roles.of_state(name)
@@ -88,7 +88,7 @@ class Splitting:
                 self._split_state(name, role, shape, shapes if param is None else None)
 
     def _check_object(self, name: StateName) -> None:
-        with Reader(self._checkpoint) as reader:
+        with ItemReader(self._checkpoint) as reader:
             if holds_tensors(reader.read_object(self._checkpoint.objects[name.key])):
                 raise CheckpointError(
                     f"{name.key} is an object with tensors in it, and it is not known how to split that; leave its "
@@ -117,7 +117,7 @@ class Splitting:
 
 
 def _shapes_of_state(states: Iterable[StateName], tensors: Mapping[str, Any]) -> dict[tuple[str, str], Shape]:
-    """The shape of each parameter, as far as its state tells: that of most dimensions."""
+    """Guess each parameter's shape from its state: the one of most dimensions."""
     shapes: dict[tuple[str, str], Shape] = {}
     for name in states:
         if name.is_state and name.key in tensors:

@@ -10,5 +10,5 @@ CASTABLE = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "f
 
 
 def is_torch_file(path: str) -> bool:
-    """Whether that is the name of one file of ``torch.save``."""
+    """Tell whether a path names one file of ``torch.save``."""
     return path.endswith(TORCH_SUFFIXES) and not Path(path).is_dir()

@@ -44,14 +44,14 @@ class Partial:
         """Whether there is something to go on with."""
 
     def record(self, unit: int, filled: Sequence[Filled]) -> None:
-        """A unit is safe. To be called by one thread at a time."""
+        """Record that a unit is safe. Only one thread at a time may call this."""
         line = json.dumps([unit, filled]) + "\n"
         with (self.folder / "journal").open("a", encoding="utf-8") as journal:
             journal.write(line)
         self.is_of_use = True
 
     def publish(self) -> None:
-        """The checkpoint appears. Everything in it has to be safe on the disk.
+        """Make the checkpoint appear. Everything in it must be safe on the disk.
 
         Raises:
             CheckpointError: something else has appeared there meanwhile.
@@ -64,7 +64,7 @@ class Partial:
         self.remove()
 
     def remove(self) -> None:
-        """The folder, with all that is in it."""
+        """Remove the folder with all that is in it."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
@@ -91,7 +91,7 @@ def open_partial(destination: Path, fingerprint: Mapping[str, object], *, restar
 
 @contextlib.contextmanager
 def locked_folder(folder: Path) -> Iterator[None]:
-    """A folder, made if it is not there, that no other process has while this one has it.
+    """Hold a folder that no other process holds, made if it is not there.
 
     Raises:
         CheckpointError: another one has it, or it cannot be made.
@@ -109,7 +109,7 @@ def locked_folder(folder: Path) -> Iterator[None]:
 
 
 def partial_of(destination: Path) -> Path:
-    """The folder's name."""
+    """Return the partial folder of a destination."""
     return destination.with_name(f"{destination.name}.partial")
 
 
@@ -135,7 +135,7 @@ def _empty(folder: Path) -> None:
 
 
 def _journal(folder: Path, fingerprint: Mapping[str, object]) -> dict[int, list[Filled]]:
-    """The units that are done; a new journal if there is none."""
+    """Read the units that are done; begin a journal if there is none."""
     path = folder / "journal"
     if not (folder / "checkpoint").is_dir():  # not begun; or published, and killed before this was removed
         path.unlink(missing_ok=True)
@@ -157,7 +157,7 @@ def _journal(folder: Path, fingerprint: Mapping[str, object]) -> dict[int, list[
 
 
 def sync_folder(folder: Path) -> None:
-    """The names in a folder are safe on the disk."""
+    """Make the names in a folder safe on the disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
