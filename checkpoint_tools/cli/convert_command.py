@@ -102,7 +102,7 @@ def convert_checkpoint(
         shown = convert.as_json(planned) if as_json else convert.as_table(planned)
         say_plan(shown, notes, convert.headline(opened, planned))
         return
-    with write_progress("convert", destination, planned.rewrite.nbytes) as advance:
+    with write_progress(destination, "convert", planned.rewrite.nbytes) as advance:
         convert.write(
             opened,
             planned,

@@ -70,13 +70,13 @@ def progress(what: str, total_bytes: int) -> Iterator[Callable[[int], object]]:
 
 @contextmanager
 def write_progress(
-    what: str, destination: str, total_bytes: int, kept_in: str | None = None
+    destination: str, what: str, total_bytes: int, kept_in: str | None = None
 ) -> Iterator[Callable[[int], object]]:
     """Show progress of writing, and after an interrupt say where the unfinished result stays.
 
     Args:
-        what: is done, for the bar.
         destination: where to.
+        what: is done, for the bar.
         total_bytes: to be written.
         kept_in: where an unfinished result stays, if not in the partial folder alone.
 

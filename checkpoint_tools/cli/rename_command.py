@@ -1,8 +1,7 @@
 """The command rename."""
 
+import functools
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Annotated
 
 import typer
@@ -42,17 +41,14 @@ def rename_weights(
     from ..convert.translate import Translation, translate
 
     asked = Translation(family, from_framework, to_framework, numbers, excluded or [])
-
-    def progress(what: str, nbytes: int) -> AbstractContextManager[Callable[[int], object]]:
-        return write_progress(what, destination, nbytes, f"{destination}.steps-* and {destination}.partial")
-
+    kept_in = f"{destination}.steps-* and {destination}.partial"
     keys, notes = translate(
         source,
         destination,
         asked,
         threads=threads,
         max_memory_bytes=memory_bytes,
-        progress=progress,
+        progress=functools.partial(write_progress, destination, kept_in=kept_in),
         restart=restart,
     )
     say_written(destination, f"{counted(keys, 'key')} as {to_framework} has them", notes, begin)

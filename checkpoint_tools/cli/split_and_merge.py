@@ -138,7 +138,7 @@ def _rewrite(way: "Way", source: str, destination: str, asked: Asked, doing: Doi
     if not completed.is_known:
         raise CheckpointError(not_known(checkpoint, planned.exchange.matched))
     fingerprint = rewriting.fingerprint_of(checkpoint, way, completed)
-    with write_progress(way, destination, planned.nbytes) as advance:
+    with write_progress(destination, way, planned.nbytes) as advance:
         rewriting.write(
             checkpoint,
             planned,

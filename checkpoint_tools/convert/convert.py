@@ -16,7 +16,7 @@ import torch
 
 from ..core.errors import CheckpointError
 from ..core.sizes import counted, human_bytes
-from ..core.tables import Table, new_table
+from ..core.tables import Table
 from ..stored.metadata import METADATA_FILE
 from ..stored.opening import open_checkpoint
 from ..stored.reading import Checkpoint
@@ -170,7 +170,7 @@ def as_json(planned: ConversionPlan) -> dict[str, Any]:
 
 def as_table(planned: ConversionPlan) -> Table:
     """Return a table with a row for each file: its first tensor, count and size."""
-    table = new_table("file", "first", numbers=("tensors", "size"))
+    table = Table("file", "first", numbers=("tensors", "size"))
     for file, nbytes in planned.rewrite.file_bytes().items():
         keys = list(_keys_by_file(planned.rewrite)[file])
         table.add_row(file, keys[0] if keys else "", f"{len(keys):,}", human_bytes(nbytes))

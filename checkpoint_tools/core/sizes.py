@@ -3,6 +3,7 @@
 import functools
 import math
 import re
+import reprlib
 from collections.abc import Iterable
 
 from .errors import CheckpointError
@@ -40,6 +41,11 @@ def human_bytes(count: float) -> str:
 def shortened(text: str, length: int = 200) -> str:
     """Cut a foreign text to its beginning."""
     return text if len(text) <= length else f"{text[: length - 1]}…"
+
+
+def short_repr(value: object) -> str:
+    """Show the beginning of a value, which may be large or nested deeply."""
+    return shortened(reprlib.repr(value), 40)
 
 
 def parse_bytes(text: str) -> int:

@@ -16,7 +16,7 @@ _GAP = "  "
 class Table:
     """Rows of texts, which are to the left, and of numbers, to the right. Nothing is cut off."""
 
-    def __init__(self, texts: Sequence[str], numbers: Sequence[str] = ()) -> None:
+    def __init__(self, *texts: str, numbers: Sequence[str] = ()) -> None:
         self._texts = len(texts)
         self._rows: list[tuple[str, ...]] = [(*texts, *numbers)]
 
@@ -42,11 +42,6 @@ class Table:
 
 def _width(text: str) -> int:
     return len(text) if text.isascii() else cell_len(text)
-
-
-def new_table(*texts: str, numbers: Sequence[str] = ()) -> Table:
-    """Make an empty table."""
-    return Table(texts, numbers)
 
 
 def shown(text: str) -> Text:

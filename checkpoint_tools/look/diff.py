@@ -11,7 +11,6 @@ rows, or a part of one row where a row is too large. So every chunk is read once
 
 import contextlib
 import dataclasses
-import reprlib
 import threading
 from collections.abc import Callable, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
@@ -24,8 +23,8 @@ from fsdp_offload.checkpoint.item_archive import crc32
 
 from ..core.errors import CheckpointError
 from ..core.regions import TensorRegion, common, position_in, stretches, whole_of
-from ..core.sizes import MAX_ITEM_BYTES, block_bounds, counted, human_shape, natural_order, shortened, thread_bytes
-from ..core.tables import Table, new_table
+from ..core.sizes import MAX_ITEM_BYTES, block_bounds, counted, human_shape, natural_order, short_repr, thread_bytes
+from ..core.tables import Table
 from ..core.values import Comparison, compare_each, compare_values, same_values
 from ..fused.keys import sorted_out
 from ..stored.envelope import envelope_of
@@ -376,11 +375,8 @@ def _diff_objects(readers: _Readers, key: str) -> Difference | None:
         is_same = same_values(*objects)
     except (CheckpointError, RecursionError):
         return Difference(key, "object", "their bytes differ; they cannot be looked into")
-    return None if is_same else Difference(key, "object", f"{_short(objects[0])} in A, {_short(objects[1])} in B")
-
-
-def _short(value: object) -> str:
-    return shortened(reprlib.repr(value), 40)  # which goes neither deep nor far
+    detail = f"{short_repr(objects[0])} in A, {short_repr(objects[1])} in B"
+    return None if is_same else Difference(key, "object", detail)
 
 
 # --- shown -----------------------------------------------------------------------------------------------------------
@@ -388,7 +384,7 @@ def _short(value: object) -> str:
 
 def as_table(differences: Sequence[Difference]) -> Table:
     """Return a table with a row for each difference."""
-    table = new_table("key", "difference", "detail", numbers=("max |A - B|",))
+    table = Table("key", "difference", "detail", numbers=("max |A - B|",))
     for found in differences:
         gap = "" if found.max_abs_diff is None else f"{found.max_abs_diff:.6g}"
         table.add_row(found.key, found.kind, found.detail, gap)

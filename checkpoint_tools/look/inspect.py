@@ -13,7 +13,7 @@ from rich.console import Group, RenderableType
 
 from ..core.patterns import matches
 from ..core.sizes import counted, human_bytes, human_shape, natural_order
-from ..core.tables import Table, new_table, shown
+from ..core.tables import Table, shown
 from ..fused.keys import KINDS
 from ..stored.reading import Checkpoint
 
@@ -166,14 +166,14 @@ def _headline(summary: Summary) -> str:
 
 
 def _group_table(summary: Summary) -> Table:
-    table = new_table("group", numbers=("keys", "chunks", "size"))
+    table = Table("group", numbers=("keys", "chunks", "size"))
     for row in summary.groups:
         table.add_row(row.group, f"{row.keys:,}", f"{row.chunks:,}", human_bytes(row.nbytes))
     return table
 
 
 def _key_table(summary: Summary) -> Table:
-    table = new_table("key", "shape", "dtype", numbers=("chunks", "size"))
+    table = Table("key", "shape", "dtype", numbers=("chunks", "size"))
     for row in summary.keys:
         shape = "object" if row.shape is None else human_shape(row.shape)
         table.add_row(row.key, shape, row.dtype or "", f"{row.chunks:,}", human_bytes(row.nbytes))
@@ -181,7 +181,7 @@ def _key_table(summary: Summary) -> Table:
 
 
 def _file_table(summary: Summary) -> Table:
-    table = new_table("file", numbers=("rank", "items", "size"))
+    table = Table("file", numbers=("rank", "items", "size"))
     for row in summary.files:
         rank = "" if row.rank is None else str(row.rank)
         table.add_row(row.file, rank, f"{row.items:,}", human_bytes(row.stored_bytes))

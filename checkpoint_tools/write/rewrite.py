@@ -21,7 +21,7 @@ from fsdp_offload.checkpoint.manifest import MANIFEST_FILE, manifest_bytes
 
 from ..core.errors import CheckpointError
 from ..core.sizes import counted, human_bytes, human_shape
-from ..core.tables import Table, new_table
+from ..core.tables import Table
 from ..exchange.exchange import merge_exchange, split_exchange
 from ..exchange.request import Complete, Way
 from ..fused.fusions import Exchange, Fusion
@@ -359,7 +359,7 @@ def _fusion_json(fusion: Fusion, counts: Mapping[str, int], way: Way) -> dict[st
 
 def as_table(rewrite: Rewrite, way: Way) -> Table:
     """Return a table with a row for each fused tensor and each of its parts."""
-    table = new_table("fused tensor", "parts", "shape", "dtype", numbers=("new chunks",))
+    table = Table("fused tensor", "parts", "shape", "dtype", numbers=("new chunks",))
     counts = _chunk_counts(rewrite)
     for fusion in rewrite.exchange.fusions:
         dtype = str(fusion.dtype).removeprefix("torch.")
