@@ -1,4 +1,4 @@
-"""From one format of checkpoints to another: opened, planned, written, and there only when it is complete.
+"""Convert a checkpoint to another format: open, plan, write, and publish only when it is complete.
 
 ::
 

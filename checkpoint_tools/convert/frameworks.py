@@ -1,4 +1,4 @@
-"""How frameworks name and fuse the weights of a family of models, as data: the files in ``frameworks/``.
+"""Read how frameworks name and fuse the weights of a family of models: the files in ``frameworks/``.
 
 Hugging Face's names are the middle: each file says what the others call the same weights, and which of theirs are fused
 of several::

@@ -1,4 +1,4 @@
-"""From one framework's names and fused weights to another's: the steps of its data files, in turn.
+"""Translate one framework's names and fused weights to another's, by the steps of its data files in turn.
 
 What a step gives lies in a folder beside the destination until the next one is done, and each step goes on after a kill
 as split and merge do.
@@ -39,7 +39,7 @@ class Translation(NamedTuple):
 
 
 Progress = Callable[[str, int], AbstractContextManager[Callable[[int], object]]]
-"""Given what is done and how many bytes that is; while it is open, it is told of bytes that are done."""
+"""Called with a step's name and size in bytes; gives a context whose function is told of bytes that are done."""
 
 
 @contextlib.contextmanager

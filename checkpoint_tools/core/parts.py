@@ -1,4 +1,4 @@
-"""Where the parts of a fused tensor lie in it, and in the shards of it. Integers in, integers out.
+"""Locate the parts of a fused tensor in it and in its shards. Integers in, integers out.
 
 Along one dimension, every layout that fused projections have is a *comb*: blocks of equal length at equal distances::
 

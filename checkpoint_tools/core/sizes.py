@@ -9,13 +9,13 @@ from collections.abc import Iterable
 from .errors import CheckpointError
 
 MAX_ITEM_BYTES = 16
-"""Of one element of any dtype: complex128."""
+"""Size of the largest element of any dtype: complex128."""
 
 MAX_DIMS = 64
-"""Of a tensor, as numpy has it. torch itself can count further, and nobody does."""
+"""Most dimensions of a tensor: numpy's limit."""
 
 MAX_INT64 = 2**63 - 1
-"""Of sizes, offsets and counts: more is more than there is of anything."""
+"""Largest size, offset or count that is plausible."""
 
 _DIGITS = re.compile(r"(\d+)")
 

@@ -1,4 +1,4 @@
-"""Which keys of a checkpoint are exchanged for which, when fused tensors are split or parts are merged.
+"""Decide which keys of a checkpoint replace which, when fused tensors are split or parts are merged.
 
 ::
 

@@ -1,4 +1,4 @@
-"""What the param groups of an optimizer list: FQNs, and the same groups with other FQNs.
+"""Read the FQNs that param groups list, and write the same groups with other FQNs.
 
 Read from a checkpoint, the content of a :class:`~checkpoint_tools.fused.keys.GroupName` is one group, several, or,
 where the entries of a group are under keys of their own, the list alone.

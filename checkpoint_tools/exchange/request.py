@@ -1,4 +1,4 @@
-"""What a person asks split or merge for, completed by what the checkpoint itself tells.
+"""Requests to split or merge, completed by what the checkpoint itself tells.
 
 ::
 

@@ -1,4 +1,4 @@
-"""What each name is when fused tensors are split or parts are merged: the fused tensor, one of its parts, or neither.
+"""Find the role of each name in a split or merge: the fused tensor, one of its parts, or neither.
 
 ::
 

@@ -1,4 +1,4 @@
-"""What is exchanged for what, as plain data: fused tensors, their parts, and everything that follows from these."""
+"""Exchanges as plain data: fused tensors, their parts, and everything that follows from these."""
 
 from collections.abc import Mapping
 from typing import NamedTuple

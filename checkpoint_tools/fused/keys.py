@@ -1,4 +1,4 @@
-"""What the keys of a checkpoint are: tensors of a model, state of an optimizer by FQN, or its param groups.
+"""Sort the keys of a checkpoint: tensors of a model, state of an optimizer by FQN, or its param groups.
 
 ====================================== ================================================================================
 path or key                            what it is
@@ -24,7 +24,7 @@ Path = tuple[str | int, ...]
 _BY_FQN = ("state", "param_groups")
 
 KINDS = frozenset(("exp_avg", "exp_avg_sq", "momentum_buffer", "param", "fp32_param", "master_param"))
-"""What Megatron-Core names state by, where no model in the same checkpoint tells which words are the FQN."""
+"""Megatron-Core's names of state, for checkpoints without a model that tells which words are the FQN."""
 
 
 class StateName(NamedTuple):

@@ -1,4 +1,4 @@
-"""What parameters have beside tensors: the options of their param groups, and other objects in their state."""
+"""Options of param groups and other non-tensor state of parameters."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -221,7 +221,7 @@ class Match(NamedTuple):
 
 
 Wanted = Callable[[Match], bool]
-"""Which of the fused tensors that rules match are exchanged; the others, and their parts, stay."""
+"""Predicate: which matched fused tensors are exchanged; the others, and their parts, stay."""
 
 ALL: Wanted = lambda match: True  # noqa: E731
 
@@ -385,7 +385,7 @@ _FIELD_CHECKS: dict[str, tuple[Callable[[object], bool], str]] = {
 # Templates -----------------------------------------------------------------------------------------------------------
 
 MAX_KEY = 1024
-"""Of letters: longer keys are of no model, and are matched by no rule."""
+"""Longest key, in characters, that a rule matches; no model has longer ones."""
 
 _MAX_TEMPLATE = 256  # letters
 _MAX_PLACEHOLDERS = (

@@ -1,4 +1,4 @@
-"""What split leaves beside the checkpoint that it writes, so that merge gives back the very one that there was.
+"""Record what split took apart, beside the checkpoint that it writes, so that merge restores the original.
 
 The names of parts do not tell whether they were ever fused: a model may have layers of both kinds. So split writes
 which tensors it took apart, by which rules and values, into a file of its own, and merge exchanges these and no others.

@@ -1,4 +1,4 @@
-"""Whether the data that are read are those that were written: their CRC-32, compared by whoever reads them.
+"""Check that data were read as they were written: every reader compares their CRC-32.
 
 ::
 

@@ -1,4 +1,4 @@
-"""What differs between two checkpoints. How their tensors are divided into chunks is no difference.
+"""Compare two checkpoints. How their tensors are divided into chunks is no difference.
 
 ::
 
@@ -33,7 +33,7 @@ from ..stored.reading import Checkpoint, StoredTensor
 from .verify import check_coverage
 
 LEAST_THREAD_BYTES = 16 * MAX_ITEM_BYTES
-"""With less, a block's share of a thread's memory is not one element."""
+"""Least memory of a thread: a block's share of it holds one element."""
 
 MAX_BLOCK_BYTES = 32 << 20
 _SMALL_BYTES = 64 << 10

@@ -1,4 +1,4 @@
-"""What is in a checkpoint: keys, groups and files, as plain data and as tables. Only metadata are looked at.
+"""Summarize a checkpoint from its metadata: keys, groups and files, as plain data and as tables.
 
 ::
 

@@ -1,4 +1,4 @@
-"""Whether a checkpoint is whole: everything that is wrong with it, not only the first thing.
+"""Check that a checkpoint is whole, and report everything that is wrong with it.
 
 ::
 
@@ -31,7 +31,7 @@ Advance = Callable[[int], object]
 """Called with the number of bytes that are done since the last call, from any thread."""
 
 LEAST_THREAD_BYTES = 2 * MAX_ITEM_BYTES
-"""With less, half of a thread's memory is not one element."""
+"""Least memory of a thread: half of it holds one element."""
 
 _BLOCK_BYTES = 4 << 20  # fits into caches, and is long enough for a disk
 _COUNTED_NUMEL = 1 << 20  # for how many elements at a time there are masks, where a block is not finite

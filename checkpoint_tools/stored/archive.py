@@ -24,7 +24,7 @@ from .unpickle import TENSOR_NAMES, ForbiddenNameError, unpickle, unpickle_plain
 from .unpickle import PickledObject as Named
 
 MAX_INFLATED_BYTES = 256 << 20
-"""Of what is compressed in one item. ``torch.save`` does not compress, so nobody needs more."""
+"""Limit on compressed content of one item in bytes. ``torch.save`` does not compress."""
 
 PICKLE = "data.pkl"
 _KNOWN_PICKLES = 256

@@ -1,4 +1,4 @@
-"""What ``torch.save`` puts around the elements of one contiguous tensor, known before there are any elements.
+"""Make the bytes that ``torch.save`` puts around a contiguous tensor's elements, before there are any elements.
 
 ::
 

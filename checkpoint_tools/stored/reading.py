@@ -1,4 +1,4 @@
-"""What a checkpoint of ``torch.distributed.checkpoint`` consists of, as plain data.
+"""Read what a checkpoint of ``torch.distributed.checkpoint`` consists of, as plain data.
 
 ::
 
@@ -45,7 +45,7 @@ class StoredChunk(NamedTuple):
     offset_bytes: int
     length_bytes: int
     transforms: tuple[str, ...] = ()
-    """What the byte range went through (``stream.zstd/1``), if anything."""
+    """Transforms of the byte range (``stream.zstd/1``), if any."""
     bare_dtype: torch.dtype | None = None
 
     @property

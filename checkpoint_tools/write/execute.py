@@ -41,7 +41,7 @@ Advance = Callable[[int], object]
 RecordUnit = Callable[[int, Sequence[Filled]], object]
 
 LEAST_THREAD_BYTES = 4 * MAX_ITEM_BYTES
-"""With less, a quarter of a thread's memory is not one element."""
+"""Least memory of a thread: a quarter of it holds one element."""
 
 _BLOCK_BYTES = 1 << 20  # what was read is still in a cache when it is written
 _RUN_BYTES = 64 << 10  # shorter stretches of a stored item are read together with what is between them

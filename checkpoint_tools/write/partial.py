@@ -41,7 +41,7 @@ class Partial:
         """The units that are safe on the disk, by number."""
         self.files = folder / "checkpoint"
         self.is_of_use = bool(done)
-        """Whether there is something to go on with."""
+        """True if a later run can continue from what is here."""
 
     def record(self, unit: int, filled: Sequence[Filled]) -> None:
         """Record that a unit is safe. Only one thread at a time may call this."""

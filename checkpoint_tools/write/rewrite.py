@@ -1,4 +1,4 @@
-"""From one checkpoint folder to another: checked, planned, written, and there only when it is complete.
+"""Rewrite a checkpoint to a new folder: check, plan, write, and publish only when it is complete.
 
 ::
 
@@ -37,10 +37,10 @@ from .sidecars import Sidecars, read_sidecar, sidecars_of
 from .sinks import LocalSink, Sink, check_empty_remote, remote_sink
 
 FORMAT = 1
-"""Of what is in a partial folder: another number, and nobody goes on with it."""
+"""Version of a partial folder's content; a run continues only from its own."""
 
 _MAY_END = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
-"""Errors of writing after which somebody makes room, and goes on."""
+"""Write errors after which a run can continue, once there is room again."""
 
 _ROUND_NOTES = 3
 _NAMES_IN_NOTES = 8

@@ -19,7 +19,7 @@ from ..stored.reading import Checkpoint
 from ..stored.storage import Folder, Window, open_folder, read_small
 
 MAX_BYTES = 256 << 20
-"""What is more than that, all together, is not taken for files beside the data."""
+"""Total size up to which files beside the data are copied."""
 
 _END_BYTES = 22  # of a zip file's last record
 _MAX_FILES = 1000

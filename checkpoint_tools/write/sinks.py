@@ -1,4 +1,4 @@
-"""Where new files go: into a folder on this machine, or to any place that fsspec knows.
+"""Destinations of new files: a folder on this machine, or any place that fsspec knows.
 
 A file is written in parts, in any order and by several threads, and closed once. Object storage takes a file only from
 its start to its end, and only as a whole; files for it are made in a temporary folder, and sent when they are closed.
