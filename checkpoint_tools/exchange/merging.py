@@ -73,7 +73,7 @@ class Merging:
         """Exchange the model's tensors.
 
         Raises:
-            CheckpointError: see :func:`checkpoint_tools.exchange.exchange.merge_exchange`, and for the next one.
+            CheckpointError: see :func:`checkpoint_tools.exchange.exchange.find_exchange`, and for the next one.
             ValueError: from the rules.
         """
         for match in self.roles.model_matches():

@@ -49,7 +49,7 @@ class Splitting:
         """Exchange the model's tensors.
 
         Raises:
-            CheckpointError: see :func:`checkpoint_tools.exchange.exchange.split_exchange`, and for the next one.
+            CheckpointError: see :func:`checkpoint_tools.exchange.exchange.find_exchange`, and for the next one.
             ValueError: from the rules.
         """
         for match in self.roles.model_matches():

@@ -22,7 +22,7 @@ from fsdp_offload.checkpoint.manifest import MANIFEST_FILE, manifest_bytes
 from ..core.errors import CheckpointError
 from ..core.sizes import counted, human_bytes, human_shape
 from ..core.tables import Table
-from ..exchange.exchange import merge_exchange, split_exchange
+from ..exchange.exchange import find_exchange
 from ..exchange.request import Complete, Way
 from ..fused.fusions import Exchange, Fusion
 from ..fused.split_record import RECORD_FILE, Split, read_record, record_bytes, without
@@ -98,8 +98,7 @@ def plan(checkpoint: Checkpoint, way: Way, asked: Complete) -> Rewrite:
     Raises:
         CheckpointError: the rules do not fit the checkpoint.
     """
-    exchange_of = split_exchange if way == "split" else merge_exchange
-    exchange = exchange_of(checkpoint, asked.rules, asked.values, asked.excluded, asked.wanted)
+    exchange = find_exchange(way, checkpoint, asked.rules, asked.values, asked.excluded, asked.wanted)
     for key in (key for fusion in exchange.fusions for key in (fusion.fused, *fusion.parts)):
         for chunk in checkpoint.tensors[key].chunks if key in checkpoint.tensors else ():
             if chunk.transforms:
