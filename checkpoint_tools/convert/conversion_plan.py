@@ -24,20 +24,20 @@ import torch
 from ..core.errors import CheckpointError, UnreadableObjectError
 from ..core.parts import Comb
 from ..core.patterns import check_excluded, is_excluded
-from ..core.regions import Index, Region, stretches
+from ..core.regions import Index, TensorRegion, stretches, whole_of
 from ..core.sizes import counted, natural_order
 from ..fused.fusions import Exchange, Fusion
 from ..fused.keys import sorted_out
 from ..stored.envelope import Envelope, bare, envelope_of
 from ..stored.formats import CASTABLE
-from ..stored.items import Reader
+from ..stored.items import ItemReader
 from ..stored.json_values import NotPlainError, to_json
 from ..stored.metadata import METADATA_FILE
 from ..stored.reading import Checkpoint, StoredTensor
 from ..stored.safetensors_file import METADATA_KEY, SUFFIX, FileTensor, has_dtype, header_of, in_file_order
 from ..stored.safetensors_folder import INDEX_SUFFIX, MODEL, OBJECTS_FILE, OBJECTS_FORMAT, OPTIMIZER, Folders, path_of
-from ..write.layout import Entry, MergeTask, NewItem, NewTensor, Rewrite, place_items
 from ..write.new_metadata import first_metadata_bytes
+from ..write.rewrite_plan import Entry, MergeTask, NewItem, NewTensor, Rewrite, place_items
 
 What = Literal["model", "optimizer", "all"]
 
@@ -47,7 +47,7 @@ _LEAVE_OUT = "leave it out with --exclude"
 
 
 class Wanted(NamedTuple):
-    """What of a checkpoint is converted, and how.
+    """Selection of what is converted, and its options.
 
     Attributes:
         what: the model, everything else, or all.
@@ -64,8 +64,8 @@ class Wanted(NamedTuple):
     dtype: torch.dtype | None = None
 
 
-class Plan(NamedTuple):
-    """What is written.
+class ConversionPlan(NamedTuple):
+    """Files of a conversion, planned and not yet written.
 
     Attributes:
         rewrite: files with data.
@@ -81,21 +81,21 @@ class Plan(NamedTuple):
 
 
 def whole(shape: Sequence[int]) -> Comb:
-    """All of a tensor, as a part of itself. What has no dimensions has none that is divided."""
+    """Return the comb of a tensor that is its own only part; a scalar counts as one dropped index."""
     return Comb(0, shape[0], shape[0], 1) if shape else Comb(0, 1, 1, 1, is_dropped=True)
 
 
 # --- to safetensors --------------------------------------------------------------------------------------------------
 
 
-def to_safetensors(checkpoint: Checkpoint, wanted: Wanted) -> Plan:
-    """The plan for a checkpoint of DCP.
+def to_safetensors(checkpoint: Checkpoint, wanted: Wanted) -> ConversionPlan:
+    """Plan the conversion of a DCP checkpoint to safetensors.
 
     Raises:
         CheckpointError: safetensors, or JSON, cannot have what is in it.
     """
     parts = _Parts(checkpoint, wanted)
-    builder = _Builder(checkpoint, frozenset(parts.model), wanted.dtype)
+    builder = _ConversionBuilder(checkpoint, frozenset(parts.model), wanted.dtype)
     last_files: dict[str, bytes] = {}
     for part, keys in ((MODEL, parts.model), (OPTIMIZER, parts.others)):
         names = {key: key.removeprefix(parts.prefix) if part == MODEL else key for key in keys}
@@ -108,11 +108,11 @@ def to_safetensors(checkpoint: Checkpoint, wanted: Wanted) -> Plan:
             last_files[f"{part}{INDEX_SUFFIX}"] = content.encode() + b"\n"
     if wanted.what != "model" and (parts.objects or parts.others or parts.odd_paths(checkpoint)):
         last_files = {OBJECTS_FILE: _objects_file(checkpoint, parts), **last_files}
-    return Plan(builder.rewrite({}, ()), lambda destination: last_files, parts.prefix, tuple(parts.notes))
+    return ConversionPlan(builder.rewrite({}, ()), lambda destination: last_files, parts.prefix, tuple(parts.notes))
 
 
 class _Parts:
-    """Which keys of a checkpoint go where."""
+    """Keys of a checkpoint, sorted by the file that they go to."""
 
     def __init__(self, checkpoint: Checkpoint, wanted: Wanted) -> None:
         everything = [*checkpoint.tensors, *checkpoint.objects]
@@ -155,7 +155,7 @@ class _Parts:
 
 
 def _prefix_of(checkpoint: Checkpoint, keys: Sequence[str]) -> str:
-    """What the model's keys begin with: that is known where they were nested."""
+    """Return the prefix of the model's keys, which is known where the model was nested."""
     inside = [key for key in keys if key.startswith(_DEFAULT_PREFIX)]
     paths = [path for key in inside if (path := checkpoint.paths.get(key))]
     if paths:
@@ -176,9 +176,9 @@ def _check_tensors(checkpoint: Checkpoint, names: Mapping[str, str]) -> None:
 
 
 def _objects_file(checkpoint: Checkpoint, parts: _Parts) -> bytes:
-    """What is no tensor: as JSON, and what has no such form as the bytes that are stored, which nobody looks into."""
+    """Write objects as JSON; those that JSON cannot hold, as their stored bytes, unopened."""
     objects, stored = {}, {}
-    with Reader(checkpoint) as reader:
+    with ItemReader(checkpoint) as reader:
         for key in sorted(parts.objects, key=natural_order):
             item = checkpoint.objects[key]
             if item.transforms:
@@ -209,8 +209,8 @@ def _by_line(values: Mapping[str, Any]) -> str:
 # --- to DCP ----------------------------------------------------------------------------------------------------------
 
 
-def to_dcp(folders: Folders, wanted: Wanted) -> Plan:
-    """The plan for safetensors.
+def to_dcp(folders: Folders, wanted: Wanted) -> ConversionPlan:
+    """Plan the conversion of safetensors to a DCP checkpoint.
 
     Raises:
         CheckpointError: nothing of what is wanted is there.
@@ -220,7 +220,7 @@ def to_dcp(folders: Folders, wanted: Wanted) -> Plan:
     keys = [key for key in (*checkpoint.tensors, *checkpoint.objects) if _is_wanted(key, folders, wanted)]
     if not keys:
         raise CheckpointError(f"{checkpoint.path} has nothing that would be converted; see --what and --exclude")
-    builder = _Builder(checkpoint, folders.model_keys, wanted.dtype)
+    builder = _ConversionBuilder(checkpoint, folders.model_keys, wanted.dtype)
     builder.add_dcp(keys, wanted.shard_bytes)
     objects = tuple(key for key in keys if key in checkpoint.objects)
     rewrite = builder.rewrite({key: checkpoint.paths[key] for key in keys}, objects)
@@ -228,7 +228,7 @@ def to_dcp(folders: Folders, wanted: Wanted) -> Plan:
     def last_files(destination: str) -> Mapping[str, bytes]:
         return {METADATA_FILE: first_metadata_bytes(rewrite, destination)}
 
-    return Plan(rewrite, last_files, folders.key_prefix, ())
+    return ConversionPlan(rewrite, last_files, folders.key_prefix, ())
 
 
 def _is_wanted(key: str, folders: Folders, wanted: Wanted) -> bool:
@@ -240,7 +240,7 @@ def _is_wanted(key: str, folders: Folders, wanted: Wanted) -> bool:
 # --- what both share -------------------------------------------------------------------------------------------------
 
 
-class _Builder:
+class _ConversionBuilder:
     """Files of items, each with the task that fills it."""
 
     def __init__(self, checkpoint: Checkpoint, model_keys: Set[str], dtype: torch.dtype | None) -> None:
@@ -253,12 +253,12 @@ class _Builder:
         self._tensors: dict[str, NewTensor] = {}
 
     def dtype_of(self, tensor: StoredTensor) -> torch.dtype:
-        """Of the new one."""
+        """Return the dtype that the new tensor has."""
         is_cast = self._dtype is not None and tensor.key in self._model_keys and tensor.dtype in _CASTABLE
         return self._dtype if is_cast and self._dtype is not None else tensor.dtype
 
     def nbytes_of(self, tensor: StoredTensor) -> int:
-        """Of all of its elements."""
+        """Return the size of the new tensor in bytes."""
         return math.prod(tensor.shape) * self.dtype_of(tensor).itemsize
 
     def add_safetensors(self, part: str, names: Mapping[str, str], shard_bytes: int) -> dict[str, str]:
@@ -275,7 +275,7 @@ class _Builder:
             self._files[file] = [NewItem((), header_of(placed))]
             for entry in placed:
                 tensor = by_name[entry.key]
-                region = Region((0,) * len(tensor.shape), tensor.shape)
+                region = whole_of(tensor.shape)
                 self._fill(file, tensor, region, bare(tensor.shape, self.dtype_of(tensor)))
             weight_map.update(dict.fromkeys(by_name, file))
         return dict(sorted(weight_map.items(), key=lambda each: natural_order(each[0])))
@@ -288,7 +288,7 @@ class _Builder:
             if (tensor := self._checkpoint.tensors.get(key)) is not None
             for chunk in tensor.chunks
             for region in stretches(
-                Region(chunk.offsets, chunk.sizes), max(shard_bytes // self.dtype_of(tensor).itemsize, 1)
+                TensorRegion(chunk.offsets, chunk.sizes), max(shard_bytes // self.dtype_of(tensor).itemsize, 1)
             )
         ]
         file = "__0_0.distcp"
@@ -304,7 +304,7 @@ class _Builder:
                 assert content is not None
                 self._files.setdefault(file, []).append(NewItem((Entry(key, None),), content))
 
-    def _fill(self, file: str, tensor: StoredTensor, region: Region, content: Envelope) -> None:
+    def _fill(self, file: str, tensor: StoredTensor, region: TensorRegion, content: Envelope) -> None:
         item = NewItem((Entry(tensor.key, region),), content)
         self._files.setdefault(file, []).append(item)
         self._tensors[tensor.key] = NewTensor(tensor.key, tensor.shape, self.dtype_of(tensor), tensor.key)

@@ -1,8 +1,8 @@
-"""From one format of checkpoints to another: opened, planned, written, and there only when it is complete.
+"""Convert a checkpoint to another format: open, plan, write, and publish only when it is complete.
 
 ::
 
-    SRC ──open──▶ Source ──plan──▶ Plan ──rewriting.write──▶ DST
+    SRC ──open──▶ Source ──plan──▶ ConversionPlan ──rewriting.write──▶ DST
 
 The same folders, journals and threads as for split and merge; see :mod:`checkpoint_tools.write.rewrite`.
 """
@@ -16,22 +16,22 @@ import torch
 
 from ..core.errors import CheckpointError
 from ..core.sizes import counted, human_bytes
-from ..core.tables import Table, new_table
+from ..core.tables import Table
 from ..stored.metadata import METADATA_FILE
 from ..stored.opening import open_checkpoint
 from ..stored.reading import Checkpoint
 from ..stored.safetensors_folder import Folders, is_safetensors, open_safetensors
 from ..write import rewrite as rewriting
-from ..write.layout import Rewrite
+from ..write.rewrite_plan import Rewrite
 from ..write.sidecars import Sidecars, sidecars_of
-from .conversion_plan import Plan, Wanted, to_dcp, to_safetensors
+from .conversion_plan import ConversionPlan, Wanted, to_dcp, to_safetensors
 from .flat_to_nd import flat_to_nd
 
 Format = Literal["safetensors", "dcp"]
 
 
 class Source(NamedTuple):
-    """What is converted.
+    """Checkpoint to be converted, opened and found whole.
 
     Attributes:
         checkpoint: of either format.
@@ -85,8 +85,8 @@ def _check_changes(expected: Format, to: str | None, source: str) -> None:
         raise CheckpointError(f"{source} is {other} already; give --to {expected}, or nothing")
 
 
-def plan(source: Source, wanted: Wanted) -> Plan:
-    """What would be written.
+def plan(source: Source, wanted: Wanted) -> ConversionPlan:
+    """Plan the new checkpoint.
 
     Raises:
         CheckpointError: the other format cannot have it.
@@ -96,20 +96,20 @@ def plan(source: Source, wanted: Wanted) -> Plan:
     return to_safetensors(source.checkpoint, wanted)
 
 
-def plan_flat(source: Source, shapes_from: str | None, wanted: Wanted) -> Plan:
-    """What would be written for ``--flat-to-nd``.
+def plan_flat(source: Source, shapes_from: str | None, wanted: Wanted) -> ConversionPlan:
+    """Plan the new checkpoint for ``--flat-to-nd``.
 
     Raises:
         CheckpointError: it is not known which shapes the state should have.
     """
     other = None if shapes_from is None else open_checkpoint(shapes_from)
     rewrite = flat_to_nd(source.checkpoint, other, wanted.excluded)
-    return Plan(rewrite, None, "", ())
+    return ConversionPlan(rewrite, None, "", ())
 
 
 def write(
     source: Source,
-    planned: Plan,
+    planned: ConversionPlan,
     destination: str,
     *,
     threads: int,
@@ -137,8 +137,8 @@ def write(
     )
 
 
-def _fingerprint(source: Source, planned: Plan) -> dict[str, object]:
-    """Of everything that the new files depend on. What was asked for shows in the plan."""
+def _fingerprint(source: Source, planned: ConversionPlan) -> dict[str, object]:
+    """Identify everything that the new files depend on. The plan shows what was asked for."""
     plan_digest = hashlib.sha256()
     for file, items in planned.rewrite.files.items():
         plan_digest.update(repr((file, [(item.entries, item.length_bytes) for item in items])).encode())
@@ -157,8 +157,8 @@ def _fingerprint(source: Source, planned: Plan) -> dict[str, object]:
 # --- shown -----------------------------------------------------------------------------------------------------------
 
 
-def as_json(planned: Plan) -> dict[str, Any]:
-    """The plan, with sizes in bytes."""
+def as_json(planned: ConversionPlan) -> dict[str, Any]:
+    """Return the plan for JSON, with sizes in bytes."""
     return {
         "key_prefix": planned.key_prefix,
         "keys": len(planned.rewrite.tensors) + len(planned.rewrite.objects),
@@ -168,9 +168,9 @@ def as_json(planned: Plan) -> dict[str, Any]:
     }
 
 
-def as_table(planned: Plan) -> Table:
-    """A row for each file, with its first tensor."""
-    table = new_table("file", "first", numbers=("tensors", "size"))
+def as_table(planned: ConversionPlan) -> Table:
+    """Return a table with a row for each file: its first tensor, count and size."""
+    table = Table("file", "first", numbers=("tensors", "size"))
     for file, nbytes in planned.rewrite.file_bytes().items():
         keys = list(_keys_by_file(planned.rewrite)[file])
         table.add_row(file, keys[0] if keys else "", f"{len(keys):,}", human_bytes(nbytes))
@@ -184,8 +184,8 @@ def _keys_by_file(rewrite: Rewrite) -> Mapping[str, dict[str, None]]:
     }
 
 
-def headline(source: Source, planned: Plan) -> str:
-    """What is done, in a line."""
+def headline(source: Source, planned: ConversionPlan) -> str:
+    """Say in a line what is done."""
     rewrite = planned.rewrite
     size = f"{human_bytes(rewrite.nbytes)} in {counted(len(rewrite.files), 'file')}"
     flat = rewrite.exchange.fusions

@@ -21,14 +21,14 @@ from ..fused.fusions import Exchange, Fusion
 from ..fused.keys import StateName, sorted_out
 from ..fused.owners import Owners
 from ..stored.reading import Checkpoint
-from ..write.layout import Rewrite, plan_rewrite
+from ..write.rewrite_plan import Rewrite, plan_rewrite
 from .conversion_plan import whole
 
 Shape = tuple[int, ...]
 
 
 def flat_to_nd(checkpoint: Checkpoint, shapes_from: Checkpoint | None, excluded: Sequence[str]) -> Rewrite:
-    """The plan.
+    """Plan a checkpoint in which flat optimizer state has its parameter's shape.
 
     Args:
         checkpoint: with the state.
@@ -61,7 +61,7 @@ def flat_to_nd(checkpoint: Checkpoint, shapes_from: Checkpoint | None, excluded:
 
 
 def _shape_of(name: StateName, shape: Shape, owners: Owners, shapes: Mapping[str, Shape]) -> Shape:
-    """The shape that state gets."""
+    """Return the shape that an entry of state gets."""
     if len(shape) != 1:
         return shape
     try:

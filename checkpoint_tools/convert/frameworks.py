@@ -1,4 +1,4 @@
-"""How frameworks name and fuse the weights of a family of models, as data: the files in ``frameworks/``.
+"""Read how frameworks name and fuse the weights of a family of models: the files in ``frameworks/``.
 
 Hugging Face's names are the middle: each file says what the others call the same weights, and which of theirs are fused
 of several::
@@ -36,7 +36,7 @@ class Rename(NamedTuple):
     ignored: tuple[str, ...]
 
     def renamed(self, key: str) -> str | None:
-        """The new name, if there is one."""
+        """Return the new name of a key, or None if the step has none."""
         for old, new in self.pairs:
             found = template_pattern(old).fullmatch(key)
             if found is not None:
@@ -63,7 +63,7 @@ def family_names() -> tuple[str, ...]:
 
 @functools.cache
 def _family(name: str) -> Mapping[str, Any]:
-    """One that comes with the tools, or a file of the same form."""
+    """Read the data file of a family: one that comes with the tools, or a TOML file of the user's."""
     if not name.endswith(".toml"):
         if name not in family_names():
             raise CheckpointError(
@@ -85,7 +85,7 @@ def _family(name: str) -> Mapping[str, Any]:
 
 
 def value_names(family: str) -> frozenset[str]:
-    """The values of the model's config that any of the steps needs."""
+    """Name the config values that any of the family's steps needs."""
     tables = _family(family)["rule"]
     counted = {table["each"] for table in tables if "each" in table}
     rules = (rule for table in tables for rule in _rules([table], dict.fromkeys(counted, 2)))
@@ -93,7 +93,7 @@ def value_names(family: str) -> frozenset[str]:
 
 
 def steps(family: str, source: str, target: str, values: Mapping[str, float]) -> list[Step]:
-    """The steps from one framework's names to the other's.
+    """List the steps from one framework's names to the other's.
 
     Raises:
         CheckpointError: there is no such family or framework, or a value is missing.

@@ -67,7 +67,7 @@ def _as_list(fqn: Any, new_name: Any) -> Sequence[Any]:
 
 
 def _prefix_of(keys: Sequence[str], rename: Rename) -> str:
-    """What all of the model's keys begin with, and their names do not."""
+    """Find the prefix that the model's keys have in front of the framework's names."""
     if any(rename.renamed(key) is not None for key in keys) or not keys:
         return ""
     sample = keys[0]

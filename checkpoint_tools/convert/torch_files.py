@@ -3,7 +3,7 @@
 ::
 
     model.pt ──torch.load(weights_only, mmap)──▶ state dict ──dcp.save──▶ DST/
-    SRC/     ──Reader──▶ tensors and objects, by path ──torch.save──▶ model.pt
+    SRC/     ──ItemReader──▶ tensors and objects, by path ──torch.save──▶ model.pt
 
 Nothing that either contains is run: what consists of more than tensors and plain values is refused.
 """
@@ -26,12 +26,13 @@ from fsdp_offload.checkpoint import ChecksumWriter
 
 from ..core.errors import CheckpointError
 from ..core.patterns import check_excluded, is_excluded
+from ..core.regions import TensorRegion, whole_of
 from ..core.sizes import human_bytes, shortened
 from ..core.values import MAX_VALUES, has_more_values
 from ..look.data_checks import DataChecks
-from ..look.diff import Block, read_block
+from ..look.diff import read_block
 from ..stored.archive import DamagedError, check_contents, check_pickle, open_archive
-from ..stored.items import Reader
+from ..stored.items import ItemReader
 from ..stored.reading import Checkpoint
 from ..stored.storage import Window, open_folder
 from ..write.partial import sync_folder
@@ -66,7 +67,7 @@ def to_dcp(source: str, destination: str, max_memory_bytes: int) -> tuple[int, l
 
 @contextlib.contextmanager
 def _partial(destination: str) -> Iterator[Path]:
-    """Where the destination is made; it appears when it is complete, and nothing stays if it does not come to that."""
+    """Give a temporary file that becomes the destination on success, and is removed otherwise."""
     made = Path(f"{destination}.partial")
     if os.path.lexists(made):
         raise CheckpointError(f"{made} is there; another process writes it, or has left it: remove it then")
@@ -96,7 +97,7 @@ def _check(source: str) -> bool:
 
 
 def _check_values(source: str, state: Mapping[str, Any], max_memory_bytes: int) -> None:
-    """Whether it is as small as its file: lists that contain each other, or one element that is repeated, are not."""
+    """Refuse objects that are larger than their file: lists that contain each other, an element repeated."""
     if has_more_values(state, MAX_VALUES):
         raise CheckpointError(f"{source} has more than {MAX_VALUES:,} values")
     pending: list[Any] = [state]
@@ -149,9 +150,9 @@ def to_torch(checkpoint: Checkpoint, destination: str, excluded: tuple[str, ...]
         )
     values: dict[str, Any] = {}
     checks = DataChecks(checkpoint)
-    with Reader(checkpoint, max_memory_bytes, checks.note) as reader:
+    with ItemReader(checkpoint, max_memory_bytes, checks.note) as reader:
         for key, tensor in tensors.items():
-            whole = Block((0,) * len(tensor.shape), tensor.shape)
+            whole = whole_of(tensor.shape)
             is_empty = whole.numel == 0
             values[key] = torch.empty(tensor.shape, dtype=tensor.dtype) if is_empty else _own(reader, tensor, whole)
         values.update((key, reader.read_object(item)) for key, item in objects.items())
@@ -167,7 +168,7 @@ def to_torch(checkpoint: Checkpoint, destination: str, excluded: tuple[str, ...]
     return len(values)
 
 
-def _own(reader: Reader, tensor: Any, whole: Block) -> Tensor:
+def _own(reader: ItemReader, tensor: Any, whole: TensorRegion) -> Tensor:
     return read_block(reader, tensor, whole).clone()
 
 

@@ -1,4 +1,4 @@
-"""From one framework's names and fused weights to another's: the steps of its data files, in turn.
+"""Translate one framework's names and fused weights to another's, by the steps of its data files in turn.
 
 What a step gives lies in a folder beside the destination until the next one is done, and each step goes on after a kill
 as split and merge do.
@@ -17,18 +17,19 @@ from typing import NamedTuple
 
 import torch
 
+from ..core.errors import CheckpointError
 from ..exchange.config_values import COMMON_FILE, FORMAT_FILE, with_told
 from ..exchange.request import Request, complete
 from ..stored.reading import Checkpoint
 from ..write import rewrite as rewriting
-from ..write.layout import Rewrite, plan_rewrite
-from ..write.partial import locked_folder, partial_of
-from .frameworks import Rename, Step, steps, value_names
+from ..write.partial import locked_folder, partial_of, steps_beside
+from ..write.rewrite_plan import Rewrite, plan_rewrite
+from .frameworks import Fuse, Rename, Step, steps, value_names
 from .renaming import rename_exchange
 
 
 class Translation(NamedTuple):
-    """What is asked for."""
+    """Request to translate between two frameworks."""
 
     family: str
     source: str
@@ -38,7 +39,7 @@ class Translation(NamedTuple):
 
 
 Progress = Callable[[str, int], AbstractContextManager[Callable[[int], object]]]
-"""Given what is done and how many bytes that is; while it is open, it is told of bytes that are done."""
+"""Called with a step's name and size in bytes; gives a context whose function is told of bytes that are done."""
 
 
 @contextlib.contextmanager
@@ -68,11 +69,14 @@ def translate(
     values, notes = with_told(checkpoint, value_names(asked.family), asked.values)
     notes += rewriting.notes_on(checkpoint, sidecars)
     work = steps(asked.family, asked.source, asked.target, values)
+    _check_values(work, values)
     first_rename = next(number for number, step in enumerate(work) if isinstance(step, Rename))
     request = repr((asked, sorted(values.items()), work))
     identity = hashlib.sha256(f"{request} {rewriting.stamps_of(checkpoint)}".encode()).hexdigest()[:16]
     planned: Rewrite | None = None
     with _room_for(destination, identity, restart=restart) as room:
+        others = [] if "://" in destination else [each for each in steps_beside(Path(destination)) if each != room]
+        notes += [f"{each} is left from another rename; remove it if nobody goes on with that" for each in others]
         made = [number for number in range(len(work) - 1) if (room / f"{number}").is_dir()]
         at, begin = (f"{room}/{made[-1]}", made[-1] + 1) if made else (source, 0)
         for number, step in list(enumerate(work))[begin:]:
@@ -100,6 +104,18 @@ def translate(
     return len(planned.tensors) + len(planned.objects), notes
 
 
+def _check_values(work: Sequence[Step], values: Mapping[str, float]) -> None:
+    """Refuse before the first step what a later one would: a rule without its values.
+
+    Optional rules may match nothing, and then need none.
+    """
+    rules = [rule for step in work if isinstance(step, Fuse) for rule in step.rules if not rule.optional]
+    missing = sorted({name for rule in rules for name in rule.value_names} - values.keys())
+    if missing:
+        options = " ".join(f"--value {name}=NUMBER" for name in missing)
+        raise CheckpointError(f"the config of the model is needed for weights that are fused; give {options}")
+
+
 def _plan(checkpoint: Checkpoint, step: Step, values: Mapping[str, float], excluded: Sequence[str]) -> Rewrite:
     if isinstance(step, Rename):
         return plan_rewrite(checkpoint, rename_exchange(checkpoint, step, excluded))
@@ -109,7 +125,7 @@ def _plan(checkpoint: Checkpoint, step: Step, values: Mapping[str, float], exclu
 
 
 def _format_files(there: Sequence[str]) -> dict[str, bytes]:
-    """What Megatron-Core asks for beside the data of ``torch_dist``: an empty common state, and which format it is."""
+    """Make the files that Megatron-Core expects beside ``torch_dist``: an empty common state, the format."""
     buffer = io.BytesIO()
     torch.save({}, buffer)
     backends = {"sharded_backend": "torch_dist", "common_backend": "torch"}
@@ -120,7 +136,7 @@ def _format_files(there: Sequence[str]) -> dict[str, bytes]:
 
 @contextlib.contextmanager
 def _room_for(destination: str, identity: str, *, restart: bool) -> Iterator[Path]:
-    """A folder for what is in between, on the same disk if the destination is on one.
+    """Hold a folder for what is between the steps, on the destination's disk if that is local.
 
     There, it has the identity of what is asked for in its name, and stays for somebody who can go on with it.
     """

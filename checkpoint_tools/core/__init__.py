@@ -1,1 +1,1 @@
-"""What every room uses: errors, sizes, patterns, regions of tensors and their parts, tables."""
+"""Shared by every room: errors, sizes, patterns, regions of tensors and their parts, tables."""

@@ -1,4 +1,4 @@
-"""Where the parts of a fused tensor lie in it, and in the shards of it. Integers in, integers out.
+"""Locate the parts of a fused tensor in it and in its shards. Integers in, integers out.
 
 Along one dimension, every layout that fused projections have is a *comb*: blocks of equal length at equal distances::
 
@@ -37,17 +37,17 @@ class Comb(NamedTuple):
 
     @property
     def size(self) -> int:
-        """How many indices: the part's size along the dimension."""
+        """Return the part's size along the dimension."""
         return self.length * self.blocks
 
     def part_shape(self, fused_shape: Sequence[int], dim: int) -> tuple[int, ...]:
-        """The part's shape, of a fused tensor of that shape; ``dim`` is not negative."""
+        """Return the part's shape for a fused tensor of that shape; ``dim`` is not negative."""
         own = () if self.is_dropped else (self.size,)
         return (*fused_shape[:dim], *own, *fused_shape[dim + 1 :])
 
 
 def combs_of(sizes: Sequence[int], layout: Layout, groups: int = 1) -> tuple[Comb, ...]:
-    """The comb of each part.
+    """Return the comb of each part.
 
     Args:
         sizes: of the parts along the fused dimension, over all groups.
@@ -74,7 +74,7 @@ def combs_of(sizes: Sequence[int], layout: Layout, groups: int = 1) -> tuple[Com
 
 
 def part_chunks(fused: ShardChunks, dim: int, comb: Comb) -> ShardChunks:
-    """Which rectangles of a part this rank has, as places in the memory of its shard of the fused tensor.
+    """List a part's rectangles on this rank, as places in the memory of its shard of the fused tensor.
 
     Args:
         fused: this rank's chunks of the fused tensor.
@@ -95,7 +95,7 @@ def part_chunks(fused: ShardChunks, dim: int, comb: Comb) -> ShardChunks:
 
 
 def span_of(part: ShardChunks) -> tuple[int, ShardChunks]:
-    """The stretch of local memory from the part's first element to its last, and its chunks within that.
+    """Return the range of local memory from the part's first element to its last, and its chunks in it.
 
     Returns:
         Where the stretch begins in the flat local buffer, and the chunks with the stretch as their buffer.
@@ -110,7 +110,7 @@ def span_of(part: ShardChunks) -> tuple[int, ShardChunks]:
 
 
 def _cut(chunk: Chunk, dim: int, comb: Comb) -> Iterator[Chunk]:
-    """The parts of one rectangle that are in the comb, in the part's own coordinates."""
+    """Cut a rectangle to the part's elements, in the part's own coordinates."""
     begin, end = chunk.offsets[dim], chunk.offsets[dim] + chunk.sizes[dim]
     if comb.length == 1:  # one strided rectangle instead of many thin ones
         first, last = (_blocks_before(comb, at) for at in (begin, end))
@@ -126,7 +126,7 @@ def _cut(chunk: Chunk, dim: int, comb: Comb) -> Iterator[Chunk]:
 
 
 def _blocks_before(comb: Comb, index: int) -> int:
-    """How many blocks begin before ``index``."""
+    """Count the comb's blocks that begin before ``index``."""
     return min(max(-(-(index - comb.start) // comb.distance), 0), comb.blocks) if comb.distance else 0
 
 
@@ -140,13 +140,13 @@ def _piece(chunk: Chunk, dim: int, part_at: int, size: int, local_at: int, step:
 
 
 def _without(chunk: Chunk, dim: int) -> Chunk:
-    """The same elements without a dimension in which there is one index."""
+    """Drop a dimension that has one index."""
     offsets, sizes, strides = ((*of[:dim], *of[dim + 1 :]) for of in (chunk.offsets, chunk.sizes, chunk.local_strides))
     return Chunk(offsets, sizes, chunk.local_start, strides)
 
 
 def _nothing_of(shape: Sequence[int]) -> Chunk:
-    """As torch's empty shards: at the end of dimension 0, so that all of them are the same chunk."""
+    """Return an empty chunk as torch's empty shards have it: at the end of dimension 0, so all are alike."""
     sizes = (0, *shape[1:])
     return Chunk((shape[0], *(0 for _ in shape[1:])), sizes, 0, contiguous_strides(sizes))
 

@@ -7,23 +7,23 @@ from .errors import CheckpointError
 
 
 def matches(key: str, patterns: Sequence[str]) -> bool:
-    """Whether any pattern matches, or there is none: what people look at is everything until they choose."""
+    """Tell whether any pattern matches, or there is none: people look at everything until they choose."""
     return not patterns or is_excluded(key, patterns)
 
 
 def is_excluded(key: str, patterns: Sequence[str]) -> bool:
-    """Whether any pattern matches: what people leave out is nothing until they choose."""
+    """Tell whether any pattern matches: nothing is left out until people choose."""
     return any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)
 
 
 def idle_patterns(patterns: Iterable[str], keys: Iterable[str]) -> list[str]:
-    """Those that match none of the keys: a slip of the hand, which would otherwise choose nothing without a word."""
+    """List the patterns that match no key: typing errors, which would silently choose nothing."""
     known = list(keys)
     return [pattern for pattern in patterns if not any(fnmatch.fnmatchcase(key, pattern) for key in known)]
 
 
 def check_excluded(excluded: Iterable[str], keys: Iterable[str]) -> None:
-    """Whether each of the patterns of keys to leave out has something to leave out.
+    """Check that each pattern of keys to leave out matches a key.
 
     Raises:
         CheckpointError: names those that have not.

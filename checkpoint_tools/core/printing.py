@@ -12,11 +12,11 @@ from typing import Any
 _UNPRINTABLE = re.compile("[\0-\x09\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ud800-\udfff\ufeff]")
 
 _PLAIN = {"×": "x", "–": "-", "…": "...", "│": "|", "─": "-", "•": "*"}
-"""What is written for our own signs where the output has only ASCII."""
+"""ASCII replacements of the tools' own signs."""
 
 
 def printable(text: str) -> str:
-    """The same text, with escapes in place of what is not to be printed."""
+    """Escape the characters that must not reach a terminal."""
     if text.isascii() and text.isprintable():  # nearly all are, in tables of a million cells
         return text
     return _UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape", "surrogatepass").decode(), text)

@@ -23,7 +23,7 @@ from .parts import Comb
 Shape = tuple[int, ...]
 
 
-class Region(NamedTuple):
+class TensorRegion(NamedTuple):
     """A hyper-rectangle of a tensor."""
 
     offsets: Shape
@@ -31,12 +31,17 @@ class Region(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """How many elements."""
+        """Count the elements."""
         return math.prod(self.sizes)
 
 
+def whole_of(shape: Shape) -> TensorRegion:
+    """Return all of a tensor as a region of it."""
+    return TensorRegion((0,) * len(shape), shape)
+
+
 class Placed(Protocol):
-    """Whatever has a place in a tensor."""
+    """Anything that has a place in a tensor."""
 
     @property
     def offsets(self) -> Shape: ...  # noqa: D102
@@ -45,8 +50,8 @@ class Placed(Protocol):
     def sizes(self) -> Shape: ...  # noqa: D102
 
 
-def stretches(region: Region, max_numel: int) -> Iterator[Region]:
-    """A rectangle as stretches of at most so many elements, in the order of its memory."""
+def stretches(region: TensorRegion, max_numel: int) -> Iterator[TensorRegion]:
+    """Divide a rectangle into stretches of at most ``max_numel`` elements, in the order of its memory."""
     offsets, sizes = region
     if region.numel <= max(max_numel, 1):
         yield region
@@ -58,27 +63,27 @@ def stretches(region: Region, max_numel: int) -> Iterator[Region]:
     for outer in itertools.product(*(range(size) for size in sizes[:dim])):
         for start in range(0, sizes[dim], step):
             at = (*map(int.__add__, offsets, outer), offsets[dim] + start, *offsets[dim + 1 :])
-            yield Region(at, (*(1 for _ in outer), min(step, sizes[dim] - start), *sizes[dim + 1 :]))
+            yield TensorRegion(at, (*(1 for _ in outer), min(step, sizes[dim] - start), *sizes[dim + 1 :]))
 
 
 def position_in(outer: Placed, offsets: Sequence[int]) -> int:
-    """How many elements come before the one at ``offsets``, in the row-major memory of ``outer``."""
+    """Count the elements before the one at ``offsets`` in the row-major memory of ``outer``."""
     strides = contiguous_strides(outer.sizes)
     return sum((at - first) * step for at, first, step in zip(offsets, outer.offsets, strides, strict=True))
 
 
 def contains(outer: Placed, inner: Placed) -> bool:
-    """Whether all of ``inner`` is in ``outer``."""
+    """Tell whether all of ``inner`` is in ``outer``."""
     ends = zip(outer.offsets, outer.sizes, inner.offsets, inner.sizes, strict=True)
     return all(first <= at and at + size <= first + whole for first, whole, at, size in ends)
 
 
-def common(one: Placed, other: Placed) -> Region | None:
-    """The elements of both, if there are any."""
+def common(one: Placed, other: Placed) -> TensorRegion | None:
+    """Return the rectangle that both have in common, or None."""
     offsets = tuple(map(max, one.offsets, other.offsets))
     ends = zip(offsets, one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
     sizes = tuple(min(a + n, b + m) - start for start, a, n, b, m in ends)
-    return Region(offsets, sizes) if all(size > 0 for size in sizes) else None
+    return TensorRegion(offsets, sizes) if all(size > 0 for size in sizes) else None
 
 
 PlacedT = TypeVar("PlacedT", bound=Placed)
@@ -94,37 +99,37 @@ class Index(Generic[PlacedT]):
         self._ends = list(itertools.accumulate(ends, max))
 
     def overlapping(self, region: Placed) -> list[PlacedT]:
-        """Those that have elements in common with ``region``."""
+        """List those that have elements in common with ``region``."""
         begin = (*region.offsets, 0)[0]
         first = bisect.bisect_right(self._ends, begin)
         last = bisect.bisect_left(self._starts, begin + (*region.sizes, 1)[0])
         return [each for each in self._placed[first:last] if common(each, region) is not None]
 
 
-def joined(regions: Iterable[Region], dim: int) -> list[Region]:
-    """The same elements in fewer rectangles: those that touch along ``dim`` and are otherwise alike are one."""
+def joined(regions: Iterable[TensorRegion], dim: int) -> list[TensorRegion]:
+    """Join rectangles that touch along ``dim`` and are otherwise alike."""
 
-    def others(region: Region) -> tuple[tuple[int, int], ...]:
+    def others(region: TensorRegion) -> tuple[tuple[int, int], ...]:
         both = zip(region.offsets, region.sizes, strict=True)
         return tuple(each for at, each in enumerate(both) if at != dim)
 
-    found: list[Region] = []
+    found: list[TensorRegion] = []
     for region in sorted(regions, key=lambda each: (others(each), each.offsets[dim])):
         last = found[-1] if found else None
         if last is not None and others(last) == others(region) and _end(last, dim) == region.offsets[dim]:
             size = last.sizes[dim] + region.sizes[dim]
-            found[-1] = Region(last.offsets, (*last.sizes[:dim], size, *last.sizes[dim + 1 :]))
+            found[-1] = TensorRegion(last.offsets, (*last.sizes[:dim], size, *last.sizes[dim + 1 :]))
         else:
             found.append(region)
     return sorted(found)
 
 
-def _end(region: Region, dim: int) -> int:
+def _end(region: TensorRegion, dim: int) -> int:
     return region.offsets[dim] + region.sizes[dim]
 
 
-def fused_regions(part: Placed, dim: int, comb: Comb) -> Iterator[Region]:
-    """Where a rectangle of a part lies in the fused tensor: one rectangle for each block of the comb that it touches.
+def fused_regions(part: Placed, dim: int, comb: Comb) -> Iterator[TensorRegion]:
+    """Yield a part's rectangle in the fused tensor: one rectangle for each block of the comb that it touches.
 
     The inverse of :func:`checkpoint_tools.core.parts.part_chunks`.
     """
@@ -140,6 +145,7 @@ def fused_regions(part: Placed, dim: int, comb: Comb) -> Iterator[Region]:
         yield _with_dim(part, dim, start, upper - lower)
 
 
-def _with_dim(part: Placed, dim: int, start: int, size: int, *, dropped: bool = False) -> Region:
+def _with_dim(part: Placed, dim: int, start: int, size: int, *, dropped: bool = False) -> TensorRegion:
     after = dim if dropped else dim + 1
-    return Region((*part.offsets[:dim], start, *part.offsets[after:]), (*part.sizes[:dim], size, *part.sizes[after:]))
+    offsets = (*part.offsets[:dim], start, *part.offsets[after:])
+    return TensorRegion(offsets, (*part.sizes[:dim], size, *part.sizes[after:]))

@@ -3,18 +3,19 @@
 import functools
 import math
 import re
+import reprlib
 from collections.abc import Iterable
 
 from .errors import CheckpointError
 
 MAX_ITEM_BYTES = 16
-"""Of one element of any dtype: complex128."""
+"""Size of the largest element of any dtype: complex128."""
 
 MAX_DIMS = 64
-"""Of a tensor, as numpy has it. torch itself can count further, and nobody does."""
+"""Most dimensions of a tensor: numpy's limit."""
 
 MAX_INT64 = 2**63 - 1
-"""Of sizes, offsets and counts: more is more than there is of anything."""
+"""Largest size, offset or count that is plausible."""
 
 _DIGITS = re.compile(r"(\d+)")
 
@@ -27,7 +28,7 @@ _FACTORS = {"": 1} | {
 
 
 def human_bytes(count: float) -> str:
-    """``1536`` → ``1.5 KiB``."""
+    """Format bytes: ``1536`` → ``1.5 KiB``."""
     power = 0
     while power + 1 < len(_UNITS) and count >= 1023.95:  # 1023.95 would be printed as 1024.0
         count /= 1024
@@ -38,12 +39,17 @@ def human_bytes(count: float) -> str:
 
 
 def shortened(text: str, length: int = 200) -> str:
-    """The beginning of a text that somebody else has written."""
+    """Cut a foreign text to its beginning."""
     return text if len(text) <= length else f"{text[: length - 1]}…"
 
 
+def short_repr(value: object) -> str:
+    """Show the beginning of a value, which may be large or nested deeply."""
+    return shortened(reprlib.repr(value), 40)
+
+
 def parse_bytes(text: str) -> int:
-    """``2GiB`` or ``2G`` → 2147483648, ``2GB`` → 2000000000, ``4096`` → 4096.
+    """Parse a size: ``2GiB`` or ``2G`` → 2147483648, ``2GB`` → 2000000000, ``4096`` → 4096.
 
     Raises:
         CheckpointError: not a size, or zero.
@@ -57,7 +63,7 @@ def parse_bytes(text: str) -> int:
 
 
 def thread_bytes(max_memory_bytes: int, threads: int, least_bytes: int) -> int:
-    """Each thread's share of the memory for data.
+    """Return each thread's share of the memory for data.
 
     Raises:
         CheckpointError: it is less than the work of one thread needs, ``least_bytes``.
@@ -72,18 +78,18 @@ def thread_bytes(max_memory_bytes: int, threads: int, least_bytes: int) -> int:
 
 
 def counted(count: int, noun: str) -> str:
-    """``1 file``, ``2 files``."""
+    """Format a count: ``1 file``, ``2 files``."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def human_shape(shape: Iterable[int]) -> str:
-    """``(4, 8)`` → ``4 × 8``; ``()`` → ``scalar``."""
+    """Format a shape: ``(4, 8)`` → ``4 × 8``; ``()`` → ``scalar``."""
     return " × ".join(map(str, shape)) or "scalar"
 
 
 @functools.lru_cache(1 << 17)  # keys are sorted when a checkpoint is opened, and again with those of another
 def natural_order(key: str) -> tuple[tuple[bool, int, str], ...]:
-    """A sort key: digits in a key count as numbers."""
+    """Return a sort key in which digits count as numbers."""
     return tuple([_part_order(part) for part in _DIGITS.split(key) if part])
 
 
@@ -96,5 +102,5 @@ def _part_order(part: str) -> tuple[bool, int, str]:
 
 
 def block_bounds(total: int, size: int) -> list[tuple[int, int]]:
-    """``total`` things in blocks of ``size``, the last one smaller."""
+    """Yield the bounds of blocks of ``size`` out of ``total``; the last one may be smaller."""
     return [(start, min(start + size, total)) for start in range(0, total, size)] if math.prod((total, size)) else []

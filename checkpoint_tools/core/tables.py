@@ -16,17 +16,17 @@ _GAP = "  "
 class Table:
     """Rows of texts, which are to the left, and of numbers, to the right. Nothing is cut off."""
 
-    def __init__(self, texts: Sequence[str], numbers: Sequence[str] = ()) -> None:
+    def __init__(self, *texts: str, numbers: Sequence[str] = ()) -> None:
         self._texts = len(texts)
         self._rows: list[tuple[str, ...]] = [(*texts, *numbers)]
 
     def add_row(self, *cells: str) -> None:
-        """One for each column; what others have written in them is made printable."""
+        """Add a cell for each column, with foreign text made printable."""
         assert len(cells) == len(self._rows[0])
         self._rows.append(tuple(printable(cell).replace("\n", "\\n") for cell in cells))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
-        """The lines. Longer ones than the terminal's are wrapped by that."""
+        """Yield the lines; the terminal wraps those that are too long."""
         del console, options
         widths = [max(map(_width, column)) for column in zip(*self._rows, strict=True)]
         for number, row in enumerate(self._rows):
@@ -44,11 +44,6 @@ def _width(text: str) -> int:
     return len(text) if text.isascii() else cell_len(text)
 
 
-def new_table(*texts: str, numbers: Sequence[str] = ()) -> Table:
-    """A table in the style of all commands."""
-    return Table(texts, numbers)
-
-
 def shown(text: str) -> Text:
-    """A text that others have written parts of."""
+    """Return a rich text of a string that others have written parts of."""
     return Text(printable(text))

@@ -13,7 +13,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: tor
 
 
 class Comparison(NamedTuple):
-    """What a comparison found; those of two parts add up.
+    """Result of comparing values; the results of two parts add up.
 
     Attributes:
         differing: how many elements differ.
@@ -27,7 +27,7 @@ class Comparison(NamedTuple):
     max_abs_diff: float | None
 
     def plus(self, other: "Comparison") -> "Comparison":
-        """Of both parts together."""
+        """Add the results of both parts."""
         known = [value for value in (self.max_abs_diff, other.max_abs_diff) if value is not None]
         return Comparison(self.differing + other.differing, self.numel + other.numel, max(known, default=None))
 
@@ -66,7 +66,7 @@ def compare_each(a: Tensor, b: Tensor, numels: Sequence[int], rtol: float = 0.0,
 
 
 def _gaps(a: Tensor, b: Tensor) -> Tensor | None:
-    """How far apart they are, in float64: infinitely where only one is a number. ``None`` of what are no numbers."""
+    """Return distances in float64: infinite where only one is a number, None for dtypes without numbers."""
     if not (a.is_floating_point() or a.is_complex()) and a.dtype is not torch.bool:
         # float64 has 53 bits: the difference is taken before. Where it does not fit into int64, rounding is no matter.
         exact = a.to(torch.int64) - b.to(torch.int64)
@@ -81,7 +81,7 @@ def _gaps(a: Tensor, b: Tensor) -> Tensor | None:
 
 
 def _is_close(a: Tensor, b: Tensor, gaps: Tensor | None, rtol: float, atol: float) -> Tensor:
-    """Whether they are within the tolerance; what are no numbers is not."""
+    """Tell which values are within the tolerance; NaN never is."""
     wide = _wide(a, b)
     if gaps is None or wide is None:
         return torch.zeros(len(a), dtype=torch.bool)
@@ -115,7 +115,7 @@ MAX_VALUES = 10_000_000
 
 
 def has_more_values(value: Any, most: int) -> bool:
-    """Whether there are more values in it, each counted as often as it is contained."""
+    """Tell whether a tree holds more than so many values, counting each as often as it is contained."""
     pending, number = [value], 0
     while pending and number <= most:
         each = pending.pop()
@@ -128,7 +128,7 @@ def has_more_values(value: Any, most: int) -> bool:
 
 
 def same_values(a: Any, b: Any, seen: dict[tuple[int, int], Any] | None = None) -> bool:
-    """Whether two objects are the same: their types, and the bits of the numbers and the tensors in them.
+    """Tell whether two objects are the same: their types, and the bits of their numbers and tensors.
 
     So 1, 1.0 and True are three values, 0.0 and -0.0 are two, and a NaN is the same as one of the same bits; also as
     keys of dicts, whose order is of no account, and in sets.
@@ -159,7 +159,7 @@ def same_values(a: Any, b: Any, seen: dict[tuple[int, int], Any] | None = None) 
 
 
 def _identity(value: Any) -> Any:
-    """What is equal only for the same values, where ``==`` is for others too; hashable, if ``value`` is."""
+    """Map a value to something equal only for identical values, unlike ``==``; hashable if ``value`` is."""
     kind = type(value)
     if isinstance(value, float):
         return kind, struct.pack("<d", value)

@@ -1,1 +1,1 @@
-"""Which keys are exchanged for which when fused tensors are split, or parts merged."""
+"""Decide which keys replace which when fused tensors are split, or parts merged."""

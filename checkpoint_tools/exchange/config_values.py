@@ -22,7 +22,7 @@ from ..core.sizes import MAX_INT64
 from ..stored.archive import PICKLE, DamagedError, open_archive, read_pickle
 from ..stored.reading import Checkpoint
 from ..stored.storage import Window, read_small
-from ..stored.unpickle import Record, unpickle_plain
+from ..stored.unpickle import PickledObject, unpickle_plain
 
 COMMON_FILE = "common.pt"
 FORMAT_FILE = "metadata.json"
@@ -46,7 +46,7 @@ class Told(NamedTuple):
 
 
 def told_values(checkpoint: Checkpoint, names: Iterable[str]) -> dict[str, Told]:
-    """Those of the names of which the checkpoint says what they are."""
+    """Look up those of the names whose values the checkpoint tells."""
     wanted = set(names)
     found: dict[str, Told] = {}
     if not wanted:
@@ -59,7 +59,7 @@ def told_values(checkpoint: Checkpoint, names: Iterable[str]) -> dict[str, Told]
 def with_told(
     checkpoint: Checkpoint, names: Iterable[str], given: Mapping[str, float]
 ) -> tuple[dict[str, float], list[str]]:
-    """All values that are known, and what there is to be said about those that were not given.
+    """Complete the given values with those that the checkpoint tells, and note where from.
 
     Raises:
         CheckpointError: a given one contradicts how the checkpoint is stored.
@@ -96,13 +96,13 @@ def is_torch_dist(checkpoint: Checkpoint) -> bool:
 def _of_args(checkpoint: Checkpoint) -> dict[str, Told]:
     for where, read in ((COMMON_FILE, _common_args), (f"the object {_ARGS}", _object_args)):
         args = read(checkpoint)
-        if isinstance(args, Record) and isinstance(args.state, dict):
+        if isinstance(args, PickledObject) and isinstance(args.state, dict):
             return {name: Told(value, f"args in {where}") for name, value in _of_megatron(args.get).items()}
     return {}
 
 
 def _of_megatron(get: Callable[[str], Any]) -> dict[str, int]:
-    """What Megatron's args say, by the names that the presets use."""
+    """Read Megatron's args, under the names that the presets use."""
 
     def product(*names: str) -> int | None:
         factors = [get(name) for name in names]

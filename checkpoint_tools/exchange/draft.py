@@ -10,7 +10,7 @@ from .roles import Roles
 
 
 class Draft:
-    """What becomes of the keys of a checkpoint, as far as it is known.
+    """Exchange under construction: what becomes of each key.
 
     Attributes:
         fusions, copies, objects, paths: those of the :class:`~checkpoint_tools.fused.fusions.Exchange`.
@@ -26,29 +26,29 @@ class Draft:
         self._new: list[str] = []
 
     def exchange(self, parameters: int, matched: tuple[str, ...]) -> Exchange:
-        """The complete one; the first so many of its fusions are tensors of a model."""
+        """Finish the exchange; its first ``parameters`` fusions are tensors of a model."""
         return Exchange(tuple(self.fusions), self.copies, self.objects, self.paths, parameters, matched)
 
     # --- to put together ---
 
     def fuse(self, fusion: Fusion, *, old: Iterable[str], new: Iterable[str]) -> None:
-        """A fused tensor and its parts: those that are there, and those that come in their place."""
+        """Record a fused tensor with its parts: those stored, and those that replace them."""
         self.fusions.append(fusion)
         self._old.update(old)
         self._new += new
 
     def copy(self, name: StateName, fqns: Sequence[str]) -> None:
-        """An entry of state is copied to these parameters."""
+        """Copy an entry of state to these parameters."""
         renamed = [name.renamed(fqn) for fqn in fqns]
         self.copies[name.key] = tuple(key for key, _ in renamed)
         self.paths.update((key, path) for key, path in renamed if path)
 
     def drop(self, key: str) -> None:
-        """Nothing becomes of it."""
+        """Drop a key without a replacement."""
         self.copies[key] = ()
 
     def path_beside(self, key: str, other: str) -> None:
-        """The new key ``other`` is where ``key`` was."""
+        """Put the new key ``other`` where ``key`` was in the nested state dict."""
         path = self._checkpoint.paths.get(key, ())
         if not path or ".".join(map(str, path)) != key:
             return
@@ -61,7 +61,7 @@ class Draft:
     # --- to check ---
 
     def check_new_keys(self) -> None:
-        """Whether every new key is free.
+        """Check that every new key is free.
 
         Raises:
             CheckpointError: there would be two values of one name.
@@ -74,7 +74,7 @@ class Draft:
             raise CheckpointError(f"there would be two values named {taken[0]} ({len(taken)} such names)")
 
     def check_left(self, names: Names, roles: Roles) -> None:
-        """Whether something looks like state of a tensor that is exchanged, and would stay as it was, without a word.
+        """Refuse state that seems to belong to an exchanged tensor and would silently stay as it was.
 
         Raises:
             CheckpointError: it does, and nobody has excluded it.
@@ -93,7 +93,7 @@ class Draft:
 
 
 def _beginnings(key: str) -> Iterator[str]:
-    """Every run of words of a key that another word follows."""
+    """Yield every prefix of a key that ends before a dot."""
     words = key.split(".")
     for start in range(len(words)):
         for stop in range(start + 1, len(words)):

@@ -1,4 +1,4 @@
-"""Which keys of a checkpoint are exchanged for which, when fused tensors are split or parts are merged.
+"""Decide which keys of a checkpoint replace which, when fused tensors are split or parts are merged.
 
 ::
 
@@ -25,52 +25,36 @@ from ..stored.reading import Checkpoint
 from .draft import Draft
 from .merging import Merging
 from .param_groups import listed, read_groups, relisted
+from .request import Way
 from .roles import Roles
 from .splitting import Splitting
 
 
-def split_exchange(
+def find_exchange(
+    way: Way,
     checkpoint: Checkpoint,
     rules: Sequence[Rule],
     values: Mapping[str, float],
     excluded: Sequence[str] = (),
     wanted: Wanted = ALL,
 ) -> Exchange:
-    """Exchange fused tensors for their parts; ``wanted`` are those of them that are, by the names that rules have.
+    """Exchange fused tensors for their parts, or the other way round.
+
+    Args:
+        way: ``"split"``, or its inverse ``"merge"``.
+        checkpoint: that has what is exchanged.
+        rules: that match fused tensors.
+        values: of the model's config, which the rules name.
+        excluded: patterns of keys that stay.
+        wanted: which of the matches are exchanged.
 
     Raises:
         CheckpointError: rules do not fit, state is of another shape than its parameter, names are taken or ambiguous;
-            or a rule, a value or a pattern is of no use.
+            a rule, a value or a pattern is of no use; or parts are missing, or differ in what there can be only one of.
     """
-    return _guarded(Splitting, checkpoint, rules, values, excluded, wanted)
-
-
-def merge_exchange(
-    checkpoint: Checkpoint,
-    rules: Sequence[Rule],
-    values: Mapping[str, float],
-    excluded: Sequence[str] = (),
-    wanted: Wanted = ALL,
-) -> Exchange:
-    """Exchange parts for the fused tensors: the inverse.
-
-    Raises:
-        CheckpointError: as above; or parts are missing, or differ in what there can be only one of.
-    """
-    return _guarded(Merging, checkpoint, rules, values, excluded, wanted)
-
-
-def _guarded(
-    way: type[Splitting | Merging],
-    checkpoint: Checkpoint,
-    rules: Sequence[Rule],
-    values: Mapping[str, float],
-    excluded: Sequence[str],
-    wanted: Wanted,
-) -> Exchange:
     _check_values(rules, values)
     try:
-        return _exchange(way, checkpoint, rules, values, excluded, wanted)
+        return _exchange(Splitting if way == "split" else Merging, checkpoint, rules, values, excluded, wanted)
     except MissingValueError as error:
         raise CheckpointError(error.told(f"--value {error.name}=NUMBER", values)) from error
     except (ValueError, KeyError) as error:  # the rules' own errors
@@ -78,7 +62,7 @@ def _guarded(
 
 
 def _check_values(rules: Sequence[Rule], values: Mapping[str, float]) -> None:
-    """A value that nobody asks for is a slip of the hand."""
+    """Refuse values that no rule uses: typing errors."""
     known = {name for rule in rules for name in rule.value_names}
     idle = [name for name in values if name not in known]
     if idle:
@@ -114,7 +98,7 @@ def _exchange(
 
 
 def _relisted(name: GroupName, content: Any, roles: Roles, worker: Splitting | Merging) -> bytes | None:
-    """What a param group is afterwards, if it lists what is exchanged."""
+    """Return the new content of a param group that lists exchanged tensors, or None."""
 
     def listed_as(fqn: Any) -> Sequence[Any]:
         return worker.listed_as(fqn, roles.of_fqn(name.optimizer, fqn))

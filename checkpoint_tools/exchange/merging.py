@@ -3,28 +3,29 @@
 Beside metadata, counters and other objects are looked at: there can be only one of each.
 """
 
-import reprlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from ..core.errors import CheckpointError
-from ..core.sizes import shortened
+from ..core.sizes import short_repr
 from ..core.values import same_values
 from ..fused.fusions import Fusion, Shape
 from ..fused.keys import Names, StateName
 from ..fused.options import check_same_options
 from ..fused.rules import Match
-from ..stored.items import Reader
+from ..stored.items import ItemReader
 from ..stored.reading import Checkpoint
 from .draft import Draft
 from .param_groups import Groups, groups_in
 from .roles import PARTS, Role, Roles
 
 
+@dataclass(frozen=True)
 class Merging:
-    """From parts to fused tensors.
+    """Exchange of parts for fused tensors.
 
-    Args:
+    Attributes:
         checkpoint: that has the parts.
         names: its keys.
         roles: what they are.
@@ -32,25 +33,21 @@ class Merging:
         draft: gets what is found.
     """
 
-    side = PARTS
-
-    def __init__(
-        self, checkpoint: Checkpoint, names: Names, roles: Roles, values: Mapping[str, float], draft: Draft
-    ) -> None:
-        self._checkpoint = checkpoint
-        self._names = names
-        self._roles = roles
-        self._values = values
-        self._draft = draft
+    side: ClassVar = PARTS
+    checkpoint: Checkpoint
+    names: Names
+    roles: Roles
+    values: Mapping[str, float]
+    draft: Draft
 
     def listed_as(self, fqn: Any, role: Role | None) -> Sequence[Any]:
-        """What a param group lists instead of ``fqn``."""
+        """Return what a param group lists instead of ``fqn``."""
         if role is None:
             return (fqn,)
         return (role.fused,) if role.number == 0 else ()
 
     def check_groups(self, groups: Groups) -> None:
-        """Whether param groups allow it: the parts of one tensor have the same options.
+        """Check that param groups allow it: the parts of one tensor must have the same options.
 
         Raises:
             CheckpointError: they have not.
@@ -62,7 +59,7 @@ class Merging:
                 if name.is_list:  # the options are under keys of their own; groups are taken to differ
                     entries = {"listed in": name.key}
                 options.update(((name.optimizer, str(fqn)), entries) for fqn in group.get("params", ()))
-        for optimizer, roles in self._roles.by_optimizer():
+        for optimizer, roles in self.roles.by_optimizer():
             fused: dict[str, dict[str, Mapping[str, Any] | None]] = {}
             for role in roles:
                 fused[role.fused] = {part: options.get((optimizer, part)) for part in role.parts}
@@ -73,34 +70,34 @@ class Merging:
                     raise CheckpointError(f"{error}, with --exclude") from error
 
     def exchange_model(self) -> None:
-        """The tensors of the model.
+        """Exchange the model's tensors.
 
         Raises:
-            CheckpointError: see :func:`checkpoint_tools.exchange.exchange.merge_exchange`, and for the next one.
+            CheckpointError: see :func:`checkpoint_tools.exchange.exchange.find_exchange`, and for the next one.
             ValueError: from the rules.
         """
-        for match in self._roles.model_matches():
+        for match in self.roles.model_matches():
             self._fuse(self._fused(match, match.fused, match.parts))
-            self._draft.path_beside(match.parts[0], match.fused)
+            self.draft.path_beside(match.parts[0], match.fused)
 
     def _fuse(self, fusion: Fusion) -> None:
-        self._draft.fuse(fusion, old=fusion.parts, new=(fusion.fused,))
+        self.draft.fuse(fusion, old=fusion.parts, new=(fusion.fused,))
 
     def exchange_states(self) -> None:
-        """The state of optimizers."""
+        """Exchange the state of the optimizers."""
         entries: dict[tuple[str, str], dict[str, dict[int, StateName]]] = {}
         roles: dict[tuple[str, str], Role] = {}
-        for name in self._names.states:
-            role = self._roles.of_state(name)
+        for name in self.names.states:
+            role = self.roles.of_state(name)
             if role is not None and role.number is not None:
                 of = (name.before, role.fused)
                 roles[of] = role
                 entries.setdefault(of, {}).setdefault(name.after, {})[role.number] = name
-        with Reader(self._checkpoint) as reader:
+        with ItemReader(self.checkpoint) as reader:
             for of, by_entry in entries.items():
                 self._merge_state(roles[of], by_entry, reader)
 
-    def _merge_state(self, role: Role, by_entry: Mapping[str, Mapping[int, StateName]], reader: Reader) -> None:
+    def _merge_state(self, role: Role, by_entry: Mapping[str, Mapping[int, StateName]], reader: ItemReader) -> None:
         for by_number in by_entry.values():
             if len(by_number) < len(role.parts):
                 missing = [part for number, part in enumerate(role.parts) if number not in by_number]
@@ -110,14 +107,14 @@ class Merging:
                     "not; save them with the same state"
                 )
             names = [by_number[number] for number in range(len(role.parts))]
-            tensors = [self._checkpoint.tensors.get(name.key) for name in names]
+            tensors = [self.checkpoint.tensors.get(name.key) for name in names]
             if all(tensor is not None and tensor.shape != () for tensor in tensors):
                 self._merge_tensors(role, names)
             else:
                 self._check_equal(names, reader)
-                self._draft.copy(names[0], [role.fused])
+                self.draft.copy(names[0], [role.fused])
                 for name in names[1:]:
-                    self._draft.drop(name.key)
+                    self.draft.drop(name.key)
 
     def _merge_tensors(self, role: Role, names: Sequence[StateName]) -> None:
         fused, path = names[0].renamed(role.fused)
@@ -130,13 +127,13 @@ class Merging:
             )
         self._fuse(fusion)
         if path:
-            self._draft.paths[fused] = path
+            self.draft.paths[fused] = path
 
     def _param_shape(self, owner: str) -> Shape | None:
-        return next((fusion.shape for fusion in self._draft.fusions if owner in fusion.parts), None)
+        return next((fusion.shape for fusion in self.draft.fusions if owner in fusion.parts), None)
 
     def _fused(self, match: Match, fused: str, parts: tuple[str, ...]) -> Fusion:
-        tensors = [self._checkpoint.tensors[part] for part in parts]
+        tensors = [self.checkpoint.tensors[part] for part in parts]
         first = tensors[0]
         for tensor in tensors[1:]:
             if tensor.dtype != first.dtype:
@@ -146,32 +143,32 @@ class Merging:
                 )
         shapes = [tensor.shape for tensor in tensors]
         shape, dim = _fused_shape(match, shapes, fused)
-        combs = match.rule.combs(shape[dim], self._values, fused)
+        combs = match.rule.combs(shape[dim], self.values, fused)
         expected = [comb.part_shape(shape, dim) for comb in combs]
         if shapes != expected:
             raise CheckpointError(f"{fused}: the rule gives its parts the shapes {expected}, and they have {shapes}")
         return Fusion(fused, parts, shape, first.dtype, dim, combs)
 
-    def _check_equal(self, names: Sequence[StateName], reader: Reader) -> None:
+    def _check_equal(self, names: Sequence[StateName], reader: ItemReader) -> None:
         values = [self._value(name.key, reader) for name in names]
         for name, value in zip(names[1:], values[1:], strict=True):
             if not same_values(values[0], value):
                 raise CheckpointError(
-                    f"{names[0].key} is {_short(values[0])} and {name.key} is {_short(value)}; one fused value cannot "
-                    "be both"
+                    f"{names[0].key} is {short_repr(values[0])} and {name.key} is {short_repr(value)}; one fused value "
+                    "cannot be both"
                 )
 
-    def _value(self, key: str, reader: Reader) -> Any:
-        if key in self._checkpoint.objects:
-            return reader.read_object(self._checkpoint.objects[key])
-        tensor = self._checkpoint.tensors[key]
+    def _value(self, key: str, reader: ItemReader) -> Any:
+        if key in self.checkpoint.objects:
+            return reader.read_object(self.checkpoint.objects[key])
+        tensor = self.checkpoint.tensors[key]
         if tensor.shape != ():
             raise CheckpointError(f"{key} has shape {tensor.shape}, and other parts have a number there")
         return reader.read_chunk(tensor.chunks[0])
 
 
 def _fused_shape(match: Match, shapes: Sequence[Shape], where: str) -> tuple[Shape, int]:
-    """The shape of the fused tensor, and its fused dimension."""
+    """Compute the fused tensor's shape and fused dimension."""
     first = shapes[0]
     stacked = match.rule.layout == "stacked"
     ndim = len(first) + stacked
@@ -180,7 +177,3 @@ def _fused_shape(match: Match, shapes: Sequence[Shape], where: str) -> tuple[Sha
         raise CheckpointError(f"{where} cannot be merged: its parts have the shapes {list(shapes)}")
     size = len(shapes) if stacked else sum(shape[dim] for shape in shapes)
     return (*first[:dim], size, *first[dim + (not stacked) :]), dim
-
-
-def _short(value: object) -> str:
-    return shortened(reprlib.repr(value), 40)  # which goes neither deep nor far

@@ -1,4 +1,4 @@
-"""What the param groups of an optimizer list: FQNs, and the same groups with other FQNs.
+"""Read the FQNs that param groups list, and write the same groups with other FQNs.
 
 Read from a checkpoint, the content of a :class:`~checkpoint_tools.fused.keys.GroupName` is one group, several, or,
 where the entries of a group are under keys of their own, the list alone.
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..fused.keys import GroupName
-from ..stored.items import Reader
+from ..stored.items import ItemReader
 from ..stored.reading import Checkpoint
 
 Groups = Mapping[GroupName, Any]
@@ -19,24 +19,24 @@ Groups = Mapping[GroupName, Any]
 
 
 def read_groups(checkpoint: Checkpoint, names: Iterable[GroupName]) -> Groups:
-    """The contents of those that are objects.
+    """Read the param groups that are stored as objects.
 
     Raises:
         CheckpointError: one cannot be read.
     """
-    with Reader(checkpoint) as reader:
+    with ItemReader(checkpoint) as reader:
         return {
             name: reader.read_object(checkpoint.objects[name.key]) for name in names if name.key in checkpoint.objects
         }
 
 
 def listed(content: Any, name: GroupName) -> list[Any]:
-    """The FQNs in a param group, in several, or in the list of one."""
+    """List the FQNs in a param group, in several, or in the list of one."""
     return [fqn for group in groups_in(content, name) for fqn in group.get("params", ())]
 
 
 def groups_in(content: Any, name: GroupName) -> list[dict[str, Any]]:
-    """Each param group; of a list alone, one that has nothing else."""
+    """Yield each param group; a bare list of names counts as a group without options."""
     if name.is_list:
         return [{"params": list(content)}] if isinstance(content, list | tuple) else []
     groups = content if isinstance(content, list | tuple) else [content]
@@ -44,7 +44,7 @@ def groups_in(content: Any, name: GroupName) -> list[dict[str, Any]]:
 
 
 def relisted(content: Any, name: GroupName, listed_as: Callable[[Any], Sequence[Any]]) -> bytes:
-    """The same content with other FQNs, as ``torch.save`` writes it; ``listed_as`` gives those that one becomes."""
+    """Pickle the content with other FQNs, as ``torch.save`` does; ``listed_as`` maps one to its new ones."""
     buffer = io.BytesIO()
     torch.save(_relisted(content, name, listed_as), buffer)
     return buffer.getvalue()

@@ -1,4 +1,4 @@
-"""What a person asks split or merge for, completed by what the checkpoint itself tells.
+"""Requests to split or merge, completed by what the checkpoint itself tells.
 
 ::
 
@@ -25,7 +25,7 @@ _NAMES_IN_ERRORS = 5
 
 
 class Request(NamedTuple):
-    """What is asked for.
+    """Request for a split or merge, as the user gave it.
 
     Attributes:
         rules: of presets and files; none, to undo the last split.
@@ -43,7 +43,7 @@ class Request(NamedTuple):
 
 
 class Complete(NamedTuple):
-    """What is done.
+    """Request with nothing left open.
 
     Attributes:
         rules, values, excluded: with which.
@@ -63,7 +63,7 @@ class Complete(NamedTuple):
 
 
 def complete(checkpoint: Checkpoint, way: Way, request: Request) -> Complete:
-    """The request, with everything that was left open.
+    """Complete a request by what the checkpoint tells.
 
     Raises:
         CheckpointError: there are no rules, values contradict how the checkpoint is stored, or a pattern means nothing.
@@ -92,7 +92,7 @@ def complete(checkpoint: Checkpoint, way: Way, request: Request) -> Complete:
 
 
 def _check_bounded(checkpoint: Checkpoint, rules: Iterable[Rule]) -> None:
-    """Whoever has written a record may have meant it never to be matched to the end."""
+    """Refuse a record's patterns that could take forever: its author may be hostile."""
     for rule in rules:
         if not rule.is_bounded:
             raise CheckpointError(
@@ -114,7 +114,7 @@ def _wanted(fused: frozenset[str] | None, only: Sequence[str]) -> Wanted:
 
 
 def check_used(request: Request, exchange: Exchange) -> None:
-    """Whether each of the patterns of what is wanted chooses something.
+    """Check that each ``--only`` pattern chooses something.
 
     Raises:
         CheckpointError: names those that do not.
@@ -126,7 +126,7 @@ def check_used(request: Request, exchange: Exchange) -> None:
 
 
 def not_known(checkpoint: Checkpoint, matched: Sequence[str]) -> str:
-    """What to say where nobody knows whether parts were ever fused."""
+    """Say that nobody knows whether these parts were ever fused, and how to go on."""
     more = len(matched) - _NAMES_IN_ERRORS
     names = ", ".join(matched[:_NAMES_IN_ERRORS]) + (f" and {more:,} more" if more > 0 else "")
     return (

@@ -1,4 +1,4 @@
-"""What each name is when fused tensors are split or parts are merged: the fused tensor, one of its parts, or neither.
+"""Find the role of each name in a split or merge: the fused tensor, one of its parts, or neither.
 
 ::
 
@@ -23,7 +23,7 @@ from .param_groups import Groups, listed
 
 
 class Role(NamedTuple):
-    """What a name is in a match: the fused tensor (no number), or one of the parts.
+    """Role of a name in a match: the fused tensor (no number), or one of the parts.
 
     Attributes:
         match: the rule, and the texts of its placeholders.
@@ -41,7 +41,7 @@ class Role(NamedTuple):
 
 
 class Side(NamedTuple):
-    """From which side rules are read.
+    """Side from which rules are read.
 
     Attributes:
         find: the matches among keys, all of which there have to be.
@@ -114,28 +114,28 @@ class Roles:
     # --- to ask ---
 
     def is_excluded(self, key: str) -> bool:
-        """Whether a person has said so."""
+        """Tell whether the user has excluded the match."""
         return is_excluded(key, self._excluded)
 
     def matched(self) -> tuple[str, ...]:
-        """The names of the fused tensors, as the rules match them; state of a model's tensor has none of its own."""
+        """Name the matched fused tensors; state of a model's tensor has no entry of its own."""
         alone = (role for _, roles in self.by_optimizer() for role in roles if role.owner is None)
         return tuple(dict.fromkeys(role.match.fused for role in (*self._of_model.values(), *alone)))
 
     def model_matches(self) -> list[Match]:
-        """Each fused tensor of the model, once."""
+        """Yield each fused tensor of the model once."""
         return list({role.fused: role.match for role in self._of_model.values()}.values())
 
     def of_state(self, name: StateName) -> Role | None:
-        """Of a key of an optimizer."""
+        """Find the role of an optimizer's key."""
         return self._of_state[name.optimizer].get(name.fqn)
 
     def of_fqn(self, optimizer: str, fqn: object) -> Role | None:
-        """Of what a param group lists."""
+        """Find the role of a name in a param group."""
         return self._of_state.get(optimizer, {}).get(str(fqn))
 
     def by_optimizer(self) -> Iterator[tuple[str, list[Role]]]:
-        """All that parameters of each optimizer have."""
+        """Group the state of parameters by optimizer."""
         for optimizer, roles in self._of_state.items():
             yield optimizer, [role for role in roles.values() if role is not None]
 
@@ -221,5 +221,5 @@ class Roles:
 
 
 def _key_of_state(optimizer: str, fqn: str) -> str:
-    """What the keys of a parameter's state begin with."""
+    """Return what the keys of a parameter's state begin with."""
     return f"{optimizer}.state.{fqn}".removeprefix(".")

@@ -1,7 +1,8 @@
 """Splitting: each fused tensor is exchanged for its parts, and so is the state of it. Only metadata are looked at."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 
@@ -11,17 +12,18 @@ from ..fused.fusions import Fusion, Shape
 from ..fused.keys import Names, StateName
 from ..fused.options import holds_tensors
 from ..fused.rules import Match
-from ..stored.items import Reader
+from ..stored.items import ItemReader
 from ..stored.reading import Checkpoint
 from .draft import Draft
 from .param_groups import Groups
 from .roles import FUSED, Role, Roles
 
 
+@dataclass(frozen=True)
 class Splitting:
-    """From fused tensors to parts.
+    """Exchange of fused tensors for parts.
 
-    Args:
+    Attributes:
         checkpoint: that has the fused tensors.
         names: its keys.
         roles: what they are.
@@ -29,67 +31,63 @@ class Splitting:
         draft: gets what is found.
     """
 
-    side = FUSED
-
-    def __init__(
-        self, checkpoint: Checkpoint, names: Names, roles: Roles, values: Mapping[str, float], draft: Draft
-    ) -> None:
-        self._checkpoint = checkpoint
-        self._names = names
-        self._roles = roles
-        self._values = values
-        self._draft = draft
+    side: ClassVar = FUSED
+    checkpoint: Checkpoint
+    names: Names
+    roles: Roles
+    values: Mapping[str, float]
+    draft: Draft
 
     def listed_as(self, fqn: Any, role: Role | None) -> Sequence[Any]:
-        """What a param group lists instead of ``fqn``."""
+        """Return what a param group lists instead of ``fqn``."""
         return (fqn,) if role is None else role.parts
 
     def check_groups(self, groups: Groups) -> None:
-        """Whether param groups allow it. Splitting they always do: every part has the options of the whole."""
+        """Accept all param groups: every part has the options of the whole."""
 
     def exchange_model(self) -> None:
-        """The tensors of the model.
+        """Exchange the model's tensors.
 
         Raises:
-            CheckpointError: see :func:`checkpoint_tools.exchange.exchange.split_exchange`, and for the next one.
+            CheckpointError: see :func:`checkpoint_tools.exchange.exchange.find_exchange`, and for the next one.
             ValueError: from the rules.
         """
-        for match in self._roles.model_matches():
-            tensor = self._checkpoint.tensors[match.fused]
-            dim, combs = self._divided(match, tensor.shape, self._roles.model_shapes)
+        for match in self.roles.model_matches():
+            tensor = self.checkpoint.tensors[match.fused]
+            dim, combs = self._divided(match, tensor.shape, self.roles.model_shapes)
             self._fuse(Fusion(match.fused, match.parts, tensor.shape, tensor.dtype, dim, combs))
             for part in match.parts:
-                self._draft.path_beside(match.fused, part)
+                self.draft.path_beside(match.fused, part)
 
     def _fuse(self, fusion: Fusion) -> None:
-        self._draft.fuse(fusion, old=(fusion.fused,), new=fusion.parts)
+        self.draft.fuse(fusion, old=(fusion.fused,), new=fusion.parts)
 
     def _divided(self, match: Match, shape: Shape, shapes: Mapping[str, Shape]) -> tuple[int, tuple[Comb, ...]]:
         dim = match.rule.dim_of(shape, match.fused)
-        combs = match.rule.combs(shape[dim], self._values, match.fused)
+        combs = match.rule.combs(shape[dim], self.values, match.fused)
         match.check_sibling(shapes, combs[0].size)
         return dim, combs
 
     def exchange_states(self) -> None:
-        """The state of optimizers."""
-        shapes = _shapes_of_state(self._names.states, self._checkpoint.tensors)
-        for name in self._names.states:
-            role = self._roles.of_state(name)
+        """Exchange the state of the optimizers."""
+        shapes = _shapes_of_state(self.names.states, self.checkpoint.tensors)
+        for name in self.names.states:
+            role = self.roles.of_state(name)
             if role is None:
                 continue
-            tensor = self._checkpoint.tensors.get(name.key)
-            param = None if role.owner is None else self._checkpoint.tensors[role.owner]
+            tensor = self.checkpoint.tensors.get(name.key)
+            param = None if role.owner is None else self.checkpoint.tensors[role.owner]
             if tensor is None or tensor.shape == ():
                 if tensor is None:
                     self._check_object(name)
-                self._draft.copy(name, role.parts)
+                self.draft.copy(name, role.parts)
             else:
                 shape = shapes[name.optimizer, name.fqn] if param is None else param.shape
                 self._split_state(name, role, shape, shapes if param is None else None)
 
     def _check_object(self, name: StateName) -> None:
-        with Reader(self._checkpoint) as reader:
-            if holds_tensors(reader.read_object(self._checkpoint.objects[name.key])):
+        with ItemReader(self.checkpoint) as reader:
+            if holds_tensors(reader.read_object(self.checkpoint.objects[name.key])):
                 raise CheckpointError(
                     f"{name.key} is an object with tensors in it, and it is not known how to split that; leave its "
                     "parameter out, with --exclude"
@@ -98,7 +96,7 @@ class Splitting:
     def _split_state(
         self, name: StateName, role: Role, shape: Shape, siblings: Mapping[tuple[str, str], Shape] | None
     ) -> None:
-        tensor = self._checkpoint.tensors[name.key]
+        tensor = self.checkpoint.tensors[name.key]
         numel = torch.Size(shape).numel()
         is_flat = len(shape) > 1 and tensor.shape == (numel,)
         if tensor.shape != shape and not is_flat:
@@ -106,18 +104,18 @@ class Splitting:
                 f"{name.key} has shape {tensor.shape}, its parameter {shape}: it is not known how to split that; "
                 f"leave {role.fused} out, with --exclude"
             )
-        known = self._roles.model_shapes
+        known = self.roles.model_shapes
         if siblings is not None:
             known = {fqn: each for (optimizer, fqn), each in siblings.items() if optimizer == name.optimizer}
         dim, combs = self._divided(role.match, shape, known)
         renamed = [name.renamed(part) for part in role.parts]
         parts = tuple(key for key, _ in renamed)
         self._fuse(Fusion(name.key, parts, shape, tensor.dtype, dim, combs, is_flat))
-        self._draft.paths.update((key, path) for key, path in renamed if path)
+        self.draft.paths.update((key, path) for key, path in renamed if path)
 
 
 def _shapes_of_state(states: Iterable[StateName], tensors: Mapping[str, Any]) -> dict[tuple[str, str], Shape]:
-    """The shape of each parameter, as far as its state tells: that of most dimensions."""
+    """Guess each parameter's shape from its state: the one of most dimensions."""
     shapes: dict[tuple[str, str], Shape] = {}
     for name in states:
         if name.is_state and name.key in tensors:

@@ -1,4 +1,4 @@
-"""What is exchanged for what, as plain data: fused tensors, their parts, and everything that follows from these."""
+"""Exchanges as plain data: fused tensors, their parts, and everything that follows from these."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -34,7 +34,7 @@ class Fusion(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """What becomes of the keys of a checkpoint; those that are not named here stay.
+    """Fate of each key of a checkpoint; those that are not named here stay.
 
     Attributes:
         fusions: fused tensors that are split, or parts that are merged.

@@ -1,4 +1,4 @@
-"""What the keys of a checkpoint are: tensors of a model, state of an optimizer by FQN, or its param groups.
+"""Sort the keys of a checkpoint: tensors of a model, state of an optimizer by FQN, or its param groups.
 
 ====================================== ================================================================================
 path or key                            what it is
@@ -24,7 +24,7 @@ Path = tuple[str | int, ...]
 _BY_FQN = ("state", "param_groups")
 
 KINDS = frozenset(("exp_avg", "exp_avg_sq", "momentum_buffer", "param", "fp32_param", "master_param"))
-"""What Megatron-Core names state by, where no model in the same checkpoint tells which words are the FQN."""
+"""Megatron-Core's names of state, for checkpoints without a model that tells which words are the FQN."""
 
 
 class StateName(NamedTuple):
@@ -52,7 +52,7 @@ class StateName(NamedTuple):
 
     @property
     def optimizer(self) -> str:
-        """What the keys of one optimizer begin with, and those of others do not."""
+        """Return the prefix that tells one optimizer's keys from those of others."""
         return ".".join(self._lead[:-2])
 
     @property
@@ -66,11 +66,11 @@ class StateName(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Of the entry: ``exp_avg``."""
+        """Return the entry's name, such as ``exp_avg``."""
         return self.kind or self.after.removeprefix(".")
 
     def renamed(self, fqn: str) -> tuple[str, Path]:
-        """The key and the path of the same entry of another parameter."""
+        """Return the key and the path of the same entry of another parameter."""
         key = f"{self.before}{fqn}{self.after}"
         if not self.path:
             return key, ()
@@ -94,7 +94,7 @@ class Names(NamedTuple):
 
 
 def sorted_out(keys: Iterable[str], paths: Mapping[str, Path]) -> Names:
-    """What each key is."""
+    """Sort keys into state, param groups and others."""
     states, groups, others = [], [], []
     known_keys = dict.fromkeys(keys)
     for key in known_keys:

@@ -34,7 +34,7 @@ StateDict = dict[str, Any]
 
 
 class _Origin(NamedTuple):
-    """Of which fused tensor a part is a view, or else a copy that goes back to ``dim`` and ``comb``."""
+    """Link from a part to the fused tensor that it views, or that its copy goes back to by ``dim`` and ``comb``."""
 
     fused: Tensor
     key: str
@@ -113,7 +113,7 @@ def merge_state_dict(
     *,
     values: Mapping[str, float] | None = None,
 ) -> tuple[StateDict, StateDict | None]:
-    """The inverse of :func:`split_state_dict`: exchange parts for the fused tensors.
+    """Exchange parts for the fused tensors: the inverse of :func:`split_state_dict`.
 
     Parts that :func:`split_state_dict` made give back the fused tensors themselves, with whatever has been loaded into
     them. Plain tensors from elsewhere are copied together.
@@ -163,7 +163,7 @@ def merge_state_dict(
 
 
 class _Split(NamedTuple):
-    """How one parameter, and all state like it, is split."""
+    """Recipe by which one parameter, and all state shaped like it, is split."""
 
     match: Match
     shape: tuple[int, ...]
@@ -191,7 +191,7 @@ class _Split(NamedTuple):
         return found
 
     def _chunks_in(self, value: Tensor, memory: Tensor) -> ShardChunks | None:
-        """What ``memory`` has of the fused tensor; ``None`` if that cannot be told."""
+        """List what ``memory`` holds of the fused tensor; None if that cannot be told."""
         is_whole_shape = tuple(value.shape) == self.shape
         if self._is_plain(value, memory):
             return chunks_of(memory) if is_whole_shape else None
@@ -207,7 +207,7 @@ class _Split(NamedTuple):
         return self.chunks if is_local else None
 
     def _is_plain(self, value: Tensor, memory: Tensor) -> bool:
-        """Whether ``value`` is all of a tensor; beside a sharded parameter too, if it has more than its shard."""
+        """Tell whether ``value`` is a whole tensor; beside a sharded parameter, if it exceeds the shard."""
         if is_dtensor(value):
             return False
         return not is_dtensor(self.param) or memory.numel() != self.chunks.local_numel
@@ -221,7 +221,7 @@ class _Split(NamedTuple):
 
 
 def _memory_of(value: Tensor, where: str, *, is_sharded: bool) -> Tensor:
-    """The plain tensor of this rank's elements, without a copy."""
+    """Return this rank's elements as a plain tensor, without a copy."""
     local = local_shard(value)
     memory = (local.local if isinstance(local, ShardTensor) else local).detach()
     if type(memory) is not Tensor:
@@ -242,7 +242,7 @@ def _split_of(match: Match, param: Any, shapes: Mapping[str, tuple[int, ...]], v
 
 
 def _is_view(comb: Comb) -> bool:
-    """Whether strides can tell the part of a plain tensor."""
+    """Tell whether strides can express the part of a plain tensor."""
     return comb.blocks == 1 or comb.length == 1
 
 
@@ -268,7 +268,7 @@ def _write(whole: Tensor, dim: int, comb: Comb, part: Tensor) -> None:
 
 
 def _with_chunks_of(param: Any, state: dict[str, Any]) -> dict[str, Any]:
-    """``state`` of a parameter that is not split; where its placements are nominal, with the parameter's chunks."""
+    """Give state of an unsplit parameter that parameter's chunks, where its own placements are nominal."""
     if not isinstance(param, Tensor) or not is_dtensor(param) or not says_its_chunks(param):
         return state
     chunks = chunks_of(param)
@@ -287,7 +287,7 @@ def _is_nominal(value: Any, chunks: ShardChunks) -> bool:
 def _owners_of(
     optim_state: Mapping[str, Any], model_state: Mapping[str, Any], is_changed: Callable[[str], bool]
 ) -> dict[str, Owner | None]:
-    """Whose state it is, by FQN: of all that the optimizer has and all that its groups list."""
+    """Find the owners of state by FQN, among all that the optimizer has and its groups list."""
     saved = by_fqn(optim_state)
     owners = Owners(model_state)
     return {
@@ -297,7 +297,7 @@ def _owners_of(
 
 
 def _own(owner: Owner | None, keys: Sequence[str]) -> tuple[str, ...]:
-    """What the optimizer calls these tensors of the model."""
+    """Return the optimizer's own names for these tensors of the model."""
     assert owner is not None, "it has been exchanged by its owner"
     return tuple(owner.own(key, owner.own_lead + owner.key) for key in keys)
 
@@ -305,7 +305,7 @@ def _own(owner: Owner | None, keys: Sequence[str]) -> tuple[str, ...]:
 def _check_same_names(
     owners: Mapping[str, Owner | None], splits: Mapping[str, "_Split"], rules: Sequence[Rule]
 ) -> None:
-    """A fused parameter in the optimizer's state alone would stay fused, without a word."""
+    """Refuse a fused parameter in the optimizer's state alone: it would silently stay fused."""
     kept = [fqn for fqn, owner in owners.items() if owner is None or owner.key not in splits]
     strange = [fqn for fqn in kept if any(rule.match(fqn) for rule in rules)]
     if strange:
@@ -320,7 +320,7 @@ def _exchange(
     names: Mapping[str, Sequence[str]],
     exchanged: Callable[[str, dict[str, Any]], dict[str, dict[str, Any]]],
 ) -> StateDict:
-    """An optimizer's state dict of the same form with other parameters.
+    """Rebuild an optimizer's state dict in the same form with other parameters.
 
     Args:
         optim_state: either form.

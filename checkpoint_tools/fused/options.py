@@ -1,4 +1,4 @@
-"""What parameters have beside tensors: the options of their param groups, and other objects in their state."""
+"""Options of param groups and other non-tensor state of parameters."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def check_same_options(fused: str, options: Mapping[str, Mapping[str, Any] | None]) -> None:
-    """Whether parts may become one parameter, which has one learning rate and one weight decay.
+    """Check that parts may become one parameter, which has one learning rate and one weight decay.
 
     Args:
         fused: what they become, for messages.
@@ -31,7 +31,7 @@ def check_same_options(fused: str, options: Mapping[str, Mapping[str, Any] | Non
 
 
 def holds_tensors(value: Any) -> bool:
-    """Whether an object of a state contains tensors that may be shaped like the parameter."""
+    """Tell whether an object of state contains tensors that may be shaped like the parameter."""
     if isinstance(value, Tensor):
         return value.dim() > 0
     if isinstance(value, Mapping):

@@ -17,7 +17,7 @@ class Owner(NamedTuple):
     own_lead: str
 
     def own(self, other_key: str, fqn: str) -> str:
-        """What the state calls another tensor of the same model."""
+        """Return the state's name for another tensor of the same model."""
         if not other_key.startswith(self.lead):
             raise CheckpointError(
                 f"state of {fqn} belongs to {self.key}, but what becomes of it, {other_key}, does not begin with "
@@ -38,7 +38,7 @@ class Owners:
                 at = key.find(".", at) + 1 or -1
 
     def of(self, fqn: str, same: Callable[[str, str], bool]) -> Owner | None:
-        """The owner of state of ``fqn``; of several, the one with the shortest prefix before it.
+        """Return the owner of state of ``fqn``; of several, the one with the shortest prefix before it.
 
         Args:
             fqn: as the optimizer has it; it may have ``module.`` in front more often than the model.

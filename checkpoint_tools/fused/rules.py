@@ -91,19 +91,19 @@ class Rule:
 
     @property
     def is_bounded(self) -> bool:
-        """Whether no key takes long to be matched, whoever has written the rule."""
+        """Tell whether every key is matched quickly, whoever has written the rule."""
         others = () if self.same_size_as is None else (self.same_size_as[0],)
         return all(map(_is_bounded, (self.fused, *self.parts, *others)))
 
     @property
     def value_names(self) -> frozenset[str]:
-        """The config values that its sizes and groups name, whether or not they can be evaluated."""
+        """Name the config values in its sizes and groups, whether or not they can be evaluated."""
         own = () if self.sizes == "equal" else self.sizes
         expressions = [size for size in (*own, self.groups) if isinstance(size, str) and size != "rest"]
         return frozenset(name for text in expressions for name in re.findall(r"\b[^\W\d]\w*", text))
 
     def dim_of(self, shape: Sequence[int], where: str) -> int:
-        """The fused dimension of a fused tensor of that shape, not negative.
+        """Return the fused dimension of a tensor of that shape, not negative.
 
         Raises:
             ValueError: it has no such dimension, or no other one where parts are stacked.
@@ -116,7 +116,7 @@ class Rule:
         return dim
 
     def match(self, key: str) -> "Match | None":
-        """The parts of the fused tensor ``key``, if this rule is about it."""
+        """Return the parts of the fused tensor ``key``, if the rule covers it."""
         found = template_pattern(self.fused).fullmatch(key) if len(key) <= MAX_KEY else None
         if found is None or any(fnmatch.fnmatchcase(key, pattern) for pattern in self.exclude):
             return None
@@ -124,13 +124,13 @@ class Rule:
         return Match(self, key, tuple(template_filled(part, texts) for part in self.parts), texts)
 
     def match_part(self, key: str, number: int = 0) -> "Match | None":
-        """The fused tensor of which ``key`` is the first part (or that one), if this rule is about it."""
+        """Return the fused tensor of which ``key`` is part ``number``, if the rule covers it."""
         typed = _typed(self.parts[number], self.fused)
         found = template_pattern(typed).fullmatch(key) if len(key) <= MAX_KEY else None
         return None if found is None else self.match(template_filled(self.fused, found.groupdict()))
 
     def combs(self, fused_size: int, values: Mapping[str, float], where: str) -> tuple[Comb, ...]:
-        """Where the parts lie along the fused dimension.
+        """Locate the parts along the fused dimension.
 
         Args:
             fused_size: of the fused tensor along ``dim``.
@@ -181,7 +181,7 @@ class MissingValueError(ValueError):
         super().__init__(self.told(f"values={{{name!r}: ...}}", values))
 
     def told(self, how: str, values: Iterable[str]) -> str:
-        """The message for an interface in which values are given as ``how``; ``values`` are those that there are."""
+        """Format the message for an interface that takes values as ``how``; ``values`` are those given."""
         return f"{self._what}; give it with {how}. Given are: {', '.join(sorted(values)) or 'none'}"
 
 
@@ -221,18 +221,18 @@ class Match(NamedTuple):
 
 
 Wanted = Callable[[Match], bool]
-"""Which of the fused tensors that rules match are exchanged; the others, and their parts, stay."""
+"""Predicate: which matched fused tensors are exchanged; the others, and their parts, stay."""
 
 ALL: Wanted = lambda match: True  # noqa: E731
 
 
 def excluding(rules: Iterable[Rule], *patterns: str) -> tuple[Rule, ...]:
-    """The rules, without the keys that match one of the patterns: ``excluding(preset(...), "vision_model.*")``."""
+    """Return the rules without keys that match a pattern: ``excluding(preset(...), "vision_model.*")``."""
     return tuple(dataclasses.replace(rule, exclude=(*rule.exclude, *patterns)) for rule in rules)
 
 
 def find_matches(keys: Iterable[str], rules: Sequence[Rule], wanted: Wanted = ALL) -> list[Match]:
-    """The fused tensors among ``keys``, as far as they are wanted.
+    """Find the wanted fused tensors among ``keys``.
 
     Raises:
         ValueError: a rule matches nothing, two rules match one key, or a part's key is taken.
@@ -243,7 +243,7 @@ def find_matches(keys: Iterable[str], rules: Sequence[Rule], wanted: Wanted = AL
 
 
 def find_parts(keys: Iterable[str], rules: Sequence[Rule], wanted: Wanted = ALL) -> list[Match]:
-    """The fused tensors whose parts are among ``keys``, as far as they are wanted.
+    """Find the wanted fused tensors whose parts are among ``keys``.
 
     Raises:
         ValueError: a rule matches nothing, two rules match one key, parts are missing, or the fused key is taken.
@@ -309,7 +309,7 @@ def load_rules(path: str | Path) -> tuple[Rule, ...]:
 
 
 def preset(name: str) -> tuple[Rule, ...]:
-    """The rules of a framework, by name.
+    """Return the rules of a framework by name.
 
     Raises:
         ValueError: there is no such preset; names those that there are.
@@ -385,7 +385,7 @@ _FIELD_CHECKS: dict[str, tuple[Callable[[object], bool], str]] = {
 # Templates -----------------------------------------------------------------------------------------------------------
 
 MAX_KEY = 1024
-"""Of letters: longer keys are of no model, and are matched by no rule."""
+"""Longest key, in characters, that a rule matches; no model has longer ones."""
 
 _MAX_TEMPLATE = 256  # letters
 _MAX_PLACEHOLDERS = (
@@ -399,7 +399,7 @@ _PLACEHOLDER = re.compile(r"\{(\w+)(?::((?:[^{}]|\{\d+(?:,\d*)?\})*))?\}")
 
 @functools.cache
 def template_pattern(template: str) -> re.Pattern[str]:
-    """A regular expression with a named group for every placeholder.
+    """Compile a template to a regular expression with a named group for each placeholder.
 
     Raises:
         ValueError: a placeholder is not whole, is there twice, or has a bad regular expression.
@@ -425,12 +425,12 @@ def _is_bounded(template: str) -> bool:
 
 
 def template_filled(template: str, texts: Mapping[str, str]) -> str:
-    """A template with these texts for its placeholders."""
+    """Fill a template's placeholders."""
     return _PLACEHOLDER.sub(lambda found: texts[found.group(1)], template)
 
 
 def _typed(template: str, typed_by: str) -> str:
-    """``template`` with the placeholders as the other one writes them, regular expressions included."""
+    """Rewrite ``template`` with the placeholders, regular expressions included, of the other one."""
     written = {found.group(1): found.group(0) for found in _PLACEHOLDER.finditer(typed_by)}
     return _PLACEHOLDER.sub(lambda found: written[found.group(1)], template)
 

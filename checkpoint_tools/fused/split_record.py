@@ -1,4 +1,4 @@
-"""What split leaves beside the checkpoint that it writes, so that merge gives back the very one that there was.
+"""Record what split took apart, beside the checkpoint that it writes, so that merge restores the original.
 
 The names of parts do not tell whether they were ever fused: a model may have layers of both kinds. So split writes
 which tensors it took apart, by which rules and values, into a file of its own, and merge exchanges these and no others.
@@ -37,7 +37,7 @@ class Split(NamedTuple):
 
 
 def read_record(checkpoint: Checkpoint) -> list[Split]:
-    """The runs of split that a checkpoint went through and that were not undone, the last one last.
+    """Read the splits that a checkpoint went through and that were not undone, the latest last.
 
     Raises:
         CheckpointError: the file is no such record.
@@ -75,13 +75,13 @@ def _without_none(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def record_bytes(splits: Sequence[Split]) -> bytes:
-    """The content of the file."""
+    """Serialize the record."""
     found = [_as_json(split) for split in splits]
     return json.dumps({"format": _FORMAT, "crc32": _crc(found), "splits": found}, indent=1).encode() + b"\n"
 
 
 def _crc(splits: Any) -> int:
-    """Of what is said, however it is written."""
+    """Compute the CRC-32 of the record's meaning, however it is formatted."""
     return zlib.crc32(json.dumps(splits).encode())
 
 
@@ -95,7 +95,7 @@ def _as_json(split: Split) -> dict[str, Any]:
 
 
 def without(splits: Iterable[Split], merged: Iterable[str]) -> list[Split]:
-    """What is left of a record when these have been merged."""
+    """Return what is left of a record after these were merged."""
     gone = frozenset(merged)
     left = (split._replace(fused=split.fused - gone) for split in splits)
     return [split for split in left if split.fused]

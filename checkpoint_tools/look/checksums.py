@@ -20,7 +20,7 @@ from fsdp_offload.checkpoint.manifest import MANIFEST_FILE
 
 from ..core.errors import CheckpointError
 from ..stored.metadata import METADATA_FILE
-from ..stored.reading import Checkpoint, Problem
+from ..stored.reading import Checkpoint, CheckpointProblem
 
 Algorithm = Literal["sha256", "blake2b"]
 
@@ -29,7 +29,7 @@ _ALGORITHM_OF_LENGTH: Mapping[int, Algorithm] = {64: "sha256", 128: "blake2b"}  
 
 
 def files_of(checkpoint: Checkpoint) -> list[str]:
-    """All files that belong to a checkpoint, the metadata first."""
+    """List all files that belong to a checkpoint, the metadata first."""
     manifest = [] if checkpoint.manifest is None else [MANIFEST_FILE]
     return [METADATA_FILE, *manifest, *checkpoint.items_by_file()]
 
@@ -81,7 +81,7 @@ def write_checksums(path: Path, checksums: Mapping[str, str]) -> None:
 
 
 def read_checksums(path: Path) -> tuple[Algorithm, dict[str, str]]:
-    """The algorithm, and file → checksum.
+    """Read a list: its algorithm, and file → checksum.
 
     Raises:
         CheckpointError: it cannot be read, or is no such list.
@@ -109,8 +109,8 @@ def check_checksums(
     readable: Iterable[str],
     threads: int = 4,
     advance: Callable[[int], object] = lambda done: None,
-) -> list[Problem]:
-    """What differs from a list.
+) -> list[CheckpointProblem]:
+    """Compare the files with a list.
 
     Args:
         checkpoint: whose files are compared.
@@ -122,14 +122,14 @@ def check_checksums(
     """
     files = [file for file in files_of(checkpoint) if file in {METADATA_FILE, MANIFEST_FILE, *readable}]
     problems = [
-        Problem(file, "is in the list of checksums, but not in the checkpoint")
+        CheckpointProblem(file, "is in the list of checksums, but not in the checkpoint")
         for file in expected
         if file not in files_of(checkpoint)
     ]
-    problems += [Problem(file, "is not in the list of checksums") for file in files if file not in expected]
+    problems += [CheckpointProblem(file, "is not in the list of checksums") for file in files if file not in expected]
     found = checksums_of(checkpoint, [file for file in files if file in expected], algorithm, threads, advance)
     return problems + [
-        Problem(file, f"has another {algorithm} checksum: its bytes have changed since the list was written")
+        CheckpointProblem(file, f"has another {algorithm} checksum: its bytes have changed since the list was written")
         for file, digest in found.items()
         if digest != expected[file]
     ]

@@ -1,9 +1,9 @@
-"""Whether the data that are read are those that were written: their CRC-32, compared by whoever reads them.
+"""Check that data were read as they were written: every reader compares their CRC-32.
 
 ::
 
-    Reader, Copy ──bytes of a file, in any order and by any thread──▶ DataChecks.note ─▶ spans ─┐
-                   what nobody has read from its start to its end ──▶ read again ────────────────┴─▶ compared
+    ItemReader, ByteCopy ──bytes of a file, in any order and by any thread──▶ DataChecks.note ─▶ spans ─┐
+                       what nobody has read from its start to its end ──▶ read again ───────────────────┴─▶ compared
 
 A *span* is a range of bytes that was read without a gap. One that is all of a content is compared at once. Several
 that are one after the other are compared when all is read: the CRC-32 of two ranges gives that of both together. Where
@@ -22,8 +22,8 @@ from fsdp_offload.checkpoint.item_archive import crc32
 from ..core.errors import CheckpointError
 from ..core.sizes import block_bounds
 from ..stored.envelope import combined_crc
-from ..stored.items import Reader
-from ..stored.reading import Checkpoint, Content, Problem
+from ..stored.items import ItemReader
+from ..stored.reading import Checkpoint, CheckpointProblem, Content
 from ..stored.storage import read_into
 
 _BLOCK_BYTES = 1 << 20  # still in a cache when the checksum is taken
@@ -36,7 +36,7 @@ class _Span(NamedTuple):
 
 
 class _File:
-    """What is known of one file: its contents, and what was read of each."""
+    """Contents of one file, and the spans read of each."""
 
     def __init__(self, contents: Sequence[Content]) -> None:
         self.contents = sorted(set(contents))
@@ -46,7 +46,7 @@ class _File:
         self.read_twice: set[Content] = set()
 
     def meeting(self, start: int, stop: int) -> Iterator[Content]:
-        """Those of which there is something in a range."""
+        """List the contents that meet a range."""
         at = max(bisect.bisect_right(self.starts, start) - 1, 0)
         for content in self.contents[at:]:
             if content.start_bytes >= stop:
@@ -65,7 +65,7 @@ class DataChecks:
         self._lock = threading.Lock()
 
     def note(self, file: str, at: int, view: memoryview) -> None:
-        """Some bytes were read.
+        """Note bytes that were read.
 
         Raises:
             CheckpointError: they complete a content, and that has another checksum.
@@ -111,7 +111,7 @@ class DataChecks:
 
     def _contents_of(self, file: str) -> list[Content]:
         contents: list[Content] = []
-        with Reader(self._checkpoint) as reader:
+        with ItemReader(self._checkpoint) as reader:
             for _, item in self._by_file.get(file, ()):
                 place = file, item.offset_bytes
                 if place not in self._checkpoint.opened and not getattr(item, "bare_dtype", None):
@@ -124,7 +124,7 @@ class DataChecks:
     # --- what is left ---
 
     def left_bytes(self, files: Iterable[str]) -> int:
-        """How much :meth:`check_files` has to read."""
+        """Count the bytes that :meth:`check_files` still has to read."""
         return sum(content.stop_bytes - content.start_bytes for file in files for content in self._left(file))
 
     def _left(self, file: str) -> list[Content]:
@@ -152,10 +152,10 @@ class DataChecks:
 
     def check_files(
         self, files: Iterable[str], threads: int, advance: Callable[[int], object] = lambda done: None
-    ) -> list[Problem]:
+    ) -> list[CheckpointProblem]:
         """Compare everything in these files that is not compared yet: all that differs."""
 
-        def check(file: str) -> list[Problem]:
+        def check(file: str) -> list[CheckpointProblem]:
             found = (self._read_again(file, content, advance) for content in self._left(file))
             return [problem for problem in found if problem is not None]
 
@@ -164,7 +164,7 @@ class DataChecks:
 
     def _read_again(
         self, file: str, content: Content, advance: Callable[[int], object] = lambda done: None
-    ) -> Problem | None:
+    ) -> CheckpointProblem | None:
         crc = 0
         block = memoryview(bytearray(min(_BLOCK_BYTES, content.stop_bytes - content.start_bytes)))
         try:
@@ -173,20 +173,20 @@ class DataChecks:
                 for start, stop in block_bounds(content.stop_bytes - content.start_bytes, len(block)):
                     view = block[: stop - start]
                     if read_into(stream, view) < len(view):
-                        return Problem(file, f"{self._checkpoint.path}/{file} is cut short; fetch it again")
+                        return CheckpointProblem(file, f"{self._checkpoint.path}/{file} is cut short; fetch it again")
                     crc = crc32(view, crc)
                     advance(len(view))
         except OSError as error:
-            return Problem(file, f"{self._checkpoint.path}/{file} cannot be read: {error}")
+            return CheckpointProblem(file, f"{self._checkpoint.path}/{file} cannot be read: {error}")
         try:
             self._compare(file, self._of(file), content, crc)
         except CheckpointError as error:
-            return Problem(file, str(error))
+            return CheckpointProblem(file, str(error))
         return None
 
 
 def _joined(content: Content, spans: Iterable[_Span]) -> int | None:
-    """The CRC-32 of spans that are all of a content, one after the other; ``None`` for others."""
+    """Combine the CRC-32 of spans that follow each other over a whole content; None for others."""
     at, crc = content.start_bytes, 0
     for span in sorted(spans):
         if span.start != at:

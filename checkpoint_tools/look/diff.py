@@ -1,4 +1,4 @@
-"""What differs between two checkpoints. How their tensors are divided into chunks is no difference.
+"""Compare two checkpoints. How their tensors are divided into chunks is no difference.
 
 ::
 
@@ -11,11 +11,8 @@ rows, or a part of one row where a row is too large. So every chunk is read once
 
 import contextlib
 import dataclasses
-import itertools
-import math
-import reprlib
 import threading
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -25,17 +22,18 @@ from torch import Tensor
 from fsdp_offload.checkpoint.item_archive import crc32
 
 from ..core.errors import CheckpointError
-from ..core.sizes import MAX_ITEM_BYTES, block_bounds, counted, human_shape, natural_order, shortened, thread_bytes
-from ..core.tables import Table, new_table
+from ..core.regions import TensorRegion, common, position_in, stretches, whole_of
+from ..core.sizes import MAX_ITEM_BYTES, block_bounds, counted, human_shape, natural_order, short_repr, thread_bytes
+from ..core.tables import Table
 from ..core.values import Comparison, compare_each, compare_values, same_values
 from ..fused.keys import sorted_out
 from ..stored.envelope import envelope_of
-from ..stored.items import Reader
-from ..stored.reading import Checkpoint, StoredChunk, StoredTensor
+from ..stored.items import ItemReader
+from ..stored.reading import Checkpoint, StoredTensor
 from .verify import check_coverage
 
 LEAST_THREAD_BYTES = 16 * MAX_ITEM_BYTES
-"""With less, a block's share of a thread's memory is not one element."""
+"""Least memory of a thread: a block's share of it holds one element."""
 
 MAX_BLOCK_BYTES = 32 << 20
 _SMALL_BYTES = 64 << 10
@@ -43,7 +41,7 @@ _BATCH_BYTES = 1 << 20  # of small tensors that are compared at once
 
 
 class Difference(NamedTuple):
-    """How one key differs.
+    """Difference of one key.
 
     Attributes:
         key: of both, or of the one that has it.
@@ -84,7 +82,7 @@ def diff(
     threads: int = 4,
     advance: Callable[[int], object] = lambda done: None,
 ) -> list[Difference]:
-    """The differences of ``keys`` (see :func:`all_keys`), at most one for each, in their order.
+    """Compare ``keys`` (see :func:`all_keys`); return at most one difference for each, in their order.
 
     Raises:
         CheckpointError: one of the two is damaged, or does not fit into the memory.
@@ -119,15 +117,15 @@ class _Readers:
         self.checkpoints = first, second
         self._max_whole_bytes = max_whole_bytes
         self._local = threading.local()
-        self._all: list[Reader] = []
+        self._all: list[ItemReader] = []
 
-    def mine(self) -> tuple[Reader, Reader]:
-        """Those of the calling thread."""
+    def mine(self) -> tuple[ItemReader, ItemReader]:
+        """Return the calling thread's readers."""
         if not hasattr(self._local, "readers"):
-            a, b = (Reader(checkpoint, self._max_whole_bytes) for checkpoint in self.checkpoints)
+            a, b = (ItemReader(checkpoint, self._max_whole_bytes) for checkpoint in self.checkpoints)
             self._local.readers = a, b
             self._all += [a, b]
-        mine: tuple[Reader, Reader] = self._local.readers
+        mine: tuple[ItemReader, ItemReader] = self._local.readers
         return mine
 
     def close(self) -> None:
@@ -172,7 +170,7 @@ def _model_keys(checkpoint: Checkpoint) -> frozenset[str]:
 
 
 def _prefix_of(keys: Set[str], others: Set[str]) -> str | None:
-    """What most of ``others`` begin with, if that is all that tells them from ``keys``."""
+    """Find the prefix of most of ``others``, if it alone tells them from ``keys``."""
     sample = min(keys, default=None)
     found = [key.removesuffix(sample) for key in others if sample is not None and key.endswith(f".{sample}")]
     counts = {prefix: sum(f"{prefix}{key}" in others for key in keys) for prefix in found}
@@ -189,12 +187,12 @@ def _without_prefix(checkpoint: Checkpoint, model: Set[str], prefix: str) -> Che
 
 
 def all_keys(first: Checkpoint, second: Checkpoint) -> list[str]:
-    """Of either, in natural order."""
+    """List the keys of either, in natural order."""
     return sorted({*first.tensors, *first.objects, *second.tensors, *second.objects}, key=natural_order)
 
 
 def bytes_to_compare(first: Checkpoint, second: Checkpoint, keys: Sequence[str]) -> int:
-    """What ``advance`` is told in total."""
+    """Return the total of bytes that ``advance`` will be told."""
     return sum(_bytes_of(first, key) + _bytes_of(second, key) for key in keys)
 
 
@@ -243,7 +241,7 @@ def _diff_tensors(
     block_numel = min(MAX_BLOCK_BYTES, memory_bytes // 16) // a.dtype.itemsize
     total = Comparison(0, 0, None)
     reader_a, reader_b = readers.mine()
-    for block in blocks(a.shape, block_numel):
+    for block in stretches(whole_of(a.shape), block_numel) if a.nbytes else ():
         here = compare_values(read_block(reader_a, a, block), read_block(reader_b, b, block), *tolerance)
         total = total.plus(here)
         advance(2 * block.numel * a.dtype.itemsize)
@@ -277,7 +275,7 @@ class _Small:
         self._found: dict[str, Difference | None] = {}
 
     def takes(self, key: str) -> bool:
-        """Whether it is one of them; then what differs comes with :meth:`differences`."""
+        """Take a tensor if it is small; its differences then come with :meth:`differences`."""
         tensors = [checkpoint.tensors[key] for checkpoint in self._readers.checkpoints]
         if not all(map(_is_one_small_item, tensors)):
             return False
@@ -297,7 +295,7 @@ class _Small:
         return True
 
     def differences(self) -> dict[str, Difference | None]:
-        """Of all that were taken."""
+        """Compare all that were taken."""
         self._compare()
         return self._found
 
@@ -320,7 +318,7 @@ def _is_one_small_item(tensor: StoredTensor) -> bool:
 
 
 def _elements(item: bytes, tensor: StoredTensor) -> bytes | None:
-    """The elements in an item, if it begins as one of ``torch.save`` and has their CRC-32 behind them."""
+    """Return the elements of an item, if it begins as ``torch.save`` does and their CRC-32 follows them."""
     chunk = tensor.chunks[0]
     if chunk.transforms or not tensor.nbytes or chunk.bare_dtype not in (None, tensor.dtype):
         return None
@@ -334,80 +332,34 @@ def _elements(item: bytes, tensor: StoredTensor) -> bytes | None:
     return elements if item.startswith(around.descriptor(crc32(elements)), stop) else None
 
 
-class Block(NamedTuple):
-    """A hyper-rectangle whose elements follow each other, in the tensor and in every chunk that it meets."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        """How many elements."""
-        return math.prod(self.sizes)
-
-
-def blocks(shape: Sequence[int], max_numel: int) -> Iterator[Block]:
-    """The blocks of a tensor, in row-major order; none for an empty one."""
-    if not math.prod(shape):
-        return
-    # Indices of the dimensions before `dim` are taken one by one, those after it all at once.
-    dim = 0
-    while dim + 1 < len(shape) and math.prod(shape[dim + 1 :]) > max_numel:
-        dim += 1
-    if not shape:
-        yield Block((), ())
-        return
-    count = max(1, max_numel // math.prod(shape[dim + 1 :]))
-    rest = len(shape) - dim - 1
-    for outer in itertools.product(*map(range, shape[:dim])):
-        for start, stop in block_bounds(shape[dim], count):
-            yield Block((*outer, start, *(0,) * rest), (*(1,) * dim, stop - start, *shape[dim + 1 :]))
-
-
-def read_block(reader: Reader, tensor: StoredTensor, block: Block) -> Tensor:
-    """The elements of a block, from all chunks that it meets.
+def read_block(reader: ItemReader, tensor: StoredTensor, block: TensorRegion) -> Tensor:
+    """Read the elements of a block from all chunks that it meets.
 
     Raises:
         CheckpointError: they cannot be read, or are of another dtype than the metadata say.
     """
     result: Tensor | None = None
     for chunk in tensor.chunks:
-        common = _common(chunk, block)
-        if common is None:
+        met = common(chunk, block)
+        if met is None:
             continue
-        part = _read_part(reader, chunk, common)
+        first = position_in(chunk, met.offsets)
+        part = reader.read_elements(chunk, first, first + met.numel)
         if part.dtype != tensor.dtype:
             raise CheckpointError(
                 f"{tensor.key} is stored as {part.dtype}, not as {tensor.dtype}; see the command verify"
             )
-        if common == block:
+        if met == block:
             return part.reshape(block.sizes)
         if result is None:
             result = torch.empty(block.sizes, dtype=tensor.dtype)
         at = tuple(
             slice(offset - start, offset - start + size)
-            for offset, start, size in zip(common.offsets, block.offsets, common.sizes, strict=True)
+            for offset, start, size in zip(met.offsets, block.offsets, met.sizes, strict=True)
         )
-        result[at] = part.reshape(common.sizes)
+        result[at] = part.reshape(met.sizes)
     assert result is not None  # no block is empty, and all elements are in chunks
     return result
-
-
-def _common(chunk: StoredChunk, block: Block) -> Block | None:
-    starts = tuple(map(max, chunk.offsets, block.offsets))
-    stops = (
-        min(a + a_size, b + b_size)
-        for a, a_size, b, b_size in zip(chunk.offsets, chunk.sizes, block.offsets, block.sizes, strict=True)
-    )
-    sizes = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
-    return Block(starts, sizes) if all(size > 0 for size in sizes) else None
-
-
-def _read_part(reader: Reader, chunk: StoredChunk, part: Block) -> Tensor:
-    first = 0  # of the part's elements in the chunk, in row-major order
-    for size, offset, start in zip(chunk.sizes, part.offsets, chunk.offsets, strict=True):
-        first = first * size + offset - start
-    return reader.read_elements(chunk, first, first + part.numel)
 
 
 # --- objects ---------------------------------------------------------------------------------------------------------
@@ -423,19 +375,16 @@ def _diff_objects(readers: _Readers, key: str) -> Difference | None:
         is_same = same_values(*objects)
     except (CheckpointError, RecursionError):
         return Difference(key, "object", "their bytes differ; they cannot be looked into")
-    return None if is_same else Difference(key, "object", f"{_short(objects[0])} in A, {_short(objects[1])} in B")
-
-
-def _short(value: object) -> str:
-    return shortened(reprlib.repr(value), 40)  # which goes neither deep nor far
+    detail = f"{short_repr(objects[0])} in A, {short_repr(objects[1])} in B"
+    return None if is_same else Difference(key, "object", detail)
 
 
 # --- shown -----------------------------------------------------------------------------------------------------------
 
 
 def as_table(differences: Sequence[Difference]) -> Table:
-    """A row for each difference."""
-    table = new_table("key", "difference", "detail", numbers=("max |A - B|",))
+    """Return a table with a row for each difference."""
+    table = Table("key", "difference", "detail", numbers=("max |A - B|",))
     for found in differences:
         gap = "" if found.max_abs_diff is None else f"{found.max_abs_diff:.6g}"
         table.add_row(found.key, found.kind, found.detail, gap)
@@ -443,7 +392,7 @@ def as_table(differences: Sequence[Difference]) -> Table:
 
 
 def headline(differences: Sequence[Difference], keys: int, *, exact: bool) -> str:
-    """The result in a line."""
+    """Say the result in a line."""
     if not differences:
         return f"the same: {counted(keys, 'key')}, {'bit by bit' if exact else 'within the tolerance'}"
     return f"different: {len(differences):,} of {counted(keys, 'key')}"

@@ -1,4 +1,4 @@
-"""What is in a checkpoint: keys, groups and files, as plain data and as tables. Only metadata are looked at.
+"""Summarize a checkpoint from its metadata: keys, groups and files, as plain data and as tables.
 
 ::
 
@@ -13,7 +13,7 @@ from rich.console import Group, RenderableType
 
 from ..core.patterns import matches
 from ..core.sizes import counted, human_bytes, human_shape, natural_order
-from ..core.tables import Table, new_table, shown
+from ..core.tables import Table, shown
 from ..fused.keys import KINDS
 from ..stored.reading import Checkpoint
 
@@ -48,7 +48,7 @@ class FileRow(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """What there is of the selected keys."""
+    """Totals and entries of the selected keys."""
 
     path: str
     version: str | None
@@ -75,7 +75,7 @@ def summarize(checkpoint: Checkpoint, patterns: Sequence[str] = ()) -> Summary:
 
 
 def group_of(key: str, path: Sequence[str | int] = ()) -> str:
-    """The part of the state dict that a key is of: ``model``, ``optim exp_avg``, ``optim param_groups``.
+    """Name the part of the state dict that holds a key: ``model``, ``optim exp_avg``, ``optim param_groups``.
 
     Args:
         key: the flat key.
@@ -92,7 +92,7 @@ def group_of(key: str, path: Sequence[str | int] = ()) -> str:
 
 
 def rank_of(file: str) -> int | None:
-    """``__3_0.distcp`` was written by rank 3."""
+    """Read the writing rank from a file's name: 3 from ``__3_0.distcp``."""
     match = re.fullmatch(r"__(\d+)_\d+\.distcp", file)
     return int(match[1]) if match else None
 
@@ -130,7 +130,7 @@ def _file_rows(checkpoint: Checkpoint, selected: set[str]) -> Iterator[FileRow]:
 
 
 def as_json(summary: Summary) -> Mapping[str, Any]:
-    """All of it, with sizes in bytes."""
+    """Return everything for JSON, with sizes in bytes."""
     return {
         "path": summary.path,
         "version": summary.version,
@@ -144,7 +144,7 @@ def as_json(summary: Summary) -> Mapping[str, Any]:
 
 
 def as_tables(summary: Summary, *, keys: bool = True, files: bool = False) -> RenderableType:
-    """The groups, and on request every key and every file."""
+    """Return tables of the groups, and on request of every key and every file."""
     parts: list[RenderableType] = [shown(_headline(summary)), _group_table(summary)]
     if keys:
         parts.append(_key_table(summary))
@@ -166,14 +166,14 @@ def _headline(summary: Summary) -> str:
 
 
 def _group_table(summary: Summary) -> Table:
-    table = new_table("group", numbers=("keys", "chunks", "size"))
+    table = Table("group", numbers=("keys", "chunks", "size"))
     for row in summary.groups:
         table.add_row(row.group, f"{row.keys:,}", f"{row.chunks:,}", human_bytes(row.nbytes))
     return table
 
 
 def _key_table(summary: Summary) -> Table:
-    table = new_table("key", "shape", "dtype", numbers=("chunks", "size"))
+    table = Table("key", "shape", "dtype", numbers=("chunks", "size"))
     for row in summary.keys:
         shape = "object" if row.shape is None else human_shape(row.shape)
         table.add_row(row.key, shape, row.dtype or "", f"{row.chunks:,}", human_bytes(row.nbytes))
@@ -181,7 +181,7 @@ def _key_table(summary: Summary) -> Table:
 
 
 def _file_table(summary: Summary) -> Table:
-    table = new_table("file", numbers=("rank", "items", "size"))
+    table = Table("file", numbers=("rank", "items", "size"))
     for row in summary.files:
         rank = "" if row.rank is None else str(row.rank)
         table.add_row(row.file, rank, f"{row.items:,}", human_bytes(row.stored_bytes))

@@ -43,7 +43,7 @@ class Tiling(NamedTuple):
 
 
 def tile(tensor: StoredTensor, max_rows: int = MAX_ROWS, max_columns: int = MAX_COLUMNS) -> Tiling:
-    """Which files have which part of ``tensor``."""
+    """Find which files have which part of ``tensor``."""
     dims = _dims_to_draw(tensor)
     ranges = [_ranges(tensor, dim) for dim in dims]
     rows = ranges[0] if dims else [(0, 1)]
@@ -105,7 +105,7 @@ def _files(chunks: Sequence[StoredChunk]) -> list[str]:
 
 
 def as_picture(tensor: StoredTensor, tiling: Tiling) -> RenderableType:
-    """The cells with their ranges."""
+    """Draw the cells with their ranges."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     count = len(tensor.chunks)
     lines: list[RenderableType] = [

@@ -1,4 +1,4 @@
-"""Whether a checkpoint is whole: everything that is wrong with it, not only the first thing.
+"""Check that a checkpoint is whole, and report everything that is wrong with it.
 
 ::
 
@@ -23,15 +23,15 @@ from fsdp_offload.checkpoint.manifest import MANIFEST_FILE
 
 from ..core.errors import CheckpointError
 from ..core.sizes import MAX_ITEM_BYTES, block_bounds, counted, human_bytes, thread_bytes
-from ..stored.items import Reader
-from ..stored.reading import Checkpoint, Problem, StoredChunk, StoredObject, StoredTensor
+from ..stored.items import ItemReader
+from ..stored.reading import Checkpoint, CheckpointProblem, StoredChunk, StoredObject, StoredTensor
 from .data_checks import DataChecks
 
 Advance = Callable[[int], object]
 """Called with the number of bytes that are done since the last call, from any thread."""
 
 LEAST_THREAD_BYTES = 2 * MAX_ITEM_BYTES
-"""With less, half of a thread's memory is not one element."""
+"""Least memory of a thread: half of it holds one element."""
 
 _BLOCK_BYTES = 4 << 20  # fits into caches, and is long enough for a disk
 _COUNTED_NUMEL = 1 << 20  # for how many elements at a time there are masks, where a block is not finite
@@ -40,7 +40,7 @@ Entry = tuple[str, StoredChunk | StoredObject]
 
 
 class Files(NamedTuple):
-    """What a look at the files gave.
+    """Findings about the files.
 
     Attributes:
         sound: those that are as long as they have to be.
@@ -50,13 +50,13 @@ class Files(NamedTuple):
     """
 
     sound: tuple[str, ...]
-    problems: tuple[Problem, ...]
+    problems: tuple[CheckpointProblem, ...]
     notes: tuple[str, ...]
     nbytes: int
 
 
-def check_structure(checkpoint: Checkpoint, threads: int = 4) -> tuple[list[Problem], Files]:
-    """Everything that can be checked without reading large contents: all problems, and what was found of the files.
+def check_structure(checkpoint: Checkpoint, threads: int = 4) -> tuple[list[CheckpointProblem], Files]:
+    """Check everything except large contents; return all problems, and the findings about files.
 
     Contents of up to 64 KiB are read, and compared with their checksums.
     """
@@ -73,33 +73,35 @@ def check_structure(checkpoint: Checkpoint, threads: int = 4) -> tuple[list[Prob
 # --- metadata --------------------------------------------------------------------------------------------------------
 
 
-def check_coverage(tensor: StoredTensor) -> Iterator[Problem]:
-    """Whether every element is in exactly one chunk."""
+def check_coverage(tensor: StoredTensor) -> Iterator[CheckpointProblem]:
+    """Check that every element is in exactly one chunk."""
     regions = []
     for chunk in tensor.chunks:
         ends = [offset + size for offset, size in zip(chunk.offsets, chunk.sizes, strict=True)]
         if any(end > size for end, size in zip(ends, tensor.shape, strict=True)):
-            yield Problem(tensor.key, f"a chunk of {chunk.sizes} at {chunk.offsets} does not fit into {tensor.shape}")
+            yield CheckpointProblem(
+                tensor.key, f"a chunk of {chunk.sizes} at {chunk.offsets} does not fit into {tensor.shape}"
+            )
         elif chunk.numel:
             regions.append(Region(chunk.offsets, chunk.sizes, chunk.offsets))
     pair = overlapping(regions)
     if pair is not None:
         first, second = sorted(pair)
-        yield Problem(
+        yield CheckpointProblem(
             tensor.key,
             f"the chunks of {first.sizes} at {first.offsets} and of {second.sizes} at {second.offsets} overlap",
         )
         return  # with an overlap, the sum below says nothing
     covered, numel = sum(math.prod(region.sizes) for region in regions), math.prod(tensor.shape)
     if covered < numel:
-        yield Problem(tensor.key, f"{numel - covered:,} of {numel:,} elements are in no chunk")
+        yield CheckpointProblem(tensor.key, f"{numel - covered:,} of {numel:,} elements are in no chunk")
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
 
 
 def check_files(checkpoint: Checkpoint) -> Files:
-    """Whether all files are there and long enough."""
+    """Check that all files are there and long enough."""
     sound, problems, notes, nbytes = [], [], [*checkpoint.notes], 0
     by_file = checkpoint.items_by_file()
     for file, entries in by_file.items():
@@ -108,12 +110,12 @@ def check_files(checkpoint: Checkpoint) -> Files:
             found = checkpoint.folder.size_bytes(file)
         except OSError as error:
             what = "is not there" if isinstance(error, FileNotFoundError) else f"cannot be opened ({error})"
-            problems.append(Problem(file, f"{what}; it has {_of_whom(entries)}"))
+            problems.append(CheckpointProblem(file, f"{what}; it has {_of_whom(entries)}"))
             continue
         nbytes += found
         if found < needed:
             lost = [entry for entry in entries if entry[1].offset_bytes + entry[1].length_bytes > found]
-            problems.append(Problem(file, f"has {found:,} bytes of {needed:,}; cut off: {_of_whom(lost)}"))
+            problems.append(CheckpointProblem(file, f"has {found:,} bytes of {needed:,}; cut off: {_of_whom(lost)}"))
         else:
             sound.append(file)
             if found > needed > 0:  # of a file that is no more than a list of values, no byte has a known place
@@ -129,36 +131,38 @@ def _of_whom(entries: Sequence[Entry]) -> str:
     return keys[0] if len(keys) == 1 else f"{keys[0]} and {len(keys) - 1:,} more keys"
 
 
-def _check_ranges(file: str, entries: Sequence[Entry]) -> Iterator[Problem]:
+def _check_ranges(file: str, entries: Sequence[Entry]) -> Iterator[CheckpointProblem]:
     # A tensor's empty chunks share their item with each other, and in old checkpoints with a chunk that is not empty.
     ranges: dict[tuple[str, int, int], bool] = {}  # whether somebody has elements there
     for key, item in entries:
         place = key, item.offset_bytes, item.length_bytes
         has_elements = isinstance(item, StoredChunk) and item.numel > 0
         if has_elements and ranges.get(place):
-            yield Problem(file, f"two chunks of {key} are in the same bytes, from {item.offset_bytes:,} on")
+            yield CheckpointProblem(file, f"two chunks of {key} are in the same bytes, from {item.offset_bytes:,} on")
         ranges[place] = has_elements or ranges.get(place, False)
     for (first, start, length), (second, next_start, _) in itertools.pairwise(ranges):
         if start + length > next_start:
-            yield Problem(file, f"the items of {first} and {second} are in the same bytes, from {next_start:,} on")
+            yield CheckpointProblem(
+                file, f"the items of {first} and {second} are in the same bytes, from {next_start:,} on"
+            )
 
 
 # --- items -----------------------------------------------------------------------------------------------------------
 
 
-def check_items(checkpoint: Checkpoint, files: Sequence[str], threads: int = 4) -> list[Problem]:
-    """Whether every item of these files is what ``torch.save`` writes, and of the right shape and dtype."""
+def check_items(checkpoint: Checkpoint, files: Sequence[str], threads: int = 4) -> list[CheckpointProblem]:
+    """Check that every item of these files is from ``torch.save``, with the right shape and dtype."""
     by_file = checkpoint.items_by_file()
 
-    def check(file: str) -> list[Problem]:
-        with Reader(checkpoint) as reader:
+    def check(file: str) -> list[CheckpointProblem]:
+        with ItemReader(checkpoint) as reader:
             return [problem for key, item in by_file[file] for problem in _check_item(checkpoint, reader, key, item)]
 
     return _in_parallel(check, files, threads)
 
 
-def check_manifest(checkpoint: Checkpoint, files: Sequence[str]) -> list[Problem]:
-    """Whether the items of these files, which have been checked, are those that the manifest tells of."""
+def check_manifest(checkpoint: Checkpoint, files: Sequence[str]) -> list[CheckpointProblem]:
+    """Compare the items of these files, already checked, with the manifest."""
     if checkpoint.manifest is None:
         return []
     problems = []
@@ -167,7 +171,7 @@ def check_manifest(checkpoint: Checkpoint, files: Sequence[str]) -> list[Problem
         expected = {(item.offset_bytes, item.length_bytes): item.directory_crc for item in known.get(file, ())}
         keys = {(item.offset_bytes, item.length_bytes): key for key, item in by_file.get(file, ())}
         if expected.keys() != keys.keys():
-            problems.append(Problem(file, f"{MANIFEST_FILE} tells of other items in it than the metadata"))
+            problems.append(CheckpointProblem(file, f"{MANIFEST_FILE} tells of other items in it than the metadata"))
         elif file in files:
             others = [
                 keys[place]
@@ -177,12 +181,12 @@ def check_manifest(checkpoint: Checkpoint, files: Sequence[str]) -> list[Problem
             if others:
                 also = f" and {len(others) - 1:,} more" if len(others) > 1 else ""
                 text = f"{others[0]}{also}: another item than was saved; is the file of another checkpoint?"
-                problems.append(Problem(file, text))
+                problems.append(CheckpointProblem(file, text))
     return problems
 
 
 def notes_on_checksums(checkpoint: Checkpoint) -> list[str]:
-    """What cannot be compared with anything, of a checkpoint whose items have been checked."""
+    """Note what has no checksum to be compared with; the items have been checked before."""
     bare, transformed, without = 0, 0, 0
     for _key, item in checkpoint.items():  # noqa: PERF102  # no dict: a key has many items
         opened = checkpoint.opened.get((item.file, item.offset_bytes))
@@ -205,18 +209,22 @@ def notes_on_checksums(checkpoint: Checkpoint) -> list[str]:
 
 
 def _check_item(
-    checkpoint: Checkpoint, reader: Reader, key: str, item: StoredChunk | StoredObject
-) -> Iterator[Problem]:
+    checkpoint: Checkpoint, reader: ItemReader, key: str, item: StoredChunk | StoredObject
+) -> Iterator[CheckpointProblem]:
     try:
         layout = reader.check(item)
     except CheckpointError as error:
-        yield Problem(key, str(error))
+        yield CheckpointProblem(key, str(error))
         return
     if layout is not None and layout.dtype != checkpoint.tensors[key].dtype:
-        yield Problem(key, f"is stored as {layout.dtype} in {item.file}, and not as {checkpoint.tensors[key].dtype}")
+        yield CheckpointProblem(
+            key, f"is stored as {layout.dtype} in {item.file}, and not as {checkpoint.tensors[key].dtype}"
+        )
 
 
-def _in_parallel(check: Callable[[str], list[Problem]], files: Sequence[str], threads: int) -> list[Problem]:
+def _in_parallel(
+    check: Callable[[str], list[CheckpointProblem]], files: Sequence[str], threads: int
+) -> list[CheckpointProblem]:
     with ThreadPoolExecutor(max_workers=threads) as pool:
         return [problem for problems in pool.map(check, files) for problem in problems]
 
@@ -225,7 +233,7 @@ def _in_parallel(check: Callable[[str], list[Problem]], files: Sequence[str], th
 
 
 def finite_bytes(checkpoint: Checkpoint) -> int:
-    """How much :func:`check_finite` reads of all files."""
+    """Return the bytes that :func:`check_finite` reads."""
     return sum(tensor.nbytes for tensor in checkpoint.tensors.values() if may_be_infinite(tensor.dtype))
 
 
@@ -236,8 +244,8 @@ def check_finite(
     max_memory_bytes: int = 2 << 30,
     advance: Advance = lambda done: None,
     checks: DataChecks | None = None,
-) -> list[Problem]:
-    """Whether all floating-point values in these files are finite, and what is read is what was written.
+) -> list[CheckpointProblem]:
+    """Check that floating-point values in these files are finite, and were read as written.
 
     Each thread holds one block. Whoever gives ``checks`` need not read the same data again.
 
@@ -249,10 +257,10 @@ def check_finite(
     memory_bytes = thread_bytes(max_memory_bytes, threads, LEAST_THREAD_BYTES)
     block_bytes = min(_BLOCK_BYTES, memory_bytes // 2)
 
-    def check(file: str) -> list[Problem]:
-        problems: list[Problem] = []
+    def check(file: str) -> list[CheckpointProblem]:
+        problems: list[CheckpointProblem] = []
         memory = torch.empty(block_bytes, dtype=torch.uint8)
-        with Reader(checkpoint, max_whole_bytes=memory_bytes // 2, note=checks.note) as reader:
+        with ItemReader(checkpoint, max_whole_bytes=memory_bytes // 2, note=checks.note) as reader:
             for key, item in by_file[file]:
                 dtype = checkpoint.tensors[key].dtype if isinstance(item, StoredChunk) else None
                 if isinstance(item, StoredChunk) and dtype is not None and may_be_infinite(dtype):
@@ -263,8 +271,8 @@ def check_finite(
 
 
 def _check_values(
-    reader: Reader, key: str, chunk: StoredChunk, dtype: torch.dtype, memory: Tensor, advance: Advance
-) -> Iterator[Problem]:
+    reader: ItemReader, key: str, chunk: StoredChunk, dtype: torch.dtype, memory: Tensor, advance: Advance
+) -> Iterator[CheckpointProblem]:
     bad = 0
     itemsize = dtype.itemsize
     try:
@@ -274,20 +282,20 @@ def _check_values(
             bad += count_not_finite(block)
             advance(block.nbytes)
     except CheckpointError as error:
-        yield Problem(key, str(error))
+        yield CheckpointProblem(key, str(error))
         return
     if bad:
         at = f"in its chunk at {chunk.offsets} in {chunk.file}"
-        yield Problem(key, f"{bad:,} of {chunk.numel:,} values are not finite, {at}")
+        yield CheckpointProblem(key, f"{bad:,} of {chunk.numel:,} values are not finite, {at}")
 
 
 def may_be_infinite(dtype: torch.dtype) -> bool:
-    """Whether there are values of the dtype that are infinite or no numbers."""
+    """Tell whether the dtype has infinities or NaN."""
     return (dtype.is_floating_point or dtype.is_complex) and "float4" not in str(dtype)
 
 
 def count_not_finite(values: Tensor) -> int:
-    """How many values of a 1-D tensor are infinite or no numbers."""
+    """Count the values of a 1-D tensor that are infinite or NaN."""
     if values.numel() == 0 or (values.itemsize > 1 and _extremes_are_finite(values)):
         return 0
     return sum(_count(block) for block in values.split(_COUNTED_NUMEL))

@@ -21,10 +21,10 @@ from fsdp_offload.checkpoint.item_archive import (
 from ..core.sizes import MAX_DIMS, MAX_INT64, shortened
 from .storage import Window
 from .unpickle import TENSOR_NAMES, ForbiddenNameError, unpickle, unpickle_plain
-from .unpickle import Record as Named
+from .unpickle import PickledObject as Named
 
 MAX_INFLATED_BYTES = 256 << 20
-"""Of what is compressed in one item. ``torch.save`` does not compress, so nobody needs more."""
+"""Limit on compressed content of one item in bytes. ``torch.save`` does not compress."""
 
 PICKLE = "data.pkl"
 _KNOWN_PICKLES = 256
@@ -47,7 +47,7 @@ STORAGE_DTYPES = {
 
 
 class Layout(NamedTuple):
-    """What a stored tensor turned out to be.
+    """Dtype, shape, strides and place of a stored tensor.
 
     Attributes:
         dtype: of its elements.
@@ -95,7 +95,7 @@ class _Tensor(NamedTuple):
 
 
 def read_layout(window: Window) -> tuple[Layout | None, Archive]:
-    """Where the elements of the tensor in ``window`` are in its file; ``None`` where only ``torch.load`` knows.
+    """Locate the elements of the tensor in ``window``; None where only ``torch.load`` knows.
 
     And what the item consists of, all of it compared but large contents.
 
@@ -112,7 +112,7 @@ def read_layout(window: Window) -> tuple[Layout | None, Archive]:
 
 
 def open_archive(window: Window) -> Archive:
-    """What the item in ``window`` consists of, checked for being of ``torch.save``.
+    """Open the item in ``window``, checked to be from ``torch.save``.
 
     Raises:
         DamagedError: it is not, or not all of it is there.
@@ -143,7 +143,7 @@ def check_contents(window: Window, archive: Archive, max_inflated_bytes: int = M
 
 
 def read_pickle(window: Window, archive: Archive) -> bytes:
-    """The pickle of an item, whatever it was made of; the bytes of its tensors are not read.
+    """Read an item's pickle, without the bytes of its tensors.
 
     Raises:
         DamagedError: it is damaged.
@@ -157,7 +157,7 @@ def read_pickle(window: Window, archive: Archive) -> bytes:
 
 
 def check_pickle(window: Window, archive: Archive) -> None:
-    """Whether ``torch.load`` can take the pickle without harm to this process, whatever it names.
+    """Check that ``torch.load`` can take the pickle without harm to this process.
 
     Raises:
         DamagedError: it is no pickle, or would take more memory or a deeper stack than there is.

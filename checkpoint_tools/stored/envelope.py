@@ -1,4 +1,4 @@
-"""What ``torch.save`` puts around the elements of one contiguous tensor, known before there are any elements.
+"""Make the bytes that ``torch.save`` puts around a contiguous tensor's elements, before there are any elements.
 
 ::
 
@@ -55,11 +55,11 @@ class Envelope(NamedTuple):
 
     @property
     def length_bytes(self) -> int:
-        """Of the whole item."""
+        """Return the length of the whole item."""
         return len(self.head) + self.data_bytes + self.tail_bytes
 
     def descriptor(self, crc: int) -> bytes:
-        """What of the tail comes first, and has the CRC-32 in it."""
+        """Return the first bytes of the tail, which contain the CRC-32."""
         return _descriptor(self.records[-1]._replace(crc=crc))
 
     def tail(self, crc: int) -> bytes:
@@ -78,7 +78,7 @@ class _Record(NamedTuple):
 
 @functools.lru_cache(1024)
 def envelope_of(shape: tuple[int, ...], dtype: torch.dtype) -> Envelope:
-    """The envelope of a contiguous tensor."""
+    """Return the envelope of a contiguous tensor."""
     data_bytes = math.prod(shape) * dtype.itemsize
     contents = (
         ("data.pkl", _pickled(shape, dtype)),
@@ -98,7 +98,7 @@ def envelope_of(shape: tuple[int, ...], dtype: torch.dtype) -> Envelope:
 
 
 def bare(shape: tuple[int, ...], dtype: torch.dtype) -> Envelope:
-    """Nothing around the elements."""
+    """Return an empty envelope, for elements alone."""
     return Envelope(b"", math.prod(shape) * dtype.itemsize, 0, ())
 
 
@@ -234,7 +234,7 @@ def _serialization_id(records: list[_Record]) -> bytes:
 
 @functools.cache
 def _hash_of_names() -> str:
-    """The half that depends on the names of the records alone, as torch itself computes it."""
+    """Return the half of the id that depends on the records' names alone, as torch computes it."""
     buffer = io.BytesIO()
     torch.save(torch.empty(0), buffer)
     with zipfile.ZipFile(buffer) as archive:
@@ -245,7 +245,7 @@ def _hash_of_names() -> str:
 
 
 def combined_crc(first: int, second: int, second_bytes: int) -> int:
-    """The CRC-32 of two stretches together, of the CRC-32 of each: zlib's ``crc32_combine``, which Python lacks."""
+    """Combine the CRC-32 of two adjacent ranges: zlib's ``crc32_combine``, which Python lacks."""
     if second_bytes == 0:
         return first
     operator, crc = _one_zero_bit(), first

@@ -30,7 +30,7 @@ _OPEN_FILES = 8
 _KNOWN_LAYOUTS = 256
 
 
-class Reader:
+class ItemReader:
     """Reads from one checkpoint. One for each thread: it keeps files open, and the last item that it read as a whole.
 
     Args:
@@ -47,7 +47,7 @@ class Reader:
         self._layouts: dict[StoredChunk, Layout | None] = {}
         self._whole: tuple[StoredChunk, Tensor] | None = None
 
-    def __enter__(self) -> "Reader":
+    def __enter__(self) -> "ItemReader":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -66,7 +66,7 @@ class Reader:
         self._whole = None
 
     def layout(self, chunk: StoredChunk) -> Layout | None:
-        """What is stored, without reading it; ``None`` where only ``torch.load`` knows.
+        """Read the layout of a stored tensor, without its elements; None where only ``torch.load`` knows.
 
         Raises:
             CheckpointError: it is not a whole file of ``torch.save``, or not of the chunk's sizes.
@@ -83,7 +83,7 @@ class Reader:
         return self._layouts[chunk]
 
     def read_rows(self, chunk: StoredChunk, start: int, stop: int) -> Tensor:
-        """The rows ``start`` to ``stop`` along the chunk's first dimension. A chunk of no dimensions is one row.
+        """Read rows ``start`` to ``stop`` of the chunk's first dimension; a scalar is one row.
 
         Raises:
             CheckpointError: they cannot be read.
@@ -97,7 +97,7 @@ class Reader:
         return elements.reshape((stop - start, *inner) if chunk.sizes else ())
 
     def read_elements(self, chunk: StoredChunk, start: int, stop: int, out: Tensor | None = None) -> Tensor:
-        """The elements ``start`` to ``stop`` in row-major order.
+        """Read elements ``start`` to ``stop`` in row-major order.
 
         Args:
             chunk: of which.
@@ -126,11 +126,11 @@ class Reader:
         return elements
 
     def read_chunk(self, chunk: StoredChunk) -> Tensor:
-        """All of it."""
+        """Read a whole chunk."""
         return self.read_elements(chunk, 0, chunk.numel).reshape(chunk.sizes)
 
     def read_object(self, stored: StoredObject) -> Any:
-        """An object that ``torch.load(weights_only=True)`` accepts.
+        """Read an object that ``torch.load(weights_only=True)`` accepts.
 
         Raises:
             CheckpointError: it is damaged, or consists of more.
@@ -141,7 +141,7 @@ class Reader:
         return value
 
     def read_bytes(self, item: StoredChunk | StoredObject) -> bytes:
-        """The byte range of an item, as stored."""
+        """Read an item's bytes as stored."""
         if isinstance(item, StoredChunk) and item.length_bytes <= SMALL_BYTES:
             stream = self._open(item.file)  # without a window, in a third of the time
             stream.seek(item.offset_bytes)
@@ -153,7 +153,7 @@ class Reader:
         return content
 
     def check(self, item: StoredChunk | StoredObject) -> Layout | None:
-        """Whether an item is a whole file of ``torch.save``. Its large contents are not read.
+        """Check that an item is a whole file of ``torch.save``, without reading its large contents.
 
         Returns:
             As :meth:`layout`; nothing for objects: what they are is not looked at.

@@ -31,7 +31,7 @@ class NotPlainError(Exception):
 
 
 def to_json(value: Any) -> Any:
-    """What :func:`json.dumps` takes.
+    """Encode a value for :func:`json.dumps`.
 
     Raises:
         NotPlainError: it has no such form.
@@ -45,7 +45,7 @@ def to_json(value: Any) -> Any:
 
 
 def from_json(found: Any) -> Any:
-    """The value.
+    """Decode a value.
 
     Raises:
         ValueError: not what :func:`to_json` gives.

@@ -5,7 +5,7 @@ from fsdp_offload.checkpoint.manifest import MANIFEST_FILE, DamagedManifestError
 from ..core.errors import CheckpointError
 from ..core.sizes import human_bytes, shortened
 from .storage import Folder
-from .unpickle import METADATA_NAMES, ForbiddenNameError, Record, unpickle
+from .unpickle import METADATA_NAMES, ForbiddenNameError, PickledObject, unpickle
 
 METADATA_FILE = ".metadata"
 _CLASSES = ("Metadata", "MCoreMetadata")  # torch's, and that of Megatron-Core up to 0.15
@@ -14,7 +14,7 @@ _MAX_BYTES = 4 << 30
 
 
 def read_content(folder: Folder) -> bytes:
-    """The bytes of the file.
+    """Read the metadata file's bytes.
 
     Raises:
         CheckpointError: there is none, it cannot be read, or it is larger than any that somebody has written.
@@ -32,7 +32,7 @@ def read_content(folder: Folder) -> bytes:
 
 
 def read_manifest(folder: Folder) -> tuple[Manifest | None, str | None]:
-    """The manifest of checksums beside the metadata, if there is one, and what is wrong with either."""
+    """Read the manifest of checksums beside the metadata, if any, and what is wrong with either."""
     try:
         with folder.open(MANIFEST_FILE) as stream:
             content = stream.read()
@@ -47,8 +47,8 @@ def read_manifest(folder: Folder) -> tuple[Manifest | None, str | None]:
     return manifest, manifest.why_not(read_content(folder))
 
 
-def read_metadata(folder: Folder) -> Record:
-    """The record of ``torch.distributed.checkpoint.metadata.Metadata`` in a folder.
+def read_metadata(folder: Folder) -> PickledObject:
+    """Read a folder's ``torch.distributed.checkpoint.metadata.Metadata`` as a record.
 
     Raises:
         CheckpointError: there is none, it cannot be read, or it asks for what no metadata need.
@@ -63,8 +63,8 @@ def read_metadata(folder: Folder) -> Record:
         ) from error
     except Exception as error:  # bytes that are no pickle can raise anything
         raise damage(folder, f"{type(error).__name__}: {shortened(str(error))}") from error
-    if not isinstance(metadata, Record) or metadata.name not in _CLASSES:
-        found = metadata.name if isinstance(metadata, Record) else type(metadata).__name__
+    if not isinstance(metadata, PickledObject) or metadata.name not in _CLASSES:
+        found = metadata.name if isinstance(metadata, PickledObject) else type(metadata).__name__
         raise damage(folder, f"it has a {found} where Metadata are expected")
     return metadata
 
@@ -98,7 +98,7 @@ def _has_metadata(folder: Folder, name: str) -> bool:
 
 
 def damage(folder: Folder, what: str) -> CheckpointError:
-    """The error for metadata that are there, and are no such metadata."""
+    """Make the error for a metadata file that holds no valid metadata."""
     return CheckpointError(
         f"{folder.path}/{METADATA_FILE} cannot be read as the metadata of a checkpoint ({what}). It is damaged, cut "
         "short, or not from torch.distributed.checkpoint; use another checkpoint, or fetch this file again"

@@ -1,10 +1,10 @@
-"""What a checkpoint of ``torch.distributed.checkpoint`` consists of, as plain data.
+"""Read what a checkpoint of ``torch.distributed.checkpoint`` consists of, as plain data.
 
 ::
 
     folder ──read_metadata──▶ Records ──▶ open_checkpoint ──▶ Checkpoint ──▶ inspect, verify, diff
                                                                    │
-                                                   items.Reader ◀──┘  elements of one stored chunk
+                                               items.ItemReader ◀──┘  elements of one stored chunk
 
 Neither a process group nor a GPU is needed, and nothing that the checkpoint contains is run. What is in the files is
 not looked at here.
@@ -25,7 +25,7 @@ from ..core.errors import CheckpointError
 from ..core.sizes import MAX_DIMS, MAX_INT64, natural_order, shortened
 from .metadata import METADATA_FILE, damage, read_manifest, read_metadata
 from .storage import Folder, open_folder
-from .unpickle import Record, without_collections
+from .unpickle import PickledObject, without_collections
 
 _MAX_NAME = 4096
 _MAX_DEPTH = 256  # of a nested state dict
@@ -45,12 +45,12 @@ class StoredChunk(NamedTuple):
     offset_bytes: int
     length_bytes: int
     transforms: tuple[str, ...] = ()
-    """What the byte range went through (``stream.zstd/1``), if anything."""
+    """Transforms of the byte range (``stream.zstd/1``), if any."""
     bare_dtype: torch.dtype | None = None
 
     @property
     def numel(self) -> int:
-        """How many elements."""
+        """Count the elements."""
         return math.prod(self.sizes)
 
 
@@ -64,7 +64,7 @@ class StoredTensor(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of the elements of the whole tensor."""
+        """Return the size of the whole tensor's elements in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -91,7 +91,7 @@ class Content(NamedTuple):
 
 
 class Opened(NamedTuple):
-    """What a look into an item has shown, beside that it is whole.
+    """Findings of a look into an item that is whole.
 
     Attributes:
         contents: of it that were not read; all others have been compared with their CRC-32.
@@ -104,7 +104,7 @@ class Opened(NamedTuple):
     directory_crc: int
 
 
-class Problem(NamedTuple):
+class CheckpointProblem(NamedTuple):
     """One thing that is wrong with a key or a file."""
 
     where: str
@@ -113,7 +113,7 @@ class Problem(NamedTuple):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What the metadata say. Keys are in natural order: layer 2 before layer 10.
+    """Metadata of a checkpoint, with keys in natural order: layer 2 before layer 10.
 
     Attributes:
         path: as given by the user.
@@ -133,21 +133,21 @@ class Checkpoint:
     tensors: Mapping[str, StoredTensor]
     objects: Mapping[str, StoredObject]
     paths: Mapping[str, tuple[str | int, ...]]
-    problems: tuple[Problem, ...]
+    problems: tuple[CheckpointProblem, ...]
     version: str | None
     notes: tuple[str, ...] = ()
     manifest: Manifest | None = None
     opened: dict[tuple[str, int], Opened] = field(default_factory=dict, repr=False, compare=False)
 
     def items(self) -> Iterator[tuple[str, StoredChunk | StoredObject]]:
-        """Everything that is stored, with its key."""
+        """Yield every stored item with its key."""
         for key, tensor in self.tensors.items():
             for chunk in tensor.chunks:
                 yield key, chunk
         yield from self.objects.items()
 
     def items_by_file(self) -> dict[str, list[tuple[str, StoredChunk | StoredObject]]]:
-        """The same by file, files in natural order, and in each in the order of its bytes."""
+        """Group the items by file: files in natural order, items in the order of their bytes."""
         by_file: dict[str, list[tuple[str, StoredChunk | StoredObject]]] = {}
         for key, item in self.items():
             by_file.setdefault(item.file, []).append((key, item))
@@ -177,11 +177,11 @@ def _open(folder: Folder) -> Checkpoint:
             "or load and save it again with the torch that wrote it"
         )
     try:
-        checkpoint = _Builder(metadata).checkpoint(folder, version)
+        checkpoint = _CheckpointBuilder(metadata).checkpoint(folder, version)
     except (TypeError, ValueError, AttributeError, KeyError) as error:
         raise damage(folder, f"{type(error).__name__}: {shortened(str(error))}") from error
     manifest, wrong = read_manifest(folder)
-    problems = [] if wrong is None else [Problem(METADATA_FILE, wrong)]
+    problems = [] if wrong is None else [CheckpointProblem(METADATA_FILE, wrong)]
     return replace(checkpoint, manifest=manifest, problems=(*checkpoint.problems, *problems))
 
 
@@ -195,12 +195,12 @@ class _Place(NamedTuple):
     transforms: tuple[str, ...]
 
 
-class _Builder:
-    """From the records of the metadata to nouns; what does not fit is noted on the way."""
+class _CheckpointBuilder:
+    """Build a checkpoint from the metadata's records, noting what does not fit."""
 
-    def __init__(self, metadata: Record) -> None:
+    def __init__(self, metadata: PickledObject) -> None:
         self.metadata = metadata
-        self.problems: list[Problem] = []
+        self.problems: list[CheckpointProblem] = []
         self.places: dict[tuple[str, tuple[int, ...] | None], _Place] = {}
         self.used: set[tuple[str, tuple[int, ...] | None]] = set()
 
@@ -231,7 +231,7 @@ class _Builder:
             version=version,
         )
 
-    def _add_place(self, index: Record, info: Record) -> None:
+    def _add_place(self, index: PickledObject, info: PickledObject) -> None:
         offset = index.get("offset")
         place = _Place(
             _text(info.get("relative_path")),
@@ -243,17 +243,17 @@ class _Builder:
         if leaves_the_folder(place.file):
             self.used.add(where)  # said here, and nothing else about it
             file = repr(shortened(place.file))
-            self.problems.append(Problem(where[0], f"its data would be in {file}, outside of the checkpoint"))
+            self.problems.append(CheckpointProblem(where[0], f"its data would be in {file}, outside of the checkpoint"))
         elif not is_name(place.file):
             self.used.add(where)
             file = repr(shortened(place.file))
-            self.problems.append(Problem(where[0], f"its data would be in {file}, which no file is named"))
+            self.problems.append(CheckpointProblem(where[0], f"its data would be in {file}, which no file is named"))
         elif where in self.places:
-            self.problems.append(Problem(where[0], f"its data at {where[1]} are in two places"))
+            self.problems.append(CheckpointProblem(where[0], f"its data at {where[1]} are in two places"))
         else:
             self.places[where] = place
 
-    def _tensor(self, key: str, entry: Record) -> StoredTensor:
+    def _tensor(self, key: str, entry: PickledObject) -> StoredTensor:
         shape = _counts(entry.get("size"))
         if math.prod(shape) > MAX_INT64:
             raise ValueError(f"{shortened(key)} would have more elements than can be counted")
@@ -265,7 +265,9 @@ class _Builder:
         for record in map(_record, stored):
             offsets, sizes = _counts(record.get("offsets")), _counts(record.get("sizes"))
             if not len(offsets) == len(sizes) == len(shape):
-                self.problems.append(Problem(key, f"a chunk of {len(sizes)} dimensions in a tensor of {len(shape)}"))
+                self.problems.append(
+                    CheckpointProblem(key, f"a chunk of {len(sizes)} dimensions in a tensor of {len(shape)}")
+                )
             elif (place := self._place(key, offsets)) is not None:
                 chunks.append(StoredChunk(offsets, sizes, *place))
         return StoredTensor(key, shape, dtype, tuple(sorted(chunks)))
@@ -274,22 +276,22 @@ class _Builder:
         place = self.places.get((key, offsets))
         if place is None and (key, offsets) not in self.used:
             at = "" if offsets is None else f" for its chunk at {offsets}"
-            self.problems.append(Problem(key, f"the metadata do not say where the data are{at}"))
+            self.problems.append(CheckpointProblem(key, f"the metadata do not say where the data are{at}"))
         self.used.add((key, offsets))
         return place
 
     def _note_unused(self, keys: set[str]) -> None:
         for key, offsets in self.places.keys() - self.used:
             what = "is stored" if key not in keys else f"has data at {offsets}"
-            self.problems.append(Problem(key, f"{what}, but the metadata do not say what they are"))
+            self.problems.append(CheckpointProblem(key, f"{what}, but the metadata do not say what they are"))
         self.problems.sort()
 
 
 # What others have written: nothing of it is printed or taken apart before it is known to be small.
 
 
-def _record(value: object) -> Record:
-    if not isinstance(value, Record):
+def _record(value: object) -> PickledObject:
+    if not isinstance(value, PickledObject):
         raise TypeError(f"a {type(value).__name__} where an object is expected")
     return value
 
@@ -323,7 +325,7 @@ def _are_counts(values: tuple[Any, ...]) -> bool:
     return not values or (_INT.issuperset(map(type, values)) and min(values) >= 0 and max(values) <= MAX_INT64)
 
 
-def _dtype(properties: Record) -> torch.dtype:
+def _dtype(properties: PickledObject) -> torch.dtype:
     # A tuple that begins with the dtype; or a dict of attributes, as torch before 2.3 wrote it.
     state = properties.state
     dtype = state[0] if isinstance(state, tuple) and state else properties.get("dtype")
@@ -333,13 +335,13 @@ def _dtype(properties: Record) -> torch.dtype:
 
 
 def leaves_the_folder(file: str) -> bool:
-    """Whether a name of a file in a checkpoint is of one outside of it."""
+    """Tell whether a file's name leads out of the checkpoint's folder."""
     parts = file.replace("\\", "/").split("/")
     return not file or ".." in parts or parts[0] == "" or ":" in parts[0]
 
 
 def is_name(file: str) -> bool:
-    """Whether a file can be named so."""
+    """Tell whether a file can have this name."""
     return "\0" not in file and len(file) < _MAX_NAME and not any("\ud800" <= letter <= "\udfff" for letter in file)
 
 

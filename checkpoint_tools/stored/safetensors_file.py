@@ -71,12 +71,12 @@ class FileTensor(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of its elements."""
+        """Return the size of the elements in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 class Header(NamedTuple):
-    """What a file says of itself.
+    """Header of a safetensors file.
 
     Attributes:
         tensors: in the order of their bytes.
@@ -93,7 +93,7 @@ class Header(NamedTuple):
 
 
 def read_header(folder: Folder, file: str) -> Header:
-    """The header of a file.
+    """Read a file's header.
 
     Raises:
         CheckpointError: it is not a whole safetensors file.
@@ -187,12 +187,12 @@ def _are_counts(values: Any) -> bool:
 
 
 def has_dtype(dtype: torch.dtype) -> bool:
-    """Whether the format has it."""
+    """Tell whether the format has the dtype."""
     return dtype in _NAMES
 
 
 def in_file_order(tensors: Iterable[FileTensor]) -> list[FileTensor]:
-    """With the place of each: large elements first, so that all are aligned."""
+    """Place tensors in a file: large elements first, so that all are aligned."""
     at, placed = 0, []
     for tensor in sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize):
         placed.append(tensor._replace(begin_bytes=at))
@@ -201,7 +201,7 @@ def in_file_order(tensors: Iterable[FileTensor]) -> list[FileTensor]:
 
 
 def header_of(tensors: Iterable[FileTensor]) -> bytes:
-    """All that comes before the data.
+    """Serialize all that comes before the data.
 
     Raises:
         CheckpointError: it would be longer than the format allows.

@@ -41,7 +41,7 @@ Path = tuple[str | int, ...]
 
 
 class Folders(NamedTuple):
-    """What there is.
+    """Safetensors of a model and of its optimizer, opened as a checkpoint.
 
     Attributes:
         checkpoint: all of it.
@@ -59,7 +59,7 @@ class Folders(NamedTuple):
 
 
 def is_safetensors(path: str | os.PathLike[str]) -> bool:
-    """Whether there are safetensors, and no checkpoint of DCP."""
+    """Tell whether there are safetensors, and no DCP checkpoint."""
     if os.fspath(path).endswith(SUFFIX):
         return True
     try:
@@ -87,7 +87,7 @@ def open_safetensors(
 
 
 class _Name(NamedTuple):
-    """Of a tensor in the files."""
+    """Name of a tensor in the files."""
 
     is_model: bool
     name: str
@@ -169,7 +169,7 @@ class _Opening:
         return others[0]
 
     def _indexed(self, index: str, there: Iterable[str]) -> list[str] | None:
-        """The files of an index, if that is there."""
+        """List the files of an index, if there is one."""
         if index not in there:
             return None
         self._json_files.append(index)
@@ -235,7 +235,7 @@ class _Opening:
             self._places.setdefault(name, []).append((chunk, tensor.dtype))
 
     def _starts(self, file: str, header: Header) -> dict[str, tuple[int, ...]] | None:
-        """Where in the whole tensors those of a file begin, if it has parts of them."""
+        """Locate a file's tensors in the whole ones, if it holds parts of them."""
         text = header.metadata.get(_SHARDING)
         if text is None:
             return None
@@ -300,7 +300,7 @@ class _Opening:
 
 
 def _notes_on_parts(files: Iterable[str]) -> Iterator[str]:
-    """What the files of torch's ranks leave open.
+    """Note what the per-rank files of torch leave open.
 
     Each has the offsets of its parts, and nothing about the whole: neither shapes, nor how many ranks there were. The
     last rank's file is missing, or the tensors ended there: both look the same. A rank without anything to write has no
@@ -344,6 +344,6 @@ def _path(found: Any) -> Path:
 
 
 def path_of(key: str, key_prefix: str) -> Path:
-    """Where a tensor of the model is in a nested state dict, if nobody says otherwise."""
+    """Return a model tensor's default path in a nested state dict."""
     first = key_prefix.partition(".")[0]
     return (first, key.removeprefix(key_prefix)) if first and key.startswith(f"{first}.") else (key,)

@@ -20,7 +20,7 @@ class Folder(Protocol):
     path: str
 
     def open(self, file: str) -> BinaryIO:
-        """For reading, from the start.
+        """Open a file for reading, from the start.
 
         Raises:
             FileNotFoundError: there is no such file.
@@ -29,7 +29,7 @@ class Folder(Protocol):
         ...
 
     def size_bytes(self, file: str) -> int:
-        """The length of a file.
+        """Return the length of a file.
 
         Raises:
             FileNotFoundError: there is no such file.
@@ -37,11 +37,11 @@ class Folder(Protocol):
         ...
 
     def files(self) -> list[str]:
-        """What lies directly in the folder, sorted; folders end in ``/``."""
+        """List what lies directly in the folder, sorted; folders end in ``/``."""
         ...
 
     def stamp(self, file: str) -> str:
-        """What is different after a file was changed: its length, and when that was, if it is known.
+        """Return the file's length and, if known, its time: a change of the file changes this.
 
         Raises:
             OSError: there is no such file, or it cannot be looked at.
@@ -124,7 +124,7 @@ def _slash(entry: dict[str, Any]) -> str:
 
 
 def open_folder(path: str | os.PathLike[str]) -> Folder:
-    """The folder at a local path or a URL.
+    """Open the folder at a local path or a URL.
 
     Raises:
         CheckpointError: a URL that nothing here can open.
@@ -133,7 +133,7 @@ def open_folder(path: str | os.PathLike[str]) -> Folder:
 
 
 def read_small(folder: Folder, file: str, max_bytes: int) -> bytes:
-    """All of a file that is beside the data, or as much of it as somebody who reads no more than that looks at.
+    """Read a file that lies beside the data, up to the most that its reader looks at.
 
     Raises:
         OSError: there is no such file, it cannot be read, or has more than ``max_bytes``.
@@ -162,15 +162,15 @@ class Window(io.RawIOBase):
         self._at = 0
 
     def readable(self) -> bool:
-        """It is."""
+        """Return True."""
         return True
 
     def seekable(self) -> bool:
-        """It is."""
+        """Return True."""
         return True
 
     def tell(self) -> int:
-        """From the start of the range."""
+        """Return the position from the start of the range."""
         return self._at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:

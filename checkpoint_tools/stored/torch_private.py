@@ -19,7 +19,7 @@ from ..core.errors import CheckpointError
 
 
 def storage_info(file: str, offset_bytes: int, length_bytes: int, transforms: tuple[str, ...]) -> Any:
-    """What ``Metadata.storage_data`` says of one item.
+    """Make an item's entry in ``Metadata.storage_data``.
 
     Raises:
         CheckpointError: torch has no such class any more.
@@ -32,7 +32,7 @@ def storage_info(file: str, offset_bytes: int, length_bytes: int, transforms: tu
 
 
 def rebuild_function(name: str) -> Any:
-    """The function by which a pickled tensor is made again.
+    """Return the function that rebuilds a pickled tensor.
 
     Raises:
         CheckpointError: torch has no such function any more.

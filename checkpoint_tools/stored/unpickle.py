@@ -1,9 +1,9 @@
 """Reading pickles without running what they name.
 
 A pickle names functions and classes, and calls them; whoever wrote it chooses which. Here nothing that it names is
-looked up. Each allowed name stands for a :class:`Record` that keeps what it was called with, and any other name is an
-error, so no code runs but this module's; and what is read is never much larger than the pickle. It also does not
-depend on what torch calls its classes today::
+looked up. Each allowed name stands for a :class:`PickledObject` that keeps what it was called with, and any other
+name is an error, so no code runs but this module's; and what is read is never much larger than the pickle. It also
+does not depend on what torch calls its classes today::
 
     .metadata ──allowed names──▶ Records ──▶ reading.py: tensors and chunks
     data.pkl  ──allowed names──▶ Records ──▶ items.py: where the bytes of a tensor are
@@ -44,7 +44,7 @@ METADATA_NAMES: Allowed = {
     "torch.serialization": {"_get_layout"},
     "pathlib": _PATHS,
     "pathlib._local": _PATHS,  # Python 3.13
-    # Enums of Python up to 3.11.3 are pickled as getattr(class, name). As all others it is a Record here: no getattr.
+    # Enums of Python up to 3.11.3 are pickled as getattr(class, name). Here it is a PickledObject, as all others.
     "builtins": {"getattr"},
     "__builtin__": {"getattr"},
 }
@@ -60,8 +60,8 @@ TENSOR_NAMES: Allowed = {
 }
 
 
-class Record:
-    """What stands for an object of a pickle.
+class PickledObject:
+    """Stand-in for an object of a pickle.
 
     Attributes:
         name: of the class or function.
@@ -74,7 +74,7 @@ class Record:
     state: Any = None
 
     def get(self, name: str, default: Any = None) -> Any:
-        """An attribute of what it stands for."""
+        """Return an attribute of the object."""
         return self.state.get(name, default) if isinstance(self.state, dict) else default
 
 
@@ -83,7 +83,7 @@ class ForbiddenNameError(CheckpointError):
 
 
 def unpickle_plain(content: bytes) -> Any:
-    """What a pickle holds, whatever it names: each name is an empty class, and no more is kept of its objects.
+    """Unpickle plain values; each name becomes an empty class, whose objects keep nothing.
 
     For those who need the plain values in it, or want to know that it can be loaded without harm to this process.
 
@@ -94,7 +94,7 @@ def unpickle_plain(content: bytes) -> Any:
 
 
 def unpickle(content: bytes, allowed: Allowed, persistent_load: Callable[[Any], Any] | None = None) -> Any:
-    """What a pickle holds, of plain values and :class:`Record`.
+    """Unpickle plain values and :class:`PickledObject`.
 
     Raises:
         ForbiddenNameError: it names something that is not allowed; the message is that name.
@@ -122,7 +122,7 @@ _SCALARS = (str, int, float, bytes, type(None), torch.dtype)
 
 
 def _size(*arguments: Any) -> tuple[int, ...]:
-    """In place of ``torch.Size``."""
+    """Stand in for ``torch.Size``."""
     (values,) = arguments or ((),)
     if type(values) not in (tuple, list) or len(values) > MAX_DIMS:
         raise pickle.UnpicklingError("a torch.Size is made of something else than a few numbers")
@@ -130,7 +130,7 @@ def _size(*arguments: Any) -> tuple[int, ...]:
 
 
 def _dict(*arguments: Any) -> dict[Any, Any]:
-    """In place of an ``OrderedDict``, whose items follow; from arguments, few bytes would copy many."""
+    """Stand in for ``OrderedDict``, whose items follow; as arguments, few bytes would copy many."""
     if arguments:
         raise pickle.UnpicklingError("an OrderedDict is made of something")
     return {}
@@ -157,7 +157,7 @@ class _Machine:
         self._classes: dict[tuple[str, str], Any] = {}
 
     def run(self) -> Any:
-        """All of it."""
+        """Execute the whole pickle."""
         with without_collections():
             return self._run()
 
@@ -183,7 +183,7 @@ class _Machine:
                 stack.append(())
             elif opcode in _CALLS and len(stack) > 1 and type(stack[-2]) is type and type(stack[-1]) is tuple:
                 arguments = stack.pop()
-                made: Record = _new(stack[-1])
+                made: PickledObject = _new(stack[-1])
                 made.arguments = arguments  # not a copy, which many short calls would each make of a long tuple
                 stack[-1] = made
             elif opcode == _MARK:
@@ -194,7 +194,7 @@ class _Machine:
             elif opcode == _TUPLE2:
                 last = stack.pop()
                 stack[-1] = (stack[-1], last)
-            elif opcode == _BUILD and isinstance(stack[-2], Record):
+            elif opcode == _BUILD and isinstance(stack[-2], PickledObject):
                 state = stack.pop()
                 stack[-1].state = state
             elif opcode == _SETITEMS:
@@ -373,7 +373,7 @@ class _Machine:
             return dtype
         if name not in self._allowed.get(module, ()):
             raise ForbiddenNameError(f"{module}.{name}")
-        return type(name, (Record,), {"name": name})
+        return type(name, (PickledObject,), {"name": name})
 
     def reduce(self) -> None:
         arguments = self._stack.pop()
@@ -383,7 +383,7 @@ class _Machine:
         self._call(*self._popped(3))
 
     def _call(self, function: Any, arguments: Any, keywords: Any) -> None:
-        # Everything that there is to be called is in here: what _found gives. Its only classes are of Record.
+        # Everything that there is to be called is in here: what _found gives. Its only classes are of PickledObject.
         if function is not _size and function is not _dict and type(function) is not type:
             raise pickle.UnpicklingError(f"a {type(function).__name__} is called, and is not callable")
         if type(arguments) is not tuple or type(keywords) is not dict:
@@ -391,7 +391,7 @@ class _Machine:
         if type(function) is not type:
             self._stack.append(function(*arguments[:2]))
             return
-        made: Record = _new(function)
+        made: PickledObject = _new(function)
         made.arguments = arguments
         self._stack.append(made)
 
@@ -400,7 +400,7 @@ class _Machine:
         self._set_state(self._stack[-1], state)
 
     def _set_state(self, target: Any, state: Any) -> None:
-        if not isinstance(target, Record):
+        if not isinstance(target, PickledObject):
             raise pickle.UnpicklingError(f"a {type(target).__name__} gets a state")
         target.state = state
 
@@ -410,8 +410,8 @@ class _Machine:
         self._stack.append(self._persistent_load(*self._popped(1)))
 
 
-class _Opaque(Record):
-    """What stands for an object of which nothing but its attributes is of interest."""
+class _Opaque(PickledObject):
+    """Stand-in for an object of which only the attributes matter."""
 
 
 class _PlainMachine(_Machine):
@@ -436,7 +436,7 @@ class _PlainMachine(_Machine):
 def _check_key(key: Any) -> None:
     # The hash of what is nested deeply overflows the stack.
     parts = key if type(key) is tuple else (key,)
-    if not all(isinstance(part, (*_SCALARS, Record)) for part in parts):
+    if not all(isinstance(part, (*_SCALARS, PickledObject)) for part in parts):
         raise pickle.UnpicklingError(f"a {type(key).__name__} is a key")
 
 

@@ -1,10 +1,10 @@
-"""Carrying out a plan: reads, takes apart or puts together, and writes, block by block, in several threads.
+"""Carry out a plan: read, take apart or put together, and write, block by block, in several threads.
 
 ::
 
-    unit ─▶ Copy:  old file ──────────────block by block────────────▶ new file
-            Work:  old items ──gather──▶ block of a fused ──scatter──▶ new items
-                                         tensor, in memory
+    unit ─▶ ByteCopy:  old file ──────────────block by block────────────▶ new file
+            Work:      old items ──gather──▶ block of a fused ──scatter──▶ new items
+                                             tensor, in memory
 
 A *block* is a stretch of a fused tensor that fits into this thread's share of the memory. Every part that it has lies
 in one stretch of an item of that part, so what is written is in order in each item, and its checksum is taken on the
@@ -26,22 +26,22 @@ from fsdp_offload.checkpoint.item_archive import crc32, read_framing
 from fsdp_offload.checkpoint.manifest import Item
 
 from ..core.errors import CheckpointError
-from ..core.regions import Region, common, position_in, stretches
+from ..core.regions import TensorRegion, common, position_in, stretches
 from ..core.sizes import MAX_ITEM_BYTES, block_bounds, thread_bytes
 from ..look.data_checks import DataChecks
 from ..stored.envelope import Envelope, combined_crc
-from ..stored.items import Reader
+from ..stored.items import ItemReader
 from ..stored.reading import Checkpoint, StoredChunk, StoredObject
 from ..stored.storage import Window, read_into
-from .layout import Copy, MergeTask, NewItem, Rewrite, SplitTask, Unit, Work, Write, pieces_of, target_of
 from .partial import Filled
+from .rewrite_plan import ByteCopy, MergeTask, NewItem, Rewrite, SplitTask, Unit, Work, Write, pieces_of, target_of
 from .sinks import OpenFile, Sink
 
 Advance = Callable[[int], object]
-Record = Callable[[int, Sequence[Filled]], object]
+RecordUnit = Callable[[int, Sequence[Filled]], object]
 
 LEAST_THREAD_BYTES = 4 * MAX_ITEM_BYTES
-"""With less, a quarter of a thread's memory is not one element."""
+"""Least memory of a thread: a quarter of it holds one element."""
 
 _BLOCK_BYTES = 1 << 20  # what was read is still in a cache when it is written
 _RUN_BYTES = 64 << 10  # shorter stretches of a stored item are read together with what is between them
@@ -61,7 +61,7 @@ def perform(
     sink: Sink,
     *,
     done: dict[int, list[Filled]],
-    record: Record,
+    record: RecordUnit,
     threads: int,
     max_memory_bytes: int,
     advance: Advance,
@@ -90,7 +90,7 @@ def perform(
         advance(units[number].nbytes)
     progress.finish_files()
     checks = DataChecks(checkpoint)
-    crew = _Crew(checkpoint, checks, sink, progress, record, advance, threads, max_memory_bytes)
+    crew = _UnitWorkers(checkpoint, checks, sink, progress, record, advance, threads, max_memory_bytes)
     crew.run([unit for unit in units if unit.number not in done])
     checks.check_read(threads)
     if done:  # what an earlier run has read, nobody has compared to the end
@@ -99,7 +99,7 @@ def perform(
     return progress.items
 
 
-class _Crew:
+class _UnitWorkers:
     """Threads that do units, and as many that wait for the disk, so that the others do not have to.
 
     What they have in common is whether to stop: one of them has failed, or the user has had enough.
@@ -111,7 +111,7 @@ class _Crew:
         checks: DataChecks,
         sink: Sink,
         progress: "_Progress",
-        record: Record,
+        record: RecordUnit,
         advance: Advance,
         threads: int,
         max_memory_bytes: int,
@@ -130,7 +130,7 @@ class _Crew:
         self._saved: list[Future[None]] = []
 
     def run(self, units: Sequence[Unit]) -> None:
-        """All of them; the first error of any thread is raised here, when all have stopped."""
+        """Run all units; raise the first error of any thread when all have stopped."""
         queue = _Queue(units)
         with _pool(self._threads, "save") as saver, _pool(self._threads, "rewrite") as pool:
             try:
@@ -182,7 +182,7 @@ class _Queue:
         self._busy = dict.fromkeys(self._left, 0)
 
     def take(self, before: Unit | None) -> Unit | None:
-        """The next unit for a thread that has done ``before``; nothing, if all are taken."""
+        """Return the next unit for a thread that has done ``before``, or None."""
         with self._lock:
             if before is not None:
                 self._busy[_file_of(before)] -= 1
@@ -216,7 +216,7 @@ def _raise_first(futures: Iterable[Future[None]]) -> None:
 
 
 class _Progress:
-    """Which files are complete. An item that several units fill is closed when the last of its file is done.
+    """Completion of files: one that several units fill is closed when its last unit is done.
 
     Attributes:
         items: of the complete files, as a manifest has them.
@@ -244,8 +244,8 @@ class _Progress:
                 for file in unit.files:
                     self._remaining[file] += 1
 
-    def complete(self, unit: Unit, filled: Sequence[Filled], record: Record) -> None:
-        """A unit is safe on the disk."""
+    def complete(self, unit: Unit, filled: Sequence[Filled], record: RecordUnit) -> None:
+        """Record that a unit is safe on the disk."""
         with self._lock:
             record(unit.number, filled)
             self._note(filled)
@@ -256,7 +256,7 @@ class _Progress:
             self._finish(file)
 
     def finish_files(self) -> None:
-        """Those of which nothing remains; a kill may have come before that."""
+        """Finish files of which nothing remains to be written; a kill may have prevented that."""
         for file, remaining in self._remaining.items():
             if remaining == 0:
                 self._finish(file)
@@ -336,7 +336,7 @@ class _Worker:
         self._scratch = torch.empty(nbytes, dtype=torch.uint8)
         self._checkpoint = checkpoint
         self._checks = checks
-        self._reader = Reader(checkpoint, max_whole_bytes=memory_bytes // 4, note=checks.note)
+        self._reader = ItemReader(checkpoint, max_whole_bytes=memory_bytes // 4, note=checks.note)
         self._sink = sink
         self._stop = stop
         self._advance = advance
@@ -346,13 +346,13 @@ class _Worker:
         self._reader.close()
 
     def do(self, unit: Unit) -> list[Filled]:
-        """The unit, and what of it fills items that others fill too."""
+        """Do a unit; return what it filled of items that others fill too."""
         filled: list[Filled] = []
         try:
             for step in unit.steps:
                 if isinstance(step, Work):
                     filled += self._work(step)
-                elif isinstance(step, Copy):
+                elif isinstance(step, ByteCopy):
                     self._copy(step)
                 else:
                     self._write(step)
@@ -378,7 +378,7 @@ class _Worker:
         self._target(step.file).write(step.offset_bytes, step.content)
         self._advance(len(step.content))
 
-    def _copy(self, step: Copy) -> None:
+    def _copy(self, step: ByteCopy) -> None:
         # Not os.copy_file_range: without reflinks it took up to half as much time of the processor again.
         target = self._target(step.file)
         with self._checkpoint.folder.open(step.source_file) as source:
@@ -414,7 +414,7 @@ class _Worker:
             _close_item(self._target(item.file), item, crcs[item.number].crc)
         return []
 
-    def _split(self, task: SplitTask, block: Region, memory: Tensor, crcs: dict[int, Filled]) -> None:
+    def _split(self, task: SplitTask, block: TensorRegion, memory: Tensor, crcs: dict[int, Filled]) -> None:
         dtype = task.fusion.dtype
         first = task.first + position_in(task.region, block.offsets)
         self._reader.read_elements(task.source, first, first + block.numel, memory.view(dtype))
@@ -424,7 +424,7 @@ class _Worker:
             position = position_in(item, chunk.offsets)
             self._put(item, position * dtype.itemsize, self._packed(_view(bits, chunk)), crcs)
 
-    def _merge(self, task: MergeTask, block: Region, memory: Tensor, crcs: dict[int, Filled]) -> None:
+    def _merge(self, task: MergeTask, block: TensorRegion, memory: Tensor, crcs: dict[int, Filled]) -> None:
         dtype = task.fusion.dtype
         bits = memory.view(_BITS[dtype.itemsize])
         for part, chunk in pieces_of(task.fusion, block):
@@ -442,7 +442,7 @@ class _Worker:
         self._put(task.target, position_in(task.region, block.offsets) * itemsize, memory, crcs)
 
     def _packed(self, view: Tensor) -> Tensor:
-        """The bytes of its elements, one after the other."""
+        """Return the elements' bytes without gaps."""
         if not view.is_contiguous():
             packed = self._scratch[: view.numel() * view.itemsize].view(view.dtype).view(view.shape)
             view = packed.copy_(view)
@@ -457,7 +457,7 @@ class _Worker:
         crcs[item.number] = before._replace(length=before.length + len(view), crc=crc)
         self._target(item.file).write(item.offset_bytes + len(item.content.head) + position_bytes, view)
 
-    def _fetch(self, source: StoredChunk, region: Region, dtype: torch.dtype, into: Tensor) -> None:
+    def _fetch(self, source: StoredChunk, region: TensorRegion, dtype: torch.dtype, into: Tensor) -> None:
         """Read a rectangle of a stored chunk; in few reads if it is stored in many short stretches."""
         if not region.numel:
             return
@@ -487,9 +487,9 @@ def _flat(view: Tensor) -> Tensor:
     return view.as_strided((view.numel(),), (1,))
 
 
-def _narrowed(region: Region, dim: int, start: int, size: int) -> Region:
+def _narrowed(region: TensorRegion, dim: int, start: int, size: int) -> TensorRegion:
     offsets = (*region.offsets[:dim], region.offsets[dim] + start, *region.offsets[dim + 1 :])
-    return Region(offsets, (*region.sizes[:dim], size, *region.sizes[dim + 1 :]))
+    return TensorRegion(offsets, (*region.sizes[:dim], size, *region.sizes[dim + 1 :]))
 
 
 def _strides_in(source: StoredChunk) -> tuple[int, ...]:
@@ -500,8 +500,8 @@ def _strides_in(source: StoredChunk) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def _run_numel(source: StoredChunk, region: Region) -> int:
-    """How many elements of a rectangle follow each other in the chunk."""
+def _run_numel(source: StoredChunk, region: TensorRegion) -> int:
+    """Count how many elements of a rectangle are adjacent in the chunk."""
     numel = 1
     for whole, size in zip(reversed(source.sizes), reversed(region.sizes), strict=True):
         numel *= size

@@ -24,16 +24,16 @@ from torch.distributed.checkpoint.metadata import (
 from ..core.errors import CheckpointError
 from ..stored.reading import StoredChunk, StoredObject
 from ..stored.torch_private import storage_info
-from ..stored.unpickle import Record
-from .layout import Entry, NewItem, NewTensor, Rewrite
+from ..stored.unpickle import PickledObject
+from .rewrite_plan import Entry, NewItem, NewTensor, Rewrite
 
 _MAX_PLAIN = 100_000  # of one entry
 _VERSION = "1.0.0"  # of the format, as torch 2.6 to 2.13 write it
 _MEMORY_FORMATS = (torch.contiguous_format, torch.channels_last, torch.preserve_format)
 
 
-def metadata_bytes(old: Record, rewrite: Rewrite, checkpoint_id: str) -> bytes:
-    """The content of the file.
+def metadata_bytes(old: PickledObject, rewrite: Rewrite, checkpoint_id: str) -> bytes:
+    """Serialize the metadata of a rewritten checkpoint.
 
     Args:
         old: the metadata of the checkpoint that is rewritten.
@@ -59,7 +59,7 @@ def metadata_bytes(old: Record, rewrite: Rewrite, checkpoint_id: str) -> bytes:
 
 
 def first_metadata_bytes(rewrite: Rewrite, checkpoint_id: str) -> bytes:
-    """The content of the file, for what was in no checkpoint of DCP before."""
+    """Serialize the metadata of what was in no DCP checkpoint before."""
     metadata = _metadata(rewrite, {t.key: TensorProperties(dtype=t.dtype) for t in rewrite.tensors.values()})
     metadata.planner_data = dict(rewrite.exchange.paths)
     metadata.storage_meta = StorageMeta(checkpoint_id=checkpoint_id)
@@ -80,7 +80,7 @@ def _metadata(rewrite: Rewrite, properties: Mapping[str, TensorProperties]) -> M
 
 
 def _index(entry: Entry, entries: Mapping[str, Any]) -> MetadataIndex:
-    """The key of an item in ``storage_data``; its chunk is added to the tensor's."""
+    """Return an item's key in ``storage_data``, after adding its chunk to the tensor's."""
     if entry.region is None:
         return MetadataIndex(entry.key)
     chunks: list[ChunkStorageMetadata] = entries[entry.key].chunks
@@ -93,7 +93,7 @@ def _info(item: NewItem) -> Any:
     return storage_info(item.file, item.offset_bytes, item.length_bytes, transforms)
 
 
-def _properties(tensor: NewTensor, old: Record) -> TensorProperties:
+def _properties(tensor: NewTensor, old: PickledObject) -> TensorProperties:
     properties = old.get("properties")
     state = properties.state
     if not isinstance(state, tuple):  # torch before 2.3
@@ -110,14 +110,15 @@ def _properties(tensor: NewTensor, old: Record) -> TensorProperties:
 
 
 def _layout(record: object) -> torch.layout:
-    name = str(record.arguments[0]).removeprefix("torch.") if isinstance(record, Record) and record.arguments else ""
+    arguments = record.arguments if isinstance(record, PickledObject) else ()
+    name = str(arguments[0]).removeprefix("torch.") if arguments else ""
     found = vars(torch).get(name)
     return found if isinstance(found, torch.layout) else torch.strided
 
 
 def _memory_format(record: object) -> torch.memory_format:
     # An enum: by its number, or, of Python up to 3.11.3, as getattr(class, name).
-    if isinstance(record, Record) and record.arguments:
+    if isinstance(record, PickledObject) and record.arguments:
         value = record.arguments[-1]
         if value in range(len(_MEMORY_FORMATS)):
             return _MEMORY_FORMATS[value]
@@ -128,7 +129,7 @@ def _memory_format(record: object) -> torch.memory_format:
 
 
 def _planner_data(old: object, rewrite: Rewrite, entries: Mapping[str, Any]) -> Any:
-    """The planner's paths, with those of keys that are new, and without those of keys that are gone."""
+    """Return the planner's paths, with those of new keys and without those of dropped ones."""
     if not isinstance(old, dict):
         return old if _is_plain(old) else None
     new_paths = rewrite.exchange.paths
@@ -144,7 +145,7 @@ def _gone(rewrite: Rewrite) -> set[str]:
 
 
 def _is_plain(value: object) -> bool:
-    """Whether it consists of plain values, and of so few that it cannot be one that contains itself again and again."""
+    """Tell whether it is made of plain values, few enough that it cannot contain itself."""
     pending, seen = [value], 0
     while pending:
         each = pending.pop()
@@ -161,7 +162,7 @@ def _is_plain(value: object) -> bool:
 
 
 def _storage_meta(old: object, checkpoint_id: str) -> StorageMeta | None:
-    if not isinstance(old, Record):
+    if not isinstance(old, PickledObject):
         return None
     modules, save_id = old.get("modules"), old.get("save_id")
     names = [module for module in modules if isinstance(module, str)] if isinstance(modules, list | tuple) else []

@@ -11,6 +11,7 @@ Whoever runs the same command after a kill finds the journal, and goes on with t
 
 import contextlib
 import fcntl
+import glob
 import json
 import os
 import shutil
@@ -40,17 +41,17 @@ class Partial:
         """The units that are safe on the disk, by number."""
         self.files = folder / "checkpoint"
         self.is_of_use = bool(done)
-        """Whether there is something to go on with."""
+        """True if a later run can continue from what is here."""
 
     def record(self, unit: int, filled: Sequence[Filled]) -> None:
-        """A unit is safe. To be called by one thread at a time."""
+        """Record that a unit is safe. Only one thread at a time may call this."""
         line = json.dumps([unit, filled]) + "\n"
         with (self.folder / "journal").open("a", encoding="utf-8") as journal:
             journal.write(line)
         self.is_of_use = True
 
     def publish(self) -> None:
-        """The checkpoint appears. Everything in it has to be safe on the disk.
+        """Make the checkpoint appear. Everything in it must be safe on the disk.
 
         Raises:
             CheckpointError: something else has appeared there meanwhile.
@@ -63,7 +64,7 @@ class Partial:
         self.remove()
 
     def remove(self) -> None:
-        """The folder, with all that is in it."""
+        """Remove the folder with all that is in it."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
@@ -90,7 +91,7 @@ def open_partial(destination: Path, fingerprint: Mapping[str, object], *, restar
 
 @contextlib.contextmanager
 def locked_folder(folder: Path) -> Iterator[None]:
-    """A folder, made if it is not there, that no other process has while this one has it.
+    """Hold a folder that no other process holds, made if it is not there.
 
     Raises:
         CheckpointError: another one has it, or it cannot be made.
@@ -108,8 +109,13 @@ def locked_folder(folder: Path) -> Iterator[None]:
 
 
 def partial_of(destination: Path) -> Path:
-    """The folder's name."""
+    """Return the partial folder of a destination."""
     return destination.with_name(f"{destination.name}.partial")
+
+
+def steps_beside(destination: Path) -> list[Path]:
+    """List the folders in which renames have kept what is between their steps."""
+    return sorted(destination.parent.glob(f"{glob.escape(destination.name)}.steps-*"))
 
 
 def _take(lock: int, folder: Path) -> None:
@@ -129,7 +135,7 @@ def _empty(folder: Path) -> None:
 
 
 def _journal(folder: Path, fingerprint: Mapping[str, object]) -> dict[int, list[Filled]]:
-    """The units that are done; a new journal if there is none."""
+    """Read the units that are done; begin a journal if there is none."""
     path = folder / "journal"
     if not (folder / "checkpoint").is_dir():  # not begun; or published, and killed before this was removed
         path.unlink(missing_ok=True)
@@ -151,7 +157,7 @@ def _journal(folder: Path, fingerprint: Mapping[str, object]) -> dict[int, list[
 
 
 def sync_folder(folder: Path) -> None:
-    """The names in a folder are safe on the disk."""
+    """Make the names in a folder safe on the disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""From one checkpoint folder to another: checked, planned, written, and there only when it is complete.
+"""Rewrite a checkpoint to a new folder: check, plan, write, and publish only when it is complete.
 
 ::
 
@@ -21,8 +21,8 @@ from fsdp_offload.checkpoint.manifest import MANIFEST_FILE, manifest_bytes
 
 from ..core.errors import CheckpointError
 from ..core.sizes import counted, human_bytes, human_shape
-from ..core.tables import Table, new_table
-from ..exchange.exchange import merge_exchange, split_exchange
+from ..core.tables import Table
+from ..exchange.exchange import find_exchange
 from ..exchange.request import Complete, Way
 from ..fused.fusions import Exchange, Fusion
 from ..fused.split_record import RECORD_FILE, Split, read_record, record_bytes, without
@@ -30,24 +30,24 @@ from ..look.verify import check_structure, notes_on_checksums
 from ..stored.metadata import METADATA_FILE, read_metadata
 from ..stored.reading import Checkpoint, open_checkpoint
 from .execute import perform
-from .layout import Rewrite, Unit, plan_rewrite, unit_bytes_of, units_of
 from .new_metadata import metadata_bytes
-from .partial import Partial, open_partial, partial_of
+from .partial import Partial, open_partial, partial_of, steps_beside
+from .rewrite_plan import Rewrite, Unit, plan_rewrite, unit_bytes_of, units_of
 from .sidecars import Sidecars, read_sidecar, sidecars_of
 from .sinks import LocalSink, Sink, check_empty_remote, remote_sink
 
 FORMAT = 1
-"""Of what is in a partial folder: another number, and nobody goes on with it."""
+"""Version of a partial folder's content; a run continues only from its own."""
 
 _MAY_END = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
-"""Errors of writing after which somebody makes room, and goes on."""
+"""Write errors after which a run can continue, once there is room again."""
 
 _ROUND_NOTES = 3
 _NAMES_IN_NOTES = 8
 
 
 def open_whole(source: str, threads: int) -> tuple[Checkpoint, Sidecars]:
-    """A checkpoint, and the files beside its data.
+    """Open a checkpoint and list the files beside its data.
 
     Raises:
         CheckpointError: it is not whole.
@@ -58,7 +58,7 @@ def open_whole(source: str, threads: int) -> tuple[Checkpoint, Sidecars]:
 
 
 def check_whole(checkpoint: Checkpoint, threads: int) -> None:
-    """Whether everything is there that has to be.
+    """Check that nothing of the checkpoint is missing or inconsistent.
 
     Raises:
         CheckpointError: it is not.
@@ -73,7 +73,7 @@ def check_whole(checkpoint: Checkpoint, threads: int) -> None:
 
 
 def notes_on(checkpoint: Checkpoint, sidecars: Sidecars) -> list[str]:
-    """What a person should know of what is read: the files beside the data, and what cannot be compared."""
+    """Note what is copied beside the data, and what has no checksum to be compared with."""
     return [*beside(sidecars), *checkpoint.notes, *notes_on_checksums(checkpoint)]
 
 
@@ -93,13 +93,12 @@ def _some(names: Sequence[str]) -> str:
 
 
 def plan(checkpoint: Checkpoint, way: Way, asked: Complete) -> Rewrite:
-    """What would be written.
+    """Plan the new checkpoint.
 
     Raises:
         CheckpointError: the rules do not fit the checkpoint.
     """
-    exchange_of = split_exchange if way == "split" else merge_exchange
-    exchange = exchange_of(checkpoint, asked.rules, asked.values, asked.excluded, asked.wanted)
+    exchange = find_exchange(way, checkpoint, asked.rules, asked.values, asked.excluded, asked.wanted)
     for key in (key for fusion in exchange.fusions for key in (fusion.fused, *fusion.parts)):
         for chunk in checkpoint.tensors[key].chunks if key in checkpoint.tensors else ():
             if chunk.transforms:
@@ -111,7 +110,7 @@ def plan(checkpoint: Checkpoint, way: Way, asked: Complete) -> Rewrite:
 
 
 def record_after(checkpoint: Checkpoint, way: Way, asked: Complete, rewrite: Rewrite) -> dict[str, bytes]:
-    """The file that says what split has taken apart, for the new checkpoint; nothing if all is merged again."""
+    """Make the split record of the new checkpoint; nothing if all is merged again."""
     matched = rewrite.exchange.matched
     before = read_record(checkpoint)
     if way == "split":
@@ -122,7 +121,7 @@ def record_after(checkpoint: Checkpoint, way: Way, asked: Complete, rewrite: Rew
 
 
 def fingerprint_of(checkpoint: Checkpoint, way: Way, asked: Complete) -> dict[str, object]:
-    """Of everything that the files of the new checkpoint depend on."""
+    """Identify everything that the files of the new checkpoint depend on."""
     folder = checkpoint.folder
     with folder.open(METADATA_FILE) as stream:
         metadata = stream.read()
@@ -136,7 +135,7 @@ def fingerprint_of(checkpoint: Checkpoint, way: Way, asked: Complete) -> dict[st
 
 
 def stamps_of(checkpoint: Checkpoint) -> str:
-    """What is different after a file with data was changed."""
+    """Hash lengths and times of the data files: a change of any of them changes this."""
     files = {file: checkpoint.folder.stamp(file) for file in checkpoint.items_by_file()}
     return hashlib.sha256(repr(sorted(files.items())).encode()).hexdigest()
 
@@ -157,7 +156,9 @@ def check_destination(source: str, destination: str) -> None:
         return
     path = Path(destination)
     if os.path.lexists(path):
-        raise CheckpointError(f"{destination} exists; give a name that is not taken, or remove it first")
+        left = [str(each) for each in (partial_of(path), *steps_beside(path)) if each.exists()]
+        also = f". Beside it, an interrupted run has left {', '.join(left)}, which can be removed" if left else ""
+        raise CheckpointError(f"{destination} exists; give a name that is not taken, or remove it first{also}")
     if not path.name or path.name in (".", ".."):
         raise CheckpointError(f"{destination!r} is not the name of a new folder")
     if not path.parent.is_dir():
@@ -289,7 +290,7 @@ def _check_unchanged(checkpoint: Checkpoint, fingerprint: Mapping[str, object]) 
 
 @contextlib.contextmanager
 def _removed_unless_of_use(partial: Partial) -> Iterator[None]:
-    """What was written is kept for somebody who can go on with it: after an interrupt, or when there is room again."""
+    """Keep what was written if it can be continued: after an interrupt, or when there is room again."""
     try:
         yield
     except CheckpointError:
@@ -316,7 +317,7 @@ def _errors_named(destination: str) -> Iterator[None]:
 
 
 def after_interrupt(destination: str, kept_in: str | None = None) -> str:
-    """What can be done now; ``kept_in`` is where what there is stays, if that is not the partial folder alone."""
+    """Say what to do after an interrupt; ``kept_in`` is where the unfinished result stays, if elsewhere."""
     if "://" in destination:
         return "What was sent is removed again"
     kept_in = kept_in or f"{partial_of(Path(destination))}"
@@ -327,7 +328,7 @@ def after_interrupt(destination: str, kept_in: str | None = None) -> str:
 
 
 def as_json(rewrite: Rewrite, way: Way) -> dict[str, Any]:
-    """The plan, with sizes in bytes."""
+    """Return the plan for JSON, with sizes in bytes."""
     counts = _chunk_counts(rewrite)
     return {
         "way": way,
@@ -356,8 +357,8 @@ def _fusion_json(fusion: Fusion, counts: Mapping[str, int], way: Way) -> dict[st
 
 
 def as_table(rewrite: Rewrite, way: Way) -> Table:
-    """A row for each fused tensor, and one for each of its parts."""
-    table = new_table("fused tensor", "parts", "shape", "dtype", numbers=("new chunks",))
+    """Return a table with a row for each fused tensor and each of its parts."""
+    table = Table("fused tensor", "parts", "shape", "dtype", numbers=("new chunks",))
     counts = _chunk_counts(rewrite)
     for fusion in rewrite.exchange.fusions:
         dtype = str(fusion.dtype).removeprefix("torch.")
@@ -385,7 +386,7 @@ def _fused_bytes(exchange: Exchange) -> int:
 
 
 def headline(rewrite: Rewrite, way: Way) -> str:
-    """What is done, in a line."""
+    """Say in a line what is done."""
     exchange = rewrite.exchange
     state = len(exchange.fusions) - exchange.parameters
     verb = "split" if way == "split" else "merged"

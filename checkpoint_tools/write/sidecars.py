@@ -19,7 +19,7 @@ from ..stored.reading import Checkpoint
 from ..stored.storage import Folder, Window, open_folder, read_small
 
 MAX_BYTES = 256 << 20
-"""What is more than that, all together, is not taken for files beside the data."""
+"""Total size up to which files beside the data are copied."""
 
 _END_BYTES = 22  # of a zip file's last record
 _MAX_FILES = 1000
@@ -39,7 +39,7 @@ _DATA = re.compile(
 
 
 class Sidecars(NamedTuple):
-    """What there is beside the data.
+    """Files beside the data.
 
     Attributes:
         files: that are copied, by their names in the folder.
@@ -51,7 +51,7 @@ class Sidecars(NamedTuple):
 
 
 def sidecars_of(checkpoint: Checkpoint, own: Iterable[str]) -> Sidecars:
-    """What is in the checkpoint's folder; ``own`` are the files that the checkpoint consists of, beside its data."""
+    """List the files beside the data; ``own`` are the checkpoint's other files."""
     known = {*own, *checkpoint.items_by_file()}
     files: list[str] = []
     left: list[str] = []
@@ -70,7 +70,7 @@ def sidecars_of(checkpoint: Checkpoint, own: Iterable[str]) -> Sidecars:
 
 
 def _sidecars_in(folder: Folder, name: str) -> list[str]:
-    """The file, or all files of a folder; nothing if one of them is no sidecar, or there are too many."""
+    """List a file, or all files of a folder; none if one of them is no sidecar, or they are too many."""
     if _DATA.fullmatch(name.removesuffix("/")):
         return []
     inside = list(itertools.islice(_files_in(folder, name, _MAX_DEPTH), _MAX_FILES + 1))
@@ -89,7 +89,7 @@ def _is_folder_of(name: str, files: set[str]) -> bool:
 
 
 def _files_in(folder: Folder, name: str, depth: int) -> Iterator[str]:
-    """The file itself; or all files in a folder, none of which is a file of data."""
+    """List the file itself, or all files in a folder that has no data files."""
     if not name.endswith("/"):
         yield name
     elif depth == 0:

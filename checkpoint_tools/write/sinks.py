@@ -1,4 +1,4 @@
-"""Where new files go: into a folder on this machine, or to any place that fsspec knows.
+"""Destinations of new files: a folder on this machine, or any place that fsspec knows.
 
 A file is written in parts, in any order and by several threads, and closed once. Object storage takes a file only from
 its start to its end, and only as a whole; files for it are made in a temporary folder, and sent when they are closed.
@@ -28,7 +28,7 @@ class OpenFile:
         self.descriptor = os.open(path, os.O_WRONLY)
 
     def write(self, offset: int, content: Any) -> None:
-        """All of ``content``, at ``offset``."""
+        """Write all of ``content`` at ``offset``."""
         view = memoryview(content)
         while view:
             written = os.pwrite(self.descriptor, view, offset)
@@ -47,23 +47,23 @@ class Sink(Protocol):
         ...
 
     def open(self, file: str) -> OpenFile:
-        """A file to write to; any thread may."""
+        """Open a file for writing; any thread may."""
         ...
 
     def sync(self, file: str) -> None:
-        """What was written to the file is safe on the disk."""
+        """Make what was written to the file safe on the disk."""
         ...
 
     def reopen(self, file: str) -> BinaryIO:
-        """What was written to the file, to be read before it is finished."""
+        """Open an unfinished file for reading."""
         ...
 
     def finish(self, file: str) -> None:
-        """The file is complete."""
+        """Declare the file complete."""
         ...
 
     def write_metadata(self, content: bytes, file: str = METADATA_FILE) -> None:
-        """A file as a whole, safe on the disk; those of the metadata are the last of all."""
+        """Write a whole file, safe on the disk; the metadata files come last of all."""
         ...
 
 
@@ -74,7 +74,7 @@ class LocalSink:
         self._folder = folder
 
     def prepare(self, file_bytes: Mapping[str, int]) -> None:
-        """All of the disk's space that is needed is taken at once: a full disk is found now, not in an hour.
+        """Reserve all disk space that is needed, so that a full disk is found now and not in an hour.
 
         Raises:
             OSError: there is not enough.
@@ -159,7 +159,7 @@ class RemoteSink:
         self._sent: dict[str, None] = {}  # what is there, or may be
 
     def claim(self) -> None:
-        """From now on nobody else writes there.
+        """Claim the place, so that nobody else writes there.
 
         Raises:
             CheckpointError: something is there already.
@@ -203,12 +203,12 @@ class RemoteSink:
         self._send(file, content)
 
     def release(self) -> None:
-        """All is there, and belongs to whoever finds it."""
+        """Release the finished result to whoever finds it."""
         with contextlib.suppress(Exception):  # a claim that stays does no harm to what is complete
             self._fs.rm_file(self._at(self._claim))
 
     def remove(self) -> None:
-        """What was sent by this sink, and nothing else; the claim last."""
+        """Remove what this sink has sent, and nothing else; the claim last."""
         for name in sorted(self._sent, key=lambda name: name == self._claim):
             with contextlib.suppress(Exception):  # what is said is why it did not end well
                 self._fs.rm_file(self._at(name))
@@ -233,7 +233,7 @@ CLAIM_PREFIX = ".being-written-"
 
 
 def _names(fs: Any, root: str) -> list[str]:
-    """What is there now, whatever was there when somebody last looked."""
+    """List what is there now, bypassing caches."""
     fs.invalidate_cache()
     return [entry.rstrip("/").rsplit("/", 1)[-1] for entry in fs.ls(root, detail=False)]
 
@@ -248,7 +248,7 @@ def _taken(url: str, names: Sequence[str]) -> str:
 
 
 def check_empty_remote(url: str) -> None:
-    """Whether there is nothing at a URL yet.
+    """Check that there is nothing at a URL yet.
 
     Raises:
         CheckpointError: there is, or it cannot be opened.
@@ -266,7 +266,7 @@ def check_empty_remote(url: str) -> None:
 
 @contextlib.contextmanager
 def remote_sink(url: str) -> Iterator[RemoteSink]:
-    """A sink for a URL that nobody else writes to; what it has sent is removed again if it does not end well.
+    """Hold a sink for a URL that nobody else writes to; on failure, remove what it has sent.
 
     Raises:
         CheckpointError: something is there already.

@@ -14,7 +14,7 @@ from checkpoint_tools.exchange.config_values import with_told
 from checkpoint_tools.exchange.request import Request, Way, complete
 from checkpoint_tools.fused.rules import Rule
 from checkpoint_tools.look.verify import check_structure
-from checkpoint_tools.stored.items import Reader
+from checkpoint_tools.stored.items import ItemReader
 from checkpoint_tools.stored.reading import Checkpoint, open_checkpoint
 from checkpoint_tools.write import rewrite as rewriting
 from fsdp_offload.checkpoint import Chunk, ShardChunks, ShardTensor
@@ -104,7 +104,7 @@ def part_of(whole: Tensor, dim: int, comb: Comb) -> Tensor:
 
 def values_of(checkpoint: Checkpoint) -> dict[str, Any]:
     """Everything, by flat key."""
-    with Reader(checkpoint) as reader:
+    with ItemReader(checkpoint) as reader:
         found: dict[str, Any] = {key: reader.read_object(item) for key, item in checkpoint.objects.items()}
         for key, tensor in checkpoint.tensors.items():
             whole = torch.empty(tensor.shape, dtype=tensor.dtype)
@@ -141,7 +141,7 @@ def assert_same(a: Checkpoint, b: Checkpoint) -> None:
 
 def check_zip_files(checkpoint: Checkpoint) -> None:
     """Every item is a zip file whose checksums are right."""
-    with Reader(checkpoint) as reader:
+    with ItemReader(checkpoint) as reader:
         for key, item in checkpoint.items():
             with zipfile.ZipFile(io.BytesIO(reader.read_bytes(item))) as archive:
                 assert archive.testzip() is None, key

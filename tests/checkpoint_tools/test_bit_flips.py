@@ -26,7 +26,7 @@ from checkpoint_tools.core.errors import CheckpointError
 from checkpoint_tools.core.values import same_values
 from checkpoint_tools.fused.split_record import RECORD_FILE
 from checkpoint_tools.look.verify import check_structure
-from checkpoint_tools.stored.items import Reader
+from checkpoint_tools.stored.items import ItemReader
 from checkpoint_tools.stored.opening import open_checkpoint
 from fsdp_offload.checkpoint import ArenaStager, ChecksumWriter, load
 from fsdp_offload.checkpoint.manifest import Item, manifest_bytes
@@ -153,7 +153,7 @@ def test_a_flip_in_every_bit_around_the_data_of_an_item(saved: dict[str, Path], 
         for bit in range(8):
             flip = Flip(item.file, at, bit)
             flip.apply(folder)
-            with Reader(checkpoint) as reader:
+            with ItemReader(checkpoint) as reader:
                 try:
                     reader.check(item)
                     unnoticed.append(flip)

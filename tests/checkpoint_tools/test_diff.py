@@ -14,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpoint_tools.core.errors import CheckpointError
+from checkpoint_tools.core.regions import stretches, whole_of
 from checkpoint_tools.core.values import compare_values, same_values
-from checkpoint_tools.look.diff import EXACT, Difference, Tolerance, all_keys, blocks, bytes_to_compare, diff
+from checkpoint_tools.look.diff import EXACT, Difference, Tolerance, all_keys, bytes_to_compare, diff
 from checkpoint_tools.stored.reading import open_checkpoint
 from checkpoint_tools.stored.storage import LocalFolder
 from tests.checkpoint_tools.checkpoints import FUSED, STATE, changed, chunks_in, save, save_on_two_ranks
@@ -281,7 +282,7 @@ def test_many_elements() -> None:
 def test_blocks_are_the_tensor_in_order(shape: list[int], max_numel: int) -> None:
     whole = torch.arange(math.prod(shape)).view(shape)
     parts = []
-    for block in blocks(shape, max_numel):
+    for block in stretches(whole_of(tuple(shape)), max_numel):
         at = tuple(slice(offset, offset + size) for offset, size in zip(block.offsets, block.sizes, strict=True))
         parts.append(whole[at].flatten())
         assert block.numel == len(parts[-1]) <= max_numel

@@ -508,7 +508,7 @@ def test_sizes_and_orders_of_long_digits() -> None:
 
 
 def test_a_key_of_two_lines_is_one_row() -> None:
-    table = Table(["key"], ["size"])
+    table = Table("key", numbers=["size"])
     table.add_row("x\ny", "1")
     console = Console(width=80, file=io.StringIO())
     console.print(table)

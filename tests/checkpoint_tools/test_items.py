@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from checkpoint_tools.core.errors import CheckpointError
-from checkpoint_tools.stored.items import Reader
+from checkpoint_tools.stored.items import ItemReader
 from checkpoint_tools.stored.reading import Checkpoint, StoredChunk, open_checkpoint
 from tests.checkpoint_tools.checkpoints import save
 
@@ -75,7 +75,7 @@ def same(a: Tensor, b: Tensor) -> bool:
 def test_whole_and_by_rows(checkpoint: Checkpoint, key: str) -> None:
     expected = {**IN_ORDER, **OTHERWISE}[key]
     chunk = chunk_of(checkpoint, key)
-    with Reader(checkpoint) as reader:
+    with ItemReader(checkpoint) as reader:
         assert same(reader.read_chunk(chunk), expected)
         if expected.dim():
             for start, stop in [(0, len(expected)), (0, 0), (len(expected) // 2, len(expected))]:
@@ -85,7 +85,7 @@ def test_whole_and_by_rows(checkpoint: Checkpoint, key: str) -> None:
 @pytest.mark.parametrize("key", IN_ORDER)
 def test_in_parts_without_loading(checkpoint: Checkpoint, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch, "load")
-    with Reader(checkpoint) as reader:
+    with ItemReader(checkpoint) as reader:
         layout = reader.layout(chunk_of(checkpoint, key))
         assert layout is not None
         assert layout.start_bytes is not None
@@ -94,7 +94,7 @@ def test_in_parts_without_loading(checkpoint: Checkpoint, key: str, monkeypatch:
 
 @pytest.mark.parametrize("key", OTHERWISE)
 def test_other_orders_need_a_load(checkpoint: Checkpoint, key: str) -> None:
-    with Reader(checkpoint) as reader:
+    with ItemReader(checkpoint) as reader:
         layout = reader.layout(chunk_of(checkpoint, key))
         assert layout is not None
         assert layout.start_bytes is None
@@ -104,7 +104,7 @@ def test_other_orders_need_a_load(checkpoint: Checkpoint, key: str) -> None:
 def test_into_memory_that_is_there(checkpoint: Checkpoint, key: str) -> None:
     expected = {**IN_ORDER, **OTHERWISE}[key].flatten()[3:30]
     out = torch.zeros(27, dtype=expected.dtype)
-    with Reader(checkpoint) as reader:
+    with ItemReader(checkpoint) as reader:
         assert reader.read_elements(chunk_of(checkpoint, key), 3, 30, out) is out
         assert same(out, expected)
         with pytest.raises(CheckpointError, match=r"where torch.int16 is expected"):
@@ -113,9 +113,9 @@ def test_into_memory_that_is_there(checkpoint: Checkpoint, key: str) -> None:
 
 def test_what_is_too_large_to_be_loaded_as_a_whole(checkpoint: Checkpoint) -> None:
     chunk = chunk_of(checkpoint, "transposed")
-    with Reader(checkpoint, max_whole_bytes=chunk.length_bytes) as reader:
+    with ItemReader(checkpoint, max_whole_bytes=chunk.length_bytes) as reader:
         reader.read_rows(chunk, 0, 1)
-    with Reader(checkpoint, max_whole_bytes=chunk.length_bytes - 1) as reader:
+    with ItemReader(checkpoint, max_whole_bytes=chunk.length_bytes - 1) as reader:
         reader.read_rows(chunk_of(checkpoint, "float32"), 0, 1)
         with pytest.raises(CheckpointError, match="can only be read as a whole"):
             reader.read_rows(chunk, 0, 1)
@@ -133,14 +133,14 @@ def test_few_bytes_are_read_for_few_rows(tmp_path: Path, monkeypatch: pytest.Mon
             return got
 
     monkeypatch.setattr(checkpoint.folder, "open", lambda file: Counting(tmp_path / "checkpoint" / file))
-    with Reader(checkpoint) as reader:
+    with ItemReader(checkpoint) as reader:
         reader.read_rows(chunk_of(checkpoint, "large"), 1000, 1002)
     assert 2 * 4096 * 4 <= read < 2 * 4096 * 4 + 100_000
 
 
 @pytest.mark.parametrize(("start", "stop"), [(-1, 2), (3, 2), (0, 8)])
 def test_rows_that_there_are_not(checkpoint: Checkpoint, start: int, stop: int) -> None:
-    with Reader(checkpoint) as reader, pytest.raises(IndexError):
+    with ItemReader(checkpoint) as reader, pytest.raises(IndexError):
         reader.read_rows(chunk_of(checkpoint, "float32"), start, stop)
 
 
@@ -183,7 +183,7 @@ def read_archive(tmp_path: Path, tensor: Tensor, compression: int | None = None)
     (folder / "__0_0.distcp").write_bytes(b"before" + content + b"after")
     checkpoint = open_checkpoint(folder)
     chunk = chunk_of(checkpoint, "x")._replace(offset_bytes=6, length_bytes=len(content))
-    with Reader(checkpoint) as reader:
+    with ItemReader(checkpoint) as reader:
         return torch.cat([reader.read_rows(chunk, row, row + 1) for row in range(len(tensor))])
 
 
@@ -205,7 +205,7 @@ class Custom:
 def test_objects(tmp_path: Path) -> None:
     plain = {"lr": 0.1, "betas": (0.9, 0.99), "name": "x", "none": None}
     checkpoint = open_checkpoint(save(tmp_path / "checkpoint", {**plain, "custom": Custom()}))
-    with Reader(checkpoint) as reader:
+    with ItemReader(checkpoint) as reader:
         assert {key: reader.read_object(checkpoint.objects[key]) for key in plain} == plain
         reader.check(checkpoint.objects["custom"])
         with pytest.raises(CheckpointError, match="more than tensors and plain values"):
@@ -224,7 +224,7 @@ def damaged(saved: Path, tmp_path: Path, at: int, content: bytes) -> Checkpoint:
 
 
 def refused(checkpoint: Checkpoint, chunk: StoredChunk, match: str) -> None:
-    with Reader(checkpoint) as reader, pytest.raises(CheckpointError, match=match) as caught:
+    with ItemReader(checkpoint) as reader, pytest.raises(CheckpointError, match=match) as caught:
         reader.check(chunk)
     assert "\n" not in str(caught.value)
 
@@ -276,7 +276,7 @@ def test_a_file_that_is_cut_while_it_is_read(tmp_path: Path) -> None:
     folder = save(tmp_path / "checkpoint", {"large": torch.zeros(1024, 1024)})
     checkpoint = open_checkpoint(folder)
     chunk = chunk_of(checkpoint, "large")
-    with Reader(checkpoint) as reader:
+    with ItemReader(checkpoint) as reader:
         reader.read_rows(chunk, 0, 1)
         with (folder / "__0_0.distcp").open("r+b") as stream:
             stream.truncate(100_000)
@@ -286,7 +286,7 @@ def test_a_file_that_is_cut_while_it_is_read(tmp_path: Path) -> None:
 
 def test_extensions(tmp_path: Path, checkpoint: Checkpoint) -> None:
     chunk = chunk_of(checkpoint, "float32")._replace(transforms=("stream.zstd/1",))
-    with Reader(checkpoint) as reader:
+    with ItemReader(checkpoint) as reader:
         assert reader.check(chunk) is None
         with pytest.raises(CheckpointError, match=r"written through stream.zstd/1"):
             reader.read_chunk(chunk)
@@ -296,6 +296,6 @@ def test_what_dcp_loads_is_what_is_read(saved: Path, checkpoint: Checkpoint) -> 
     loaded = {key: torch.zeros_like(value) for key, value in {**IN_ORDER, **OTHERWISE}.items()}
     with warnings.catch_warnings(action="ignore"):  # that there is no process group
         dcp.load(loaded, checkpoint_id=saved, no_dist=True)
-    with Reader(checkpoint) as reader:
+    with ItemReader(checkpoint) as reader:
         for key, value in loaded.items():
             assert same(reader.read_chunk(chunk_of(checkpoint, key)), value), key

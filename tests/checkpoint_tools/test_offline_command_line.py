@@ -27,8 +27,8 @@ from checkpoint_tools.look.verify import check_finite
 from checkpoint_tools.stored.reading import open_checkpoint
 from checkpoint_tools.write import rewrite as rewriting
 from checkpoint_tools.write.execute import perform
-from checkpoint_tools.write.layout import unit_bytes_of, units_of
 from checkpoint_tools.write.partial import open_partial, partial_of
+from checkpoint_tools.write.rewrite_plan import unit_bytes_of, units_of
 from checkpoint_tools.write.sinks import LocalSink
 from tests.checkpoint_tools.checkpoints import ROOT, changed, run_tool, save
 from tests.checkpoint_tools.offline import (

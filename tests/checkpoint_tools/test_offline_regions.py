@@ -7,7 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpoint_tools.core.parts import Comb, combs_of, part_chunks
-from checkpoint_tools.core.regions import Index, Region, common, contains, fused_regions, joined, position_in, stretches
+from checkpoint_tools.core.regions import (
+    Index,
+    TensorRegion,
+    common,
+    contains,
+    fused_regions,
+    joined,
+    position_in,
+    stretches,
+)
 from fsdp_offload.checkpoint import Chunk, ShardChunks
 from fsdp_offload.checkpoint.rectangles import contiguous_strides
 
@@ -16,7 +25,7 @@ SIZES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 
 @given(sizes=SIZES, max_numel=st.integers(0, 40), shift=st.integers(0, 3))
 def test_stretches_are_consecutive_and_small(sizes: tuple[int, ...], max_numel: int, shift: int) -> None:
-    region = Region(tuple(shift for _ in sizes), sizes)
+    region = TensorRegion(tuple(shift for _ in sizes), sizes)
     at = 0
     for stretch in stretches(region, max_numel):
         assert contains(region, stretch)
@@ -29,15 +38,15 @@ def test_stretches_are_consecutive_and_small(sizes: tuple[int, ...], max_numel: 
 
 
 def test_stretches_are_few() -> None:
-    assert len(list(stretches(Region((0, 0), (4, 6)), 12))) == 2
-    assert len(list(stretches(Region((0, 0), (4, 6)), 4))) == 8
-    assert len(list(stretches(Region((0, 0), (1, 10**9)), 10**8))) == 10
-    assert list(stretches(Region((0, 7), (0, 3)), 5)) == [Region((0, 7), (0, 3))]
+    assert len(list(stretches(TensorRegion((0, 0), (4, 6)), 12))) == 2
+    assert len(list(stretches(TensorRegion((0, 0), (4, 6)), 4))) == 8
+    assert len(list(stretches(TensorRegion((0, 0), (1, 10**9)), 10**8))) == 10
+    assert list(stretches(TensorRegion((0, 7), (0, 3)), 5)) == [TensorRegion((0, 7), (0, 3))]
 
 
 @st.composite
-def regions(draw: st.DrawFn, ndim: int) -> Region:
-    return Region(*(tuple(draw(st.integers(0, 4)) for _ in range(ndim)) for _ in range(2)))
+def regions(draw: st.DrawFn, ndim: int) -> TensorRegion:
+    return TensorRegion(*(tuple(draw(st.integers(0, 4)) for _ in range(ndim)) for _ in range(2)))
 
 
 @given(data=st.data(), ndim=st.integers(0, 3))
@@ -57,11 +66,11 @@ def test_what_regions_have_in_common(data: st.DataObject, ndim: int) -> None:
 
 
 def test_joined() -> None:
-    rows = [Region((row, 0), (1, 3)) for row in (2, 0, 1, 5)]
-    assert joined(rows, 0) == [Region((0, 0), (3, 3)), Region((5, 0), (1, 3))]
-    assert joined([Region((0, 0), (1, 2)), Region((1, 0), (1, 3))], 0) == [
-        Region((0, 0), (1, 2)),
-        Region((1, 0), (1, 3)),
+    rows = [TensorRegion((row, 0), (1, 3)) for row in (2, 0, 1, 5)]
+    assert joined(rows, 0) == [TensorRegion((0, 0), (3, 3)), TensorRegion((5, 0), (1, 3))]
+    assert joined([TensorRegion((0, 0), (1, 2)), TensorRegion((1, 0), (1, 3))], 0) == [
+        TensorRegion((0, 0), (1, 2)),
+        TensorRegion((1, 0), (1, 3)),
     ]
 
 
@@ -77,7 +86,7 @@ def test_from_the_part_to_the_whole_and_back(layout: str, before: list[int], aft
     combs: tuple[Comb, ...] = combs_of(sizes, layout, groups)  # type: ignore[arg-type]
     dim, shape = len(before), (*before, sum(sizes), *after)
     for comb in combs:
-        part = Region((0,) * len(comb.part_shape(shape, dim)), comb.part_shape(shape, dim))
+        part = TensorRegion((0,) * len(comb.part_shape(shape, dim)), comb.part_shape(shape, dim))
         for region in fused_regions(part, dim, comb):
             whole = Chunk(region.offsets, region.sizes, 0, contiguous_strides(region.sizes))
             (back,) = part_chunks(ShardChunks(shape, region.sizes, (whole,)), dim, comb).chunks

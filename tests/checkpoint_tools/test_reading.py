@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 
 from checkpoint_tools.core.errors import CheckpointError
-from checkpoint_tools.stored.reading import Checkpoint, Problem, open_checkpoint
+from checkpoint_tools.stored.reading import Checkpoint, CheckpointProblem, open_checkpoint
 from checkpoint_tools.stored.unpickle import METADATA_NAMES
 from tests.checkpoint_tools.checkpoints import STATE, changed, chunks_in, save
 from tests.loading import edit_metadata
@@ -191,7 +191,7 @@ def test_sizes_that_are_none(saved: Path, tmp_path: Path, value: Any) -> None:
     refused(tmp_path / "copy", f"a size or an offset is {value!r}")
 
 
-def problems_of(folder: Path) -> tuple[Problem, ...]:
+def problems_of(folder: Path) -> tuple[CheckpointProblem, ...]:
     checkpoint: Checkpoint = open_checkpoint(folder)
     return checkpoint.problems
 
@@ -207,10 +207,10 @@ def test_contradictions_are_listed(saved: Path, tmp_path: Path) -> None:
     shutil.copytree(saved, tmp_path / "copy")
     edit_metadata(tmp_path / "copy", edit)
     assert problems_of(tmp_path / "copy") == (
-        Problem(WEIGHT, "a chunk of 1 dimensions in a tensor of 2"),
-        Problem(WEIGHT, "the metadata do not say where the data are for its chunk at (4, 0)"),
-        Problem("optim.param_groups.0.lr", "the metadata do not say where the data are"),
-        Problem("unknown", "is stored, but the metadata do not say what they are"),
+        CheckpointProblem(WEIGHT, "a chunk of 1 dimensions in a tensor of 2"),
+        CheckpointProblem(WEIGHT, "the metadata do not say where the data are for its chunk at (4, 0)"),
+        CheckpointProblem("optim.param_groups.0.lr", "the metadata do not say where the data are"),
+        CheckpointProblem("unknown", "is stored, but the metadata do not say what they are"),
     )
 
 
@@ -222,7 +222,7 @@ def test_data_outside_of_the_folder_are_not_touched(saved: Path, tmp_path: Path,
     shutil.copytree(saved, tmp_path / "copy")
     edit_metadata(tmp_path / "copy", edit)
     assert problems_of(tmp_path / "copy") == (
-        Problem(WEIGHT, f"its data would be in {path!r}, outside of the checkpoint"),
+        CheckpointProblem(WEIGHT, f"its data would be in {path!r}, outside of the checkpoint"),
     )
     assert open_checkpoint(tmp_path / "copy").tensors[WEIGHT].chunks == ()
 

@@ -1,6 +1,7 @@
 """Names between frameworks: from Hugging Face's to torchtitan's to Megatron's and back, and loaded where they are."""
 
 import contextlib
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -168,7 +169,7 @@ def test_what_is_asked_for_wrongly(tmp_path: Path) -> None:
     assert_one_line(run_here(*command, "hf"), "--from and --to are both hf")
     assert_one_line(run_here(*command, "torchtitan"), "no name is known for extra.weight. Is it this family")
     missing = run_here(*command, "megatron", "--exclude", "extra.*")
-    assert_one_line(missing, "needs the config value 'num_key_value_heads'; give it with --value")
+    assert_one_line(missing, "give --value head_dim=NUMBER --value num_attention_heads=NUMBER --value num_key_value_h")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
     done = run_here(*command, "torchtitan", "--exclude", "extra.*")
     assert done.returncode == 0, done.stderr
@@ -234,6 +235,41 @@ def test_a_rename_goes_on_where_it_was_interrupted(
     keys = all_keys(expected, made)
     assert set(keys) == set(expected.tensors) | set(expected.objects)
     assert diff(expected, made, keys) == []
+
+
+def test_a_missing_value_is_found_before_anything_is_written(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[object] = []
+    monkeypatch.setattr(rewriting, "write", lambda *args, **options: written.append(args[2]))
+    given = {name: value for name, value in VALUES.items() if name != "head_dim"}
+    with pytest.raises(CheckpointError, match=r"give --value head_dim=NUMBER$"):
+        renamed("llama", llama, tmp_path / "new", "megatron", **given)
+    assert written == []
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_what_a_kill_after_the_end_leaves_is_told(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The result is there, and what was between the steps as well."""
+    new = tmp_path / "new"
+
+    def killed(folder: Any, *args: Any, **options: Any) -> None:
+        if new.exists() and ".steps-" in str(folder):
+            raise KeyboardInterrupt
+        remove(folder, *args, **options)
+
+    remove = shutil.rmtree
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            renamed("llama", llama, new, "megatron", **VALUES)
+    (left,) = tmp_path.glob("new.steps-*")
+    with pytest.raises(CheckpointError, match=f"new exists; .* an interrupted run has left {left}, which can be"):
+        renamed("llama", llama, new, "megatron", **VALUES)
+    shutil.rmtree(new)
+    asked = Translation("llama", "hf", "torchtitan", VALUES, ())
+    _, notes = translate(str(llama), str(new), asked, threads=1, max_memory_bytes=1 << 24)
+    assert f"{left} is left from another rename; remove it if nobody goes on with that" in notes
 
 
 def test_two_renames_to_one_place(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from checkpoint_tools import preset
 from checkpoint_tools.core.errors import CheckpointError
 from checkpoint_tools.fused.split_record import RECORD_FILE
 from checkpoint_tools.look.diff import all_keys, diff
-from checkpoint_tools.stored.items import Reader
+from checkpoint_tools.stored.items import ItemReader
 from checkpoint_tools.stored.reading import open_checkpoint
 from checkpoint_tools.write.rewrite import open_whole
 from checkpoint_tools.write.sidecars import MAX_BYTES, sidecars_of
@@ -107,7 +107,7 @@ def test_a_file_of_torch_save_that_is_damaged_is_not_copied(tmp_path: Path) -> N
 
 def test_the_manifest_of_checksums_is_no_foreign_file(tmp_path: Path) -> None:
     save_alone(tmp_path / "source", checksums=True)
-    found = sidecars_of(open_checkpoint(tmp_path / "source"), OWN)
+    found = sidecars_of(open_checkpoint(tmp_path / "source"), (".metadata",))
     assert found.left == (".checksums",)
     _, sidecars = open_whole(str(tmp_path / "source"), 1)
     assert sidecars == ((), ())
@@ -133,7 +133,7 @@ def test_objects_of_more_than_plain_values_pass_through_safetensors(tmp_path: Pa
     made = converted(source, tmp_path / "made")
     back = converted(tmp_path / "made", tmp_path / "back")
     before = open_checkpoint(source)
-    with Reader(before) as old, Reader(back) as new:
+    with ItemReader(before) as old, ItemReader(back) as new:
         for key in objects.keys() - {"plain"}:
             assert new.read_bytes(back.objects[key]) == old.read_bytes(before.objects[key])
         assert new.read_object(back.objects["plain"]) == (1, 2)
@@ -154,7 +154,7 @@ def test_values_come_from_args_in_the_checkpoint(tmp_path: Path) -> None:
     given, said = told(open_checkpoint(source), preset("megatron-swiglu"), {"tp_size": 4})
     assert (given, said) == ({"tp_size": 4}, ["tp_size = 4 as given; args in the object args has 2"])
     split = rewritten("split", source, tmp_path / "split", *preset("megatron-swiglu"))
-    with Reader(split) as reader:
+    with ItemReader(split) as reader:
         gate = torch.cat([reader.read_chunk(chunk) for chunk in split.tensors[f"model.{fused}_w"].chunks])
     assert torch.equal(gate, model[fused][[0, 1, 4, 5]])
     assert not (tmp_path / "trap").exists()

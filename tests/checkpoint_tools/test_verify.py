@@ -192,7 +192,7 @@ def test_another_shape(folder: Path) -> None:
 
 def test_no_data_are_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch, "load")
-    monkeypatch.delattr("checkpoint_tools.stored.items.Reader.read_elements")
+    monkeypatch.delattr("checkpoint_tools.stored.items.ItemReader.read_elements")
     assert problems_of(folder) == []
 
 

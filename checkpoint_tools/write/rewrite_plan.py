@@ -27,7 +27,7 @@ from fsdp_offload.checkpoint import Chunk, ShardChunks, chunks_of
 from fsdp_offload.checkpoint.rectangles import contiguous_strides
 
 from ..core.parts import part_chunks
-from ..core.regions import Index, Region, contains, fused_regions, joined, stretches
+from ..core.regions import Index, TensorRegion, contains, fused_regions, joined, stretches
 from ..fused.fusions import Exchange, Fusion
 from ..look.inspect import rank_of
 from ..stored.envelope import Envelope, envelope_of
@@ -47,10 +47,10 @@ class NewTensor(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """What the metadata say of an item: the key, and for tensors which rectangle of it."""
+    """Metadata of an item: the key, and for tensors the rectangle that it holds."""
 
     key: str
-    region: Region | None
+    region: TensorRegion | None
 
 
 @dataclass(eq=False)
@@ -73,24 +73,24 @@ class NewItem:
 
     @property
     def length_bytes(self) -> int:
-        """Of the whole item."""
+        """Return the length of the whole item."""
         return len(self.content) if isinstance(self.content, bytes) else self.content.length_bytes
 
     @property
-    def region(self) -> Region:
-        """The rectangle that it has."""
+    def region(self) -> TensorRegion:
+        """Return the rectangle that it holds."""
         (entry,) = self.entries
         assert entry.region is not None
         return entry.region
 
     @property
     def offsets(self) -> Shape:
-        """Of that rectangle."""
+        """Return the rectangle's offsets."""
         return self.region.offsets
 
     @property
     def sizes(self) -> Shape:
-        """Of that rectangle."""
+        """Return the rectangle's sizes."""
         return self.region.sizes
 
 
@@ -101,13 +101,13 @@ class SplitTask(NamedTuple):
     """
 
     fusion: Fusion
-    region: Region
+    region: TensorRegion
     source: StoredChunk
     first: int
     targets: tuple[tuple[NewItem, ...], ...]
 
     def items(self) -> list[NewItem]:
-        """All that it fills."""
+        """List the items that it fills."""
         return [item for items in self.targets for item in items]
 
 
@@ -118,13 +118,13 @@ class MergeTask(NamedTuple):
     """
 
     fusion: Fusion
-    region: Region
+    region: TensorRegion
     sources: tuple[Index[StoredChunk], ...]
     target: NewItem
     dtype: torch.dtype | None = None
 
     def items(self) -> list[NewItem]:
-        """All that it fills."""
+        """List the items that it fills."""
         return [self.target]
 
 
@@ -132,7 +132,7 @@ Task = SplitTask | MergeTask
 
 
 class Piece(NamedTuple):
-    """What a rectangle of a fused tensor has of one part, as places in the memory of that rectangle."""
+    """Share of one part in a rectangle of a fused tensor, as places in that rectangle's memory."""
 
     part: int
     chunk: Chunk
@@ -157,7 +157,7 @@ class Rewrite(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of all files."""
+        """Return the size of all files in bytes."""
         return sum(item.length_bytes for items in self.files.values() for item in items)
 
     def file_bytes(self) -> dict[str, int]:
@@ -165,8 +165,8 @@ class Rewrite(NamedTuple):
         return {file: sum(item.length_bytes for item in items) for file, items in self.files.items()}
 
 
-def pieces_of(fusion: Fusion, region: Region) -> Iterator[Piece]:
-    """The parts of a rectangle of a fused tensor. Strides and starts are those of a row-major buffer of it."""
+def pieces_of(fusion: Fusion, region: TensorRegion) -> Iterator[Piece]:
+    """Divide a rectangle of a fused tensor into its parts; strides and starts are of its row-major buffer."""
     chunk = Chunk(region.offsets, region.sizes, 0, contiguous_strides(region.sizes))
     if not fusion.shape:  # a single element, and no dimension that parts would lie along
         yield Piece(0, chunk)
@@ -180,14 +180,14 @@ def pieces_of(fusion: Fusion, region: Region) -> Iterator[Piece]:
 
 def plan_rewrite(checkpoint: Checkpoint, exchange: Exchange) -> Rewrite:
     """Lay out the new checkpoint."""
-    builder = _Builder(checkpoint, exchange)
+    builder = _RewriteBuilder(checkpoint, exchange)
     for file, entries in checkpoint.items_by_file().items():
         for key, item in entries:
             builder.add(file, key, item)
     return builder.rewrite()
 
 
-class _Builder:
+class _RewriteBuilder:
     def __init__(self, checkpoint: Checkpoint, exchange: Exchange) -> None:
         self._exchange = exchange
         self._checkpoint = checkpoint
@@ -214,7 +214,7 @@ class _Builder:
             self._tensors[fusion.fused] = NewTensor(fusion.fused, fusion.shape, fusion.dtype, fusion.parts[0])
 
     def add(self, file: str, key: str, item: Stored) -> None:
-        """What becomes of the next item of an old file."""
+        """Plan the next item of an old file."""
         if key in self._split and isinstance(item, StoredChunk):
             self._add_split(file, self._split[key], item)
         elif key in self._merged:
@@ -230,7 +230,7 @@ class _Builder:
         self._files.setdefault(file, []).append(item)
 
     def _keep(self, file: str, key: str, new_key: str, item: Stored) -> None:
-        region = Region(item.offsets, item.sizes) if isinstance(item, StoredChunk) else None
+        region = TensorRegion(item.offsets, item.sizes) if isinstance(item, StoredChunk) else None
         if region is None:
             self._objects.append(new_key)
         else:
@@ -252,7 +252,7 @@ class _Builder:
         for region, first in _rectangles(fusion, source):
             of_region: list[list[NewItem]] = [[] for _ in fusion.parts]
             for piece in pieces_of(fusion, region):
-                entry = Entry(fusion.parts[piece.part], Region(piece.chunk.offsets, piece.chunk.sizes))
+                entry = Entry(fusion.parts[piece.part], TensorRegion(piece.chunk.offsets, piece.chunk.sizes))
                 of_region[piece.part].append(NewItem((entry,), envelope_of(piece.chunk.sizes, fusion.dtype)))
             if region.numel:
                 tasks.append(SplitTask(fusion, region, source, first, tuple(map(tuple, of_region))))
@@ -266,7 +266,7 @@ class _Builder:
         self._tasks.setdefault(file, []).extend(tasks)
 
     def _add_nothings(self) -> None:
-        """One empty chunk for each part of which a rank that has some of the fused tensor has nothing.
+        """Add an empty chunk where a rank holds fused rows but none of a part.
 
         As the ranks would have saved it themselves; DCP keeps one of those that several ranks have.
         """
@@ -280,7 +280,7 @@ class _Builder:
                         for chunk in self._checkpoint.tensors[fusion.fused].chunks
                         if _writer_of(chunk.file) == without[0]
                     )
-                    region = Region((shape[0], *(0 for _ in shape[1:])), (0, *shape[1:]))
+                    region = TensorRegion((shape[0], *(0 for _ in shape[1:])), (0, *shape[1:]))
                     self._append(file, NewItem((Entry(key, region),), envelope_of(region.sizes, fusion.dtype)))
 
     # --- merging ---
@@ -297,7 +297,7 @@ class _Builder:
     # --- the end ---
 
     def rewrite(self) -> Rewrite:
-        """With every item at its place."""
+        """Return the plan, with every item placed."""
         self._add_nothings()
         place_items(self._files)
         return Rewrite(
@@ -309,14 +309,14 @@ class _Builder:
         )
 
 
-def _rectangles(fusion: Fusion, source: StoredChunk) -> Iterator[tuple[Region, int]]:
-    """What a stored chunk has of the fused tensor, and where in the chunk's memory each rectangle begins."""
+def _rectangles(fusion: Fusion, source: StoredChunk) -> Iterator[tuple[TensorRegion, int]]:
+    """Yield what a stored chunk has of the fused tensor, and where in its memory each rectangle begins."""
     if not fusion.is_flat:
-        yield Region(source.offsets, source.sizes), 0
+        yield TensorRegion(source.offsets, source.sizes), 0
         return
     begin, end = source.offsets[0], source.offsets[0] + source.sizes[0]
     for chunk in chunks_of(fusion.shape, (begin, end)).chunks:
-        yield Region(chunk.offsets, chunk.sizes), chunk.local_start
+        yield TensorRegion(chunk.offsets, chunk.sizes), chunk.local_start
 
 
 def _writer_of(file: str) -> str:
@@ -325,7 +325,7 @@ def _writer_of(file: str) -> str:
 
 
 class _Merging:
-    """Where the fused tensor of some parts will be stored."""
+    """Future places of a fused tensor made of parts."""
 
     def __init__(self, fusion: Fusion, checkpoint: Checkpoint) -> None:
         self.fusion = fusion
@@ -334,13 +334,13 @@ class _Merging:
         self.regions = _merged_regions(fusion, chunks)
 
 
-def _merged_regions(fusion: Fusion, chunks: Sequence[Sequence[StoredChunk]]) -> dict[str, list[Region]]:
+def _merged_regions(fusion: Fusion, chunks: Sequence[Sequence[StoredChunk]]) -> dict[str, list[TensorRegion]]:
     """File → rectangles of the fused tensor, which together are all of it."""
     if not math.prod(fusion.shape):
-        nothing = Region((fusion.shape[0], *(0 for _ in fusion.shape[1:])), (0, *fusion.shape[1:]))
+        nothing = TensorRegion((fusion.shape[0], *(0 for _ in fusion.shape[1:])), (0, *fusion.shape[1:]))
         return {chunks[0][0].file: [nothing]} if chunks[0] else {}
     takes_turns = all(comb.length == 1 and comb.blocks > 1 for comb in fusion.combs)
-    by_file: dict[str, list[Region]] = {}
+    by_file: dict[str, list[TensorRegion]] = {}
     # Where the parts take turns along the dimension, the first one says what is stored where: one row each would be
     # too many chunks. The rows of the others are fetched from wherever they are.
     for number, stored in enumerate(chunks[:1] if takes_turns else chunks):
@@ -350,11 +350,11 @@ def _merged_regions(fusion: Fusion, chunks: Sequence[Sequence[StoredChunk]]) -> 
     return {file: joined(regions, fusion.dim) for file, regions in by_file.items() if regions}
 
 
-def _turns(chunk: StoredChunk, fusion: Fusion) -> Iterable[Region]:
+def _turns(chunk: StoredChunk, fusion: Fusion) -> Iterable[TensorRegion]:
     if chunk.numel:
         count, dim = len(fusion.parts), fusion.dim
         at, size = chunk.offsets[dim] * count, chunk.sizes[dim] * count
-        yield Region(
+        yield TensorRegion(
             (*chunk.offsets[:dim], at, *chunk.offsets[dim + 1 :]), (*chunk.sizes[:dim], size, *chunk.sizes[dim + 1 :])
         )
 
@@ -362,7 +362,7 @@ def _turns(chunk: StoredChunk, fusion: Fusion) -> Iterable[Region]:
 # --- units of work ---------------------------------------------------------------------------------------------------
 
 
-class Copy(NamedTuple):
+class ByteCopy(NamedTuple):
     """Bytes of an old file that are taken over."""
 
     source_file: str
@@ -384,15 +384,15 @@ class Work(NamedTuple):
     """A rectangle of a task. ``closes``: it fills its items alone, so that it also writes what is around them."""
 
     task: Task
-    region: Region
+    region: TensorRegion
     closes: bool
 
 
-Step = Copy | Write | Work
+Step = ByteCopy | Write | Work
 
 
 class Unit(NamedTuple):
-    """What is done by one thread, and recorded when it is safe on the disk."""
+    """Work of one thread, recorded when it is safe on the disk."""
 
     number: int
     steps: tuple[Step, ...]
@@ -406,12 +406,12 @@ _UNITS = 64
 
 
 def unit_bytes_of(nbytes: int) -> int:
-    """How large units are for so many bytes: enough of them for all threads, and never too many to record."""
+    """Choose the size of units: enough units for all threads, and never too many to record."""
     return max(min(nbytes // _UNITS, _UNIT_BYTES), _MIN_UNIT_BYTES)
 
 
 def units_of(rewrite: Rewrite, unit_bytes: int) -> list[Unit]:
-    """All work, in the order of the files. The same for the same plan, whatever memory and threads there are."""
+    """List all work in the order of the files; it depends on the plan alone, not on memory or threads."""
     units: list[Unit] = []
     steps: list[Step] = []
     filled = 0
@@ -450,11 +450,11 @@ def _work_steps(tasks: Iterable[Task], unit_bytes: int) -> Iterator[tuple[Work, 
 
 def _byte_steps(items: Iterable[NewItem], unit_bytes: int) -> Iterator[tuple[Step, int]]:
     """Known and kept bytes; kept items that follow each other in both files are one step, up to the size of a unit."""
-    run: Copy | None = None
+    run: ByteCopy | None = None
     for item in items:
         content = item.content
         if isinstance(content, Stored):
-            step = Copy(content.file, content.offset_bytes, item.file, item.offset_bytes, content.length_bytes)
+            step = ByteCopy(content.file, content.offset_bytes, item.file, item.offset_bytes, content.length_bytes)
             if run is not None and _follows(run, step):
                 run = run._replace(length_bytes=run.length_bytes + step.length_bytes)
             else:
@@ -468,7 +468,7 @@ def _byte_steps(items: Iterable[NewItem], unit_bytes: int) -> Iterator[tuple[Ste
     yield from _cut(run, unit_bytes)
 
 
-def _follows(run: Copy, step: Copy) -> bool:
+def _follows(run: ByteCopy, step: ByteCopy) -> bool:
     return (
         run.source_file == step.source_file
         and run.source_bytes + run.length_bytes == step.source_bytes
@@ -476,7 +476,7 @@ def _follows(run: Copy, step: Copy) -> bool:
     )
 
 
-def _cut(run: Copy | None, unit_bytes: int) -> Iterator[tuple[Copy, int]]:
+def _cut(run: ByteCopy | None, unit_bytes: int) -> Iterator[tuple[ByteCopy, int]]:
     if run is None:
         return
     for start in range(0, run.length_bytes, unit_bytes):
@@ -488,7 +488,7 @@ def _cut(run: Copy | None, unit_bytes: int) -> Iterator[tuple[Copy, int]]:
 
 
 def target_of(items: Sequence[NewItem], piece: Chunk) -> NewItem:
-    """The one of a task's items for a part that has ``piece``."""
+    """Return the task's item for the part that has ``piece``."""
     return items[0] if len(items) == 1 else next(item for item in items if contains(item, piece))
 
 

@@ -1,0 +1,59 @@
+"""The commands, under the names that users type, and what is common to all of them."""
+
+import sys
+from importlib import metadata
+from typing import Annotated
+
+import typer
+
+from ..core.printing import be_printable
+from .convert_command import convert_checkpoint
+from .diff_command import compare_checkpoints
+from .error_lines import with_error_lines
+from .inspect_command import inspect_checkpoint
+from .rename_command import rename_weights
+from .split_and_merge import merge_parts, split_fused
+from .verify_command import verify_checkpoint
+
+app = typer.Typer(
+    help="Look into checkpoints of torch.distributed.checkpoint, check them and compare them. No GPU is needed, and "
+    "nothing that a checkpoint contains is run.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+def version() -> str:
+    """Return the version of the package that the tools come with."""
+    try:
+        return metadata.version("fsdp-offload")
+    except metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
+def _show_version(is_wanted: bool) -> None:
+    if is_wanted:
+        typer.echo(f"checkpoint_tools of fsdp-offload {version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def _before_any_command(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    be_printable(sys.stdout, sys.stderr)
+
+
+for _name, _run in (
+    ("inspect", inspect_checkpoint),
+    ("verify", verify_checkpoint),
+    ("diff", compare_checkpoints),
+    ("split", split_fused),
+    ("merge", merge_parts),
+    ("rename", rename_weights),
+    ("convert", convert_checkpoint),
+):
+    app.command(_name)(with_error_lines(_run))
