@@ -1,5 +1,6 @@
 """For all tests."""
 
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -26,3 +27,11 @@ def mesh() -> Iterator[DeviceMesh]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,))
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def interrupts_reach_children() -> Iterator[None]:
+    """What a shell starts in the background ignores Ctrl-C, and so would all that it starts."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
