@@ -20,7 +20,7 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
 from examples import async_checkpoint
 from tests.async_writers import TIMEOUT_S, read_checkpoint
-from tests.distributed.launch import _PRELOAD
+from tests.distributed.nursery import PRELOAD
 from tests.parity import same_value
 
 pytestmark = pytest.mark.distributed
@@ -38,7 +38,7 @@ def flags(folder: Path) -> list[str]:
 
 def start(world_size: int, folder: Path, stop_at: str = "") -> list[Any]:
     """The ranks of a training, as processes that go on in the background."""
-    multiprocessing.set_forkserver_preload(_PRELOAD)
+    multiprocessing.set_forkserver_preload(PRELOAD)
     context = multiprocessing.get_context("forkserver")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
