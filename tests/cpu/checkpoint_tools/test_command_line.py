@@ -5,13 +5,12 @@ import os
 import shutil
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.checkpoint_tools.checkpoints import ROOT, STATE, changed, run_tool, save, save_on_two_ranks
+from tests.checkpoint_tools.checkpoints import ROOT, STATE, changed, run_here, run_tool, save, save_on_two_ranks
 
 Run = subprocess.CompletedProcess[str]
 
@@ -22,9 +21,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_all(*commands: tuple[object, ...]) -> list[Run]:
-    # Most of the time of each is torch's import.
-    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-        return list(pool.map(lambda command: run_tool(*command), commands))
+    return [run_here(*command) for command in commands]
 
 
 def assert_one_line(run: Run, *matches: str, code: int = 2) -> None:

@@ -17,11 +17,11 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 from checkpoint_tools.stored.reading import open_checkpoint
-from tests.checkpoint_tools.checkpoints import ROOT, STATE, changed, run_tool, save
+from tests.checkpoint_tools.checkpoints import ROOT, STATE, changed, run_here, run_tool, save
 from tests.checkpoint_tools.converted import converted, safetensors_file
 from tests.checkpoint_tools.offline import assert_same, tiled
 from tests.cpu.checkpoint_tools.test_command_line import assert_one_line
-from tests.cpu.checkpoint_tools.test_offline_command_line import MEASURED, contents, lines_in, run_here
+from tests.cpu.checkpoint_tools.test_offline_command_line import MEASURED, contents, lines_in
 
 
 @pytest.fixture
@@ -171,7 +171,7 @@ def test_errors_are_one_line_and_leave_nothing_behind(source: Path, tmp_path: Pa
     }
     for case, match in cases.items():
         assert_one_line(run_here("convert", *case), match)
-    assert_one_line(run_tool("convert", source, made), "made exists")
+    assert_one_line(run_here("convert", source, made), "made exists")
     assert not (tmp_path / "trap").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == before
     assert contents(source) == files

@@ -5,11 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.checkpoint_tools.checkpoints import save
+from tests.checkpoint_tools.checkpoints import run_here, save
 from tests.checkpoint_tools.converted import converted
 from tests.checkpoint_tools.offline import check_zip_files, same_bits, tiled, values_of
 from tests.cpu.checkpoint_tools.test_command_line import assert_one_line
-from tests.cpu.checkpoint_tools.test_offline_command_line import run_here
 
 # Values that are halfway between two of bf16, too large for fp16, and no numbers.
 ODD = torch.tensor([1.0 + 2**-9, 3e38, 1e-45, torch.inf, -0.0, torch.nan] * 50_000).view(600, 500)

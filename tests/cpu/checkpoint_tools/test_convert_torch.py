@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.checkpoint_tools.checkpoints import save
+from tests.checkpoint_tools.checkpoints import run_here, save
 from tests.checkpoint_tools.offline import same_bits
 from tests.cpu.checkpoint_tools.test_command_line import assert_one_line
-from tests.cpu.checkpoint_tools.test_offline_command_line import run_here
 
 STATE: dict[str, Any] = {
     "model": {"a.weight": torch.arange(12.0).view(3, 4).t(), "b": torch.ones(2).bfloat16(), "none": torch.empty(0, 3)},

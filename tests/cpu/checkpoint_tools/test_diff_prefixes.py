@@ -8,10 +8,9 @@ from safetensors.torch import save_file
 
 from checkpoint_tools.look.diff import aligned
 from checkpoint_tools.stored.reading import open_checkpoint
-from tests.checkpoint_tools.checkpoints import save
+from tests.checkpoint_tools.checkpoints import run_here, save
 from tests.checkpoint_tools.converted import converted
 from tests.cpu.checkpoint_tools.test_command_line import assert_one_line
-from tests.cpu.checkpoint_tools.test_offline_command_line import run_here
 
 WEIGHTS = {"model.layers.0.weight": torch.arange(6.0).view(2, 3), "lm_head.weight": torch.ones(4)}
 

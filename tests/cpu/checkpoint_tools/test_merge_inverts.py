@@ -19,12 +19,11 @@ from checkpoint_tools.fused.rules import preset_names
 from checkpoint_tools.fused.split_record import RECORD_FILE, Split, read_record, record_bytes
 from checkpoint_tools.look.diff import all_keys, diff
 from checkpoint_tools.stored.reading import open_checkpoint
-from tests.checkpoint_tools.checkpoints import save
+from tests.checkpoint_tools.checkpoints import run_here, save
 from tests.checkpoint_tools.converted import converted
 from tests.checkpoint_tools.formats import stepped
 from tests.checkpoint_tools.offline import assert_same, rewritten, rule
 from tests.cpu.checkpoint_tools.test_command_line import assert_one_line
-from tests.cpu.checkpoint_tools.test_offline_command_line import run_here
 
 SMALL: dict[str, Any] = {
     "vocab_size": 32,

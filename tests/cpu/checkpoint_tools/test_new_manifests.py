@@ -11,7 +11,7 @@ from checkpoint_tools.look.verify import check_structure
 from checkpoint_tools.stored.opening import open_checkpoint
 from fsdp_offload.checkpoint.item_archive import open_item
 from fsdp_offload.checkpoint.manifest import MANIFEST_FILE, Item, parse_manifest
-from tests.checkpoint_tools.checkpoints import run_tool, save
+from tests.checkpoint_tools.checkpoints import run_here, save
 from tests.checkpoint_tools.offline import DOWN, FUSED, rewritten, rule
 
 RULES = "[[rule]]\nfused = '{p}gate_up.weight'\nparts = ['{p}gate.weight', '{p}up.weight']\n"
@@ -58,14 +58,14 @@ def assert_has_manifest(folder: Path) -> None:
 )
 def test_each_command_leaves_one(source: Path, tmp_path: Path, commands: list[str]) -> None:
     for command in commands:
-        ran = run_tool(*command.split(), cwd=tmp_path)
+        ran = run_here(*command.split(), cwd=tmp_path)
         assert ran.returncode == 0, ran.stderr
     new = tmp_path / "new"
     assert_has_manifest(new)
     metadata = bytearray((new / ".metadata").read_bytes())
     metadata[-20] ^= 1
     (new / ".metadata").write_bytes(metadata)
-    assert run_tool("verify", "new", "--data", cwd=tmp_path).returncode != 0
+    assert run_here("verify", "new", "--data", cwd=tmp_path).returncode != 0
 
 
 def test_after_a_run_that_was_interrupted(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,5 +108,5 @@ def test_behind_a_url(source: Path, tmp_path: Path) -> None:
 
 
 def test_safetensors_have_none(source: Path, tmp_path: Path) -> None:
-    assert run_tool("convert", source, tmp_path / "files").returncode == 0
+    assert run_here("convert", source, tmp_path / "files").returncode == 0
     assert not (tmp_path / "files" / MANIFEST_FILE).exists()

@@ -17,9 +17,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from typer.testing import CliRunner
 
-from checkpoint_tools.__main__ import app
 from checkpoint_tools.core.errors import CheckpointError
 from checkpoint_tools.exchange.request import Request, Way, complete
 from checkpoint_tools.look.diff import diff
@@ -30,7 +28,7 @@ from checkpoint_tools.write.execute import perform
 from checkpoint_tools.write.layout import unit_bytes_of, units_of
 from checkpoint_tools.write.partial import open_partial, partial_of
 from checkpoint_tools.write.sinks import LocalSink
-from tests.checkpoint_tools.checkpoints import ROOT, changed, run_tool, save
+from tests.checkpoint_tools.checkpoints import ROOT, changed, run_here, run_tool, save
 from tests.checkpoint_tools.offline import (
     DOWN,
     FUSED,
@@ -64,12 +62,6 @@ STATE = {
 def source(tmp_path: Path) -> Path:
     (tmp_path / "rules.toml").write_text(RULES)
     return save(tmp_path / "source", STATE)
-
-
-def run_here(*arguments: object) -> subprocess.CompletedProcess[str]:
-    """The same command line in this process: most of the time of another one is torch's import."""
-    result = CliRunner().invoke(app, list(map(str, arguments)))
-    return subprocess.CompletedProcess(arguments, result.exit_code, result.stdout, result.stderr)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -197,7 +189,7 @@ def test_errors_are_one_line_and_leave_nothing_behind(source: Path, tmp_path: Pa
     }
     for case, match in cases.items():
         assert_one_line(run_here("split", *case), match)
-    assert_one_line(run_tool("merge", source, new, *rules), "rules that match nothing")
+    assert_one_line(run_here("merge", source, new, *rules), "rules that match nothing")
     assert not (tmp_path / "trap").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == before
     assert contents(source).keys() == {".metadata", "__0_0.distcp"}

@@ -17,11 +17,10 @@ from checkpoint_tools.stored.reading import open_checkpoint
 from checkpoint_tools.write.rewrite import open_whole
 from checkpoint_tools.write.sidecars import MAX_BYTES, sidecars_of
 from fsdp_offload.checkpoint.manifest import MANIFEST_FILE
-from tests.checkpoint_tools.checkpoints import save
+from tests.checkpoint_tools.checkpoints import run_here, save
 from tests.checkpoint_tools.converted import converted
 from tests.checkpoint_tools.flips import save_alone
 from tests.checkpoint_tools.offline import DOWN, FUSED, rewritten, rule, told
-from tests.cpu.checkpoint_tools.test_offline_command_line import run_here
 
 STATE = {"model": {FUSED: torch.arange(24.0).view(8, 3), DOWN: torch.ones(3, 4)}}
 

@@ -30,7 +30,7 @@ from checkpoint_tools.stored.items import Reader
 from checkpoint_tools.stored.opening import open_checkpoint
 from fsdp_offload.checkpoint import ArenaStager, ChecksumWriter, load
 from fsdp_offload.checkpoint.manifest import Item, manifest_bytes
-from tests.checkpoint_tools.checkpoints import run_tool, save
+from tests.checkpoint_tools.checkpoints import run_here, save
 from tests.checkpoint_tools.flips import (
     MANIFEST,
     METADATA,
@@ -175,7 +175,7 @@ def test_commands_that_find_a_flip(saved: dict[str, Path], tmp_path: Path) -> No
         ("split", folder, tmp_path / "split", "--rules", tmp_path / "rules.toml"),
         ("convert", folder, tmp_path / "converted"),
     )
-    in_one_file = run_tool("convert", folder, tmp_path / "made.pt", "--to", "torch")
+    in_one_file = run_here("convert", folder, tmp_path / "made.pt", "--to", "torch")
     assert plain.returncode == 0
     assert "not whether data are as written: see --data" in plain.stdout
     for run in (data, finite):
@@ -204,9 +204,9 @@ def test_files_without_checksums_are_taken_and_told_of(tmp_path: Path) -> None:
         assert each.returncode == 0
         assert note in each.stdout
     assert passes("checked load", folder, tmp_path / "made")
-    safetensors = run_tool("convert", folder, tmp_path / "converted")
+    safetensors = run_here("convert", folder, tmp_path / "converted")
     assert safetensors.returncode == 0
-    again = run_tool("verify", tmp_path / "converted", "--data")
+    again = run_here("verify", tmp_path / "converted", "--data")
     assert (again.returncode, again.stderr) == (0, "")
     assert "cannot be compared with checksums: safetensors have no checksums" in again.stdout
 

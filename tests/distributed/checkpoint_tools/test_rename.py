@@ -19,14 +19,13 @@ from checkpoint_tools.look.verify import check_structure
 from checkpoint_tools.stored.opening import open_checkpoint
 from checkpoint_tools.stored.reading import Checkpoint
 from checkpoint_tools.write import rewrite as rewriting
-from tests.checkpoint_tools.checkpoints import save
+from tests.checkpoint_tools.checkpoints import run_here, save
 from tests.checkpoint_tools.converted import converted
 from tests.checkpoint_tools.formats import stepped
 from tests.checkpoint_tools.megatron import LAYERS, TOKENS, Training, cpu_for_cuda
 from tests.checkpoint_tools.offline import assert_same, same_bits, values_of
 from tests.cpu.checkpoint_tools.test_command_line import assert_one_line
 from tests.cpu.checkpoint_tools.test_merge_inverts import SMALL
-from tests.cpu.checkpoint_tools.test_offline_command_line import run_here
 from tests.distributed.launch import spawn
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
