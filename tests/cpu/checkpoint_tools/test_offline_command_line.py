@@ -434,7 +434,7 @@ MEASURED = """
 import sys
 from pathlib import Path
 import torch
-from checkpoint_tools import rewriting
+import checkpoint_tools.write.execute
 from checkpoint_tools.__main__ import app
 
 def peak_mib():  # of this process alone; ru_maxrss begins with what the process before it had

@@ -12,7 +12,7 @@ import pytest
 
 from fsdp_offload import OffloadPolicy
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGES = ["megatron_fsdp.md", "megatron_bridge.md", "nemo_rl.md", "xtuner.md"]
 OURS = ("fsdp_offload", "checkpoint_tools")
 
