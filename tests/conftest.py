@@ -1,5 +1,6 @@
 """For all tests."""
 
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -10,6 +11,22 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 # How long an example takes says nothing on a busy machine.
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks at its options
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Share the tiers among two processes where no files are named, and give each process whole files in their order.
+
+    What names its files has them in one process, as a debugger and GPUs need it; ``-n`` says otherwise for both.
+    """
+    if not config.pluginmanager.hasplugin("xdist"):
+        return
+    options = config.option
+    if options.numprocesses is None and config.args_source is pytest.Config.ArgsSource.TESTPATHS:
+        options.numprocesses = 2
+    if options.numprocesses and options.dist == "no":
+        options.dist = "loadfile"  # fixtures of a module are made once, and so is the process its ranks come from
+        options.loadscopereorder = False  # the order is quickest first
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -26,3 +43,11 @@ def mesh() -> Iterator[DeviceMesh]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,))
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def interrupts_reach_children() -> Iterator[None]:
+    """What a shell starts in the background ignores Ctrl-C, and so would all that it starts."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

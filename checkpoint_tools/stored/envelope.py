@@ -8,7 +8,7 @@
                    the tensor is, and padding        directory of the zip file
 
 The same bytes as ``torch.save`` of torch 2.13 writes, so an item of a given shape and dtype has a given length, and
-its elements can be written in any order and in parts. ``tests/checkpoint_tools/test_offline_envelope.py`` compares.
+its elements can be written in any order and in parts. ``tests/cpu/checkpoint_tools/test_offline_envelope.py`` compares.
 """
 
 import collections

@@ -1,7 +1,7 @@
 """The optimizers of ``torch.optim``: an explicit answer for each class and implementation.
 
-``tests/test_cut_table.py`` and ``tests/gpu/test_cut_table_gpu.py`` prove every entry of the cut table: whole against
-cut, several steps, ``torch.equal``. Nothing may be added here that they do not run.
+``tests/cpu/test_cut_table.py`` and ``tests/gpu/test_parity.py`` prove every entry of the cut table: whole
+against cut, several steps, ``torch.equal``. Nothing may be added here that they do not run.
 """
 
 import itertools

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import warnings
+from contextlib import chdir, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import Shard, distribute_tensor
+from typer.testing import CliRunner
 
+from checkpoint_tools.__main__ import app
 from tests.distributed.launch import mesh, spawn
 from tests.loading import edit_metadata
 
@@ -68,6 +71,13 @@ def changed(folder: Path, name: str, edit: Any) -> Path:
 def chunks_in(metadata: Metadata, key: str) -> list[Any]:
     """The chunks of a tensor in torch's own metadata."""
     return metadata.state_dict_metadata[key].chunks  # type: ignore[union-attr]
+
+
+def run_here(*args: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """``checkpoint-tools ARGS`` in this process, in ``cwd``: most of the time of another one is torch's import."""
+    with nullcontext() if cwd is None else chdir(cwd):
+        result = CliRunner(env={"COLUMNS": "100"}).invoke(app, list(map(str, args)))
+    return subprocess.CompletedProcess(args, result.exit_code, result.stdout, result.stderr)
 
 
 def run_tool(*args: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:

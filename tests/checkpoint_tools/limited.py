@@ -10,6 +10,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.distributed.nursery import PRELOAD
+
 MEMORY_BYTES = 512 << 20  # beside what the process has when it begins
 _M_ARENA_MAX = -8
 SECONDS = 60  # for one command, on a machine that does other things as well
@@ -44,7 +46,9 @@ class Limited:
 def limited() -> Iterator[Limited]:
     """Such a process."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.checkpoint_tools.limited"])
+    context.set_forkserver_preload(
+        [*PRELOAD, "tests.checkpoint_tools.limited"]
+    )  # other tests are forked from it as well
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(theirs,), daemon=True)
     process.start()

@@ -1,20 +1,24 @@
-"""Starts the ranks of a distributed test, and says on which device.
+"""Run a distributed test on its ranks, and say on which device.
 
     def run_x(rank: int, world_size: int, ...) -> None: ...      # in every rank, inside a process group
 
     def test_x(tmp_path): spawn(run_x, 4, tmp_path, ...)
 
 On the CPU with gloo, or with FSDP_OFFLOAD_TEST_DEVICE=cuda on GPUs with NCCL, one for each rank.
+
+On the CPU the ranks of a test file are forked from a process that lives on (``nursery.py``) and has imported torch and
+that file: a rank begins in hundredths of a second, and inherits nothing from those that ran before it.
 """
 
 import datetime
+import faulthandler
 import multiprocessing
 import os
 import traceback
 import uuid
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -22,38 +26,81 @@ import torch.distributed as dist
 from torch import multiprocessing as torch_multiprocessing
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from tests.distributed import nursery
+
 DEVICE_TYPE = os.environ.get("FSDP_OFFLOAD_TEST_DEVICE", "cpu")
 
 # Ranks that wait for each other in vain have met a bug: a rank failed, or they disagree on the order of collectives.
 TIMEOUT = datetime.timedelta(seconds=60)
+# A rank that hangs anywhere else is ended, and shows where it was. No test takes nearly as long.
+STUCK_AFTER_S = 900.0
 
-# Imported once, in the process from which all ranks of all tests are forked.
-_PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.distributed.tensor.parallel"]
+
+class Case(NamedTuple):
+    """What ranks are to do, and where they meet."""
+
+    run: Callable[..., None]
+    world_size: int
+    args: tuple[Any, ...]
+    folder: Path  # of this case alone
+    stuck_after_s: float
 
 
 def spawn(run: Callable[..., None], world_size: int, tmp_path: Path, *args: Any) -> None:
-    """``run(rank, world_size, *args)`` in ``world_size`` processes; the first exception of a rank is raised here."""
+    """``run(rank, world_size, *args)`` in ``world_size`` processes; the first exception of a rank is raised here.
+
+    Where a rank skips, as by ``pytest.importorskip``, the test is skipped.
+    """
     if DEVICE_TYPE != "cpu" and torch.accelerator.device_count() < world_size:
         pytest.skip(f"needs {world_size} devices, there are {torch.accelerator.device_count()}")
-    multiprocessing.set_forkserver_preload(_PRELOAD)
-    store = tmp_path / f"store-{uuid.uuid4().hex}"
+    folder = tmp_path / f"ranks-{uuid.uuid4().hex}"
+    folder.mkdir()
+    case = Case(run, world_size, args, folder, STUCK_AFTER_S)
+    # Imports may touch the GPU, which processes forked later could not use: there, every rank imports for itself.
+    problem = nursery.run(run.__module__, run_case, case) if DEVICE_TYPE == "cpu" else run_case("forkserver", case)
+    skipped = sorted(folder.glob("skipped-*"))
+    if len(skipped) == world_size:
+        pytest.skip(skipped[0].read_text())
+    if skipped:
+        problem = f"of {world_size} ranks, only some skip: {', '.join(path.name for path in skipped)}\n{problem or ''}"
+    if problem:
+        stuck = [f"rank {path.suffix[1:]} was at:\n{path.read_text()}" for path in sorted(folder.glob("stuck.*"))]
+        pytest.fail("\n".join([problem, *(text for text in stuck if "File" in text)]), pytrace=False)
+
+
+def run_case(start_method: str, case: Case) -> str | None:
+    """Start the ranks, wait for them, and return what went wrong."""
+    if start_method == "forkserver":
+        multiprocessing.set_forkserver_preload(nursery.PRELOAD)
     try:
-        torch_multiprocessing.start_processes(
-            _rank_main, (run, world_size, store, args), nprocs=world_size, start_method="forkserver"
-        )
+        torch_multiprocessing.start_processes(_rank_main, (case,), nprocs=case.world_size, start_method=start_method)
     except (torch_multiprocessing.ProcessRaisedException, torch_multiprocessing.ProcessExitedException) as error:
-        pytest.fail(str(error), pytrace=False)
+        return str(error)
+    return None
 
 
-def _rank_main(rank: int, run: Callable[..., None], world_size: int, store: Path, args: tuple[Any, ...]) -> None:
+def _rank_main(rank: int, case: Case) -> None:
+    with (case.folder / f"stuck.{rank}").open("w") as file:
+        faulthandler.dump_traceback_later(case.stuck_after_s, exit=True, file=file)
+        try:
+            _join_and_run(rank, case)
+        except pytest.skip.Exception as skipped:
+            (case.folder / f"skipped-{rank}").write_text(str(skipped))
+            os._exit(0)  # the others skip as well; whatever the process group waits for, nobody does
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+
+def _join_and_run(rank: int, case: Case) -> None:
     torch.set_num_threads(1)
     device = this_device(rank)
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index)
     # Object collectives and checkpoints need a backend for the CPU as well.
     backend = "gloo" if DEVICE_TYPE == "cpu" else "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=TIMEOUT)
-    run(rank, world_size, *args)
+    store = f"file://{case.folder / 'store'}"
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=case.world_size, timeout=TIMEOUT)
+    case.run(rank, case.world_size, *case.args)
     dist.barrier()
     dist.destroy_process_group()
 

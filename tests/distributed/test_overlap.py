@@ -12,10 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from fsdp_offload.engine.executor import Pipeline
+from tests.cpu.test_elastic import Device
 from tests.distributed.launch import DEVICE_TYPE, mesh, run_cases, spawn
 from tests.overlapping import HABITS, NOT_IN_BACKWARD, POLICIES, SIZES, Loop, Net, adamw, same
 from tests.policies import with_share
-from tests.test_elastic import Device
 
 pytestmark = pytest.mark.distributed
 

@@ -8,10 +8,10 @@ import torch
 from torch import nn, optim
 
 from fsdp_offload import OffloadPolicy, offload_optimizer
+from tests.cpu.test_kept_masters import EVERY_FORMAT, KINDS, cases, check_remainders, load_own, of_bits
 from tests.gpu.test_parity import ROOMY, on_device
 from tests.parity import SMALL, Net, Run, Zoo, batch
 from tests.policies import with_share
-from tests.test_kept_masters import EVERY_FORMAT, KINDS, cases, check_remainders, load_own, of_bits
 from tests.twins import make_twins
 
 MIB = 1 << 20

@@ -7,9 +7,9 @@ import torch
 from torch import nn, optim
 
 from fsdp_offload import OffloadPolicy
+from tests.cpu.test_cut_table import check_entry, entries
+from tests.cpu.test_parity_optimizers import cases, model_for, plain_cases
 from tests.parity import Net, Run, Zoo, batch, make_pair, train_step
-from tests.test_cut_table import check_entry, entries
-from tests.test_parity_optimizers import cases, model_for, plain_cases
 
 
 def on_device(case: Any) -> bool:

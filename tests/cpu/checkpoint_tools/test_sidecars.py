@@ -1,0 +1,168 @@
+"""Files beside the data, and objects that nobody looks into, are in the new checkpoint as they were."""
+
+import argparse
+import io
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from checkpoint_tools import preset
+from checkpoint_tools.core.errors import CheckpointError
+from checkpoint_tools.fused.split_record import RECORD_FILE
+from checkpoint_tools.look.diff import all_keys, diff
+from checkpoint_tools.stored.items import ItemReader
+from checkpoint_tools.stored.reading import open_checkpoint
+from checkpoint_tools.write.rewrite import open_whole
+from checkpoint_tools.write.sidecars import MAX_BYTES, sidecars_of
+from fsdp_offload.checkpoint.manifest import MANIFEST_FILE
+from tests.checkpoint_tools.checkpoints import run_here, save
+from tests.checkpoint_tools.converted import converted
+from tests.checkpoint_tools.flips import save_alone
+from tests.checkpoint_tools.offline import DOWN, FUSED, rewritten, rule, told
+
+STATE = {"model": {FUSED: torch.arange(24.0).view(8, 3), DOWN: torch.ones(3, 4)}}
+
+COPIED = {
+    "config.json": b"{}",
+    "common.pt": b"state of a scheduler",
+    "rng_state_0.pth": b"random",
+    "training_args.bin": b"arguments",
+    "tokenizer.model": b"words",
+    "tokenizer/vocab.json": b"{}",
+    "tokenizer/deep/merges.txt": b"a b",
+}
+LEFT = {
+    "__9_0.distcp": b"of another checkpoint",
+    "model-00001-of-00002.safetensors": b"other weights",
+    "pytorch_model.bin": b"other weights",
+    "iter_2/.metadata": b"another checkpoint",
+    "iter_2/common.pt": b"its state",
+    ".hidden": b"",
+}
+
+
+OWN = (".metadata", MANIFEST_FILE, RECORD_FILE)
+
+
+def put(folder: Path, files: dict[str, bytes]) -> None:
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+
+
+def beside(folder: Path) -> dict[str, bytes]:
+    files = [path for path in folder.rglob("*") if path.is_file() and not path.name.endswith(".distcp")]
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files if path.name not in OWN}
+
+
+def test_files_beside_the_data_are_copied_and_other_data_are_not(tmp_path: Path) -> None:
+    source = save(tmp_path / "source", STATE)
+    put(source, COPIED | LEFT)
+    rewritten("split", source, tmp_path / "split", rule())
+    rewritten("split", source, f"file://{tmp_path}/remote", rule())
+    converted(source, tmp_path / "safetensors")
+    converted(tmp_path / "safetensors", tmp_path / "back")
+    assert beside(tmp_path / "split") == COPIED
+    assert beside(tmp_path / "remote") == COPIED
+    assert beside(tmp_path / "safetensors").items() >= COPIED.items()
+    assert not beside(tmp_path / "safetensors").keys() & LEFT.keys()
+    assert beside(tmp_path / "back") == COPIED
+
+
+def test_what_is_too_much_is_left(tmp_path: Path) -> None:
+    source = save(tmp_path / "source", STATE)
+    put(source, {"a.json": b"{}", "z.json": b"{}"} | {f"many/{number}.txt": b"" for number in range(1001)})
+    put(source, {"1/2/3/4/deep.txt": b""})
+    with (source / "large.log").open("wb") as stream:
+        stream.truncate(MAX_BYTES)
+    found = sidecars_of(open_checkpoint(source), OWN)
+    assert found.files == ("a.json", "z.json")
+    assert found.left == ("1/", "large.log", "many/")
+
+
+def test_what_is_copied_is_told(tmp_path: Path) -> None:
+    source = save(tmp_path / "source", STATE)
+    put(source, COPIED | LEFT)
+    (tmp_path / "rules.json").write_text(
+        '{"rule": [{"fused": "{p}gate_up.weight", "parts": ["{p}gate.weight", "{p}up.weight"]}]}'
+    )
+    shown = run_here("split", source, tmp_path / "new", "--rules", tmp_path / "rules.json", "--dry-run").stdout
+    assert "note: copied as they are: common.pt, config.json, rng_state_0.pth, tokenizer.model, tokenizer/" in shown
+    assert "note: .hidden does not belong to the checkpoint, and is not copied" in shown
+
+
+def test_a_file_of_torch_save_that_is_damaged_is_not_copied(tmp_path: Path) -> None:
+    source = save(tmp_path / "source", STATE)
+    torch.save({"lr": torch.ones(50_000)}, source / "common.pt")
+    content = bytearray((source / "common.pt").read_bytes())
+    content[100_000] ^= 1
+    (source / "common.pt").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"common.pt is not what torch.save writes .* would be copied as it is"):
+        rewritten("split", source, tmp_path / "split", rule())
+    assert not (tmp_path / "split").exists()
+
+
+def test_the_manifest_of_checksums_is_no_foreign_file(tmp_path: Path) -> None:
+    save_alone(tmp_path / "source", checksums=True)
+    found = sidecars_of(open_checkpoint(tmp_path / "source"), (".metadata",))
+    assert found.left == (".checksums",)
+    _, sidecars = open_whole(str(tmp_path / "source"), 1)
+    assert sidecars == ((), ())
+
+
+class Opaque:
+    pass
+
+
+class Trap:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> object:
+        return os.system, (f"touch {self.path}",)
+
+
+def test_objects_of_more_than_plain_values_pass_through_safetensors(tmp_path: Path) -> None:
+    """Such as Megatron's ``args`` and Transformer Engine's ``_extra_state``. Nothing of them is run."""
+    trap = tmp_path / "trap"
+    objects = {"a._extra_state": io.BytesIO(b"x"), "thing": Opaque(), "trap": Trap(trap), "plain": (1, 2)}
+    source = save(tmp_path / "source", {"model": {"a": torch.ones(2)}, **objects})
+    made = converted(source, tmp_path / "made")
+    back = converted(tmp_path / "made", tmp_path / "back")
+    before = open_checkpoint(source)
+    with ItemReader(before) as old, ItemReader(back) as new:
+        for key in objects.keys() - {"plain"}:
+            assert new.read_bytes(back.objects[key]) == old.read_bytes(before.objects[key])
+        assert new.read_object(back.objects["plain"]) == (1, 2)
+    assert made.objects.keys() == back.objects.keys() == before.objects.keys()
+    assert not trap.exists()
+    shown = run_here("convert", source, tmp_path / "new", "--dry-run").stdout
+    assert "note: 3 objects of more than plain values, kept as torch.save wrote" in shown
+
+
+def test_values_come_from_args_in_the_checkpoint(tmp_path: Path) -> None:
+    """As Megatron's ``fsdp_dtensor`` has them; what else is in there is not run."""
+    args = argparse.Namespace(tensor_model_parallel_size=2, trap=Trap(tmp_path / "trap"), other=Opaque())
+    fused, down = "layers.0.mlp.linear_fc1.weight", "layers.0.mlp.linear_fc2.weight"
+    model = {fused: torch.arange(24.0).view(8, 3), down: torch.ones(3, 4)}
+    source = save(tmp_path / "source", {"model": model, "args": args})
+    values, notes = told(open_checkpoint(source), preset("megatron-swiglu"), {})
+    assert (values, notes) == ({"tp_size": 2}, ["tp_size = 2, from args in the object args"])
+    given, said = told(open_checkpoint(source), preset("megatron-swiglu"), {"tp_size": 4})
+    assert (given, said) == ({"tp_size": 4}, ["tp_size = 4 as given; args in the object args has 2"])
+    split = rewritten("split", source, tmp_path / "split", *preset("megatron-swiglu"))
+    with ItemReader(split) as reader:
+        gate = torch.cat([reader.read_chunk(chunk) for chunk in split.tensors[f"model.{fused}_w"].chunks])
+    assert torch.equal(gate, model[fused][[0, 1, 4, 5]])
+    assert not (tmp_path / "trap").exists()
+    merged = rewritten("merge", tmp_path / "split", tmp_path / "merged", *preset("megatron-swiglu"))
+    assert not diff(open_checkpoint(source), merged, all_keys(open_checkpoint(source), merged))
+
+
+def test_values_come_from_config_json(tmp_path: Path) -> None:
+    source = save(tmp_path / "source", {"self_attn.qkv_proj.weight": torch.arange(32.0).view(8, 4)})
+    put(source, {"config.json": b'{"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 4}'})
+    values, _ = told(open_checkpoint(source), preset("hf-qkv"), {})
+    assert values == {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 2}

@@ -1,0 +1,981 @@
+"""Asynchronous saves with ArenaStager: a file holds the state of its call, whatever training does while it is written.
+
+Real ``dcp.async_save`` and real files. Writers are held until the library waits for them (see ``async_writers``), so
+that each save overlaps with as much training as it ever can, and a home that is written too early is in the file.
+"""
+
+import copy
+import gc
+import pickle
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn, optim
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultStager, StagingOptions
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.optim import Optimizer
+
+import fsdp_offload.engine.step
+from fsdp_offload import OffloadPolicy, remove_offload
+from fsdp_offload.checkpoint import ArenaStager, get_optimizer_state_dict, set_optimizer_state_dict, with_chunks
+from tests.async_writers import Expected, FailingWriter, HeldWriter, Waits, copied, loaded, not_the_same, runs_within
+from tests.cpu.test_shard_tensor import WHOLE, ragged_whole
+from tests.parity import Run, attach, differences
+from tests.policies import with_share
+
+ALL = 1 << 30
+POLICY = OffloadPolicy(bucket_bytes=2048, snapshot_bytes=ALL)
+NO_SPARE = OffloadPolicy(bucket_bytes=2048)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[Waits]:
+    found = Waits(monkeypatch)
+    yield found
+    found.let_go()
+
+
+# What is trained -----------------------------------------------------------------------------------------------------
+
+# In planning order. With 12 KiB of spare homes, those of `big` and of what follows are beyond them.
+SHAPES: dict[str, tuple[int, ...]] = {
+    "matrix": (40, 13),
+    "scalar": (),
+    "one": (1,),
+    **{f"small{number}": (20,) for number in range(6)},  # several in one bucket, and not all of them with a gradient
+    "frozen": (30,),
+    "late": (30,),
+    "empty": (0, 7),
+    "big": (3001,),  # cut into many buckets
+    "tail": (70,),
+}
+LATE_STEP = 5
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        for number, (name, shape) in enumerate(SHAPES.items()):
+            values = torch.randn(shape, generator=torch.Generator().manual_seed(number))
+            setattr(self, name, nn.Parameter(values, requires_grad=name not in ("frozen", "late")))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+
+def has_gradient(name: str, step: int) -> bool:
+    if name.startswith("small"):
+        return (int(name[5:]) + step) % 3 != 0
+    return name != "frozen" and (name != "late" or step >= LATE_STEP)
+
+
+def set_gradients(net: nn.Module, step: int) -> None:
+    for number, (name, param) in enumerate(net.named_parameters()):
+        if name == "late":
+            param.requires_grad_(step >= LATE_STEP)
+        param.grad = None
+        if has_gradient(name, step):
+            generator = torch.Generator().manual_seed(1000 * step + number)
+            param.grad = (torch.randn(param.shape, generator=generator) + 0.1 * param.detach()).to(param.dtype)
+
+
+MakeOptimizers = Callable[[Net], list[Optimizer]]
+
+
+def adamw(net: Net) -> list[Optimizer]:
+    """Two groups that take turns in the model's order; one has its learning rate in a tensor."""
+    params = list(net.parameters())
+    groups = [{"params": params[::2], "weight_decay": 0.1}, {"params": params[1::2], "lr": torch.tensor(2e-2)}]
+    return [optim.AdamW(groups, lr=1e-2, foreach=False)]
+
+
+def several(net: Net) -> list[Optimizer]:
+    params = list(net.parameters())
+    return [optim.Adam(params[::2], lr=1e-2, amsgrad=True, foreach=True), optim.SGD(params[1::2], lr=0.1, momentum=0.9)]
+
+
+class Training:
+    """A model and its optimizers; ``step`` is the next one."""
+
+    def __init__(self, make: MakeOptimizers, policy: OffloadPolicy | None, dtype: torch.dtype = torch.float32) -> None:
+        self.net = Net().to(dtype)
+        self.optimizers = make(self.net)
+        self.step = 0
+        if policy is not None:
+            for optimizer in self.optimizers:
+                attach(optimizer, model=self.net, policy=policy)
+
+    def train(self, steps: int = 1) -> None:
+        for _ in range(steps):
+            set_gradients(self.net, self.step)
+            for optimizer in self.optimizers:
+                optimizer.step()
+                for group in optimizer.param_groups:
+                    group["lr"] = group["lr"].mul_(0.9) if isinstance(group["lr"], Tensor) else group["lr"] * 0.9
+            self.net.seen += 1
+            self.step += 1
+
+    def state(self) -> dict[str, Any]:
+        """What is saved: nothing in it is a copy."""
+        optimizer = get_optimizer_state_dict(self.net, self.optimizers)
+        return {"model": self.net.state_dict(), "optimizer": optimizer, "step": self.step}
+
+    def load(self, path: Path) -> None:
+        state = {
+            "model": self.net.state_dict(),
+            "optimizer": get_optimizer_state_dict(self.net, self.optimizers, for_load=True),
+            "step": 0,
+        }
+        dcp.load(state, checkpoint_id=path)
+        set_optimizer_state_dict(self.net, self.optimizers, state["optimizer"])
+        self.step = state["step"]
+
+    def engines(self) -> list[Any]:
+        return [vars(optimizer)["_offload_engine"].engine for optimizer in self.optimizers]
+
+    def addresses(self) -> dict[str, int]:
+        """Where ``exp_avg`` of every parameter lives."""
+        states = [(name, self.optimizers[0].state.get(param)) for name, param in self.net.named_parameters()]
+        return {name: state["exp_avg"].data_ptr() for name, state in states if state and state["exp_avg"].numel()}
+
+
+def assert_same(plain: Training, offloaded: Training) -> None:
+    assert plain.step == offloaded.step
+    for one, other in zip(plain.optimizers, offloaded.optimizers, strict=True):
+        runs = [Run(side.net, optimizer, torch.device("cpu"), torch.float32) for side, optimizer in
+                ((plain, one), (offloaded, other))]  # fmt: skip
+        found = list(differences(*runs))
+        assert not found, f"after {plain.step} steps: " + "; ".join(found[:5])
+
+
+def assert_exact_after(offloaded: Training, make: MakeOptimizers = adamw, dtype: torch.dtype = torch.float32) -> None:
+    """All that training has left behind is what it would have been without offload and without saves."""
+    plain = Training(make, None, dtype)
+    plain.train(offloaded.step)
+    assert_same(plain, offloaded)
+
+
+def save(training: Training, stager: ArenaStager, writer: HeldWriter) -> Future[Any]:
+    future = dcp.async_save(training.state(), storage_writer=writer, async_stager=stager)
+    assert isinstance(future, Future)
+    writer.in_use = True
+    return future
+
+
+def assert_holds(path: Path, state: Any) -> None:
+    found = list(not_the_same(state, loaded(path, state)))
+    assert not found, found[:5]
+
+
+# Ten saves -----------------------------------------------------------------------------------------------------------
+
+
+def policy(**options: Any) -> OffloadPolicy:
+    return with_share(bucket_bytes=2048, **options)
+
+
+class Case(NamedTuple):
+    policy: OffloadPolicy
+    make: MakeOptimizers = adamw
+    dtype: torch.dtype = torch.float32
+    overlaps: bool = True  # a step can be made without waiting for the writer
+
+
+CASES = {
+    "all": Case(policy(snapshot_bytes=ALL)),
+    "half": Case(policy(snapshot_bytes=12 << 10), overlaps=False),
+    "none": Case(policy(), overlaps=False),
+    "some resident": Case(policy(snapshot_bytes=ALL, staying=5000)),
+    "some resident, half": Case(policy(snapshot_bytes=5 << 10, staying=5000), overlaps=False),
+    "several optimizers": Case(policy(snapshot_bytes=ALL), several),
+    "several optimizers, none": Case(policy(), several, overlaps=False),
+    "bfloat16": Case(policy(snapshot_bytes=ALL), dtype=torch.bfloat16),
+    "one bucket": Case(OffloadPolicy(snapshot_bytes=ALL)),
+    "serial": Case(policy(snapshot_bytes=ALL, debug="serial")),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ten_saves_in_a_row_hold_the_state_of_their_call(name: str, tmp_path: Path, waits: Waits) -> None:
+    """Every save meets the next step, and the next save where no step waits for it."""
+    case = CASES[name]
+    plain, offloaded = (Training(case.make, chosen, case.dtype) for chosen in (None, case.policy))
+    stager, expected = ArenaStager(*offloaded.optimizers), Expected()
+    for number in range(10):
+        path = tmp_path / f"save{number}"
+        expected.note(path, offloaded.state())
+        save(offloaded, stager, waits.hold(path))
+        before = waits.count
+        for side in (plain, offloaded):
+            side.train(1 + number % 2)
+        if number:  # before, there is no state that could be lent
+            assert waits.count - before == (not case.overlaps)
+        assert_same(plain, offloaded)
+    waits.let_go()
+    stager.close()
+    assert len(expected) == 10
+    assert not list(expected.problems())
+
+
+# Overlap -------------------------------------------------------------------------------------------------------------
+
+
+def test_steps_go_on_while_the_writer_stands_still(tmp_path: Path) -> None:
+    """State moves to its spare home in the first step, and stays there in those that follow."""
+    training = Training(adamw, POLICY)
+    training.train(LATE_STEP + 1)  # all state exists
+    writer, stager = HeldWriter(tmp_path), ArenaStager(*training.optimizers)
+    state, before = copied(training.state()), training.addresses()
+    future = save(training, stager, writer)
+    assert writer.arrived.wait(60)
+    training.train(3)  # every parameter has had a gradient
+    moved = training.addresses()
+    assert all(moved[name] != before[name] for name in before)
+    training.train(3)
+    assert training.addresses() == moved
+    assert not future.done()
+    assert_exact_after(training)
+    writer.let_go()
+    future.result()
+    assert_holds(tmp_path, state)
+
+
+def test_a_writer_in_the_middle_of_its_work_is_not_disturbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has read some of the tensors when training goes on, and reads the others afterwards."""
+    training = Training(adamw, POLICY)
+    training.train(2)
+    half_way, go = threading.Event(), threading.Event()
+    resolved: list[object] = []
+
+    class Slow(dcp.DefaultSavePlanner):
+        def resolve_data(self, write_item: Any) -> Any:
+            resolved.append(write_item)
+            if len(resolved) == 20:
+                half_way.set()
+                assert go.wait(60)
+            return super().resolve_data(write_item)
+
+    state = copied(training.state())
+    stager = ArenaStager(*training.optimizers)
+    future = dcp.async_save(training.state(), checkpoint_id=tmp_path, planner=Slow(), async_stager=stager)
+    assert half_way.wait(60)
+    training.train(2)
+    go.set()
+    future.result()
+    assert len(resolved) > 40
+    assert_holds(tmp_path, state)
+
+
+def test_without_spare_homes_a_step_waits_for_the_writer(tmp_path: Path, waits: Waits) -> None:
+    training = Training(adamw, NO_SPARE)
+    training.train(2)
+    state, before = copied(training.state()), training.addresses()
+    writer = waits.hold(tmp_path)
+    future = save(training, ArenaStager(*training.optimizers), writer)
+    assert waits.count == 0
+    training.train()
+    assert waits.count == 1  # it would wait still if its wait had not let the writer go
+    assert training.addresses() == {**training.addresses(), **before}
+    future.result()
+    assert_holds(tmp_path, state)
+    assert_exact_after(training)
+
+
+def test_a_step_that_touches_nothing_of_what_is_read_waits_for_nothing(tmp_path: Path, waits: Waits) -> None:
+    training = Training(adamw, NO_SPARE)
+    training.train(2)
+    state = copied(training.state())
+    future = save(training, ArenaStager(*training.optimizers), waits.hold(tmp_path))
+    for param in training.net.parameters():
+        param.grad = None
+    training.net.late.grad = torch.ones(30)  # its first: this state is in no file yet
+    training.optimizers[0].step()
+    assert waits.count == 0
+    waits.let_go()
+    future.result()
+    assert_holds(tmp_path, state)
+
+
+def test_the_second_of_two_saves_without_a_step_between_waits_for_the_first(tmp_path: Path, waits: Waits) -> None:
+    training = Training(adamw, POLICY)
+    training.train(2)
+    state, stager = copied(training.state()), ArenaStager(*training.optimizers)
+    save(training, stager, waits.hold(tmp_path / "first"))
+    assert waits.count == 0
+    second = waits.hold(tmp_path / "second")
+    save(training, stager, second)
+    assert waits.count == 1
+    training.train(2)
+    waits.let_go()
+    stager.close()
+    assert_holds(tmp_path / "first", state)
+    assert_holds(tmp_path / "second", state)
+    assert_exact_after(training)
+
+
+def test_two_stagers_at_a_time(tmp_path: Path) -> None:
+    """As when two loops save to two places: both homes of a shard may be read, and then a step has to wait."""
+    training = Training(adamw, POLICY)
+    training.train(2)
+    states, futures = [], []
+    writers = [HeldWriter(tmp_path / str(number)) for number in range(2)]
+    for writer in writers:
+        states.append(copied(training.state()))
+        futures.append(save(training, ArenaStager(*training.optimizers), writer))
+        if writer is writers[0]:
+            assert runs_within(60, training.train)
+    blocked = not runs_within(0.3, training.train)
+    for writer in writers:
+        writer.let_go()
+    for future in futures:
+        future.result()
+    assert blocked
+    assert_holds(tmp_path / "0", states[0])
+    assert_holds(tmp_path / "1", states[1])
+
+
+def test_a_save_during_another_is_an_error_if_so_wanted(tmp_path: Path) -> None:
+    training = Training(adamw, POLICY)
+    training.train(2)
+    stager = ArenaStager(*training.optimizers, when_busy="error")
+    state, writer = copied(training.state()), HeldWriter(tmp_path)
+    future = save(training, stager, writer)
+    training.train()
+    with pytest.raises(RuntimeError, match="last asynchronous save is still being written"):
+        save(training, stager, HeldWriter(tmp_path / "never"))
+    training.train()
+    writer.let_go()
+    future.result()
+    stager.close()
+    assert_holds(tmp_path, state)
+    assert not (tmp_path / "never" / ".metadata").exists()
+    later = copied(training.state())
+    dcp.async_save(training.state(), checkpoint_id=tmp_path / "later", async_stager=stager).result()
+    assert_holds(tmp_path / "later", later)
+
+
+def test_a_save_whose_future_is_done_is_not_running(tmp_path: Path) -> None:
+    """What a loop with ``when_busy="error"`` relies on: it waits for the future, and saves again."""
+    training = Training(adamw, POLICY)
+    training.train()
+    stager, go_on = ArenaStager(*training.optimizers, when_busy="error"), threading.Event()
+    writer = HeldWriter(tmp_path)
+    future = save(training, stager, writer)
+    future.add_done_callback(lambda _: go_on.wait(60))  # in the writing thread, which so ends late
+    writer.let_go()
+    future.result()
+    try:
+        stager.stage(training.state())
+    finally:
+        go_on.set()
+
+
+def test_what_was_chosen_for_a_busy_writer_is_checked() -> None:
+    with pytest.raises(ValueError, match="when_busy must be 'wait' or 'error', got 'skip'"):
+        ArenaStager(when_busy="skip")  # type: ignore[arg-type]
+
+
+def test_a_plain_optimizer_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"expected an offloaded optimizer, got a AdamW.*offload_optimizer\(\) first"):
+        ArenaStager(*adamw(Net()))
+
+
+# Writers that fail ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chosen", [POLICY, NO_SPARE], ids=["all", "none"])
+def test_a_writer_that_fails_costs_one_checkpoint_and_nothing_else(chosen: OffloadPolicy, tmp_path: Path) -> None:
+    """Whoever keeps its future keeps the exception, its traceback, and so all that the writer had been given."""
+    training = Training(adamw, chosen)
+    training.train(2)
+    stager = ArenaStager(*training.optimizers)
+    good = copied(training.state())
+    dcp.async_save(training.state(), checkpoint_id=tmp_path / "good", async_stager=stager).result()
+    kept: list[Future[Any]] = []
+
+    def fail(number: int) -> None:
+        training.train()
+        writer = FailingWriter(tmp_path / f"bad{number}")
+        kept.append(save(training, stager, writer))
+        if chosen is POLICY:
+            training.train()
+        writer.let_go()
+        kept[-1].exception()
+
+    for number in range(3):
+        assert runs_within(60, partial(fail, number))
+        assert "no space left on device" in str(kept[-1].exception())
+    assert runs_within(60, lambda: training.train(3))
+    assert_exact_after(training)
+    assert_holds(tmp_path / "good", good)
+    assert not any((tmp_path / f"bad{number}" / ".metadata").exists() for number in range(3))
+    last = copied(training.state())
+    dcp.async_save(training.state(), checkpoint_id=tmp_path / "last", async_stager=stager).result()
+    assert_holds(tmp_path / "last", last)
+    assert all(future.exception().__traceback__ is not None for future in kept)
+
+
+def test_a_save_that_fails_before_it_looks_at_anything_ends(tmp_path: Path) -> None:
+    """As where no writer is found for the path: a disk that is read-only, a scheme that nobody knows."""
+    training = Training(adamw, NO_SPARE)
+    training.train(2)
+    stager = ArenaStager(*training.optimizers)
+    future = dcp.async_save(training.state(), checkpoint_id="unknown://nowhere", async_stager=stager)
+    assert future.exception() is not None
+    stopped = not runs_within(2, training.train)
+    del future  # and with its traceback all that the writer was given
+    assert not stopped
+
+
+def test_a_state_dict_that_cannot_be_staged_costs_nothing(tmp_path: Path) -> None:
+    """No home is lent to a writer that there never is."""
+    training = Training(adamw, NO_SPARE)
+    training.train(2)
+    stager = ArenaStager(*training.optimizers)
+    with pytest.raises(TypeError, match="cannot pickle"):
+        dcp.async_save(training.state() | {"lock": threading.Lock()}, checkpoint_id=tmp_path, async_stager=stager)
+    assert runs_within(10, training.train)
+    state = copied(training.state())
+    dcp.async_save(training.state(), checkpoint_id=tmp_path / "next", async_stager=stager).result()
+    assert_holds(tmp_path / "next", state)
+    assert_exact_after(training)
+
+
+# State dicts that are too old, loads and removals --------------------------------------------------------------------
+
+
+def test_a_state_dict_from_before_a_step_that_moved_state_is_refused(tmp_path: Path, waits: Waits) -> None:
+    training = Training(adamw, POLICY)
+    training.train(2)
+    stager, old = ArenaStager(*training.optimizers), training.state()
+    future = save(training, stager, waits.hold(tmp_path))
+    training.train()
+    waits.let_go()
+    future.result()
+    with pytest.raises(RuntimeError, match=r"made before the last step.*get_optimizer_state_dict\(\) right before"):
+        dcp.async_save(old, checkpoint_id=tmp_path / "old", async_stager=stager)
+    state = copied(training.state())
+    dcp.async_save(training.state(), checkpoint_id=tmp_path / "new", async_stager=stager).result()
+    assert_holds(tmp_path / "new", state)
+
+
+Change = Callable[[Training], object]
+
+
+def load_own(training: Training) -> None:
+    """Other values than those that are being written."""
+    saved = copied(training.optimizers[0].state_dict())
+    for state in saved["state"].values():
+        state["exp_avg"] += 1
+    training.optimizers[0].load_state_dict(saved)
+
+
+def set_by_name(training: Training) -> None:
+    saved = copied(get_optimizer_state_dict(training.net, training.optimizers))
+    for state in saved["state"].values():
+        state["exp_avg_sq"] *= 3
+    set_optimizer_state_dict(training.net, training.optimizers, saved)
+
+
+def load_in_place(training: Training) -> None:
+    template = get_optimizer_state_dict(training.net, training.optimizers, for_load=True)
+    for state in template["state"].values():
+        for value in state.values():
+            value.fill_(7)
+    set_optimizer_state_dict(training.net, training.optimizers, template)
+
+
+def exchange(training: Training) -> None:
+    """The user's own tensors in place of homes."""
+    for param in (training.net.matrix, training.net.big):
+        state = training.optimizers[0].state[param]
+        state["exp_avg"] = state["exp_avg"] * 2
+
+
+def exchange_and_train(training: Training) -> None:
+    exchange(training)
+    training.train()
+
+
+def exchange_and_remove(training: Training) -> None:
+    exchange(training)
+    remove_offload(training.optimizers[0])
+
+
+def remove(training: Training) -> None:
+    remove_offload(training.optimizers[0])
+    training.train()
+
+
+def remove_and_attach(training: Training) -> None:
+    remove_offload(training.optimizers[0])
+    attach(training.optimizers[0], model=training.net, policy=NO_SPARE)
+    training.train()
+
+
+CHANGES: dict[str, Change] = {
+    "load_state_dict": load_own,
+    "set_optimizer_state_dict": set_by_name,
+    "for_load": load_in_place,
+    "exchanged tensors": exchange_and_train,
+    "exchanged tensors, removed": exchange_and_remove,
+    "remove_offload": remove,
+    "remove_offload, attached again": remove_and_attach,
+}
+
+
+@pytest.mark.parametrize("moved", [False, True], ids=["at home", "after a step"])
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_changes_state_during_a_save_does_not_spoil_it(
+    name: str, moved: bool, tmp_path: Path, waits: Waits
+) -> None:
+    training = Training(adamw, POLICY)
+    training.train(2)
+    state = copied(training.state())
+    future = save(training, ArenaStager(*training.optimizers), waits.hold(tmp_path))
+    if moved:
+        training.train(3)
+    CHANGES[name](training)
+    waits.let_go()
+    future.result()
+    assert_holds(tmp_path, state)
+
+
+def test_what_was_loaded_during_a_save_counts(tmp_path: Path, waits: Waits) -> None:
+    training = Training(adamw, POLICY)
+    training.train(2)
+    save(training, ArenaStager(*training.optimizers), waits.hold(tmp_path))
+    load_in_place(training)
+    states = training.optimizers[0].state.values()
+    assert all((state["exp_avg"] == 7).all() and state["step"] == 7 for state in states)
+
+
+def memory_of(training: Training) -> list["weakref.ref[object]"]:
+    return [weakref.ref(region._owner) for engine in training.engines() for region in engine.plan.regions]
+
+
+def is_gone(memory: Iterable["weakref.ref[object]"]) -> bool:
+    return all(reference() is None for reference in memory)
+
+
+def test_an_optimizer_dropped_during_a_save_is_written_and_then_freed(tmp_path: Path) -> None:
+    training, writer = Training(adamw, POLICY), HeldWriter(tmp_path)
+    training.train(2)
+    gc.collect()
+    gc.disable()
+    try:
+        stager = ArenaStager(*training.optimizers)
+        state, memory = copied(training.state()), memory_of(training)
+        assert len(memory) == 2
+        future = save(training, stager, writer)
+        engine = weakref.ref(training.engines()[0])
+        del training
+        assert engine() is None
+        assert not is_gone(memory)
+        writer.let_go()
+        future.result()
+        stager.close()
+        assert is_gone(memory)
+    finally:
+        gc.enable()
+    assert_holds(tmp_path, state)
+
+
+def test_a_finished_save_keeps_no_memory(tmp_path: Path) -> None:
+    """Neither the future nor the stager that is kept for the next save."""
+    training = Training(adamw, POLICY)
+    training.train(2)
+    gc.collect()
+    gc.disable()
+    try:
+        stager, memory = ArenaStager(*training.optimizers), memory_of(training)
+        future = dcp.async_save(training.state(), checkpoint_id=tmp_path, async_stager=stager)
+        future.result()
+        assert runs_within(60, stager._loan.wait)
+        del training
+        assert is_gone(memory)
+        assert future.done()
+    finally:
+        gc.enable()
+
+
+# A step that fails ---------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Names:
+    """What the message of a failed step says about the parameters."""
+
+    new: set[str]
+    torn: set[str]
+
+    @classmethod
+    def parsed(cls, message: str) -> "Names":
+        new = message.partition("had been updated (parameters ")[2].partition("); ")
+        torn = new[2].partition(" may be half updated")[0]
+        return cls(set(new[0].split(", ")) - {"none"}, set(torn.split(", ")) - {"none"})
+
+
+FEW = ("matrix", "small1", "big", "tail")  # as many as a message names
+
+
+def only_few(net: nn.Module, step: int) -> None:
+    set_gradients(net, step)
+    for name, param in net.named_parameters():
+        if name not in FEW:
+            param.grad = None
+
+
+@pytest.mark.parametrize("fails_at", [0, 1, 3, 12])
+@pytest.mark.parametrize("chosen", [POLICY, policy(snapshot_bytes=12 << 10), NO_SPARE], ids=["all", "half", "none"])
+def test_a_step_that_fails_during_a_save(
+    chosen: OffloadPolicy, fails_at: int, tmp_path: Path, waits: Waits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, training = Training(adamw, None), Training(adamw, chosen)
+    for side in (plain, training):
+        side.train(2)
+    state = copied(training.state())
+    future = save(training, ArenaStager(*training.optimizers), waits.hold(tmp_path))
+    before = copied(dict(training.net.named_parameters()))
+    for side in (plain, training):
+        only_few(side.net, 2)
+    plain.optimizers[0].step()
+    with monkeypatch.context() as patch:
+        fail_in_bucket(patch, fails_at)
+        with pytest.raises(ValueError, match="kernel failed"):
+            training.optimizers[0].step()
+    with pytest.raises(RuntimeError, match=r"state_dict\(\) refused") as refusal:
+        training.optimizers[0].state_dict()
+    names = Names.parsed(str(refusal.value))
+    after = dict(plain.net.named_parameters())
+    assert names.torn
+    assert bool(names.new) == (fails_at > 0)
+    for name, param in training.net.named_parameters():
+        if name not in names.torn:
+            assert torch.equal(param, after[name] if name in names.new else before[name]), name
+        if name not in names.torn | names.new:  # its state is what it was, too
+            found = training.optimizers[0].state.get(param, {})
+            assert list(not_the_same(state["optimizer"]["state"].get(name, {}), found)) == []
+    with pytest.raises(RuntimeError, match=r"dcp.async_save\(\) refused"):
+        ArenaStager(*training.optimizers).stage({"model": training.net.state_dict()})
+    waits.let_go()
+    future.result()
+    assert_holds(tmp_path, state)
+    training.load(tmp_path)
+    assert training.step == 2
+    set_plain_rates(training, 2)
+    training.train(3)
+    assert_exact_after(training)
+
+
+def fail_in_bucket(patch: pytest.MonkeyPatch, number: int) -> None:
+    update, calls = fsdp_offload.engine.step.update_bucket, [0]
+
+    def failing(*args: Any) -> None:
+        calls[0] += 1
+        if calls[0] > number:
+            raise ValueError("kernel failed")
+        update(*args)
+
+    patch.setattr(fsdp_offload.engine.step, "update_bucket", failing)
+
+
+def set_plain_rates(training: Training, step: int) -> None:
+    """Learning rates as they were at ``step``."""
+    plain = Training(adamw, None)
+    plain.train(step)
+    for mine, theirs in zip(training.optimizers[0].param_groups, plain.optimizers[0].param_groups, strict=True):
+        mine["lr"] = copied(theirs["lr"])
+
+
+# What a state dict may hold ------------------------------------------------------------------------------------------
+
+
+class Pair(NamedTuple):
+    one: int
+    other: str
+
+
+def test_values_of_every_kind_are_those_of_the_call(tmp_path: Path) -> None:
+    steps, names, nested = [1, 2], {"a": "x"}, {"deep": [{"deeper": [3, 4]}]}
+    transposed = torch.arange(12.0).view(3, 4).t()
+    state: dict[str, Any] = {
+        "text": "abc",
+        "nothing": None,
+        "flag": True,
+        "bytes": b"\x00\xff",
+        "complex": 1 + 2j,
+        "tuple": (1, "two", None, (3.5,)),
+        "named": Pair(1, "x"),
+        "steps": steps,
+        "names": names,
+        "nested": nested,
+        "set": {1, 2},
+        "dtype": torch.bfloat16,
+        "empty dict": {},
+        "empty list": [],
+        "tensors": {
+            "scalar": torch.tensor(2.5),
+            "integer": torch.tensor(7),
+            "boolean": torch.tensor([True, False]),
+            "bfloat16": torch.randn(5).bfloat16(),
+            "complex": torch.randn(3, dtype=torch.complex64),
+            "empty": torch.empty(0, 3),
+            "column": torch.arange(12.0).view(3, 4)[:, 1],
+            "transposed": transposed,
+            "expanded": torch.ones(1).expand(4),
+            "part": torch.arange(10)[3:6],
+            "in a list": [torch.ones(2), 5],
+        },
+    }
+    expected, writer = copied(state), HeldWriter(tmp_path)
+    future = dcp.async_save(state, storage_writer=writer, async_stager=ArenaStager())
+    assert writer.arrived.wait(60)
+    steps.append(3)
+    names["a"] = "y"
+    nested["deep"][0]["deeper"].clear()
+    state["set"].add(9)
+    for name, tensor in state["tensors"].items():
+        if isinstance(tensor, Tensor) and name != "expanded":
+            tensor.zero_() if name != "boolean" else tensor.logical_not_()
+    writer.let_go()
+    future.result()
+    assert_holds(tmp_path, expected)
+
+
+def test_tied_weights_are_staged_once() -> None:
+    weight = nn.Parameter(torch.randn(50, 3))
+    staged = ArenaStager().stage({"embed": weight, "head": weight, "other": weight.detach().clone()})
+    assert staged["embed"].data_ptr() == staged["head"].data_ptr() != staged["other"].data_ptr()
+    assert torch.equal(staged["head"], weight)
+
+
+def test_views_of_a_home_are_what_they_show() -> None:
+    """Also those that begin where it begins."""
+    training = Training(adamw, POLICY)
+    training.train(2)
+    home = training.optimizers[0].state[training.net.matrix]["exp_avg"]
+    views = {
+        "all": home,
+        "transposed": home.t(),
+        "flat": home.view(-1),
+        "row": home[0],
+        "column": home[:, 0],
+        "every other": home[::2],
+        "inner": home[1:3],
+        "bytes": home.view(torch.uint8),
+    }
+    staged = ArenaStager(*training.optimizers).stage(views)
+    assert [name for name in views if not torch.equal(staged[name], views[name])] == []
+
+
+def test_ragged_shards_are_staged_with_their_chunks(tmp_path: Path) -> None:
+    plain = distribute_tensor(WHOLE, init_device_mesh("cpu", (1,)), [Shard(0)])
+    memory = WHOLE.flatten().clone()
+    future = dcp.async_save(
+        {"ragged": with_chunks(plain, memory, ragged_whole(7, 13))},
+        storage_writer=(writer := HeldWriter(tmp_path)),
+        async_stager=ArenaStager(),
+    )
+    memory.zero_()
+    writer.let_go()
+    future.result()
+    found = {"ragged": torch.zeros_like(plain)}
+    dcp.load(found, checkpoint_id=tmp_path)
+    assert torch.equal(found["ragged"].to_local(), WHOLE)
+    assert len(read_metadata(tmp_path)["ragged"].chunks) == len(ragged_whole(7, 13).chunks)
+
+
+def read_metadata(path: Path) -> Any:
+    return dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+
+
+@pytest.mark.parametrize("dump", [pickle.dumps, copy.deepcopy, copy.copy], ids=["pickle", "deepcopy", "copy"])
+def test_another_process_is_refused(dump: Callable[[object], object]) -> None:
+    """``AsyncCheckpointerType.PROCESS`` pickles what it is given."""
+    training = Training(adamw, POLICY)
+    training.train()
+    staged = ArenaStager(*training.optimizers).stage(training.state())
+    with pytest.raises(TypeError, match=r"lends memory of this process.*AsyncCheckpointerType.THREAD, or .*Default"):
+        dump(staged)
+
+
+# Other stagers, and optimizers that the stager does not know ---------------------------------------------------------
+
+STAGERS: dict[str, Callable[[], Any]] = {
+    "DefaultStager": lambda: DefaultStager(StagingOptions(False, False, False, False)),
+    "BlockingAsyncStager": BlockingAsyncStager,
+    "ArenaStager without optimizers": ArenaStager,
+}
+
+
+@pytest.mark.parametrize("name", STAGERS)
+def test_stagers_that_copy_give_the_same_files(name: str, tmp_path: Path) -> None:
+    training, expected = Training(adamw, NO_SPARE), Expected()
+    for number in range(3):
+        training.train(2)
+        writer = HeldWriter(tmp_path / str(number))
+        expected.note(tmp_path / str(number), training.state())
+        stager = STAGERS[name]()
+        future = dcp.async_save(training.state(), storage_writer=writer, async_stager=stager)
+        training.train(2)
+        writer.let_go()
+        future.result()
+        stager.close()
+    assert not list(expected.problems())
+    assert_exact_after(training)
+
+
+# Memory --------------------------------------------------------------------------------------------------------------
+
+
+def test_neither_arena_nor_buffer_grows(tmp_path: Path) -> None:
+    training = Training(adamw, POLICY)
+    training.train(LATE_STEP + 1)  # from now on the same state exists
+    stager, host_bytes, buffers = ArenaStager(*training.optimizers), set(), set()
+    for number in range(10):
+        staged = stager.stage(training.state())
+        buffers.add((staged["model"]["matrix"].data_ptr(), stager._buffer.nbytes))
+        del staged  # nobody writes it: that ends the loan
+        future = dcp.async_save(training.state(), checkpoint_id=tmp_path / str(number), async_stager=stager)
+        training.train()
+        future.result()
+        host_bytes.add(training.optimizers[0].offload_report().host_bytes)
+    assert len(buffers) == 1
+    assert len(host_bytes) == 1
+    report = training.optimizers[0].offload_report()
+    assert report.host_bytes == pytest.approx(2 * report.host_state_bytes, rel=0.2)  # both homes, with their padding
+    assert report.snapshot_bytes == report.host_bytes // 2
+
+
+def test_what_is_at_home_is_not_copied() -> None:
+    training = Training(adamw, POLICY)
+    training.train(2)
+    state = training.state()
+    stager = ArenaStager(*training.optimizers)
+    staged = stager.stage(state)
+    for name, mine in state["optimizer"]["state"].items():
+        lent = staged["optimizer"]["state"][name]
+        assert not mine["exp_avg"].numel() or lent["exp_avg"].data_ptr() == mine["exp_avg"].data_ptr()
+        assert lent["step"].data_ptr() != mine["step"].data_ptr()
+    model_bytes = sum(param.numel() * 4 for param in training.net.parameters())
+    assert model_bytes <= stager._buffer.nbytes <= 2 * model_bytes
+
+
+def test_a_larger_model_gets_a_larger_buffer_and_a_smaller_one_the_same(tmp_path: Path) -> None:
+    stager, addresses = ArenaStager(), []
+    for number, numel in enumerate((100, 5000, 200)):
+        values = torch.randn(numel)
+        dcp.async_save({"a": values}, checkpoint_id=tmp_path / str(number), async_stager=stager).result()
+        assert_holds(tmp_path / str(number), {"a": values})
+        assert runs_within(60, stager._loan.wait)
+        addresses.append((stager._buffer.bytes.data_ptr(), stager._buffer.nbytes))
+    assert addresses[0] != addresses[1] == addresses[2]
+
+
+def sequence_numbers() -> list[int]:
+    groups: Sequence[Any] = list(dist.distributed_c10d._world.pg_map)
+    return [group._get_sequence_number_for_group() for group in groups]
+
+
+def test_staging_issues_no_collective() -> None:
+    training = Training(adamw, POLICY)
+    training.train(2)
+    mesh = init_device_mesh("cpu", (1,))
+    state = training.state() | {"sharded": distribute_tensor(torch.randn(6, 2), mesh, [Shard(0)])}
+    stager, before = ArenaStager(*training.optimizers), sequence_numbers()
+    with CommDebugMode() as comms:
+        stager.stage(state)
+        assert comms.get_total_counts() == 0
+        assert sequence_numbers() == before  # barriers too
+        dist.all_reduce(torch.ones(1))
+    assert comms.get_total_counts() == 1
+    assert sequence_numbers() != before
+
+
+# Writes in place -----------------------------------------------------------------------------------------------------
+
+
+def write_in_place(training: Training) -> None:
+    training.optimizers[0].state[training.net.matrix]["exp_avg"].mul_(2)
+
+
+@pytest.mark.parametrize("options", [{"snapshot_bytes": 1 << 20}, {}])
+def test_state_that_is_written_in_place_during_a_save_is_told_of(
+    tmp_path: Path, waits: Waits, options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The file has some old values and some new ones: whoever goes on to train, to save or to close hears of it."""
+    training = Training(adamw, policy(**options))
+    training.train(2)
+    stager = ArenaStager(*training.optimizers)
+    for number, goes_on in enumerate([training.train, lambda: stager.stage(training.state()), stager.close]):
+        writer = HeldWriter(tmp_path / str(number))
+        waits.writers.append(writer)
+        future = save(training, stager, writer)
+        assert writer.arrived.wait(60)
+        write_in_place(training)
+        writer.let_go()
+        future.result()
+        assert stager._loan is not None
+        stager._loan.wait()
+        with pytest.raises(RuntimeError, match=r"written in place while an asynchronous save.*save again"):
+            goes_on()
+        assert "Do not use it" in caplog.text
+        caplog.clear()
+        training.train()  # once is enough
+
+
+def test_state_that_is_written_in_place_between_saves_is_saved(tmp_path: Path, waits: Waits) -> None:
+    training = Training(adamw, policy(snapshot_bytes=1 << 20))
+    training.train(2)
+    stager = ArenaStager(*training.optimizers)
+    for number in range(3):
+        write_in_place(training)
+        expected = Expected()
+        expected.note(tmp_path / str(number), training.state())
+        writer = HeldWriter(tmp_path / str(number))
+        waits.writers.append(writer)
+        future = save(training, stager, writer)
+        training.train()
+        writer.let_go()
+        future.result()
+        assert not list(expected.problems())
+        assert stager._loan is not None
+        stager._loan.wait()
+    stager.close()
+
+
+def test_what_is_written_after_a_save_has_failed_is_nobodys_business(tmp_path: Path, waits: Waits) -> None:
+    training = Training(adamw, policy(snapshot_bytes=1 << 20))
+    training.train(2)
+    stager = ArenaStager(*training.optimizers)
+    writer = FailingWriter(tmp_path / "failed")
+    waits.writers.append(writer)
+    future = save(training, stager, writer)
+    writer.let_go()
+    with pytest.raises(CheckpointException):
+        future.result()
+    assert stager._loan is not None
+    stager._loan.wait()
+    write_in_place(training)
+    del future
+    training.train()
+    stager.close()

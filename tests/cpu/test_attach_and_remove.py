@@ -1,0 +1,313 @@
+"""Attaching at any time, removing, attaching again; and what users change by hand in between."""
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+
+from fsdp_offload import remove_offload
+from tests.parity import SMALL, Net, Run, Zoo, attach, local, make_pair, params_of, train_step
+
+Make = Callable[[Iterable[nn.Parameter]], optim.Optimizer]
+
+KINDS: dict[str, Make] = {
+    "adamw": lambda params: optim.AdamW(params, lr=0.01),
+    "fused": lambda params: optim.AdamW(params, lr=0.01, amsgrad=True, fused=True),
+    "sgd": lambda params: optim.SGD(params, lr=0.05, momentum=0.9),
+    "adagrad": lambda params: optim.Adagrad(params, lr=0.05),
+    "nadam": lambda params: optim.NAdam(params, lr=0.01),
+}
+each_kind = pytest.mark.parametrize("make", list(KINDS.values()), ids=list(KINDS))
+
+
+@each_kind
+def test_attach_after_many_steps(make: Make) -> None:
+    pair = make_pair(Zoo, make, policy=None)
+    pair.train(5)
+    state = next(iter(pair.offloaded.optimizer.state.values()))
+    pair.attach()
+    pair.assert_same()
+    assert next(iter(pair.offloaded.optimizer.state.values())) is state  # the same dicts, with other tensors
+    pair.train(10)
+    pair.assert_trained()
+
+
+@each_kind
+def test_attach_remove_attach(make: Make) -> None:
+    pair = make_pair(Zoo, make)
+    plain_class = type(pair.plain.optimizer)
+    for _ in range(3):
+        pair.train(3)
+        pair.detach()
+        assert type(pair.offloaded.optimizer) is plain_class
+        assert vars(pair.offloaded.optimizer).keys() == vars(pair.plain.optimizer).keys()
+        pair.assert_same()
+        pair.train(2)
+        pair.attach()
+        pair.assert_same()
+    pair.train(2)
+    pair.assert_trained()
+
+
+def test_removing_before_the_first_step() -> None:
+    pair = make_pair(Zoo, KINDS["adamw"])
+    pair.detach()
+    assert not pair.offloaded.optimizer.state
+    pair.train(3)
+
+
+def test_state_is_the_optimizers_own_again() -> None:
+    """After removal nothing lives in the arena: the host memory has gone, and writing there would be a crash."""
+    pair = make_pair(Zoo, KINDS["adamw"])
+    pair.train(3)
+    region = vars(pair.offloaded.optimizer)["_offload_engine"].engine.plan.regions[0]
+    begin, end = region.bytes.data_ptr(), region.bytes.data_ptr() + region.nbytes
+    pair.detach()
+    for state in pair.offloaded.optimizer.state.values():
+        assert all(
+            not begin <= state[name].data_ptr() < end for name in ("exp_avg", "exp_avg_sq") if state[name].numel()
+        )
+    copy.deepcopy(pair.offloaded.optimizer)  # no longer refused
+
+
+def test_attaching_twice_and_removing_twice_are_errors() -> None:
+    pair = make_pair(Zoo, KINDS["adamw"])
+    with pytest.raises(RuntimeError, match="offloaded already"):
+        attach(pair.offloaded.optimizer)
+    pair.train(2)
+    pair.detach()
+    with pytest.raises(RuntimeError, match="is not offloaded"):
+        remove_offload(pair.offloaded.optimizer)
+    pair.train(2)
+
+
+# Groups --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("after_steps", [0, 3])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "adagrad"])  # torch's fails itself, up to 2.11
+def test_add_param_group(kind: str, after_steps: int) -> None:
+    make = KINDS[kind]
+    pair = make_pair(Net, lambda params: make([param for param in params if param.dim() < 2]))
+    pair.train(after_steps)
+    for run in pair:
+        matrices = [param for param in run.model.parameters() if param.dim() >= 2]
+        run.optimizer.add_param_group({"params": matrices, "lr": 0.02, "weight_decay": 0.1})
+    pair.assert_same()
+    pair.train(10)
+    pair.assert_trained("unused.weight", "unused.bias")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_parameter_that_moves_to_an_added_group_is_updated_once(kind: str) -> None:
+    pair = make_pair(Net, KINDS[kind])
+    pair.train(2)
+    for run in pair:
+        moved = [run.optimizer.param_groups[0]["params"].pop(0)]
+        run.optimizer.add_param_group({"params": moved, "lr": 0.02})
+    pair.train(2)
+
+
+def test_a_group_that_torch_refuses_changes_nothing() -> None:
+    pair = make_pair(Net, KINDS["adamw"])
+    pair.train(2)
+    with pytest.raises(ValueError, match="appear in more than one parameter group"):
+        pair.offloaded.optimizer.add_param_group({"params": [pair.offloaded.params["gain"]]})
+    pair.assert_same()
+    pair.train(2)
+
+
+TAKEN_OUT = ("up.weight", "norm.bias", "gain")  # one with buckets of its own, and some that share theirs
+
+
+def taken_out(run: Run) -> set[int]:
+    return {id(run.params[name]) for name in TAKEN_OUT}
+
+
+def test_parameters_taken_out_of_their_group() -> None:
+    """By hand, as people freeze a layer: their state stays, and their values, although they have gradients."""
+    pair = make_pair(Net, KINDS["adamw"])
+    pair.train(3)
+    for run in pair:
+        group = run.optimizer.param_groups[0]
+        group["params"] = [param for param in group["params"] if id(param) not in taken_out(run)]
+    pair.train(3)
+    for run in pair:
+        run.optimizer.param_groups[0]["params"].extend(run.params[name] for name in TAKEN_OUT)
+    pair.train(3)
+
+
+# Hyperparameters -----------------------------------------------------------------------------------------------------
+
+
+def change(**entries: Any) -> Callable[[Run], None]:
+    def action(run: Run) -> None:
+        for group in run.optimizer.param_groups:
+            group.update(entries)
+
+    return action
+
+
+@pytest.mark.parametrize(
+    ("make", "entries"),
+    [
+        (KINDS["adamw"], {"lr": 0.5, "betas": (0.5, 0.7)}),
+        (KINDS["adamw"], {"weight_decay": 0.0}),
+        (KINDS["adamw"], {"foreach": True}),
+        (KINDS["adamw"], {"fused": True, "foreach": False}),
+        (KINDS["adagrad"], {"weight_decay": 0.1}),
+        (KINDS["adagrad"], {"maximize": True}),
+        (KINDS["sgd"], {"momentum": 0.0}),
+        (KINDS["sgd"], {"nesterov": True}),
+        (lambda params: optim.SGD(params, lr=0.05), {"momentum": 0.9}),
+        (lambda params: optim.AdamW(params, amsgrad=True), {"amsgrad": False}),
+        (lambda params: optim.RMSprop(params, momentum=0.9, centered=True), {"momentum": 0, "centered": False}),
+    ],
+)
+def test_hyperparameters_changed_by_hand(make: Make, entries: dict[str, Any]) -> None:
+    pair = make_pair(Zoo, make)
+    before = [{name: run.optimizer.param_groups[0][name] for name in entries} for run in pair]
+    pair.train(3)
+    pair.each(change(**entries))
+    pair.train(5)
+    for run, old in zip(pair, before, strict=True):
+        change(**old)(run)
+    pair.train(5)
+    pair.assert_trained()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_amsgrad_switched_on(fused: bool) -> None:
+    """torch wants the new state from whoever switches it on. The homes are then planned anew, and nothing is lost."""
+    pair = make_pair(Zoo, lambda params: optim.AdamW(params, lr=0.01, fused=fused))
+    pair.train(3)
+
+    def switch(run: Run) -> None:
+        change(amsgrad=True)(run)
+        for param in params_of(run.optimizer):
+            run.optimizer.state[param]["max_exp_avg_sq"] = torch.zeros_like(local(param).detach())
+
+    pair.each(switch)
+    pair.train(10)
+    assert "max_exp_avg_sq" in {name for state in pair.offloaded.optimizer.state.values() for name in state}
+
+
+def test_one_of_two_groups_changes_its_layout() -> None:
+    def make(params: Iterable[nn.Parameter]) -> optim.Optimizer:
+        params = list(params)
+        return optim.SGD([{"params": params[::2], "momentum": 0.9}, {"params": params[1::2]}], lr=0.01)
+
+    pair = make_pair(Zoo, make)
+    pair.train(3)
+    for run in pair:
+        run.optimizer.param_groups[1]["momentum"] = 0.5
+    pair.train(5)
+    pair.assert_trained()
+
+
+# State ---------------------------------------------------------------------------------------------------------------
+
+
+def replace_tensors(run: Run) -> None:
+    for state in list(run.optimizer.state.values())[::2]:
+        state["exp_avg"] = torch.full_like(state["exp_avg"], 0.25)
+
+
+def replace_entry(run: Run) -> None:
+    param = run.params["weight"]
+    run.optimizer.state[param] = {name: value.clone() + 1 for name, value in run.optimizer.state[param].items()}
+
+
+def replace_counter(run: Run) -> None:
+    for state in run.optimizer.state.values():
+        state["step"] = torch.tensor(100.0)
+
+
+def delete_one(run: Run) -> None:
+    del run.optimizer.state[run.params["weight"]]
+
+
+def delete_neighbours(run: Run) -> None:
+    """Several that share a bucket, and one that has several."""
+    for name in ("scale", "one", "bias", "long"):
+        run.optimizer.state.pop(run.params[name])
+
+
+def clear_one(run: Run) -> None:
+    run.optimizer.state[run.params["conv"]].clear()
+
+
+def clear_all(run: Run) -> None:
+    run.optimizer.state.clear()
+
+
+def exchange_mapping(run: Run) -> None:
+    """A plain dict in place of optimizer.state, as some libraries do."""
+    kept: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
+    kept.update({param: dict(state) for param, state in run.optimizer.state.items()})
+    run.optimizer.state = kept
+
+
+@pytest.mark.parametrize(
+    "action",
+    [
+        replace_tensors,
+        replace_entry,
+        replace_counter,
+        delete_one,
+        delete_neighbours,
+        clear_one,
+        clear_all,
+        exchange_mapping,
+    ],
+)
+def test_state_changed_by_the_user(action: Callable[[Run], None]) -> None:
+    pair = make_pair(Zoo, KINDS["adamw"])
+    pair.train(3)
+    pair.each(action)
+    for step in range(3, 8):
+        pair.each(lambda run, step=step: train_step(run, step))
+        pair.assert_same()
+
+
+def test_a_parameters_data_exchanged() -> None:
+    """`param.data = ...` between steps, as loading a checkpoint by hand does."""
+    pair = make_pair(Zoo, KINDS["adamw"])
+    pair.train(3)
+    for run in pair:
+        for param in run.params.values():
+            param.data = param.data.clone() * 0.5
+    pair.train(5)
+
+
+def test_state_of_the_wrong_shape_is_refused() -> None:
+    pair = make_pair(Zoo, KINDS["adamw"])
+    pair.train(2)
+    run = pair.offloaded
+    kept = run.optimizer.state[run.params["weight"]]["exp_avg"].clone()
+    run.optimizer.state[run.params["weight"]]["exp_avg"] = torch.zeros(3)
+    with pytest.raises(ValueError, match=r"expected local tensors .*\(40, 33\).*, got .*\(3,\)"):
+        train_step(run, 2)
+    run.optimizer.state[run.params["weight"]]["exp_avg"] = kept
+    run.optimizer.zero_grad()
+    pair.plain.optimizer.zero_grad()
+    pair.train(2)
+
+
+def test_load_into_attached_after_steps_copies() -> None:
+    """What is loaded is copied, 0-dim parameters' state too: the state dict can be used again."""
+    pair = make_pair(Zoo, KINDS["adamw"], policy=None)
+    pair.train(3)
+    pair.attach(SMALL)
+    saved = copy.deepcopy(pair.plain.optimizer.state_dict())
+    kept = copy.deepcopy(saved)
+    for run in pair:
+        run.optimizer.load_state_dict(copy.deepcopy(saved) if run is pair.plain else saved)
+    pair.assert_same()
+    pair.train(3)
+    for index, state in kept["state"].items():
+        assert all(torch.equal(value, saved["state"][index][name]) for name, value in state.items())

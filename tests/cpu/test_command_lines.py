@@ -1,0 +1,61 @@
+"""The commands under their own names, and the version that an installed package has."""
+
+import subprocess
+import sys
+import tomllib
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import fsdp_offload
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def scripts() -> dict[str, str]:
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        project = tomllib.load(file)
+    assert "version" in project["project"]["dynamic"]
+    assert project["tool"]["setuptools"]["dynamic"]["version"]["attr"] == "fsdp_offload.__version__"
+    return project["project"]["scripts"]
+
+
+def run(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """As pip's script of that name does."""
+    module, function = scripts()[name].split(":")
+    code = f"import sys; from {module} import {function}; sys.argv[0] = {name!r}; sys.exit({function}())"
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True, check=False, timeout=120
+    )
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        (("fsdp-offload", "bench", "--help"), "Usage: fsdp-offload bench [OPTIONS] COMMAND"),
+        (("checkpoint-tools", "--help"), "Usage: checkpoint-tools [OPTIONS] COMMAND"),
+    ],
+    ids=["fsdp-offload", "checkpoint-tools"],
+)
+def test_help(command: tuple[str, ...], expected: str) -> None:
+    found = run(*command)
+    assert found.returncode == 0, found.stderr
+    assert expected in found.stdout
+
+
+def test_a_command_that_does_not_exist() -> None:
+    found = run("fsdp-offload", "nothing")
+    assert found.returncode == 1
+    assert "usage: fsdp-offload bench NAME" in found.stderr
+
+
+def test_every_script_is_there() -> None:
+    assert scripts().keys() == {"fsdp-offload", "checkpoint-tools"}
+    for target in scripts().values():
+        module, function = target.split(":")
+        assert callable(getattr(import_module(module), function))
+
+
+def test_version() -> None:
+    assert [int(part) for part in fsdp_offload.__version__.split(".")]

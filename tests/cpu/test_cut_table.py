@@ -1,0 +1,152 @@
+"""What may be cut into flat ranges: each entry of the table gives the same bits whole and cut, on this device."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+
+from fsdp_offload.optimizers import traits_of
+from fsdp_offload.optimizers.torch_optim import TRAITS
+from fsdp_offload.planning.buckets import CUT_NUMEL
+from tests.cpu.test_parity_optimizers import FLAGS
+from tests.parity import Zoo, make_pair, same_bits
+
+# Sizes, and the range in units of CUT_NUMEL: small ranges of what is small, or it would take minutes.
+CUTS = [((1, 63, 64, 65, 1000), 1), ((129, 4096 + 7), 9), ((4096 + 7, 40000 + 3), 50)]
+STEPS = 4
+IMPLEMENTATIONS = {
+    "for-loop": {"foreach": False},
+    "foreach": {"foreach": True},
+    "fused": {"fused": True},
+}
+
+Snapshot = list[Tensor]
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """With one, a CPU tensor has no seams; with two it has them in places that are no multiple of anything."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def entries(device_type: str) -> Iterator[Any]:
+    """Every entry of the table for this kind of device, as parameters of a test."""
+    for cls, traits in TRAITS.items():
+        for implementation, kind, dtype in sorted(traits.cuttable, key=str):
+            if kind == device_type:
+                yield pytest.param(cls, implementation, dtype, id=f"{cls.__name__}-{implementation}-{dtype}")
+
+
+def train(
+    cls: type[optim.Optimizer],
+    kwargs: dict[str, Any],
+    start: Sequence[Tensor],
+    grads: Sequence[Sequence[Tensor]],
+    cut_numel: int | None,
+) -> Iterator[Snapshot]:
+    """Parameters and state after each step; in ranges of ``cut_numel`` elements, each with an optimizer of its own."""
+    params = [param.clone() for param in start]
+    ranges = [[param] if cut_numel is None else list(param.split(cut_numel)) for param in params]
+    leaves = [piece.clone().requires_grad_() for pieces in ranges for piece in pieces]
+    # Together where they are whole, one range at a time where they are cut, as buckets are.
+    optimizers = [cls(batch, **kwargs) for batch in ([leaves] if cut_numel is None else [[leaf] for leaf in leaves])]
+    for step_grads in grads:
+        cut_grads = [[grad] if cut_numel is None else list(grad.split(cut_numel)) for grad in step_grads]
+        for leaf, grad in zip(leaves, itertools.chain.from_iterable(cut_grads), strict=True):
+            leaf.grad = grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+        yield joined(leaves, optimizers, [len(pieces) for pieces in ranges])
+
+
+def joined(leaves: Sequence[Tensor], optimizers: Sequence[optim.Optimizer], counts: Sequence[int]) -> Snapshot:
+    """The ranges of each parameter put together again: the parameter, and its state by name."""
+    states: dict[Tensor, dict[str, Any]] = {}
+    for optimizer in optimizers:
+        states.update(optimizer.state)
+    remaining = iter(leaves)
+    snapshot = []
+    for count in counts:
+        pieces = list(itertools.islice(remaining, count))
+        snapshot.append(torch.cat([piece.detach() for piece in pieces]))
+        for name in states.get(pieces[0], {}):
+            values = [torch.as_tensor(states[piece][name]) for piece in pieces]
+            if values[0].dim() == 0:
+                assert all(torch.equal(value, values[0]) for value in values), name
+                snapshot.append(values[0].clone())
+            else:
+                snapshot.append(torch.cat(values))
+    return snapshot
+
+
+def check_entry(cls: type[optim.Optimizer], implementation: str, dtype: torch.dtype, device: str) -> None:
+    """The test itself; ``tests/gpu`` runs it too."""
+    generator = torch.Generator().manual_seed(0)
+    for flags, (sizes, units) in itertools.product(FLAGS[cls], CUTS):
+        start = [torch.randn(size, generator=generator).to(device, dtype) for size in sizes]
+        grads = [[torch.randn(size, generator=generator).to(device, dtype) for size in sizes] for _ in range(STEPS)]
+        kwargs = {"lr": 0.01, **flags, **IMPLEMENTATIONS[implementation]}
+        if dtype is torch.float16 and "eps" in cls(start, **kwargs).param_groups[0]:
+            kwargs["eps"] = 1e-3  # the usual one is zero in float16, and everything would be NaN
+        whole = list(train(cls, kwargs, start, grads, None))
+        cut = train(cls, kwargs, start, grads, units * CUT_NUMEL)
+        for step, (one, other) in enumerate(zip(whole, cut, strict=True)):
+            assert len(one) == len(other)
+            assert all(map(same_bits, one, other)), f"{flags}, {sizes} in ranges of {units} units, step {step}"
+        assert all(torch.isfinite(tensor).all() for tensor in whole[-1]), f"{flags}: equality of NaN shows little"
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize(("cls", "implementation", "dtype"), list(entries("cpu")))
+def test_whole_and_cut_have_the_same_bits(cls: type[optim.Optimizer], implementation: str, dtype: torch.dtype) -> None:
+    check_entry(cls, implementation, dtype, "cpu")
+
+
+def test_a_cut_anywhere_else_would_be_seen() -> None:
+    """Why cuts fall on multiples: the fused kernel's vectors end elsewhere, and their tail rounds differently."""
+    generator = torch.Generator().manual_seed(0)
+    start = [torch.randn(4103, generator=generator)]
+    grads = [[torch.randn(4103, generator=generator)] for _ in range(STEPS)]
+    kwargs = {"lr": 0.01, "fused": True}
+    whole = list(train(optim.AdamW, kwargs, start, grads, None))
+    aligned = list(train(optim.AdamW, kwargs, start, grads, CUT_NUMEL))
+    other = list(train(optim.AdamW, kwargs, start, grads, CUT_NUMEL + 3))
+    assert all(map(same_bits, whole[-1], aligned[-1]))
+    assert not all(map(same_bits, whole[-1], other[-1]))
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_parameters_that_threads_share(dtype: torch.dtype) -> None:
+    """From 32,768 elements on torch divides a tensor among threads; in bfloat16 the seam is seen in the bits."""
+
+    class Large(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(40003))
+
+        forward = Zoo.forward
+
+    def make(params: Any) -> optim.Optimizer:
+        return optim.SGD(params, momentum=0.9, weight_decay=0.1, nesterov=True)
+
+    pair = make_pair(Large, make, dtype=dtype)
+    pair.train(5)
+    assert (pair.offloaded.optimizer.offload_report().buckets > 1) == (dtype is torch.float32)
+
+
+def test_only_elementwise_optimizers_are_cut() -> None:
+    assert all(traits.elementwise for traits in TRAITS.values() if traits.cuttable)
+    assert not traits_of(optim.Muon).cuttable
+    assert not traits_of(optim.Adafactor).cuttable
+
+    class Mine(optim.AdamW):
+        """May do anything in its step."""
+
+    assert not traits_of(Mine).cuttable

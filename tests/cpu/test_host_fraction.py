@@ -1,0 +1,1166 @@
+"""A share of the state is updated on the host: the same bits as the same class on the CPU, whatever the loop does.
+
+On the CPU both sides are the same device, so a plain optimizer with ``fused=True`` is the reference wherever the class
+has a fused CPU kernel, which the host uses whatever the user has chosen.
+"""
+
+import copy
+import gc
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn, optim
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.optim import Optimizer
+
+from fsdp_offload import OffloadPolicy, remove_offload
+from fsdp_offload.cpu_update import calibrate as host_measure
+from fsdp_offload.cpu_update import job as host_job
+from fsdp_offload.cpu_update import updates as host_update
+from fsdp_offload.cpu_update.job import HostJob
+from fsdp_offload.cpu_update.updates import HostUpdates
+from fsdp_offload.cpu_update.worker import HostWorker, host_worker
+from fsdp_offload.device.lanes import HostMark
+from fsdp_offload.model import tune_resident as rehearsal
+from fsdp_offload.optimizers import traits_of
+from fsdp_offload.planning.cpu_share import host_bucket_bytes
+from fsdp_offload.state.shard import StateShard
+from tests import host_worker_gate
+from tests.cpu.test_grad_scaler import scaled_step
+from tests.cpu.test_parity_optimizers import FLAGS
+from tests.forks import in_forked_child
+from tests.overlapping import HABITS, NOT_IN_BACKWARD, POLICIES, SIZES, Loop, same
+from tests.parity import SMALL, Net, Pair, Run, Zoo, attach, batch, make_pair, same_value, train_step
+from tests.policies import with_share
+from tests.slow.test_overlap_programs import ALWAYS, ONE_MICRO_BATCH, step
+from tests.slow.test_overlap_programs import NOT_IN_BACKWARD as NOT_IN_BACKWARD_PROGRAMS
+from tests.twins import make_twins
+
+FRACTIONS = pytest.mark.parametrize("fraction", [0.3, 1.0])
+CPU = torch.device("cpu")
+
+
+def policy(fraction: float | str, **more: Any) -> OffloadPolicy:
+    return replace(SMALL, host_fraction=fraction, **more)
+
+
+def engine_of(optimizer: Optimizer) -> Any:
+    return vars(optimizer)["_offload_engine"].engine
+
+
+def host_names(optimizer: Optimizer) -> list[str]:
+    return [shard.name for shard in engine_of(optimizer).plan.host_shards()]
+
+
+def host_params(optimizer: Optimizer) -> list[Tensor]:
+    return [shard.param for shard in engine_of(optimizer).plan.host_shards()]
+
+
+def fused_adamw(params: Any) -> Optimizer:
+    return optim.AdamW(params, lr=0.02, fused=True)
+
+
+# The same bits -------------------------------------------------------------------------------------------------------
+
+
+def elementwise_cases() -> Iterator[Any]:
+    for cls, all_flags in FLAGS.items():
+        traits = traits_of(cls)
+        if not traits.takes_host:
+            continue
+        fused = ("fused", "cpu", torch.float32) in traits.cuttable
+        for flags in all_flags:
+            label = "-".join([cls.__name__, *(f"{key}={value}" for key, value in flags.items())])
+            yield pytest.param(cls, {**flags, **({"fused": True} if fused else {})}, id=label)
+
+
+@FRACTIONS
+@pytest.mark.parametrize(("cls", "kwargs"), list(elementwise_cases()))
+def test_same_bits(cls: type[Optimizer], kwargs: dict[str, Any], fraction: float) -> None:
+    pair = make_pair(Zoo, lambda params: cls(params, **kwargs), policy=policy(fraction))
+    keeps_state = bool(kwargs.get("momentum")) or cls is not optim.SGD
+    assert bool(host_names(pair.offloaded.optimizer)) == keeps_state
+    pair.train(8)
+    pair.assert_trained()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64], ids=str)
+@pytest.mark.parametrize("cls", [optim.AdamW, optim.RMSprop])
+def test_other_dtypes(cls: type[Optimizer], dtype: torch.dtype) -> None:
+    fused = {"fused": True} if cls is optim.AdamW and not dtype.is_complex else {}
+    pair = make_pair(Zoo, lambda params: cls(params, lr=0.02, **fused), dtype=dtype, policy=policy(0.5))
+    pair.train(6)
+
+
+@pytest.mark.parametrize("implementation", [{}, {"foreach": True}, {"foreach": False}], ids=str)
+def test_the_rest_is_updated_as_the_user_wants(implementation: dict[str, Any]) -> None:
+    """The reference: two plain optimizers, one of them fused for what the host has."""
+    torch.manual_seed(0)
+    reference = Net()
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = attach(optim.AdamW(model.parameters(), lr=0.01, **implementation), model=model, policy=policy(0.4))
+    of_host = set(host_names(optimizer))
+    assert of_host
+    named = dict(reference.named_parameters())
+    assert len(of_host) < len(named)
+    plain = [
+        optim.AdamW([named[name] for name in named if name in of_host], lr=0.01, fused=True),
+        optim.AdamW([named[name] for name in named if name not in of_host], lr=0.01, **implementation),
+    ]
+    for at in range(6):
+        for net, optimizers in ((reference, plain), (model, [optimizer])):
+            net.zero_grad()
+            net(batch(at, CPU, torch.float32)).backward()
+            for one in optimizers:
+                one.step()
+    states = {**plain[0].state, **plain[1].state}
+    for (name, one), other in zip(named.items(), model.parameters(), strict=True):
+        assert torch.equal(one, other), name
+        assert (one in states) == (other in optimizer.state)
+        for key, value in states.get(one, {}).items():
+            assert same_value(value, optimizer.state[other][key]), (name, key)
+
+
+@pytest.mark.parametrize("cls", [optim.SGD, optim.Adagrad, optim.AdamW])
+def test_a_first_gradient_beside_others_that_have_state(cls: type[Optimizer]) -> None:
+    """The host takes the fused kernel; torch's fused SGD fails where only some parameters have state."""
+
+    def late_gradient(run: Run, step: int) -> float:
+        run.optimizer.zero_grad()
+        loss = run.loss(step)
+        loss.backward()
+        for name, param in run.params.items():
+            if step < 2 and name.endswith("bias"):
+                param.grad = None
+        run.optimizer.step()
+        return loss.item()
+
+    flags = {"momentum": 0.9, "dampening": 0.1} if cls is optim.SGD else {}
+    make = lambda params: cls(params, lr=0.02, foreach=False, **flags)  # noqa: E731
+    pair = make_pair(Net, make, dtype=torch.float64, policy=policy(1.0))
+    assert host_names(pair.offloaded.optimizer)
+    for at in range(5):
+        for run in pair:
+            late_gradient(run, at)
+    for name, param in pair.plain.params.items():  # another kernel than that of the plain optimizer
+        torch.testing.assert_close(param, pair.offloaded.params[name], rtol=1e-9, atol=1e-9)
+        assert (
+            pair.plain.optimizer.state[param].keys()
+            == pair.offloaded.optimizer.state[pair.offloaded.params[name]].keys()
+        )
+
+
+@pytest.mark.parametrize("kind", ["fp32", "remainder"])
+@FRACTIONS
+def test_masters(kind: str, fraction: float) -> None:
+    twins = make_twins(Zoo, fused_adamw, kind, policy=policy(fraction))
+    twins.train(6)
+    twins.assert_trained()
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_any_number_of_threads(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_worker(CPU), "threads", threads)
+    mine = torch.get_num_threads()
+    seen = []
+    update = host_job.update_bucket
+    monkeypatch.setattr(
+        host_job, "update_bucket", lambda *args: (seen.append(torch.get_num_threads()), update(*args))[1]
+    )
+    monkeypatch.setattr("fsdp_offload.cpu_update.worker.cores_near", lambda device: frozenset(range(8)))
+    monkeypatch.setattr("os.sched_setaffinity", lambda pid, cores: None)
+
+    def wide() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(16, 1031), nn.Linear(1031, 257), nn.Linear(257, 1))
+
+    pair = make_pair(
+        lambda: nn.Sequential(wide(), _Sum()),
+        fused_adamw,
+        policy=policy(1.0, bucket_bytes=1 << 20),
+    )
+    pair.train(4)
+    assert set(seen) == {threads}
+    assert torch.get_num_threads() == mine
+    found: list[int] = []
+    other = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+    other.start()
+    other.join()
+    assert found == [mine]
+
+
+class _Sum(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sin().sum()
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    sizes=st.lists(st.integers(0, 700), min_size=1, max_size=8),
+    fraction=st.floats(0, 1),
+    bucket_bytes=st.sampled_from([1024, 2048, 8192]),
+)
+def test_any_sizes(sizes: list[int], fraction: float, bucket_bytes: int) -> None:
+    def model() -> nn.Module:
+        net = nn.Module()
+        for number, size in enumerate(sizes):
+            net.register_parameter(f"p{number}", nn.Parameter(torch.randn(size)))
+        return net
+
+    def train(run: Run, at: int) -> None:
+        generator = torch.Generator().manual_seed(at)
+        for param in run.params.values():
+            param.grad = torch.randn(param.shape, generator=generator)
+        run.optimizer.step()
+
+    pair = make_pair(model, fused_adamw, policy=policy(fraction, bucket_bytes=bucket_bytes))
+    pair.train(3, train)
+
+
+# Whatever the loop does ----------------------------------------------------------------------------------------------
+
+
+EVERY_POLICY = pytest.mark.parametrize("fields", POLICIES.values(), ids=POLICIES)
+
+
+def overlapping(fields: dict[str, Any], fraction: float, **more: Any) -> OffloadPolicy:
+    return with_share(**{**SIZES, **fields, **more}, host_fraction=fraction)
+
+
+@FRACTIONS
+@EVERY_POLICY
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_sharded(mesh: DeviceMesh, fields: dict[str, Any], fraction: float, micro_batches: int) -> None:
+    plain, offloaded = (
+        Loop(mesh, fused_adamw, one, micro_batches=micro_batches) for one in (None, overlapping(fields, fraction))
+    )
+    assert same(plain.train(8), offloaded.train(8))
+
+
+@pytest.mark.parametrize("habit", HABITS)
+@FRACTIONS
+@EVERY_POLICY
+def test_habits(mesh: DeviceMesh, fields: dict[str, Any], fraction: float, habit: str) -> None:
+    backward = fields.get("overlap") == "iteration"
+    if backward and (habit in NOT_IN_BACKWARD or habit == "evaluate-before-step"):
+        habit = "evaluate"  # the others are refused; see test_overlap.py
+    plain, offloaded = (Loop(mesh, fused_adamw, one) for one in (None, overlapping(fields, fraction)))
+    assert same(plain.train(9, HABITS[habit]), offloaded.train(9, HABITS[habit]))
+
+
+@EVERY_POLICY
+@pytest.mark.parametrize(
+    "more", [{"staying": 60_000}, {"debug": "serial"}, {"snapshot_bytes": 1 << 20}, {"debug": "guard"}], ids=str
+)
+def test_other_fields(mesh: DeviceMesh, fields: dict[str, Any], more: dict[str, Any]) -> None:
+    plain, offloaded = (Loop(mesh, fused_adamw, one) for one in (None, overlapping(fields, 0.5, **more)))
+    assert same(plain.train(5), offloaded.train(5))
+
+
+@EVERY_POLICY
+def test_beside_what_is_chosen_by_itself(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
+    more = {"staying": "auto", "passing": "auto"}
+    plain, offloaded = (Loop(mesh, fused_adamw, one) for one in (None, overlapping(fields, 0.5, **more)))
+    assert same(plain.train(10), offloaded.train(10))
+
+
+def test_what_the_host_updates_does_not_come_to_stay_on_the_device(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over a link that is so slow that all should stay; and then the device is left and come back to."""
+    monkeypatch.setattr(rehearsal, "groups_to_keep", lambda times, _: (len(times.groups), 0.0))
+    more = {"staying": "auto", "staying_limit_bytes": 1 << 30}
+    policies = (None, overlapping({"overlap": "forward"}, 0.5, **more))
+    plain, offloaded = (Loop(mesh, fused_adamw, one).train(7) for one in policies)
+    assert offloaded.optimizer.offload_report().resident_state_bytes > 0  # type: ignore[attr-defined]
+    assert not any(shard.resident for shard in engine_of(offloaded.optimizer).plan.host_shards())
+    offloaded.optimizer.offload_states()  # type: ignore[attr-defined]
+    assert same(plain.train(1, first=7), offloaded.train(1, first=7))
+
+
+@EVERY_POLICY
+def test_everything_off_the_device_between_steps(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
+    plain, offloaded = (Loop(mesh, fused_adamw, one) for one in (None, overlapping(fields, 0.5, staying=30_000)))
+    plain.train(6)
+    for at in range(6):
+        offloaded.train(1, first=at)
+        offloaded.optimizer.offload_states()
+        offloaded.optimizer.release_states()
+        if at % 2:
+            offloaded.optimizer.reload_states()
+    assert same(plain, offloaded)
+
+
+@EVERY_POLICY
+def test_any_program(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
+    allowed = (*ALWAYS, *ONE_MICRO_BATCH)
+    if fields.get("overlap") != "iteration":
+        allowed = (*allowed, *NOT_IN_BACKWARD_PROGRAMS)
+
+    @settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(program=st.lists(st.sampled_from(allowed), min_size=4, max_size=12), fraction=st.floats(0.01, 1))
+    def check(program: list[Any], fraction: float) -> None:
+        loops = [Loop(mesh, fused_adamw, one) for one in (None, overlapping(fields, fraction))]
+        for loop in loops:
+            for at, operation in enumerate([step, step, *program, step]):
+                operation(loop, at)
+        assert same(*loops), [operation.__name__ for operation in program]
+
+    check()
+
+
+def tensor_lr(params: Any) -> Optimizer:
+    return optim.AdamW(params, lr=torch.tensor(0.02), fused=True)
+
+
+@EVERY_POLICY
+def test_a_tensor_that_a_scheduler_writes(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
+    plain, offloaded = (Loop(mesh, tensor_lr, one) for one in (None, overlapping(fields, 0.5)))
+    assert same(plain.train(8), offloaded.train(8))
+
+
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("cls", [optim.AdamW, optim.SGD, optim.RMSprop])
+def test_grad_scaler(cls: type[Optimizer], clip: bool) -> None:
+    options: dict[str, Any] = {"momentum": 0.9} if cls is optim.SGD else {}
+    fused = {"fused": True} if cls is not optim.RMSprop else {}
+    pair = make_pair(Net, lambda params: cls(params, lr=0.01, **options, **fused), policy=policy(0.5))
+    assert host_names(pair.offloaded.optimizer)
+    for run in pair:
+        run.parts["scaler"] = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+    pair.train(12, lambda run, at: scaled_step(run, at, clip=clip))
+    pair.assert_trained("unused.weight", "unused.bias")
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.5])
+@pytest.mark.parametrize("name", ["step", "forward"])
+def test_grad_scaler_beside_the_model(mesh: DeviceMesh, name: str, fraction: float) -> None:
+    """The scale is in attributes of the optimizer that it has during ``step()`` only."""
+    loops = []
+    for one in (None, overlapping(POLICIES[name], fraction)):
+        loop = Loop(mesh, fused_adamw, one)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+        for at in range(7):
+            scaler.scale(loop.model(loop.batch(at))).backward()
+            if at == 4:
+                loop.model.head.weight.grad.to_local()[0, 0] = float("inf")
+            scaler.step(loop.optimizer)
+            scaler.update()
+            loop.optimizer.zero_grad()
+            loop.seen.append(scaler.get_scale())
+        loops.append(loop)
+    assert same(*loops)
+
+
+def test_weights_written_by_any_means(mesh: DeviceMesh) -> None:
+    def write(run: Run, at: int) -> None:
+        train_step(run, at)
+        for param in run.params.values():
+            param.data.mul_(0.99)  # no version counts this
+            param.detach().numpy()[...] *= 1.01
+
+    pair = make_pair(Net, fused_adamw, policy=policy(1.0))
+    pair.train(5, write)
+
+
+def test_autograd_notices_the_update() -> None:
+    """A backward through weights that have been updated since is an error, as without offload."""
+    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    optimizer = attach(fused_adamw(net.parameters()), model=net, policy=policy(1.0))
+    loss = net(torch.ones(2, 8)).sum()
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_parameter_group_added_later() -> None:
+    pair = make_pair(Net, fused_adamw, policy=policy(0.5))
+    pair.train(3)
+    before = len(host_names(pair.offloaded.optimizer))
+    for run in pair:
+        torch.manual_seed(1)
+        more = nn.Parameter(torch.randn(300, 7)), nn.Parameter(torch.randn(11))
+        run.parts["more"] = more
+        run.optimizer.add_param_group({"params": list(more), "lr": 0.1})
+
+    def train(run: Run, at: int) -> None:
+        run.optimizer.zero_grad()
+        (run.loss(at) + sum((param.sin() * at).sum() for param in run.parts["more"])).backward()
+        run.optimizer.step()
+
+    pair.train(4, train)
+    assert len(host_names(pair.offloaded.optimizer)) > before
+
+
+def test_parameters_unfrozen_later() -> None:
+    pair = make_pair(Net, fused_adamw, policy=None)
+    late = ("up.weight", "head.weight", "gain")
+    for run in pair:
+        for name in late:
+            run.params[name].requires_grad_(False)
+    pair.attach(policy(0.6))
+    pair.train(3)
+    for run in pair:
+        for name in late:
+            run.params[name].requires_grad_(True)
+    pair.train(4)
+
+
+def test_parameters_of_a_group_exchanged() -> None:
+    pair = make_pair(Net, fused_adamw, policy=policy(0.6))
+    pair.train(3)
+    for run in pair:
+        group, gone = run.optimizer.param_groups[0], run.params["head.weight"]
+        group["params"] = [param for param in group["params"] if param is not gone]
+    pair.train(3)
+    for run in pair:
+        run.optimizer.param_groups[0]["params"].append(run.params["head.weight"])
+    pair.train(3)
+
+
+def test_hyperparameters_that_change_the_layout() -> None:
+    pair = make_pair(Net, lambda params: optim.RMSprop(params, lr=0.01), policy=policy(0.6))
+    pair.train(2)
+    for run in pair:
+        for state in run.optimizer.state.values():
+            state["momentum_buffer"] = torch.zeros_like(state["square_avg"])
+        run.optimizer.param_groups[0]["momentum"] = 0.5
+    pair.train(4)
+
+
+def test_state_that_the_user_edits() -> None:
+    pair = make_pair(Net, fused_adamw, policy=policy(0.6))
+
+    def edit(run: Run, at: int) -> None:
+        for param in run.params.values():
+            state = run.optimizer.state.get(param, {})
+            if not state:
+                continue
+            state["exp_avg"].mul_(0.5)
+            if at == 2:
+                state["exp_avg_sq"] = state["exp_avg_sq"] * 2
+            if at == 3:
+                state["step"] = state["step"] + 5
+        if at == 4:
+            del run.optimizer.state[run.params["head.weight"]]
+        train_step(run, at)
+
+    pair.train(8, edit)
+
+
+def test_two_optimizers_share_the_thread(mesh: DeviceMesh) -> None:
+    results = []
+    for fraction in (None, 0.5):
+        torch.manual_seed(0)
+        net = Net()
+        params = list(net.parameters())
+        optimizers = [optim.AdamW(params[::2], lr=0.01, fused=True), optim.SGD(params[1::2], momentum=0.9, fused=True)]
+        if fraction is not None:
+            for optimizer in optimizers:
+                attach(optimizer, policy=policy(fraction))
+        for at in range(5):
+            net.zero_grad()
+            net(batch(at, CPU, torch.float32)).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        results.append([param.detach().clone() for param in params])
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+# Checkpoints ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("before", "after"), [(0.0, 0.7), (0.7, 0.0), (1.0, 0.3)])
+def test_saved_at_one_fraction_and_loaded_at_another(before: float, after: float) -> None:
+    pair = make_pair(Net, fused_adamw, policy=policy(before))
+    pair.train(3)
+    saved = pair.offloaded.optimizer.state_dict()
+    plain = pair.plain.optimizer.state_dict()
+    assert saved["state"].keys() == plain["state"].keys()
+    for key, state in plain["state"].items():
+        for name, value in state.items():
+            assert same_value(value, saved["state"][key][name])
+    other = make_pair(Net, fused_adamw, policy=policy(after))
+    for run, states in zip(other, (plain, saved), strict=True):
+        run.model.load_state_dict(pair.plain.model.state_dict())
+        run.optimizer.load_state_dict(copy.deepcopy(states))
+    other.steps = pair.steps
+    other.train(3)
+    pair.train(3)
+    assert torch.equal(pair.plain.params["up.weight"], other.offloaded.params["up.weight"])
+
+
+def test_removed_and_attached_again_with_other_fractions() -> None:
+    pair = make_pair(Net, fused_adamw, policy=policy(0.7))
+    for fraction in (0.0, 1.0, 0.3):
+        pair.train(2)
+        pair.detach()
+        pair.train(1)
+        pair.attach(policy(fraction))
+    pair.train(2)
+
+
+def test_the_share_is_the_same_each_time_and_the_last_in_the_forward() -> None:
+    names = []
+    for _ in range(2):
+        net = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(10)))
+        names.append(host_names(attach(fused_adamw(net.parameters()), model=net, policy=policy(0.3))))
+    assert names == [["7.weight", "8.weight", "9.weight"]] * 2
+
+
+class Holding:
+    """Reads homes until it is told not to."""
+
+    def __init__(self) -> None:
+        self.reading = True
+        self.waited = 0
+
+    def is_reading(self) -> bool:
+        return self.reading
+
+    def wait(self) -> None:
+        self.waited += self.reading
+        self.reading = False
+
+    def when_over(self, look: Callable[[], object]) -> None:
+        """It has written nothing that anybody could have spoilt."""
+
+
+@pytest.mark.parametrize("snapshot_bytes", [1 << 20, 0])
+@FRACTIONS
+def test_homes_that_are_read_are_not_written(fraction: float, snapshot_bytes: int) -> None:
+    """The update runs in a spare home; where there is none, the step waits for the reader."""
+    pair = make_pair(Net, fused_adamw, policy=policy(fraction, snapshot_bytes=snapshot_bytes))
+    pair.train(2)
+    engine = engine_of(pair.offloaded.optimizer)
+    for _ in range(3):
+        reader = Holding()
+        homes = [shard.home for shard in engine.plan.shards.values()]
+        lent = [leaf for home in homes for leaves in home.leaves.values() for leaf in leaves]
+        before = [leaf.clone() for leaf in lent]
+        engine.lending.lend(reader, homes)
+        pair.train(1)
+        assert all(torch.equal(one, other) for one, other in zip(lent, before, strict=True)) == bool(snapshot_bytes)
+        assert bool(reader.waited) == (not snapshot_bytes)
+        reader.reading = False
+
+
+# Who waits for whom --------------------------------------------------------------------------------------------------
+
+
+def two_sides(mesh: DeviceMesh, fields: dict[str, Any]) -> Loop:
+    return Loop(mesh, fused_adamw, overlapping(fields, 0.5)).train(3)
+
+
+def new_and_old(loop: Loop, before: dict[Tensor, Tensor]) -> tuple[set[bool], set[bool]]:
+    """Whether parameters of the device's and of the host's share have changed."""
+    of_host = set(host_params(loop.optimizer))
+    changed = {param: not torch.equal(param.detach().to_local(), start) for param, start in before.items()}
+    return {changed[p] for p in changed if p not in of_host}, {changed[p] for p in changed if p in of_host}
+
+
+@pytest.mark.parametrize("fields", [POLICIES["forward"], POLICIES["iteration"]], ids=["forward", "backward"])
+def test_a_slow_host_never_blocks_the_device(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
+    """With the host standing still, ``step()`` returns, and everything that is not the host's is new."""
+    loop = two_sides(mesh, fields)
+    loop.optimizer.synchronize()
+    before = {param: param.detach().to_local().clone() for param in loop.model.parameters()}
+    with host_worker_gate.closed() as gate:
+        loop.backward(3)
+        loop.step()
+        assert new_and_old(loop, before) == ({True}, {False})
+        mine = next(p for p in loop.model.parameters() if p not in set(host_params(loop.optimizer)))
+        loop.optimizer.state[mine]["exp_avg"].sum()  # waits for nobody else
+        gate.open()
+        loop.optimizer.synchronize()
+    assert new_and_old(loop, before) == ({True}, {True})
+    plain = Loop(mesh, fused_adamw, None).train(4)
+    assert same(plain, loop)
+
+
+class NotYet(HostMark):
+    """Of gradients that the device has not made."""
+
+    def passed(self) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_what_the_forward_needs_first_goes_first(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, is_late: bool
+) -> None:
+    """Of what waits when the backward has ended; but not what is not there: then the wave before it."""
+    loop = Loop(mesh, fused_adamw, overlapping(POLICIES["iteration"], 1.0)).train(3)
+    loop.optimizer.synchronize()
+    submitted: list[tuple[int, HostJob]] = []
+    submit = HostWorker.submit
+
+    def submitting(self: HostWorker, task: HostJob) -> None:
+        submitted.append((len(task.after), task))
+        submit(self, task)
+
+    with host_worker_gate.closed() as gate:
+        monkeypatch.setattr(HostWorker, "submit", submitting)
+        loop.backward(3)
+        waves = sorted({wave for wave, _ in submitted})
+        if is_late:
+            for wave, job in submitted:
+                if wave == waves[-1]:
+                    job.after = (*job.after[:-1], NotYet())
+        loop.step()
+        begun = [job for _, job in submitted if job not in host_worker(CPU)._queue]
+        gate.open()
+        loop.optimizer.synchronize()
+    waited = [(wave, job) for wave, job in submitted if job not in begun]
+    assert len(waves) > 2
+    last = waves[-1] if is_late else -1
+    expected = sorted(waited, key=lambda pair: 1 if pair[0] == last else -pair[0])  # in order within a wave
+    assert [job.number for _, job in expected] == [job.number for _, job in sorted(waited, key=lambda p: p[1].ended)]
+    assert same(Loop(mesh, fused_adamw, None).train(4), loop)
+
+
+class PassingMeanwhile(HostMark):
+    """Of gradients that the device makes just when somebody looks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._asked = False
+
+    def passed(self) -> bool:
+        before, self._asked = self._asked, True
+        return before
+
+
+def test_ranges_in_order_where_their_gradients_come_during_the_look(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not the second range of a parameter before the first: both read the counter, and the last one writes it."""
+    loop = Loop(mesh, fused_adamw, overlapping(POLICIES["iteration"], 1.0)).train(3)
+    loop.optimizer.synchronize()
+    done: list[tuple[StateShard, int]] = []
+    update = HostJob._update
+
+    def updating(self: HostJob) -> None:
+        done.extend((bound.shard, bound.start) for bound in self.ranges)
+        update(self)
+
+    monkeypatch.setattr(HostJob, "_update", updating)
+    with host_worker_gate.closed() as gate:
+        loop.backward(3)
+        loop.step()
+        waiting = [task for task in host_worker(CPU)._queue if isinstance(task, HostJob)]
+        newest = [job for job in waiting if len(job.after) == max(len(job.after) for job in waiting)]
+        assert len(newest) > 1
+        mark = PassingMeanwhile()
+        for job in newest:
+            job.after = (*job.after[:-1], mark)
+        gate.open()
+        loop.optimizer.synchronize()
+    starts = {shard: [start for other, start in done if other is shard] for shard, _ in done}
+    assert any(len(of_one) > 1 for of_one in starts.values())
+    assert same(Loop(mesh, fused_adamw, None).train(4), loop)
+    assert all(of_one == sorted(of_one) for of_one in starts.values())
+
+
+Waits = list[int]
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> Waits:
+    """Which buckets somebody has waited for while the gate was closed; it opens then."""
+    seen: Waits = []
+    wait_for = HostUpdates._wait_for
+
+    def waiting(self: HostUpdates, job: Any) -> None:
+        if host_worker_gate.is_closed() and not job.done.is_set():
+            seen.append(job.number)
+            host_worker_gate.open_all()
+        wait_for(self, job)
+
+    monkeypatch.setattr(HostUpdates, "_wait_for", waiting)
+    return seen
+
+
+def test_step_waits_without_overlap(mesh: DeviceMesh, waits: Waits) -> None:
+    loop = Loop(mesh, fused_adamw, overlapping({}, 0.5)).train(1)
+    assert not waits
+    with host_worker_gate.closed():
+        loop.train(1, first=1)
+    assert waits
+    assert same(Loop(mesh, fused_adamw, None).train(2), loop)
+
+
+@pytest.mark.parametrize("how", ["forward", "state", "state_dict", "model.state_dict", "zero-in-place", "scheduler"])
+def test_who_needs_it_waits(mesh: DeviceMesh, waits: Waits, how: str) -> None:
+    plain, loop = (Loop(mesh, tensor_lr, one) for one in (None, overlapping({"overlap": "forward"}, 0.5)))
+    plain.train(3)
+    plain.backward(3)
+    plain.optimizer.step()
+    use(plain, how)
+    loop.train(3)
+    with host_worker_gate.closed():
+        loop.backward(3)
+        loop.optimizer.step()
+        assert not waits
+        use(loop, how)
+    assert waits
+    assert same(plain, loop)
+
+
+def test_groups_edited_while_the_host_works(mesh: DeviceMesh, waits: Waits) -> None:
+    plain, loop = (Loop(mesh, fused_adamw, one).train(3) for one in (None, overlapping({"overlap": "forward"}, 0.5)))
+    for one in (plain, loop):
+        one.backward(3)
+        with host_worker_gate.closed():
+            one.optimizer.step()
+            group = one.optimizer.param_groups[0]
+            group["params"] = [p for p in group["params"] if p is not one.model.head.weight]
+            one.step()
+    assert loop.model.head.weight in host_params(loop.optimizer)
+    assert waits
+    assert same(plain, loop)
+
+
+def use(loop: Loop, how: str) -> None:
+    """Something that needs what the host has updated, after ``optimizer.step()``."""
+    if how == "zero-in-place":
+        loop.optimizer.zero_grad(set_to_none=False)
+        loop.optimizer.zero_grad()
+    else:
+        loop.optimizer.zero_grad()  # frees gradients that the host is still to read
+    if how == "scheduler":
+        loop.scheduler.step()  # writes the lr that the host is still to read
+    for param in loop.model.parameters():
+        if how == "state":
+            loop.seen.append(loop.optimizer.state[param]["exp_avg"].to_local().sum().item())
+    if how == "state_dict":
+        loop.seen += [float(state["step"]) for state in loop.optimizer.state_dict()["state"].values()]
+    if how == "model.state_dict":
+        loop.seen += [value.to_local().sum().item() for value in loop.model.state_dict().values()]
+    loop.train(2, first=4)
+
+
+# Faults --------------------------------------------------------------------------------------------------------------
+
+
+class BoomError(Exception):
+    pass
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Updates on the host of parameters with these names fail."""
+    names: list[str] = []
+    update = host_job.update_bucket
+
+    def maybe(shadow: Any, shared: Any, habits: Any, ranges: Any, *args: Any) -> None:
+        if any(bound.shard.name in names for bound in ranges):
+            raise BoomError("out of order")
+        update(shadow, shared, habits, ranges, *args)
+
+    monkeypatch.setattr(host_job, "update_bucket", maybe)
+    return names
+
+
+@EVERY_POLICY
+def test_an_exception_in_the_thread(mesh: DeviceMesh, failing: list[str], fields: dict[str, Any]) -> None:
+    plain, loop = (Loop(mesh, fused_adamw, one) for one in (None, overlapping(fields, 0.5)))
+    for one in (plain, loop):
+        one.train(3)
+    saved = {
+        "model": {name: value.detach().clone() for name, value in loop.model.state_dict().items()},
+        "optimizer": {
+            **loop.optimizer.state_dict(),
+            "state": {
+                key: {name: value.clone() for name, value in state.items()}
+                for key, state in loop.optimizer.state_dict()["state"].items()
+            },
+        },
+        "scheduler": loop.scheduler.state_dict(),
+        "seen": list(loop.seen),
+    }
+    broken = host_names(loop.optimizer)[-1]
+    failing.append(broken)
+    with pytest.raises(RuntimeError, match=f"BoomError: out of order.*{broken}.* may be half updated") as error:
+        loop.train(2, first=3)
+    assert isinstance(error.value.__cause__, BoomError)
+    failing.clear()
+    for action in (loop.optimizer.step, loop.optimizer.state_dict, lambda: remove_offload(loop.optimizer)):
+        with pytest.raises(RuntimeError, match=r"refused: .*BoomError"):
+            action()
+    assert any("BoomError" in note for note in loop.optimizer.offload_report().notes)
+    loop.optimizer.load_state_dict(saved["optimizer"])
+    loop.model.load_state_dict(saved["model"])
+    loop.scheduler.load_state_dict(saved["scheduler"])
+    loop.optimizer.zero_grad()
+    loop.seen = saved["seen"]
+    assert same(plain.train(3, first=3), loop.train(3, first=3))
+
+
+def test_weights_loaded_after_a_failure_stay(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was updated before the failure, and is still on its way up, does not come over them."""
+    loop = Loop(mesh, fused_adamw, overlapping(POLICIES["iteration"], 1.0)).train(3)
+    state = copy.deepcopy(loop.optimizer.state_dict())
+    weights = {name: value.detach().clone() for name, value in loop.model.state_dict().items()}
+    begun, failed, may_go_up = threading.Semaphore(0), threading.Event(), threading.Event()
+    begin, update, fail, upload = HostJob.begin, HostJob._update, HostJob._fail, HostJob._issue_uploads
+    updated: list[HostJob] = []
+
+    def beginning(self: HostJob, memory: Tensor) -> None:
+        begin(self, memory)
+        begun.release()
+
+    def updating(self: HostJob) -> None:
+        if updated:
+            raise BoomError("the second one")
+        for _ in range(2):  # itself, and the one that fails
+            assert begun.acquire(timeout=host_worker_gate.TIMEOUT_SECONDS)
+        update(self)
+        updated.append(self)
+
+    def failing(self: HostJob, error: BaseException) -> None:
+        fail(self, error)
+        failed.set()
+
+    def uploading(self: HostJob) -> None:
+        assert may_go_up.wait(host_worker_gate.TIMEOUT_SECONDS)
+        upload(self)
+
+    for name, function in (("begin", beginning), ("_update", updating), ("_fail", failing)):
+        monkeypatch.setattr(HostJob, name, function)
+    monkeypatch.setattr(HostJob, "_issue_uploads", uploading)
+    loop.backward(3)
+    assert failed.wait(host_worker_gate.TIMEOUT_SECONDS)
+    timer = threading.Timer(0.2, may_go_up.set)
+    timer.start()
+    with pytest.raises(RuntimeError, match="BoomError: the second one"):
+        loop.optimizer.step()
+    loop.model.load_state_dict(weights)
+    timer.join()
+    loop.optimizer.load_state_dict(state)  # waits for everything
+    assert all(torch.equal(value.to_local(), weights[n].to_local()) for n, value in loop.model.state_dict().items())
+
+
+def test_later_buckets_of_a_failed_step_are_left_alone(failing: list[str]) -> None:
+    # One layer each: 512 parameters have the state of one bucket on the host.
+    net = nn.Sequential(*(nn.Linear(*sizes, bias=False) for sizes in [(16, 32), (32, 16)] * 2))
+    assert host_bucket_bytes(1024) == 512 * 8
+    optimizer = attach(fused_adamw(net.parameters()), model=net, policy=policy(1.0, bucket_bytes=1024))
+
+    def backward() -> None:
+        net(torch.ones(2, 16)).sum().backward()
+
+    backward()
+    optimizer.step()
+    before = [param.detach().clone() for param in net.parameters()]
+    backward()
+    failing.append("1.weight")
+    with pytest.raises(RuntimeError, match=r"1\.weight may be half updated"):
+        optimizer.step()
+    same_as_before = [torch.equal(one, other) for one, other in zip(before, net.parameters(), strict=True)]
+    assert same_as_before == [False, True, True, True]
+
+
+def test_a_step_that_is_interrupted_while_it_waits_for_new_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the host has made in it is not in ``optimizer.state``: the next step must not begin anew in silence."""
+    plain, run = make_pair(Net, fused_adamw, policy=policy(0.5))
+    take = HostUpdates.take_created
+
+    def interrupted(self: HostUpdates) -> Any:
+        raise KeyboardInterrupt
+
+    start = copy.deepcopy(run.model.state_dict()), copy.deepcopy(run.optimizer.state_dict())
+    monkeypatch.setattr(HostUpdates, "take_created", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        train_step(run, 0)
+    monkeypatch.setattr(HostUpdates, "take_created", take)
+    for action in (run.optimizer.step, run.optimizer.state_dict):
+        with pytest.raises(RuntimeError, match=r"refused: .*KeyboardInterrupt"):
+            action()
+    pair = Pair(plain, run)
+    for one in pair:
+        one.model.load_state_dict(start[0])
+        one.optimizer.load_state_dict(start[1])
+    pair.train(3)
+
+
+class LostMark:
+    """Of a copy that the device could not make."""
+
+    def synchronize(self) -> None:
+        raise BoomError("lost")
+
+
+@pytest.mark.parametrize("which", ["_issue_downloads", "_issue_uploads", "_down"])
+def test_a_copy_that_fails_is_the_step_s_failure(monkeypatch: pytest.MonkeyPatch, which: str) -> None:
+    net = nn.Linear(16, 16)
+    optimizer = attach(fused_adamw(net.parameters()), model=net, policy=policy(1.0))
+    issue = HostJob._issue_downloads
+
+    def failing(self: HostJob, *args: Any) -> None:
+        if which != "_down":
+            raise BoomError("lost")
+        issue(self, *args)
+        self._down = LostMark()  # type: ignore[assignment]
+
+    for at in range(2):
+        net(torch.ones(2, 16)).sum().backward()
+        if at == 0:
+            optimizer.step()
+            monkeypatch.setattr(HostJob, "_issue_downloads" if which == "_down" else which, failing)
+    with pytest.raises(RuntimeError, match="BoomError: lost"):
+        optimizer.step()
+
+
+def test_nobody_waits_for_a_thread_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = nn.Linear(16, 16)
+    optimizer = attach(fused_adamw(net.parameters()), model=net, policy=policy(1.0))
+    net(torch.ones(2, 16)).sum().backward()
+    monkeypatch.setattr(host_update, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(HostWorker, "submit", lambda self, task: None)
+    monkeypatch.setattr(HostWorker, "is_alive", lambda self: False)
+    with pytest.raises(RuntimeError, match="has ended before its work was done"):
+        optimizer.step()
+    engine_of(optimizer).host._last = None  # or whoever drops it would be told again
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda params: optim.Muon([p for p in params if p.dim() == 2]), "host_fraction=0.5 is for the elementwise"),
+        (optim.Adafactor, "Adafactor is not one of them"),
+        (lambda params: type("Mine", (optim.SGD,), {})(params, momentum=0.9), "Mine is not one of them"),
+    ],
+)
+def test_refused(make: Any, message: str) -> None:
+    net = nn.Sequential(nn.Linear(4, 4))
+    optimizer = make(list(net.parameters()))
+    with pytest.raises(ValueError, match=message):
+        attach(optimizer, policy=policy(0.5))
+    assert "_offload_engine" not in vars(optimizer)
+
+
+@pytest.mark.parametrize(
+    ("value", "error"), [(-0.1, ValueError), (1.5, ValueError), ("half", TypeError), (True, TypeError)]
+)
+def test_values_of_the_field(value: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match="host_fraction must be"):
+        OffloadPolicy(host_fraction=value)
+
+
+def test_memory_is_checked_with_its_buffers() -> None:
+    def attach_with(limit: int) -> None:
+        net = nn.Linear(64, 64, bias=False)
+        attach(fused_adamw(net.parameters()), policy=policy(1.0, host_limit_bytes=limit))
+
+    state_bytes = 2 * 4 * 64 * 64
+    gc.collect()
+    with pytest.raises(MemoryError):
+        attach_with(state_bytes)
+    attach_with(2 * state_bytes)
+
+
+# Lifetimes -----------------------------------------------------------------------------------------------------------
+
+
+def threads_of_ours() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "fsdp_offload host updates"]
+
+
+def test_thread_and_memory_go_with_the_last_optimizer() -> None:
+    gc.collect()
+    worker = host_worker(CPU)
+    assert worker._users == 0
+    nets = [nn.Linear(16, 16) for _ in range(2)]
+    optimizers = [attach(fused_adamw(net.parameters()), policy=policy(1.0)) for net in nets]
+    engines = [weakref.ref(engine_of(optimizer)) for optimizer in optimizers]
+    for net, optimizer in zip(nets, optimizers, strict=True):
+        net(torch.ones(2, 16)).sum().backward()
+        optimizer.step()
+    (thread,) = threads_of_ours()
+    assert worker.buffer_bytes > 0
+    gc.disable()
+    try:
+        del optimizer
+        optimizers.pop()
+        assert [engine() is None for engine in engines] == [False, True]
+        assert thread.is_alive()
+        optimizers.pop()
+        assert [engine() is None for engine in engines] == [True, True]
+        thread.join(60)
+    finally:
+        gc.enable()
+    assert not thread.is_alive()
+    assert worker.buffer_bytes == 0
+    again = attach(fused_adamw(nets[0].parameters()), policy=policy(1.0))
+    again.step()
+    assert len(threads_of_ours()) == 1
+
+
+def test_a_forked_child_has_threads_of_its_own() -> None:
+    of_parent = make_pair(Net, fused_adamw, policy=policy(0.5))
+    of_parent.train(2)
+
+    def train() -> bool:
+        pair = make_pair(Net, fused_adamw, policy=policy(0.5))
+        pair.train(2)
+        return bool(host_names(pair.offloaded.optimizer))
+
+    assert in_forked_child(train) == 0
+    of_parent.train(2)
+
+
+def test_gradients_are_let_go_when_they_have_been_read() -> None:
+    net = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    optimizer = attach(fused_adamw(net.parameters()), policy=policy(1.0))
+    net(torch.ones(2, 16)).sum().backward()
+    gradients = [weakref.ref(param.grad) for param in net.parameters()]
+    optimizer.step()
+    optimizer.zero_grad()
+    assert [gradient() for gradient in gradients] == [None] * 4
+
+
+def test_dropped_in_the_middle_of_a_step(mesh: DeviceMesh) -> None:
+    loop = two_sides(mesh, POLICIES["forward"])
+    engine = weakref.ref(engine_of(loop.optimizer))
+    with host_worker_gate.closed():
+        loop.backward(3)
+        loop.optimizer.step()
+        del loop.optimizer, loop.scheduler
+        gc.collect()
+        assert engine() is None
+
+
+@pytest.mark.parametrize("use", ["forward", "state_dict"])
+def test_a_model_whose_optimizer_was_dropped_waits_for_its_last_step(mesh: DeviceMesh, use: str) -> None:
+    """A function that trains returns, its optimizer goes, and the model is evaluated or saved."""
+
+    def result(loop: Loop) -> list[Tensor]:
+        if use == "state_dict":
+            return [value.detach().to_local().clone() for value in loop.model.state_dict().values()]
+        with torch.no_grad():
+            return [loop.model(loop.batch(999))]
+
+    plain, loop = Loop(mesh, fused_adamw, None).train(4), two_sides(mesh, POLICIES["forward"])
+    with host_worker_gate.closed() as gate:
+        loop.backward(3)
+        loop.optimizer.step()
+        del loop.optimizer, loop.scheduler
+        gc.collect()
+        timer = threading.Timer(0.2, gate.open)
+        timer.start()
+        found = result(loop)
+        timer.join()
+    assert all(torch.equal(one, other) for one, other in zip(result(plain), found, strict=True))
+
+
+EXITING = """
+import torch
+from torch import nn
+from fsdp_offload import OffloadPolicy, offload_optimizer
+from fsdp_offload.cpu_update.worker import host_worker
+
+net = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8)))
+optimizer = torch.optim.AdamW(net.parameters(), fused=True)
+offload_optimizer(optimizer, policy=OffloadPolicy(host_fraction=1.0, bucket_bytes=1 << 20))
+engine = vars(optimizer)["_offload_engine"].engine
+for _ in range(2):
+    net(torch.ones(1, 512)).sum().backward()
+    optimizer.step()
+engine.steps.wait_for_all = lambda: None  # leaves the thread at work
+net(torch.ones(1, 512)).sum().backward()
+optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("ending", ["", "raise SystemExit(3)", "raise ValueError"])
+def test_the_interpreter_ends_while_the_thread_works(ending: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", EXITING + ending],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == {"": 0, "raise SystemExit(3)": 3, "raise ValueError": 1}[ending]
+    assert "Fatal" not in done.stderr
+    assert "terminate" not in done.stderr
+
+
+# What it says --------------------------------------------------------------------------------------------------------
+
+
+def test_report() -> None:
+    pair = make_pair(Net, fused_adamw, policy=policy(0.5))
+    pair.train(2)
+    report = pair.offloaded.optimizer.offload_report()
+    of_host = list(engine_of(pair.offloaded.optimizer).plan.host_shards())
+    with_gradient = [shard for shard in of_host if shard.param.grad is not None]
+    assert report.host_updated_bytes == sum(shard.nbytes for shard in with_gradient)
+    assert report.host_update_ms > 0
+    assert report.host_buffer_bytes == host_worker(CPU).buffer_bytes > 0
+    assert report.loaded_bytes < report.host_state_bytes
+    assert "updated on the host" in str(report)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_measure, "_STATE_BYTES", 1 << 16)
+    monkeypatch.setattr(host_measure, "cache_bytes", lambda: 0)
+    monkeypatch.setattr(host_measure, "_CHUNK_BYTES", 1 << 16)
+
+
+@pytest.mark.parametrize("make", [fused_adamw, lambda params: optim.SGD(params, momentum=0.9, fused=True)])
+def test_auto(quick: None, make: Any) -> None:
+    pair = make_pair(Net, make, policy=policy("auto"))
+    pair.train(4)
+    report = pair.offloaded.optimizer.offload_report()
+    (sentence,) = report.tuning
+    assert sentence.startswith("host_fraction='auto': ")
+    assert "GB/s" in sentence
+    assert sentence in str(report)
+    assert 0 <= engine_of(pair.offloaded.optimizer).plan.host_fraction <= 1
+
+
+@pytest.mark.parametrize("kind", ["fp32", "remainder"])
+def test_auto_with_masters(quick: None, kind: str) -> None:
+    twins = make_twins(Zoo, fused_adamw, kind, policy=policy("auto"))
+    twins.train(3)
+    assert "GB/s" in twins.low.optimizer.offload_report().tuning[0]
+
+
+def test_auto_leaves_replicas_alone(quick: None, mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What each rank measures differs, so what other ranks hold as well stays with the device on all of them."""
+    net = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    fully_shard(net[1], mesh=mesh)
+    monkeypatch.setattr(dist, "get_world_size", lambda *_: 2)
+    monkeypatch.setattr("fsdp_offload.engine.engine.best_fraction", lambda *_: 1.0)
+    assert host_names(attach(fused_adamw(net.parameters()), model=net, policy=policy("auto"))) == ["1.weight", "1.bias"]
+    optimizer = attach(fused_adamw(nn.Linear(16, 16).parameters()), policy=policy("auto"))
+    assert host_names(optimizer) == []
+    assert "other ranks may hold copies" in optimizer.offload_report().tuning[0]
+    assert host_names(attach(fused_adamw(nn.Linear(16, 16).parameters()), policy=policy(1.0))) != []
+
+
+def test_auto_without_state() -> None:
+    net = nn.Linear(16, 16)
+    optimizer = attach(optim.SGD(net.parameters(), lr=0.1), policy=policy("auto"))
+    assert "0, as" in optimizer.offload_report().tuning[0]
+
+
+def test_a_worker_of_its_own_for_each_device() -> None:
+    assert host_worker(CPU) is host_worker(CPU)
+    assert isinstance(host_worker(CPU), HostWorker)

@@ -1,0 +1,657 @@
+"""``OffloadPolicy.master_weights``: a low-precision model trains as the same optimizer does on an fp32 copy of it.
+
+What is compared, and with what: ``tests/twins.py``. Masters that an optimizer keeps itself: ``test_master_weights.py``.
+"""
+
+import copy
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn, optim
+
+from fsdp_offload import OffloadPolicy, remove_offload
+from fsdp_offload.optimizers.masters import close_master, open_master
+from tests.cpu.test_parity_optimizers import FLAGS, implementations
+from tests.parity import SMALL, Net, Run, Zoo, assert_at_home, attach, batch, params_of, same_bits, same_value
+from tests.policies import with_share
+from tests.twins import LOW, MASTER, Twins, gradients, make_twins, master_of, rounded, same_state
+
+WHOLE = OffloadPolicy(bucket_bytes=1 << 20)
+KINDS = pytest.mark.parametrize("kind", ["fp32", "remainder"])
+FORMATS = {
+    "fp32-bfloat16": ("fp32", torch.bfloat16),
+    "fp32-float16": ("fp32", torch.float16),
+    "remainder": ("remainder", torch.bfloat16),
+}
+EVERY_FORMAT = pytest.mark.parametrize(("kind", "dtype"), FORMATS.values(), ids=FORMATS)
+IMPLEMENTATIONS = pytest.mark.parametrize("chosen", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
+
+
+def adamw(params: Any, **options: Any) -> optim.Optimizer:
+    return optim.AdamW(params, lr=0.02, **options)
+
+
+# The formats ---------------------------------------------------------------------------------------------------------
+
+
+def split(master: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Closed as remainder: the bf16 parameter and what is kept beside it."""
+    weights = torch.empty_like(master, dtype=torch.bfloat16) if weights is None else weights
+    kept = torch.empty_like(master, dtype=torch.int16)
+    close_master("remainder", master, weights, kept)
+    return weights, kept
+
+
+def join(weights: Tensor, kept: Tensor) -> Tensor:
+    return open_master("remainder", weights, kept, exists=True)
+
+
+def of_bits(*bits: int) -> Tensor:
+    return (
+        torch.tensor([value - (1 << 32) if value >> 31 else value for value in bits]).to(torch.int32).view(torch.float)
+    )
+
+
+def check_remainders(master: Tensor, weights: Tensor | None = None) -> None:
+    before = master.clone()
+    weights, kept = split(master, weights)
+    joined = join(weights, kept)
+    nan = before.isnan()
+    assert torch.equal(weights.isnan(), nan)
+    assert torch.equal(joined.isnan(), nan)
+    assert same_bits(joined[~nan], before[~nan])
+    assert same_bits(master_of("remainder", weights, kept)[~nan], before[~nan])
+    assert torch.equal(weights[~nan], rounded("remainder", before, torch.bfloat16)[~nan])
+    assert joined.stride() == kept.stride()
+
+
+def test_every_upper_half_with_the_lower_halves_that_matter() -> None:
+    """All signs, exponents, infinities, denormals and zeros; around each tie, and at both ends."""
+    lower = torch.tensor([0, 1, 0x7FFE, 0x7FFF, 0x8000, 0x8001, 0xFFFE, 0xFFFF])
+    bits = (torch.arange(1 << 16)[:, None] << 16 | lower).flatten()
+    check_remainders(((bits ^ 0x80000000) - 0x80000000).to(torch.int32).view(torch.float32))
+
+
+ANY_BITS = st.integers(0, (1 << 32) - 1)
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "flat": lambda flat: flat.clone(),
+    "0-dim": lambda flat: flat[0].clone(),
+    "empty": lambda flat: flat[:0].reshape(0, 7),
+    "transposed": lambda flat: flat.view(4, 6).t(),
+    "permuted": lambda flat: flat.view(2, 3, 4).permute(2, 0, 1),
+    "channels last": lambda flat: flat.view(2, 3, 2, 2).contiguous(memory_format=torch.channels_last),
+    "ones": lambda flat: flat.view(1, 6, 1, 4).transpose(1, 3),
+    "not from the start": lambda flat: torch.cat([flat, flat])[5:29].view(6, 4),
+}
+
+
+@settings(deadline=None, max_examples=60)
+@example(bits=[0x00000000, 0x80000000, 0x7F800000, 0xFF800000, 0x7F7FFFFF, 0xFF7FFFFF, 0x7FFFFFFF, 0xFFFFFFFF] * 3)
+@example(bits=[0x00000001, 0x80000001, 0x00007FFF, 0x00008000, 0x0000FFFF, 0x807FFFFF, 0x3F808000, 0xBF818000] * 3)
+@given(bits=st.lists(ANY_BITS, min_size=24, max_size=24))
+def test_any_bits_in_any_dense_layout(bits: list[int]) -> None:
+    for make in LAYOUTS.values():
+        check_remainders(make(of_bits(*bits)))
+
+
+def test_parameters_need_not_be_dense() -> None:
+    """A column of a table: what is kept for it is dense all the same."""
+    master, table = torch.randn(40, 3), torch.zeros(40, 8, dtype=torch.bfloat16)
+    check_remainders(master, table[:, 2:5])
+    assert table[:, 2:5].all()
+    assert not table[:, :2].any()
+    assert not table[:, 5:].any()
+
+
+def test_ties_are_rounded_by_the_format() -> None:
+    """Between 1 and the next bf16 number, and between that and its next; the same below zero."""
+    master = of_bits(0x3F808000, 0x3F818000, 0xBF808000, 0xBF818000)
+    away, _ = split(master)
+    even = torch.empty(4, dtype=torch.bfloat16)
+    close_master("fp32", master, even, master)
+    assert [hex(bits & 0xFFFF) for bits in away.view(torch.int16).tolist()] == ["0x3f81", "0x3f82", "0xbf81", "0xbf82"]
+    assert [hex(bits & 0xFFFF) for bits in even.view(torch.int16).tolist()] == ["0x3f80", "0x3f82", "0xbf80", "0xbf82"]
+
+
+@EVERY_FORMAT
+def test_a_new_master_is_the_parameter(kind: str, dtype: torch.dtype) -> None:
+    weights = torch.randn(5, 7).to(dtype)
+    kept = torch.full((5, 7), 77, dtype=torch.float32 if kind == "fp32" else torch.int16)  # what a slot holds by chance
+    assert same_bits(open_master(kind, weights, kept, exists=False), weights.float())
+
+
+@settings(deadline=None, max_examples=60)
+@given(bits=st.lists(ANY_BITS, min_size=8, max_size=8), written=st.sets(st.integers(0, 7)))
+@pytest.mark.parametrize("dtype", LOW)
+def test_a_whole_master_keeps_its_bits_where_nobody_has_written(
+    dtype: torch.dtype, bits: list[int], written: set[int]
+) -> None:
+    kept = of_bits(*bits)
+    weights = kept.to(dtype)
+    for place in written:
+        weights[place] = -2.5
+    expected = [-2.5 if place in written else value for place, value in enumerate(kept.clone())]
+    opened = open_master("fp32", weights, kept, exists=True)
+    assert opened is kept
+    number = ~weights.isnan()
+    assert torch.equal(opened[number], torch.tensor(expected)[number])
+    assert opened[~number].isnan().all()
+
+
+# Optimizers ----------------------------------------------------------------------------------------------------------
+
+
+def cases() -> Iterator[Any]:
+    """Each class and implementation in every format, and each flag in one of them."""
+    for cls in (cls for cls in FLAGS if cls not in (optim.Muon, optim.Adafactor)):
+        for name, chosen in implementations(cls):
+            for number, flags in enumerate(FLAGS[cls]):
+                for kind, dtype in FORMATS.values() if number == 0 else [FORMATS["fp32-bfloat16"]]:
+                    label = [cls.__name__, name, *(f"{key}={value}" for key, value in flags.items()), kind, str(dtype)]
+                    yield pytest.param(cls, {**flags, **chosen}, kind, dtype, id="-".join(label))
+
+
+@pytest.mark.parametrize(("cls", "kwargs", "kind", "dtype"), list(cases()))
+def test_same_bits(cls: type[optim.Optimizer], kwargs: dict[str, Any], kind: str, dtype: torch.dtype) -> None:
+    twins = make_twins(Zoo, lambda params: cls(params, **kwargs), kind, dtype)
+    twins.train(4)
+    twins.assert_trained()
+
+
+POLICIES = {
+    "whole": WHOLE,
+    "some resident": with_share(bucket_bytes=2048, passing=8192, staying=20_000),
+    "all resident": with_share(bucket_bytes=2048, passing=8192, staying=1 << 20),
+    "serial": OffloadPolicy(bucket_bytes=2048, debug="serial"),
+}
+
+
+@KINDS
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+def test_same_bits_with_other_policies(kind: str, chosen: dict[str, bool], policy: OffloadPolicy) -> None:
+    twins = make_twins(Zoo, lambda params: adamw(params, **chosen), kind, policy=policy)
+    twins.train()
+    twins.assert_trained()
+
+
+@pytest.mark.parametrize(("kind", "bytes_per_element"), [("fp32", 12), ("remainder", 10)])
+def test_bytes_of_state(kind: str, bytes_per_element: int) -> None:
+    twins = make_twins(Zoo, adamw, kind)
+    twins.train(1)
+    numel = sum(param.numel() for param in twins.low.params.values())
+    assert twins.low.optimizer.offload_report().host_state_bytes == bytes_per_element * numel
+
+
+def test_a_parameter_of_many_buckets_is_cut() -> None:
+    """Or the tests above would show nothing about its second range."""
+    twins = make_twins(Zoo, adamw, "remainder")
+    plan = vars(twins.low.optimizer)["_offload_engine"].engine.plan
+    assert len(plan.shards[twins.low.params["long"]].buckets) > 2
+
+
+@KINDS
+def test_sgd_without_momentum_keeps_a_master_only(kind: str) -> None:
+    twins = make_twins(Zoo, lambda params: optim.SGD(params, lr=0.1), kind)
+    twins.train()
+    twins.assert_trained()
+    assert all(list(state) == [MASTER] for state in twins.low.optimizer.state.values())
+
+
+# Training habits -----------------------------------------------------------------------------------------------------
+
+
+class Mixed(nn.Module):
+    """Linear layers in bf16, one of several buckets, around a norm in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(16, 48, dtype=torch.bfloat16)
+        self.norm = nn.LayerNorm(48)
+        self.down = nn.Linear(48, 4, dtype=torch.bfloat16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.norm(self.up(x.bfloat16()).float()).relu().bfloat16()).float().square().mean()
+
+
+@KINDS
+def test_parameters_in_fp32_are_their_own_masters(kind: str) -> None:
+    twins = make_twins(Mixed, adamw, kind, dtype=None)
+    twins.train()
+    twins.assert_trained()
+    with_master = [name for name, param in twins.low.params.items() if MASTER in twins.low.optimizer.state[param]]
+    assert with_master == ["up.weight", "up.bias", "down.weight", "down.bias"]
+
+
+def fp32_gradients(run: Run, step: int) -> None:
+    """With bits that bf16 has no room for."""
+    generator = torch.Generator().manual_seed(step)
+    for param in run.params.values():
+        param.grad_dtype = torch.float32
+        param.grad = torch.randn(param.shape, generator=generator)
+
+
+@KINDS
+@IMPLEMENTATIONS
+def test_gradients_in_fp32(kind: str, chosen: dict[str, bool]) -> None:
+    twins = make_twins(Net, lambda params: adamw(params, **chosen), kind)
+    twins.train(4, fp32_gradients)
+    assert all(param.grad.dtype is torch.float32 for param in twins.low.params.values())
+
+
+@EVERY_FORMAT
+def test_accumulation_clipping_and_a_schedule(kind: str, dtype: torch.dtype) -> None:
+    def accumulate_and_clip(run: Run, step: int) -> None:
+        for micro in range(2):
+            (run.model(batch(2 * step + micro, run.device, run.dtype)) / 2).backward()
+        nn.utils.clip_grad_norm_(run.model.parameters(), 0.5)
+
+    twins = make_twins(Net, adamw, kind, dtype)
+    schedulers = [optim.lr_scheduler.CosineAnnealingLR(run.optimizer, 20) for run in twins]
+    for _ in range(6):
+        twins.step(accumulate_and_clip)
+        for scheduler in schedulers:
+            scheduler.step()
+    twins.assert_trained("unused.weight", "unused.bias")
+
+
+@KINDS
+@pytest.mark.parametrize("policy", [SMALL, WHOLE], ids=["cut", "whole"])
+def test_parameters_that_get_gradients_later_or_never(kind: str, policy: OffloadPolicy) -> None:
+    """In one bucket with others they are loaded and stored, but have no state yet, and no master."""
+    twins = make_twins(Zoo, adamw, kind, policy=policy)
+
+    def some(run: Run, step: int) -> None:
+        gradients(run, step)
+        run.params["one"].grad = None
+        if step < 2 or step == 4:
+            run.params["weight"].grad = run.params["bias"].grad = None
+
+    twins.train(6, some)
+    twins.assert_trained("one")
+    assert twins.low.params["one"] not in twins.low.optimizer.state
+
+
+@KINDS
+def test_frozen_parameters_and_a_group_that_is_added(kind: str) -> None:
+    twins = make_twins(Zoo, adamw, kind)
+    twins.low.params["bias"].requires_grad_(False)
+    twins.train(2)
+    start = torch.linspace(-1, 1, 300).bfloat16()
+    twins.low.model.extra, twins.full.model.extra = nn.Parameter(start), nn.Parameter(start.float())
+    for run in twins:
+        run.optimizer.add_param_group({"params": [run.model.extra], "lr": 0.1})
+        run.parts["start"]["extra"] = run.model.extra.detach().clone()
+    twins.low.params["bias"].requires_grad_(True)
+    twins.train(3)
+    twins.assert_trained()
+
+
+@EVERY_FORMAT
+@pytest.mark.parametrize("chosen", [{"foreach": False}, {"fused": True}], ids=str)
+def test_grad_scaler_skips_steps(kind: str, dtype: torch.dtype, chosen: dict[str, bool]) -> None:
+    twins = make_twins(Net, lambda params: adamw(params, **chosen), kind, dtype)
+    for run in twins:
+        run.parts["scaler"] = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
+        run.parts["scaler"].scale(torch.zeros(()))
+    for step in range(8):
+        twins.each(lambda run: run.optimizer.zero_grad())
+        for param in twins.low.params.values():
+            param.grad_dtype = torch.float32  # torch does not unscale fp16
+        scaler = twins.low.parts["scaler"]
+        scaler.scale(twins.low.loss(step)).backward()
+        if step in (0, 3):
+            twins.low.params["up.weight"].grad[0, 0] = float("inf")
+        twins.hand_over()
+        if step == 0 and not chosen.get("fused"):
+            twins.updated.clear()  # a fused optimizer creates its state even then
+        for run in twins:
+            run.parts["scaler"].step(run.optimizer)
+            run.parts["scaler"].update()
+        twins.steps += 1
+        twins.assert_same()
+    assert scaler.get_scale() == twins.full.parts["scaler"].get_scale()
+    assert twins.low.optimizer.state[twins.low.params["up.weight"]]["step"] == 6
+
+
+@KINDS
+def test_a_closure(kind: str) -> None:
+    twins = make_twins(Net, adamw, kind)
+    for step in range(4):
+
+        def closure(step: int = step) -> Tensor:
+            twins.low.optimizer.zero_grad()
+            loss = twins.low.loss(step)
+            loss.backward()
+            twins.hand_over()
+            return loss
+
+        with torch.no_grad():
+            expected = twins.low.loss(step)
+        assert torch.equal(twins.low.optimizer.step(closure), expected)
+        twins.full.optimizer.step()
+        twins.assert_same()
+
+
+# Attaching and removing ----------------------------------------------------------------------------------------------
+
+
+def fp32_twin(twins: Twins) -> None:
+    """Let the fp32 side go on from where the low-precision one is, whose state has the parameters' dtype."""
+    for one, other in zip(params_of(twins.full.optimizer), params_of(twins.low.optimizer), strict=True):
+        with torch.no_grad():
+            one.copy_(other)
+        for name, value in twins.low.optimizer.state[other].items():
+            wide = value.float() if value.dtype is other.dtype else value.clone()
+            twins.full.optimizer.state[one][name] = wide
+
+
+def train_alone(run: Run, *steps: int) -> None:
+    for step in steps:
+        run.optimizer.zero_grad()
+        gradients(run, step)
+        run.optimizer.step()
+
+
+EPS = {"eps": 1e-3}  # the usual one is zero in fp16, where an optimizer without masters then makes NaN
+
+
+def trained_before(kind: str, dtype: torch.dtype, cls: type[optim.Optimizer] = optim.AdamW, **options: float) -> Twins:
+    twins = make_twins(Zoo, lambda params: cls(params, lr=0.02, **options), kind, dtype, policy=None)
+    train_alone(twins.low, 0, 1, 2)
+    fp32_twin(twins)
+    return twins
+
+
+@EVERY_FORMAT
+@pytest.mark.parametrize(
+    ("cls", "options"), [(optim.AdamW, EPS), (optim.RMSprop, EPS), (optim.NAdam, EPS), (optim.ASGD, {})], ids=str
+)
+def test_late_attach_widens_the_state_and_starts_masters_at_the_parameters(
+    kind: str, dtype: torch.dtype, cls: type[optim.Optimizer], options: dict[str, float]
+) -> None:
+    twins = trained_before(kind, dtype, cls, **options)
+    twins.attach()
+    twins.assert_same()
+    twins.train()
+    twins.assert_trained()
+
+
+@KINDS
+def test_hyperparameters_may_change_between_a_late_attach_and_the_first_step(kind: str) -> None:
+    twins = trained_before(kind, torch.bfloat16)
+    twins.attach()
+    for run in twins:
+        run.optimizer.param_groups[0]["weight_decay"] = 0.0
+        run.optimizer.param_groups[0]["foreach"] = True
+    twins.train(3)
+
+
+@EVERY_FORMAT
+@pytest.mark.parametrize("chosen", [{}, {"foreach": True}, {"fused": True}], ids=str)
+def test_without_offload_it_is_a_plain_optimizer_of_the_parameters_dtype(
+    kind: str, dtype: torch.dtype, chosen: dict[str, bool]
+) -> None:
+    twins = make_twins(Zoo, lambda params: adamw(params, **chosen, **EPS), kind, dtype)
+    twins.train(3)
+    low = twins.low
+    average = low.optimizer.state[low.params["long"]]["average"] = torch.ones(2500)  # the user's own
+    weights = {name: param.detach().clone() for name, param in low.params.items()}
+    with pytest.warns(UserWarning, match=r"masters .* go, .* rounded to the parameters' dtype"):
+        remove_offload(low.optimizer)
+    for name, param in low.params.items():
+        state, reference = low.optimizer.state[param], twins.full.optimizer.state[twins.full.params[name]]
+        assert same_bits(param.detach(), weights[name])
+        assert state.pop("average", average) is average
+        assert list(state) == ["step", "exp_avg", "exp_avg_sq"]
+        assert same_value(state["step"], reference["step"])
+        assert same_value(state["exp_avg"], reference["exp_avg"].to(dtype))
+        assert same_value(state["exp_avg_sq"], reference["exp_avg_sq"].to(dtype))
+    train_alone(low, 7, 8)
+    fp32_twin(twins)
+    twins.updated.clear()
+    twins.attach()  # and once more
+    twins.train(2)
+
+
+# Weights that somebody writes ----------------------------------------------------------------------------------------
+
+
+def write_some(model: nn.Module) -> None:
+    """What a user does who loads other weights; some of them are what they were."""
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    state["weight"][::2] = 0.25
+    state["long"].fill_(-1.5)
+    state["scale"].fill_(3.0)
+    model.load_state_dict(state)
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+@pytest.mark.parametrize("policy", [SMALL, WHOLE], ids=["cut", "whole"])
+def test_written_weights_win_and_the_others_keep_their_precision(dtype: torch.dtype, policy: OffloadPolicy) -> None:
+    twins = make_twins(Zoo, adamw, "fp32", dtype, policy=policy)
+    twins.train(3)
+    write_some(twins.low.model)
+    for one, other in zip(twins.full.params.values(), twins.low.params.values(), strict=True):
+        with torch.no_grad():
+            one.copy_(torch.where(one.to(dtype) == other, one, other.float()))
+    twins.train(3)
+    twins.assert_trained()
+
+
+def test_weights_written_before_the_first_step_are_where_masters_start() -> None:
+    for kind in ("fp32", "remainder"):
+        twins = make_twins(Zoo, adamw, kind)
+        write_some(twins.low.model)
+        for one, other in zip(twins.full.params.values(), twins.low.params.values(), strict=True):
+            one.data.copy_(other)
+        twins.train(3)
+
+
+# State dicts ---------------------------------------------------------------------------------------------------------
+
+
+def saved(run: Run) -> dict[str, Any]:
+    return copy.deepcopy({"model": run.model.state_dict(), "optimizer": run.optimizer.state_dict()})
+
+
+def resumed_from(checkpoint: dict[str, Any], twins: Twins, *, weights_first: bool = True) -> Twins:
+    """``twins`` with a fresh low-precision side, which has loaded ``checkpoint``."""
+    torch.manual_seed(1)
+    fresh = make_twins(Zoo, adamw, twins.kind, twins.low.dtype)
+    fresh.train(1)  # it had a state of its own
+    weights, state = (lambda: fresh.low.model.load_state_dict(checkpoint["model"])), checkpoint["optimizer"]
+    actions = [weights, lambda: fresh.low.optimizer.load_state_dict(state)]
+    for action in actions if weights_first else reversed(actions):
+        action()
+    fresh.full, fresh.steps = twins.full, twins.steps
+    load_own(fresh.full)
+    return fresh
+
+
+def load_own(run: Run) -> None:
+    """Changes nothing but the order in which torch lists the entries of a param group."""
+    run.optimizer.load_state_dict(saved(run)["optimizer"])
+
+
+@EVERY_FORMAT
+@pytest.mark.parametrize("weights_first", [True, False])
+def test_a_state_dict_goes_on_bitwise(kind: str, dtype: torch.dtype, weights_first: bool) -> None:
+    twins = make_twins(Zoo, adamw, kind, dtype)
+    twins.train(3)
+    checkpoint = saved(twins.low)
+    assert all(MASTER in state for state in checkpoint["optimizer"]["state"].values())
+    resumed = resumed_from(checkpoint, twins, weights_first=weights_first)
+    assert same_state(resumed.low.optimizer.state_dict(), checkpoint["optimizer"])
+    resumed.assert_same()
+    resumed.train(3)
+    resumed.assert_trained()
+
+
+@KINDS
+@pytest.mark.parametrize("policy", [SMALL, WHOLE], ids=["cut", "whole"])
+def test_its_own_state_dict_fits_where_some_parameters_had_no_gradient(kind: str, policy: OffloadPolicy) -> None:
+    twins = make_twins(Net, adamw, kind, policy=policy)
+    twins.train(2)
+    twins.each(load_own)
+    twins.assert_same()
+    twins.train(2)
+
+
+@KINDS
+def test_sgd_without_momentum_resumes(kind: str) -> None:
+    twins = make_twins(Zoo, lambda params: optim.SGD(params, lr=0.1), kind)
+    twins.train(3)
+    twins.each(load_own)
+    twins.assert_same()
+    twins.train(2)
+
+
+def test_missing_masters_are_made_from_the_parameters() -> None:
+    twins = make_twins(Zoo, adamw, "fp32")
+    twins.train(3)
+    checkpoint = saved(twins.low)
+    for state in checkpoint["optimizer"]["state"].values():
+        del state[MASTER]
+    for one, other in zip(twins.full.params.values(), twins.low.params.values(), strict=True):
+        one.data.copy_(other)
+    resumed = resumed_from(checkpoint, twins)
+    resumed.assert_same()
+    resumed.train(3)
+
+
+def without_master(state: dict[str, Any]) -> None:
+    del state[MASTER]
+
+
+def with_master_in(dtype: torch.dtype) -> Callable[[dict[str, Any]], None]:
+    def change(state: dict[str, Any]) -> None:
+        state[MASTER] = torch.zeros_like(state[MASTER], dtype=dtype)
+
+    return change
+
+
+def with_moments_in_bf16(state: dict[str, Any]) -> None:
+    state["exp_avg"] = state["exp_avg"].bfloat16()
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [
+        ("remainder", without_master, r"missing \['master_param'\]"),
+        (
+            "remainder",
+            with_master_in(torch.float32),
+            r"'master_param' should have .*torch\.int16.* got .*torch\.float32",
+        ),
+        ("fp32", with_master_in(torch.int16), r"'master_param' should have .*torch\.float32.* got .*torch\.int16"),
+        ("fp32", with_master_in(torch.bfloat16), r"'master_param' should have .*torch\.float32.* got .*bfloat16"),
+        ("fp32", with_moments_in_bf16, r"'exp_avg' should have .*torch\.float32.* got .*torch\.bfloat16"),
+    ],
+    ids=["missing", "fp32 for remainders", "remainders for fp32", "rounded master", "rounded moments"],
+)
+def test_another_format_is_refused_and_changes_nothing(
+    kind: str, change: Callable[[dict[str, Any]], None], message: str
+) -> None:
+    twins = make_twins(Zoo, adamw, kind)
+    twins.train(2)
+    state_dict = copy.deepcopy(twins.low.optimizer.state_dict())
+    for state in state_dict["state"].values():
+        change(state)
+    with pytest.raises(ValueError, match=message):
+        twins.low.optimizer.load_state_dict(state_dict)
+    twins.assert_same()
+    twins.train(2)
+
+
+def test_masters_without_the_policy_are_refused() -> None:
+    """A checkpoint with masters says more than a bf16 optimizer can keep."""
+    twins = make_twins(Zoo, adamw, "fp32")
+    twins.train(1)
+    other = Zoo().bfloat16()
+    optimizer = attach(adamw(other.parameters()))
+    with pytest.raises(ValueError, match=r"extra \['master_param'\]"):
+        optimizer.load_state_dict(copy.deepcopy(twins.low.optimizer.state_dict()))
+
+
+@KINDS
+def test_a_step_that_stopped_half_way_is_mended_by_a_load(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    twins = make_twins(Zoo, lambda params: adamw(params, foreach=False), kind)
+    twins.train(3)
+    checkpoint = saved(twins.low)
+    adam = importlib.import_module("torch.optim.adam")  # torch.optim hides it
+    single, calls = adam._single_tensor_adam, []
+
+    def fail_in_the_fourth_bucket(*args: Any, **kwargs: Any) -> None:
+        calls.append(args)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        single(*args, **kwargs)
+
+    twins.low.optimizer.zero_grad()
+    gradients(twins.low, 9)
+    monkeypatch.setattr(adam, "_single_tensor_adam", fail_in_the_fourth_bucket)
+    with pytest.raises(KeyboardInterrupt):
+        twins.low.optimizer.step()
+    monkeypatch.undo()
+    with pytest.raises(RuntimeError, match="half updated"):
+        twins.low.optimizer.step()
+    twins.low.model.load_state_dict(checkpoint["model"])
+    twins.low.optimizer.load_state_dict(checkpoint["optimizer"])
+    load_own(twins.full)
+    twins.assert_same()
+    twins.train(3)
+
+
+# Refused -------------------------------------------------------------------------------------------------------------
+
+
+class Unknown(optim.SGD):
+    """A subclass may do anything in its step."""
+
+
+@pytest.mark.parametrize("kind", ["fp32", "remainder"])
+@pytest.mark.parametrize("cls", [optim.Muon, optim.Adafactor, Unknown], ids=lambda cls: cls.__name__)
+def test_optimizers_that_cannot_run_on_masters_are_refused(kind: str, cls: type[optim.Optimizer]) -> None:
+    optimizer = cls([nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))], lr=0.1)
+    with pytest.raises(ValueError, match=f"master_weights='{kind}'.*{cls.__name__}"):
+        attach(optimizer, policy=OffloadPolicy(master_weights=kind))
+    assert type(optimizer) is cls
+
+
+def test_remainders_of_fp16_are_refused_by_name() -> None:
+    model = nn.Module()
+    model.low = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    model.of_fp16 = nn.Parameter(torch.ones(3, dtype=torch.float16))
+    with pytest.raises(ValueError, match=r"'remainder'.*1 parameters are fp16 \(of_fp16\).*'fp32'"):
+        attach(adamw(model.parameters()), model=model, policy=OffloadPolicy(master_weights="remainder"))
+
+
+@pytest.mark.parametrize("value", ["bf16", "", True, None, 32])
+def test_other_values_are_refused(value: Any) -> None:
+    with pytest.raises((ValueError, TypeError), match=r"master_weights must be one of .*'none', 'fp32', 'remainder'"):
+        OffloadPolicy(master_weights=value)
+
+
+# The harness ---------------------------------------------------------------------------------------------------------
+
+
+@KINDS
+def test_a_single_wrong_bit_is_found(kind: str) -> None:
+    twins = make_twins(Zoo, adamw, kind)
+    twins.train(2)
+    param = twins.low.params["weight"]
+    state = twins.low.optimizer.state[param]
+    for changed in (param.data, state[MASTER], state["exp_avg"], twins.full.params["weight"].data):
+        bits = changed.view(-1)[700:701].view(torch.int32 if changed.dtype is torch.float32 else torch.int16)
+        bits ^= 1
+        with pytest.raises(AssertionError, match="weight"):
+            twins.assert_same()
+        bits ^= 1
+        twins.assert_same()
+    assert_at_home(twins.low.optimizer)

@@ -1,0 +1,913 @@
+"""``get_optimizer_state_dict`` and ``set_optimizer_state_dict``: the layout of torch's, and none of its traps."""
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.state_dict import StateDictOptions
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict as torch_get
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.optim import Optimizer
+
+from fsdp_offload import OffloadPolicy, offload_optimizer
+from fsdp_offload.checkpoint import (
+    ShardTensor,
+    chunks_of,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+    with_chunks,
+)
+from fsdp_offload.checkpoint import load as checked_load
+from fsdp_offload.torch_compat.dtensor import local_shard, over_local, over_part
+from tests.cpu.test_state_dict import adamw, assert_same, assert_same_runs, is_home, rmsprop, sgd
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:offload_optimizer. The parameters are on the CPU:UserWarning",
+    "ignore:offload_optimizer. The largest bucket that cannot be cut:UserWarning",
+)
+
+POLICY = OffloadPolicy(bucket_bytes=2048)
+
+MakeOptimizer = Callable[[Iterable[Any]], Optimizer]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Net(nn.Module):
+    """Two layers that are trained, one that is frozen, and one that is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(16, 32)
+        self.norm = nn.LayerNorm(32)
+        self.down = nn.Linear(32, 4)
+        self.frozen = nn.Linear(2, 2).requires_grad_(False)
+        self.unused = nn.Linear(3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.norm(self.up(x)).relu())
+
+
+USED = ["up.weight", "up.bias", "norm.weight", "norm.bias", "down.weight", "down.bias"]
+
+
+def by_dimension(net: nn.Module) -> list[dict[str, Any]]:
+    params = list(net.parameters())
+    return [
+        {"params": [param for param in params if param.dim() > 1]},
+        {"params": [param for param in params if param.dim() < 2], "weight_decay": 0.0},
+    ]
+
+
+class Run:
+    """A model with an optimizer; offloaded or not; the same start for the same seed."""
+
+    def __init__(
+        self,
+        make: MakeOptimizer = adamw,
+        *,
+        offload: bool = True,
+        seed: int = 0,
+        dtype: torch.dtype = torch.float32,
+        groups: Callable[[nn.Module], Any] = by_dimension,
+        prepare: Callable[[Net], Any] = lambda net: None,
+    ) -> None:
+        torch.manual_seed(seed)
+        self.model = Net().to(dtype)
+        self.model.norm.float()
+        prepare(self.model)
+        self.optimizer = make(groups(self.model))
+        if offload:
+            offload_optimizer(self.optimizer, model=self.model, policy=POLICY)
+
+    def backward(self, step: int) -> None:
+        batch = torch.randn(8, 16, generator=torch.Generator().manual_seed(step))
+        weight = self.model.up.weight
+        hidden = self.model.norm(self.model.up(batch.to(weight.dtype)).float())
+        self.model.down(hidden.relu().to(weight.dtype)).float().pow(2).sum().backward()
+
+    def train(self, *steps: int) -> "Run":
+        for step in steps:
+            self.optimizer.zero_grad()
+            self.backward(step)
+            self.optimizer.step()
+        return self
+
+    def params(self) -> dict[str, Tensor]:
+        return dict(self.model.named_parameters())
+
+    def state(self, name: str) -> dict[str, Any]:
+        return self.optimizer.state[self.params()[name]]
+
+    def weights_from(self, other: "Run") -> "Run":
+        self.model.load_state_dict(copy.deepcopy(other.model.state_dict()))
+        return self
+
+    def get(self, **options: Any) -> dict[str, Any]:
+        return get_optimizer_state_dict(self.model, self.optimizer, **options)
+
+    def set(self, state: dict[str, Any], **options: Any) -> None:
+        set_optimizer_state_dict(self.model, self.optimizer, state, **options)
+
+
+NESTED: dict[str, Any] = {}
+FLAT: dict[str, Any] = {"flatten_optimizer_state_dict": True}
+FORMS = pytest.mark.parametrize("form", [NESTED, FLAT], ids=["nested", "flattened"])
+
+
+def save(run: Run, folder: Path, **options: Any) -> None:
+    dcp.save({"optimizer": run.get(**options)}, checkpoint_id=folder)
+
+
+def load(run: Run, folder: Path, *, partial: bool = False, **options: Any) -> None:
+    """As a fresh process does; ``partial``: what the checkpoint lacks is left as it is."""
+    state = {"optimizer": run.get(for_load=True, **options)}
+    dcp.load(state, checkpoint_id=folder, planner=DefaultLoadPlanner(allow_partial_load=partial))
+    run.set(state["optimizer"])
+
+
+def all_used(net: Net) -> None:
+    del net.frozen, net.unused
+
+
+# Nothing is made up --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+@pytest.mark.parametrize("make", [adamw, sgd, rmsprop])
+@FORMS
+def test_it_is_what_torch_gives_without_offload(make: MakeOptimizer, steps: int, form: dict[str, Any]) -> None:
+    """Where torch makes nothing up: there is state, or there is a gradient."""
+    plain, ours = (Run(make, offload=offload, prepare=all_used).train(*range(steps)) for offload in (False, True))
+    for run in (plain, ours):
+        run.backward(9)
+    options = StateDictOptions(flatten_optimizer_state_dict=bool(form))
+    assert_same(sorted_keys(ours.get(**form)), sorted_keys(torch_get(plain.model, plain.optimizer, options=options)))
+
+
+@FORMS
+def test_copies_stay_what_they_were(form: dict[str, Any]) -> None:
+    """Without them, the tensors are homes, and the next step changes them."""
+    run = Run().train(0, 1)
+    homes, copied = run.get(**form), run.get(**form, cpu_offload=True)
+    expected = copy.deepcopy(homes)
+    assert_same(copied, expected)
+    run.train(2)
+    assert_same(copied, expected)
+    assert_same(homes, run.get(**form))
+    run.set(copied)
+    assert_same(run.get(**form), expected)
+
+
+def test_copies_are_not_for_loading() -> None:
+    with pytest.raises(ValueError, match="loaded into copies never arrives"):
+        Run().get(for_load=True, cpu_offload=True)
+
+
+def sorted_keys(value: Any) -> Any:
+    """Keys say it all; where they stand does not matter to anyone."""
+    if isinstance(value, dict):
+        return {key: sorted_keys(value[key]) for key in sorted(value)}
+    return [sorted_keys(item) for item in value] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize("for_load", [False, True])
+@FORMS
+def test_a_fresh_optimizer_stays_fresh(for_load: bool, form: dict[str, Any]) -> None:
+    """torch's function runs a step of its own here, with gradients of its own."""
+    run = Run()
+    steps: list[Any] = []
+    run.optimizer.register_step_pre_hook(lambda *args: steps.append(args))
+    params, groups = copy.deepcopy(run.params()), copy.deepcopy(run.optimizer.param_groups)
+    state = run.get(for_load=for_load, **form)
+    assert not steps
+    assert len(run.optimizer.state) == 0
+    assert all(param.grad is None for param in run.params().values())
+    assert_same({name: param.detach() for name, param in run.params().items()}, detached(params))
+    assert [list(group) for group in groups] == [list(group) for group in run.optimizer.param_groups]
+    assert any("exp_avg" in str(key) for key in [*state, *state.get("state", {}).get("up.weight", {})]) == for_load
+    assert_same_runs(run.train(0, 1), Run(offload=False).train(0, 1))
+
+
+def detached(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach() for name, tensor in tensors.items()}
+
+
+def test_a_fresh_optimizer_has_no_state_to_save() -> None:
+    assert Run().get()["state"] == {}
+    assert not [key for key in Run().get(**FLAT) if key.startswith("state.")]
+
+
+def test_frozen_and_unused_parameters_have_no_state_but_are_in_the_groups() -> None:
+    run = Run().train(0)
+    state = run.get()
+    assert sorted(state["state"]) == sorted(USED)
+    assert {fqn for group in state["param_groups"] for fqn in group["params"]} == run.params().keys()
+    assert run.get(for_load=True)["state"].keys() == {*USED, "unused.weight", "unused.bias"}  # frozen has no room
+
+
+@FORMS
+def test_a_layer_that_has_thawed_before_the_load(tmp_path: Path, form: dict[str, Any]) -> None:
+    """It was frozen when the optimizer was attached, and has state in the checkpoint."""
+
+    def thaw(run: Run) -> Run:
+        run.model.up.requires_grad_(True)
+        return run
+
+    def frozen(net: Net) -> None:
+        all_used(net)
+        net.up.requires_grad_(False)
+
+    saved = thaw(Run(prepare=frozen).train(0)).train(1, 2)
+    save(saved, tmp_path, **form)
+    resumed = thaw(Run(prepare=frozen, seed=1)).weights_from(saved)
+    load(resumed, tmp_path, **form)
+    saved.train(3)
+    resumed.train(3)
+    assert_same(dict(saved.model.state_dict()), dict(resumed.model.state_dict()))
+    for name in saved.params():  # whose order is that of the first gradients
+        assert_same(dict(saved.state(name)), dict(resumed.state(name)))
+
+
+def test_templates_are_the_homes_themselves() -> None:
+    run = Run().train(0)
+    for form in (NESTED, {"for_load": True}):
+        state = run.get(**form)["state"]["up.weight"]
+        assert state["exp_avg"].data_ptr() == run.state("up.weight")["exp_avg"].data_ptr()
+
+
+def test_right_after_an_evaluation() -> None:
+    """FSDP2's root is gathered then, and a model's parameters are not those of the optimizer."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
+    fully_shard(net, mesh=init_device_mesh("cpu", (1,)))
+    optimizer = torch.optim.AdamW(net.parameters())
+    offload_optimizer(optimizer, model=net, policy=POLICY)
+    net(torch.ones(2, 6)).sum().backward()
+    optimizer.step()
+    before = copy.deepcopy(get_optimizer_state_dict(net, optimizer))
+    assert sorted(before["state"]) == ["0.bias", "0.weight", "1.bias", "1.weight"]
+    for form in (NESTED, FLAT):
+        with torch.no_grad():
+            net(torch.ones(2, 6))
+        assert any(type(param) is nn.Parameter and not isinstance(param.data, DTensor) for param in net.parameters())
+        state = get_optimizer_state_dict(net, optimizer, **form)
+        with torch.no_grad():
+            net(torch.ones(2, 6))
+        set_optimizer_state_dict(net, optimizer, state)
+    after = get_optimizer_state_dict(net, optimizer)
+    assert before["state"].keys() == after["state"].keys()
+    for fqn, state in before["state"].items():
+        for name, value in state.items():
+            assert torch.equal(local_shard(after["state"][fqn][name]), local_shard(value)), (fqn, name)
+
+
+# From a file ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [adamw, sgd, rmsprop])
+@pytest.mark.parametrize("steps_before", [0, 2], ids=["fresh", "used"])
+@FORMS
+def test_a_run_resumes(tmp_path: Path, make: MakeOptimizer, steps_before: int, form: dict[str, Any]) -> None:
+    saver = Run(make, prepare=all_used).train(0, 1)
+    save(saver, tmp_path, **form)
+    resumed = Run(make, seed=1, prepare=all_used).train(*range(5, 5 + steps_before)).weights_from(saver)
+    load(resumed, tmp_path, **form)
+    assert is_home(resumed)
+    assert_same_runs(resumed, saver)
+    assert_same_runs(resumed.train(2, 3), Run(make, offload=False, prepare=all_used).train(0, 1, 2, 3))
+
+
+@FORMS
+def test_parameters_that_were_never_used_resume_without_state(tmp_path: Path, form: dict[str, Any]) -> None:
+    saver = Run().train(0, 1)
+    save(saver, tmp_path, **form)
+    resumed = Run(seed=1).weights_from(saver)
+    load(resumed, tmp_path, partial=True, **form)
+    assert {name for name, param in resumed.params().items() if param in resumed.optimizer.state} == set(USED)
+    assert_same_runs(resumed.train(2), Run(offload=False).train(0, 1, 2))
+
+
+@FORMS
+@pytest.mark.parametrize("steps_before", [0, 2], ids=["fresh", "used"])
+def test_a_checkpoint_from_before_the_first_step_gives_no_state(
+    tmp_path: Path, steps_before: int, form: dict[str, Any]
+) -> None:
+    save(Run(), tmp_path, **form)
+    run = Run(seed=1).train(*range(steps_before))
+    state = {"optimizer": run.get(for_load=True, **form)}
+    checked_load(state, checkpoint_id=tmp_path)
+    run.set(state["optimizer"])
+    assert len(run.optimizer.state) == 0
+
+
+def test_a_load_goes_home_without_a_copy(tmp_path: Path) -> None:
+    saver, resumed = Run(prepare=all_used).train(0), Run(seed=1, prepare=all_used)
+    save(saver, tmp_path)
+    state = {"optimizer": resumed.get(for_load=True)}
+    addresses = {fqn: values["exp_avg"].data_ptr() for fqn, values in state["optimizer"]["state"].items()}
+    dcp.load(state, checkpoint_id=tmp_path)
+    resumed.set(state["optimizer"])
+    assert {fqn: resumed.state(fqn)["exp_avg"].data_ptr() for fqn in addresses} == addresses
+
+
+# Loads that would be silently wrong ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("steps_before", [0, 1], ids=["fresh", "used"])
+@FORMS
+def test_a_load_that_matched_nothing_is_an_error(tmp_path: Path, steps_before: int, form: dict[str, Any]) -> None:
+    save(Run().train(0, 1), tmp_path, **form)
+    run = Run(seed=1).train(*range(steps_before))
+    state = {"optim": run.get(for_load=True, **form)}  # saved as "optimizer"
+    dcp.load(state, checkpoint_id=tmp_path, planner=DefaultLoadPlanner(allow_partial_load=True))
+    with pytest.raises(ValueError, match=r"nothing was loaded.*up\.weight"):
+        run.set(state["optim"])
+    assert len(run.optimizer.state) == (len(USED) if steps_before else 0)
+    assert_same_runs(run.train(2), Run(offload=False, seed=1).train(*range(steps_before), 2))
+
+
+def without(name: str, state: dict[str, Any], fqn: str = "up.weight") -> dict[str, Any]:
+    """A nested state dict in which one value of one parameter is missing."""
+    left = {key: value for key, value in state["state"][fqn].items() if key != name}
+    return {**state, "state": {**state["state"], fqn: left}}
+
+
+@pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq", "step"])
+def test_a_parameter_that_was_filled_in_part_is_an_error(tmp_path: Path, name: str) -> None:
+    saver = Run().train(0, 1)
+    dcp.save({"optimizer": without(name, saver.get())}, checkpoint_id=tmp_path)
+    run = Run(seed=1)
+    with pytest.raises(ValueError, match=rf"of the state of up\.weight, \['{name}'\] was not loaded"):
+        load(run, tmp_path, partial=True)
+    assert len(run.optimizer.state) == 0
+    assert_same_runs(run.train(0), Run(offload=False, seed=1).train(0))
+
+
+def test_a_template_that_lacks_a_value_is_an_error() -> None:
+    saver, run = Run().train(0), Run(seed=1)
+    with pytest.raises(ValueError, match=r"up\.weight should have .*missing \['exp_avg'\]"):
+        run.set(without("exp_avg", saver.get()))
+    assert len(run.optimizer.state) == 0
+
+
+@pytest.mark.parametrize("trained_since", [False, True])
+def test_templates_that_were_not_used_are_forgotten(trained_since: bool) -> None:
+    """There was no checkpoint after all; later the state goes out and in again."""
+    run = Run(prepare=all_used).train(0)
+    run.get(for_load=True)
+    if trained_since:
+        run.train(1)
+    run.set(run.get())
+    assert_same_runs(run, Run(offload=False, prepare=all_used).train(*range(2 if trained_since else 1)))
+
+
+def test_what_it_is_not_is_refused() -> None:
+    run = Run().train(0)
+    for state in ({}, {"model": 1}, {"state": {}, "params": []}):
+        with pytest.raises(ValueError, match=r"expected \{'state'"):
+            run.set(state)
+    with pytest.raises(ValueError, match=r"the state dict lacks parameters of the optimizer: up\.weight"):
+        run.set({"state": {}, "param_groups": []})
+
+
+# dtypes --------------------------------------------------------------------------------------------------------------
+
+
+class WideMoments(Optimizer):
+    """Adam whose moments are fp32 whatever the parameters are; its counter is a number."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99)})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                if not state:
+                    state["count"] = 0
+                    state["exp_avg"] = torch.zeros_like(param, dtype=torch.float32)
+                    state["exp_avg_sq"] = torch.zeros_like(param, dtype=torch.float32)
+                state["count"] += 1
+                adam(param, param.grad, state, state["count"], group)
+
+
+def adam(target: Tensor, grad: Tensor, state: dict[str, Any], count: int, group: dict[str, Any]) -> None:
+    grad = grad.float()
+    beta1, beta2 = group["betas"]
+    state["exp_avg"].lerp_(grad, 1 - beta1)
+    state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+    denominator = (state["exp_avg_sq"] / (1 - beta2**count)).sqrt_().add_(1e-8)
+    update = state["exp_avg"] / (1 - beta1**count) / denominator
+    target.copy_(target.float() - group["lr"] * update)
+
+
+@FORMS
+def test_fp32_state_of_bf16_parameters_keeps_its_bits(tmp_path: Path, form: dict[str, Any]) -> None:
+    saver = Run(WideMoments, dtype=torch.bfloat16, prepare=all_used).train(0, 1)
+    save(saver, tmp_path, **form)
+    resumed = Run(WideMoments, dtype=torch.bfloat16, seed=1, prepare=all_used).weights_from(saver)
+    load(resumed, tmp_path, **form)
+    moment = resumed.state("up.weight")["exp_avg"]
+    assert moment.dtype is torch.float32
+    assert not torch.equal(moment, moment.bfloat16().float())  # a cast would have shown
+    assert resumed.state("up.weight")["count"] == 2
+    assert_same_runs(resumed, saver)
+    plain = Run(WideMoments, offload=False, dtype=torch.bfloat16, prepare=all_used)
+    assert_same_runs(resumed.train(2), plain.train(0, 1, 2))
+
+
+def test_another_dtype_is_refused() -> None:
+    saver, run = Run().train(0), Run(seed=1)
+    state = saver.get()
+    state["state"]["up.weight"] = {**state["state"]["up.weight"], "exp_avg": torch.zeros(32, 16, dtype=torch.bfloat16)}
+    with pytest.raises(ValueError, match=r"up\.weight, 'exp_avg' .*torch\.float32.*got .*torch\.bfloat16"):
+        run.set(state)
+    assert len(run.optimizer.state) == 0
+
+
+# Several optimizers --------------------------------------------------------------------------------------------------
+
+
+class TwoOptimizers:
+    """One for the matrices, another for the vectors, of one model."""
+
+    def __init__(self, *, offload: bool = True, seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        self.model = Net()
+        all_used(self.model)
+        matrices, vectors = by_dimension(self.model)
+        self.optimizers = [adamw([matrices]), sgd([vectors])]
+        for optimizer in self.optimizers if offload else ():
+            offload_optimizer(optimizer, model=self.model, policy=POLICY)
+
+    def train(self, *steps: int) -> "TwoOptimizers":
+        for step in steps:
+            batch = torch.randn(8, 16, generator=torch.Generator().manual_seed(step))
+            self.model.zero_grad()
+            self.model(batch).pow(2).sum().backward()
+            for optimizer in self.optimizers:
+                optimizer.step()
+        return self
+
+
+def assert_same_pairs(one: TwoOptimizers, other: TwoOptimizers) -> None:
+    assert_same(dict(one.model.state_dict()), dict(other.model.state_dict()))
+    for ours, theirs in zip(one.optimizers, other.optimizers, strict=True):
+        assert_same(ours.state_dict(), theirs.state_dict())
+
+
+@FORMS
+def test_several_optimizers_share_a_state_dict(tmp_path: Path, form: dict[str, Any]) -> None:
+    saver, resumed = TwoOptimizers().train(0, 1), TwoOptimizers(seed=1)
+    plain = TwoOptimizers(offload=False).train(0, 1)
+    state = get_optimizer_state_dict(saver.model, saver.optimizers, **form)
+    options = StateDictOptions(flatten_optimizer_state_dict=bool(form))
+    assert_same(sorted_keys(state), sorted_keys(torch_get(plain.model, tuple(plain.optimizers), options=options)))
+    dcp.save({"optimizer": state}, checkpoint_id=tmp_path)
+    loaded = {"optimizer": get_optimizer_state_dict(resumed.model, resumed.optimizers, for_load=True, **form)}
+    dcp.load(loaded, checkpoint_id=tmp_path)
+    resumed.model.load_state_dict(copy.deepcopy(saver.model.state_dict()))
+    set_optimizer_state_dict(resumed.model, iter(resumed.optimizers), loaded["optimizer"])
+    assert_same_pairs(resumed, saver)
+    assert_same_pairs(resumed.train(2), plain.train(2))
+
+
+def test_one_of_several_optimizers_takes_its_part() -> None:
+    saver, run = TwoOptimizers().train(0), TwoOptimizers(seed=1)
+    state = get_optimizer_state_dict(saver.model, saver.optimizers)
+    with pytest.raises(ValueError, match="parameters that the optimizer has not"):
+        set_optimizer_state_dict(run.model, run.optimizers[1], state)
+    set_optimizer_state_dict(run.model, run.optimizers[1], state, strict=False)
+    assert len(run.optimizers[0].state) == 0
+    assert_same(run.optimizers[1].state_dict(), saver.optimizers[1].state_dict())
+
+
+def test_if_one_of_several_refuses_none_is_loaded() -> None:
+    saver, run = TwoOptimizers().train(0, 1), TwoOptimizers(seed=1).train(5)
+    state = get_optimizer_state_dict(saver.model, saver.optimizers)
+    state["state"]["up.bias"] = {"momentum_buffer": torch.zeros(31)}
+    before = [copy.deepcopy(optimizer.state_dict()) for optimizer in run.optimizers]
+    with pytest.raises(ValueError, match=r"up\.bias, 'momentum_buffer'"):
+        set_optimizer_state_dict(run.model, run.optimizers, state)
+    for optimizer, untouched in zip(run.optimizers, before, strict=True):
+        assert_same(optimizer.state_dict(), untouched)
+
+
+# Groups --------------------------------------------------------------------------------------------------------------
+
+
+def each_alone(net: nn.Module) -> list[dict[str, Any]]:
+    return [{"params": [param]} for param in reversed(list(net.parameters()))]
+
+
+def by_layer(net: Net) -> list[dict[str, Any]]:
+    return [{"params": list(net.down.parameters())}, {"params": [*net.up.parameters(), *net.norm.parameters()]}]
+
+
+@FORMS
+def test_parameters_may_be_grouped_anew(tmp_path: Path, form: dict[str, Any]) -> None:
+    """Each brings its hyperparameters, whichever group it is in now."""
+    saver = Run(prepare=all_used).train(0, 1)
+    save(saver, tmp_path, **FLAT)
+    resumed = Run(seed=1, prepare=all_used, groups=each_alone).weights_from(saver)
+    if form:
+        load(resumed, tmp_path, **form)
+    else:
+        resumed.set(saver.get())
+    assert len(resumed.optimizer.param_groups) == len(USED)
+    decays = {
+        name: group["weight_decay"]
+        for name, param in resumed.params().items()
+        for group in resumed.optimizer.param_groups
+        if group["params"][0] is param
+    }
+    assert decays == {name: 0.01 if name in ("up.weight", "down.weight") else 0.0 for name in USED}
+    plain = Run(offload=False, prepare=all_used).train(0, 1, 2)
+    resumed.train(2)
+    assert_same(detached(resumed.params()), detached(plain.params()))
+    for name in USED:
+        assert_same(resumed.state(name), plain.state(name))
+
+
+def test_one_group_of_different_hyperparameters_is_refused() -> None:
+    saver, run = Run(prepare=all_used).train(0), Run(seed=1, prepare=all_used, groups=by_layer)
+    with pytest.raises(ValueError, match=r"down\.weight and down\.bias are in one param group \(0\)"):
+        run.set(saver.get(**FLAT))
+    assert len(run.optimizer.state) == 0
+    assert [group["weight_decay"] for group in run.optimizer.param_groups] == [0.01, 0.01]
+
+
+def named(*layers: tuple[str, ...]) -> Callable[[nn.Module], list[dict[str, Any]]]:
+    """Groups of named parameters: torch then keeps ``param_names`` in each."""
+    return lambda net: [
+        {"params": [(name, param) for name, param in net.named_parameters() if name.split(".")[0] in group]}
+        for group in layers
+    ]
+
+
+@pytest.mark.parametrize("regroup", [("together", "apart"), ("apart", "together")], ids=" to ".join)
+@FORMS
+def test_named_parameters_may_be_grouped_anew(regroup: tuple[str, str], form: dict[str, Any]) -> None:
+    groups = {"together": named(("up", "norm", "down")), "apart": named(("up",), ("norm", "down"))}
+    saver, run = (Run(prepare=all_used, groups=groups[name]) for name in regroup)
+    saver.train(0)
+    before = [group["param_names"] for group in run.optimizer.param_groups]
+    run.set(saver.get(**form))
+    assert [group["param_names"] for group in run.optimizer.param_groups] == before
+
+
+@FORMS
+def test_hyperparameters_come_with_the_state(form: dict[str, Any]) -> None:
+    saver, run = Run().train(0), Run(seed=1)
+    saver.optimizer.param_groups[0] |= {"lr": 0.5, "betas": (0.8, 0.9), "initial_lr": 0.7}
+    run.set(copy.deepcopy(saver.get(**form)))
+    for ours, theirs in zip(run.optimizer.param_groups, saver.optimizer.param_groups, strict=True):
+        assert {k: v for k, v in ours.items() if k != "params"} == {k: v for k, v in theirs.items() if k != "params"}
+
+
+@FORMS
+def test_a_tensor_learning_rate_comes_with_the_state(tmp_path: Path, form: dict[str, Any]) -> None:
+    def tensor_lr(params: Iterable[Any]) -> Optimizer:
+        return torch.optim.AdamW(params, lr=torch.tensor(0.01))
+
+    saver, plain = (Run(tensor_lr, offload=offload, prepare=all_used).train(0) for offload in (True, False))
+    for run in (saver, plain):
+        for group in run.optimizer.param_groups:
+            group["lr"].fill_(0.25)
+    save(saver, tmp_path, **form)
+    resumed = Run(tensor_lr, seed=1, prepare=all_used).weights_from(saver)
+    load(resumed, tmp_path, **form)
+    assert [group["lr"].item() for group in resumed.optimizer.param_groups] == [0.25, 0.25]
+    assert resumed.optimizer.param_groups[0]["lr"] is not saver.optimizer.param_groups[0]["lr"]
+    assert_same_runs(resumed.train(1), plain.train(1))
+
+
+# strict --------------------------------------------------------------------------------------------------------------
+
+
+def only(state: dict[str, Any], *fqns: str) -> dict[str, Any]:
+    """A flattened state dict of some parameters."""
+    return {key: value for key, value in state.items() if key.split(".", 1)[1].rpartition(".")[0] in fqns}
+
+
+def test_missing_parameters_are_an_error_or_stay_as_they_are() -> None:
+    saver, run = Run().train(0, 1), Run(seed=1).train(5)
+    part = only(saver.get(**FLAT), "up.weight", "down.weight", "frozen.weight", "unused.weight")
+    before = copy.deepcopy(run.get())
+    with pytest.raises(ValueError, match=r"lacks parameters of the optimizer: up\.bias, norm\.weight"):
+        run.set(part)
+    assert_same(run.get(), before)
+    run.set(part, strict=False)
+    for name in USED:
+        expected = saver.get()["state"] if name in ("up.weight", "down.weight") else before["state"]
+        assert_same(run.get()["state"][name], expected[name])
+    assert is_home(run)
+
+
+def test_unknown_parameters_are_an_error_or_ignored() -> None:
+    saver, run = Run().train(0, 1), Run(seed=1)
+    state = saver.get()
+    state["state"]["elsewhere.weight"] = state["state"]["up.weight"]
+    with pytest.raises(ValueError, match=r"that the optimizer has not: elsewhere\.weight"):
+        run.set(state)
+    assert len(run.optimizer.state) == 0
+    run.set(state, strict=False)
+    assert_same(run.get()["state"], saver.get()["state"])
+
+
+# Names ---------------------------------------------------------------------------------------------------------------
+
+
+def compile_all(net: Net) -> nn.Module:
+    return torch.compile(net, backend="eager")
+
+
+def compile_a_layer(net: Net) -> nn.Module:
+    net.up = torch.compile(net.up, backend="eager")
+    return net
+
+
+def compile_in_place(net: Net) -> nn.Module:
+    net.compile(backend="eager")
+    return net
+
+
+def checkpoint_a_layer(net: Net) -> nn.Module:
+    net.up = checkpoint_wrapper(net.up)
+    return net
+
+
+def compile_a_checkpointed_layer(net: Net) -> nn.Module:
+    net.up = torch.compile(checkpoint_wrapper(net.up), backend="eager")
+    return net
+
+
+def data_parallel(net: Net) -> nn.Module:
+    return nn.parallel.DistributedDataParallel(net)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [compile_all, compile_a_layer, compile_in_place, checkpoint_a_layer, compile_a_checkpointed_layer, data_parallel],
+)
+@FORMS
+def test_names_are_those_without_wrappers(wrap: Callable[[Net], nn.Module], form: dict[str, Any]) -> None:
+    keys = []
+    for function in (get_optimizer_state_dict, torch_get):
+        torch.manual_seed(0)
+        net = Net()
+        all_used(net)
+        model = wrap(net)
+        optimizer = adamw(model.parameters())
+        if function is get_optimizer_state_dict:
+            offload_optimizer(optimizer, model=model, policy=POLICY)
+        net.down(net.norm(net.up(torch.ones(2, 16)))).sum().backward()
+        optimizer.step()
+        options = form if function is get_optimizer_state_dict else {"options": StateDictOptions(**form)}
+        state = function(model, optimizer, **options)
+        keys.append(sorted(state) if form else [sorted(state["state"]), state["param_groups"][0]["params"]])
+        if not form:
+            assert sorted(state["state"]) == sorted(USED)
+    assert keys[0] == keys[1]
+
+
+# Refusals and faults -------------------------------------------------------------------------------------------------
+
+
+def test_an_optimizer_that_is_not_offloaded_is_refused() -> None:
+    plain, ours = Run(offload=False).train(0), Run().train(0)
+    for given in (plain.optimizer, [plain.optimizer]):
+        with pytest.raises(
+            ValueError, match=r"get_optimizer_state_dict: this AdamW is not offloaded.*state_dict\.get_"
+        ):
+            get_optimizer_state_dict(plain.model, given)
+        with pytest.raises(
+            ValueError, match=r"set_optimizer_state_dict: this AdamW is not offloaded.*state_dict\.set_"
+        ):
+            set_optimizer_state_dict(plain.model, given, ours.get())
+
+
+def test_another_models_optimizer_is_refused() -> None:
+    run, other = Run().train(0), Run()
+    with pytest.raises(ValueError, match="10 parameters of the optimizer are not the model's"):
+        get_optimizer_state_dict(other.model, run.optimizer)
+    with pytest.raises(ValueError, match="10 parameters of the optimizer are not the model's"):
+        set_optimizer_state_dict(other.model, run.optimizer, other.get())
+
+
+class StumblingAdamW(WideMoments):
+    """Fails when it meets a gradient that is not finite, after it has updated others."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None and not torch.isfinite(param.grad).all():
+                    raise FloatingPointError("a gradient is not finite")
+        super().step()
+
+
+@pytest.mark.parametrize("steps_before", [0, 2])
+@FORMS
+def test_a_load_heals_a_failed_step(tmp_path: Path, steps_before: int, form: dict[str, Any]) -> None:
+    saver = Run(StumblingAdamW, prepare=all_used).train(0, 1)
+    save(saver, tmp_path, **form)
+    run = Run(StumblingAdamW, prepare=all_used).train(*range(steps_before))
+    run.optimizer.zero_grad()
+    run.backward(7)
+    run.model.down.bias.grad.fill_(torch.nan)
+    with pytest.raises(FloatingPointError):
+        run.optimizer.step()
+    for options in (NESTED, FLAT):
+        with pytest.raises(RuntimeError, match=r"FloatingPointError.*Load a checkpoint"):
+            run.get(**options)
+    run.weights_from(saver)
+    load(run, tmp_path, **form)
+    assert_same_runs(run, saver)
+    plain = Run(StumblingAdamW, offload=False, prepare=all_used)
+    assert_same_runs(run.train(2), plain.train(0, 1, 2))
+
+
+@FORMS
+def test_the_callers_state_dict_stays_as_it_was(form: dict[str, Any]) -> None:
+    saver, run = Run().train(0, 1), Run(seed=1)
+    state = copy.deepcopy(saver.get(**form))
+    kept = copy.deepcopy(state)
+    run.weights_from(saver).set(state)
+    assert_same(state, kept)
+    run.train(2, 3)
+    assert_same(state, kept)
+
+
+@pytest.mark.parametrize(
+    "for_load",
+    [False, True],
+)
+def test_state_dict_hooks_fire_once(for_load: bool) -> None:
+    run = Run().train(0)
+    fired: list[str] = []
+    run.optimizer.register_state_dict_pre_hook(lambda _: fired.append("before"))
+    run.optimizer.register_state_dict_post_hook(lambda *_: fired.append("after"))
+    run.get(for_load=for_load)
+    assert fired == ([] if for_load else ["before", "after"])
+
+
+# Ragged parameters ---------------------------------------------------------------------------------------------------
+
+
+RAGGED_SHAPE = (7, 3, 2)
+
+
+@pytest.fixture
+def ragged_mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (1,), mesh_dim_names=("dp_shard",))
+
+
+class RaggedRun:
+    """One parameter as Megatron-FSDP has it: a slice of a flat buffer, in mid-row at both ends. And an ordinary one."""
+
+    def __init__(self, mesh: DeviceMesh, begin: int, end: int, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        whole = torch.randn(RAGGED_SHAPE, generator=generator)
+        self.begin, self.end = begin, end
+        self.model = nn.Module()
+        stride = tuple(math.prod(RAGGED_SHAPE[dim + 1 :]) for dim in range(len(RAGGED_SHAPE)))
+        local = whole.flatten()[begin:end].clone()
+        options = {"run_check": False, "shape": whole.shape, "stride": stride}
+        weight: Any = nn.Parameter(DTensor.from_local(local, mesh, [Shard(0)], **options))
+        weight.megatron_fsdp_slice = slice(begin, end)
+        weight.megatron_fsdp_dist_index = SimpleNamespace(tp_dim=None)
+        self.model.weight = weight
+        self.model.scale = nn.Parameter(torch.ones(3))
+        self.optimizer = adamw(self.model.parameters())
+        offload_optimizer(self.optimizer, model=self.model, policy=POLICY)
+
+    def train(self, *steps: int) -> "RaggedRun":
+        for step in steps:
+            whole = torch.randn(RAGGED_SHAPE, generator=torch.Generator().manual_seed(step)).flatten()
+            self.model.weight.grad = over_local(self.model.weight, whole[self.begin : self.end].clone())
+            self.model.scale.grad = torch.full((3,), step + 1.0)
+            self.optimizer.step()
+        return self
+
+    def moments_exist(self) -> bool:
+        return self.model.weight in self.optimizer.state
+
+    def moments(self) -> dict[str, Tensor]:
+        state = self.optimizer.state[self.model.weight]
+        return {name: local_shard(state[name]) for name in ("exp_avg", "exp_avg_sq")}
+
+
+@FORMS
+def test_state_of_ragged_parameters_is_saved_and_loaded_in_chunks(
+    tmp_path: Path, ragged_mesh: DeviceMesh, form: dict[str, Any]
+) -> None:
+    saver = RaggedRun(ragged_mesh, 1, 41).train(0, 1)
+    dcp.save({"optimizer": get_optimizer_state_dict(saver.model, saver.optimizer, **form)}, checkpoint_id=tmp_path)
+    described = dcp.FileSystemReader(tmp_path).read_metadata().state_dict_metadata
+    for name, moment in saver.moments().items():
+        chunks = described[f"optimizer.state.weight.{name}"].chunks
+        wanted = chunks_of(RAGGED_SHAPE, (1, 41)).chunks
+        assert [(chunk.offsets, chunk.sizes) for chunk in chunks] == [chunk[:2] for chunk in wanted]
+        assert len(chunks) == 5
+        assert moment.any()
+    for begin, end in ((1, 41), (3, 29), (8, 9), (17, 17)):
+        run = RaggedRun(ragged_mesh, begin, end, seed=1)
+        addresses = [moment.data_ptr() for moment in homes(run)]
+        state = get_optimizer_state_dict(run.model, run.optimizer, for_load=True, **form)
+        dcp.load({"optimizer": state}, checkpoint_id=tmp_path)
+        set_optimizer_state_dict(run.model, run.optimizer, state)
+        for (name, moment), saved in zip(run.moments().items(), saver.moments().values(), strict=True):
+            assert torch.equal(moment, saved[begin - 1 : end - 1]), name
+            assert not isinstance(moment, ShardTensor)
+        assert [moment.data_ptr() for moment in run.moments().values()] == addresses
+        assert run.optimizer.state[run.model.weight]["step"] == 2
+
+
+def flat(run: RaggedRun, begin: int | None = None) -> dict[str, Any]:
+    """State as Megatron-LM's pull request 4623 keeps it: this rank's elements in one dimension, of all of them."""
+    weight, shape = run.model.weight, (math.prod(RAGGED_SHAPE),)
+    state = get_optimizer_state_dict(run.model, run.optimizer)
+    begin = run.begin if begin is None else begin
+    for name, moment in run.moments().items():
+        chunks = chunks_of(shape, (begin, begin + moment.numel()))
+        state["state"]["weight"][name] = with_chunks(over_part(weight, moment, shape), moment.clone(), chunks)
+    return state
+
+
+def test_flat_state_of_the_same_elements_is_taken(tmp_path: Path, ragged_mesh: DeviceMesh) -> None:
+    saver = RaggedRun(ragged_mesh, 1, 41).train(0, 1)
+    resumed = RaggedRun(ragged_mesh, 1, 41)
+    set_optimizer_state_dict(resumed.model, resumed.optimizer, flat(saver))
+    for name, moment in resumed.moments().items():
+        assert torch.equal(moment, saver.moments()[name])
+        assert moment.any()
+    other = RaggedRun(ragged_mesh, 1, 41)
+    with pytest.raises(ValueError, match=r"state of shape \(42,\) has \[\(\(2,\), \(40,\)\)\] on this rank"):
+        set_optimizer_state_dict(other.model, other.optimizer, flat(saver, begin=2))
+    assert not other.moments_exist()
+
+    # Saved so, it is loaded into state of the parameter's shape; here of fewer elements.
+    dcp.save({"optimizer": flat(saver)}, checkpoint_id=tmp_path)
+    size = dcp.FileSystemReader(tmp_path).read_metadata().state_dict_metadata["optimizer.state.weight.exp_avg"].size
+    assert size == (math.prod(RAGGED_SHAPE),)
+    part = RaggedRun(ragged_mesh, 8, 29)
+    state = get_optimizer_state_dict(part.model, part.optimizer, for_load=True)
+    checked_load({"optimizer": state}, checkpoint_id=tmp_path)
+    set_optimizer_state_dict(part.model, part.optimizer, state)
+    for name, moment in part.moments().items():
+        assert torch.equal(moment, saver.moments()[name][7:28])
+
+
+def test_a_flat_model_is_not_given_another_shape(tmp_path: Path) -> None:
+    dcp.save({"model": {"weight": torch.arange(6.0)}}, checkpoint_id=tmp_path)
+    with pytest.raises(CheckpointException, match=r"\(2, 3\), saved as \(6,\)"):
+        checked_load({"model": {"weight": torch.zeros(2, 3)}}, checkpoint_id=tmp_path)
+    dcp.save({"state": {"weight": {"exp_avg": torch.arange(6.0)}}}, checkpoint_id=tmp_path / "state")
+    state = {"state": {"weight": {"exp_avg": torch.zeros(2, 3)}}}
+    checked_load(state, checkpoint_id=tmp_path / "state")
+    assert torch.equal(state["state"]["weight"]["exp_avg"], torch.arange(6.0).view(2, 3))
+
+
+def homes(run: RaggedRun) -> list[Tensor]:
+    shard = run.optimizer._offload_engine.engine.plan.shards[run.model.weight]
+    return [local_shard(shard.homes[name]) for name in ("exp_avg", "exp_avg_sq")]
+
+
+def test_training_goes_on_with_ragged_state(tmp_path: Path, ragged_mesh: DeviceMesh) -> None:
+    saver = RaggedRun(ragged_mesh, 5, 33).train(0, 1)
+    state = get_optimizer_state_dict(saver.model, saver.optimizer)
+    assert isinstance(local_shard(state["state"]["weight"]["exp_avg"]), ShardTensor)
+    assert not isinstance(local_shard(saver.moments()["exp_avg"]), ShardTensor)
+    resumed = RaggedRun(ragged_mesh, 5, 33)
+    set_optimizer_state_dict(resumed.model, resumed.optimizer, state)
+    with torch.no_grad():
+        for param, other in zip(resumed.model.parameters(), saver.model.parameters(), strict=True):
+            local_shard(param).copy_(local_shard(other))
+    for run in (saver, resumed):
+        run.train(2, 3)
+    assert torch.equal(local_shard(resumed.model.weight), local_shard(saver.model.weight))
+    for name, moment in resumed.moments().items():
+        assert torch.equal(moment, saver.moments()[name])

@@ -1,0 +1,1094 @@
+"""Phases by hand: whatever is done in each of them, training is that of a plain optimizer, bit by bit.
+
+Random programs mix the phases with everything else (``test_overlap_programs.py``); here is what each of them promises.
+"""
+
+import copy
+import functools
+import inspect
+import itertools
+import re
+import sys
+import threading
+import warnings
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn, optim
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from fsdp_offload import OffloadedOptimizer, OffloadPolicy, reload_before, remove_offload
+from fsdp_offload.checkpoint import ArenaStager
+from fsdp_offload.engine import step as stepping
+from fsdp_offload.engine.engine import Engine
+from fsdp_offload.engine.executor import Pipeline
+from fsdp_offload.engine.homes import Plan
+from fsdp_offload.planning.schedule import Action
+from tests.async_writers import HeldWriter, Waits, copied
+from tests.cpu import test_async_save as saving
+from tests.cpu import test_state_edits as edits
+from tests.overlapping import POLICIES, SIZES, Loop, adamw, same
+from tests.parity import SMALL, Net, Pair, Run, Zoo, attach, leaves, make_pair, params_of
+from tests.policies import with_share
+
+RESIDENT = with_share(SMALL, staying=14_000)
+ALL_RESIDENT = with_share(SMALL, staying=1 << 20)
+PHASES = ("offload", "release", "reload")
+SEQUENCES = {
+    "none": (),
+    "leaving": ("offload",),
+    "away": ("offload", "release"),
+    "back": PHASES,
+    "back-unreleased": ("offload", "reload"),
+    "gone-again": (*PHASES, "offload"),
+    "repeated": ("release", "offload", "offload", "release", "release", "reload", "reload", "release"),
+}
+EVERY_SEQUENCE = pytest.mark.parametrize("phases", SEQUENCES.values(), ids=SEQUENCES)
+
+
+def go_through(optimizer: Optimizer, phases: Sequence[str]) -> None:
+    """Nothing for a plain optimizer, which has no phases."""
+    for phase in phases if isinstance(optimizer, OffloadedOptimizer) else ():
+        getattr(optimizer, f"{phase}_states")()
+
+
+def engine_of(optimizer: Optimizer) -> Engine:
+    return vars(optimizer)["_offload_engine"].engine
+
+
+def assert_on_host(optimizer: Optimizer) -> None:
+    """All state that moves is in host memory of ours, resident state included."""
+    plan = engine_of(optimizer).plan
+    regions = [(region.bytes.data_ptr(), region.nbytes) for region in plan.regions]
+    for param, shard in plan.shards.items():
+        for name in shard.homes.keys() & optimizer.state.get(param, {}).keys():
+            for leaf in leaves(optimizer.state[param][name]):
+                inside = any(begin <= leaf.data_ptr() < begin + nbytes for begin, nbytes in regions)
+                assert inside or leaf.numel() == 0, f"{name} of {shard.name} is not on the host"
+
+
+def adamw_of(params: Any) -> Optimizer:
+    return optim.AdamW(params, lr=0.02)
+
+
+def momentum(params: Any) -> Optimizer:
+    return optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+# reload_before -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Everything that is called, in order: optimizers that reload, and what callbacks note."""
+    noted: list[object] = []
+    reload = OffloadedOptimizer.reload_states
+
+    def noting(self: OffloadedOptimizer) -> None:
+        noted.append(self)
+        reload(self)
+
+    monkeypatch.setattr(OffloadedOptimizer, "reload_states", noting)
+    return noted
+
+
+def offloaded(policy: OffloadPolicy = ALL_RESIDENT) -> OffloadedOptimizer:
+    optimizer = attach(momentum([nn.Parameter(torch.ones(3))]), policy=policy)
+    assert isinstance(optimizer, OffloadedOptimizer)
+    return optimizer
+
+
+def take_step(optimizer: Optimizer, count: int = 1) -> None:
+    for _ in range(count):
+        for param in params_of(optimizer):
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+
+
+class Hooks:
+    """What frameworks bind: a function, a method, a partial, an object."""
+
+    def __init__(self, calls: list[object]) -> None:
+        self.calls = calls
+
+    def method(self, *args: object, **kwargs: object) -> str:
+        self.calls.append((args, kwargs))
+        return "result"
+
+    __call__ = method
+
+    def all(self) -> dict[str, Callable[..., Any]]:
+        def function(*args: object, **kwargs: object) -> str:
+            return self.method(*args, **kwargs)
+
+        return {
+            "function": function,
+            "method": self.method,
+            "partial": functools.partial(self.method, "bound", group="bound too"),
+            "partial of a partial": functools.partial(functools.partial(function, "bound"), "more"),
+            "object": self,
+        }
+
+
+@pytest.mark.parametrize("kind", Hooks([]).all())
+def test_a_callback_is_called_with_everything_after_the_reload(kind: str, calls: list[object]) -> None:
+    callback = Hooks(calls).all()[kind]
+    assert callback("model", None, grads=3) == "result"
+    expected = calls.pop()
+    optimizer = offloaded()
+    assert reload_before(callback, optimizer)("model", None, grads=3) == "result"
+    assert calls == [optimizer, expected]
+
+
+def test_an_object_that_has_every_attribute_is_fine(calls: list[object]) -> None:
+    class Anything:
+        def __getattr__(self, name: str) -> object:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            return object()
+
+        def __call__(self) -> int:
+            return 7
+
+    optimizer = offloaded()
+    wrapped = reload_before(Anything(), optimizer)
+    assert wrapped() == 7
+    assert calls == [optimizer]
+    assert reload_before(wrapped, optimizer) is wrapped
+
+
+def test_nothing_bound_is_fine(calls: list[object]) -> None:
+    optimizer = offloaded()
+    wrapped = reload_before(None, optimizer)
+    assert wrapped("model", tokens=4) is None
+    assert calls == [optimizer]
+    assert reload_before(wrapped, optimizer) is wrapped
+
+
+@pytest.mark.parametrize("kind", Hooks([]).all())
+def test_wrapped_again_it_is_the_same(kind: str, calls: list[object]) -> None:
+    optimizer = offloaded()
+    wrapped = reload_before(Hooks(calls).all()[kind], optimizer)
+    assert reload_before(wrapped, optimizer) is wrapped
+    wrapped()
+    assert calls[0] is optimizer
+    assert len(calls) == 2
+
+
+def test_more_bound_to_a_wrapper_does_not_hide_it(calls: list[object]) -> None:
+    """A framework may bind its groups into what it is given, and the user wrap that again."""
+    optimizer = offloaded()
+    bound = functools.partial(reload_before(Hooks(calls).method, optimizer), "groups")
+    again = reload_before(bound, optimizer)
+    again("model")
+    assert calls == [optimizer, (("groups", "model"), {})]
+
+
+def test_a_method_of_a_class_can_be_wrapped(calls: list[object]) -> None:
+    optimizer = offloaded()
+
+    class Trainer:
+        def finalize(self, *args: object) -> object:
+            return self, args
+
+    Trainer.finalize = reload_before(Trainer.finalize, optimizer)  # type: ignore[method-assign]
+    trainer = Trainer()
+    assert trainer.finalize(1) == (trainer, (1,))
+    assert reload_before(trainer.finalize, optimizer) == trainer.finalize
+    assert calls == [optimizer]
+
+
+@pytest.mark.parametrize("order", [*itertools.permutations(range(3)), (0, 1, 0, 2, 1, 0), (2, 2, 0, 1, 2)])
+def test_each_of_several_optimizers_reloads_once(order: tuple[int, ...], calls: list[object]) -> None:
+    optimizers = [offloaded() for _ in range(3)]
+    callback: Callable[..., Any] = Hooks(calls).method
+    for number in order:
+        callback = reload_before(callback, optimizers[number])
+    assert callback("model") == "result"
+    *reloaded, last = calls
+    assert last == (("model",), {})
+    assert sorted(map(id, reloaded)) == sorted(map(id, optimizers))
+
+
+def test_a_wrapper_looks_like_what_it_wraps() -> None:
+    def finalize_model_grads(model: list[nn.Module], num_tokens: int | None = None) -> None:
+        """Sum over ranks."""
+
+    wrapped = reload_before(finalize_model_grads, offloaded())
+    assert wrapped.__name__ == "finalize_model_grads"
+    assert wrapped.__doc__ == "Sum over ranks."
+    assert inspect.signature(wrapped) == inspect.signature(finalize_model_grads)
+
+
+def test_what_a_callback_raises_passes(calls: list[object]) -> None:
+    def callback() -> None:
+        raise KeyError("model")
+
+    optimizer = offloaded()
+    with pytest.raises(KeyError, match="model"):
+        reload_before(callback, optimizer)()
+    assert calls == [optimizer]
+
+
+def test_a_wrapper_keeps_nothing_alive_and_works_without_it(calls: list[object]) -> None:
+    optimizer = offloaded()
+    wrapped = reload_before(Hooks(calls).method, optimizer)
+    take_step(optimizer)
+    references = [weakref.ref(optimizer), weakref.ref(engine_of(optimizer)), weakref.ref(params_of(optimizer)[0])]
+    wrapped()
+    calls.clear()
+    del optimizer
+    assert [reference() for reference in references] == [None] * 3  # without the garbage collector
+    assert wrapped("model") == "result"
+    assert calls == [(("model",), {})]
+    assert reload_before(wrapped, offloaded())() == "result"
+
+
+def test_optimizers_that_are_gone_leave_no_wrappers_behind(calls: list[object]) -> None:
+    """A trainer that is made anew, around a configuration that stays, as in a search over hyperparameters."""
+    wrapped = reload_before(Hooks(calls).method, offloaded())
+    for _ in range(sys.getrecursionlimit()):
+        wrapped = reload_before(wrapped, offloaded())
+    assert wrapped("model") == "result"
+    assert calls == [(("model",), {})]
+
+
+def test_what_others_wrap_around_a_wrapper_stays(calls: list[object]) -> None:
+    ours = reload_before(Hooks(calls).method, offloaded())  # gone at once
+
+    @functools.wraps(ours)
+    def theirs(*args: Any, **kwargs: Any) -> Any:
+        calls.append("theirs")
+        return ours(*args, **kwargs)
+
+    optimizer = offloaded()
+    assert reload_before(theirs, optimizer)("model") == "result"
+    assert calls == [optimizer, "theirs", (("model",), {})]
+
+
+def test_a_plain_optimizer_is_left_alone(calls: list[object]) -> None:
+    optimizer = offloaded()
+    wrapped = reload_before(Hooks(calls).method, optimizer)
+    remove_offload(optimizer)
+    assert wrapped("model") == "result"
+    take_step(optimizer)
+    assert calls == [(("model",), {})]
+    with pytest.raises(TypeError, match=r"reload_before: this SGD is not offloaded; call offload_optimizer\(\) first"):
+        reload_before(wrapped, optimizer)
+    attach(optimizer)
+    wrapped()
+    assert calls[1:] == [optimizer, ((), {})]
+
+
+def warned(optimizer: Optimizer, steps: int, wrapped: Callable[[], Any] | None = None) -> list[int]:
+    """In which of so many steps, counted from 1, there was a warning."""
+    found = []
+    for number in range(1, steps + 1):
+        if wrapped is not None:
+            wrapped()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            take_step(optimizer)
+        found += [number for warning in caught if re.search("wrapped a hook that was not called", str(warning.message))]
+    return found
+
+
+def test_a_hook_that_nobody_calls_is_told_once() -> None:
+    optimizer = offloaded()
+    wrapped = reload_before(None, optimizer)
+    assert warned(optimizer, 7) == [3]
+    reload_before(wrapped, optimizer)  # as a loop that wraps in each iteration
+    assert warned(optimizer, 7) == []
+
+
+@pytest.mark.parametrize("first_call", [1, 2, 3])
+def test_a_hook_that_is_called_is_fine(first_call: int) -> None:
+    optimizer = offloaded()
+    wrapped = reload_before(None, optimizer)
+    assert warned(optimizer, first_call - 1) == []
+    assert warned(optimizer, 6, wrapped) == []
+
+
+def test_no_hook_no_warning() -> None:
+    assert warned(offloaded(), 6) == []
+
+
+def test_attached_anew_the_same_hook_is_watched_anew() -> None:
+    optimizer = offloaded()
+    wrapped = reload_before(None, optimizer)
+    assert warned(optimizer, 4, wrapped) == []
+    remove_offload(optimizer)
+    attach(optimizer)
+    assert reload_before(wrapped, optimizer) is wrapped
+    assert warned(optimizer, 6) == [3]
+
+
+def test_another_hook_later_is_watched_as_well() -> None:
+    optimizer = offloaded()
+    assert warned(optimizer, 4, reload_before(None, optimizer)) == []
+    reload_before(lambda: None, optimizer)
+    assert warned(optimizer, 6) == [3]
+
+
+def test_accelerates_wrapper_is_seen_through(calls: list[object]) -> None:
+    accelerate = pytest.importorskip("accelerate.optimizer")
+    optimizer = offloaded()
+    outer = object.__new__(accelerate.AcceleratedOptimizer)  # its __init__ wants an accelerator to be set up
+    outer.optimizer = optimizer
+    wrapped = reload_before(None, outer)
+    wrapped()
+    assert calls == [optimizer]
+    assert reload_before(wrapped, optimizer) is wrapped
+
+
+# Bytes ---------------------------------------------------------------------------------------------------------------
+
+
+def test_bytes_in_each_phase() -> None:
+    pair = make_pair(Zoo, adamw_of, policy=RESIDENT)
+    pair.train(2)
+    optimizer = pair.offloaded.optimizer
+    here = optimizer.offload_report()
+    assert 0 < here.resident_state_bytes <= 14_000
+    assert here.ring_bytes > 0
+    go_through(optimizer, ("offload", "release"))
+    away = optimizer.offload_report()
+    assert away.resident_state_bytes == away.ring_bytes == 0
+    assert away.host_state_bytes == here.host_state_bytes + here.resident_state_bytes
+    assert (
+        away.host_bytes >= here.host_bytes + here.resident_state_bytes
+    )  # taken when it first leaves, padding included
+    assert all(block.holders for block in engine_of(optimizer)._link._ring.values())
+    for phases in (("reload",), ("offload",), ("release", "reload")):
+        go_through(optimizer, phases)
+    back = optimizer.offload_report()
+    assert back.host_bytes == away.host_bytes  # and kept
+    assert (back.resident_state_bytes, back.host_state_bytes) == (here.resident_state_bytes, here.host_state_bytes)
+    pair.train(1)
+    assert optimizer.offload_report().ring_bytes == here.ring_bytes
+
+
+def test_nothing_grows_from_cycle_to_cycle() -> None:
+    pair = make_pair(Zoo, adamw_of, policy=RESIDENT)
+    pair.train(2)
+    optimizer = pair.offloaded.optimizer
+    go_through(optimizer, PHASES)
+    before = optimizer.offload_report()
+    homes = {shard: weakref.ref(shard.home) for shard in engine_of(optimizer).plan.resident_shards()}
+    go_through(optimizer, ("offload",))
+    assert all(home() is not None for home in homes.values())  # still read by the copies
+    go_through(optimizer, ("release",))
+    assert not any(home() for home in homes.values())
+    for _ in range(3):
+        go_through(optimizer, PHASES)
+        pair.train(1)
+    assert optimizer.offload_report().host_bytes == before.host_bytes
+    assert len(engine_of(optimizer).plan.regions) == 2
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_gradients_are_let_go_with_the_rest(mesh: DeviceMesh, name: str) -> None:
+    """What updates beside the model still read is kept beyond ``zero_grad``, but not beyond ``release_states``."""
+    loop = Loop(mesh, adamw, with_share(**SIZES, **POLICIES[name])).train(3)
+    loop.backward(3)
+    gradients = [weakref.ref(param.grad) for param in loop.model.parameters() if param.grad is not None]
+    loop.step()
+    go_through(loop.optimizer, ("offload", "release"))
+    assert not any(gradient() is not None for gradient in gradients)
+
+
+# State while it is away ----------------------------------------------------------------------------------------------
+
+
+@EVERY_SEQUENCE
+@pytest.mark.parametrize("policy", [SMALL, RESIDENT, ALL_RESIDENT], ids=["", "resident", "all-resident"])
+@pytest.mark.parametrize("make", [adamw_of, momentum])
+def test_state_is_right_at_every_moment(
+    make: Callable[[Any], Optimizer], policy: OffloadPolicy, phases: tuple[str, ...]
+) -> None:
+    pair = make_pair(Zoo, make, policy=policy)
+    pair.assert_same()
+    for _ in range(3):  # the first time, there is no state yet
+        for phase in phases:
+            go_through(pair.offloaded.optimizer, [phase])
+            pair.assert_same()
+        if engine_of(pair.offloaded.optimizer).phases.away:
+            assert_on_host(pair.offloaded.optimizer)
+        pair.train(2)
+    pair.assert_trained("empty")
+
+
+def write_in_place(run: Run) -> None:
+    for state in run.optimizer.state.values():
+        state["exp_avg"].mul_(0.5)
+        state["exp_avg_sq"].add_(1.0)
+        state["step"].add_(3.0)
+
+
+def exchange_all(run: Run) -> None:
+    for state in run.optimizer.state.values():
+        state["exp_avg"] = state["exp_avg"] * 0.25
+
+
+def forget_all(run: Run) -> None:
+    run.optimizer.state.clear()
+
+
+def forget_one(run: Run) -> None:
+    del run.optimizer.state[params_of(run.optimizer)[0]]
+
+
+def put_another_mapping(run: Run) -> None:
+    state = {param: copied(state) for param, state in run.optimizer.state.items()}
+    run.optimizer.state = defaultdict(dict, state)
+
+
+def swap_with_the_next(run: Run) -> None:
+    """One of them is resident, and the other is not."""
+    one, other = params_of(run.optimizer)[:2]
+    state = run.optimizer.state
+    state[one], state[other] = state[other], state[one]
+
+
+EDITS: tuple[Callable[[Run], None], ...] = (
+    *(write_in_place, exchange_all, forget_all, forget_one, put_another_mapping, swap_with_the_next),
+    *(edits.rotate_one_name, edits.exchange_within_a_parameter, edits.load_permuted),
+)
+
+
+@pytest.mark.parametrize("edit", EDITS)
+@EVERY_SEQUENCE
+@pytest.mark.parametrize("then", [(), ("offload",), ("reload", "offload", "release")], ids=str)
+def test_what_users_do_to_state(edit: Callable[[Run], None], phases: tuple[str, ...], then: tuple[str, ...]) -> None:
+    pair = make_pair(edits.Twins, adamw_of, policy=RESIDENT)
+    resident = [shard.resident for shard in engine_of(pair.offloaded.optimizer).plan.shards.values()]
+    assert resident[:2] == [True, False]
+    pair.train(3)
+    go_through(pair.offloaded.optimizer, phases)
+    pair.each(edit)
+    go_through(pair.offloaded.optimizer, then)
+    pair.train(2)
+
+
+@EVERY_SEQUENCE
+def test_state_of_another_shape_is_refused_as_in_a_step(phases: tuple[str, ...]) -> None:
+    """A phase that moves state has to take over what the user has put there."""
+    pair = make_pair(edits.Twins, adamw_of, policy=RESIDENT)
+    pair.train(2)
+    optimizer = pair.offloaded.optimizer
+    go_through(optimizer, phases)
+    state = optimizer.state[params_of(optimizer)[0]]
+    kept, state["exp_avg"] = state["exp_avg"], torch.ones(7)
+    was_away = engine_of(optimizer).phases.away
+    with pytest.raises(ValueError, match=r"expected local tensors .*\(40, 33\).*Nothing has been changed"):
+        go_through(optimizer, ["reload" if was_away else "offload"])
+    assert engine_of(optimizer).phases.away == was_away
+    state["exp_avg"] = kept
+    pair.train(2)
+
+
+def more_parameters(run: Run) -> None:
+    torch.manual_seed(1)
+    for number, size in enumerate((65, 700)):
+        name = f"more{number}_{len(run.params)}"
+        run.model.register_parameter(name, nn.Parameter(torch.randn(size)))
+        run.parts["start"][name] = run.params[name].detach().clone()
+        run.optimizer.add_param_group({"params": [run.params[name]], "lr": 0.01})
+
+
+@EVERY_SEQUENCE
+@pytest.mark.parametrize("policy", [RESIDENT, with_share(RESIDENT, staying=40_000)], ids=["full", "room"])
+def test_parameters_that_are_added(policy: OffloadPolicy, phases: tuple[str, ...]) -> None:
+    pair = make_pair(edits.Twins, adamw_of, policy=policy)
+    pair.train(2)
+    optimizer = pair.offloaded.optimizer
+    go_through(optimizer, phases)
+    pair.each(more_parameters)
+    plan, report = engine_of(optimizer).plan, optimizer.offload_report()
+    if engine_of(optimizer).phases.away:
+        places = [place for shard in plan.shards.values() for place in (shard.host_places or shard.places)]
+        assert all(shard.home in places for shard in plan.shards.values())
+        assert report.resident_state_bytes == 0
+        assert all(shard.host_places for shard in plan.resident_shards())
+    pair.train(2)
+    for phase in PHASES:
+        go_through(optimizer, [phase])
+        pair.assert_same()
+    pair.train(2)
+
+
+@EVERY_SEQUENCE
+def test_state_that_is_loaded_for_a_parameter_without(phases: tuple[str, ...]) -> None:
+    """A frozen one gets its place in the load; on the device only if the rest is there."""
+
+    def thaw(run: Run) -> None:
+        saved = run.optimizer.state_dict()
+        saved["state"] = {**copy.deepcopy(saved["state"]), 1: copy.deepcopy(saved["state"][0])}
+        run.optimizer.load_state_dict(saved)
+
+    pair = make_pair(edits.Twins, adamw_of, policy=None)
+    for run in pair:
+        params_of(run.optimizer)[1].requires_grad_(False)
+    pair.attach(with_share(SMALL, staying=60_000))
+    pair.train(2)
+    optimizer = pair.offloaded.optimizer
+    go_through(optimizer, phases)
+    pair.each(thaw)
+    pair.assert_same()
+    shard = engine_of(optimizer).plan.shards[params_of(optimizer)[1]]
+    assert shard.resident
+    if engine_of(optimizer).phases.away:
+        assert_on_host(optimizer)
+    for run in pair:
+        params_of(run.optimizer)[1].requires_grad_(True)
+    go_through(optimizer, ["reload"])
+    pair.train(2)
+
+
+@EVERY_SEQUENCE
+def test_offload_is_removed_and_made_anew(phases: tuple[str, ...]) -> None:
+    pair = make_pair(Zoo, adamw_of, policy=RESIDENT)
+    pair.train(2)
+    go_through(pair.offloaded.optimizer, phases)
+    pair.detach()
+    pair.train(2)
+    pair.attach(ALL_RESIDENT)
+    go_through(pair.offloaded.optimizer, phases)
+    pair.train(2)
+
+
+@EVERY_SEQUENCE
+def test_hyperparameters_that_make_more_state(phases: tuple[str, ...]) -> None:
+    pair = make_pair(Zoo, lambda params: optim.SGD(params, lr=0.1), policy=RESIDENT)
+    pair.train(2)
+
+    def add_momentum(run: Run) -> None:
+        run.optimizer.param_groups[0]["momentum"] = 0.9
+
+    go_through(pair.offloaded.optimizer, phases)
+    pair.each(add_momentum)
+    pair.train(2)
+    go_through(pair.offloaded.optimizer, phases)
+    pair.train(2)
+
+
+def test_an_optimizer_is_dropped_in_any_phase() -> None:
+    for phases in SEQUENCES.values():
+        optimizer = offloaded()
+        take_step(optimizer, 2)
+        go_through(optimizer, phases)
+        engine = weakref.ref(engine_of(optimizer))
+        del optimizer
+        assert engine() is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@EVERY_SEQUENCE
+def test_masters_leave_and_come_back(phases: tuple[str, ...], dtype: torch.dtype) -> None:
+    """Compared with the same offload without phases: masters have tests of their own."""
+    policy = replace(RESIDENT, master_weights="fp32")
+    pair = Pair(*(make_pair(Net, adamw_of, dtype=dtype, policy=policy).offloaded for _ in range(2)))
+    for _ in range(3):
+        for run in pair:
+            run.optimizer.zero_grad()
+            run.loss(pair.steps).backward()
+            run.optimizer.step()
+        go_through(pair.offloaded.optimizer, phases)
+        pair.assert_same()
+        pair.steps += 1
+
+
+# Checkpoints ---------------------------------------------------------------------------------------------------------
+
+
+@EVERY_SEQUENCE
+@pytest.mark.parametrize("then", ["none", "away", "gone-again"])
+def test_a_state_dict_is_saved_and_loaded(phases: tuple[str, ...], then: str) -> None:
+    pair = make_pair(Zoo, adamw_of, policy=RESIDENT)
+    pair.train(2)
+    go_through(pair.offloaded.optimizer, phases)
+
+    def save(run: Run) -> None:
+        run.parts["saved"] = copy.deepcopy(run.optimizer.state_dict()), copy.deepcopy(run.model.state_dict())
+
+    def load(run: Run) -> None:
+        optimizer, model = run.parts["saved"]
+        run.model.load_state_dict(model)
+        run.optimizer.load_state_dict(optimizer)
+
+    pair.each(save)
+    pair.train(2)
+    go_through(pair.offloaded.optimizer, SEQUENCES[then])
+    pair.each(load)
+    pair.assert_same()
+    pair.train(2)
+
+
+POLICY_WITH_RESIDENTS = {
+    "spare": with_share(saving.POLICY, staying=9_000),
+    "no spare": with_share(saving.NO_SPARE, staying=9_000),
+    "all resident": with_share(saving.NO_SPARE, staying=1 << 20),
+}
+EVERY_RESIDENCY = pytest.mark.parametrize("policy", POLICY_WITH_RESIDENTS.values(), ids=POLICY_WITH_RESIDENTS)
+
+
+@pytest.mark.usefixtures("mesh")
+@EVERY_RESIDENCY
+@EVERY_SEQUENCE
+def test_dcp_saves_and_loads(policy: OffloadPolicy, phases: tuple[str, ...], tmp_path: Path) -> None:
+    training = saving.Training(saving.adamw, policy)
+    training.train(saving.LATE_STEP + 1)
+    go_through(training.optimizers[0], phases)
+    expected = copied(training.state())
+    dcp.save(training.state(), checkpoint_id=tmp_path)
+    saving.assert_holds(tmp_path, expected)
+    training.train(2)
+    go_through(training.optimizers[0], phases)
+    training.load(tmp_path)
+    saving.assert_exact_after(training)
+    training.train(2)
+    saving.assert_exact_after(training)
+
+
+@pytest.mark.usefixtures("mesh")
+@EVERY_SEQUENCE
+def test_dcp_loads_into_an_optimizer_that_has_no_state_yet(phases: tuple[str, ...], tmp_path: Path) -> None:
+    policy = POLICY_WITH_RESIDENTS["spare"]
+    saved = saving.Training(saving.adamw, policy)
+    saved.train(3)
+    dcp.save(saved.state(), checkpoint_id=tmp_path)
+    training = saving.Training(saving.adamw, policy)
+    go_through(training.optimizers[0], phases)
+    training.load(tmp_path)
+    training.train(2)
+    saving.assert_exact_after(training)
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[Waits]:
+    found = Waits(monkeypatch)
+    yield found
+    found.let_go()
+
+
+@pytest.mark.usefixtures("mesh")
+@EVERY_RESIDENCY
+@EVERY_SEQUENCE
+def test_a_file_holds_the_state_of_its_call(
+    policy: OffloadPolicy, phases: tuple[str, ...], tmp_path: Path, waits: Waits
+) -> None:
+    """Resident state leaves again, for the same host memory, while the writer has not read a byte."""
+    training = saving.Training(saving.adamw, policy)
+    training.train(saving.LATE_STEP + 1)
+    stager = ArenaStager(*training.optimizers)
+    go_through(training.optimizers[0], phases)
+    expected = copied(training.state())
+    future = saving.save(training, stager, waits.hold(tmp_path))
+    for _ in range(3):
+        go_through(training.optimizers[0], ("reload",))
+        training.train()
+        go_through(training.optimizers[0], ("offload", "release"))
+    assert waits.count == (policy is POLICY_WITH_RESIDENTS["no spare"])
+    waits.let_go()
+    future.result()
+    saving.assert_holds(tmp_path, expected)
+    saving.assert_exact_after(training)
+
+
+@pytest.mark.usefixtures("mesh")
+def test_a_state_dict_from_before_it_came_back_is_refused(tmp_path: Path) -> None:
+    """Its tensors are where the state was; after a step, a file of them would be half old and half new."""
+    training = saving.Training(saving.adamw, POLICY_WITH_RESIDENTS["no spare"])
+    training.train(3)
+    stager = ArenaStager(*training.optimizers)
+    go_through(training.optimizers[0], ("offload", "release"))
+    state = training.state()
+    training.train()
+    writer = HeldWriter(tmp_path)
+    writer.let_go()
+    with pytest.raises(RuntimeError, match="this state dict was made before the last step"):
+        dcp.async_save(state, storage_writer=writer, async_stager=stager)
+
+
+# Exceptions ----------------------------------------------------------------------------------------------------------
+
+
+def fail_in_bucket(patch: pytest.MonkeyPatch, number: int) -> None:
+    update, calls = stepping.update_bucket, [0]
+
+    def failing(*args: Any) -> None:
+        calls[0] += 1
+        if calls[0] > number:
+            raise ValueError("kernel failed")
+        update(*args)
+
+    patch.setattr(stepping, "update_bucket", failing)
+
+
+@pytest.mark.usefixtures("mesh")
+@EVERY_SEQUENCE
+@EVERY_RESIDENCY
+def test_a_step_that_fails(
+    policy: OffloadPolicy, phases: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = saving.Training(saving.adamw, policy)
+    optimizer = training.optimizers[0]
+    training.train(3)
+    dcp.save(training.state(), checkpoint_id=tmp_path)
+    go_through(optimizer, ("offload", "release", "reload"))
+    saving.set_gradients(training.net, 3)
+    with monkeypatch.context() as patch:
+        fail_in_bucket(patch, 4)
+        with pytest.raises(ValueError, match="kernel failed"):
+            optimizer.step()
+    go_through(optimizer, phases)
+    with pytest.raises(RuntimeError, match=r"step\(\) refused: an earlier step"):
+        optimizer.step()
+    with pytest.raises(RuntimeError, match=r"state_dict\(\) refused: an earlier step"):
+        optimizer.state_dict()
+    go_through(optimizer, phases)
+    training.load(tmp_path)
+    go_through(optimizer, phases)
+    training.train(2)
+    saving.assert_exact_after(training)
+
+
+def test_no_host_memory_for_resident_state_changes_nothing() -> None:
+    pair = make_pair(Zoo, adamw_of, policy=RESIDENT)
+    taken_bytes = pair.offloaded.optimizer.offload_report().host_bytes
+    pair.detach()
+    pair.attach(replace(RESIDENT, host_limit_bytes=taken_bytes + 1000))
+    pair.train(2)
+    optimizer = pair.offloaded.optimizer
+    before, homes = optimizer.offload_report(), [shard.home for shard in engine_of(optimizer).plan.shards.values()]
+    for _ in range(2):
+        with pytest.raises(MemoryError):
+            go_through(optimizer, ["offload"])
+        assert not engine_of(optimizer).phases.away
+        assert [shard.home for shard in engine_of(optimizer).plan.shards.values()] == homes
+        assert optimizer.offload_report() == before
+        go_through(optimizer, ["release", "reload"])
+        pair.train(2)
+        before = optimizer.offload_report()
+
+
+def test_no_room_on_the_device_leaves_state_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = make_pair(Zoo, adamw_of, policy=RESIDENT)
+    pair.train(2)
+    optimizer = pair.offloaded.optimizer
+    go_through(optimizer, ["offload", "release"])
+
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("the device is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Plan, "homes_on_device", full)
+        with pytest.raises(torch.OutOfMemoryError, match="the device is full"):
+            go_through(optimizer, ["reload"])
+    assert_on_host(optimizer)
+    pair.assert_same()
+    pair.train(2)
+
+
+# Several optimizers --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sequence", SEQUENCES.values(), ids=SEQUENCES)
+@pytest.mark.parametrize("who", [(0,), (1,), (0, 1), (1, 0)], ids=str)
+def test_optimizers_that_share_staging(sequence: tuple[str, ...], who: tuple[int, ...]) -> None:
+    training = saving.Training(saving.several, POLICY_WITH_RESIDENTS["no spare"])
+    training.train(2)
+    for _ in range(3):
+        for phase in sequence:
+            for number in who:
+                go_through(training.optimizers[number], [phase])
+        saving.assert_exact_after(training, saving.several)
+        training.train()
+    saving.assert_exact_after(training, saving.several)
+
+
+def test_shared_staging_goes_when_all_have_released_it() -> None:
+    training = saving.Training(saving.several, saving.NO_SPARE)
+    link = training.engines()[0]._link
+    training.train(2)
+    others = link._ring[0].holders - {engine._pipeline.number for engine in training.engines()}
+    assert not others, "another test has left a user"
+    memory = weakref.ref(link._ring[0].memory)
+    go_through(training.optimizers[0], ["offload", "release"])
+    assert link._ring
+    go_through(training.optimizers[1], ["offload"])
+    assert link._ring
+    go_through(training.optimizers[1], ["release"])
+    assert not link._ring
+    assert memory() is None
+    training.train(2)
+    saving.assert_exact_after(training, saving.several)
+
+
+def test_threads_take_turns_on_the_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies of resident state go where another thread's loads and stores go."""
+    optimizer = offloaded()
+    take_step(optimizer)
+    link, held = engine_of(optimizer)._link, []
+
+    def free(lock: Any) -> bool:
+        found: list[bool] = []
+        thread = threading.Thread(target=lambda: found.append(lock.acquire(blocking=False) and not lock.release()))
+        thread.start()
+        thread.join()
+        return found[0]
+
+    for lane in ("L", "S"):
+        copy_ = type(engine_of(optimizer)._pipeline._lanes[lane]).copy
+
+        def noting(self: Any, target: Tensor, source: Tensor, copy_: Any = copy_) -> None:
+            held.append(not free(link.in_use))
+            copy_(self, target, source)
+
+        monkeypatch.setattr(type(engine_of(optimizer)._pipeline._lanes[lane]), "copy", noting)
+    go_through(optimizer, PHASES)
+    assert held
+    assert all(held)
+
+
+# Beside a backward ---------------------------------------------------------------------------------------------------
+
+
+def in_backward(phases: Sequence[str]) -> Callable[[Loop, int], None]:
+    """The phases, in the middle of each backward."""
+
+    def habit(loop: Loop, step: int) -> None:
+        reached: list[nn.Module] = []
+
+        def in_the_middle(module: nn.Module, grads: object) -> None:
+            del grads
+            reached.append(module)
+            if isinstance(loop.optimizer, OffloadedOptimizer):
+                engine = engine_of(loop.optimizer)
+                updated = engine.steps.begun is not None and bool(engine.steps.begun.done)
+                assert updated == (engine.policy.updates_in_backward and step >= 2)
+            go_through(loop.optimizer, phases)
+
+        handle = loop.model.blocks[0].register_full_backward_pre_hook(in_the_middle)
+        loop.backward(step)
+        assert reached
+        handle.remove()
+        loop.step()
+
+    return habit
+
+
+EVERY_POLICY = pytest.mark.parametrize("fields", POLICIES.values(), ids=POLICIES)
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing when gradients are computed:UserWarning")
+@EVERY_SEQUENCE
+@pytest.mark.parametrize("name", ["step", "forward", "iteration"])
+def test_in_the_middle_of_a_backward(mesh: DeviceMesh, name: str, phases: tuple[str, ...]) -> None:
+    policy = with_share(**SIZES, **POLICIES[name], staying=40_000)
+    loops = [Loop(mesh, adamw, one).train(5, in_backward(phases)) for one in (None, policy)]
+    assert same(*loops)
+
+
+def between_reload_and_step(change: Callable[[Loop], None]) -> Callable[[Loop, int], None]:
+    """Reloads right after the step, long before it is needed, and then changes something."""
+
+    def habit(loop: Loop, step: int) -> None:
+        loop.backward(step)
+        loop.optimizer.step()
+        go_through(loop.optimizer, PHASES)
+        change(loop)
+        loop.optimizer.zero_grad()
+
+    return habit
+
+
+def advance_schedule(loop: Loop) -> None:
+    loop.scheduler.step()
+
+
+def halve_moments(loop: Loop) -> None:
+    for state in loop.optimizer.state.values():
+        state["exp_avg"].mul_(0.5)
+
+
+def replace_moments(loop: Loop) -> None:
+    for state in loop.optimizer.state.values():
+        state["exp_avg"] = state["exp_avg"] * 0.5
+
+
+def evaluate(loop: Loop) -> None:
+    with torch.no_grad():
+        loop.seen.append(loop.model(loop.batch(999)).item())
+
+
+def load_own(loop: Loop) -> None:
+    loop.optimizer.load_state_dict(copy.deepcopy(loop.optimizer.state_dict()))
+
+
+CHANGES = (advance_schedule, halve_moments, replace_moments, evaluate, load_own)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("fields", [{}, *POLICIES.values()], ids=["step", *POLICIES])
+def test_what_changes_after_a_reload_counts(
+    mesh: DeviceMesh, fields: dict[str, Any], change: Callable[[Loop], None]
+) -> None:
+    policy = with_share(**SIZES, **fields, staying=40_000)
+    loops = [Loop(mesh, adamw, one).train(5, between_reload_and_step(change)) for one in (None, policy)]
+    assert same(*loops)
+
+
+def megatron(loop: Loop, step: int) -> None:
+    go_through(loop.optimizer, ["offload"])
+    evaluate(loop)
+    go_through(loop.optimizer, ["release"])
+    loop.backward(step)
+    go_through(loop.optimizer, ["reload"])
+    loop.step()
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@EVERY_POLICY
+def test_residents_are_chosen_as_without_phases(
+    mesh: DeviceMesh, fields: dict[str, Any], micro_batches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``"auto"`` measures steps that a reload by hand has begun, and not what follows them."""
+    measured: list[int] = []
+    bucket_times = Engine.bucket_times
+
+    def noting(self: Engine) -> Any:
+        times = bucket_times(self)
+        measured.append(len(times))
+        return times
+
+    monkeypatch.setattr(Engine, "bucket_times", noting)
+    policy = with_share(**SIZES, **fields, staying="auto", staying_limit_bytes=1 << 30)
+    loops = [Loop(mesh, adamw, one, micro_batches=micro_batches).train(11, megatron) for one in (None, policy)]
+    assert same(*loops)
+    assert measured
+    assert min(measured) > 0
+    go_through(loops[1].optimizer, ["offload", "release"])
+    assert loops[1].optimizer.offload_report().resident_state_bytes == 0
+    for loop in loops:
+        loop.train(3, megatron, first=11)
+    assert same(*loops)
+
+
+# Steps that are not taken --------------------------------------------------------------------------------------------
+
+
+def scaled_step(run: Run, step: int) -> tuple[float, float]:
+    scaler = run.parts["scaler"]
+    run.optimizer.zero_grad()
+    loss = run.loss(step)
+    go_through(run.optimizer, ["release"])
+    scaler.scale(loss).backward()
+    if step in (3, 4, 8):
+        run.params["up.weight"].grad[0, 0] = float("inf")
+    go_through(run.optimizer, ["reload"])
+    scaler.step(run.optimizer)
+    scaler.update()
+    go_through(run.optimizer, ["offload"])
+    return loss.item(), scaler.get_scale()
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"foreach": True}, {"fused": True}], ids=str)
+@pytest.mark.parametrize("cls", [optim.AdamW, optim.SGD])
+def test_grad_scaler(cls: type[Optimizer], kwargs: dict[str, bool]) -> None:
+    """A fused optimizer is told in ``step()`` what to divide by, and whether to skip: after the reload."""
+    pair = make_pair(Net, lambda params: cls(params, lr=0.01, **kwargs), policy=RESIDENT)
+    for run in pair:
+        run.parts["scaler"] = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+    pair.train(12, scaled_step)
+    pair.assert_trained("unused.weight", "unused.bias")
+
+
+@EVERY_SEQUENCE
+@pytest.mark.parametrize("fields", [{}, {"overlap": "forward"}], ids=str)
+def test_a_step_that_is_skipped(mesh: DeviceMesh, fields: dict[str, Any], phases: tuple[str, ...]) -> None:
+    def skipping(loop: Loop, step: int) -> None:
+        loop.backward(step)
+        go_through(loop.optimizer, ["reload"])
+        if step % 2:
+            loop.optimizer.step()
+        go_through(loop.optimizer, phases)
+        loop.optimizer.zero_grad()
+
+    policy = with_share(**SIZES, **fields, staying=40_000)
+    loops = [Loop(mesh, adamw, one).train(9, skipping) for one in (None, policy)]
+    assert same(*loops)
+
+
+def test_steps_without_any_gradient() -> None:
+    pair = make_pair(Zoo, adamw_of, policy=RESIDENT)
+
+    def idle(run: Run, step: int) -> None:
+        del step
+        run.optimizer.zero_grad()
+        go_through(run.optimizer, PHASES)
+        run.optimizer.step()
+        go_through(run.optimizer, ["offload"])
+
+    with pytest.warns(UserWarning, match="has never found one"):
+        pair.train(2, idle)
+    pair.train(2)
+    pair.train(2, idle)
+    pair.train(2)
+
+
+# The order of events -------------------------------------------------------------------------------------------------
+
+
+def test_loads_come_before_the_reduction_and_updates_after_it(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop of Megatron's three call sites, as the host issues it."""
+    events: list[str] = []
+    issue, copy_up, copy_down = Pipeline._issue, Pipeline.copy_up, Pipeline.copy_down
+
+    def issuing(self: Pipeline, action: Action, update: Any) -> None:
+        events.append(action.kind)
+        issue(self, action, update)
+
+    def copying_up(self: Pipeline, copies: Any) -> Any:
+        events.append("residents up")
+        return copy_up(self, copies)
+
+    def copying_down(self: Pipeline, copies: Any) -> Any:
+        events.append("residents down")
+        return copy_down(self, copies)
+
+    monkeypatch.setattr(Pipeline, "_issue", issuing)
+    monkeypatch.setattr(Pipeline, "copy_up", copying_up)
+    monkeypatch.setattr(Pipeline, "copy_down", copying_down)
+    policy = with_share(**SIZES, staying=20_000)
+    loop = Loop(mesh, adamw, None, micro_batches=2)
+    attach(loop.optimizer, policy=policy)  # without the model, in whose backward loads would begin by themselves
+    loop.train(3)
+    finalize = reload_before(lambda: events.append("reduce"), loop.optimizer)
+    for step in range(3, 6):
+        events.clear()
+        go_through(loop.optimizer, ["offload"])
+        events.append("forward")
+        go_through(loop.optimizer, ["release"])
+        loop.backward(step)
+        events.append("backward")
+        finalize()
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+        assert events[:4] == ["residents down", "forward", "backward", "residents up"]
+        begun, rest = events[4 : events.index("reduce")], events[events.index("reduce") + 1 :]
+        assert len(begun) >= 2
+        assert set(begun) == {"L"}
+        assert rest[0] == "U"
+        assert rest.count("S") == rest.count("L") + len(begun) > len(begun)  # more than staging holds
+        assert rest.count("U") > rest.count("S")  # of state that is resident

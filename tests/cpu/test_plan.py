@@ -1,0 +1,373 @@
+"""What training will cost: bytes and times by formulas that are written down here, and answers to bad questions."""
+
+import dataclasses
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from examples import worked_cases
+from fsdp_offload import OffloadPolicy
+from fsdp_offload.bench.train import GPT
+from fsdp_offload.plan import (
+    CHOICES,
+    Choice,
+    Machine,
+    Plan,
+    builtin_machines,
+    builtin_models,
+    machine_of,
+    model_of,
+    plan,
+)
+from fsdp_offload.plan.page import page
+from fsdp_offload.plan.trace import trace
+from fsdp_offload.planning.choices import lines_to_write
+from fsdp_offload.policy import MasterKind
+
+LAYERS, WIDTH, VOCABULARY, LENGTH = 3, 256, 1536, 96
+
+
+def gpt() -> GPT:
+    with torch.device("meta"):
+        return GPT(LAYERS, WIDTH, VOCABULARY)
+
+
+def small_plan(**training: object) -> Plan:
+    return plan(gpt(), **{"tokens_per_step": 4 * LENGTH, "sequence_length": LENGTH, "machine": "H200", **training})
+
+
+def gpt_large() -> GPT:
+    with torch.device("meta"):
+        return GPT(8, 1024, 1536)
+
+
+def large_plan(**training: object) -> Plan:
+    """Of a model with more state than staging."""
+    return plan(
+        gpt_large(), **{"tokens_per_step": 4 * LENGTH, "sequence_length": LENGTH, "machine": "H200", **training}
+    )
+
+
+def by_name(made: Plan) -> dict:
+    return {one.name: one for one in made.forecasts}
+
+
+# Memory --------------------------------------------------------------------------------------------------------------
+
+
+def test_activations_are_what_each_operation_keeps() -> None:
+    sequences = 16
+    tokens = sequences * LENGTH
+    found = model_of(gpt()).trace(sequences, LENGTH, torch.bfloat16)
+    start = next(one for one in found.segments if one.phase == "backward")
+    heads = WIDTH // 128
+    layer = tokens * (
+        2 * WIDTH * (1 + 1)  # the input of each norm
+        + 2 * WIDTH * (1 + 1)  # its output, which a matrix product needs
+        + 4 * 4  # mean and deviation of each norm, in fp32
+        + 2 * WIDTH * (3 + 1)  # query, key and value; what attention returns
+        + 4 * heads  # and its sums
+        + 2 * 4 * WIDTH * 2  # before and after GELU
+    )
+    loss = tokens * (2 * WIDTH * 2 + 8)  # the last norm
+    assert start.peak_bytes_by_label["logits"] == 3 * 2 * VOCABULARY * tokens  # the logarithms, and two gradients
+    assert start.peak_bytes_by_label["activations"] == pytest.approx(LAYERS * layer + loss, rel=0.02)
+
+
+def test_recomputing_keeps_what_goes_into_each_block() -> None:
+    tokens = 16 * LENGTH
+    one, other = (model_of(gpt()).trace(16, LENGTH, torch.bfloat16, kind) for kind in ("none", "full"))
+    start = next(one for one in other.segments if one.phase == "backward")
+    assert start.peak_bytes_by_label["activations"] == pytest.approx(tokens * 2 * WIDTH * (LAYERS + 2), rel=0.1)
+    again = other.flops("backward") - one.flops("backward")
+    head = 2 * tokens * WIDTH * VOCABULARY
+    # Everything but the head, and but the last product of each block: nothing needs its result again.
+    last = 2 * tokens * WIDTH * 4 * WIDTH
+    assert again == one.flops("forward") - head - LAYERS * last
+
+
+def test_operations_are_two_for_each_weight_and_token() -> None:
+    model, tokens = gpt(), 2 * LENGTH
+    found = model_of(model).trace(2, LENGTH, torch.bfloat16)
+    weights = sum(param.numel() for name, param in model.named_parameters() if param.dim() == 2 and "embed" not in name)
+    attention = LAYERS * 2 * tokens * LENGTH * WIDTH  # both products, the causal half of each
+    assert found.flops("forward") == 2 * tokens * weights + attention
+
+
+def test_a_trace_leaves_the_model_as_it_was() -> None:
+    model = GPT(1, WIDTH, 64)
+    before = [param.detach().clone() for param in model.parameters()]
+    hooks = [len(module._forward_hooks) for module in model.modules()]
+    model_of(model).trace(1, 16, torch.bfloat16, "full")
+    assert all(torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True))
+    assert all(param.grad is None and param.device.type == "cpu" for param in model.parameters())
+    assert hooks == [len(module._forward_hooks) for module in model.modules()]
+
+
+def test_groups_are_reduced_in_the_order_of_the_backward() -> None:
+    found = model_of(gpt()).trace(1, LENGTH, torch.bfloat16)
+    assert found.reduced == (*reversed(range(LAYERS)), LAYERS)
+
+
+def test_attention_that_is_taken_apart_shows() -> None:
+    class Eager(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.proj = nn.Linear(8, 8)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            x = (
+                self.proj(tokens[:, :-1, None].expand(-1, -1, 8).to(torch.bfloat16))
+                .unflatten(-1, (2, 4))
+                .transpose(1, 2)
+            )
+            return ((x @ x.transpose(2, 3)).softmax(-1) @ x).mean()
+
+    module = Eager()
+    tokens = torch.empty(2, 33, dtype=torch.long, device="meta")
+    found = trace(module, [module], lambda model: model(tokens), compute_dtype=torch.bfloat16)
+    scores = 2 * 2 * 32 * 32 * 2
+    assert max(one.peak_bytes_by_label.get("attention scores", 0) for one in found.segments) >= 2 * scores
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_state_and_host_memory_are_those_of_the_largest_shard(ranks: int) -> None:
+    made = small_plan(ranks=ranks, tokens_per_step=ranks * LENGTH)
+    local = [-(-param.shape[0] // ranks) * param.numel() // param.shape[0] for param in gpt().parameters()]
+    kept, moved = made.forecasts[0], by_name(made)["step"]
+    assert kept.device.terms["optimizer state"] == 8 * sum(local)
+    assert kept.device.terms["parameters"] == 4 * sum(local)
+    assert "optimizer state" not in moved.device.terms
+    aligned = sum(2 * -(-4 * numel // 64) * 64 for numel in local)  # each tensor begins on a multiple of 64 bytes
+    assert moved.host_bytes == aligned
+    assert moved.host_bytes_per_host == ranks * aligned
+
+
+def test_state_of_masters_and_of_other_optimizers() -> None:
+    numel = sum(param.numel() for param in gpt().parameters())
+    for training, itemsize in (
+        ({"dtype": "bf16"}, 4),
+        ({"dtype": "bf16", "master_weights": "fp32"}, 12),
+        ({"dtype": "bf16", "master_weights": "remainder"}, 10),
+        ({"optimizer": "sgd-momentum"}, 4),
+    ):
+        assert small_plan(**training).forecasts[0].device.terms["optimizer state"] == itemsize * numel
+
+
+def test_gradients_of_a_long_accumulation_are_there_in_every_forward() -> None:
+    one, several = (small_plan(tokens_per_step=8 * LENGTH, micro_batches=count) for count in (1, 2))
+    assert "gradients" not in one.forecasts[0].device.terms
+    assert several.forecasts[0].device.terms["gradients"] == one.forecasts[0].device.terms["parameters"]
+
+
+def fast_link() -> Machine:
+    rates = dict.fromkeys(("load_gb_per_s", "store_gb_per_s", "two_way_gb_per_s", "host_gb_per_s"), 1e6)
+    return dataclasses.replace(machine_of("H200"), **rates)
+
+
+# Time ----------------------------------------------------------------------------------------------------------------
+
+
+def test_without_a_link_to_speak_of_offload_costs_nothing() -> None:
+    machine = dataclasses.replace(fast_link(), contention=0.0)
+    made = large_plan(machine=machine, clip=False)
+    for one in made.forecasts:
+        assert one.iteration_ms == pytest.approx(made.forecasts[0].iteration_ms, rel=1e-3)
+
+
+def test_a_slow_link_is_what_limits_and_what_is_kept() -> None:
+    machine = dataclasses.replace(machine_of("H200"), two_way_gb_per_s=0.5, contention=0.0)
+    forecasts = by_name(large_plan(machine=machine))
+    times = large_plan(machine=machine).times
+    assert forecasts["forward"].limit == "host link"
+    assert forecasts["step"].iteration_ms > forecasts["forward"].iteration_ms
+    kept = forecasts["forward, keeping"]
+    state_bytes = forecasts["no offload"].resident_bytes
+    share = 1 - 0.75 * times.forward_ms / times.two_way_ms
+    assert kept.resident_bytes / state_bytes == pytest.approx(share, rel=0.01)
+
+
+def test_ranks_of_a_host_share_its_memory_bandwidth() -> None:
+    machine = machine_of("H200")
+    alone, together = (large_plan(ranks=ranks, tokens_per_step=ranks * LENGTH).times for ranks in (1, 8))
+    rate = min(machine.two_way_gb_per_s, machine.host_gb_per_s / 8)
+    # An eighth of the state, on each of eight ranks that share.
+    assert together.two_way_ms == pytest.approx(alone.two_way_ms / 8 * machine.two_way_gb_per_s / rate, rel=0.01)
+
+
+def test_nothing_hides_the_root_unless_it_stays() -> None:
+    machine = dataclasses.replace(fast_link(), two_way_gb_per_s=1000.0, contention=0.0)
+    made = large_plan(machine=machine, clip=False, tokens_per_step=96 * LENGTH)
+    one, forecasts = made.forecasts[0].iteration_ms, by_name(made)
+    root = 2 * 1536 * 1024 + 2 * 1024  # embedding, head and the last norm
+    root_ms = 2 * 8 * root / machine.two_way_gb_per_s / 1e6
+    for name in ("forward", "iteration"):
+        assert forecasts[name].limit == "compute"
+        assert forecasts[name].iteration_ms - one == pytest.approx(root_ms, rel=0.01)
+
+
+def test_only_the_first_forward_and_the_last_backward_hide_transfers() -> None:
+    machine = dataclasses.replace(machine_of("H200"), two_way_gb_per_s=0.5, contention=0.0)
+    one = by_name(large_plan(machine=machine, clip=False))
+    several = by_name(large_plan(machine=machine, tokens_per_step=12 * LENGTH, micro_batches=3, clip=False))
+    passes = one["no offload"].iteration_ms - large_plan(machine=machine).times.update_ms
+    assert several["iteration"].iteration_ms - one["iteration"].iteration_ms == pytest.approx(2 * passes, rel=0.01)
+
+
+def test_nothing_is_faster_than_its_bound() -> None:
+    for one in (*large_plan().forecasts, *small_plan().forecasts):
+        assert one.iteration_ms >= one.bound_ms - 1e-9
+
+
+# Choosing ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_best_is_the_fastest_that_fits_and_that_the_loop_allows() -> None:
+    clipped = plan("Qwen3-14B", tokens_per_step=16_384, checkpointing="full")
+    assert clipped.best().choice == Choice("forward")
+    made = plan("Qwen3-14B", tokens_per_step=16_384, checkpointing="full", clip=False)
+    assert made.best().choice == Choice("iteration")
+    assert made.best(loop="synchronizes").choice == Choice("forward")
+    assert made.best(loop="any").choice == Choice("step")
+    assert made.best(device_bytes=200 * 10**9).choice == Choice("iteration", "auto")
+    assert made.best(device_bytes=10**9) is None
+    assert made.best(device_bytes=300 * 10**9).choice is None
+    with pytest.raises(ValueError, match="any, synchronizes, no_clipping"):
+        made.best(loop="sometimes")
+
+
+def test_a_host_without_the_memory_is_no_choice() -> None:
+    machine = dataclasses.replace(machine_of("H200"), host_bytes=10**9)
+    made = plan("Qwen3-14B", machine=machine, tokens_per_step=16_384, checkpointing="full")
+    assert made.best() is None
+    assert by_name(made)["step"].why_not.startswith("host: 118 GB of 1 GB")
+
+
+@pytest.mark.parametrize("master_weights", ["none", "remainder"])
+@pytest.mark.parametrize("choice", CHOICES)
+def test_the_lines_to_write_make_the_policy(choice: Choice, master_weights: MasterKind) -> None:
+    for state_bytes in (10**9, 10**11):
+        wanted = dataclasses.replace(choice.policy(state_bytes), master_weights=master_weights)
+        assert policy_of(lines_to_write(choice, state_bytes, master_weights)) == wanted
+
+
+def test_masters_without_offload_are_state_that_stays() -> None:
+    assert lines_to_write(None, 10**9) == ""
+    policy = policy_of(lines_to_write(None, 10**9, "remainder"))
+    assert policy == OffloadPolicy(device_bytes=1 << 60, master_weights="remainder")
+
+
+def policy_of(line: str) -> OffloadPolicy:
+    seen = []
+
+    def offload(*args: object, policy: OffloadPolicy | None = None, **kwargs: object) -> None:
+        seen.append(policy or OffloadPolicy())
+
+    exec(line, {"offload_optimizer": offload, "OffloadPolicy": OffloadPolicy}, {"optimizer": 0, "model": 0})
+    return seen[0]
+
+
+# What is asked for ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", builtin_machines())
+def test_every_profile_can_be_read(name: str) -> None:
+    assert machine_of(name.lower()).name == name
+
+
+@pytest.mark.parametrize(("name", "billions"), [("Llama-3.1-8B", 8.03), ("Qwen3-14B", 14.77), ("Mixtral-8x7B", 46.70)])
+def test_builtin_models_have_their_parameters(name: str, billions: float) -> None:
+    assert model_of(name).numel / 1e9 == pytest.approx(billions, abs=0.005)
+
+
+def test_a_config_may_be_a_file_a_folder_or_a_type_of_transformers(tmp_path: Path) -> None:
+    config = json.loads(builtin_models()["Llama-3.1-8B"].read_text(encoding="utf-8"))
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}), encoding="utf-8")
+    numel = model_of(tmp_path).numel
+    assert numel == model_of(str(tmp_path / "config.json")).numel < model_of("llama").numel
+    assert model_of(tmp_path).name == tmp_path.name
+
+
+def test_a_model_of_transformers_is_run_as_it_is() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4
+    )
+    with torch.device("meta"):
+        module = LlamaForCausalLM(config)
+    made = plan(module, tokens_per_step=64, sequence_length=32)
+    assert made.numel == sum(param.numel() for param in module.parameters())
+    assert made.forecasts[0].device.terms["logits"] > 0
+
+
+@pytest.mark.parametrize(
+    ("training", "says"),
+    [
+        ({"tokens_per_step": 0}, "tokens_per_step must be a positive integer, got 0"),
+        ({"tokens_per_step": 5}, "is not a multiple of ranks × sequence_length × micro_batches = 96"),
+        ({"ranks": 6, "replicas": 4}, "an impossible mesh: 6 ranks"),
+        ({"machine": "B300"}, "no machine 'B300': there are A100, H100"),
+        ({"optimizer": "adamv"}, "optimizer must be one of adamw, adam"),
+        ({"dtype": "fp8"}, "dtype must be one of fp32, bf16; got 'fp8'"),
+    ],
+)
+def test_bad_questions_get_an_answer_that_helps(training: dict, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        small_plan(**training)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure")
+def test_without_a_gpu_this_machine_is_not_measured() -> None:
+    with pytest.raises(ValueError, match=r"machine 'this' has no GPU to measure; name one: A100, H100"):
+        small_plan(machine="this")
+
+
+def test_a_profile_in_the_users_folder_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    folder = tmp_path / "fsdp_offload" / "machines"
+    folder.mkdir(parents=True)
+    (folder / "mine.toml").write_text(builtin_machines()["H200"].read_text(encoding="utf-8"), encoding="utf-8")
+    assert machine_of("mine") == dataclasses.replace(machine_of("H200"), name="mine")
+
+
+def test_a_profile_says_what_is_wrong_with_it(tmp_path: Path) -> None:
+    text = builtin_machines()["H200"].read_text(encoding="utf-8")
+    profile = tmp_path / "mine.toml"
+    profile.write_text(text.replace("kernel_us", "kernel_ns"), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"missing, or not known: kernel_ns, kernel_us"):
+        machine_of(profile)
+    profile.write_text(text.replace("value = 3,", 'value = "3",'), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"kernel_us must be \{ value = <number>, source = <text> \}"):
+        machine_of(profile)
+    profile.write_text(text.replace("value = 3,", "value = 7,"), encoding="utf-8")
+    assert machine_of(str(profile)).kernel_us == 7
+
+
+def test_the_page_needs_nothing_from_elsewhere() -> None:
+    made = small_plan()
+    text = page(made, made.best())
+
+    class Reader(HTMLParser):
+        links: list
+
+        def handle_starttag(self, tag: str, attrs: list) -> None:
+            assert tag != "script"
+            links.extend(value for name, value in attrs if name in ("href", "src"))
+
+    links: list = []
+    Reader().feed(text)
+    assert links == ["data:,"]
+    assert "url(" not in text
+    assert all(one.name in text for one in made.forecasts)
+
+
+def test_the_page_of_worked_cases_is_what_the_plan_says() -> None:
+    page_text = (Path(__file__).resolve().parents[2] / "docs/worked_cases.md").read_text(encoding="utf-8")
+    assert page_text.startswith(worked_cases.HEAD)
+    for name in ("Llama-3.1-8B", "Mixtral-8x7B"):
+        assert "\n".join(worked_cases.cases(name)).rstrip() in page_text

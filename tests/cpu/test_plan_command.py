@@ -1,0 +1,101 @@
+"""``fsdp-offload plan``: table, JSON and page; errors in one line; large models in little memory, without a network."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from fsdp_offload.plan.command import app
+
+ROOT = Path(__file__).resolve().parents[2]
+QWEN = ["Qwen3-14B", "--tokens-per-step", "16384", "--checkpointing", "full", "--no-clip"]
+
+
+def test_the_table_and_the_line_to_write() -> None:
+    result = CliRunner().invoke(app, QWEN, env={"COLUMNS": "80"})
+    assert result.exit_code == 0
+    assert "no offload does not fit: device: 102.5 GB too little" in result.stdout
+    assert result.stdout.rstrip().endswith('overlap="iteration", device_bytes=640 << 20))')
+    assert "…" not in result.stdout
+
+
+def test_json_and_a_page(tmp_path: Path) -> None:
+    file = tmp_path / "plan.html"
+    result = CliRunner().invoke(app, [*QWEN, "--json", "--html", str(file), "--loop", "synchronizes"])
+    made = json.loads(result.stdout)
+    assert made["best"] == "forward"
+    assert made["policies"][0]["policy"] == "no offload"
+    assert made["policies"][1]["device"]["peak_bytes"] < made["policies"][0]["device"]["peak_bytes"]
+    assert "<b>forward</b>" in file.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["nobody", "--tokens-per-step", "4096"],
+        ["nobody.home:model", "--tokens-per-step", "4096"],
+        ["json:dumps", "--tokens-per-step", "4096"],
+        ["Qwen3-14B", "--tokens-per-step", "0"],
+        ["Qwen3-14B", "--tokens-per-step", "4096", "--machine", "nowhere"],
+        ["Qwen3-14B", "--tokens-per-step", "24576", "--ranks", "6", "--replicas", "4"],
+        ["Qwen3-14B", "--tokens-per-step", "4096", "--html", "/nowhere/plan.html"],
+        ["Qwen3-14B", "--tokens-per-step", "many"],
+        ["Qwen3-14B"],
+    ],
+    ids=" ".join,
+)
+def test_errors_are_one_line_and_exit_code_two(arguments: list[str]) -> None:
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    message = [line for line in result.stderr.splitlines() if line.lower().startswith("error")]
+    assert len(message) == 1
+    assert "Traceback" not in result.stderr
+
+
+_RUN = """
+import resource, runpy, socket, sys
+def refuse(*args, **kwargs):
+    raise AssertionError("a plan needs no network")
+socket.socket.connect = socket.create_connection = socket.getaddrinfo = refuse
+resource.setrlimit(resource.RLIMIT_DATA, (10**9, 10**9))
+sys.argv = ["fsdp_offload", "plan", *sys.argv[1:]]
+try:
+    runpy.run_module("fsdp_offload", run_name="__main__")
+finally:
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, file=sys.stderr)
+"""
+
+
+def test_seventy_billion_parameters_in_less_than_a_gigabyte_and_without_a_network() -> None:
+    arguments = ["Llama-3.1-70B", "--machine", "H100", "--ranks", "64", "--tokens-per-step", "524288", "--json"]
+    done = subprocess.run(
+        [sys.executable, "-c", _RUN, *arguments, "--sequence-length", "8192", "--checkpointing", "full"],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert json.loads(done.stdout)["parameters"] == 70_553_706_496
+    assert int(done.stderr.splitlines()[-1]) < 10**9
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
+def test_a_browser_shows_the_page_without_a_complaint(tmp_path: Path) -> None:
+    file, picture = tmp_path / "plan.html", tmp_path / "plan.png"
+    assert CliRunner().invoke(app, [*QWEN, "--html", str(file)]).exit_code == 0
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", f"--user-data-dir={tmp_path}"]
+    done = subprocess.run(
+        ["chromium", *options, f"--screenshot={picture}", "--window-size=1280,1400", file.as_uri()],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "CONSOLE" not in done.stderr
+    assert picture.stat().st_size > 50_000

@@ -1,0 +1,342 @@
+"""A single bit that is flipped anywhere in a checkpoint is noticed by everything that reads all of it.
+
+Where there is a manifest: anywhere at all. Without one, anywhere in the files with data. ``TRIALS=1000`` in the
+environment takes some minutes.
+"""
+
+import json
+import os
+import random
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint._extension import StreamTransformExtension
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
+from torch.distributed.checkpoint.api import CheckpointException
+
+from checkpoint_tools.convert import torch_files
+from checkpoint_tools.core.errors import CheckpointError
+from checkpoint_tools.core.values import same_values
+from checkpoint_tools.fused.split_record import RECORD_FILE
+from checkpoint_tools.look.verify import check_structure
+from checkpoint_tools.stored.items import ItemReader
+from checkpoint_tools.stored.opening import open_checkpoint
+from fsdp_offload.checkpoint import ArenaStager, ChecksumWriter, load
+from fsdp_offload.checkpoint.manifest import Item, manifest_bytes
+from tests.checkpoint_tools.checkpoints import run_here, save
+from tests.checkpoint_tools.flips import (
+    MANIFEST,
+    METADATA,
+    READERS,
+    Flip,
+    passes,
+    random_flip,
+    save_alone,
+    save_sharded,
+    state,
+    zeros,
+)
+from tests.checkpoint_tools.offline import FUSED, rewritten, rule
+from tests.cpu.checkpoint_tools.test_command_line import assert_one_line, run_all
+from tests.distributed.launch import spawn
+
+RULES = """
+[[rule]]
+fused = '{p}gate_up.weight'
+parts = ['{p}gate.weight', '{p}up.weight']
+"""
+TRIALS = int(os.environ.get("TRIALS", "60"))
+PLACES = {"with manifest": ("data", "around", METADATA, MANIFEST), "without": ("data", "around")}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
+    folder = tmp_path_factory.mktemp("saved")
+    found = {name: folder / name for name in ("alone", "without", "sharded")}
+    save_alone(found["alone"], checksums=True)
+    save_alone(found["without"], checksums=False)
+    spawn(save_sharded, 2, tmp_path_factory.mktemp("spawned"), found["sharded"])
+    return found
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("reader", READERS)
+def test_what_is_whole_passes(saved: dict[str, Path], tmp_path: Path, reader: str) -> None:
+    for folder in saved.values():
+        assert passes(reader, folder, tmp_path / "made")
+
+
+@pytest.mark.distributed
+def test_random_flips(saved: dict[str, Path], tmp_path: Path) -> None:
+    choose = random.Random(20)
+    folders = {name: Path(shutil.copytree(folder, tmp_path / name)) for name, folder in saved.items()}
+    passed = []
+    for _ in range(TRIALS):
+        name = choose.choice(list(folders))
+        where = choose.choice(PLACES["without" if name == "without" else "with manifest"])
+        flip = random_flip(saved[name], where, choose)
+        flip.apply(folders[name])
+        # A load does not read items without elements; whatever it does read is compared with what was saved.
+        readers = [reader for reader in READERS if flip.is_read or reader != "checked load"]
+        passed += [(each, name, where, flip) for each in readers if passes(each, folders[name], tmp_path / "made")]
+        flip.apply(folders[name])
+    assert not passed, passed
+
+
+def test_random_flips_in_a_file_of_torch_save(tmp_path: Path) -> None:
+    """Which torch maps into memory without comparing anything."""
+    choose = random.Random(21)
+    torch.save(state(), tmp_path / "model.pt")
+    size_bytes = (tmp_path / "model.pt").stat().st_size
+    small = [*range(3000), *range(size_bytes - 3000, size_bytes)]
+    flips = [
+        Flip("model.pt", choose.choice(small) if number % 2 else choose.randrange(size_bytes), choose.randrange(8))
+        for number in range(TRIALS)
+    ]
+    assert [flip for flip in flips if is_taken(flip, tmp_path, lambda: to_dcp(tmp_path))] == []
+    to_dcp(tmp_path)
+
+
+def to_dcp(folder: Path) -> None:
+    torch_files.to_dcp(str(folder / "model.pt"), str(folder / "made"), 1 << 30)
+
+
+def test_random_flips_beside_the_data(saved: dict[str, Path], tmp_path: Path) -> None:
+    """In the record of a split, by which parts are merged; and in a file of torch.save, which is copied."""
+    choose = random.Random(22)
+    source = Path(shutil.copytree(saved["without"], tmp_path / "source"))
+    torch.save({"scheduler": torch.arange(50_000)}, source / "common.pt")
+    rewritten("split", source, tmp_path / "split", rule())
+
+    def merge() -> None:
+        rewritten("merge", tmp_path / "split", tmp_path / "made")
+
+    for file in (RECORD_FILE, "common.pt"):
+        size_bytes = (tmp_path / "split" / file).stat().st_size
+        flips = [Flip(file, choose.randrange(size_bytes), choose.randrange(8)) for _ in range(TRIALS // 2)]
+        assert [flip for flip in flips if is_taken(flip, tmp_path / "split", merge)] == []
+    merge()
+
+
+def is_taken(flip: Flip, folder: Path, read: Callable[[], object]) -> bool:
+    """Whether the flip passes without a word. What was made of it is gone afterwards."""
+    flip.apply(folder)
+    try:
+        read()
+    except CheckpointError:
+        return False
+    else:
+        return True
+    finally:
+        flip.apply(folder)
+        for made in (folder / "made", folder.parent / "made"):
+            shutil.rmtree(made, ignore_errors=True)
+
+
+# One by one ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_flip_in_every_bit_around_the_data_of_an_item(saved: dict[str, Path], tmp_path: Path) -> None:
+    """Names, sizes, times, paddings, versions: also where no reader of zip files looks."""
+    folder = Path(shutil.copytree(saved["without"], tmp_path / "copy"))
+    checkpoint = open_checkpoint(folder)
+    item = next(item for key, item in checkpoint.items() if key.endswith("step"))
+    unnoticed = []
+    for at in range(item.offset_bytes, item.offset_bytes + item.length_bytes):
+        for bit in range(8):
+            flip = Flip(item.file, at, bit)
+            flip.apply(folder)
+            with ItemReader(checkpoint) as reader:
+                try:
+                    reader.check(item)
+                    unnoticed.append(flip)
+                except CheckpointError:
+                    pass
+            flip.apply(folder)
+    assert not unnoticed, unnoticed
+
+
+def test_commands_that_find_a_flip(saved: dict[str, Path], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(saved["without"], tmp_path / "copy"))
+    chunk = open_checkpoint(folder).tensors[f"model.{FUSED}"].chunks[0]
+    Flip(chunk.file, chunk.offset_bytes + chunk.length_bytes // 2, 3).apply(folder)
+    (tmp_path / "rules.toml").write_text(RULES)
+    plain, data, finite, split, convert = run_all(
+        ("verify", folder),
+        ("verify", folder, "--data"),
+        ("verify", folder, "--finite"),
+        ("split", folder, tmp_path / "split", "--rules", tmp_path / "rules.toml"),
+        ("convert", folder, tmp_path / "converted"),
+    )
+    in_one_file = run_here("convert", folder, tmp_path / "made.pt", "--to", "torch")
+    assert plain.returncode == 0
+    assert "not whether data are as written: see --data" in plain.stdout
+    for run in (data, finite):
+        assert run.returncode == 1
+        assert "are damaged: their CRC-32 is not the one that was written with them" in run.stdout
+    for run in (split, convert, in_one_file):
+        assert_one_line(run, "are damaged: their CRC-32")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["copy", "rules.toml"]
+
+
+# Without checksums ---------------------------------------------------------------------------------------------------
+
+
+def test_files_without_checksums_are_taken_and_told_of(tmp_path: Path) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        folder = save(tmp_path / "without", state())
+    finally:
+        torch.serialization.set_crc32_options(True)
+    (tmp_path / "rules.toml").write_text(RULES)
+    run, split = run_all(
+        ("verify", folder, "--data"), ("split", folder, tmp_path / "split", "--rules", tmp_path / "rules.toml")
+    )
+    note = "note: the data of 12 items cannot be compared with checksums: torch.serialization.set_crc32_options(False)"
+    for each in (run, split):
+        assert each.returncode == 0
+        assert note in each.stdout
+    assert passes("checked load", folder, tmp_path / "made")
+    safetensors = run_here("convert", folder, tmp_path / "converted")
+    assert safetensors.returncode == 0
+    again = run_here("verify", tmp_path / "converted", "--data")
+    assert (again.returncode, again.stderr) == (0, "")
+    assert "cannot be compared with checksums: safetensors have no checksums" in again.stdout
+
+
+# Manifests -----------------------------------------------------------------------------------------------------------
+
+
+def problems_of(folder: Path) -> list[str]:
+    return [f"{where}: {text}" for where, text in check_structure(open_checkpoint(folder), 1)[0]]
+
+
+def test_files_of_another_checkpoint_of_the_same_shapes(saved: dict[str, Path], tmp_path: Path) -> None:
+    """Their checksums are right, and without a manifest nothing tells. No data are read to see it."""
+    other = tmp_path / "other"
+    values = state()
+    values["model"][FUSED][0, 0] += 1
+    save(other, values)
+    for name, expected in (("alone", 1), ("without", 0)):
+        mixed = Path(shutil.copytree(saved[name], tmp_path / name))
+        shutil.copy(other / "__0_0.distcp", mixed)
+        problems = problems_of(mixed)
+        assert len(problems) == expected
+        assert all("another item than was saved" in problem for problem in problems)
+        assert passes("split", mixed, tmp_path / "made") != bool(expected)
+
+
+def test_metadata_of_another_save_and_items_that_it_does_not_know(saved: dict[str, Path], tmp_path: Path) -> None:
+    mixed = Path(shutil.copytree(saved["alone"], tmp_path / "mixed"))
+    shutil.copy(saved["without"] / METADATA, mixed)
+    (text,) = problems_of(mixed)
+    assert text.startswith(".metadata: it is not the one that .checksums was written for")
+    head, body = (mixed / MANIFEST).read_bytes().splitlines()
+    del head
+    found = json.loads(body)
+    found["files"]["__0_0.distcp"].pop()
+    items = {file: [Item(*item) for item in items] for file, items in found["files"].items()}
+    (mixed / MANIFEST).write_bytes(manifest_bytes((mixed / METADATA).read_bytes(), items))
+    assert problems_of(mixed) == ["__0_0.distcp: .checksums tells of other items in it than the metadata"]
+
+
+def test_a_save_without_checksums_over_one_with(saved: dict[str, Path], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(saved["alone"], tmp_path / "copy"))
+    save(folder, state())
+    assert not passes("checked load", folder, tmp_path / "made")
+    assert not passes("verify --data", folder, tmp_path / "made")
+    (folder / MANIFEST).unlink()
+    assert passes("checked load", folder, tmp_path / "made")
+    save_alone(folder, checksums=True)
+    assert passes("verify --data", folder, tmp_path / "made")
+
+
+def test_an_old_manifest_is_gone_before_the_first_byte_is_written(tmp_path: Path) -> None:
+    save_alone(tmp_path / "saved", checksums=True)
+
+    class Failing(dcp.FileSystemWriter):
+        def write_data(self, *args: object) -> NoReturn:
+            raise OSError("no room")
+
+    with pytest.raises(CheckpointException):
+        save_with(ChecksumWriter(Failing(tmp_path / "saved")))
+    assert not (tmp_path / "saved" / MANIFEST).exists()
+
+
+@pytest.mark.parametrize("options", [{"thread_count": 3}, {"single_file_per_rank": False}, {"sync_files": False}])
+def test_ways_of_writing(tmp_path: Path, options: dict[str, Any]) -> None:
+    save_with(ChecksumWriter(dcp.FileSystemWriter(tmp_path / "saved", **options)))
+    checkpoint = open_checkpoint(tmp_path / "saved")
+    assert checkpoint.manifest is not None
+    assert checkpoint.manifest.files.keys() == checkpoint.items_by_file().keys()
+    assert passes("verify --data", tmp_path / "saved", tmp_path / "made")
+
+
+def test_behind_a_url(tmp_path: Path) -> None:
+    url = "memory://test_bit_flips"
+    save_with(ChecksumWriter(FsspecWriter(url)))
+    checkpoint = open_checkpoint(url)
+    assert checkpoint.manifest is not None
+    problems, files = check_structure(checkpoint, 1)
+    assert not problems
+    assert not files.notes
+    target = zeros(state())
+    with warnings.catch_warnings(action="ignore"):  # that there is no process group
+        load(target, checkpoint_id=url, no_dist=True, check_data=True)
+    assert same_values(target, state())
+
+
+def test_asynchronously(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        writer = ChecksumWriter(dcp.FileSystemWriter(tmp_path / "saved"))
+        dcp.async_save(state(), storage_writer=writer, async_stager=ArenaStager()).result()
+    finally:
+        dist.destroy_process_group()
+    assert open_checkpoint(tmp_path / "saved").manifest is not None
+    assert passes("verify --data", tmp_path / "saved", tmp_path / "made")
+
+
+def test_writers_whose_files_are_not_of_torch_save(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="expected a FileSystemWriter"):
+        ChecksumWriter(dcp.HuggingFaceStorageWriter(str(tmp_path)))
+    with pytest.raises(ValueError, match="has extensions"):
+        ChecksumWriter(dcp.FileSystemWriter(tmp_path, _extensions=[Rot13()]))
+    writer = ChecksumWriter(dcp.FileSystemWriter(tmp_path))
+    with pytest.raises(ValueError, match="use_collectives=False"):
+        writer.set_up_storage_writer(True, rank=0, use_collectives=False)
+    with pytest.raises(ValueError, match=r"load\(check_data=True\): expected a FileSystemReader"):
+        load({}, storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path)), check_data=True)
+
+
+class Rot13(StreamTransformExtension):
+    """Any transformation."""
+
+    @staticmethod
+    def registry_name() -> str:
+        return "stream.rot13"
+
+    @staticmethod
+    def from_descriptor(version: str) -> "Rot13":
+        raise NotImplementedError
+
+    def get_descriptor(self) -> str:
+        return "stream.rot13/1"
+
+    def transform_to(self, output: Any) -> Any:
+        return output
+
+    def transform_from(self, input: Any) -> Any:  # noqa: A002  # its name is torch's
+        return input
+
+
+def save_with(writer: dcp.StorageWriter) -> None:
+    with warnings.catch_warnings(action="ignore"):  # that there is no process group
+        dcp.save(state(), storage_writer=writer, no_dist=True)

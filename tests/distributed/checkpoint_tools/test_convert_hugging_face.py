@@ -1,0 +1,245 @@
+"""Between the real libraries: transformers, safetensors, torch's HuggingFaceStorageWriter, optimizers."""
+
+import json
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import transformers as hf
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed.checkpoint import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from checkpoint_tools.core.errors import CheckpointError
+from checkpoint_tools.look.diff import all_keys, diff
+from checkpoint_tools.look.inspect import as_json, summarize
+from checkpoint_tools.look.verify import check_structure
+from checkpoint_tools.stored.opening import open_checkpoint
+from checkpoint_tools.stored.safetensors_file import read_header
+from checkpoint_tools.stored.storage import LocalFolder
+from tests.checkpoint_tools.checkpoints import FUSED, save
+from tests.checkpoint_tools.converted import converted
+from tests.checkpoint_tools.offline import values_of
+from tests.cpu.checkpoint_tools.test_formats_transformers import SMALL, TOKENS
+from tests.distributed.launch import mesh, spawn
+
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+def tiny() -> hf.LlamaForCausalLM:
+    torch.manual_seed(0)
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**SMALL, attn_implementation="eager")).eval()
+
+
+def output(model: nn.Module) -> Tensor:
+    with torch.no_grad():
+        return model(TOKENS).logits
+
+
+# transformers --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_transformers_loads_what_is_converted(tmp_path: Path, nested: bool) -> None:
+    model = tiny()
+    state = get_model_state_dict(model)
+    source = save(tmp_path / "source", {"model": state} if nested else state)
+    converted(source, tmp_path / "made", shard_bytes=20_000)
+    model.config.save_pretrained(tmp_path / "made")
+    again = hf.LlamaForCausalLM.from_pretrained(tmp_path / "made", attn_implementation="eager").eval()
+    assert torch.equal(output(again), output(model))
+    assert len(list((tmp_path / "made").glob("model-*.safetensors"))) > 1
+
+
+def test_what_transformers_has_saved(tmp_path: Path) -> None:
+    model = tiny()
+    for size in ("20KB", "1GB"):  # with an index, and one file without
+        model.save_pretrained(tmp_path / size, max_shard_size=size)
+        converted(tmp_path / size, tmp_path / f"made-{size}", key_prefix="model.")
+        loaded: dict[str, Any] = {"model": {key: torch.zeros_like(t) for key, t in model.state_dict().items()}}
+        with warnings.catch_warnings(action="ignore"):  # that there is no process group
+            dcp.load(loaded, checkpoint_id=tmp_path / f"made-{size}", no_dist=True)
+        assert all(torch.equal(loaded["model"][key], value) for key, value in model.state_dict().items())
+
+
+def test_one_file(tmp_path: Path) -> None:
+    save_file({"a": torch.arange(3), "b": torch.ones(2, 2)}, tmp_path / "some.safetensors")
+    for number, prefix in enumerate((None, "", "net.")):
+        made = converted(tmp_path / "some.safetensors", tmp_path / f"{number}", key_prefix=prefix)
+        start = "model." if prefix is None else prefix
+        assert {key: value.tolist() for key, value in values_of(made).items()} == {
+            f"{start}a": [0, 1, 2],
+            f"{start}b": [[1, 1], [1, 1]],
+        }
+
+
+# Optimizers ----------------------------------------------------------------------------------------------------------
+
+
+def trained(seed: int, steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(5, 4), nn.LayerNorm(4), nn.Linear(4, 3, bias=False))
+    first, *rest = model.parameters()
+    groups = [{"params": [first], "lr": 0.1 + 0.2}, {"params": rest, "betas": (0.8, 0.95)}]
+    optimizer = torch.optim.AdamW(groups, lr=torch.tensor(1e-3), capturable=False, foreach=False)
+    for _ in range(steps):
+        model(torch.randn(2, 5)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("options", [None, FLAT])
+def test_an_optimizer_goes_on_with_the_same_bits(tmp_path: Path, options: StateDictOptions | None) -> None:
+    model, optimizer = trained(0, 3)
+    states = {
+        "model": get_model_state_dict(model),
+        "optim": get_optimizer_state_dict(model, optimizer, options=options),
+    }
+    source = save(tmp_path / "source", states)
+    converted(source, tmp_path / "made")
+    converted(tmp_path / "made", tmp_path / "back")
+    other, its = trained(1, 1)
+    loaded = {"model": get_model_state_dict(other), "optim": get_optimizer_state_dict(other, its, options=options)}
+    with warnings.catch_warnings(action="ignore"):  # that there is no process group
+        dcp.load(loaded, checkpoint_id=tmp_path / "back", no_dist=True)
+    set_model_state_dict(other, loaded["model"])
+    set_optimizer_state_dict(other, its, loaded["optim"], options=options)
+    for one, same in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one, same)
+        assert optimizer.state[one].keys() == its.state[same].keys()
+        assert all(torch.equal(optimizer.state[one][name], its.state[same][name]) for name in its.state[same])
+    for group, same_group in zip(optimizer.param_groups, its.param_groups, strict=True):
+        assert {k: v for k, v in group.items() if k != "params"} == {
+            k: v for k, v in same_group.items() if k != "params"
+        }
+
+
+# torch's own writer --------------------------------------------------------------------------------------------------
+
+
+def test_what_torchs_writer_has_written(tmp_path: Path) -> None:
+    state = {"a.weight": torch.arange(6.0).view(2, 3), "b.weight": torch.ones(4).bfloat16()}
+    writer = HuggingFaceStorageWriter(str(tmp_path / "source"), {"a.weight": 1, "b.weight": 2})
+    with warnings.catch_warnings(action="ignore"):  # that there is no process group
+        dcp.save(state, storage_writer=writer, no_dist=True)
+    made = converted(tmp_path / "source", tmp_path / "made")
+    values = values_of(made)
+    assert values.keys() == state.keys()
+    assert all(torch.equal(values[key], value) for key, value in state.items())
+
+
+def save_sharded(rank: int, world_size: int, tmp_path: Path) -> None:
+    device_mesh = mesh(world_size)
+    for name, dim in (("rows", 0), ("columns", 1)):
+        state = {"fused": distribute_tensor(FUSED.clone(), device_mesh, [Shard(dim)]), "all": torch.ones(3)}
+        writer = HuggingFaceStorageWriter(str(tmp_path / name), save_distributed=True)
+        dcp.save(state, storage_writer=writer)
+    whole = HuggingFaceStorageWriter(str(tmp_path / "whole"), save_distributed=True, enable_consolidation=True)
+    dcp.save(state, storage_writer=whole)
+    dist.barrier()
+
+
+@pytest.mark.distributed
+def test_parts_of_tensors_as_ranks_have_written_them(tmp_path: Path) -> None:
+    spawn(save_sharded, 2, tmp_path, tmp_path)
+    for name in ("rows", "columns"):
+        made = converted(tmp_path / name, tmp_path / f"{name}-made", max_memory_bytes=128)
+        assert len(made.tensors["fused"].chunks) == 2
+        assert torch.equal(values_of(made)["fused"], FUSED)
+    whole = converted(tmp_path / "whole", tmp_path / "whole-made", key_prefix="")
+    assert diff(made, whole, all_keys(made, whole)) == []
+    # The first rank's file is missing: of the columns' tensor, it had the beginning.
+    (tmp_path / "columns" / "shard-00001-model-00001-of-00001.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"fused: 21 of 42 elements are in no chunk"):
+        converted(tmp_path / "columns", tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def save_rows(rank: int, world_size: int, folder: Path, rows: int, tiny_rows: int) -> None:
+    device_mesh = mesh(world_size)
+    whole = {"rows": torch.arange(3.0 * rows).view(rows, 3), "tiny": torch.arange(2.0 * tiny_rows).view(tiny_rows, 2)}
+    state = {key: distribute_tensor(tensor, device_mesh, [Shard(0)]) for key, tensor in whole.items()}
+    dcp.save(state, storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
+    dist.barrier()
+
+
+def all_that_files_say(folder: Path) -> dict[str, Any]:
+    """Headers and data; torch writes the entries of ``__metadata__`` in any order."""
+    headers = {file.name: read_header(LocalFolder(folder), file.name) for file in folder.glob("*.safetensors")}
+    return {name: (header, (folder / name).read_bytes()[header.data_at :]) for name, header in headers.items()}
+
+
+@pytest.mark.distributed
+def test_a_last_file_that_is_missing_cannot_be_told_from_one_that_never_was(tmp_path: Path) -> None:
+    """Why it is a note, and no error. If torch says more one day, this fails, and it can become one."""
+    cut, whole = tmp_path / "cut", tmp_path / "whole"
+    spawn(save_rows, 3, tmp_path, cut, 6, 3)
+    spawn(save_rows, 2, tmp_path, whole, 4, 2)
+    last = "shard-00003-model-00001-of-00001.safetensors"
+    assert (cut / last).exists()
+    (cut / last).unlink()
+    assert all_that_files_say(cut) == all_that_files_say(whole)
+    problems, files = check_structure(open_checkpoint(cut))
+    assert problems == []
+    assert [note.partition(":")[0] for note in files.notes] == [
+        "torch's files of parts of tensors say neither how large these are nor how many files there were"
+    ]
+
+
+@pytest.mark.distributed
+def test_an_empty_part_tells_where_a_tensor_ends(tmp_path: Path) -> None:
+    spawn(save_rows, 3, tmp_path, tmp_path / "source", 6, 2)
+    (tmp_path / "source" / "shard-00002-model-00001-of-00001.safetensors").unlink()
+    checkpoint = open_checkpoint(tmp_path / "source")
+    problems, files = check_structure(checkpoint)
+    assert ("tiny", "2 of 4 elements are in no chunk") in problems
+    missing = "there is no shard-00002-*.safetensors: nothing was to be written there, or it is missing"
+    assert files.notes[1:] == (missing,)
+    assert as_json(summarize(checkpoint))["notes"] == list(files.notes)
+
+
+def test_files_that_a_mapping_names(tmp_path: Path) -> None:
+    state = {"a": torch.ones(2), "b": torch.ones(3)}
+    writer = HuggingFaceStorageWriter(str(tmp_path), {"a": 1, "b": 3, "other": 5}, save_distributed=True)
+    with warnings.catch_warnings(action="ignore"):  # that there is no process group
+        dcp.save(state, storage_writer=writer, no_dist=True)
+    notes = check_structure(open_checkpoint(tmp_path))[1].notes
+    assert notes[1].startswith("there is no *-model-00002-of-*.safetensors and 2 more like it: nothing was to be")
+
+
+# The format ----------------------------------------------------------------------------------------------------------
+
+
+def test_elements_are_aligned_in_the_file(tmp_path: Path) -> None:
+    state = {"a": torch.ones(3, dtype=torch.bool), "b": torch.ones(5).double(), "c": torch.ones(1).bfloat16()}
+    source = save(tmp_path / "source", {"model": state, "odd": torch.ones(2)})
+    made = converted(source, tmp_path / "made")
+    for tensor in made.tensors.values():
+        assert tensor.chunks[0].offset_bytes % tensor.dtype.itemsize == 0
+
+
+def test_the_index_is_that_of_hugging_face(tmp_path: Path) -> None:
+    source = save(tmp_path / "source", {"model": {"a": torch.ones(4), "b": torch.zeros(2, dtype=torch.int64)}})
+    converted(source, tmp_path / "made", shard_bytes=16)
+    index = json.loads((tmp_path / "made" / "model.safetensors.index.json").read_text())
+    assert index == {
+        "metadata": {"total_size": 32, "key_prefix": "model."},
+        "weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"},
+    }
+    assert load_file(tmp_path / "made" / "model-00002-of-00002.safetensors")["b"].tolist() == [0, 0]
+    shutil.rmtree(source)
+    assert open_checkpoint(converted(tmp_path / "made", tmp_path / "back").path).version == "1.0.0"

@@ -1,0 +1,272 @@
+"""Checkpoints that the real megatron-core writes as ``torch_dist``: looked into, rewritten, loaded and trained on."""
+
+import argparse
+import functools
+import json
+import pickle
+import sys
+import types
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
+
+from checkpoint_tools import preset
+from checkpoint_tools.look.diff import all_keys, diff
+from checkpoint_tools.look.inspect import summarize
+from checkpoint_tools.look.verify import check_finite, check_structure
+from checkpoint_tools.stored.reading import open_checkpoint
+from tests.checkpoint_tools.checkpoints import changed, run_here, save
+from tests.checkpoint_tools.converted import converted
+from tests.checkpoint_tools.megatron import BUCKETS, LAYERS, SINGLETON, SIZES, STACKED, Training, cpu_for_cuda
+from tests.checkpoint_tools.offline import assert_same, rewritten, same_bits, told, values_of
+from tests.cpu.checkpoint_tools.test_command_line import assert_one_line
+from tests.distributed.launch import spawn
+
+pytestmark = pytest.mark.distributed
+
+SWIGLU, QKV = preset("megatron-swiglu"), preset("megatron-qkv")
+FORMS: dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {  # name → training, and how it is saved
+    "layers": ({}, LAYERS),
+    "by hand": ({}, SINGLETON),
+    "stacked": ({}, STACKED),
+    "buckets": ({}, BUCKETS | {"non_homogeneous_layers": True}),
+    "plain": ({"is_distributed": False}, {"non_homogeneous_layers": True}),
+    "experts": ({"experts": 3}, LAYERS),
+}
+
+
+def args(tp: int) -> argparse.Namespace:
+    """Megatron's have more than plain values."""
+    from megatron.core.transformer.enums import AttnBackend
+
+    own = {"attention_backend": AttnBackend.auto, "params_dtype": torch.float32, "seed": 0}
+    return argparse.Namespace(**SIZES, **own, tensor_model_parallel_size=tp, group_query_attention=True)
+
+
+def write(rank: int, world_size: int, folder: Path, tp: int) -> None:
+    """All forms, and the losses of the steps that come after each."""
+    del world_size
+    losses = {}
+    with cpu_for_cuda():
+        for name, (options, metadata) in FORMS.items():
+            if tp > 1 and "experts" in options:
+                continue  # Megatron trains them only with sequence parallelism then
+            training = Training(tp, **options)
+            training.steps(1)
+            training.save(folder / name, metadata, args=args(tp), iteration=2)
+            losses[name] = training.steps(3)
+    if rank == 0:
+        (folder / "losses.json").write_text(json.dumps(losses))
+
+
+Write = Callable[[int, int], Path]
+
+
+@pytest.fixture(scope="module")
+def write_once(tmp_path_factory: pytest.TempPathFactory) -> Write:
+    """The folder of the checkpoints of so many ranks, so many of them for tensor parallelism."""
+
+    @functools.cache
+    def write_all(world_size: int, tp: int) -> Path:
+        folder = tmp_path_factory.mktemp("megatron")
+        spawn(write, world_size, folder, folder, tp)
+        return folder
+
+    return write_all
+
+
+@pytest.fixture(scope="module", params=[(1, 1), (2, 1), (2, 2)], ids=["one rank", "two ranks", "tensor parallel"])
+def written(request: pytest.FixtureRequest, write_once: Write) -> tuple[Path, int, int]:
+    """That folder, and on how many ranks they were written."""
+    return write_once(*request.param), *request.param
+
+
+@pytest.fixture(scope="module")
+def one_rank(write_once: Write) -> Path:
+    return write_once(1, 1)
+
+
+# Looked into ---------------------------------------------------------------------------------------------------------
+
+
+def test_checkpoints_of_megatron_core_are_whole(written: tuple[Path, int, int]) -> None:
+    folder, _, tp = written
+    for name in set(FORMS) - ({"experts"} if tp > 1 else set()):
+        checkpoint = open_checkpoint(folder / name)
+        problems, files = check_structure(checkpoint, 1)
+        assert not problems
+        assert not files.notes
+        assert not check_finite(checkpoint, files.sound)
+
+
+def test_state_is_named_by_kind_first(one_rank: Path) -> None:
+    groups = {row.group: row.keys for row in summarize(open_checkpoint(one_rank / "stacked")).groups}
+    kinds = {group: keys for group, keys in groups.items() if group.startswith("optimizer")}
+    assert kinds == {"optimizer exp_avg": 9, "optimizer exp_avg_sq": 9, "optimizer param": 9}
+
+
+def test_only_the_classes_of_plans_are_allowed(one_rank: Path) -> None:
+    def forge(metadata: Any) -> None:
+        metadata.all_local_plans = [torch.distributed.checkpoint.planner.LoadPlan([])]
+
+    forged = changed(one_rank / "plain", "forged", forge)
+    result = run_here("inspect", forged)
+    assert_one_line(result, "asks for torch.distributed.checkpoint.planner.LoadPlan")
+
+
+# Rewritten -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_split_is_megatrons_own(written: tuple[Path, int, int], tmp_path: Path) -> None:
+    """Gate and up as Megatron itself saves them apart, with ``singleton_local_shards``: every key, bit by bit."""
+    folder, _, _ = written
+    split = rewritten("split", folder / "layers", tmp_path / "split", *SWIGLU)
+    own = open_checkpoint(folder / "by hand")
+    assert not diff(split, own, all_keys(split, own))
+    for file in ("common.pt", "metadata.json"):
+        assert (tmp_path / "split" / file).read_bytes() == (folder / "layers" / file).read_bytes()
+
+
+@pytest.mark.parametrize("form", ["stacked", "experts"])
+def test_what_is_stacked_in_front_is_split_along_the_rows(form: str, one_rank: Path, tmp_path: Path) -> None:
+    source = open_checkpoint(one_rank / form)
+    split = rewritten("split", one_rank / form, tmp_path / "split", *SWIGLU, *QKV)
+    before, after = values_of(source), values_of(split)
+    fused = [key for key in before if key.endswith("linear_fc1.weight")]
+    assert len(fused) == (4 if form == "stacked" else 8)  # of the model, and three of state
+    for key in fused:
+        gate, up = before[key].chunk(2, -2)
+        assert same_bits(after.pop(f"{key}_w"), gate)
+        assert same_bits(after.pop(f"{key}_v"), up)
+    for key in [key for key in before if key.endswith("linear_qkv.weight")]:
+        groups = before[key].unflatten(-2, (2, 4, 4))  # of each: two heads of queries, one of keys, one of values
+        prefix = key.removesuffix("linear_qkv.weight")
+        assert same_bits(after.pop(f"{prefix}linear_q.weight"), groups[..., :2, :, :].flatten(-4, -2))
+        assert same_bits(after.pop(f"{prefix}linear_k.weight"), groups[..., 2, :, :].flatten(-3, -2))
+        assert same_bits(after.pop(f"{prefix}linear_v.weight"), groups[..., 3, :, :].flatten(-3, -2))
+    assert all(same_bits(value, before[key]) for key, value in after.items())
+    assert_same(rewritten("merge", tmp_path / "split", tmp_path / "merged", *SWIGLU, *QKV), source)
+
+
+def test_through_safetensors_and_back(written: tuple[Path, int, int], tmp_path: Path) -> None:
+    folder, _, _ = written
+    source = open_checkpoint(folder / "stacked")
+    converted(folder / "stacked", tmp_path / "safetensors")
+    back = converted(tmp_path / "safetensors", tmp_path / "back")
+    assert not diff(source, back, all_keys(source, back))
+    assert (tmp_path / "back" / "common.pt").read_bytes() == (folder / "stacked" / "common.pt").read_bytes()
+
+
+def test_megatron_loads_what_is_made_of_its_checkpoints_and_trains_on(
+    written: tuple[Path, int, int], tmp_path: Path
+) -> None:
+    folder, world_size, tp = written
+    rules = (*SWIGLU, *QKV)
+    made: dict[str, tuple[str, Mapping[str, Any]]] = {}  # name → as what it was written, and how it is loaded
+    for source in ("layers", "buckets", "plain"):
+        rewritten("split", folder / source, tmp_path / source, *SWIGLU)
+        made[source] = source, FORMS[source][1] | {"singleton_local_shards": True}
+    for source in ("stacked", *(["experts"] if tp == 1 else [])):
+        rewritten("split", folder / source, tmp_path / f"{source} split", *rules)
+        rewritten("merge", tmp_path / f"{source} split", tmp_path / f"{source} merged", *rules)
+        made[f"{source} merged"] = source, FORMS[source][1]
+    converted(folder / "stacked", tmp_path / "safetensors")
+    converted(tmp_path / "safetensors", tmp_path / "converted")
+    made["converted"] = "stacked", STACKED
+    spawn(train_on, world_size, tmp_path, folder, tmp_path, tp, made)
+
+
+def train_on(
+    rank: int,
+    world_size: int,
+    written: Path,
+    made_in: Path,
+    tp: int,
+    made: Mapping[str, tuple[str, Mapping[str, Any]]],
+) -> None:
+    del rank, world_size
+    expected = json.loads((written / "losses.json").read_text())
+    with cpu_for_cuda():
+        for name, (source, metadata) in made.items():
+            training = Training(tp, **FORMS[source][0], seed=7)
+            common = training.load(made_in / name, metadata)
+            assert common["iteration"] == 2
+            assert training.steps(3) == expected[source], name
+        training = Training(tp, seed=7)
+        training.load(written / "by hand", SINGLETON)
+        assert training.steps(3) == expected["layers"]
+
+
+# Megatron-FSDP -------------------------------------------------------------------------------------------------------
+
+
+def test_the_split_of_fsdp_dtensor_is_megatrons_own(tmp_path: Path) -> None:
+    spawn(write_fsdp_dtensor, 2, tmp_path, tmp_path)
+    split = rewritten("split", tmp_path / "fused", tmp_path / "split", *SWIGLU, values={"tp_size": 1})
+    own = open_checkpoint(tmp_path / "own")
+    assert len([key for key in own.tensors if key.endswith("linear_fc1.weight_w.exp_avg")]) == 2
+    assert not diff(split, own, all_keys(split, own))
+    merged = rewritten("merge", tmp_path / "split", tmp_path / "merged", *SWIGLU, values={"tp_size": 1})
+    assert_same(merged, open_checkpoint(tmp_path / "fused"))
+
+
+def write_fsdp_dtensor(rank: int, world_size: int, folder: Path) -> None:
+    del rank, world_size
+    with cpu_for_cuda():
+        training = Training(1, is_fsdp=True)
+        training.save_fsdp_dtensor(folder / "fused", split=False)
+        training.save_fsdp_dtensor(folder / "own", split=True)
+
+
+# Values that the checkpoint tells ------------------------------------------------------------------------------------
+
+
+def test_values_come_from_args_and_format(one_rank: Path) -> None:
+    values, notes = told(open_checkpoint(one_rank / "layers"), (*SWIGLU, *QKV), {})
+    assert values == {"kv_channels": 4, "num_attention_heads": 4, "num_query_groups": 2, "tp_size": 1}
+    assert notes[0] == "kv_channels = 4, from args in common.pt"
+    assert notes[-1] == "tp_size = 1, from torch_dist, which stores gate and up as one rank has them"
+
+
+def test_values_that_cannot_be_are_refused(one_rank: Path, tmp_path: Path) -> None:
+    command = ("split", one_rank / "layers", tmp_path / "new", "--preset", "megatron-swiglu", "--value")
+    assert_one_line(run_here(*command, "tp_size=2"), "--value tp_size=2, but it is 1 here (torch_dist")
+    (one_rank / "layers" / "metadata.json").rename(tmp_path / "metadata.json")
+    zero = run_here(*command, "tp_size=0")
+    (tmp_path / "metadata.json").rename(one_rank / "layers" / "metadata.json")
+    assert_one_line(zero, "tp_size is 0; expected 1 or more, as many as it was divided into")
+
+
+# Written by megatron-core before 0.16 ---------------------------------------------------------------------------------
+
+
+def test_metadata_of_older_megatron_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of classes of its own, and with state that only it can read: that is refused."""
+    module = types.ModuleType("megatron.core.dist_checkpointing.strategies.torch")
+    for name, base in (("MCoreMetadata", Metadata), ("MCoreSavePlan", SavePlan)):
+        setattr(module, name, type(name, (base,), {"__module__": module.__name__}))
+    for end in range(1, module.__name__.count(".") + 1):
+        parent = ".".join(module.__name__.split(".")[:end])
+        monkeypatch.setitem(sys.modules, parent, types.ModuleType(parent))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    gate_and_up = {"mlp.linear_fc1.weight": torch.arange(24.0).view(8, 3), "mlp.linear_fc2.weight": torch.ones(3, 4)}
+
+    def by_older(name: str, mcore_data: dict[str, Any]) -> Path:
+        folder = save(tmp_path / name, gate_and_up)
+        found = pickle.loads((folder / ".metadata").read_bytes())
+        old = module.MCoreMetadata(**vars(found))
+        old.mcore_data, old.all_local_plans = mcore_data, [module.MCoreSavePlan([])]
+        (folder / ".metadata").write_bytes(pickle.dumps(old))
+        return folder
+
+    fine = by_older("fine", {"mlp.linear_fc1.weight": {}})
+    split = rewritten("split", fine, tmp_path / "split", *SWIGLU, values={"tp_size": 1})
+    assert split.tensors["mlp.linear_fc1.weight_w"].shape == (4, 3)
+    flattened = by_older("flattened", {"mlp.linear_fc1.weight": {"nd_reformulated_orig_global_shape": (8, 3)}})
+    result = run_here("split", flattened, tmp_path / "new", "--preset", "megatron-swiglu", "--value", "tp_size=1")
+    assert_one_line(result, "flattened in the way of Megatron-Core before 0.16; save it there with")

@@ -1,0 +1,121 @@
+"""How ranks are started: a rank that fails, dies, hangs or skips says so, and the next ones know nothing of it."""
+
+import multiprocessing
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fsdp_offload.device import link
+from tests.distributed import launch, nursery
+from tests.distributed.launch import DEVICE_TYPE, spawn
+
+pytestmark = pytest.mark.distributed
+on_cpu = pytest.mark.skipif(DEVICE_TYPE != "cpu", reason="ranks on GPUs are started one by one")
+
+
+def note(rank: int, world_size: int, folder: Path) -> None:
+    assert (dist.get_rank(), dist.get_world_size()) == (rank, world_size)
+    (folder / f"{world_size}-{rank}").touch()
+
+
+def fail(rank: int, world_size: int) -> None:
+    if rank == 1:
+        raise ValueError("this rank has failed")
+    dist.barrier()
+
+
+def die(rank: int, world_size: int) -> None:
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def wait_for_nobody(rank: int, world_size: int) -> None:
+    threading.Event().wait()
+
+
+def skip(rank: int, world_size: int, only: int | None = None) -> None:
+    if only is None or rank == only:
+        pytest.importorskip("a_package_that_nobody_has", reason="nobody has it")
+
+
+def runs(tmp_path: Path, world_size: int) -> bool:
+    for path in tmp_path.glob(f"{world_size}-*"):
+        path.unlink()
+    spawn(note, world_size, tmp_path, tmp_path)
+    return {path.name for path in tmp_path.glob(f"{world_size}-*")} == {f"{world_size}-{i}" for i in range(world_size)}
+
+
+def test_every_rank_runs(tmp_path: Path) -> None:
+    assert all(runs(tmp_path, world_size) for world_size in (1, 3, 2))
+
+
+def test_a_rank_that_fails_shows_its_traceback(tmp_path: Path) -> None:
+    with pytest.raises(pytest.fail.Exception, match=r"(?s)in fail\n.*ValueError: this rank has failed"):
+        spawn(fail, 2, tmp_path)
+    assert runs(tmp_path, 2)
+
+
+def test_a_rank_that_dies(tmp_path: Path) -> None:
+    with pytest.raises(pytest.fail.Exception, match="process 1 terminated with signal SIGKILL"):
+        spawn(die, 2, tmp_path)
+    assert runs(tmp_path, 2)
+
+
+def test_a_rank_that_hangs_shows_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(launch, "STUCK_AFTER_S", 1.0)
+        with pytest.raises(pytest.fail.Exception, match=r"(?s)rank [01] was at:.* in wait_for_nobody\n"):
+            spawn(wait_for_nobody, 2, tmp_path)
+    assert runs(tmp_path, 2)
+
+
+def test_what_a_rank_lacks_skips_the_test(tmp_path: Path) -> None:
+    with pytest.raises(pytest.skip.Exception, match="nobody has it"):
+        spawn(skip, 2, tmp_path)
+    with pytest.raises(pytest.fail.Exception, match="only some skip: skipped-1"):
+        spawn(skip, 2, tmp_path, 1)
+
+
+@on_cpu
+def test_ranks_of_a_process_that_has_died(tmp_path: Path) -> None:
+    assert runs(tmp_path, 2)
+    (living,) = nursery._living.values()
+    living.process.kill()
+    living.process.join()
+    assert runs(tmp_path, 2)
+
+
+@on_cpu
+def test_the_process_is_kept_for_its_file(tmp_path: Path) -> None:
+    assert runs(tmp_path, 2)
+    before = dict(nursery._living)
+    assert runs(tmp_path, 3)
+    assert nursery._living == before != {}
+
+
+def leave_traces(rank: int, world_size: int) -> None:
+    os.environ["LEFT_BY_A_RANK"] = "1"
+    torch.manual_seed(5)
+    torch.set_default_dtype(torch.float64)
+    link.device_link(torch.device("cpu"))
+    assert link._links
+
+
+def find_none(rank: int, world_size: int) -> None:
+    assert "LEFT_BY_A_RANK" not in os.environ
+    assert torch.initial_seed() != 5
+    assert torch.get_default_dtype() == torch.float32
+    assert not link._links
+    assert not multiprocessing.active_children()
+    assert threading.active_count() == 1 + (DEVICE_TYPE != "cpu")
+
+
+def test_ranks_find_no_traces_of_others(tmp_path: Path) -> None:
+    spawn(leave_traces, 2, tmp_path)
+    spawn(find_none, 2, tmp_path)

@@ -1,0 +1,354 @@
+"""The rooms of fsdp_offload import downwards only, keep torch's private names in one place, and are cheap to import.
+
+The imports are read from the source, not executed. Those inside functions and under ``if TYPE_CHECKING:`` count like
+all others: a room that needs another one's types knows that room, and leaving them out would hide cycles. Modules that
+are imported by a computed name (``importlib.import_module(name)``) are not seen.
+"""
+
+import ast
+import graphlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = "fsdp_offload"
+
+# Room → the rooms it may import from, lowest room first: a line may name only rooms whose lines come before it. A room
+# is a folder of the package, whose files may import each other, or a module beside the folders. "__init__" is the
+# package itself, that is, its public names, which only its users import.
+MAY_IMPORT: dict[str, set[str]] = {
+    "policy": set(),
+    "torch_compat": set(),
+    "planning": {"policy"},
+    "device": {"planning"},
+    "state": {"policy", "torch_compat"},
+    "optimizers": {"policy", "torch_compat", "state"},
+    "cpu_update": {"policy", "torch_compat", "planning", "device", "state", "optimizers"},
+    "engine": {"policy", "torch_compat", "planning", "device", "state", "optimizers", "cpu_update"},
+    "model": {"policy", "torch_compat", "planning", "device", "state", "optimizers", "cpu_update", "engine"},
+    "report": {"policy", "planning", "device", "state", "cpu_update", "engine"},
+    "api": {"policy", "torch_compat", "planning", "device", "state", "optimizers", "engine", "model", "report"},
+    "checkpoint": {"torch_compat", "planning", "device", "state", "optimizers", "cpu_update", "engine", "api"},
+    "__init__": {"policy", "model", "report", "api"},
+    "plan": {"policy", "planning"},
+    "figures": {"torch_compat", "report", "api"},
+    "integrations": {"policy", "engine", "model", "api", "checkpoint"},
+    "bench": {"__init__", "torch_compat", "planning", "device", "cpu_update", "checkpoint", "plan", "figures"},
+}
+
+# Files that may use private names of torch.distributed and torch._C, each under a table of what is used and why.
+MAY_USE_PRIVATE_TORCH = {
+    *("torch_compat/__init__.py", "torch_compat/dtensor.py", "torch_compat/fully_shard.py", "torch_compat/optim.py"),
+    "checkpoint/torch_private.py",
+}
+
+PRIVATE_TORCH_ATTRIBUTES = {"_local_tensor", "_spec", "_get_fsdp_state", "_comm_ctx"}
+PRIVATE_TORCH_ATTRIBUTE_PREFIX = "_fsdp_param"
+
+OPTIONAL_PACKAGES = {
+    *("transformer_engine", "torchao", "schedulefree", "bitsandbytes"),
+    *("typer", "rich", "matplotlib", "safetensors", "platformdirs"),
+    *("accelerate", "transformers", "trl", "lightning", "torchtitan", "verl", "megatron_fsdp"),
+    *("pytest", "hypothesis"),
+}
+
+
+# --- the rules -------------------------------------------------------------------------------------------------------
+
+
+def test_every_room_has_a_line_in_the_table():
+    rooms = {room_of(module) for module in module_files()}
+    assert rooms - MAY_IMPORT.keys() == set(), (
+        f"new in {PACKAGE}/ and unknown to MAY_IMPORT in {Path(__file__).name}: give each a line there that names what "
+        "it may import, before the lines of the rooms that import it, and a line in the map of CONTRIBUTING.md"
+    )
+    assert MAY_IMPORT.keys() - rooms == set(), "MAY_IMPORT names rooms that do not exist: take their lines out"
+
+
+def test_the_table_points_downwards_only():
+    lower: set[str] = set()
+    for room, allowed in MAY_IMPORT.items():
+        assert allowed <= lower, f"{room} may import {sorted(allowed - lower)}, whose lines do not come before it"
+        lower.add(room)
+
+
+def test_rooms_import_only_what_the_table_allows():
+    wrong = [
+        f"{module} imports {target}"
+        for module, targets in import_graph().items()
+        for target in sorted(targets)
+        if room_of(target) not in {room_of(module), *MAY_IMPORT.get(room_of(module), set())}
+    ]
+    assert not wrong, (
+        "imports go downwards only (see MAY_IMPORT). Move the piece that both need to a lower room, pass it as an "
+        f"argument, or import the module instead of the package's public name: {wrong}"
+    )
+
+
+def test_modules_form_no_cycle():
+    tuple(graphlib.TopologicalSorter(import_graph()).static_order())  # CycleError names the modules
+
+
+def test_the_package_only_reexports():
+    tree = ast.parse((ROOT / PACKAGE / "__init__.py").read_text(encoding="utf-8"))
+    assert ast.get_docstring(tree)
+    for node in tree.body[1:]:
+        text = ast.unparse(node)
+        allowed = isinstance(node, ast.ImportFrom) or text.startswith(("__all__ = ", "__version__ = "))
+        assert allowed, f"{PACKAGE}/__init__.py does more than re-export: {text}"
+
+
+def test_private_torch_names_stay_in_their_room():
+    folder = ROOT / PACKAGE
+    found = [
+        f"{file.relative_to(folder)}:{line} uses {name}"
+        for file in module_files().values()
+        if file.relative_to(folder).as_posix() not in MAY_USE_PRIVATE_TORCH
+        for line, name in private_torch_uses(file.read_text(encoding="utf-8"))
+    ]
+    assert not found, f"only {sorted(MAY_USE_PRIVATE_TORCH)} may; give torch_compat a function that does this: {found}"
+
+
+@pytest.mark.parametrize(
+    ("module", "forbidden"),
+    [
+        (PACKAGE, OPTIONAL_PACKAGES),
+        (f"{PACKAGE}.plan", OPTIONAL_PACKAGES),
+        (f"{PACKAGE}.figures", OPTIONAL_PACKAGES),
+        (f"{PACKAGE}.bench", {"matplotlib", "transformer_engine"}),
+    ],
+)
+def test_importing_touches_no_device_and_no_optional_package(module: str, forbidden: set[str]):
+    seen = import_in_fresh_process(module)
+    assert seen["device_initialised"] is False
+    assert seen["device_requests"] == 0
+    assert forbidden & set(seen["modules"]) == set()
+
+
+# --- reading the source ----------------------------------------------------------------------------------------------
+
+
+def module_files(root: Path = ROOT) -> dict[str, Path]:
+    """Dotted module name → file, for every module of the package."""
+    files = sorted((root / PACKAGE).rglob("*.py"))
+    parts = {file: file.relative_to(root).with_suffix("").parts for file in files}
+    return {".".join(p[:-1] if p[-1] == "__init__" else p): file for file, p in parts.items()}
+
+
+def imported_modules(source: str, module: str, modules: set[str], *, is_folder: bool = False) -> set[str]:
+    """Those of ``modules`` that ``source``, the text of ``module``, imports; ``is_folder`` for an ``__init__.py``."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = _absolute_base(node, module, is_folder)
+            # `from package import name` imports the module package.name if there is one, else a name of package.
+            submodules = {f"{base}.{alias.name}" for alias in node.names} & modules
+            found |= submodules
+            if len(submodules) < len(node.names):
+                found.add(base)
+    return {name for name in found if name in modules} - {module}
+
+
+def _absolute_base(node: ast.ImportFrom, module: str, is_folder: bool) -> str:
+    if node.level == 0:
+        return node.module or ""
+    parts = module.split(".")
+    up = node.level - 1 if is_folder else node.level
+    return ".".join([*parts[: len(parts) - up], *([node.module] if node.module else [])])
+
+
+def room_of(module: str) -> str:
+    """``fsdp_offload.bench.link`` → ``bench``; the package itself → ``__init__``; its command leads to ``bench``."""
+    parts = module.split(".")
+    if len(parts) == 1:
+        return "__init__"
+    return "bench" if parts[1] == "__main__" else parts[1]
+
+
+def import_graph(root: Path = ROOT) -> dict[str, set[str]]:
+    """Module → the modules of the package that it imports."""
+    files = module_files(root)
+    return {
+        module: imported_modules(
+            file.read_text(encoding="utf-8"), module, set(files), is_folder=file.name == "__init__.py"
+        )
+        for module, file in files.items()
+    }
+
+
+def private_torch_uses(source: str) -> Iterator[tuple[int, str]]:
+    """Line and name of each use of a private name of ``torch.distributed`` or ``torch._C``."""
+    tree = ast.parse(source)
+    known_as = _names_of_torch_modules(tree)
+    for node in ast.walk(tree):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Attribute):
+            names = [_dotted(node, known_as), node.attr]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names = [node.value]  # getattr(tensor, "_spec")
+        private = [name for name in names if _is_private_attribute(name) or _is_private_path(name)]
+        if private:
+            yield node.lineno, private[0]
+
+
+def _names_of_torch_modules(tree: ast.AST) -> dict[str, str]:
+    """Local name → what of torch it stands for: ``dist`` → ``torch.distributed``."""
+    known_as = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] == "torch":
+                    known_as[alias.asname or "torch"] = alias.name if alias.asname else "torch"
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            known_as |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    return known_as
+
+
+def _dotted(node: ast.expr, known_as: dict[str, str]) -> str:
+    """The attribute chain as text, its first name resolved; empty where it starts with anything but a torch module."""
+    if isinstance(node, ast.Attribute):
+        base = _dotted(node.value, known_as)
+        return f"{base}.{node.attr}" if base else ""
+    return known_as.get(node.id, "") if isinstance(node, ast.Name) else ""
+
+
+def _is_private_attribute(name: str) -> bool:
+    # Also of our own objects: an attribute of ours with one of these names reads as torch's. Call it something else.
+    return name in PRIVATE_TORCH_ATTRIBUTES or (name.startswith(PRIVATE_TORCH_ATTRIBUTE_PREFIX) and name.isidentifier())
+
+
+def _is_private_path(name: str) -> bool:
+    parts = name.split(".")
+    if not all(part.isidentifier() for part in parts):  # prose, in a string
+        return False
+    if parts[:2] == ["torch", "_C"]:
+        return True
+    return parts[:2] == ["torch", "distributed"] and any(p.startswith("_") and not p.endswith("__") for p in parts)
+
+
+def import_in_fresh_process(module: str, root: Path = ROOT) -> dict[str, Any]:
+    """What importing ``module`` did to a Python that had imported torch alone."""
+    # torch._C initialises the device through _lazy_init, which is called, and then fails, on a machine without one too.
+    code = f"""
+import importlib, json, sys
+import torch, torch.cuda
+requests = []
+lazy_init = torch.cuda._lazy_init
+torch.cuda._lazy_init = lambda: (requests.append(1), lazy_init())
+before = set(sys.modules)
+importlib.import_module({module!r})
+print(json.dumps(dict(
+    device_initialised=torch.cuda.is_initialized(),
+    device_requests=len(requests),
+    modules=sorted({{name.split(".")[0] for name in set(sys.modules) - before}}),
+)))
+"""
+    path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)
+
+
+# --- the rules can fail ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("import fsdp_offload.arena", {"arena"}),
+        ("import fsdp_offload.arena as a, torch", {"arena"}),
+        ("from fsdp_offload.arena import Arena", {"arena"}),
+        ("from fsdp_offload import arena", {"arena"}),
+        ("from fsdp_offload import arena, offload_optimizer", {"arena", "__init__"}),
+        ("import fsdp_offload", {"__init__"}),
+        ("from .arena import Arena", {"arena"}),
+        ("from . import arena", {"arena"}),
+        ("from .bench.link import main", {"bench"}),
+        ("def f():\n    from .arena import Arena", {"arena"}),
+        ("if TYPE_CHECKING:\n    from .arena import Arena", {"arena"}),
+        ("import torch.distributed\nfrom arena import x", set()),
+    ],
+)
+def test_every_form_of_import_is_seen(source: str, expected: set[str]):
+    modules = {PACKAGE, *(f"{PACKAGE}.{name}" for name in ("arena", "policy", "bench", "bench.link"))}
+    assert {room_of(m) for m in imported_modules(source, f"{PACKAGE}.policy", modules)} == expected
+
+
+@pytest.mark.parametrize(
+    ("module", "is_folder", "source", "expected"),
+    [
+        ("bench", True, "from .link import main", "bench.link"),
+        ("bench", True, "from ..arena import Arena", "arena"),
+        ("bench.link", False, "from . import step", "bench.step"),
+        ("bench.link", False, "from ..arena import Arena", "arena"),
+    ],
+)
+def test_relative_imports_are_resolved(module: str, is_folder: bool, source: str, expected: str):
+    modules = {PACKAGE, *(f"{PACKAGE}.{name}" for name in ("arena", "bench", "bench.link", "bench.step"))}
+    assert imported_modules(source, f"{PACKAGE}.{module}", modules, is_folder=is_folder) == {f"{PACKAGE}.{expected}"}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from torch.distributed.tensor._dtensor_spec import DTensorSpec",
+        "import torch.distributed.fsdp._fully_shard",
+        "from torch.distributed.fsdp import _fully_shard",
+        "import torch.distributed as dist\ndist._functional_collectives",
+        "from torch import distributed\ndistributed.fsdp._fully_shard.FSDPState",
+        "import torch\ntorch.distributed._tensor",
+        "import torch\ntorch._C._cuda_init()",
+        "from torch._C import Generator",
+        "local = shard._local_tensor",
+        "getattr(shard, '_spec')",
+        "module._get_fsdp_state()._fsdp_param_groups",
+    ],
+)
+def test_private_torch_names_are_seen(source: str):
+    assert list(private_torch_uses(source))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from torch.distributed.fsdp import FSDPModule, fully_shard",
+        "import torch\ntorch._foreach_add_(xs, ys)\ntorch.__version__",
+        "import torch.distributed as dist\ndist.__name__",
+        "self._groups = model._groups",
+        '"""torch._C and DTensor._local_tensor are not used here."""  # nor is _spec',
+    ],
+)
+def test_other_names_are_left_alone(source: str):
+    assert not list(private_torch_uses(source))
+
+
+def test_an_optional_package_is_seen(tmp_path: Path):
+    (tmp_path / "heavy.py").write_text("import typer")
+    assert "typer" in import_in_fresh_process("heavy", tmp_path)["modules"]
+
+
+def test_a_touch_of_the_device_is_seen(tmp_path: Path):
+    (tmp_path / "heavy.py").write_text(
+        "import torch\ntry:\n    torch.cuda.init()\nexcept (AssertionError, RuntimeError):\n    pass"
+    )
+    assert import_in_fresh_process("heavy", tmp_path)["device_requests"] > 0

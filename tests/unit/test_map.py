@@ -1,0 +1,52 @@
+"""CONTRIBUTING.md's map and its picture of imports: what they name exists, and every room is in both."""
+
+import re
+from itertools import chain
+from pathlib import Path
+
+from tests.unit.test_import_direction import MAY_IMPORT
+
+ROOT = Path(__file__).resolve().parents[2]
+TEXT = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+PACKAGES = ("fsdp_offload", "checkpoint_tools")
+PATH = re.compile(r"`([\w./]+(?:\.(?:py|md|yml)|/))`")
+
+
+def lines_of_the_map() -> dict[str, str]:
+    """Room → the rest of its line."""
+    table = TEXT.partition("\n## The map\n")[2].partition("\nThe words")[0]
+    return dict(re.findall(r"^\| `([\w./]+)` \| (.+) \|$", table, re.MULTILINE))
+
+
+def rows_of_the_picture() -> list[list[str]]:
+    return [row.split() for row in TEXT.partition("```text\n")[2].partition("```")[0].splitlines()]
+
+
+def test_every_room_has_a_line_and_every_line_a_room() -> None:
+    lines = lines_of_the_map()
+    rooms = {
+        f"{file.relative_to(ROOT).as_posix()}{'/' if file.is_dir() else ''}"
+        for package in PACKAGES
+        for file in (ROOT / package).iterdir()
+        if file.is_dir() or package == "fsdp_offload"
+        if file.suffix == ".py" or (file.is_dir() and any(file.rglob("*.*")) and file.name != "__pycache__")
+    }
+    assert rooms - lines.keys() == set(), "give each a line in CONTRIBUTING.md's map"
+    assert [room for room in lines if not (ROOT / room).exists()] == []
+
+
+def test_files_that_the_map_names_exist() -> None:
+    for room, line in lines_of_the_map().items():
+        for name in PATH.findall(line):
+            path = ROOT / name if "/" in name.rstrip("/") or not (ROOT / room).is_dir() else ROOT / room / name
+            assert path.exists() or (ROOT / name).exists(), f"{room}: {name}"
+
+
+def test_the_picture_has_every_room_and_imports_go_downwards_in_it() -> None:
+    rows = rows_of_the_picture()
+    assert sorted(chain.from_iterable(rows)) == sorted(MAY_IMPORT)
+    height = {room: -number for number, row in enumerate(rows) for room in row}
+    upward = [
+        (room, other) for room, allowed in MAY_IMPORT.items() for other in allowed if height[other] >= height[room]
+    ]
+    assert upward == []
