@@ -18,7 +18,7 @@ from tests.overlapping import Loop, adamw, same
 
 pytestmark = pytest.mark.filterwarnings("ignore:offload_optimizer. The parameters are on the CPU:UserWarning")
 
-POLICY = OffloadPolicy(staging_bytes=64 << 10, bucket_bytes=16 << 10)
+POLICY = OffloadPolicy(bucket_bytes=16 << 10)
 
 
 def make() -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -47,7 +47,7 @@ def test_this_machine_is_measured_once(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_recording_shows_all_lanes(mesh: torch.distributed.DeviceMesh, tmp_path: Path) -> None:
-    policy = OffloadPolicy(bucket_bytes=4096, staging_bytes=5 * 4096, update="backward", overlap_forward=True)
+    policy = OffloadPolicy(bucket_bytes=4096, device_bytes=5 * 4096, overlap="iteration")
     loop = Loop(mesh, adamw, policy)
     loop.train(4)
     with record_iterations(loop.model, loop.optimizer, tmp_path) as recording:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_tools.write.layout import unit_bytes_of, units_of
+from checkpoint_tools.write.rewrite_plan import unit_bytes_of, units_of
 
 from checkpoint_tools.exchange.request import Request, complete
 from checkpoint_tools.stored.reading import open_checkpoint
