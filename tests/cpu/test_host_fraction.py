@@ -38,13 +38,13 @@ from fsdp_offload.planning.cpu_share import host_bucket_bytes
 from fsdp_offload.state.shard import StateShard
 from tests import host_worker_gate
 from tests.cpu.test_grad_scaler import scaled_step
+from tests.cpu.test_overlap_programs import ALWAYS, ONE_MICRO_BATCH, step
+from tests.cpu.test_overlap_programs import NOT_IN_BACKWARD as NOT_IN_BACKWARD_PROGRAMS
 from tests.cpu.test_parity_optimizers import FLAGS
 from tests.forks import in_forked_child
 from tests.overlapping import HABITS, NOT_IN_BACKWARD, POLICIES, SIZES, Loop, same
 from tests.parity import SMALL, Net, Pair, Run, Zoo, attach, batch, make_pair, same_value, train_step
 from tests.policies import with_share
-from tests.slow.test_overlap_programs import ALWAYS, ONE_MICRO_BATCH, step
-from tests.slow.test_overlap_programs import NOT_IN_BACKWARD as NOT_IN_BACKWARD_PROGRAMS
 from tests.twins import make_twins
 
 FRACTIONS = pytest.mark.parametrize("fraction", [0.3, 1.0])

@@ -157,11 +157,15 @@ WITH_RESIDENT: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("with_phases", [False, True], ids=["", "phases"])
 @pytest.mark.parametrize("fields", WITH_RESIDENT.values(), ids=WITH_RESIDENT)
 def test_any_program(mesh: DeviceMesh, fields: dict[str, Any], with_phases: bool) -> None:
+    check_programs(mesh, fields, with_phases, max_examples=4)  # eight times as many in tests/slow
+
+
+def check_programs(mesh: DeviceMesh, fields: dict[str, Any], with_phases: bool, max_examples: int) -> None:
     allowed: tuple[Operation, ...] = (*ALWAYS, *ONE_MICRO_BATCH, *(PHASES if with_phases else ()))
     if fields.get("overlap") != "iteration":
         allowed = (*allowed, *NOT_IN_BACKWARD)
 
-    @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=max_examples, deadline=None, suppress_health_check=list(HealthCheck))
     @given(program=st.lists(st.sampled_from(allowed), min_size=4, max_size=12), slots=st.integers(3, 6))
     def check(program: list[Operation], slots: int) -> None:
         policy = with_share(**{**SIZES, **fields, "passing": slots * SIZES["bucket_bytes"]})
