@@ -442,7 +442,6 @@ MEASURED = """
 import sys
 from pathlib import Path
 import torch
-from checkpoint_tools import rewriting
 from checkpoint_tools.__main__ import app
 
 def peak_mib():  # of this process alone; ru_maxrss begins with what the process before it had
