@@ -209,7 +209,7 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
         begun = engine_of(self).steps.begun
         if begun is not None and begun.done:
             logger.warning(
-                "zero_grad() before step(), with OffloadPolicy(update='backward'): a step cannot be skipped any more. "
+                "zero_grad() before step(), with OffloadPolicy(overlap='iteration'): a step cannot be skipped any more. "
                 "%d of its %d buckets have been updated in the backward; step() will refuse to go on.",
                 len(begun.done),
                 len(begun.steps),

@@ -45,7 +45,7 @@ _METADATA = frozenset(
 )
 
 _MESSAGE = (
-    "this gradient was used in the backward already (OffloadPolicy(update='backward')), and whatever is done with it "
+    "this gradient was used in the backward already (OffloadPolicy(overlap='iteration')), and whatever is done with it "
     "before step() comes too late. Use overlap='forward' for a loop that clips, scales or looks at gradients."
 )
 

@@ -63,8 +63,8 @@ def test_the_moments_are_those_of_one_iteration(tmp_path: Path) -> None:
 
 
 def test_gradients_that_an_update_has_used_are_not_touched(mesh: DeviceMesh, tmp_path: Path) -> None:
-    fields = {"update": "backward", "overlap_forward": True, "bucket_bytes": 4096, "staging_bytes": 5 * 4096}
-    plain, offloaded = Loop(mesh, adamw, None), Loop(mesh, adamw, OffloadPolicy(**fields))
+    policy = OffloadPolicy(overlap="iteration", bucket_bytes=4096, device_bytes=5 * 4096)
+    plain, offloaded = Loop(mesh, adamw, None), Loop(mesh, adamw, policy)
     plain.train(7)
     offloaded.train(4)
     with record_iterations(offloaded.model, offloaded.optimizer, tmp_path) as recording:

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_tools.write.rewrite_plan import unit_bytes_of, units_of
 
 from checkpoint_tools.exchange.request import Request, complete
 from checkpoint_tools.stored.reading import open_checkpoint
 from checkpoint_tools.write import rewrite as rewriting
 from checkpoint_tools.write.execute import perform
 from checkpoint_tools.write.partial import open_partial
+from checkpoint_tools.write.rewrite_plan import unit_bytes_of, units_of
 from checkpoint_tools.write.sinks import LocalSink
 from tests.checkpoint_tools.checkpoints import ROOT, run_here, run_tool, save
 from tests.checkpoint_tools.offline import (
