@@ -207,10 +207,10 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """As ``torch.optim.Optimizer``. What an update still reads is kept until then, and waited for if zeroed."""
         begun = engine_of(self).steps.begun
-        if begun is not None and begun.done:
+        if begun is not None and begun.has_updated:
             logger.warning(
-                "zero_grad() before step(), with OffloadPolicy(overlap='iteration'): a step cannot be skipped any more. "
-                "%d of its %d buckets have been updated in the backward; step() will refuse to go on.",
+                "zero_grad() before step(), with OffloadPolicy(overlap='iteration'): a step cannot be skipped any "
+                "more. %d of its %d buckets have been updated in the backward; step() will refuse to go on.",
                 len(begun.done),
                 len(begun.steps),
             )
