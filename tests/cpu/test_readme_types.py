@@ -28,6 +28,15 @@ class Model(nn.Module):
     layers: nn.ModuleList
 
 
+class MyModel(Model): ...
+
+
+def train(batch: int) -> None: ...
+
+
+three_batches: list[int] = []
+
+
 state: dict[str, Any] = {}
 """
 SCRIPT = """
