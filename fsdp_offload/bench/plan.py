@@ -69,7 +69,7 @@ CASES = {
         lambda: GPT(24, 2048, 32_768),
         8,
         {"sequence_length": 2048},
-        ("no offload", "step", "step, keeping", "forward", "forward, keeping", "iteration"),
+        ("no offload", "step", "forward", "forward, keeping", "iteration"),
     ),
     "gpt-wide": Case(
         lambda: GPT(10, 4096, 50_304),

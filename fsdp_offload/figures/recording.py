@@ -70,7 +70,7 @@ def record_iterations(model: nn.Module, optimizer: torch.optim.Optimizer, folder
     activities = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with torch.profiler.profile(activities=activities) as profiler, recorder.hooked():
+    with torch.profiler.profile(activities=activities, acc_events=True) as profiler, recorder.hooked():
         yield recording
     path = recording.folder / "trace.json.gz"
     profiler.export_chrome_trace(str(path))

@@ -5,7 +5,6 @@ forward F, backward B, update U, all loads L and stores S, both at once T, of wh
 share c longer, and T' those of the root::
 
     "step"           F + B + clip + max(U, (1 - r) T)
-    "step, keeping"  B + clip + max(F + max(U, (1 - r) L), (1 + c) S), r of the loads ahead of the step
     "forward"        B + clip + max(F + U + T', (1 + c) (1 - r) T)
     "iteration"      max(F + B + U + T', (1 + c) T)
 

@@ -35,6 +35,7 @@ def test_peaks_and_host_bytes_are_as_predicted(
 
 
 def test_this_machine_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("platformdirs")  # of the extra [plan]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     machine = machine_of("this")
     assert machine.device_bytes == torch.cuda.get_device_properties(0).total_memory
