@@ -2,7 +2,7 @@
 
 A kernel takes what its operations or its bytes take, whichever is more (a roofline), and a little for itself. With
 forward F, backward B, update U, all loads L and stores S, both at once T, of which transfers beside computation take a
-share c longer, and T' those of the root::
+share c longer, a share r of the loads is ahead of the step, and T' is those of the root::
 
     "step"           F + B + clip + max(U, (1 - r) T)
     "forward"        B + clip + max(F + U + T', (1 + c) (1 - r) T)
