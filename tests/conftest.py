@@ -15,15 +15,10 @@ settings.load_profile("no deadline")
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks at its options
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Share the tiers among two processes where no files are named, and give each process whole files in their order.
-
-    What names its files has them in one process, as a debugger and GPUs need it; ``-n`` says otherwise for both.
-    """
+    """Give each process of ``-n`` whole files, in their order."""
     if not config.pluginmanager.hasplugin("xdist"):
         return
     options = config.option
-    if options.numprocesses is None and config.args_source is pytest.Config.ArgsSource.TESTPATHS:
-        options.numprocesses = 2
     if options.numprocesses and options.dist == "no":
         options.dist = "loadfile"  # fixtures of a module are made once, and so is the process its ranks come from
         options.loadscopereorder = False  # the order is quickest first
