@@ -11,11 +11,14 @@ from ..optimizers.shared_values import ENGINE_ATTRIBUTE
 from ..policy import OffloadPolicy
 from ..state.layout import leaves_of
 from ..torch_compat.dtensor import has_inner_tensors, is_dtensor, is_host_offloaded, local_shard
-from ..torch_compat.fully_shard import parameter_names, uses_cpu_offload_policy
+from ..torch_compat.fully_shard import parameter_names, sharding_groups, uses_cpu_offload_policy
+from ..torch_compat.sharded_parameter import ShardedParameter
 
 _HOST_OFFLOADED = (
     "This model uses CPUOffloadPolicy: parameters, gradients and optimizer state are on the host already and the "
-    "update runs there. Shard without offload_policy to keep parameters on the device and offload only the state."
+    "update runs there. Shard without offload_policy: fully_shard(module, ...). Then parameters stay on the device and "
+    "only the state is offloaded; with OffloadPolicy(parameters=True) parameters live on the host as well, and are "
+    "updated on the device."
 )
 
 
@@ -151,6 +154,31 @@ def names_of_parameters(optimizer: Optimizer, model: nn.Module | None) -> dict[T
             "build the optimizer, then attach."
         )
     return {param: name for param, name in of_model.items() if param in by_place}
+
+
+def streamable(model: nn.Module | None, names: Mapping[Tensor, str]) -> dict[Tensor, ShardedParameter]:
+    """The optimizer's parameters that can live on the host: those that the model's ``fully_shard`` gathers.
+
+    Raises:
+        ValueError: there are none, or one is of a type that says itself how it is gathered.
+        NotImplementedError: this torch's ``fully_shard`` has other hook points, or keeps shards in another way.
+    """
+    groups = [] if model is None else sharding_groups(model)
+    found = {one.param: one for group in groups for one in group.sharded() if one.param in names}
+    if not found:
+        without = "needs model=..., whose" if model is None else "needs a model whose"
+        raise ValueError(
+            f"offload_optimizer: OffloadPolicy(parameters=True) {without} parameters fully_shard has sharded: it brings "
+            "them to the device when fully_shard gathers them. Shard the model, then build the optimizer, then attach."
+        )
+    for param, one in found.items():
+        if not one.is_plain:
+            raise ValueError(
+                f"offload_optimizer: {names[param]} is a {type(local_shard(param)).__name__}, which says itself how it "
+                "is gathered; OffloadPolicy(parameters=True) is for dense parameters. Leave it out to offload only the "
+                "state."
+            )
+    return found
 
 
 def names_by_place(optimizer: Optimizer) -> dict[Tensor, str]:

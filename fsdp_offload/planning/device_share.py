@@ -1,6 +1,7 @@
 """How ``OffloadPolicy.device_bytes`` is divided between state that passes through the device and state that stays."""
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..policy import OffloadPolicy
@@ -35,6 +36,14 @@ class DeviceShare:
     staying_bytes: int = 0
     staying_is_learnt: bool = False
     staying_limit_bytes: int | None = None
+
+    def window_bytes(self, group_bytes: Sequence[int]) -> int:
+        """Device bytes for parameters that live on the host, when the groups that are gathered take so much.
+
+        The largest, and two more, so that loads run ahead by one.
+        """
+        *_, second, largest = [0, 0, *sorted(group_bytes)]
+        return min(largest + 2 * second, sum(group_bytes))
 
     def ring_bytes(self, bucket_bytes: int) -> int:
         """Device bytes through which buckets pass: without the room for state under creation."""

@@ -1,0 +1,76 @@
+"""A parameter as ``fully_shard`` knows it: the shard that it reads when it gathers may be put elsewhere.
+
+Seen in torch 2.11 to 2.13: a gather reads ``FSDPParam._sharded_param_data``, the shard as a flat tensor, padded to the
+size of the largest one. Everybody else reads the DTensor ``sharded_param`` through its ``_local_tensor``.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .dtensor import local_shard
+
+
+class ShardedParameter:
+    """One parameter of one group of ``fully_shard``.
+
+    Attributes:
+        padded_numel: elements that a gather reads on this rank.
+    """
+
+    def __init__(self, fsdp_param: Any) -> None:
+        """Take FSDP's own record of it.
+
+        Raises:
+            NotImplementedError: this torch's ``fully_shard`` keeps the shard in another way.
+        """
+        missing = [name for name in _READ if not hasattr(fsdp_param, name)]
+        if missing:
+            raise NotImplementedError(
+                f"this torch's fully_shard has no {missing}, through which it gathers parameters that live on the "
+                "host; leave out OffloadPolicy(parameters=True)"
+            )
+        self._fsdp_param = fsdp_param
+        self.padded_numel: int = fsdp_param.padded_sharded_param_size.numel()
+
+    @property
+    def param(self) -> Tensor:
+        """The parameter that an optimizer has: a DTensor."""
+        param: Tensor = self._fsdp_param.sharded_param
+        return param
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the shard is a dense tensor that is gathered as it is, rather than of a type that says how."""
+        return type(local_shard(self.param)) is Tensor
+
+    def live_at(self, local: Tensor) -> None:
+        """Let ``local``, of the shape and dtype of the shard, be the shard from now on; on any device.
+
+        Nothing is copied. The parameter stays the same object, and its own ``device`` that of its mesh.
+        """
+        self._fsdp_param.sharded_param._local_tensor = local
+        # Of the same memory, though not padded: fully_shard makes a padded copy of its own where it is of another.
+        self._fsdp_param._sharded_param_data = local.view(-1)
+
+    def live_on(self, device: torch.device) -> None:
+        """Move the shard to ``device``, into padded memory as ``fully_shard`` makes it."""
+        local, size = local_shard(self.param), self._fsdp_param.padded_sharded_param_size
+        padded = torch.zeros(size, dtype=local.dtype, device=device)
+        dim = self._fsdp_param.fsdp_placement.dim
+        own = padded.narrow(dim, 0, local.size(dim) if local.numel() else 0)
+        own.copy_(local)
+        self._fsdp_param.sharded_param._local_tensor = own
+        self._fsdp_param._sharded_param_data = padded.view(-1)
+
+    def lend(self, data: Tensor) -> None:
+        """Let the next gather read ``data``: flat, of ``padded_numel`` elements, on the device."""
+        self._fsdp_param._sharded_param_data = data
+
+    def take_back(self) -> None:
+        """Let gathers read the shard itself again."""
+        self._fsdp_param._sharded_param_data = local_shard(self.param).view(-1)
+
+
+_READ = ("sharded_param", "_sharded_param_data", "padded_sharded_param_size", "fsdp_placement")
