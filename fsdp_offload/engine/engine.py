@@ -11,6 +11,7 @@ import logging
 import math
 import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from functools import partial
 from typing import Any
 
 import torch
@@ -84,6 +85,8 @@ class Engine:
         self.habits = traits.habits
         self.pinned = device.type != "cpu" if policy.pin_memory is None else policy.pin_memory
         self._link: DeviceLink = device_link(device)
+        for one in sharded.values():
+            one.wait = partial(_wait_home, weakref.ref(self))
         self.host: HostUpdates | None = None
         self.tuning_of_host = ""  # what "auto" has chosen, and why
         if policy.host_fraction:
@@ -741,6 +744,12 @@ def inside(wrapper: object) -> Optimizer | None:
 
 def _param_ids(optimizer: Optimizer) -> list[list[int]]:
     return [[id(param) for param in group["params"]] for group in optimizer.param_groups]
+
+
+def _wait_home(engine: "weakref.ref[Engine]", param: Tensor) -> None:
+    found = engine()
+    if found is not None:
+        found.wait_home(param)
 
 
 def is_frozen(sharded: ShardedParameter) -> bool:

@@ -25,7 +25,7 @@ from ..device.lanes import Lane, Mark, stream_mark, wait_on
 from ..device.link import DeviceLink
 from ..planning.buckets import aligned
 from ..planning.gathers import Gather, GatherOrder
-from ..torch_compat.dtensor import local_shard, version_of
+from ..torch_compat.dtensor import local_shard
 from ..torch_compat.sharded_parameter import ShardedParameter
 from .bucket import Residency
 from .executor import Pipeline
@@ -295,7 +295,8 @@ class Window:
         return not entry.outdated and entry.versions == self._versions(number)
 
     def _versions(self, number: int) -> list[object]:
-        return [version_of(weights.param) for weights in self._groups[number]]
+        locals_ = [local_shard(weights.param) for weights in self._groups[number]]
+        return [(local.data_ptr(), local._version) for local in locals_]
 
     def _nbytes(self, number: int) -> int:
         return group_nbytes(self._groups[number])
@@ -319,11 +320,12 @@ def group_nbytes(group: Iterable[ShardedParameter]) -> int:
 
 
 def _slot_nbytes(group: Iterable[ShardedParameter]) -> int:
-    return sum(aligned(weights.padded_numel * weights.param.dtype.itemsize) for weights in group)
+    return sum(aligned(weights.padded_numel * local_shard(weights.param).itemsize) for weights in group)
 
 
 def _typed(slot: Tensor, part: WeightRange) -> Tensor:
-    dtype = part.shard.param.dtype
+    assert part.shard.weights is not None
+    dtype = part.shard.weights.dtype
     return slot[part.offset : part.offset + (part.stop - part.start) * dtype.itemsize].view(dtype)
 
 

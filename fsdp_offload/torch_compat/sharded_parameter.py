@@ -4,12 +4,14 @@ Seen in torch 2.11 to 2.13: a gather reads ``FSDPParam._sharded_param_data``, th
 size of the largest one. Everybody else reads the DTensor ``sharded_param`` through its ``_local_tensor``.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .dtensor import local_shard
+from .homed import put_home, take_from_home
 
 
 class ShardedParameter:
@@ -17,6 +19,7 @@ class ShardedParameter:
 
     Attributes:
         padded_numel: elements that a gather reads on this rank.
+        wait: called before host memory of a parameter is used: it may still be written.
     """
 
     def __init__(self, fsdp_param: Any) -> None:
@@ -32,6 +35,7 @@ class ShardedParameter:
                 "host; leave out OffloadPolicy(parameters=True)"
             )
         self._fsdp_param = fsdp_param
+        self.wait: Callable[[Tensor], None] = _nothing
         self.padded_numel: int = fsdp_param.padded_sharded_param_size.numel()
 
     @property
@@ -50,6 +54,10 @@ class ShardedParameter:
 
         Nothing is copied. The parameter stays the same object, and its own ``device`` that of its mesh.
         """
+        if local.device.type == "cpu":
+            put_home(self.param, self.wait)
+        else:
+            take_from_home(self.param)
         self._fsdp_param.sharded_param._local_tensor = local
         # Of the same memory, though not padded: fully_shard makes a padded copy of its own where it is of another.
         self._fsdp_param._sharded_param_data = local.view(-1)
@@ -61,6 +69,7 @@ class ShardedParameter:
         dim = self._fsdp_param.fsdp_placement.dim
         own = padded.narrow(dim, 0, local.size(dim) if local.numel() else 0)
         own.copy_(local)
+        take_from_home(self.param)
         self._fsdp_param.sharded_param._local_tensor = own
         self._fsdp_param._sharded_param_data = padded.view(-1)
 
@@ -71,6 +80,10 @@ class ShardedParameter:
     def take_back(self) -> None:
         """Let gathers read the shard itself again."""
         self._fsdp_param._sharded_param_data = local_shard(self.param).view(-1)
+
+
+def _nothing(param: Tensor) -> None:
+    pass
 
 
 _READ = ("sharded_param", "_sharded_param_data", "padded_sharded_param_size", "fsdp_placement")

@@ -1,0 +1,96 @@
+"""Parameters whose shard is host memory while they belong to a mesh of accelerators: whoever uses one uses the host's.
+
+Autograd gives such a parameter its gradient on the device, so it says of itself that it is there, and torch refuses to
+make a view of it: the new tensor would be on the host. So functions of the parameter are given a stand-in, a DTensor
+over the same host memory, as a model under ``CPUOffloadPolicy`` has it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from .dtensor import local_shard, over_local
+from .guard import Guard
+
+_WAIT = "_fsdp_offload_wait"
+_COMMUNICATES = {"full_tensor", "redistribute"}
+"""Methods of DTensor that an accelerator's backend can only do with memory of the accelerator."""
+
+
+class _Homed(Guard):
+    """Redirects functions to stand-ins."""
+
+    def on_use(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call ``func`` with stand-ins; what it changes in place is the parameter."""
+        if getattr(func, "__name__", "") in ("__set__", "__delete__"):
+            self.refuse(_name_of(func))
+        stand_ins: dict[int, tuple[Tensor, Tensor]] = {}
+
+        def stand_in(value: Any) -> Any:
+            if not isinstance(value, Tensor) or not self.guards(value):
+                return value
+            if id(value) not in stand_ins:
+                stand_ins[id(value)] = value, _stand_in_for(value, func)
+            return stand_ins[id(value)][1]
+
+        args, kwargs = pytree.tree_map(stand_in, (tuple(args), dict(kwargs)))
+        try:
+            result = func(*args, **kwargs)
+        except RuntimeError as error:
+            if "same device" in str(error):
+                raise RuntimeError(f"{error} {_WHERE}") from error
+            raise
+        return next((param for param, other in stand_ins.values() if result is other), result)
+
+    def on_method(self, tensor: Tensor, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call a method of DTensor on the stand-in."""
+        other = _stand_in_for(tensor, getattr(type(tensor), name))
+        if name in _COMMUNICATES:
+            device = tensor.device_mesh.device_type  # type: ignore[attr-defined]
+            other = over_local(tensor, local_shard(tensor).detach().to(device))
+        return getattr(other, name)(*args, **kwargs)
+
+
+_WHERE = (
+    "This parameter lives on the host (OffloadPolicy(parameters=True)): between its uses, functions work on its host "
+    "memory. Bring the other tensors there, or take a copy on the device: param.detach().to(device)."
+)
+_HOMED = _Homed("Homed", "{what} on a parameter that lives on the host: " + _WHERE, lets_gradients=True)
+
+
+def put_home(param: Tensor, wait: Callable[[Tensor], None]) -> None:
+    """Let functions of ``param``, a DTensor, work on the memory of its local shard, once ``wait(param)`` has returned."""
+    vars(param)[_WAIT] = wait
+    _HOMED.put_on([param])
+
+
+def take_from_home(param: Tensor) -> None:
+    """The inverse of :func:`put_home`."""
+    vars(param).pop(_WAIT, None)
+    _HOMED.take_off([param])
+
+
+def _stand_in_for(param: Tensor, func: Any) -> Tensor:
+    vars(param)[_WAIT](param)
+    other = over_local(param, local_shard(param))
+    if torch.is_grad_enabled() and param.requires_grad and func not in _WITHOUT_GRADIENT:
+        other.requires_grad_().register_hook(_refuse_gradient)
+    return other
+
+
+_WITHOUT_GRADIENT = (Tensor.detach, Tensor.detach_)
+
+
+def _refuse_gradient(gradient: Tensor) -> None:
+    raise RuntimeError(
+        "a loss depends on a parameter past the modules that fully_shard gathers (a penalty on the weights?), and it "
+        "lives on the host (OffloadPolicy(parameters=True)), where autograd cannot follow. Compute that within the "
+        "forward of the module whose parameter it is, or in the optimizer (weight_decay)."
+    )
+
+
+def _name_of(func: Any) -> str:
+    return f"setting tensor.{getattr(func.__self__, '__name__', '?')}"
