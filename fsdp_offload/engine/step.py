@@ -378,7 +378,8 @@ class Stepping:
 
     def _home_versions(self, begun: BegunStep, states: StateStore) -> list[object]:
         """Changes when somebody writes into the state that there was when the step began."""
-        found: list[object] = []
+        watched = (*begun.watched, *begun.without_state)
+        found: list[object] = [version_of(shard.param) for shard in watched if shard.weights is not None]
         for shard in begun.watched:
             state, leaves = states.get(shard.param), shard.home_leaves
             for name, home in shard.homes.items():

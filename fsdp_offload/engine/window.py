@@ -25,7 +25,7 @@ from ..device.lanes import Lane, Mark, stream_mark, wait_on
 from ..device.link import DeviceLink
 from ..planning.buckets import aligned
 from ..planning.gathers import Gather, GatherOrder
-from ..torch_compat.dtensor import local_shard
+from ..torch_compat.dtensor import local_shard, version_of
 from ..torch_compat.sharded_parameter import ShardedParameter
 from .bucket import Residency
 from .executor import Pipeline
@@ -295,8 +295,8 @@ class Window:
         return not entry.outdated and entry.versions == self._versions(number)
 
     def _versions(self, number: int) -> list[object]:
-        locals_ = [local_shard(weights.param) for weights in self._groups[number]]
-        return [(local.data_ptr(), local._version) for local in locals_]
+        params = [weights.param for weights in self._groups[number]]
+        return [(local_shard(param).data_ptr(), version_of(param)) for param in params]
 
     def _nbytes(self, number: int) -> int:
         return group_nbytes(self._groups[number])

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .dtensor import local_shard, over_local
+from .dtensor import STAND_IN, local_shard, over_local
 from .guard import Guard
 
 _WAIT = "_fsdp_offload_wait"
@@ -61,23 +61,25 @@ _WHERE = (
 _HOMED = _Homed("Homed", "{what} on a parameter that lives on the host: " + _WHERE, lets_gradients=True)
 
 
-def put_home(param: Tensor, wait: Callable[[Tensor], None]) -> None:
-    """Let functions of ``param``, a DTensor, work on the memory of its local shard, once ``wait(param)`` has returned."""
-    vars(param)[_WAIT] = wait
+def put_home(param: Tensor, local: Tensor, wait: Callable[[Tensor], None]) -> None:
+    """Let functions of ``param``, a DTensor, work on ``local``, once ``wait(param)`` has returned."""
+    vars(param).update({_WAIT: wait, STAND_IN: over_local(param, local)})
     _HOMED.put_on([param])
 
 
 def take_from_home(param: Tensor) -> None:
     """The inverse of :func:`put_home`."""
-    vars(param).pop(_WAIT, None)
+    for name in (_WAIT, STAND_IN):
+        vars(param).pop(name, None)
     _HOMED.take_off([param])
 
 
 def _stand_in_for(param: Tensor, func: Any) -> Tensor:
     vars(param)[_WAIT](param)
-    other = over_local(param, local_shard(param))
+    other: Tensor = vars(param)[STAND_IN]
     if torch.is_grad_enabled() and param.requires_grad and func not in _WITHOUT_GRADIENT:
-        other.requires_grad_().register_hook(_refuse_gradient)
+        other = other.detach().requires_grad_()
+        other.register_hook(_refuse_gradient)
     return other
 
 

@@ -55,7 +55,7 @@ class ShardedParameter:
         Nothing is copied. The parameter stays the same object, and its own ``device`` that of its mesh.
         """
         if local.device.type == "cpu":
-            put_home(self.param, self.wait)
+            put_home(self.param, local, self.wait)
         else:
             take_from_home(self.param)
         self._fsdp_param.sharded_param._local_tensor = local
