@@ -365,8 +365,10 @@ class Engine:
         return self._pipeline.ring.nbytes >= self.plan.ring_bytes
 
     def allocated_bytes(self) -> Allocated:
-        """Device memory that is in use, without staging. On the CPU, all zero."""
-        return self._link.allocated_bytes()
+        """Device memory that is in use, without staging and what else comes and goes. On the CPU, all zero."""
+        allocated = self._link.allocated_bytes()
+        passing_bytes = 0 if self.window is None or self.device.type == "cpu" else self.window.passing_bytes
+        return allocated._replace(now=allocated.now - passing_bytes)
 
     def room_bytes(self) -> int:
         """Device memory that would still be free at the highest point so far, less a reserve."""

@@ -13,6 +13,7 @@ loaded when it comes, so that a wrong order costs time and nothing else.
 The window never owns the newest bytes: an update reads it, or home, and writes a slot, which is stored home.
 """
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,7 +38,7 @@ class _Entry:
     """A group in the window.
 
     Attributes:
-        begin, end: its bytes of the window.
+        begin, end: its bytes of the window, in one block of its memory.
         views: what a gather reads of each parameter: flat, padded, on the device.
         versions: of the parameters when they were loaded; others mean that somebody has written them at home.
         loaded: from when on the bytes are there.
@@ -60,7 +61,8 @@ class Window:
     """The parameters of one model for one optimizer, on the device.
 
     Attributes:
-        capacity_bytes: device memory that it takes, from the first gather on.
+        capacity_bytes: device memory that it takes for good, from the first gather on.
+        passing_bytes: what else there is now.
         held_for_updates: gathers of a backward whose gradients are used in it: parameters stay for their update.
     """
 
@@ -76,6 +78,8 @@ class Window:
     ) -> None:
         """Take the parameters of each group that are to be streamed."""
         self.capacity_bytes = max([capacity_bytes, *map(group_nbytes, groups)])
+        self.passing_bytes = 0
+        self._block_bytes = sorted(map(group_nbytes, groups))[len(groups) // 2]  # of what comes and goes
         self.held_for_updates = False
         self._groups = groups
         self._plan = plan
@@ -84,7 +88,7 @@ class Window:
         self._lanes: Mapping[str, Lane] = link.lanes(serial=serial, beside_compute=True)
         self._loads = link.window_lane(serial=serial)
         self._order = GatherOrder()
-        self._memory: Tensor | None = None
+        self._memory: dict[int, Tensor] = {}  # by the first byte; those behind the first come and go
         self._entries: dict[int, _Entry] = {}  # in the order of their last gather
         self._freed: list[tuple[int, int, list[Mark]]] = []  # bytes that may still be read or written until then
         self._last_load: dict[int, Mark] = {}  # by group: until when its homes may still be read
@@ -179,7 +183,7 @@ class Window:
         if entry is None:
             return
         entry.held.discard(bucket)
-        if entry.outdated or not self._order.begins_with(number, self._nbytes, self.capacity_bytes):
+        if entry.outdated or not self._order.begins_with(number, self._nbytes, self.nbytes - 2 * self._block_bytes):
             entry.outdated.add(bucket)
             if not entry.held:
                 self._free(self._entries.pop(number))
@@ -206,7 +210,7 @@ class Window:
         for _, _, marks in self._freed:
             for mark in marks:
                 self._lanes["C"].wait(mark)
-        self._freed, self._memory = [], None
+        self._freed, self._memory, self.passing_bytes = [], {}, 0
 
     def return_to_device(self) -> None:
         """Let parameters that have no state here live on the device again: those with state have been moved."""
@@ -218,7 +222,43 @@ class Window:
     @property
     def nbytes(self) -> int:
         """Device memory that is taken now."""
-        return 0 if self._memory is None else self._memory.numel()
+        return sum(memory.numel() for memory in self._memory.values())
+
+    @property
+    def wanted_bytes(self) -> int:
+        """All that could be of use, of memory that comes and goes."""
+        return max(0, sum(map(self._nbytes, range(len(self._groups)))) - self.capacity_bytes)
+
+    def grow(self, room_bytes: float) -> None:
+        """Take more memory that comes and goes, in whole blocks, as far as there is room for it. In a backward."""
+        wanted_bytes = min(room_bytes, self.wanted_bytes)
+        while self._block_bytes and self.passing_bytes + self._block_bytes <= wanted_bytes:
+            begin = next(at for at in itertools.count(1) if at * _APART not in self._memory) * _APART
+            self._take(begin, self._block_bytes)
+            self.passing_bytes += self._block_bytes
+
+    def shrink(self, keep_bytes: int) -> None:
+        """Free memory that comes and goes, in the order of the current stream, until so much is left. In a forward."""
+        while self.passing_bytes > max(0, keep_bytes):
+            last = {begin: math.inf for begin in self._memory if begin}
+            for number, entry in self._entries.items():
+                if entry.end >= _APART:
+                    last[entry.begin - entry.begin % _APART] = self._order.distance(number)
+            self._give_back(max(last, key=lambda begin: last[begin]))
+
+    def _give_back(self, begin: int) -> None:
+        for number in [n for n, one in self._entries.items() if begin <= one.begin < one.end <= begin + _APART]:
+            self._free(self._entries.pop(number))
+        for freed in [freed for freed in self._freed if begin <= freed[0] < begin + _APART]:
+            self._freed.remove(freed)
+            for mark in freed[2]:
+                self._lanes["C"].wait(mark)
+        self.passing_bytes -= self._memory.pop(begin).numel()
+
+    def _take(self, begin: int, nbytes: int) -> None:
+        self._memory[begin] = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        # It may have been an activation that a kernel on the current stream is still reading.
+        self._loads.wait(self._lanes["C"].mark())
 
     def _load(self, number: int, distance: float, *, must: bool = False) -> _Entry | None:
         """Load a group that is needed ``distance`` gathers from now; ``None`` if there is no room before that."""
@@ -227,14 +267,15 @@ class Window:
         begin = self._room(nbytes, distance, must=must)
         if begin is None:
             return None
-        loads, memory = self._loads, self._taken()
+        loads, block = self._loads, begin - begin % _APART
+        memory = self._memory[block]
         self._wait_until_free(begin, begin + nbytes)
         for bucket in self._buckets(number):
             stored = self._pipeline.stored_mark(bucket)
             if stored is not None:
                 loads.wait(stored)
         views = {weights.param: _flat(local_shard(weights.param)) for weights in self._groups[number]}
-        copies, at = [], begin
+        copies, at = [], begin - block
         for weights in inside:
             home = views[weights.param]
             views[weights.param] = memory[at : at + weights.padded_numel * home.itemsize].view(home.dtype)
@@ -251,23 +292,17 @@ class Window:
         resident = shard is not None and shard.resident and local.device.type == self._device.type
         return resident and local.numel() == weights.padded_numel
 
-    def _taken(self) -> Tensor:
-        if self._memory is None:
-            self._memory = torch.empty(self.capacity_bytes, dtype=torch.uint8, device=self._device)
-            # It may have been an activation that a kernel on the current stream is still reading.
-            self._loads.wait(self._lanes["C"].mark())
-        return self._memory
-
     def _room(self, nbytes: int, distance: float, *, must: bool) -> int | None:
         """Where so many bytes are free, or can be made so by dropping what is needed later."""
         if nbytes > self.capacity_bytes:  # resident state has left the device, and its parameters with it
             self.release()
             self.capacity_bytes = nbytes
+        if 0 not in self._memory:
+            self._take(0, self.capacity_bytes)
         while True:
-            taken = sorted((entry.begin, entry.end) for entry in self._entries.values() if entry.end > entry.begin)
-            for (_, begin), (end, _) in pairwise([(0, 0), *taken, (self.capacity_bytes, self.capacity_bytes)]):
-                if end - begin >= nbytes:
-                    return begin
+            begin = self._gap(nbytes)
+            if begin is not None:
+                return begin
             later = {n: self._order.distance(n) for n, one in self._entries.items() if not one.held}
             victim = max(later, key=lambda n: later[n], default=None)
             if victim is None or (not must and later[victim] <= distance):
@@ -275,6 +310,17 @@ class Window:
                     return None
                 victim = next(iter(self._entries))  # updates that lag behind: theirs come from home
             self._free(self._entries.pop(victim))
+
+    def _gap(self, nbytes: int) -> int | None:
+        """Where so many bytes are free: in what comes and goes rather than in what stays."""
+        taken = sorted((entry.begin, entry.end) for entry in self._entries.values() if entry.end > entry.begin)
+        for first, memory in sorted(self._memory.items(), reverse=True):
+            end = first + memory.numel()
+            inside = [one for one in taken if first <= one[0] < end]
+            for (_, begin), (until, _) in pairwise([(first, first), *inside, (end, end)]):
+                if until - begin >= nbytes:
+                    return begin
+        return None
 
     def _free(self, entry: _Entry) -> None:
         if entry.end > entry.begin:
@@ -312,6 +358,10 @@ class Window:
             shard = self._plan.shards.get(weights.param)
             if shard is not None and not shard.resident:
                 yield from shard.buckets
+
+
+_APART = 1 << 48
+"""Between the first bytes of two blocks of memory, as the window counts them."""
 
 
 def group_nbytes(group: Iterable[ShardedParameter]) -> int:
