@@ -132,7 +132,8 @@ class Window:
         self._prefetch()
 
     def _prefetch(self) -> None:
-        for distance, gather in self._order.upcoming():
+        loads_left = _LOADS_AT_ONCE
+        for distance, gather in itertools.islice(self._order.upcoming(), _GATHERS_AHEAD):
             entry = self._entries.get(gather.group)
             if entry is not None and self._is_new(gather.group, entry):
                 continue
@@ -140,10 +141,11 @@ class Window:
                 return  # home is older than the slot
             if entry is not None:
                 self._free(self._entries.pop(gather.group))
-            loaded = self._load(gather.group, distance)
+            loaded = self._load(gather.group, distance) if loads_left else None
             if loaded is None:
                 return
             self._entries[gather.group] = loaded
+            loads_left -= 1
 
     # Updates -----------------------------------------------------------------------------------------------------
 
@@ -359,6 +361,10 @@ class Window:
             if shard is not None and not shard.resident:
                 yield from shard.buckets
 
+
+_GATHERS_AHEAD, _LOADS_AT_ONCE = 4, 2
+"""How far loads run ahead of gathers, and how many a gather releases. More would hold up what else uses the link: the
+state that updates wait for, and the small copies of ``fully_shard`` itself."""
 
 _APART = 1 << 48
 """Between the first bytes of two blocks of memory, as the window counts them."""

@@ -134,7 +134,9 @@ class Elastic:
             buckets = (engine.steps.buckets_of(group) for group in self._groups)
             largest_bytes = max(map(engine.plan.moving_bytes, buckets), default=0)
             wanted_bytes = min(moving_bytes, largest_bytes + engine.share.ring_bytes(engine.policy.bucket_bytes))
-        why_not = _why_none_passes(engine)
+        why_not = "" if engine.window is not None else _why_none_passes(engine)
+        if engine.window is not None:
+            wanted_bytes += _backlog_bytes(engine)
         if why_not:
             wanted_bytes = 0
         plan = plan_staging(
@@ -167,6 +169,16 @@ class Elastic:
                 else f"always there: {why_not or 'there is no room for more'}."
             )
         )
+
+
+def _backlog_bytes(engine: Engine) -> int:
+    """Of updates that run in a backward: what is still to be stored when it ends. Waits for the device."""
+    last = engine.iteration.last() if engine.policy.updates_in_backward else None
+    if last is None:
+        return 0
+    store_ms = engine.step_times().store_ms
+    left_ms = max(0.0, store_ms - (last.ms - last.forward_ms - last.stalled_ms))
+    return int(engine.plan.moving_bytes() * left_ms / store_ms) if store_ms else 0
 
 
 def _why_none_passes(engine: Engine) -> str:
