@@ -365,10 +365,15 @@ class Engine:
         return self._pipeline.ring.nbytes >= self.plan.ring_bytes
 
     def allocated_bytes(self) -> Allocated:
-        """Device memory that is in use, without staging and what else comes and goes. On the CPU, all zero."""
-        allocated = self._link.allocated_bytes()
-        passing_bytes = 0 if self.window is None or self.device.type == "cpu" else self.window.passing_bytes
-        return allocated._replace(now=allocated.now - passing_bytes)
+        """Device memory that is in use, without what comes and goes and without state that stays. On the CPU, all zero.
+
+        State that comes to stay later changes nothing about what else there is room for.
+        """
+        now, peak = self._link.allocated_bytes()
+        if self.device.type == "cpu":
+            return Allocated(now, peak)
+        passing_bytes = 0 if self.window is None else self.window.passing_bytes
+        return Allocated(now - self.plan.resident_bytes - passing_bytes, peak - self.plan.resident_bytes)
 
     def room_bytes(self) -> int:
         """Device memory that would still be free at the highest point so far, less a reserve."""
