@@ -7,7 +7,7 @@ import itertools
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -89,7 +89,7 @@ class PlannedBucket:
         if self.arena is None:
             return []
         sides = {piece.shard: side_of(self.shards[piece.shard]) for piece in self.bucket.ranges}
-        weights = set() if with_weights else {part.offset for part in self.weights()}
+        weights = set() if with_weights else {part.offset for part in self.weights}
         wanted = [part for part in self.bucket.leaf_copies if part[1].slot_offset not in weights]
         found: list[tuple[Tensor, int]] = []
         for side, run in itertools.groupby(wanted, key=lambda part: sides[part[0]]):
@@ -101,15 +101,18 @@ class PlannedBucket:
 
     def live_copies(self) -> tuple[list[tuple[Tensor, int]], list[tuple[Tensor, int]] | None]:
         """The transfers from and to where the state lives now; and those without parameters, if there are any."""
-        with_weights = self.arena is not None and next(self.weights(), None) is not None
+        with_weights = self.arena is not None and bool(self.weights)
         return self.copies(home_side), self.copies(home_side, with_weights=False) if with_weights else None
 
-    def weights(self) -> Iterator[WeightRange]:
+    @cached_property
+    def weights(self) -> tuple[WeightRange, ...]:
         """Where in a slot the elements of parameters lie that live with their state."""
-        for piece, offsets in zip(self.bucket.ranges, self.bucket.leaf_offsets, strict=True):
-            shard = self.shards[piece.shard]
-            if shard.weights is not None and piece.stop > piece.start:
-                yield WeightRange(shard, piece.start, piece.stop, offsets[0])
+        pieces = zip(self.bucket.ranges, self.bucket.leaf_offsets, strict=True)
+        return tuple(
+            WeightRange(self.shards[piece.shard], piece.start, piece.stop, offsets[0])
+            for piece, offsets in pieces
+            if self.shards[piece.shard].weights is not None and piece.stop > piece.start
+        )
 
 
 class Plan:

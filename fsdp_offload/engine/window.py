@@ -135,8 +135,8 @@ class Window:
         loads_left = _LOADS_AT_ONCE
         for distance, gather in itertools.islice(self._order.upcoming(), _GATHERS_AHEAD):
             entry = self._entries.get(gather.group)
-            if entry is not None and self._is_new(gather.group, entry):
-                continue
+            if entry is not None and not entry.outdated:
+                continue  # what somebody writes at home is noticed by the gather
             if any(self._pipeline.buckets[n].residency is Residency.IN_SLOT for n in self._buckets(gather.group)):
                 return  # home is older than the slot
             if entry is not None:
@@ -159,11 +159,12 @@ class Window:
 
     def fill(self, bucket: int, slot: Tensor, lane: Lane) -> None:
         """Bring the parameters of a bucket into its slot, for an update that is about to be issued in ``lane``."""
-        ranges = list(self._plan[bucket].weights())
+        ranges = self._plan[bucket].weights
         number = self._group_of(bucket)
         entry = self._entries.get(number)
         targets = [_typed(slot, part) for part in ranges]
-        if entry is not None and bucket not in entry.outdated and entry.versions == self._versions(number):
+        seen = entry is not None and bucket in entry.held  # since the gather before
+        if entry is not None and bucket not in entry.outdated and (seen or self._is_new(number, entry)):
             lane.wait(entry.loaded)
             with lane.running():
                 torch._foreach_copy_(targets, [_of_view(entry.views, part) for part in ranges])
@@ -190,7 +191,7 @@ class Window:
             if not entry.held:
                 self._free(self._entries.pop(number))
             return
-        ranges = list(self._plan[bucket].weights())
+        ranges = self._plan[bucket].weights
         for mark in entry.used:
             lane.wait(mark)
         with lane.running():
@@ -352,7 +353,7 @@ class Window:
     # Which bucket is whose ---------------------------------------------------------------------------------------
 
     def _group_of(self, bucket: int) -> int:
-        return next(self._plan[bucket].weights()).shard.together
+        return self._plan[bucket].weights[0].shard.together
 
     def _buckets(self, number: int) -> Iterator[int]:
         """Those through which parameters of a group pass."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 
 # What a tensor knows without its values.
@@ -33,13 +34,17 @@ class Guard:
         name: becomes part of the class name that the tensors have meanwhile.
         message: of the error; ``{what}`` is the name of the function that was called.
         lets_gradients: whether ``.grad`` may still be read and set.
+        attributes: of those that may be used, the ones that are used often: they are made as fast as without a guard.
     """
 
-    def __init__(self, name: str, message: str, *, lets_gradients: bool) -> None:
+    def __init__(
+        self, name: str, message: str, *, lets_gradients: bool, attributes: Iterable[str] = ()
+    ) -> None:
         self.name = name
         self._message = message
         self._refused = _VALUES if lets_gradients else _VALUES | _GRADIENT
         self._setters = _GRADIENT if lets_gradients else frozenset()
+        self.attributes = tuple(attributes)
         self._classes: dict[type[Tensor], type[Tensor]] = {}
 
     def put_on(self, tensors: Iterable[Tensor]) -> Callable[[], None]:
@@ -135,8 +140,29 @@ def _derive(cls: Any, guard: Guard) -> type[Tensor]:
 
     for name in _METHODS_IN_PYTHON & set(dir(cls)):
         setattr(Guarded, name, method(name))
+    for name in guard.attributes:
+        setattr(Guarded, name, _past_torch_function(name))
     Guarded.__name__, Guarded.__qualname__ = f"{guard.name}{cls.__name__}", f"{guard.name}{cls.__qualname__}"
     return Guarded
+
+
+def _past_torch_function(name: str) -> property:
+    """An attribute of tensors that no ``__torch_function__`` sees, which costs several times what the attribute does."""
+    of_tensor = getattr(Tensor, name)
+
+    def get(tensor: Tensor) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return of_tensor.__get__(tensor)
+
+    def put(tensor: Tensor, value: Any) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            of_tensor.__set__(tensor, value)
+
+    def delete(tensor: Tensor) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            of_tensor.__delete__(tensor)
+
+    return property(get, put, delete)
 
 
 def _name_of(func: Any) -> str:

@@ -58,7 +58,8 @@ _WHERE = (
     "This parameter lives on the host (OffloadPolicy(parameters=True)): between its uses, functions work on its host "
     "memory. Bring the other tensors there, or take a copy on the device: param.detach().to(device)."
 )
-_HOMED = _Homed("Homed", "{what} on a parameter that lives on the host: " + _WHERE, lets_gradients=True)
+_OFTEN_USED = ("grad", "requires_grad", "dtype", "device", "shape", "is_leaf")
+_HOMED = _Homed("Homed", "{what} on a parameter that lives on the host: " + _WHERE, lets_gradients=True, attributes=_OFTEN_USED)
 
 
 def put_home(param: Tensor, local: Tensor, wait: Callable[[Tensor], None]) -> None:
