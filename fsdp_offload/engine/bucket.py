@@ -101,9 +101,7 @@ class StagedBucket:
         if self.placement is not None and self.placement.block in blocks:
             self._pieces = {}
 
-    def live_at(
-        self, copies: Sequence[tuple[Tensor, int]], state_copies: Sequence[tuple[Tensor, int]] | None
-    ) -> None:
+    def live_at(self, copies: Sequence[tuple[Tensor, int]], state_copies: Sequence[tuple[Tensor, int]] | None) -> None:
         """Have other homes from now on."""
         self.copies, self.state_copies, self.store_copies, self._pieces = copies, state_copies, None, {}
 

@@ -476,7 +476,9 @@ class Plan:
             else:
                 begin = staged.placement.offset if staged.placement else 0
                 places = [begin + offset for offset in offsets]
-                take = partial(_slot_leaf, block if block is not None else self._no_bytes, places)
+                # Optimizers of others may look at storages; those of torch that work on local tensors do not.
+                leaf = _view_leaf if self._layouts.traits.known and shard.on_locals else _slot_leaf
+                take = partial(leaf, block if block is not None else self._no_bytes, places)
                 values = slot_values(shard, piece.start, piece.stop, take)
                 weights = slot_weights(shard, piece.start, piece.stop, take)
             bound.append(bind_range(shard, piece.start, piece.stop, values, weights))
@@ -584,6 +586,10 @@ def _device_leaf(block: Tensor, offset: int, leaf: LeafLayout) -> Tensor:
 
 def _slot_leaf(block: Tensor, places: Sequence[int], leaf: int, nbytes: int) -> Tensor:
     return _own_storage(block, places[leaf], nbytes)
+
+
+def _view_leaf(block: Tensor, places: Sequence[int], leaf: int, nbytes: int) -> Tensor:
+    return block[places[leaf] : places[leaf] + nbytes]
 
 
 def _own_storage(block: Tensor, offset: int, nbytes: int) -> Tensor:

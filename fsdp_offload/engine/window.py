@@ -77,9 +77,10 @@ class Window:
         serial: bool,
     ) -> None:
         """Take the parameters of each group that are to be streamed."""
-        self.capacity_bytes = max([capacity_bytes, *map(group_nbytes, groups)])
+        self._group_nbytes = [group_nbytes(group) for group in groups]
+        self.capacity_bytes = max([capacity_bytes, *self._group_nbytes])
         self.passing_bytes = 0
-        self._block_bytes = sorted(map(group_nbytes, groups))[len(groups) // 2]  # of what comes and goes
+        self._block_bytes = sorted(self._group_nbytes)[len(groups) // 2]  # of what comes and goes
         self.held_for_updates = False
         self._groups = groups
         self._plan = plan
@@ -186,7 +187,9 @@ class Window:
         if entry is None:
             return
         entry.held.discard(bucket)
-        if entry.outdated or not self._order.begins_with(number, self._nbytes, self.nbytes - 2 * self._block_bytes):
+        if entry.outdated or not self._order.begins_with(
+            number, self._group_nbytes, self.nbytes - 2 * self._block_bytes
+        ):
             entry.outdated.add(bucket)
             if not entry.held:
                 self._free(self._entries.pop(number))
@@ -230,7 +233,12 @@ class Window:
     @property
     def wanted_bytes(self) -> int:
         """All that could be of use, of memory that comes and goes."""
-        return max(0, sum(map(self._nbytes, range(len(self._groups)))) - self.capacity_bytes)
+        return max(0, sum(self._group_nbytes) - self.capacity_bytes)
+
+    @property
+    def may_grow(self) -> bool:
+        """Whether :meth:`grow` would find something to take, if there were room."""
+        return 0 < self._block_bytes <= self.wanted_bytes - self.passing_bytes
 
     def grow(self, room_bytes: float) -> None:
         """Take more memory that comes and goes, in whole blocks, as far as there is room for it. In a backward."""
@@ -346,9 +354,6 @@ class Window:
     def _versions(self, number: int) -> list[object]:
         params = [weights.param for weights in self._groups[number]]
         return [(local_shard(param).data_ptr(), version_of(param)) for param in params]
-
-    def _nbytes(self, number: int) -> int:
-        return group_nbytes(self._groups[number])
 
     # Which bucket is whose ---------------------------------------------------------------------------------------
 

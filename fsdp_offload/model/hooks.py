@@ -294,7 +294,10 @@ def make_overlap(
             "offload_optimizer: overlap='iteration' uses gradients as fully_shard makes them, and this optimizer reads "
             "param.decoupled_grad, which is made later. Use overlap='forward'."
         )
-    if not (policy.runs_on_into_forward or policy.parameters) and not group_numbers(model, policy).keys() & engine.names.keys():
+    if (
+        not (policy.runs_on_into_forward or policy.parameters)
+        and not group_numbers(model, policy).keys() & engine.names.keys()
+    ):
         return None  # nothing to hook into: loads begin in step()
     wanted = f"OffloadPolicy({'parameters=True' if policy.parameters else f'overlap={policy.overlap!r}'})"
     if model is None:

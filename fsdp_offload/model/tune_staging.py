@@ -103,7 +103,7 @@ class Elastic:
         if self._plan is None and self._window_plan is None:
             return math.inf
         number, self._points = self._points, self._points + 1
-        if self._window_plan is not None and engine.window is not None:
+        if self._window_plan is not None and engine.window is not None and engine.window.may_grow:
             engine.window.grow(self._window_plan.at_point(number, engine.allocated_bytes().now))
         if self._plan is None:
             return math.inf

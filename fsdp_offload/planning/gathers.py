@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 
@@ -56,13 +56,16 @@ class GatherOrder:
         """Whether it is still to come before the step."""
         return gather in self._cycle[self._at + 1 :]
 
-    def begins_with(self, group: int, nbytes: Callable[[int], int], room_bytes: int) -> bool:
-        """Whether the next iteration needs a group so early that it fits into ``room_bytes`` with all before it."""
+    def begins_with(self, group: int, nbytes: Sequence[int], room_bytes: int) -> bool:
+        """Whether the next iteration needs a group so early that it fits into ``room_bytes`` with all before it.
+
+        ``nbytes``: of each group.
+        """
         seen: set[int] = set()
         for gather in self._cycle:
             if gather.group not in seen:
                 seen.add(gather.group)
-                room_bytes -= nbytes(gather.group)
+                room_bytes -= nbytes[gather.group]
             if room_bytes < 0:
                 return False
             if gather.group == group:

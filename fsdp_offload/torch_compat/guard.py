@@ -37,9 +37,7 @@ class Guard:
         attributes: of those that may be used, the ones that are used often: they are made as fast as without a guard.
     """
 
-    def __init__(
-        self, name: str, message: str, *, lets_gradients: bool, attributes: Iterable[str] = ()
-    ) -> None:
+    def __init__(self, name: str, message: str, *, lets_gradients: bool, attributes: Iterable[str] = ()) -> None:
         self.name = name
         self._message = message
         self._refused = _VALUES if lets_gradients else _VALUES | _GRADIENT

@@ -59,7 +59,9 @@ _WHERE = (
     "memory. Bring the other tensors there, or take a copy on the device: param.detach().to(device)."
 )
 _OFTEN_USED = ("grad", "requires_grad", "dtype", "device", "shape", "is_leaf")
-_HOMED = _Homed("Homed", "{what} on a parameter that lives on the host: " + _WHERE, lets_gradients=True, attributes=_OFTEN_USED)
+_HOMED = _Homed(
+    "Homed", "{what} on a parameter that lives on the host: " + _WHERE, lets_gradients=True, attributes=_OFTEN_USED
+)
 
 
 def put_home(param: Tensor, local: Tensor, wait: Callable[[Tensor], None]) -> None:
