@@ -96,3 +96,7 @@ with t._process_group() as device:
             s = io.StringIO()
             pstats.Stats(pr, stream=s).sort_stats("cumulative").print_stats(60)
             open(os.environ.get("OUT", "/tmp") + "/cum-%s.txt" % name, "w").write(s.getvalue())
+            if policy is not None and True:
+                with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as prof:
+                    bench._iterate(o, 4); torch.accelerator.synchronize()
+                prof.export_chrome_trace(os.environ.get("OUT", "/tmp") + "/gpu-%s.json.gz" % name)

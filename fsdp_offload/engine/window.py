@@ -184,22 +184,41 @@ class Window:
         """An update of a bucket has been issued in ``lane``: what the window holds of it is old."""
         number = self._group_of(bucket)
         entry = self._entries.get(number)
+        keep = self._order.begins_with(number, self._group_nbytes, self.nbytes - 2 * self._block_bytes)
+        if entry is None and keep:
+            entry = self._enter_outdated(number)
         if entry is None:
             return
         entry.held.discard(bucket)
-        if entry.outdated or not self._order.begins_with(
-            number, self._group_nbytes, self.nbytes - 2 * self._block_bytes
-        ):
+        if not keep:
             entry.outdated.add(bucket)
             if not entry.held:
                 self._free(self._entries.pop(number))
             return
+        entry.outdated.discard(bucket)
         ranges = self._plan[bucket].weights
-        for mark in entry.used:
+        for mark in (entry.loaded, *entry.used):
             lane.wait(mark)
         with lane.running():
             torch._foreach_copy_([_of_view(entry.views, part) for part in ranges], [_typed(slot, p) for p in ranges])
         entry.loaded = lane.mark()
+
+    def _enter_outdated(self, number: int) -> _Entry | None:
+        """Room for a group that no backward has gathered (the root's), for its updates to write back into.
+
+        Else the next forward would begin with it once all stores have ended that were issued before those of it.
+        """
+        buckets = set(self._buckets(number))
+        updated = all(self._is_updated(weights) for weights in self._groups[number])
+        entry = self._load(number, self._order.distance(number), copies=False) if updated else None
+        if entry is not None:
+            entry.outdated = buckets
+            self._entries[number] = entry
+        return entry
+
+    def _is_updated(self, weights: ShardedParameter) -> bool:
+        shard = self._plan.shards.get(weights.param)
+        return shard is not None and not shard.resident and local_shard(weights.param).numel() == weights.padded_numel
 
     def before_store(self, bucket: int, lane: Lane) -> None:
         """A store into the homes of a bucket is about to be issued: loads may still read them."""
@@ -271,7 +290,7 @@ class Window:
         # It may have been an activation that a kernel on the current stream is still reading.
         self._loads.wait(self._lanes["C"].mark())
 
-    def _load(self, number: int, distance: float, *, must: bool = False) -> _Entry | None:
+    def _load(self, number: int, distance: float, *, must: bool = False, copies: bool = True) -> _Entry | None:
         """Load a group that is needed ``distance`` gathers from now; ``None`` if there is no room before that."""
         inside = [weights for weights in self._groups[number] if not self._stays(weights)]
         nbytes = _slot_nbytes(inside)
@@ -286,14 +305,14 @@ class Window:
             if stored is not None:
                 loads.wait(stored)
         views = {weights.param: _flat(local_shard(weights.param)) for weights in self._groups[number]}
-        copies, at = [], begin - block
+        pieces, at = [], begin - block
         for weights in inside:
             home = views[weights.param]
             views[weights.param] = memory[at : at + weights.padded_numel * home.itemsize].view(home.dtype)
-            if home.numel():
-                copies.append((memory[at : at + home.nbytes], _bytes(home)))
+            if home.numel() and copies:
+                pieces.append((memory[at : at + home.nbytes], _bytes(home)))
             at += aligned(weights.padded_numel * home.itemsize)
-        loads.copy_pieces(loads.cut(copies))
+        loads.copy_pieces(loads.cut(pieces))
         mark = self._last_load[number] = loads.mark()
         return _Entry(begin, begin + nbytes, views, self._versions(number), mark)
 

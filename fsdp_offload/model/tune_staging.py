@@ -134,9 +134,10 @@ class Elastic:
             buckets = (engine.steps.buckets_of(group) for group in self._groups)
             largest_bytes = max(map(engine.plan.moving_bytes, buckets), default=0)
             wanted_bytes = min(moving_bytes, largest_bytes + engine.share.ring_bytes(engine.policy.bucket_bytes))
+            if engine.window is not None:
+                # It shares its room with what is still to be stored then.
+                wanted_bytes += largest_bytes + _backlog_bytes(engine)
         why_not = "" if engine.window is not None else _why_none_passes(engine)
-        if engine.window is not None:
-            wanted_bytes += _backlog_bytes(engine)
         if why_not:
             wanted_bytes = 0
         plan = plan_staging(
