@@ -12,6 +12,7 @@ from ..policy import OffloadPolicy
 from ..state.layout import leaves_of
 from ..torch_compat.dtensor import has_inner_tensors, is_dtensor, is_host_offloaded, local_shard
 from ..torch_compat.fully_shard import parameter_names, sharding_groups, uses_cpu_offload_policy
+from ..torch_compat.homed import is_homed
 from ..torch_compat.sharded_parameter import ShardedParameter
 
 _HOST_OFFLOADED = (
@@ -168,8 +169,9 @@ def streamable(model: nn.Module | None, names: Mapping[Tensor, str]) -> dict[Ten
     if not found:
         without = "needs model=..., whose" if model is None else "needs a model whose"
         raise ValueError(
-            f"offload_optimizer: OffloadPolicy(parameters=True) {without} parameters fully_shard has sharded: it brings "
-            "them to the device when fully_shard gathers them. Shard the model, then build the optimizer, then attach."
+            f"offload_optimizer: OffloadPolicy(parameters=True) {without} parameters fully_shard has sharded: it "
+            "brings them to the device when fully_shard gathers them. Shard the model, then build the optimizer, then "
+            "attach."
         )
     for param, one in found.items():
         if not one.is_plain:
@@ -193,19 +195,33 @@ def names_by_place(optimizer: Optimizer) -> dict[Tensor, str]:
 
 
 def check_params(
-    traits: Traits, params: list[Tensor], names: Mapping[Tensor, str], device: torch.device | None = None
+    traits: Traits,
+    params: list[Tensor],
+    names: Mapping[Tensor, str],
+    device: torch.device | None = None,
+    *,
+    on_host: bool = False,
 ) -> torch.device:
-    """The one device of all parameters, after looking for what cannot be offloaded exactly."""
+    """The one device of all parameters, after looking for what cannot be offloaded exactly.
+
+    ``on_host``: parameters may live there.
+    """
     devices = {} if device is None else {device: "the other parameters"}
     for param in params:
         local = local_shard(param)
         if local.is_meta:
             raise ValueError(
                 f"offload_optimizer: {names[param]} is on the meta device. Materialize the model (to_empty and its "
-                "initialization, or loading a checkpoint) before attaching."
+                "initialization, or loading a checkpoint; for OffloadPolicy(parameters=True), materialize_on_host) "
+                "before the optimizer is built."
             )
-        if is_host_offloaded(param):
+        if is_host_offloaded(param) and not is_homed(param):
             raise ValueError(f"offload_optimizer: {names[param]} is on the host. {_HOST_OFFLOADED}")
+        if is_homed(param) and not on_host:
+            raise ValueError(
+                f"offload_optimizer: {names[param]} is on the host, where materialize_on_host or another optimizer has "
+                "put it. Write policy=OffloadPolicy(parameters=True)."
+            )
         if traits.refuses_dtensor and is_dtensor(param):
             raise ValueError(f"offload_optimizer: {names[param]} is sharded. {traits.refuses_dtensor}")
         if traits.elementwise and traits.habits.keeps_raw_state and has_inner_tensors(param):
@@ -213,7 +229,7 @@ def check_params(
                 f"offload_optimizer: {names[param]} is a {type(local).__name__}, which is made of other tensors; the "
                 "optimizer was attached without such parameters. Add the group first, then attach."
             )
-        devices.setdefault(local.device, names[param])
+        devices.setdefault(param.device if is_homed(param) else local.device, names[param])
     if len(devices) > 1:
         raise ValueError(
             "offload_optimizer: parameters on several devices: "

@@ -114,7 +114,7 @@ def offload_optimizer(
     traits = traits_for(target)
     check_traits(target, traits, policy, names)
     check_lists(target)
-    device = check_params(traits, params, names)
+    device = check_params(traits, params, names, on_host=policy.parameters)
     chosen = ""
     if given == "auto":
         policy, chosen = _chosen(traits, params, model, loop)

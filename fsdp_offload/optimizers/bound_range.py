@@ -89,7 +89,7 @@ def slot_values(shard: StateShard, start: int, stop: int, take: Callable[[int, i
 
 
 def slot_weights(shard: StateShard, start: int, stop: int, take: Callable[[int, int], Tensor]) -> Tensor | None:
-    """The parameter's elements ``[start, stop)`` over the slot, as :func:`slot_values`; ``None``: they are not there."""
+    """The parameter's elements over the slot, as :func:`slot_values`; ``None``: it does not live with its state."""
     layout = shard.weights
     if layout is None:
         return None

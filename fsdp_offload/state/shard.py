@@ -108,8 +108,13 @@ class StateShard:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the state, and of the parameter if it lives with it, without padding."""
-        return sum(leaf.nbytes for leaf in self.leaf_layouts)
+        """Bytes of the state, without padding."""
+        return sum(leaf.nbytes for leaf in self.leaf_layouts) - self.weights_nbytes
+
+    @property
+    def weights_nbytes(self) -> int:
+        """Bytes of the parameter, if it lives with its state."""
+        return 0 if self.weights is None else self.weights.nbytes
 
     @property
     def home(self) -> Home:

@@ -29,6 +29,11 @@ def local_shard(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def compute_device(tensor: Tensor) -> torch.device:
+    """Where a parameter is gathered and updated: not where it lives, if that is the host."""
+    return tensor.device if STAND_IN in vars(tensor) else local_shard(tensor).device
+
+
 def has_inner_tensors(tensor: Tensor) -> bool:
     """Whether the local shard of ``tensor`` is of a type that is made of other tensors."""
     return hasattr(type(local_shard(tensor)), "__tensor_flatten__")

@@ -186,6 +186,12 @@ class ShardingGroup:
                     return self._reading(hooked, None, wait_for_unshard)
             return wait_for_unshard()
 
+        group.unshard, group.wait_for_unshard = gathering, waiting
+        group.post_backward = self._reducing(hooked, post_backward)
+
+    def _reducing(self, hooked: Sequence[Any], post_backward: Callable[..., Any]) -> Callable[..., Any]:
+        group = self._group
+
         @functools.wraps(post_backward)
         def reducing(*args: Any) -> Any:
             if self._has_gradients():
@@ -199,7 +205,7 @@ class ShardingGroup:
                     points.reduced(group._post_reduce_event)
             return result
 
-        group.unshard, group.wait_for_unshard, group.post_backward = gathering, waiting, reducing
+        return reducing
 
     def _reading(self, hooked: Sequence[Any], stream: torch.Stream | None, read: Callable[[], Any]) -> Any:
         points = tuple(hooked)

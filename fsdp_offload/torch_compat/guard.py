@@ -145,7 +145,7 @@ def _derive(cls: Any, guard: Guard) -> type[Tensor]:
 
 
 def _past_torch_function(name: str) -> property:
-    """An attribute of tensors that no ``__torch_function__`` sees, which costs several times what the attribute does."""
+    """An attribute of tensors past ``__torch_function__``, which takes several times as long as the attribute."""
     of_tensor = getattr(Tensor, name)
 
     def get(tensor: Tensor) -> Any:

@@ -70,6 +70,11 @@ def put_home(param: Tensor, local: Tensor, wait: Callable[[Tensor], None]) -> No
     _HOMED.put_on([param])
 
 
+def is_homed(param: Tensor) -> bool:
+    """Whether :func:`put_home` has been called."""
+    return STAND_IN in vars(param)
+
+
 def take_from_home(param: Tensor) -> None:
     """The inverse of :func:`put_home`."""
     for name in (_WAIT, STAND_IN):

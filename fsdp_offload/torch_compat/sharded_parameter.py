@@ -4,11 +4,11 @@ Seen in torch 2.11 to 2.13: a gather reads ``FSDPParam._sharded_param_data``, th
 size of the largest one. Everybody else reads the DTensor ``sharded_param`` through its ``_local_tensor``.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .dtensor import local_shard
 from .homed import put_home, take_from_home
@@ -43,6 +43,28 @@ class ShardedParameter:
         """The parameter that an optimizer has: a DTensor."""
         param: Tensor = self._fsdp_param.sharded_param
         return param
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is gathered."""
+        device: torch.device = self._fsdp_param.device
+        return device
+
+    def places(self) -> Iterator[tuple[nn.Module, str]]:
+        """The modules that have it, and under which names: several if it is tied."""
+        info = self._fsdp_param._module_info
+        yield info.module, info.param_name
+        yield from zip(info.shared_modules, info.shared_param_names, strict=True)
+
+    def follow_module(self) -> None:
+        """Take up the parameter that its module has now, with memory of its own, and give it to those it is tied to."""
+        for module, name in self.places():
+            param = getattr(module, name)
+            if not param.is_meta:
+                setattr(self._fsdp_param._module_info.module, self._fsdp_param._module_info.param_name, param)
+        self._fsdp_param.reset_sharded_param()
+        for module, name in self.places():
+            setattr(module, name, self._fsdp_param.sharded_param)
 
     @property
     def is_plain(self) -> bool:
@@ -86,4 +108,7 @@ def _nothing(param: Tensor) -> None:
     pass
 
 
-_READ = ("sharded_param", "_sharded_param_data", "padded_sharded_param_size", "fsdp_placement")
+_READ = (
+    *("sharded_param", "_sharded_param_data", "padded_sharded_param_size", "fsdp_placement"),
+    *("device", "reset_sharded_param", "_module_info"),
+)
