@@ -285,7 +285,7 @@ class Bench:
         fully_shard(model, mesh=mesh, mp_policy=precision)
         self._model: nn.Module = model
         self._params = list(model.parameters())  # the shards; after a forward, the root has others for a while
-        self._start = [local_shard(param).detach().cpu() for param in self._params]
+        self._start = [local_shard(param).detach().to("cpu", copy=True) for param in self._params]
         self.params = sum(param.numel() for param in self._params)
         self.state_bytes = sum(8 * local_shard(param).numel() for param in self._params)
 

@@ -327,8 +327,8 @@ def wait_on(stream: torch.Stream | None, lane: Lane, mark: Mark) -> None:
 
 
 def stream_mark(stream: torch.Stream | None, lane: Lane) -> Mark:
-    """A mark at the current end of ``stream``, or of ``lane`` where it is ``None`` or on the CPU."""
-    if stream is None or stream.device.type == "cpu":
+    """A mark at the current end of ``stream``; of ``lane`` where it is ``None``, or all is serial anyway."""
+    if stream is None or not isinstance(lane, StreamLane):
         return lane.mark()
     mark = StreamMark(stream.device)
     stream.record_event(mark.event)
