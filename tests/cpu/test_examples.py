@@ -182,7 +182,14 @@ def test_a_checkpoint_is_the_same_on_another_number_of_ranks(capfd: pytest.Captu
 @pytest.mark.distributed
 def test_a_model_on_the_host_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
     """Its losses are those of a run that never stopped; on other ranks sums of gradients round otherwise, so on one."""
-    script = [sys.executable, "-W", "ignore", str(EXAMPLES / "train_bigger_than_the_gpu.py"), "--width", "32"]
+    script = [
+        sys.executable,
+        "-W",
+        "ignore",
+        str(Path(train_gpt.__file__).parent / "train_bigger_than_the_gpu.py"),
+        "--width",
+        "32",
+    ]
 
     def losses(*flags: str, ranks: int = 0) -> list[str]:
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks else []
