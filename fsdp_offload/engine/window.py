@@ -27,6 +27,7 @@ from ..device.link import DeviceLink
 from ..planning.buckets import aligned
 from ..planning.gathers import Gather, GatherOrder
 from ..torch_compat.dtensor import local_shard, version_of
+from ..torch_compat.homed import uses_of
 from ..torch_compat.sharded_parameter import ShardedParameter
 from .bucket import Residency
 from .executor import Pipeline
@@ -372,7 +373,7 @@ class Window:
 
     def _versions(self, number: int) -> list[object]:
         params = [weights.param for weights in self._groups[number]]
-        return [(local_shard(param).data_ptr(), version_of(param)) for param in params]
+        return [(local_shard(param).data_ptr(), version_of(param), uses_of(param)) for param in params]
 
     # Which bucket is whose ---------------------------------------------------------------------------------------
 

@@ -10,12 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.utils import _pytree as pytree
 
 from .dtensor import STAND_IN, local_shard, over_local
 from .guard import Guard
 
 _WAIT = "_fsdp_offload_wait"
+_USES = "_fsdp_offload_uses"
 _COMMUNICATES = {"full_tensor", "redistribute"}
 """Methods of DTensor that an accelerator's backend can only do with memory of the accelerator."""
 
@@ -27,6 +29,8 @@ class _Homed(Guard):
         """Call ``func`` with stand-ins; what it changes in place is the parameter."""
         if getattr(func, "__name__", "") in ("__set__", "__delete__"):
             self.refuse(_name_of(func))
+        if func == Tensor.data.__get__:
+            func = Tensor.detach  # the same, and writes into it are counted
         stand_ins: dict[int, tuple[Tensor, Tensor]] = {}
 
         def stand_in(value: Any) -> Any:
@@ -36,6 +40,7 @@ class _Homed(Guard):
                 stand_ins[id(value)] = value, _stand_in_for(value, func)
             return stand_ins[id(value)][1]
 
+        tensors = args
         args, kwargs = pytree.tree_map(stand_in, (tuple(args), dict(kwargs)))
         try:
             result = func(*args, **kwargs)
@@ -43,6 +48,12 @@ class _Homed(Guard):
             if "same device" in str(error):
                 raise RuntimeError(f"{error} {_WHERE}") from error
             raise
+        if func == Tensor.detach:
+            result._local_tensor = local_shard(tensors[0]).detach()  # torch's own would count its versions by itself
+        if getattr(func, "__name__", "").startswith("_foreach_") and func.__name__.endswith("_"):
+            for param, other in stand_ins.values():
+                if any(other is one for one in args[0]):
+                    increment_version(local_shard(param))  # DTensors do not
         return next((param for param, other in stand_ins.values() if result is other), result)
 
     def on_method(self, tensor: Tensor, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -82,8 +93,18 @@ def take_from_home(param: Tensor) -> None:
     _HOMED.take_off([param])
 
 
+def uses_of(param: Tensor) -> int:
+    """How often functions of ``param`` have been called: each may have written it, or has made what can write it.
+
+    Not all writes count a version: no collective's, nor those through a NumPy array.
+    """
+    uses: int = vars(param).get(_USES, 0)
+    return uses
+
+
 def _stand_in_for(param: Tensor, func: Any) -> Tensor:
     vars(param)[_WAIT](param)
+    vars(param)[_USES] = vars(param).get(_USES, 0) + 1
     other: Tensor = vars(param)[STAND_IN]
     if torch.is_grad_enabled() and param.requires_grad and func not in _WITHOUT_GRADIENT:
         other = other.detach().requires_grad_()
