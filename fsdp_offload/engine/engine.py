@@ -44,7 +44,7 @@ from .executor import Pipeline
 from .homes import Plan
 from .lending import Lending
 from .phases import Phases
-from .step import Stepping
+from .step import Stepping, scaler_decides
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +99,9 @@ class Engine:
             host=self.host,
         )
         self.lending = Lending(self.plan, self._pipeline)
-        self.steps = Stepping(cls, self.layouts, policy, names, self.plan, self._pipeline, self.lending, self._link)
+        self.steps = Stepping(
+            *(cls, self.layouts, policy, names, self.plan, self._pipeline, self.lending, self._link), pin=self.pinned
+        )
         self.phases = Phases(self.plan, self._pipeline, self.steps, self.lending)
         self._param_ids: list[list[int]] = []  # of each group
         self._unplanned: list[Tensor] = []  # in the groups, but without room: they never had a gradient
@@ -373,6 +375,7 @@ class Engine:
         steps.check_usable("step()", mid_step=True)
         self.phases.reload(states)
         ended = steps.resume(optimizer, states, kwargs, same_groups=_param_ids(optimizer) == self._param_ids)
+        steps.speculation.step_begins(scaler_decides=scaler_decides(optimizer, kwargs))
         if ended is not None:
             steps.end(ended, states)
         self._follow_groups(optimizer, states)
@@ -398,6 +401,7 @@ class Engine:
             raise
         self._pipeline.end_updates()
         steps.begun, steps.last = None, needed
+        steps.speculation.step_ended(steps.layout)
         if not self.policy.runs_on_into_forward:
             steps.wait_for_all()
         return bool(needed)
@@ -434,10 +438,10 @@ class Engine:
         if begun is None:
             return
         self._pipeline.updates_after(HostMark() if event is None else EventMark(event))  # type: ignore[arg-type]
-        updates = self.policy.updates_in_backward
 
         def may_update(number: int) -> bool:
-            return updates and all(shard.param in final for shard in self.plan[number].covers() if shard.group >= 0)
+            covers = (shard for shard in self.plan[number].covers() if shard.group >= 0)
+            return self.steps.may_update_early(begun, number) and all(shard.param in final for shard in covers)
 
         with torch.no_grad():
             self.steps.advance(begun, states, may_update, room_bytes)
@@ -478,7 +482,7 @@ class Engine:
             return None
         self.phases.reload(states)
         self.lending.adopt_user_tensors(self.plan.shards.values(), states)  # the backward may update with it
-        order = steps.in_backward_order(steps.last) if self.policy.updates_in_backward else steps.last
+        order = steps.in_backward_order(steps.last) if steps.updates_early else steps.last
         return steps.begin(optimizer, {}, order, states, early=True)
 
     def _groups_as_before(self, optimizer: Optimizer) -> bool:
@@ -674,7 +678,8 @@ class Engine:
         self.steps.wait_counted()
 
     def synchronize(self) -> None:
-        """Block the host until every transfer and every update has finished."""
+        """Block the host until every transfer and every update has finished, but for those that are not certain yet."""
+        self.steps.take_back()
         with self._pipeline.waiting():
             self._pipeline.synchronize()
             self.steps.wait_for_all()  # also raises what has failed

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..cpu_update.updates import HostUpdates
 from ..device.bucket_times import BucketTimes, Span, StepTimes
 from ..device.iteration import IterationMarks
-from ..device.lanes import Lane, Mark, recorded, wait_on
+from ..device.lanes import Copy, Lane, Mark, recorded, wait_on
 from ..device.link import DeviceLink
 from ..device.ring import Ring
 from ..planning.ring_layout import Placement, RingBlocks
@@ -31,6 +31,7 @@ class Pipeline:
         buckets: by number.
         host: who updates those of them that are the host's. They never move, but everything here waits for them.
         iteration: how long iterations take, and how long the compute stream stands still in them.
+        before_load: called with the number of a bucket when its load is about to be issued.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class Pipeline:
     ) -> None:
         self.buckets: list[StagedBucket] = []
         self.host = host
+        self.before_load: Callable[[int], None] | None = None
         self._link = link
         self.number = next(_pipeline_numbers)
         self._lanes: dict[str, Lane] = link.lanes(serial=serial, beside_compute=beside_compute)
@@ -124,6 +126,55 @@ class Pipeline:
             mark = load.mark()
         self._before_updates.append(mark)
         return mark
+
+    def keep_aside(self, copies: Sequence[Copy], reuse: Mark | None, *, is_first: bool) -> Mark:
+        """Store ``(to the host, from parameters)`` as the updates that were issued have left them.
+
+        Args:
+            copies: all ``uint8``.
+            reuse: a mark that an earlier call returned, and that nobody waits for any more.
+            is_first: of the step; the user may have written parameters before it.
+        """
+        store = self._lanes["S"]
+        store.wait(self._lanes["U"].mark())  # a bucket without state has no store that waited for its update
+        if is_first:
+            store.wait(self._lanes["C"].mark())
+        store.copy_pieces(store.cut(copies))
+        return store.mark(reuse)
+
+    def come_after(self, mark: Mark) -> None:
+        """Let what follows on the current stream, be it that of an update, start only after ``mark``."""
+        self._lanes["C"].wait(mark)
+
+    def bring_back(self, numbers: Iterable[int], copies: Sequence[Copy]) -> None:
+        """Load ``(to parameters, from the host)``, as if updates of these buckets wrote them; the current stream waits.
+
+        Every update that was issued has been, and stored first what is loaded now.
+        """
+        load, update, current = (self._lanes[name] for name in ("L", "U", "C"))
+        load.wait(update.mark())
+        load.wait(current.mark())  # which may still read them
+        load.copy_pieces(load.cut(copies))
+        mark = load.mark()
+        with self.iteration.waiting():
+            update.wait(mark)
+            current.wait(mark)
+        for number in numbers:
+            # Whoever gathers these parameters waits for the last update of their bucket.
+            span = self._spans["U", number]
+            self._updates = span.number = self._updates + 1
+            span.end = update.mark(span.end)
+        self.end_updates()
+
+    def take_back(self) -> None:
+        """Give up a schedule of which updates have been issued whose stores went elsewhere; the host goes on.
+
+        What is in the ring counts for nothing. Stores that are still on their way keep their place in it, for which
+        later schedules wait.
+        """
+        self._queue, self._issued = deque(), []
+        for bucket in self.buckets:
+            bucket.residency = Residency.HOME
 
     def wait_on_current(self, mark: Mark) -> None:
         """Let what follows on the current stream start only after ``mark``."""
@@ -318,6 +369,8 @@ class Pipeline:
 
     def _issue(self, action: Action, update: Callable[[int], None]) -> None:
         lane, bucket = self._lanes[action.kind], self.buckets[action.bucket]
+        if action.kind == "L" and self.before_load is not None:
+            self.before_load(action.bucket)
         for wait in action.waits:
             if wait.bucket in self._skipped and wait.kind == "S" and not wait.earlier:
                 # This store is not coming, and its last one was in an earlier step. It stood for all stores before it,

@@ -159,7 +159,7 @@ class Overlap:
     def _before_gather(self, number: int, stream: torch.Stream | None) -> None:
         engine = self._engine()
         if engine is not None and engine.policy.runs_on_into_forward:
-            engine.steps.wait_for(self._buckets(engine)[number], stream)
+            engine.steps.before_gather(self._buckets(engine)[number], stream, in_backward=runs_in_backward())
 
     def _before_use(self, number: int, in_backward: bool) -> None:
         engine = self._engine()
@@ -196,6 +196,7 @@ class Overlap:
     def _before_state_dict(self, *_: object) -> None:
         engine = self._engine()
         if engine is not None:
+            engine.steps.take_back()
             engine.steps.wait_for_all()
             self.unguard()
 
@@ -221,6 +222,8 @@ class Overlap:
         room_bytes = self._elastic.reduced(engine)
         self._seen[number] += 1
         self._order = [other for other in self._order if other != number] + [number]
+        if engine.policy.updates_in_backward:
+            engine.steps.speculation.watch(self._groups[number].params)
         if not any(self._expected):
             return
         if self._seen[number] >= self._expected[number] > 0:

@@ -60,6 +60,7 @@ class StateShard:
         mirror: host memory for this rank's part of the parameter, which is updated there then; ``uint8``, in its order.
         places: its home, and a spare one if there is room for it.
         side: which of ``places`` is the home now.
+        spare_region: which region of its arena the second of ``places`` is in.
         existed: there has been state, whose dtypes are what they are from then on.
         host_places: for state that is resident, where it goes when everything is to leave the device, if that is known.
     """
@@ -76,6 +77,7 @@ class StateShard:
     on_host: bool = False
     places: list[Home] = field(default_factory=list)
     side: int = 0
+    spare_region: int = 1
     host_places: list[Home] = field(default_factory=list)
     mirror: Tensor | None = None
     existed: bool = False
