@@ -29,7 +29,7 @@ class OffloadReport:
             into ``optimizer.state`` in the place of others, until the next step moves them.
         left_out: names of state tensors that are not understood.
         host_bytes: host memory taken, padding included.
-        snapshot_bytes: of that, spare homes for asynchronous saves.
+        snapshot_bytes: of that, spare homes for asynchronous saves, and for steps that may be taken back.
         pinned: whether that memory is page-locked.
         ring_bytes: device memory through which state passes.
         buckets: how many pieces the offloaded state is divided into.
@@ -60,7 +60,8 @@ class OffloadReport:
             ``host_update_ms`` and ``host_arrival_ms`` is spent between updates.
         host_weights_down_bytes: of parameters that the host had to fetch, as somebody else had written them.
         host_buffer_bytes: host memory through which gradients pass; all optimizers of the device share it.
-        tuning: what each ``"auto"`` has chosen, and why, once it is known.
+        tuning: what each ``"auto"`` has chosen, and why, once it is known; and, where the loop clips, how often updates
+            in the backward were taken back.
         notes: what the user should know, most important first.
     """
 
@@ -104,7 +105,7 @@ class OffloadReport:
             ("state resident on the device", _bytes(self.resident_state_bytes)),
             ("other state, where it was", _bytes(self.other_state_bytes)),
             ("host memory taken", f"{_bytes(self.host_bytes)} {'pinned' if self.pinned else 'not pinned'}"),
-            ("  of it for asynchronous saves", _bytes(self.snapshot_bytes)),
+            ("  of it spare homes", _bytes(self.snapshot_bytes)),
             ("staging ring on the device", f"{_bytes(self.ring_bytes)}, {self.buckets} buckets pass through"),
             ("device peak", _bytes(self.device_peak_bytes)),
             ("last step: loaded", f"{_bytes(self.loaded_bytes)} at {self.load_gb_per_s:.1f} GB/s"),
@@ -183,7 +184,7 @@ def report_of(engine: Engine, states: StateStore) -> OffloadReport:
                 None,
                 (
                     *(engine.tuning_of_policy, engine.tuning_of_residents),
-                    *(engine.tuning_of_staging, engine.tuning_of_host),
+                    *(engine.tuning_of_staging, engine.tuning_of_host, engine.steps.speculation.sentence),
                 ),
             )
         ),

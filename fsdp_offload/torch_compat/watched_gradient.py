@@ -1,9 +1,9 @@
 """Gradients that tell what is done with them between the backward and ``step()``.
 
 A watched gradient is the same object with the same memory, of a class derived from the one it had. What only looks at
-it runs as ever. What scales it, as clipping does, may be put off by whoever watches; what else may write it is announced
-first. Not seen is what reaches past torch's functions (``DTensor.to_local()``, ``_local_tensor``): that counts a
-version of the local tensor, unlike some of torch's functions on DTensors.
+it runs as ever. What scales it, as clipping does, may be put off by whoever watches; what else may write it is
+announced first. Not seen is what reaches past torch's functions (``DTensor.to_local()``, ``_local_tensor``): that
+counts a version of the local tensor, unlike some of torch's functions on DTensors.
 """
 
 import weakref

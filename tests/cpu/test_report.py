@@ -410,7 +410,7 @@ Offloaded AdamW
   state resident on the device    0 B
   other state, where it was       812 B
   host memory taken               8.00 GB pinned
-    of it for asynchronous saves  0 B
+    of it spare homes             0 B
   staging ring on the device      201.33 MB, 120 buckets pass through
   device peak                     24.60 GB
   last step: loaded               8.00 GB at 47.2 GB/s

@@ -1,20 +1,16 @@
-"""Clipping by a global norm with updates in the backward: the bits of a plain optimizer, whatever becomes of gradients."""
+"""Clipping by a global norm with updates in the backward: the bits of a plain optimizer, whatever the norm is."""
 
-import copy
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_offload import OffloadPolicy
 from fsdp_offload.engine.engine import engine_of
 from fsdp_offload.engine.speculation import Speculation
-from tests.overlapping import SIZES, Loop, adamw, look, same
-from tests.parity import attach
+from tests.overlapping import SIZES, Loop, adamw, same
 from tests.policies import with_share
 
 NEVER, ALWAYS = 1e9, 1e-3
