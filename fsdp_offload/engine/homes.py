@@ -6,7 +6,7 @@ Grows when parameters are added, and is made anew when a hyperparameter changes 
 import itertools
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
@@ -59,6 +59,7 @@ class PlannedBucket:
     bucket: Bucket
     shards: Sequence[StateShard]
     arena: Arena | None
+    _known_copies: dict[tuple[int | None, ...], list[tuple[Tensor, int]]] = field(default_factory=dict, init=False)
 
     def covers(self) -> Iterator[StateShard]:
         """The shards of which it holds at least a range."""
@@ -78,11 +79,17 @@ class PlannedBucket:
         if self.arena is None:
             return []
         regions = {piece.shard: _region_of(self.shards[piece.shard], side_of) for piece in self.bucket.ranges}
+        key = tuple(regions.values())
+        if key not in self._known_copies:  # state that moves to and fro comes back to the same few
+            self._known_copies[key] = self._copies_of(self.arena, regions)
+        return self._known_copies[key]
+
+    def _copies_of(self, arena: Arena, regions: Mapping[int, int | None]) -> list[tuple[Tensor, int]]:
         found: list[tuple[Tensor, int]] = []
         for number, run in itertools.groupby(self.bucket.leaf_copies, key=lambda part: regions[part[0]]):
             if number is not None:
-                region, begin = self.arena.regions[number].bytes, self.arena.begins[number]
-                copies: Iterator[Copy] = join_copies((copy for _, copy in run), self.arena.breaks)
+                region, begin = arena.regions[number].bytes, arena.begins[number]
+                copies: Iterator[Copy] = join_copies((copy for _, copy in run), arena.breaks)
                 found += [(region[copy.home_offset - begin :][: copy.nbytes], copy.slot_offset) for copy in copies]
         return found
 

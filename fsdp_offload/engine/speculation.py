@@ -246,7 +246,7 @@ class Speculation:
         self._pipeline.before_load = None
         self._step, self.blocked, self._changed = None, True, True
         self.taken_back += 1
-        self._unwatch()
+        self.unwatch()
         with torch.no_grad():
             for scaling in self._pending:
                 scaling.multiply(scaling.grads, scaling.factor)
@@ -275,7 +275,8 @@ class Speculation:
                 watch(grad, self)
                 self._watched.append(TensorWeakRef(grad))
 
-    def _unwatch(self) -> None:
+    def unwatch(self) -> None:
+        """What is done with gradients from now on is none of ours."""
         for reference in self._watched:
             grad = reference()
             if grad is not None:
@@ -284,7 +285,7 @@ class Speculation:
 
     def step_begins(self, *, scaler_decides: bool) -> None:
         """``step()`` has been called; what has begun of it has been kept or taken back."""
-        self._unwatch()
+        self.unwatch()
         self._changed = self._changed or scaler_decides
         self.announced = self.announced or scaler_decides
 

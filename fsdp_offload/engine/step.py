@@ -440,6 +440,7 @@ class Stepping:
 
     def _resume_speculated(self, begun: BegunStep, speculated: Speculated, problem: str) -> BegunStep | None:
         """The step if what it has updated may stand; else it has not begun."""
+        self.speculation.unwatch()
         for param, used in speculated.used.items():
             if version_of(param) != used.param_version:
                 written = f"{self._names.get(param, 'a parameter')} has been written since then"
