@@ -1,4 +1,4 @@
-"""What a training loop may do between the backward and ``step()``, clipping above all: operations of random programs."""
+"""Operations of random programs: what a loop may do between the backward and ``step()``, clipping above all."""
 
 import copy
 import math

@@ -1,24 +1,26 @@
 """Clipping by a global norm with updates in the backward: the bits of a plain optimizer, whatever the norm is."""
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_offload import OffloadPolicy
 from fsdp_offload.engine import speculation
+from fsdp_offload.engine.speculation import OwnCounters, Speculation
+from fsdp_offload.engine.step import Stepping
+from fsdp_offload.engine.way_back import WayBack
 from tests.clipping import (
     ALWAYS,
     NEVER,
     OPERATIONS,
     Operation,
-    clip,
+    clipped,
     clipped_step,
     evaluated,
     speculation_of,
@@ -142,3 +144,75 @@ def pair_with_reference(mesh: DeviceMesh, policy: OffloadPolicy, **kwargs: Any) 
     """Beside a loop with ``policy`` one whose bits it must have: plain, or the host's share in ``step()``."""
     reference = None if not policy.host_fraction else with_share(policy, overlap="step")
     return Loop(mesh, adamw, reference, **kwargs), Loop(mesh, adamw, policy, **kwargs)
+
+
+# The suite can fail ---------------------------------------------------------------------------------------------------
+
+
+def commit_without_a_look(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Speculation, "problem_of", lambda *_: "")
+
+
+def old_homes_are_written(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Speculation, "stores_elsewhere", lambda *_: [])
+
+
+def one_bucket_of_parameters_is_not_taken_back(patch: pytest.MonkeyPatch) -> None:
+    restore = WayBack.restore
+    patch.setattr(WayBack, "restore", lambda self, numbers: restore(self, list(numbers)[1:]))
+
+
+def counters_are_written_at_once(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(OwnCounters, "get", lambda self, param: self._states.get(param))
+
+
+def gradients_are_not_watched(patch: pytest.MonkeyPatch) -> None:
+    def watch(self: Speculation, _: object) -> None:
+        self.announced = True
+
+    patch.setattr(Speculation, "watch", watch)
+
+
+def what_was_put_off_is_forgotten(patch: pytest.MonkeyPatch) -> None:
+    restore = Speculation.restore
+
+    def without(self: Speculation, step: Any) -> None:
+        self._pending = []
+        restore(self, step)
+
+    patch.setattr(Speculation, "restore", without)
+
+
+def a_forward_sees_new_parameters(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Stepping, "before_gather", lambda self, buckets, stream, in_backward: self.wait_for(buckets, stream))
+
+
+def old_parameters_are_those_of_a_step_before(patch: pytest.MonkeyPatch) -> None:
+    keep = WayBack.keep
+
+    def only_once(self: WayBack, number: int) -> None:
+        if number not in self._marks:
+            keep(self, number)
+
+    patch.setattr(WayBack, "keep", only_once)
+    patch.setattr(WayBack, "begin", lambda self: None)
+
+
+MUTANTS = [
+    *(commit_without_a_look, old_homes_are_written, one_bucket_of_parameters_is_not_taken_back),
+    *(counters_are_written_at_once, gradients_are_not_watched, what_was_put_off_is_forgotten),
+    *(a_forward_sees_new_parameters, old_parameters_are_those_of_a_step_before),
+]
+
+
+@pytest.mark.parametrize("mutant", [None, *MUTANTS], ids=lambda one: getattr(one, "__name__", "none"))
+def test_other_bits_with_a_mistake(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, mutant: Callable[[pytest.MonkeyPatch], None] | None
+) -> None:
+    if mutant is not None:
+        mutant(monkeypatch)
+    loops = pair(mesh, policy_of(), net=partial(Net, width=16, layers=2))
+    for at, operation in enumerate([within_bounds] * 8 + [clipped, within_bounds] + [within_bounds] * 6 + [evaluated]):
+        for loop in loops:
+            operation(loop, at)
+    assert same(*loops) == (mutant is None)
