@@ -257,6 +257,8 @@ class Speculation:
         with self._pipeline.updating():
             step.states.commit()
         self.committed += 1
+        if self._pending:
+            self._all_one = None  # the host knows it
         self.forget(step)
 
     def forget(self, step: Speculated | None) -> None:
