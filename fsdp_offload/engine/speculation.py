@@ -14,6 +14,7 @@ follows from the norm, which is the same on every rank.
 """
 
 import logging
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -163,7 +164,7 @@ class Speculation:
         pin: bool,
         take_back: Callable[[], None],
     ) -> None:
-        """``take_back`` gives up what the step that has begun has updated, if it has."""
+        """``take_back``, a method that is not kept alive, gives up what the step that has begun has updated."""
         self.announced = False
         self.unavailable = ""
         self.blocked = False
@@ -173,7 +174,7 @@ class Speculation:
         self._policy = policy
         self._device = device
         self._pin = pin
-        self._take_back = take_back
+        self._method = weakref.WeakMethod(take_back)
         if not layouts.traits.elementwise or not layouts.traits.known:
             self.unavailable = "this optimizer does not work element by element, or is not in the tested table"
         self._layout: object = None  # of the buckets for which there is memory
@@ -403,6 +404,11 @@ class Speculation:
         self._all_one = is_one if self._all_one is None else self._all_one & is_one
         self._flags[0].put(self._all_one)
         return own
+
+    def _take_back(self) -> None:
+        take_back = self._method()
+        assert take_back is not None, "this is an attribute of its object"
+        take_back()
 
     def _settle(self) -> None:
         """What was put off has to be decided now: somebody looks."""

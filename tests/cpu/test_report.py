@@ -420,7 +420,7 @@ Offloaded AdamW
     )
     measured = replace(report, notes=(), advice="Do this.", iteration_ms=431.24, stalled_ms=3.08)
     assert str(measured).startswith("Offloaded AdamW\n  Do this.\n  state on the host")
-    assert str(measured).endswith("\n  last iteration                  431.2 ms, of it 3.1 ms waiting for state")
+    assert str(measured).endswith("\n  last iteration                431.2 ms, of it 3.1 ms waiting for state")
     assert str(replace(measured, bound_ms=424.0, bound="max(F + B + U, T)")).endswith(
         """
   last iteration                  431.2 ms, of it 3.1 ms waiting for state
