@@ -406,30 +406,30 @@ def test_it_prints_as_a_table() -> None:
 Offloaded AdamW
   ! First.
   ! Second.
-  state on the host               8.00 GB
-  state resident on the device    0 B
-  other state, where it was       812 B
-  host memory taken               8.00 GB pinned
-    of it spare homes             0 B
-  staging ring on the device      201.33 MB, 120 buckets pass through
-  device peak                     24.60 GB
-  last step: loaded               8.00 GB at 47.2 GB/s
-  last step: stored               8.00 GB at 46.9 GB/s
-  last step: time                 178.4 ms, of it 9.1 ms updates
-  last step: exposed              169.3 ms"""
+  state on the host             8.00 GB
+  state resident on the device  0 B
+  other state, where it was     812 B
+  host memory taken             8.00 GB pinned
+    of it spare homes           0 B
+  staging ring on the device    201.33 MB, 120 buckets pass through
+  device peak                   24.60 GB
+  last step: loaded             8.00 GB at 47.2 GB/s
+  last step: stored             8.00 GB at 46.9 GB/s
+  last step: time               178.4 ms, of it 9.1 ms updates
+  last step: exposed            169.3 ms"""
     )
     measured = replace(report, notes=(), advice="Do this.", iteration_ms=431.24, stalled_ms=3.08)
     assert str(measured).startswith("Offloaded AdamW\n  Do this.\n  state on the host")
     assert str(measured).endswith("\n  last iteration                431.2 ms, of it 3.1 ms waiting for state")
     assert str(replace(measured, bound_ms=424.0, bound="max(F + B + U, T)")).endswith(
         """
-  last iteration                  431.2 ms, of it 3.1 ms waiting for state
-    it takes at least             424.0 ms = max(F + B + U, T)"""
+  last iteration                431.2 ms, of it 3.1 ms waiting for state
+    it takes at least           424.0 ms = max(F + B + U, T)"""
     )
     assert str(replace(report, bound_ms=172.35, bound="max(U, T)")).endswith(
         """
-  last step: exposed              169.3 ms
-    it takes at least             172.3 ms = max(U, T)"""
+  last step: exposed            169.3 ms
+    it takes at least           172.3 ms = max(U, T)"""
     )
 
 
