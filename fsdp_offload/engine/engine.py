@@ -375,12 +375,17 @@ class Engine:
         steps.check_usable("step()", mid_step=True)
         self.phases.reload(states)
         ended = steps.resume(optimizer, states, kwargs, same_groups=_param_ids(optimizer) == self._param_ids)
-        steps.speculation.step_begins(scaler_decides=scaler_decides(optimizer, kwargs))
-        if ended is not None:
+        if ended is not None and ended.speculated is None:
             steps.end(ended, states)
         self._follow_groups(optimizer, states)
         updated = self._shards_with_grad(optimizer, states)
         needed = self._bucket_steps(updated, states)
+        if ended is not None and ended.speculated is not None:
+            # Only now: what has been found so far, the host has found while the device computed the norm.
+            ended = steps.settle(ended, states)
+            if ended is not None:
+                steps.end(ended, states)
+        steps.speculation.step_begins(scaler_decides=scaler_decides(optimizer, kwargs))
         created = [shard.param for shard in updated if not states.get(shard.param)]
         if ended is not None:
             created += [shard.param for shard in ended.without_state if states.get(shard.param)]

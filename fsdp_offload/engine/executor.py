@@ -272,6 +272,11 @@ class Pipeline:
         if self.ring.enter(block, nbytes, self.wait_on_current):
             self._leave({block})
 
+    @property
+    def is_issued(self) -> bool:
+        """Whether nothing of the schedule is left to be issued."""
+        return not self._queue
+
     def finish(self) -> None:
         """The whole schedule has been issued."""
         assert not self._queue

@@ -125,11 +125,21 @@ class Lending:
 
     def commit_moves(self, moved: Sequence[StateShard], steps: Sequence[BucketStep], states: StateStore) -> None:
         """The state of ``moved`` lives in their other place from now on."""
+        self._move(moved, states)
+        self.store_home(steps)
+
+    def move_back(self, moved: Sequence[StateShard], states: StateStore) -> None:
+        """The inverse of :meth:`commit_moves`."""
+        self._move(moved, states)
+        for number in {number for shard in moved for number in shard.buckets}:
+            self._pipeline.buckets[number].live_at(self._plan[number].copies(home_side))
+
+    @staticmethod
+    def _move(moved: Sequence[StateShard], states: StateStore) -> None:
         for shard in moved:
             state, old = states.get(shard.param), shard.homes
             shard.side = 1 - shard.side
             state.update((name, home) for name, home in shard.homes.items() if state.get(name) is old[name])
-        self.store_home(steps)
 
     def store_home(self, steps: Iterable[BucketStep]) -> None:
         """What is stored of these buckets from now on goes to the homes again, where these are now."""

@@ -113,25 +113,51 @@ class OwnCounters:
         """Never called: what a step has made is put in order when it counts."""
         raise NotImplementedError
 
-    def commit(self) -> None:
-        """Make them those of the user, in place where they are tensors."""
-        targets: list[Tensor] = []
-        sources: list[Tensor] = []
+    def compare(self) -> "CounterChanges":
+        """What :meth:`CounterChanges.commit` has to do, found ahead of the time when the host is waited for."""
+        changes = CounterChanges()
         for param, own in self._own.items():
-            state = self._states.of(param)
-            for name in state.keys() - own.keys():
-                del state[name]
+            state, shard = self._states.get(param), self._plan.shards[param]
+            changes.gone += [(param, name) for name in state.keys() - own.keys()]
             for name, value in own.items():
                 current = state.get(name)
-                if value is current:
-                    continue
-                if isinstance(value, Tensor) and isinstance(current, Tensor) and _alike(value, current):
-                    targets.append(current)
-                    sources.append(value)
-                else:
-                    state[name] = value
-        if targets:
-            torch._foreach_copy_(targets, sources)
+                if name in shard.homes:
+                    changes.homes += [(shard, name)] if current is None else []
+                elif isinstance(value, Tensor) and isinstance(current, Tensor) and _alike(value, current):
+                    changes.targets.append(current)
+                    changes.sources.append(value)
+                elif value is not current:
+                    changes.values.append((param, name, value))
+        return changes
+
+
+@dataclass(eq=False)
+class CounterChanges:
+    """What updates have made of counters.
+
+    Attributes:
+        targets, sources: tensors that are written in place.
+        values: what else is new.
+        homes: names of state that an update has made, which is where it lives by now.
+        gone: what there is no more.
+    """
+
+    targets: list[Tensor] = field(default_factory=list)
+    sources: list[Tensor] = field(default_factory=list)
+    values: list[tuple[Tensor, str, object]] = field(default_factory=list)
+    homes: list[tuple[StateShard, str]] = field(default_factory=list)
+    gone: list[tuple[Tensor, str]] = field(default_factory=list)
+
+    def commit(self, states: StateStore) -> None:
+        """Make them those of the user."""
+        if self.targets:
+            torch._foreach_copy_(self.targets, self.sources)
+        for param, name, value in self.values:
+            states.of(param)[name] = value
+        for shard, name in self.homes:
+            states.of(shard.param)[name] = shard.homes[name]
+        for param, name in self.gone:
+            del states.of(param)[name]
 
 
 @dataclass(frozen=True)
@@ -253,10 +279,10 @@ class Speculation:
                 scaling.multiply(scaling.grads, scaling.factor)
         self._pending = []
 
-    def commit(self, step: Speculated) -> None:
+    def commit(self, step: Speculated, changes: CounterChanges, states: StateStore) -> None:
         """What was updated counts."""
         with self._pipeline.updating():
-            step.states.commit()
+            changes.commit(states)
         self.committed += 1
         if self._pending:
             self._all_one = None  # the host knows it

@@ -207,20 +207,21 @@ class Stepping:
         """Everything has been issued: homes that moved are the homes from now on."""
         self._pipeline.finish()
         begun.enter(StepPhase.ISSUED)
-        done = set(begun.done)
-        self._lending.commit_moves(
-            [s for s in begun.moving or () if done.issuperset(s.buckets)], begun.redirected, states
-        )
+        self._lending.commit_moves(_moved(begun), begun.redirected, states)
 
-    def end(self, begun: BegunStep, states: StateStore) -> None:
-        """All gradients that there are going to be are there: the rest of what the backward has begun."""
+    def _enter_step(self, begun: BegunStep) -> None:
         idle = {step.bucket for step in begun.steps if not self._covered([step])} - set(begun.done)
         self._pipeline.skip(idle)
         begun.steps = tuple(step for step in begun.steps if step.bucket not in idle)
         self._pipeline.updates_after_compute()
         begun.enter(StepPhase.STEP)
-        self.advance(begun, states)
-        self.finish(begun, states)
+
+    def end(self, begun: BegunStep, states: StateStore) -> None:
+        """All gradients that there are going to be are there: the rest of what the backward has begun."""
+        if begun.phase is not StepPhase.ISSUED:
+            self._enter_step(begun)
+            self.advance(begun, states)
+            self.finish(begun, states)
         begun.spent.clear()  # each gradient goes with the update that reads it, not with the last of them
         self.begun = None
 
@@ -449,10 +450,32 @@ class Stepping:
                     f"step(), with OffloadPolicy(overlap='iteration'): parameters have been updated in the backward, "
                     f"and {written}. Use overlap='forward' for a loop that does this.",
                 )
-        if problem or self.speculation.problem_of(speculated):
+        if problem:
             self.take_back()
             return None
-        self.speculation.commit(speculated)
+        return begun
+
+    def settle(self, begun: BegunStep, states: StateStore) -> BegunStep | None:
+        """Let what the backward has updated stand, or take it back: the factor of clipping is waited for.
+
+        Whatever can be done ahead is: until the next forward is issued the device has nothing to compute.
+        """
+        speculated = begun.speculated
+        if speculated is None:
+            return begun
+        if self.begun is not begun:
+            return None  # something in between has taken it back
+        changes = speculated.states.compare()
+        is_issued = self._pipeline.is_issued
+        if is_issued:
+            self._enter_step(begun)
+            self.finish(begun, states)
+        if self.speculation.problem_of(speculated):
+            if is_issued:
+                self._lending.move_back(_moved(begun), states)
+            self.take_back()
+            return None
+        self.speculation.commit(speculated, changes, states)
         begun.speculated = None
         return begun
 
@@ -597,6 +620,12 @@ class Stepping:
                 f"{what} refused: the backward has updated part of the state (OffloadPolicy(overlap='iteration')). "
                 "Call step() first."
             )
+
+
+def _moved(begun: BegunStep) -> list[StateShard]:
+    """Whose state has been stored elsewhere, all of it."""
+    done = set(begun.done)
+    return [shard for shard in begun.moving or () if done.issuperset(shard.buckets)]
 
 
 def scaler_decides(optimizer: Optimizer, kwargs: Mapping[str, Any]) -> bool:
