@@ -29,6 +29,7 @@ from ..optimizers.learn import Layouts, layout_key
 from ..optimizers.masters import MASTER
 from ..optimizers.saved_form import as_kept, as_saved, drop_master, rebuild_master
 from ..optimizers.shared_values import ENGINE_ATTRIBUTE
+from ..planning.bound import PartsAlone
 from ..planning.cpu_share import best_fraction, host_bucket_bytes
 from ..planning.device_share import device_share
 from ..planning.schedule import BucketStep
@@ -58,6 +59,8 @@ class Engine:
         share: device memory that its state may take.
         loads_in_backward: whether loads begin before ``step()``: hooks on a model tell when a backward does.
         pinned: whether host memory is page-locked.
+        holds_back: nothing is begun before ``step()``, so that the model can be measured alone.
+        alone: what has been measured so.
         tuning_of_policy, tuning_of_residents, tuning_of_staging: what ``"auto"`` has chosen, and why, in sentences.
     """
 
@@ -74,6 +77,8 @@ class Engine:
         self.policy = policy
         self.share = device_share(policy, elementwise=traits.elementwise)
         self.loads_in_backward = False
+        self.holds_back = False
+        self.alone: PartsAlone | None = None
         self.device = device
         self.names = names
         self.layouts = Layouts(cls, traits, policy.master_weights)
@@ -483,7 +488,7 @@ class Engine:
     def _begin_early(self, optimizer: Optimizer, states: StateStore) -> BegunStep | None:
         """Begin a step in the backward, if it will be like the last one."""
         steps = self.steps
-        if steps.failure or not self._groups_as_before(optimizer) or not steps.is_whole(steps.last):
+        if self.holds_back or steps.failure or not self._groups_as_before(optimizer) or not steps.is_whole(steps.last):
             return None
         self.phases.reload(states)
         self.lending.adopt_user_tensors(self.plan.shards.values(), states)  # the backward may update with it
@@ -522,6 +527,11 @@ class Engine:
     def ms_since_begin(self, mark: Mark) -> float:
         """When the current stream passed ``mark``, since the schedule of the last step was taken up; waits for it."""
         return self._pipeline.ms_since_begin(mark)
+
+    def wait_moved(self) -> None:
+        """Let what follows on the current stream start only after everything that was issued."""
+        self.steps.wait_for_all()
+        self._pipeline.wait_moved()
 
     def bucket_times(self) -> dict[int, BucketTimes]:
         """Of the last step; waits for it."""

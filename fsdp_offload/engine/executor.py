@@ -330,6 +330,12 @@ class Pipeline:
             self.wait_device_updated()
         self._unseen.clear()
 
+    def wait_moved(self) -> None:
+        """Let what follows on the current stream start only after all copies and updates that were issued."""
+        with self.iteration.waiting():
+            for name in ("L", "U", "S"):
+                self._lanes["C"].wait(self._lanes[name].mark())
+
     def wait_device_updated(self) -> None:
         """The same for what the device updates: not for the host's share."""
         if self._updates_end is not None and self._lanes["U"] is not self._lanes["C"]:

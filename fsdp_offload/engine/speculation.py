@@ -362,6 +362,11 @@ class Speculation:
             return f"{begun}{changed}, so that updates wait for step() until few are. {taken}."
         return f"{begun}updates run ahead of it. {taken}; {changed}."
 
+    @property
+    def kept_bytes(self) -> int:
+        """What of the parameters goes down in a step, beside the state."""
+        return self._way_back.nbytes if self._way_back is not None and self.is_ready else 0
+
     def _take_memory(self) -> None:
         """Take what it needs to take a step back, if there is as much."""
         plan = self._plan

@@ -48,6 +48,11 @@ class WayBack:
         self._marks: dict[int, Mark] = {}  # the end of the last copy of each bucket
         self._copies: dict[int, tuple[list[int], list[Copy]]] = {}  # by bucket: addresses of the parameters, and copies
 
+    @property
+    def nbytes(self) -> int:
+        """Of all of them, padding included."""
+        return self._region.nbytes
+
     def __contains__(self, number: int) -> bool:
         return number in self._begins
 

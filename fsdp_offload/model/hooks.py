@@ -26,6 +26,7 @@ from ..policy import OffloadPolicy
 from ..state.store import StateStore
 from ..torch_compat.fully_shard import runs_in_backward, sharding_groups
 from ..torch_compat.guard import Guard
+from .alone import Alone
 from .tune_resident import Rehearsal
 from .tune_staging import Elastic
 
@@ -68,6 +69,7 @@ class Overlap:
         self._final: set[Tensor] = set()
         params = [group.params for group in self._groups]
         self._rehearsal, self._elastic = Rehearsal(engine, params), Elastic(engine, params)
+        self._alone = Alone()
         overlap = weakref.ref(self)
         # All that the hooks keep: what the device does is waited for when the engine goes, what the host does is not.
         last = None if engine.host is None else engine.host.last
@@ -142,7 +144,9 @@ class Overlap:
         if engine.policy.guards:
             self._guard(engine)
         if not engine.policy.runs_serially:  # whose marks make the host wait
+            self._alone.step_ended(engine)
             engine.iteration.step_ended(engine.steps.last)
+            self._alone.iteration_ended(engine)
 
     def _buckets(self, engine: Engine) -> Mapping[int, Collection[int]]:
         """Of each group, and ``_ELSEWHERE``: of what ``fully_shard`` does not gather."""
