@@ -167,5 +167,5 @@ def what_would_help(policy: OffloadPolicy, at_least_ms: float, without_transfers
     else:
         remedies.append('overlap="forward", which hides them behind the forward')
     if not policy.updates_in_backward:
-        remedies.append('overlap="iteration", behind the whole iteration, where gradients are not clipped by a norm')
+        remedies.append('overlap="iteration", behind the whole iteration, where few steps are clipped by a norm')
     return f"The transfers take {left_ms:.1f} ms longer than what hides them. What would help: {'; '.join(remedies)}."

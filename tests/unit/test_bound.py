@@ -91,7 +91,7 @@ def test_parts_that_were_measured_longer_than_the_whole_leave_nothing() -> None:
 
 
 MORE_MEMORY = "a larger device_bytes"
-IN_ITERATION = 'overlap="iteration", behind the whole iteration, where gradients are not clipped by a norm'
+IN_ITERATION = 'overlap="iteration", behind the whole iteration, where few steps are clipped by a norm'
 IN_FORWARD = 'overlap="forward", which hides them behind the forward'
 LARGER, LARGER_OR_MORE = "a larger batch", "a larger batch or more micro-batches"
 LIMITED: dict[str, Any] = {"device_bytes": 1 << 30}
