@@ -471,6 +471,12 @@ class Engine:
             with torch.no_grad():
                 self.steps.advance(begun, states, lambda number: False, room_bytes)
 
+    def keep_ahead(self, buckets: Collection[int]) -> None:
+        """The last forward before a step uses the parameters in these buckets: store them, if they may come back."""
+        if not self.holds_back and (self.steps.begun is None or not self.steps.begun.has_updated):
+            with torch.no_grad():
+                self.steps.speculation.keep_ahead(buckets)
+
     def _go_on(self, optimizer: Optimizer, states: StateStore) -> BegunStep | None:
         """What has begun. Ahead of the gradients, it had begun with what may have changed since."""
         begun = self.steps.begun

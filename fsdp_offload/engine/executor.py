@@ -127,17 +127,17 @@ class Pipeline:
         self._before_updates.append(mark)
         return mark
 
-    def keep_aside(self, copies: Sequence[Copy], reuse: Mark | None, *, is_first: bool) -> Mark:
+    def keep_aside(self, copies: Sequence[Copy], reuse: Mark | None, *, after_compute: bool) -> Mark:
         """Store ``(to the host, from parameters)`` as the updates that were issued have left them.
 
         Args:
             copies: all ``uint8``.
             reuse: a mark that an earlier call returned, and that nobody waits for any more.
-            is_first: of the step; the user may have written parameters before it.
+            after_compute: and as the current stream has, so far.
         """
         store = self._lanes["S"]
         store.wait(self._lanes["U"].mark())  # a bucket without state has no store that waited for its update
-        if is_first:
+        if after_compute:
             store.wait(self._lanes["C"].mark())
         store.copy_pieces(store.cut(copies))
         return store.mark(reuse)

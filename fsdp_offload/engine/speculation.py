@@ -235,12 +235,19 @@ class Speculation:
             return False
         return all(_can_be_taken_back(shard) for shard in self._plan[number].covers())
 
+    def keep_ahead(self, numbers: Iterable[int]) -> None:
+        """The last forward before a step uses the parameters of these buckets, and nothing is updated yet."""
+        if not self.is_ready or self.blocked or (self._step is not None and self._step.started):
+            return
+        assert self._way_back is not None
+        for number in filter(self.may_update, numbers):
+            self._way_back.keep(number)
+
     def begin(self, states: StateStore) -> Speculated | None:
         """A step begins in the backward. ``None`` if nothing of it is to be updated there."""
         if not self.is_ready or self.blocked:
             return None
         assert self._way_back is not None
-        self._way_back.begin()
         self._pipeline.before_load = self._way_back.keep
         self._step = Speculated(OwnCounters(states, self._plan))
         return self._step
@@ -250,6 +257,12 @@ class Speculation:
         assert self._way_back is not None
         self._way_back.wait(number)
         step.started.append(number)
+
+    def after_update(self, step: Speculated, shards: Iterable[StateShard], number: int) -> None:
+        """The update of a bucket with these shards has been issued."""
+        assert self._way_back is not None
+        self._way_back.note_updated(number)
+        step.note_used(shards)
 
     def stores_elsewhere(self, shards: Iterable[StateShard]) -> list[StateShard]:
         """Those of ``shards`` that a step is to store into their other place."""
@@ -270,6 +283,7 @@ class Speculation:
         """Give parameters the values that they had before ``step``, and gradients what was put off."""
         assert self._way_back is not None
         self._way_back.restore(step.started)
+        self._way_back.forget()
         self._pipeline.before_load = None
         self._step, self.blocked, self._changed = None, True, True
         self.taken_back += 1
@@ -320,6 +334,8 @@ class Speculation:
 
     def step_ended(self, layout: object) -> None:
         """``step()`` has issued everything. ``layout`` is another object whenever state may be in other buckets."""
+        if self._way_back is not None:
+            self._way_back.forget()
         if self._learns_later:
             self._learns_later = False
             self._note(not self._flags[1].get())

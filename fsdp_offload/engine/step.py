@@ -177,7 +177,7 @@ class Stepping:
                 )
             begun.note_updated(number)
             if speculated is not None:
-                speculated.note_used(self._plan[number].covers())
+                self.speculation.after_update(speculated, self._plan[number].covers(), number)
             if self._policy.runs_on_into_forward:
                 # Whoever clears gradients meanwhile must not free what an update is still to read.
                 covers = [shard.param for shard in self._plan[number].covers()]

@@ -2,12 +2,13 @@
 
 ::
 
-    a bucket's load is issued ──▶ keep: its parameters go down, beside it ──▶ the update waits for that
-    the step is taken back    ──▶ restore: what has been updated comes up again
+    the last forward before the step uses a group, or a bucket's load is issued ──▶ keep: its parameters go down
+    the bucket is updated    ──▶ wait for that
+    the step is taken back   ──▶ restore: what has been updated comes up again
 
 An update writes parameters where they are. Keeping the old values on the device would take as much memory as the
 parameters; from what an update leaves they cannot be computed again. They are known long before the gradients are, so
-that the link takes them when it likes.
+that they go down when the link has less to do: in the backward, stores of state take all of it.
 """
 
 from collections.abc import Iterable, Iterator
@@ -18,7 +19,7 @@ from torch import Tensor
 from ..device.arena import Region
 from ..device.lanes import Copy, Mark
 from ..planning.buckets import aligned
-from ..torch_compat.dtensor import has_inner_tensors, local_shard
+from ..torch_compat.dtensor import has_inner_tensors, local_shard, version_of
 from .executor import Pipeline
 from .homes import Plan
 
@@ -44,7 +45,8 @@ class WayBack:
             nbytes += parameter_nbytes(plan, [number])
         self._region = Region(nbytes, device=device, pin=pin)
         plan.regions.append(self._region)
-        self._kept: set[int] = set()  # in the step that runs
+        self._kept: set[int] = set()  # for the step that runs
+        self._versions: dict[Tensor, tuple[int, int]] = {}  # of parameters that are kept, after their updates
         self._marks: dict[int, Mark] = {}  # the end of the last copy of each bucket
         self._copies: dict[int, tuple[list[int], list[Copy]]] = {}  # by bucket: addresses of the parameters, and copies
 
@@ -64,21 +66,43 @@ class WayBack:
         """Give the memory back, when no copy uses it any more."""
         self._plan.regions = [region for region in self._plan.regions if region is not self._region]
 
-    def begin(self) -> None:
-        """A step begins; nothing is kept of the one before."""
-        self._kept = set()
+    def forget(self) -> None:
+        """Parameters have other values from now on."""
+        self._kept, self._versions = set(), {}
 
     def keep(self, number: int) -> None:
-        """Start storing the parameters of a bucket, which nothing updates before :meth:`wait`."""
-        if number in self._begins:
+        """Start storing the parameters of a bucket, which is not updated yet, unless they have been."""
+        if number not in self._begins:
+            return
+        is_first = not self._kept
+        written = self._forget_written(number)
+        if number not in self._kept:
             copies, last = self._copies_of(number), self._marks.get(number)
-            self._marks[number] = self._pipeline.keep_aside(copies, last, is_first=not self._kept)
+            # The user may have written them on the current stream.
+            self._marks[number] = self._pipeline.keep_aside(copies, last, after_compute=is_first or written)
             self._kept.add(number)
+            self._note_versions(number)
+
+    def _forget_written(self, number: int) -> bool:
+        """Whether somebody has written parameters of a bucket since they were kept; they count as not kept then."""
+        kept = [shard for shard in self._plan[number].covers() if shard.param in self._versions]
+        shards = [shard for shard in kept if self._versions[shard.param] != version_of(shard.param)]
+        for shard in shards:
+            self._kept.difference_update(shard.buckets)
+            del self._versions[shard.param]
+        return bool(shards)
+
+    def note_updated(self, number: int) -> None:
+        """The update of a bucket has been issued: what it has written is not somebody else's."""
+        self._note_versions(number)
+
+    def _note_versions(self, number: int) -> None:
+        for shard in self._plan[number].covers():
+            self._versions[shard.param] = version_of(shard.param)
 
     def wait(self, number: int) -> None:
-        """Let what follows on the current stream come after the copy of these parameters."""
-        if number not in self._kept:
-            self.keep(number)  # nothing of it was loaded
+        """Let what follows on the current stream, which updates these parameters, come after their copy."""
+        self.keep(number)  # nothing of it was loaded, or somebody has written them since
         self._pipeline.come_after(self._marks[number])
 
     def restore(self, numbers: Iterable[int]) -> None:

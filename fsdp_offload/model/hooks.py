@@ -178,7 +178,14 @@ class Overlap:
             if not self._in_backward:
                 self._backward_begins(engine)
         self._before_gather(number, None)
+        if engine is not None and engine.policy.updates_in_backward and not in_backward and torch.is_grad_enabled():
+            self._keep_ahead(engine, number)
         self._unguard.pop(number, _nothing)()
+
+    def _keep_ahead(self, engine: Engine, number: int) -> None:
+        """In the last forward before the step: what other forwards see may be other weights."""
+        if any(self._expected) and self._in_last_backward:
+            engine.keep_ahead(self._buckets(engine)[number])
 
     def _backward_begins(self, engine: Engine) -> None:
         """Ahead of the first gradients of a backward; unless nothing is gathered in it."""

@@ -46,8 +46,8 @@ _METADATA = frozenset(
 
 _MESSAGE = (
     "this gradient was used in the backward already (OffloadPolicy(overlap='iteration')), and whatever is done with it "
-    "before step() comes too late. A loop that clips, scales or looks at gradients has to do so from the first step on, "
-    "so that updates can be taken back. Or use overlap='forward'."
+    "before step() comes too late. A loop that clips, scales or looks at gradients has to do so from the first step "
+    "on, so that updates can be taken back; or use overlap='forward'."
 )
 
 

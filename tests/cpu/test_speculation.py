@@ -21,6 +21,7 @@ from fsdp_offload import OffloadPolicy
 from fsdp_offload.checkpoint import ArenaStager, get_optimizer_state_dict
 from fsdp_offload.engine import speculation
 from fsdp_offload.engine import step as stepping
+from fsdp_offload.engine.executor import Pipeline
 from fsdp_offload.engine.speculation import OwnCounters, Speculation
 from fsdp_offload.engine.step import Stepping
 from fsdp_offload.engine.way_back import WayBack
@@ -37,7 +38,7 @@ from tests.clipping import (
     speculation_of,
     within_bounds,
 )
-from tests.overlapping import SIZES, Loop, Net, adamw, same
+from tests.overlapping import SIZES, Loop, Net, adamw, look, same
 from tests.parity import attach, leaves
 from tests.policies import with_share
 
@@ -414,6 +415,56 @@ def test_weights_written_between_backward_and_step_are_refused(mesh: DeviceMesh)
         loop.step()
 
 
+def parameters_go_down(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of each copy that is issued from now on, the bytes."""
+    keep_aside, found = Pipeline.keep_aside, []
+
+    def counted(self: Pipeline, copies: Any, *args: Any, **kwargs: Any) -> Any:
+        found.append(sum(param.numel() for _, param in copies))
+        return keep_aside(self, copies, *args, **kwargs)
+
+    monkeypatch.setattr(Pipeline, "keep_aside", counted)
+    return found
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_parameters_go_down_in_the_last_forward(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, micro_batches: int
+) -> None:
+    """Once each, before the backward needs the link for state; not in an evaluation, whose weights may be others."""
+    loop = Loop(mesh, adamw, policy_of(), micro_batches=micro_batches)
+    train(loop, [NEVER] * 5)
+    found = parameters_go_down(loop, monkeypatch)
+    for _ in range(micro_batches - 1):
+        assert not found
+        loop.model(loop.batch(5)).backward()  # at its end the first loads begin
+    loss = loop.model(loop.batch(6))
+    all_bytes = sum(param.to_local().nbytes for param in loop.optimizer.param_groups[0]["params"])
+    assert sum(found) == all_bytes
+    loss.backward()
+    clip(loop, NEVER)
+    loop.step()
+    look(loop)
+    assert sum(found) == all_bytes
+
+
+def test_weights_written_after_the_forward_come_back(mesh: DeviceMesh) -> None:
+    """What has gone down in the forward is not what the update finds."""
+    plain, loop = pair(mesh, policy_of())
+    for at in range(9):
+        for each in (plain, loop):
+            loss = each.model(each.batch(at))
+            if at == 6:
+                with torch.no_grad():
+                    for param in each.optimizer.param_groups[0]["params"][::3]:
+                        param.mul_(1.5)
+            loss.backward()
+            clip(each, ALWAYS if at == 6 else NEVER)
+            each.step()
+        assert same(plain, loop), at
+    assert speculation_of(loop).taken_back == 1
+
+
 def test_the_report_says_how_often(mesh: DeviceMesh) -> None:
     loop = train(Loop(mesh, adamw, policy_of()), [NEVER] * 6 + [ALWAYS] + [NEVER] * 3)
     report = str(loop.optimizer.offload_report())  # type: ignore[attr-defined]
@@ -492,20 +543,21 @@ def a_forward_sees_new_parameters(patch: pytest.MonkeyPatch) -> None:
 
 
 def old_parameters_are_those_of_a_step_before(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(WayBack, "forget", lambda self: None)
+    patch.setattr(WayBack, "_forget_written", lambda self, number: False)
+
+
+def an_update_counts_as_written_by_somebody(patch: pytest.MonkeyPatch) -> None:
+    """What is stored then are new values."""
     keep = WayBack.keep
-
-    def only_once(self: WayBack, number: int) -> None:
-        if number not in self._marks:
-            keep(self, number)
-
-    patch.setattr(WayBack, "keep", only_once)
-    patch.setattr(WayBack, "begin", lambda self: None)
+    patch.setattr(WayBack, "note_updated", lambda self, number: (self._kept.discard(number), keep(self, number)))
 
 
 MUTANTS = [
     *(commit_without_a_look, old_homes_are_written, one_bucket_of_parameters_is_not_taken_back),
     *(counters_are_written_at_once, gradients_are_not_watched, what_was_put_off_is_forgotten),
     *(a_forward_sees_new_parameters, old_parameters_are_those_of_a_step_before),
+    an_update_counts_as_written_by_somebody,
 ]
 
 
@@ -516,7 +568,7 @@ def test_other_bits_with_a_mistake(
     if mutant is not None:
         mutant(monkeypatch)
     loops = pair(mesh, policy_of(), net=partial(Net, width=16, layers=2))
-    for at, operation in enumerate([within_bounds] * 8 + [clipped, within_bounds] + [within_bounds] * 6 + [evaluated]):
+    for at, operation in enumerate([within_bounds] * 8 + [clipped, within_bounds] + [within_bounds] * 4 + [evaluated]):
         for loop in loops:
             operation(loop, at)
     assert same(*loops) == (mutant is None)
