@@ -18,7 +18,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -204,12 +204,18 @@ def _print(
     settled = found[-1]
     # What the host updates does not pass through; how long that takes, this bound does not know.
     moving_bytes = settled["host_state_bytes"] - settled["host_updated_bytes"]
+    clips = policy is not None and policy.updates_in_backward and _ending_of(name) != ""
+    if policy is not None and clips and name.endswith("_always"):
+        policy, clips = replace(policy, overlap="forward"), False  # updates wait for step()
+    if clips:  # the old parameters go down as well, of half the bytes of their state
+        times = replace(times, two_way_ms=max(times.two_way_ms, 1.5 * times.store_ms))
     formula, bound_ms = bound(
         policy,
         times,
         offloaded=moving_bytes / state_bytes,
         staged=staged_share(settled["ring_bytes"], moving_bytes),
         ring_is_given_back=policy is not None and device_share(policy, elementwise=True).passing_is_learnt,
+        clips=clips,
     )
     print_record(
         "train",
