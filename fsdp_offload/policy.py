@@ -36,8 +36,10 @@ class OffloadPolicy:
               ``synchronize()`` before touching parameters or gradients in between in any other way than by a forward,
               ``state_dict`` or the optimizer. Needs a model.
             - ``"iteration"``: as ``"forward"``, and update each bucket as soon as its gradients are final, within the
-              backward. For loops that neither clip by a global norm nor touch gradients after the backward, and in
-              which the number of backwards before a step does not change. Needs a model.
+              backward. For loops in which the number of backwards before a step does not change. A loop that clips by
+              a norm, or looks at gradients after the backward, is seen to do so in its first steps: updates are then
+              taken back in steps that change gradients, and wait for ``step()`` where more than a fifth do. That takes
+              as much host memory again as the state and the parameters have. Needs a model.
         device_bytes: Limit the device memory for offloaded state, passing through or staying: a number is never
             exceeded, unless one bucket that cannot be cut is larger (the report says so). ``"auto"`` takes four
             buckets in ``"step"``; otherwise it measures some iterations, then keeps just what hides the transfers,
@@ -56,7 +58,7 @@ class OffloadPolicy:
             together, on each rank by itself. For elementwise optimizers of ``torch.optim``.
         snapshot_bytes: Reserve this much host memory for asynchronous saves: a second home for as much of the state as
             fits, into which steps store while a checkpoint writer reads the first. Beyond it, a step waits for the
-            writer. Used by ``fsdp_offload.checkpoint.ArenaStager``.
+            writer. Used by ``fsdp_offload.checkpoint.ArenaStager``. Steps that may be taken back share them.
         host_limit_bytes: Limit the host memory that the state may take. ``None`` asks the kernel (cgroup limit,
             available memory, and what all ranks of this host need together). Give a number where the machine grows its
             memory on use, so that the kernel reports too little.

@@ -1,7 +1,7 @@
 """The report on an offloaded optimizer: bytes by place, times of the last iteration, and what the user should know."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 from .cpu_update.updates import HostTimes
 from .device.bucket_times import StepTimes
 from .engine.engine import Engine
-from .planning.bound import Bound, bound, bound_of_step, parts_of_iteration, staged_share, what_would_help
+from .planning.bound import Bound, bound, bound_of_step, staged_share, what_would_help
 from .policy import OffloadPolicy
 from .state.layout import leaves_of
 from .state.shard import StateShard
@@ -30,7 +30,7 @@ class OffloadReport:
         left_out: names of state tensors that are not understood.
         host_parameter_bytes: parameters whose home is host memory, frozen ones included.
         host_bytes: host memory taken, padding included.
-        snapshot_bytes: of that, spare homes for asynchronous saves.
+        snapshot_bytes: of that, spare homes for asynchronous saves, and for steps that may be taken back.
         pinned: whether that memory is page-locked.
         ring_bytes: device memory through which state passes, and parameters with it.
         window_bytes: device memory through which parameters pass for gathers, now.
@@ -46,11 +46,15 @@ class OffloadReport:
             if nothing overlaps with the model, the policy is serial, or there was no backward in between.
         stalled_ms: time of that in which the compute stream stood still for new parameters or for state: in ``step()``,
             in the forward, in ``synchronize()``.
-        bound_ms: what such an iteration takes at least with this policy, by the times of its parts as measured; where
-            nothing overlaps, what ``step()`` takes at least. Never more than the iteration, or the step, did take. 0
-            if not known: the last two steps did not move the same.
+        bound_ms: what such an iteration takes at least with this policy, by the times of its parts, each measured alone
+            in an iteration before (the second, then the seventeenth); where nothing overlaps, what ``step()`` takes at
+            least. 0 if not known: the last two steps did not move the same.
         bound: its formula, in the letters of ``fsdp_offload/bound.py``: forward F, backward B, update U, all loads L,
             all stores S, both at once T; ``B + clip`` is whatever is not the first forward. Empty if not known.
+        contention_ms: how much longer the model computed in the last iteration than alone, beside copies and updates.
+            What else the iteration took longer than ``bound_ms``, it waited.
+        forward_alone_ms, backward_alone_ms, update_alone_ms, transfers_alone_ms: F, B (with all that is not the first
+            forward), U and T of that bound.
         advice: what would help where transfers decide how long it takes; a sentence, or empty.
         host_updated_bytes: state that the host updated in the last step.
         host_update_ms: time of the host's thread in which the optimizer ran.
@@ -62,7 +66,8 @@ class OffloadReport:
             ``host_update_ms`` and ``host_arrival_ms`` is spent between updates.
         host_weights_down_bytes: of parameters that the host had to fetch, as somebody else had written them.
         host_buffer_bytes: host memory through which gradients pass; all optimizers of the device share it.
-        tuning: what each ``"auto"`` has chosen, and why, once it is known.
+        tuning: what each ``"auto"`` has chosen, and why, once it is known; and, where the loop clips, how often updates
+            in the backward were taken back.
         notes: what the user should know, most important first.
     """
 
@@ -90,6 +95,11 @@ class OffloadReport:
     stalled_ms: float = 0.0
     bound_ms: float = 0.0
     bound: str = ""
+    contention_ms: float = 0.0
+    forward_alone_ms: float = 0.0
+    backward_alone_ms: float = 0.0
+    update_alone_ms: float = 0.0
+    transfers_alone_ms: float = 0.0
     advice: str = ""
     host_updated_bytes: int = 0
     host_update_ms: float = 0.0
@@ -109,7 +119,7 @@ class OffloadReport:
             ("other state, where it was", _bytes(self.other_state_bytes)),
             *([("parameters on the host", _bytes(self.host_parameter_bytes))] if self.host_parameter_bytes else []),
             ("host memory taken", f"{_bytes(self.host_bytes)} {'pinned' if self.pinned else 'not pinned'}"),
-            ("  of it for asynchronous saves", _bytes(self.snapshot_bytes)),
+            ("  of it spare homes", _bytes(self.snapshot_bytes)),
             ("staging ring on the device", f"{_bytes(self.ring_bytes)}, {self.buckets} buckets pass through"),
             *([("window for gathers on the device", _bytes(self.window_bytes))] if self.host_parameter_bytes else []),
             ("device peak", _bytes(self.device_peak_bytes)),
@@ -123,6 +133,14 @@ class OffloadReport:
             rows.append(("last iteration", f"{self.iteration_ms:.1f} ms, {stalled}"))
         if self.bound:
             rows.append(("  it takes at least", f"{self.bound_ms:.1f} ms = {self.bound}"))
+        if self.forward_alone_ms or self.backward_alone_ms:
+            alone = f"F {self.forward_alone_ms:.1f}, B {self.backward_alone_ms:.1f}, U {self.update_alone_ms:.1f}"
+            more_ms = max(0.0, self.iteration_ms - self.bound_ms)
+            contention = f"of it {min(more_ms, self.contention_ms):.1f} ms contention"
+            rows += [
+                ("    by its parts alone", f"{alone}, T {self.transfers_alone_ms:.1f} ms"),
+                ("    more than that", f"{more_ms:.1f} ms, {contention}"),
+            ]
         if self.host_updated_bytes:
             rate = f"{_bytes(self.host_updated_bytes)} at {self.host_update_gb_per_s:.1f} GB/s"
             rows += [
@@ -191,7 +209,7 @@ def report_of(engine: Engine, states: StateStore) -> OffloadReport:
                 None,
                 (
                     *(engine.tuning_of_policy, engine.tuning_of_residents),
-                    *(engine.tuning_of_staging, engine.tuning_of_host),
+                    *(engine.tuning_of_staging, engine.tuning_of_host, engine.steps.speculation.sentence),
                 ),
             )
         ),
@@ -236,7 +254,9 @@ def _against_bound(engine: Engine, step: StepTimes) -> dict[str, Any]:
     advised = policy if engine.device.type != "cpu" else None
     if not engine.loads_in_backward:
         at_least = bound_of_step(update_ms=step.update_ms, **copies)
-        return _bound_fields(advised, at_least, step.update_ms, took_ms=step.step_ms)
+        # What has taken no longer has hidden the rest elsewhere: the first loads behind what the device was still to do
+        # when step() was called.
+        return _bound_fields(advised, at_least._replace(ms=min(at_least.ms, step.step_ms)), step.update_ms)
     last = engine.iteration.last()
     if last is None:
         return {}
@@ -244,30 +264,32 @@ def _against_bound(engine: Engine, step: StepTimes) -> dict[str, Any]:
     waited_ms = 0.0 if policy.runs_on_into_forward else step.exposed_ms
     stalled_ms = min(last.ms, last.stalled_ms + waited_ms)
     fields: dict[str, Any] = {"iteration_ms": last.ms, "stalled_ms": stalled_ms}
-    if not last.repeats:
-        return fields  # its transfers were those of two different steps
-    times = parts_of_iteration(
-        busy_ms=last.ms - stalled_ms,
-        forward_ms=last.forward_ms,
-        update_ms=step.update_ms,
-        beside_compute=policy.runs_on_into_forward,
-        **copies,
-    )
+    if not last.repeats or engine.alone is None:
+        return fields  # its transfers were those of two different steps, or nothing is known yet
+    speculation = engine.steps.speculation
+    clips = policy.updates_in_backward and speculation.announced
+    if clips and not speculation.is_ready:
+        policy, clips = replace(policy, overlap="forward"), False  # updates wait for step()
+    times = engine.alone.moving(step.loaded_bytes, step.stored_bytes + speculation.kept_bytes)
     given_back = engine.share.passing_is_learnt
     staged = staged_share(engine.plan.ring_bytes, engine.plan.moving_bytes())
-    at_least = bound(policy, times, staged=staged, ring_is_given_back=given_back)
-    unmoved = bound(policy, times, offloaded=0.0, ring_is_given_back=given_back)
-    return {**fields, **_bound_fields(advised, at_least, unmoved.ms, took_ms=last.ms)}
+    at_least = bound(policy, times, staged=staged, ring_is_given_back=given_back, clips=clips)
+    unmoved = bound(policy, times, offloaded=0.0, ring_is_given_back=given_back, clips=clips)
+    computes_ms = times.forward_ms + times.backward_ms + (0.0 if policy.runs_on_into_forward else times.update_ms)
+    return {
+        **fields,
+        **_bound_fields(advised, at_least, unmoved.ms),
+        "contention_ms": max(0.0, last.ms - stalled_ms - computes_ms),
+        "forward_alone_ms": times.forward_ms,
+        "backward_alone_ms": times.backward_ms,
+        "update_alone_ms": times.update_ms,
+        "transfers_alone_ms": times.two_way_ms,
+    }
 
 
-def _bound_fields(
-    advised: OffloadPolicy | None, at_least: Bound, without_transfers_ms: float, *, took_ms: float
-) -> dict[str, Any]:
-    # What has taken no longer has hidden the rest elsewhere: the first loads behind what the device was still to do
-    # when step() was called.
-    bound_ms = min(at_least.ms, took_ms)
-    advice = "" if advised is None else what_would_help(advised, bound_ms, without_transfers_ms)
-    return {"bound_ms": bound_ms, "bound": at_least.formula, "advice": advice}
+def _bound_fields(advised: OffloadPolicy | None, at_least: Bound, without_transfers_ms: float) -> dict[str, Any]:
+    advice = "" if advised is None else what_would_help(advised, at_least.ms, without_transfers_ms)
+    return {"bound_ms": at_least.ms, "bound": at_least.formula, "advice": advice}
 
 
 def _other_bytes(shard: StateShard, state: UserState) -> int:

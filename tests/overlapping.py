@@ -211,7 +211,7 @@ HABITS: dict[str, Habit] = {
     "write-state": write_state,
     "zero-in-place": zero_in_place,
 }
-NOT_IN_BACKWARD = {"clip", "skip", "write-state"}
+NOT_IN_BACKWARD = {"skip", "write-state"}
 """Loops that overlap="iteration" is not for, and refuses."""
 
 

@@ -206,6 +206,7 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
     @_of_the_real_optimizer
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """As ``torch.optim.Optimizer``. What an update still reads is kept until then, and waited for if zeroed."""
+        engine_of(self).steps.skip()
         begun = engine_of(self).steps.begun
         if begun is not None and begun.has_updated:
             logger.warning(

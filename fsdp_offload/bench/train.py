@@ -5,6 +5,10 @@ On several devices: ``torchrun --standalone --nproc-per-node 2 -m fsdp_offload.b
 The bound of a policy is what an iteration takes at least, from times of the same run, each part alone: the formulas are
 in ``fsdp_offload/bound.py``.
 
+``--only`` takes, beside the names of policies, names with an ending that says how often the loop clips by a norm that
+binds: ``iteration_never``, ``iteration_rarely`` (one step of 20), ``iteration_always``, and so on for all of them. Each
+is compared with ``plain`` of the same ending. Without an ending the norm never binds, and ``iteration`` does not clip.
+
 ``--traces FOLDER`` writes of each policy a Chrome trace of three settled iterations (for ui.perfetto.dev) and a picture
 of the middle one, and a picture of all policies on one scale.
 """
@@ -12,9 +16,9 @@ of the middle one, and a picture of all policies on one scale.
 import gc
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -56,6 +60,16 @@ POLICIES: dict[str, dict[str, Any] | None] = {
     "parameters_step": {"parameters": True},
     "parameters": {"overlap": "iteration", "parameters": True},
     "parameters_limited": {"overlap": "iteration", "parameters": True},
+}
+
+RARELY = 20
+"""Of so many steps one is clipped."""
+
+# For an ending of a policy's name, whether a step is clipped by a norm that binds.
+CLIPPED: dict[str, Callable[[int], bool]] = {
+    "never": lambda step: False,
+    "rarely": lambda step: step % RARELY == RARELY - 1,
+    "always": lambda step: True,
 }
 
 
@@ -137,25 +151,38 @@ def main(
             is_last = number == rounds - 1
             for name, policy in policies.items():
                 trace = trace_path(traces, name) if traces is not None and is_last else None
-                found[name].append(bench.measure(policy, iterations, trace))
+                clipped = CLIPPED.get(name.rpartition("_")[2])
+                found[name].append(bench.measure(policy, iterations, trace, clipped))
                 if is_first_rank and is_last:  # at once: who has only so much time keeps what there is
-                    _print(name, policy, found[name], found["plain"], times, bench.state_bytes)
+                    _print(name, policy, found[name], found[f"plain{_ending_of(name)}"], times, bench.state_bytes)
         if is_first_rank and traces is not None:
             draw_all(traces, list(policies))
 
 
 def chosen_policies(only: str, common: Mapping[str, Any], limit_bytes: int) -> dict[str, OffloadPolicy | None]:
     """The policies that ``--only`` names, or all; those that are limited with ``limit_bytes``."""
-    wanted = {"plain", *(only.split(",") if only else POLICIES)}
-    unknown = sorted(wanted - POLICIES.keys())
+    wanted = only.split(",") if only else list(POLICIES)
+    wanted += [f"plain{_ending_of(name)}" for name in wanted]
+    endings = ["", *(f"_{ending}" for ending in CLIPPED)]
+    known = {f"{name}{ending}": fields for name, fields in POLICIES.items() for ending in endings}
+    unknown = sorted(set(wanted) - known.keys())
     if unknown:
-        raise typer.BadParameter(f"--only: there are {', '.join(POLICIES)}; got {', '.join(unknown)}")
-    limits = {name: {"device_bytes": limit_bytes} if name.endswith("_limited") else {} for name in POLICIES}
+        raise typer.BadParameter(
+            f"--only: there are {', '.join(POLICIES)}, each also with {', '.join(endings[1:])}; got "
+            f"{', '.join(unknown)}"
+        )
+    limits = {name: {"device_bytes": limit_bytes} if "_limited" in name else {} for name in known}
     return {
         name: None if fields is None else OffloadPolicy(**{**common, **limits[name], **fields})
-        for name, fields in POLICIES.items()
+        for name, fields in known.items()
         if name in wanted
     }
+
+
+def _ending_of(name: str) -> str:
+    """Of a policy's name: how often its loop clips, with the line before it; empty if it does not say."""
+    ending = name.rpartition("_")[2]
+    return f"_{ending}" if ending in CLIPPED else ""
 
 
 def _copy_times(device: torch.device, state_bytes: int) -> dict[str, float]:
@@ -180,12 +207,18 @@ def _print(
     settled = found[-1]
     # What the host updates does not pass through; how long that takes, this bound does not know.
     moving_bytes = settled["host_state_bytes"] - settled["host_updated_bytes"]
+    clips = policy is not None and policy.updates_in_backward and _ending_of(name) != ""
+    if policy is not None and clips and name.endswith("_always"):
+        policy, clips = replace(policy, overlap="forward"), False  # updates wait for step()
+    if clips:  # the old parameters go down as well, of half the bytes of their state
+        times = replace(times, two_way_ms=max(times.two_way_ms, 1.5 * times.store_ms))
     formula, bound_ms = bound(
         policy,
         times,
         offloaded=moving_bytes / state_bytes,
         staged=staged_share(settled["ring_bytes"], moving_bytes),
         ring_is_given_back=policy is not None and device_share(policy, elementwise=True).passing_is_learnt,
+        clips=clips,
     )
     print_record(
         "train",
@@ -274,6 +307,7 @@ class Bench:
         torch.manual_seed(0)
         self._device = device
         self._clip = clip
+        self._clipped, self._steps = CLIPPED["never"], 0
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
         with device:
@@ -309,11 +343,18 @@ class Bench:
         return {"forward_ms": forward, "backward_ms": both - forward, "update_ms": update, "clip_ms": clip}
 
     def _clip_gradients(self) -> None:
-        nn.utils.clip_grad_norm_(self._params, 1e9)  # all of its work, and the same bits afterwards
+        # Where the norm does not bind, all of its work, and the same bits afterwards.
+        nn.utils.clip_grad_norm_(self._params, 1e-3 if self._clipped(self._steps) else 1e9)
 
-    def measure(self, policy: OffloadPolicy | None, iterations: int, trace: Path | None) -> dict[str, Any]:
+    def measure(
+        self,
+        policy: OffloadPolicy | None,
+        iterations: int,
+        trace: Path | None,
+        clipped: Callable[[int], bool] | None = None,
+    ) -> dict[str, Any]:
         """Milliseconds of an iteration and bytes by place, after it has settled; then a trace, if one is wanted."""
-        with self.settled(policy) as (optimizer, clip):
+        with self.settled(policy, clipped) as (optimizer, clip):
             torch.accelerator.reset_peak_memory_stats(self._device)
             dist.barrier()
             result = {
@@ -343,8 +384,16 @@ class Bench:
         return end.elapsed_ms_since(begin) / count
 
     @contextmanager
-    def settled(self, policy: OffloadPolicy | None) -> Iterator[tuple[torch.optim.Optimizer, bool]]:
-        """From the first parameters on, an optimizer after some iterations; and whether to clip with this policy."""
+    def settled(
+        self, policy: OffloadPolicy | None, clipped: Callable[[int], bool] | None = None
+    ) -> Iterator[tuple[torch.optim.Optimizer, bool]]:
+        """From the first parameters on, an optimizer after some iterations; and whether to clip with this policy.
+
+        Args:
+            policy: ``None`` for the plain optimizer.
+            clipped: whether the norm binds in a step. By default never; updates in the backward then go unclipped.
+        """
+        self._clipped, self._steps = clipped or CLIPPED["never"], 0
         with torch.no_grad():
             for param, start in zip(self._params, self._start, strict=True):
                 param.grad = None
@@ -356,7 +405,7 @@ class Bench:
             torch.accelerator.reset_peak_memory_stats(self._device)  # as in a process that has not trained yet
         if policy is not None:
             offload_optimizer(optimizer, model=self._model, policy=policy)
-        clip = self._clip and (policy is None or not policy.updates_in_backward)
+        clip = self._clip and (policy is None or not policy.updates_in_backward or clipped is not None)
         self._iterate(optimizer, SETTLE_ITERATIONS, clip=clip)
         yield optimizer, clip
         if policy is not None:
@@ -402,6 +451,7 @@ class Bench:
             with phase("step"):
                 optimizer.step()
             optimizer.zero_grad()
+            self._steps += 1
 
 
 def _forget(optimizer: torch.optim.Optimizer) -> None:

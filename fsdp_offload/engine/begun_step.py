@@ -20,6 +20,7 @@ from ..optimizers.shadow import Shadow
 from ..optimizers.shared_values import SharedValues
 from ..planning.schedule import BucketStep
 from ..state.shard import StateShard
+from .speculation import Speculated
 
 
 class StepPhase(Enum):
@@ -58,6 +59,7 @@ class BegunStep:
         versions: of the homes of both at that time.
         spent: the gradients used in the backward, which are out of the user's reach until ``step()``; and the version
             of the parameter after its update.
+        speculated: what was updated before it was certain that nothing changes the gradients; ``None`` if nothing is.
         hidden: so many of ``done`` have been looked at for gradients that nothing is left to use of.
     """
 
@@ -75,6 +77,7 @@ class BegunStep:
     without_state: list[StateShard] = field(default_factory=list)
     versions: list[object] = field(default_factory=list)
     spent: dict[Tensor, tuple[Tensor, tuple[int, int]]] = field(default_factory=dict)
+    speculated: Speculated | None = None
     hidden: int = 0
 
     def enter(self, phase: StepPhase) -> None:

@@ -30,6 +30,7 @@ from ..optimizers.learn import Layouts, layout_key
 from ..optimizers.masters import MASTER
 from ..optimizers.saved_form import as_kept, as_saved, drop_master, rebuild_master
 from ..optimizers.shared_values import ENGINE_ATTRIBUTE
+from ..planning.bound import PartsAlone
 from ..planning.cpu_share import best_fraction, host_bucket_bytes
 from ..planning.device_share import device_share
 from ..planning.schedule import BucketStep
@@ -46,7 +47,7 @@ from .executor import Pipeline
 from .homes import Plan
 from .lending import Lending
 from .phases import Phases
-from .step import Stepping
+from .step import Stepping, scaler_decides
 from .window import Window, group_nbytes
 
 logger = logging.getLogger(__name__)
@@ -62,6 +63,8 @@ class Engine:
         share: device memory that its state may take.
         loads_in_backward: whether loads begin before ``step()``: hooks on a model tell when a backward does.
         pinned: whether host memory is page-locked.
+        holds_back: nothing is begun before ``step()``, so that the model can be measured alone.
+        alone: what has been measured so.
         tuning_of_policy, tuning_of_residents, tuning_of_staging: what ``"auto"`` has chosen, and why, in sentences.
     """
 
@@ -79,6 +82,8 @@ class Engine:
         self.policy = policy
         self.share = device_share(policy, elementwise=traits.elementwise)
         self.loads_in_backward = False
+        self.holds_back = False
+        self.alone: PartsAlone | None = None
         self.device = device
         self.names = names
         self.layouts = Layouts(cls, traits, policy.master_weights)
@@ -108,7 +113,9 @@ class Engine:
         )
         self.window: Window | None = None
         self.lending = Lending(self.plan, self._pipeline)
-        self.steps = Stepping(cls, self.layouts, policy, names, self.plan, self._pipeline, self.lending, self._link)
+        self.steps = Stepping(
+            *(cls, self.layouts, policy, names, self.plan, self._pipeline, self.lending, self._link), pin=self.pinned
+        )
         self.phases = Phases(self.plan, self._pipeline, self.steps, self.lending)
         self._param_ids: list[list[int]] = []  # of each group
         self._unplanned: list[Tensor] = []  # in the groups, but without room: they never had a gradient
@@ -415,11 +422,17 @@ class Engine:
         steps.check_usable("step()", mid_step=True)
         self.phases.reload(states)
         ended = steps.resume(optimizer, states, kwargs, same_groups=_param_ids(optimizer) == self._param_ids)
-        if ended is not None:
+        if ended is not None and ended.speculated is None:
             steps.end(ended, states)
         self._follow_groups(optimizer, states)
         updated = self._shards_with_grad(optimizer, states)
         needed = self._bucket_steps(updated, states)
+        if ended is not None and ended.speculated is not None:
+            # Only now: what has been found so far, the host has found while the device computed the norm.
+            ended = steps.settle(ended, states)
+            if ended is not None:
+                steps.end(ended, states)
+        steps.speculation.step_begins(scaler_decides=scaler_decides(optimizer, kwargs))
         created = [shard.param for shard in updated if not states.get(shard.param)]
         if ended is not None:
             created += [shard.param for shard in ended.without_state if states.get(shard.param)]
@@ -440,6 +453,7 @@ class Engine:
             raise
         self._pipeline.end_updates()
         steps.begun, steps.last = None, needed
+        steps.speculation.step_ended(steps.layout)
         if not self.policy.runs_on_into_forward:
             steps.wait_for_all()
             if self.window is not None:
@@ -478,10 +492,10 @@ class Engine:
         if begun is None:
             return
         self._pipeline.updates_after(HostMark() if event is None else EventMark(event))  # type: ignore[arg-type]
-        updates = self.policy.updates_in_backward
 
         def may_update(number: int) -> bool:
-            return updates and all(shard.param in final for shard in self.plan[number].covers() if shard.group >= 0)
+            covers = (shard for shard in self.plan[number].covers() if shard.group >= 0)
+            return self.steps.may_update_early(begun, number) and all(shard.param in final for shard in covers)
 
         with torch.no_grad():
             self.steps.advance(begun, states, may_update, room_bytes)
@@ -501,6 +515,12 @@ class Engine:
             with torch.no_grad():
                 self.steps.advance(begun, states, lambda number: False, room_bytes)
 
+    def keep_ahead(self, buckets: Collection[int]) -> None:
+        """The last forward before a step uses the parameters in these buckets: store them, if they may come back."""
+        if not self.holds_back and (self.steps.begun is None or not self.steps.begun.has_updated):
+            with torch.no_grad():
+                self.steps.speculation.keep_ahead(buckets)
+
     def _go_on(self, optimizer: Optimizer, states: StateStore) -> BegunStep | None:
         """What has begun. Ahead of the gradients, it had begun with what may have changed since."""
         begun = self.steps.begun
@@ -518,11 +538,11 @@ class Engine:
     def _begin_early(self, optimizer: Optimizer, states: StateStore) -> BegunStep | None:
         """Begin a step in the backward, if it will be like the last one."""
         steps = self.steps
-        if steps.failure or not self._groups_as_before(optimizer) or not steps.is_whole(steps.last):
+        if self.holds_back or steps.failure or not self._groups_as_before(optimizer) or not steps.is_whole(steps.last):
             return None
         self.phases.reload(states)
         self.lending.adopt_user_tensors(self.plan.shards.values(), states)  # the backward may update with it
-        order = steps.in_backward_order(steps.last) if self.policy.updates_in_backward else steps.last
+        order = steps.in_backward_order(steps.last) if steps.updates_early else steps.last
         return steps.begin(optimizer, {}, order, states, early=True)
 
     def _groups_as_before(self, optimizer: Optimizer) -> bool:
@@ -557,6 +577,11 @@ class Engine:
     def ms_since_begin(self, mark: Mark) -> float:
         """When the current stream passed ``mark``, since the schedule of the last step was taken up; waits for it."""
         return self._pipeline.ms_since_begin(mark)
+
+    def wait_moved(self) -> None:
+        """Let what follows on the current stream start only after everything that was issued."""
+        self.steps.wait_for_all()
+        self._pipeline.wait_moved()
 
     def bucket_times(self) -> dict[int, BucketTimes]:
         """Of the last step; waits for it."""
@@ -721,7 +746,8 @@ class Engine:
         self.steps.wait_counted()
 
     def synchronize(self) -> None:
-        """Block the host until every transfer and every update has finished."""
+        """Block the host until every transfer and every update has finished, but for those that are not certain yet."""
+        self.steps.take_back()
         with self._pipeline.waiting():
             self._pipeline.synchronize()
             self.steps.wait_for_all()  # also raises what has failed

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..cpu_update.updates import HostUpdates
 from ..device.bucket_times import BucketTimes, Span, StepTimes
 from ..device.iteration import IterationMarks
-from ..device.lanes import Lane, Mark, recorded, wait_on
+from ..device.lanes import Copy, Lane, Mark, recorded, wait_on
 from ..device.link import DeviceLink
 from ..device.ring import Ring
 from ..planning.ring_layout import Placement, RingBlocks
@@ -49,6 +49,7 @@ class Pipeline:
         weights: who brings parameters, where they live on the host with their state.
         host: who updates those of them that are the host's. They never move, but everything here waits for them.
         iteration: how long iterations take, and how long the compute stream stands still in them.
+        before_load: called with the number of a bucket when its load is about to be issued.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Pipeline:
     ) -> None:
         self.buckets: list[StagedBucket] = []
         self.host = host
+        self.before_load: Callable[[int], None] | None = None
         self.weights: Weights | None = None
         self._link = link
         self.number = next(_pipeline_numbers)
@@ -143,6 +145,55 @@ class Pipeline:
             mark = load.mark()
         self._before_updates.append(mark)
         return mark
+
+    def keep_aside(self, copies: Sequence[Copy], reuse: Mark | None, *, after_compute: bool) -> Mark:
+        """Store ``(to the host, from parameters)`` as the updates that were issued have left them.
+
+        Args:
+            copies: all ``uint8``.
+            reuse: a mark that an earlier call returned, and that nobody waits for any more.
+            after_compute: and as the current stream has, so far.
+        """
+        store = self._lanes["S"]
+        store.wait(self._lanes["U"].mark())  # a bucket without state has no store that waited for its update
+        if after_compute:
+            store.wait(self._lanes["C"].mark())
+        store.copy_pieces(store.cut(copies))
+        return store.mark(reuse)
+
+    def come_after(self, mark: Mark) -> None:
+        """Let what follows on the current stream, be it that of an update, start only after ``mark``."""
+        self._lanes["C"].wait(mark)
+
+    def bring_back(self, numbers: Iterable[int], copies: Sequence[Copy]) -> None:
+        """Load ``(to parameters, from the host)``, as if updates of these buckets wrote them; the current stream waits.
+
+        Every update that was issued has been, and stored first what is loaded now.
+        """
+        load, update, current = (self._lanes[name] for name in ("L", "U", "C"))
+        load.wait(update.mark())
+        load.wait(current.mark())  # which may still read them
+        load.copy_pieces(load.cut(copies))
+        mark = load.mark()
+        with self.iteration.waiting():
+            update.wait(mark)
+            current.wait(mark)
+        for number in numbers:
+            # Whoever gathers these parameters waits for the last update of their bucket.
+            span = self._spans["U", number]
+            self._updates = span.number = self._updates + 1
+            span.end = update.mark(span.end)
+        self.end_updates()
+
+    def take_back(self) -> None:
+        """Give up a schedule of which updates have been issued whose stores went elsewhere; the host goes on.
+
+        What is in the ring counts for nothing. Stores that are still on their way keep their place in it, for which
+        later schedules wait.
+        """
+        self._queue, self._issued = deque(), []
+        for bucket in self.buckets:
+            bucket.residency = Residency.HOME
 
     def wait_on_current(self, mark: Mark) -> None:
         """Let what follows on the current stream start only after ``mark``."""
@@ -240,6 +291,11 @@ class Pipeline:
         if self.ring.enter(block, nbytes, self.wait_on_current):
             self._leave({block})
 
+    @property
+    def is_issued(self) -> bool:
+        """Whether nothing of the schedule is left to be issued."""
+        return not self._queue
+
     def finish(self) -> None:
         """The whole schedule has been issued."""
         assert not self._queue
@@ -293,6 +349,12 @@ class Pipeline:
             self.wait_device_updated()
         self._unseen.clear()
 
+    def wait_moved(self) -> None:
+        """Let what follows on the current stream start only after all copies and updates that were issued."""
+        with self.iteration.waiting():
+            for name in ("L", "U", "S"):
+                self._lanes["C"].wait(self._lanes[name].mark())
+
     def wait_device_updated(self) -> None:
         """The same for what the device updates: not for the host's share."""
         if self._updates_end is not None and self._lanes["U"] is not self._lanes["C"]:
@@ -337,6 +399,8 @@ class Pipeline:
 
     def _issue(self, action: Action, update: Callable[[int], None]) -> None:
         lane, bucket = self._lanes[action.kind], self.buckets[action.bucket]
+        if action.kind == "L" and self.before_load is not None:
+            self.before_load(action.bucket)
         for wait in action.waits:
             if wait.bucket in self._skipped and wait.kind == "S" and not wait.earlier:
                 # This store is not coming, and its last one was in an earlier step. It stood for all stores before it,

@@ -6,7 +6,7 @@ Grows when parameters are added, and is made anew when a hyperparameter changes 
 import itertools
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import accumulate
 from typing import NamedTuple
@@ -21,7 +21,7 @@ from ..device.arena import Region
 from ..device.host_limits import check_host_memory
 from ..optimizers.bound_range import BoundRange, bind_range, slot_values, slot_weights
 from ..optimizers.learn import Layouts
-from ..planning.buckets import Bucket, BucketPlan, Copy, ShardSpec, aligned, join_copies, plan_buckets
+from ..planning.buckets import PAGE_BYTES, Bucket, BucketPlan, Copy, ShardSpec, aligned, join_copies, plan_buckets
 from ..planning.cpu_share import NOTHING_YET, Taken, choose_host_share, host_bucket_bytes
 from ..planning.device_share import DeviceShare
 from ..planning.ring_layout import Placement, RingBlocks, divide_ring, place_in_ring
@@ -43,12 +43,14 @@ class Arena:
     """The host memory of some shards' homes.
 
     Attributes:
-        regions: their home, and a spare one for the shards at its beginning.
+        regions: their home, a spare one for the shards at its beginning, and perhaps one for the rest of them.
         breaks: offsets that no copy crosses.
+        begins: the offset of each region's first byte.
     """
 
     regions: tuple[Region, ...]
     breaks: frozenset[int]
+    begins: tuple[int, ...] = (0, 0)
 
 
 class WeightRange(NamedTuple):
@@ -67,6 +69,9 @@ class PlannedBucket:
     bucket: Bucket
     shards: Sequence[StateShard]
     arena: Arena | None
+    _known_copies: dict[tuple[bool | int | None, ...], list[tuple[Tensor, int]]] = field(
+        default_factory=dict, init=False
+    )
 
     def covers(self) -> Iterator[StateShard]:
         """The shards of which it holds at least a range."""
@@ -88,15 +93,23 @@ class PlannedBucket:
         """
         if self.arena is None:
             return []
-        sides = {piece.shard: side_of(self.shards[piece.shard]) for piece in self.bucket.ranges}
+        regions = {piece.shard: _region_of(self.shards[piece.shard], side_of) for piece in self.bucket.ranges}
+        key = with_weights, *regions.values()
+        if key not in self._known_copies:  # state that moves to and fro comes back to the same few
+            self._known_copies[key] = self._copies_of(self.arena, regions, with_weights=with_weights)
+        return self._known_copies[key]
+
+    def _copies_of(
+        self, arena: Arena, regions: Mapping[int, int | None], *, with_weights: bool
+    ) -> list[tuple[Tensor, int]]:
         weights = set() if with_weights else {part.offset for part in self.weights}
         wanted = [part for part in self.bucket.leaf_copies if part[1].slot_offset not in weights]
         found: list[tuple[Tensor, int]] = []
-        for side, run in itertools.groupby(wanted, key=lambda part: sides[part[0]]):
-            if side is not None:
-                region = self.arena.regions[side].bytes
-                copies: Iterator[Copy] = join_copies((copy for _, copy in run), self.arena.breaks)
-                found += [(region[copy.home_offset :][: copy.nbytes], copy.slot_offset) for copy in copies]
+        for number, run in itertools.groupby(wanted, key=lambda part: regions[part[0]]):
+            if number is not None:
+                region, begin = arena.regions[number].bytes, arena.begins[number]
+                copies: Iterator[Copy] = join_copies((copy for _, copy in run), arena.breaks)
+                found += [(region[copy.home_offset - begin :][: copy.nbytes], copy.slot_offset) for copy in copies]
         return found
 
     def live_copies(self) -> tuple[list[tuple[Tensor, int]], list[tuple[Tensor, int]] | None]:
@@ -325,6 +338,49 @@ class Plan:
         self.spare_bytes += with_spare.nbytes
         self._add_buckets(on_host, offloaded, Arena(regions, frozenset(on_host.home_breaks)))
 
+    def spare_nbytes(self) -> int:
+        """Host memory that :meth:`take_spare_homes` would take."""
+        return sum(arena.regions[0].nbytes - begin for arena, _, begin in self._without_spare())
+
+    def take_spare_homes(self) -> None:
+        """Give all state that passes through the ring a second home, where it has none. Nothing is moving.
+
+        Raises:
+            RuntimeError: the driver refuses to lock the memory; nothing has been taken.
+        """
+        found = self._without_spare()
+        taken = [self._region(arena.regions[0].nbytes - begin, _after(begin, arena)) for arena, _, begin in found]
+        for (arena, shards, begin), region in zip(found, taken, strict=True):
+            number, first = len(arena.regions), arena.regions[0].bytes.data_ptr()
+            for shard in shards:
+                leaves = list(shard.home.all_leaves())
+                offsets = [leaf.data_ptr() - first - begin if leaf.numel() else 0 for leaf in leaves]
+                layouts = zip(offsets, shard.leaf_layouts, strict=True)
+                shard.places.append(shard.home_over([_host_leaf(region, offset, leaf) for offset, leaf in layouts]))
+                shard.spare_region = number
+            grown = replace(arena, regions=(*arena.regions, region), begins=(*arena.begins, begin))
+            self._buckets = [replace(one, arena=grown) if one.arena is arena else one for one in self._buckets]
+            self.regions.append(region)
+            self.spare_bytes += region.nbytes
+
+    def _without_spare(self) -> list[tuple[Arena, list[StateShard], int]]:
+        """Arenas with shards that have one home only, these shards, and the offset of the first of their bytes."""
+        found = []
+        for arena in {id(one.arena): one.arena for one in self._buckets if one.arena is not None}.values():
+            covered = (shard for one in self._buckets if one.arena is arena for shard in one.covers())
+            shards = [shard for shard in dict.fromkeys(covered) if len(shard.places) == 1 and not shard.resident]
+            leaves = [leaf for shard in shards for leaf in shard.home.all_leaves()]
+            first = arena.regions[0].bytes.data_ptr() if arena.regions[0].nbytes else 0
+            begins = [leaf.data_ptr() - first for leaf in leaves if leaf.numel()]
+            if begins:
+                found.append((arena, shards, min(begins) // PAGE_BYTES * PAGE_BYTES))  # else breaks would not be pages
+        return found
+
+    @property
+    def bucket_count(self) -> int:
+        """How many there are, whether they move or not."""
+        return len(self._buckets)
+
     def resident_nbytes(self, numbers: Iterable[int]) -> int:
         """Device bytes that :meth:`keep_on_device` would take."""
         return _home_nbytes(self._shards_in(numbers))
@@ -494,6 +550,16 @@ class Plan:
         self.ring = RingBlocks(())
         self.resident_bytes = self.spare_bytes = 0
         self._host_taken = NOTHING_YET
+
+
+def _region_of(shard: StateShard, side_of: Callable[[StateShard], int | None]) -> int | None:
+    """Which region of its arena a place of ``shard`` is in."""
+    return shard.spare_region if (side := side_of(shard)) else side
+
+
+def _after(begin: int, arena: Arena) -> list[int]:
+    """The breaks of a region of ``arena`` that begins at ``begin``."""
+    return sorted(at - begin for at in arena.breaks if at > begin)
 
 
 def home_side(shard: StateShard) -> int:

@@ -9,7 +9,7 @@ costs nothing. Without a spare place, or where that is read as well, the step wa
 """
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 
 from ..planning.schedule import BucketStep
@@ -96,16 +96,19 @@ class Lending:
             self.wait()
             adopt(exchanged)
 
-    def redirect_stores(self, updated: Sequence[StateShard], steps: Sequence[BucketStep]) -> list[StateShard]:
-        """Keep a step from writing homes that others read.
+    def redirect_stores(
+        self, updated: Sequence[StateShard], steps: Sequence[BucketStep], elsewhere: Collection[StateShard] = ()
+    ) -> list[StateShard]:
+        """Keep a step from writing homes that others read, and those of ``elsewhere``, whose other place is free.
 
         Returns:
             The shards that it will store in their other place; hand them to :meth:`commit_moves` when it has.
         """
         self._readers = [reader for reader in self._readers if reader.is_reading()]
-        if not self._readers:
+        if not self._readers and not elsewhere:
             return []
-        moving = dict.fromkeys(shard for shard in updated if _has_to_move(shard))
+        chosen = set(elsewhere)
+        moving = dict.fromkeys(shard for shard in updated if shard in chosen or _has_to_move(shard))
         # Neighbours in a bucket that have no gradient: their bytes do not change, so there is nothing to store.
         idle = {shard for shard in self._plan.shards.values() if shard.home.is_read()} - moving.keys()
 
@@ -121,11 +124,21 @@ class Lending:
 
     def commit_moves(self, moved: Sequence[StateShard], steps: Sequence[BucketStep], states: StateStore) -> None:
         """The state of ``moved`` lives in their other place from now on."""
+        self._move(moved, states)
+        self.store_home(steps)
+
+    def move_back(self, moved: Sequence[StateShard], states: StateStore) -> None:
+        """The inverse of :meth:`commit_moves`."""
+        self._move(moved, states)
+        for number in {number for shard in moved for number in shard.buckets}:
+            self._pipeline.buckets[number].live_at(*self._plan[number].live_copies())
+
+    @staticmethod
+    def _move(moved: Sequence[StateShard], states: StateStore) -> None:
         for shard in moved:
             state, old = states.get(shard.param), shard.homes
             shard.flip()
             state.update((name, home) for name, home in shard.homes.items() if state.get(name) is old[name])
-        self.store_home(steps)
 
     def store_home(self, steps: Iterable[BucketStep]) -> None:
         """What is stored of these buckets from now on goes to the homes again, where these are now."""

@@ -45,7 +45,10 @@ class Phases:
         Raises:
             MemoryError: host memory for the resident state, taken at the first time, does not suffice.
         """
-        if self.away or (self._steps.begun is not None and self._steps.begun.has_updated):
+        if self.away:
+            return
+        self._steps.take_back()
+        if self._steps.begun is not None and self._steps.begun.has_updated:
             return  # the backward is updating state: it cannot leave before step()
         self._steps.drop()
         shards = self._plan.resident_shards()

@@ -3,6 +3,7 @@
 ::
 
     begin ──▶ advance, advance, ... (what may be issued by now) ──▶ finish ──▶ gradients held until they have been read
+       │         └────▶ take_back (gradients have been changed that updates had used: speculation.py)
        └────▶ drop (only loads were issued, or the state is to be replaced)
 
 What is left unfinished by an exception is noted in :attr:`Stepping.failure`.
@@ -37,6 +38,7 @@ from .begun_step import BegunStep, StepPhase
 from .executor import Pipeline
 from .homes import Plan
 from .lending import Lending
+from .speculation import Speculated, Speculation
 
 
 class Stepping:
@@ -48,6 +50,7 @@ class Stepping:
         backward_order: buckets as their gradients became final in the last backward.
         measured_order: a better order for the same, if the rehearsal has found one.
         layout: another object whenever state may be in other buckets.
+        speculation: whether updates may run ahead of what the loop does with gradients.
     """
 
     def __init__(
@@ -60,6 +63,8 @@ class Stepping:
         pipeline: Pipeline,
         lending: Lending,
         link: DeviceLink,
+        *,
+        pin: bool,
     ) -> None:
         self.begun: BegunStep | None = None
         self._failure = ""
@@ -76,6 +81,9 @@ class Stepping:
         self._pipeline = pipeline
         self._lending = lending
         self._link = link
+        self.speculation = Speculation(
+            *(plan, pipeline, layouts, policy, link.device), pin=pin, take_back=self.take_back
+        )
         self._bound: dict[int, tuple[Placement | None, Tensor | None, list[BoundRange]]] = {}
         self._schedules: dict[tuple[BucketStep, ...], tuple[list[Action], dict[int, Placement]]] = {}
         self._held: dict[int, list[tuple[Tensor, Tensor | None, BegunStep]]] = {}  # by bucket: what updates still read
@@ -124,6 +132,7 @@ class Stepping:
             begun.without_state = [shard for shard in shards if not states.get(shard.param)]
             begun.versions = self._home_versions(begun, states)
             self._pipeline.updates_after_compute()
+            begun.speculated = self.speculation.begin(states)
             self.begun = begun
         return begun
 
@@ -147,10 +156,15 @@ class Stepping:
         habits = self._habits
 
         def update(number: int) -> None:
+            speculated = begun.speculated
             if begun.moving is None:
                 # In the backward, more gradients are still to come: whatever is loaded may be stored elsewhere.
                 shards = self._covered(begun.steps, with_gradient=not begun.awaits_gradients)
-                begun.moving, begun.redirected = self._lending.redirect_stores(shards, begun.steps), begun.steps
+                elsewhere = () if speculated is None else self.speculation.stores_elsewhere(shards)
+                begun.moving = self._lending.redirect_stores(shards, begun.steps, elsewhere)
+                begun.redirected = begun.steps
+            if speculated is not None:
+                self.speculation.before_update(speculated, number)
             if begun.host is not None and self._plan[number].on_host:
                 assert self._pipeline.host is not None
                 self._pipeline.host.submit(number, self._bind(number), begun.host, states, begun.moving or ())
@@ -158,9 +172,12 @@ class Stepping:
                 return  # the gradients are held there
             for ranges in same_order_on_ranks(self._bind(number), group_by_group=habits.group_by_group):
                 update_bucket(
-                    begun.shadow, begun.shared, habits, ranges, begun.group_count, states, begun.logical.kwargs
+                    *(begun.shadow, begun.shared, habits, ranges, begun.group_count),
+                    *(states if speculated is None else speculated.states, begun.logical.kwargs),
                 )
             begun.note_updated(number)
+            if speculated is not None:
+                self.speculation.after_update(speculated, self._plan[number].covers(), number)
             if self._policy.runs_on_into_forward:
                 # Whoever clears gradients meanwhile must not free what an update is still to read.
                 covers = [shard.param for shard in self._plan[number].covers()]
@@ -170,6 +187,9 @@ class Stepping:
             with self._link.in_use:  # another thread's optimizer may want a larger ring
                 self._pipeline.advance(update, may_update, room_bytes)
         except BaseException as error:
+            if begun.speculated is not None and begun.speculated.started:
+                self.take_back()  # as if the backward had updated nothing
+                raise
             if not begun.has_updated and begun.moving is None:
                 # No update has begun: whatever it was, no room for the ring say, nothing is lost.
                 self._pipeline.cancel()
@@ -187,20 +207,21 @@ class Stepping:
         """Everything has been issued: homes that moved are the homes from now on."""
         self._pipeline.finish()
         begun.enter(StepPhase.ISSUED)
-        done = set(begun.done)
-        self._lending.commit_moves(
-            [s for s in begun.moving or () if done.issuperset(s.buckets)], begun.redirected, states
-        )
+        self._lending.commit_moves(_moved(begun), begun.redirected, states)
 
-    def end(self, begun: BegunStep, states: StateStore) -> None:
-        """All gradients that there are going to be are there: the rest of what the backward has begun."""
+    def _enter_step(self, begun: BegunStep) -> None:
         idle = {step.bucket for step in begun.steps if not self._covered([step])} - set(begun.done)
         self._pipeline.skip(idle)
         begun.steps = tuple(step for step in begun.steps if step.bucket not in idle)
         self._pipeline.updates_after_compute()
         begun.enter(StepPhase.STEP)
-        self.advance(begun, states)
-        self.finish(begun, states)
+
+    def end(self, begun: BegunStep, states: StateStore) -> None:
+        """All gradients that there are going to be are there: the rest of what the backward has begun."""
+        if begun.phase is not StepPhase.ISSUED:
+            self._enter_step(begun)
+            self.advance(begun, states)
+            self.finish(begun, states)
         begun.spent.clear()  # each gradient goes with the update that reads it, not with the last of them
         self.begun = None
 
@@ -241,8 +262,10 @@ class Stepping:
 
     def drop(self) -> None:
         """Forget what the backward has begun: it is to be done again, or the state is to be replaced."""
+        self.take_back()
         begun = self.begun
         if begun is not None:
+            self.speculation.forget(begun.speculated)
             if begun.has_updated:
                 for param in filter(is_spent, begun.spent):
                     param.grad = None  # used; in a step after this it would be used twice
@@ -251,6 +274,25 @@ class Stepping:
             else:
                 self._pipeline.cancel()
             self.begun = None
+
+    def take_back(self) -> None:
+        """Undo what the backward has updated before it was certain, if it has: state and parameters are as before it.
+
+        Gradients stay. The host does not wait; the current stream waits for the parameters.
+        """
+        begun = self.begun
+        if begun is None or begun.speculated is None or not begun.speculated.started:
+            return
+        with self._link.in_use, torch.no_grad():
+            self._pipeline.take_back()
+            self._lending.store_home(begun.redirected)
+            self.speculation.restore(begun.speculated)
+        self.begun = None
+
+    def skip(self) -> None:
+        """Gradients are about to be cleared: if there was no ``step()``, there is none for them."""
+        self.take_back()
+        self.speculation.blocked = False
 
     def _covered(self, steps: Iterable[BucketStep], *, with_gradient: bool = True) -> list[StateShard]:
         """The shards in these buckets, once each; only those with a gradient, or all."""
@@ -276,10 +318,27 @@ class Stepping:
         if not all(step.bucket in position for step in steps):
             # Each order keeps the ranges of a parameter in order; a mixture would not.
             position = {number: at for at, number in enumerate(self.backward_order)}
-        return tuple(sorted(steps, key=lambda step: position.get(step.bucket, len(position))))
+        in_order = sorted(steps, key=lambda step: position.get(step.bucket, len(position)))
+        if self.speculation.is_ready:
+            in_order.sort(key=lambda step: not self.speculation.may_update(step.bucket))  # the others wait for step()
+        return tuple(in_order)
+
+    @property
+    def updates_early(self) -> bool:
+        """Whether the backward may update, of what is begun in it."""
+        speculation = self.speculation
+        return self._policy.updates_in_backward and (not speculation.announced or speculation.is_ready)
+
+    def may_update_early(self, begun: BegunStep, number: int) -> bool:
+        """Whether a bucket may be updated before ``step()`` once its gradients are final."""
+        if begun.speculated is not None:
+            return self.speculation.may_update(number)
+        return self._policy.updates_in_backward and not self.speculation.announced
 
     def hide_spent(self, begun: BegunStep) -> None:
         """Hide gradients whose buckets are all updated."""
+        if begun.speculated is not None:
+            return  # they may be clipped yet
         done, new = set(begun.done), begun.done[begun.hidden :]
         begun.hidden = len(begun.done)
         for shard in dict.fromkeys(shard for number in new for shard in self._plan[number].covers()):
@@ -292,8 +351,9 @@ class Stepping:
         """A backward is about to add to gradients that an update may have used.
 
         Raises:
-            RuntimeError: it has.
+            RuntimeError: it has, and there is no way back.
         """
+        self.take_back()
         if self.begun is None or not self.begun.has_updated:
             return
         self._refuse(
@@ -310,6 +370,9 @@ class Stepping:
             RuntimeError: it has updated some of ``buckets``, in which the state of its parameters is.
         """
         if self.begun is None or set(self.begun.done).isdisjoint(buckets):
+            return
+        if self.begun.speculated is not None:
+            self.take_back()
             return
         self._refuse(
             "a backward computed a block again whose parameters it had updated already",
@@ -342,6 +405,8 @@ class Stepping:
         if begun is None:
             return None
         if not begun.has_updated:
+            self.speculation.forget(begun.speculated)
+            begun.speculated = None
             if same_groups:
                 self.start_from(begun, optimizer, kwargs)
                 begun.enter(StepPhase.STEP)
@@ -353,7 +418,7 @@ class Stepping:
         problem = ""
         if not unchanged:
             problem = "hyperparameters have changed since then"
-        elif kwargs or getattr(optimizer, "grad_scale", None) is not None or hasattr(optimizer, "found_inf"):
+        elif scaler_decides(optimizer, kwargs):
             problem = "a GradScaler decides only now whether there is a step"
         else:
             if begun.versions != self._home_versions(begun, states):
@@ -363,6 +428,8 @@ class Stepping:
                     problem = f"the gradient of {self._names.get(param, 'a parameter')} has been exchanged since then"
                 elif version_of(param) != version:
                     problem = f"{self._names.get(param, 'a parameter')} has been written since then"
+        if begun.speculated is not None:
+            return self._resume_speculated(begun, begun.speculated, problem)
         self._restore_gradients(begun)
         if problem:
             self._refuse(
@@ -370,6 +437,46 @@ class Stepping:
                 f"step(), with OffloadPolicy(overlap='iteration'): parameters have been updated in the backward, and "
                 f"{problem}. Use overlap='forward' for a loop that does this.",
             )
+        return begun
+
+    def _resume_speculated(self, begun: BegunStep, speculated: Speculated, problem: str) -> BegunStep | None:
+        """The step if what it has updated may stand; else it has not begun."""
+        self.speculation.unwatch()
+        for param, used in speculated.used.items():
+            if version_of(param) != used.param_version:
+                written = f"{self._names.get(param, 'a parameter')} has been written since then"
+                self._refuse(
+                    f"the update began in the backward, and {written}",
+                    f"step(), with OffloadPolicy(overlap='iteration'): parameters have been updated in the backward, "
+                    f"and {written}. Use overlap='forward' for a loop that does this.",
+                )
+        if problem:
+            self.take_back()
+            return None
+        return begun
+
+    def settle(self, begun: BegunStep, states: StateStore) -> BegunStep | None:
+        """Let what the backward has updated stand, or take it back: the factor of clipping is waited for.
+
+        Whatever can be done ahead is: until the next forward is issued the device has nothing to compute.
+        """
+        speculated = begun.speculated
+        if speculated is None:
+            return begun
+        if self.begun is not begun:
+            return None  # something in between has taken it back
+        changes = speculated.states.compare()
+        is_issued = self._pipeline.is_issued
+        if is_issued:
+            self._enter_step(begun)
+            self.finish(begun, states)
+        if self.speculation.problem_of(speculated):
+            if is_issued:
+                self._lending.move_back(_moved(begun), states)
+            self.take_back()
+            return None
+        self.speculation.commit(speculated, changes, states)
+        begun.speculated = None
         return begun
 
     def _restore_gradients(self, begun: BegunStep) -> None:
@@ -398,6 +505,14 @@ class Stepping:
     def buckets_of(self, params: Iterable[Tensor]) -> set[int]:
         """The buckets in which the state of any of these is."""
         return {number for param in params if param in self._plan.shards for number in self._plan.shards[param].buckets}
+
+    def before_gather(self, buckets: Collection[int], stream: torch.Stream | None, *, in_backward: bool) -> None:
+        """As :meth:`wait_for`. A model that runs between backward and ``step()`` sees the parameters from before."""
+        begun = self.begun
+        speculates = begun is not None and begun.speculated is not None
+        if begun is not None and speculates and not (in_backward and set(begun.done).isdisjoint(buckets)):
+            self.take_back()
+        self.wait_for(buckets, stream)
 
     def wait_for(self, buckets: Collection[int], stream: torch.Stream | None = None) -> None:
         """Let what follows on ``stream`` (``None``: the current one) see the parameters of these buckets new."""
@@ -499,11 +614,24 @@ class Stepping:
                 f"{what} refused: {self.failure}. Load a checkpoint of the model and of this optimizer "
                 "(load_state_dict) before going on."
             )
+        if not mid_step:
+            self.take_back()
         if self.begun is not None and self.begun.has_updated and not mid_step:
             raise RuntimeError(
                 f"{what} refused: the backward has updated part of the state (OffloadPolicy(overlap='iteration')). "
                 "Call step() first."
             )
+
+
+def _moved(begun: BegunStep) -> list[StateShard]:
+    """Whose state has been stored elsewhere, all of it."""
+    done = set(begun.done)
+    return [shard for shard in begun.moving or () if done.issuperset(shard.buckets)]
+
+
+def scaler_decides(optimizer: Optimizer, kwargs: Mapping[str, Any]) -> bool:
+    """Whether this step depends on what a GradScaler has found."""
+    return bool(kwargs) or getattr(optimizer, "grad_scale", None) is not None or hasattr(optimizer, "found_inf")
 
 
 def _is_offloaded(shard: StateShard) -> bool:

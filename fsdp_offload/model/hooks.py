@@ -26,6 +26,7 @@ from ..policy import OffloadPolicy
 from ..state.store import StateStore
 from ..torch_compat.fully_shard import runs_in_backward, sharding_groups
 from ..torch_compat.guard import Guard
+from .alone import Alone
 from .tune_resident import Rehearsal
 from .tune_staging import Elastic
 
@@ -68,6 +69,7 @@ class Overlap:
         self._final: set[Tensor] = set()
         params = [group.params for group in self._groups]
         self._rehearsal, self._elastic = Rehearsal(engine, params), Elastic(engine, params)
+        self._alone = Alone()
         overlap = weakref.ref(self)
         # All that the hooks keep: what the device does is waited for when the engine goes, what the host does is not.
         last = None if engine.host is None else engine.host.last
@@ -146,7 +148,9 @@ class Overlap:
         if engine.policy.guards:
             self._guard(engine)
         if not engine.policy.runs_serially:  # whose marks make the host wait
+            self._alone.step_ended(engine)
             engine.iteration.step_ended(engine.steps.last)
+            self._alone.iteration_ended(engine)
 
     def _buckets(self, engine: Engine) -> Mapping[int, Collection[int]]:
         """Of each group, and ``_ELSEWHERE``: of what ``fully_shard`` does not gather."""
@@ -163,7 +167,7 @@ class Overlap:
     def _before_gather(self, number: int, stream: torch.Stream | None) -> None:
         engine = self._engine()
         if engine is not None and engine.policy.runs_on_into_forward:
-            engine.steps.wait_for(self._buckets(engine)[number], stream)
+            engine.steps.before_gather(self._buckets(engine)[number], stream, in_backward=runs_in_backward())
 
     def _before_use(self, number: int, in_backward: bool) -> None:
         engine = self._engine()
@@ -178,7 +182,14 @@ class Overlap:
             if not self._in_backward:
                 self._backward_begins(engine)
         self._before_gather(number, None)
+        if engine is not None and engine.policy.updates_in_backward and not in_backward and torch.is_grad_enabled():
+            self._keep_ahead(engine, number)
         self._unguard.pop(number, _nothing)()
+
+    def _keep_ahead(self, engine: Engine, number: int) -> None:
+        """In the last forward before the step: what other forwards see may be other weights."""
+        if any(self._expected) and self._in_last_backward:
+            engine.keep_ahead(self._buckets(engine)[number])
 
     def _backward_begins(self, engine: Engine) -> None:
         """Ahead of the first gradients of a backward; unless nothing is gathered in it."""
@@ -191,7 +202,7 @@ class Overlap:
         room_bytes = self._elastic.backward_begins(engine)
         if engine.window is not None:
             engine.window.held_for_updates = (
-                engine.policy.updates_in_backward and any(self._expected) and self._in_last_backward
+                engine.steps.updates_early and any(self._expected) and self._in_last_backward
             )
         if any(self._expected) and self._in_last_backward:
             engine.load_ahead(optimizer, self._get_states(optimizer), room_bytes)
@@ -214,6 +225,7 @@ class Overlap:
     def _before_state_dict(self, *_: object) -> None:
         engine = self._engine()
         if engine is not None:
+            engine.steps.take_back()
             engine.steps.wait_for_all()
             if engine.window is not None:
                 engine.wait_all_home()  # whoever reads parameters there does it on the host
@@ -241,6 +253,8 @@ class Overlap:
         room_bytes = self._elastic.reduced(engine)
         self._seen[number] += 1
         self._order = [other for other in self._order if other != number] + [number]
+        if engine.policy.updates_in_backward:
+            engine.steps.speculation.watch(self._groups[number].params)
         if not any(self._expected):
             return
         if self._seen[number] >= self._expected[number] > 0:

@@ -9,12 +9,14 @@ r, the share of what is offloaded that staging holds::
     in the step, ring given back in the forward  B + clip + max(F + max(U, (1 - r) L), S)
     the same with overlap="forward"              B + clip + max(F + U, r S + (1 - r) T)
     overlap="iteration"                          max(F + B + U, T)
+    the same where gradients are clipped         max(F + B + clip + U, T)
 
-What staging holds is loaded behind the backward, as far as that lasts, and stored behind the next one, unless the
-forward needs its room. And ``step()`` alone, in which nothing but updates hides the transfers: max(U, T).
+In the last one, T has the old parameters that go down beside the state. What staging holds is loaded behind the
+backward, as far as that lasts, and stored behind the next one, unless the forward needs its room. And ``step()`` alone,
+in which nothing but updates hides the transfers: max(U, T).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ..policy import OffloadPolicy
@@ -24,7 +26,7 @@ from ..policy import OffloadPolicy
 class Times:
     """What an iteration consists of, in milliseconds; the copies of all of the state.
 
-    Each part alone, as a bench measures them, or as :func:`parts_of_iteration` finds them in a live one.
+    Each part alone, as a bench measures them, or as :func:`parts_alone` finds them in a live one.
     """
 
     forward_ms: float
@@ -50,6 +52,7 @@ def bound(
     offloaded: float = 1.0,
     staged: float = 0.0,
     ring_is_given_back: bool = False,
+    clips: bool = False,
 ) -> Bound:
     """What an iteration takes at least.
 
@@ -59,11 +62,14 @@ def bound(
         offloaded: the share of the copies of ``times`` that is made, from 0 to 1; the rest of the state is resident.
         staged: the share of what is offloaded that staging holds, from 0 to 1.
         ring_is_given_back: whether the forward takes the memory of staging back.
+        clips: with ``overlap="iteration"``, whether updates may be taken back, since gradients are clipped after them.
     """
     forward, backward, update, clip = times.forward_ms, times.backward_ms, times.update_ms, times.clip_ms
     load, store, two_way = (offloaded * ms for ms in (times.load_ms, times.store_ms, times.two_way_ms))
     if policy is None:
         return Bound("F + B + clip + U", forward + backward + clip + update)
+    if policy.updates_in_backward and clips:
+        return Bound("max(F + B + clip + U, T)", max(forward + backward + clip + update, two_way))
     if policy.updates_in_backward:
         return Bound("max(F + B + U, T)", max(forward + backward + update, two_way))
     ahead = min(staged, backward / load) if load else staged
@@ -90,10 +96,30 @@ def bound_of_step(*, update_ms: float, load_ms: float, store_ms: float) -> Bound
     return Bound("max(U, T)", max(update_ms, load_ms, store_ms))
 
 
-def parts_of_iteration(
+@dataclass(frozen=True)
+class PartsAlone:
+    """The parts of a live iteration in which nothing ran beside anything else, but loads beside stores.
+
+    Attributes:
+        times: ``backward_ms`` stands for B and clip and all else that is not the first forward; ``clip_ms`` is 0.
+        loaded_bytes, stored_bytes: what it moved.
+    """
+
+    times: Times
+    loaded_bytes: int
+    stored_bytes: int
+
+    def moving(self, loaded_bytes: int, stored_bytes: int) -> Times:
+        """The same parts where other amounts are moved."""
+        load_ms = self.times.load_ms * loaded_bytes / max(self.loaded_bytes, 1)
+        store_ms = self.times.store_ms * stored_bytes / max(self.stored_bytes, 1)
+        return replace(self.times, load_ms=load_ms, store_ms=store_ms, two_way_ms=max(load_ms, store_ms))
+
+
+def parts_alone(
     *, busy_ms: float, forward_ms: float, update_ms: float, load_ms: float, store_ms: float, beside_compute: bool
 ) -> Times:
-    """The parts of a measured iteration.
+    """The parts of a measured iteration that had nothing beside the model.
 
     Args:
         busy_ms: of the compute stream: the iteration without the time in which it stood still for state.
@@ -101,16 +127,12 @@ def parts_of_iteration(
         update_ms: in which the optimizer ran.
         load_ms: in which copies to the device ran.
         store_ms: in which copies to the host ran.
-        beside_compute: updates ran on a stream of their own. What they cost is in ``forward_ms`` and ``busy_ms`` then,
-            since they slow down what runs beside them, and is not counted again.
-
-    Returns:
-        ``backward_ms`` stands for B and clip and all else that is not the first forward; ``clip_ms`` is 0.
+        beside_compute: updates ran on a stream of their own, so that they are not in ``busy_ms``.
     """
-    update_ms = 0.0 if beside_compute else update_ms
+    in_stream_ms = 0.0 if beside_compute else update_ms
     return Times(
         forward_ms=forward_ms,
-        backward_ms=max(0.0, busy_ms - forward_ms - update_ms),
+        backward_ms=max(0.0, busy_ms - forward_ms - in_stream_ms),
         update_ms=update_ms,
         clip_ms=0.0,
         load_ms=load_ms,
@@ -145,5 +167,5 @@ def what_would_help(policy: OffloadPolicy, at_least_ms: float, without_transfers
     else:
         remedies.append('overlap="forward", which hides them behind the forward')
     if not policy.updates_in_backward:
-        remedies.append('overlap="iteration", behind the whole iteration, where gradients are not clipped by a norm')
+        remedies.append('overlap="iteration", behind the whole iteration, where few steps are clipped by a norm')
     return f"The transfers take {left_ms:.1f} ms longer than what hides them. What would help: {'; '.join(remedies)}."

@@ -18,7 +18,7 @@ CUT_NUMEL = 64
 BREAK_BYTES = 256 << 20
 """About every so many bytes of the arena lies a break, so that its memory can be prepared in parallel pieces."""
 
-_PAGE_BYTES = 4096
+PAGE_BYTES = 4096
 
 _SMALL_BUCKET_BYTES = 16 << 20
 """Below this, launching a bucket costs as much as copying it."""
@@ -210,7 +210,7 @@ class _HomeOffsets:
         """Where each leaf of ``shard`` begins."""
         if shard not in self._offsets:
             if self.nbytes - self._last_break >= BREAK_BYTES:
-                self.nbytes = self._last_break = aligned(self.nbytes, _PAGE_BYTES)
+                self.nbytes = self._last_break = aligned(self.nbytes, PAGE_BYTES)
                 self.breaks.add(self.nbytes)
             offsets = []
             for nbytes in self._shards[shard].leaf_nbytes:

@@ -72,6 +72,7 @@ class StateShard:
         weights: the layout of its local shard then: the first leaf.
         places: its home, and a spare one if there is room for it.
         side: which of ``places`` is the home now.
+        spare_region: which region of its arena the second of ``places`` is in.
         existed: there has been state, whose dtypes are what they are from then on.
         host_places: for state that is resident, where it goes when everything is to leave the device, if that is known.
     """
@@ -88,6 +89,7 @@ class StateShard:
     on_host: bool = False
     places: list[Home] = field(default_factory=list)
     side: int = 0
+    spare_region: int = 1
     host_places: list[Home] = field(default_factory=list)
     mirror: Tensor | None = None
     sharded: ShardedParameter | None = None

@@ -24,6 +24,11 @@ def is_dtensor(tensor: object) -> bool:
     return isinstance(tensor, DTensor)
 
 
+def is_replicated(tensor: Tensor) -> bool:
+    """Whether this rank has all of ``tensor``, as it is."""
+    return not isinstance(tensor, DTensor) or all(placement.is_replicate() for placement in tensor.placements)
+
+
 def local_shard(tensor: Tensor) -> Tensor:
     """This rank's part of ``tensor``: the local tensor of a DTensor itself (no copy), or ``tensor``."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

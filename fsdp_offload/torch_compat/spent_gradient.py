@@ -46,7 +46,8 @@ _METADATA = frozenset(
 
 _MESSAGE = (
     "this gradient was used in the backward already (OffloadPolicy(overlap='iteration')), and whatever is done with it "
-    "before step() comes too late. Use overlap='forward' for a loop that clips, scales or looks at gradients."
+    "before step() comes too late. A loop that clips, scales or looks at gradients has to do so from the first step "
+    "on, so that updates can be taken back; or use overlap='forward'."
 )
 
 

@@ -17,7 +17,8 @@ from fsdp_offload.engine.engine import engine_of
 from fsdp_offload.engine.executor import Pipeline
 from fsdp_offload.report import _bytes
 from fsdp_offload.torch_compat.fully_shard import fsdp_modules
-from tests.overlapping import HABITS, NOT_IN_BACKWARD, POLICIES, SIZES, Habit, Loop, adamw
+from tests.clipping import ALWAYS, NEVER, clipped_step
+from tests.overlapping import HABITS, NOT_IN_BACKWARD, POLICIES, SIZES, Habit, Loop, adamw, same
 from tests.policies import with_share
 
 pytestmark = pytest.mark.filterwarnings("ignore:offload_optimizer. The parameters are on the CPU:UserWarning")
@@ -162,7 +163,6 @@ def loop_of(mesh: DeviceMesh, fields: dict[str, Any], make: Any = adamw, **kwarg
 def report_of(loop: Loop) -> OffloadReport:
     report = loop.optimizer.offload_report()
     assert 0 <= report.stalled_ms <= report.iteration_ms
-    assert 0 <= report.bound_ms <= report.iteration_ms
     assert (report.bound_ms > 0) == (report.bound != "")
     assert str(report)
     return report
@@ -183,8 +183,56 @@ def test_an_iteration_and_its_bound(mesh: DeviceMesh, name: str, micro_batches: 
     assert second.bound == "", "the first step had nothing to load"
     for step in range(2, 5):
         report = report_of(loop.train(1, first=step))
-        assert report.iteration_ms > report.stalled_ms > 0
+        assert report.iteration_ms > report.stalled_ms >= 0
+        assert report.stalled_ms > 0 or step == 2  # the second step, which was measured alone, has left nothing
         assert report.bound == FORMULAS[name]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_the_parts_of_the_bound_are_measured_alone(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """However slow the model gets beside copies: that is contention, and not what an iteration takes at least."""
+    plain, loop = (Loop(mesh, adamw, one) for one in (None, with_share(**{**SIZES, **POLICIES[name]})))
+    begun = []
+    for step in range(20):
+        plain.train(1, first=step)
+        loop.backward(step)
+        engine = engine_of(loop.optimizer)
+        assert engine is not None
+        begun.append(engine.steps.begun is not None)
+        loop.step()
+    assert begun == [step + 1 not in (1, 2, 17) for step in range(20)], "nothing is begun in the backwards measured"
+    assert same(plain, loop)
+    before = report_of(loop)
+    forward = loop.model.register_forward_hook(lambda *_: time.sleep(0.2))
+    loop.train(1, first=20)
+    forward.remove()
+    plain.train(1, first=20)
+    after = report_of(loop)
+    assert after.bound_ms == before.bound_ms
+    parts = after.forward_alone_ms, after.backward_alone_ms, after.update_alone_ms, after.transfers_alone_ms
+    assert min(parts) > 0
+    if name == "iteration":
+        assert after.bound_ms == max(sum(parts[:3]), parts[3])
+    computes_ms = sum(parts[:2]) + (parts[2] if name == "step" else 0.0)
+    assert after.contention_ms == max(0.0, after.iteration_ms - after.stalled_ms - computes_ms)
+    more_ms = max(0.0, after.iteration_ms - after.bound_ms)
+    assert f"more than that            {more_ms:.1f} ms, of it " in str(after)
+    assert f"{min(after.contention_ms, more_ms):.1f} ms contention" in str(after)
+    assert same(plain, loop)
+
+
+def test_a_speculating_loop_has_a_formula_of_its_own(mesh: DeviceMesh) -> None:
+    """Old parameters go down as well; and where updates wait for ``step()``, so does the formula."""
+    loop = loop_of(mesh, POLICIES["iteration"])
+    for step in range(5):
+        clipped_step(loop, step, NEVER)
+    report = report_of(loop)
+    assert report.bound == "max(F + B + clip + U, T)"
+    for step in range(5, 9):
+        clipped_step(loop, step, ALWAYS)
+    assert report_of(loop).bound == FORMULAS["forward"]
 
 
 def test_staging_that_comes_and_goes_has_formulas_of_its_own(mesh: DeviceMesh) -> None:
@@ -372,7 +420,7 @@ def test_two_optimizers_of_one_model(mesh: DeviceMesh) -> None:
     reports = report_of(loop), other.offload_report()
     assert [report.bound for report in reports] == [FORMULAS["forward"], FORMULAS["iteration"]]
     for report in reports:
-        assert 0 < report.bound_ms <= report.iteration_ms
+        assert report.bound_ms > 0
 
 
 # The table -----------------------------------------------------------------------------------------------------------
@@ -406,30 +454,30 @@ def test_it_prints_as_a_table() -> None:
 Offloaded AdamW
   ! First.
   ! Second.
-  state on the host               8.00 GB
-  state resident on the device    0 B
-  other state, where it was       812 B
-  host memory taken               8.00 GB pinned
-    of it for asynchronous saves  0 B
-  staging ring on the device      201.33 MB, 120 buckets pass through
-  device peak                     24.60 GB
-  last step: loaded               8.00 GB at 47.2 GB/s
-  last step: stored               8.00 GB at 46.9 GB/s
-  last step: time                 178.4 ms, of it 9.1 ms updates
-  last step: exposed              169.3 ms"""
+  state on the host             8.00 GB
+  state resident on the device  0 B
+  other state, where it was     812 B
+  host memory taken             8.00 GB pinned
+    of it spare homes           0 B
+  staging ring on the device    201.33 MB, 120 buckets pass through
+  device peak                   24.60 GB
+  last step: loaded             8.00 GB at 47.2 GB/s
+  last step: stored             8.00 GB at 46.9 GB/s
+  last step: time               178.4 ms, of it 9.1 ms updates
+  last step: exposed            169.3 ms"""
     )
     measured = replace(report, notes=(), advice="Do this.", iteration_ms=431.24, stalled_ms=3.08)
     assert str(measured).startswith("Offloaded AdamW\n  Do this.\n  state on the host")
-    assert str(measured).endswith("\n  last iteration                  431.2 ms, of it 3.1 ms waiting for state")
+    assert str(measured).endswith("\n  last iteration                431.2 ms, of it 3.1 ms waiting for state")
     assert str(replace(measured, bound_ms=424.0, bound="max(F + B + U, T)")).endswith(
         """
-  last iteration                  431.2 ms, of it 3.1 ms waiting for state
-    it takes at least             424.0 ms = max(F + B + U, T)"""
+  last iteration                431.2 ms, of it 3.1 ms waiting for state
+    it takes at least           424.0 ms = max(F + B + U, T)"""
     )
     assert str(replace(report, bound_ms=172.35, bound="max(U, T)")).endswith(
         """
-  last step: exposed              169.3 ms
-    it takes at least             172.3 ms = max(U, T)"""
+  last step: exposed            169.3 ms
+    it takes at least           172.3 ms = max(U, T)"""
     )
 
 

@@ -19,7 +19,16 @@ import typer
 from matplotlib.image import imread
 
 from fsdp_offload import OffloadPolicy
-from fsdp_offload.bench.train import SETTLE_ITERATIONS, Bench, chosen_policies, draw_all, main, trace_path
+from fsdp_offload.bench.train import (
+    CLIPPED,
+    RARELY,
+    SETTLE_ITERATIONS,
+    Bench,
+    chosen_policies,
+    draw_all,
+    main,
+    trace_path,
+)
 from fsdp_offload.figures.timeline import Lane, Phase, Span, Timeline, draw, read_trace, timeline_of
 from tests.policies import with_share
 
@@ -358,6 +367,25 @@ def test_the_limited_policies_have_the_limit() -> None:
         "forward": OffloadPolicy(overlap="forward", bucket_bytes=1 << 20),
         "iteration_limited": OffloadPolicy(overlap="iteration", bucket_bytes=1 << 20, device_bytes=3 << 20),
     }
+
+
+def test_a_policy_is_beside_plain_training_that_clips_as_often() -> None:
+    chosen = chosen_policies("iteration_rarely,forward_limited_always", {"bucket_bytes": 1 << 20}, 3 << 20)
+    assert chosen == {
+        "plain_rarely": None,
+        "plain_always": None,
+        "iteration_rarely": OffloadPolicy(overlap="iteration", bucket_bytes=1 << 20),
+        "forward_limited_always": OffloadPolicy(overlap="forward", bucket_bytes=1 << 20, device_bytes=3 << 20),
+    }
+
+
+def test_updates_in_the_backward_stand_where_the_norm_does_not_bind(bench: Bench) -> None:
+    with bench.settled(with_share(**SIZES, overlap="iteration"), CLIPPED["rarely"]) as (optimizer, clip):
+        assert clip
+        bench._iterate(optimizer, RARELY + 3 - SETTLE_ITERATIONS, clip=clip)
+        (sentence,) = [one for one in optimizer.offload_report().tuning if "clips" in one]  # type: ignore[attr-defined]
+    # Of the first two, the one that is measured alone and the rest.
+    assert f"1 of {RARELY + 3 - 3} such steps were taken back" in sentence
 
 
 def test_a_policy_that_does_not_exist_is_refused() -> None:

@@ -1,0 +1,54 @@
+"""What the parts of an iteration take alone: now and then one iteration has nothing beside the model.
+
+::
+
+    end of step k - 1: the model waits for all stores ──▶ forward, backward, with nothing beside ──▶
+    step k: loads, updates and stores, with no model beside ──▶ the model waits for all of them ──▶ the parts
+
+Measured in an iteration in which everything overlaps, each part would contain what the others cost it, and what an
+iteration takes at least would be what it takes. The second iteration overlaps with little anyway; in the seventeenth
+the allocator has settled, compilers have compiled, and what "auto" learns is in force.
+"""
+
+from ..engine.engine import Engine
+from ..planning.bound import PartsAlone, parts_alone
+
+MEASURED_STEPS = (2, 17)
+
+
+class Alone:
+    """Makes and measures the iterations of one model that have nothing beside them."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+
+    def step_ended(self, engine: Engine) -> None:
+        """``step()`` has issued everything; the mark at the end of the iteration is still to come."""
+        self._steps += 1
+        engine.holds_back = self._steps + 1 in MEASURED_STEPS
+        if engine.holds_back or self._is_measured:
+            engine.wait_moved()
+
+    @property
+    def _is_measured(self) -> bool:
+        return self._steps in MEASURED_STEPS
+
+    def iteration_ended(self, engine: Engine) -> None:
+        """The mark at the end of the iteration has been made. Waits for the device if this one is measured."""
+        if not self._is_measured:
+            return
+        last, step = engine.iteration.last(), engine.step_times()
+        if last is None or not step.update_ms:
+            return
+        in_step = not engine.policy.runs_on_into_forward
+        # Updates in the compute stream itself wait there for their loads.
+        stalled_ms = min(last.ms, last.stalled_ms + (step.exposed_ms if in_step else 0.0))
+        times = parts_alone(
+            busy_ms=last.ms - stalled_ms,
+            forward_ms=last.forward_ms,
+            update_ms=step.update_ms,
+            load_ms=step.load_ms,
+            store_ms=step.store_ms,
+            beside_compute=not in_step,
+        )
+        engine.alone = PartsAlone(times, step.loaded_bytes, step.stored_bytes)

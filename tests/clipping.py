@@ -1,0 +1,287 @@
+"""Operations of random programs: what a loop may do between the backward and ``step()``, clipping above all."""
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_offload.engine.engine import engine_of
+from fsdp_offload.engine.speculation import Speculation
+from tests.overlapping import Loop, look
+from tests.parity import leaves
+
+NEVER, ALWAYS = 1e9, 1e-3
+"""Norms to clip by: beyond reach, and below every gradient."""
+
+Operation = Callable[[Loop, int], None]
+
+
+def speculation_of(loop: Loop) -> Speculation:
+    engine = engine_of(loop.optimizer)
+    assert engine is not None
+    return engine.steps.speculation
+
+
+def clip(loop: Loop, max_norm: float, **options: Any) -> None:
+    norm = nn.utils.clip_grad_norm_(loop.model.parameters(), max_norm, **options)
+    loop.seen.append(getattr(norm, "full_tensor", lambda: norm)().item())
+
+
+def clipped_step(loop: Loop, at: int, max_norm: float, **options: Any) -> None:
+    loop.backward(at)
+    clip(loop, max_norm, **options)
+    loop.step()
+
+
+def within_bounds(loop: Loop, at: int) -> None:
+    clipped_step(loop, at, NEVER)
+
+
+def clipped(loop: Loop, at: int) -> None:
+    clipped_step(loop, at, ALWAYS)
+
+
+def now_and_then(loop: Loop, at: int) -> None:
+    """By a norm that is among those of these gradients."""
+    clipped_step(loop, at, 0.05 * (1 + at % 5))
+
+
+def one_by_one(loop: Loop, at: int) -> None:
+    clipped_step(loop, at, ALWAYS if at % 3 == 0 else NEVER, foreach=False)
+
+
+def by_the_largest(loop: Loop, at: int) -> None:
+    clipped_step(loop, at, 0.01 if at % 3 == 0 else NEVER, norm_type=math.inf)
+
+
+def unclipped(loop: Loop, at: int) -> None:
+    loop.backward(at)
+    loop.step()
+
+
+def twice(loop: Loop, at: int) -> None:
+    loop.backward(at)
+    clip(loop, NEVER)
+    clip(loop, ALWAYS if at % 2 else NEVER)
+    loop.step()
+
+
+def in_two_parts(loop: Loop, at: int) -> None:
+    """Each with a norm of its own, one of which may bind."""
+    loop.backward(at)
+    params = list(loop.model.parameters())
+    for part, max_norm in ((params[::2], NEVER), (params[1::2], ALWAYS if at % 2 else NEVER)):
+        loop.seen.append(nn.utils.clip_grad_norm_(part, max_norm).full_tensor().item())
+    loop.step()
+
+
+def by_value(loop: Loop, at: int) -> None:
+    loop.backward(at)
+    for param in loop.model.parameters():
+        if param.grad is not None:
+            param.grad.clamp_(-0.01, 0.01)
+    loop.step()
+
+
+def norm_in_parts(loop: Loop, at: int) -> None:
+    """As torchtitan does it."""
+    loop.backward(at)
+    params = list(loop.model.parameters())
+    total = nn.utils.get_total_norm([param.grad for param in params if param.grad is not None])
+    total = total.full_tensor()
+    loop.seen.append(total.item())
+    nn.utils.clip_grads_with_norm_(params, ALWAYS if at % 3 == 0 else NEVER, total)
+    loop.step()
+
+
+def scaled_by_hand(loop: Loop, at: int) -> None:
+    loop.backward(at)
+    for param in loop.model.parameters():
+        if param.grad is not None:
+            param.grad *= 1.0 if at % 2 else 0.5
+    loop.step()
+
+
+def scaled_locally(loop: Loop, at: int) -> None:
+    """Past the DTensors."""
+    loop.backward(at)
+    clip(loop, NEVER)
+    for param in list(loop.model.parameters())[at % 3 :: 4]:
+        if param.grad is not None:
+            param.grad.to_local().mul_(0.5)
+    loop.step()
+
+
+def logged(loop: Loop, at: int) -> None:
+    """Gradients are looked at before and after."""
+    loop.backward(at)
+    loop.seen += [float(param.grad.norm().full_tensor()) for param in loop.model.parameters() if param.grad is not None]
+    clip(loop, ALWAYS if at % 4 == 0 else NEVER)
+    loop.seen += [float(param.grad.norm().full_tensor()) for param in loop.model.parameters() if param.grad is not None]
+    loop.step()
+
+
+def evaluated(loop: Loop, at: int) -> None:
+    """Between the backward and the step."""
+    loop.backward(at)
+    look(loop)
+    clip(loop, NEVER)
+    look(loop)
+    loop.step()
+
+
+def saved_between(loop: Loop, at: int) -> None:
+    """Parameters, state and counters are those from before the step."""
+    loop.backward(at)
+    clip(loop, NEVER)
+    loop.seen += [value.to_local().double().sum().item() for value in loop.model.state_dict().values()]
+    for state in loop.optimizer.state_dict()["state"].values():
+        loop.seen += [leaf.double().sum().item() for value in state.values() for leaf in leaves(value)]
+    loop.step()
+
+
+def looked_up_between(loop: Loop, at: int) -> None:
+    """The entries of ``optimizer.state``, counters among them."""
+    loop.backward(at)
+    clip(loop, NEVER)
+    for state in loop.optimizer.state.values():
+        loop.seen += [leaf.double().sum().item() for value in state.values() for leaf in leaves(value)]
+    loop.step()
+
+
+def state_written(loop: Loop, at: int) -> None:
+    loop.backward(at)
+    clip(loop, NEVER)
+    for state in list(loop.optimizer.state.values())[::3]:
+        state["exp_avg"].mul_(0.5)
+    loop.step()
+
+
+def rate_changed(loop: Loop, at: int) -> None:
+    """After the backward."""
+    loop.backward(at)
+    clip(loop, NEVER)
+    loop.optimizer.param_groups[0]["weight_decay"] = 0.01 * (at % 3)
+    loop.step()
+
+
+def loaded_between(loop: Loop, at: int) -> None:
+    if not hasattr(loop, "saved"):
+        model = {name: value.detach().clone() for name, value in loop.model.state_dict().items()}
+        loop.saved = model, copy.deepcopy(loop.optimizer.state_dict())  # type: ignore[attr-defined]
+    loop.backward(at)
+    clip(loop, NEVER)
+    loop.model.load_state_dict(loop.saved[0])
+    loop.optimizer.load_state_dict(copy.deepcopy(loop.saved[1]))
+    loop.step()
+
+
+def skipped(loop: Loop, at: int) -> None:
+    loop.backward(at)
+    clip(loop, NEVER)
+    loop.optimizer.zero_grad()
+
+
+def skipped_by_the_model(loop: Loop, at: int) -> None:
+    loop.backward(at)
+    loop.model.zero_grad()
+
+
+def skipped_if_not_finite(loop: Loop, at: int) -> None:
+    """A step without it, but for one that has ``inf`` among its gradients."""
+    loss = loop.model(loop.batch(at))
+    (loss * (math.inf if at % 2 else 1.0)).backward()
+    try:
+        clip(loop, NEVER, error_if_nonfinite=True)
+    except RuntimeError:
+        loop.optimizer.zero_grad()
+        return
+    loop.step()
+
+
+def without_one(loop: Loop, at: int) -> None:
+    loop.backward(at)
+    list(loop.model.parameters())[at % 4].grad = None
+    clip(loop, NEVER)
+    loop.step()
+
+
+def with_another(loop: Loop, at: int) -> None:
+    """A gradient of the user's."""
+    loop.backward(at)
+    param = list(loop.model.parameters())[at % 4]
+    assert param.grad is not None
+    param.grad = param.grad * 2
+    loop.step()
+
+
+def one_backward_more(loop: Loop, at: int) -> None:
+    loop.backward(at)
+    loop.backward(at + 50)
+    clip(loop, NEVER)
+    loop.step()
+
+
+def step_twice(loop: Loop, at: int) -> None:
+    loop.backward(at)
+    clip(loop, NEVER)
+    loop.optimizer.step()
+    loop.step()
+
+
+def zeroed_in_place(loop: Loop, at: int) -> None:
+    loop.backward(at)
+    clip(loop, NEVER)
+    loop.optimizer.step()
+    loop.scheduler.step()
+    loop.optimizer.zero_grad(set_to_none=False)
+
+
+def synchronized(loop: Loop, at: int) -> None:
+    """Between the backward and the step, with a look at the parameters themselves."""
+    loop.backward(at)
+    getattr(loop.optimizer, "synchronize", lambda: None)()
+    loop.seen += [param.detach().to_local().double().sum().item() for param in loop.model.parameters()]
+    clip(loop, NEVER)
+    loop.step()
+
+
+def away_between(loop: Loop, at: int) -> None:
+    loop.backward(at)
+    for name in ("offload_states", "release_states", "reload_states"):
+        getattr(loop.optimizer, name, lambda: None)()
+    clip(loop, NEVER)
+    loop.step()
+
+
+def without_some(loop: Loop, at: int) -> None:
+    loop.backward(at, extra=False)
+    clip(loop, NEVER)
+    loop.step()
+
+
+def with_a_scaler(loop: Loop, at: int) -> None:
+    """In every third step it finds ``inf``, and there is none."""
+    if not hasattr(loop, "scaler"):
+        loop.scaler = torch.amp.GradScaler(loop.device.type, init_scale=4.0)  # type: ignore[attr-defined]
+    scaler: torch.amp.GradScaler = loop.scaler
+    loss: Tensor = loop.model(loop.batch(at))
+    scaler.scale(loss * (math.inf if at % 3 == 0 else 1.0)).backward()
+    scaler.unscale_(loop.optimizer)
+    clip(loop, NEVER)
+    scaler.step(loop.optimizer)
+    scaler.update()
+    loop.scheduler.step()
+    loop.optimizer.zero_grad()
+
+
+OPERATIONS: tuple[Operation, ...] = (
+    *(within_bounds, within_bounds, within_bounds, within_bounds, clipped, now_and_then, one_by_one, by_the_largest),
+    *(unclipped, twice, in_two_parts, by_value, norm_in_parts, scaled_by_hand, scaled_locally, logged, evaluated),
+    *(saved_between, looked_up_between, state_written, rate_changed, loaded_between, skipped, skipped_by_the_model),
+    *(skipped_if_not_finite, without_one, with_another, one_backward_more, step_twice, synchronized, away_between),
+    *(without_some, with_a_scaler),
+)
