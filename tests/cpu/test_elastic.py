@@ -17,6 +17,7 @@ from fsdp_offload.model.tune_staging import Elastic
 from fsdp_offload.planning.staging import plan_staging, why_not_behind_backward
 from tests.overlapping import HABITS, NOT_IN_BACKWARD, POLICIES, Loop, Net, adamw, same
 from tests.policies import with_share
+from tests.tiers import spread
 
 
 @pytest.fixture(autouse=True)
@@ -140,9 +141,7 @@ def test_never_above_the_peak(uses: list[int], reductions: list[int], more: int,
         assert staged + at_next <= peak
 
 
-@pytest.mark.parametrize("habit", [None, *HABITS])
-@EVERY_OVERLAP
-@pytest.mark.parametrize("room", [9_000, 1 << 30])
+@spread(habit={"none": None, **{name: name for name in HABITS}}, fields=POLICIES, room={"9kB": 9_000, "1GiB": 1 << 30})
 def test_same_bits(
     mesh: DeviceMesh,
     monkeypatch: pytest.MonkeyPatch,
@@ -250,9 +249,7 @@ class Device:
         return staging_bytes
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
-@EVERY_OVERLAP
-@pytest.mark.parametrize("group_bytes", [10_000, 60_000])
+@spread(fields=POLICIES, micro_batches={"1": 1, "2": 2}, group_bytes={"10kB": 10_000, "60kB": 60_000})
 def test_block_by_block_below_the_peak(
     mesh: DeviceMesh,
     monkeypatch: pytest.MonkeyPatch,
@@ -290,9 +287,7 @@ def backward_without_gradients(loop: Loop, step: int) -> None:
     loop.seen.append(grad.norm().item())
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
-@EVERY_OVERLAP
-@pytest.mark.parametrize("at", [[2], [4, 5], [2, 3, 4, 5]], ids=["learning", "later", "always"])
+@spread(at={"learning": [2], "later": [4, 5], "always": [2, 3, 4, 5]}, fields=POLICIES, micro_batches={"1": 1, "2": 2})
 def test_a_backward_without_gradients_now_and_then(
     mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], micro_batches: int, at: list[int]
 ) -> None:
