@@ -267,7 +267,7 @@ def test_other_fields(mesh: DeviceMesh, fields: dict[str, Any], more: dict[str, 
     assert same(plain.train(5), offloaded.train(5))
 
 
-@EVERY_POLICY
+@pytest.mark.parametrize("fields", [POLICIES["forward"], POLICIES["iteration"]], ids=["forward", "iteration"])
 def test_beside_what_is_chosen_by_itself(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
     more = {"staying": "auto", "passing": "auto"}
     plain, offloaded = (Loop(mesh, fused_adamw, one) for one in (None, overlapping(fields, 0.5, **more)))

@@ -216,8 +216,11 @@ def test_a_failure_before_the_rest_is_updated_is_one(mesh: DeviceMesh, monkeypat
         loop.optimizer.step()
 
 
-@pytest.mark.parametrize("staging", ["fixed", "auto"])
-@EVERY_POLICY
+@pytest.mark.parametrize(
+    ("fields", "staging"),
+    [(fields, "fixed") for fields in POLICIES.values()]
+    + [(POLICIES[name], "auto") for name in ("forward", "iteration")],
+)
 def test_no_room_for_staging_loses_nothing(
     mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], staging: str
 ) -> None:
