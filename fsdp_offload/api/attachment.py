@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from ..engine.engine import Engine, inside
+from ..engine.engine import engine_of as find_engine
 from ..model.hooks import Overlap
 from ..model.parking import ParkedParameters
 from ..optimizers.shared_values import ENGINE_ATTRIBUTE
@@ -54,9 +55,9 @@ def attachment_of(optimizer: object) -> Attachment | None:
 
 def engine_of(optimizer: Optimizer) -> Engine:
     """Return the engine of an offloaded optimizer."""
-    attachment = attachment_of(optimizer)
-    assert attachment is not None, "an OffloadedOptimizer always has an engine"
-    return attachment.engine
+    engine = find_engine(optimizer)
+    assert engine is not None, "an OffloadedOptimizer always has an engine"
+    return engine
 
 
 def states_of(optimizer: Optimizer, engine: Engine) -> OffloadedState:

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..state.layout import tensors_in
+
 ENGINE_ATTRIBUTE = "_offload_engine"
 """Where an offloaded optimizer keeps its engine; never copied to a shadow, which would be a reference cycle."""
 
@@ -181,20 +183,11 @@ def instance_attributes(optimizer: Optimizer) -> dict[str, Any]:
 
 def _versions(groups: Sequence[Mapping[str, Any]]) -> dict[tuple[int, str], tuple[int, ...]]:
     return {
-        (number, name): tuple(tensor._version for tensor in _tensors_in(value))
+        (number, name): versions
         for number, group in enumerate(groups)
         for name, value in group.items()
-        if _tensors_in(value)
+        if (versions := tuple(tensor._version for tensor in tensors_in(value)))
     }
-
-
-def _tensors_in(value: Any) -> list[Tensor]:
-    """The tensors of a param group's entry: betas may be a tuple of them."""
-    if isinstance(value, dict):
-        return [tensor for one in value.values() for tensor in _tensors_in(one)]
-    if isinstance(value, tuple | list):
-        return [tensor for one in value for tensor in _tensors_in(one)]
-    return [value] if isinstance(value, Tensor) else []
 
 
 def _own(value: Any) -> Any:
@@ -213,7 +206,7 @@ def _changed(start: object, given: object, end: object) -> bool:
     """Whether a step that was ``given`` an own copy of ``start`` has left something else."""
     if end is given:
         # The copy is fresh, so that the versions of its tensors count the writes of this bucket.
-        written = given is not start and any(tensor._version > 0 for tensor in _tensors_in(end))
+        written = given is not start and any(tensor._version > 0 for tensor in tensors_in(end))
         return written or not (isinstance(end, Tensor) or same_values(start, end))
     return isinstance(start, Tensor) or isinstance(end, Tensor) or not same_values(start, end)
 

@@ -121,6 +121,18 @@ def leaves_of(value: Tensor) -> list[Tensor]:
     return [value]
 
 
+def tensors_in(value: object) -> Iterator[Tensor]:
+    """Yield the tensors of an argument or an entry, which may be lists and dicts of them."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from tensors_in(one)
+    elif isinstance(value, dict):
+        for one in value.values():
+            yield from tensors_in(one)
+
+
 @dataclass(frozen=True)
 class StateLayout:
     """What an optimizer keeps for one parameter, once it has created it.
