@@ -103,7 +103,7 @@ def _beginnings(key: str) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class ExchangeWork:
-    """What splitting and merging have in common.
+    """Fields that splitting and merging have in common.
 
     Attributes:
         checkpoint: that has what is exchanged.

@@ -21,7 +21,7 @@ from ..state.mapping import OffloadedState, UnwaitedStates
 
 @dataclass(eq=False)
 class Attachment:
-    """What attaching has added to an optimizer, and what undoes it.
+    """Additions to an optimizer when it was attached, and what undoes them.
 
     Attributes:
         until_first_step: what looks until then whether the optimizer was attached too early.
@@ -49,7 +49,7 @@ class Attachment:
 
 
 def attachment_of(optimizer: object) -> Attachment | None:
-    """What has been added to ``optimizer``; ``None`` if it is not offloaded."""
+    """Return what attaching has added to ``optimizer``; ``None`` if it is not offloaded."""
     return cast("Attachment | None", getattr(optimizer, "__dict__", {}).get(ENGINE_ATTRIBUTE))
 
 

@@ -23,7 +23,7 @@ _MIB = 1 << 20
 
 
 class Implementation(StrEnum):
-    """Which of torch's implementations updates."""
+    """Implementation of torch's that updates."""
 
     FUSED = "fused"
     FOREACH = "foreach"
@@ -152,7 +152,7 @@ def _attach(optimizer: torch.optim.Optimizer, model: nn.Module, policy: OffloadP
 def optimizer_maker(
     kind: Kind, implementation: Implementation, master_weights: MasterWeights
 ) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
-    """What makes the optimizer.
+    """Return a function that makes the optimizer.
 
     Raises:
         SystemExit: the options contradict each other, or Transformer Engine is not installed.

@@ -56,7 +56,7 @@ _HERE = os.path.dirname(__file__) + os.sep
 
 
 class Mixture(NamedTuple):
-    """Where values of several parameters come together; prints as a reader of a message wants it."""
+    """Line at which values of several parameters come together; prints as a reader of a message wants it."""
 
     operator: str
     line: str
@@ -98,7 +98,7 @@ class DependenceTrace(TorchDispatchMode):
         self._write(tensor, 1 << origin % _BITS, "")
 
     def foreign_origin(self, tensors: Iterable[Tensor], origin: int) -> "Mixture | None":
-        """Where another parameter has gone into ``tensors``, which should come from ``origin`` alone; else ``None``."""
+        """Find where another parameter has gone into ``tensors``, which are to come from ``origin`` alone."""
         for tensor in tensors:
             for mask in _different(self._read(tensor)):
                 if mask & ~(1 << origin % _BITS):
@@ -106,12 +106,12 @@ class DependenceTrace(TorchDispatchMode):
         return None
 
     def origins_of(self, tensor: Tensor) -> set[int]:
-        """Which parameters have gone into any element of ``tensor``."""
+        """Return the parameters that have gone into any element of ``tensor``."""
         mask = _join(self._read(tensor))
         return {origin for origin in range(_BITS) if mask >> origin & 1}
 
     def was_written(self, tensor: Tensor) -> bool:
-        """Whether an operator has written into ``tensor``; a change without one came past the dispatcher."""
+        """Return whether an operator has written into ``tensor``; a change without one came past the dispatcher."""
         return _address(tensor) in self._written
 
     def forget_all_but(self, tensors: Iterable[Tensor]) -> None:
@@ -251,7 +251,7 @@ class _HostReads(TorchFunctionMode):
 
 
 def _elements(masks: npt.NDArray[np.int64], tensor: Tensor) -> npt.NDArray[np.int64]:
-    """Of the elements of a storage those that ``tensor`` shows, as it shows them."""
+    """Return those elements of a storage that ``tensor`` shows, as it shows them."""
     strides = [stride * masks.itemsize for stride in tensor.stride()]
     return np.lib.stride_tricks.as_strided(masks[tensor.storage_offset() :], tuple(tensor.shape), strides)
 

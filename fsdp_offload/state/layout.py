@@ -31,7 +31,7 @@ _Build = Callable[[Iterator[Tensor]], Tensor]
 
 @dataclass(frozen=True)
 class ValueLayout:
-    """How a value is made of its leaves."""
+    """Recipe that makes a value of its leaves."""
 
     leaves: tuple[LeafLayout, ...]
     type: type[Tensor]
@@ -80,7 +80,7 @@ def is_trained(param: Tensor) -> bool:
 
 
 def is_wrapper(value: Tensor) -> bool:
-    """Whether ``value`` is made of inner tensors that it knows."""
+    """Return whether ``value`` is made of inner tensors that it knows."""
     return hasattr(type(value), "__tensor_flatten__") and not is_dtensor(value)
 
 
@@ -135,7 +135,7 @@ def tensors_in(value: object) -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class StateLayout:
-    """What an optimizer keeps for one parameter, once it has created it.
+    """Layout of the state that an optimizer keeps for one parameter, once it has created it.
 
     Attributes:
         values: the tensors that are moved, by name, in the optimizer's order.
@@ -170,7 +170,7 @@ class Reader(Protocol):
     """Somebody else who reads homes while training goes on: the writer of a checkpoint."""
 
     def is_reading(self) -> bool:
-        """Whether it may still look at what it was given."""
+        """Return whether it may still look at what it was given."""
 
     def wait(self) -> None:
         """Block until it no longer does."""
