@@ -83,7 +83,7 @@ def put_home(param: Tensor, local: Tensor, wait: Callable[[Tensor], None]) -> No
 
 def take_from_home(param: Tensor) -> None:
     """The inverse of :func:`put_home`."""
-    for name in (_WAIT, STAND_IN):
+    for name in (_WAIT, STAND_IN, _USES):
         vars(param).pop(name, None)
     _HOMED.take_off([param])
 
