@@ -24,7 +24,10 @@ class OffloadPolicy:
     unless a field says otherwise.
 
     Attributes:
-        parameters: Keep the model's parameters on the host too. Not built yet.
+        parameters: Keep the model's parameters on the host too, beside their state: those that ``fully_shard`` gathers,
+            frozen ones included. They pass through the device group by group, for the forward, the backward and the
+            update; gradients never leave it. Between the uses a parameter's shard is host memory, where ``state_dict``
+            and ``torch.distributed.checkpoint`` read and write it. Needs a model, without ``CPUOffloadPolicy``.
         overlap: Choose what hides the transfers.
 
             - ``"step"``: update in ``step()``; parameters are new when it returns. Where a model with ``fully_shard``
@@ -69,7 +72,6 @@ class OffloadPolicy:
     Raises:
         ValueError: A field has a value that it does not take, or ``device_bytes`` holds fewer than two buckets.
         TypeError: A field has a value of another type, or is one that 0.1 has renamed; says the new one.
-        NotImplementedError: ``parameters=True``.
     """
 
     parameters: bool = False
@@ -97,10 +99,10 @@ class OffloadPolicy:
     def _check_choices(self) -> None:
         if not isinstance(self.parameters, bool):
             raise TypeError(f"OffloadPolicy: parameters must be a bool, got {self.parameters!r}")
-        if self.parameters:
-            raise NotImplementedError(
-                "OffloadPolicy(parameters=True) is not built yet: only the optimizer's state is offloaded. Leave it "
-                "out."
+        if self.parameters and self.host_fraction:
+            raise ValueError(
+                "OffloadPolicy: parameters=True updates on the device, where parameters and state pass through, and "
+                f"host_fraction={self.host_fraction!r} on the CPU. Leave out one of them."
             )
         if isinstance(self.debug, bool):
             raise TypeError(_say_new_words({"debug": self.debug}))

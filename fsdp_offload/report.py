@@ -28,10 +28,12 @@ class OffloadReport:
         other_state_bytes: state that is not moved: counters, tensors that are not understood, and tensors that were put
             into ``optimizer.state`` in the place of others, until the next step moves them.
         left_out: names of state tensors that are not understood.
+        host_parameter_bytes: parameters whose home is host memory, frozen ones included.
         host_bytes: host memory taken, padding included.
         snapshot_bytes: of that, spare homes for asynchronous saves, and for steps that may be taken back.
         pinned: whether that memory is page-locked.
-        ring_bytes: device memory through which state passes.
+        ring_bytes: device memory through which state passes, and parameters with it.
+        window_bytes: device memory through which parameters pass for gathers, now.
         buckets: how many pieces the offloaded state is divided into.
         device_peak_bytes: the allocator's peak on this device since its statistics were last reset; 0 on the CPU.
         loaded_bytes, stored_bytes: moved in the last step, host to device and back.
@@ -87,6 +89,8 @@ class OffloadReport:
     step_ms: float
     update_ms: float
     exposed_ms: float
+    host_parameter_bytes: int = 0
+    window_bytes: int = 0
     iteration_ms: float = 0.0
     stalled_ms: float = 0.0
     bound_ms: float = 0.0
@@ -113,9 +117,11 @@ class OffloadReport:
             ("state on the host", _bytes(self.host_state_bytes)),
             ("state resident on the device", _bytes(self.resident_state_bytes)),
             ("other state, where it was", _bytes(self.other_state_bytes)),
+            *([("parameters on the host", _bytes(self.host_parameter_bytes))] if self.host_parameter_bytes else []),
             ("host memory taken", f"{_bytes(self.host_bytes)} {'pinned' if self.pinned else 'not pinned'}"),
             ("  of it spare homes", _bytes(self.snapshot_bytes)),
             ("staging ring on the device", f"{_bytes(self.ring_bytes)}, {self.buckets} buckets pass through"),
+            *([("window for gathers on the device", _bytes(self.window_bytes))] if self.host_parameter_bytes else []),
             ("device peak", _bytes(self.device_peak_bytes)),
             ("last step: loaded", f"{_bytes(self.loaded_bytes)} at {self.load_gb_per_s:.1f} GB/s"),
             ("last step: stored", f"{_bytes(self.stored_bytes)} at {self.store_gb_per_s:.1f} GB/s"),
@@ -174,6 +180,8 @@ def report_of(engine: Engine, states: StateStore) -> OffloadReport:
         resident_state_bytes=sum(shard.nbytes for shard in on_device),
         other_state_bytes=exchanged_bytes + sum(_other_bytes(shard, states.get(shard.param)) for shard in shards),
         left_out=tuple(dict.fromkeys(name for shard in shards for name in shard.layout.left_out)),
+        host_parameter_bytes=sum(s.weights_nbytes for s in shards if s not in on_device) + engine.plan.frozen_bytes,
+        window_bytes=0 if engine.window is None else engine.window.nbytes,
         host_bytes=sum(region.nbytes for region in engine.plan.regions),
         snapshot_bytes=engine.plan.spare_bytes,
         pinned=engine.pinned,
@@ -212,7 +220,7 @@ def report_of(engine: Engine, states: StateStore) -> OffloadReport:
 def notes_of(engine: Engine) -> Iterable[str]:
     """What the user should know about this offload, most important first."""
     shards = engine.plan.shards.values()
-    if not any(shard.nbytes for shard in shards if not shard.resident):
+    if not any(shard.nbytes or shard.weights_nbytes for shard in shards if not shard.resident):
         if any(shard.resident for shard in shards):
             yield "NOTHING IS OFFLOADED: all of the state fits into device_bytes and stays on the device."
         else:

@@ -11,11 +11,15 @@ from ..optimizers.shared_values import ENGINE_ATTRIBUTE
 from ..policy import OffloadPolicy
 from ..state.layout import leaves_of
 from ..torch_compat.dtensor import has_inner_tensors, is_dtensor, is_host_offloaded, local_shard
-from ..torch_compat.fully_shard import parameter_names, uses_cpu_offload_policy
+from ..torch_compat.fully_shard import parameter_names, sharding_groups, uses_cpu_offload_policy
+from ..torch_compat.homed import is_homed
+from ..torch_compat.sharded_parameter import ShardedParameter
 
 _HOST_OFFLOADED = (
     "This model uses CPUOffloadPolicy: parameters, gradients and optimizer state are on the host already and the "
-    "update runs there. Shard without offload_policy to keep parameters on the device and offload only the state."
+    "update runs there. Shard without offload_policy: fully_shard(module, ...). Then parameters stay on the device and "
+    "only the state is offloaded; with OffloadPolicy(parameters=True) parameters live on the host as well, and are "
+    "updated on the device."
 )
 
 
@@ -153,6 +157,32 @@ def names_of_parameters(optimizer: Optimizer, model: nn.Module | None) -> dict[T
     return {param: name for param, name in of_model.items() if param in by_place}
 
 
+def streamable(model: nn.Module | None, names: Mapping[Tensor, str]) -> dict[Tensor, ShardedParameter]:
+    """The optimizer's parameters that can live on the host: those that the model's ``fully_shard`` gathers.
+
+    Raises:
+        ValueError: there are none, or one is of a type that says itself how it is gathered.
+        NotImplementedError: this torch's ``fully_shard`` has other hook points, or keeps shards in another way.
+    """
+    groups = [] if model is None else sharding_groups(model)
+    found = {one.param: one for group in groups for one in group.sharded() if one.param in names}
+    if not found:
+        without = "needs model=..., whose" if model is None else "needs a model whose"
+        raise ValueError(
+            f"offload_optimizer: OffloadPolicy(parameters=True) {without} parameters fully_shard has sharded: it "
+            "brings them to the device when fully_shard gathers them. Shard the model, then build the optimizer, then "
+            "attach."
+        )
+    for param, one in found.items():
+        if not one.is_plain:
+            raise ValueError(
+                f"offload_optimizer: {names[param]} is a {type(local_shard(param)).__name__}, which says itself how it "
+                "is gathered; OffloadPolicy(parameters=True) is for dense parameters. Leave it out to offload only the "
+                "state."
+            )
+    return found
+
+
 def names_by_place(optimizer: Optimizer) -> dict[Tensor, str]:
     """Names from ``param_names`` where a group has them, else the place in ``param_groups``."""
     names = {}
@@ -165,19 +195,33 @@ def names_by_place(optimizer: Optimizer) -> dict[Tensor, str]:
 
 
 def check_params(
-    traits: Traits, params: list[Tensor], names: Mapping[Tensor, str], device: torch.device | None = None
+    traits: Traits,
+    params: list[Tensor],
+    names: Mapping[Tensor, str],
+    device: torch.device | None = None,
+    *,
+    on_host: bool = False,
 ) -> torch.device:
-    """The one device of all parameters, after looking for what cannot be offloaded exactly."""
+    """The one device of all parameters, after looking for what cannot be offloaded exactly.
+
+    ``on_host``: parameters may live there.
+    """
     devices = {} if device is None else {device: "the other parameters"}
     for param in params:
         local = local_shard(param)
         if local.is_meta:
             raise ValueError(
                 f"offload_optimizer: {names[param]} is on the meta device. Materialize the model (to_empty and its "
-                "initialization, or loading a checkpoint) before attaching."
+                "initialization, or loading a checkpoint; for OffloadPolicy(parameters=True), materialize_on_host) "
+                "before the optimizer is built."
             )
-        if is_host_offloaded(param):
+        if is_host_offloaded(param) and not is_homed(param):
             raise ValueError(f"offload_optimizer: {names[param]} is on the host. {_HOST_OFFLOADED}")
+        if is_homed(param) and not on_host:
+            raise ValueError(
+                f"offload_optimizer: {names[param]} is on the host, where materialize_on_host or another optimizer has "
+                "put it. Write policy=OffloadPolicy(parameters=True)."
+            )
         if traits.refuses_dtensor and is_dtensor(param):
             raise ValueError(f"offload_optimizer: {names[param]} is sharded. {traits.refuses_dtensor}")
         if traits.elementwise and traits.habits.keeps_raw_state and has_inner_tensors(param):
@@ -185,7 +229,7 @@ def check_params(
                 f"offload_optimizer: {names[param]} is a {type(local).__name__}, which is made of other tensors; the "
                 "optimizer was attached without such parameters. Add the group first, then attach."
             )
-        devices.setdefault(local.device, names[param])
+        devices.setdefault(param.device if is_homed(param) else local.device, names[param])
     if len(devices) > 1:
         raise ValueError(
             "offload_optimizer: parameters on several devices: "

@@ -37,6 +37,7 @@ from .checks import (
     check_traits,
     check_types,
     names_of_parameters,
+    streamable,
 )
 from .offloaded_class import attach, detach
 from .optimizer import OffloadedOptimizer
@@ -113,7 +114,7 @@ def offload_optimizer(
     traits = traits_for(target)
     check_traits(target, traits, policy, names)
     check_lists(target)
-    device = check_params(traits, params, names)
+    device = check_params(traits, params, names, on_host=policy.parameters)
     chosen = ""
     if given == "auto":
         policy, chosen = _chosen(traits, params, model, loop)
@@ -125,7 +126,8 @@ def offload_optimizer(
             "None, which pins where that is of use."
         )
     together = group_numbers(model, policy)
-    engine = Engine(type(target), traits, policy, device, names, together)
+    sharded = streamable(model, names) if policy.parameters else {}
+    engine = Engine(type(target), traits, policy, device, names, together, sharded)
     engine.tuning_of_policy = chosen
     states = OffloadedState(engine, target.state)
     # A frozen parameter gets room when it first has a gradient: reserving it would pin memory that nothing uses.

@@ -190,7 +190,7 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
         try:
             for param, name in names_by_place(self).items():
                 engine.names.setdefault(param, name)
-            check_params(engine.layouts.traits, params, engine.names, engine.device)
+            check_params(engine.layouts.traits, params, engine.names, engine.device, on_host=engine.policy.parameters)
             states = states_of(self, engine)
             eager = engine.habits.state_without_gradient
             new = [param for param in params if param not in engine.plan.shards]  # others come from another group
@@ -254,7 +254,10 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
         The memory goes to torch's allocator. Staging is shared by the offloaded optimizers of a device, and goes when
         all of them have released it.
         """
-        engine_of(self).phases.release()
+        engine = engine_of(self)
+        engine.phases.release()
+        if engine.window is not None:
+            engine.window.release()
         parked = _parked_by(self)
         if parked is not None:
             parked.release()

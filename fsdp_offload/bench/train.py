@@ -57,6 +57,9 @@ POLICIES: dict[str, dict[str, Any] | None] = {
     "step_limited": {},
     "forward_limited": {"overlap": "forward"},
     "iteration_limited": {"overlap": "iteration"},
+    "parameters_step": {"parameters": True},
+    "parameters": {"overlap": "iteration", "parameters": True},
+    "parameters_limited": {"overlap": "iteration", "parameters": True},
 }
 
 RARELY = 20
@@ -316,7 +319,7 @@ class Bench:
         fully_shard(model, mesh=mesh, mp_policy=precision)
         self._model: nn.Module = model
         self._params = list(model.parameters())  # the shards; after a forward, the root has others for a while
-        self._start = [param.detach().clone() for param in self._params]
+        self._start = [local_shard(param).detach().to("cpu", copy=True) for param in self._params]
         self.params = sum(param.numel() for param in self._params)
         self.state_bytes = sum(8 * local_shard(param).numel() for param in self._params)
 
@@ -394,7 +397,7 @@ class Bench:
         with torch.no_grad():
             for param, start in zip(self._params, self._start, strict=True):
                 param.grad = None
-                param.copy_(start)
+                local_shard(param).copy_(start)
         optimizer = torch.optim.AdamW(self._params, lr=1e-5, fused=True)
         gc.collect()
         if self._device.type != "cpu":

@@ -326,6 +326,15 @@ def wait_on(stream: torch.Stream | None, lane: Lane, mark: Mark) -> None:
         stream.wait_event(mark.event)
 
 
+def stream_mark(stream: torch.Stream | None, lane: Lane) -> Mark:
+    """A mark at the current end of ``stream``; of ``lane`` where it is ``None``, or all is serial anyway."""
+    if stream is None or not isinstance(lane, StreamLane):
+        return lane.mark()
+    mark = StreamMark(stream.device)
+    stream.record_event(mark.event)
+    return mark
+
+
 def recorded(name: str) -> AbstractContextManager[object]:
     """Shows what is issued within it under ``name`` in a trace. Costs nothing where there is none."""
     # A record costs 30 us and more, as it lets other threads have the interpreter: too much for each bucket.

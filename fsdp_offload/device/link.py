@@ -47,6 +47,7 @@ class DeviceLink:
         self.in_use = threading.RLock()
         self._copy_lanes: tuple[Lane, Lane] | None = None
         self._host_lanes: tuple[Lane, Lane] | None = None
+        self._window_lane: Lane | None = None
         self._update_lane: Lane | None = None
         self._ring: dict[int, Block] = {}  # by number: those that are there
         self._compute: Lane = StreamLane(device, None) if device.type != "cpu" else SerialLane(device)
@@ -86,6 +87,14 @@ class DeviceLink:
             # Uploads in turns, as loads: both go through the copy engine that small copies of others need.
             self._host_lanes = StreamLane(self.device, torch.Stream(self.device)), self._turns_lane(PIECE_BYTES)
         return self._host_lanes
+
+    def window_lane(self, *, serial: bool) -> Lane:
+        """For parameters that a gather needs: it would wait for state if they were behind that in one stream."""
+        if serial or self.device.type == "cpu":
+            return SerialLane(self.device)
+        if self._window_lane is None:
+            self._window_lane = self._turns_lane(PIECE_BYTES)
+        return self._window_lane
 
     def _turns_lane(self, turn_bytes: int) -> "TurnsLane":
         return TurnsLane(self.device, (torch.Stream(self.device), torch.Stream(self.device)), turn_bytes)

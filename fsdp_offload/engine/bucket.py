@@ -41,14 +41,23 @@ class StagedBucket:
     Attributes:
         placement: its place in the ring, as of the last schedule; ``None`` for state that is resident on the device.
         copies: for each transfer the two ``uint8`` ranges: in the arena, and the offset in its place.
+        state_copies: the same without parameters; ``None`` if there are none. They come into the slot in another way
+            then, or by ``copies`` as well: that is chosen for each load.
         store_copies: makes what replaces ``copies`` in the store of one step, where state moves to another home.
     """
 
     placement: Placement | None
     copies: Sequence[tuple[Tensor, int]]
+    state_copies: Sequence[tuple[Tensor, int]] | None = None
     store_copies: Callable[[], Sequence[tuple[Tensor, int]]] | None = None
+    weights_loaded: bool = False
     residency: Residency = Residency.HOME
-    _pieces: dict[Kind, Sequence[Copy]] = field(default_factory=dict, init=False)  # of the copies, cut once
+    _pieces: dict[tuple[Kind, bool], Sequence[Copy]] = field(default_factory=dict, init=False)  # cut once
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether parameters pass through with their state."""
+        return self.state_copies is not None
 
     @property
     def copied_bytes(self) -> int:
@@ -63,18 +72,20 @@ class StagedBucket:
 
     def loads(self, lane: Lane, block: Tensor) -> Sequence[Copy]:
         """From its homes to its slot in ``block``, as the lane wants them."""
-        if "L" not in self._pieces:
-            slots = self._slots(block, self.copies)
-            self._pieces["L"] = lane.cut([(slot, home) for slot, (home, _) in zip(slots, self.copies, strict=True)])
-        return self._pieces["L"]
+        key: tuple[Kind, bool] = ("L", self.weights_loaded)
+        if key not in self._pieces:
+            copies = self.copies if self.state_copies is None or self.weights_loaded else self.state_copies
+            slots = self._slots(block, copies)
+            self._pieces[key] = lane.cut([(slot, home) for slot, (home, _) in zip(slots, copies, strict=True)])
+        return self._pieces[key]
 
     def stores(self, lane: Lane, block: Tensor) -> Sequence[Copy]:
         """From its slot in ``block`` to its homes, or for once to other ones, as the lane wants them."""
         if self.store_copies is not None:
             return self._cut_stores(lane, block, self.store_copies())
-        if "S" not in self._pieces:
-            self._pieces["S"] = self._cut_stores(lane, block, self.copies)
-        return self._pieces["S"]
+        if ("S", True) not in self._pieces:
+            self._pieces["S", True] = self._cut_stores(lane, block, self.copies)
+        return self._pieces["S", True]
 
     def _cut_stores(self, lane: Lane, block: Tensor, copies: Sequence[tuple[Tensor, int]]) -> Sequence[Copy]:
         slots = self._slots(block, copies)
@@ -90,9 +101,9 @@ class StagedBucket:
         if self.placement is not None and self.placement.block in blocks:
             self._pieces = {}
 
-    def live_at(self, copies: Sequence[tuple[Tensor, int]]) -> None:
+    def live_at(self, copies: Sequence[tuple[Tensor, int]], state_copies: Sequence[tuple[Tensor, int]] | None) -> None:
         """Have other homes from now on."""
-        self.copies, self.store_copies, self._pieces = copies, None, {}
+        self.copies, self.state_copies, self.store_copies, self._pieces = copies, state_copies, None, {}
 
     def move_to(self, residency: Residency) -> None:
         """Note where the newest bytes are now."""

@@ -11,6 +11,7 @@ import logging
 import math
 import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,18 +35,20 @@ from ..planning.cpu_share import best_fraction, host_bucket_bytes
 from ..planning.device_share import device_share
 from ..planning.schedule import BucketStep
 from ..policy import OffloadPolicy
-from ..state.adopt import adopt, is_exchanged
+from ..state.adopt import adopt, adopt_weights, is_exchanged
 from ..state.layout import StateLayout, in_dtypes_of, is_trained
 from ..state.shard import StateShard
 from ..state.store import StateStore, UserState
 from ..torch_compat.dtensor import has_replicas, local_shard
 from ..torch_compat.optim import unsupported_gradient
+from ..torch_compat.sharded_parameter import ShardedParameter
 from .begun_step import BegunStep, StepPhase
 from .executor import Pipeline
 from .homes import Plan
 from .lending import Lending
 from .phases import Phases
 from .step import Stepping, scaler_decides
+from .window import Window, group_nbytes
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +59,7 @@ class Engine:
     Attributes:
         cls: the user's optimizer class.
         steps: its logical steps.
+        window: parameters that live on the host, for as long as they are on the device; ``None``: all stay there.
         share: device memory that its state may take.
         loads_in_backward: whether loads begin before ``step()``: hooks on a model tell when a backward does.
         pinned: whether host memory is page-locked.
@@ -72,6 +76,7 @@ class Engine:
         device: torch.device,
         names: dict[Tensor, str],
         together: Mapping[Tensor, int],
+        sharded: Mapping[Tensor, ShardedParameter],
     ) -> None:
         self.cls = cls
         self.policy = policy
@@ -85,6 +90,8 @@ class Engine:
         self.habits = traits.habits
         self.pinned = device.type != "cpu" if policy.pin_memory is None else policy.pin_memory
         self._link: DeviceLink = device_link(device)
+        for one in sharded.values():
+            one.wait = partial(_wait_home, weakref.ref(self))
         self.host: HostUpdates | None = None
         self.tuning_of_host = ""  # what "auto" has chosen, and why
         if policy.host_fraction:
@@ -101,8 +108,10 @@ class Engine:
             pin=self.pinned,
             staged=self._pipeline.buckets,
             together=together,
+            sharded=sharded,
             host=self.host,
         )
+        self.window: Window | None = None
         self.lending = Lending(self.plan, self._pipeline)
         self.steps = Stepping(
             *(cls, self.layouts, policy, names, self.plan, self._pipeline, self.lending, self._link), pin=self.pinned
@@ -115,6 +124,26 @@ class Engine:
         self._link.join()
         # Ring and arena must not go while a copy still uses them. This runs before the attributes are dropped.
         weakref.finalize(self, _let_go, self._link, self._pipeline.number).atexit = False
+
+    def stream_parameters(self, groups: Sequence[Sequence[ShardedParameter]]) -> None:
+        """Bring parameters that live on the host to the device for each gather, group by group.
+
+        Those of this optimizer live with their state already. Frozen ones that no optimizer updates move home now; all
+        others stay where they are.
+
+        Raises:
+            MemoryError: host memory does not suffice.
+        """
+        frozen = [one for group in groups for one in group if is_frozen(one) and one.param not in self.plan.shards]
+        self.plan.add_frozen(frozen)
+        here = {one.param for one in frozen} | {p for p, shard in self.plan.shards.items() if shard.sharded}
+        streamed = [[one for one in group if one.param in here] for group in groups]
+        self.window = Window(
+            *(streamed, self.plan, self._pipeline, self._link),
+            self.share.window_bytes([group_nbytes(group) for group in streamed]),
+            serial=self.policy.runs_serially,
+        )
+        self._pipeline.weights = self.window
 
     # What is offloaded -------------------------------------------------------------------------------------------
 
@@ -146,6 +175,7 @@ class Engine:
         self.phases.park_new_state(self.plan.shards[param] for param in params)
         self.steps.forget_places()
         adopt((self.plan.shards[param], states.get(param)) for param in params)
+        adopt_weights(self.plan.shards[param] for param in params)
         for param in params:
             self.plan.shards[param].existed = bool(states.get(param))
 
@@ -296,6 +326,7 @@ class Engine:
         shards = self.plan.keep_on_device(buckets)
         self.steps.forget_places()
         adopt((shard, states.get(shard.param)) for shard in shards)
+        adopt_weights(shards)
         if self._pipeline.ring.nbytes > self.plan.ring_bytes:  # less passes through it now
             self.steps.give_back_ring()
             self.take_staging()
@@ -341,13 +372,15 @@ class Engine:
         return self._pipeline.ring.nbytes >= self.plan.ring_bytes
 
     def allocated_bytes(self) -> Allocated:
-        """Device memory that is in use, without staging and without state that stays there. On the CPU, all zero.
+        """Device memory that is in use, without what comes and goes and without state that stays. On the CPU, all zero.
 
         State that comes to stay later changes nothing about what else there is room for.
         """
         now, peak = self._link.allocated_bytes()
-        staying_bytes = 0 if self.device.type == "cpu" else self.plan.resident_bytes
-        return Allocated(now - staying_bytes, peak - staying_bytes)
+        if self.device.type == "cpu":
+            return Allocated(now, peak)
+        passing_bytes = 0 if self.window is None else self.window.passing_bytes
+        return Allocated(now - self.plan.resident_bytes - passing_bytes, peak - self.plan.resident_bytes)
 
     def room_bytes(self) -> int:
         """Device memory that would still be free at the highest point so far, less a reserve."""
@@ -367,6 +400,10 @@ class Engine:
                 state[name] = shard.on_device(name, self.device)
             if shard.master != "none":
                 drop_master(shard, state)
+            if shard.sharded is not None:
+                shard.sharded.live_on(self.device)
+        if self.window is not None:
+            self.window.return_to_device()
         self._counters_as_made(states)
 
     def _counters_as_made(self, states: StateStore) -> None:
@@ -419,6 +456,8 @@ class Engine:
         steps.speculation.step_ended(steps.layout)
         if not self.policy.runs_on_into_forward:
             steps.wait_for_all()
+            if self.window is not None:
+                self.wait_all_home()  # whoever reads a parameter now, in whatever way, finds the new one
         return bool(needed)
 
     def _take_results(self, begun: BegunStep, optimizer: Optimizer, created: list[Tensor], states: StateStore) -> None:
@@ -677,7 +716,10 @@ class Engine:
         for number in active:
             moves = bool(self._pipeline.buckets[number].copies)
             # Also for state of parameters without a gradient: the whole bucket is stored afterwards.
-            exists = moves and any(states.get(shard.param) for shard in self.plan[number].covers())
+            exists = moves and (
+                self._pipeline.buckets[number].has_weights
+                or any(states.get(shard.param) for shard in self.plan[number].covers())
+            )
             steps.append(BucketStep(number, load=exists, store=moves))
         # State that is on the device already is updated while the first loads arrive. Not where the optimizer sees
         # DTensors: which buckets move differs between ranks, and its collectives must come in the same order.
@@ -735,6 +777,17 @@ def inside(wrapper: object) -> Optimizer | None:
 
 def _param_ids(optimizer: Optimizer) -> list[list[int]]:
     return [[id(param) for param in group["params"]] for group in optimizer.param_groups]
+
+
+def _wait_home(engine: "weakref.ref[Engine]", param: Tensor) -> None:
+    found = engine()
+    if found is not None:
+        found.wait_home(param)
+
+
+def is_frozen(sharded: ShardedParameter) -> bool:
+    """Whether a parameter is one that nobody trains, of a type that can live on the host."""
+    return not is_trained(sharded.param) and sharded.is_plain
 
 
 def _zero_like(example: object) -> object:

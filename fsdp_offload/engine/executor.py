@@ -5,6 +5,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +23,22 @@ from .bucket import Residency, StagedBucket
 _pipeline_numbers = itertools.count(1)
 
 
+class Weights(Protocol):
+    """Parameters that pass through the ring with their state, and are on the device at other times as well."""
+
+    def will_hold(self, bucket: int) -> bool:
+        """Whether they will be on the device at the update of a bucket, and :meth:`fill` takes them from there."""
+
+    def fill(self, bucket: int, slot: Tensor, lane: Lane) -> None:
+        """Bring those of a bucket into its slot, for an update that is about to be issued in ``lane``."""
+
+    def updated(self, bucket: int, slot: Tensor, lane: Lane) -> None:
+        """An update has been issued in ``lane``, and the slot holds the new ones."""
+
+    def before_store(self, bucket: int, lane: Lane) -> None:
+        """Let ``lane`` wait until nobody loads those of a bucket from where they live."""
+
+
 class Pipeline:
     """Runs schedules over a growing list of buckets on one device.
 
@@ -29,6 +46,7 @@ class Pipeline:
         number: tells users of the device's staging memory apart.
         ring: what is there of the staging memory.
         buckets: by number.
+        weights: who brings parameters, where they live on the host with their state.
         host: who updates those of them that are the host's. They never move, but everything here waits for them.
         iteration: how long iterations take, and how long the compute stream stands still in them.
         before_load: called with the number of a bucket when its load is about to be issued.
@@ -40,6 +58,7 @@ class Pipeline:
         self.buckets: list[StagedBucket] = []
         self.host = host
         self.before_load: Callable[[int], None] | None = None
+        self.weights: Weights | None = None
         self._link = link
         self.number = next(_pipeline_numbers)
         self._lanes: dict[str, Lane] = link.lanes(serial=serial, beside_compute=beside_compute)
@@ -402,9 +421,9 @@ class Pipeline:
         with recorded(f"fsdp_offload {action.kind}{action.bucket}"):
             span.begin = lane.mark(span.begin)
             if action.kind == "L":
-                self._load(bucket, lane)
+                self._load(bucket, action.bucket, lane)
             elif action.kind == "S":
-                self._store(bucket, lane)
+                self._store(bucket, action.bucket, lane)
             else:
                 self._updates = span.number = self._updates + 1
                 self._update(bucket, action.bucket, lane, update)
@@ -414,23 +433,35 @@ class Pipeline:
         if bucket.placement is not None:
             self.ring.note_use(bucket.placement.block, lane if lane is not self._lanes["C"] else None, span.end)
 
-    def _load(self, bucket: StagedBucket, lane: Lane) -> None:
+    def _load(self, bucket: StagedBucket, number: int, lane: Lane) -> None:
         assert bucket.placement is not None
+        bucket.weights_loaded = self.weights is None or not bucket.has_weights or not self.weights.will_hold(number)
         lane.copy_pieces(bucket.loads(lane, self.ring.memory(bucket.placement.block)))
         bucket.move_to(Residency.LOADING)
 
-    def _store(self, bucket: StagedBucket, lane: Lane) -> None:
+    def _store(self, bucket: StagedBucket, number: int, lane: Lane) -> None:
         assert bucket.placement is not None
+        if self.weights is not None and bucket.has_weights:
+            self.weights.before_store(number, lane)
         lane.copy_pieces(bucket.stores(lane, self.ring.memory(bucket.placement.block)))
         bucket.move_to(Residency.STORING)
 
     def _update(self, bucket: StagedBucket, number: int, lane: Lane, update: Callable[[int], None]) -> None:
+        weights = self.weights if bucket.has_weights else None
+        if weights is not None and not bucket.weights_loaded:
+            weights.fill(number, self._slot_of(bucket), lane)
         with lane.running():
             update(number)
+        if weights is not None:
+            weights.updated(number, self._slot_of(bucket), lane)
         if self._beside_compute:
             self._unseen.add(number)
         if bucket.placement is not None:
             bucket.move_to(Residency.IN_SLOT)
+
+    def _slot_of(self, bucket: StagedBucket) -> Tensor:
+        assert bucket.placement is not None
+        return self.ring.memory(bucket.placement.block)[bucket.placement.offset :][: bucket.placement.nbytes]
 
     @staticmethod
     def _after(lane: Lane, other: Lane) -> Lane:
@@ -451,6 +482,11 @@ class Pipeline:
     def _creates(bucket: StagedBucket) -> bool:
         """Whether an update that is issued now makes state, in the ring."""
         return bucket.placement is not None and bucket.residency is not Residency.LOADING
+
+    def stored_mark(self, number: int) -> Mark | None:
+        """From when on the last store of a bucket has ended; ``None`` if there was none."""
+        store = self._spans.get(("S", number))
+        return None if store is None else store.end
 
     def wait_home(self, number: int) -> None:
         """Block the host until the arena holds the newest bytes of this bucket: wait for its store, and no other."""

@@ -7,7 +7,7 @@ import itertools
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ from ..cpu_update.job import passing_bytes
 from ..cpu_update.updates import HostUpdates
 from ..device.arena import Region
 from ..device.host_limits import check_host_memory
-from ..optimizers.bound_range import BoundRange, bind_range, slot_values
+from ..optimizers.bound_range import BoundRange, bind_range, slot_values, slot_weights
 from ..optimizers.learn import Layouts
 from ..planning.buckets import PAGE_BYTES, Bucket, BucketPlan, Copy, ShardSpec, aligned, join_copies, plan_buckets
 from ..planning.cpu_share import NOTHING_YET, Taken, choose_host_share, host_bucket_bytes
@@ -30,6 +30,7 @@ from ..state.layout import LeafLayout, in_dtypes_of, is_wrapper
 from ..state.shard import Home, StateShard
 from ..state.store import StateStore
 from ..torch_compat.dtensor import has_replicas, is_dtensor, largest_local_numel, local_shard
+from ..torch_compat.sharded_parameter import ShardedParameter
 from .bucket import StagedBucket
 
 _LASTING_SHARE = 25
@@ -52,6 +53,15 @@ class Arena:
     begins: tuple[int, ...] = (0, 0)
 
 
+class WeightRange(NamedTuple):
+    """The elements ``[start, stop)`` of a parameter, and the byte of a slot at which they begin."""
+
+    shard: StateShard
+    start: int
+    stop: int
+    offset: int
+
+
 @dataclass(frozen=True)
 class PlannedBucket:
     """A bucket, and the shards its numbers refer to; ``arena`` is ``None`` for state that is resident."""
@@ -59,7 +69,9 @@ class PlannedBucket:
     bucket: Bucket
     shards: Sequence[StateShard]
     arena: Arena | None
-    _known_copies: dict[tuple[int | None, ...], list[tuple[Tensor, int]]] = field(default_factory=dict, init=False)
+    _known_copies: dict[tuple[bool | int | None, ...], list[tuple[Tensor, int]]] = field(
+        default_factory=dict, init=False
+    )
 
     def covers(self) -> Iterator[StateShard]:
         """The shards of which it holds at least a range."""
@@ -70,28 +82,50 @@ class PlannedBucket:
         """Whether it is updated on the host."""
         return any(shard.on_host for shard in self.covers())
 
-    def copies(self, side_of: Callable[[StateShard], int | None]) -> list[tuple[Tensor, int]]:
+    def copies(
+        self, side_of: Callable[[StateShard], int | None], *, with_weights: bool = True
+    ) -> list[tuple[Tensor, int]]:
         """The transfers between the arena and a slot: bytes at home, and an offset in the slot.
 
         Args:
             side_of: which home of a shard; ``None`` leaves it out.
+            with_weights: the parameters that live with their state, too.
         """
         if self.arena is None:
             return []
         regions = {piece.shard: _region_of(self.shards[piece.shard], side_of) for piece in self.bucket.ranges}
-        key = tuple(regions.values())
+        key = with_weights, *regions.values()
         if key not in self._known_copies:  # state that moves to and fro comes back to the same few
-            self._known_copies[key] = self._copies_of(self.arena, regions)
+            self._known_copies[key] = self._copies_of(self.arena, regions, with_weights=with_weights)
         return self._known_copies[key]
 
-    def _copies_of(self, arena: Arena, regions: Mapping[int, int | None]) -> list[tuple[Tensor, int]]:
+    def _copies_of(
+        self, arena: Arena, regions: Mapping[int, int | None], *, with_weights: bool
+    ) -> list[tuple[Tensor, int]]:
+        weights = set() if with_weights else {part.offset for part in self.weights}
+        wanted = [part for part in self.bucket.leaf_copies if part[1].slot_offset not in weights]
         found: list[tuple[Tensor, int]] = []
-        for number, run in itertools.groupby(self.bucket.leaf_copies, key=lambda part: regions[part[0]]):
+        for number, run in itertools.groupby(wanted, key=lambda part: regions[part[0]]):
             if number is not None:
                 region, begin = arena.regions[number].bytes, arena.begins[number]
                 copies: Iterator[Copy] = join_copies((copy for _, copy in run), arena.breaks)
                 found += [(region[copy.home_offset - begin :][: copy.nbytes], copy.slot_offset) for copy in copies]
         return found
+
+    def live_copies(self) -> tuple[list[tuple[Tensor, int]], list[tuple[Tensor, int]] | None]:
+        """The transfers from and to where the state lives now; and those without parameters, if there are any."""
+        with_weights = self.arena is not None and bool(self.weights)
+        return self.copies(home_side), self.copies(home_side, with_weights=False) if with_weights else None
+
+    @cached_property
+    def weights(self) -> tuple[WeightRange, ...]:
+        """Where in a slot the elements of parameters lie that live with their state."""
+        pieces = zip(self.bucket.ranges, self.bucket.leaf_offsets, strict=True)
+        return tuple(
+            WeightRange(self.shards[piece.shard], piece.start, piece.stop, offsets[0])
+            for piece, offsets in pieces
+            if self.shards[piece.shard].weights is not None and piece.stop > piece.start
+        )
 
 
 class Plan:
@@ -101,6 +135,7 @@ class Plan:
         shards: by parameter, in planning order: the same on every rank.
         regions: the host memory of the homes.
         spare_bytes: of ``regions``, what is second homes.
+        frozen_bytes: of ``regions``, what is parameters that nobody updates.
         ring: the blocks of the ring: of the device memory that buckets pass through.
         resident_bytes: device memory of the homes that never leave it, padding included.
         host_fraction: of the state, what the host updates from now on.
@@ -116,6 +151,7 @@ class Plan:
         pin: bool,
         staged: list[StagedBucket],
         together: Mapping[Tensor, int],
+        sharded: Mapping[Tensor, ShardedParameter],
         host: HostUpdates | None = None,
     ) -> None:
         self.host_fraction = 0.0 if policy.host_fraction == "auto" else policy.host_fraction
@@ -125,6 +161,7 @@ class Plan:
         self.regions: list[Region] = []
         self._of_resident: list[tuple[Region, list[StateShard]]] = []  # those of the regions that only these may use
         self.spare_bytes = 0
+        self.frozen_bytes = 0
         self.ring = RingBlocks(())
         self.resident_bytes = 0
         self._passing_limit_bytes: int | None = None  # of what comes and goes, once it is known
@@ -138,6 +175,7 @@ class Plan:
         self._device = device
         self._pin = pin
         self._together = together
+        self._sharded = sharded
         self._buckets: list[PlannedBucket] = []
         self._no_bytes = torch.empty(0, dtype=torch.uint8, device=device)
         self._staged = staged  # the pipeline's list: one entry for each of ours
@@ -180,6 +218,10 @@ class Plan:
             on_locals = self._layouts.traits.elementwise
             together = self._together.get(param, -1)
             shard = StateShard(param, name, on_locals, False, layout, group_of[param], master, together)
+            shard.sharded = self._sharded.get(param)
+            if shard.sharded is not None:
+                local = local_shard(param)
+                shard.weights = LeafLayout(tuple(local.shape), local.stride(), local.dtype)
             shards.append(shard)
         self._choose_host(shards)
         for shard in shards:
@@ -188,11 +230,31 @@ class Plan:
         self.shards.update((shard.param, shard) for shard in shards)
         self._place()
 
+    def add_frozen(self, frozen: Sequence[ShardedParameter]) -> None:
+        """Let parameters without state live on the host.
+
+        Raises:
+            MemoryError: host memory does not suffice; nothing has been taken.
+        """
+        specs = [ShardSpec(one.param.numel(), (local_shard(one.param).nbytes,), False) for one in frozen]
+        plan = plan_buckets(specs, 1 << 62)
+        held_bytes = sum(region.nbytes for region in self.regions)
+        check_host_memory(plan.home_nbytes, self._policy.host_limit_bytes, held_bytes)
+        region = self._region(plan.home_nbytes, plan.home_breaks)
+        for one, (offset,) in zip(frozen, plan.home_offsets, strict=True):
+            local = local_shard(one.param)
+            layout = LeafLayout(tuple(local.shape), local.stride(), local.dtype)
+            home = _host_leaf(region, offset, layout)
+            home.copy_(local)
+            one.live_at(home)
+        self.regions += [region] if region.nbytes else []
+        self.frozen_bytes += region.nbytes
+
     def may_cut(self, shard: StateShard, group: Mapping[str, object]) -> bool:
         """Whether the tested table says that this shard gives the same bits in pieces, in this group."""
         local = local_shard(shard.param)
         dtype = local.dtype if shard.master == "none" else torch.float32
-        device_type = local.device.type
+        device_type = self._device.type
         if shard.on_host:
             group = {**group, **self._layouts.traits.host_options(group, with_complex=local.is_complex())}
             device_type = "cpu"
@@ -291,7 +353,7 @@ class Plan:
         for (arena, shards, begin), region in zip(found, taken, strict=True):
             number, first = len(arena.regions), arena.regions[0].bytes.data_ptr()
             for shard in shards:
-                leaves = [leaf for leaves in shard.home_leaves.values() for leaf in leaves]
+                leaves = list(shard.home.all_leaves())
                 offsets = [leaf.data_ptr() - first - begin if leaf.numel() else 0 for leaf in leaves]
                 layouts = zip(offsets, shard.leaf_layouts, strict=True)
                 shard.places.append(shard.home_over([_host_leaf(region, offset, leaf) for offset, leaf in layouts]))
@@ -307,7 +369,7 @@ class Plan:
         for arena in {id(one.arena): one.arena for one in self._buckets if one.arena is not None}.values():
             covered = (shard for one in self._buckets if one.arena is arena for shard in one.covers())
             shards = [shard for shard in dict.fromkeys(covered) if len(shard.places) == 1 and not shard.resident]
-            leaves = [leaf for shard in shards for leaves in shard.home_leaves.values() for leaf in leaves]
+            leaves = [leaf for shard in shards for leaf in shard.home.all_leaves()]
             first = arena.regions[0].bytes.data_ptr() if arena.regions[0].nbytes else 0
             begins = [leaf.data_ptr() - first for leaf in leaves if leaf.numel()]
             if begins:
@@ -406,7 +468,7 @@ class Plan:
                 shard.buckets.append(len(self._buckets))
             planned = PlannedBucket(bucket, shards, arena)
             self._buckets.append(planned)
-            self._staged.append(StagedBucket(None, planned.copies(home_side)))
+            self._staged.append(StagedBucket(None, *planned.live_copies()))
 
     def _place(self) -> None:
         """Choose the blocks of the ring. Where in it a bucket passes through depends on the order of each step."""
@@ -464,14 +526,18 @@ class Plan:
         bound = []
         for piece, offsets in zip(planned.bucket.ranges, planned.bucket.leaf_offsets, strict=True):
             shard = planned.shards[piece.shard]
+            weights = None
             if shard.resident or shard.on_host:
                 values = shard.values_at(shard.side, piece.start, piece.stop)
             else:
                 begin = staged.placement.offset if staged.placement else 0
                 places = [begin + offset for offset in offsets]
-                take = partial(_slot_leaf, block if block is not None else self._no_bytes, places)
+                # Optimizers of others may look at storages; those of torch that work on local tensors do not.
+                leaf = _view_leaf if self._layouts.traits.known and shard.on_locals else _slot_leaf
+                take = partial(leaf, block if block is not None else self._no_bytes, places)
                 values = slot_values(shard, piece.start, piece.stop, take)
-            bound.append(bind_range(shard, piece.start, piece.stop, values))
+                weights = slot_weights(shard, piece.start, piece.stop, take)
+            bound.append(bind_range(shard, piece.start, piece.stop, values, weights))
         return bound
 
     def clear(self) -> None:
@@ -586,6 +652,10 @@ def _device_leaf(block: Tensor, offset: int, leaf: LeafLayout) -> Tensor:
 
 def _slot_leaf(block: Tensor, places: Sequence[int], leaf: int, nbytes: int) -> Tensor:
     return _own_storage(block, places[leaf], nbytes)
+
+
+def _view_leaf(block: Tensor, places: Sequence[int], leaf: int, nbytes: int) -> Tensor:
+    return block[places[leaf] : places[leaf] + nbytes]
 
 
 def _own_storage(block: Tensor, offset: int, nbytes: int) -> Tensor:

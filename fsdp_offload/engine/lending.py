@@ -19,7 +19,7 @@ from ..state.shard import Home, StateShard
 from ..state.store import StateStore
 from ..torch_compat.dtensor import version_of
 from .executor import Pipeline
-from .homes import Plan, home_side
+from .homes import Plan
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +47,7 @@ class Lending:
             # Resident state that is away is copied, since it may leave again at any time.
             for place in (shard.host_places if shard.resident else shard.places)
             if not (shard.resident and place is shard.home)
-            for leaves in place.leaves.values()
-            for leaf in leaves
+            for leaf in place.all_leaves()
             if leaf.numel()
         }
 
@@ -132,13 +131,13 @@ class Lending:
         """The inverse of :meth:`commit_moves`."""
         self._move(moved, states)
         for number in {number for shard in moved for number in shard.buckets}:
-            self._pipeline.buckets[number].live_at(self._plan[number].copies(home_side))
+            self._pipeline.buckets[number].live_at(*self._plan[number].live_copies())
 
     @staticmethod
     def _move(moved: Sequence[StateShard], states: StateStore) -> None:
         for shard in moved:
             state, old = states.get(shard.param), shard.homes
-            shard.side = 1 - shard.side
+            shard.flip()
             state.update((name, home) for name, home in shard.homes.items() if state.get(name) is old[name])
 
     def store_home(self, steps: Iterable[BucketStep]) -> None:
@@ -146,16 +145,16 @@ class Lending:
         for step in steps:
             bucket = self._pipeline.buckets[step.bucket]
             if bucket.store_copies is not None:
-                bucket.live_at(self._plan[step.bucket].copies(home_side))
+                bucket.live_at(*self._plan[step.bucket].live_copies())
 
 
-def _versions(homes: Iterable[Home]) -> list[tuple[int, ...]]:
+def _versions(homes: Sequence[Home]) -> list[tuple[int, ...]]:
     """Changes with every write into one of the homes: through a DTensor, its local tensor, or what that consists of."""
     return [
         (*version_of(value), *(leaf._version for leaf in home.leaves[name]))
         for home in homes
         for name, value in home.values.items()
-    ]
+    ] + [(home.weights._version,) for home in homes if home.weights is not None]
 
 
 def _has_to_move(shard: StateShard) -> bool:

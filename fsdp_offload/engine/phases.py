@@ -124,16 +124,16 @@ class Phases:
         for shard, new in zip(shards, places, strict=True):
             state, old = states.get(shard.param), shard.homes
             shard.move(new)
+            shard.point_param()
             state.update((name, home) for name, home in shard.homes.items() if state.get(name) is old[name])
 
 
 def _bytes_of(targets: Iterable[Home], sources: Iterable[Home]) -> Iterator[tuple[Tensor, Tensor]]:
     """Of each pair of homes the leaves, as flat ``uint8`` tensors."""
     for target, source in zip(targets, sources, strict=True):
-        for name, leaves in target.leaves.items():
-            for one, other in zip(leaves, source.leaves[name], strict=True):
-                if one.numel():
-                    yield _flat(one), _flat(other)
+        for one, other in zip(target.all_leaves(), source.all_leaves(), strict=True):
+            if one.numel():
+                yield _flat(one), _flat(other)
 
 
 def _flat(leaf: Tensor) -> Tensor:

@@ -203,6 +203,8 @@ class Speculation:
         self._method = weakref.WeakMethod(take_back)
         if not layouts.traits.elementwise or not layouts.traits.known:
             self.unavailable = "this optimizer does not work element by element, or is not in the tested table"
+        elif policy.parameters:
+            self.unavailable = "there is no way back for parameters that live on the host"
         self._layout: object = None  # of the buckets for which there is memory
         self._way_back: WayBack | None = None
         self._is_on = False

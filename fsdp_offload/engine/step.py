@@ -420,9 +420,9 @@ class Stepping:
             problem = "hyperparameters have changed since then"
         elif scaler_decides(optimizer, kwargs):
             problem = "a GradScaler decides only now whether there is a step"
-        elif begun.versions != self._home_versions(begun, states):
-            problem = "optimizer.state has changed since then"
         else:
+            if begun.versions != self._home_versions(begun, states):
+                problem = "optimizer.state has changed since then"
             for param, (_, version) in begun.spent.items():
                 if not is_spent(param):
                     problem = f"the gradient of {self._names.get(param, 'a parameter')} has been exchanged since then"
@@ -485,7 +485,8 @@ class Stepping:
 
     def _home_versions(self, begun: BegunStep, states: StateStore) -> list[object]:
         """Changes when somebody writes into the state that there was when the step began."""
-        found: list[object] = []
+        loaded = (*begun.watched, *filter(_is_offloaded, begun.without_state))
+        found: list[object] = [version_of(shard.param) for shard in loaded if shard.weights is not None]
         for shard in begun.watched:
             state, leaves = states.get(shard.param), shard.home_leaves
             for name, home in shard.homes.items():

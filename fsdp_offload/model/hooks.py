@@ -76,9 +76,11 @@ class Overlap:
         self._unguard: dict[int, Callable[[], None]] = {}  # by group
         self._undo: list[Callable[[], None]] = []
         for number, group in enumerate(self._groups):
-            names = ("_before_gather", "_before_use", "_before_reduce", "_reduced")
+            names = ["_before_gather", "_before_use", "_before_reduce", "_reduced"]
+            if engine.window is not None:
+                names += ["_before_read", "_after_read"]
             self._undo.append(group.hook(*(partial(_call, overlap, last, name, number) for name in names)))
-        if engine.policy.runs_on_into_forward:
+        if engine.policy.runs_on_into_forward or engine.window is not None:
             for register in _state_dict_hooks(model):
                 handle: RemovableHandle = register(partial(_call, overlap, last, "_before_state_dict"))
                 self._undo.append(handle.remove)
@@ -141,6 +143,8 @@ class Overlap:
         buckets = self._buckets(engine)
         engine.steps.backward_order = _by_last_appearance(buckets[number] for number in order)
         self.forget_reductions()
+        if engine.window is not None:
+            engine.window.step_ended()
         if engine.policy.guards:
             self._guard(engine)
         if not engine.policy.runs_serially:  # whose marks make the host wait
@@ -196,6 +200,10 @@ class Overlap:
         if not any(self._seen):
             self._rehearsal.conclude(engine)
         room_bytes = self._elastic.backward_begins(engine)
+        if engine.window is not None:
+            engine.window.held_for_updates = (
+                engine.steps.updates_early and any(self._expected) and self._in_last_backward
+            )
         if any(self._expected) and self._in_last_backward:
             engine.load_ahead(optimizer, self._get_states(optimizer), room_bytes)
 
@@ -204,11 +212,23 @@ class Overlap:
         """Whether no further one comes before the step, as it was in the steps before: loads begin in that one."""
         return all(seen >= expected - 1 for seen, expected in zip(self._seen, self._expected, strict=True))
 
+    def _before_read(self, number: int, stream: torch.Stream | None, in_backward: bool) -> None:
+        engine = self._engine()
+        if engine is not None and engine.window is not None:
+            engine.window.lend(number, stream, in_backward=in_backward)
+
+    def _after_read(self, number: int, stream: torch.Stream | None) -> None:
+        engine = self._engine()
+        if engine is not None and engine.window is not None:
+            engine.window.take_back(number, stream)
+
     def _before_state_dict(self, *_: object) -> None:
         engine = self._engine()
         if engine is not None:
             engine.steps.take_back()
             engine.steps.wait_for_all()
+            if engine.window is not None:
+                engine.wait_all_home()  # whoever reads parameters there does it on the host
             self.unguard()
 
     def _before_reduce(self, number: int) -> None:
@@ -288,11 +308,16 @@ def make_overlap(
             "offload_optimizer: overlap='iteration' uses gradients as fully_shard makes them, and this optimizer reads "
             "param.decoupled_grad, which is made later. Use overlap='forward'."
         )
-    if not policy.runs_on_into_forward and not group_numbers(model, policy).keys() & engine.names.keys():
+    if (
+        not (policy.runs_on_into_forward or policy.parameters)
+        and not group_numbers(model, policy).keys() & engine.names.keys()
+    ):
         return None  # nothing to hook into: loads begin in step()
-    wanted = f"OffloadPolicy(overlap={policy.overlap!r})"
+    wanted = f"OffloadPolicy({'parameters=True' if policy.parameters else f'overlap={policy.overlap!r}'})"
     if model is None:
         raise ValueError(f"offload_optimizer: {wanted} needs model=..., into whose forward and backward it hooks.")
+    if policy.parameters:
+        engine.stream_parameters([group.sharded() for group in sharding_groups(model)])
     overlap = Overlap(model, optimizer, engine, get_states)
     if policy.runs_on_into_forward and not overlap.in_groups & set(engine.plan.shards):
         overlap.remove()
@@ -315,7 +340,7 @@ def group_numbers(model: nn.Module | None, policy: OffloadPolicy) -> dict[Tensor
     try:
         groups = sharding_groups(model)
     except NotImplementedError:
-        if policy.runs_on_into_forward:
+        if policy.runs_on_into_forward or policy.parameters:
             raise
         return {}
     return {param: number for number, group in enumerate(groups) for param in group.params}

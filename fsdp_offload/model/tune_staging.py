@@ -17,6 +17,7 @@ The allocator counts in program order, as the host issues; what the device has d
 import math
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from ..engine.engine import Engine
@@ -35,6 +36,7 @@ class Elastic:
         self._peak_at_attach_bytes = engine.allocated_bytes().peak if self._wanted else 0
         self._steps = 0
         self._plan: StagingPlan | None = None
+        self._window_plan: StagingPlan | None = None
         self._uses_bytes: list[int] = []
         self._points_bytes: list[int] = []
         self._first_group: int | None = None  # of a forward
@@ -52,8 +54,11 @@ class Elastic:
         self._forget_begin()
         if self._learns:
             self._learn_use(engine, number)
-        elif self._plan is not None:
-            engine.give_back_staging(self._plan.at_use(self._uses))
+        elif self._plan is not None or self._window_plan is not None:
+            if self._plan is not None:
+                engine.give_back_staging(self._plan.at_use(self._uses))
+            if self._window_plan is not None and engine.window is not None and torch.is_grad_enabled():
+                engine.window.shrink(self._window_plan.at_use(self._uses))
             self._uses += 1
 
     def _learn_use(self, engine: Engine, number: int) -> None:
@@ -86,7 +91,7 @@ class Elastic:
         """Of a backward behind whose beginning no gradients came."""
         if self._begins:
             self._begins = False
-            self._points -= self._plan is not None
+            self._points -= self._plan is not None or self._window_plan is not None
             if self._learns:
                 self._points_bytes.pop()
 
@@ -95,9 +100,13 @@ class Elastic:
             if self._in_forward:
                 self._in_forward, self._last_backward = False, len(self._points_bytes)
             self._points_bytes.append(engine.allocated_bytes().now)
-        if self._plan is None:
+        if self._plan is None and self._window_plan is None:
             return math.inf
         number, self._points = self._points, self._points + 1
+        if self._window_plan is not None and engine.window is not None and engine.window.may_grow:
+            engine.window.grow(self._window_plan.at_point(number, engine.allocated_bytes().now))
+        if self._plan is None:
+            return math.inf
         allocated_bytes = 0 if engine.has_all_staging else engine.allocated_bytes().now
         return self._plan.at_point(number, allocated_bytes)
 
@@ -125,7 +134,10 @@ class Elastic:
             buckets = (engine.steps.buckets_of(group) for group in self._groups)
             largest_bytes = max(map(engine.plan.moving_bytes, buckets), default=0)
             wanted_bytes = min(moving_bytes, largest_bytes + engine.share.ring_bytes(engine.policy.bucket_bytes))
-        why_not = _why_none_passes(engine)
+            if engine.window is not None:
+                # It shares its room with what is still to be stored then.
+                wanted_bytes += largest_bytes + _backlog_bytes(engine)
+        why_not = "" if engine.window is not None else _why_none_passes(engine)
         if why_not:
             wanted_bytes = 0
         plan = plan_staging(
@@ -136,6 +148,15 @@ class Elastic:
             spread=engine.policy.updates_in_backward or not engine.policy.runs_on_into_forward,
             last_backward=self._last_backward,
         )
+        if engine.window is not None:
+            self._window_plan = plan_staging(
+                self._uses_bytes,
+                self._points_bytes,
+                peak_bytes,
+                engine.window.wanted_bytes,
+                spread=False,
+                last_backward=self._last_backward,
+            )
         if plan is not None and lasting_bytes + plan.nbytes > engine.plan.ring_bytes:
             engine.resize_staging(plan.nbytes)
             self._plan = plan
@@ -149,6 +170,16 @@ class Elastic:
                 else f"always there: {why_not or 'there is no room for more'}."
             )
         )
+
+
+def _backlog_bytes(engine: Engine) -> int:
+    """Of updates that run in a backward: what is still to be stored when it ends. Waits for the device."""
+    last = engine.iteration.last() if engine.policy.updates_in_backward else None
+    if last is None:
+        return 0
+    store_ms = engine.step_times().store_ms
+    left_ms = max(0.0, store_ms - (last.ms - last.forward_ms - last.stalled_ms))
+    return int(engine.plan.moving_bytes() * left_ms / store_ms) if store_ms else 0
 
 
 def _why_none_passes(engine: Engine) -> str:

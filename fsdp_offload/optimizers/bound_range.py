@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..state.shard import StateShard
-from ..torch_compat.dtensor import local_shard
+from ..torch_compat.dtensor import local_shard, over_local
 
 
 @dataclass(eq=False)
@@ -52,11 +52,19 @@ class BoundRange:
         return self.shard.master != "none"
 
 
-def bind_range(shard: StateShard, start: int, stop: int, values: dict[str, Tensor]) -> BoundRange:
-    """Bind the elements ``[start, stop)`` of ``shard`` to ``values``, its state tensors on the device."""
+def bind_range(
+    shard: StateShard, start: int, stop: int, values: dict[str, Tensor], weights: Tensor | None = None
+) -> BoundRange:
+    """Bind the elements ``[start, stop)`` of ``shard`` to ``values``, its state tensors on the device.
+
+    ``weights``: the parameter's own elements there, if it does not stay on the device.
+    """
     local = local_shard(shard.param)
     last = stop == shard.local_numel
     whole = start == 0 and last
+    if weights is not None:
+        param = weights if shard.on_locals else over_local(shard.param, weights)
+        return BoundRange(shard, start, stop, param, values, last, local.data_ptr())
     own = not shard.on_locals or (whole and local is shard.param and shard.master == "none")
     param = shard.param if own else _alias(local, start, stop, whole=whole)
     return BoundRange(shard, start, stop, param, values, last, local.data_ptr())
@@ -68,7 +76,7 @@ def slot_values(shard: StateShard, start: int, stop: int, take: Callable[[int, i
     ``take(leaf, nbytes)`` is a flat ``uint8`` tensor over the first ``nbytes`` bytes of that leaf's place.
     """
     whole = start == 0 and stop == shard.local_numel
-    numbers = itertools.count()
+    numbers = itertools.count(0 if shard.weights is None else 1)
     values = {}
     for name, value in shard.layout.values.items():
         parts = []
@@ -78,6 +86,17 @@ def slot_values(shard: StateShard, start: int, stop: int, take: Callable[[int, i
             parts.append(typed.as_strided(layout.shape, layout.stride) if whole else typed)
         values[name] = parts[0] if shard.on_locals else value.build(parts)
     return values
+
+
+def slot_weights(shard: StateShard, start: int, stop: int, take: Callable[[int, int], Tensor]) -> Tensor | None:
+    """The parameter's elements over the slot, as :func:`slot_values`; ``None``: it does not live with its state."""
+    layout = shard.weights
+    if layout is None:
+        return None
+    whole = start == 0 and stop == shard.local_numel
+    nbytes = layout.nbytes if whole else (stop - start) * layout.dtype.itemsize
+    typed = take(0, nbytes).view(layout.dtype)
+    return typed.as_strided(layout.shape, layout.stride) if whole else typed
 
 
 def _alias(local: Tensor, start: int, stop: int, *, whole: bool) -> Tensor:

@@ -164,6 +164,8 @@ def _gradient(bound: BoundRange, habits: Habits) -> Tensor | None:
     grad = habits.gradient(bound.shard.param)
     if grad is None:
         return None
+    if not bound.shard.on_locals:
+        return grad
     return local_shard(grad) if bound.whole else local_range(local_shard(grad), bound.start, bound.stop)
 
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from ..policy import MasterKind
 from ..state.layout import NotUnderstoodError, StateLayout, ValueLayout, describe_value
 from ..state.store import UserState
-from ..torch_compat.dtensor import has_inner_tensors, is_dtensor, local_shard, over_local, placements_of
+from ..torch_compat.dtensor import compute_device, has_inner_tensors, is_dtensor, local_shard, over_local, placements_of
 from . import Traits
 from .masters import MASTER, kept_dtype, kind_for
 from .scratch import constructor_options, like_optimizer, notes_on, random_values, randomness_kept
@@ -160,14 +160,14 @@ class Layouts:
         initial = traits.habits.initial_state(optimizer, param)
         if initial is not None:
             return describe_state(traits.habits.without_dispensable(param, initial))
-        generator = torch.Generator(local_shard(param).device).manual_seed(0)
+        generator = torch.Generator(compute_device(param)).manual_seed(0)
         dtype = local_shard(param).dtype if master == "none" else torch.float32
         scratch = _small_like(param, dtype, generator) if traits.state_like_param else _like(param, generator)
         if not traits.known:  # it may look at anything that is true of a parameter
             scratch = nn.Parameter(scratch, param.requires_grad)
             scratch.__dict__.update(notes_on(param, tuple(param.shape)))
         traits.habits.hand_gradient(scratch, _gradient_of(scratch, generator))
-        with randomness_kept(local_shard(param).device), torch.no_grad():
+        with randomness_kept(compute_device(param)), torch.no_grad():
             after, entries = self._first_step(optimizer, param, scratch, group)
         self._new_entries.update((name, value) for name, value in entries.items() if name not in group)
         if scratch not in after:
@@ -272,7 +272,7 @@ def _with_master(layout: StateLayout, local: Tensor, kind: MasterKind) -> StateL
 
 def _small_like(param: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
     shape = (8, 8) if param.dim() == 2 else (_SCRATCH_NUMEL,)
-    return random_values(local_shard(param).new_empty(shape, dtype=dtype).detach(), generator)
+    return random_values(torch.empty(shape, dtype=dtype, device=compute_device(param)), generator)
 
 
 def _gradient_of(scratch: Tensor, generator: torch.Generator) -> Tensor:

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from ..state.layout import is_trained, leaves_of
 from ..state.store import UserState
-from ..torch_compat.dtensor import local_shard
+from ..torch_compat.dtensor import compute_device, local_shard
 from ..torch_compat.optim import no_global_step_hooks
 from .shadow import Shadow, fill_bare
 from .shared_values import SharedValues, instance_attributes
@@ -240,8 +240,10 @@ def _tensors_within(value: Any, seen: set[int]) -> Iterator[Tensor]:
 
 def without_gradient(params: Sequence[Tensor]) -> list[Tensor]:
     """Something that stands for the parameters of a group none of which has a gradient."""
-    local = local_shard(params[0]) if params else None
-    return [] if local is None else [torch.zeros((1,) * local.dim(), dtype=local.dtype, device=local.device)]
+    if not params:
+        return []
+    local = local_shard(params[0])
+    return [torch.zeros((1,) * local.dim(), dtype=local.dtype, device=compute_device(params[0]))]
 
 
 def instance_attributes_of(values: types.SimpleNamespace) -> dict[str, Any]:
@@ -349,7 +351,7 @@ def small_shape(shape: tuple[int, ...], sizes: Mapping[int, int]) -> tuple[int, 
 
 
 def _scratch_like(param: Tensor, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    data = torch.empty(shape, dtype=param.dtype, device=local_shard(param).device)
+    data = torch.empty(shape, dtype=param.dtype, device=compute_device(param))
     scratch = nn.Parameter(random_values(data, generator), requires_grad=takes_fractions(data))
     # What the user has noted on a parameter (`param.use_muon = True`) may decide what is done with it.
     scratch.__dict__.update(notes_on(param, shape))

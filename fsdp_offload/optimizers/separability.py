@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..state.layout import leaves_of
-from ..torch_compat.dtensor import local_shard
+from ..torch_compat.dtensor import compute_device
 from .dependence import DependenceTrace, Mixture
 from .scratch import (
     Scratch,
@@ -71,7 +71,7 @@ def judge(cls: type[Optimizer], optimizer: Optimizer) -> Verdict:
 
     Compiled functions run eagerly here: what flows where does not depend on that.
     """
-    device = next((local_shard(p).device for group in optimizer.param_groups for p in group["params"]), None)
+    device = next((compute_device(p) for group in optimizer.param_groups for p in group["params"]), None)
     if device is None:
         return Verdict()
     with (

@@ -1,6 +1,7 @@
 """How ``OffloadPolicy.device_bytes`` is divided between state that passes through the device and state that stays."""
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..policy import OffloadPolicy
@@ -36,6 +37,14 @@ class DeviceShare:
     staying_is_learnt: bool = False
     staying_limit_bytes: int | None = None
 
+    def window_bytes(self, group_bytes: Sequence[int]) -> int:
+        """Device bytes for parameters that live on the host, when the groups that are gathered take so much.
+
+        The largest, and two more, so that loads run ahead by one.
+        """
+        *_, second, largest = [0, 0, *sorted(group_bytes)]
+        return min(largest + 2 * second, sum(group_bytes))
+
     def ring_bytes(self, bucket_bytes: int) -> int:
         """Device bytes through which buckets pass: without the room for state under creation."""
         return self.passing_bytes - bucket_bytes
@@ -58,5 +67,7 @@ def device_share(policy: OffloadPolicy, *, elementwise: bool) -> DeviceShare:
         return DeviceShare(passing_bytes=passing_bytes, staying_bytes=rest_bytes)
     if policy.runs_on_into_forward:
         begin_bytes = _BUCKETS_AT_FIRST * policy.bucket_bytes
-        return DeviceShare(passing_bytes=begin_bytes, passing_is_learnt=True, staying_is_learnt=elementwise)
+        # Whoever keeps parameters on the host has no room for state that stays.
+        stays = elementwise and not policy.parameters
+        return DeviceShare(passing_bytes=begin_bytes, passing_is_learnt=True, staying_is_learnt=stays)
     return DeviceShare(passing_bytes=buckets * policy.bucket_bytes)

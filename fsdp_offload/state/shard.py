@@ -4,7 +4,7 @@ A *value* is what an optimizer keeps under a name: a plain tensor, a DTensor, or
 knows its inner tensors. Its *leaves* are the dense plain tensors inside; only leaves are ever copied.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..policy import MasterKind
 from ..torch_compat.dtensor import local_shard, over_local
+from ..torch_compat.sharded_parameter import ShardedParameter
 from .layout import LeafLayout, Reader, StateLayout
 
 
@@ -22,12 +23,21 @@ class Home:
     Attributes:
         leaves: dense tensors over it, by state name.
         values: what ``optimizer.state[param]`` holds for each name, over ``leaves``.
+        weights: the parameter's local shard, if it lives with its state.
         readers: whoever was given it to read; some of them may have finished.
     """
 
     leaves: dict[str, list[Tensor]]
     values: dict[str, Tensor]
+    weights: Tensor | None = None
     readers: list[Reader] = field(default_factory=list)
+
+    def all_leaves(self) -> Iterator[Tensor]:
+        """The dense tensors over it, the parameter's own included, in the order in which they lie there."""
+        if self.weights is not None:
+            yield self.weights
+        for leaves in self.leaves.values():
+            yield from leaves
 
     def is_read(self) -> bool:
         """Whether anybody still reads it."""
@@ -58,6 +68,8 @@ class StateShard:
         resident: its home is on the device, except between ``offload_states()`` and ``reload_states()``.
         on_host: it is updated on the host, in its home.
         mirror: host memory for this rank's part of the parameter, which is updated there then; ``uint8``, in its order.
+        sharded: the parameter as ``fully_shard`` knows it, if it lives with its state.
+        weights: the layout of its local shard then: the first leaf.
         places: its home, and a spare one if there is room for it.
         side: which of ``places`` is the home now.
         spare_region: which region of its arena the second of ``places`` is in.
@@ -80,6 +92,8 @@ class StateShard:
     spare_region: int = 1
     host_places: list[Home] = field(default_factory=list)
     mirror: Tensor | None = None
+    sharded: ShardedParameter | None = None
+    weights: LeafLayout | None = None
     existed: bool = False
     buckets: list[int] = field(default_factory=list)
 
@@ -90,13 +104,19 @@ class StateShard:
 
     @property
     def leaf_layouts(self) -> list[LeafLayout]:
-        """All leaves, value by value: the order in which they lie in a bucket."""
-        return [leaf for value in self.layout.values.values() for leaf in value.leaves]
+        """All leaves, the parameter's and then value by value: the order in which they lie in a bucket."""
+        own = [] if self.weights is None else [self.weights]
+        return own + [leaf for value in self.layout.values.values() for leaf in value.leaves]
 
     @property
     def nbytes(self) -> int:
         """Bytes of the state, without padding."""
-        return sum(leaf.nbytes for leaf in self.leaf_layouts)
+        return sum(leaf.nbytes for leaf in self.leaf_layouts) - self.weights_nbytes
+
+    @property
+    def weights_nbytes(self) -> int:
+        """Bytes of the parameter, if it lives with its state."""
+        return 0 if self.weights is None else self.weights.nbytes
 
     @property
     def home(self) -> Home:
@@ -125,7 +145,7 @@ class StateShard:
     def home_over(self, leaves: Sequence[Tensor]) -> Home:
         """A home of this state over ``leaves``, one for each leaf layout."""
         remaining = iter(leaves)
-        home = Home({}, {})
+        home = Home({}, {}, None if self.weights is None else next(remaining))
         for name, value in self.layout.values.items():
             home.leaves[name] = [next(remaining) for _ in value.leaves]
             built = value.build(home.leaves[name])
@@ -135,6 +155,17 @@ class StateShard:
     def move(self, places: list[Home]) -> None:
         """Live in the first of ``places`` from now on. Nothing is copied."""
         self.places, self.side = places, 0
+
+    def flip(self) -> None:
+        """Live in the other one of two places from now on. Nothing is copied."""
+        self.side = 1 - self.side
+        self.point_param()
+
+    def point_param(self) -> None:
+        """Let the parameter be what the home holds of it, if it lives there."""
+        if self.sharded is not None:
+            assert self.home.weights is not None, "a parameter that lives with its state has a leaf there"
+            self.sharded.live_at(self.home.weights)
 
     def leave_host(self) -> None:
         """It is to live on the device; settle it there. What it had on the host is kept for it."""

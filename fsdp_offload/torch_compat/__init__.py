@@ -23,6 +23,11 @@ attributes in ``_READ``
 ``_unsharded_param``,                              is only noticed by ``step()``, from the gradients
 ``unsharded_``
 ``accumulated_grad``
+``FSDPParam`` with the      2.11 to 2.13           ``OffloadPolicy(parameters=True)`` is refused
+attributes in ``_READ`` of
+``sharded_parameter.py``
+``DisableTorchFunction``    2.11 to 2.13           required by ``OffloadPolicy(parameters=True)`` alone
+``Subclass``
 ``_current_graph_task_id``  2.11 to 2.13           with ``overlap="iteration"``, a checkpointed block that is computed
                                                    again after its update is not refused
 ``_foreach_supported_``     2.11 to 2.13           assumed to be plain tensors, parameters and DTensors

@@ -15,6 +15,10 @@ _SAYS_CHUNKS = {"__create_chunk_list__", "__create_write_items__"}
 """What a local tensor has beside its memory if it says itself which chunks of the global tensor it is."""
 
 
+STAND_IN = "_fsdp_offload_stand_in"
+"""Attribute of a parameter that lives on the host: the DTensor through which it is written there (:mod:`homed`)."""
+
+
 def is_dtensor(tensor: object) -> bool:
     """Whether ``tensor`` is sharded or replicated over a device mesh."""
     return isinstance(tensor, DTensor)
@@ -30,6 +34,11 @@ def local_shard(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def compute_device(tensor: Tensor) -> torch.device:
+    """Where a parameter is gathered and updated: not where it lives, if that is the host."""
+    return tensor.device if STAND_IN in vars(tensor) else local_shard(tensor).device
+
+
 def has_inner_tensors(tensor: Tensor) -> bool:
     """Whether the local shard of ``tensor`` is of a type that is made of other tensors."""
     return hasattr(type(local_shard(tensor)), "__tensor_flatten__")
@@ -37,7 +46,7 @@ def has_inner_tensors(tensor: Tensor) -> bool:
 
 def version_of(tensor: Tensor) -> tuple[int, int]:
     """Changes with every write into ``tensor``: through a DTensor itself, or through its local tensor."""
-    return tensor._version, local_shard(tensor)._version
+    return vars(tensor).get(STAND_IN, tensor)._version, local_shard(tensor)._version
 
 
 def said_chunks(tensor: Tensor) -> Sequence[Any] | None:

@@ -2,13 +2,14 @@
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
 from .dtensor import version_of
+from .sharded_parameter import ShardedParameter
 
 
 def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
@@ -83,8 +84,19 @@ def _gradient_holders(model: nn.Module) -> Iterator[tuple[object, str]]:
 def wait_for_updates(model: nn.Module) -> None:
     """Let the current stream wait for updates that still run; nobody holds the gradients for them any more."""
     for group in _param_groups(model):
-        for before_gather, *_ in tuple(group.__dict__.get(_POINTS, ())):
-            before_gather(None)
+        for points in tuple(group.__dict__.get(_POINTS, ())):
+            points.before_gather(None)
+
+
+class _Points(NamedTuple):
+    """What is called at the points of an iteration; see :meth:`ShardingGroup.hook`."""
+
+    before_gather: Callable[[torch.Stream | None], None]
+    before_use: Callable[[bool], None]
+    before_reduce: Callable[[], None]
+    reduced: Callable[[object], None]
+    before_read: Callable[[torch.Stream | None, bool], None]
+    after_read: Callable[[torch.Stream | None], None]
 
 
 class ShardingGroup:
@@ -108,12 +120,22 @@ class ShardingGroup:
         """The sharded parameters: those that an optimizer has."""
         return [param.sharded_param for param in self._group.fsdp_params]
 
+    def sharded(self) -> list[ShardedParameter]:
+        """The same, as ``fully_shard`` knows them.
+
+        Raises:
+            NotImplementedError: this torch's ``fully_shard`` keeps shards in another way.
+        """
+        return [ShardedParameter(param) for param in self._group.fsdp_params]
+
     def hook(
         self,
         before_gather: Callable[[torch.Stream | None], None],
         before_use: Callable[[bool], None],
         before_reduce: Callable[[], None],
         reduced: Callable[[object], None],
+        before_read: Callable[[torch.Stream | None, bool], None] = lambda stream, in_backward: None,
+        after_read: Callable[[torch.Stream | None], None] = lambda stream: None,
     ) -> Callable[[], None]:
         """Call these from now on; returns what ends it.
 
@@ -122,8 +144,10 @@ class ShardingGroup:
             before_use: the current stream is about to use them gathered; told whether in a backward.
             before_reduce: gradients are about to be reduced, if there are any.
             reduced: gradients have been reduced, once this event (of torch, or ``None`` on the CPU) has passed.
+            before_read: the shards are about to be read on this stream; told whether for a backward.
+            after_read: the reads have been issued there.
         """
-        points = (before_gather, before_use, before_reduce, reduced)
+        points = _Points(before_gather, before_use, before_reduce, reduced, before_read, after_read)
         hooked: list[Any] = self._group.__dict__.setdefault(_POINTS, [])
         if not hooked:
             self._shadow(hooked)
@@ -145,33 +169,62 @@ class ShardingGroup:
         @functools.wraps(unshard)
         def gathering(async_op: bool = False) -> Any:
             if not group.is_unsharded and group._all_gather_result is None:
-                for before_gather, *_ in tuple(hooked):
-                    before_gather(self._copy_in_stream(async_op))
+                stream = self._copy_in_stream(async_op)
+                for points in tuple(hooked):
+                    points.before_gather(stream)
+                if not self._is_alone and not group.is_sharded_post_forward:
+                    return self._reading(hooked, stream, lambda: unshard(async_op))
             return unshard(async_op)
 
         @functools.wraps(wait_for_unshard)
         def waiting() -> Any:
             if group._all_gather_result is not None:
                 # One rank alone reads the shards here, and not in unshard.
-                in_backward = group._training_state.name == "PRE_BACKWARD"
-                for _, before_use, *_ in tuple(hooked):
-                    before_use(in_backward)
+                for points in tuple(hooked):
+                    points.before_use(self._in_backward)
+                if self._is_alone:
+                    return self._reading(hooked, None, wait_for_unshard)
             return wait_for_unshard()
+
+        group.unshard, group.wait_for_unshard = gathering, waiting
+        group.post_backward = self._reducing(hooked, post_backward)
+
+    def _reducing(self, hooked: Sequence[Any], post_backward: Callable[..., Any]) -> Callable[..., Any]:
+        group = self._group
 
         @functools.wraps(post_backward)
         def reducing(*args: Any) -> Any:
             if self._has_gradients():
-                for *_, before_reduce, _ in tuple(hooked):
-                    before_reduce()
+                for points in tuple(hooked):
+                    points.before_reduce()
             before = self._gradient_versions()
             result = post_backward(*args)
             # Also called where there was nothing to reduce; and partial sums of HSDP are still to be reduced further.
             if self._gradient_versions() != before:
-                for *_, reduced in tuple(hooked):
-                    reduced(group._post_reduce_event)
+                for points in tuple(hooked):
+                    points.reduced(group._post_reduce_event)
             return result
 
-        group.unshard, group.wait_for_unshard, group.post_backward = gathering, waiting, reducing
+        return reducing
+
+    def _reading(self, hooked: Sequence[Any], stream: torch.Stream | None, read: Callable[[], Any]) -> Any:
+        points = tuple(hooked)
+        for one in points:
+            one.before_read(stream, self._in_backward)
+        try:
+            return read()
+        finally:
+            for one in points:
+                one.after_read(stream)
+
+    @property
+    def _in_backward(self) -> bool:
+        return bool(self._group._training_state.name == "PRE_BACKWARD")
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether no other rank has a part, so that shards are read without a collective."""
+        return getattr(self._group.mesh_info, "shard_mesh_size", 1) == 1
 
     def _has_gradients(self) -> bool:
         """Whether the backward has left any to be reduced or kept: it ends for groups that it did not reach, too."""
@@ -197,7 +250,7 @@ class ShardingGroup:
 _POINTS = "_fsdp_offload_points"
 _HOOKED = ("unshard", "wait_for_unshard", "post_backward")
 _READ = (
-    *("fsdp_params", "comm_ctx", "is_unsharded", "_training_state"),
+    *("fsdp_params", "comm_ctx", "is_unsharded", "is_sharded_post_forward", "mesh_info", "_training_state"),
     *("_all_gather_result", "_post_reduce_event"),
 )
 

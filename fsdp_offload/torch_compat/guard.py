@@ -6,9 +6,11 @@ are tensors of their own, which nobody guards; what is reached past torch's func
 guarded either.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 
 # What a tensor knows without its values.
@@ -32,13 +34,15 @@ class Guard:
         name: becomes part of the class name that the tensors have meanwhile.
         message: of the error; ``{what}`` is the name of the function that was called.
         lets_gradients: whether ``.grad`` may still be read and set.
+        attributes: of those that may be used, the ones that are used often: they are made as fast as without a guard.
     """
 
-    def __init__(self, name: str, message: str, *, lets_gradients: bool) -> None:
+    def __init__(self, name: str, message: str, *, lets_gradients: bool, attributes: Iterable[str] = ()) -> None:
         self.name = name
         self._message = message
         self._refused = _VALUES if lets_gradients else _VALUES | _GRADIENT
         self._setters = _GRADIENT if lets_gradients else frozenset()
+        self.attributes = tuple(attributes)
         self._classes: dict[type[Tensor], type[Tensor]] = {}
 
     def put_on(self, tensors: Iterable[Tensor]) -> Callable[[], None]:
@@ -54,17 +58,30 @@ class Guard:
                 continue
             guarded.append(tensor)
 
-        def take_off() -> None:
-            for tensor in guarded:
-                tensor.__class__ = self._without(type(tensor))
+        return partial(self.take_off, guarded)
 
-        return take_off
+    def take_off(self, tensors: Iterable[Tensor]) -> None:
+        """Let ``tensors`` be used again; other guards of theirs stay."""
+        for tensor in tensors:
+            tensor.__class__ = self._without(type(tensor))
 
     def guards(self, tensor: Tensor) -> bool:
         """Whether it guards ``tensor`` now, alone or below other guards."""
         return any(_GUARDS.get(cls) is self for cls in type(tensor).__mro__)
 
-    def refuse(self, what: str) -> None:
+    def on_use(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """A function is called that needs the values of a guarded tensor.
+
+        Raises:
+            RuntimeError: always, unless a guard of another kind does something else.
+        """
+        self.refuse(_name_of(func))
+
+    def on_method(self, tensor: Tensor, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The same of a method of DTensor that is no torch function."""
+        self.refuse(f"{name}()")
+
+    def refuse(self, what: str) -> NoReturn:
         """Raise its error.
 
         Raises:
@@ -109,20 +126,41 @@ def _derive(cls: Any, guard: Guard) -> type[Tensor]:
             cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
         ) -> Any:
             if not guard.lets(func):
-                guard.refuse(_name_of(func))
+                return guard.on_use(func, args, kwargs or {})
             return super().__torch_function__(func, types, args, kwargs or {})
 
         def __repr__(self, **_: Any) -> str:
             state = guard.name.lower()
             return f"{cls.__name__}({state}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
-    def refusing(name: str) -> Callable[..., None]:
-        return lambda *_, **__: guard.refuse(f"{name}()")
+    def method(name: str) -> Callable[..., Any]:
+        return lambda self, *args, **kwargs: guard.on_method(self, name, args, kwargs)
 
     for name in _METHODS_IN_PYTHON & set(dir(cls)):
-        setattr(Guarded, name, refusing(name))
+        setattr(Guarded, name, method(name))
+    for name in guard.attributes:
+        setattr(Guarded, name, _past_torch_function(name))
     Guarded.__name__, Guarded.__qualname__ = f"{guard.name}{cls.__name__}", f"{guard.name}{cls.__qualname__}"
     return Guarded
+
+
+def _past_torch_function(name: str) -> property:
+    """An attribute of tensors past ``__torch_function__``, which takes several times as long as the attribute."""
+    of_tensor = getattr(Tensor, name)
+
+    def get(tensor: Tensor) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return of_tensor.__get__(tensor)
+
+    def put(tensor: Tensor, value: Any) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            of_tensor.__set__(tensor, value)
+
+    def delete(tensor: Tensor) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            of_tensor.__delete__(tensor)
+
+    return property(get, put, delete)
 
 
 def _name_of(func: Any) -> str:

@@ -179,6 +179,30 @@ def test_a_checkpoint_is_the_same_on_another_number_of_ranks(capfd: pytest.Captu
     assert output == ["saved by 2 ranks: 24 tensors", "resumed by 1 ranks: every bit is the same", "PASS"]
 
 
+@pytest.mark.distributed
+def test_a_model_on_the_host_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
+    """Its losses are those of a run that never stopped; on other ranks sums of gradients round otherwise, so on one."""
+    script = [
+        sys.executable,
+        "-W",
+        "ignore",
+        str(Path(train_gpt.__file__).parent / "train_bigger_than_the_gpu.py"),
+        "--width",
+        "32",
+    ]
+
+    def losses(*flags: str, ranks: int = 0) -> list[str]:
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks else []
+        command = [script[0], *launcher, *script[3:], *flags]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
+        return next(line for line in done.stdout.splitlines() if line.startswith("losses")).split()[1:]
+
+    whole = losses("--steps", "4")
+    assert losses("--steps", "2", "--save", "one") == whole[:2]
+    assert losses("--steps", "2", "--resume", "one") == whole[2:]
+    assert len(losses("--steps", "2", "--resume", "one", ranks=2)) == 2
+
+
 def test_the_comparison_of_ranks_finds_what_differs() -> None:
     saved = {
         "model": {"a": torch.ones(2), "b": torch.zeros(1)},

@@ -101,9 +101,10 @@ def test_a_device_that_does_not_hold_two_buckets_says_what_to_write() -> None:
     OffloadPolicy(device_bytes=128 * MIB, bucket_bytes=64 * MIB)
 
 
-def test_offloaded_parameters_are_not_built_yet() -> None:
-    with pytest.raises(NotImplementedError, match=r"OffloadPolicy\(parameters=True\) is not built yet"):
-        OffloadPolicy(parameters=True)
+def test_offloaded_parameters_are_updated_on_the_device() -> None:
+    assert OffloadPolicy(parameters=True).parameters
+    with pytest.raises(ValueError, match=r"parameters=True updates on the device.*host_fraction=0\.5 on the CPU"):
+        OffloadPolicy(parameters=True, host_fraction=0.5)
     with pytest.raises(TypeError, match="parameters must be a bool, got 1"):
         OffloadPolicy(parameters=1)  # type: ignore[arg-type]
 

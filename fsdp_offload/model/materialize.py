@@ -1,0 +1,85 @@
+"""Building a model on the host: from the meta device, one module at a time on the accelerator.
+
+    module on meta ──▶ memory of its shards on the device ──▶ initialized there ──▶ host ──▶ the next module
+
+So a model that is larger than the device can be initialized with the device's own random numbers: the same bits as
+``to_empty()`` and ``reset_parameters()`` of all of it, where that fits.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from ..torch_compat.dtensor import local_shard
+from ..torch_compat.fully_shard import sharding_groups
+from ..torch_compat.sharded_parameter import ShardedParameter
+
+
+def materialize_on_host(model: nn.Module, *, initialize: Callable[[nn.Module], object] | None = None) -> None:
+    """Give a ``fully_shard`` model on the meta device memory on the host, for ``OffloadPolicy(parameters=True)``.
+
+    Call it after ``fully_shard`` and before the optimizer is built, which keeps the parameters that there are then;
+    ``offload_optimizer(..., policy=OffloadPolicy(parameters=True))`` comes next, before the first forward. Modules are
+    initialized in the order of ``model.modules()``, each on the device of its mesh, which holds no more than the shards
+    of one module at a time. Buffers stay on the device.
+
+    Args:
+        model: all of it; what is not on the meta device stays as it is.
+        initialize: is called with each module whose own parameters or buffers have just got memory, and fills them.
+            ``None``: the module's ``reset_parameters()``. ``lambda module: None`` leaves them as they are, for a
+            checkpoint that is loaded next.
+
+    Raises:
+        ValueError: a module on the meta device is in no group of ``fully_shard``, or has no ``reset_parameters()``.
+            Nothing has been changed.
+        NotImplementedError: this torch's ``fully_shard`` keeps shards in another way.
+    """
+    groups = sharding_groups(model)
+    sharded = {place: one for group in groups for one in group.sharded() for place in one.places()}
+    modules = [module for module in model.modules() if _is_on_meta(module)]
+    _check(model, modules, sharded, initialize)
+    for module in modules:
+        own = [sharded[module, name] for name, param in module.named_parameters(recurse=False) if param.is_meta]
+        device = own[0].device if own else next(iter(sharded.values())).device
+        module.to_empty(device=device, recurse=False)
+        with torch.no_grad():
+            if initialize is not None:
+                initialize(module)
+            else:
+                module.reset_parameters()  # type: ignore[operator]  # looked for above
+        for one in own:
+            one.follow_module()
+            one.live_at(local_shard(one.param).cpu())
+
+
+def _is_on_meta(module: nn.Module) -> bool:
+    own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    return any(tensor.is_meta for tensor in own)
+
+
+def _check(
+    model: nn.Module,
+    modules: list[nn.Module],
+    sharded: dict[tuple[nn.Module, str], ShardedParameter],
+    initialize: Callable[[nn.Module], object] | None,
+) -> None:
+    names = {module: name or "the model" for name, module in model.named_modules()}
+    outside = [
+        f"{names[module]}.{name}"
+        for module in modules
+        for name, param in module.named_parameters(recurse=False)
+        if param.is_meta and (module, name) not in sharded
+    ]
+    if outside or (modules and not sharded):
+        raise ValueError(
+            f"materialize_on_host: fully_shard gathers none of {outside[:4] or 'the parameters'}. Shard the model "
+            "first, its root as well: fully_shard(model)."
+        )
+    silent = [names[module] for module in modules if not hasattr(module, "reset_parameters")]
+    if initialize is None and silent:
+        raise ValueError(
+            f"materialize_on_host: {len(silent)} modules have parameters or buffers of their own and no "
+            f"reset_parameters() ({', '.join(silent[:4])}). Pass initialize=, which fills a module's own tensors, or "
+            "initialize=lambda module: None if a checkpoint is loaded next."
+        )

@@ -1,0 +1,127 @@
+"""Parameters whose shard is host memory while they belong to a mesh of accelerators: whoever uses one uses the host's.
+
+Autograd gives such a parameter its gradient on the device, so it says of itself that it is there, and torch refuses to
+make a view of it: the new tensor would be on the host. So functions of the parameter are given a stand-in, a DTensor
+over the same host memory, as a model under ``CPUOffloadPolicy`` has it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+from torch.utils import _pytree as pytree
+
+from .dtensor import STAND_IN, local_shard, over_local
+from .guard import Guard
+
+_WAIT = "_fsdp_offload_wait"
+_USES = "_fsdp_offload_uses"
+_COMMUNICATES = {"full_tensor", "redistribute"}
+"""Methods of DTensor that an accelerator's backend can only do with memory of the accelerator."""
+
+
+class _Homed(Guard):
+    """Redirects functions to stand-ins."""
+
+    def on_use(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call ``func`` with stand-ins; what it changes in place is the parameter."""
+        if getattr(func, "__name__", "") in ("__set__", "__delete__"):
+            self.refuse(_name_of(func))
+        if func == Tensor.data.__get__:
+            func = Tensor.detach  # the same, and writes into it are counted
+        stand_ins: dict[int, tuple[Tensor, Tensor]] = {}
+
+        def stand_in(value: Any) -> Any:
+            if not isinstance(value, Tensor) or not self.guards(value):
+                return value
+            if id(value) not in stand_ins:
+                stand_ins[id(value)] = value, _stand_in_for(value, func)
+            return stand_ins[id(value)][1]
+
+        tensors = args
+        args, kwargs = pytree.tree_map(stand_in, (tuple(args), dict(kwargs)))
+        try:
+            result = func(*args, **kwargs)
+        except RuntimeError as error:
+            if "same device" in str(error):
+                raise RuntimeError(f"{error} {_WHERE}") from error
+            raise
+        if func == Tensor.detach:
+            result._local_tensor = local_shard(tensors[0]).detach()  # torch's own would count its versions by itself
+        if getattr(func, "__name__", "").startswith("_foreach_") and func.__name__.endswith("_"):
+            for param, other in stand_ins.values():
+                if any(other is one for one in args[0]):
+                    increment_version(local_shard(param))  # DTensors do not
+        return next((param for param, other in stand_ins.values() if result is other), result)
+
+    def on_method(self, tensor: Tensor, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call a method of DTensor on the stand-in."""
+        other = _stand_in_for(tensor, getattr(type(tensor), name))
+        if name in _COMMUNICATES:
+            device = tensor.device_mesh.device_type  # type: ignore[attr-defined]
+            other = over_local(tensor, local_shard(tensor).detach().to(device))
+        return getattr(other, name)(*args, **kwargs)
+
+
+_WHERE = (
+    "This parameter lives on the host (OffloadPolicy(parameters=True)): between its uses, functions work on its host "
+    "memory. Bring the other tensors there, or take a copy on the device: param.detach().to(device)."
+)
+_OFTEN_USED = ("grad", "requires_grad", "dtype", "device", "shape", "is_leaf")
+_HOMED = _Homed(
+    "Homed", "{what} on a parameter that lives on the host: " + _WHERE, lets_gradients=True, attributes=_OFTEN_USED
+)
+
+
+def put_home(param: Tensor, local: Tensor, wait: Callable[[Tensor], None]) -> None:
+    """Let functions of ``param``, a DTensor, work on ``local``, once ``wait(param)`` has returned."""
+    vars(param).update({_WAIT: wait, STAND_IN: over_local(param, local)})
+    _HOMED.put_on([param])
+
+
+def is_homed(param: Tensor) -> bool:
+    """Whether :func:`put_home` has been called."""
+    return STAND_IN in vars(param)
+
+
+def take_from_home(param: Tensor) -> None:
+    """The inverse of :func:`put_home`."""
+    for name in (_WAIT, STAND_IN):
+        vars(param).pop(name, None)
+    _HOMED.take_off([param])
+
+
+def uses_of(param: Tensor) -> int:
+    """How often functions of ``param`` have been called: each may have written it, or has made what can write it.
+
+    Not all writes count a version: no collective's, nor those through a NumPy array.
+    """
+    uses: int = vars(param).get(_USES, 0)
+    return uses
+
+
+def _stand_in_for(param: Tensor, func: Any) -> Tensor:
+    vars(param)[_WAIT](param)
+    vars(param)[_USES] = vars(param).get(_USES, 0) + 1
+    other: Tensor = vars(param)[STAND_IN]
+    if torch.is_grad_enabled() and param.requires_grad and func not in _WITHOUT_GRADIENT:
+        other = other.detach().requires_grad_()
+        other.register_hook(_refuse_gradient)
+    return other
+
+
+_WITHOUT_GRADIENT = (Tensor.detach, Tensor.detach_)
+
+
+def _refuse_gradient(gradient: Tensor) -> None:
+    raise RuntimeError(
+        "a loss depends on a parameter past the modules that fully_shard gathers (a penalty on the weights?), and it "
+        "lives on the host (OffloadPolicy(parameters=True)), where autograd cannot follow. Compute that within the "
+        "forward of the module whose parameter it is, or in the optimizer (weight_decay)."
+    )
+
+
+def _name_of(func: Any) -> str:
+    return f"setting tensor.{getattr(func.__self__, '__name__', '?')}"
