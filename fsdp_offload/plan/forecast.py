@@ -12,9 +12,10 @@ from ..planning.choices import CHOICES, OVERLAPS, Choice, Loop, lines_to_write
 from .machine import Machine, machine_of
 from .memory import SLACK, DeviceMemory, Sizes, device_memory, sizes_of
 from .model import Model, model_of
-from .timing import Parts, estimate, kept_share, parts_of
+from .timing import Parts, estimate, parts_of
 from .trace import Trace
 from .training import DTYPES, Training
+from .waits import Waits, waits_of
 
 
 @dataclass(frozen=True)
@@ -156,10 +157,19 @@ def plan(
 def _forecast(
     choice: Choice | None, sizes: Sizes, trace: Trace, parts: Parts, training: Training, machine: Machine
 ) -> Forecast:
-    kept = 1.0 if choice is None else kept_share(choice, parts, machine)
-    resident_bytes = int(kept * sizes.state)
+    staging_bytes = 0 if choice is None else choice.lasting_staging_bytes(sizes.state)
+    waits = Waits(kept=1.0, stall_ms=0.0)
+    if choice is not None:
+        waits = Waits(kept=0.0, stall_ms=0.0)
+        if choice.overlap != "step":
+            ahead_bytes = staging_bytes
+            if choice.passing_is_learnt(sizes.state):
+                # It comes and goes where activations have been; a small part of it lasts.
+                ahead_bytes = choice.most_staging_bytes(max(parts.state_bytes), sizes.state)
+            waits = waits_of(choice, parts, machine, ahead_bytes=ahead_bytes)
+    resident_bytes = int(waits.kept * sizes.state)
     moving_bytes = sizes.state - resident_bytes
-    staging_bytes = 0 if choice is None else min(moving_bytes, choice.lasting_staging_bytes(sizes.state))
+    staging_bytes = min(moving_bytes, staging_bytes)
     device = device_memory(
         sizes,
         trace,
@@ -168,17 +178,13 @@ def _forecast(
         resident_bytes=resident_bytes,
         staging_bytes=staging_bytes,
     )
-    if choice is not None and choice.passing_is_learnt(sizes.state):
-        # It comes and goes where activations have been; a small part of it lasts.
-        room_bytes = device.terms.get("activations", 0) + device.terms.get("logits", 0)
-        staging_bytes = min(moving_bytes, staging_bytes + room_bytes)
     staged = staging_bytes / moving_bytes if moving_bytes else 0.0
     if choice is None:
         times = parts.times
         formula, bound_ms = "F + B + clip + U", times.forward_ms + times.backward_ms + times.clip_ms + times.update_ms
     else:
-        formula, bound_ms = choice.bound(parts.times, sizes.state, kept, staged)
-    ms, limit = estimate(choice, parts, machine, kept=kept, staged=staged)
+        formula, bound_ms = choice.bound(parts.times, sizes.state, waits.kept, staged)
+    ms, limit = estimate(choice, parts, kept=waits.kept, staged=staged, stall_ms=waits.stall_ms)
     host_bytes = 0 if choice is None else sizes.host
     per_host = host_bytes * min(training.ranks, machine.devices_per_host)
     needed_bytes = int(device.peak_bytes * (1 + SLACK)) + machine.context_bytes

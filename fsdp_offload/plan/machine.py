@@ -136,7 +136,7 @@ def this_machine() -> Machine:
     return machine
 
 
-_NETWORK_GB_PER_S, _CONTENTION, _GATHER_CONTENTION = 25.0, 0.07, 0.025
+_NETWORK_GB_PER_S, _CONTENTION, _GATHER_CONTENTION = 25.0, 0.06, 0.025
 """What one host cannot measure in seconds: an adapter of 200 Gb/s for each device; as on the H200s of the profile."""
 
 

@@ -64,6 +64,11 @@ class Choice:
             return state_bytes // _LASTING_SHARE
         return share.ring_bytes(policy.bucket_bytes) + share.staying_bytes
 
+    def most_staging_bytes(self, group_bytes: int, state_bytes: int) -> int:
+        """Staging where it is learnt and there is room: the state of one group, beside what passes."""
+        policy = self.policy(state_bytes)
+        return group_bytes + device_share(policy, elementwise=True).ring_bytes(policy.bucket_bytes)
+
     def bound(self, times: Times, state_bytes: int, kept_share: float, staged_share: float) -> Bound:
         """What an iteration takes at least, with that share of the state on the device, and of the rest in staging."""
         return bound(self.policy(state_bytes), times, offloaded=1 - kept_share, staged=staged_share)

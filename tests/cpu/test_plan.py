@@ -164,6 +164,11 @@ def test_gradients_of_a_long_accumulation_are_there_in_every_forward() -> None:
     assert several.forecasts[0].device.terms["gradients"] == one.forecasts[0].device.terms["parameters"]
 
 
+def slow_link() -> Machine:
+    rates = dict.fromkeys(("load_gb_per_s", "store_gb_per_s"), 0.25)
+    return dataclasses.replace(machine_of("H200"), two_way_gb_per_s=0.5, contention=0.0, **rates)
+
+
 def fast_link() -> Machine:
     rates = dict.fromkeys(("load_gb_per_s", "store_gb_per_s", "two_way_gb_per_s", "host_gb_per_s"), 1e6)
     return dataclasses.replace(machine_of("H200"), **rates)
@@ -180,7 +185,7 @@ def test_without_a_link_to_speak_of_offload_costs_nothing() -> None:
 
 
 def test_a_slow_link_is_what_limits_and_what_is_kept() -> None:
-    machine = dataclasses.replace(machine_of("H200"), two_way_gb_per_s=0.5, contention=0.0)
+    machine = slow_link()
     forecasts = by_name(large_plan(machine=machine))
     times = large_plan(machine=machine).times
     assert forecasts["forward"].limit == "host link"
@@ -199,23 +204,31 @@ def test_ranks_of_a_host_share_its_memory_bandwidth() -> None:
     assert together.two_way_ms == pytest.approx(alone.two_way_ms / 8 * machine.two_way_gb_per_s / rate, rel=0.01)
 
 
-def test_nothing_hides_the_root_unless_it_stays() -> None:
+def test_nothing_hides_what_of_the_root_is_not_loaded_ahead() -> None:
     machine = dataclasses.replace(fast_link(), two_way_gb_per_s=1000.0, contention=0.0)
-    made = large_plan(machine=machine, clip=False, tokens_per_step=96 * LENGTH)
+    with torch.device("meta"):
+        model = GPT(8, 1024, 32_768)
+    made = plan(model, machine=machine, clip=False, tokens_per_step=96 * LENGTH, sequence_length=LENGTH)
     one, forecasts = made.forecasts[0].iteration_ms, by_name(made)
-    root = 2 * 1536 * 1024 + 2 * 1024  # embedding, head and the last norm
-    root_ms = 2 * 8 * root / machine.two_way_gb_per_s / 1e6
+    root_bytes = 8 * (2 * 32_768 * 1024 + 2 * 1024)  # state of embedding, head and the last norm
+    ahead_bytes = 4 * 64 << 20
+    root_ms = 2 * (root_bytes - ahead_bytes) / machine.two_way_gb_per_s / 1e6
     for name in ("forward", "iteration"):
         assert forecasts[name].limit == "compute"
-        assert forecasts[name].iteration_ms - one == pytest.approx(root_ms, rel=0.01)
+        in_wait_ms = made.times.update_ms * root_ms / made.times.two_way_ms
+        # The first block is wanted so soon after the root that it is waited for a little too.
+        assert forecasts[name].iteration_ms - one == pytest.approx(root_ms - in_wait_ms, rel=0.06)
+        assert forecasts[f"{name}, keeping"].iteration_ms == pytest.approx(one, rel=1e-3)
 
 
 def test_only_the_first_forward_and_the_last_backward_hide_transfers() -> None:
-    machine = dataclasses.replace(machine_of("H200"), two_way_gb_per_s=0.5, contention=0.0)
+    machine = slow_link()
     one = by_name(large_plan(machine=machine, clip=False))
     several = by_name(large_plan(machine=machine, tokens_per_step=12 * LENGTH, micro_batches=3, clip=False))
     passes = one["no offload"].iteration_ms - large_plan(machine=machine).times.update_ms
-    assert several["iteration"].iteration_ms - one["iteration"].iteration_ms == pytest.approx(2 * passes, rel=0.01)
+    assert several["forward"].iteration_ms - one["forward"].iteration_ms == pytest.approx(2 * passes, rel=0.01)
+    # With one, the ring cannot be filled while the link is busy all the time.
+    assert passes < several["iteration"].iteration_ms - one["iteration"].iteration_ms < 2 * passes
 
 
 def test_nothing_is_faster_than_its_bound() -> None:

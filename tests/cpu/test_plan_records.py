@@ -16,7 +16,7 @@ from fsdp_offload.plan import Choice, Forecast, plan
 
 RECORDS = Path(__file__).resolve().parents[2] / "examples/benchmark_results"
 RECORD = RECORDS / "2026-11-22-h200-train-latest.jsonl"
-PLANNED = RECORDS / "2026-11-22-h200x1-plan.jsonl"
+PLANNED = [RECORDS / f"2026-11-22-h200x{ranks}-plan.jsonl" for ranks in (1, 2)]
 
 CHOICES = {
     "plain": None,
@@ -79,31 +79,38 @@ def test_the_record_has_one_and_two_devices_and_all_policies() -> None:
 
 
 def planned() -> list[dict]:
-    lines = [json.loads(text) for text in PLANNED.read_text(encoding="utf-8").splitlines()]
-    return [line for line in lines if line["bench"] == "plan"]
+    """What the plan had said of, in the words of today; ``"step, keeping"`` is no choice any more."""
+    lines = [json.loads(text) for path in PLANNED for text in path.read_text(encoding="utf-8").splitlines()]
+    return [line for line in lines if line["bench"] == "plan" and line["policy"] != "step, keeping"]
 
 
 @cache
-def forecasts_of(case: str) -> dict[str, Forecast]:
+def forecasts_of(case: str, ranks: int) -> dict[str, Forecast]:
     wanted = bench.CASES[case]
-    made = plan(bench._model(wanted), machine="H200", **bench._training(wanted, 1))
+    made = plan(bench._model(wanted), machine="H200", **bench._training(wanted, ranks))
     return {one.name: one for one in made.forecasts}
 
 
-@pytest.mark.parametrize("line", planned(), ids=lambda line: f"{line['case']}, {line['policy']}")
+KEEPS_MORE = [("gpt-wide", 1)]
+"""What "auto" kept there is all but one group, as groups are large and their transfers only just fit."""
+
+
+@pytest.mark.parametrize("line", planned(), ids=lambda line: f"{line['case']}, {line['policy']}, {line['ranks']}")
 def test_other_models_dtypes_and_batches_as_measured(line: dict) -> None:
-    one = forecasts_of(line["case"])[line["policy"]]
+    one = forecasts_of(line["case"], line["ranks"])[line["policy"]]
     assert one.iteration_ms == pytest.approx(line["measured_ms"], rel=0.05)
     assert one.host_bytes == pytest.approx(line["measured_host_bytes"], rel=1e-6)  # a few pages between the groups
     if one.choice is None or one.choice.keeps == "none":
         assert one.device.peak_bytes == pytest.approx(line["measured_peak_bytes"], rel=0.002)
-    elif line["case"] != "gpt-wide":  # with two micro-batches "auto" keeps more than its rule for one would
-        assert one.device.peak_bytes == pytest.approx(line["measured_peak_bytes"], rel=0.035)
+    elif (line["case"], line["ranks"]) not in KEEPS_MORE:
+        assert one.device.peak_bytes == pytest.approx(line["measured_peak_bytes"], rel=0.03)
 
 
 def test_what_was_predicted_was_predicted_before() -> None:
-    lines = (RECORDS / "2026-11-22-h200x1-plan-predicted.jsonl").read_text(encoding="utf-8").splitlines()
-    predicted = {(one["case"], one["policy"]): one for one in map(json.loads, lines)}
-    for line in planned():
-        before = predicted[line["case"], line["policy"]]
-        assert (before["ms"], before["peak_bytes"]) == (line["predicted_ms"], line["predicted_peak_bytes"])
+    for path in PLANNED:
+        said = path.with_name(f"{path.stem}-predicted.jsonl").read_text(encoding="utf-8").splitlines()
+        predicted = {(one["case"], one["policy"]): one for one in map(json.loads, said)}
+        for line in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
+            if line["bench"] == "plan":
+                before = predicted[line["case"], line["policy"]]
+                assert (before["ms"], before["peak_bytes"]) == (line["predicted_ms"], line["predicted_peak_bytes"])
