@@ -157,16 +157,8 @@ def plan(
 def _forecast(
     choice: Choice | None, sizes: Sizes, trace: Trace, parts: Parts, training: Training, machine: Machine
 ) -> Forecast:
-    staging_bytes = 0 if choice is None else choice.lasting_staging_bytes(sizes.state)
-    waits = Waits(kept=1.0, stall_ms=0.0)
-    if choice is not None:
-        waits = Waits(kept=0.0, stall_ms=0.0)
-        if choice.overlap != "step":
-            ahead_bytes = staging_bytes
-            if choice.passing_is_learnt(sizes.state):
-                # It comes and goes where activations have been; a small part of it lasts.
-                ahead_bytes = choice.most_staging_bytes(max(parts.state_bytes), sizes.state)
-            waits = waits_of(choice, parts, machine, ahead_bytes=ahead_bytes)
+    staging_bytes = 0 if choice is None else choice.staging_bytes(sizes.state)
+    waits = Waits(kept=1.0, stall_ms=0.0) if choice is None else waits_of(choice, parts, machine)
     resident_bytes = int(waits.kept * sizes.state)
     moving_bytes = sizes.state - resident_bytes
     staging_bytes = min(moving_bytes, staging_bytes)

@@ -115,25 +115,36 @@ def _read(path: Path) -> Machine:
 def this_machine() -> Machine:
     """Measure this machine in some seconds, or take what was measured before.
 
+    Without platformdirs there is no place to keep it, and it is measured each time.
+
     Raises:
         ValueError: there is no accelerator.
     """
     if not torch.cuda.is_available():
         raise ValueError(f"machine 'this' has no GPU to measure; name one: {', '.join(builtin_machines())}")
-    import platformdirs
+    path = _cache_path()
+    if path is not None:
+        try:
+            return Machine(**json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):
+            pass  # not measured yet, or by another version
+    machine = measured(torch.device("cuda", 0))
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(dataclasses.asdict(machine), indent=1), encoding="utf-8")
+    return machine
 
+
+def _cache_path() -> Path | None:
+    """Where the measurements of this machine are kept, with this torch."""
+    try:
+        import platformdirs
+    except ImportError:
+        return None
     properties = torch.cuda.get_device_properties(0)
     identity = (properties.name, properties.total_memory, torch.cuda.device_count(), torch.__version__, _host_bytes())
     key = hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
-    path = platformdirs.user_cache_path("fsdp_offload") / f"machine-{key}.json"
-    try:
-        return Machine(**json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        pass  # not measured yet, or by another version
-    machine = measured(torch.device("cuda", 0))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(dataclasses.asdict(machine), indent=1), encoding="utf-8")
-    return machine
+    return Path(platformdirs.user_cache_path("fsdp_offload")) / f"machine-{key}.json"
 
 
 _NETWORK_GB_PER_S, _CONTENTION, _GATHER_CONTENTION = 25.0, 0.06, 0.025

@@ -23,46 +23,54 @@ class Waits(NamedTuple):
     stall_ms: float
 
 
-def waits_of(choice: Choice, parts: Parts, machine: Machine, *, ahead_bytes: int) -> Waits:
-    """Compute the waits of a forward beside which transfers run.
+def waits_of(choice: Choice, parts: Parts, machine: Machine) -> Waits:
+    """Compute what a choice keeps, and the waits of a forward beside which transfers run.
 
     Args:
-        choice: whose state runs on into the forward.
+        choice: whose state may run on into the forward.
         parts: of the iteration.
         machine: for its contention.
-        ahead_bytes: so much of the state is loaded ahead of its update.
     """
     state_bytes = sum(parts.state_bytes)
     if not state_bytes:
         return Waits(0.0, 0.0)
-    times = _iteration_times(choice, parts, machine, ahead_bytes)
-    if choice.keeps == "none":
+    share = choice.share(state_bytes)
+    if choice.overlap == "step":
+        return Waits(min(1.0, share.staying_bytes / state_bytes), 0.0)
+    times = _iteration_times(choice, parts, machine, kept=0)
+    if not share.staying_is_learnt:
         return Waits(0.0, times.stall_ms)
-    count, stall_ms = groups_to_keep(times, _TOLERANCE * sum(times.move_ms.values()))
-    kept_bytes = sum(parts.state_bytes[group] for group in _forward_order(parts)[:count])
-    return Waits(kept_bytes / state_bytes, stall_ms)
+    count, _ = groups_to_keep(times, _TOLERANCE * sum(times.move_ms.values()))
+    kept_bytes = [0, *accumulate(parts.state_bytes[group] for group in _forward_order(parts))]
+    if share.staying_limit_bytes is not None:
+        count = min(count, sum(nbytes <= share.staying_limit_bytes for nbytes in kept_bytes) - 1)
+    stall_ms = _iteration_times(choice, parts, machine, kept=count).stall_ms
+    return Waits(kept_bytes[count] / state_bytes, stall_ms)
 
 
 _TOLERANCE = 0.01
 """Of the time that all transfers take: as ``tune_resident.py`` has it."""
 
 
-def _iteration_times(choice: Choice, parts: Parts, machine: Machine, ahead_bytes: int) -> IterationTimes:
-    """An iteration in which nothing is kept."""
+def _iteration_times(choice: Choice, parts: Parts, machine: Machine, kept: int) -> IterationTimes:
+    """An iteration in which the first groups are kept."""
     state_bytes = sum(parts.state_bytes)
     ms_per_byte = (1 + machine.contention) * parts.times.two_way_ms / state_bytes
     bucket_bytes = choice.policy(state_bytes).bucket_bytes
     groups: list[set[int]] = []
     move_ms: dict[int, float] = {}
     group_of: dict[int, int] = {}
-    for group in _forward_order(parts):
+    for position, group in enumerate(_forward_order(parts)):
         count = max(1, -(-parts.state_bytes[group] // bucket_bytes))
         buckets = set(range(len(move_ms), len(move_ms) + count))
         groups.append(buckets)
-        move_ms.update(dict.fromkeys(buckets, parts.state_bytes[group] / count * ms_per_byte))
+        move_ms.update(
+            dict.fromkeys(buckets, 0.0 if position < kept else parts.state_bytes[group] / count * ms_per_byte)
+        )
         group_of.update(dict.fromkeys(buckets, group))
     wanted_ms, times = list(_began_ms(parts.forward).values()), parts.times
     backward_ms = parts.last_backward_ms
+    ahead_bytes = choice.ahead_bytes(max(parts.state_bytes), state_bytes)
     ahead_ms = min(ahead_bytes * ms_per_byte, backward_ms)  # which hides these loads
     if choice.overlap == "forward":
         return expected_iteration(groups, wanted_ms, move_ms, {}, ahead_ms=ahead_ms, window_ms=times.forward_ms)

@@ -87,7 +87,7 @@ def planned() -> list[dict]:
 @cache
 def forecasts_of(case: str, ranks: int) -> dict[str, Forecast]:
     wanted = bench.CASES[case]
-    made = plan(bench._model(wanted), machine="H200", **bench._training(wanted, ranks))
+    made = plan(bench.model_of_case(wanted), machine="H200", **bench.training_of_case(wanted, ranks))
     return {one.name: one for one in made.forecasts}
 
 
