@@ -95,6 +95,8 @@ class Plan:
         loop = loop or ("synchronizes" if self.training.clip else "no_clipping")
         if loop not in get_args(Loop):
             raise ValueError(f"loop must be one of {', '.join(get_args(Loop))}; got {loop!r}")
+        if device_bytes is not None and (not isinstance(device_bytes, int) or device_bytes < 1):
+            raise ValueError(f"device_bytes must be a positive integer, got {device_bytes!r}")
         less_bytes = 0 if device_bytes is None else self.machine.device_bytes - device_bytes
         fitting = [
             one

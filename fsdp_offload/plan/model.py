@@ -51,15 +51,26 @@ class Model:
     def trace(
         self, sequences: int, length: int, compute_dtype: torch.dtype, checkpointing: Checkpointing = "none"
     ) -> Trace:
-        """Trace one micro-batch of one rank."""
+        """Trace one micro-batch of one rank.
+
+        Raises:
+            ValueError: it cannot be run on the meta device; the error that it raised is the cause.
+        """
         tokens = torch.empty(sequences, length + 1, dtype=torch.long, device="meta")
-        return trace(
-            self.module,
-            self.groups,
-            lambda module: self.loss(module, tokens),
-            compute_dtype=compute_dtype,
-            checkpointing=checkpointing,
-        )
+        try:
+            return trace(
+                self.module,
+                self.groups,
+                lambda module: self.loss(module, tokens),
+                compute_dtype=compute_dtype,
+                checkpointing=checkpointing,
+            )
+        except Exception as error:
+            first_line = next(iter(str(error).splitlines()), "")
+            raise ValueError(
+                f"model {self.name!r} cannot be run forward and backward on the meta device, for {sequences} × "
+                f"{length + 1} token numbers: {type(error).__name__}: {first_line}"
+            ) from error
 
 
 def model_of(model: "Model | nn.Module | str | Path") -> Model:

@@ -231,6 +231,23 @@ def test_only_the_first_forward_and_the_last_backward_hide_transfers() -> None:
     assert passes < several["iteration"].iteration_ms - one["iteration"].iteration_ms < 2 * passes
 
 
+def test_what_fits_into_a_number_of_bytes_is_kept() -> None:
+    limit_bytes = 640 << 20
+    choices = [Choice(overlap, device_bytes=limit_bytes) for overlap in ("step", "forward", "iteration")]
+    made = large_plan(machine=slow_link(), choices=choices)
+    passing_bytes = {"step": 4 * 64 << 20, "forward": 10 * 64 << 20, "iteration": 10 * 64 << 20}
+    for one in made.forecasts[1:]:
+        assert one.name == f"{one.choice.overlap}, 640 MiB"
+        left_bytes = limit_bytes - passing_bytes[one.choice.overlap]
+        assert one.device.terms["staging"] == passing_bytes[one.choice.overlap] - (64 << 20)
+        assert one.resident_bytes == left_bytes
+    more = large_plan(machine=slow_link(), choices=[Choice("forward", device_bytes=900 << 20)]).forecasts[1]
+    group_bytes = 8 * sum(param.numel() for param in gpt_large().blocks[0].parameters())
+    root_bytes = 8 * (2 * 1536 * 1024 + 2 * 1024)
+    assert more.resident_bytes == pytest.approx(root_bytes + 2 * group_bytes, rel=1e-3)  # whole groups
+    assert more.iteration_ms < made.forecasts[2].iteration_ms
+
+
 def test_nothing_is_faster_than_its_bound() -> None:
     for one in (*large_plan().forecasts, *small_plan().forecasts):
         assert one.iteration_ms >= one.bound_ms - 1e-9
@@ -251,6 +268,12 @@ def test_the_best_is_the_fastest_that_fits_and_that_the_loop_allows() -> None:
     assert made.best(device_bytes=300 * 10**9).choice is None
     with pytest.raises(ValueError, match="any, synchronizes, no_clipping"):
         made.best(loop="sometimes")
+
+
+@pytest.mark.parametrize("device_bytes", [0, -1, 60e9])
+def test_the_memory_of_a_device_is_a_positive_number_of_bytes(device_bytes: int) -> None:
+    with pytest.raises(ValueError, match="device_bytes must be a positive integer, got"):
+        small_plan().best(device_bytes=device_bytes)
 
 
 def test_a_host_without_the_memory_is_no_choice() -> None:
@@ -303,6 +326,37 @@ def test_a_config_may_be_a_file_a_folder_or_a_type_of_transformers(tmp_path: Pat
     numel = model_of(tmp_path).numel
     assert numel == model_of(str(tmp_path / "config.json")).numel < model_of("llama").numel
     assert model_of(tmp_path).name == tmp_path.name
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("deepseek_v3", r"latent attention \(kv_lora_rank\), shared experts \(n_shared_experts\)"),
+        ("qwen2_moe", "shared experts"),
+        ("qwen3_next", r"linear attention \(layer_types\)"),
+        ("bert", "an MLP without a gate"),
+        ("starcoder2", "an MLP without a gate"),
+    ],
+)
+def test_a_config_of_what_is_no_plain_decoder_is_refused(name: str, says: str) -> None:
+    with pytest.raises(ValueError, match=f"not a plain decoder: it has .*{says}.*Give package.module:function"):
+        model_of(name)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3_moe", "gemma", "phi3", "granite", "gpt_oss"])
+def test_a_decoder_has_as_many_parameters_as_the_model_of_its_config(name: str) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(AutoConfig.for_model(name))
+    assert model_of(name).numel == pytest.approx(sum(param.numel() for param in module.parameters()), rel=1e-3)
+
+
+def test_a_config_whose_heads_cannot_be_grouped_is_refused(tmp_path: Path) -> None:
+    config = json.loads(builtin_models()["Llama-3.1-8B"].read_text(encoding="utf-8"))
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_key_value_heads": 5}), encoding="utf-8")
+    with pytest.raises(ValueError, match="num_attention_heads=32 is not a multiple of num_key_value_heads=5"):
+        model_of(tmp_path)
 
 
 def test_a_model_of_transformers_is_run_as_it_is() -> None:

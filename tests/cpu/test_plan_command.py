@@ -45,6 +45,10 @@ def test_json_and_a_page(tmp_path: Path) -> None:
         ["Qwen3-14B", "--tokens-per-step", "24576", "--ranks", "6", "--replicas", "4"],
         ["Qwen3-14B", "--tokens-per-step", "4096", "--html", "/nowhere/plan.html"],
         ["Qwen3-14B", "--tokens-per-step", "many"],
+        ["Qwen3-14B", "--tokens-per-step", "4096", "--device-gb", "0"],
+        ["Qwen3-14B", "--tokens-per-step", "4096", "--device-gb", "nan"],
+        ["deepseek_v3", "--tokens-per-step", "4096"],
+        ["bert", "--tokens-per-step", "4096"],
         ["Qwen3-14B"],
     ],
     ids=" ".join,
@@ -56,6 +60,41 @@ def test_errors_are_one_line_and_exit_code_two(arguments: list[str]) -> None:
     message = [line for line in result.stderr.splitlines() if line.lower().startswith("error")]
     assert len(message) == 1
     assert "Traceback" not in result.stderr
+
+
+MODELS = """
+from torch import nn
+
+class Fails(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(8, 4)
+
+class OtherArguments(Fails):
+    def forward(self, tokens, labels): ...
+
+class Logits(Fails):
+    def forward(self, tokens): return self.embed(tokens)
+
+class Frozen(Fails):
+    def forward(self, tokens): return self.embed(tokens).detach().mean()
+
+class DependsOnValues(Fails):
+    def forward(self, tokens): return self.embed(tokens)[tokens > 0].mean()
+"""
+
+
+@pytest.mark.parametrize("name", ["OtherArguments", "Logits", "Frozen", "DependsOnValues"])
+def test_a_module_that_cannot_be_run_is_one_line_too(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "models_of_mine.py").write_text(MODELS, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "models_of_mine", raising=False)
+    result = CliRunner().invoke(app, [f"models_of_mine:{name}", "--tokens-per-step", "4096"])
+    assert result.exit_code == 2
+    (message,) = result.stderr.splitlines()
+    assert message.startswith(f"error: model '{name}' cannot be run forward and backward on the meta device")
 
 
 _RUN = """
