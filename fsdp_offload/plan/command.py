@@ -76,13 +76,15 @@ def main(
                 checkpointing=checkpointing,
                 clip=clip,
             )
+        if device_bytes is not None:
+            made = made.within(device_bytes)
+        best = made.best(loop=loop)
         if html is not None:
-            html.write_text(page(made, made.best(device_bytes=device_bytes, loop=loop)), encoding="utf-8")
+            html.write_text(page(made, best), encoding="utf-8")
     except ValueError as error:
         _fail(str(error))
     except OSError as error:
         _fail(f"{error.filename}: {error.strerror}")
-    best = made.best(device_bytes=device_bytes, loop=loop)
     if as_json:
         typer.echo(json.dumps({**made.as_dict(), "best": None if best is None else best.name}, indent=1))
     else:

@@ -23,13 +23,14 @@ class Waits(NamedTuple):
     stall_ms: float
 
 
-def waits_of(choice: Choice, parts: Parts, machine: Machine) -> Waits:
+def waits_of(choice: Choice, parts: Parts, machine: Machine, *, room_bytes: int) -> Waits:
     """Compute what a choice keeps, and the waits of a forward beside which transfers run.
 
     Args:
         choice: whose state may run on into the forward.
         parts: of the iteration.
         machine: for its contention.
+        room_bytes: of the device, that nothing else needs.
     """
     state_bytes = sum(parts.state_bytes)
     if not state_bytes:
@@ -42,8 +43,8 @@ def waits_of(choice: Choice, parts: Parts, machine: Machine) -> Waits:
         return Waits(0.0, times.stall_ms)
     count, _ = groups_to_keep(times, _TOLERANCE * sum(times.move_ms.values()))
     kept_bytes = [0, *accumulate(parts.state_bytes[group] for group in _forward_order(parts))]
-    if share.staying_limit_bytes is not None:
-        count = min(count, sum(nbytes <= share.staying_limit_bytes for nbytes in kept_bytes) - 1)
+    limit_bytes = room_bytes if share.staying_limit_bytes is None else share.staying_limit_bytes
+    count = min(count, sum(nbytes <= limit_bytes for nbytes in kept_bytes) - 1)
     stall_ms = _iteration_times(choice, parts, machine, kept=count).stall_ms
     return Waits(kept_bytes[count] / state_bytes, stall_ms)
 

@@ -20,7 +20,7 @@ def test_the_table_and_the_line_to_write() -> None:
     result = CliRunner().invoke(app, QWEN, env={"COLUMNS": "80"})
     assert result.exit_code == 0
     assert "no offload does not fit: device: 102.5 GB too little" in result.stdout
-    assert result.stdout.rstrip().endswith('overlap="iteration", device_bytes=640 << 20))')
+    assert result.stdout.rstrip().endswith('policy=OffloadPolicy(bucket_bytes=128 << 20, overlap="iteration"))')
     assert "…" not in result.stdout
 
 
@@ -28,10 +28,10 @@ def test_json_and_a_page(tmp_path: Path) -> None:
     file = tmp_path / "plan.html"
     result = CliRunner().invoke(app, [*QWEN, "--json", "--html", str(file), "--loop", "synchronizes"])
     made = json.loads(result.stdout)
-    assert made["best"] == "forward"
+    assert made["best"] == "forward, keeping"
     assert made["policies"][0]["policy"] == "no offload"
     assert made["policies"][1]["device"]["peak_bytes"] < made["policies"][0]["device"]["peak_bytes"]
-    assert "<b>forward</b>" in file.read_text(encoding="utf-8")
+    assert "<b>forward, keeping</b>" in file.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
