@@ -165,6 +165,8 @@ def plan(
     """
     if "tokens_per_step" not in training:
         raise ValueError("plan needs tokens_per_step: how many tokens all ranks together train on in one step")
+    if unknown := sorted(training.keys() - Training.__dataclass_fields__.keys()):
+        raise ValueError(f"plan knows no {', '.join(unknown)}; there are {', '.join(Training.__dataclass_fields__)}")
     wanted, there = Training(**training), machine_of(machine)
     model = model_of(model)
     if trace is None:

@@ -90,6 +90,8 @@ def model_of(model: "Model | nn.Module | str | Path") -> Model:
         return model
     if isinstance(model, nn.Module):
         return Model(type(model).__name__, model, groups_of(model), _loss)
+    if not isinstance(model, str | Path):
+        raise ValueError(f"model must be a module, a name or a path; got {type(model).__name__}")
     if ":" in str(model) and not Path(model).exists():
         return model_of(_made(str(model)))
     name, config = _config(model)

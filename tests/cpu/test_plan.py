@@ -394,12 +394,18 @@ def test_a_model_of_transformers_is_run_as_it_is() -> None:
         ({"ranks": 6, "replicas": 4}, "an impossible mesh: 6 ranks"),
         ({"machine": "B300"}, "no machine 'B300': there are A100, H100"),
         ({"optimizer": "adamv"}, "optimizer must be one of adamw, adam"),
+        ({"rank": 2}, "plan knows no rank; there are ranks, replicas, tokens_per_step"),
         ({"dtype": "fp8"}, "dtype must be one of fp32, bf16; got 'fp8'"),
     ],
 )
 def test_bad_questions_get_an_answer_that_helps(training: dict, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         small_plan(**training)
+
+
+def test_what_is_no_model_gets_an_answer_that_helps() -> None:
+    with pytest.raises(ValueError, match="model must be a module, a name or a path; got list"):
+        plan([nn.Linear(2, 2)], tokens_per_step=4096)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure")
