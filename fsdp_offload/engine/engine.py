@@ -334,8 +334,13 @@ class Engine:
         return self._pipeline.ring.nbytes >= self.plan.ring_bytes
 
     def allocated_bytes(self) -> Allocated:
-        """Device memory that is in use, without staging. On the CPU, all zero."""
-        return self._link.allocated_bytes()
+        """Device memory that is in use, without staging and without state that stays there. On the CPU, all zero.
+
+        State that comes to stay later changes nothing about what else there is room for.
+        """
+        now, peak = self._link.allocated_bytes()
+        staying_bytes = 0 if self.device.type == "cpu" else self.plan.resident_bytes
+        return Allocated(now - staying_bytes, peak - staying_bytes)
 
     def room_bytes(self) -> int:
         """Device memory that would still be free at the highest point so far, less a reserve."""

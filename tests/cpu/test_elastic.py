@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp_offload import OffloadPolicy
 from fsdp_offload.device import link
 from fsdp_offload.device.link import Allocated, Block, DeviceLink
-from fsdp_offload.engine.engine import Engine
+from fsdp_offload.engine.engine import Engine, engine_of
 from fsdp_offload.model import tune_staging as elastic
 from fsdp_offload.model.tune_staging import Elastic
 from fsdp_offload.planning.staging import plan_staging, why_not_behind_backward
@@ -314,3 +315,16 @@ def test_a_backward_without_gradients_now_and_then(
             assert same(plain, offloaded)
             plans.append(vars(offloaded.optimizer)["_offload_engine"].overlap._elastic._plan)
     assert plans[0] == plans[1] is not None
+
+
+def test_state_that_comes_to_stay_leaves_the_room_as_it_was(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was learnt before; else nothing could pass any more, the model would wait, and still more would stay."""
+    loop = Loop(mesh, adamw, OffloadPolicy(overlap="iteration", bucket_bytes=4096))
+    engine = engine_of(loop.optimizer)
+    assert engine is not None
+    engine.device = torch.device("cuda")  # whose allocator is told apart from what it says here
+    monkeypatch.setattr(DeviceLink, "allocated_bytes", lambda link: Allocated(1000 + engine.plan.resident_bytes, 5000))
+    before = engine.allocated_bytes()
+    engine.plan.resident_bytes += 300
+    assert engine.allocated_bytes().now == before.now == 1000
+    assert engine.allocated_bytes().peak == before.peak - 300

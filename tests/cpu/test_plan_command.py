@@ -107,7 +107,9 @@ sys.argv = ["fsdp_offload", "plan", *sys.argv[1:]]
 try:
     runpy.run_module("fsdp_offload", run_name="__main__")
 finally:
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, file=sys.stderr)
+    # Not ru_maxrss: that begins with what the process that started this one had.
+    high_water_kb = next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM"))
+    print(int(high_water_kb) * 1024, file=sys.stderr)
 """
 
 
