@@ -34,7 +34,7 @@ class Forecast:
         bound_ms, bound: what an iteration takes at least, and the formula.
         iteration_ms: what it is estimated to take.
         tokens_per_s: of all ranks.
-        limit: what decides how long it takes: compute, gathers or the host link.
+        limit: what decides how long it takes: compute, gathers, the host link, or the host, which launches it all.
         why_not: what does not fit; empty if everything does.
         lines: what to write.
     """
@@ -199,6 +199,8 @@ def _forecast(choice: Choice | None, known: Known, training: Training, machine: 
         formula, bound_ms = choice.bound(parts.times, sizes.state, waits.kept, staged)
     ms, limit = estimate(choice, parts, kept=waits.kept, staged=staged, stall_ms=waits.stall_ms)
     host_bytes = 0 if choice is None else sizes.host
+    if choice is not None and choice.overlap == "step":
+        host_bytes -= resident_bytes  # it stays from the beginning, and has no place there
     per_host = host_bytes * min(training.ranks, machine.devices_per_host)
     needed_bytes = int(device.peak_bytes * (1 + SLACK)) + machine.context_bytes
     spare_bytes = machine.device_bytes - needed_bytes

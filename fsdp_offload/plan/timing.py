@@ -1,8 +1,8 @@
 """Milliseconds: the parts of an iteration, each alone, and what an iteration of each policy takes. Pure arithmetic.
 
-A kernel takes what its operations or its bytes take, whichever is more (a roofline), and a little for itself. With
-forward F, backward B, update U, all copies both ways at once T, and a share r of the loads ahead of the step, an
-iteration takes::
+A matrix product takes what its operations and then what its bytes take, any other kernel whichever is more, and each
+of them a little for itself. With forward F, backward B, update U, all copies both ways at once T, and a share r of the
+loads ahead of the step, an iteration takes, unless the host needs longer to launch it::
 
     "step"                     F + B + clip + max(U, (1 - r) T)
     "forward", "iteration"     F + B + clip + what the forward waits for state, and what of U is not in these waits
@@ -10,7 +10,7 @@ iteration takes::
 How long it waits, :mod:`.waits` computes group by group.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ..planning.bound import Times
@@ -38,6 +38,8 @@ class Parts:
         backward: the same.
         state_bytes: of each group.
         communication_ms: gathers and reductions, which run beside the computation as far as it lasts.
+        launch_ms: what the host needs for all passes.
+        issue_ms: what it needs beside that to issue transfers and updates.
     """
 
     times: Times
@@ -45,6 +47,26 @@ class Parts:
     backward: tuple[Turn, ...]
     state_bytes: tuple[int, ...]
     communication_ms: float
+    launch_ms: float
+    issue_ms: float
+
+    def host_ms(self, choice: Choice | None) -> float:
+        """What the host needs for an iteration with a choice."""
+        issues = choice is not None and choice.overlap != "step"
+        return self.launch_ms + (self.issue_ms if issues else 0.0)
+
+    def as_launched(self, choice: Choice | None) -> "Parts":
+        """The same with passes that last as long as the host needs to launch them, and what a choice does in them."""
+        longer = self.host_ms(choice) / (self.times.forward_ms + self.times.backward_ms)
+        if longer <= 1:
+            return self
+        forward, backward = (
+            tuple(Turn(group, longer * ms) for group, ms in turns) for turns in (self.forward, self.backward)
+        )
+        times = replace(
+            self.times, forward_ms=longer * self.times.forward_ms, backward_ms=longer * self.times.backward_ms
+        )
+        return replace(self, times=times, forward=forward, backward=backward)
 
     @property
     def last_backward_ms(self) -> float:
@@ -83,7 +105,23 @@ def parts_of(sizes: Sizes, trace: Trace, training: Training, machine: Machine) -
         two_way_ms=2 * state / two_way_gb_per_s / 1e6,
     )
     state_bytes = tuple(round(state * nbytes / params) for nbytes in sizes.params) if params else ()
-    return Parts(times, forward, backward, state_bytes, count * (forward_link + backward_link))
+    launch_ms, kernels = machine.launch_us / 1e3, sum(sum(one.work.values()) for one in trace.segments)
+    turns = len(trace.segments)
+    return Parts(
+        times,
+        forward,
+        backward,
+        state_bytes,
+        count * (forward_link + backward_link),
+        launch_ms=count * (kernels * _LAUNCHES_OF_KERNEL + turns * _LAUNCHES_OF_TURN) * launch_ms,
+        issue_ms=(sizes.tensors * _LAUNCHES_OF_UPDATE + count * turns * _LAUNCHES_OF_WAIT) * launch_ms,
+    )
+
+
+_LAUNCHES_OF_KERNEL, _LAUNCHES_OF_TURN, _LAUNCHES_OF_UPDATE, _LAUNCHES_OF_WAIT = 6, 190, 43, 60
+"""What the host needs in Python, in launches of a kernel in a plain loop: for one in a model with autograd; for a turn
+of a ``fully_shard`` group; for moving and updating a parameter's state; for a turn that waits for state. From the two
+batches of ``examples/benchmark_results/2026-11-23-h200x1-plan-auto.jsonl`` in which the device waited for the host."""
 
 
 def _sharing(training: Training, machine: Machine) -> int:
@@ -113,14 +151,12 @@ def _turn_ms(segment: Segment, sizes: Sizes, training: Training, machine: Machin
         "attention_backward": machine.fp32_tflops if fp32 else machine.attention_backward_tflops,
     }
     even, uneven = machine.memory_gb_per_s * 1e6, _UNEVEN_SHARE * machine.memory_gb_per_s * 1e6  # bytes per ms
-    ms = sum(
-        count
-        * max(
-            work.flops / tflops.get(work.kind, 1.0) / 1e9,
-            work.nbytes / (uneven if work.kind == "uneven" else even),
-        )
-        for work, count in segment.work.items()
-    )
+    ms = 0.0
+    for work, count in segment.work.items():
+        operations_ms = work.flops / tflops.get(work.kind, 1.0) / 1e9
+        bytes_ms = work.nbytes / (uneven if work.kind == "uneven" else even)
+        # The tiles of a product are written when they have been computed.
+        ms += count * (operations_ms + bytes_ms if work.kind == "matmul" else max(operations_ms, bytes_ms))
     ms += sum(segment.work.values()) * machine.kernel_us / 1e3
     params, gathered = sizes.params[segment.group], sizes.gathered[segment.group]
     moved = params + gathered  # cast into the buffers of the gather
@@ -163,16 +199,23 @@ def estimate(
         staged: the share of what moves that staging holds; it is loaded as far as the backward lasts.
         stall_ms: how long the forward waits for state.
     """
-    times = parts.times
+    times, host_ms = parts.times, parts.host_ms(choice)
     passes, update, clip = times.forward_ms + times.backward_ms, times.update_ms, times.clip_ms
     compute_name = "gathers" if parts.communication_ms > 0.95 * passes else "compute"
     if choice is None:
-        return Estimate(passes + clip + update, compute_name)
+        return _as_launched(Estimate(passes + clip + update, compute_name), host_ms)
     two_way, load = times.two_way_ms * (1 - kept), times.load_ms * (1 - kept)
     if choice.overlap == "step":
         moving = two_way * (1 - (min(staged, times.backward_ms / load) if load else staged))
-        return Estimate(passes + clip + max(update, moving), "host link" if moving > update else compute_name)
+        after = clip + max(update, moving)
+        name = "host link" if moving > update else compute_name
+        return Estimate(max(passes, host_ms) + after, name)
     in_waits = min(1.0, stall_ms / two_way) * (1 - kept) if two_way else 0.0
     ms = passes + stall_ms + (1 - in_waits) * update
     ms = ms + clip if choice.overlap == "forward" else max(ms, two_way)
-    return Estimate(ms, "host link" if stall_ms > _WAITS * ms else compute_name)
+    return _as_launched(Estimate(ms, "host link" if stall_ms > _WAITS * ms else compute_name), host_ms)
+
+
+def _as_launched(one: Estimate, host_ms: float) -> Estimate:
+    """A host that is late makes the device wait; while the device waits for state, the host goes on."""
+    return Estimate(host_ms, "launches") if host_ms > one.ms else one

@@ -41,7 +41,8 @@ def waits_of(choice: Choice, parts: Parts, machine: Machine, *, room_bytes: int)
     times = _iteration_times(choice, parts, machine, kept=0)
     if not share.staying_is_learnt:
         return Waits(0.0, times.stall_ms)
-    count, _ = groups_to_keep(times, _TOLERANCE * sum(times.move_ms.values()))
+    measured = _iteration_times(choice, parts.as_launched(choice), machine, kept=0)
+    count, _ = groups_to_keep(measured, _TOLERANCE * sum(times.move_ms.values()))
     kept_bytes = [0, *accumulate(parts.state_bytes[group] for group in _forward_order(parts))]
     limit_bytes = room_bytes if share.staying_limit_bytes is None else share.staying_limit_bytes
     count = min(count, sum(nbytes <= limit_bytes for nbytes in kept_bytes) - 1)

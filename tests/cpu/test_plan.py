@@ -166,12 +166,12 @@ def test_gradients_of_a_long_accumulation_are_there_in_every_forward() -> None:
 
 def slow_link() -> Machine:
     rates = dict.fromkeys(("load_gb_per_s", "store_gb_per_s"), 0.25)
-    return dataclasses.replace(machine_of("H200"), two_way_gb_per_s=0.5, contention=0.0, **rates)
+    return dataclasses.replace(machine_of("H200"), two_way_gb_per_s=0.5, contention=0.0, launch_us=0.0, **rates)
 
 
 def fast_link() -> Machine:
     rates = dict.fromkeys(("load_gb_per_s", "store_gb_per_s", "two_way_gb_per_s", "host_gb_per_s"), 1e6)
-    return dataclasses.replace(machine_of("H200"), **rates)
+    return dataclasses.replace(machine_of("H200"), launch_us=0.0, **rates)
 
 
 # Time ----------------------------------------------------------------------------------------------------------------
@@ -202,6 +202,23 @@ def test_ranks_of_a_host_share_its_memory_bandwidth() -> None:
     rate = min(machine.two_way_gb_per_s, machine.host_gb_per_s / 8)
     # An eighth of the state, on each of eight ranks that share.
     assert together.two_way_ms == pytest.approx(alone.two_way_ms / 8 * machine.two_way_gb_per_s / rate, rel=0.01)
+
+
+def test_a_host_that_launches_slowly_is_what_limits() -> None:
+    by_launch_us = {
+        launch_us: by_name(large_plan(machine=dataclasses.replace(fast_link(), launch_us=launch_us), clip=False))
+        for launch_us in (0.0, 100.0, 200.0)
+    }
+    assert by_launch_us[0.0]["no offload"].limit == "compute"
+    one, other = by_launch_us[100.0], by_launch_us[200.0]
+    assert {other[name].limit for name in ("no offload", "forward", "iteration")} == {"launches"}
+    for name in ("no offload", "forward", "iteration"):
+        assert other[name].iteration_ms == pytest.approx(2 * one[name].iteration_ms)
+    # Issuing what is moved and updated takes the host's time too, in proportion to the parameters.
+    tensors = len(list(gpt_large().parameters()))
+    turns = 2 * 9
+    issued_ms = one["iteration"].iteration_ms - one["no offload"].iteration_ms
+    assert issued_ms == pytest.approx((43 * tensors + 60 * turns) * 0.1)
 
 
 def test_nothing_hides_what_of_the_root_is_not_loaded_ahead() -> None:
