@@ -95,7 +95,7 @@ CHOICES = (
 
 
 def auto_policy(
-    loop: Loop, *, hides: str, elementwise: bool, updates_early: bool, state_bytes: int
+    loop: Loop, *, hides: str, elementwise: bool, updates_early: bool, state_bytes: int, tensors: int
 ) -> tuple[OffloadPolicy, str]:
     """Choose for ``policy="auto"``: what hides most within what the loop allows, keeping only what cannot be hidden.
 
@@ -107,6 +107,7 @@ def auto_policy(
         elementwise: whether the optimizer works element by element.
         updates_early: whether it can use gradients as soon as they are final.
         state_bytes: about how much state the rank with most of it has.
+        tensors: how many parameters this state is of.
 
     Returns:
         The policy, and what was chosen and why in a sentence.
@@ -122,6 +123,9 @@ def auto_policy(
     why += {"step": "the backward", "forward": "the next forward", "iteration": "backward and forward"}[choice.overlap]
     if hides:
         choice, why = Choice("step"), hides
+    if choice.overlap != "step" and state_bytes < _SMALL_STATE_BYTES * tensors:
+        choice = Choice("forward")
+        why = f"the state of {tensors} parameters is moved in less time than the host needs to issue it piece by piece"
     if choice.keeps == "auto":
         why += ", and what cannot be hidden stays on the device"
     fields = ", ".join(f"{name}={_said(value)}" for name, value in choice.fields(state_bytes).items())
@@ -130,6 +134,11 @@ def auto_policy(
 
 _LASTING_SHARE = 25
 """One part in so many of the state is staging that lasts, with ``device_bytes="auto"``: as ``homes.py`` has it."""
+
+_SMALL_STATE_BYTES = 12 << 20
+"""For each parameter. Issuing transfers and updates takes the host 0.3 to 0.5 ms for each on the machine of
+``examples/benchmark_results/2026-11-23-h200x1-plan-auto.jsonl``, and moving so much both ways 0.25. Then a forward
+hides all transfers wherever the host keeps up, and where it does not, least is to be done in one go."""
 
 _LARGE_BYTES = 4 << 30
 """Of state: then a bucket of the default size would be one of very many."""
