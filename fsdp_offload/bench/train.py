@@ -215,6 +215,11 @@ def _print(
         policy, clips = replace(policy, overlap="forward"), False  # updates wait for step()
     if clips:  # the old parameters go down as well, of half the bytes of their state
         times = replace(times, two_way_ms=max(times.two_way_ms, 1.5 * times.store_ms))
+    if policy is not None and policy.parameters:
+        # In fp32, beside 8 bytes of state for each: 4 + 4 + 8 go up, 12 come down.
+        load_ms, store_ms = 2 * times.load_ms, 1.5 * times.store_ms
+        two_way_ms = max(load_ms, 1.75 * times.two_way_ms)  # 28 bytes both ways, where the state is 16
+        times = replace(times, load_ms=load_ms, store_ms=store_ms, two_way_ms=two_way_ms)
     formula, bound_ms = bound(
         policy,
         times,
