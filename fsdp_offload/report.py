@@ -47,7 +47,7 @@ class OffloadReport:
         bound_ms: what such an iteration takes at least with this policy, by the times of its parts as measured; where
             nothing overlaps, what ``step()`` takes at least. Never more than the iteration, or the step, did take. 0
             if not known: the last two steps did not move the same.
-        bound: its formula, in the letters of ``fsdp_offload/bound.py``: forward F, backward B, update U, all loads L,
+        bound: its formula, as in ``fsdp_offload/planning/bound.py``: forward F, backward B, update U, all loads L,
             all stores S, both at once T; ``B + clip`` is whatever is not the first forward. Empty if not known.
         advice: what would help where transfers decide how long it takes; a sentence, or empty.
         host_updated_bytes: state that the host updated in the last step.

@@ -3,7 +3,7 @@
 On several devices: ``torchrun --standalone --nproc-per-node 2 -m fsdp_offload.bench train``.
 
 The bound of a policy is what an iteration takes at least, from times of the same run, each part alone: the formulas are
-in ``fsdp_offload/bound.py``.
+in ``fsdp_offload/planning/bound.py``.
 
 ``--traces FOLDER`` writes of each policy a Chrome trace of three settled iterations (for ui.perfetto.dev) and a picture
 of the middle one, and a picture of all policies on one scale.
