@@ -49,7 +49,7 @@ class OffloadReport:
         bound_ms: what such an iteration takes at least with this policy, by the times of its parts, each measured alone
             in an iteration before (the second, then the seventeenth); where nothing overlaps, what ``step()`` takes at
             least. 0 if not known: the last two steps did not move the same.
-        bound: its formula, in the letters of ``fsdp_offload/bound.py``: forward F, backward B, update U, all loads L,
+        bound: its formula, as in ``fsdp_offload/planning/bound.py``: forward F, backward B, update U, all loads L,
             all stores S, both at once T; ``B + clip`` is whatever is not the first forward. Empty if not known.
         contention_ms: how much longer the model computed in the last iteration than alone, beside copies and updates.
             What else the iteration took longer than ``bound_ms``, it waited.

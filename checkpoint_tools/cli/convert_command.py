@@ -88,13 +88,13 @@ def convert_checkpoint(
 
     from ..convert import convert
     from ..convert.conversion_plan import Wanted
-    from ..write import rewrite as rewriting
+    from ..write import rewrite
 
     cast_to = None if dtype is None else getattr(torch, CASTABLE[dtype])
     wanted = Wanted(what, key_prefix, excluded or (), shard_bytes, cast_to)  # type: ignore[arg-type]
     for each in (source, shapes_from):
         if each is not None:
-            rewriting.check_destination(each, destination)
+            rewrite.check_destination(each, destination)
     opened = convert.open_source(source, to, key_prefix, threads, flat=flat_to_nd)
     planned = convert.plan_flat(opened, shapes_from, wanted) if flat_to_nd else convert.plan(opened, wanted)
     notes = [*opened.notes, *planned.notes]
@@ -126,12 +126,12 @@ def _convert_torch(
     from ..convert import torch_files
     from ..look.verify import notes_on_checksums
     from ..stored.opening import open_checkpoint
-    from ..write import rewrite as rewriting
+    from ..write import rewrite
 
-    rewriting.check_destination(source, destination)
+    rewrite.check_destination(source, destination)
     if to == "torch":
         checkpoint = open_checkpoint(source)
-        rewriting.check_whole(checkpoint, 1)
+        rewrite.check_whole(checkpoint, 1)
         keys = torch_files.to_torch(checkpoint, destination, excluded, memory_bytes)
         notes = [*checkpoint.notes, *notes_on_checksums(checkpoint)]
         return f"{counted(keys, 'key')} in one file of torch.save", notes

@@ -87,9 +87,9 @@ def write_progress(
         with progress(what, total_bytes) as advance:
             yield advance
     except KeyboardInterrupt:
-        from ..write import rewrite as rewriting
+        from ..write import rewrite
 
-        say(f"interrupted. {rewriting.after_interrupt(destination, kept_in)}", err=True)
+        say(f"interrupted. {rewrite.after_interrupt(destination, kept_in)}", err=True)
         raise
 
 

@@ -121,25 +121,25 @@ def _rewrite(way: "Way", source: str, destination: str, asked: Asked, doing: Doi
     check_json(doing.as_json, doing.dry_run)
     numbers = parse_values(asked.values)
     from ..exchange.request import Request, check_used, complete, not_known
-    from ..write import rewrite as rewriting
+    from ..write import rewrite
 
     rules = _rules(asked.presets, asked.rule_files)
     request = Request(rules, numbers, asked.excluded or [], asked.only or [], asked.is_sure)
-    rewriting.check_destination(source, destination)
-    checkpoint, sidecars = rewriting.open_whole(source, doing.threads)
+    rewrite.check_destination(source, destination)
+    checkpoint, sidecars = rewrite.open_whole(source, doing.threads)
     completed = complete(checkpoint, way, request)
-    planned = rewriting.plan(checkpoint, way, completed)
+    planned = rewrite.plan(checkpoint, way, completed)
     check_used(request, planned.exchange)
-    notes = [*completed.notes, *rewriting.notes_on(checkpoint, sidecars)]
+    notes = [*completed.notes, *rewrite.notes_on(checkpoint, sidecars)]
     if doing.dry_run:
-        shown = rewriting.as_json(planned, way) if doing.as_json else rewriting.as_table(planned, way)
-        say_plan(shown, notes, rewriting.headline(planned, way))
+        shown = rewrite.as_json(planned, way) if doing.as_json else rewrite.as_table(planned, way)
+        say_plan(shown, notes, rewrite.headline(planned, way))
         return
     if not completed.is_known:
         raise CheckpointError(not_known(checkpoint, planned.exchange.matched))
-    fingerprint = rewriting.fingerprint_of(checkpoint, way, completed)
+    fingerprint = rewrite.fingerprint_of(checkpoint, way, completed)
     with write_progress(destination, way, planned.nbytes) as advance:
-        rewriting.write(
+        rewrite.write(
             checkpoint,
             planned,
             destination,
@@ -149,9 +149,9 @@ def _rewrite(way: "Way", source: str, destination: str, asked: Asked, doing: Doi
             restart=doing.restart,
             advance=advance,
             sidecars=sidecars.files,
-            record=rewriting.record_after(checkpoint, way, completed, planned),
+            record=rewrite.record_after(checkpoint, way, completed, planned),
         )
-    say_written(destination, rewriting.headline(planned, way), notes, begin)
+    say_written(destination, rewrite.headline(planned, way), notes, begin)
 
 
 def _rules(presets: Sequence[str] | None, files: Sequence[Path] | None) -> "list[Rule]":

@@ -2,7 +2,7 @@
 
 ::
 
-    SRC ──open──▶ Source ──plan──▶ ConversionPlan ──rewriting.write──▶ DST
+    SRC ──open──▶ Source ──plan──▶ ConversionPlan ──rewrite.write──▶ DST
 
 The same folders, journals and threads as for split and merge; see :mod:`checkpoint_tools.write.rewrite`.
 """
@@ -21,7 +21,7 @@ from ..stored.metadata import METADATA_FILE
 from ..stored.opening import open_checkpoint
 from ..stored.reading import Checkpoint
 from ..stored.safetensors_folder import Folders, is_safetensors, open_safetensors
-from ..write import rewrite as rewriting
+from ..write import rewrite
 from ..write.rewrite_plan import Rewrite
 from ..write.sidecars import Sidecars, sidecars_of
 from .conversion_plan import ConversionPlan, Wanted, to_dcp, to_safetensors
@@ -63,19 +63,19 @@ def open_source(source: str, to: str | None, key_prefix: str | None, threads: in
             raise CheckpointError(f"--flat-to-nd is for checkpoints of DCP, and {source} has safetensors")
         _check_changes("dcp", to, source)
         folders = open_safetensors(source, key_prefix)
-        rewriting.check_whole(folders.checkpoint, threads)
+        rewrite.check_whole(folders.checkpoint, threads)
         is_file = PurePath(source).suffix == ".safetensors"
         sidecars = Sidecars((), ()) if is_file else sidecars_of(folders.checkpoint, folders.own_files)
-        notes = rewriting.notes_on(folders.checkpoint, sidecars)
+        notes = rewrite.notes_on(folders.checkpoint, sidecars)
         return Source(folders.checkpoint, folders, "dcp", tuple(notes), folders.digest, sidecars.files)
     if flat and to == "safetensors":
         raise CheckpointError("--flat-to-nd gives a checkpoint of DCP; convert that to safetensors afterwards")
     if not flat:
         _check_changes("safetensors", to, source)
-    checkpoint, sidecars = rewriting.open_whole(source, threads)
+    checkpoint, sidecars = rewrite.open_whole(source, threads)
     with checkpoint.folder.open(METADATA_FILE) as stream:
         digest = hashlib.sha256(stream.read()).hexdigest()
-    notes = rewriting.notes_on(checkpoint, sidecars)
+    notes = rewrite.notes_on(checkpoint, sidecars)
     return Source(checkpoint, None, "dcp" if flat else "safetensors", tuple(notes), digest, sidecars.files)
 
 
@@ -103,8 +103,7 @@ def plan_flat(source: Source, shapes_from: str | None, wanted: Wanted) -> Conver
         CheckpointError: it is not known which shapes the state should have.
     """
     other = None if shapes_from is None else open_checkpoint(shapes_from)
-    rewrite = flat_to_nd(source.checkpoint, other, wanted.excluded)
-    return ConversionPlan(rewrite, None, "", ())
+    return ConversionPlan(flat_to_nd(source.checkpoint, other, wanted.excluded), None, "", ())
 
 
 def write(
@@ -123,7 +122,7 @@ def write(
         CheckpointError: the source cannot be read, or the destination not be written.
         KeyboardInterrupt: as it came. What was written so far is there to go on with.
     """
-    rewriting.write(
+    rewrite.write(
         source.checkpoint,
         planned.rewrite,
         destination,
@@ -146,10 +145,10 @@ def _fingerprint(source: Source, planned: ConversionPlan) -> dict[str, object]:
     if planned.last_files is not None:
         plan_digest.update(repr(sorted(planned.last_files("").items())).encode())
     return {
-        "format": rewriting.FORMAT,
+        "format": rewrite.FORMAT,
         "torch": torch.__version__,
         "metadata": source.digest,
-        "files": rewriting.stamps_of(source.checkpoint),
+        "files": rewrite.stamps_of(source.checkpoint),
         "asked": plan_digest.hexdigest(),
     }
 
@@ -186,10 +185,10 @@ def _keys_by_file(rewrite: Rewrite) -> Mapping[str, dict[str, None]]:
 
 def headline(source: Source, planned: ConversionPlan) -> str:
     """Say in a line what is done."""
-    rewrite = planned.rewrite
-    size = f"{human_bytes(rewrite.nbytes)} in {counted(len(rewrite.files), 'file')}"
-    flat = rewrite.exchange.fusions
+    new = planned.rewrite
+    size = f"{human_bytes(new.nbytes)} in {counted(len(new.files), 'file')}"
+    flat = new.exchange.fusions
     if flat:
         return f"{counted(len(flat), 'flat state tensor')} given the shape of the parameter; {size}"
     prefix = f"; keys of the model begin with {planned.key_prefix!r} in DCP" if planned.key_prefix else ""
-    return f"{counted(len(rewrite.tensors), 'tensor')} as {source.to}, {size}{prefix}"
+    return f"{counted(len(new.tensors), 'tensor')} as {source.to}, {size}{prefix}"

@@ -21,7 +21,7 @@ from ..core.errors import CheckpointError
 from ..exchange.config_values import COMMON_FILE, FORMAT_FILE, with_told
 from ..exchange.request import Request, complete
 from ..stored.reading import Checkpoint
-from ..write import rewrite as rewriting
+from ..write import rewrite
 from ..write.partial import locked_folder, partial_of, steps_beside
 from ..write.rewrite_plan import Rewrite, plan_rewrite
 from .frameworks import Fuse, Rename, Step, steps, value_names
@@ -64,15 +64,15 @@ def translate(
         CheckpointError: a key or a value is not known, the source cannot be read, or the destination not be written.
         KeyboardInterrupt: as it came. What was written so far is there to go on with.
     """
-    rewriting.check_destination(source, destination)
-    checkpoint, sidecars = rewriting.open_whole(source, threads)
+    rewrite.check_destination(source, destination)
+    checkpoint, sidecars = rewrite.open_whole(source, threads)
     values, notes = with_told(checkpoint, value_names(asked.family), asked.values)
-    notes += rewriting.notes_on(checkpoint, sidecars)
+    notes += rewrite.notes_on(checkpoint, sidecars)
     work = steps(asked.family, asked.source, asked.target, values)
     _check_values(work, values)
     first_rename = next(number for number, step in enumerate(work) if isinstance(step, Rename))
     request = repr((asked, sorted(values.items()), work))
-    identity = hashlib.sha256(f"{request} {rewriting.stamps_of(checkpoint)}".encode()).hexdigest()[:16]
+    identity = hashlib.sha256(f"{request} {rewrite.stamps_of(checkpoint)}".encode()).hexdigest()[:16]
     planned: Rewrite | None = None
     with _room_for(destination, identity, restart=restart) as room:
         others = [] if "://" in destination else [each for each in steps_beside(Path(destination)) if each != room]
@@ -82,14 +82,14 @@ def translate(
         for number, step in list(enumerate(work))[begin:]:
             to = destination if number + 1 == len(work) else f"{room}/{number}"
             if number:
-                checkpoint, sidecars = rewriting.open_whole(at, threads)
+                checkpoint, sidecars = rewrite.open_whole(at, threads)
             planned = _plan(checkpoint, step, values, asked.excluded if number <= first_rename else ())
             with progress(f"rename, {number + 1} of {len(work)}", planned.nbytes) as advance:
-                rewriting.write(
+                rewrite.write(
                     checkpoint,
                     planned,
                     to,
-                    {"step": number, "files": rewriting.stamps_of(checkpoint), "asked": request},
+                    {"step": number, "files": rewrite.stamps_of(checkpoint), "asked": request},
                     threads=threads,
                     max_memory_bytes=max_memory_bytes,
                     restart=restart,
@@ -121,7 +121,7 @@ def _plan(checkpoint: Checkpoint, step: Step, values: Mapping[str, float], exclu
         return plan_rewrite(checkpoint, rename_exchange(checkpoint, step, excluded))
     known = {name: value for name, value in values.items() if any(name in rule.value_names for rule in step.rules)}
     request = Request(step.rules, known, excluded, is_sure=True)
-    return rewriting.plan(checkpoint, step.way, complete(checkpoint, step.way, request))
+    return rewrite.plan(checkpoint, step.way, complete(checkpoint, step.way, request))
 
 
 def _format_files(there: Sequence[str]) -> dict[str, bytes]:

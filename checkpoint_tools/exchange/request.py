@@ -3,7 +3,7 @@
 ::
 
     --preset, --rules, --value, --exclude, --only, --yes ─┐
-    split_record.json: what was taken apart, and how ─────┼──complete──▶ Complete ──▶ rewriting.plan
+    split_record.json: what was taken apart, and how ─────┼──complete──▶ Complete ──▶ rewrite.plan
     args, config.json: values of the model's config ──────┘
 """
 

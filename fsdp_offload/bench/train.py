@@ -3,7 +3,7 @@
 On several devices: ``torchrun --standalone --nproc-per-node 2 -m fsdp_offload.bench train``.
 
 The bound of a policy is what an iteration takes at least, from times of the same run, each part alone: the formulas are
-in ``fsdp_offload/bound.py``.
+in ``fsdp_offload/planning/bound.py``.
 
 ``--only`` takes, beside the names of policies, names with an ending that says how often the loop clips by a norm that
 binds: ``iteration_never``, ``iteration_rarely`` (one step of 20), ``iteration_always``, and so on for all of them. Each

@@ -1,4 +1,4 @@
-"""The update of one bucket on the host, a task of :mod:`host_worker`.
+"""The update of one bucket on the host, a task of :mod:`worker`.
 
 ::
 

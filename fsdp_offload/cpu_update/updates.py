@@ -4,8 +4,8 @@
 
     submit ──▶ gradients down ──▶ the optimizer's class on host tensors ──▶ parameters up ──▶ wait
 
-Parameters are mirrored on the host (:mod:`host_mirror`) and come down only where somebody else has written them, by
-whatever means. Everything but :meth:`HostUpdates.submit` and the waits runs in the threads of :mod:`host_worker`.
+Parameters are mirrored on the host (:mod:`mirror`) and come down only where somebody else has written them, by
+whatever means. Everything but :meth:`HostUpdates.submit` and the waits runs in the threads of :mod:`worker`.
 """
 
 import threading

@@ -5,7 +5,7 @@
     enter ──▶ used by loads, updates, stores ──▶ given back: what was used first goes first
 
 The first blocks may be there to last, while the others come and go with the room that the model leaves. A block
-belongs to the device (:mod:`transfer`), which has other optimizers as well: one of them may need a larger one.
+belongs to the device (:mod:`link`), which has other optimizers as well: one of them may need a larger one.
 """
 
 from collections.abc import Callable

@@ -12,7 +12,7 @@ from checkpoint_tools.convert.conversion_plan import Wanted
 from checkpoint_tools.look.verify import check_structure
 from checkpoint_tools.stored.opening import open_checkpoint
 from checkpoint_tools.stored.reading import Checkpoint
-from checkpoint_tools.write import rewrite as rewriting
+from checkpoint_tools.write import rewrite
 
 
 def converted(
@@ -30,7 +30,7 @@ def converted(
     max_memory_bytes: int = 1 << 20,
 ) -> Checkpoint:
     """The new one, and it is whole."""
-    rewriting.check_destination(str(source), str(destination))
+    rewrite.check_destination(str(source), str(destination))
     wanted = Wanted(what, key_prefix, excluded, shard_bytes, dtype)  # type: ignore[arg-type]
     opened = convert.open_source(str(source), None, key_prefix, 1, flat=flat)
     shapes = None if shapes_from is None else str(shapes_from)

@@ -21,7 +21,7 @@ from checkpoint_tools.look.data_checks import DataChecks
 from checkpoint_tools.look.verify import check_structure
 from checkpoint_tools.stored.opening import open_checkpoint
 from checkpoint_tools.stored.reading import StoredChunk
-from checkpoint_tools.write import rewrite as rewriting
+from checkpoint_tools.write import rewrite
 from fsdp_offload.checkpoint import ChecksumWriter, load
 from tests.checkpoint_tools.converted import converted
 from tests.checkpoint_tools.offline import DOWN, FUSED, rewritten, rule
@@ -114,7 +114,7 @@ def to_torch(folder: Path, made: Path) -> bool:
     """Into one file."""
     made.mkdir()
     checkpoint = open_checkpoint(folder)
-    rewriting.check_whole(checkpoint, 1)
+    rewrite.check_whole(checkpoint, 1)
     torch_files.to_torch(checkpoint, str(made / "model.pt"), (), 1 << 30)
     return True
 

@@ -16,7 +16,7 @@ from checkpoint_tools.fused.rules import Rule
 from checkpoint_tools.look.verify import check_structure
 from checkpoint_tools.stored.items import ItemReader
 from checkpoint_tools.stored.reading import Checkpoint, open_checkpoint
-from checkpoint_tools.write import rewrite as rewriting
+from checkpoint_tools.write import rewrite
 from fsdp_offload.checkpoint import Chunk, ShardChunks, ShardTensor
 from fsdp_offload.checkpoint.rectangles import contiguous_strides
 
@@ -45,12 +45,12 @@ def rewritten(
     restart: bool = False,
 ) -> Checkpoint:
     """The new checkpoint, and it is whole."""
-    rewriting.check_destination(str(source), str(destination))
-    checkpoint, sidecars = rewriting.open_whole(str(source), 1)
+    rewrite.check_destination(str(source), str(destination))
+    checkpoint, sidecars = rewrite.open_whole(str(source), 1)
     asked = complete(checkpoint, way, Request(rules, values or {}, excluded, only, is_sure))
-    planned = rewriting.plan(checkpoint, way, asked)
-    fingerprint = rewriting.fingerprint_of(checkpoint, way, asked)
-    rewriting.write(
+    planned = rewrite.plan(checkpoint, way, asked)
+    fingerprint = rewrite.fingerprint_of(checkpoint, way, asked)
+    rewrite.write(
         checkpoint,
         planned,
         str(destination),
@@ -59,7 +59,7 @@ def rewritten(
         max_memory_bytes=max_memory_bytes,
         restart=restart,
         sidecars=sidecars.files,
-        record=rewriting.record_after(checkpoint, way, asked, planned),
+        record=rewrite.record_after(checkpoint, way, asked, planned),
     )
     made = open_checkpoint(destination)
     problems, files = check_structure(made, 1)

@@ -1,6 +1,7 @@
 """CONTRIBUTING.md's map and its picture of imports: what they name exists, and every room is in both."""
 
 import re
+import sys
 from itertools import chain
 from pathlib import Path
 
@@ -50,3 +51,19 @@ def test_the_picture_has_every_room_and_imports_go_downwards_in_it() -> None:
         (room, other) for room, allowed in MAY_IMPORT.items() for other in allowed if height[other] >= height[room]
     ]
     assert upward == []
+
+
+def test_files_that_the_source_and_the_other_table_name_exist() -> None:
+    """A docstring that names a file, or says ``:mod:``, was right before the file was moved."""
+    missing = []
+    for package in PACKAGES:
+        for file in (ROOT / package).rglob("*.py"):
+            text = file.read_text(encoding="utf-8")
+            paths = re.findall(rf"\b(?:{'|'.join(PACKAGES)}|docs|tests|examples)/[\w/]+\.(?:py|md|toml)\b", text)
+            modules = set(re.findall(r":mod:`~?([\w.]+)`", text)) - sys.stdlib_module_names
+            named = [*paths, *(module.replace(".", "/") + ".py" for module in modules)]
+            lost = [name for name in named if not any((folder / name).exists() for folder in (ROOT, file.parent))]
+            missing += [f"{file.relative_to(ROOT)}: {name}" for name in lost]
+    table = TEXT.partition("\n### Where to change what\n")[2].partition("\n### ")[0]
+    missing += [name for name in PATH.findall(table) if not any((ROOT / one / name).exists() for one in PACKAGES)]
+    assert missing == []

@@ -83,9 +83,9 @@ def test_after_a_run_that_was_interrupted(source: Path, tmp_path: Path, monkeypa
 
 
 def _interrupted(units: int) -> Callable[..., None]:
-    from checkpoint_tools.write import rewrite as rewriting
+    from checkpoint_tools.write import rewrite
 
-    fill = rewriting._fill
+    fill = rewrite._fill
 
     def some(*args: object, **options: object) -> None:
         record, done = options["record"], []

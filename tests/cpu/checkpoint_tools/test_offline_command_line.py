@@ -19,7 +19,7 @@ from checkpoint_tools.exchange.request import Request, Way, complete
 from checkpoint_tools.look.diff import diff
 from checkpoint_tools.look.verify import check_finite
 from checkpoint_tools.stored.reading import open_checkpoint
-from checkpoint_tools.write import rewrite as rewriting
+from checkpoint_tools.write import rewrite
 from checkpoint_tools.write.partial import open_partial, partial_of
 from tests.checkpoint_tools.checkpoints import changed, run_here, run_tool, save
 from tests.checkpoint_tools.offline import (
@@ -217,7 +217,7 @@ def test_what_makes_a_difference(source: Path) -> None:
     checkpoint = open_checkpoint(source)
 
     def fingerprint(way: Way, *request: Any) -> dict[str, object]:
-        return rewriting.fingerprint_of(checkpoint, way, complete(checkpoint, way, Request(*request)))
+        return rewrite.fingerprint_of(checkpoint, way, complete(checkpoint, way, Request(*request)))
 
     others: list[tuple[Any, ...]] = [
         ("merge", [rule()], {"a": 1}, ["x"]),
@@ -237,11 +237,11 @@ def test_what_makes_a_difference(source: Path) -> None:
 def test_a_source_that_is_written_to_meanwhile(source: Path, tmp_path: Path) -> None:
     checkpoint = open_checkpoint(source)
     asked = complete(checkpoint, "split", Request([rule()], {}))
-    planned = rewriting.plan(checkpoint, "split", asked)
-    before = rewriting.fingerprint_of(checkpoint, "split", asked)
+    planned = rewrite.plan(checkpoint, "split", asked)
+    before = rewrite.fingerprint_of(checkpoint, "split", asked)
     os.utime(source / "__0_0.distcp", ns=(1, 1))
     with pytest.raises(CheckpointError, match="was changed while it was read"):
-        rewriting.write(checkpoint, planned, str(tmp_path / "new"), before, threads=1, max_memory_bytes=1 << 20)
+        rewrite.write(checkpoint, planned, str(tmp_path / "new"), before, threads=1, max_memory_bytes=1 << 20)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rules.toml", "source"]
 
 

@@ -19,7 +19,7 @@ from checkpoint_tools.look.diff import all_keys, diff
 from checkpoint_tools.look.verify import check_structure
 from checkpoint_tools.stored.opening import open_checkpoint
 from checkpoint_tools.stored.reading import Checkpoint
-from checkpoint_tools.write import rewrite as rewriting
+from checkpoint_tools.write import rewrite
 from tests.checkpoint_tools.checkpoints import run_here, save
 from tests.checkpoint_tools.converted import converted
 from tests.checkpoint_tools.formats import stepped
@@ -214,7 +214,7 @@ def test_a_rename_goes_on_where_it_was_interrupted(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = renamed("llama", llama, tmp_path / "expected", "megatron", **VALUES)
-    write, done = rewriting.write, []
+    write, done = rewrite.write, []
 
     def interrupted(*args: Any, **options: Any) -> None:
         if done:
@@ -222,12 +222,12 @@ def test_a_rename_goes_on_where_it_was_interrupted(
         write(*args, **options)
         done.append(args[2])
 
-    monkeypatch.setattr(rewriting, "write", interrupted)
+    monkeypatch.setattr(rewrite, "write", interrupted)
     with pytest.raises(KeyboardInterrupt):
         renamed("llama", llama, tmp_path / "new", "megatron", **VALUES)
     (room,) = tmp_path.glob("new.steps-*")
     assert done == [f"{room}/0"]
-    monkeypatch.setattr(rewriting, "write", lambda *args, **options: (write(*args, **options), done.append(args[2])))
+    monkeypatch.setattr(rewrite, "write", lambda *args, **options: (write(*args, **options), done.append(args[2])))
     made = renamed("llama", llama, tmp_path / "new", "megatron", **VALUES)
     assert len(done) == len(set(done)) > 1
     assert list(tmp_path.glob("new.*")) == []
@@ -240,7 +240,7 @@ def test_a_missing_value_is_found_before_anything_is_written(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written: list[object] = []
-    monkeypatch.setattr(rewriting, "write", lambda *args, **options: written.append(args[2]))
+    monkeypatch.setattr(rewrite, "write", lambda *args, **options: written.append(args[2]))
     given = {name: value for name, value in VALUES.items() if name != "head_dim"}
     with pytest.raises(CheckpointError, match=r"give --value head_dim=NUMBER$"):
         renamed("llama", llama, tmp_path / "new", "megatron", **given)
@@ -273,18 +273,18 @@ def test_what_a_kill_after_the_end_leaves_is_told(llama: Path, tmp_path: Path, m
 
 def test_two_renames_to_one_place(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second one is refused, and takes nothing from the first; one that cannot be done leaves nothing."""
-    write = rewriting.write
+    write = rewrite.write
 
     def with_another(*args: Any, **options: Any) -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(rewriting, "write", write)
+            patch.setattr(rewrite, "write", write)
             with pytest.raises(CheckpointError, match="another process is writing"):
                 renamed("llama", llama, tmp_path / "new", "megatron", **VALUES)
         write(*args, **options)
 
-    monkeypatch.setattr(rewriting, "write", with_another)
+    monkeypatch.setattr(rewrite, "write", with_another)
     renamed("llama", llama, tmp_path / "new", "megatron", **VALUES)
-    monkeypatch.setattr(rewriting, "write", write)
+    monkeypatch.setattr(rewrite, "write", write)
     with pytest.raises(CheckpointError):
         renamed("llama", tmp_path / "new", tmp_path / "other", "torchtitan", **VALUES)
     assert list(tmp_path.glob("*.steps-*")) == []

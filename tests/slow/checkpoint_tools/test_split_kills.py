@@ -13,7 +13,7 @@ import torch
 
 from checkpoint_tools.exchange.request import Request, complete
 from checkpoint_tools.stored.reading import open_checkpoint
-from checkpoint_tools.write import rewrite as rewriting
+from checkpoint_tools.write import rewrite
 from checkpoint_tools.write.execute import perform
 from checkpoint_tools.write.partial import open_partial
 from checkpoint_tools.write.rewrite_plan import unit_bytes_of, units_of
@@ -107,7 +107,7 @@ def test_what_is_recorded_is_not_done_again(large: Path, tmp_path: Path) -> None
 def test_a_kill_between_the_last_unit_and_the_end_of_a_file(large: Path, tmp_path: Path) -> None:
     """What is around the elements of an item that several units fill is written last of all."""
     checkpoint = open_checkpoint(large / "source")
-    planned = rewriting.plan(checkpoint, "split", complete(checkpoint, "split", Request([rule()], {})))
+    planned = rewrite.plan(checkpoint, "split", complete(checkpoint, "split", Request([rule()], {})))
     units = units_of(planned, unit_bytes_of(planned.nbytes))
     options: dict[str, Any] = {"threads": 1, "max_memory_bytes": 1 << 24, "advance": lambda done: None}
     with open_partial(tmp_path / "made", {}) as partial:
