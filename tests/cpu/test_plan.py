@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from fsdp_offload.plan import (
     model_of,
     plan,
 )
+from fsdp_offload.plan.machine import _cache_path
 from fsdp_offload.plan.page import page
 from fsdp_offload.plan.trace import trace
 from fsdp_offload.planning.choices import lines_to_write
@@ -429,6 +431,12 @@ def test_what_is_no_model_gets_an_answer_that_helps() -> None:
 def test_without_a_gpu_this_machine_is_not_measured() -> None:
     with pytest.raises(ValueError, match=r"machine 'this' has no GPU to measure; name one: A100, H100"):
         small_plan(machine="this")
+
+
+def test_without_platformdirs_there_is_no_place_for_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "platformdirs", None)  # as if it were not installed
+    assert _cache_path() is None
+    assert set(builtin_machines()) == {"A100", "H100", "H200", "RTX4090"}
 
 
 def test_a_profile_in_the_users_folder_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
