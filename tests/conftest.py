@@ -25,10 +25,11 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave the zoo out unless it is asked for by name: it needs libraries of its own, and an hour."""
-    if "zoo" not in config.option.markexpr:
-        left_out = [item for item in items if item.get_closest_marker("zoo")]
-        items[:] = [item for item in items if item not in left_out]
+    """Leave out what is long, and the zoo (an hour, and libraries of its own), unless asked for by name."""
+    unwanted = [name for name in ("long", "zoo") if name not in config.option.markexpr]
+    left_out = [item for item in items if any(map(item.get_closest_marker, unwanted))]
+    if left_out:
+        items[:] = [item for item in items if not any(map(item.get_closest_marker, unwanted))]
         config.hook.pytest_deselected(items=left_out)
 
 

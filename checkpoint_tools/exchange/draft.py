@@ -1,6 +1,7 @@
 """An exchange that is being put together, and what is checked when it is complete: names, and what would be left."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from ..core.errors import CheckpointError
 from ..fused.fusions import Exchange, Fusion
@@ -98,3 +99,22 @@ def _beginnings(key: str) -> Iterator[str]:
     for start in range(len(words)):
         for stop in range(start + 1, len(words)):
             yield ".".join(words[start:stop])
+
+
+@dataclass(frozen=True)
+class ExchangeWork:
+    """Fields that splitting and merging have in common.
+
+    Attributes:
+        checkpoint: that has what is exchanged.
+        names: its keys.
+        roles: what they are.
+        values: of the model's config, which the rules name.
+        draft: gets what is found.
+    """
+
+    checkpoint: Checkpoint
+    names: Names
+    roles: Roles
+    values: Mapping[str, float]
+    draft: Draft

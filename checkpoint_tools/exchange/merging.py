@@ -4,41 +4,25 @@ Beside metadata, counters and other objects are looked at: there can be only one
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..core.errors import CheckpointError
 from ..core.sizes import short_repr
 from ..core.values import same_values
 from ..fused.fusions import Fusion, Shape
-from ..fused.keys import Names, StateName
+from ..fused.keys import StateName
 from ..fused.options import check_same_options
 from ..fused.rules import Match
 from ..stored.items import ItemReader
-from ..stored.reading import Checkpoint
-from .draft import Draft
+from .draft import ExchangeWork
 from .param_groups import Groups, groups_in
-from .roles import PARTS, Role, Roles
+from .roles import PARTS, Role
 
 
-@dataclass(frozen=True)
-class Merging:
-    """Exchange of parts for fused tensors.
-
-    Attributes:
-        checkpoint: that has the parts.
-        names: its keys.
-        roles: what they are.
-        values: of the model's config, which the rules name.
-        draft: gets what is found.
-    """
+class Merging(ExchangeWork):
+    """Exchange of parts for fused tensors."""
 
     side: ClassVar = PARTS
-    checkpoint: Checkpoint
-    names: Names
-    roles: Roles
-    values: Mapping[str, float]
-    draft: Draft
 
     def listed_as(self, fqn: Any, role: Role | None) -> Sequence[Any]:
         """Return what a param group lists instead of ``fqn``."""

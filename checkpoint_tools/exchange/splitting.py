@@ -1,7 +1,6 @@
 """Splitting: each fused tensor is exchanged for its parts, and so is the state of it. Only metadata are looked at."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -9,34 +8,19 @@ import torch
 from ..core.errors import CheckpointError
 from ..core.parts import Comb
 from ..fused.fusions import Fusion, Shape
-from ..fused.keys import Names, StateName
+from ..fused.keys import StateName
 from ..fused.options import holds_tensors
 from ..fused.rules import Match
 from ..stored.items import ItemReader
-from ..stored.reading import Checkpoint
-from .draft import Draft
+from .draft import ExchangeWork
 from .param_groups import Groups
-from .roles import FUSED, Role, Roles
+from .roles import FUSED, Role
 
 
-@dataclass(frozen=True)
-class Splitting:
-    """Exchange of fused tensors for parts.
-
-    Attributes:
-        checkpoint: that has the fused tensors.
-        names: its keys.
-        roles: what they are.
-        values: of the model's config, which the rules name.
-        draft: gets what is found.
-    """
+class Splitting(ExchangeWork):
+    """Exchange of fused tensors for parts."""
 
     side: ClassVar = FUSED
-    checkpoint: Checkpoint
-    names: Names
-    roles: Roles
-    values: Mapping[str, float]
-    draft: Draft
 
     def listed_as(self, fqn: Any, role: Role | None) -> Sequence[Any]:
         """Return what a param group lists instead of ``fqn``."""

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from ..engine.engine import Engine, inside
+from ..engine.engine import engine_of as find_engine
 from ..model.hooks import Overlap
 from ..model.parking import ParkedParameters
 from ..optimizers.shared_values import ENGINE_ATTRIBUTE
@@ -20,7 +21,7 @@ from ..state.mapping import OffloadedState, UnwaitedStates
 
 @dataclass(eq=False)
 class Attachment:
-    """What attaching has added to an optimizer, and what undoes it.
+    """Additions to an optimizer when it was attached, and what undoes them.
 
     Attributes:
         until_first_step: what looks until then whether the optimizer was attached too early.
@@ -48,15 +49,15 @@ class Attachment:
 
 
 def attachment_of(optimizer: object) -> Attachment | None:
-    """What has been added to ``optimizer``; ``None`` if it is not offloaded."""
+    """Return what attaching has added to ``optimizer``; ``None`` if it is not offloaded."""
     return cast("Attachment | None", getattr(optimizer, "__dict__", {}).get(ENGINE_ATTRIBUTE))
 
 
 def engine_of(optimizer: Optimizer) -> Engine:
     """Return the engine of an offloaded optimizer."""
-    attachment = attachment_of(optimizer)
-    assert attachment is not None, "an OffloadedOptimizer always has an engine"
-    return attachment.engine
+    engine = find_engine(optimizer)
+    assert engine is not None, "an OffloadedOptimizer always has an engine"
+    return engine
 
 
 def states_of(optimizer: Optimizer, engine: Engine) -> OffloadedState:

@@ -237,6 +237,7 @@ def _chosen(traits: Traits, params: Sequence[Tensor], model: nn.Module | None, l
         elementwise=traits.elementwise,
         updates_early=traits.habits.reads_param_grad,
         state_bytes=state_bytes,
+        tensors=len(params),
     )
     logger.info(chosen)
     return policy, chosen

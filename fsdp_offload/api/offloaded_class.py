@@ -61,7 +61,7 @@ _OF_EVERY_CLASS = frozenset(vars(ABCMeta("Empty", (Optimizer,), {})))
 
 
 def _can_become(cls: type[Optimizer], other: type[Optimizer]) -> bool:
-    """Whether Python lets an instance of ``cls`` change its class to ``other``."""
+    """Return whether Python lets an instance of ``cls`` change its class to ``other``."""
     probe = object.__new__(cls)
     try:
         probe.__class__ = other

@@ -70,14 +70,14 @@ def reload_before(callback: Callable[..., Any] | None, optimizer: Optimizer) -> 
 
 
 def _without_dead(callback: Callable[..., Any] | None) -> Callable[..., Any] | None:
-    """What is left of a chain of wrappers when those go in front whose optimizers are gone."""
+    """Take the wrappers in front off a chain whose optimizers are gone."""
     while _is_ours(callback) and getattr(callback, _RELOADS)[-1]() is None:
         callback = getattr(callback, "__wrapped__", None)
     return callback
 
 
 def _is_ours(callback: object) -> bool:
-    """Whether it is a wrapper made here; ``functools.wraps`` of somebody else copies the attributes of one."""
+    """Return whether it is a wrapper made here; ``functools.wraps`` of somebody else copies the attributes of one."""
     myself = getattr(callback, _MYSELF, None)
     return isinstance(myself, weakref.ref) and myself() is callback
 

@@ -25,7 +25,7 @@ _MASTER_GROUPS = ("shard_fp32_from_float16_groups", "fp32_from_float16_groups")
 
 
 def is_wrapped(optimizer: object) -> bool:
-    """Whether ``optimizer`` is none of torch's, but holds some: one of Megatron's, or a chain."""
+    """Return whether ``optimizer`` is none of torch's, but holds some: one of Megatron's, or a chain."""
     if isinstance(optimizer, Optimizer) or isinstance(unwrap(optimizer), Optimizer):  # type: ignore[arg-type]
         return False
     return any(True for _ in _holders(optimizer))

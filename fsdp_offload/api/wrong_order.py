@@ -42,7 +42,7 @@ _LINES = {
 
 
 def line_to_write() -> str:
-    """What to do instead, in ``fully_shard``'s words and in those of the frameworks that are in use here."""
+    """Say what to do instead, in the words of ``fully_shard`` and of the frameworks that are in use here."""
     return "; ".join([_FULLY_SHARD, *(line for package, line in _LINES.items() if package in sys.modules)])
 
 

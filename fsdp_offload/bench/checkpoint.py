@@ -171,7 +171,7 @@ def _save(
 
 
 class _PeakMemory:
-    """How much the process's own memory grows while it is open, looked at every few milliseconds."""
+    """Growth of the process's own memory while it is open, looked at every few milliseconds."""
 
     growth_bytes = 0
 
@@ -200,6 +200,6 @@ def _own_bytes() -> int:
 
 
 def _model_copy_ms(model: nn.Module, device: torch.device) -> float:
-    """What the copy of the model's shards to pinned memory takes at the link's one-way rate."""
+    """Compute how long the copy of the model's shards to pinned memory takes at the link's one-way rate."""
     model_bytes = sum(param.numel() * param.element_size() for param in model.parameters())
     return model_bytes / Link(device).gb_per_s(64, load=False, store=True) / 1e6

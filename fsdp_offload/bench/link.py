@@ -45,7 +45,7 @@ def main(
 
 
 def _small_copies(device: torch.device, link: "Link", chunks: int) -> None:
-    """How long a small copy to the device waits while large ones of ours are under way."""
+    """Measure how long a small copy to the device waits while large ones of ours are under way."""
     one, two = torch.Stream(device), torch.Stream(device)
     lanes = {"one_stream": StreamLane(device, one), "taking_turns": TurnsLane(device, (one, two), PIECE_BYTES)}
     for name, lane in lanes.items():

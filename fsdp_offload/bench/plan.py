@@ -5,6 +5,9 @@
     python -m fsdp_offload.bench plan --predict FILE     anywhere; writes one line for each configuration
     python -m fsdp_offload.bench plan --compare FILE     on the devices; runs what is in the file and prints both
 
+Cases with a loop also try ``policy="auto"``, before the policies among which it chooses and again after them, beside
+the best of these.
+
 On several devices: ``torchrun --standalone --nproc-per-node 2 -m fsdp_offload.bench plan --compare FILE``. How many
 ranks a prediction is for is said with ``--ranks``.
 """
@@ -15,7 +18,7 @@ import gc
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,80 +32,16 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from .. import offload_optimizer, remove_offload
-from ..plan import CHOICES, Choice, Forecast, Model, Plan, Training, model_of, plan
-from ..plan.decoder import Decoder, DecoderConfig
+from ..plan import Forecast, Model, Plan, Training, model_of, plan
 from ..plan.training import DTYPES
+from ..planning.choices import Choice, Loop
+from .plan_cases import CASES, Case, allowed_policies, choice_named
 from .record import print_record
-from .train import GPT
 
 _SETTLE, _SETTLE_AUTO = 4, 17
 """Iterations before anything is measured: the first creates the state; "auto" measures until the fifteenth."""
 
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """A model, how one rank trains it, and the policies to try."""
-
-    build: Callable[[], nn.Module]
-    sequences: int
-    training: dict[str, Any]
-    policies: tuple[str, ...]
-
-
-def _decoder(hidden: int, inner: int, layers: int, heads: int, vocabulary: int, **more: Any) -> Decoder:
-    return Decoder(
-        DecoderConfig(
-            vocab_size=vocabulary,
-            hidden_size=hidden,
-            intermediate_size=inner,
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
-            num_key_value_heads=max(1, heads // 4),
-            head_dim=hidden // heads,
-            **more,
-        )
-    )
-
-
-CASES = {
-    "gpt": Case(
-        lambda: GPT(24, 2048, 32_768),
-        8,
-        {"sequence_length": 2048},
-        ("no offload", "step", "forward", "forward, keeping", "iteration"),
-    ),
-    "gpt-wide": Case(
-        lambda: GPT(10, 4096, 50_304),
-        4,
-        {"sequence_length": 2048, "micro_batches": 2},
-        ("no offload", "forward", "iteration", "iteration, keeping"),
-    ),
-    "decoder": Case(
-        lambda: _decoder(2048, 8192, 16, 32, 128_256, tie_word_embeddings=True),
-        4,
-        {"sequence_length": 4096},
-        ("no offload", "forward, keeping", "iteration", "iteration, keeping"),
-    ),
-    "decoder-recomputed": Case(
-        lambda: _decoder(3072, 8192, 28, 24, 64_000, qk_norm=True),
-        2,
-        {"sequence_length": 8192, "checkpointing": "full"},
-        ("no offload", "step", "iteration"),
-    ),
-    "decoder-bf16": Case(
-        lambda: _decoder(3072, 8192, 20, 24, 64_000),
-        6,
-        {"sequence_length": 2048, "dtype": "bf16", "master_weights": "remainder"},
-        ("step", "iteration", "iteration, keeping"),
-    ),
-    "experts": Case(
-        lambda: _decoder(1024, 3584, 10, 16, 32_000, num_experts=8, num_experts_per_tok=2),
-        16,
-        {"sequence_length": 1024},
-        ("no offload", "forward"),
-    ),
-    "tiny": Case(lambda: _decoder(64, 128, 2, 4, 256), 2, {"sequence_length": 32}, ("no offload", "step", "iteration")),
-}
+_AUTO = "auto"
 
 _ON_DEVICES = ",".join(name for name in CASES if name != "tiny")
 
@@ -135,19 +74,22 @@ def main(
 
 def _predictions(name: str, ranks: int, machine: str) -> Iterator[dict[str, Any]]:
     case = CASES[name]
-    made = plan(_model(case), machine=machine, **_training(case, ranks))
-    best = made.best(loop="no_clipping")
+    choices = [choice for choice in map(choice_named, case.policies) if choice is not None]
+    made = plan(model_of_case(case), machine=machine, choices=choices, **training_of_case(case, ranks))
+    best = made.best(loop=case.loop or "no_clipping")
     for one in made.forecasts:
         if one.name in case.policies:
             yield {"case": name, "ranks": ranks, "machine": machine, "best": best is one, **_figures(made, one)}
 
 
-def _model(case: Case) -> Model:
+def model_of_case(case: Case) -> Model:
+    """What is trained, on the meta device."""
     with torch.device("meta"):
         return model_of(case.build())
 
 
-def _training(case: Case, ranks: int) -> dict[str, Any]:
+def training_of_case(case: Case, ranks: int) -> dict[str, Any]:
+    """How, in the words of :func:`fsdp_offload.plan.plan`."""
     tokens = ranks * case.sequences * case.training["sequence_length"] * case.training.get("micro_batches", 1)
     return {"ranks": ranks, "tokens_per_step": tokens, **case.training}
 
@@ -187,27 +129,67 @@ def _process_group() -> Iterator[torch.device]:
 
 def _compare(name: str, lines: list[dict[str, Any]], device: torch.device, iterations: int, until: float) -> None:
     case = CASES[name]
-    training = Training(**_training(case, dist.get_world_size()))
+    training = Training(**training_of_case(case, dist.get_world_size()))
     model = _sharded(case, training, device)
-    for line in lines:
-        found = _measure(model, training, line["policy"], device, iterations)
-        if dist.get_rank() == 0:
-            keys = ("peak_bytes", "host_bytes", "ms")
-            print_record(
-                "plan",
-                case=name,
-                policy=line["policy"],
-                ranks=training.ranks,
-                **{f"predicted_{key}": line[key] for key in keys},
-                **{f"measured_{key}": found[key] for key in keys},
-                **{f"{key}_ratio": line[key] / found[key] if found[key] else None for key in keys},
-                resident_bytes=[line["resident_bytes"], found["resident_bytes"]],
-                reserved_bytes=found["reserved_bytes"],
-                stalled_ms=found["stalled_ms"],
-                best=line["best"],
-            )
+    wanted = [line["policy"] for line in lines]
+    measure = functools.partial(_measure, model, training, device=device, iterations=iterations, loop=case.loop)
+    found: dict[str, dict[str, Any]] = {}
+    for policy in [_AUTO, *wanted] if case.loop is not None else wanted:
+        found[policy] = measure(policy)
+        if policy != _AUTO and dist.get_rank() == 0:
+            _print_compared(name, training, lines[wanted.index(policy)], found[policy])
         if _is_late(until, device):
             return
+    if case.loop is not None:
+        fixed = [policy for policy in allowed_policies(case.loop) if policy in found]
+        best = _first_ranks(min(fixed, key=lambda policy: found[policy]["ms"]))
+        _print_auto(name, case, found, best, {policy: measure(policy)["ms"] for policy in (best, _AUTO)})
+
+
+def _first_ranks(choice: str) -> str:
+    """What the first rank has chosen: all have to train in the same way."""
+    chosen = [choice]
+    dist.broadcast_object_list(chosen)
+    return chosen[0]
+
+
+def _print_compared(name: str, training: Training, line: dict[str, Any], found: dict[str, Any]) -> None:
+    keys = ("peak_bytes", "host_bytes", "ms")
+    print_record(
+        "plan",
+        case=name,
+        policy=line["policy"],
+        ranks=training.ranks,
+        **{f"predicted_{key}": line[key] for key in keys},
+        **{f"measured_{key}": found[key] for key in keys},
+        **{f"{key}_ratio": line[key] / found[key] if found[key] else None for key in keys},
+        resident_bytes=[line["resident_bytes"], found["resident_bytes"]],
+        reserved_bytes=found["reserved_bytes"],
+        stalled_ms=found["stalled_ms"],
+        best=line["best"],
+    )
+
+
+def _print_auto(
+    name: str, case: Case, found: Mapping[str, Mapping[str, Any]], best: str, again_ms: Mapping[str, float]
+) -> None:
+    """Both were measured twice, once on each side of the others."""
+    both_ms = {policy: [found[policy]["ms"], again_ms[policy]] for policy in (_AUTO, best)}
+    if dist.get_rank() == 0:
+        print_record(
+            "plan-auto",
+            case=name,
+            ranks=dist.get_world_size(),
+            loop=case.loop,
+            chosen=found[_AUTO]["chosen"],
+            resident_bytes=found[_AUTO]["resident_bytes"],
+            peak_bytes=found[_AUTO]["peak_bytes"],
+            auto_ms=both_ms[_AUTO],
+            best_fixed=best,
+            best_fixed_ms=both_ms[best],
+            fixed_ms={policy: found[policy]["ms"] for policy in found if policy != _AUTO},
+            over_best_fixed=sum(both_ms[_AUTO]) / sum(both_ms[best]),
+        )
 
 
 def _is_late(until: float, device: torch.device) -> bool:
@@ -238,9 +220,17 @@ def _sharded(case: Case, training: Training, device: torch.device) -> nn.Module:
 
 
 def _measure(
-    model: nn.Module, training: Training, policy_name: str, device: torch.device, iterations: int
+    model: nn.Module,
+    training: Training,
+    policy_name: str,
+    *,
+    device: torch.device,
+    iterations: int,
+    loop: Loop | None,
 ) -> dict[str, Any]:
-    choice = next((choice for choice in CHOICES if choice.name == policy_name), None)
+    is_auto = policy_name == _AUTO
+    choice = None if is_auto else choice_named(policy_name)
+    offloads = is_auto or choice is not None
     params = list(model.parameters())
     optimizer = torch.optim.AdamW(params, lr=1e-6, fused=True)
     generator = torch.Generator(device).manual_seed(dist.get_rank())
@@ -250,17 +240,21 @@ def _measure(
     gc.collect()
     if not on_cpu:
         torch.accelerator.empty_cache()
-    if choice is not None:
+    if is_auto:
+        assert loop is not None
+        offload_optimizer(optimizer, model=model, policy="auto", loop=loop)
+    elif choice is not None:
         offload_optimizer(optimizer, model=model, policy=_policy(choice, training, params))
     clip = training.clip and (choice is None or choice.overlap != "iteration")
     iterate = functools.partial(_iterate, model, optimizer, tokens, training.micro_batches, clip=clip)
-    iterate(_SETTLE_AUTO if choice is not None and choice.keeps == "auto" else _SETTLE)
+    learns = is_auto or (choice is not None and choice.overlap != "step" and choice.keeps_some)
+    iterate(_SETTLE_AUTO if learns else _SETTLE)
     if not on_cpu:
         torch.accelerator.reset_peak_memory_stats(device)
     dist.barrier()
     iterate(1)
     ms = _timed_ms(iterate, iterations, device)
-    report = optimizer.offload_report() if choice is not None else None  # type: ignore[attr-defined]
+    report = optimizer.offload_report() if offloads else None  # type: ignore[attr-defined]
     found = {
         "ms": ms,
         "peak_bytes": 0 if on_cpu else torch.accelerator.max_memory_allocated(device),
@@ -268,8 +262,9 @@ def _measure(
         "host_bytes": report.host_bytes if report else 0,
         "resident_bytes": report.resident_state_bytes if report else 0,
         "stalled_ms": report.stalled_ms if report else 0.0,
+        "chosen": report.tuning[0] if is_auto and report else "",
     }
-    if choice is not None:
+    if offloads:
         optimizer.synchronize()  # type: ignore[attr-defined]
         optimizer.state.clear()  # nothing that would have to go back to the device
         remove_offload(optimizer)

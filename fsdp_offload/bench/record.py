@@ -62,6 +62,18 @@ def wall_ms(work: Callable[[], None], device: torch.device, *, repeats: int, war
     return times
 
 
+def cpu_ms(work: Callable[[], object], device: torch.device, *, repeats: int) -> float:
+    """CPU milliseconds of this thread in ``work``, which begins on an idle device and is not waited for; the median."""
+    times = []
+    for _ in range(repeats):
+        torch.accelerator.synchronize(device)
+        begin = time.thread_time()
+        work()
+        times.append((time.thread_time() - begin) * 1e3)
+    torch.accelerator.synchronize(device)
+    return median(times)
+
+
 def median(values: list[float]) -> float:
     """The middle one, which noise moves least."""
     return statistics.median(values)

@@ -17,13 +17,13 @@ from torch.distributed.fsdp import fully_shard
 from .. import OffloadedOptimizer, OffloadPolicy, offload_optimizer
 from .host_step import compare_host_fractions, host_fraction_of
 from .link import Link
-from .record import bench_device, device_bytes_of, median, print_record, wall_ms
+from .record import bench_device, cpu_ms, device_bytes_of, median, print_record, wall_ms
 
 _MIB = 1 << 20
 
 
 class Implementation(StrEnum):
-    """Which of torch's implementations updates."""
+    """Implementation of torch's that updates."""
 
     FUSED = "fused"
     FOREACH = "foreach"
@@ -118,6 +118,7 @@ def main(
         copy_ms=moved / rate / 1e6,
         step_ms=median(single),
         share_of_two_way=moved / median(single) / 1e6 / rate,
+        host_ms=cpu_ms(optimizer.step, device, repeats=repeats),
         queued_step_ms=median(queued),
         queued_share_of_two_way=moved / median(queued) / 1e6 / rate,
         over_copy_ms=median(single) - moved / rate / 1e6,
@@ -151,7 +152,7 @@ def _attach(optimizer: torch.optim.Optimizer, model: nn.Module, policy: OffloadP
 def optimizer_maker(
     kind: Kind, implementation: Implementation, master_weights: MasterWeights
 ) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
-    """What makes the optimizer.
+    """Return a function that makes the optimizer.
 
     Raises:
         SystemExit: the options contradict each other, or Transformer Engine is not installed.

@@ -198,7 +198,7 @@ def _joined(whole: Metadata, part: Metadata) -> Metadata:
 
 
 def _compare_loads(source: Path, repeats: int, keep_caches: bool, figures: dict[str, Any]) -> None:
-    """What comparing checksums costs a load, in this process: without the imports that a command line would add."""
+    """Measure what comparing checksums costs a load, in this process: without a command line's imports."""
     entries = FileSystemReader(source).read_metadata().state_dict_metadata
     tensors = {key: entry for key, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
     state: dict[str, Any] = {
@@ -236,7 +236,7 @@ def _compare_loads(source: Path, repeats: int, keep_caches: bool, figures: dict[
 
 
 def _drop_caches() -> bool:
-    """Whether what was read and written is only on the disk now."""
+    """Return whether what was read and written is only on the disk now."""
     os.sync()
     try:
         Path("/proc/sys/vm/drop_caches").write_text("3")

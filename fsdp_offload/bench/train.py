@@ -19,6 +19,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,11 +33,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from .. import OffloadPolicy, offload_optimizer, remove_offload
 from ..device.link import device_link
 from ..figures.timeline import Lane, Timeline, check_matplotlib, draw, phase, read_trace, timeline_of
+from ..model.hooks import Overlap
 from ..planning.bound import Times, bound, staged_share
 from ..planning.device_share import device_share
 from ..torch_compat.dtensor import local_shard
 from ..torch_compat.fully_shard import fsdp_modules
 from .host_step import host_fraction_of
+from .host_time import host_times
 from .link import Link
 from .record import bench_device, median, print_record, wall_ms
 
@@ -212,6 +215,11 @@ def _print(
         policy, clips = replace(policy, overlap="forward"), False  # updates wait for step()
     if clips:  # the old parameters go down as well, of half the bytes of their state
         times = replace(times, two_way_ms=max(times.two_way_ms, 1.5 * times.store_ms))
+    if policy is not None and policy.parameters:
+        # In fp32, beside 8 bytes of state for each: 4 + 4 + 8 go up, 12 come down.
+        load_ms, store_ms = 2 * times.load_ms, 1.5 * times.store_ms
+        two_way_ms = max(load_ms, 1.75 * times.two_way_ms)  # 28 bytes both ways, where the state is 16
+        times = replace(times, load_ms=load_ms, store_ms=store_ms, two_way_ms=two_way_ms)
     formula, bound_ms = bound(
         policy,
         times,
@@ -235,6 +243,7 @@ def _print(
         host_update_ms=settled["host_update_ms"],
         host_waited_ms=settled["host_waited_ms"],
         ring_bytes=settled["ring_bytes"],
+        **{key: median([one[key] for one in found]) for key in ("host_hooks_ms", "host_step_ms")},
         chosen=list(settled["tuning"]),
         **{f"{key}_bytes": here for key, (here, _) in memory.items()},
         **{f"{key}_saved_share_of_state": (there - here) / state_bytes for key, (here, there) in memory.items()},
@@ -365,6 +374,7 @@ class Bench:
                 **self._state_places(optimizer, policy),
             }
             self._reshard()
+            result |= host_times(optimizer, Overlap, partial(self._iterate, optimizer, 1, clip=clip), self._device)
             if trace is not None:
                 self.trace(optimizer, trace, clip=clip)
         return result

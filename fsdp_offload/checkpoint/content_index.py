@@ -45,7 +45,7 @@ class ContentIndex(MetadataIndex):
         return _make(fqn, tuple(offset), known.digest())
 
     def __eq__(self, other: object) -> bool:
-        """Whether it is of the same place.
+        """Return whether it is of the same place.
 
         Raises:
             ValueError: it is, and the content is different.

@@ -85,7 +85,7 @@ class Experts:
 
 
 def is_numbered(name: str) -> bool:
-    """Whether ``name`` is that of an expert's parameter, with a number in it."""
+    """Return whether ``name`` is that of an expert's parameter, with a number in it."""
     return _NUMBERED.search(name) is not None
 
 

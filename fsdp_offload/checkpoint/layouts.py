@@ -89,7 +89,7 @@ def _flat_items(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, A
 
 
 def is_fsdp_dtensor(state_dict: Mapping[str, Any]) -> bool:
-    """Whether ``state_dict`` has Megatron's form."""
+    """Return whether ``state_dict`` has Megatron's form."""
     return isinstance(state_dict.get("state"), Mapping) and isinstance(state_dict.get(GROUP_META), Mapping)
 
 

@@ -35,7 +35,7 @@ _IS_NESTED_GROUP = re.compile(r"\d+\.params").fullmatch  # a group's list of FQN
 
 
 def matcher(name: str, allowed: Allowed) -> Callable[[str], bool]:
-    """Whether the user allows a key.
+    """Return whether the user allows a key.
 
     Args:
         name: the argument's name, for the message.
@@ -53,17 +53,17 @@ def matcher(name: str, allowed: Allowed) -> Callable[[str], bool]:
 
 
 def is_params_list(key: str) -> bool:
-    """Whether ``key`` is the list of FQNs of a nested param group."""
+    """Return whether ``key`` is the list of FQNs of a nested param group."""
     return re.search(r"param_groups\.\d+\.params$", key) is not None
 
 
 def is_state(key: str) -> bool:
-    """Whether a flat key is that of optimizer state, in any of the layouts."""
+    """Return whether a flat key is that of optimizer state, in any of the layouts."""
     return ".state." in f".{key}"
 
 
 def is_master(key: str) -> bool:
-    """Whether a flat key is that of a higher-precision copy of a parameter."""
+    """Return whether a flat key is that of a higher-precision copy of a parameter."""
     return key.endswith(f".{MASTER}")
 
 

@@ -175,7 +175,7 @@ class _Planned(NamedTuple):
 
 
 def _is_names(value: object) -> bool:
-    """Whether it may be the list of FQNs of a param group, which is one object for all ranks."""
+    """Return whether it may be the list of FQNs of a param group, which is one object for all ranks."""
     return isinstance(value, list | tuple) and bool(value) and all(isinstance(name, str) for name in value)
 
 

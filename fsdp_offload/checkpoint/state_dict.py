@@ -174,7 +174,7 @@ def _copied(state: UserState) -> UserState:
 
 
 def _is_ragged(param: Tensor) -> bool:
-    """Whether placements do not say which part of ``param`` this rank has, or say it as several rectangles."""
+    """Return whether placements do not say which part of ``param`` this rank has, or say it as several rectangles."""
     if not is_dtensor(param):
         return False
     return says_its_chunks(param) or len(chunks_of(param).chunks) > 1
@@ -205,7 +205,7 @@ def _rectangles(part: ShardChunks) -> list[tuple[Shape, Shape]]:
 
 
 def is_flat_state(param: Tensor, value: Tensor) -> bool:
-    """Whether ``value`` has just this rank's elements of ``param``, in one dimension.
+    """Return whether ``value`` has just this rank's elements of ``param``, in one dimension.
 
     So Megatron-LM's pull request 4623 keeps state on the host.
     """
@@ -361,7 +361,7 @@ class _Attached:
         return loaded
 
     def _nothing_came(self, param: Tensor, fqn: str, state: UserState, *, existed: bool) -> bool:
-        """Whether ``state`` is what ``for_load=True`` gave, and no load has written it."""
+        """Return whether ``state`` is what ``for_load=True`` gave, and no load has written it."""
         offers = _offers.get(self.engine, {}).get(param, {})
         given = dict(_first_leaves(state))
         same = {name: offer for name, offer in offers.items() if name in given and _is_same(given[name], offer.leaf)}

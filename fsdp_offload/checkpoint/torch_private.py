@@ -40,7 +40,7 @@ disabled_torch_function: Any = torch._C._disabled_torch_function_impl
 
 
 def is_strided_shard(placement: object) -> bool:
-    """Whether ``placement`` gives a rank interleaved rows."""
+    """Return whether ``placement`` gives a rank interleaved rows."""
     return _STRIDED_SHARD is not None and isinstance(placement, _STRIDED_SHARD)
 
 

@@ -86,11 +86,11 @@ class Loan:
             self._thread = thread
 
     def is_writing_thread(self) -> bool:
-        """Whether the caller runs in the thread that writes."""
+        """Return whether the caller runs in the thread that writes."""
         return threading.current_thread() is self._thread
 
     def is_reading(self) -> bool:
-        """Whether the writer may still look at what it was given."""
+        """Return whether the writer may still look at what it was given."""
         if self._is_abandoned():
             self._looks.clear()  # what becomes of the memory from now on says nothing about a file
             return False
@@ -169,7 +169,7 @@ class StagedDict(dict[str, Any]):
 
 
 def _is_called_by_dcp() -> bool:
-    """Whether the call comes from ``torch.distributed``: a thread of a profiler may look at any object."""
+    """Return whether the call comes from ``torch.distributed``: a thread of a profiler may look at any object."""
     frame = sys._getframe(2)
     for _ in range(_LOOKED_AT_FRAMES):
         if frame.f_globals.get("__name__", "").startswith("torch.distributed"):

@@ -96,7 +96,7 @@ def _measured_bytes() -> int:
 
 
 def _free_bytes() -> int:
-    """Of the host's memory, this rank's share."""
+    """Return this rank's share of the host's free memory."""
     return host_memory().available_bytes // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
@@ -141,7 +141,7 @@ class Copies:
 
 
 class _Scratch(NamedTuple):
-    """What is updated, in which pieces."""
+    """Scratch memory for updates, in pieces."""
 
     dtype: torch.dtype
     group: int
@@ -204,7 +204,7 @@ class _Updates:
 
 
 class _Result:
-    """What a function will have returned in the worker: a task."""
+    """Task whose result is what a function returns in the worker."""
 
     def __init__(self, work: Callable[[], float]) -> None:
         self._work = work
@@ -231,7 +231,7 @@ class _Result:
         """Nothing goes up."""
 
     def is_done(self) -> bool:
-        """Whether it has."""
+        """Return whether it has."""
         return self._done.is_set()
 
     def __call__(self) -> float:

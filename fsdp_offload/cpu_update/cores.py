@@ -10,7 +10,7 @@ import torch
 
 
 def update_threads() -> int:
-    """How many threads may update on this rank: seven eighths of its share of this process's cores, or one less.
+    """Return how many threads may update on this rank: 7/8 of its share of the process's cores, or one less.
 
     The rest is for the main thread and for the one that issues copies. The threads of a kernel wait for each other:
     with one on each core, all wait for the one whose core somebody else has. (H200, 16 cores: 240 ms with 16 threads,
@@ -39,7 +39,7 @@ def cores_of_pci(address: str, root: Path = Path("/")) -> frozenset[int]:
 
 
 def cache_bytes(root: Path = Path("/")) -> int:
-    """Of all caches of the third level that this process's cores have; 0 where the kernel does not say."""
+    """Return the total L3 bytes available to this process; 0 where the kernel does not say."""
     found = {}
     for core in os.sched_getaffinity(0):
         for cache in (root / f"sys/devices/system/cpu/cpu{core}/cache").glob("index*"):

@@ -45,7 +45,7 @@ _SEED = int.from_bytes(os.urandom(7))
 
 
 class Fingerprint:
-    """Of some tensors whose memory stays where it is; it keeps that memory.
+    """Fingerprint of tensors whose memory stays where it is; it keeps that memory.
 
     Attributes:
         rows: how many hashes it is made of.

@@ -116,7 +116,7 @@ class HostJob:
     _are_there: bool = False
 
     def may_pass(self, earlier: Task) -> bool:
-        """Whether its gradients are of a newer wave in the same step, and are there.
+        """Return whether its gradients are of a newer wave in the same step, and are there.
 
         Within a wave the order stays: a parameter's ranges are updated from the first one on.
         """
@@ -177,7 +177,7 @@ class HostJob:
         self.weights_down_bytes = self.part.nbytes
 
     def _unscale_gradients(self) -> None:
-        """What a fused kernel does to the user's gradients where ``GradScaler`` gives it the scale."""
+        """Divide the user's gradients, as a fused kernel does where ``GradScaler`` gives it the scale."""
         divisor = self.step.gradient_divisor
         if divisor is None:
             return

@@ -22,7 +22,7 @@ from .fingerprint import Fingerprint, Hasher
 
 
 class MirroredBucket:
-    """What the host keeps of a bucket from step to step.
+    """Host memory of a bucket that is kept from step to step.
 
     Attributes:
         ranges: all of them, bound to parameters on the device.
@@ -39,7 +39,7 @@ class MirroredBucket:
         self._layouts = [(bound.param.shape, bound.param.stride()) for bound in ranges]
 
     def still_of(self, ranges: Sequence[BoundRange]) -> bool:
-        """Whether ``ranges`` are bound to the same memory, and in the same order of elements."""
+        """Return whether ``ranges`` are bound to the same memory, and in the same order of elements."""
         return len(ranges) == len(self.ranges) and all(
             (one is other or (one.shard is other.shard and one.address == other.address and one.start == other.start))
             and (other.param.shape, other.param.stride()) == layout
@@ -69,7 +69,7 @@ class MirroredBucket:
         return found
 
     def is_known(self, part: "MirroredPart") -> bool:
-        """Whether the mirror has what was last uploaded of ``part``."""
+        """Return whether the mirror has what was last uploaded of ``part``."""
         return self._known is part
 
     def forget(self) -> None:

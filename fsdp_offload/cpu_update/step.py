@@ -21,7 +21,7 @@ from ..state.store import UserState
 
 
 class HostStep:
-    """What the buckets of one logical step share on the host; only the worker looks into it."""
+    """Values that the buckets of one logical step share on the host; only the worker looks into them."""
 
     def __init__(
         self, cls: type[Optimizer], traits: Traits, optimizer: Optimizer, shards: Iterable[StateShard]
@@ -58,7 +58,7 @@ class HostStep:
 
 
 def _gradient_divisor(attributes: Mapping[str, Any]) -> Tensor | None:
-    """What a fused kernel divides the user's gradients by: the scale, or where it skips the step, one."""
+    """Return the divisor of the user's gradients in a fused kernel: the scale, or one where it skips the step."""
     scale, found_inf = attributes.get("grad_scale"), attributes.get("found_inf")
     if not isinstance(scale, Tensor):
         return None

@@ -134,7 +134,7 @@ class HostUpdates:
         return step
 
     def after(self, mark: Mark) -> None:
-        """What is submitted in this step from now on starts only after ``mark``.
+        """Start what is submitted in this step from now on only after ``mark``.
 
         Its copies wait when they are issued, and not their stream now: what was submitted before is issued later, as
         buffers become free, and would wait for the whole backward.
@@ -304,7 +304,7 @@ class HostUpdates:
         return self._worker.buffer_bytes
 
     def last_times(self) -> "HostTimes":
-        """Of the buckets as they were last updated; waits for them."""
+        """Return the times of the last updates; waits for them."""
         self.wait_quietly()
         jobs = self._jobs.values()
         return HostTimes(
@@ -319,7 +319,7 @@ class HostUpdates:
 
 @dataclass(frozen=True)
 class HostTimes:
-    """How the host has spent a step.
+    """Times of the host in one step.
 
     Attributes:
         state_bytes: updated.

@@ -35,7 +35,7 @@ passed any more."""
 
 
 class Task(Protocol):
-    """What the threads do. No method raises: who waits for the task looks for its error."""
+    """Piece of work for the threads. No method raises: who waits for the task looks for its error."""
 
     def may_pass(self, earlier: "Task") -> bool:
         """Whether to do it before ``earlier``, which was submitted before it, and before what came between; at once."""
@@ -99,7 +99,7 @@ class HostWorker:
         return _SLOTS * max(0, slot_bytes - self._slot_bytes)
 
     def hasher(self, lane: Lane) -> Hasher:
-        """What computes fingerprints in ``lane``. Called by one thread, before that lane is used."""
+        """Make what computes fingerprints in ``lane``. Called by one thread, before that lane is used."""
         if lane not in self._hashers:
             with lane.running():
                 self._hashers[lane] = Hasher(self.device)
@@ -143,7 +143,7 @@ class HostWorker:
             self._changed.notify_all()
 
     def is_alive(self) -> bool:
-        """Whether what has been submitted will be done."""
+        """Return whether what has been submitted will be done."""
         crew = self._crew
         return crew is not None and all(thread.is_alive() for thread in crew.threads)
 

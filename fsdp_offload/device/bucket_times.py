@@ -6,7 +6,7 @@ from .lanes import Mark
 
 
 class Span:
-    """When an action began and ended, on its lane.
+    """Begin and end of an action on its lane.
 
     Attributes:
         number: of an update, among all that were ever issued; each runs behind those before it.
@@ -26,7 +26,7 @@ class Span:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """How the last step used its lanes.
+    """Use of the lanes in the last step.
 
     Attributes:
         loaded_bytes, stored_bytes: moved each way.

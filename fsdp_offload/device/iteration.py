@@ -34,7 +34,7 @@ class LiveIteration:
 
 @dataclass(eq=False)
 class _Marks:
-    """Of one iteration; ``updated`` is what the step before it did."""
+    """Marks of one iteration; ``updated``: the previous step's buckets."""
 
     updated: tuple[object, ...]
     began: Mark

@@ -44,11 +44,11 @@ class Ring:
         return [number for number in self._blocks if number >= self._lasting]
 
     def lasts(self, number: int) -> bool:
-        """Whether a block stays, once it is there, until all are given back."""
+        """Return whether a block stays, once it is there, until all are given back."""
         return number < self._lasting
 
     def memory(self, number: int) -> Tensor:
-        """Of a block that is there: ``uint8``, of shape ``(nbytes,)``."""
+        """Return the memory of a block that is there: ``uint8``, of shape ``(nbytes,)``."""
         return self._blocks[number].memory
 
     def enter(self, number: int, nbytes: int, wait: Callable[[Mark], None]) -> bool:

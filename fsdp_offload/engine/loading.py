@@ -74,7 +74,7 @@ def _without_none(saved: object, saved_id: object) -> dict[str, Any]:
 def _expected_layout(
     engine: Engine, optimizer: Optimizer, param: Tensor, index: int, merged: Mapping[str, Any]
 ) -> StateLayout:
-    """What ``param`` keeps under the hyperparameters that the state dict brings (``amsgrad`` may come with it).
+    """Return the layout under the hyperparameters of the state dict, which may bring ``amsgrad``.
 
     State that there has been keeps its dtypes, whatever the optimizer would make.
     """
@@ -124,7 +124,7 @@ def _will_be_rebuilt(layout: StateLayout, name: str) -> bool:
 
 
 def _saved_leaves(engine: Engine, param: Tensor, name: str, value: ValueLayout) -> Sequence[LeafLayout]:
-    """What a state dict has for a value that is kept so."""
+    """Return the leaves that a state dict has for a value that is kept so."""
     if engine.habits.keeps_raw_state:
         return value.leaves
     first = value.leaves[0]

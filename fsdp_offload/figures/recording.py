@@ -35,7 +35,7 @@ _SAMPLE = "fsdp_offload memory"
 
 @dataclass(eq=False)
 class Recording:
-    """What was recorded; complete when the context is left.
+    """Result of recording; complete when the context is left.
 
     Attributes:
         folder: where the files are: ``trace.json.gz`` for ui.perfetto.dev, ``timeline.svg``, ``memory.svg``.

@@ -38,7 +38,7 @@ def phase(name: str) -> AbstractContextManager[Any]:
 
 
 class Lane(Enum):
-    """What works beside the others; in the order of the picture's rows."""
+    """Worker that runs beside the others, in the order of the picture's rows."""
 
     COMPUTE = "compute"  # forward, backward, clip
     GATHER = "gather"  # fully_shard's streams
@@ -63,7 +63,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Phase:
-    """What the compute stream was at, from the end of the phase before to the begin of the next one."""
+    """Part of an iteration on the compute stream, from the end of the phase before to the begin of the next."""
 
     name: str
     begin_ms: float
@@ -92,7 +92,7 @@ class Timeline:
         return sum((max(0.0, span.end_ms - max(span.begin_ms, until_ms)) for span, until_ms in pairs), 0.0)
 
     def waits(self) -> list[tuple[float, float]]:
-        """When the device neither computed nor updated: begin and length in milliseconds."""
+        """Return when the device neither computed nor updated: begin and length in milliseconds."""
         busy = [span for span in self.spans if span.lane in (Lane.COMPUTE, Lane.UPDATE)]
         begins_ms = [*(span.begin_ms for span in busy), self.ms]
         until_ms = accumulate((span.end_ms for span in busy), max, initial=0.0)
@@ -214,7 +214,7 @@ class _Ranges:
         )
 
     def around(self, work: _Work) -> tuple[str, ...] | None:
-        """What the pattern found in the name of the range in which ``work`` was launched."""
+        """Match the name of the range in which ``work`` was launched."""
         number = bisect.bisect_right(self._ranges, work.launch_us, key=lambda one: one[0]) - 1
         if number < 0:
             return None
@@ -236,7 +236,7 @@ class _ComputeStream:
         self._ends_us = [end_us for _, end_us in mine]  # a stream works in order
 
     def done_us(self, host_us: float, default_us: float) -> float:
-        """When the stream had done what the host had given it before ``host_us``; the default if that was nothing."""
+        """Return when the stream had done what it was given before ``host_us``; the default if nothing was."""
         number = bisect.bisect_left(self._launches_us, host_us)
         return self._ends_us[number - 1] if number else default_us
 
@@ -244,7 +244,7 @@ class _ComputeStream:
 def _phase_bounds_us(
     events: Sequence[_Event], works: Sequence[_Work], compute: _ComputeStream
 ) -> list[tuple[str, float, float]]:
-    """When the compute stream began and ended each phase of the iteration to show."""
+    """Find when the compute stream began and ended each phase of the iteration to show."""
     found = [(event["ts"], _PHASE.fullmatch(event["name"])) for event in events if event["cat"] == "user_annotation"]
     on_host = sorted((host_us, match[1]) for host_us, match in found if match)
     forwards_us = [host_us for host_us, name in on_host if name == "forward"]

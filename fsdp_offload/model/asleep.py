@@ -34,7 +34,7 @@ def fall_asleep(tensors: Iterable[Tensor], modules: Iterable[nn.Module]) -> Call
 
 
 def is_asleep(tensor: Tensor) -> bool:
-    """Whether the memory of ``tensor`` is away."""
+    """Return whether the memory of ``tensor`` is away."""
     return _GUARD.guards(tensor)
 
 

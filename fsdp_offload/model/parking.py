@@ -217,7 +217,7 @@ class ParkedParameters:
 
 
 def owns_its_storage(tensor: Tensor) -> bool:
-    """Whether the memory of ``tensor`` is all of a storage that torch can free."""
+    """Return whether the memory of ``tensor`` is all of a storage that torch can free."""
     local = local_shard(tensor)
     storage = local.untyped_storage()
     return local.is_contiguous() and storage.nbytes() == local.nbytes and (storage.nbytes() == 0 or storage.resizable())

@@ -117,7 +117,7 @@ def reload_model(model: nn.Module, *, free_host_memory: bool = False) -> None:
 
 @dataclass(eq=False)
 class _Sleep:
-    """What a model is to get back, and who refuses to be used until then."""
+    """State of a sleeping model: what it is to get back, and who refuses to be used until then."""
 
     places: Sequence[Place]
     tensors: Sequence[Tensor]
@@ -248,7 +248,7 @@ def _layers(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _parts(tensor: Tensor) -> list[Tensor]:
-    """What a DTensor or a wrapper is made of; nothing for a tensor with memory of its own.
+    """Return the tensors inside a DTensor or a wrapper; none for a tensor with memory of its own.
 
     Not ``shards.leaves_of``: that drops what Transformer Engine's tensors cache, and here it is to come back.
     """

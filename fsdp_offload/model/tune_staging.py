@@ -125,18 +125,16 @@ class Elastic:
         # What was there before attaching held state that is offloaded now.
         peak_bytes = since_attach_bytes if since_attach_bytes > self._peak_at_attach_bytes else seen_bytes
         moving_bytes = engine.plan.moving_bytes()
-        wanted_bytes = moving_bytes
         lasting_bytes = engine.plan.ring.lasting_bytes
-        if engine.policy.runs_on_into_forward:
-            # Loads and stores have the forward, or the backward, to hide behind: no more is of use than what lets the
-            # state of one group, the one that is final last and needed first, be loaded ahead beside what passes. More
-            # would only have to be stored before the forward needs its room.
-            buckets = (engine.steps.buckets_of(group) for group in self._groups)
-            largest_bytes = max(map(engine.plan.moving_bytes, buckets), default=0)
-            wanted_bytes = min(moving_bytes, largest_bytes + engine.share.ring_bytes(engine.policy.bucket_bytes))
-            if engine.window is not None:
-                # It shares its room with what is still to be stored then.
-                wanted_bytes += largest_bytes + _backlog_bytes(engine)
+        # Loads and stores have the forward, or the backward, to hide behind: no more is of use than what lets the state
+        # of one group, the one that is final last and needed first, be loaded ahead beside what passes. More would only
+        # have to be stored before the forward needs its room.
+        buckets = (engine.steps.buckets_of(group) for group in self._groups)
+        largest_bytes = max(map(engine.plan.moving_bytes, buckets), default=0)
+        wanted_bytes = min(moving_bytes, largest_bytes + engine.share.ring_bytes(engine.policy.bucket_bytes))
+        if engine.window is not None:
+            # It shares its room with what is still to be stored then.
+            wanted_bytes += largest_bytes + _backlog_bytes(engine)
         why_not = "" if engine.window is not None else _why_none_passes(engine)
         if why_not:
             wanted_bytes = 0
@@ -145,7 +143,7 @@ class Elastic:
             self._points_bytes,
             peak_bytes,
             max(0, wanted_bytes - lasting_bytes),
-            spread=engine.policy.updates_in_backward or not engine.policy.runs_on_into_forward,
+            spread=engine.policy.updates_in_backward,
             last_backward=self._last_backward,
         )
         if engine.window is not None:

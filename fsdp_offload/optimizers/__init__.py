@@ -15,7 +15,7 @@ _UNKNOWN = Traits(known=False)
 
 
 def traits_for(optimizer: Optimizer) -> Traits:
-    """How this optimizer may be run, with the parameters that it has."""
+    """Look up how this optimizer may be run, with the parameters that it has."""
     cls = type(optimizer)
     if is_fused_adam(cls):
         return traits_of_fused_adam(optimizer)

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 @dataclass
 class LogicalStep:
-    """What one step of the user's means for each of the steps that buckets take.
+    """Values of one step of the user's that the steps of its buckets share.
 
     Attributes:
         kwargs: for the optimizer's ``step``.
@@ -51,7 +51,7 @@ class Habits:
     group_counters: Mapping[str, object] = {}  # nobody writes it
 
     def gradient(self, param: Tensor) -> Tensor | None:
-        """What the optimizer updates ``param`` with."""
+        """Return the gradient that the optimizer updates ``param`` with."""
         return param.grad
 
     def hand_gradient(self, param: Tensor, grad: Tensor | None) -> None:
@@ -73,7 +73,7 @@ class Habits:
         return state
 
     def saved_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
-        """Of the state ``name`` in a state dict, where it is kept in ``dtype``."""
+        """Return the dtype of the state ``name`` in a state dict, where it is kept in ``dtype``."""
         return dtype
 
     def saved(self, optimizer: Optimizer, param: Tensor, name: str, local: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ class Habits:
 
 @dataclass(frozen=True)
 class Traits:
-    """How an optimizer may be run bucket by bucket.
+    """Ways in which an optimizer may be run bucket by bucket.
 
     Attributes:
         elementwise: every element's update depends on that element alone, so it may run on local shards.

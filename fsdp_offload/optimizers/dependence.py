@@ -14,7 +14,7 @@ import linecache
 import operator
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +23,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..state.layout import tensors_in
 
 _Masks = int | npt.NDArray[np.int64]
 """Origins of a tensor: for all elements alike, or for each of them. Bit ``n`` stands for parameter ``n``."""
@@ -54,7 +56,7 @@ _HERE = os.path.dirname(__file__) + os.sep
 
 
 class Mixture(NamedTuple):
-    """Where values of several parameters come together; prints as a reader of a message wants it."""
+    """Line at which values of several parameters come together; prints as a reader of a message wants it."""
 
     operator: str
     line: str
@@ -96,7 +98,7 @@ class DependenceTrace(TorchDispatchMode):
         self._write(tensor, 1 << origin % _BITS, "")
 
     def foreign_origin(self, tensors: Iterable[Tensor], origin: int) -> "Mixture | None":
-        """Where another parameter has gone into ``tensors``, which should come from ``origin`` alone; else ``None``."""
+        """Find where another parameter has gone into ``tensors``, which are to come from ``origin`` alone."""
         for tensor in tensors:
             for mask in _different(self._read(tensor)):
                 if mask & ~(1 << origin % _BITS):
@@ -104,12 +106,12 @@ class DependenceTrace(TorchDispatchMode):
         return None
 
     def origins_of(self, tensor: Tensor) -> set[int]:
-        """Which parameters have gone into any element of ``tensor``."""
+        """Return the parameters that have gone into any element of ``tensor``."""
         mask = _join(self._read(tensor))
         return {origin for origin in range(_BITS) if mask >> origin & 1}
 
     def was_written(self, tensor: Tensor) -> bool:
-        """Whether an operator has written into ``tensor``; a change without one came past the dispatcher."""
+        """Return whether an operator has written into ``tensor``; a change without one came past the dispatcher."""
         return _address(tensor) in self._written
 
     def forget_all_but(self, tensors: Iterable[Tensor]) -> None:
@@ -138,7 +140,7 @@ class DependenceTrace(TorchDispatchMode):
         result, unwritten = _run(func, args, kwargs)
         name = func.overloadpacket.__name__
         if name in _READ_ON_HOST:
-            self.note_read("item" if name == "_local_scalar_dense" else name, _tensors(args), joined=True)
+            self.note_read("item" if name == "_local_scalar_dense" else name, tensors_in(args), joined=True)
         elif name.startswith(("_foreach_", "_fused_", "_amp_foreach_")):
             self._pair(func, name, args, kwargs, result)
         else:
@@ -155,21 +157,21 @@ class DependenceTrace(TorchDispatchMode):
         unwritten: Sequence[Tensor],
     ) -> None:
         """Give what an operator has written, or returns, the origins of what it has read."""
-        inputs = [*_tensors(args), *_tensors({key: value for key, value in kwargs.items() if key != "out"})]
+        inputs = [*tensors_in(args), *tensors_in({key: value for key, value in kwargs.items() if key != "out"})]
         written = [
             tensor
-            for tensor in _tensors(_written_arguments(func, args, kwargs))
+            for tensor in tensors_in(_written_arguments(func, args, kwargs))
             if not any(tensor is other for other in unwritten)
         ]
         self._written.update(map(_address, written))
-        outputs = [*written, *(one for one in _tensors(result) if not any(one is other for other in written))]
+        outputs = [*written, *(one for one in tensors_in(result) if not any(one is other for other in written))]
         if not written and any(_address(one) and _address(one) == _address(t) for one in outputs for t in inputs):
             return  # a view: the elements have their origins
         masks: _Masks
         if name in _SHAPE_ONLY:
             masks = 0
         elif name in _OVERWRITING:
-            masks = _join(*map(self._read, _tensors((args[1:], kwargs))))
+            masks = _join(*map(self._read, tensors_in((args[1:], kwargs))))
         elif name in _COPYING:
             masks = self._read(inputs[1] if name == "copy_" else inputs[0])
         elif name in ("stack", "cat"):
@@ -185,12 +187,12 @@ class DependenceTrace(TorchDispatchMode):
         """Elements of lists belong together by their place; a single tensor goes with each of them."""
         values = [*args, *kwargs.values()]
         lists = [
-            value for value in values if isinstance(value, list | tuple) and next(_tensors(value), None) is not None
+            value for value in values if isinstance(value, list | tuple) and next(tensors_in(value), None) is not None
         ]
         single = _join(*(self._read(value) for value in values if isinstance(value, Tensor)))
         written = _written_arguments(func, args, kwargs)
         outputs = [value for value in (*written, result) if isinstance(value, list | tuple)]
-        self._written.update(map(_address, _tensors(written)))
+        self._written.update(map(_address, tensors_in(written)))
         found = [
             _join(single, *(self._read(one[place]) for one in lists if place < len(one)))
             for place in range(max(map(len, lists), default=0))
@@ -244,12 +246,12 @@ class _HostReads(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in _TO_PYTHON:
-            self._trace.note_read(func.__name__, _tensors(args[:1]), joined=False)
+            self._trace.note_read(func.__name__, tensors_in(args[:1]), joined=False)
         return func(*args, **(kwargs or {}))
 
 
 def _elements(masks: npt.NDArray[np.int64], tensor: Tensor) -> npt.NDArray[np.int64]:
-    """Of the elements of a storage those that ``tensor`` shows, as it shows them."""
+    """Return those elements of a storage that ``tensor`` shows, as it shows them."""
     strides = [stride * masks.itemsize for stride in tensor.stride()]
     return np.lib.stride_tricks.as_strided(masks[tensor.storage_offset() :], tuple(tensor.shape), strides)
 
@@ -282,22 +284,11 @@ def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for one in value:
-            yield from _tensors(one)
-    elif isinstance(value, dict):
-        for one in value.values():
-            yield from _tensors(one)
-
-
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Tensor]]:
     """Run an operator; also returns what it says it writes and has not, as schemas of custom operators may."""
     if func.namespace == "aten":
         return func(*args, **kwargs), []
-    written = list(_tensors(_written_arguments(func, args, kwargs)))
+    written = list(tensors_in(_written_arguments(func, args, kwargs)))
     before = [tensor.clone() for tensor in written]
     result = func(*args, **kwargs)
     return result, [tensor for tensor, old in zip(written, before, strict=True) if torch.equal(tensor, old)]

@@ -69,7 +69,7 @@ class MasterRange(NamedTuple):
 
 
 def step_of_group(cls: type[Optimizer], group: Mapping[str, Any], attributes: Mapping[str, Any]) -> AdamWStep | None:
-    """What a group asks for, if that is AdamW's fused step and nothing else; otherwise ``None``.
+    """Return what a group asks for, if that is AdamW's fused step and nothing else; otherwise ``None``.
 
     Args:
         cls: the optimizer's class: exactly torch's, as a subclass may do anything.
@@ -90,7 +90,7 @@ def step_of_group(cls: type[Optimizer], group: Mapping[str, Any], attributes: Ma
 
 
 def fits(part: MasterRange) -> bool:
-    """Whether the kernel takes these tensors."""
+    """Return whether the kernel takes these tensors."""
     tensors = (part.weights, part.grad, part.kept, part.exp_avg, part.exp_avg_sq)
     return bool(
         all(one.device.type == "cuda" and one.is_contiguous() and type(one) is Tensor for one in tensors)
@@ -110,7 +110,7 @@ def update_masters(step: AdamWStep, kind: MasterKind, parts: Sequence[MasterRang
 
 
 def is_exact(step: AdamWStep, kind: MasterKind, part: MasterRange) -> bool:
-    """Whether the kernel gives the bits of the eager code with these hyperparameters and dtypes, on this device.
+    """Return whether the kernel gives the bits of the eager code with these hyperparameters and dtypes, on this device.
 
     Tried once for each of them, on scratch tensors; waits for the device then.
     """
@@ -187,7 +187,7 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 
 @functools.cache
 def _kernel() -> Any:
-    """What launches the kernel; ``None`` without Triton, which takes long to import and comes with CUDA builds only."""
+    """Return the kernel's launcher; ``None`` without Triton, which CUDA builds bring and which imports slowly."""
     try:
         return importlib.import_module(".fused_masters_kernel", __package__).launch
     except ImportError:

@@ -23,12 +23,12 @@ MASTER = "master_param"
 
 
 def is_duplicate(param: Tensor, master_dtype: torch.dtype) -> bool:
-    """Whether a master of that dtype says nothing that ``param`` does not say."""
+    """Return whether a master of that dtype says nothing that ``param`` does not say."""
     return master_dtype == param.dtype
 
 
 def is_only_copy(param: Tensor, master: Tensor) -> bool:
-    """Whether ``master`` has, element by element, more precision than the local tensor ``param``."""
+    """Return whether ``master`` has, element by element, more precision than the local tensor ``param``."""
     return (
         master.shape == param.shape
         and master.dtype.is_floating_point
@@ -38,12 +38,12 @@ def is_only_copy(param: Tensor, master: Tensor) -> bool:
 
 
 def can_rebuild(master_dtype: torch.dtype) -> bool:
-    """Whether such a master can be made from the parameter alone."""
+    """Return whether such a master can be made from the parameter alone."""
     return master_dtype.is_floating_point
 
 
 def let_weights_win(param: Tensor, master: Tensor) -> None:
-    """Where ``param`` is not what ``master`` rounds to, somebody has written it: take that over into ``master``.
+    """Copy ``param`` into ``master`` where it is not what that rounds to: somebody has written it.
 
     A ``dcp.load`` into the parameters fires no hook, so this is looked at before every update; where nobody wrote,
     it changes nothing. Both are local tensors of one shape and device; temporaries take about twice ``master``'s bytes.
@@ -58,12 +58,12 @@ _DTYPES: dict[MasterKind, torch.dtype] = {"fp32": torch.float32, "remainder": to
 
 
 def kind_for(kind: MasterKind, param_dtype: torch.dtype) -> MasterKind:
-    """What we keep for a parameter of that dtype: fp32 and fp64 are their own masters."""
+    """Return which master a parameter of that dtype gets: fp32 and fp64 are their own."""
     return kind if param_dtype in (torch.bfloat16, torch.float16) else "none"
 
 
 def kept_dtype(kind: MasterKind) -> torch.dtype:
-    """Of what is kept under ``master_param``."""
+    """Return the dtype of what is kept under ``master_param``."""
     return _DTYPES[kind]
 
 

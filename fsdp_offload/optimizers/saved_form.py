@@ -71,7 +71,7 @@ def rebuild_master(habits: Habits, optimizer: Optimizer, shard: StateShard, stat
 
 
 def drop_master(shard: StateShard, state: UserState) -> None:
-    """What an optimizer that knows no masters can go on with, on the parameter itself: state of its dtype."""
+    """Return state without a master, in the dtype of the parameter, for an optimizer that knows no masters."""
     state.pop(MASTER, None)
     for name in shard.homes.keys() & state.keys():
         if state[name].is_floating_point():

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..state.layout import tensors_in
+
 ENGINE_ATTRIBUTE = "_offload_engine"
 """Where an offloaded optimizer keeps its engine; never copied to a shadow, which would be a reference cycle."""
 
@@ -18,7 +20,7 @@ _SCHEDULED = frozenset({"lr", "betas"})
 
 
 class SharedValues:
-    """What one logical step changes in the param groups and in the optimizer object, however many buckets it has."""
+    """Changes by one logical step to param groups and optimizer, however many buckets it has."""
 
     def __init__(
         self,
@@ -92,7 +94,7 @@ class SharedValues:
         ]
 
     def _may_write(self, name: str, value: object) -> bool:
-        """Whether a step may write into an entry: an unknown class into any, torch's into tensors that count."""
+        """Return whether a step may write into an entry: an unknown class into any, torch's into tensors that count."""
         return self._writes_any_entry or (isinstance(value, Tensor) and name not in _SCHEDULED)
 
     def group(self, number: int) -> dict[str, Any]:
@@ -130,7 +132,7 @@ class SharedValues:
                 _note(self._attribute_changes, name, value, f"optimizer.{name}")
 
     def still_starts_from(self, optimizer: Optimizer) -> bool:
-        """Whether the param groups are what they were when this was made."""
+        """Return whether the param groups are what they were when this was made."""
         groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         if [group.keys() for group in groups] != [group.keys() for group in self._start]:
             return False
@@ -181,20 +183,11 @@ def instance_attributes(optimizer: Optimizer) -> dict[str, Any]:
 
 def _versions(groups: Sequence[Mapping[str, Any]]) -> dict[tuple[int, str], tuple[int, ...]]:
     return {
-        (number, name): tuple(tensor._version for tensor in _tensors_in(value))
+        (number, name): versions
         for number, group in enumerate(groups)
         for name, value in group.items()
-        if _tensors_in(value)
+        if (versions := tuple(tensor._version for tensor in tensors_in(value)))
     }
-
-
-def _tensors_in(value: Any) -> list[Tensor]:
-    """The tensors of a param group's entry: betas may be a tuple of them."""
-    if isinstance(value, dict):
-        return [tensor for one in value.values() for tensor in _tensors_in(one)]
-    if isinstance(value, tuple | list):
-        return [tensor for one in value for tensor in _tensors_in(one)]
-    return [value] if isinstance(value, Tensor) else []
 
 
 def _own(value: Any) -> Any:
@@ -210,10 +203,10 @@ def _own(value: Any) -> Any:
 
 
 def _changed(start: object, given: object, end: object) -> bool:
-    """Whether a step that was ``given`` an own copy of ``start`` has left something else."""
+    """Return whether a step that was ``given`` an own copy of ``start`` has left something else."""
     if end is given:
         # The copy is fresh, so that the versions of its tensors count the writes of this bucket.
-        written = given is not start and any(tensor._version > 0 for tensor in _tensors_in(end))
+        written = given is not start and any(tensor._version > 0 for tensor in tensors_in(end))
         return written or not (isinstance(end, Tensor) or same_values(start, end))
     return isinstance(start, Tensor) or isinstance(end, Tensor) or not same_values(start, end)
 
@@ -236,7 +229,7 @@ _SHORT = 80
 
 
 def same_values(one: Any, other: Any) -> bool:
-    """Whether two entries or attributes are equal, also where tensors are inside.
+    """Return whether two entries or attributes are equal, also where tensors are inside.
 
     Tensors on a device count as equal: comparing them would wait for it, and every bucket runs the same arithmetic on
     the same start there.

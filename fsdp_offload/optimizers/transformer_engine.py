@@ -51,12 +51,12 @@ def keep_unread_masters(optimizer: Optimizer) -> None:
 
 
 def is_fused_adam(cls: type[Optimizer]) -> bool:
-    """Whether it is exactly Transformer Engine's class, which is not imported for this."""
+    """Return whether it is exactly Transformer Engine's class, which is not imported for this."""
     return cls.__name__ == "FusedAdam" and cls.__module__.partition(".")[0] == "transformer_engine"
 
 
 def traits_of_fused_adam(optimizer: Any) -> Traits:
-    """How this FusedAdam may be run: that depends on the dtypes that it was made with."""
+    """Look up how this FusedAdam may be run: that depends on the dtypes that it was made with."""
     refusal = _version_problem(getattr(sys.modules.get("transformer_engine"), "__version__", ""))
     if optimizer.store_param_remainders and any(has_inner_tensors(param) for param in _params_of(optimizer)):
         refusal = (
@@ -133,7 +133,7 @@ class FusedAdamHabits(Habits):
         return {name: value for name, value in state.items() if name != MASTER}
 
     def initial_state(self, optimizer: Any, param: Tensor) -> dict[str, Any] | None:
-        """Where every element counts: as the first step makes it, also for quantized parameters."""
+        """Make the state as the first step does, also for quantized parameters, where every element counts."""
         if self._elementwise:
             return None
         cls: Any = next(cls for cls in type(optimizer).__mro__ if is_fused_adam(cls))

@@ -1,6 +1,7 @@
 """The command ``fsdp-offload plan``."""
 
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -57,8 +58,8 @@ def main(
     html: Annotated[Path | None, typer.Option(help="Also write one self-contained page.")] = None,
 ) -> None:
     """Print the plan."""
-    device_bytes = None if device_gb is None else int(device_gb * 1e9)
     try:
+        device_bytes = None if device_gb is None else _device_bytes(device_gb)
         with Console(stderr=True).status("measuring this machine, once" if machine == "this" else "tracing the model"):
             made = plan(
                 model,
@@ -75,17 +76,25 @@ def main(
                 checkpointing=checkpointing,
                 clip=clip,
             )
+        if device_bytes is not None:
+            made = made.within(device_bytes)
+        best = made.best(loop=loop)
         if html is not None:
-            html.write_text(page(made, made.best(device_bytes=device_bytes, loop=loop)), encoding="utf-8")
+            html.write_text(page(made, best), encoding="utf-8")
     except ValueError as error:
         _fail(str(error))
     except OSError as error:
         _fail(f"{error.filename}: {error.strerror}")
-    best = made.best(device_bytes=device_bytes, loop=loop)
     if as_json:
         typer.echo(json.dumps({**made.as_dict(), "best": None if best is None else best.name}, indent=1))
     else:
         show(made, best, Console())
+
+
+def _device_bytes(device_gb: float) -> int:
+    if not 0 < device_gb < math.inf:
+        raise ValueError(f"--device-gb must be a positive number, got {device_gb}")
+    return int(device_gb * 1e9)
 
 
 def _fail(message: str) -> NoReturn:

@@ -34,7 +34,7 @@ class DecoderConfig:
         """Read a ``config.json``.
 
         Raises:
-            ValueError: a field is missing; the message names it.
+            ValueError: a field is missing, or says of something that this decoder has not; the message names it.
         """
         config = config.get("text_config", config)
         needed = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
@@ -42,10 +42,18 @@ class DecoderConfig:
         experts = config.get("num_local_experts") or config.get("num_experts") or 0
         wide: Any = config.get("moe_intermediate_size") if experts else None
         wide = wide or config.get("intermediate_size")
-        missing += [] if wide else ["intermediate_size"]
+        missing += [] if isinstance(wide, int) and wide > 0 else ["intermediate_size"]
         if missing:
             raise ValueError(f"not the config of a decoder: {', '.join(missing)} must be positive integers in it")
+        if others := _other_parts(config):
+            raise ValueError(
+                f"not a plain decoder: it has {', '.join(others)}. Give package.module:function, which makes the module"
+            )
         heads = config["num_attention_heads"]
+        if heads % (config.get("num_key_value_heads") or heads):
+            raise ValueError(
+                f"num_attention_heads={heads} is not a multiple of num_key_value_heads={config['num_key_value_heads']}"
+            )
         return DecoderConfig(
             vocab_size=config["vocab_size"],
             hidden_size=config["hidden_size"],
@@ -60,6 +68,26 @@ class DecoderConfig:
             num_experts=experts,
             num_experts_per_tok=config.get("num_experts_per_tok") or 0,
         )
+
+
+_OTHER_PARTS = {
+    "kv_lora_rank": "latent attention",
+    "n_shared_experts": "shared experts",
+    "shared_expert_intermediate_size": "shared experts",
+    "first_k_dense_replace": "layers of two kinds",
+    "interleave_moe_layer_step": "layers of two kinds",
+}
+
+
+def _other_parts(config: Mapping[str, Any]) -> list[str]:
+    """What a model of this config has and a :class:`Decoder` has not, where it would change sizes."""
+    parts = [f"{what} ({field})" for field, what in _OTHER_PARTS.items() if config.get(field)]
+    if "linear_attention" in (config.get("layer_types") or ()):
+        parts.append("linear attention (layer_types)")
+    activation = config.get("hidden_act") or config.get("activation_function") or ""
+    if "rms_norm_eps" not in config and activation.startswith(("gelu", "relu", "quick_gelu")):
+        parts.append(f"an MLP without a gate (hidden_act={activation!r}, no rms_norm_eps)")
+    return parts
 
 
 class Decoder(nn.Module):

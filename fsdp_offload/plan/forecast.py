@@ -1,7 +1,8 @@
 """Put together what each policy costs in memory and in time, and choose."""
 
+import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -12,9 +13,10 @@ from ..planning.choices import CHOICES, OVERLAPS, Choice, Loop, lines_to_write
 from .machine import Machine, machine_of
 from .memory import SLACK, DeviceMemory, Sizes, device_memory, sizes_of
 from .model import Model, model_of
-from .timing import Parts, estimate, kept_share, parts_of
+from .timing import Parts, estimate, parts_of
 from .trace import Trace
 from .training import DTYPES, Training
+from .waits import Waits, waits_of
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class Forecast:
         bound_ms, bound: what an iteration takes at least, and the formula.
         iteration_ms: what it is estimated to take.
         tokens_per_s: of all ranks.
-        limit: what decides how long it takes: compute, gathers or the host link.
+        limit: what decides how long it takes: compute, gathers, the host link, or the host, which launches it all.
         why_not: what does not fit; empty if everything does.
         lines: what to write.
     """
@@ -64,6 +66,15 @@ class Forecast:
 
 
 @dataclass(frozen=True)
+class Known:
+    """What does not depend on the memory of a device."""
+
+    sizes: Sizes
+    trace: Trace
+    parts: Parts
+
+
+@dataclass(frozen=True)
 class Plan:
     """What each policy costs for one training on one machine.
 
@@ -74,6 +85,7 @@ class Plan:
         machine: where.
         times: the parts of an iteration, each alone; copies are of all of the state.
         forecasts: one for each policy, training without offload first.
+        known: what they were made of.
     """
 
     model: str
@@ -82,6 +94,20 @@ class Plan:
     machine: Machine
     times: Times
     forecasts: tuple[Forecast, ...]
+    known: Known = field(repr=False, compare=False)
+
+    def within(self, device_bytes: int) -> "Plan":
+        """The same on devices of which only so much may be used, or that have so much more.
+
+        Raises:
+            ValueError: that is no size.
+        """
+        if device_bytes < 1:
+            raise ValueError(f"device_bytes must be positive, got {device_bytes!r}")
+        machine = replace(self.machine, device_bytes=device_bytes)
+        choices = [one.choice for one in self.forecasts]
+        forecasts = tuple(_forecast(choice, self.known, self.training, machine) for choice in choices)
+        return replace(self, machine=machine, forecasts=forecasts)
 
     def best(self, *, device_bytes: int | None = None, loop: Loop | None = None) -> Forecast | None:
         """Choose the fastest policy that fits; ``None`` if none does.
@@ -91,16 +117,13 @@ class Plan:
             loop: what the training loop allows, see ``fsdp_offload.plan.OVERLAPS``. ``None``: anything, but for
                 updates before a clipping that was asked for.
         """
+        if device_bytes is not None:
+            return self.within(device_bytes).best(loop=loop)
         loop = loop or ("synchronizes" if self.training.clip else "no_clipping")
         if loop not in get_args(Loop):
             raise ValueError(f"loop must be one of {', '.join(get_args(Loop))}; got {loop!r}")
-        less_bytes = 0 if device_bytes is None else self.machine.device_bytes - device_bytes
         fitting = [
-            one
-            for one in self.forecasts
-            if one.spare_bytes >= less_bytes
-            and not one.why_not.startswith("host")
-            and (one.choice is None or one.choice.overlap in OVERLAPS[loop])
+            one for one in self.forecasts if one.fits and (one.choice is None or one.choice.overlap in OVERLAPS[loop])
         ]
         fastest_ms = min((one.iteration_ms for one in fitting), default=0.0)
         same = [one for one in fitting if one.iteration_ms <= _SAME * fastest_ms]
@@ -142,44 +165,42 @@ def plan(
     """
     if "tokens_per_step" not in training:
         raise ValueError("plan needs tokens_per_step: how many tokens all ranks together train on in one step")
+    if unknown := sorted(training.keys() - Training.__dataclass_fields__.keys()):
+        raise ValueError(f"plan knows no {', '.join(unknown)}; there are {', '.join(Training.__dataclass_fields__)}")
     wanted, there = Training(**training), machine_of(machine)
-    known = model_of(model)
+    model = model_of(model)
     if trace is None:
         dtype = DTYPES[wanted.compute_dtype]
-        trace = known.trace(wanted.sequences, wanted.sequence_length, dtype, wanted.checkpointing)
-    sizes = sizes_of(known.shapes(), wanted)
-    parts = parts_of(sizes, trace, wanted, there)
-    forecasts = tuple(_forecast(choice, sizes, trace, parts, wanted, there) for choice in (None, *choices))
-    return Plan(known.name, known.numel, wanted, there, parts.times, forecasts)
+        trace = model.trace(wanted.sequences, wanted.sequence_length, dtype, wanted.checkpointing)
+    sizes = sizes_of(model.shapes(), wanted)
+    known = Known(sizes, trace, parts_of(sizes, trace, wanted, there))
+    forecasts = tuple(_forecast(choice, known, wanted, there) for choice in (None, *choices))
+    return Plan(model.name, model.numel, wanted, there, known.parts.times, forecasts, known)
 
 
-def _forecast(
-    choice: Choice | None, sizes: Sizes, trace: Trace, parts: Parts, training: Training, machine: Machine
-) -> Forecast:
-    kept = 1.0 if choice is None else kept_share(choice, parts, machine)
-    resident_bytes = int(kept * sizes.state)
+def _forecast(choice: Choice | None, known: Known, training: Training, machine: Machine) -> Forecast:
+    sizes, parts = known.sizes, known.parts
+    memory = functools.partial(device_memory, sizes, known.trace, training, machine)
+    staging_bytes = 0 if choice is None else choice.staging_bytes(sizes.state)
+    waits = Waits(kept=1.0, stall_ms=0.0)
+    if choice is not None:
+        room_bytes = machine.device_bytes - _RESERVE * machine.device_bytes - machine.context_bytes
+        room_bytes -= memory(resident_bytes=0, staging_bytes=min(sizes.state, staging_bytes)).peak_bytes
+        waits = waits_of(choice, parts, machine, room_bytes=max(0, int(room_bytes)))
+    resident_bytes = int(waits.kept * sizes.state)
     moving_bytes = sizes.state - resident_bytes
-    staging_bytes = 0 if choice is None else min(moving_bytes, choice.lasting_staging_bytes(sizes.state))
-    device = device_memory(
-        sizes,
-        trace,
-        training,
-        machine,
-        resident_bytes=resident_bytes,
-        staging_bytes=staging_bytes,
-    )
-    if choice is not None and choice.passing_is_learnt(sizes.state):
-        # It comes and goes where activations have been; a small part of it lasts.
-        room_bytes = device.terms.get("activations", 0) + device.terms.get("logits", 0)
-        staging_bytes = min(moving_bytes, staging_bytes + room_bytes)
+    staging_bytes = min(moving_bytes, staging_bytes)
+    device = memory(resident_bytes=resident_bytes, staging_bytes=staging_bytes)
     staged = staging_bytes / moving_bytes if moving_bytes else 0.0
     if choice is None:
         times = parts.times
         formula, bound_ms = "F + B + clip + U", times.forward_ms + times.backward_ms + times.clip_ms + times.update_ms
     else:
-        formula, bound_ms = choice.bound(parts.times, sizes.state, kept, staged)
-    ms, limit = estimate(choice, parts, machine, kept=kept, staged=staged)
+        formula, bound_ms = choice.bound(parts.times, sizes.state, waits.kept, staged)
+    ms, limit = estimate(choice, parts, kept=waits.kept, staged=staged, stall_ms=waits.stall_ms)
     host_bytes = 0 if choice is None else sizes.host
+    if choice is not None and choice.overlap == "step":
+        host_bytes -= resident_bytes  # it stays from the beginning, and has no place there
     per_host = host_bytes * min(training.ranks, machine.devices_per_host)
     needed_bytes = int(device.peak_bytes * (1 + SLACK)) + machine.context_bytes
     spare_bytes = machine.device_bytes - needed_bytes
@@ -211,6 +232,9 @@ def _why_not(spare_bytes: int, host_bytes: int, machine: Machine) -> str:
 
 _MOST_OF_HOST = 0.8
 """Of the host's memory may be pinned: the rest is for the processes, the data and the page cache."""
+
+_RESERVE = 0.05
+"""Of a device "auto" leaves free: as ``link.py`` has it."""
 
 _SAME = 1.01
 """Estimates do not tell closer ones apart. Then no offload is best, and after it what needs least of the device."""

@@ -24,11 +24,12 @@ class Machine:
         context_bytes: of that, what the driver and NCCL take.
         workspace_bytes: what the matrix library keeps for itself.
         devices_per_host: how many share a host.
-        matmul_tflops, matmul_backward_tflops: of large bf16 products.
+        matmul_tflops, matmul_backward_tflops: of large bf16 products, without what reading and writing takes.
         fp32_tflops: of fp32 products.
         attention_tflops, attention_backward_tflops: of causal fused attention.
         memory_gb_per_s: device memory.
         kernel_us: what each kernel takes beside its work.
+        launch_us: what the host needs to launch one kernel.
         load_gb_per_s, store_gb_per_s: pinned copies one way.
         two_way_gb_per_s: both at once, added.
         host_gb_per_s: all copies of all devices of the host, added.
@@ -51,6 +52,7 @@ class Machine:
     attention_backward_tflops: float
     memory_gb_per_s: float
     kernel_us: float
+    launch_us: float
     load_gb_per_s: float
     store_gb_per_s: float
     two_way_gb_per_s: float
@@ -115,39 +117,55 @@ def _read(path: Path) -> Machine:
 def this_machine() -> Machine:
     """Measure this machine in some seconds, or take what was measured before.
 
+    Without platformdirs there is no place to keep it, and it is measured each time.
+
     Raises:
         ValueError: there is no accelerator.
     """
     if not torch.cuda.is_available():
         raise ValueError(f"machine 'this' has no GPU to measure; name one: {', '.join(builtin_machines())}")
-    import platformdirs
-
-    properties = torch.cuda.get_device_properties(0)
-    identity = (properties.name, properties.total_memory, torch.cuda.device_count(), torch.__version__, _host_bytes())
-    key = hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
-    path = platformdirs.user_cache_path("fsdp_offload") / f"machine-{key}.json"
-    try:
-        return Machine(**json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        pass  # not measured yet, or by another version
+    path = _cache_path()
+    if path is not None:
+        try:
+            return Machine(**json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):
+            pass  # not measured yet, or by another version
     machine = measured(torch.device("cuda", 0))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(dataclasses.asdict(machine), indent=1), encoding="utf-8")
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(dataclasses.asdict(machine), indent=1), encoding="utf-8")
     return machine
 
 
-_NETWORK_GB_PER_S, _CONTENTION, _GATHER_CONTENTION = 25.0, 0.07, 0.025
+def _cache_path() -> Path | None:
+    """Where the measurements of this machine are kept, with this torch."""
+    try:
+        import platformdirs
+    except ImportError:
+        return None
+    properties = torch.cuda.get_device_properties(0)
+    identity = (properties.name, properties.total_memory, torch.cuda.device_count(), torch.__version__, _host_bytes())
+    key = hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
+    return Path(platformdirs.user_cache_path("fsdp_offload")) / f"machine-{key}.json"
+
+
+_NETWORK_GB_PER_S, _CONTENTION, _GATHER_CONTENTION, _KERNEL_US = 25.0, 0.06, 0.025, 3.0
 """What one host cannot measure in seconds: an adapter of 200 Gb/s for each device; as on the H200s of the profile."""
+
+_SUSTAINED = 0.82
+"""Of the rate that products reach for some milliseconds, training reaches, where the device is at its power limit: the
+profile of the H200 beside ``examples/benchmark_results/2026-11-23-h200x1-plan-machine.jsonl``."""
 
 
 def measured(device: torch.device, numel: int = 8192) -> Machine:
     """Measure products, attention, device memory and the links of all devices. What cannot be seen is a default."""
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     taken_bytes = total_bytes - free_bytes - torch.cuda.memory_reserved(device)
-    forward, backward = _matmul_tflops(device, numel)
+    block = torch.empty(numel * numel // 16, 64, dtype=torch.uint8, device=device)
+    memory_gb_per_s = 2 * block.numel() / _seconds(block.clone, device) / 1e9
+    forward, backward = _matmul_tflops(device, numel, memory_gb_per_s)
     attention, attention_backward = _attention_tflops(device, numel // 2)
     fp32 = torch.ones(numel // 2, numel // 2, device=device)
-    block = torch.empty(numel * numel // 16, 64, dtype=torch.uint8, device=device)
     small = torch.zeros(1, device=device)
     one_way = [_link_gb_per_s([device], load=load, store=not load) for load in (True, False)]
     devices = [torch.device(device.type, index) for index in range(torch.cuda.device_count())]
@@ -162,8 +180,9 @@ def measured(device: torch.device, numel: int = 8192) -> Machine:
         fp32_tflops=2 * (numel // 2) ** 3 / _seconds(lambda: fp32 @ fp32, device) / 1e12,
         attention_tflops=attention,
         attention_backward_tflops=attention_backward,
-        memory_gb_per_s=2 * block.numel() / _seconds(block.clone, device) / 1e9,
-        kernel_us=_seconds(lambda: [small.add_(1) for _ in range(100)], device) * 1e4,
+        memory_gb_per_s=memory_gb_per_s,
+        kernel_us=_KERNEL_US,
+        launch_us=_seconds(lambda: [small.add_(1) for _ in range(100)], device) * 1e4,
         load_gb_per_s=one_way[0],
         store_gb_per_s=one_way[1],
         two_way_gb_per_s=_link_gb_per_s([device], load=True, store=True),
@@ -176,14 +195,16 @@ def measured(device: torch.device, numel: int = 8192) -> Machine:
     )
 
 
-def _matmul_tflops(device: torch.device, numel: int) -> tuple[float, float]:
+def _matmul_tflops(device: torch.device, numel: int, memory_gb_per_s: float) -> tuple[float, float]:
     layer = nn.Linear(numel // 2, numel // 2, bias=False, device=device, dtype=torch.bfloat16)
     x = torch.randn(numel, numel // 2, device=device, dtype=torch.bfloat16, requires_grad=True)
     grad = torch.randn_like(x)
     flops = 2 * numel * (numel // 2) ** 2
     forward = _seconds(lambda: layer(x), device)
     both = _seconds(lambda: layer(x).backward(grad), device)
-    return flops / forward / 1e12, 2 * flops / (both - forward) / 1e12
+    bytes_s = 2 * (x.numel() + grad.numel() + layer.weight.numel()) / memory_gb_per_s / 1e9  # of one product
+    tflops = flops / (forward - bytes_s) / 1e12, 2 * flops / (both - forward - 2 * bytes_s) / 1e12
+    return _SUSTAINED * tflops[0], _SUSTAINED * tflops[1]
 
 
 def _attention_tflops(device: torch.device, length: int) -> tuple[float, float]:

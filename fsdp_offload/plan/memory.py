@@ -54,12 +54,14 @@ class Sizes:
         gathered: all parameters of the group in the compute dtype.
         state: of the optimizer.
         host: the arena, if all of the state is in it.
+        tensors: how many parameters are trained.
     """
 
     params: tuple[int, ...]
     gathered: tuple[int, ...]
     state: int
     host: int
+    tensors: int
 
 
 def sizes_of(shapes: Shapes, training: Training) -> Sizes:
@@ -73,6 +75,7 @@ def sizes_of(shapes: Shapes, training: Training) -> Sizes:
         gathered=tuple(compute_itemsize * training.shards * sum(group) for group in local),
         state=sum(sum(spec.leaf_nbytes) for spec in specs),
         host=plan_buckets(specs, 1 << 62).home_nbytes if state_itemsizes else 0,
+        tensors=len(specs),
     )
 
 

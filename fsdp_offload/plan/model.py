@@ -51,15 +51,26 @@ class Model:
     def trace(
         self, sequences: int, length: int, compute_dtype: torch.dtype, checkpointing: Checkpointing = "none"
     ) -> Trace:
-        """Trace one micro-batch of one rank."""
+        """Trace one micro-batch of one rank.
+
+        Raises:
+            ValueError: it cannot be run on the meta device; the error that it raised is the cause.
+        """
         tokens = torch.empty(sequences, length + 1, dtype=torch.long, device="meta")
-        return trace(
-            self.module,
-            self.groups,
-            lambda module: self.loss(module, tokens),
-            compute_dtype=compute_dtype,
-            checkpointing=checkpointing,
-        )
+        try:
+            return trace(
+                self.module,
+                self.groups,
+                lambda module: self.loss(module, tokens),
+                compute_dtype=compute_dtype,
+                checkpointing=checkpointing,
+            )
+        except Exception as error:
+            first_line = next(iter(str(error).splitlines()), "")
+            raise ValueError(
+                f"model {self.name!r} cannot be run forward and backward on the meta device, for {sequences} × "
+                f"{length + 1} token numbers: {type(error).__name__}: {first_line}"
+            ) from error
 
 
 def model_of(model: "Model | nn.Module | str | Path") -> Model:
@@ -79,6 +90,8 @@ def model_of(model: "Model | nn.Module | str | Path") -> Model:
         return model
     if isinstance(model, nn.Module):
         return Model(type(model).__name__, model, groups_of(model), _loss)
+    if not isinstance(model, str | Path):
+        raise ValueError(f"model must be a module, a name or a path; got {type(model).__name__}")
     if ":" in str(model) and not Path(model).exists():
         return model_of(_made(str(model)))
     name, config = _config(model)

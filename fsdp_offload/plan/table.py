@@ -9,7 +9,7 @@ COLUMNS = ("policy", "device\nGB", "spare\nGB", "host\nGB", "ms", "bound\nms", "
 
 
 def cells(one: Forecast) -> tuple[str, ...]:
-    """What the columns say of one policy."""
+    """Return the cells of one policy, by column."""
     return (
         one.name,
         f"{one.needed_bytes / 1e9:.1f}",
@@ -23,7 +23,7 @@ def cells(one: Forecast) -> tuple[str, ...]:
 
 
 def headline(made: Plan) -> str:
-    """What is trained, on what."""
+    """Say what is trained, on what."""
     training = made.training
     return (
         f"{made.model}, {made.numel / 1e9:.2f} G parameters, on {training.ranks} × {made.machine.name}: "

@@ -1,27 +1,31 @@
 """Milliseconds: the parts of an iteration, each alone, and what an iteration of each policy takes. Pure arithmetic.
 
-A kernel takes what its operations or its bytes take, whichever is more (a roofline), and a little for itself. With
-forward F, backward B, update U, all loads L and stores S, both at once T, of which transfers beside computation take a
-share c longer, a share r of the loads is ahead of the step, and T' is those of the root::
+A matrix product takes what its operations and then what its bytes take, any other kernel whichever is more, and each
+of them a little for itself. With forward F, backward B, update U, all copies both ways at once T, and a share r of the
+loads ahead of the step, an iteration takes, unless the host needs longer to launch it::
 
-    "step"           F + B + clip + max(U, (1 - r) T)
-    "forward"        B + clip + max(F + U + T', (1 + c) (1 - r) T)
-    "iteration"      max(F + B + U + T', (1 + c) T)
+    "step"                     F + B + clip + max(U, (1 - r) T)
+    "forward", "iteration"     F + B + clip + what the forward waits for state, and what of U is not in these waits
 
-The root's gradients (embedding and head) are final last, and its parameters are wanted first: nothing hides T', unless
-it stays on the device. With several micro-batches, transfers can hide behind the first forward and the last backward; F
-is the first forward, and B all that is left.
+How long it waits, :mod:`.waits` computes group by group.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ..planning.bound import Times
 from ..planning.choices import Choice
 from .machine import Machine
 from .memory import Sizes
-from .trace import Phase, Trace
+from .trace import Phase, Segment, Trace
 from .training import Training
+
+
+class Turn(NamedTuple):
+    """A group's turn in a forward or a backward."""
+
+    group: int
+    ms: float
 
 
 @dataclass(frozen=True)
@@ -30,15 +34,44 @@ class Parts:
 
     Attributes:
         times: in the words of the bound: the first forward, and all that is left as backward; copies of all state.
-        last_backward_ms: of the last micro-batch.
-        root_share: of the state, that of the root group.
+        forward: of one micro-batch, turn by turn.
+        backward: the same.
+        state_bytes: of each group.
         communication_ms: gathers and reductions, which run beside the computation as far as it lasts.
+        launch_ms: what the host needs for all passes.
+        issue_ms: what it needs beside that to issue transfers and updates.
     """
 
     times: Times
-    last_backward_ms: float
-    root_share: float
+    forward: tuple[Turn, ...]
+    backward: tuple[Turn, ...]
+    state_bytes: tuple[int, ...]
     communication_ms: float
+    launch_ms: float
+    issue_ms: float
+
+    def host_ms(self, choice: Choice | None) -> float:
+        """What the host needs for an iteration with a choice."""
+        issues = choice is not None and choice.overlap != "step"
+        return self.launch_ms + (self.issue_ms if issues else 0.0)
+
+    def as_launched(self, choice: Choice | None) -> "Parts":
+        """The same with passes that last as long as the host needs to launch them, and what a choice does in them."""
+        longer = self.host_ms(choice) / (self.times.forward_ms + self.times.backward_ms)
+        if longer <= 1:
+            return self
+        forward, backward = (
+            tuple(Turn(group, longer * ms) for group, ms in turns) for turns in (self.forward, self.backward)
+        )
+        times = replace(
+            self.times, forward_ms=longer * self.times.forward_ms, backward_ms=longer * self.times.backward_ms
+        )
+        return replace(self, times=times, forward=forward, backward=backward)
+
+    @property
+    def last_backward_ms(self) -> float:
+        """Of the last micro-batch."""
+        return sum(turn.ms for turn in self.backward)
 
 
 class Estimate(NamedTuple):
@@ -48,16 +81,20 @@ class Estimate(NamedTuple):
     limit: str
 
 
+_UNEVEN_SHARE = 0.65
+"""Of the rate of device memory that kernels reach which reduce or rearrange, and the copies of ``fully_shard``."""
+
+
 def parts_of(sizes: Sizes, trace: Trace, training: Training, machine: Machine) -> Parts:
     """Compute the parts of an iteration."""
     forward, forward_link = _pass(sizes, trace, training, machine, "forward")
     backward, backward_link = _pass(sizes, trace, training, machine, "backward")
-    first_forward, last_backward = max(forward, forward_link), max(backward, backward_link)
+    first_forward, last_backward = (sum(turn.ms for turn in turns) for turns in (forward, backward))
     count = training.micro_batches
     params, state = sum(sizes.params), sizes.state
     by_memory = 1e3 / machine.memory_gb_per_s / 1e9
-    two_way_gb_per_s = min(machine.two_way_gb_per_s, machine.host_gb_per_s / _sharing(training, machine))
     one_way_gb_per_s = machine.host_gb_per_s / _sharing(training, machine)
+    two_way_gb_per_s = min(machine.two_way_gb_per_s, one_way_gb_per_s)
     times = Times(
         forward_ms=first_forward,
         backward_ms=count * (first_forward + last_backward) - first_forward,
@@ -67,8 +104,24 @@ def parts_of(sizes: Sizes, trace: Trace, training: Training, machine: Machine) -
         store_ms=state / min(machine.store_gb_per_s, one_way_gb_per_s) / 1e6,
         two_way_ms=2 * state / two_way_gb_per_s / 1e6,
     )
-    root_share = sizes.params[-1] / params if params else 0.0
-    return Parts(times, last_backward, root_share, count * (forward_link + backward_link))
+    state_bytes = tuple(round(state * nbytes / params) for nbytes in sizes.params) if params else ()
+    launch_ms, kernels = machine.launch_us / 1e3, sum(sum(one.work.values()) for one in trace.segments)
+    turns = len(trace.segments)
+    return Parts(
+        times,
+        forward,
+        backward,
+        state_bytes,
+        count * (forward_link + backward_link),
+        launch_ms=count * (kernels * _LAUNCHES_OF_KERNEL + turns * _LAUNCHES_OF_TURN) * launch_ms,
+        issue_ms=(sizes.tensors * _LAUNCHES_OF_UPDATE + count * turns * _LAUNCHES_OF_WAIT) * launch_ms,
+    )
+
+
+_LAUNCHES_OF_KERNEL, _LAUNCHES_OF_TURN, _LAUNCHES_OF_UPDATE, _LAUNCHES_OF_WAIT = 6, 190, 43, 60
+"""What the host needs in Python, in launches of a kernel in a plain loop: for one in a model with autograd; for a turn
+of a ``fully_shard`` group; for moving and updating a parameter's state; for a turn that waits for state. From the two
+batches of ``examples/benchmark_results/2026-11-23-h200x1-plan-auto.jsonl`` in which the device waited for the host."""
 
 
 def _sharing(training: Training, machine: Machine) -> int:
@@ -76,30 +129,50 @@ def _sharing(training: Training, machine: Machine) -> int:
     return min(training.ranks, machine.devices_per_host)
 
 
-def _pass(sizes: Sizes, trace: Trace, training: Training, machine: Machine, phase: Phase) -> tuple[float, float]:
-    """Computation of one pass of one micro-batch, and its communication."""
+def _pass(
+    sizes: Sizes, trace: Trace, training: Training, machine: Machine, phase: Phase
+) -> tuple[tuple[Turn, ...], float]:
+    """The turns of one pass of one micro-batch, which last as long as its communication, and that."""
+    segments = [one for one in trace.segments if one.phase == phase]
+    turns = [Turn(one.group, _turn_ms(one, sizes, training, machine)) for one in segments]
+    link_ms = _communication_ms(sizes, training, machine, phase)
+    compute_ms = sum(turn.ms for turn in turns)
+    longer = max(1.0, link_ms / compute_ms) if compute_ms else 1.0
+    return tuple(Turn(group, ms * longer) for group, ms in turns), link_ms
+
+
+def _turn_ms(segment: Segment, sizes: Sizes, training: Training, machine: Machine) -> float:
+    """Computation of one group's turn, and the copies that ``fully_shard`` makes for it."""
     fp32 = training.compute_dtype == "fp32"
-    matmul = machine.matmul_tflops if phase == "forward" else machine.matmul_backward_tflops
+    matmul = machine.matmul_tflops if segment.phase == "forward" else machine.matmul_backward_tflops
     tflops = {
         "matmul": machine.fp32_tflops if fp32 else matmul,
         "attention": machine.fp32_tflops if fp32 else machine.attention_tflops,
         "attention_backward": machine.fp32_tflops if fp32 else machine.attention_backward_tflops,
-        "memory": 1.0,  # no operations to speak of
     }
-    compute_ms = sum(
-        count * (max(work.flops / tflops[work.kind] / 1e9, work.nbytes / machine.memory_gb_per_s / 1e6))
-        for work, count in trace.work[phase].items()
-    )
-    compute_ms += sum(trace.work[phase].values()) * machine.kernel_us / 1e3
-    gathered = sum(sizes.gathered)
-    moved = sum(sizes.params) + gathered  # cast into the buffers of the gather
+    even, uneven = machine.memory_gb_per_s * 1e6, _UNEVEN_SHARE * machine.memory_gb_per_s * 1e6  # bytes per ms
+    ms = 0.0
+    for work, count in segment.work.items():
+        operations_ms = work.flops / tflops.get(work.kind, 1.0) / 1e9
+        bytes_ms = work.nbytes / (uneven if work.kind == "uneven" else even)
+        # The tiles of a product are written when they have been computed.
+        ms += count * (operations_ms + bytes_ms if work.kind == "matmul" else max(operations_ms, bytes_ms))
+    ms += sum(segment.work.values()) * machine.kernel_us / 1e3
+    params, gathered = sizes.params[segment.group], sizes.gathered[segment.group]
+    moved = params + gathered  # cast into the buffers of the gather
     if training.shards > 1:
         moved += 2 * gathered  # and copied out of them
-    if phase == "backward":
-        moved += 4 * gathered + sum(sizes.params)  # into the reduction, out of it, and cast
-    compute_ms += moved / machine.memory_gb_per_s / 1e6
+    if segment.phase == "backward":
+        moved += 4 * gathered + params  # into the reduction, out of it, and cast
+    ms += moved / uneven
+    return ms * (1 + machine.gather_contention) if training.ranks > 1 else ms
+
+
+def _communication_ms(sizes: Sizes, training: Training, machine: Machine, phase: Phase) -> float:
+    """Gathers and reductions of one pass."""
     if training.ranks == 1:
-        return compute_ms, 0.0
+        return 0.0
+    gathered = sum(sizes.gathered)
     crosses_hosts = training.ranks > machine.devices_per_host
     rate = machine.network_gb_per_s if crosses_hosts else machine.peer_gb_per_s
     share = (training.shards - 1) / training.shards
@@ -107,52 +180,42 @@ def _pass(sizes: Sizes, trace: Trace, training: Training, machine: Machine, phas
     link_bytes = passes * share * gathered
     if phase == "backward" and training.replicas > 1:
         link_bytes += 2 * gathered / training.shards
-    return compute_ms * (1 + machine.gather_contention), link_bytes / rate / 1e6
+    return link_bytes / rate / 1e6
 
 
-_BACKWARD_LINK_SHARE, _FORWARD_LINK_SHARE = 0.5, 0.75
-"""How busy "auto" lets the link be in its window; as ``residency.py`` has it."""
-
-
-def kept_share(choice: Choice, parts: Parts, machine: Machine) -> float:
-    """The share of the state that a choice keeps on the device, by measuring transfers beside computation."""
-    times = parts.times
-    if choice.keeps == "none" or choice.overlap == "step" or not times.two_way_ms:
-        return 0.0  # where loads are ahead of the step, nothing waits that "auto" could see
-    window_ms = times.forward_ms * _FORWARD_LINK_SHARE
-    if choice.overlap == "iteration":
-        window_ms = (times.forward_ms + parts.last_backward_ms + times.update_ms) * _BACKWARD_LINK_SHARE
-    return max(0.0, 1 - window_ms / times.two_way_ms / (1 + machine.contention))
+_WAITS = 0.05
+"""Of an iteration: from there on, the host link decides how long it takes."""
 
 
 def estimate(
-    choice: Choice | None, parts: Parts, machine: Machine, *, kept: float = 0.0, staged: float = 0.0
+    choice: Choice | None, parts: Parts, *, kept: float = 0.0, staged: float = 0.0, stall_ms: float = 0.0
 ) -> Estimate:
     """Estimate an iteration.
 
     Args:
         choice: ``None`` is no offload.
         parts: of the iteration.
-        machine: for its contention.
         kept: the share of the state that stays on the device.
         staged: the share of what moves that staging holds; it is loaded as far as the backward lasts.
+        stall_ms: how long the forward waits for state.
     """
-    times = parts.times
-    forward, backward, update, clip = times.forward_ms, times.backward_ms, times.update_ms, times.clip_ms
-    compute_name = "gathers" if parts.communication_ms > 0.95 * (forward + backward) else "compute"
+    times, host_ms = parts.times, parts.host_ms(choice)
+    passes, update, clip = times.forward_ms + times.backward_ms, times.update_ms, times.clip_ms
+    compute_name = "gathers" if parts.communication_ms > 0.95 * passes else "compute"
     if choice is None:
-        return Estimate(forward + backward + clip + update, compute_name)
+        return _as_launched(Estimate(passes + clip + update, compute_name), host_ms)
     two_way, load = times.two_way_ms * (1 - kept), times.load_ms * (1 - kept)
-    root = max(0.0, parts.root_share - kept) * times.two_way_ms
-    slower = 1 + machine.contention
-    left = 1 - (min(staged, times.backward_ms / load) if load else staged)
-    if choice.overlap == "step" and choice.keeps == "auto":
-        before, computing, moving = backward + clip, forward + max(update, left * load), slower * times.store_ms
-    elif choice.overlap == "step":
-        before, computing, moving = forward + backward + clip, update, left * two_way
-    elif choice.overlap == "forward":
-        before, computing, moving = backward + clip, forward + update + root, slower * left * two_way
-    else:
-        before = backward - parts.last_backward_ms
-        computing, moving = forward + parts.last_backward_ms + update + root, slower * two_way
-    return Estimate(before + max(computing, moving), "host link" if moving > computing else compute_name)
+    if choice.overlap == "step":
+        moving = two_way * (1 - (min(staged, times.backward_ms / load) if load else staged))
+        after = clip + max(update, moving)
+        name = "host link" if moving > update else compute_name
+        return Estimate(max(passes, host_ms) + after, name)
+    in_waits = min(1.0, stall_ms / two_way) * (1 - kept) if two_way else 0.0
+    ms = passes + stall_ms + (1 - in_waits) * update
+    ms = ms + clip if choice.overlap == "forward" else max(ms, two_way)
+    return _as_launched(Estimate(ms, "host link" if stall_ms > _WAITS * ms else compute_name), host_ms)
+
+
+def _as_launched(one: Estimate, host_ms: float) -> Estimate:
+    """A host that is late makes the device wait; while the device waits for state, the host goes on."""
+    return Estimate(host_ms, "launches") if host_ms > one.ms else one

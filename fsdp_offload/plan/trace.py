@@ -28,7 +28,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 Checkpointing = Literal["none", "full"]
 Phase = Literal["forward", "backward"]
-Kind = Literal["matmul", "attention", "attention_backward", "memory"]
+Kind = Literal["matmul", "attention", "attention_backward", "pointwise", "uneven"]
+"""Of a kernel: "pointwise" ones read and write memory in order and once; "uneven" ones reduce or rearrange."""
 
 _ALLOCATION_BYTES = 512
 """CUDA's caching allocator hands out multiples of this."""
@@ -52,11 +53,13 @@ class Segment:
         peak_bytes_by_label: what activations and gradients that are not reduced yet take when together they take
             most: "logits" are tensors as wide as the vocabulary, "attention scores" those with a value for each pair of
             tokens, "activations" all others.
+        work: how often each kernel runs in it.
     """
 
     phase: Phase
     group: int
     peak_bytes_by_label: Mapping[str, int]
+    work: Mapping[Work, int]
 
     @property
     def peak_bytes(self) -> int:
@@ -70,17 +73,16 @@ class Trace:
 
     Attributes:
         segments: in order.
-        work: how often each kernel runs, by phase.
         reduced: the groups in the order in which their gradients are final.
     """
 
     segments: tuple[Segment, ...]
-    work: Mapping[Phase, Mapping[Work, int]]
     reduced: tuple[int, ...]
 
     def flops(self, phase: Phase) -> int:
         """Operations of matrix products and attention."""
-        return sum(work.flops * count for work, count in self.work[phase].items())
+        kernels = (item for one in self.segments if one.phase == phase for item in one.work.items())
+        return sum(work.flops * count for work, count in kernels)
 
 
 def trace(
@@ -113,7 +115,7 @@ def trace(
         recorder.phase = "backward"
         loss.backward()
     recorder.close()
-    return Trace(tuple(recorder.segments), recorder.work, tuple(recorder.reduced))
+    return Trace(tuple(recorder.segments), tuple(recorder.reduced))
 
 
 def _widest(model: nn.Module) -> int:
@@ -190,7 +192,6 @@ class _Recorder(TorchDispatchMode):
     vocabulary: int
     segments: list[Segment] = field(default_factory=list)
     reduced: list[int] = field(default_factory=list)
-    work: dict[Phase, Counter[Work]] = field(default_factory=lambda: {"forward": Counter(), "backward": Counter()})
     phase: Phase = "forward"
 
     def __post_init__(self) -> None:
@@ -198,6 +199,7 @@ class _Recorder(TorchDispatchMode):
         self._live = _Live()
         self._seen = WeakIdKeyDictionary()
         self._turn: tuple[Phase, int] | None = None
+        self._work: Counter[Work] = Counter()
 
     def forward_turn(self, number: int, module: nn.Module, args: object) -> None:
         """A group's forward begins; in a backward, that is a recomputation."""
@@ -217,7 +219,8 @@ class _Recorder(TorchDispatchMode):
     def close(self) -> None:
         """The turn in progress is over."""
         if self._turn is not None:
-            self.segments.append(Segment(*self._turn, self._live.peak))
+            self.segments.append(Segment(*self._turn, self._live.peak, self._work))
+            self._work = Counter()
         self._live.restart()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -230,8 +233,8 @@ class _Recorder(TorchDispatchMode):
         fresh = [leaf for leaf in written if leaf.untyped_storage()._cdata not in known]
         for leaf in fresh:
             self._count(leaf)
-        if fresh or func._schema.is_mutable:
-            self.work[self.phase][_work(func, args, kwargs or {}, outputs, read, written)] += 1
+        if (fresh or func._schema.is_mutable) and "empty" not in func._overloadpacket.__name__:
+            self._work[_work(func, args, kwargs or {}, outputs, read, written)] += 1
         return outputs
 
     def _count(self, leaf: Tensor) -> None:
@@ -255,11 +258,7 @@ def _work(
     func: Any, args: Any, kwargs: Mapping[str, Any], outputs: Any, read: Sequence[Tensor], written: Sequence[Tensor]
 ) -> Work:
     name = func._overloadpacket.__name__
-    written_bytes = sum(map(_nbytes, written))
-    read_bytes = sum(map(_nbytes, read))
-    if any(word in name for word in _LOOKUPS):
-        read_bytes = min(read_bytes, 2 * written_bytes)  # not all of the table
-    nbytes = read_bytes + written_bytes
+    nbytes = _read_bytes(name, read, written) + sum(map(_nbytes, written))
     if "flash_attention" in name:
         # Two products forward, five backward; grouped heads, which torch's own count does not know, change nothing.
         is_backward = "backward" in name
@@ -269,8 +268,18 @@ def _work(
         return Work("attention_backward" if is_backward else "attention", flops // 2 if causal else flops, nbytes)
     count = flop_registry.get(func._overloadpacket)
     if count is None:
-        return Work("memory", 0, nbytes)
+        return Work("pointwise" if torch.Tag.pointwise in func.tags else "uneven", 0, nbytes)
     return Work("matmul", count(*args, **kwargs, out_val=outputs), nbytes)
+
+
+def _read_bytes(name: str, read: Sequence[Tensor], written: Sequence[Tensor]) -> int:
+    """What a kernel reads of its inputs."""
+    nbytes = sum(map(_nbytes, read))
+    if "nll_loss" in name:
+        return 0  # one logit of each row
+    if any(word in name for word in _LOOKUPS):
+        return min(nbytes, 2 * sum(map(_nbytes, written)))  # not all of the table
+    return 2 * nbytes if name == "native_layer_norm_backward" else nbytes  # for the input's gradient, and the weight's
 
 
 def _nbytes(leaf: Tensor) -> int:
@@ -295,8 +304,12 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        x, weight, _ = ctx.saved_tensors
-        return grads[0] + x, None if weight is None else torch.empty_like(weight)
+        x, weight, deviation = ctx.saved_tensors
+        masks = [True, weight is not None, False]
+        found = torch.ops.aten.native_layer_norm_backward(
+            grads[0], x, x.shape[-1:], deviation, deviation, weight, None, masks
+        )
+        return found[:2]
 
 
 def _rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:

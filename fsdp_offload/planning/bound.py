@@ -6,8 +6,7 @@ r, the share of what is offloaded that staging holds::
     the plain optimizer                          F + B + clip + U
     in the step                                  F + B + clip + max(U, (1 - r) T)
     overlap="forward"                            B + clip + max(F + U, (1 - r) T)
-    in the step, ring given back in the forward  B + clip + max(F + max(U, (1 - r) L), S)
-    the same with overlap="forward"              B + clip + max(F + U, r S + (1 - r) T)
+    the same, ring given back in the forward     B + clip + max(F + U, r S + (1 - r) T)
     overlap="iteration"                          max(F + B + U, T)
     the same where gradients are clipped         max(F + B + clip + U, T)
 
@@ -74,16 +73,13 @@ def bound(
         return Bound("max(F + B + U, T)", max(forward + backward + update, two_way))
     ahead = min(staged, backward / load) if load else staged
     rest = backward + clip
-    if ring_is_given_back:
-        if policy.runs_on_into_forward:
-            hidden = max(forward + update, ahead * store + (1 - ahead) * two_way)
-            return Bound("B + clip + max(F + U, r S + (1 - r) T)", rest + hidden)
-        hidden = max(forward + max(update, (1 - ahead) * load), store)
-        return Bound("B + clip + max(F + max(U, (1 - r) L), S)", rest + hidden)
     two_way *= 1 - ahead
-    if policy.runs_on_into_forward:
-        return Bound("B + clip + max(F + U, (1 - r) T)", rest + max(forward + update, two_way))
-    return Bound("F + B + clip + max(U, (1 - r) T)", forward + rest + max(update, two_way))
+    if not policy.runs_on_into_forward:
+        return Bound("F + B + clip + max(U, (1 - r) T)", forward + rest + max(update, two_way))
+    if ring_is_given_back:
+        hidden = max(forward + update, ahead * store + two_way)
+        return Bound("B + clip + max(F + U, r S + (1 - r) T)", rest + hidden)
+    return Bound("B + clip + max(F + U, (1 - r) T)", rest + max(forward + update, two_way))
 
 
 def staged_share(ring_bytes: int, moving_bytes: int) -> float:

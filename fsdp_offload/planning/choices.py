@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 from ..policy import MIB, MasterKind, OffloadPolicy
 from .bound import Bound, Times, bound
-from .device_share import device_share
+from .device_share import DeviceShare, device_share
 
 Overlap = Literal["step", "forward", "iteration"]
 Loop = Literal["any", "synchronizes", "no_clipping"]
@@ -29,14 +29,23 @@ class Choice:
     Attributes:
         overlap: what hides the transfers.
         keeps: ``"auto"`` keeps what they cannot hide on the device; with ``"none"`` everything passes through.
+        device_bytes: a number instead: what passes through takes some of it, and the rest may be kept.
     """
 
     overlap: Overlap
     keeps: Literal["none", "auto"] = "none"
+    device_bytes: int | None = None
+
+    @property
+    def keeps_some(self) -> bool:
+        """Whether some of the state may stay on the device."""
+        return self.keeps == "auto" or self.device_bytes is not None
 
     @property
     def name(self) -> str:
         """For tables."""
+        if self.device_bytes is not None:
+            return f"{self.overlap}, {self.device_bytes // MIB} MiB"
         return self.overlap if self.keeps == "none" else f"{self.overlap}, keeping"
 
     def fields(self, state_bytes: int) -> dict[str, Any]:
@@ -44,7 +53,9 @@ class Choice:
         fields: dict[str, Any] = {"bucket_bytes": _LARGE_BUCKET_BYTES} if state_bytes >= _LARGE_BYTES else {}
         if self.overlap != "step":
             fields["overlap"] = self.overlap
-        if self.keeps == "none" and (fields.get("bucket_bytes") or self.overlap != "step"):
+        if self.device_bytes is not None:
+            fields["device_bytes"] = self.device_bytes
+        elif self.keeps == "none" and (fields.get("bucket_bytes") or self.overlap != "step"):
             fields["device_bytes"] = _DEVICE_BUCKETS * fields.get("bucket_bytes", OffloadPolicy.bucket_bytes)
         return fields
 
@@ -52,17 +63,22 @@ class Choice:
         """Make it."""
         return OffloadPolicy(**self.fields(state_bytes))
 
-    def passing_is_learnt(self, state_bytes: int) -> bool:
-        """Whether staging comes and goes with the room that training leaves."""
-        return device_share(self.policy(state_bytes), elementwise=True).passing_is_learnt
+    def share(self, state_bytes: int) -> DeviceShare:
+        """How it divides device memory."""
+        return device_share(self.policy(state_bytes), elementwise=True)
 
-    def lasting_staging_bytes(self, state_bytes: int) -> int:
+    def staging_bytes(self, state_bytes: int) -> int:
         """Staging that is there all the time."""
-        policy = self.policy(state_bytes)
-        share = device_share(policy, elementwise=True)
-        if share.passing_is_learnt:
-            return state_bytes // _LASTING_SHARE
-        return share.ring_bytes(policy.bucket_bytes) + share.staying_bytes
+        share = self.share(state_bytes)
+        return state_bytes // _LASTING_SHARE if share.passing_is_learnt else self._ring_bytes(state_bytes)
+
+    def ahead_bytes(self, group_bytes: int, state_bytes: int) -> int:
+        """How far loads can be ahead: where staging is learnt, by the state of one group, beside what passes."""
+        learnt_bytes = group_bytes if self.share(state_bytes).passing_is_learnt else 0
+        return learnt_bytes + self._ring_bytes(state_bytes)
+
+    def _ring_bytes(self, state_bytes: int) -> int:
+        return self.share(state_bytes).ring_bytes(self.policy(state_bytes).bucket_bytes)
 
     def bound(self, times: Times, state_bytes: int, kept_share: float, staged_share: float) -> Bound:
         """What an iteration takes at least, with that share of the state on the device, and of the rest in staging."""
@@ -79,7 +95,7 @@ CHOICES = (
 
 
 def auto_policy(
-    loop: Loop, *, hides: str, elementwise: bool, updates_early: bool, state_bytes: int
+    loop: Loop, *, hides: str, elementwise: bool, updates_early: bool, state_bytes: int, tensors: int
 ) -> tuple[OffloadPolicy, str]:
     """Choose for ``policy="auto"``: what hides most within what the loop allows, keeping only what cannot be hidden.
 
@@ -91,6 +107,7 @@ def auto_policy(
         elementwise: whether the optimizer works element by element.
         updates_early: whether it can use gradients as soon as they are final.
         state_bytes: about how much state the rank with most of it has.
+        tensors: how many parameters this state is of.
 
     Returns:
         The policy, and what was chosen and why in a sentence.
@@ -106,6 +123,9 @@ def auto_policy(
     why += {"step": "the backward", "forward": "the next forward", "iteration": "backward and forward"}[choice.overlap]
     if hides:
         choice, why = Choice("step"), hides
+    if choice.overlap != "step" and state_bytes < _SMALL_STATE_BYTES * tensors:
+        choice = Choice("forward")
+        why = f"the state of {tensors} parameters is moved in less time than the host needs to issue it piece by piece"
     if choice.keeps == "auto":
         why += ", and what cannot be hidden stays on the device"
     fields = ", ".join(f"{name}={_said(value)}" for name, value in choice.fields(state_bytes).items())
@@ -114,6 +134,11 @@ def auto_policy(
 
 _LASTING_SHARE = 25
 """One part in so many of the state is staging that lasts, with ``device_bytes="auto"``: as ``homes.py`` has it."""
+
+_SMALL_STATE_BYTES = 12 << 20
+"""For each parameter. Issuing transfers and updates takes the host 0.3 to 0.5 ms for each on the machine of
+``examples/benchmark_results/2026-11-23-h200x1-plan-auto.jsonl``, and moving so much both ways 0.25. Then a forward
+hides all transfers wherever the host keeps up, and where it does not, least is to be done in one go."""
 
 _LARGE_BYTES = 4 << 30
 """Of state: then a bucket of the default size would be one of very many."""

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class Taken(NamedTuple):
-    """What has been divided before, in bytes of state."""
+    """Bytes of state that have been divided before."""
 
     host_bytes: int
     total_bytes: int
@@ -19,7 +19,7 @@ NOTHING_YET = Taken(0, 0)
 
 
 def choose_host_share(sizes: Sequence[int], fraction: float, taken: Taken) -> list[bool]:
-    """Which of some parameters the host updates.
+    """Choose which of some parameters the host updates.
 
     From the end: their gradients are there first in a backward, and the next forward needs them last. What is too large
     for what is left of the share is passed over.
@@ -43,7 +43,7 @@ def choose_host_share(sizes: Sequence[int], fraction: float, taken: Taken) -> li
 
 
 def host_bucket_bytes(bucket_bytes: int) -> int:
-    """Of state in one bucket that the host updates, where those of the device have ``bucket_bytes``.
+    """Return the bytes of state in a bucket of the host, where those of the device have ``bucket_bytes``.
 
     For each the CPU's kernel stands still for about 0.4 ms, and only gradients pass through buffers.
     """
@@ -51,7 +51,7 @@ def host_bucket_bytes(bucket_bytes: int) -> int:
 
 
 class Rates(NamedTuple):
-    """What both sides can do, in bytes per second; measured alone and beside each other.
+    """Rates of both sides in bytes per second, measured alone and beside each other.
 
     Attributes:
         cpu: state that the CPU updates.

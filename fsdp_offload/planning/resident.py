@@ -9,7 +9,7 @@ the link has time to spare.
 import math
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .update_order import update_order
 
@@ -47,6 +47,35 @@ class IterationTimes:
             wanted.append(at_ms - lost_ms)
             lost_ms += max(0.0, _latest(buckets, self.updated_ms) - at_ms)
         return wanted
+
+
+def expected_iteration(
+    groups: Sequence[AbstractSet[int]],
+    undisturbed_wanted_ms: Sequence[float],
+    move_ms: Mapping[int, float],
+    final_ms: Mapping[int, float],
+    *,
+    ahead_ms: float = 0.0,
+    window_ms: float = math.inf,
+) -> IterationTimes:
+    """What would be measured of an iteration of which only the parts are known.
+
+    Args:
+        groups: as in the result; as ``move_ms``, ``final_ms`` and ``window_ms``.
+        undisturbed_wanted_ms: when a forward that never stands still would want each group.
+        move_ms: of each bucket.
+        final_ms: as in the result.
+        ahead_ms: by so much loads are ahead: of gradients, or of a step.
+        window_ms: as in the result.
+    """
+    alone = IterationTimes(groups, undisturbed_wanted_ms, {}, move_ms, final_ms, window_ms)
+    moved = _updated_ms(alone, range(0), 1.0)
+    updated = {bucket: max(final_ms.get(bucket, 0.0), ms - ahead_ms) for bucket, ms in moved.items()}
+    lost_ms, wanted = 0.0, []
+    for buckets, at_ms in zip(groups, undisturbed_wanted_ms, strict=True):
+        wanted.append(at_ms + lost_ms)
+        lost_ms += max(0.0, _latest(buckets, updated) - (at_ms + lost_ms))
+    return replace(alone, wanted_ms=wanted, updated_ms=updated)
 
 
 _BACKWARD_LINK_SHARE, _FORWARD_LINK_SHARE = 0.5, 0.75

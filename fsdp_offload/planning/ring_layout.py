@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 
 class Placement(NamedTuple):
-    """Where a bucket passes through the ring, in bytes of one of its blocks.
+    """Place at which a bucket passes through the ring, in bytes of one of its blocks.
 
     Two buckets that overlap can never be there together.
     """
@@ -15,14 +15,14 @@ class Placement(NamedTuple):
     block: int = 0
 
     def overlaps(self, other: "Placement") -> bool:
-        """Whether the two share a byte."""
+        """Return whether the two share a byte."""
         if self.block != other.block or not self.nbytes or not other.nbytes:
             return False
         return self.offset < other.offset + other.nbytes and other.offset < self.offset + self.nbytes
 
 
 class RingBlocks(NamedTuple):
-    """What a ring is made of."""
+    """Sizes of the blocks of a ring."""
 
     nbytes: tuple[int, ...]  # of each block
     lasting: int = 0  # so many of them, from the first on, stay once they are there; the others come and go

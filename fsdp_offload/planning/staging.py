@@ -7,7 +7,7 @@ from itertools import accumulate, pairwise
 
 @dataclass(frozen=True)
 class StagingPlan:
-    """How much staging memory may be there when.
+    """Staging memory that may be there at each group of an iteration.
 
     Attributes:
         nbytes: all of it.
@@ -22,12 +22,12 @@ class StagingPlan:
     points_bytes: tuple[int, ...]
 
     def at_point(self, number: int, allocated_bytes: int) -> int:
-        """How much may be there: less than learnt where more is allocated, as by a batch not seen before."""
+        """Return how much may be there: less than learnt where more is allocated, as by a batch not seen before."""
         number = min(number, len(self.at_points_bytes) - 1)
         return self.at_points_bytes[number] - max(0, allocated_bytes - self.points_bytes[number])
 
     def at_use(self, number: int) -> int:
-        """How much may still be there."""
+        """Return how much may still be there."""
         return self.at_uses_bytes[min(number, len(self.at_uses_bytes) - 1)]
 
 

@@ -31,7 +31,7 @@ _Build = Callable[[Iterator[Tensor]], Tensor]
 
 @dataclass(frozen=True)
 class ValueLayout:
-    """How a value is made of its leaves."""
+    """Recipe that makes a value of its leaves."""
 
     leaves: tuple[LeafLayout, ...]
     type: type[Tensor]
@@ -80,7 +80,7 @@ def is_trained(param: Tensor) -> bool:
 
 
 def is_wrapper(value: Tensor) -> bool:
-    """Whether ``value`` is made of inner tensors that it knows."""
+    """Return whether ``value`` is made of inner tensors that it knows."""
     return hasattr(type(value), "__tensor_flatten__") and not is_dtensor(value)
 
 
@@ -121,9 +121,21 @@ def leaves_of(value: Tensor) -> list[Tensor]:
     return [value]
 
 
+def tensors_in(value: object) -> Iterator[Tensor]:
+    """Yield the tensors of an argument or an entry, which may be lists and dicts of them."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from tensors_in(one)
+    elif isinstance(value, dict):
+        for one in value.values():
+            yield from tensors_in(one)
+
+
 @dataclass(frozen=True)
 class StateLayout:
-    """What an optimizer keeps for one parameter, once it has created it.
+    """Layout of the state that an optimizer keeps for one parameter, once it has created it.
 
     Attributes:
         values: the tensors that are moved, by name, in the optimizer's order.
@@ -158,7 +170,7 @@ class Reader(Protocol):
     """Somebody else who reads homes while training goes on: the writer of a checkpoint."""
 
     def is_reading(self) -> bool:
-        """Whether it may still look at what it was given."""
+        """Return whether it may still look at what it was given."""
 
     def wait(self) -> None:
         """Block until it no longer does."""

@@ -28,7 +28,7 @@ def unsupported_gradient(param: Tensor, grad: Tensor) -> str | None:
 
 
 def foreach_supports(params: Iterable[Tensor]) -> bool:
-    """Whether ``torch.optim`` would, of itself, run its foreach implementation on parameters of these types."""
+    """Return whether ``torch.optim`` would, of itself, run its foreach implementation on parameters of these types."""
     supported = getattr(sys.modules[torch.optim.Optimizer.__module__], "_foreach_supported_types", None)
     types = (Tensor, nn.Parameter, DTensor) if supported is None else supported
     return all(type(param) in types for param in params)

@@ -6,6 +6,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_offload import OffloadPolicy, offload_optimizer, remove_offload
 from fsdp_offload.api.attachment import engine_of
+from fsdp_offload.planning import choices
 from fsdp_offload.planning.choices import Choice, Loop, auto_policy
 from tests.overlapping import Loop as Training
 from tests.overlapping import adamw, same
@@ -17,7 +18,13 @@ CHOSEN: dict[Loop, Choice] = {
     "synchronizes": Choice("forward", "auto"),
     "no_clipping": Choice("iteration", "auto"),
 }
-KNOWN = {"hides": "", "elementwise": True, "updates_early": True, "state_bytes": 1 << 30}
+KNOWN = {"hides": "", "elementwise": True, "updates_early": True, "state_bytes": 1 << 30, "tensors": 50}
+
+
+@pytest.fixture
+def large_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models of tests have little state for each parameter."""
+    monkeypatch.setattr(choices, "_SMALL_STATE_BYTES", 0)
 
 
 def attached(mesh: DeviceMesh, loop: Loop) -> Training:
@@ -26,12 +33,14 @@ def attached(mesh: DeviceMesh, loop: Loop) -> Training:
     return training
 
 
+@pytest.mark.usefixtures("large_state")
 @pytest.mark.parametrize("loop", CHOSEN)
 def test_same_bits_while_it_finds_out(mesh: DeviceMesh, loop: Loop) -> None:
     plain, offloaded = Training(mesh, adamw, None), attached(mesh, loop)
     assert same(plain.train(18), offloaded.train(18))
 
 
+@pytest.mark.usefixtures("large_state")
 @pytest.mark.parametrize("loop", CHOSEN)
 def test_it_says_what_it_chose_and_why(mesh: DeviceMesh, loop: Loop) -> None:
     training = attached(mesh, loop)
@@ -41,6 +50,23 @@ def test_it_says_what_it_chose_and_why(mesh: DeviceMesh, loop: Loop) -> None:
     assert said.startswith("policy='auto': OffloadPolicy(")
     assert f"loop='{loop}' allows" in said
     assert (f'overlap="{policy.overlap}"' in said) == (policy.overlap != "step")
+
+
+@pytest.mark.parametrize("loop", CHOSEN)
+def test_little_state_for_each_parameter_is_moved_in_one_go(mesh: DeviceMesh, loop: Loop) -> None:
+    plain, offloaded = Training(mesh, adamw, None), attached(mesh, loop)
+    expected = Choice("step" if loop == "any" else "forward")
+    assert engine_of(offloaded.optimizer).policy == expected.policy(0)
+    said = offloaded.optimizer.offload_report().tuning[0]
+    assert ("in less time than the host needs to issue it" in said) == (loop != "any")
+    assert same(plain.train(4), offloaded.train(4))
+
+
+def test_where_little_state_begins() -> None:
+    known = {**KNOWN, "tensors": 100}
+    for nbytes, choice in (((12 << 20) - 1, Choice("forward")), (12 << 20, Choice("iteration", "auto"))):
+        policy, _ = auto_policy("no_clipping", **{**known, "state_bytes": 100 * nbytes})
+        assert policy == choice.policy(100 * nbytes)
 
 
 def test_a_model_that_is_not_sharded_or_not_given_hides_nothing() -> None:

@@ -5,7 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 
+
+@pytest.mark.long
 def test_bench_of_the_checkpoint_tools(tmp_path: Path) -> None:
     flags = ["--gigabytes", "0.002", "--files", "2", "--layers", "2", "--repeats", "1", "--folder", str(tmp_path)]
     command = [sys.executable, "-m", "fsdp_offload.bench", "tools", *flags, "--keep-caches"]

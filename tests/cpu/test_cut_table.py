@@ -85,10 +85,16 @@ def joined(leaves: Sequence[Tensor], optimizers: Sequence[optim.Optimizer], coun
     return snapshot
 
 
-def check_entry(cls: type[optim.Optimizer], implementation: str, dtype: torch.dtype, device: str) -> None:
+def check_entry(
+    cls: type[optim.Optimizer],
+    implementation: str,
+    dtype: torch.dtype,
+    device: str,
+    cuts: Sequence[tuple[tuple[int, ...], int]] = CUTS,
+) -> None:
     """The test itself; ``tests/gpu`` runs it too."""
     generator = torch.Generator().manual_seed(0)
-    for flags, (sizes, units) in itertools.product(FLAGS[cls], CUTS):
+    for flags, (sizes, units) in itertools.product(FLAGS[cls], cuts):
         start = [torch.randn(size, generator=generator).to(device, dtype) for size in sizes]
         grads = [[torch.randn(size, generator=generator).to(device, dtype) for size in sizes] for _ in range(STEPS)]
         kwargs = {"lr": 0.01, **flags, **IMPLEMENTATIONS[implementation]}
@@ -102,9 +108,20 @@ def check_entry(cls: type[optim.Optimizer], implementation: str, dtype: torch.dt
         assert all(torch.isfinite(tensor).all() for tensor in whole[-1]), f"{flags}: equality of NaN shows little"
 
 
-@pytest.mark.usefixtures("two_threads")
-@pytest.mark.parametrize(("cls", "implementation", "dtype"), list(entries("cpu")))
+EVERY_ENTRY = pytest.mark.parametrize(("cls", "implementation", "dtype"), list(entries("cpu")))
+
+
+@EVERY_ENTRY
 def test_whole_and_cut_have_the_same_bits(cls: type[optim.Optimizer], implementation: str, dtype: torch.dtype) -> None:
+    check_entry(cls, implementation, dtype, "cpu", CUTS[:1])
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("two_threads")
+@EVERY_ENTRY
+def test_whole_and_cut_have_the_same_bits_in_all_sizes(
+    cls: type[optim.Optimizer], implementation: str, dtype: torch.dtype
+) -> None:
     check_entry(cls, implementation, dtype, "cpu")
 
 

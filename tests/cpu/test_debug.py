@@ -13,13 +13,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_offload import offload_model, reload_model, remove_offload
 from tests.cpu.test_overlap import policy_of
 from tests.overlapping import HABITS, NOT_IN_BACKWARD, SIZES, Loop, adamw, look, same
+from tests.tiers import spread
 
 MESSAGE = "call optimizer.synchronize\\(\\)"
-FORWARD = pytest.mark.parametrize(
-    "fields",
-    [{}, {"overlap": "iteration"}, {"staying": 20_000}],
-    ids=["forward", "iteration", "resident"],
-)
+FORWARD: dict[str, dict[str, Any]] = {
+    "forward": {},
+    "iteration": {"overlap": "iteration"},
+    "resident": {"staying": 20_000},
+}
 
 
 def loop_with(mesh: DeviceMesh, **fields: Any) -> Loop:
@@ -59,8 +60,10 @@ def test_refused_until_synchronize(mesh: DeviceMesh, touch: Callable[[Loop], obj
     touch(loop)
 
 
-@pytest.mark.parametrize("touch", TOUCHES.values(), ids=TOUCHES)
-@pytest.mark.parametrize("waits", ["forward", "state-dict", "part-of-state-dict", "zero-in-place", "step", "remove"])
+WAITS = ["forward", "state-dict", "part-of-state-dict", "zero-in-place", "step", "remove"]
+
+
+@spread(touch=TOUCHES, waits={name: name for name in WAITS})
 def test_allowed_after_what_waits(mesh: DeviceMesh, touch: Callable[[Loop], object], waits: str) -> None:
     loop = stepped(mesh)
     if waits == "forward":
@@ -97,8 +100,7 @@ def test_what_needs_no_values_is_allowed(mesh: DeviceMesh) -> None:
     }
 
 
-@pytest.mark.parametrize("habit", [None, *HABITS])
-@FORWARD
+@spread(habit={"none": None, **{name: name for name in HABITS}}, fields=FORWARD)
 def test_same_bits(mesh: DeviceMesh, fields: dict[str, Any], habit: str | None) -> None:
     if fields.get("overlap") == "iteration" and habit in NOT_IN_BACKWARD | {"evaluate-before-step"}:
         habit = "evaluate"

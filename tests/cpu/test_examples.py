@@ -69,6 +69,7 @@ def error_of(capsys: pytest.CaptureFixture[str], flags: Sequence[str]) -> str:
     return code if isinstance(code, str) else capsys.readouterr().err.splitlines()[-1]
 
 
+@pytest.mark.long
 @pytest.mark.distributed
 def test_offloaded_and_resumed_training_has_the_same_losses(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--seq-len", "32", "--data-mib", "1", "--accumulate", "2"]  # the model's own size: several buckets
@@ -368,23 +369,27 @@ def run_with_framework(name: str, *flags: str, ranks: int = 0) -> str:
     return result.stdout
 
 
+@pytest.mark.long
 def test_accelerate(tmp_path: Path) -> None:
     flags = ("--steps", "4", "--layers", "2", "--width", "64", "--folder", str(tmp_path))
     assert "state on the host" in run_with_framework("with_accelerate", *flags)
 
 
+@pytest.mark.long
 def test_trainer(tmp_path: Path) -> None:
     output = run_with_framework("with_trainer", "--steps", "4", "--layers", "2", "--folder", str(tmp_path))
     assert "resumed: the same" in output
     assert "offload/host_bytes" in output
 
 
+@pytest.mark.long
 def test_lightning(tmp_path: Path) -> None:
     pytest.importorskip("lightning")
     output = run_with_framework("with_lightning", "--steps", "4", "--layers", "2", "--folder", str(tmp_path))
     assert "resumed: the same" in output
 
 
+@pytest.mark.long
 @pytest.mark.distributed
 def test_torchtitan(tmp_path: Path) -> None:
     pytest.importorskip("torchtitan.components.optimizer")
@@ -403,6 +408,7 @@ def test_verl(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not issubclass(with_verl.EngineRegistry.get_engine_cls("value_model", "fsdp2"), with_verl.OffloadEngine)
 
 
+@pytest.mark.long
 @pytest.mark.distributed
 @pytest.mark.parametrize("framework", ["trainer", "accelerate", "torchtitan"])
 def test_the_bench_of_frameworks(tmp_path: Path, framework: str) -> None:

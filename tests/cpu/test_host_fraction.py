@@ -45,9 +45,11 @@ from tests.forks import in_forked_child
 from tests.overlapping import HABITS, NOT_IN_BACKWARD, POLICIES, SIZES, Loop, same
 from tests.parity import SMALL, Net, Pair, Run, Zoo, attach, batch, make_pair, same_value, train_step
 from tests.policies import with_share
+from tests.tiers import spread
 from tests.twins import make_twins
 
-FRACTIONS = pytest.mark.parametrize("fraction", [0.3, 1.0])
+BOTH = {"0.3": 0.3, "1.0": 1.0}
+FRACTIONS = pytest.mark.parametrize("fraction", BOTH.values(), ids=BOTH)
 CPU = torch.device("cpu")
 
 
@@ -85,9 +87,9 @@ def elementwise_cases() -> Iterator[Any]:
             yield pytest.param(cls, {**flags, **({"fused": True} if fused else {})}, id=label)
 
 
-@FRACTIONS
-@pytest.mark.parametrize(("cls", "kwargs"), list(elementwise_cases()))
-def test_same_bits(cls: type[Optimizer], kwargs: dict[str, Any], fraction: float) -> None:
+@spread(case={case.id: case.values for case in elementwise_cases()}, fraction=BOTH)
+def test_same_bits(case: tuple[type[Optimizer], dict[str, Any]], fraction: float) -> None:
+    cls, kwargs = case
     pair = make_pair(Zoo, lambda params: cls(params, **kwargs), policy=policy(fraction))
     keeps_state = bool(kwargs.get("momentum")) or cls is not optim.SGD
     assert bool(host_names(pair.offloaded.optimizer)) == keeps_state
@@ -239,9 +241,7 @@ def overlapping(fields: dict[str, Any], fraction: float, **more: Any) -> Offload
     return with_share(**{**SIZES, **fields, **more}, host_fraction=fraction)
 
 
-@FRACTIONS
-@EVERY_POLICY
-@pytest.mark.parametrize("micro_batches", [1, 3])
+@spread(fields=POLICIES, fraction=BOTH, micro_batches={"1": 1, "3": 3})
 def test_sharded(mesh: DeviceMesh, fields: dict[str, Any], fraction: float, micro_batches: int) -> None:
     plain, offloaded = (
         Loop(mesh, fused_adamw, one, micro_batches=micro_batches) for one in (None, overlapping(fields, fraction))
@@ -249,9 +249,7 @@ def test_sharded(mesh: DeviceMesh, fields: dict[str, Any], fraction: float, micr
     assert same(plain.train(8), offloaded.train(8))
 
 
-@pytest.mark.parametrize("habit", HABITS)
-@FRACTIONS
-@EVERY_POLICY
+@spread(habit={name: name for name in HABITS}, fraction=BOTH, fields=POLICIES)
 def test_habits(mesh: DeviceMesh, fields: dict[str, Any], fraction: float, habit: str) -> None:
     backward = fields.get("overlap") == "iteration"
     if backward and (habit in NOT_IN_BACKWARD or habit == "evaluate-before-step"):
@@ -269,7 +267,7 @@ def test_other_fields(mesh: DeviceMesh, fields: dict[str, Any], more: dict[str, 
     assert same(plain.train(5), offloaded.train(5))
 
 
-@EVERY_POLICY
+@pytest.mark.parametrize("fields", [POLICIES["forward"], POLICIES["iteration"]], ids=["forward", "iteration"])
 def test_beside_what_is_chosen_by_itself(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
     more = {"staying": "auto", "passing": "auto"}
     plain, offloaded = (Loop(mesh, fused_adamw, one) for one in (None, overlapping(fields, 0.5, **more)))

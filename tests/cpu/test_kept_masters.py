@@ -19,6 +19,7 @@ from fsdp_offload.optimizers.masters import close_master, open_master
 from tests.cpu.test_parity_optimizers import FLAGS, implementations
 from tests.parity import SMALL, Net, Run, Zoo, assert_at_home, attach, batch, params_of, same_bits, same_value
 from tests.policies import with_share
+from tests.tiers import every_nth
 from tests.twins import LOW, MASTER, Twins, gradients, make_twins, master_of, rounded, same_state
 
 WHOLE = OffloadPolicy(bucket_bytes=1 << 20)
@@ -156,7 +157,7 @@ def cases() -> Iterator[Any]:
                     yield pytest.param(cls, {**flags, **chosen}, kind, dtype, id="-".join(label))
 
 
-@pytest.mark.parametrize(("cls", "kwargs", "kind", "dtype"), list(cases()))
+@pytest.mark.parametrize(("cls", "kwargs", "kind", "dtype"), every_nth(cases(), 5))
 def test_same_bits(cls: type[optim.Optimizer], kwargs: dict[str, Any], kind: str, dtype: torch.dtype) -> None:
     twins = make_twins(Zoo, lambda params: cls(params, **kwargs), kind, dtype)
     twins.train(4)

@@ -14,6 +14,7 @@ import pytest
 from torch import nn, optim
 
 from tests.parity import Matrices, Pair, Zoo, make_pair, train_step
+from tests.tiers import every_nth
 
 pytest.importorskip("expecttest", reason="torch's own test helpers import it")
 from torch.testing._internal.common_optimizers import OptimizerInfo, optim_db
@@ -102,7 +103,7 @@ def test_every_class_of_torch_is_in_the_table() -> None:
     assert {info.optim_cls.__name__ for info in optim_db} == set(REFUSED)
 
 
-@pytest.mark.parametrize(("info", "kwargs"), cases())
+@pytest.mark.parametrize(("info", "kwargs"), every_nth(cases(), 5))
 def test_same_bits_or_refused(info: OptimizerInfo, kwargs: dict[str, Any]) -> None:
     """Attached before the first step, and taken off and attached again after the second."""
     pair = pair_for(info, kwargs)

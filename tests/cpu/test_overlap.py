@@ -34,6 +34,7 @@ from tests.fused_adam_reference import FusedAdam
 from tests.overlapping import HABITS, NOT_IN_BACKWARD, POLICIES, SIZES, Block, Loop, Net, adamw, look, same
 from tests.parity import attach
 from tests.policies import with_share
+from tests.tiers import spread
 
 EVERY_POLICY = pytest.mark.parametrize("fields", POLICIES.values(), ids=POLICIES)
 
@@ -53,31 +54,30 @@ def test_same_bits(mesh: DeviceMesh, fields: dict[str, Any], micro_batches: int)
     assert same(plain.train(8), offloaded.train(8))
 
 
-@EVERY_POLICY
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda params: torch.optim.SGD(params, lr=0.02, momentum=0.9),
-        lambda params: torch.optim.AdamW(params, lr=torch.tensor(0.02), foreach=False),
-        lambda params: torch.optim.RMSprop(params, lr=0.01),
-        lambda params: torch.optim.SGD(params, lr=0.02),
-    ],
-    ids=["sgd", "tensor-lr", "rmsprop", "no-state"],
+@spread(
+    fields=POLICIES,
+    make={
+        "sgd": lambda params: torch.optim.SGD(params, lr=0.02, momentum=0.9),
+        "tensor-lr": lambda params: torch.optim.AdamW(params, lr=torch.tensor(0.02), foreach=False),
+        "rmsprop": lambda params: torch.optim.RMSprop(params, lr=0.01),
+        "no-state": lambda params: torch.optim.SGD(params, lr=0.02),
+    },
 )
 def test_other_optimizers(mesh: DeviceMesh, fields: dict[str, Any], make: Any) -> None:
     plain, offloaded = pair(mesh, policy_of(fields), make)
     assert same(plain.train(6), offloaded.train(6))
 
 
-@EVERY_POLICY
-@pytest.mark.parametrize("more", [{"staying": 60_000}, {"debug": "serial"}, {"snapshot_bytes": 1 << 20}], ids=str)
+@spread(
+    fields=POLICIES,
+    more={str(more): more for more in ({"staying": 60_000}, {"debug": "serial"}, {"snapshot_bytes": 1 << 20})},
+)
 def test_with_other_fields(mesh: DeviceMesh, fields: dict[str, Any], more: dict[str, Any]) -> None:
     plain, offloaded = pair(mesh, policy_of(fields, **more))
     assert same(plain.train(6), offloaded.train(6))
 
 
-@pytest.mark.parametrize("habit", HABITS)
-@EVERY_POLICY
+@spread(habit={name: name for name in HABITS}, fields=POLICIES)
 def test_habits(mesh: DeviceMesh, fields: dict[str, Any], habit: str) -> None:
     if fields.get("overlap") == "iteration" and habit == "evaluate-before-step":
         habit = "evaluate"  # what the policy means is that parameters are new after the backward
@@ -216,8 +216,11 @@ def test_a_failure_before_the_rest_is_updated_is_one(mesh: DeviceMesh, monkeypat
         loop.optimizer.step()
 
 
-@pytest.mark.parametrize("staging", ["fixed", "auto"])
-@EVERY_POLICY
+@pytest.mark.parametrize(
+    ("fields", "staging"),
+    [(fields, "fixed") for fields in POLICIES.values()]
+    + [(POLICIES[name], "auto") for name in ("forward", "iteration")],
+)
 def test_no_room_for_staging_loses_nothing(
     mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], staging: str
 ) -> None:

@@ -1,13 +1,11 @@
 """Parameters that live on the host give the same bits, whatever the loop does, and are at home outside their uses."""
 
-import contextlib
 import copy
 import gc
 import pickle
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,10 +29,11 @@ from torch.optim import Optimizer
 
 from fsdp_offload import OffloadPolicy, offload_optimizer, remove_offload
 from fsdp_offload.checkpoint import ArenaStager
-from fsdp_offload.engine.engine import Engine, engine_of
+from fsdp_offload.engine.engine import engine_of
 from fsdp_offload.engine.window import Window
 from fsdp_offload.torch_compat import sharded_parameter
 from fsdp_offload.torch_compat.dtensor import local_shard
+from tests.async_writers import Expected, Waits
 from tests.overlapping import HABITS, NOT_IN_BACKWARD, POLICIES, SIZES, Loop, Net, adamw, look, same
 from tests.parity import attach
 from tests.policies import with_share
@@ -85,7 +84,8 @@ def assert_at_home(loop: Loop) -> None:
     regions = [(region.bytes.data_ptr(), region.nbytes) for region in engine.plan.regions]
     for name, param in loop.model.named_parameters():
         shard = engine.plan.shards.get(param)
-        if not isinstance(param, DTensor) or (shard is not None and (shard.resident or shard.sharded is None)):
+        stays = param.requires_grad if shard is None else shard.resident or shard.sharded is None
+        if not isinstance(param, DTensor) or stays:
             continue
         local = local_shard(param)
         inside = any(begin <= local.data_ptr() < begin + nbytes for begin, nbytes in regions)
@@ -143,6 +143,18 @@ def generate(loop: Loop, step: int) -> None:
     with torch.no_grad():
         for at in range(4):
             loop.seen.append(loop.model(loop.batch(900 + at), extra=at % 2 == 0).item())
+    loop.model.train()
+    loop.backward(step)
+    loop.step()
+
+
+def infer(loop: Loop, step: int) -> None:
+    loop.model.eval()
+    with torch.inference_mode():
+        loop.seen.append(loop.model(loop.batch(900)).item())
+    for module in loop.model.modules():
+        if hasattr(module, "reshard"):
+            module.reshard()  # torch itself cannot train on with what it has gathered there
     loop.model.train()
     loop.backward(step)
     loop.step()
@@ -255,6 +267,7 @@ MORE_HABITS: dict[str, Callable[[Loop, int], None]] = {
     "unreduced-gradients": keep_gradients_unreduced,
     "unsharded-between": keep_unsharded_between,
     "generation": generate,
+    "inference": infer,
     "forwards-before-one-backward": forwards_before_one_backward,
     "forward-without-backward": forward_without_backward,
     "unshard-by-hand": unshard_by_hand,
@@ -288,3 +301,535 @@ def test_habits(mesh: DeviceMesh, fields: dict[str, Any], habit: str) -> None:
             loop.train(9, HABITS[habit])
         return
     assert same(plain, loop.train(9, HABITS[habit]))
+
+
+# Models ----------------------------------------------------------------------------------------------------------
+
+
+def checkpoint_blocks(model: Net, impl: CheckpointImpl) -> None:
+    for block in model.blocks:
+        block.forward = checkpoint_wrapper(_Forward(block.forward), impl)  # within what fully_shard gathers
+
+
+class _Forward(nn.Module):
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+class OuterCheckpoint(Net):
+    """What is computed again is gathered again."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.use_reentrant = use_reentrant
+
+    def forward(self, tokens: Tensor, *, extra: bool = True) -> Tensor:
+        x = self.embed(tokens)
+        for block in (*self.blocks, self.extra):
+            x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=self.use_reentrant)
+        return self.head(x).float().logsumexp(-1).mean()
+
+
+def compile_blocks(model: Net) -> None:
+    for block in model.blocks:
+        block.compile(backend="eager")
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "checkpoint-inside": {"prepare": partial(checkpoint_blocks, impl=CheckpointImpl.NO_REENTRANT)},
+    "checkpoint-inside-reentrant": {"prepare": partial(checkpoint_blocks, impl=CheckpointImpl.REENTRANT)},
+    "checkpoint": {"net": partial(OuterCheckpoint, False)},
+    "checkpoint-reentrant": {"net": partial(OuterCheckpoint, True)},
+    "compiled": {"prepare": compile_blocks},
+}
+
+
+@EVERY_POLICY
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad", "ignore:The .grad attribute of a Tensor")
+def test_models(mesh: DeviceMesh, fields: dict[str, Any], model: str) -> None:
+    torch._dynamo.reset()
+    plain, loop = pair(mesh, policy_of(fields, passing=2 * 4096), **MODELS[model])
+    assert_same_each_step(plain, loop, 6, HABITS["evaluate"])
+
+
+class Tied(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = self.embed.weight
+
+
+class Reading(Net):
+    """A hook looks at a parameter, gathered, in each forward; another one at where it lives, before each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms: list[float] = []
+        self.blocks[1].register_forward_hook(lambda block, *_: self.norms.append(block.up.weight.sum().item()))
+
+
+@EVERY_POLICY
+@pytest.mark.parametrize("net", [Tied, Reading])
+def test_tied_and_read_by_hooks(mesh: DeviceMesh, fields: dict[str, Any], net: Any) -> None:
+    plain, loop = pair(mesh, policy_of(fields), net=net)
+    seen: list[list[float]] = []
+    if net is Reading:
+        for one in (plain, loop):
+            seen.append([])
+            weight = one.model.blocks[0].down.weight
+            one.optimizer.register_step_post_hook(
+                lambda *_, one=one, weight=weight, seen=seen[-1]: (sync(one), seen.append(weight.norm().full_tensor()))
+            )
+    assert_same_each_step(plain, loop, 6)
+    assert getattr(plain.model, "norms", 0) == getattr(loop.model, "norms", 0)
+    assert not seen or seen[0] == seen[1]
+
+
+def freeze(model: nn.Module, *, but: str) -> None:
+    for name, param in model.named_parameters():
+        param.requires_grad_(but in name)
+
+
+def trained(params: Any) -> Optimizer:
+    return torch.optim.AdamW([param for param in params if param.requires_grad], lr=0.02)
+
+
+@EVERY_POLICY
+@pytest.mark.parametrize("make", [trained, adamw], ids=["only-trained", "all-in-optimizer"])
+def test_frozen_parameters_stream_and_are_never_stored(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], make: Any
+) -> None:
+    plain, loop = pair(mesh, policy_of(fields), make, prepare=partial(freeze, but="norm"))
+    engine = engine_of(loop.optimizer)
+    frozen = [param for param in loop.model.parameters() if not param.requires_grad]
+    assert engine.plan.frozen_bytes >= sum(param.nbytes for param in frozen)
+    homes = [local_shard(param) for param in frozen]
+    before = [home.clone() for home in homes]
+    stored = set()
+    store = type(engine._pipeline)._store
+
+    def noted(self: Any, bucket: Any, number: int, lane: Any) -> None:
+        stored.update(home.data_ptr() + at for home, _ in bucket.copies for at in (0, home.numel() - 1))
+        store(self, bucket, number, lane)
+
+    monkeypatch.setattr(type(engine._pipeline), "_store", noted)
+    assert_same_each_step(plain, loop, 6)
+    assert stored
+    for home, old, param in zip(homes, before, frozen, strict=True):
+        assert local_shard(param) is home
+        assert torch.equal(home, old)
+        assert not any(home.data_ptr() <= at < home.data_ptr() + home.nbytes for at in stored)
+
+
+def freeze_in_turns(loop: Loop, step: int) -> None:
+    for name, param in loop.model.named_parameters():
+        param.requires_grad_("blocks.1" not in name or step in (0, 1, 2, 6, 7))
+    loop.backward(step)
+    loop.step()
+
+
+def test_frozen_and_unfrozen_in_between(mesh: DeviceMesh) -> None:
+    for fields in ({}, {"overlap": "forward"}):
+        plain, loop = pair(mesh, policy_of(fields), prepare=partial(freeze, but="blocks.0"))
+        assert_same_each_step(plain, loop, 9, freeze_in_turns)
+
+
+class Outside(Net):
+    """``shift`` is in no group of fully_shard."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.ones(32))
+
+    def forward(self, tokens: Tensor, *, extra: bool = True) -> Tensor:
+        x = self.embed(tokens) + self.shift
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).float().logsumexp(-1).mean()
+
+
+def values_of(model: nn.Module) -> list[Tensor]:
+    return [local_shard(param).detach().clone() for param in model.parameters()]
+
+
+@EVERY_POLICY
+def test_parameters_outside_every_group(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
+    results = []
+    for policy in (None, policy_of(fields)):
+        torch.manual_seed(0)
+        model = Outside()
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh, ignored_params={model.shift})
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, foreach=False)
+        if policy is not None:
+            attach(optimizer, model=model, policy=policy)
+        losses = []
+        for step in range(6):
+            loss = model(torch.arange(21).view(3, 7) + step)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        results.append([*losses, *values_of(model)])
+    assert all(map(torch.equal, *results))
+
+
+# Optimizers ------------------------------------------------------------------------------------------------------
+
+
+def muon(params: Any) -> Optimizer:
+    return torch.optim.Muon([param for param in params if param.dim() == 2], lr=0.02, ns_steps=1)
+
+
+OPTIMIZERS = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.02),
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.02, momentum=0.9),
+    "tensor-lr": lambda params: torch.optim.AdamW(params, lr=torch.tensor(0.02), foreach=False),
+    "fused": lambda params: torch.optim.AdamW(params, lr=0.02, fused=True),
+    "muon": muon,
+}
+
+
+@EVERY_POLICY
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_optimizers(mesh: DeviceMesh, fields: dict[str, Any], make: Any) -> None:
+    plain, loop = pair(mesh, policy_of(fields), make)
+    assert_same_each_step(plain, loop, 6, HABITS["evaluate"])
+
+
+def narrow(dtype: torch.dtype = torch.bfloat16) -> Net:
+    return Net().to(dtype)
+
+
+@EVERY_POLICY
+@pytest.mark.parametrize("kind", ["fp32", "remainder"])
+def test_masters(mesh: DeviceMesh, fields: dict[str, Any], kind: Any) -> None:
+    """As with masters and parameters that stay on the device."""
+    loops = [
+        Loop(mesh, adamw, policy_of(fields, master_weights=kind, parameters=parameters), net=narrow)
+        for parameters in (False, True)
+    ]
+    assert_same_each_step(*loops, 6, write_parameters)
+
+
+@EVERY_POLICY
+def test_several_optimizers_on_one_model(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
+    """Also of one group of fully_shard; and the one that is removed first leaves the other at work."""
+    results = []
+    for policy in (None, policy_of(fields)):
+        loop = Loop(mesh, lambda params: torch.optim.AdamW(params[::2], lr=0.02), None)
+        loop.model.blocks[3].up.weight.requires_grad_(False)
+        params = list(loop.model.parameters())
+        second = torch.optim.AdamW([param for param in params[1::2] if param.requires_grad], lr=0.01)
+        for optimizer in (loop.optimizer, second) if policy is not None else ():
+            attach(optimizer, model=loop.model, policy=policy)
+        for step in range(9):
+            loop.backward(step)
+            second.step()
+            loop.step()
+            second.zero_grad()
+            if policy is not None and step == 5:
+                remove_offload(loop.optimizer)
+        states = [value for o in (loop.optimizer, second) for state in o.state.values() for value in state.values()]
+        results.append([*map(local_shard, states), *(param.detach().to_local().clone() for param in params)])
+    assert all(map(torch.equal, *results))
+
+
+def scaled(loop: Loop, step: int) -> None:
+    scaler = vars(loop).setdefault("scaler", torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3))
+    loss = loop.model(loop.batch(step))
+    scaler.scale(loss * (float("inf") if step == 4 else 1.0)).backward()
+    scaler.unscale_(loop.optimizer)
+    nn.utils.clip_grad_norm_(loop.model.parameters(), 0.5)
+    scaler.step(loop.optimizer)
+    scaler.update()
+    loop.optimizer.zero_grad()
+    loop.scheduler.step()
+    loop.seen.append(loss.item())
+
+
+@pytest.mark.parametrize("name", ["step", "forward"])
+@pytest.mark.filterwarnings("ignore:Detected call of")
+def test_grad_scaler_and_clipping(mesh: DeviceMesh, name: str) -> None:
+    plain, loop = pair(mesh, policy_of(POLICIES[name]))
+    assert_same_each_step(plain, loop, 8, scaled)
+
+
+# Phases, saves, leaving ------------------------------------------------------------------------------------------
+
+
+def with_phases(loop: Loop, step: int) -> None:
+    offloaded = hasattr(loop.optimizer, "reload_states")
+    if offloaded and step in (3, 6):
+        loop.optimizer.offload_states()
+        if step == 6:
+            loop.optimizer.release_states()
+    look(loop)
+    if offloaded and step == 6:
+        loop.optimizer.reload_states()
+    loop.backward(step)
+    loop.step()
+
+
+@EVERY_POLICY
+@pytest.mark.parametrize("staying", [0, 60_000, 1 << 20])
+def test_phases_and_state_that_stays(mesh: DeviceMesh, fields: dict[str, Any], staying: int) -> None:
+    """Where state stays on the device, so do its parameters; they leave and come with it."""
+    plain, loop = pair(mesh, policy_of(fields, staying=staying))
+    assert_same_each_step(plain, loop, 9, with_phases)
+
+
+@EVERY_POLICY
+def test_removed_in_between(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
+    plain, loop = pair(mesh, policy_of(fields), prepare=lambda model: model.extra.down.weight.requires_grad_(False))
+    attributes = [set(vars(module)) for module in loop.model.modules()]
+    classes = [type(param) for param in loop.model.parameters()]
+    assert_same_each_step(plain, loop, 3)
+    params = list(loop.model.parameters())
+    remove_offload(loop.optimizer)
+    assert all(map(lambda one, other: one is other, params, loop.model.parameters()))
+    assert [set(vars(module)) for module in loop.model.modules()] == attributes
+    assert [type(param) for param in params] == [type(param) for param in plain.model.parameters()] != classes
+    assert [set(vars(param)) for param in params] == [set(vars(param)) for param in plain.model.parameters()]
+    for step in range(3, 6):
+        assert same(plain.train(1, first=step), loop.train(1, first=step))
+    attach(loop.optimizer, model=loop.model, policy=policy_of(fields))
+    assert_same_each_step(plain, loop, 3)
+
+
+def test_nothing_keeps_the_engine_and_what_it_leaves_trains_on(mesh: DeviceMesh) -> None:
+    loop = Loop(mesh, adamw, policy_of({"overlap": "iteration"})).train(3)
+    engine = weakref.ref(engine_of(loop.optimizer))
+    del loop.optimizer, loop.scheduler
+    gc.collect()
+    assert engine() is None
+    loop.backward(3)
+    look(loop)
+
+
+@EVERY_POLICY
+def test_distributed_checkpoints(mesh: DeviceMesh, fields: dict[str, Any], tmp_path: Path) -> None:
+    """The files are those of plain training, and either side goes on from the other's."""
+    plain, loop = pair(mesh, policy_of(fields))
+    assert_same_each_step(plain, loop, 4)
+    for name, one in (("plain", plain), ("host", loop)):
+        dcp.save(states_of(one), checkpoint_id=tmp_path / name)
+    for step in range(4, 7):
+        assert same(plain.train(1, first=step), loop.train(1, first=step))
+    for one, name in ((plain, "host"), (loop, "plain")):
+        states = states_of(one)
+        dcp.load(states, checkpoint_id=tmp_path / name)
+        set_model_state_dict(one.model, states["model"])
+        set_optimizer_state_dict(one.model, one.optimizer, optim_state_dict=states["optimizer"])
+        one.scheduler = torch.optim.lr_scheduler.LinearLR(one.optimizer, 0.5, 1.0, 5)
+    assert_same_each_step(plain, loop, 4)
+
+
+def states_of(loop: Loop) -> dict[str, Any]:
+    return {
+        "model": get_model_state_dict(loop.model),
+        "optimizer": get_optimizer_state_dict(loop.model, loop.optimizer),
+    }
+
+
+def load_in_place(loop: Loop, step: int, path: Path) -> None:
+    loop.backward(step)
+    loop.step()
+    if step == 2:
+        dcp.save(loop.model.state_dict(), checkpoint_id=path / str(hasattr(loop.optimizer, "synchronize")))
+    if step in (4, 6):
+        dcp.load(loop.model.state_dict(), checkpoint_id=path / str(hasattr(loop.optimizer, "synchronize")))
+
+
+@EVERY_POLICY
+def test_a_checkpoint_loaded_straight_into_the_parameters(
+    mesh: DeviceMesh, fields: dict[str, Any], tmp_path: Path
+) -> None:
+    plain, loop = pair(mesh, policy_of(fields))
+    assert_same_each_step(plain, loop, 8, partial(load_in_place, path=tmp_path))
+
+
+@EVERY_POLICY
+def test_full_state_dicts(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
+    plain, loop = pair(mesh, policy_of(fields))
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    for step in range(3):
+        saved = [get_model_state_dict(one.train(1, first=step).model, options=options) for one in (plain, loop)]
+        assert all(torch.equal(saved[0][name], value) for name, value in saved[1].items())
+    for one, values in zip((plain, loop), saved, strict=True):
+        one.train(2, first=3)
+        set_model_state_dict(one.model, {name: value.clone() for name, value in values.items()}, options=options)
+    assert_same_each_step(plain, loop, 3)
+
+
+@pytest.mark.parametrize("snapshot_bytes", [0, 60_000, 1 << 30])
+@EVERY_POLICY
+def test_asynchronous_saves_hold_what_was_there_at_the_call(
+    mesh: DeviceMesh, waits: Waits, tmp_path: Path, fields: dict[str, Any], snapshot_bytes: int
+) -> None:
+    plain, loop = pair(mesh, policy_of(fields, snapshot_bytes=snapshot_bytes))
+    assert_same_each_step(plain, loop, 2)
+    stager, expected = ArenaStager(loop.optimizer), Expected()
+    for number in range(4):
+        states, path = states_of(loop), tmp_path / str(number)
+        expected.note(path, states)
+        writer = waits.hold(path)
+        assert isinstance(dcp.async_save(states, storage_writer=writer, async_stager=stager), Future)
+        writer.in_use = True
+        del states
+        assert_same_each_step(plain, loop, 1 + number % 2, HABITS["evaluate"])
+    waits.let_go()
+    stager.close()
+    assert not list(expected.problems())
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[Waits]:
+    found = Waits(monkeypatch)
+    yield found
+    found.let_go()
+
+
+# Outside the uses ------------------------------------------------------------------------------------------------
+
+
+def test_what_a_parameter_still_is(mesh: DeviceMesh) -> None:
+    plain, loop = pair(mesh, policy_of({}))
+    assert_same_each_step(plain, loop, 2)
+    for (name, one), other in zip(plain.model.named_parameters(), loop.model.parameters(), strict=True):
+        assert isinstance(other, DTensor), name
+        assert isinstance(other, nn.Parameter), name
+        assert (one.shape, one.dtype, one.device, one.requires_grad) == (
+            *(other.shape, other.dtype, other.device, other.requires_grad),
+        )
+        assert one.placements == other.placements
+        kept = copy.deepcopy(other)
+        assert local_shard(kept).data_ptr() != local_shard(other).data_ptr()
+        assert torch.equal(local_shard(kept), local_shard(one))
+        assert torch.equal(local_shard(pickle.loads(pickle.dumps(other.detach()))), local_shard(one))
+        assert torch.equal((other * 2).to_local(), (one * 2).to_local())
+        assert other.grad is None
+
+
+def test_a_loss_past_the_modules_is_refused(mesh: DeviceMesh) -> None:
+    loop = Loop(mesh, adamw, policy_of({})).train(3)
+    loss = loop.model(loop.batch(3)) + loop.model.blocks[1].up.weight.square().sum().full_tensor()
+    with pytest.raises(RuntimeError, match="a loss depends on a parameter past the modules"):
+        loss.backward()
+
+
+def test_setting_the_data_is_refused(mesh: DeviceMesh) -> None:
+    loop = Loop(mesh, adamw, policy_of({})).train(2)
+    param = loop.model.blocks[0].up.weight
+    with pytest.raises(RuntimeError, match=r"setting tensor\.data on a parameter that lives on the host"):
+        param.data = torch.zeros_like(param)
+
+
+def test_refusals(mesh: DeviceMesh) -> None:
+    policy = policy_of({})
+    plain = nn.Linear(3, 3)
+    optimizer = torch.optim.AdamW(plain.parameters())
+    with pytest.raises(ValueError, match=r"parameters=True\) needs model=\.\.\."):
+        offload_optimizer(optimizer, policy=policy)
+    with pytest.raises(ValueError, match="needs a model whose parameters fully_shard has sharded"):
+        offload_optimizer(optimizer, model=plain, policy=policy)
+    on_host = nn.Linear(3, 3)
+    fully_shard(on_host, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    with pytest.raises(ValueError, match=r"CPUOffloadPolicy.*parameters=True"):
+        offload_optimizer(torch.optim.AdamW(on_host.parameters()), model=on_host, policy=policy)
+    with pytest.raises(ValueError, match="parameters=True updates on the device"):
+        OffloadPolicy(parameters=True, host_fraction=0.5)
+    with pytest.raises(TypeError, match="parameters must be a bool"):
+        OffloadPolicy(parameters=1)  # type: ignore[arg-type]
+
+
+def test_a_torch_that_keeps_shards_otherwise(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharded_parameter, "_READ", (*sharded_parameter._READ, "_gone"))
+    with pytest.raises(NotImplementedError, match=r"no \['_gone'\].*leave out OffloadPolicy\(parameters=True\)"):
+        Loop(mesh, adamw, policy_of({}))
+
+
+# Faults ----------------------------------------------------------------------------------------------------------
+
+
+class Failing(Net):
+    """One block fails, in its forward or in its backward, when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fails_in = ""
+
+    def forward(self, tokens: Tensor, *, extra: bool = True) -> Tensor:
+        x = self.embed(tokens)
+        for number, block in enumerate(self.blocks):
+            x = block(x)
+            if number == 2 and self.fails_in == "forward":
+                raise ZeroDivisionError
+            if number == 2 and self.fails_in == "backward":
+                x.register_hook(_fail)
+        return self.head(x).float().logsumexp(-1).mean()
+
+
+def _fail(gradient: Tensor) -> None:
+    raise ZeroDivisionError
+
+
+def fail_once(loop: Loop, step: int) -> None:
+    if step in (0, 2, 4):
+        loop.model.fails_in = where = "forward" if step != 4 else "backward"
+        with pytest.raises(ZeroDivisionError):
+            loop.backward(step)
+        loop.model.fails_in = ""
+        loop.optimizer.zero_grad()
+        for module in loop.model.modules():
+            if where and hasattr(module, "reshard"):
+                module.reshard()
+    loop.backward(step)
+    loop.step()
+
+
+@pytest.mark.parametrize("name", ["step", "forward"])
+def test_a_failed_forward_or_backward(mesh: DeviceMesh, name: str) -> None:
+    plain, loop = pair(mesh, policy_of(POLICIES[name]), net=Failing)
+    assert_same_each_step(plain, loop, 6, fail_once)
+
+
+def test_a_failed_step_leaves_what_is_said(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters are at home afterwards, readable; the optimizer is not to be stepped on."""
+    loop = Loop(mesh, adamw, policy_of({})).train(3)
+    loop.backward(3)
+    updated = Window.updated
+
+    def failing(self: Window, bucket: int, *args: Any) -> None:
+        if bucket == 3:
+            raise ZeroDivisionError
+        updated(self, bucket, *args)
+
+    monkeypatch.setattr(Window, "updated", failing)
+    with pytest.raises(ZeroDivisionError):
+        loop.optimizer.step()
+    monkeypatch.undo()
+    assert all(param.detach().to_local().isfinite().all() for param in loop.model.parameters())
+    with pytest.raises(RuntimeError, match="an earlier step"):
+        loop.optimizer.step()
+
+
+# The window ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_nothing_piles_up(mesh: DeviceMesh, name: str) -> None:
+    """Groups of other sizes pass through the same memory; what was noted of it is forgotten."""
+    loop = Loop(mesh, adamw, policy_of(POLICIES[name]), net=partial(Net, 31, 7)).train(8, generate)
+    window = engine_of(loop.optimizer).window
+    noted = []
+    for step in range(8, 40):
+        loop.train(1, generate, step)
+        noted.append((len(window._freed), max(len(entry.used) for entry in window._entries.values())))
+    assert max(noted[16:]) <= max(noted[:16])
+    assert window.nbytes == window.capacity_bytes

@@ -11,6 +11,7 @@ from torch import nn, optim
 
 from fsdp_offload.optimizers import traits_of
 from tests.parity import Matrices, Run, Zoo, attach, make_pair, params_of, train_step
+from tests.tiers import every_nth, spread
 
 # For each class the flags that change which state there is, or how it is used.
 FLAGS: dict[type[optim.Optimizer], list[dict[str, Any]]] = {
@@ -81,9 +82,9 @@ def test_same_bits(cls: type[optim.Optimizer], kwargs: dict[str, Any]) -> None:
     pair.assert_trained()
 
 
-@pytest.mark.parametrize("dtype", OTHER_DTYPES, ids=str)
-@pytest.mark.parametrize(("cls", "kwargs"), list(plain_cases()))
-def test_same_bits_in_other_dtypes(cls: type[optim.Optimizer], kwargs: dict[str, Any], dtype: torch.dtype) -> None:
+@spread(case={case.id: case.values for case in plain_cases()}, dtype={str(dtype): dtype for dtype in OTHER_DTYPES})
+def test_same_bits_in_other_dtypes(case: tuple[type[optim.Optimizer], dict[str, Any]], dtype: torch.dtype) -> None:
+    cls, kwargs = case
     if cls is optim.SGD and kwargs.get("fused") and dtype is torch.bfloat16:
         pytest.skip("torch's kernel does not repeat itself: momentum depends on what lies behind the tensor in memory")
     pair = make_pair(lambda: model_for(cls), lambda params: cls(params, **kwargs, lr=0.02), dtype=dtype)
@@ -109,7 +110,7 @@ def test_tensor_lr(cls: type[optim.Optimizer], kwargs: dict[str, Any]) -> None:
     assert pair.offloaded.optimizer.param_groups[0]["lr"] is lrs[1]
 
 
-@pytest.mark.parametrize(("cls", "kwargs"), list(plain_cases()))
+@pytest.mark.parametrize(("cls", "kwargs"), every_nth(plain_cases(), 3))
 def test_complex_parameters(cls: type[optim.Optimizer], kwargs: dict[str, Any]) -> None:
     """What torch can train with complex parameters, we can; what it cannot is an error that says so."""
 

@@ -38,6 +38,7 @@ from tests.cpu import test_state_edits as edits
 from tests.overlapping import POLICIES, SIZES, Loop, adamw, same
 from tests.parity import SMALL, Net, Pair, Run, Zoo, attach, leaves, make_pair, params_of
 from tests.policies import with_share
+from tests.tiers import spread
 
 RESIDENT = with_share(SMALL, staying=14_000)
 ALL_RESIDENT = with_share(SMALL, staying=1 << 20)
@@ -464,9 +465,11 @@ EDITS: tuple[Callable[[Run], None], ...] = (
 )
 
 
-@pytest.mark.parametrize("edit", EDITS)
-@EVERY_SEQUENCE
-@pytest.mark.parametrize("then", [(), ("offload",), ("reload", "offload", "release")], ids=str)
+@spread(
+    edit={edit.__name__: edit for edit in EDITS},
+    phases=SEQUENCES,
+    then={str(then): then for then in ((), ("offload",), ("reload", "offload", "release"))},
+)
 def test_what_users_do_to_state(edit: Callable[[Run], None], phases: tuple[str, ...], then: tuple[str, ...]) -> None:
     pair = make_pair(edits.Twins, adamw_of, policy=RESIDENT)
     resident = [shard.resident for shard in engine_of(pair.offloaded.optimizer).plan.shards.values()]
@@ -801,8 +804,7 @@ def test_no_room_on_the_device_leaves_state_on_the_host(monkeypatch: pytest.Monk
 # Several optimizers --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sequence", SEQUENCES.values(), ids=SEQUENCES)
-@pytest.mark.parametrize("who", [(0,), (1,), (0, 1), (1, 0)], ids=str)
+@spread(sequence=SEQUENCES, who={str(who): who for who in ((0,), (1,), (0, 1), (1, 0))})
 def test_optimizers_that_share_staging(sequence: tuple[str, ...], who: tuple[int, ...]) -> None:
     training = saving.Training(saving.several, POLICY_WITH_RESIDENTS["no spare"])
     training.train(2)
@@ -890,8 +892,7 @@ EVERY_POLICY = pytest.mark.parametrize("fields", POLICIES.values(), ids=POLICIES
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing when gradients are computed:UserWarning")
-@EVERY_SEQUENCE
-@pytest.mark.parametrize("name", ["step", "forward", "iteration"])
+@spread(phases=SEQUENCES, name={name: name for name in ("step", "forward", "iteration")})
 def test_in_the_middle_of_a_backward(mesh: DeviceMesh, name: str, phases: tuple[str, ...]) -> None:
     policy = with_share(**SIZES, **POLICIES[name], staying=40_000)
     loops = [Loop(mesh, adamw, one).train(5, in_backward(phases)) for one in (None, policy)]
@@ -937,8 +938,7 @@ def load_own(loop: Loop) -> None:
 CHANGES = (advance_schedule, halve_moments, replace_moments, evaluate, load_own)
 
 
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("fields", [{}, *POLICIES.values()], ids=["step", *POLICIES])
+@spread(change={change.__name__: change for change in CHANGES}, fields=POLICIES)
 def test_what_changes_after_a_reload_counts(
     mesh: DeviceMesh, fields: dict[str, Any], change: Callable[[Loop], None]
 ) -> None:

@@ -20,7 +20,7 @@ def test_the_table_and_the_line_to_write() -> None:
     result = CliRunner().invoke(app, QWEN, env={"COLUMNS": "80"})
     assert result.exit_code == 0
     assert "no offload does not fit: device: 102.5 GB too little" in result.stdout
-    assert result.stdout.rstrip().endswith('overlap="iteration", device_bytes=640 << 20))')
+    assert result.stdout.rstrip().endswith('policy=OffloadPolicy(bucket_bytes=128 << 20, overlap="iteration"))')
     assert "…" not in result.stdout
 
 
@@ -28,10 +28,10 @@ def test_json_and_a_page(tmp_path: Path) -> None:
     file = tmp_path / "plan.html"
     result = CliRunner().invoke(app, [*QWEN, "--json", "--html", str(file), "--loop", "synchronizes"])
     made = json.loads(result.stdout)
-    assert made["best"] == "forward"
+    assert made["best"] == "forward, keeping"
     assert made["policies"][0]["policy"] == "no offload"
     assert made["policies"][1]["device"]["peak_bytes"] < made["policies"][0]["device"]["peak_bytes"]
-    assert "<b>forward</b>" in file.read_text(encoding="utf-8")
+    assert "<b>forward, keeping</b>" in file.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
@@ -45,6 +45,10 @@ def test_json_and_a_page(tmp_path: Path) -> None:
         ["Qwen3-14B", "--tokens-per-step", "24576", "--ranks", "6", "--replicas", "4"],
         ["Qwen3-14B", "--tokens-per-step", "4096", "--html", "/nowhere/plan.html"],
         ["Qwen3-14B", "--tokens-per-step", "many"],
+        ["Qwen3-14B", "--tokens-per-step", "4096", "--device-gb", "0"],
+        ["Qwen3-14B", "--tokens-per-step", "4096", "--device-gb", "nan"],
+        ["deepseek_v3", "--tokens-per-step", "4096"],
+        ["bert", "--tokens-per-step", "4096"],
         ["Qwen3-14B"],
     ],
     ids=" ".join,
@@ -56,6 +60,41 @@ def test_errors_are_one_line_and_exit_code_two(arguments: list[str]) -> None:
     message = [line for line in result.stderr.splitlines() if line.lower().startswith("error")]
     assert len(message) == 1
     assert "Traceback" not in result.stderr
+
+
+MODELS = """
+from torch import nn
+
+class Fails(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(8, 4)
+
+class OtherArguments(Fails):
+    def forward(self, tokens, labels): ...
+
+class Logits(Fails):
+    def forward(self, tokens): return self.embed(tokens)
+
+class Frozen(Fails):
+    def forward(self, tokens): return self.embed(tokens).detach().mean()
+
+class DependsOnValues(Fails):
+    def forward(self, tokens): return self.embed(tokens)[tokens > 0].mean()
+"""
+
+
+@pytest.mark.parametrize("name", ["OtherArguments", "Logits", "Frozen", "DependsOnValues"])
+def test_a_module_that_cannot_be_run_is_one_line_too(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "models_of_mine.py").write_text(MODELS, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "models_of_mine", raising=False)
+    result = CliRunner().invoke(app, [f"models_of_mine:{name}", "--tokens-per-step", "4096"])
+    assert result.exit_code == 2
+    (message,) = result.stderr.splitlines()
+    assert message.startswith(f"error: model '{name}' cannot be run forward and backward on the meta device")
 
 
 _RUN = """

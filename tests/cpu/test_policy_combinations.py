@@ -11,6 +11,7 @@ from fsdp_offload import OffloadPolicy
 from fsdp_offload.engine.engine import Engine, engine_of
 from tests.overlapping import Loop, Net, adamw, evaluate
 from tests.parity import attach, same_bits
+from tests.tiers import spread
 
 BUCKET_BYTES = 2048
 DEVICE_BYTES = {"auto": "auto", "small": 2 * BUCKET_BYTES, "large": 16 * BUCKET_BYTES}
@@ -63,10 +64,17 @@ def check(
     return engine
 
 
-@pytest.mark.parametrize("master_weights", ["none", "fp32", "remainder"])
-@pytest.mark.parametrize("debug", ["off", "guard", "serial"])
-@pytest.mark.parametrize("device_bytes", DEVICE_BYTES.values(), ids=DEVICE_BYTES)
-@pytest.mark.parametrize("overlap", ["step", "forward", "iteration"])
+MASTER_WEIGHTS = {name: name for name in ("none", "fp32", "remainder")}
+DEBUG = {name: name for name in ("off", "guard", "serial")}
+
+
+@spread(
+    pairs=True,
+    master_weights=MASTER_WEIGHTS,
+    debug=DEBUG,
+    device_bytes=DEVICE_BYTES,
+    overlap={name: name for name in ("step", "forward", "iteration")},
+)
 def test_with_a_model(
     mesh: DeviceMesh,
     expected: dict[str, list[torch.Tensor]],
@@ -85,9 +93,7 @@ def test_with_a_model(
     assert check(mesh, policy, expected, with_model=True).loads_in_backward
 
 
-@pytest.mark.parametrize("master_weights", ["none", "fp32", "remainder"])
-@pytest.mark.parametrize("debug", ["off", "guard", "serial"])
-@pytest.mark.parametrize("device_bytes", DEVICE_BYTES.values(), ids=DEVICE_BYTES)
+@spread(pairs=True, master_weights=MASTER_WEIGHTS, debug=DEBUG, device_bytes=DEVICE_BYTES)
 def test_without_a_model(
     mesh: DeviceMesh, expected: dict[str, list[torch.Tensor]], device_bytes: Any, debug: Any, master_weights: Any
 ) -> None:

@@ -77,6 +77,7 @@ def test_pages_pass_mypy(scripts: Path) -> None:
     assert run.returncode == 0, run.stdout + run.stderr
 
 
+@pytest.mark.long  # mypy says nearly all of it, in a fraction of the time
 def test_pages_pass_pyright(scripts: Path) -> None:
     pytest.importorskip("basedpyright")
     # A snippet need not use what it shows; and torch does not export torch.distributed.checkpoint.save.

@@ -27,10 +27,6 @@ GIVEN_BACK: dict[str, Any] = {"ring_is_given_back": True}
         (FORWARD, 1 / 1024, 0.0, "B + clip + max(F + U, (1 - r) T)", 128 + 1 + 64 + 2),
         (STEP, 1.0, 0.25, "F + B + clip + max(U, (1 - r) T)", 64 + 128 + 1 + 768),
         (FORWARD, 0.25, 0.5, "B + clip + max(F + U, (1 - r) T)", 128 + 1 + 128),
-        (GIVEN_BACK, 1.0, 0.25, "B + clip + max(F + max(U, (1 - r) L), S)", 128 + 1 + 64 + 384),
-        (GIVEN_BACK, 0.5, 0.5, "B + clip + max(F + max(U, (1 - r) L), S)", 128 + 1 + 64 + 128),
-        (GIVEN_BACK, 0.5, 1.0, "B + clip + max(F + max(U, (1 - r) L), S)", 128 + 1 + 64 + 128),  # half of L is hidden
-        (GIVEN_BACK, 0.25, 1.0, "B + clip + max(F + max(U, (1 - r) L), S)", 128 + 1 + 64 + 2),
         (FORWARD | GIVEN_BACK, 1.0, 0.25, "B + clip + max(F + U, r S + (1 - r) T)", 128 + 1 + 64 + 768),
         (FORWARD | GIVEN_BACK, 0.25, 1.0, "B + clip + max(F + U, r S + (1 - r) T)", 128 + 1 + 66),
         (ITERATION, 1.0, 1.0, "max(F + B + U, T)", 1024),

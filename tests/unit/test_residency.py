@@ -5,7 +5,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_offload.planning.resident import IterationTimes, groups_to_keep
+from fsdp_offload.planning.resident import IterationTimes, expected_iteration, groups_to_keep
 from fsdp_offload.planning.update_order import update_order
 
 
@@ -98,3 +98,36 @@ def test_no_more_than_is_needed(layers: int, move_ms: float, layer_ms: float, to
     assert abs(stall_with(kept) - stall_ms) < 1e-6
     if kept:
         assert stall_with(kept - 1) > tolerance_ms - 1e-6
+
+
+def expected(
+    layers: int, move_ms: float, layer_ms: float, final_every_ms: float = 0.0, **more: float
+) -> IterationTimes:
+    final = {layer: final_every_ms * (layers - layer) for layer in range(layers)} if final_every_ms else {}
+    wanted = [final_every_ms * layers + layer_ms * layer for layer in range(layers)]
+    moves = dict.fromkeys(range(layers), move_ms)
+    return expected_iteration([{layer} for layer in range(layers)], wanted, moves, final, **more)
+
+
+@given(
+    layers=st.integers(1, 12),
+    move_ms=st.floats(0.1, 20.0),
+    layer_ms=st.floats(0.1, 20.0),
+    final_every_ms=st.sampled_from([0.0, 2.0, 7.5]),
+)
+def test_an_expected_iteration_is_the_one_that_happens(
+    layers: int, move_ms: float, layer_ms: float, final_every_ms: float
+) -> None:
+    happens = iteration(layers, move_ms, layer_ms, final_every_ms)
+    said = expected(layers, move_ms, layer_ms, final_every_ms)
+    assert said.updated_ms == happens.updated_ms
+    assert abs(said.stall_ms - happens.stall_ms) < 1e-6
+    assert groups_to_keep(said, 0.1) == groups_to_keep(replace(happens, wanted_ms=said.wanted_ms), 0.1)
+
+
+def test_what_is_loaded_ahead_is_new_as_soon_as_it_may_be() -> None:
+    assert expected(10, move_ms=5.0, layer_ms=6.0).stall_ms == 5.0
+    assert expected(10, move_ms=5.0, layer_ms=6.0, ahead_ms=3.0).stall_ms == 2.0
+    in_backward = expected(4, move_ms=5.0, layer_ms=1.0, final_every_ms=6.0, ahead_ms=5.0)
+    assert in_backward.updated_ms == {3: 6.0, 2: 12.0, 1: 18.0, 0: 24.0}  # with their gradients, and not before
+    assert in_backward.stall_ms == 0.0

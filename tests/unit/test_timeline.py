@@ -9,6 +9,7 @@ import itertools
 import json
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import typer
 from matplotlib.image import imread
 
 from fsdp_offload import OffloadPolicy
+from fsdp_offload.bench.host_time import host_times
 from fsdp_offload.bench.train import (
     CLIPPED,
     RARELY,
@@ -30,6 +32,7 @@ from fsdp_offload.bench.train import (
     trace_path,
 )
 from fsdp_offload.figures.timeline import Lane, Phase, Span, Timeline, draw, read_trace, timeline_of
+from fsdp_offload.model.hooks import Overlap
 from tests.policies import with_share
 
 COMPUTE, GATHER, REDUCE, LOAD, LOAD_TOO, UPDATE, STORE = 7, 13, 14, 20, 21, 22, 23  # streams
@@ -270,6 +273,17 @@ def traced(bench: Bench, policy: OffloadPolicy | None, path: Path) -> Timeline:
     with bench.settled(policy) as (optimizer, clip):
         bench.trace(optimizer, path, clip=clip)
     return timeline_of(read_trace(path))
+
+
+@pytest.mark.parametrize(("fields", "in_hooks"), [(None, False), ({}, True), ({"overlap": "iteration"}, True)])
+def test_the_host_is_timed_in_hooks_and_step(fields: dict[str, Any] | None, in_hooks: bool, bench: Bench) -> None:
+    before = dict(vars(Overlap))
+    with bench.settled(None if fields is None else with_share(**SIZES, **fields)) as (optimizer, clip):
+        found = host_times(optimizer, Overlap, partial(bench._iterate, optimizer, 1, clip=clip), torch.device("cpu"), 3)
+        assert "step" not in vars(optimizer)
+    assert (found["host_hooks_ms"] > 0) is in_hooks
+    assert found["host_step_ms"] > 0
+    assert dict(vars(Overlap)) == before
 
 
 def begun_in(timeline: Timeline, lane: Lane) -> set[str]:

@@ -274,7 +274,7 @@ def test_a_pickle_that_is_inflated(tool: Limited, folder: Path) -> None:
     assert "it would be inflated to 2,146,435," in runs[2].output
 
 
-@pytest.mark.parametrize("name", ["laughs", "deep"])
+@pytest.mark.parametrize("name", [pytest.param("laughs", marks=pytest.mark.long), "deep"])
 def test_objects(tool: Limited, folder: Path, name: str) -> None:
     value = {"laughs": pickle.dumps(laughs(), 2), "deep": b"\x80\x02})" + b"\x85" * 1_000_000 + b"Ks."}[name]
     item_with(folder, archive(0, value))

@@ -80,7 +80,14 @@ def write_once(tmp_path_factory: pytest.TempPathFactory) -> Write:
     return write_all
 
 
-@pytest.fixture(scope="module", params=[(1, 1), (2, 1), (2, 2)], ids=["one rank", "two ranks", "tensor parallel"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param((1, 1), id="one rank"),
+        pytest.param((2, 1), id="two ranks", marks=pytest.mark.long),
+        pytest.param((2, 2), id="tensor parallel", marks=pytest.mark.long),
+    ],
+)
 def written(request: pytest.FixtureRequest, write_once: Write) -> tuple[Path, int, int]:
     """That folder, and on how many ranks they were written."""
     return write_once(*request.param), *request.param
