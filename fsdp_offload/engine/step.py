@@ -34,6 +34,7 @@ from ..state.store import StateStore
 from ..torch_compat.dtensor import version_of
 from ..torch_compat.optim import foreach_supports
 from ..torch_compat.spent_gradient import is_spent, restore, spend
+from ..torch_compat.watched_gradient import bare
 from .begun_step import BegunStep, StepPhase
 from .executor import Pipeline
 from .homes import Plan
@@ -170,11 +171,12 @@ class Stepping:
                 self._pipeline.host.submit(number, self._bind(number), begun.host, states, begun.moving or ())
                 begun.note_updated(number)
                 return  # the gradients are held there
-            for ranges in same_order_on_ranks(self._bind(number), group_by_group=habits.group_by_group):
-                update_bucket(
-                    *(begun.shadow, begun.shared, habits, ranges, begun.group_count),
-                    *(states if speculated is None else speculated.states, begun.logical.kwargs),
-                )
+            with bare(self._seen_gradients(number)):
+                for ranges in same_order_on_ranks(self._bind(number), group_by_group=habits.group_by_group):
+                    update_bucket(
+                        *(begun.shadow, begun.shared, habits, ranges, begun.group_count),
+                        *(states if speculated is None else speculated.states, begun.logical.kwargs),
+                    )
             begun.note_updated(number)
             if speculated is not None:
                 self.speculation.after_update(speculated, self._plan[number].covers(), number)
@@ -202,6 +204,11 @@ class Stepping:
             self._note_failure(error, begun.done, begun.steps)
             self.begun = None
             raise
+
+    def _seen_gradients(self, number: int) -> list[Tensor]:
+        """Gradients of a bucket that the optimizer sees itself: what it does with them is not what the loop does."""
+        grads = [self._habits.gradient(s.param) for s in self._plan[number].covers() if not s.on_locals]
+        return [grad for grad in grads if grad is not None]
 
     def finish(self, begun: BegunStep, states: StateStore) -> None:
         """Everything has been issued: homes that moved are the homes from now on."""

@@ -1,5 +1,6 @@
 """Clipping by a global norm with updates in the backward: the bits of a plain optimizer, whatever the norm is."""
 
+import contextlib
 import copy
 import math
 import weakref
@@ -276,6 +277,21 @@ def test_what_has_no_way_back_waits_for_the_step(mesh: DeviceMesh) -> None:
     assert "updates wait for step(), as this optimizer does not work element by element" in str(
         loops[1].optimizer.offload_report()  # type: ignore[attr-defined]
     )
+
+
+@pytest.mark.parametrize("is_told", [False, True])
+def test_what_an_optimizer_does_with_gradients_is_not_the_loop(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, is_told: bool
+) -> None:
+    """One that sees the user's own tensors is at work while they are watched."""
+
+    def muon(params: Any) -> torch.optim.Optimizer:
+        return torch.optim.Muon([param for param in params if param.dim() == 2], lr=0.02, ns_steps=1)
+
+    if is_told:
+        monkeypatch.setattr(stepping, "bare", lambda grads: contextlib.nullcontext())
+    loop = Loop(mesh, muon, policy_of(passing=2 * SIZES["bucket_bytes"]), net=small_net).train(4)
+    assert speculation_of(loop).announced == is_told
 
 
 def test_host_memory_is_counted_and_asked_for(mesh: DeviceMesh) -> None:
