@@ -196,7 +196,7 @@ class Window:
                 self._free(self._entries.pop(number))
             return
         ranges = self._plan[bucket].weights
-        for mark in entry.used:
+        for mark in (entry.loaded, *entry.used):
             lane.wait(mark)
         with lane.running():
             torch._foreach_copy_([_of_view(entry.views, part) for part in ranges], [_typed(slot, p) for p in ranges])
