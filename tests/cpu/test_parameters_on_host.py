@@ -149,15 +149,12 @@ def generate(loop: Loop, step: int) -> None:
 
 
 def infer(loop: Loop, step: int) -> None:
+    loop.backward(step)  # what torch gathers for the first time has to be gathered for training
+    loop.step()
     loop.model.eval()
     with torch.inference_mode():
         loop.seen.append(loop.model(loop.batch(900)).item())
-    for module in loop.model.modules():
-        if hasattr(module, "reshard"):
-            module.reshard()  # torch itself cannot train on with what it has gathered there
     loop.model.train()
-    loop.backward(step)
-    loop.step()
 
 
 def forwards_before_one_backward(loop: Loop, step: int) -> None:
