@@ -51,3 +51,9 @@ def every_nth(cases: Iterable[Any], count: int) -> list[Any]:
         case if number % count == 0 else pytest.param(*case.values, marks=pytest.mark.long, id=case.id)
         for number, case in enumerate(cases)
     ]
+
+
+def world_sizes(quick: int, *others: int) -> pytest.MarkDecorator:
+    """Parametrize a test over numbers of ranks, of which the quick tier runs the first."""
+    long = [pytest.param(size, marks=pytest.mark.long) for size in others]
+    return pytest.mark.parametrize("world_size", [quick, *long])

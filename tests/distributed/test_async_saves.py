@@ -27,6 +27,7 @@ from tests.distributed.launch import agree, run_cases, spawn, this_device
 from tests.distributed.models import Net, batch, build, decay_groups
 from tests.parity import Pair, Run, attach, differences
 from tests.policies import with_share
+from tests.tiers import world_sizes
 
 pytestmark = pytest.mark.distributed
 
@@ -224,6 +225,6 @@ def run_all(rank: int, world_size: int, folder: Path) -> None:
     run_cases(cases(folder, world_size))
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@world_sizes(3, 2)
 def test_every_file_is_the_state_of_its_call(world_size: int, tmp_path: Path) -> None:
     spawn(run_all, world_size, tmp_path, tmp_path)

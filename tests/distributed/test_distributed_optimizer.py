@@ -41,6 +41,7 @@ from fsdp_offload import (
 from tests.distributed.launch import DEVICE_TYPE, run_cases, spawn, this_device
 from tests.fused_adam_reference import FusedAdam
 from tests.parity import leaves, same_bits
+from tests.tiers import world_sizes
 
 if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
     pytest.skip("needs megatron-core", allow_module_level=True)
@@ -77,7 +78,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("world_size", [2, 1])
+@world_sizes(2, 1)
 def test_same_bits_and_memory_gone_between_steps(world_size: int, tmp_path: Path) -> None:
     """All cases in the same ranks: importing Megatron and Transformer Engine takes longer than training."""
     spawn(run_all, world_size, tmp_path)

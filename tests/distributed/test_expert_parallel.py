@@ -89,7 +89,10 @@ def state_of(model: Layer, optimizer: torch.optim.Optimizer, **options: Any) -> 
     return {"model": model.state_dict(), "optimizer": state}
 
 
-@pytest.mark.parametrize(("world_size", "ep"), [(2, 2), (4, 2), (4, 4)])
+@pytest.mark.parametrize(
+    ("world_size", "ep"),
+    [(4, 2), pytest.param(2, 2, marks=pytest.mark.long), pytest.param(4, 4, marks=pytest.mark.long)],
+)
 def test_all_experts_are_saved_or_none(world_size: int, ep: int, tmp_path: Path) -> None:
     spawn(run_all_or_none, world_size, tmp_path, tmp_path, ep)
 

@@ -19,6 +19,7 @@ from fsdp_offload.checkpoint import get_optimizer_state_dict, load, set_optimize
 from tests.distributed.launch import DEVICE_TYPE, mesh, run_cases, spawn, this_device
 from tests.fused_adam import BF16, FP16, FP32, MASTERS, Mixed, assert_same_content, name_of
 from tests.parity import attach
+from tests.tiers import world_sizes
 
 pytestmark = pytest.mark.distributed
 
@@ -97,7 +98,7 @@ def run_same_bits(rank: int, world_size: int) -> None:
     run_cases({name_of(kwargs): lambda kwargs=kwargs: same_bits(kwargs) for kwargs in CASES})
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@world_sizes(3, 1, 2)
 def test_same_bits(world_size: int, tmp_path: Path) -> None:
     spawn(run_same_bits, world_size, tmp_path)
 
@@ -127,7 +128,7 @@ def run_second(rank: int, world_size: int, folder: Path) -> None:
         save(model, optimizer, folder / f"{number}-resumed")
 
 
-@pytest.mark.parametrize("worlds", [(2, 3), (3, 1)], ids=str)
+@pytest.mark.parametrize("worlds", [(2, 3), pytest.param((3, 1), marks=pytest.mark.long)], ids=str)
 def test_resume_on_another_number_of_ranks(worlds: tuple[int, int], tmp_path: Path) -> None:
     spawn(run_first, worlds[0], tmp_path, tmp_path)
     spawn(run_second, worlds[1], tmp_path, tmp_path)
@@ -173,6 +174,6 @@ def sharded_evenly() -> nn.Module:
     return fully_shard(model, mesh=mesh(torch.distributed.get_world_size()))
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@world_sizes(2, 1)
 def test_scaled_state(world_size: int, tmp_path: Path) -> None:
     spawn(run_fp16, world_size, tmp_path, tmp_path)

@@ -21,6 +21,7 @@ from tests.distributed.test_sharded_training import TINY, Case, run_case
 from tests.overlapping import HABITS, NOT_IN_BACKWARD, POLICIES, SIZES, Loop, same
 from tests.parity import attach
 from tests.policies import with_share
+from tests.tiers import world_sizes
 
 pytestmark = [
     pytest.mark.distributed,
@@ -57,7 +58,7 @@ def run_training(rank: int, world_size: int) -> None:
     run_cases({name: partial(lambda case: list(run_case(case)), case) for name, case in cases.items()})
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@world_sizes(3, 2)
 def test_training(world_size: int, tmp_path: Path) -> None:
     """Rows that divide by no world size, and fewer rows than ranks."""
     spawn(run_training, world_size, tmp_path)

@@ -32,6 +32,7 @@ from tests.distributed.launch import DEVICE_TYPE, agree, run_cases, spawn, this_
 from tests.distributed.models import Net, batch, build, decay_groups
 from tests.distributed.test_sharded_checkpoints import TINY
 from tests.parity import attach, local
+from tests.tiers import world_sizes
 
 pytestmark = pytest.mark.distributed
 
@@ -153,7 +154,7 @@ def run_counted(rank: int, world_size: int) -> None:
     run_cases({name: partial(issues_no_collective, shard) for name, shard in wanted.items()})
 
 
-@pytest.mark.parametrize("world_size", [3, 4])
+@world_sizes(4, 3)
 def test_no_collective_is_counted(world_size: int, tmp_path: Path) -> None:
     spawn(run_counted, world_size, tmp_path)
 
@@ -260,6 +261,6 @@ def gets_along_without_the_others(shard: models.ShardNet) -> Iterator[str]:
             yield "there was no training"
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@world_sizes(2, 4)
 def test_ranks_get_along_without_each_other(world_size: int, tmp_path: Path) -> None:
     spawn(run_refusing, world_size, tmp_path, tmp_path)

@@ -16,6 +16,7 @@ from tests.cpu.test_elastic import Device
 from tests.distributed.launch import DEVICE_TYPE, mesh, run_cases, spawn
 from tests.overlapping import HABITS, NOT_IN_BACKWARD, POLICIES, SIZES, Loop, Net, adamw, same
 from tests.policies import with_share
+from tests.tiers import world_sizes
 
 pytestmark = pytest.mark.distributed
 
@@ -65,7 +66,7 @@ def run_policies(rank: int, world_size: int, names: tuple[str, ...], habits: tup
     run_cases(cases)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@world_sizes(2, 3)
 def test_every_policy(world_size: int, tmp_path: Path) -> None:
     spawn(run_policies, world_size, tmp_path, tuple(POLICIES), ("usual",))
 

@@ -19,6 +19,7 @@ from fsdp_offload.checkpoint import get_optimizer_state_dict, set_optimizer_stat
 from tests.distributed.launch import mesh, run_cases, spawn
 from tests.overlapping import POLICIES, SIZES, Loop, adamw, same
 from tests.policies import with_share
+from tests.tiers import world_sizes
 
 pytestmark = pytest.mark.distributed
 
@@ -92,7 +93,7 @@ def run_policies(rank: int, world_size: int) -> None:
     )
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@world_sizes(3, 2)
 def test_every_policy(world_size: int, tmp_path: Path) -> None:
     spawn(run_policies, world_size, tmp_path)
 
@@ -141,6 +142,6 @@ def run_checkpoints(rank: int, world_size: int, folder: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@world_sizes(3, 2)
 def test_checkpoints_and_collectives(world_size: int, tmp_path: Path) -> None:
     spawn(run_checkpoints, world_size, tmp_path, tmp_path)

@@ -16,6 +16,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from fsdp_offload.checkpoint import ShardTensor, chunks_of, with_chunks
 from fsdp_offload.torch_compat.dtensor import local_shard
 from tests.distributed.launch import mesh, run_cases, spawn, this_device
+from tests.tiers import world_sizes
 
 pytestmark = pytest.mark.distributed
 
@@ -24,7 +25,7 @@ SHAPES = {"weight": (7, 3, 2), "bias": (5,), "head": (4, 5)}
 WHOLE = {name: torch.arange(100.0, 100 + math.prod(shape)).view(shape) for name, shape in SHAPES.items()}
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@world_sizes(3, 2)
 def test_ragged_shards(world_size: int, tmp_path: Path):
     spawn(run_ragged_shards, world_size, tmp_path, tmp_path)
 

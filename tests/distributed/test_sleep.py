@@ -19,6 +19,7 @@ from tests.distributed.models import Net, ShardNet, batch, build
 from tests.overlapping import POLICIES, SIZES, Loop, adamw, same
 from tests.parity import same_bits
 from tests.policies import with_share
+from tests.tiers import world_sizes
 
 pytestmark = pytest.mark.distributed
 
@@ -108,7 +109,7 @@ def run_shardings(rank: int, world_size: int) -> None:
     run_cases(cases)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@world_sizes(4, 2, 3)
 def test_training_goes_on_with_the_same_bits(world_size: int, tmp_path: Path) -> None:
     spawn(run_shardings, world_size, tmp_path)
 
@@ -175,7 +176,7 @@ def run_while_asleep(rank: int, world_size: int) -> None:
     )
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@world_sizes(3, 2)
 def test_while_asleep(world_size: int, tmp_path: Path) -> None:
     spawn(run_while_asleep, world_size, tmp_path)
 

@@ -37,7 +37,7 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize(("dp", "tp"), [(3, 1), (2, 2)])
+@pytest.mark.parametrize(("dp", "tp"), [(2, 2), pytest.param(3, 1, marks=pytest.mark.long)])
 def test_flat_slices_are_split_saved_and_loaded(dp: int, tp: int, tmp_path: Path) -> None:
     spawn(run_flat_slices, dp * tp, tmp_path, tmp_path, dp, tp)
 

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from checkpoint_tools import merge_state_dict, preset, split_state_dict
 from fsdp_offload.torch_compat.dtensor import local_shard
 from tests.distributed.launch import mesh, run_cases, spawn
+from tests.tiers import world_sizes
 
 EXPERTS, HIDDEN, DIM = 3, 7, 5
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -79,7 +80,7 @@ class Model(nn.Module):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("world_size", [2, 4])
+@world_sizes(2, 4)
 def test_stacked_weights_become_separate_ones_of_the_same_output(world_size: int, tmp_path: Path) -> None:
     spawn(run_stacked, world_size, tmp_path, tmp_path)
 

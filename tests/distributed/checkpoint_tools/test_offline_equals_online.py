@@ -21,6 +21,7 @@ from fsdp_offload.checkpoint.layouts import flattened
 from fsdp_offload.checkpoint.rectangles import Cut, cut_chunks
 from tests.checkpoint_tools.offline import DOWN, FUSED, GATE, UP, assert_same, chunks_of_keys, rewritten, rule
 from tests.distributed.launch import mesh, run_cases, spawn
+from tests.tiers import world_sizes
 
 BIAS = "mlp.gate_up.bias"
 NAMES = {"fused": "{p}gate_up.{name:weight|bias}", "parts": ("{p}gate.{name}", "{p}up.{name}")}
@@ -109,7 +110,7 @@ def owners(checkpoint: Checkpoint) -> set[tuple[str, Any, str]]:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("world_size", [1, 3, 4])
+@world_sizes(3, 1, 4)
 def test_the_same_as_when_the_ranks_split(world_size: int, tmp_path: Path) -> None:
     spawn(run_on_ranks, world_size, tmp_path, tmp_path)
     for name, form in json.loads((tmp_path / "cases.json").read_text()):

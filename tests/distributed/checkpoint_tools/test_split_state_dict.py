@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from checkpoint_tools.fused.live import merge_state_dict, split_state_dict
 from checkpoint_tools.fused.rules import Rule, excluding, preset
 from tests.distributed.launch import mesh, run_cases, spawn
+from tests.tiers import world_sizes
 
 FUSED, DOWN = "mlp.gate_up.weight", "mlp.down.weight"
 GATE, UP = "mlp.gate.weight", "mlp.up.weight"
@@ -224,7 +225,7 @@ def test_a_tower_without_a_gate_is_reported_and_can_be_excluded() -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("world_size", [2, 3])
+@world_sizes(3, 2)
 def test_shards_are_split_saved_and_loaded(world_size: int, tmp_path: Path) -> None:
     spawn(run_on_ranks, world_size, tmp_path, tmp_path)
 
