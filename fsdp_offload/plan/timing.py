@@ -7,7 +7,7 @@ loads ahead of the step, an iteration takes, unless the host needs longer to lau
     "step"                     F + B + clip + max(U, (1 - r) T)
     "forward", "iteration"     F + B + clip + what the forward waits for state, and what of U is not in these waits
 
-How long it waits, :mod:`.waits` computes group by group.
+How long it waits, :mod:`waits` computes group by group.
 """
 
 from dataclasses import dataclass, replace
