@@ -235,6 +235,12 @@ def notes_of(engine: Engine) -> Iterable[str]:
             f"The largest bucket that cannot be cut needs {largest_bytes} bytes of the device, more than "
             f"device_bytes={engine.policy.device_bytes!r} leaves to pass through ({ring_bytes})."
         )
+    limit_bytes = engine.share.window_limit_bytes
+    if engine.window is not None and limit_bytes is not None and engine.window.capacity_bytes > limit_bytes:
+        yield (
+            f"The largest group that fully_shard gathers needs {engine.window.capacity_bytes} bytes of the device for "
+            f"its parameters, more than device_bytes={engine.policy.device_bytes!r} leaves for them ({limit_bytes})."
+        )
     left_out = list(dict.fromkeys(name for shard in shards for name in shard.layout.left_out))
     if left_out:
         yield f"State {left_out} is not made of dense tensors and stays where the optimizer put it."

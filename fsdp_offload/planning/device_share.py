@@ -29,6 +29,8 @@ class DeviceShare:
         staying_is_learnt: ``staying_bytes`` is only where it begins; it grows by what has to stay for the transfers of
             the rest to hide.
         staying_limit_bytes: the most that it may grow to. ``None``: as much as training leaves.
+        window_limit_bytes: the most for parameters that live on the host, between a gather and the next, beside one
+            group that needs more. ``None``: as much as is of use.
     """
 
     passing_bytes: int
@@ -36,14 +38,20 @@ class DeviceShare:
     staying_bytes: int = 0
     staying_is_learnt: bool = False
     staying_limit_bytes: int | None = None
+    window_limit_bytes: int | None = None
 
     def window_bytes(self, group_bytes: Sequence[int]) -> int:
         """Device bytes for parameters that live on the host, when the groups that are gathered take so much.
 
-        The largest, and two more, so that loads run ahead by one.
+        The largest, and two more, so that loads run ahead by one; the largest at least.
         """
         *_, second, largest = [0, 0, *sorted(group_bytes)]
-        return min(largest + 2 * second, sum(group_bytes))
+        wanted_bytes = min(largest + 2 * second, sum(group_bytes))
+        return (
+            wanted_bytes
+            if self.window_limit_bytes is None
+            else max(largest, min(wanted_bytes, self.window_limit_bytes))
+        )
 
     def ring_bytes(self, bucket_bytes: int) -> int:
         """Device bytes through which buckets pass: without the room for state under creation."""
@@ -59,6 +67,12 @@ def device_share(policy: OffloadPolicy, *, elementwise: bool) -> DeviceShare:
         elementwise: whether the optimizer works element by element; for others, nothing that stays is learnt.
     """
     buckets = _BUCKETS_BESIDE_COMPUTE if policy.runs_on_into_forward else _BUCKETS_IN_STEP
+    if policy.device_bytes != "auto" and policy.parameters:
+        passing_bytes = max(2 * policy.bucket_bytes, min(policy.device_bytes // 3, buckets * policy.bucket_bytes))
+        rest_bytes = policy.device_bytes - passing_bytes
+        window_bytes = rest_bytes // 2
+        staying_bytes = rest_bytes - window_bytes
+        return DeviceShare(passing_bytes=passing_bytes, staying_bytes=staying_bytes, window_limit_bytes=window_bytes)
     if policy.device_bytes != "auto":
         passing_bytes = min(policy.device_bytes, buckets * policy.bucket_bytes)
         rest_bytes = policy.device_bytes - passing_bytes

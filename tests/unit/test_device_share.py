@@ -53,3 +53,18 @@ def test_a_number_is_never_exceeded_and_used_up(overlap: Any, device_bytes: int,
     assert share.passing_bytes + most_stays_bytes == device_bytes
     assert not share.passing_is_learnt
     assert share.passing_bytes - KIB == share.ring_bytes(KIB) >= KIB
+
+
+def test_parameters_on_the_host_share_the_limit_too() -> None:
+    for buckets in (2, 3, 9, 40):
+        policy = OffloadPolicy(parameters=True, overlap="iteration", device_bytes=buckets * KIB, bucket_bytes=KIB)
+        share = device_share(policy, elementwise=True)
+        assert share.window_limit_bytes is not None
+        assert share.passing_bytes + share.staying_bytes + share.window_limit_bytes == buckets * KIB
+        assert not share.staying_is_learnt
+        assert share.window_bytes([100, 3000, 200]) == max(3000, min(3400 - 100, share.window_limit_bytes))
+    auto = device_share(OffloadPolicy(parameters=True, overlap="iteration"), elementwise=True)
+    assert not auto.staying_is_learnt
+    assert auto.window_bytes([5, 9, 7]) == 21
+    assert auto.window_bytes([5, 9]) == 14
+    assert auto.window_bytes([]) == 0
