@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fsdp_offload.checkpoint.load_checks import Region, overlapping
+from fsdp_offload.checkpoint.load_checks import ReadPart, overlapping
 from fsdp_offload.checkpoint.manifest import MANIFEST_FILE
 
 from ..core.errors import CheckpointError
@@ -83,7 +83,7 @@ def check_coverage(tensor: StoredTensor) -> Iterator[CheckpointProblem]:
                 tensor.key, f"a chunk of {chunk.sizes} at {chunk.offsets} does not fit into {tensor.shape}"
             )
         elif chunk.numel:
-            regions.append(Region(chunk.offsets, chunk.sizes, chunk.offsets))
+            regions.append(ReadPart(chunk.offsets, chunk.sizes, chunk.offsets))
     pair = overlapping(regions)
     if pair is not None:
         first, second = sorted(pair)

@@ -27,7 +27,7 @@ _MIB = 1 << 20
 MakeStager = Callable[[torch.optim.Optimizer], AsyncStager]
 
 
-class _Way(NamedTuple):
+class _SaveWay(NamedTuple):
     """A way of staging."""
 
     make_stager: MakeStager
@@ -40,10 +40,10 @@ def _default_stager(_: torch.optim.Optimizer) -> AsyncStager:
 
 
 WAYS = {
-    "arena": _Way(ArenaStager, reused=True, covered=True),
-    "arena, no spare homes": _Way(ArenaStager, reused=True, covered=False),
-    "torch default, fresh": _Way(_default_stager, reused=False, covered=False),
-    "torch default, reused": _Way(_default_stager, reused=True, covered=False),
+    "arena": _SaveWay(ArenaStager, reused=True, covered=True),
+    "arena, no spare homes": _SaveWay(ArenaStager, reused=True, covered=False),
+    "torch default, fresh": _SaveWay(_default_stager, reused=False, covered=False),
+    "torch default, reused": _SaveWay(_default_stager, reused=True, covered=False),
 }
 
 
@@ -74,7 +74,7 @@ def main(
 
 def _measure(
     model: nn.Module,
-    way: _Way,
+    way: _SaveWay,
     device_bytes: int | Literal["auto"],
     folder: Path,
     device: torch.device,

@@ -37,7 +37,7 @@ class MasterWeights(StrEnum):
     REMAINDER = "remainder"
 
 
-class Kind(StrEnum):
+class AdamKind(StrEnum):
     """Whose Adam."""
 
     ADAMW = "adamw"
@@ -55,9 +55,9 @@ def main(
         MasterWeights, typer.Option(help="Masters that we keep; parameters and gradients are in bf16 then.")
     ] = MasterWeights.NONE,
     optimizer_kind: Annotated[
-        Kind,
+        AdamKind,
         typer.Option("--optimizer", help="torch's AdamW, or Transformer Engine's FusedAdam with masters of its own."),
-    ] = Kind.ADAMW,
+    ] = AdamKind.ADAMW,
     sharded: Annotated[bool, typer.Option(help="DTensors of a one-rank mesh, as fully_shard makes them.")] = True,
     host_fraction: Annotated[
         str | None,
@@ -71,7 +71,7 @@ def main(
     make_optimizer = optimizer_maker(optimizer_kind, implementation, master_weights)
     device = bench_device()
     sizes = [(params // tensors,)] * tensors if equal else varied_sizes(params, tensors)
-    own_masters = optimizer_kind is Kind.TE
+    own_masters = optimizer_kind is AdamKind.TE
     dtype = torch.bfloat16 if own_masters or master_weights is not MasterWeights.NONE else torch.float32
     make_model = partial(sharded_model if sharded else plain_model, sizes, device, dtype)
     policy = OffloadPolicy(
@@ -105,7 +105,7 @@ def main(
         params=params,
         tensors=tensors,
         optimizer=optimizer_kind.value,
-        implementation=implementation.value if optimizer_kind is Kind.ADAMW else None,
+        implementation=implementation.value if optimizer_kind is AdamKind.ADAMW else None,
         dtype=str(dtype).removeprefix("torch."),
         master_weights="its own" if own_masters else master_weights.value,
         sharded=sharded,
@@ -150,7 +150,7 @@ def _attach(optimizer: torch.optim.Optimizer, model: nn.Module, policy: OffloadP
 
 
 def optimizer_maker(
-    kind: Kind, implementation: Implementation, master_weights: MasterWeights
+    kind: AdamKind, implementation: Implementation, master_weights: MasterWeights
 ) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
     """Return a function that makes the optimizer.
 
@@ -158,7 +158,7 @@ def optimizer_maker(
         SystemExit: the options contradict each other, or Transformer Engine is not installed.
     """
     fused = implementation is Implementation.FUSED
-    if kind is Kind.ADAMW:
+    if kind is AdamKind.ADAMW:
         return partial(torch.optim.AdamW, lr=1e-4, fused=fused, foreach=not fused)
     if master_weights is not MasterWeights.NONE:
         sys.exit("--optimizer te keeps masters of its own: leave out --master-weights.")

@@ -76,7 +76,7 @@ CLIPPED: dict[str, Callable[[int], bool]] = {
 }
 
 
-class Block(nn.Module):
+class GPTBlock(nn.Module):
     """Attention and a GELU MLP."""
 
     def __init__(self, width: int, heads: int) -> None:
@@ -103,7 +103,7 @@ class GPT(nn.Module):
     def __init__(self, layers: int, width: int, vocabulary: int) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocabulary, width)
-        self.blocks = nn.ModuleList(Block(width, width // 128) for _ in range(layers))
+        self.blocks = nn.ModuleList(GPTBlock(width, width // 128) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
 

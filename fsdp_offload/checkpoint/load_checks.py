@@ -192,7 +192,7 @@ def why_unfit(value: Tensor) -> str | None:
 # --- coverage --------------------------------------------------------------------------------------------------------
 
 
-class Region(NamedTuple):
+class ReadPart(NamedTuple):
     """A part of one chunk of the destination, and the offsets of the stored chunk that it is read from."""
 
     offsets: tuple[int, ...]
@@ -207,11 +207,11 @@ def check_coverage(requested: Mapping[str, Any], items: Iterable[ReadItem]) -> I
         requested: the values that the plan is for, by flat key.
         items: the plan: one item for every stored chunk and destination chunk that meet.
     """
-    regions: dict[str, dict[tuple[int, ...], list[Region]]] = {}  # by key and offset of the destination's chunk
+    regions: dict[str, dict[tuple[int, ...], list[ReadPart]]] = {}  # by key and offset of the destination's chunk
     for item in items:
         if item.type == LoadItemType.TENSOR and 0 not in item.lengths:
             stored_at = tuple(item.storage_index.offset or ())
-            region = Region(tuple(item.dest_offsets), tuple(item.lengths), stored_at)
+            region = ReadPart(tuple(item.dest_offsets), tuple(item.lengths), stored_at)
             chunks = regions.setdefault(item.dest_index.fqn, {})
             chunks.setdefault(tuple(item.dest_index.offset or ()), []).append(region)
     for key, value in requested.items():
@@ -220,7 +220,7 @@ def check_coverage(requested: Mapping[str, Any], items: Iterable[ReadItem]) -> I
 
 
 def _check_tensor(
-    key: str, local_numel: int, regions_by_chunk: Mapping[tuple[int, ...], list[Region]]
+    key: str, local_numel: int, regions_by_chunk: Mapping[tuple[int, ...], list[ReadPart]]
 ) -> Iterator[Problem]:
     overlaps = [pair for regions in regions_by_chunk.values() if (pair := overlapping(regions)) is not None]
     for first, second in overlaps[:1]:
@@ -239,7 +239,7 @@ def _local_numel(value: Tensor) -> int:
     return sum(getattr(shard, "tensor", shard).numel() for shard in local_shards())
 
 
-def overlapping(regions: list[Region]) -> tuple[Region, Region] | None:
+def overlapping(regions: list[ReadPart]) -> tuple[ReadPart, ReadPart] | None:
     """Two regions that have elements in common, or ``None``.
 
     Regions that a plane separates cannot overlap, so the list is divided along one dimension after the other until a
@@ -261,9 +261,9 @@ def overlapping(regions: list[Region]) -> tuple[Region, Region] | None:
     return None
 
 
-def _divided(regions: list[Region]) -> list[list[Region]]:
+def _divided(regions: list[ReadPart]) -> list[list[ReadPart]]:
     for dim in range(len(regions[0].offsets)):
-        parts: list[list[Region]] = []
+        parts: list[list[ReadPart]] = []
         end = -1
         for region in sorted(regions, key=lambda region: region.offsets[dim]):
             if region.offsets[dim] >= end:
@@ -275,7 +275,7 @@ def _divided(regions: list[Region]) -> list[list[Region]]:
     return [regions]
 
 
-def _overlap(first: Region, second: Region) -> bool:
+def _overlap(first: ReadPart, second: ReadPart) -> bool:
     return all(
         a < b + b_size and b < a + a_size
         for a, a_size, b, b_size in zip(first.offsets, first.sizes, second.offsets, second.sizes, strict=True)

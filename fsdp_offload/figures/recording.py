@@ -66,7 +66,7 @@ def record_iterations(model: nn.Module, optimizer: torch.optim.Optimizer, folder
     check_matplotlib()
     recording = Recording(Path(folder))
     recording.folder.mkdir(parents=True, exist_ok=True)
-    recorder = _Recorder(model, optimizer)
+    recorder = _IterationRecorder(model, optimizer)
     activities = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -86,7 +86,7 @@ def record_iterations(model: nn.Module, optimizer: torch.optim.Optimizer, folder
 
 
 @dataclass(eq=False)
-class _Recorder:
+class _IterationRecorder:
     """Hooks of one model and one optimizer."""
 
     model: nn.Module

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 
 from fsdp_offload.checkpoint import chunks_of, load_checks, with_chunks
-from fsdp_offload.checkpoint.load_checks import Region, overlapping
+from fsdp_offload.checkpoint.load_checks import ReadPart, overlapping
 from fsdp_offload.checkpoint.load_planner import load
 from tests.loading import WHOLE, edit_metadata, memory_of, one_rank, ragged, refused, sharded
 
@@ -135,15 +135,15 @@ def test_overlaps_in_many_chunks_are_found_without_comparing_pairs(monkeypatch: 
     compared = []
     overlap = load_checks._overlap
     monkeypatch.setattr(load_checks, "_overlap", lambda *pair: compared.append(pair) or overlap(*pair))
-    assert overlapping([Region((i, 0), (1, 7), (i, 0)) for i in range(4096)]) is None
-    grid = [Region((8 * i, 8 * j), (8, 8), (8 * i, 8 * j)) for i in range(64) for j in range(64)]
+    assert overlapping([ReadPart((i, 0), (1, 7), (i, 0)) for i in range(4096)]) is None
+    grid = [ReadPart((8 * i, 8 * j), (8, 8), (8 * i, 8 * j)) for i in range(64) for j in range(64)]
     assert overlapping(grid) is None
     bounds = range(0, 4001 * 5, 5)
     flat = [chunks_of((2001, 10), pair).chunks for pair in itertools.pairwise(bounds)]
-    column = [Region(c.offsets, c.sizes, c.offsets) for chunks in flat for c in chunks]
+    column = [ReadPart(c.offsets, c.sizes, c.offsets) for chunks in flat for c in chunks]
     assert overlapping(column) is None
     assert compared == []
-    extra = Region((503, 503), (2, 2), (503, 503))
+    extra = ReadPart((503, 503), (2, 2), (503, 503))
     assert extra in (overlapping([*grid, extra]) or ())
     assert 0 < len(compared) < 20
 
@@ -162,11 +162,11 @@ def chunk(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> ChunkStorageMetad
     return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
 
 
-def random_region(generator: random.Random, shape: tuple[int, ...]) -> Region:
+def random_region(generator: random.Random, shape: tuple[int, ...]) -> ReadPart:
     offsets = tuple(generator.randrange(size) for size in shape)
     sizes = tuple(generator.randint(1, size - offset) for size, offset in zip(shape, offsets, strict=True))
-    return Region(offsets, sizes, offsets)
+    return ReadPart(offsets, sizes, offsets)
 
 
-def elements(region: Region) -> Iterator[tuple[int, ...]]:
+def elements(region: ReadPart) -> Iterator[tuple[int, ...]]:
     return itertools.product(*(range(o, o + s) for o, s in zip(region.offsets, region.sizes, strict=True)))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_offload.bench.step import Implementation, Kind, MasterWeights, optimizer_maker, plain_model
+from fsdp_offload.bench.step import AdamKind, Implementation, MasterWeights, optimizer_maker, plain_model
 from fsdp_offload.policy import MasterKind
 
 PARAMS = [nn.Parameter(torch.ones(2, dtype=torch.bfloat16))]
@@ -14,7 +14,7 @@ PARAMS = [nn.Parameter(torch.ones(2, dtype=torch.bfloat16))]
 
 def test_adamw_has_the_implementation_that_was_asked_for() -> None:
     fused, foreach = (
-        optimizer_maker(Kind.ADAMW, implementation, MasterWeights.FP32)(PARAMS) for implementation in Implementation
+        optimizer_maker(AdamKind.ADAMW, implementation, MasterWeights.FP32)(PARAMS) for implementation in Implementation
     )
     assert (fused.defaults["fused"], fused.defaults["foreach"]) == (True, False)
     assert (foreach.defaults["fused"], foreach.defaults["foreach"]) == (False, True)
@@ -35,9 +35,9 @@ def test_transformer_engine_that_is_not_installed_is_one_line(monkeypatch: pytes
     with pytest.raises(
         SystemExit, match=r"--optimizer te needs Transformer Engine \(pip install 'fsdp-offload\[te\]'\)"
     ):
-        optimizer_maker(Kind.TE, Implementation.FUSED, MasterWeights.NONE)
+        optimizer_maker(AdamKind.TE, Implementation.FUSED, MasterWeights.NONE)
 
 
 def test_transformer_engine_has_masters_of_its_own() -> None:
     with pytest.raises(SystemExit, match="masters of its own"):
-        optimizer_maker(Kind.TE, Implementation.FUSED, MasterWeights.FP32)
+        optimizer_maker(AdamKind.TE, Implementation.FUSED, MasterWeights.FP32)
