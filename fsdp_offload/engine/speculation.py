@@ -207,6 +207,7 @@ class Speculation:
             self.unavailable = "there is no way back for parameters that live on the host"
         self._layout: object = None  # of the buckets for which there is memory
         self._way_back: WayBack | None = None
+        self._takeable: frozenset[int] = frozenset()  # buckets that may be updated early, of that layout
         self._is_on = False
         self._watched: list[TensorWeakRef] = []
         self._pending: list[_Scaling] = []  # of used gradients, put off
@@ -223,19 +224,15 @@ class Speculation:
     @property
     def is_ready(self) -> bool:
         """Whether updates may run ahead of what becomes of their gradients."""
-        return self._is_on and self._way_back is not None and not self.unavailable
+        return self._is_on and self._way_back is not None and bool(self._takeable) and not self.unavailable
 
-    @property
-    def is_watching(self) -> bool:
-        """Whether there is anything to be learnt from what is done with gradients."""
-        return self._policy.updates_in_backward
+    def forget_places(self) -> None:
+        """State may be in other buckets from now on; what there is memory for is found after the next step."""
+        self._layout, self._takeable = None, frozenset()
 
     def may_update(self, number: int) -> bool:
         """Whether the update of a bucket can be taken back. Others wait for ``step()``."""
-        way_back = self._way_back
-        if self.blocked or way_back is None or number not in way_back:
-            return False
-        return all(_can_be_taken_back(shard) for shard in self._plan[number].covers())
+        return number in self._takeable and not self.blocked
 
     def keep_ahead(self, numbers: Iterable[int]) -> None:
         """The last forward before a step uses the parameters of these buckets, and nothing is updated yet."""
@@ -247,7 +244,7 @@ class Speculation:
 
     def begin(self, states: StateStore) -> Speculated | None:
         """A step begins in the backward. ``None`` if nothing of it is to be updated there."""
-        if not self.is_ready or self.blocked:
+        if not self.is_ready or self.blocked or self._is_read():
             return None
         assert self._way_back is not None
         self._pipeline.before_load = self._way_back.keep
@@ -266,9 +263,14 @@ class Speculation:
         self._way_back.note_updated(number)
         step.note_used(shards)
 
+    def _is_read(self) -> bool:
+        """Whether somebody reads a place into which state would be stored, for an asynchronous save."""
+        shards = dict.fromkeys(shard for number in self._takeable for shard in self._plan[number].covers())
+        return any(shard.places[1 - shard.side].is_read() for shard in shards)
+
     def stores_elsewhere(self, shards: Iterable[StateShard]) -> list[StateShard]:
         """Those of ``shards`` that a step is to store into their other place."""
-        return [shard for shard in shards if _can_be_taken_back(shard)]
+        return [shard for shard in shards if self._takeable.issuperset(shard.buckets)]
 
     def problem_of(self, step: Speculated) -> str:
         """What was done to gradients that were used; empty if nothing. Waits for what they are scaled by."""
@@ -340,9 +342,9 @@ class Speculation:
             self._way_back.forget()
         if self._learns_later:
             self._learns_later = False
-            self._note(not self._flags[1].get())
+            self._history.append(not self._flags[1].get())
         if self._changed or self._all_one is None:
-            self._note(self._changed)
+            self._history.append(self._changed)
         else:
             self._flags, self._learns_later = self._flags[::-1], True
         self._changed = self.blocked = False
@@ -353,9 +355,6 @@ class Speculation:
         if self._is_on and layout is not self._layout:
             self._layout = layout
             self._take_memory()
-
-    def _note(self, changed: bool) -> None:
-        self._history.append(changed)
 
     def _decide(self) -> None:
         if not self._history:
@@ -388,7 +387,7 @@ class Speculation:
     def _take_memory(self) -> None:
         """Take what it needs to take a step back, if there is as much."""
         plan = self._plan
-        numbers = [number for number in range(plan.bucket_count) if all(map(_is_takeable, plan[number].covers()))]
+        numbers = _takeable_buckets(plan)
         kept = self._way_back is not None and self._way_back.fits(numbers)
         needed_bytes = plan.spare_nbytes() + (0 if kept else parameter_nbytes(plan, numbers))
         self._pipeline.synchronize()
@@ -400,6 +399,7 @@ class Speculation:
             plan.take_spare_homes()
             if not kept:
                 self._way_back = WayBack(plan, self._pipeline, numbers, self._device, pin=self._pin)
+            self._takeable = frozenset(numbers)
         except (MemoryError, RuntimeError) as error:
             self._way_back = None
             self.unavailable = f"to take a step back needs {needed_bytes} bytes of host memory ({error})"
@@ -482,6 +482,11 @@ def _is_takeable(shard: StateShard) -> bool:
     return not (shard.resident or shard.on_host or shard.layout.left_out) and is_flat(shard.param)
 
 
-def _can_be_taken_back(shard: StateShard) -> bool:
-    """Whether there is one now: nobody else may read the place into which its state would be stored."""
-    return _is_takeable(shard) and len(shard.places) > 1 and not shard.places[1 - shard.side].is_read()
+def _takeable_buckets(plan: Plan) -> list[int]:
+    """Buckets with nothing but shards all of which is in such buckets: ranges of a parameter are updated in order."""
+    left = {number for number in range(plan.bucket_count) if all(map(_is_takeable, plan[number].covers()))}
+    while True:
+        torn = {n for n in left if any(not left.issuperset(shard.buckets) for shard in plan[n].covers())}
+        if not torn:
+            return sorted(left)
+        left -= torn

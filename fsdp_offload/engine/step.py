@@ -107,6 +107,7 @@ class Stepping:
             self._pipeline.host.forget()
         self._bound.clear()
         self._schedules.clear()
+        self.speculation.forget_places()
         self.last = ()
         self.layout = object()
 

@@ -394,6 +394,52 @@ def test_a_home_that_is_read_is_not_written(mesh: DeviceMesh) -> None:
     assert committed[1] == committed[0] + 1  # into the spare homes, which nobody reads
 
 
+class FinishingSoon(Reading):
+    """Is done when it has been asked so many times."""
+
+    def __init__(self, asked: int) -> None:
+        super().__init__()
+        self.left = asked
+
+    def is_reading(self) -> bool:
+        self.left -= 1
+        self.reading = self.reading and self.left > 0
+        return self.reading
+
+
+@pytest.mark.parametrize("asked", [1, 60, 200, 300, 500, 1000])
+def test_a_writer_that_finishes_in_a_backward(mesh: DeviceMesh, asked: int) -> None:
+    """Where state is stored has been decided by then: what would go into its old home waits for ``step()``."""
+    plain, loop = pair(mesh, policy_of())
+    train(plain, [NEVER] * 5)
+    train(loop, [NEVER] * 5)
+    engine = vars(loop.optimizer)["_offload_engine"].engine
+    engine.wait_all_home()
+    spare = [shard.places[1 - shard.side] for shard in engine.plan.shards.values()]
+    engine.lending.lend(FinishingSoon(asked), spare[1::2])
+    for at in range(5, 8):
+        for each in (plain, loop):
+            clipped_step(each, at, ALWAYS if at == 5 else NEVER)
+        assert same(plain, loop), at
+
+
+def test_state_that_comes_to_stay_between_two_steps(mesh: DeviceMesh) -> None:
+    """As what "auto" measures may want it: it has no second home then."""
+    plain, loop = pair(mesh, policy_of())
+    train(plain, [NEVER] * 5)
+    train(loop, [NEVER] * 5)
+    engine = vars(loop.optimizer)["_offload_engine"].engine
+    kept = engine.steps.buckets_of(loop.model.blocks[1].parameters())
+    engine.keep_on_device(kept, loop.optimizer.state.unwaited)
+    committed = speculation_of(loop).committed
+    for at in range(5, 10):
+        for each in (plain, loop):
+            clipped_step(each, at, ALWAYS if at == 8 else NEVER)
+        assert same(plain, loop), at
+    assert speculation_of(loop).committed > committed
+    assert speculation_of(loop).taken_back == 1
+
+
 @pytest.mark.parametrize("nth", [1, 4])
 def test_an_update_that_fails_in_the_backward(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, nth: int) -> None:
     """Parameters, state and counters are those from before it; fully_shard itself does not go on after that."""
