@@ -328,7 +328,7 @@ def wait_on(stream: torch.Stream | None, lane: Lane, mark: Mark) -> None:
 
 def stream_mark(stream: torch.Stream | None, lane: Lane) -> Mark:
     """A mark at the current end of ``stream``, or of ``lane`` where it is ``None`` or on the CPU."""
-    if stream is None or stream.device.type == "cpu":
+    if stream is None or isinstance(stream, torch.cpu.Stream):
         return lane.mark()
     mark = StreamMark(stream.device)
     stream.record_event(mark.event)
