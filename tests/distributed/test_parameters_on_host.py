@@ -1,0 +1,189 @@
+"""Parameters that live on the host, on several ranks: any sharding, the same bits, files and collectives."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed import distributed_c10d
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.optim import Optimizer
+
+from fsdp_offload.engine.engine import engine_of
+from fsdp_offload.torch_compat.dtensor import local_shard
+from tests.distributed import models
+from tests.distributed.launch import mesh, run_cases, spawn
+from tests.distributed.models import Net, ShardNet, batch, build, decay_groups
+from tests.overlapping import POLICIES
+from tests.parity import attach, leaves, same_bits
+from tests.policies import with_share
+
+pytestmark = pytest.mark.distributed
+
+Make = Callable[[Net], Optimizer]
+
+
+def shard_by_two_after_forward(net: Net) -> None:
+    models.shard_groups(net, mesh=mesh(dist.get_world_size()), reshard_after_forward=2)
+
+
+def stay_gathered(net: Net) -> None:
+    models.shard_groups(net, mesh=mesh(dist.get_world_size()), reshard_after_forward=False)
+
+
+def gather_ahead(net: Net) -> None:
+    models.shard_even(net)
+    net.set_modules_to_forward_prefetch(list(net.blocks))
+    net.blocks[1].set_modules_to_backward_prefetch([net.blocks[0]])
+
+
+EVERYWHERE: tuple[ShardNet, ...] = (
+    *(models.shard_even, models.shard_root_only, models.shard_columns, models.shard_mixed_precision),
+    *(models.shard_bfloat16, stay_gathered, gather_ahead),
+)
+FOUR: tuple[ShardNet, ...] = (models.shard_hybrid, models.shard_tensor_parallel, shard_by_two_after_forward)
+
+
+def adamw(net: Net) -> Optimizer:
+    return torch.optim.AdamW(decay_groups(net), lr=1e-2)
+
+
+def muon(net: Net) -> Optimizer:
+    return torch.optim.Muon([param for param in net.parameters() if param.dim() == 2], lr=0.02, ns_steps=1)
+
+
+class Training:
+    def __init__(self, shard: ShardNet, fields: dict[str, Any] | None, make: Make = adamw, **options: Any) -> None:
+        self.net = build(shard, **options)
+        self.optimizer = make(self.net)
+        self.losses: list[Tensor] = []
+        self.step = 0
+        if fields is not None:
+            policy = with_share(**{"bucket_bytes": 1024, "passing": 5 * 1024, "parameters": True, **fields})
+            attach(self.optimizer, model=self.net, policy=policy)
+
+    def train(self, steps: int, *, micro_batches: int = 1) -> None:
+        for _ in range(steps):
+            for micro in range(micro_batches):
+                loss = self.net(batch(100 * self.step + 10 * micro + self.net.data_rank))
+                loss.backward()
+                self.losses.append(loss.detach())
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            if self.step % 3 == 1:
+                with torch.no_grad():
+                    self.losses.append(self.net(batch(999), extra=False))
+            self.step += 1
+
+    def states(self) -> dict[str, Any]:
+        return {
+            "model": get_model_state_dict(self.net),
+            "optimizer": get_optimizer_state_dict(self.net, self.optimizer),
+        }
+
+    def load(self, states: dict[str, Any]) -> None:
+        set_model_state_dict(self.net, states["model"])
+        set_optimizer_state_dict(self.net, self.optimizer, optim_state_dict=states["optimizer"])
+
+    def everything(self) -> dict[str, Tensor]:
+        found = {f"loss {number}": loss for number, loss in enumerate(self.losses)}
+        for name, param in self.net.state_dict().items():
+            found[name] = local_shard(param.detach())
+        for name, param in self.net.named_parameters():
+            for key, value in sorted(self.optimizer.state.get(param, {}).items()):
+                found |= {f"{name} {key} {number}": leaf for number, leaf in enumerate(leaves(value))}
+        return found
+
+
+def differences(plain: Training, host: Training) -> list[str]:
+    one, other = plain.everything(), host.everything()
+    assert one.keys() == other.keys()
+    return [name for name in one if not same_bits(one[name], other[name])]
+
+
+def sequence_numbers() -> list[int]:
+    """Of all process groups that FSDP2 may use: how much has been issued on each."""
+    groups = [group for group in distributed_c10d._world.pg_map if group.size() > 1]
+    return [group._get_sequence_number_for_group() for group in groups]
+
+
+def compare(shard: ShardNet, fields: dict[str, Any], make: Make = adamw, **options: Any) -> list[str]:
+    """The same bits, by the same collectives."""
+    plain, host = Training(shard, None, make, **options), Training(shard, fields, make, **options)
+    problems = []
+    counts = []
+    for one in (plain, host):
+        one.train(4, micro_batches=2)
+        before = sequence_numbers()
+        one.train(2, micro_batches=2)
+        counts.append([now - then for now, then in zip(sequence_numbers(), before, strict=True)])
+    if counts[0] != counts[1]:
+        problems.append(f"collectives {counts}")
+    engine = engine_of(host.optimizer)
+    homes = [shard.home.weights for shard in engine.plan.shards.values() if shard.sharded is not None]
+    if not homes or any(home is None for home in homes):
+        problems.append("parameters are not at home")
+    return problems + differences(plain, host)
+
+
+def run_layouts(rank: int, world_size: int, shards: tuple[ShardNet, ...]) -> None:
+    del rank, world_size
+    cases: dict[str, Any] = {
+        f"{shard.__name__}, {name}": partial(compare, shard, fields)
+        for shard in shards
+        for name, fields in POLICIES.items()
+    }
+    if models.shard_even in shards:
+        cases |= {f"tied, {name}": partial(compare, models.shard_even, POLICIES[name], tied=True) for name in POLICIES}
+        cases |= {f"muon, {name}": partial(compare, models.shard_even, POLICIES[name], muon) for name in POLICIES}
+    run_cases(cases)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_layouts(world_size: int, tmp_path: Path) -> None:
+    """With 3 ranks no parameter divides evenly, and some have nothing on the last."""
+    spawn(run_layouts, world_size, tmp_path, EVERYWHERE)
+
+
+def test_layouts_of_four(tmp_path: Path) -> None:
+    spawn(run_layouts, 4, tmp_path, FOUR)
+
+
+def save(folder: Path, name: str) -> list[str]:
+    plain, host = Training(models.shard_even, None), Training(models.shard_even, POLICIES[name])
+    for one, where in ((plain, "plain"), (host, "host")):
+        one.train(4)
+        dcp.save(one.states(), checkpoint_id=folder / where)
+    return differences(plain, host)
+
+
+def resume(folder: Path, name: str) -> list[str]:
+    """Each from the other's file."""
+    plain, host = Training(models.shard_even, None), Training(models.shard_even, POLICIES[name])
+    for one, where in ((plain, "host"), (host, "plain")):
+        one.train(1)  # its own parameters are on their way when others come
+        states = one.states()
+        dcp.load(states, checkpoint_id=folder / where)
+        one.load(states)
+        one.train(4)
+    return differences(plain, host)
+
+
+def run_checkpoints(rank: int, world_size: int, folder: Path, action: Callable[[Path, str], list[str]]) -> None:
+    del rank, world_size
+    run_cases({name: partial(action, folder / name, name) for name in POLICIES})
+
+
+def test_saved_on_two_ranks_and_resumed_on_three(tmp_path: Path) -> None:
+    spawn(run_checkpoints, 2, tmp_path, tmp_path, save)
+    spawn(run_checkpoints, 3, tmp_path, tmp_path, resume)
