@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..optimizers import Traits
+from ..optimizers import Capabilities
 from ..optimizers.shared_values import ENGINE_ATTRIBUTE
 from ..policy import OffloadPolicy
 from ..state.layout import leaves_of
@@ -66,19 +66,21 @@ def check_attachable(optimizer: Optimizer) -> None:
             )
 
 
-def check_traits(optimizer: Optimizer, traits: Traits, policy: OffloadPolicy, names: Mapping[Tensor, str]) -> None:
+def check_capabilities(
+    optimizer: Optimizer, capabilities: Capabilities, policy: OffloadPolicy, names: Mapping[Tensor, str]
+) -> None:
     """Refuse optimizers that cannot be offloaded, and masters where one cannot be run on them, or has its own."""
-    if traits.refusal:
-        raise ValueError(f"offload_optimizer: {traits.refusal}")
-    if policy.host_fraction and not traits.takes_host:
+    if capabilities.refusal:
+        raise ValueError(f"offload_optimizer: {capabilities.refusal}")
+    if policy.host_fraction and not capabilities.takes_host:
         raise ValueError(
             f"offload_optimizer: host_fraction={policy.host_fraction!r} is for the elementwise optimizers of "
             f"torch.optim, which can update on the CPU, and {type(optimizer).__name__} is not one of them. Leave it 0"
-            f"{traits.habits.instead_of_host_fraction}."
+            f"{capabilities.conventions.instead_of_host_fraction}."
         )
     if policy.master_weights == "none":
         return
-    if not traits.takes_masters:
+    if not capabilities.takes_masters:
         raise ValueError(
             f"offload_optimizer: master_weights={policy.master_weights!r} is for the elementwise optimizers of "
             f"torch.optim, and {type(optimizer).__name__} is not one of them. Leave it 'none', or shard an fp32 model "
@@ -195,7 +197,7 @@ def names_by_place(optimizer: Optimizer) -> dict[Tensor, str]:
 
 
 def check_params(
-    traits: Traits,
+    capabilities: Capabilities,
     params: list[Tensor],
     names: Mapping[Tensor, str],
     device: torch.device | None = None,
@@ -222,9 +224,9 @@ def check_params(
                 f"offload_optimizer: {names[param]} is on the host, where materialize_on_host or another optimizer has "
                 "put it. Write policy=OffloadPolicy(parameters=True)."
             )
-        if traits.refuses_dtensor and is_dtensor(param):
-            raise ValueError(f"offload_optimizer: {names[param]} is sharded. {traits.refuses_dtensor}")
-        if traits.elementwise and traits.habits.keeps_raw_state and has_inner_tensors(param):
+        if capabilities.refuses_dtensor and is_dtensor(param):
+            raise ValueError(f"offload_optimizer: {names[param]} is sharded. {capabilities.refuses_dtensor}")
+        if capabilities.elementwise and capabilities.conventions.keeps_raw_state and has_inner_tensors(param):
             raise ValueError(
                 f"offload_optimizer: {names[param]} is a {type(local).__name__}, which is made of other tensors; the "
                 "optimizer was attached without such parameters. Add the group first, then attach."

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from ..engine.engine import Engine, find_offloaded
 from ..model.hooks import group_numbers, make_overlap
-from ..optimizers import Traits, traits_for
+from ..optimizers import Capabilities, capabilities_for
 from ..planning.choices import Loop, auto_policy
 from ..policy import OffloadPolicy
 from ..report import OffloadReport, notes_of
@@ -32,9 +32,9 @@ from .attachment import (
 from .chain import offload_each
 from .checks import (
     check_attachable,
+    check_capabilities,
     check_lists,
     check_params,
-    check_traits,
     check_types,
     names_of_parameters,
     streamable,
@@ -111,13 +111,13 @@ def offload_optimizer(
     check_attachable(target)
     params = [param for group in target.param_groups for param in group["params"]]
     names = names_of_parameters(target, model)
-    traits = traits_for(target)
-    check_traits(target, traits, policy, names)
+    capabilities = capabilities_for(target)
+    check_capabilities(target, capabilities, policy, names)
     check_lists(target)
-    device = check_params(traits, params, names, on_host=policy.parameters)
+    device = check_params(capabilities, params, names, on_host=policy.parameters)
     chosen = ""
     if given == "auto":
-        policy, chosen = _chosen(traits, params, model, loop)
+        policy, chosen = _chosen(capabilities, params, model, loop)
     elif loop != "any":
         raise ValueError(f"offload_optimizer: loop={loop!r} is a promise to policy='auto'; got policy={given!r}")
     if policy.pin_memory and device.type == "cpu":
@@ -127,15 +127,15 @@ def offload_optimizer(
         )
     together = group_numbers(model, policy)
     sharded = streamable(model, names) if policy.parameters else {}
-    engine = Engine(type(target), traits, policy, device, names, together, sharded)
+    engine = Engine(type(target), capabilities, policy, device, names, together, sharded)
     engine.tuning_of_policy = chosen
     states = OffloadedState(engine, target.state)
     # A frozen parameter gets room when it first has a gradient: reserving it would pin memory that nothing uses.
-    eager = traits.habits.state_without_gradient
+    eager = capabilities.conventions.state_without_gradient
     planned = {param for param in params if eager or is_trained(param) or target.state.get(param)}
     # Optimizers that draw random numbers do it parameter by parameter: only the group's order repeats theirs.
     order = params
-    if traits.elementwise:
+    if capabilities.elementwise:
         # As a forward needs them.
         order = list(dict.fromkeys([*(param for param in together if param in names), *names]))
     engine.add(target, [param for param in order if param in planned], states.unwaited)
@@ -225,7 +225,9 @@ def _watch_until_first_step(optimizer: Optimizer, attachment: Attachment, model:
         attachment.until_first_step.append(check)
 
 
-def _chosen(traits: Traits, params: Sequence[Tensor], model: nn.Module | None, loop: Loop) -> tuple[OffloadPolicy, str]:
+def _chosen(
+    capabilities: Capabilities, params: Sequence[Tensor], model: nn.Module | None, loop: Loop
+) -> tuple[OffloadPolicy, str]:
     """What ``policy="auto"`` means here; the same on every rank."""
     hides = "" if model is not None else "without model=... there is nothing to hide behind"
     if model is not None and not any(group.params for group in sharding_groups(model)):
@@ -234,8 +236,8 @@ def _chosen(traits: Traits, params: Sequence[Tensor], model: nn.Module | None, l
     policy, chosen = auto_policy(
         loop,
         hides=hides,
-        elementwise=traits.elementwise,
-        updates_early=traits.habits.reads_param_grad,
+        elementwise=capabilities.elementwise,
+        updates_early=capabilities.conventions.reads_param_grad,
         state_bytes=state_bytes,
         tensors=len(params),
     )

@@ -119,7 +119,7 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
         """
         engine = engine_of(self)
         engine.steps.check_usable("state_dict()")
-        if engine.habits.keeps_raw_state:
+        if engine.conventions.keeps_raw_state:
             return self._plain_class.state_dict(self)
         # Not that of the class, which converts what is on the device.
         saved = Optimizer.state_dict(self)
@@ -168,7 +168,7 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
         last = self.register_load_state_dict_pre_hook(check)
         first = self.register_load_state_dict_post_hook(install, prepend=True)
         try:
-            if engine.habits.keeps_raw_state:
+            if engine.conventions.keeps_raw_state:
                 self._plain_class.load_state_dict(self, state_dict)
             else:
                 Optimizer.load_state_dict(self, state_dict)
@@ -190,9 +190,11 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
         try:
             for param, name in names_by_place(self).items():
                 engine.names.setdefault(param, name)
-            check_params(engine.layouts.traits, params, engine.names, engine.device, on_host=engine.policy.parameters)
+            check_params(
+                engine.layouts.capabilities, params, engine.names, engine.device, on_host=engine.policy.parameters
+            )
             states = states_of(self, engine)
-            eager = engine.habits.state_without_gradient
+            eager = engine.conventions.state_without_gradient
             new = [param for param in params if param not in engine.plan.shards]  # others come from another group
             engine.add(self, [param for param in new if eager or is_trained(param)], states.unwaited)
         except Exception:
@@ -332,7 +334,7 @@ def _logical_step(self: OffloadedOptimizer, closure: Callable[[], Any] | None = 
         parked.bring_back()
     loss = None
     if closure is not None:
-        if not engine.layouts.traits.known:
+        if not engine.layouts.capabilities.known:
             raise RuntimeError(
                 f"{engine.cls.__name__} may evaluate the closure anywhere in its step, and a step in buckets cannot "
                 "repeat that. Call the closure yourself, then step() without it. Nothing has been changed."
@@ -348,7 +350,7 @@ def _logical_step(self: OffloadedOptimizer, closure: Callable[[], Any] | None = 
         states = states_of(self, engine).unwaited
         if attachment.overlap is not None:
             attachment.overlap.before_step()
-        if engine.habits.reads_param_grad:
+        if engine.conventions.reads_param_grad:
             check_gradients_are_read(self, engine.names)
         if engine.step(self, states, kwargs):
             attachment.has_updated = True

@@ -19,7 +19,7 @@ from ..device.arena import Region
 from ..device.host_limits import host_memory
 from ..device.lanes import Lane
 from ..device.link import DeviceLink
-from ..optimizers import Traits
+from ..optimizers import Capabilities
 from ..optimizers.masters import close_master, kept_dtype, open_master
 from ..planning.cpu_share import Rates, Traffic
 from ..policy import MasterKind
@@ -41,7 +41,7 @@ _ROUNDS = 3
 
 def measure(
     cls: type[Optimizer],
-    traits: Traits,
+    capabilities: Capabilities,
     optimizer: Optimizer,
     *,
     like: Tensor,
@@ -57,7 +57,7 @@ def measure(
 
     Args:
         cls: the optimizer's class.
-        traits: of that class.
+        capabilities: of that class.
         optimizer: whose hyperparameters count; nothing of it is changed.
         like: a parameter's local tensor on the device: its dtype counts.
         group: which param group it is in.
@@ -71,7 +71,7 @@ def measure(
     copies = Copies(link, pin=pin)
     lane = link.host_lanes(serial=False)[0]
     scratch = _Scratch(like.dtype, group, layout, master, bucket_bytes)
-    updates = _Updates(HostStep(cls, traits, optimizer, []), lane, scratch)
+    updates = _Updates(HostStep(cls, capabilities, optimizer, []), lane, scratch)
     worker.reserve(1, pin=pin)
     rounds = [_round(copies, updates, worker) for _ in range(_ROUNDS)]
     found = Rates(*map(statistics.median, zip(*rounds, strict=True)))

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..device.lanes import Lane, Mark, recorded
-from ..optimizers import Habits
+from ..optimizers import Conventions
 from ..optimizers.bound_range import BoundRange
 from ..optimizers.bucket_update import update_bucket
 from ..planning.buckets import aligned
@@ -95,7 +95,7 @@ class HostJob:
     moves: list[tuple[Tensor, Tensor]]
     step: HostStep
     states: HostStates
-    habits: Habits
+    conventions: Conventions
     lanes: tuple[Lane, Lane]
     hashers: tuple[Hasher, Hasher]
     after: tuple[Mark, ...]
@@ -220,7 +220,7 @@ class HostJob:
         try:
             groups = len(self.step.pinned)
             for ranges in _alike(self.ranges, self.states):
-                update_bucket(self.step.shadow, shared, self.habits, ranges, groups, self.states, {})
+                update_bucket(self.step.shadow, shared, self.conventions, ranges, groups, self.states, {})
         finally:
             for bound in self.ranges:
                 bound.gradient = None

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..device.lanes import Lane
-from ..optimizers import Traits
+from ..optimizers import Capabilities
 from ..optimizers.shadow import Shadow
 from ..optimizers.shared_values import SharedValues, instance_attributes
 from ..state.shard import StateShard
@@ -24,7 +24,7 @@ class HostStep:
     """Values that the buckets of one logical step share on the host; only the worker looks into them."""
 
     def __init__(
-        self, cls: type[Optimizer], traits: Traits, optimizer: Optimizer, shards: Iterable[StateShard]
+        self, cls: type[Optimizer], capabilities: Capabilities, optimizer: Optimizer, shards: Iterable[StateShard]
     ) -> None:
         """Note where the step starts. Tensors are copied: a scheduler may write them before they have been read."""
         attributes = instance_attributes(optimizer)
@@ -36,7 +36,7 @@ class HostStep:
         self.gradient_divisor = _gradient_divisor(attributes)
         complex_groups = {shard.group for shard in shards if shard.param.is_complex()}
         self.pinned = [
-            traits.host_options(group, with_complex=number in complex_groups)
+            capabilities.host_options(group, with_complex=number in complex_groups)
             for number, group in enumerate(optimizer.param_groups)
         ]
         self.shadow = Shadow(cls, without_hooks=nullcontext)  # those tables are the main thread's

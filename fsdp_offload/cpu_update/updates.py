@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from ..device.lanes import Mark
 from ..device.link import DeviceLink
-from ..optimizers import Traits
+from ..optimizers import Capabilities
 from ..optimizers.bound_range import BoundRange, local_range
 from ..state.shard import StateShard
 from ..state.store import StateStore, UserState
@@ -91,12 +91,19 @@ class HostUpdates:
     """
 
     def __init__(
-        self, cls: type[Optimizer], traits: Traits, link: DeviceLink, worker: HostWorker, *, serial: bool, pin: bool
+        self,
+        cls: type[Optimizer],
+        capabilities: Capabilities,
+        link: DeviceLink,
+        worker: HostWorker,
+        *,
+        serial: bool,
+        pin: bool,
     ) -> None:
         self.failure = ""
         self.creates = False
         self._cls = cls
-        self._traits = traits
+        self._capabilities = capabilities
         self._link = link
         self._worker = worker
         self._serial = serial
@@ -129,7 +136,7 @@ class HostUpdates:
     def begin(self, optimizer: Optimizer, shards: Iterable[StateShard]) -> HostStep:
         """Note where a logical step starts."""
         self._waited_seconds, self._after, self._submitted = 0.0, (), []
-        step = HostStep(self._cls, self._traits, optimizer, shards)
+        step = HostStep(self._cls, self._capabilities, optimizer, shards)
         self._created = step.created
         return step
 
@@ -158,7 +165,7 @@ class HostUpdates:
             states: of the optimizer.
             moving: shards whose state is to be in their other place afterwards.
         """
-        habits = self._traits.habits
+        conventions = self._capabilities.conventions
         bucket = self._mirror(number, ranges)
         sides = [1 - b.shard.side if b.shard in moving else b.shard.side for b in ranges]
         moves = [
@@ -169,7 +176,7 @@ class HostUpdates:
         ]
         grads: dict[int, Tensor] = {}
         for index, bound in enumerate(ranges):
-            grad = habits.gradient(bound.shard.param) if bound.shard.group >= 0 else None
+            grad = conventions.gradient(bound.shard.param) if bound.shard.group >= 0 else None
             if grad is not None:
                 local = local_shard(grad)
                 grads[index] = local if bound.whole else local_range(local, bound.start, bound.stop)
@@ -198,7 +205,7 @@ class HostUpdates:
             moves,
             step,
             HostStates(known, step.created),
-            habits,
+            conventions,
             self._lanes,
             self._hashers,
             self._after,

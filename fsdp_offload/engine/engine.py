@@ -25,7 +25,7 @@ from ..device.bucket_times import BucketTimes, StepTimes
 from ..device.iteration import IterationMarks
 from ..device.lanes import EventMark, HostMark, Mark
 from ..device.link import Allocated, DeviceLink, device_link
-from ..optimizers import Traits
+from ..optimizers import Capabilities
 from ..optimizers.learn import Layouts, layout_key
 from ..optimizers.masters import MASTER
 from ..optimizers.saved_form import as_kept, as_saved, drop_master, rebuild_master
@@ -71,7 +71,7 @@ class Engine:
     def __init__(
         self,
         cls: type[Optimizer],
-        traits: Traits,
+        capabilities: Capabilities,
         policy: OffloadPolicy,
         device: torch.device,
         names: dict[Tensor, str],
@@ -80,14 +80,14 @@ class Engine:
     ) -> None:
         self.cls = cls
         self.policy = policy
-        self.share = device_share(policy, elementwise=traits.elementwise)
+        self.share = device_share(policy, elementwise=capabilities.elementwise)
         self.loads_in_backward = False
         self.holds_back = False
         self.alone: PartsAlone | None = None
         self.device = device
         self.names = names
-        self.layouts = Layouts(cls, traits, policy.master_weights)
-        self.habits = traits.habits
+        self.layouts = Layouts(cls, capabilities, policy.master_weights)
+        self.conventions = capabilities.conventions
         self.pinned = device.type != "cpu" if policy.pin_memory is None else policy.pin_memory
         self._link: DeviceLink = device_link(device)
         for one in sharded.values():
@@ -96,7 +96,7 @@ class Engine:
         self.tuning_of_host = ""  # what "auto" has chosen, and why
         if policy.host_fraction:
             worker = host_worker(device)
-            self.host = HostUpdates(cls, traits, self._link, worker, serial=policy.runs_serially, pin=self.pinned)
+            self.host = HostUpdates(cls, capabilities, self._link, worker, serial=policy.runs_serially, pin=self.pinned)
         self._pipeline = Pipeline(
             self._link,
             serial=policy.runs_serially,
@@ -168,7 +168,7 @@ class Engine:
         self._param_ids = []  # look at the groups again
         for param in params:
             state = states.get(param)
-            for name in state.keys() - self.habits.without_dispensable(param, state).keys():
+            for name in state.keys() - self.conventions.without_dispensable(param, state).keys():
                 del state[name]
         self._pipeline.synchronize()  # places in the ring may change, and waits know only the new ones
         self.plan.add(optimizer, params, states, self.names)
@@ -208,7 +208,7 @@ class Engine:
             )
             return
         rates, traffic = measure(
-            *(self.cls, self.layouts.traits, optimizer),
+            *(self.cls, self.layouts.capabilities, optimizer),
             like=local_shard(like),
             group=group,
             layout=layout,
@@ -273,16 +273,16 @@ class Engine:
         self._follow_groups(optimizer, states)
         self.add(optimizer, [param for param in loaded if param not in self.plan.shards], states)
         self.lending.wait()
-        if self.habits.keeps_raw_state:
+        if self.conventions.keeps_raw_state:
             for param, saved in loaded.items():
                 states.of(param).update(saved)
             adopt((self.plan.shards[param], states.of(param)) for param in loaded)
         for param, saved in loaded.items():
             shard, state = self.plan.shards[param], states.of(param)
-            if not self.habits.keeps_raw_state:
-                state.update(as_kept(self.habits, optimizer, shard, saved))
+            if not self.conventions.keeps_raw_state:
+                state.update(as_kept(self.conventions, optimizer, shard, saved))
                 adopt([(shard, state)])
-            if rebuild_master(self.habits, optimizer, shard, state):
+            if rebuild_master(self.conventions, optimizer, shard, state):
                 adopt([(shard, state)])
         self.steps.failure = ""
 
@@ -296,7 +296,7 @@ class Engine:
             empty: what it holds means nothing; it is to be loaded into.
         """
         homes = self.plan.shards[param].homes if param in self.plan.shards else {}
-        return as_saved(self.habits, optimizer, param, state, homes, empty=empty)
+        return as_saved(self.conventions, optimizer, param, state, homes, empty=empty)
 
     def reserved_state(self, optimizer: Optimizer, states: StateStore) -> dict[Tensor, UserState]:
         """What parameters without state have room for: their homes, and counters like those they will get, at zero.
@@ -605,7 +605,7 @@ class Engine:
 
     def _shards_with_grad(self, optimizer: Optimizer, states: StateStore) -> list[StateShard]:
         """The shards to update. Takes over parameters that have a gradient for the first time, and exchanged state."""
-        eager, gradient = self.habits.state_without_gradient, self.habits.gradient
+        eager, gradient = self.conventions.state_without_gradient, self.conventions.gradient
         new = [param for param in self._unplanned if eager or gradient(param) is not None]
         for param in (*new, *self.plan.shards):
             grad = gradient(param)
@@ -667,7 +667,7 @@ class Engine:
 
     def _check_state_is_complete(self, optimizer: Optimizer, shards: Sequence[StateShard], states: StateStore) -> None:
         """The optimizers of torch look for all of their state once there is some; better before a step than in it."""
-        if not self.layouts.traits.known:
+        if not self.layouts.capabilities.known:
             return
         for shard in shards:
             state = states.get(shard.param)
@@ -723,7 +723,7 @@ class Engine:
             steps.append(BucketStep(number, load=exists, store=moves))
         # State that is on the device already is updated while the first loads arrive. Not where the optimizer sees
         # DTensors: which buckets move differs between ranks, and its collectives must come in the same order.
-        resident_first = self.layouts.traits.elementwise
+        resident_first = self.layouts.capabilities.elementwise
         return tuple(sorted(steps, key=lambda step: (resident_first and step.store, step.bucket)))
 
     # Looking at it -----------------------------------------------------------------------------------------------

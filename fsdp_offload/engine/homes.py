@@ -215,7 +215,7 @@ class Plan:
             )
             if state and not described and master == "none":
                 layout = in_dtypes_of(layout, state)
-            on_locals = self._layouts.traits.elementwise
+            on_locals = self._layouts.capabilities.elementwise
             together = self._together.get(param, -1)
             shard = StateShard(param, name, on_locals, False, layout, group_of[param], master, together)
             shard.sharded = self._sharded.get(param)
@@ -256,7 +256,7 @@ class Plan:
         dtype = local.dtype if shard.master == "none" else torch.float32
         device_type = self._device.type
         if shard.on_host:
-            group = {**group, **self._layouts.traits.host_options(group, with_complex=local.is_complex())}
+            group = {**group, **self._layouts.capabilities.host_options(group, with_complex=local.is_complex())}
             device_type = "cpu"
         implementation = "fused" if group.get("fused") else "foreach" if group.get("foreach") else "for-loop"
         return (
@@ -264,7 +264,7 @@ class Plan:
             and local.numel() > 0
             and local.is_contiguous()
             and not shard.layout.left_out
-            and (implementation, device_type, dtype) in self._layouts.traits.cuttable
+            and (implementation, device_type, dtype) in self._layouts.capabilities.cuttable
         )
 
     def _choose_host(self, shards: Sequence[StateShard]) -> None:
@@ -533,7 +533,7 @@ class Plan:
                 begin = staged.placement.offset if staged.placement else 0
                 places = [begin + offset for offset in offsets]
                 # Optimizers of others may look at storages; those of torch that work on local tensors do not.
-                leaf = _view_leaf if self._layouts.traits.known and shard.on_locals else _slot_leaf
+                leaf = _view_leaf if self._layouts.capabilities.known and shard.on_locals else _slot_leaf
                 take = partial(leaf, block if block is not None else self._no_bytes, places)
                 values = slot_values(shard, piece.start, piece.stop, take)
                 weights = slot_weights(shard, piece.start, piece.stop, take)

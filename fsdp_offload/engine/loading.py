@@ -52,7 +52,7 @@ def check_loadable(engine: Engine, optimizer: Optimizer, state_dict: Mapping[str
     group_of = [index for index, size in enumerate(sizes) for _ in range(size)]
     for saved_id, param, index in zip(saved_ids, params, group_of, strict=True):
         saved = _without_none(state_dict["state"].get(saved_id), saved_id)
-        saved = engine.habits.without_dispensable(param, saved)
+        saved = engine.conventions.without_dispensable(param, saved)
         if saved:
             merged = {**groups[index], **{k: v for k, v in saved_groups[index].items() if k != "params"}}
             layout = _expected_layout(engine, optimizer, param, index, merged)
@@ -93,7 +93,9 @@ def _checked(
 ) -> UserState:
     expected = [*layout.values, *layout.scalars, *layout.left_out]
     # Only optimizers that we know have all of their state from the first step on.
-    needed = expected if engine.layouts.traits.known else [n for n in layout.values if n in current or not current]
+    needed = (
+        expected if engine.layouts.capabilities.known else [n for n in layout.values if n in current or not current]
+    )
     missing = [n for n in needed if n not in saved and not _will_be_rebuilt(layout, n)]
     extra = [n for n in saved if n not in expected and n not in current]
     if extra and expected and not missing and MASTER not in extra:
@@ -125,10 +127,10 @@ def _will_be_rebuilt(layout: StateLayout, name: str) -> bool:
 
 def _saved_leaves(engine: Engine, param: Tensor, name: str, value: ValueLayout) -> Sequence[LeafLayout]:
     """Return the leaves that a state dict has for a value that is kept so."""
-    if engine.habits.keeps_raw_state:
+    if engine.conventions.keeps_raw_state:
         return value.leaves
     first = value.leaves[0]
-    dtype = engine.habits.saved_dtype(name, first.dtype)
+    dtype = engine.conventions.saved_dtype(name, first.dtype)
     return [LeafLayout(first.shape, first.stride, dtype)]
 
 
@@ -137,7 +139,7 @@ def _home_like(engine: Engine, param: Tensor, value: ValueLayout) -> Tensor:
     if not is_dtensor(param):
         return param
     meta = [torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device="meta") for leaf in value.leaves]
-    if engine.layouts.traits.elementwise:
+    if engine.layouts.capabilities.elementwise:
         return over_local(param, meta[0])
     return value.build(meta)
 

@@ -201,7 +201,7 @@ class Speculation:
         self._device = device
         self._pin = pin
         self._method = weakref.WeakMethod(take_back)
-        if not layouts.traits.elementwise or not layouts.traits.known:
+        if not layouts.capabilities.elementwise or not layouts.capabilities.known:
             self.unavailable = "this optimizer does not work element by element, or is not in the tested table"
         elif policy.parameters:
             self.unavailable = "there is no way back for parameters that live on the host"

@@ -77,7 +77,7 @@ class Stepping:
         self._policy = policy
         self._names = names
         self._layouts = layouts
-        self._habits = layouts.traits.habits
+        self._conventions = layouts.capabilities.conventions
         self._plan = plan
         self._pipeline = pipeline
         self._lending = lending
@@ -142,7 +142,7 @@ class Stepping:
         self, optimizer: Optimizer, kwargs: Mapping[str, Any]
     ) -> tuple[SharedValues, LogicalStep, HostStep | None]:
         """What updates start from, beside parameters and state."""
-        logical = self._habits.begin(optimizer, kwargs)
+        logical = self._conventions.begin(optimizer, kwargs)
         host = self._pipeline.host
         on_host = None if host is None else host.begin(optimizer, self._plan.host_shards())
         return self._shared_values(optimizer, logical), logical, on_host
@@ -155,7 +155,7 @@ class Stepping:
         room_bytes: float = math.inf,
     ) -> None:
         """Issue what of a step may be issued now, with at most so much staging memory as there is room for."""
-        habits = self._habits
+        conventions = self._conventions
 
         def update(number: int) -> None:
             speculated = begun.speculated
@@ -173,9 +173,9 @@ class Stepping:
                 begun.note_updated(number)
                 return  # the gradients are held there
             with bare(self._seen_gradients(number)):
-                for ranges in same_order_on_ranks(self._bind(number), group_by_group=habits.group_by_group):
+                for ranges in same_order_on_ranks(self._bind(number), group_by_group=conventions.group_by_group):
                     update_bucket(
-                        *(begun.shadow, begun.shared, habits, ranges, begun.group_count),
+                        *(begun.shadow, begun.shared, conventions, ranges, begun.group_count),
                         *(states if speculated is None else speculated.states, begun.logical.kwargs),
                     )
             begun.note_updated(number)
@@ -184,7 +184,7 @@ class Stepping:
             if self._policy.runs_on_into_forward:
                 # Whoever clears gradients meanwhile must not free what an update is still to read.
                 covers = [shard.param for shard in self._plan[number].covers()]
-                self._held[number] = [(param, habits.gradient(param), begun) for param in covers]
+                self._held[number] = [(param, conventions.gradient(param), begun) for param in covers]
 
         try:
             with self._link.in_use:  # another thread's optimizer may want a larger ring
@@ -208,7 +208,7 @@ class Stepping:
 
     def _seen_gradients(self, number: int) -> list[Tensor]:
         """Gradients of a bucket that the optimizer sees itself: what it does with them is not what the loop does."""
-        grads = [self._habits.gradient(s.param) for s in self._plan[number].covers() if not s.on_locals]
+        grads = [self._conventions.gradient(s.param) for s in self._plan[number].covers() if not s.on_locals]
         return [grad for grad in grads if grad is not None]
 
     def finish(self, begun: BegunStep, states: StateStore) -> None:
@@ -247,7 +247,7 @@ class Stepping:
 
     def _without_gradient(self, params: Sequence[Tensor]) -> list[Tensor]:
         """What stands for the parameters of a group none of which has a gradient; made once."""
-        if not params or self._habits.state_without_gradient:
+        if not params or self._conventions.state_without_gradient:
             return []
         key = params[0].dim(), params[0].dtype
         if key not in self._stand_ins:
@@ -305,7 +305,7 @@ class Stepping:
     def _covered(self, steps: Iterable[BucketStep], *, with_gradient: bool = True) -> list[StateShard]:
         """The shards in these buckets, once each; only those with a gradient, or all."""
         shards = dict.fromkeys(shard for step in steps for shard in self._plan[step.bucket].covers())
-        gradient = self._habits.gradient
+        gradient = self._conventions.gradient
         return [s for s in shards if s.group >= 0 and not (with_gradient and gradient(s.param) is None)]
 
     # In the backward ---------------------------------------------------------------------------------------------
@@ -548,8 +548,8 @@ class Stepping:
             optimizer,
             pinned,
             logical.attributes,
-            self._habits.attributes_by_param,
-            writes_any_entry=not self._layouts.traits.known,
+            self._conventions.attributes_by_param,
+            writes_any_entry=not self._layouts.capabilities.known,
             copy_scheduled=self._policy.runs_on_into_forward,
             all_groups=self._layouts.needs_all_groups,
         )

@@ -303,7 +303,7 @@ def make_overlap(
         NotImplementedError: the same, and this torch's ``fully_shard`` has other hook points.
     """
     policy = engine.policy
-    if policy.updates_in_backward and not engine.habits.reads_param_grad:
+    if policy.updates_in_backward and not engine.conventions.reads_param_grad:
         raise ValueError(
             "offload_optimizer: overlap='iteration' uses gradients as fully_shard makes them, and this optimizer reads "
             "param.decoupled_grad, which is made later. Use overlap='forward'."

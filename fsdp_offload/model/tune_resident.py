@@ -40,7 +40,7 @@ class Rehearsal:
 
     def __init__(self, engine: Engine, groups: Sequence[Sequence[Tensor]]) -> None:
         # With DTensors updates may issue collectives: their order must be the same on every rank, whatever it measures.
-        elementwise = engine.layouts.traits.elementwise
+        elementwise = engine.layouts.capabilities.elementwise
         self._orders = engine.policy.updates_in_backward and elementwise
         self._keeps = engine.share.staying_is_learnt and elementwise
         self._groups = groups

@@ -31,7 +31,7 @@ class Elastic:
         self._groups = groups
         # Ranks have different room. Where loads wait for that, the updates behind them come at another point of the
         # backward on each rank, and the updates of an optimizer that is run on whole DTensors are collectives.
-        in_lockstep = engine.policy.updates_in_backward and not engine.layouts.traits.elementwise
+        in_lockstep = engine.policy.updates_in_backward and not engine.layouts.capabilities.elementwise
         self._wanted = engine.share.passing_is_learnt and not in_lockstep
         self._peak_at_attach_bytes = engine.allocated_bytes().peak if self._wanted else 0
         self._steps = 0

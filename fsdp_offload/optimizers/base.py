@@ -27,7 +27,7 @@ class LogicalStep:
     finish: Callable[[], None] = lambda: None
 
 
-class Habits:
+class Conventions:
     """Conventions of ``torch.optim``; an optimizer with others overrides what it does differently.
 
     Attributes:
@@ -86,7 +86,7 @@ class Habits:
 
 
 @dataclass(frozen=True)
-class Traits:
+class Capabilities:
     """Ways in which an optimizer may be run bucket by bucket.
 
     Attributes:
@@ -98,7 +98,7 @@ class Traits:
         refusal: why this class cannot be offloaded at all; empty if it can.
         refuses_dtensor: why it cannot be offloaded with sharded parameters; empty if it can.
         known: the class is in a tested table. An unknown one has to prove at attach that parameters are separable.
-        habits: in which way it differs from ``torch.optim``.
+        conventions: in which way it differs from ``torch.optim``.
     """
 
     elementwise: bool = False
@@ -108,7 +108,7 @@ class Traits:
     refusal: str = ""
     refuses_dtensor: str = ""
     known: bool = True
-    habits: Habits = field(default_factory=Habits)
+    conventions: Conventions = field(default_factory=Conventions)
 
     @property
     def takes_host(self) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..state.layout import is_wrapper, leaves_of
 from ..state.store import StateStore, UserState
 from ..torch_compat.dtensor import local_shard
-from . import Habits
+from . import Conventions
 from .bound_range import BoundRange, local_range
 from .fused_masters import AdamWStep, MasterRange, fits, is_exact, step_of_group, update_masters
 from .masters import MASTER, close_master, is_only_copy, let_weights_win, open_master
@@ -43,7 +43,7 @@ def same_order_on_ranks(ranges: Sequence[BoundRange], *, group_by_group: bool = 
 def update_bucket(
     shadow: Shadow,
     shared: SharedValues,
-    habits: Habits,
+    conventions: Conventions,
     ranges: Sequence[BoundRange],
     group_count: int,
     user_states: StateStore,
@@ -54,8 +54,8 @@ def update_bucket(
     Runs on the current stream. Gradients are taken from the user's parameters and are not kept.
     """
     ranges = [bound for bound in ranges if bound.shard.group >= 0]  # the user may have taken others out of their group
-    ranges = _with_gradient(ranges, habits)
-    ranges = _update_in_one_pass(shadow, shared, habits, ranges, user_states, kwargs)
+    ranges = _with_gradient(ranges, conventions)
+    ranges = _update_in_one_pass(shadow, shared, conventions, ranges, user_states, kwargs)
     if not ranges:
         return
     params: list[list[Tensor]] = [[] for _ in range(group_count)]
@@ -63,7 +63,7 @@ def update_bucket(
     existing = [user_states.get(bound.shard.param) for bound in ranges]
     seen = [_seen_by_optimizer(bound, user_state) for bound, user_state in zip(ranges, existing, strict=True)]
     for bound, param, user_state in zip(ranges, seen, existing, strict=True):
-        _hand_gradient(bound, param, habits)
+        _hand_gradient(bound, param, conventions)
         params[bound.shard.group].append(param)
         if user_state:
             state[param] = _in_slot(bound, user_state)
@@ -73,7 +73,7 @@ def update_bucket(
     finally:
         for bound, param in zip(ranges, seen, strict=True):
             if bound.is_alias:
-                habits.hand_gradient(param, None)
+                conventions.hand_gradient(param, None)
     for name, given in by_param.items():
         for bound, param in zip(ranges, seen, strict=True):
             if param in given:
@@ -84,15 +84,15 @@ def update_bucket(
             close_master(bound.shard.master, param, bound.param, bound.values[MASTER])
             result = {**(result or {}), MASTER: bound.values[MASTER]}
         if result is not None:
-            result = habits.without_dispensable(bound.param, result)
+            result = conventions.without_dispensable(bound.param, result)
             _commit(bound, result, user_state or user_states.of(bound.shard.param))
 
 
-def _with_gradient(ranges: list[BoundRange], habits: Habits) -> list[BoundRange]:
+def _with_gradient(ranges: list[BoundRange], conventions: Conventions) -> list[BoundRange]:
     """Without parameters that have no gradient: who shares a bucket with them differs between ranks."""
-    if habits.state_without_gradient:
+    if conventions.state_without_gradient:
         return ranges
-    return [b for b in ranges if b.gradient is not None or habits.gradient(b.shard.param) is not None]
+    return [b for b in ranges if b.gradient is not None or conventions.gradient(b.shard.param) is not None]
 
 
 def _seen_by_param(
@@ -109,7 +109,7 @@ def _seen_by_param(
 def _update_in_one_pass(
     shadow: Shadow,
     shared: SharedValues,
-    habits: Habits,
+    conventions: Conventions,
     ranges: Sequence[BoundRange],
     user_states: StateStore,
     kwargs: Mapping[str, Any],
@@ -126,7 +126,7 @@ def _update_in_one_pass(
             continue
         if number not in asked:
             asked[number] = step_of_group(shadow.cls, shared.group(number), shared.attributes)
-        step, grad = asked[number], _gradient(bound, habits)
+        step, grad = asked[number], _gradient(bound, conventions)
         first, second = (bound.values[name] for name in _MOMENTS)
         part = MasterRange(bound.param, grad, bound.values[MASTER], first, second, state["step"])  # type: ignore[arg-type]
         if step is None or not fits(part) or not is_exact(step, bound.shard.master, part):
@@ -151,17 +151,17 @@ def _seen_by_optimizer(bound: BoundRange, user_state: UserState) -> Tensor:
     return bound.param
 
 
-def _hand_gradient(bound: BoundRange, param: Tensor, habits: Habits) -> None:
-    grad = _gradient(bound, habits) if bound.is_alias else None
+def _hand_gradient(bound: BoundRange, param: Tensor, conventions: Conventions) -> None:
+    grad = _gradient(bound, conventions) if bound.is_alias else None
     if grad is not None:
-        habits.hand_gradient(param, grad.to(param.dtype) if bound.has_master else grad)
+        conventions.hand_gradient(param, grad.to(param.dtype) if bound.has_master else grad)
 
 
-def _gradient(bound: BoundRange, habits: Habits) -> Tensor | None:
+def _gradient(bound: BoundRange, conventions: Conventions) -> Tensor | None:
     """This rank's gradient of a range."""
     if bound.gradient is not None:
         return bound.gradient
-    grad = habits.gradient(bound.shard.param)
+    grad = conventions.gradient(bound.shard.param)
     if grad is None:
         return None
     if not bound.shard.on_locals:

@@ -15,7 +15,7 @@ from ..policy import MasterKind
 from ..state.layout import NotUnderstoodError, StateLayout, ValueLayout, describe_value
 from ..state.store import UserState
 from ..torch_compat.dtensor import compute_device, has_inner_tensors, is_dtensor, local_shard, over_local, placements_of
-from . import Traits
+from . import Capabilities
 from .masters import MASTER, kept_dtype, kind_for
 from .scratch import constructor_options, like_optimizer, notes_on, random_values, randomness_kept
 from .separability import judge
@@ -54,21 +54,21 @@ class Layouts:
     """Learns the state layouts of one optimizer, once for equal parameters in equal groups.
 
     Attributes:
-        traits: of its class.
+        capabilities: of its class.
         counters: entries of param groups that its own step changes.
         needs_all_groups: a bucket's step has to see all param groups, and not only those of its parameters.
         draws: its step draws random numbers, parameter by parameter.
     """
 
-    def __init__(self, cls: type[Optimizer], traits: Traits, masters: MasterKind = "none") -> None:
-        self.traits = traits
+    def __init__(self, cls: type[Optimizer], capabilities: Capabilities, masters: MasterKind = "none") -> None:
+        self.capabilities = capabilities
         self._cls = cls
         self._masters: MasterKind = masters
         self.counters: set[str] = set()
         self.needs_all_groups = False
         self.draws = False
         self._new_entries: dict[str, object] = dict(
-            traits.habits.group_counters
+            capabilities.conventions.group_counters
         )  # of param groups, as a first step leaves them
         self._learnt: dict[Any, StateLayout] = {}
         self._judged: set[Any] = set()
@@ -100,7 +100,7 @@ class Layouts:
         Raises:
             ValueError: it cannot; says what mixes parameters.
         """
-        if self.traits.known:
+        if self.capabilities.known:
             return
         key = tuple(
             (layout_key(group, self.counters), frozenset((param.dim(), param.dtype) for param in group["params"]))
@@ -121,7 +121,7 @@ class Layouts:
     def of_existing(self, param: Tensor, state: UserState) -> StateLayout:
         """The layout of state that the optimizer has created already."""
         layout = describe_state(state)
-        return layout_on_locals(layout, param) if self.traits.elementwise else layout
+        return layout_on_locals(layout, param) if self.capabilities.elementwise else layout
 
     def learn(self, optimizer: Optimizer, param: Tensor, group: Mapping[str, Any], name: str) -> StateLayout:
         """The layout of the state that ``optimizer`` would create for ``param`` in ``group``.
@@ -140,7 +140,7 @@ class Layouts:
             local.stride(),
             local.dtype,
             placements_of(param),
-            () if self.traits.known else _notes_key(param),
+            () if self.capabilities.known else _notes_key(param),
         )
         if key not in self._learnt:
             kind = self.master_of(param)
@@ -156,32 +156,32 @@ class Layouts:
         return self._learnt[key]
 
     def _learn(self, optimizer: Optimizer, param: Tensor, group: Mapping[str, Any], master: MasterKind) -> StateLayout:
-        traits = self.traits
-        initial = traits.habits.initial_state(optimizer, param)
+        capabilities = self.capabilities
+        initial = capabilities.conventions.initial_state(optimizer, param)
         if initial is not None:
-            return describe_state(traits.habits.without_dispensable(param, initial))
+            return describe_state(capabilities.conventions.without_dispensable(param, initial))
         generator = torch.Generator(compute_device(param)).manual_seed(0)
         dtype = local_shard(param).dtype if master == "none" else torch.float32
-        scratch = _small_like(param, dtype, generator) if traits.state_like_param else _like(param, generator)
-        if not traits.known:  # it may look at anything that is true of a parameter
+        scratch = _small_like(param, dtype, generator) if capabilities.state_like_param else _like(param, generator)
+        if not capabilities.known:  # it may look at anything that is true of a parameter
             scratch = nn.Parameter(scratch, param.requires_grad)
             scratch.__dict__.update(notes_on(param, tuple(param.shape)))
-        traits.habits.hand_gradient(scratch, _gradient_of(scratch, generator))
+        capabilities.conventions.hand_gradient(scratch, _gradient_of(scratch, generator))
         with randomness_kept(compute_device(param)), torch.no_grad():
             after, entries = self._first_step(optimizer, param, scratch, group)
         self._new_entries.update((name, value) for name, value in entries.items() if name not in group)
         if scratch not in after:
             return StateLayout({})
-        state = traits.habits.without_dispensable(scratch, after[scratch])
-        if traits.state_like_param:
-            return _layout_like_param(state, scratch, param, wrap=not traits.elementwise)
+        state = capabilities.conventions.without_dispensable(scratch, after[scratch])
+        if capabilities.state_like_param:
+            return _layout_like_param(state, scratch, param, wrap=not capabilities.elementwise)
         return describe_state(state)
 
     def _first_step(
         self, optimizer: Optimizer, param: Tensor, scratch: Tensor, group: Mapping[str, Any]
     ) -> tuple[dict[Tensor, UserState], dict[str, Any]]:
         """The state after a first step on ``scratch`` alone, which stands for ``param``; and the param group then."""
-        if self.traits.known:  # torch's Adagrad makes its state in the constructor up to 2.11
+        if self.capabilities.known:  # torch's Adagrad makes its state in the constructor up to 2.11
             before = _state_of_construction(self._cls, optimizer, scratch, group)
             return self._step(optimizer, param, scratch, group, before)
         try:

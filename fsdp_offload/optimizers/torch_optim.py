@@ -9,7 +9,7 @@ import itertools
 import torch
 from torch import optim
 
-from .base import Traits
+from .base import Capabilities
 
 # On the CPU reduced precision is left whole: scalar and vector loops round it differently, and where the one takes over
 # from the other depends on how a tensor's size divides among threads.
@@ -27,11 +27,13 @@ def _cuttable(*, fused_on: tuple[str, ...] = ()) -> frozenset[tuple[str, str, to
     return frozenset(entries)
 
 
-def _elementwise(*, fused_on: tuple[str, ...] = ()) -> Traits:
-    return Traits(elementwise=True, state_like_param=True, takes_masters=True, cuttable=_cuttable(fused_on=fused_on))
+def _elementwise(*, fused_on: tuple[str, ...] = ()) -> Capabilities:
+    return Capabilities(
+        elementwise=True, state_like_param=True, takes_masters=True, cuttable=_cuttable(fused_on=fused_on)
+    )
 
 
-TRAITS: dict[type[optim.Optimizer], Traits] = {
+CAPABILITIES: dict[type[optim.Optimizer], Capabilities] = {
     optim.Adadelta: _elementwise(),
     optim.Adagrad: _elementwise(fused_on=("cpu",)),
     optim.Adam: _elementwise(fused_on=("cpu", "cuda")),
@@ -45,17 +47,17 @@ TRAITS: dict[type[optim.Optimizer], Traits] = {
     # Its fused CUDA kernel rounds dampening differently where a tensor's size is no multiple of the vector's.
     optim.SGD: _elementwise(fused_on=("cpu",)),
     # Orthogonalizes whole matrices: sees the DTensors, and torch redistributes them as it does without offload.
-    optim.Muon: Traits(state_like_param=True),
+    optim.Muon: Capabilities(state_like_param=True),
     # Factors whole matrices: row and column statistics, and a norm over the parameter.
-    optim.Adafactor: Traits(
+    optim.Adafactor: Capabilities(
         refuses_dtensor="torch.optim.Adafactor itself does not support sharded parameters: its step fails on DTensor "
         "shards. Use it with plain parameters, or another optimizer."
     ),
-    optim.LBFGS: Traits(
+    optim.LBFGS: Capabilities(
         refusal="LBFGS keeps one flat history over all parameters and evaluates the closure many times in a step; it "
         "cannot be streamed parameter by parameter."
     ),
-    optim.SparseAdam: Traits(
+    optim.SparseAdam: Capabilities(
         refusal="SparseAdam takes sparse gradients, which touch only some rows of the state; streaming all of it would "
         "cost more than it saves. Keep such parameters in an optimizer of their own that is not offloaded."
     ),

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..torch_compat.dtensor import has_inner_tensors, local_shard
-from .base import Habits, LogicalStep, Traits
+from .base import Capabilities, Conventions, LogicalStep
 from .masters import MASTER
 
 OLDEST = (2, 18)
@@ -55,7 +55,7 @@ def is_fused_adam(cls: type[Optimizer]) -> bool:
     return cls.__name__ == "FusedAdam" and cls.__module__.partition(".")[0] == "transformer_engine"
 
 
-def traits_of_fused_adam(optimizer: Any) -> Traits:
+def capabilities_of_fused_adam(optimizer: Any) -> Capabilities:
     """Look up how this FusedAdam may be run: that depends on the dtypes that it was made with."""
     refusal = _version_problem(getattr(sys.modules.get("transformer_engine"), "__version__", ""))
     if optimizer.store_param_remainders and any(has_inner_tensors(param) for param in _params_of(optimizer)):
@@ -69,12 +69,12 @@ def traits_of_fused_adam(optimizer: Any) -> Traits:
     elementwise = kept.issubset(_UNSCALED) and not any(has_inner_tensors(param) for param in _params_of(optimizer))
     devices = ("cuda", "cpu")  # there is no FusedAdam for the CPU but the one that tests use
     cuttable = frozenset(("for-loop", device, dtype) for device in devices for dtype in _PARAM_DTYPES)
-    return Traits(
+    return Capabilities(
         elementwise=elementwise,
         state_like_param=elementwise,
         cuttable=cuttable if elementwise else frozenset(),
         refusal=refusal,
-        habits=FusedAdamHabits(optimizer, elementwise=elementwise),
+        conventions=FusedAdamConventions(optimizer, elementwise=elementwise),
     )
 
 
@@ -92,7 +92,7 @@ def _params_of(optimizer: Optimizer) -> list[Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
-class FusedAdamHabits(Habits):
+class FusedAdamConventions(Conventions):
     """The conventions of one FusedAdam."""
 
     keeps_raw_state = False

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 
-from fsdp_offload.optimizers import traits_of
-from fsdp_offload.optimizers.torch_optim import TRAITS
+from fsdp_offload.optimizers import capabilities_of
+from fsdp_offload.optimizers.torch_optim import CAPABILITIES
 from fsdp_offload.planning.buckets import CUT_NUMEL
 from tests.cpu.test_parity_optimizers import FLAGS
 from tests.parity import Zoo, make_pair, same_bits
@@ -37,8 +37,8 @@ def two_threads() -> Iterator[None]:
 
 def entries(device_type: str) -> Iterator[Any]:
     """Every entry of the table for this kind of device, as parameters of a test."""
-    for cls, traits in TRAITS.items():
-        for implementation, kind, dtype in sorted(traits.cuttable, key=str):
+    for cls, capabilities in CAPABILITIES.items():
+        for implementation, kind, dtype in sorted(capabilities.cuttable, key=str):
             if kind == device_type:
                 yield pytest.param(cls, implementation, dtype, id=f"{cls.__name__}-{implementation}-{dtype}")
 
@@ -159,11 +159,11 @@ def test_parameters_that_threads_share(dtype: torch.dtype) -> None:
 
 
 def test_only_elementwise_optimizers_are_cut() -> None:
-    assert all(traits.elementwise for traits in TRAITS.values() if traits.cuttable)
-    assert not traits_of(optim.Muon).cuttable
-    assert not traits_of(optim.Adafactor).cuttable
+    assert all(capabilities.elementwise for capabilities in CAPABILITIES.values() if capabilities.cuttable)
+    assert not capabilities_of(optim.Muon).cuttable
+    assert not capabilities_of(optim.Adafactor).cuttable
 
     class Mine(optim.AdamW):
         """May do anything in its step."""
 
-    assert not traits_of(Mine).cuttable
+    assert not capabilities_of(Mine).cuttable

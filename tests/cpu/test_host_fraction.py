@@ -33,7 +33,7 @@ from fsdp_offload.cpu_update.updates import HostUpdates
 from fsdp_offload.cpu_update.worker import HostWorker, host_worker
 from fsdp_offload.device.lanes import HostMark
 from fsdp_offload.model import tune_resident as rehearsal
-from fsdp_offload.optimizers import traits_of
+from fsdp_offload.optimizers import capabilities_of
 from fsdp_offload.planning.cpu_share import host_bucket_bytes
 from fsdp_offload.state.shard import StateShard
 from tests import host_worker_gate
@@ -78,10 +78,10 @@ def fused_adamw(params: Any) -> Optimizer:
 
 def elementwise_cases() -> Iterator[Any]:
     for cls, all_flags in FLAGS.items():
-        traits = traits_of(cls)
-        if not traits.takes_host:
+        capabilities = capabilities_of(cls)
+        if not capabilities.takes_host:
             continue
-        fused = ("fused", "cpu", torch.float32) in traits.cuttable
+        fused = ("fused", "cpu", torch.float32) in capabilities.cuttable
         for flags in all_flags:
             label = "-".join([cls.__name__, *(f"{key}={value}" for key, value in flags.items())])
             yield pytest.param(cls, {**flags, **({"fused": True} if fused else {})}, id=label)

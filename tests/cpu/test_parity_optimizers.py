@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn, optim
 
-from fsdp_offload.optimizers import traits_of
+from fsdp_offload.optimizers import capabilities_of
 from tests.parity import Matrices, Run, Zoo, attach, make_pair, params_of, train_step
 from tests.tiers import every_nth, spread
 
@@ -180,9 +180,9 @@ def test_every_class_of_torch_has_an_answer() -> None:
         if isinstance(value, type) and issubclass(value, optim.Optimizer) and value is not optim.Optimizer
     }
     assert {cls.__name__ for cls in classes} <= set(optim.__all__)
-    without_answer = [cls.__name__ for cls in classes if not traits_of(cls).known]
+    without_answer = [cls.__name__ for cls in classes if not capabilities_of(cls).known]
     assert not without_answer
-    refused = {cls for cls in classes if traits_of(cls).refusal}
+    refused = {cls for cls in classes if capabilities_of(cls).refusal}
     assert refused == set(REFUSED)
     assert classes - refused == set(FLAGS)
 
