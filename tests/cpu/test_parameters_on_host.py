@@ -699,7 +699,8 @@ def test_what_a_parameter_still_is(mesh: DeviceMesh) -> None:
     plain, loop = pair(mesh, policy_of({}))
     assert_same_each_step(plain, loop, 2)
     for (name, one), other in zip(plain.model.named_parameters(), loop.model.parameters(), strict=True):
-        assert isinstance(other, DTensor) and isinstance(other, nn.Parameter), name
+        assert isinstance(other, DTensor), name
+        assert isinstance(other, nn.Parameter), name
         assert (one.shape, one.dtype, one.device, one.requires_grad) == (
             *(other.shape, other.dtype, other.device, other.requires_grad),
         )

@@ -1,0 +1,119 @@
+"""Parameters on the host, on real streams: the same bits whichever lane is slow, other bits without a wait."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_offload.device.lanes import Lane, TurnsLane
+from fsdp_offload.engine.executor import Pipeline
+from fsdp_offload.engine.window import Window
+from tests.overlapping import HABITS, POLICIES, Loop, Net, adamw, same
+from tests.policies import with_share
+
+SLEEP_CYCLES = 2_000_000  # about 1 ms
+LONG_CYCLES = 40_000_000  # longer than the host takes to issue what follows, so that a missing wait is surely seen
+EVERY_POLICY = pytest.mark.parametrize("fields", POLICIES.values(), ids=POLICIES)
+Slow = Callable[..., None]
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Slow]:
+    """``slow("L")`` puts a busy kernel before every action of that kind; ``"W"``: before every load of the window."""
+
+    def install(kind: str, cycles: int = SLEEP_CYCLES) -> None:
+        issue, load = Pipeline._issue, Window._load
+
+        def slowed_issue(self: Pipeline, action: Any, update: Any) -> None:
+            if action.kind == kind:
+                with self._lanes[kind].running():
+                    torch.cuda._sleep(cycles)
+            issue(self, action, update)
+
+        def slowed_load(self: Window, *args: Any, **options: Any) -> Any:
+            if kind == "W":
+                with self._loads.running():
+                    torch.cuda._sleep(cycles)
+            return load(self, *args, **options)
+
+        monkeypatch.setattr(Pipeline, "_issue", slowed_issue)
+        monkeypatch.setattr(Window, "_load", slowed_load)
+
+    yield install
+    torch.cuda.synchronize()
+
+
+def net() -> Net:
+    return Net(width=128, layers=5)
+
+
+def on_host(mesh: DeviceMesh, fields: dict[str, Any], **more: Any) -> Loop:
+    policy = with_share(bucket_bytes=256 << 10, passing=5 * (256 << 10), parameters=True, **fields, **more)
+    return Loop(mesh, adamw, policy, net=net)
+
+
+@pytest.mark.parametrize("kind", ["none", "W", "L", "U", "S"])
+@EVERY_POLICY
+def test_same_bits_whichever_lane_is_slow(mesh: DeviceMesh, slow: Slow, fields: dict[str, Any], kind: str) -> None:
+    plain = Loop(mesh, adamw, None, net=net).train(8, HABITS["evaluate"])
+    slow(kind)
+    loop = on_host(mesh, fields).train(8, HABITS["evaluate"])
+    assert same(plain, loop)
+    assert all(param.detach().to_local().device.type == "cpu" for param in loop.model.parameters())
+
+
+class Deaf:
+    """A lane that waits for nothing."""
+
+    def __init__(self, lane: Lane) -> None:
+        self._lane = lane
+
+    def wait(self, mark: Any) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._lane, name)
+
+
+def gather_before_its_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    lend = Window.lend
+
+    def deaf(self: Window, *args: Any, **options: Any) -> None:
+        lanes, self._lanes = self._lanes, {**self._lanes, "C": Deaf(self._lanes["C"])}  # type: ignore[dict-item]
+        lend(self, *args, **options)
+        self._lanes = lanes
+
+    monkeypatch.setattr(Window, "lend", deaf)
+
+
+def load_before_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    load = Window._load
+
+    def deaf(self: Window, *args: Any, **options: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Pipeline, "stored_mark", lambda self, number: None)
+            return load(self, *args, **options)
+
+    monkeypatch.setattr(Window, "_load", deaf)
+
+
+# Each slows down what somebody should wait for.
+@pytest.mark.parametrize(("kind", "mutant"), [("W", gather_before_its_load), ("S", load_before_the_store)])
+def test_other_bits_without_a_wait(
+    mesh: DeviceMesh, slow: Slow, monkeypatch: pytest.MonkeyPatch, kind: str, mutant: Callable[..., None]
+) -> None:
+    plain = Loop(mesh, adamw, None, net=net).train(6)
+    slow(kind, LONG_CYCLES)
+    mutant(monkeypatch)
+    loop = on_host(mesh, POLICIES["iteration"]).train(6)
+    torch.cuda.synchronize()
+    assert not same(plain, loop)
+
+
+def test_the_window_has_a_lane_of_its_own(mesh: DeviceMesh) -> None:
+    loop = on_host(mesh, POLICIES["iteration"])
+    window = vars(loop.optimizer)["_offload_engine"].engine.window
+    assert isinstance(window._loads, TurnsLane)
+    assert window._loads is not window._lanes["L"]
