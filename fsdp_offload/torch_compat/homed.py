@@ -29,7 +29,7 @@ class _Homed(Guard):
         """Call ``func`` with stand-ins; what it changes in place is the parameter."""
         if getattr(func, "__name__", "") in ("__set__", "__delete__"):
             self.refuse(_name_of(func))
-        if func == Tensor.data.__get__:
+        if func == Tensor.data.__get__:  # type: ignore[attr-defined]
             func = Tensor.detach  # the same, and writes into it are counted
         stand_ins: dict[int, tuple[Tensor, Tensor]] = {}
 
