@@ -111,10 +111,9 @@ def differences(plain: Training, host: Training) -> list[str]:
     return [name for name in one if not same_bits(one[name], other[name])]
 
 
-def sequence_numbers() -> list[int]:
-    """Of all process groups that FSDP2 may use: how much has been issued on each."""
-    groups = [group for group in distributed_c10d._world.pg_map if group.size() > 1]
-    return [group._get_sequence_number_for_group() for group in groups]
+def collectives() -> int:
+    """How many have been issued, on all process groups."""
+    return sum(group._get_sequence_number_for_group() for group in distributed_c10d._world.pg_map)
 
 
 def compare(shard: ShardNet, fields: dict[str, Any], make: Make = adamw, **options: Any) -> list[str]:
@@ -124,9 +123,9 @@ def compare(shard: ShardNet, fields: dict[str, Any], make: Make = adamw, **optio
     counts = []
     for one in (plain, host):
         one.train(4, micro_batches=2)
-        before = sequence_numbers()
+        before = collectives()
         one.train(2, micro_batches=2)
-        counts.append([now - then for now, then in zip(sequence_numbers(), before, strict=True)])
+        counts.append(collectives() - before)
     if counts[0] != counts[1]:
         problems.append(f"collectives {counts}")
     engine = engine_of(host.optimizer)
@@ -137,7 +136,7 @@ def compare(shard: ShardNet, fields: dict[str, Any], make: Make = adamw, **optio
 
 
 def run_layouts(rank: int, world_size: int, shards: tuple[ShardNet, ...]) -> None:
-    del rank, world_size
+    del rank
     cases: dict[str, Any] = {
         f"{shard.__name__}, {name}": partial(compare, shard, fields)
         for shard in shards
@@ -145,6 +144,7 @@ def run_layouts(rank: int, world_size: int, shards: tuple[ShardNet, ...]) -> Non
     }
     if models.shard_even in shards:
         cases |= {f"tied, {name}": partial(compare, models.shard_even, POLICIES[name], tied=True) for name in POLICIES}
+    if world_size == 2:  # torch's own fails on uneven shards
         cases |= {f"muon, {name}": partial(compare, models.shard_even, POLICIES[name], muon) for name in POLICIES}
     run_cases(cases)
 

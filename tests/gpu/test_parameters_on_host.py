@@ -1,4 +1,4 @@
-"""Parameters on the host, on real streams: the same bits whichever lane is slow, other bits where a wait is missing."""
+"""Parameters on the host, on real streams: the same bits whichever lane is slow, other bits without a wait."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -8,39 +8,39 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_offload import OffloadPolicy
-from fsdp_offload.device.lanes import HostMark
+from fsdp_offload.device.lanes import Lane, TurnsLane
 from fsdp_offload.engine.executor import Pipeline
 from fsdp_offload.engine.window import Window
-from tests.overlapping import HABITS, NOT_IN_BACKWARD, POLICIES, Loop, Net, adamw, same
+from tests.overlapping import HABITS, POLICIES, Loop, Net, adamw, same
 from tests.policies import with_share
 
 SLEEP_CYCLES = 2_000_000  # about 1 ms
 LONG_CYCLES = 40_000_000  # longer than the host takes to issue what follows, so that a missing wait is surely seen
-SIZES = {"bucket_bytes": 256 << 10, "passing": 5 * (256 << 10)}
 EVERY_POLICY = pytest.mark.parametrize("fields", POLICIES.values(), ids=POLICIES)
+Slow = Callable[..., None]
 
 
 @pytest.fixture
-def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """``slow("S")`` puts a busy kernel before each store, on its stream; ``"W"`` before each load for a gather."""
+def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Slow]:
+    """``slow("L")`` puts a busy kernel before every action of that kind; ``"W"``: before every load of the window."""
 
     def install(kind: str, cycles: int = SLEEP_CYCLES) -> None:
         issue, load = Pipeline._issue, Window._load
 
-        def slowed(self: Pipeline, action: Any, update: Any) -> None:
+        def slowed_issue(self: Pipeline, action: Any, update: Any) -> None:
             if action.kind == kind:
                 with self._lanes[kind].running():
                     torch.cuda._sleep(cycles)
             issue(self, action, update)
 
-        def slowly_loaded(self: Window, *arguments: Any, **options: Any) -> Any:
+        def slowed_load(self: Window, *args: Any, **options: Any) -> Any:
             if kind == "W":
                 with self._loads.running():
                     torch.cuda._sleep(cycles)
-            return load(self, *arguments, **options)
+            return load(self, *args, **options)
 
-        monkeypatch.setattr(Pipeline, "_issue", slowed)
-        monkeypatch.setattr(Window, "_load", slowly_loaded)
+        monkeypatch.setattr(Pipeline, "_issue", slowed_issue)
+        monkeypatch.setattr(Window, "_load", slowed_load)
 
     yield install
     torch.cuda.synchronize()
@@ -50,63 +50,96 @@ def net() -> Net:
     return Net(width=128, layers=5)
 
 
-def policy_of(fields: dict[str, Any], **more: Any) -> OffloadPolicy:
-    return with_share(**{**SIZES, **fields, "parameters": True, **more})
+def on_host(mesh: DeviceMesh, fields: dict[str, Any], **more: Any) -> Loop:
+    policy = with_share(bucket_bytes=256 << 10, passing=5 * (256 << 10), parameters=True, **fields, **more)
+    return Loop(mesh, adamw, policy, net=net)
 
 
-@pytest.fixture(scope="module")
-def expected(mesh: DeviceMesh) -> Loop:
-    return Loop(mesh, adamw, None, net=net).train(8)
-
-
-@pytest.mark.parametrize("kind", ["none", "L", "U", "S", "W"])
+@pytest.mark.parametrize("kind", ["none", "W", "L", "U", "S"])
 @EVERY_POLICY
-def test_same_bits_whichever_lane_is_slow(
-    mesh: DeviceMesh, expected: Loop, slow: Callable[..., None], fields: dict[str, Any], kind: str
-) -> None:
+def test_same_bits_whichever_lane_is_slow(mesh: DeviceMesh, slow: Slow, fields: dict[str, Any], kind: str) -> None:
+    plain = Loop(mesh, adamw, None, net=net).train(8, HABITS["evaluate"])
     slow(kind)
-    assert same(expected, Loop(mesh, adamw, policy_of(fields), net=net).train(8))
+    loop = on_host(mesh, fields).train(8, HABITS["evaluate"])
+    assert same(plain, loop)
+    assert all(param.detach().to_local().device.type == "cpu" for param in loop.model.parameters())
 
 
-@pytest.mark.parametrize("fields", [POLICIES["forward"], POLICIES["iteration"]], ids=["forward", "iteration"])
-def test_same_bits_where_the_window_comes_and_goes(mesh: DeviceMesh, expected: Loop, fields: dict[str, Any]) -> None:
-    policy = OffloadPolicy(parameters=True, bucket_bytes=256 << 10, **fields)
-    assert same(expected, Loop(mesh, adamw, policy, net=net).train(8))
+class Deaf:
+    """A lane that waits for nothing."""
+
+    def __init__(self, lane: Lane) -> None:
+        self._lane = lane
+
+    def wait(self, mark: Any) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._lane, name)
 
 
-@pytest.mark.parametrize("habit", ["clip", "evaluate", "save-and-load", "write-state"])
-@EVERY_POLICY
-def test_habits(mesh: DeviceMesh, slow: Callable[..., None], fields: dict[str, Any], habit: str) -> None:
-    if fields.get("overlap") == "iteration" and habit in NOT_IN_BACKWARD and habit != "clip":
-        habit = "evaluate"
-    plain = Loop(mesh, adamw, None, net=net).train(9, HABITS[habit])
-    slow("S")
-    assert same(plain, Loop(mesh, adamw, policy_of(fields), net=net).train(9, HABITS[habit]))
+def gather_before_its_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    lend = Window.lend
+
+    def deaf(self: Window, *args: Any, **options: Any) -> None:
+        lanes, self._lanes = self._lanes, {**self._lanes, "C": Deaf(self._lanes["C"])}  # type: ignore[dict-item]
+        lend(self, *args, **options)
+        self._lanes = lanes
+
+    monkeypatch.setattr(Window, "lend", deaf)
 
 
-@EVERY_POLICY
-def test_a_gather_that_does_not_wait_for_its_load_is_seen(
-    mesh: DeviceMesh, expected: Loop, slow: Callable[..., None], monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
-) -> None:
-    slow("W", LONG_CYCLES)
+def load_before_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     load = Window._load
 
-    def unwaited(self: Window, *arguments: Any, **options: Any) -> Any:
-        entry = load(self, *arguments, **options)
-        if entry is not None:
-            entry.loaded = HostMark()
-        return entry
+    def deaf(self: Window, *args: Any, **options: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Pipeline, "stored_mark", lambda self, number: None)
+            return load(self, *args, **options)
 
-    monkeypatch.setattr(Window, "_load", unwaited)
-    assert not same(expected, Loop(mesh, adamw, policy_of(fields), net=net).train(8))
+    monkeypatch.setattr(Window, "_load", deaf)
+
+
+# Each slows down what somebody should wait for.
+@pytest.mark.parametrize(("kind", "mutant"), [("W", gather_before_its_load), ("S", load_before_the_store)])
+def test_other_bits_without_a_wait(
+    mesh: DeviceMesh, slow: Slow, monkeypatch: pytest.MonkeyPatch, kind: str, mutant: Callable[..., None]
+) -> None:
+    plain = Loop(mesh, adamw, None, net=net).train(6)
+    slow(kind, LONG_CYCLES)
+    mutant(monkeypatch)
+    loop = on_host(mesh, POLICIES["iteration"]).train(6)
+    torch.cuda.synchronize()
+    assert not same(plain, loop)
+
+
+def test_the_window_has_a_lane_of_its_own(mesh: DeviceMesh) -> None:
+    loop = on_host(mesh, POLICIES["iteration"])
+    window = vars(loop.optimizer)["_offload_engine"].engine.window
+    assert isinstance(window._loads, TurnsLane)
+    assert window._loads is not window._lanes["L"]
+
+
+@pytest.mark.parametrize("overlap", ["forward", "iteration"])
+def test_same_bits_where_the_window_comes_and_goes(mesh: DeviceMesh, overlap: Any) -> None:
+    plain = Loop(mesh, adamw, None, net=net).train(8)
+    policy = OffloadPolicy(parameters=True, bucket_bytes=256 << 10, overlap=overlap)
+    assert same(plain, Loop(mesh, adamw, policy, net=net).train(8))
+
+
+@pytest.mark.parametrize("habit", ["clip", "save-and-load"])
+@EVERY_POLICY
+def test_habits(mesh: DeviceMesh, slow: Slow, fields: dict[str, Any], habit: str) -> None:
+    plain = Loop(mesh, adamw, None, net=net).train(9, HABITS[habit])
+    slow("S")
+    assert same(plain, on_host(mesh, fields).train(9, HABITS[habit]))
 
 
 def test_where_the_parameters_are(mesh: DeviceMesh) -> None:
-    loop = Loop(mesh, adamw, policy_of(POLICIES["iteration"]), net=net)
+    loop = on_host(mesh, POLICIES["iteration"])
     params = list(loop.model.parameters())
     assert {param.device.type for param in params} == {"cuda"}
-    assert {param._local_tensor.device.type for param in params} == {"cpu"}
-    assert all(param._local_tensor.is_pinned() for param in params)
+    assert all(param.detach().to_local().is_pinned() for param in params)
     loop.train(6)
     assert all(value.to_local().device.type == "cpu" for value in loop.model.state_dict().values())
     other = torch.zeros_like(params[0], device="cuda")
