@@ -31,6 +31,10 @@ class Model(nn.Module):
 class MyModel(Model): ...
 
 
+def build() -> Model:
+    return Model()
+
+
 def train(batch: int) -> None: ...
 
 

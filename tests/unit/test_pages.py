@@ -112,6 +112,7 @@ def reader(block: Block, mesh: DeviceMesh, path: Path) -> dict[str, Any]:
         "optimizer": optimizer,
         "path": path,
         "MyModel": TokenModel,
+        "build": Model,
         "three_batches": range(3),
         "train": lambda _: train(model, optimizer),
         "config": SimpleNamespace(finalize_model_grads_func=None),
