@@ -174,9 +174,7 @@ class Window:
             return
         # It had to make room for others, or was never gathered in this backward.
         load = self._lanes["L"]
-        stored = self._pipeline.stored_mark(bucket)
-        if stored is not None:
-            load.wait(stored)
+        self._wait_stored(bucket, load)
         homes = [_flat(local_shard(part.shard.param))[part.start : part.stop] for part in ranges]
         load.copy_pieces(load.cut([(_bytes(one), _bytes(other)) for one, other in zip(targets, homes, strict=True)]))
         lane.wait(load.mark())
@@ -224,6 +222,12 @@ class Window:
     def before_store(self, bucket: int, lane: Lane) -> None:
         """A store into the homes of a bucket is about to be issued: loads may still read them."""
         mark = self._last_load.get(self._group_of(bucket))
+        if mark is not None:
+            lane.wait(mark)
+
+    def _wait_stored(self, bucket: int, lane: Lane) -> None:
+        """What follows in ``lane`` loads from the homes of a bucket, which its last store may still be writing."""
+        mark = self._pipeline.stored_mark(bucket)
         if mark is not None:
             lane.wait(mark)
 
@@ -294,7 +298,7 @@ class Window:
     def _load(self, number: int, distance: float, *, must: bool = False, copies: bool = True) -> _Entry | None:
         """Load a group that is needed ``distance`` gathers from now; ``None`` if there is no room before that."""
         inside = [weights for weights in self._groups[number] if not self._stays(weights)]
-        nbytes = _slot_nbytes(inside)
+        nbytes = group_nbytes(inside)
         begin = self._room(nbytes, distance, must=must)
         if begin is None:
             return None
@@ -302,9 +306,7 @@ class Window:
         memory = self._memory[block]
         self._wait_until_free(begin, begin + nbytes)
         for bucket in self._buckets(number):
-            stored = self._pipeline.stored_mark(bucket)
-            if stored is not None:
-                loads.wait(stored)
+            self._wait_stored(bucket, loads)
         views = {weights.param: _flat(local_shard(weights.param)) for weights in self._groups[number]}
         pieces, at = [], begin - block
         for weights in inside:
@@ -397,11 +399,7 @@ _APART = 1 << 48
 
 
 def group_nbytes(group: Iterable[ShardedParameter]) -> int:
-    """What a group takes in the window."""
-    return _slot_nbytes(group)
-
-
-def _slot_nbytes(group: Iterable[ShardedParameter]) -> int:
+    """What parameters that are gathered together take in the window."""
     return sum(aligned(weights.padded_numel * local_shard(weights.param).itemsize) for weights in group)
 
 
