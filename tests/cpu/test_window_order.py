@@ -23,6 +23,7 @@ from fsdp_offload.planning.device_share import DeviceShare
 from tests.cpu.test_pipeline_order import Access, History, RaceError, RecordedLane, RecordedMark, Stream, reads, writes
 from tests.overlapping import POLICIES, Loop, Net, adamw, look, same
 from tests.policies import with_share
+from tests.window_mutants import Deaf, gather_before_its_load, load_before_the_store
 
 EVERY_POLICY = pytest.mark.parametrize("fields", POLICIES.values(), ids=POLICIES)
 
@@ -185,45 +186,6 @@ def test_no_race_where_a_load_ahead_meets_the_update(
 
 
 # What each wait is for -------------------------------------------------------------------------------------------
-
-
-class Deaf:
-    """A lane that others made of it waits for nothing."""
-
-    def __init__(self, lane: Lane) -> None:
-        self._lane = lane
-
-    def wait(self, mark: Mark) -> None:
-        pass
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._lane, name)
-
-
-def gather_before_its_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    lend = Window.lend
-
-    def deaf(self: Window, *args: Any, **options: Any) -> None:
-        lanes, self._lanes = self._lanes, {**self._lanes, "C": Deaf(self._lanes["C"])}
-        lend(self, *args, **options)
-        self._lanes = lanes
-
-    monkeypatch.setattr(Window, "lend", deaf)
-
-
-def load_before_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of what has been updated since."""
-    stored = Pipeline.stored_mark
-
-    def nothing(self: Window, *args: Any, **options: Any) -> Any:
-        monkeypatch.setattr(Pipeline, "stored_mark", lambda self, number: None)
-        try:
-            return load(self, *args, **options)
-        finally:
-            monkeypatch.setattr(Pipeline, "stored_mark", stored)
-
-    load = Window._load
-    monkeypatch.setattr(Window, "_load", nothing)
 
 
 def load_into_what_is_still_read(monkeypatch: pytest.MonkeyPatch) -> None:

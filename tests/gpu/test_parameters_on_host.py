@@ -8,11 +8,12 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_offload import OffloadPolicy
-from fsdp_offload.device.lanes import Lane, TurnsLane
+from fsdp_offload.device.lanes import TurnsLane
 from fsdp_offload.engine.executor import Pipeline
 from fsdp_offload.engine.window import Window
 from tests.overlapping import HABITS, POLICIES, Loop, Net, adamw, same
 from tests.policies import with_share
+from tests.window_mutants import gather_before_its_load, load_before_the_store
 
 SLEEP_CYCLES = 2_000_000  # about 1 ms
 LONG_CYCLES = 40_000_000  # longer than the host takes to issue what follows, so that a missing wait is surely seen
@@ -63,41 +64,6 @@ def test_same_bits_whichever_lane_is_slow(mesh: DeviceMesh, slow: Slow, fields: 
     loop = on_host(mesh, fields).train(8, HABITS["evaluate"])
     assert same(plain, loop)
     assert all(param.detach().to_local().device.type == "cpu" for param in loop.model.parameters())
-
-
-class Deaf:
-    """A lane that waits for nothing."""
-
-    def __init__(self, lane: Lane) -> None:
-        self._lane = lane
-
-    def wait(self, mark: Any) -> None:
-        pass
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._lane, name)
-
-
-def gather_before_its_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    lend = Window.lend
-
-    def deaf(self: Window, *args: Any, **options: Any) -> None:
-        lanes, self._lanes = self._lanes, {**self._lanes, "C": Deaf(self._lanes["C"])}  # type: ignore[dict-item]
-        lend(self, *args, **options)
-        self._lanes = lanes
-
-    monkeypatch.setattr(Window, "lend", deaf)
-
-
-def load_before_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    load = Window._load
-
-    def deaf(self: Window, *args: Any, **options: Any) -> Any:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Pipeline, "stored_mark", lambda self, number: None)
-            return load(self, *args, **options)
-
-    monkeypatch.setattr(Window, "_load", deaf)
 
 
 # Each slows down what somebody should wait for.
