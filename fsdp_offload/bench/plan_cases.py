@@ -8,6 +8,7 @@ from torch import nn
 
 from ..plan.decoder import Decoder, DecoderConfig
 from ..planning.choices import CHOICES, OVERLAPS, Choice, Loop
+from ..policy import MasterKind
 from .train import GPT
 
 
@@ -159,3 +160,17 @@ CASES["masters"] = Case(
     {"sequence_length": 2048, "dtype": "bf16", "master_weights": "fp32"},
     ("step", "forward, keeping", "iteration"),
 )
+
+
+def _llama_8b(masters: MasterKind) -> Case:
+    """A Llama-3.1-8B shape in bf16, whose blocks are recomputed; without offload it is trained without masters."""
+    training = {"sequence_length": 4096, "dtype": "bf16", "checkpointing": "full", "clip": False}
+    return Case(
+        lambda: decoder(4096, 14_336, 32, 32, 128_256),
+        4,
+        {**training, "master_weights": masters},
+        (NO_OFFLOAD, "iteration", "iteration, keeping"),
+    )
+
+
+CASES |= {"8b-remainder": _llama_8b("remainder"), "8b-fp32": _llama_8b("fp32")}

@@ -19,6 +19,8 @@ SMALL = {
     "decoder-bf16": lambda: decoder(64, 128, 2, 4, 256),
     "experts": lambda: decoder(64, 128, 2, 4, 256, num_experts=4, num_experts_per_tok=2),
     "masters": lambda: decoder(64, 128, 2, 4, 256),
+    "8b-remainder": lambda: decoder(64, 128, 2, 4, 256),
+    "8b-fp32": lambda: decoder(64, 128, 2, 4, 256),
 }
 
 

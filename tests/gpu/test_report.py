@@ -50,17 +50,18 @@ def test_loads_that_are_late_stall_an_iteration(mesh: DeviceMesh, monkeypatch: p
     # Some loads begin while the backward computes, and the first in step() before its end.
     assert late_ms / 2 < report.stalled_ms < report.iteration_ms
     # What loads wait for before they begin is none of their own time.
-    assert 0 < report.bound_ms < report.iteration_ms - late_ms / 2
+    assert 0 < report.transfers_alone_ms < late_ms / 2
+    assert 0 < report.bound_ms <= report.iteration_ms
 
 
 def test_a_transfer_that_takes_long_is_in_the_bound(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
     loop = loop_of(mesh, {"overlap": "forward"})
     load = Pipeline._load
 
-    def load_slowly(self: Pipeline, bucket: Any, lane: Any) -> None:
+    def load_slowly(self: Pipeline, bucket: Any, number: int, lane: Any) -> None:
         with lane.running():
             torch.cuda._sleep(SLEEP_CYCLES)  # between the marks of the load
-        load(self, bucket, lane)
+        load(self, bucket, number, lane)
 
     monkeypatch.setattr(Pipeline, "_load", load_slowly)
     report = loop.train(7).optimizer.offload_report()
@@ -77,10 +78,11 @@ def test_what_slows_the_model_down_is_contention(mesh: DeviceMesh, monkeypatch: 
     """And does not change what an iteration takes at least: its parts were measured alone."""
     loop = loop_of(mesh, POLICIES[name]).train(19)
     before = loop.optimizer.offload_report()
-    loop.model.register_forward_hook(lambda *_: torch.cuda._sleep(10 * SLEEP_CYCLES))
+    loop.model.register_forward_hook(lambda *_: torch.cuda._sleep(FOREVER_CYCLES))
     after = loop.train(2, first=19).optimizer.offload_report()
     assert after.bound_ms == pytest.approx(before.bound_ms)
-    assert after.contention_ms > 5 * sleep_ms(SLEEP_CYCLES)
+    # The host, which decides how long so small a model computes, issues behind the kernel that slows it down.
+    assert after.contention_ms > sleep_ms(FOREVER_CYCLES) - 2 * before.iteration_ms
     assert after.forward_alone_ms > 0
     assert after.backward_alone_ms > 0
 
