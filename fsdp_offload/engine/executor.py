@@ -254,6 +254,8 @@ class Pipeline:
     ) -> None:
         """Issue actions in order, up to the first update that may not run yet, or that needs more of the ring.
 
+        A load that needs more of the ring holds up the loads behind it, and no updates of what has been loaded.
+
         Args:
             update: runs the optimizer on a bucket, in the update lane.
             may_update: whether the gradients of a bucket are final.
@@ -262,18 +264,30 @@ class Pipeline:
         if self._queue and self._link.changes_hands(self.number):
             self._take_ring_back()
         try:
+            put_off: list[Action] = []  # loads without room
             while self._queue:
-                action = self._queue[0]
-                if action.kind == "U" and not may_update(action.bucket):
-                    return
-                if action.kind != "S" and not self._enter(action.bucket, room_bytes):
-                    return
-                self._queue.popleft()
+                action = self._queue.popleft()
+                if action.kind == "L" and (put_off or not self._enter(action.bucket, room_bytes)):
+                    put_off.append(action)
+                    continue
+                if action.kind == "U" and not self._may_run(action, put_off, may_update, room_bytes):
+                    self._queue.appendleft(action)
+                    break
                 self._issue(action, update)
                 self._issued.append(action)
+            self._queue.extendleft(reversed(put_off))
         except BaseException:
             self.synchronize()
             raise
+
+    def _may_run(
+        self, action: Action, put_off: Sequence[Action], may_update: Callable[[int], bool], room_bytes: float
+    ) -> bool:
+        """Whether an update may be issued, while these loads that come before it are not."""
+        waits_for_load = any(wait.kind == "L" and not wait.earlier for wait in action.waits)
+        if put_off and (not waits_for_load or any(load.bucket == action.bucket for load in put_off)):
+            return False  # it enters the ring itself, or what it updates is not there
+        return may_update(action.bucket) and self._enter(action.bucket, room_bytes)
 
     def _enter(self, bucket: int, room_bytes: float) -> bool:
         """Whether the block that a bucket passes through is there. It is taken if there is room for it."""

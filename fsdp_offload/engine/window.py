@@ -209,7 +209,8 @@ class Window:
         """
         buckets = set(self._buckets(number))
         updated = all(self._is_updated(weights) for weights in self._groups[number])
-        entry = self._load(number, self._order.distance(number), copies=False) if updated else None
+        # What is needed later makes room, even if an update is still to read it: that takes it from home.
+        entry = self._load(number, self._order.distance(number), copies=False, over_held=True) if updated else None
         if entry is not None:
             entry.outdated = buckets
             self._entries[number] = entry
@@ -295,11 +296,13 @@ class Window:
         # It may have been an activation that a kernel on the current stream is still reading.
         self._loads.wait(self._lanes["C"].mark())
 
-    def _load(self, number: int, distance: float, *, must: bool = False, copies: bool = True) -> _Entry | None:
+    def _load(
+        self, number: int, distance: float, *, must: bool = False, copies: bool = True, over_held: bool = False
+    ) -> _Entry | None:
         """Load a group that is needed ``distance`` gathers from now; ``None`` if there is no room before that."""
         inside = [weights for weights in self._groups[number] if not self._stays(weights)]
         nbytes = group_nbytes(inside)
-        begin = self._room(nbytes, distance, must=must)
+        begin = self._room(nbytes, distance, must=must, over_held=over_held)
         if begin is None:
             return None
         loads, block = self._loads, begin - begin % _APART
@@ -325,7 +328,7 @@ class Window:
         resident = shard is not None and shard.resident and local.device.type == self._device.type
         return resident and local.numel() == weights.padded_numel
 
-    def _room(self, nbytes: int, distance: float, *, must: bool) -> int | None:
+    def _room(self, nbytes: int, distance: float, *, must: bool, over_held: bool) -> int | None:
         """Where so many bytes are free, or can be made so by dropping what is needed later."""
         if nbytes > self.capacity_bytes:  # resident state has left the device, and its parameters with it
             self.release()
@@ -336,7 +339,7 @@ class Window:
             begin = self._gap(nbytes)
             if begin is not None:
                 return begin
-            later = {n: self._order.distance(n) for n, one in self._entries.items() if not one.held}
+            later = {n: self._order.distance(n) for n, one in self._entries.items() if over_held or not one.held}
             victim = max(later, key=lambda n: later[n], default=None)
             if victim is None or (not must and later[victim] <= distance):
                 if not must:

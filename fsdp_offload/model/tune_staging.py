@@ -15,7 +15,9 @@ The allocator counts in program order, as the host issues; what the device has d
 """
 
 import math
+import operator
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -133,8 +135,7 @@ class Elastic:
         largest_bytes = max(map(engine.plan.moving_bytes, buckets), default=0)
         wanted_bytes = min(moving_bytes, largest_bytes + engine.share.ring_bytes(engine.policy.bucket_bytes))
         if engine.window is not None:
-            # It shares its room with what is still to be stored then.
-            wanted_bytes += largest_bytes + _backlog_bytes(engine)
+            wanted_bytes += max(largest_bytes, _backlog_bytes(engine))
         why_not = "" if engine.window is not None else _why_none_passes(engine)
         if why_not:
             wanted_bytes = 0
@@ -147,14 +148,7 @@ class Elastic:
             last_backward=self._last_backward,
         )
         if engine.window is not None:
-            self._window_plan = plan_staging(
-                self._uses_bytes,
-                self._points_bytes,
-                peak_bytes,
-                engine.window.wanted_bytes,
-                spread=False,
-                last_backward=self._last_backward,
-            )
+            self._window_plan = self._plan_window(plan, peak_bytes, engine.window.wanted_bytes)
         if plan is not None and lasting_bytes + plan.nbytes > engine.plan.ring_bytes:
             engine.resize_staging(plan.nbytes)
             self._plan = plan
@@ -169,15 +163,26 @@ class Elastic:
             )
         )
 
+    def _plan_window(self, staging: StagingPlan | None, peak_bytes: int, wanted_bytes: int) -> StagingPlan | None:
+        """In the room that staging leaves."""
+        uses, points = self._uses_bytes, self._points_bytes
+        if staging is not None:
+            uses = list(map(operator.add, uses, staging.at_uses_bytes))
+            points = list(map(operator.add, points, staging.at_points_bytes))
+        plan = plan_staging(uses, points, peak_bytes, wanted_bytes, spread=False, last_backward=self._last_backward)
+        return None if plan is None else replace(plan, points_bytes=tuple(self._points_bytes))
+
 
 def _backlog_bytes(engine: Engine) -> int:
-    """Of updates that run in a backward: what is still to be stored when it ends. Waits for the device."""
+    """What is still to be stored when a backward ends that updates. Waits for the device.
+
+    Beside parameters the link is busy in all of an iteration, so that it is the forward's share of the stores.
+    """
     last = engine.iteration.last() if engine.policy.updates_in_backward else None
     if last is None:
         return 0
-    store_ms = engine.step_times().store_ms
-    left_ms = max(0.0, store_ms - (last.ms - last.forward_ms - last.stalled_ms))
-    return int(engine.plan.moving_bytes() * left_ms / store_ms) if store_ms else 0
+    computed_ms = last.ms - last.stalled_ms
+    return int(engine.plan.moving_bytes() * min(1.0, last.forward_ms / computed_ms)) if computed_ms > 0 else 0
 
 
 def _why_none_passes(engine: Engine) -> str:
