@@ -189,11 +189,10 @@ class Window:
         if entry is None:
             return
         entry.held.discard(bucket)
-        if not keep:
-            entry.outdated.add(bucket)
-            if not entry.held:
-                self._free(self._entries.pop(number))
+        if not keep and not entry.held:
+            self._free(self._entries.pop(number))
             return
+        # While other updates are still to read it, there may come to be room for it until the next forward.
         entry.outdated.discard(bucket)
         ranges = self._plan[bucket].weights
         for mark in (entry.loaded, *entry.used):
