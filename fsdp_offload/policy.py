@@ -185,7 +185,7 @@ GONE_FIELDS = (*_SIZES, *_OVERLAPS, "serial")
 
 
 def _say_new_words(old: Mapping[str, object]) -> str:
-    """What to write instead of ``old``, fields of earlier versions."""
+    """Say what to write instead of ``old``, fields of earlier versions."""
     sentences = []
     sizes = {name: old[name] for name in _SIZES if name in old}
     overlaps = {name: old[name] for name in _OVERLAPS if name in old}

@@ -158,14 +158,14 @@ def offload_optimizer(
 
 
 def is_offloaded(optimizer: Optimizer) -> bool:
-    """Whether :func:`offload_optimizer` was called for ``optimizer``, or for those inside a framework's wrapper."""
+    """Return whether :func:`offload_optimizer` was called for ``optimizer``, or for those that a framework wraps."""
     if is_wrapped(optimizer):
         return all(attachment_of(inner) is not None for inner in optimizers_in(optimizer))
     return find_offloaded(optimizer) is not None
 
 
 def offload_report(optimizer: Optimizer) -> OffloadReport:
-    """As :meth:`OffloadedOptimizer.offload_report`, through any framework's wrapper.
+    """Report as :meth:`OffloadedOptimizer.offload_report` does, through any framework's wrapper.
 
     Raises:
         RuntimeError: it is not offloaded, or a chain of several, each of which has a report of its own.
@@ -174,7 +174,7 @@ def offload_report(optimizer: Optimizer) -> OffloadReport:
 
 
 def synchronize(optimizer: Optimizer) -> None:
-    """As :meth:`OffloadedOptimizer.synchronize`, through any framework's wrapper; of a chain, all of it.
+    """Do what :meth:`OffloadedOptimizer.synchronize` does, through any framework's wrapper; of a chain, all of it.
 
     Raises:
         RuntimeError: it is not offloaded.
@@ -228,7 +228,7 @@ def _watch_until_first_step(optimizer: Optimizer, attachment: Attachment, model:
 def _chosen(
     capabilities: Capabilities, params: Sequence[Tensor], model: nn.Module | None, loop: Loop
 ) -> tuple[OffloadPolicy, str]:
-    """What ``policy="auto"`` means here; the same on every rank."""
+    """Choose what ``policy="auto"`` means here; the same on every rank."""
     hides = "" if model is not None else "without model=... there is nothing to hide behind"
     if model is not None and not any(group.params for group in sharding_groups(model)):
         hides = "the model is not sharded by fully_shard, into which overlap hooks"
