@@ -101,7 +101,7 @@ def _free_bytes() -> int:
 
 
 def _state_bytes_each(layout: StateLayout) -> int:
-    """For one element of a parameter."""
+    """Count the bytes of state for one element of a parameter."""
     return sum(leaf.dtype.itemsize for value in layout.values.values() for leaf in value.leaves)
 
 

@@ -104,7 +104,7 @@ class Ring:
         return gone
 
     def give_back_all(self) -> set[int]:
-        """The same for all blocks, also those that are there to last."""
+        """Give back all blocks, also those that are there to last, and return their numbers."""
         gone = set(self._blocks)
         for number in gone:
             self._give_back(number)

@@ -1,4 +1,4 @@
-"""What the house needs to know about a class of optimizers."""
+"""Capabilities and conventions of a class of optimizers: what the library has to know to run it bucket by bucket."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

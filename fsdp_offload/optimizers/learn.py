@@ -29,7 +29,7 @@ _NO_SWITCHES = frozenset({"params", "lr", "param_names", "train_mode"})
 
 
 def layout_key(group: Mapping[str, Any], counters: Container[str] = ()) -> tuple[tuple[str, object], ...]:
-    """What of a param group can decide which state exists: flags, texts, and whether a number is zero (``momentum``).
+    """Extract what of a group can decide which state exists: flags, texts, whether a number is zero (``momentum``).
 
     ``counters`` are entries that the optimizer's own step has changed; they decide nothing.
     """
@@ -74,7 +74,7 @@ class Layouts:
         self._judged: set[Any] = set()
 
     def master_of(self, param: Tensor) -> MasterKind:
-        """Which master we keep for ``param``."""
+        """Return the kind of master that we keep for ``param``."""
         return kind_for(self._masters, local_shard(param).dtype)
 
     def count(self, names: set[str]) -> None:
@@ -206,7 +206,7 @@ class Layouts:
 
 
 def _notes_key(param: Tensor) -> tuple[tuple[str, object], ...]:
-    """What the user has written on a parameter, as far as that is plain: it may decide what is kept for it."""
+    """Collect the plain values that the user has written on a parameter: they may decide what is kept for it."""
     plain = (bool, int, float, str)
     return tuple((name, value) for name, value in sorted(vars(param).items()) if isinstance(value, plain))
 
@@ -240,7 +240,7 @@ def describe_state(state: UserState) -> StateLayout:
 
 
 def layout_on_locals(layout: StateLayout, param: Tensor) -> StateLayout:
-    """The same layout, with values that are the local tensors themselves."""
+    """Convert a layout to one whose values are the local tensors themselves."""
     local = local_shard(param)
     values = {}
     left_out = list(layout.left_out)

@@ -15,7 +15,7 @@ class SpentGradient(Tensor):
 
     @staticmethod
     def __new__(cls, like: Tensor) -> "SpentGradient":
-        """For a parameter, whose gradient it may then be."""
+        """Make one like a parameter, whose gradient it may then be."""
         made: SpentGradient = Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)
         return made
 
@@ -57,7 +57,7 @@ def spend(param: Tensor) -> None:
 
 
 def is_spent(param: Tensor) -> bool:
-    """Whether :func:`spend` has been called, and nobody has exchanged the gradient since."""
+    """Return whether :func:`spend` has been called, and nobody has exchanged the gradient since."""
     return type(param.grad) is SpentGradient
 
 
