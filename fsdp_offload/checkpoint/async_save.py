@@ -239,7 +239,7 @@ class _Staging:
 
 
 class _Key(NamedTuple):
-    """The same for two tensors of the same elements: tied weights are copied once."""
+    """Identity of a tensor's elements, equal for tied weights, so that they are copied once."""
 
     address: int
     shape: torch.Size

@@ -88,7 +88,7 @@ def flat_range_of(part: ShardChunks) -> tuple[int, int] | None:
 
 
 def says_its_chunks(tensor: Tensor) -> bool:
-    """Whether something else than the placements of a DTensor says which chunks it has; those are nominal then."""
+    """Return whether a DTensor's chunks are told by something else than its placements, which are nominal then."""
     carries = isinstance(getattr(local_shard(tensor), "shard_chunks", None), ShardChunks)
     return carries or hasattr(tensor, MEGATRON_SLICE) or said_chunks(tensor) is not None
 

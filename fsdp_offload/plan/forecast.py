@@ -21,7 +21,7 @@ from .waits import Waits, waits_of
 
 @dataclass(frozen=True)
 class Forecast:
-    """What one policy costs.
+    """Cost of one policy, in memory and in time.
 
     Attributes:
         choice: ``None`` is training without offload.
@@ -56,7 +56,7 @@ class Forecast:
 
     @property
     def name(self) -> str:
-        """For tables."""
+        """Name in tables."""
         return "no offload" if self.choice is None else self.choice.name
 
     @property
@@ -67,7 +67,7 @@ class Forecast:
 
 @dataclass(frozen=True)
 class Known:
-    """What does not depend on the memory of a device."""
+    """Sizes, trace and parts of an iteration: the share of a plan that no device's memory changes."""
 
     sizes: Sizes
     trace: Trace
@@ -76,7 +76,7 @@ class Known:
 
 @dataclass(frozen=True)
 class Plan:
-    """What each policy costs for one training on one machine.
+    """Costs of each policy for one training on one machine.
 
     Attributes:
         model: its name.
@@ -97,7 +97,7 @@ class Plan:
     known: Known = field(repr=False, compare=False)
 
     def within(self, device_bytes: int) -> "Plan":
-        """The same on devices of which only so much may be used, or that have so much more.
+        """Make the plan for devices of which only so much may be used, or that have so much more.
 
         Raises:
             ValueError: that is no size.

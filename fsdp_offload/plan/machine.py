@@ -138,7 +138,7 @@ def this_machine() -> Machine:
 
 
 def _cache_path() -> Path | None:
-    """Where the measurements of this machine are kept, with this torch."""
+    """Return the file that keeps the measurements of this machine with this torch."""
     try:
         import platformdirs
     except ImportError:

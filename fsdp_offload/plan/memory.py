@@ -41,7 +41,7 @@ class DeviceMemory:
 
     @property
     def peak_bytes(self) -> int:
-        """What ``max_memory_allocated`` would say."""
+        """The peak that ``max_memory_allocated`` would say."""
         return sum(self.terms.values())
 
 

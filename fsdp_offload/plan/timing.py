@@ -51,12 +51,12 @@ class Parts:
     issue_ms: float
 
     def host_ms(self, choice: Choice | None) -> float:
-        """What the host needs for an iteration with a choice."""
+        """Compute what the host needs for an iteration with a choice."""
         issues = choice is not None and choice.overlap != "step"
         return self.launch_ms + (self.issue_ms if issues else 0.0)
 
     def as_launched(self, choice: Choice | None) -> "Parts":
-        """The same with passes that last as long as the host needs to launch them, and what a choice does in them."""
+        """Stretch passes to what the host needs to launch them, and what a choice does in them, if that is longer."""
         longer = self.host_ms(choice) / (self.times.forward_ms + self.times.backward_ms)
         if longer <= 1:
             return self
@@ -70,12 +70,12 @@ class Parts:
 
     @property
     def last_backward_ms(self) -> float:
-        """Of the last micro-batch."""
+        """Backward of the last micro-batch."""
         return sum(turn.ms for turn in self.backward)
 
 
 class Estimate(NamedTuple):
-    """What an iteration takes, and what decides that."""
+    """Milliseconds that an iteration takes, and what decides that."""
 
     ms: float
     limit: str
@@ -125,7 +125,7 @@ batches of ``examples/benchmark_results/2026-11-23-h200x1-plan-auto.jsonl`` in w
 
 
 def _sharing(training: Training, machine: Machine) -> int:
-    """How many ranks copy from and to the memory of one host."""
+    """Count the ranks that copy from and to the memory of one host."""
     return min(training.ranks, machine.devices_per_host)
 
 

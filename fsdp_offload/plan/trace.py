@@ -36,7 +36,7 @@ _ALLOCATION_BYTES = 512
 
 
 class Work(NamedTuple):
-    """What one kernel does; kernels of the same work are counted together."""
+    """Work of one kernel; kernels of the same work are counted together."""
 
     kind: Kind
     flops: int
@@ -69,7 +69,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Trace:
-    """What a forward and a backward of one micro-batch do.
+    """A forward and a backward of one micro-batch, segment by segment.
 
     Attributes:
         segments: in order.
@@ -273,7 +273,7 @@ def _work(
 
 
 def _read_bytes(name: str, read: Sequence[Tensor], written: Sequence[Tensor]) -> int:
-    """What a kernel reads of its inputs."""
+    """Estimate the bytes that a kernel reads of its inputs."""
     nbytes = sum(map(_nbytes, read))
     if "nll_loss" in name:
         return 0  # one logit of each row

@@ -82,7 +82,7 @@ class Training:
 
     @property
     def shards(self) -> int:
-        """How many ranks share one copy of the model."""
+        """Number of ranks that share one copy of the model."""
         return self.ranks // self.replicas
 
     @property

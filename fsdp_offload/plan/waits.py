@@ -17,7 +17,7 @@ from .timing import Parts, Turn
 
 
 class Waits(NamedTuple):
-    """What is kept, as a share of the state, and how long the forward waits then."""
+    """Share of the state that is kept, and how long the forward waits then."""
 
     kept: float
     stall_ms: float
@@ -94,7 +94,7 @@ def _forward_order(parts: Parts) -> list[int]:
 
 
 def _began_ms(turns: tuple[Turn, ...]) -> dict[int, float]:
-    """When the first turn of each group begins, in the order of these."""
+    """Compute when the first turn of each group begins, in the order of these."""
     began = [0.0, *accumulate(turn.ms for turn in turns)]
     found: dict[int, float] = {}
     for turn, ms in zip(turns, began, strict=False):
