@@ -184,7 +184,7 @@ def synchronize(optimizer: Optimizer) -> None:
 
 
 def remove_offload(optimizer: _Optimizer) -> _Optimizer:
-    """The inverse of :func:`offload_optimizer`: a plain optimizer again, all state on the device, host memory freed.
+    """Undo :func:`offload_optimizer`: a plain optimizer again, all state on the device, host memory freed.
 
     Schedulers and hooks go on working, whenever they were made. Needs device memory for the whole state.
 
@@ -218,7 +218,7 @@ def remove_offload(optimizer: _Optimizer) -> _Optimizer:
 
 
 def _watch_until_first_step(optimizer: Optimizer, attachment: Attachment, model: nn.Module | None) -> None:
-    """A framework may still exchange the parameters or the optimizer."""
+    """Watch until the first step, since a framework may still exchange the parameters or the optimizer."""
     attachment.until_first_step.append(warn_if_another_steps(optimizer))
     check = None if model is None else check_at_first_forward(model, optimizer)
     if check is not None:

@@ -363,7 +363,7 @@ def _logical_step(self: OffloadedOptimizer, closure: Callable[[], Any] | None = 
 
 
 def _check_still_of_model(optimizer: Optimizer) -> None:
-    """The optimizer may have been left with parameters that the model no longer uses, and that get no gradient."""
+    """Refuse an optimizer left with parameters that the model no longer uses, and that get no gradient."""
     attachment = attachment_of(optimizer)
     model = None if attachment is None or attachment.model is None else attachment.model()
     if model is not None:
@@ -371,7 +371,7 @@ def _check_still_of_model(optimizer: Optimizer) -> None:
 
 
 def _explain_no_gradient(optimizer: Optimizer) -> None:
-    """A step without any gradient is legal, but often a mistake; the first ones of all, more often."""
+    """Warn of steps without any gradient: legal, but often a mistake; the first ones of all, more often."""
     _check_still_of_model(optimizer)
     attachment = attachment_of(optimizer)
     assert attachment is not None

@@ -35,7 +35,7 @@ tensor does not have it any more."""
 
 
 def chunks_of(source: Tensor | Sequence[int], flat_range: FlatRange | None = None) -> ShardChunks:
-    """The chunks of this rank's part of a tensor.
+    """Compute the chunks of this rank's part of a tensor.
 
     Args:
         source: What has chunks:

@@ -73,7 +73,7 @@ class MirroredBucket:
         return self._known is part
 
     def forget(self) -> None:
-        """The mirror is about to be written."""
+        """Forget what the mirror held: it is about to be written."""
         self._known = None
 
     def upload(self, part: "MirroredPart", up: Lane, hasher: Hasher) -> Mark:

@@ -133,7 +133,7 @@ class DeviceLink:
         return block
 
     def give_back(self, number: int, user: int) -> None:
-        """``user`` needs a block no more. It goes with the last one, when no copy reads or writes it any more."""
+        """Take back a block of ``user``. It goes with its last user, when no copy reads or writes it any more."""
         with self.in_use:  # else another thread might be about to take it
             block = self._ring.get(number)
             if block is not None:

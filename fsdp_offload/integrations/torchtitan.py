@@ -26,7 +26,7 @@ from .plain_values import metrics_of, offload
 def offloaded(
     build: Callable[..., OptimizersContainer], policy: OffloadPolicy | Mapping[str, Any] | None = None
 ) -> Callable[..., OptimizersContainer]:
-    """``build_optimizers_fn`` of a ``TrainSpec``, followed by :func:`offload_container`."""
+    """Wrap ``build_optimizers_fn`` of a ``TrainSpec``: what it builds goes through :func:`offload_container`."""
 
     def build_offloaded(*args: Any, **kwargs: Any) -> OptimizersContainer:
         return offload_container(build(*args, **kwargs), policy)

@@ -56,7 +56,7 @@ def offload_fsdp_model_to_cpu(model: nn.Module, empty_cache: bool = True) -> Non
 
 
 def load_fsdp_model_to_gpu(model: nn.Module) -> None:
-    """The inverse of :func:`offload_fsdp_model_to_cpu`."""
+    """Undo :func:`offload_fsdp_model_to_cpu`."""
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         reload_model(model)
     else:

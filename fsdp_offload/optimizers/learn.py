@@ -119,12 +119,12 @@ class Layouts:
         self._judged.add(key)
 
     def of_existing(self, param: Tensor, state: UserState) -> StateLayout:
-        """The layout of state that the optimizer has created already."""
+        """Describe the layout of state that the optimizer has created already."""
         layout = describe_state(state)
         return layout_on_locals(layout, param) if self.capabilities.elementwise else layout
 
     def learn(self, optimizer: Optimizer, param: Tensor, group: Mapping[str, Any], name: str) -> StateLayout:
-        """The layout of the state that ``optimizer`` would create for ``param`` in ``group``.
+        """Learn the layout of the state that ``optimizer`` would create for ``param`` in ``group``.
 
         Classes whose state is known to look like the parameter are run on a few elements. Any other is run on a
         scratch tensor like ``param``, with its sharding; the device memory of that is free again when this returns.
@@ -224,7 +224,7 @@ def _state_of_construction(
 
 
 def describe_state(state: UserState) -> StateLayout:
-    """The layout of state that exists."""
+    """Describe the layout of state that exists."""
     values: dict[str, ValueLayout] = {}
     scalars: dict[str, object] = {}
     left_out = []

@@ -175,11 +175,11 @@ class _Live:
         self.restart()
 
     def restart(self) -> None:
-        """The peak is now."""
+        """Begin a new peak at what is allocated now."""
         self.peak, self._peak_bytes = dict(self._now), self._now.total()
 
     def add(self, label: str, nbytes: int) -> None:
-        """A storage has come, or, with a negative size, gone."""
+        """Add a storage that has come, or, with a negative size, gone."""
         self._now[label] += nbytes
         if nbytes > 0 and (now_bytes := self._now.total()) > self._peak_bytes:
             self.peak, self._peak_bytes = dict(self._now), now_bytes
@@ -202,7 +202,7 @@ class _Recorder(TorchDispatchMode):
         self._work: Counter[Work] = Counter()
 
     def forward_turn(self, number: int, module: nn.Module, args: object) -> None:
-        """A group's forward begins; in a backward, that is a recomputation."""
+        """Begin a group's forward; in a backward, that is a recomputation."""
         if self.phase == "forward":
             self._begin(number)
 
@@ -217,7 +217,7 @@ class _Recorder(TorchDispatchMode):
         self._turn = (self.phase, number)
 
     def close(self) -> None:
-        """The turn in progress is over."""
+        """Close the turn in progress."""
         if self._turn is not None:
             self.segments.append(Segment(*self._turn, self._live.peak, self._work))
             self._work = Counter()

@@ -47,7 +47,7 @@ class NotUnderstoodError(TypeError):
 
 
 def describe_value(value: Tensor) -> ValueLayout:
-    """The layout of ``value``.
+    """Describe the layout of ``value``.
 
     Raises:
         NotUnderstoodError: some part of it is not a dense tensor.

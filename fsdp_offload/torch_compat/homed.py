@@ -87,7 +87,7 @@ def is_homed(param: Tensor) -> bool:
 
 
 def take_from_home(param: Tensor) -> None:
-    """The inverse of :func:`put_home`."""
+    """Undo :func:`put_home`."""
     for name in (_WAIT, STAND_IN, _USES):
         vars(param).pop(name, None)
     _HOMED.take_off([param])

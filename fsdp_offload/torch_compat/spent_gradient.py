@@ -62,7 +62,7 @@ def is_spent(param: Tensor) -> bool:
 
 
 def restore(param: Tensor, grad: Tensor) -> None:
-    """The inverse of :func:`spend`, if nobody has exchanged the gradient since."""
+    """Undo :func:`spend`, if nobody has exchanged the gradient since."""
     if is_spent(param):
         with torch.no_grad():
             param.grad = grad

@@ -48,7 +48,7 @@ def watch(grad: Tensor, watcher: Watcher) -> None:
 
 
 def unwatch(grad: Tensor) -> None:
-    """The inverse of :func:`watch`; nothing where it is not watched."""
+    """Undo :func:`watch`; nothing where it is not watched."""
     if is_watched(grad):
         grad.__class__ = type(grad).__bases__[0]
         del grad.__dict__[_WATCHER]
