@@ -1,4 +1,4 @@
-"""What attaching adds to an optimizer, where it is kept, and the old ``step`` functions that others have captured."""
+"""Attachments: what attaching adds to an optimizer, where it is kept, and ``step`` functions that others captured."""
 
 import functools
 import types

@@ -1,4 +1,4 @@
-"""What has to be true of an optimizer, its parameters and its model before it is offloaded, and who is called what."""
+"""Checks of an optimizer, its parameters and its model before it is offloaded, and the parameters' names."""
 
 from collections.abc import Mapping
 

@@ -66,7 +66,7 @@ POLICIES: dict[str, dict[str, Any] | None] = {
 }
 
 RARELY = 20
-"""Of so many steps one is clipped."""
+"""Steps of which one is clipped."""
 
 # For an ending of a policy's name, whether a step is clipped by a norm that binds.
 CLIPPED: dict[str, Callable[[int], bool]] = {

@@ -1,4 +1,4 @@
-"""How long the last iteration took, and how long the model stood still in it for state.
+"""The last iteration: how long it took, and how long the model stood still in it for state.
 
 ::
 

@@ -231,10 +231,10 @@ def _why_not(spare_bytes: int, host_bytes: int, machine: Machine) -> str:
 
 
 _MOST_OF_HOST = 0.8
-"""Of the host's memory may be pinned: the rest is for the processes, the data and the page cache."""
+"""Share of the host's memory that may be pinned: the rest is for the processes, the data and the page cache."""
 
 _RESERVE = 0.05
-"""Of a device "auto" leaves free: as ``link.py`` has it."""
+"""Share of a device that "auto" leaves free: as ``fsdp_offload/device/link.py`` has it."""
 
 _SAME = 1.01
 """Estimates do not tell closer ones apart. Then no offload is best, and after it what needs least of the device."""

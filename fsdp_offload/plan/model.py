@@ -1,4 +1,4 @@
-"""What a model is to the plan: the parameters of each ``fully_shard`` group, and a way to run it on the meta device."""
+"""A model as a plan sees it: the parameters of each ``fully_shard`` group, and a way to run it on the meta device."""
 
 import importlib
 import json

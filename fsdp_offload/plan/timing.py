@@ -82,7 +82,7 @@ class Estimate(NamedTuple):
 
 
 _UNEVEN_SHARE = 0.65
-"""Of the rate of device memory that kernels reach which reduce or rearrange, and the copies of ``fully_shard``."""
+"""Share of device memory's rate reached by kernels that reduce or rearrange, and by the copies of ``fully_shard``."""
 
 
 def parts_of(sizes: Sizes, trace: Trace, training: Training, machine: Machine) -> Parts:
@@ -119,7 +119,7 @@ def parts_of(sizes: Sizes, trace: Trace, training: Training, machine: Machine) -
 
 
 _LAUNCHES_OF_KERNEL, _LAUNCHES_OF_TURN, _LAUNCHES_OF_UPDATE, _LAUNCHES_OF_WAIT = 6, 190, 43, 60
-"""What the host needs in Python, in launches of a kernel in a plain loop: for one in a model with autograd; for a turn
+"""The host's time in Python, in launches of a kernel in a plain loop: for one in a model with autograd; for a turn
 of a ``fully_shard`` group; for moving and updating a parameter's state; for a turn that waits for state. From the two
 batches of ``examples/benchmark_results/2026-11-23-h200x1-plan-auto.jsonl`` in which the device waited for the host."""
 
@@ -184,7 +184,7 @@ def _communication_ms(sizes: Sizes, training: Training, machine: Machine, phase:
 
 
 _WAITS = 0.05
-"""Of an iteration: from there on, the host link decides how long it takes."""
+"""Share of an iteration spent waiting from which on the host link decides how long it takes."""
 
 
 def estimate(

@@ -29,7 +29,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 Checkpointing = Literal["none", "full"]
 Phase = Literal["forward", "backward"]
 Kind = Literal["matmul", "attention", "attention_backward", "pointwise", "uneven"]
-"""Of a kernel: "pointwise" ones read and write memory in order and once; "uneven" ones reduce or rearrange."""
+"""Kinds of kernels: "pointwise" ones read and write memory in order and once; "uneven" ones reduce or rearrange."""
 
 _ALLOCATION_BYTES = 512
 """CUDA's caching allocator hands out multiples of this."""

@@ -1,4 +1,4 @@
-"""How long a forward waits for state, and what ``device_bytes="auto"`` keeps so that it does not. Pure arithmetic.
+"""Waits of a forward for state, and what ``device_bytes="auto"`` keeps so that there are none. Pure arithmetic.
 
 The iteration is put together from the turns of the groups, bucket by bucket, and judged by the functions that judge
 measured ones in training::
@@ -51,7 +51,7 @@ def waits_of(choice: Choice, parts: Parts, machine: Machine, *, room_bytes: int)
 
 
 _TOLERANCE = 0.01
-"""Of the time that all transfers take: as ``tune_resident.py`` has it."""
+"""Tolerated wait, of the time that all transfers take: as ``fsdp_offload/model/tune_resident.py`` has it."""
 
 
 def _iteration_times(choice: Choice, parts: Parts, machine: Machine, kept: int) -> IterationTimes:

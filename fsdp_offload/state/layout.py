@@ -1,4 +1,4 @@
-"""What a state tensor is made of: its dense leaves, and how to put it together again over other memory."""
+"""Layouts of state tensors: the dense leaves they are made of, and how to put them together again over other memory."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace

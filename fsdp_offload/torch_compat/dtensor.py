@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import TensorMeta
 
 _SAYS_CHUNKS = {"__create_chunk_list__", "__create_write_items__"}
-"""What a local tensor has beside its memory if it says itself which chunks of the global tensor it is."""
+"""Methods of a local tensor that says itself which chunks of the global tensor it is."""
 
 
 STAND_IN = "_fsdp_offload_stand_in"

@@ -20,7 +20,7 @@ _METHODS = {
     *("requires_grad_", "register_hook", "register_post_accumulate_grad_hook"),
 }
 _METHODS_IN_PYTHON = {"to_local", "full_tensor", "redistribute"}
-"""Of DTensor: they are no torch functions."""
+"""Methods of DTensor that are no torch functions."""
 
 _VALUES = {"data", "T", "H", "mT", "mH", "real", "imag"}
 _GRADIENT = {"grad", "_grad"}
@@ -116,7 +116,7 @@ class Guard:
 
 
 _GUARDS: dict[type[Tensor], Guard] = {}
-"""Of each class that a guard has derived."""
+"""The guard of each class that one has derived."""
 
 
 def _derive(cls: Any, guard: Guard) -> type[Tensor]:

@@ -1,4 +1,4 @@
-"""What torch.optim does around a step: hooks, the choice of an implementation, gradients it cannot use."""
+"""Workings of torch.optim around a step: hooks, the choice of an implementation, gradients it cannot use."""
 
 import sys
 from collections.abc import Callable, Iterable, Iterator

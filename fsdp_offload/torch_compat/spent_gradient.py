@@ -1,4 +1,4 @@
-"""What is in ``param.grad`` when an update in the backward has used the gradient: whatever is done with it is an error.
+"""The stand-in in ``param.grad`` for a gradient that an update in the backward has used: to do anything with it fails.
 
 Clipping, scaling or logging it would come too late, and some of torch's ways to write a gradient leave no trace
 (``torch._foreach_mul_`` on DTensors does not count a version).
