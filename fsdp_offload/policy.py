@@ -1,4 +1,4 @@
-"""How an optimizer's state is offloaded: plain data, validated when it is made, used by every other room."""
+"""The policy by which an optimizer's state is offloaded: plain data, validated when made, used by every other room."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,10 +10,10 @@ MasterKind = Literal["none", "fp32", "remainder"]
 """Masters kept for an optimizer that keeps none: whole ones, or the lower 16 bits of one in int16."""
 
 OverlapKind = Literal["step", "forward", "iteration"]
-"""What of an iteration hides transfers and updates."""
+"""Part of an iteration that hides transfers and updates."""
 
 DebugKind = Literal["off", "guard", "serial"]
-"""What is done to find a mistake."""
+"""Means of finding a mistake."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,7 +185,7 @@ GONE_FIELDS = (*_SIZES, *_OVERLAPS, "serial")
 
 
 def _say_new_words(old: Mapping[str, object]) -> str:
-    """What to write instead of ``old``, fields of earlier versions."""
+    """Say what to write instead of ``old``, fields of earlier versions."""
     sentences = []
     sizes = {name: old[name] for name in _SIZES if name in old}
     overlaps = {name: old[name] for name in _OVERLAPS if name in old}

@@ -163,7 +163,7 @@ def _bytes(nbytes: int) -> str:
 
 
 def report_of(engine: Engine, states: StateStore) -> OffloadReport:
-    """Bytes by place, and the times of the last step; waits for that step."""
+    """Report bytes by place, and the times of the last step; waits for that step."""
     times = engine.step_times()
     on_host = engine.host.last_times() if engine.host is not None else HostTimes()
     shards = list(engine.plan.shards.values())
@@ -218,7 +218,7 @@ def report_of(engine: Engine, states: StateStore) -> OffloadReport:
 
 
 def notes_of(engine: Engine) -> Iterable[str]:
-    """What the user should know about this offload, most important first."""
+    """Yield what the user should know about this offload, most important first."""
     shards = engine.plan.shards.values()
     if not any(shard.nbytes or shard.weights_nbytes for shard in shards if not shard.resident):
         if any(shard.resident for shard in shards):
@@ -252,7 +252,7 @@ def notes_of(engine: Engine) -> Iterable[str]:
 
 
 def _against_bound(engine: Engine, step: StepTimes) -> dict[str, Any]:
-    """What the report says of the last iteration, or of ``step()`` where nothing overlaps, and of its bound."""
+    """Compare the last iteration, or ``step()`` where nothing overlaps, with its bound: the report's fields on both."""
     if step == StepTimes():
         return {}
     policy, copies = engine.policy, {"load_ms": step.load_ms, "store_ms": step.store_ms}
@@ -303,7 +303,7 @@ def _other_bytes(shard: StateShard, state: UserState) -> int:
 
 
 def _exchanged_bytes(shard: StateShard, state: UserState) -> int:
-    """Of tensors that the user has put in the place of homes, and that the next step moves there."""
+    """Count the bytes of tensors that the user has put in the place of homes, and that the next step moves there."""
     return _bytes_of(state[name] for name, home in shard.homes.items() if state.get(name, home) is not home)
 
 

@@ -1,4 +1,7 @@
-"""The commands split and merge, which have their options in common."""
+"""The commands split and merge, which have their options in common.
+
+Their errors come from where they are found, and their tables and last lines from ``checkpoint_tools/write/rewrite.py``.
+"""
 
 import time
 from collections.abc import Sequence

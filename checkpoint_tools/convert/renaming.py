@@ -10,7 +10,7 @@ from ..exchange.param_groups import listed, read_groups, relisted
 from ..fused.fusions import Exchange
 from ..fused.keys import sorted_out
 from ..stored.reading import Checkpoint
-from .frameworks import Rename
+from .families import Rename
 
 _NAMES_IN_ERRORS = 3
 

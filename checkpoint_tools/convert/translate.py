@@ -24,7 +24,7 @@ from ..stored.reading import Checkpoint
 from ..write import rewrite
 from ..write.partial import locked_folder, partial_of, steps_beside
 from ..write.rewrite_plan import Rewrite, plan_rewrite
-from .frameworks import Fuse, Rename, Step, steps, value_names
+from .families import Fuse, Rename, Step, steps, value_names
 from .renaming import rename_exchange
 
 

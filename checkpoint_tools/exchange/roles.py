@@ -142,7 +142,7 @@ class Roles:
     # --- to find ---
 
     def _by_rules(self, names: Iterable[str]) -> dict[str, Role]:
-        """By the rules alone. Those that match nothing are for :meth:`_check_rules`."""
+        """Find roles by the rules alone. Rules that match nothing are left to :meth:`_check_rules`."""
         known = [name for name in names if not self.is_excluded(name)]
         active = [number for number, rule in enumerate(self._rules) if any(self._matches(rule, name) for name in known)]
         self._used.update(active)

@@ -1,4 +1,4 @@
-"""What attaching adds to an optimizer, where it is kept, and the old ``step`` functions that others have captured."""
+"""Attachments: what attaching adds to an optimizer, where it is kept, and ``step`` functions that others captured."""
 
 import functools
 import types
@@ -76,7 +76,7 @@ _WRAPPING_PACKAGES = ("accelerate", "lightning", "lightning_fabric", "pytorch_li
 
 
 def wrappers_around(optimizer: Optimizer) -> list[Optimizer]:
-    """``optimizer`` and what is inside it, as far as these are wrappers of accelerate, Lightning or Fabric.
+    """Yield ``optimizer`` and what is inside it, as far as these are wrappers of accelerate, Lightning or Fabric.
 
     The last one is the real optimizer. Lightning's and Fabric's wrappers are instances of its class as well.
     """
@@ -90,7 +90,7 @@ def wrappers_around(optimizer: Optimizer) -> list[Optimizer]:
 
 
 def unwrap(optimizer: Optimizer) -> Optimizer:
-    """The optimizer inside a framework's wrapper."""
+    """Return the optimizer inside a framework's wrapper."""
     return wrappers_around(optimizer)[-1]
 
 

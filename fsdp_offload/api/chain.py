@@ -20,7 +20,7 @@ def offload_each(
     model: nn.Module | None,
     policy: OffloadPolicy | Literal["auto"] | None,
 ) -> None:
-    """``offload`` every optimizer inside ``optimizer``, or none: those before one that cannot be are removed again.
+    """Call ``offload`` with every optimizer inside ``optimizer``; if one fails, those before it are removed again.
 
     They share streams and staging, as all on a device do. fp32 masters that are their parameters get a place to go to.
     """
@@ -43,9 +43,10 @@ def offload_each(
 
 
 def offload_states(optimizer: Any) -> None:
-    """``offload_states()`` of every offloaded optimizer in ``optimizer``, which may be Megatron's, or a chain of them.
+    """Call ``offload_states()`` of every offloaded optimizer in ``optimizer``.
 
-    fp32 masters that are parameters of Megatron's inner optimizer leave with the state.
+    ``optimizer`` may be Megatron's, or a chain of them. fp32 masters that are parameters of Megatron's inner optimizer
+    leave with the state.
 
     Raises:
         TypeError: one of them is not offloaded.
@@ -56,7 +57,7 @@ def offload_states(optimizer: Any) -> None:
 
 
 def release_states(optimizer: Any) -> None:
-    """``release_states()`` of every offloaded optimizer in ``optimizer``.
+    """Call ``release_states()`` of every offloaded optimizer in ``optimizer``.
 
     Raises:
         TypeError: one of them is not offloaded.
@@ -66,7 +67,7 @@ def release_states(optimizer: Any) -> None:
 
 
 def reload_states(optimizer: Any, *, free_host_memory: bool = False) -> None:
-    """``reload_states()`` of every offloaded optimizer in ``optimizer``.
+    """Call ``reload_states()`` of every offloaded optimizer in ``optimizer``.
 
     Raises:
         TypeError: one of them is not offloaded.

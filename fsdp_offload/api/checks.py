@@ -1,4 +1,4 @@
-"""What has to be true of an optimizer, its parameters and its model before it is offloaded, and who is called what."""
+"""Checks of an optimizer, its parameters and its model before it is offloaded, and the parameters' names."""
 
 from collections.abc import Mapping
 
@@ -160,7 +160,7 @@ def names_of_parameters(optimizer: Optimizer, model: nn.Module | None) -> dict[T
 
 
 def streamable(model: nn.Module | None, names: Mapping[Tensor, str]) -> dict[Tensor, ShardedParameter]:
-    """The optimizer's parameters that can live on the host: those that the model's ``fully_shard`` gathers.
+    """Select the parameters that can live on the host: those of the optimizer that the model's ``fully_shard`` gathers.
 
     Raises:
         ValueError: there are none, or one is of a type that says itself how it is gathered.
@@ -204,7 +204,7 @@ def check_params(
     *,
     on_host: bool = False,
 ) -> torch.device:
-    """The one device of all parameters, after looking for what cannot be offloaded exactly.
+    """Refuse what cannot be offloaded exactly, and return the one device of all parameters.
 
     ``on_host``: parameters may live there.
     """

@@ -158,14 +158,14 @@ def offload_optimizer(
 
 
 def is_offloaded(optimizer: Optimizer) -> bool:
-    """Whether :func:`offload_optimizer` was called for ``optimizer``, or for those inside a framework's wrapper."""
+    """Return whether :func:`offload_optimizer` was called for ``optimizer``, or for those that a framework wraps."""
     if is_wrapped(optimizer):
         return all(attachment_of(inner) is not None for inner in optimizers_in(optimizer))
     return find_offloaded(optimizer) is not None
 
 
 def offload_report(optimizer: Optimizer) -> OffloadReport:
-    """As :meth:`OffloadedOptimizer.offload_report`, through any framework's wrapper.
+    """Report as :meth:`OffloadedOptimizer.offload_report` does, through any framework's wrapper.
 
     Raises:
         RuntimeError: it is not offloaded, or a chain of several, each of which has a report of its own.
@@ -174,7 +174,7 @@ def offload_report(optimizer: Optimizer) -> OffloadReport:
 
 
 def synchronize(optimizer: Optimizer) -> None:
-    """As :meth:`OffloadedOptimizer.synchronize`, through any framework's wrapper; of a chain, all of it.
+    """Do what :meth:`OffloadedOptimizer.synchronize` does, through any framework's wrapper; of a chain, all of it.
 
     Raises:
         RuntimeError: it is not offloaded.
@@ -184,7 +184,7 @@ def synchronize(optimizer: Optimizer) -> None:
 
 
 def remove_offload(optimizer: _Optimizer) -> _Optimizer:
-    """The inverse of :func:`offload_optimizer`: a plain optimizer again, all state on the device, host memory freed.
+    """Undo :func:`offload_optimizer`: a plain optimizer again, all state on the device, host memory freed.
 
     Schedulers and hooks go on working, whenever they were made. Needs device memory for the whole state.
 
@@ -218,7 +218,7 @@ def remove_offload(optimizer: _Optimizer) -> _Optimizer:
 
 
 def _watch_until_first_step(optimizer: Optimizer, attachment: Attachment, model: nn.Module | None) -> None:
-    """A framework may still exchange the parameters or the optimizer."""
+    """Watch until the first step, since a framework may still exchange the parameters or the optimizer."""
     attachment.until_first_step.append(warn_if_another_steps(optimizer))
     check = None if model is None else check_at_first_forward(model, optimizer)
     if check is not None:
@@ -228,7 +228,7 @@ def _watch_until_first_step(optimizer: Optimizer, attachment: Attachment, model:
 def _chosen(
     capabilities: Capabilities, params: Sequence[Tensor], model: nn.Module | None, loop: Loop
 ) -> tuple[OffloadPolicy, str]:
-    """What ``policy="auto"`` means here; the same on every rank."""
+    """Choose what ``policy="auto"`` means here; the same on every rank."""
     hides = "" if model is not None else "without model=... there is nothing to hide behind"
     if model is not None and not any(group.params for group in sharding_groups(model)):
         hides = "the model is not sharded by fully_shard, into which overlap hooks"

@@ -23,7 +23,7 @@ _offloaded_classes: dict[type[Optimizer], type[Optimizer]] = {}
 
 
 def offloaded_class(cls: type[Optimizer]) -> type[Optimizer]:
-    """``Offloaded<Name>``: the mixin in front of the user's class; the same class every time."""
+    """Return ``Offloaded<Name>``: the mixin in front of the user's class; the same class every time."""
     if cls not in _offloaded_classes:
         _offloaded_classes[cls] = _mix_in(cls)
     return _offloaded_classes[cls]

@@ -68,7 +68,7 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
         )
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """As the optimizer's own ``step``; see :func:`offload_optimizer` for what is different underneath.
+        """Step as the optimizer's own ``step`` does; see :func:`offload_optimizer` for what is different underneath.
 
         Returns when everything is issued. Parameters are new in the order of the current stream; stores may still run.
 
@@ -98,7 +98,7 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """As ``torch.optim.Optimizer``. Before the first step, an error if all parameters have been exchanged."""
+        """Param groups of the optimizer. Before the first step, an error if all parameters have been exchanged."""
         optimizer = find_offloaded(self) or self
         groups: list[dict[str, Any]] = vars(optimizer)["param_groups"]
         attachment = attachment_of(optimizer)
@@ -112,7 +112,7 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
 
     @_of_the_real_optimizer
     def state_dict(self) -> dict[str, Any]:
-        """As ``torch.optim.Optimizer``; the tensors are those of ``optimizer.state``, over host memory.
+        """Return what ``torch.optim.Optimizer`` does; the tensors are those of ``optimizer.state``, over host memory.
 
         Raises:
             RuntimeError: an exception has left the state half updated.
@@ -132,7 +132,7 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
 
     @_of_the_real_optimizer
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As ``torch.optim.Optimizer``, straight into host memory; the tensors of ``state_dict`` are copied.
+        """Load as ``torch.optim.Optimizer`` does, straight into host memory; the tensors of ``state_dict`` are copied.
 
         Raises:
             ValueError: state is missing, extra, or of another shape, dtype or sharding. Nothing has changed then.
@@ -182,7 +182,7 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
 
     @_of_the_real_optimizer
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As ``torch.optim.Optimizer``; room for the new parameters' state is taken at once."""
+        """Add a group as ``torch.optim.Optimizer`` does; room for the new parameters' state is taken at once."""
         self._plain_class.add_param_group(self, param_group)
         engine = engine_of(self)
         params = self.param_groups[-1]["params"]
@@ -207,7 +207,7 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
 
     @_of_the_real_optimizer
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """As ``torch.optim.Optimizer``. What an update still reads is kept until then, and waited for if zeroed."""
+        """Clear gradients. Those that an update still reads are kept until it is done, and waited for if zeroed."""
         engine_of(self).steps.skip()
         begun = engine_of(self).steps.begun
         if begun is not None and begun.has_updated:
@@ -363,7 +363,7 @@ def _logical_step(self: OffloadedOptimizer, closure: Callable[[], Any] | None = 
 
 
 def _check_still_of_model(optimizer: Optimizer) -> None:
-    """The optimizer may have been left with parameters that the model no longer uses, and that get no gradient."""
+    """Refuse an optimizer left with parameters that the model no longer uses, and that get no gradient."""
     attachment = attachment_of(optimizer)
     model = None if attachment is None or attachment.model is None else attachment.model()
     if model is not None:
@@ -371,7 +371,7 @@ def _check_still_of_model(optimizer: Optimizer) -> None:
 
 
 def _explain_no_gradient(optimizer: Optimizer) -> None:
-    """A step without any gradient is legal, but often a mistake; the first ones of all, more often."""
+    """Warn of steps without any gradient: legal, but often a mistake; the first ones of all, more often."""
     _check_still_of_model(optimizer)
     attachment = attachment_of(optimizer)
     assert attachment is not None

@@ -86,7 +86,7 @@ _RELOADS, _MYSELF = "_fsdp_offload_reloads", "_fsdp_offload_reload_before"
 
 
 def tell_if_never_reloaded(attachment: Attachment) -> None:
-    """The hook that :func:`reload_before` wrapped may be one that the training loop never calls."""
+    """Warn if the training loop never calls the hook that :func:`reload_before` wrapped."""
     if attachment.reloads is None:
         return
     attachment.steps += 1

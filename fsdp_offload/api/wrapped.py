@@ -32,7 +32,7 @@ def is_wrapped(optimizer: object) -> bool:
 
 
 def optimizers_in(optimizer: Any) -> list[Optimizer]:
-    """The optimizers of torch inside ``optimizer``, in order, each once; itself if it is one.
+    """List the optimizers of torch inside ``optimizer``, in order, each once; itself if it is one.
 
     Raises:
         TypeError: there are none.
@@ -49,7 +49,7 @@ def optimizers_in(optimizer: Any) -> list[Optimizer]:
 
 
 def masters_in(optimizer: Any) -> dict[Optimizer, list[Tensor]]:
-    """The fp32 masters that are parameters of each optimizer, as the one around it says."""
+    """Find the fp32 masters that are parameters of each optimizer, as the one around it says."""
     masters: dict[Optimizer, list[Tensor]] = {}
     for holder, inner in () if isinstance(unwrap(optimizer), Optimizer) else _holders(optimizer):
         params = {param for group in inner.param_groups for param in group["params"]}
@@ -59,7 +59,7 @@ def masters_in(optimizer: Any) -> dict[Optimizer, list[Tensor]]:
 
 
 def savers_of_all_masters(optimizer: Any) -> list[Optimizer]:
-    """The optimizers around which Megatron saves a master of every parameter, also of those in fp32.
+    """Find the optimizers around which Megatron saves a master of every parameter, also of those in fp32.
 
     Its precision-aware DistributedOptimizer takes ``master_param`` out of the state of each.
     """

@@ -47,7 +47,7 @@ def line_to_write() -> str:
 
 
 def note_if_unsharded(params: Collection[Tensor], model: nn.Module | None) -> str:
-    """A warning where several ranks would each keep the whole state; empty elsewhere.
+    """Return a warning where several ranks would each keep the whole state; empty elsewhere.
 
     No proof: DDP is so on purpose. Whether parameters will be exchanged cannot be known before they are.
     """
@@ -66,7 +66,7 @@ def note_if_unsharded(params: Collection[Tensor], model: nn.Module | None) -> st
 
 
 def refuse_exchanged(known: Collection[Tensor], groups: list[dict[str, Any]]) -> None:
-    """An error where none of the parameters in ``groups`` is one of those that were there at attach.
+    """Raise where none of the parameters in ``groups`` is one of those that were there at attach.
 
     Frameworks that shard a model after its optimizer was built (accelerate's ``prepare``) put others there. What was
     sharded at attach is not meant: a second ``prepare`` puts it back.
@@ -103,7 +103,7 @@ def check_at_first_forward(model: nn.Module, optimizer: Optimizer) -> RemovableH
 
 
 def refuse_foreign(model: nn.Module, optimizer: Optimizer) -> None:
-    """An error where ``optimizer`` has parameters without a gradient that the model no longer uses."""
+    """Raise where ``optimizer`` has parameters without a gradient that the model no longer uses."""
     attachment = attachment_of(optimizer)
     assert attachment is not None
     of_model = parameters_of(model)  # and not by their names: a look must not change what the next forward gathers

@@ -83,13 +83,13 @@ def _predictions(name: str, ranks: int, machine: str) -> Iterator[dict[str, Any]
 
 
 def model_of_case(case: Case) -> Model:
-    """What is trained, on the meta device."""
+    """Build a case's model on the meta device."""
     with torch.device("meta"):
         return model_of(case.build())
 
 
 def training_of_case(case: Case, ranks: int) -> dict[str, Any]:
-    """How, in the words of :func:`fsdp_offload.plan.plan`."""
+    """Return how a case is trained, as arguments of :func:`fsdp_offload.plan.plan`."""
     tokens = ranks * case.sequences * case.training["sequence_length"] * case.training.get("micro_batches", 1)
     return {"ranks": ranks, "tokens_per_step": tokens, **case.training}
 
@@ -147,7 +147,7 @@ def _compare(name: str, lines: list[dict[str, Any]], device: torch.device, itera
 
 
 def _first_ranks(choice: str) -> str:
-    """What the first rank has chosen: all have to train in the same way."""
+    """Return the first rank's choice: all have to train in the same way."""
     chosen = [choice]
     dist.broadcast_object_list(chosen)
     return chosen[0]
@@ -193,7 +193,7 @@ def _print_auto(
 
 
 def _is_late(until: float, device: torch.device) -> bool:
-    """Whether any rank says so: all have to stop together."""
+    """Return whether any rank says so: all have to stop together."""
     late = torch.tensor(float(time.monotonic() > until), device=device)
     dist.all_reduce(late)
     return bool(late.item())
@@ -295,7 +295,7 @@ def _iterate(
 
 
 def _timed_ms(iterate: Callable[[int], None], count: int, device: torch.device) -> float:
-    """Of an iteration among others, from the end of a step to the end of another, as the model's stream sees it."""
+    """Time an iteration among others: from the end of a step to the end of another, as the model's stream sees it."""
     if device.type == "cpu":
         begin_s = time.perf_counter()
         iterate(count)

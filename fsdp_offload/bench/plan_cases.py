@@ -150,7 +150,7 @@ AUTO_CASES = {
     "auto-any": _with_auto(lambda: GPT(12, 2048, 32_768), 15, 1024, "any", "step, 2048 MiB"),
     "auto-any-bf16": _with_auto(lambda: decoder(3072, 8192, 8, 24, 32_000), 3, 4096, "any", dtype="bf16"),
 }
-"""Of batches that were never measured before, small enough to try all policies with each in seconds."""
+"""Cases with batches that were never measured before, small enough to try all policies with each in seconds."""
 
 CASES |= AUTO_CASES
 

@@ -38,7 +38,7 @@ class MasterWeights(StrEnum):
 
 
 class AdamKind(StrEnum):
-    """Whose Adam."""
+    """Implementations of Adam: torch's AdamW, or Transformer Engine's ``FusedAdam``."""
 
     ADAMW = "adamw"
     TE = "te"
@@ -191,14 +191,14 @@ def varied_sizes(params: int, tensors: int) -> list[tuple[int, ...]]:
 def plain_model(
     shapes: Sequence[tuple[int, ...]], device: torch.device, dtype: torch.dtype = torch.float32
 ) -> nn.Module:
-    """Parameters of these shapes, with gradients."""
+    """Make a model with parameters of these shapes, and their gradients."""
     return _with_gradients(_of_parameters(shapes, device, dtype))
 
 
 def sharded_model(
     shapes: Sequence[tuple[int, ...]], device: torch.device, dtype: torch.dtype = torch.float32
 ) -> nn.Module:
-    """The same as DTensors of a mesh of this one rank. Makes a process group."""
+    """Make a model like :func:`plain_model`, of DTensors on a mesh of this one rank. Makes a process group."""
     if not dist.is_initialized():
         _init_process_group(device)
     model = _of_parameters(shapes, device, dtype)

@@ -33,7 +33,7 @@ parts = ['{prefix}gate.weight', '{prefix}up.weight']
 """
 
 _STATE_BYTES = 10
-"""Of each parameter: bf16 weights and two fp32 moments."""
+"""Bytes of each parameter: bf16 weights and two fp32 moments."""
 
 
 def main(

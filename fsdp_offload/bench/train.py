@@ -66,7 +66,7 @@ POLICIES: dict[str, dict[str, Any] | None] = {
 }
 
 RARELY = 20
-"""Of so many steps one is clipped."""
+"""Steps of which one is clipped."""
 
 # For an ending of a policy's name, whether a step is clipped by a norm that binds.
 CLIPPED: dict[str, Callable[[int], bool]] = {
@@ -183,7 +183,7 @@ def chosen_policies(only: str, common: Mapping[str, Any], limit_bytes: int) -> d
 
 
 def _ending_of(name: str) -> str:
-    """Of a policy's name: how often its loop clips, with the line before it; empty if it does not say."""
+    """Return a policy name's ending that says how often its loop clips, underscore included; empty if it has none."""
     ending = name.rpartition("_")[2]
     return f"_{ending}" if ending in CLIPPED else ""
 
@@ -254,7 +254,7 @@ def _print(
 
 
 def trace_path(folder: Path, policy_name: str) -> Path:
-    """Of the Chrome trace of a policy."""
+    """Return the path of a policy's Chrome trace."""
     return folder / f"{re.sub(r'[^a-zA-Z0-9_.-]+', '-', policy_name)}.trace.json.gz"
 
 
@@ -380,7 +380,7 @@ class Bench:
         return result
 
     def _settled_ms(self, optimizer: torch.optim.Optimizer, count: int, *, clip: bool) -> float:
-        """Of an iteration among others: from the end of a step() to the end of another, as the model's stream sees it.
+        """Time an iteration among others: from the end of one step() to that of another, as the model's stream sees it.
 
         From an idle device to an idle one would be longer: the transfers that the last step leaves to a forward have
         none to hide behind then.
@@ -397,7 +397,7 @@ class Bench:
     def settled(
         self, policy: OffloadPolicy | None, clipped: Callable[[int], bool] | None = None
     ) -> Iterator[tuple[torch.optim.Optimizer, bool]]:
-        """From the first parameters on, an optimizer after some iterations; and whether to clip with this policy.
+        """Train from the first parameters on; yield the optimizer after some iterations, and whether to clip.
 
         Args:
             policy: ``None`` for the plain optimizer.

@@ -81,7 +81,7 @@ class ArenaStager(AsyncStager):
         self._loan: Loan | None = None
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """``state_dict`` as it is now, to be written while training goes on. Called by ``dcp.async_save``.
+        """Stage ``state_dict`` as it is now, to be written while training goes on. Called by ``dcp.async_save``.
 
         Waits for stores of the last step and for the copy of what is not at home. No collective.
 
@@ -195,7 +195,7 @@ class _Staging:
         return key
 
     def staged(self, values: Any, loan: Loan, buffer: Region) -> Any:
-        """``values`` as they are now; returns when all copies have arrived."""
+        """Stage ``values`` as they are now; returns when all copies have arrived."""
         copies = self._issue_copies(loan, buffer)
         leaves = iter(
             [
@@ -239,7 +239,7 @@ class _Staging:
 
 
 class _Key(NamedTuple):
-    """The same for two tensors of the same elements: tied weights are copied once."""
+    """Identity of a tensor's elements, equal for tied weights, so that they are copied once."""
 
     address: int
     shape: torch.Size

@@ -35,7 +35,7 @@ tensor does not have it any more."""
 
 
 def chunks_of(source: Tensor | Sequence[int], flat_range: FlatRange | None = None) -> ShardChunks:
-    """The chunks of this rank's part of a tensor.
+    """Compute the chunks of this rank's part of a tensor.
 
     Args:
         source: What has chunks:
@@ -88,7 +88,7 @@ def flat_range_of(part: ShardChunks) -> tuple[int, int] | None:
 
 
 def says_its_chunks(tensor: Tensor) -> bool:
-    """Whether something else than the placements of a DTensor says which chunks it has; those are nominal then."""
+    """Return whether a DTensor's chunks are told by something else than its placements, which are nominal then."""
     carries = isinstance(getattr(local_shard(tensor), "shard_chunks", None), ShardChunks)
     return carries or hasattr(tensor, MEGATRON_SLICE) or said_chunks(tensor) is not None
 

@@ -46,7 +46,7 @@ class Experts:
         return cls(expert_parallel_rank * num_local_experts, num_local_experts)
 
     def number(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """``state_dict`` with global numbers for local ones, to be saved or loaded into.
+        """Return ``state_dict`` with global numbers for local ones, to be saved or loaded into.
 
         Args:
             state_dict: of a model, of an optimizer in any layout (by FQN), or several of them nested in one. Not
@@ -58,7 +58,7 @@ class Experts:
         return self._renamed(state_dict, self.global_name)
 
     def localize(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """The inverse of :meth:`number`.
+        """Undo :meth:`number`.
 
         Raises:
             ValueError: an expert is another rank's.

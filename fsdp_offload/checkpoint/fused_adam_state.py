@@ -39,7 +39,7 @@ _ADAMW_ENTRIES = {
 
 
 def adamw_to_fused_adam(state_dict: Mapping[str, Any]) -> StateDict:
-    """The state of an AdamW (or Adam) as a FusedAdam would have saved it.
+    """Convert the state of an AdamW (or Adam) to what a FusedAdam would have saved.
 
     Moments in fp32 are handed on, not copied; others are cast. There are no masters: an offloaded FusedAdam makes them
     from the parameters when it loads this, so load the weights first.
@@ -65,7 +65,7 @@ def adamw_to_fused_adam(state_dict: Mapping[str, Any]) -> StateDict:
 
 
 def fused_adam_to_adamw(state_dict: Mapping[str, Any]) -> StateDict:
-    """The inverse of :func:`adamw_to_fused_adam`. Moments are fp32, so the parameters have to be, too.
+    """Undo :func:`adamw_to_fused_adam`. Moments are fp32, so the parameters have to be, too.
 
     Masters are dropped: write them into the fp32 parameters yourself, from ``state_dict``, or training goes on from the
     rounded weights.

@@ -217,7 +217,7 @@ def load(
     no_dist: bool = False,
     check_data: bool = False,
 ) -> None:
-    """``torch.distributed.checkpoint.load``, checked: what would be silently wrong is an error before anything changes.
+    """Load as ``torch.distributed.checkpoint.load``: what would be silently wrong is an error before anything changes.
 
     Loads in place into the tensors of ``state_dict``, and replaces its other values. With a ``FileSystemReader``, also
     one of fsspec, every file that this rank needs is looked at first: it is there, and long enough. Bytes that are

@@ -114,7 +114,7 @@ def _flattened_parameters(stored: list[str]) -> dict[str, set[str]]:
 
 
 def _group_entries(keys: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """For every key below some ``param_groups``: the root of the state beside it, and the key below that."""
+    """Yield, for every key below some ``param_groups``, the root of the state beside it, and the key below that."""
     for key in keys:
         dotted = f".{key}"
         groups = _GROUPS.search(dotted)

@@ -14,7 +14,7 @@ from .shard_tensor import ShardTensor, with_chunks
 
 
 def with_parameter_chunks(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """``state_dict`` with values that carry the chunks of their parameters, over the same memory.
+    """Return ``state_dict`` with values that carry the chunks of their parameters, over the same memory.
 
     For models whose placements are nominal, as those of Megatron-FSDP: what a parameter knows of its flat slice is lost
     in ``model.state_dict()``, which detaches it. Other values are taken over as they are.

@@ -106,7 +106,7 @@ def save(
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
 ) -> Metadata:
-    """``torch.distributed.checkpoint.save`` with :class:`SavePlanner`: what would be lost is refused before the write.
+    """Save as ``torch.distributed.checkpoint.save``: :class:`SavePlanner` refuses what would be lost, before the write.
 
     Args:
         state_dict: what to save.

@@ -155,7 +155,7 @@ torch.serialization.add_safe_globals([ShardTensor, ShardChunks, Chunk])
 
 
 def with_chunks(like: Tensor, local: Tensor | None = None, shard_chunks: ShardChunks | None = None) -> Tensor:
-    """A DTensor over ``local`` that saves and loads as the given chunks.
+    """Make a DTensor over ``local`` that saves and loads as the given chunks.
 
     Args:
         like: The DTensor whose mesh, placements and global shape it gets.

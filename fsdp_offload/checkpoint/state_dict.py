@@ -54,7 +54,7 @@ def get_optimizer_state_dict(
     cpu_offload: bool = False,
     fsdp_dtensor: bool = False,
 ) -> StateDict:
-    """The state of offloaded optimizers by FQN, as ``torch.distributed.checkpoint.state_dict`` lays it out.
+    """Return the state of offloaded optimizers by FQN, as ``torch.distributed.checkpoint.state_dict`` lays it out.
 
     Tensors are DTensors over host memory with the mesh and placements of their parameter: the homes themselves, valid
     until the next step. Waits for the last stores. Allocates no device memory and issues no collective. The keys are

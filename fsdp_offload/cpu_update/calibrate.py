@@ -1,4 +1,4 @@
-"""What the CPU and the link of this machine can do, measured once when ``host_fraction="auto"`` is attached.
+"""Rates of this machine's CPU and link, measured once when ``host_fraction="auto"`` is attached.
 
 Each alone, and both at once: they share the host's memory. What is updated is several times as large as the caches, in
 buckets like those of a step; every figure is the median of some rounds. Takes about a second, and memory for that time.
@@ -32,7 +32,7 @@ _STATE_BYTES = 512 << 20
 """At least, and four times what the caches keep; but not more than an eighth of the memory that is free."""
 
 _REACHED = 0.85
-"""Of the CPU's rate in one bucket after the other, so much is left in a step (H200, 16 cores: 18.6 of 21.7 GB/s)."""
+"""Share of the CPU's rate in one bucket after the other that is left in a step (H200, 16 cores: 18.6 of 21.7 GB/s)."""
 
 _CHUNK_BYTES = 32 << 20
 _COPIES = 16
@@ -101,7 +101,7 @@ def _free_bytes() -> int:
 
 
 def _state_bytes_each(layout: StateLayout) -> int:
-    """For one element of a parameter."""
+    """Count the bytes of state for one element of a parameter."""
     return sum(leaf.dtype.itemsize for value in layout.values.values() for leaf in value.leaves)
 
 

@@ -19,7 +19,7 @@ _PIECE_WORDS = 1 << 20
 """So much is hashed at a time: products take 8 bytes a word, and few launches want large pieces."""
 
 _SMALL_WORDS = 64 * ROW_WORDS
-"""What is smaller is put together before it is hashed, so that many small parameters cost few launches."""
+"""Limit below which parameters are put together before they are hashed, so that many small ones cost few launches."""
 
 _WORD_DTYPES = (torch.int32, torch.int16, torch.uint8)
 

@@ -248,7 +248,7 @@ class HostJob:
 
 
 _FLAG_BYTES = aligned(1)
-"""Of what a bucket brings down: whether its parameters have been written by somebody else."""
+"""Bytes that say, in what a bucket brings down, whether its parameters have been written by somebody else."""
 
 
 def passing_bytes(gradient_bytes: Iterable[int]) -> int:

@@ -73,7 +73,7 @@ class MirroredBucket:
         return self._known is part
 
     def forget(self) -> None:
-        """The mirror is about to be written."""
+        """Forget what the mirror held: it is about to be written."""
         self._known = None
 
     def upload(self, part: "MirroredPart", up: Lane, hasher: Hasher) -> Mark:
@@ -112,7 +112,7 @@ class MirroredPart:
 
     @property
     def nbytes(self) -> int:
-        """Of its parameters."""
+        """Bytes of the mirrored parameters."""
         return sum(weights.nbytes for weights in self._weights)
 
     def copy_down(self, down: Lane) -> None:
@@ -121,7 +121,7 @@ class MirroredPart:
             down.copy_all(self._weights, self._params)
 
     def compare(self, changed: Tensor, hasher: Hasher) -> None:
-        """In the current stream, write into ``changed`` (``bool``, shape ``()``, on the host) whether somebody wrote.
+        """Record in ``changed`` (``bool``, shape ``()``, on the host) whether somebody wrote, in the current stream.
 
         It waits for nothing: ``changed`` says it when the stream has got there.
         """

@@ -1,4 +1,4 @@
-"""What the buckets of one logical step share on the host: hyperparameters as they were when it was called.
+"""One logical step on the host: the hyperparameters, as they were when it was called, that its buckets share.
 
 Tensors among them are copied at once, and brought to the host by the thread that updates, when it comes to the step.
 """

@@ -249,7 +249,7 @@ class HostUpdates:
         return job.uploaded
 
     def wait_all(self) -> Mark | None:
-        """As :meth:`wait`, for all buckets: no job of an earlier step is done after one of the last step."""
+        """Wait as :meth:`wait` does, for all buckets: no job of an earlier step is done after one of the last step."""
         self.wait_quietly()
         self.raise_failure()
         uploaded = (job for job in self.last.jobs if job.uploaded is not None)

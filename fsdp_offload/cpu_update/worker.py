@@ -38,7 +38,7 @@ class Task(Protocol):
     """Piece of work for the threads. No method raises: who waits for the task looks for its error."""
 
     def may_pass(self, earlier: "Task") -> bool:
-        """Whether to do it before ``earlier``, which was submitted before it, and before what came between; at once."""
+        """Return at once whether to do it before ``earlier``, which was submitted first, and what came between."""
 
     def begin(self, memory: Tensor) -> None:
         """Issue what has to be copied into ``memory``, a ``uint8`` tensor on the host, nobody else's until the end."""

@@ -1,4 +1,4 @@
-"""How long the actions of a step took."""
+"""Times of a step: spans of its actions on their lanes, and their sums by step (:class:`StepTimes`) and by bucket."""
 
 from dataclasses import dataclass
 

@@ -23,7 +23,7 @@ class HostFlag:
             current_stream(self._device).record_event(self._arrived)
 
     def get(self) -> bool:
-        """What was put last; blocks the host until it has arrived."""
+        """Return the value that was put last; blocks the host until it has arrived."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return bool(self._value)

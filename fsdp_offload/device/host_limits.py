@@ -1,4 +1,4 @@
-"""How much host memory may be taken: asked before it is pinned, since page-locked memory ends in the OOM killer."""
+"""Limits of host memory: asked before any is pinned, since page-locked memory ends in the OOM killer."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""How long the last iteration took, and how long the model stood still in it for state.
+"""The last iteration: how long it took, and how long the model stood still in it for state.
 
 ::
 
@@ -69,13 +69,13 @@ class IterationMarks:
         self._in_wait = False
 
     def step_begins(self) -> None:
-        """``step()`` has been called."""
+        """Note that ``step()`` has been called."""
         if self._in_step:
             self.forget()  # an exception has ended the one before
         self._in_step = True
 
     def step_ended(self, updated: tuple[object, ...]) -> None:
-        """``step()`` has issued everything, its waits as well.
+        """Note that ``step()`` has issued everything, its waits as well.
 
         Args:
             updated: what it updated and moved; equal to that of another step if both did the same.
@@ -94,7 +94,7 @@ class IterationMarks:
         self._now = _Marks(updated, began=ended)
 
     def backward_begins(self) -> None:
-        """A backward is about to do its first work, or some of it."""
+        """Note that a backward is about to do its first work, or some of it."""
         now = self._now
         if now is not None and now.backward is None:
             now.backward, now.waits_in_forward = self._mark(), len(now.waits)
@@ -116,13 +116,13 @@ class IterationMarks:
                     self.forget()
 
     def forget(self) -> None:
-        """The iteration in progress does not count."""
+        """Forget the iteration in progress: it does not count."""
         if self._now is not None:
             self._recycle(self._now, kept=None if self._last is None else self._last.ended)
             self._now = None
 
     def last(self) -> LiveIteration | None:
-        """The iteration that the last ``step()`` ended, if it was a whole one. Waits for the device."""
+        """Return the iteration that the last ``step()`` ended, if it was a whole one. Waits for the device."""
         last = self._last
         if last is None:
             return None

@@ -59,7 +59,7 @@ class Mark(Protocol):
         """Block the host until the lane has passed this point."""
 
     def passed(self) -> bool:
-        """Whether the lane has passed this point; at once."""
+        """Return whether the lane has passed this point; at once."""
 
     def elapsed_ms_since(self, earlier: "Mark") -> float:
         """Milliseconds between two marks of the same lane that have both been passed."""
@@ -78,7 +78,7 @@ class Lane(Protocol):
         """Copy ``source`` into ``target``, both contiguous and of the same ``uint8`` shape ``(nbytes,)``."""
 
     def cut(self, copies: Sequence[Copy]) -> Sequence[Copy]:
-        """The same copies as :meth:`copy_pieces` wants them."""
+        """Cut copies into the pieces that :meth:`copy_pieces` wants."""
 
     def copy_pieces(self, pieces: Iterable[Copy]) -> None:
         """Issue, in order, what :meth:`cut` has made."""
@@ -101,7 +101,7 @@ class StreamMark:
         self.event.synchronize()
 
     def passed(self) -> bool:
-        """Whether the stream has passed this point."""
+        """Return whether the stream has passed this point."""
         return self.event.query()
 
     def elapsed_ms_since(self, earlier: Mark) -> float:
@@ -166,7 +166,7 @@ class StreamLane:
         self.copy_pieces(self.cut([(target, source)]))
 
     def cut(self, copies: Sequence[Copy]) -> Sequence[Copy]:
-        """As they are."""
+        """Return the copies uncut."""
         return copies
 
     def copy_pieces(self, pieces: Iterable[Copy]) -> None:
@@ -253,7 +253,7 @@ class EventMark:
         self.event.synchronize()
 
     def passed(self) -> bool:
-        """Whether the event has passed."""
+        """Return whether the event has passed."""
         return self.event.query()
 
     def elapsed_ms_since(self, earlier: Mark) -> float:
@@ -299,7 +299,7 @@ class SerialLane:
         self.copy_pieces([(target, source)])
 
     def cut(self, copies: Sequence[Copy]) -> Sequence[Copy]:
-        """As they are."""
+        """Return the copies uncut."""
         return copies
 
     def copy_pieces(self, pieces: Iterable[Copy]) -> None:

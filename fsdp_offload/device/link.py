@@ -32,7 +32,7 @@ class Block:
 
 
 class DeviceLink:
-    """What all offloaded optimizers of one device share: the lanes of the copies and the ring of staging memory.
+    """Lanes of the copies and ring of staging memory of one device, shared by all offloaded optimizers there.
 
     The streams live as long as the process: new ones would each get a memory pool of their own in torch's allocator.
     The ring consists of blocks; what is left of it goes when the last user has left.
@@ -75,7 +75,7 @@ class DeviceLink:
         return {"L": load, "U": update, "S": store, "C": self._compute}
 
     def host_lanes(self, *, serial: bool) -> tuple[Lane, Lane]:
-        """For what the host updates: gradients, and parameters that somebody wrote, going down; parameters going up.
+        """Return the lanes of updates on the host: down for gradients and rewritten parameters, up for parameters.
 
         Streams of their own: in those of the loads and stores they would queue behind buckets of the device, which in
         turn wait for updates and for room in the ring.
@@ -89,7 +89,7 @@ class DeviceLink:
         return self._host_lanes
 
     def window_lane(self, *, serial: bool) -> Lane:
-        """For parameters that a gather needs: it would wait for state if they were behind that in one stream."""
+        """Return the lane of parameters for gathers: in one stream with state, they would queue behind it."""
         if serial or self.device.type == "cpu":
             return SerialLane(self.device)
         if self._window_lane is None:
@@ -133,7 +133,7 @@ class DeviceLink:
         return block
 
     def give_back(self, number: int, user: int) -> None:
-        """``user`` needs a block no more. It goes with the last one, when no copy reads or writes it any more."""
+        """Take back a block of ``user``. It goes with its last user, when no copy reads or writes it any more."""
         with self.in_use:  # else another thread might be about to take it
             block = self._ring.get(number)
             if block is not None:
@@ -168,7 +168,7 @@ class DeviceLink:
         return max(0, int(free) + cached - int(total) // 20)
 
     def changes_hands(self, user: int) -> bool:
-        """Whether the ring was last used by somebody else, whose stores may still read it."""
+        """Return whether the ring was last used by somebody else, whose stores may still read it."""
         changed = self._last_user != user
         self._last_user = user
         return changed

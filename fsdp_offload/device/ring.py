@@ -76,7 +76,7 @@ class Ring:
         return before is not None
 
     def note_use(self, number: int, lane: Lane | None, end: Mark) -> None:
-        """An action has been issued that uses a block until ``end``; ``lane``: ``None`` for the current stream's."""
+        """Note an issued action that uses a block until ``end``; ``lane``: ``None`` for the current stream's."""
         block = self._blocks[number] = self._blocks.pop(number)  # now the last in the order
         if lane is not None:
             block.last[lane] = end
@@ -104,7 +104,7 @@ class Ring:
         return gone
 
     def give_back_all(self) -> set[int]:
-        """The same for all blocks, also those that are there to last."""
+        """Give back all blocks, also those that are there to last, and return their numbers."""
         gone = set(self._blocks)
         for number in gone:
             self._give_back(number)

@@ -22,7 +22,7 @@ from .plain_values import offload, policy_from
 def prepare(
     accelerator: Accelerator, *objects: Any, policy: OffloadPolicy | Mapping[str, Any] | None = None, **options: Any
 ) -> Any:
-    """``accelerator.prepare(*objects, **options)``, and then offload of the optimizers among them.
+    """Call ``accelerator.prepare(*objects, **options)``, and then offload the optimizers among them.
 
     May be called again with what it returned. ``FSDP_OFFLOAD_...`` variables fill in what ``policy`` does not say.
 

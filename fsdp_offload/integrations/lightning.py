@@ -52,7 +52,7 @@ class OffloadCallback(Callback):
 def setup_optimizers(
     fabric: Fabric, model: nn.Module, *optimizers: Optimizer, policy: OffloadPolicy | Mapping[str, Any] | None = None
 ) -> Any:
-    """``fabric.setup_optimizers(*optimizers)``, and offload; ``model`` is what ``fabric.setup`` has returned."""
+    """Call ``fabric.setup_optimizers(*optimizers)``, and offload; ``model`` is what ``fabric.setup`` has returned."""
     module = getattr(model, "module", model)
     for optimizer in optimizers:
         offload(optimizer, module, policy)

@@ -19,7 +19,7 @@ _WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "o
 
 
 def policy_from(values: OffloadPolicy | Mapping[str, Any] | str | None = None) -> OffloadPolicy:
-    """A policy from a dict as YAML or a command line gives it, and from the environment for what is not in it.
+    """Make a policy from a dict as YAML or a command line gives it, and from the environment for what is not in it.
 
     ``FSDP_OFFLOAD_DEVICE_BYTES=auto`` is the field ``device_bytes``; an empty variable is none. Text is JSON of
     such a dict. A policy is returned as it is.
@@ -97,7 +97,7 @@ def _literal(word: str) -> Any:
 
 
 def metrics_of(optimizer: Optimizer, prefix: str = "offload/") -> dict[str, float]:
-    """Numbers of the report, for a logger; empty where nothing is offloaded. Waits for the last step.
+    """Return numbers of the report, for a logger; empty where nothing is offloaded. Waits for the last step.
 
     Bytes by place, what the last step waited for (``exposed_ms``), and the share of its bound that was reached.
     """

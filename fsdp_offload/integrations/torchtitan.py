@@ -26,7 +26,7 @@ from .plain_values import metrics_of, offload
 def offloaded(
     build: Callable[..., OptimizersContainer], policy: OffloadPolicy | Mapping[str, Any] | None = None
 ) -> Callable[..., OptimizersContainer]:
-    """``build_optimizers_fn`` of a ``TrainSpec``, followed by :func:`offload_container`."""
+    """Wrap ``build_optimizers_fn`` of a ``TrainSpec``: what it builds goes through :func:`offload_container`."""
 
     def build_offloaded(*args: Any, **kwargs: Any) -> OptimizersContainer:
         return offload_container(build(*args, **kwargs), policy)
@@ -56,7 +56,7 @@ def offload_container(
 
 
 def metrics_of_container(container: OptimizersContainer) -> dict[str, float]:
-    """For ``extra_metrics`` of ``MetricsProcessor.log``: bytes by place and times of the last step; waits for it."""
+    """Collect ``extra_metrics`` for ``MetricsProcessor.log``: bytes by place, times of the last step; waits for it."""
     several = len(container.optimizers) > 1
     numbered = enumerate(container.optimizers)
     every = [metrics_of(each, f"offload/{number}/" if several else "offload/") for number, each in numbered]
@@ -69,7 +69,7 @@ class ArenaCheckpointManager(CheckpointManager):
     def dcp_save(
         self, state_dict: dict[str, Any], checkpoint_id: str, async_mode: AsyncMode, *args: Any, **kwargs: Any
     ) -> Any:
-        """As ``CheckpointManager``; an asynchronous save of either mode is written by a thread."""
+        """Save as ``CheckpointManager`` does; an asynchronous save of either mode is written by a thread."""
         to_hf = kwargs.get("to_hf", args[1] if len(args) > 1 else False)
         if async_mode == AsyncMode.DISABLED or to_hf:
             return super().dcp_save(state_dict, checkpoint_id, async_mode, *args, **kwargs)

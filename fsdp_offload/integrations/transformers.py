@@ -21,7 +21,11 @@ from .plain_values import metrics_of, offload, policy_from
 
 @dataclass
 class OffloadArguments:
-    """For ``HfArgumentParser((TrainingArguments, OffloadArguments))``: ``OffloadTrainer(..., **vars(arguments))``."""
+    """Arguments of :class:`OffloadTrainer` on a command line.
+
+    ``HfArgumentParser((TrainingArguments, OffloadArguments))`` parses them, ``OffloadTrainer(..., **vars(arguments))``
+    takes them.
+    """
 
     offload_policy: str | None = field(
         default=None, metadata={"help": "Fields of OffloadPolicy as JSON; FSDP_OFFLOAD_... variables give the others."}

@@ -27,7 +27,7 @@ from .plain_values import policy_from
 
 
 def offload_fsdp_optimizer(optimizer: Optimizer) -> None:
-    """As verl's: nothing of the state on the device when this phase's stream has come here."""
+    """Offload as verl's does: nothing of the state is on the device when this phase's stream has come here."""
     offloaded = find_offloaded(optimizer)
     if isinstance(offloaded, OffloadedOptimizer):
         offloaded.offload_states()
@@ -37,7 +37,7 @@ def offload_fsdp_optimizer(optimizer: Optimizer) -> None:
 
 
 def load_fsdp_optimizer(optimizer: Optimizer, device_id: Any) -> None:
-    """As verl's, as far as the policy keeps state on the device; the rest comes with the step."""
+    """Load as verl's does, as far as the policy keeps state on the device; the rest comes with the step."""
     offloaded = find_offloaded(optimizer)
     if isinstance(offloaded, OffloadedOptimizer):
         offloaded.reload_states()
@@ -46,7 +46,7 @@ def load_fsdp_optimizer(optimizer: Optimizer, device_id: Any) -> None:
 
 
 def offload_fsdp_model_to_cpu(model: nn.Module, empty_cache: bool = True) -> None:
-    """As verl's, by storages and into pinned memory that is kept; using the model is an error until it is loaded."""
+    """Offload as verl's does, by storages into pinned memory that is kept; using the model is an error until loaded."""
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
         fsdp_utils.offload_fsdp_model_to_cpu(model, empty_cache)
         return
@@ -56,7 +56,7 @@ def offload_fsdp_model_to_cpu(model: nn.Module, empty_cache: bool = True) -> Non
 
 
 def load_fsdp_model_to_gpu(model: nn.Module) -> None:
-    """The inverse of :func:`offload_fsdp_model_to_cpu`."""
+    """Undo :func:`offload_fsdp_model_to_cpu`."""
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         reload_model(model)
     else:
@@ -77,7 +77,7 @@ class OffloadEngineMixin:
         return offload_optimizer(optimizer, model=module, policy=policy_from(self.offload_policy))
 
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
-        """As the engine's, with its optimizer left to us."""
+        """Move as the engine's ``to`` does, with its optimizer left to us."""
         super().to(device=device, model=model, optimizer=False, grad=grad)  # type: ignore[misc]
         held: Optimizer | None = self.optimizer  # type: ignore[attr-defined]
         if optimizer and held is not None:

@@ -32,5 +32,5 @@ def capabilities_for(optimizer: Optimizer) -> Capabilities:
 
 
 def capabilities_of(cls: type[Optimizer]) -> Capabilities:
-    """The capabilities of exactly this class: a subclass may do anything in its own ``step``, so it inherits none."""
+    """Return the capabilities of exactly this class: a subclass may do anything in its ``step`` and inherits none."""
     return _TORCH_CAPABILITIES.get(cls, _UNKNOWN)

@@ -1,4 +1,4 @@
-"""What the house needs to know about a class of optimizers."""
+"""Capabilities and conventions of a class of optimizers: what the library has to know to run it bucket by bucket."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -61,7 +61,7 @@ class Conventions:
         param.grad = grad
 
     def initial_state(self, optimizer: Optimizer, param: Tensor) -> dict[str, Any] | None:
-        """The state that a first step would create for ``param``; ``None`` where only a step can tell."""
+        """Return the state that a first step would create for ``param``; ``None`` where only a step can tell."""
         return None
 
     def begin(self, optimizer: Optimizer, kwargs: Mapping[str, Any]) -> LogicalStep:
@@ -69,7 +69,7 @@ class Conventions:
         return LogicalStep(kwargs, [{} for _ in optimizer.param_groups])
 
     def without_dispensable(self, param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
-        """``state`` without what nobody ever reads; not a copy if it is all needed."""
+        """Return ``state`` without what nobody ever reads; not a copy if it is all needed."""
         return state
 
     def saved_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
@@ -77,11 +77,11 @@ class Conventions:
         return dtype
 
     def saved(self, optimizer: Optimizer, param: Tensor, name: str, local: Tensor) -> Tensor:
-        """The state ``name`` as a state dict has it, from the local tensor on the host."""
+        """Return the state ``name`` as a state dict has it, from the local tensor on the host."""
         return local
 
     def kept(self, optimizer: Optimizer, param: Tensor, name: str, saved: Tensor) -> Tensor:
-        """The inverse of :meth:`saved`: what ``state[param]`` is to hold for a local tensor of a state dict."""
+        """Undo :meth:`saved`: return what ``state[param]`` is to hold for a local tensor of a state dict."""
         return saved
 
 

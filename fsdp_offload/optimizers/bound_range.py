@@ -38,7 +38,7 @@ class BoundRange:
         return self.start == 0 and self.last
 
     def still_valid(self) -> bool:
-        """Whether the local shard is still the memory it was bound to."""
+        """Return whether the local shard is still the memory it was bound to."""
         return local_shard(self.shard.param).data_ptr() == self.address
 
     @property

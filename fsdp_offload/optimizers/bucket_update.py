@@ -143,7 +143,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def _seen_by_optimizer(bound: BoundRange, user_state: UserState) -> Tensor:
-    """What the optimizer is to update: the bound parameter, or its master."""
+    """Return the tensor that the optimizer is to update: the bound parameter, or its master."""
     if bound.has_master:
         exists = user_state.get(MASTER) is not None
         return open_master(bound.shard.master, bound.param, bound.values[MASTER], exists=exists)
@@ -170,7 +170,7 @@ def _gradient(bound: BoundRange, conventions: Conventions) -> Tensor | None:
 
 
 def _in_slot(bound: BoundRange, user_state: UserState) -> UserState:
-    """What the shadow finds: the slot, and the user's scalars (copies of them if a later range needs them too)."""
+    """Build the state that the shadow finds: the slot, and the user's scalars (copied if a later range needs them)."""
     if bound.has_master:  # which the optimizer does not know of
         user_state = {name: value for name, value in user_state.items() if name != MASTER}
     if bound.last:

@@ -29,7 +29,7 @@ _NO_SWITCHES = frozenset({"params", "lr", "param_names", "train_mode"})
 
 
 def layout_key(group: Mapping[str, Any], counters: Container[str] = ()) -> tuple[tuple[str, object], ...]:
-    """What of a param group can decide which state exists: flags, texts, and whether a number is zero (``momentum``).
+    """Extract what of a group can decide which state exists: flags, texts, whether a number is zero (``momentum``).
 
     ``counters`` are entries that the optimizer's own step has changed; they decide nothing.
     """
@@ -74,7 +74,7 @@ class Layouts:
         self._judged: set[Any] = set()
 
     def master_of(self, param: Tensor) -> MasterKind:
-        """Which master we keep for ``param``."""
+        """Return the kind of master that we keep for ``param``."""
         return kind_for(self._masters, local_shard(param).dtype)
 
     def count(self, names: set[str]) -> None:
@@ -119,12 +119,12 @@ class Layouts:
         self._judged.add(key)
 
     def of_existing(self, param: Tensor, state: UserState) -> StateLayout:
-        """The layout of state that the optimizer has created already."""
+        """Describe the layout of state that the optimizer has created already."""
         layout = describe_state(state)
         return layout_on_locals(layout, param) if self.capabilities.elementwise else layout
 
     def learn(self, optimizer: Optimizer, param: Tensor, group: Mapping[str, Any], name: str) -> StateLayout:
-        """The layout of the state that ``optimizer`` would create for ``param`` in ``group``.
+        """Learn the layout of the state that ``optimizer`` would create for ``param`` in ``group``.
 
         Classes whose state is known to look like the parameter are run on a few elements. Any other is run on a
         scratch tensor like ``param``, with its sharding; the device memory of that is free again when this returns.
@@ -206,7 +206,7 @@ class Layouts:
 
 
 def _notes_key(param: Tensor) -> tuple[tuple[str, object], ...]:
-    """What the user has written on a parameter, as far as that is plain: it may decide what is kept for it."""
+    """Collect the plain values that the user has written on a parameter: they may decide what is kept for it."""
     plain = (bool, int, float, str)
     return tuple((name, value) for name, value in sorted(vars(param).items()) if isinstance(value, plain))
 
@@ -224,7 +224,7 @@ def _state_of_construction(
 
 
 def describe_state(state: UserState) -> StateLayout:
-    """The layout of state that exists."""
+    """Describe the layout of state that exists."""
     values: dict[str, ValueLayout] = {}
     scalars: dict[str, object] = {}
     left_out = []
@@ -240,7 +240,7 @@ def describe_state(state: UserState) -> StateLayout:
 
 
 def layout_on_locals(layout: StateLayout, param: Tensor) -> StateLayout:
-    """The same layout, with values that are the local tensors themselves."""
+    """Convert a layout to one whose values are the local tensors themselves."""
     local = local_shard(param)
     values = {}
     left_out = list(layout.left_out)

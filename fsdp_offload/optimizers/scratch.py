@@ -137,7 +137,7 @@ class Copier:
 
 
 def is_counter(value: object) -> bool:
-    """Whether an object may hold what a step counts: one of a plain class that keeps attributes."""
+    """Return whether an object may hold what a step counts: one of a plain class that keeps attributes."""
     others = (nn.Module, Optimizer, types.ModuleType, types.FunctionType, types.MethodType, type)
     if isinstance(value, others) or not hasattr(value, "__dict__"):
         return False
@@ -197,7 +197,7 @@ class Scratch:
         self.values.param_groups = [{k: v for k, v in group.items() if k != "params"} for group in plain.param_groups]
 
     def step_divided(self, *, all_groups: bool) -> None:
-        """The same in buckets of one parameter each, for those that have a gradient."""
+        """Run a step in buckets of one parameter each, for those that have a gradient."""
         shared = SharedValues(
             self.values,  # type: ignore[arg-type]
             [{} for _ in self.params],
@@ -369,7 +369,7 @@ def notes_on(param: Tensor, shape: tuple[int, ...]) -> dict[str, Any]:
 
 
 def takes_fractions(tensor: Tensor) -> bool:
-    """Whether ``tensor`` may hold anything but whole numbers."""
+    """Return whether ``tensor`` may hold anything but whole numbers."""
     return tensor.dtype.is_floating_point or tensor.dtype.is_complex
 
 

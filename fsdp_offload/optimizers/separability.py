@@ -49,7 +49,7 @@ a multiple of all numbers to 10 and of many above, 65,536 of the powers of two."
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was found of a class with these groups.
+    """Findings about a class with these groups.
 
     Attributes:
         problem: why its step cannot be divided by parameter; empty if it can.
@@ -115,7 +115,7 @@ class _Trial:
     # Beginning -------------------------------------------------------------------------------------------------------
 
     def _start(self) -> Scratch:
-        """The same scratch optimizer every time, and the same random numbers from here on."""
+        """Make the scratch optimizer, the same every time, and with the same random numbers from here on."""
         restore_random_states(self._device, self._random)
         params, known = scratch_params(self._optimizer, torch.Generator(self._device).manual_seed(0))
         if self._construct:
@@ -209,7 +209,7 @@ class _Trial:
             yield from (jump, jump + 1)
 
     def _has_drawn(self) -> bool:
-        """Whether the traced steps have moved any generator since they began."""
+        """Return whether the traced steps have moved any generator since they began."""
         now = random_states(self._device)
         moved = [self._traced.generators, self._start().generators]
         return not _same(now, self._random) or not all(map(_same, *moved))
@@ -242,7 +242,7 @@ class _Trial:
     # In buckets ------------------------------------------------------------------------------------------------------
 
     def _compare_divided(self) -> None:
-        """The same steps whole and divided, for gradients of several sizes, each from the start."""
+        """Compare steps whole with the same steps divided, for gradients of several sizes, each from the start."""
         scales = (1.0, 1e-2, 1e2) if self._narrow else (1.0, 1e-4, 1e6)
         problem = self._difference(scales[0])
         if problem:
@@ -255,7 +255,7 @@ class _Trial:
                 raise _NotSeparableError(problem)
 
     def _difference(self, scale: float, steps: int = _STEPS, *, jump: bool = True) -> str:
-        """What is not the same after some steps; empty if all is."""
+        """Say what differs between whole and divided after some steps; empty if nothing does."""
         whole = self._start()
         seen: list[tuple[list[Any], dict[str, Any]]] = []
         for step in self._steps_of(whole, steps) if jump else range(steps):
@@ -439,7 +439,7 @@ def _state_leaves(scratch: Scratch) -> Iterator[tuple[int, str, list[Tensor]]]:
 
 
 def _bits_of(scratch: Scratch) -> list[Any]:
-    """For each parameter its bits and those of its state, to be compared."""
+    """Take each parameter's bits and those of its state, to be compared."""
     return [
         (
             _bits([param.detach()]),
@@ -474,7 +474,7 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def _address(tensor: Tensor) -> int:
-    """Where its elements begin; parts of one allocation may each have a home."""
+    """Return where a tensor's elements begin; parts of one allocation may each have a home."""
     return tensor.data_ptr() if tensor.layout == torch.strided and tensor.numel() else 0
 
 
@@ -512,7 +512,7 @@ def _advance(scratch: Scratch, counters: Sequence[_Place], to: int) -> None:
 
 
 def _difference_of(one: Scratch, other: Scratch) -> str:
-    """Where attributes or groups of two scratch optimizers are not equal; empty if they are."""
+    """Find where attributes or groups of two scratch optimizers are not equal; empty if they are."""
     seen: set[int] = set()
     for number, (a, b) in enumerate(zip(one.values.param_groups, other.values.param_groups, strict=True)):
         place = _difference_in(a, b, f"param_groups[{number}]", seen)
@@ -553,7 +553,7 @@ def _difference_in(one: Any, other: Any, place: str, seen: set[int]) -> str:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two values are equal; objects that hold no numbers of their own are if they are of one type."""
+    """Return whether two values are equal; objects that hold no numbers of their own are if they are of one type."""
     if type(one) is not type(other):
         return False
     if isinstance(one, Tensor):

@@ -185,7 +185,7 @@ class FusedAdamConventions(Conventions):
         return dtype if dtype is torch.int16 else torch.float32
 
     def saved(self, optimizer: Any, param: Tensor, name: str, local: Any) -> Tensor:
-        """As ``FusedAdam.get_unscaled_state``, which wants everything on the device."""
+        """Unscale as ``FusedAdam.get_unscaled_state`` does, which wants everything on the device."""
         if self._dtypes.get(name) is torch.uint8:
             dequantized: Tensor = local.dequantize(dtype=torch.float32)
             return dequantized
@@ -196,7 +196,7 @@ class FusedAdamConventions(Conventions):
         return as_saved
 
     def kept(self, optimizer: Any, param: Tensor, name: str, saved: Tensor) -> Tensor:
-        """As ``FusedAdam.set_scaled_state``, and by it where there is a scale to be found; sets ``_scales``."""
+        """Scale as ``FusedAdam.set_scaled_state`` does, and by it where a scale has to be found; sets ``_scales``."""
         dtype = self._dtypes.get(name, torch.float32)
         if dtype is torch.float32 or saved.dtype is torch.int16:
             return saved

@@ -80,7 +80,7 @@ _OTHER_PARTS = {
 
 
 def _other_parts(config: Mapping[str, Any]) -> list[str]:
-    """What a model of this config has and a :class:`Decoder` has not, where it would change sizes."""
+    """List what a model of this config has and a :class:`Decoder` has not, where it would change sizes."""
     parts = [f"{what} ({field})" for field, what in _OTHER_PARTS.items() if config.get(field)]
     if "linear_attention" in (config.get("layer_types") or ()):
         parts.append("linear attention (layer_types)")

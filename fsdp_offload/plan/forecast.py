@@ -21,7 +21,7 @@ from .waits import Waits, waits_of
 
 @dataclass(frozen=True)
 class Forecast:
-    """What one policy costs.
+    """Cost of one policy, in memory and in time.
 
     Attributes:
         choice: ``None`` is training without offload.
@@ -56,7 +56,7 @@ class Forecast:
 
     @property
     def name(self) -> str:
-        """For tables."""
+        """Name in tables."""
         return "no offload" if self.choice is None else self.choice.name
 
     @property
@@ -67,7 +67,7 @@ class Forecast:
 
 @dataclass(frozen=True)
 class Known:
-    """What does not depend on the memory of a device."""
+    """Sizes, trace and parts of an iteration: the share of a plan that no device's memory changes."""
 
     sizes: Sizes
     trace: Trace
@@ -76,7 +76,7 @@ class Known:
 
 @dataclass(frozen=True)
 class Plan:
-    """What each policy costs for one training on one machine.
+    """Costs of each policy for one training on one machine.
 
     Attributes:
         model: its name.
@@ -97,7 +97,7 @@ class Plan:
     known: Known = field(repr=False, compare=False)
 
     def within(self, device_bytes: int) -> "Plan":
-        """The same on devices of which only so much may be used, or that have so much more.
+        """Make the plan for devices of which only so much may be used, or that have so much more.
 
         Raises:
             ValueError: that is no size.
@@ -231,10 +231,10 @@ def _why_not(spare_bytes: int, host_bytes: int, machine: Machine) -> str:
 
 
 _MOST_OF_HOST = 0.8
-"""Of the host's memory may be pinned: the rest is for the processes, the data and the page cache."""
+"""Share of the host's memory that may be pinned: the rest is for the processes, the data and the page cache."""
 
 _RESERVE = 0.05
-"""Of a device "auto" leaves free: as ``link.py`` has it."""
+"""Share of a device that "auto" leaves free: as ``fsdp_offload/device/link.py`` has it."""
 
 _SAME = 1.01
 """Estimates do not tell closer ones apart. Then no offload is best, and after it what needs least of the device."""

@@ -138,7 +138,7 @@ def this_machine() -> Machine:
 
 
 def _cache_path() -> Path | None:
-    """Where the measurements of this machine are kept, with this torch."""
+    """Return the file that keeps the measurements of this machine with this torch."""
     try:
         import platformdirs
     except ImportError:
@@ -150,10 +150,10 @@ def _cache_path() -> Path | None:
 
 
 _NETWORK_GB_PER_S, _CONTENTION, _GATHER_CONTENTION, _KERNEL_US = 25.0, 0.06, 0.025, 3.0
-"""What one host cannot measure in seconds: an adapter of 200 Gb/s for each device; as on the H200s of the profile."""
+"""Defaults for what one host cannot measure in seconds: a 200 Gb/s adapter for each device; as on the H200 profile."""
 
 _SUSTAINED = 0.82
-"""Of the rate that products reach for some milliseconds, training reaches, where the device is at its power limit: the
+"""Share that training reaches of the rate of products over some milliseconds, with the device at its power limit: the
 profile of the H200 beside ``examples/benchmark_results/2026-11-23-h200x1-plan-machine.jsonl``."""
 
 

@@ -23,7 +23,7 @@ from .training import DTYPES, Training
 Shapes = Sequence[Sequence[tuple[int, ...]]]
 
 SLACK = 0.05
-"""Of the peak: what an allocator that is nearly full cannot use. With room to spare it reserves more, and needs less:
+"""Share of the peak that an allocator cannot use when nearly full. With room to spare it reserves more, and needs less:
 records of an H200 have 5 % with 78 % of the device in use, and up to 15 % where a third is."""
 
 
@@ -41,7 +41,7 @@ class DeviceMemory:
 
     @property
     def peak_bytes(self) -> int:
-        """What ``max_memory_allocated`` would say."""
+        """The peak that ``max_memory_allocated`` would say."""
         return sum(self.terms.values())
 
 

@@ -1,4 +1,4 @@
-"""What a model is to the plan: the parameters of each ``fully_shard`` group, and a way to run it on the meta device."""
+"""A model as a plan sees it: the parameters of each ``fully_shard`` group, and a way to run it on the meta device."""
 
 import importlib
 import json
@@ -159,7 +159,7 @@ def _transformers_config(name: str) -> dict[str, Any]:
 
 
 def _loss(module: nn.Module, tokens: Tensor) -> Tensor:
-    """Of a module that returns its loss, or of one of transformers."""
+    """Compute the loss of a module that returns it, or of one of transformers."""
     if hasattr(module, "config") and hasattr(module, "forward") and hasattr(module, "generation_config"):
         inputs = tokens[:, :-1]
         loss: Tensor = module(input_ids=inputs, labels=inputs, use_cache=False).loss
@@ -174,5 +174,5 @@ def _loss(module: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def local_shapes(shapes: Sequence[tuple[int, ...]], shards: int) -> list[tuple[int, ...]]:
-    """What the first rank holds: the largest shards, which all others pad theirs to."""
+    """Compute the shapes on the first rank: the largest shards, which all others pad theirs to."""
     return [(-(-shape[0] // shards), *shape[1:]) if shape else shape for shape in shapes]

@@ -31,7 +31,7 @@ svg { width: 100%; height: auto; font: 12px system-ui, sans-serif } .key { margi
 
 
 def page(made: Plan, best: Forecast | None) -> str:
-    """The page; ``best`` is what it recommends."""
+    """Return the page as HTML; ``best`` is what it recommends."""
     rows = "".join(_row(one, is_best=one is best) for one in made.forecasts)
     head = "".join(f"<th>{escape(name)}</th>" for name in COLUMNS)
     if best is None:

@@ -51,12 +51,12 @@ class Parts:
     issue_ms: float
 
     def host_ms(self, choice: Choice | None) -> float:
-        """What the host needs for an iteration with a choice."""
+        """Compute what the host needs for an iteration with a choice."""
         issues = choice is not None and choice.overlap != "step"
         return self.launch_ms + (self.issue_ms if issues else 0.0)
 
     def as_launched(self, choice: Choice | None) -> "Parts":
-        """The same with passes that last as long as the host needs to launch them, and what a choice does in them."""
+        """Stretch passes to what the host needs to launch them, and what a choice does in them, if that is longer."""
         longer = self.host_ms(choice) / (self.times.forward_ms + self.times.backward_ms)
         if longer <= 1:
             return self
@@ -70,19 +70,19 @@ class Parts:
 
     @property
     def last_backward_ms(self) -> float:
-        """Of the last micro-batch."""
+        """Backward of the last micro-batch."""
         return sum(turn.ms for turn in self.backward)
 
 
 class Estimate(NamedTuple):
-    """What an iteration takes, and what decides that."""
+    """Milliseconds that an iteration takes, and what decides that."""
 
     ms: float
     limit: str
 
 
 _UNEVEN_SHARE = 0.65
-"""Of the rate of device memory that kernels reach which reduce or rearrange, and the copies of ``fully_shard``."""
+"""Share of device memory's rate reached by kernels that reduce or rearrange, and by the copies of ``fully_shard``."""
 
 
 def parts_of(sizes: Sizes, trace: Trace, training: Training, machine: Machine) -> Parts:
@@ -119,13 +119,13 @@ def parts_of(sizes: Sizes, trace: Trace, training: Training, machine: Machine) -
 
 
 _LAUNCHES_OF_KERNEL, _LAUNCHES_OF_TURN, _LAUNCHES_OF_UPDATE, _LAUNCHES_OF_WAIT = 6, 190, 43, 60
-"""What the host needs in Python, in launches of a kernel in a plain loop: for one in a model with autograd; for a turn
+"""The host's time in Python, in launches of a kernel in a plain loop: for one in a model with autograd; for a turn
 of a ``fully_shard`` group; for moving and updating a parameter's state; for a turn that waits for state. From the two
 batches of ``examples/benchmark_results/2026-11-23-h200x1-plan-auto.jsonl`` in which the device waited for the host."""
 
 
 def _sharing(training: Training, machine: Machine) -> int:
-    """How many ranks copy from and to the memory of one host."""
+    """Count the ranks that copy from and to the memory of one host."""
     return min(training.ranks, machine.devices_per_host)
 
 
@@ -184,7 +184,7 @@ def _communication_ms(sizes: Sizes, training: Training, machine: Machine, phase:
 
 
 _WAITS = 0.05
-"""Of an iteration: from there on, the host link decides how long it takes."""
+"""Share of an iteration spent waiting from which on the host link decides how long it takes."""
 
 
 def estimate(

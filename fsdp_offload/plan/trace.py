@@ -29,14 +29,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 Checkpointing = Literal["none", "full"]
 Phase = Literal["forward", "backward"]
 Kind = Literal["matmul", "attention", "attention_backward", "pointwise", "uneven"]
-"""Of a kernel: "pointwise" ones read and write memory in order and once; "uneven" ones reduce or rearrange."""
+"""Kinds of kernels: "pointwise" ones read and write memory in order and once; "uneven" ones reduce or rearrange."""
 
 _ALLOCATION_BYTES = 512
 """CUDA's caching allocator hands out multiples of this."""
 
 
 class Work(NamedTuple):
-    """What one kernel does; kernels of the same work are counted together."""
+    """Work of one kernel; kernels of the same work are counted together."""
 
     kind: Kind
     flops: int
@@ -69,7 +69,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Trace:
-    """What a forward and a backward of one micro-batch do.
+    """A forward and a backward of one micro-batch, segment by segment.
 
     Attributes:
         segments: in order.
@@ -175,11 +175,11 @@ class _Live:
         self.restart()
 
     def restart(self) -> None:
-        """The peak is now."""
+        """Begin a new peak at what is allocated now."""
         self.peak, self._peak_bytes = dict(self._now), self._now.total()
 
     def add(self, label: str, nbytes: int) -> None:
-        """A storage has come, or, with a negative size, gone."""
+        """Add a storage that has come, or, with a negative size, gone."""
         self._now[label] += nbytes
         if nbytes > 0 and (now_bytes := self._now.total()) > self._peak_bytes:
             self.peak, self._peak_bytes = dict(self._now), now_bytes
@@ -202,7 +202,7 @@ class _Recorder(TorchDispatchMode):
         self._work: Counter[Work] = Counter()
 
     def forward_turn(self, number: int, module: nn.Module, args: object) -> None:
-        """A group's forward begins; in a backward, that is a recomputation."""
+        """Begin a group's forward; in a backward, that is a recomputation."""
         if self.phase == "forward":
             self._begin(number)
 
@@ -217,7 +217,7 @@ class _Recorder(TorchDispatchMode):
         self._turn = (self.phase, number)
 
     def close(self) -> None:
-        """The turn in progress is over."""
+        """Close the turn in progress."""
         if self._turn is not None:
             self.segments.append(Segment(*self._turn, self._live.peak, self._work))
             self._work = Counter()
@@ -273,7 +273,7 @@ def _work(
 
 
 def _read_bytes(name: str, read: Sequence[Tensor], written: Sequence[Tensor]) -> int:
-    """What a kernel reads of its inputs."""
+    """Estimate the bytes that a kernel reads of its inputs."""
     nbytes = sum(map(_nbytes, read))
     if "nll_loss" in name:
         return 0  # one logit of each row

@@ -1,4 +1,4 @@
-"""What is trained how: the side of a plan that the user says, checked when it is made."""
+"""The training that a plan is for: the side of it that the user says, checked when it is made."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -82,7 +82,7 @@ class Training:
 
     @property
     def shards(self) -> int:
-        """How many ranks share one copy of the model."""
+        """Number of ranks that share one copy of the model."""
         return self.ranks // self.replicas
 
     @property

@@ -1,4 +1,4 @@
-"""How long a forward waits for state, and what ``device_bytes="auto"`` keeps so that it does not. Pure arithmetic.
+"""Waits of a forward for state, and what ``device_bytes="auto"`` keeps so that there are none. Pure arithmetic.
 
 The iteration is put together from the turns of the groups, bucket by bucket, and judged by the functions that judge
 measured ones in training::
@@ -17,7 +17,7 @@ from .timing import Parts, Turn
 
 
 class Waits(NamedTuple):
-    """What is kept, as a share of the state, and how long the forward waits then."""
+    """Share of the state that is kept, and how long the forward waits then."""
 
     kept: float
     stall_ms: float
@@ -51,7 +51,7 @@ def waits_of(choice: Choice, parts: Parts, machine: Machine, *, room_bytes: int)
 
 
 _TOLERANCE = 0.01
-"""Of the time that all transfers take: as ``tune_resident.py`` has it."""
+"""Tolerated wait, of the time that all transfers take: as ``fsdp_offload/model/tune_resident.py`` has it."""
 
 
 def _iteration_times(choice: Choice, parts: Parts, machine: Machine, kept: int) -> IterationTimes:
@@ -94,7 +94,7 @@ def _forward_order(parts: Parts) -> list[int]:
 
 
 def _began_ms(turns: tuple[Turn, ...]) -> dict[int, float]:
-    """When the first turn of each group begins, in the order of these."""
+    """Compute when the first turn of each group begins, in the order of these."""
     began = [0.0, *accumulate(turn.ms for turn in turns)]
     found: dict[int, float] = {}
     for turn, ms in zip(turns, began, strict=False):

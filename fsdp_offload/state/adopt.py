@@ -12,7 +12,7 @@ from .store import UserState
 
 
 def is_exchanged(shard: StateShard, state: UserState) -> bool:
-    """Whether ``state`` holds another tensor where a home should be."""
+    """Return whether ``state`` holds another tensor where a home should be."""
     for name, home in shard.homes.items():  # noqa: SIM110  # a generator would cost as much as all the rest of a step
         if state.get(name, home) is not home:
             return True

@@ -1,4 +1,4 @@
-"""What a state tensor is made of: its dense leaves, and how to put it together again over other memory."""
+"""Layouts of state tensors: the dense leaves they are made of, and how to put them together again over other memory."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -47,7 +47,7 @@ class NotUnderstoodError(TypeError):
 
 
 def describe_value(value: Tensor) -> ValueLayout:
-    """The layout of ``value``.
+    """Describe the layout of ``value``.
 
     Raises:
         NotUnderstoodError: some part of it is not a dense tensor.
@@ -72,7 +72,7 @@ def _describe(value: Tensor, leaves: list[LeafLayout]) -> _Build:
 
 
 def is_trained(param: Tensor) -> bool:
-    """Whether ``param`` gets gradients: it requires them, or is no parameter of a model but somebody's fp32 main.
+    """Return whether ``param`` gets gradients: it requires them, or is no model's parameter but somebody's fp32 main.
 
     Megatron's optimizers update tensors that require no gradient, and set it before each step.
     """
@@ -149,7 +149,7 @@ class StateLayout:
 
     @property
     def dtypes(self) -> list[torch.dtype]:
-        """Of all leaves, value by value."""
+        """Dtypes of all leaves, value by value."""
         return [leaf.dtype for value in self.values.values() for leaf in value.leaves]
 
 

@@ -29,7 +29,7 @@ class OffloadedState(defaultdict[Tensor, UserState]):
 
     @property
     def unwaited(self) -> "UnwaitedStates":
-        """The same entries without waiting, for the engine."""
+        """View of the entries that does not wait, for the engine."""
         return UnwaitedStates(self)
 
     def __getitem__(self, param: Tensor) -> UserState:

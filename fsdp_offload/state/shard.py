@@ -40,7 +40,7 @@ class Home:
             yield from leaves
 
     def is_read(self) -> bool:
-        """Whether anybody still reads it."""
+        """Return whether anybody still reads it."""
         if self.readers:
             self.readers = [reader for reader in self.readers if reader.is_reading()]
         return bool(self.readers)
@@ -120,12 +120,12 @@ class StateShard:
 
     @property
     def home(self) -> Home:
-        """Where the state lives now."""
+        """The place where the state lives now."""
         return self.places[self.side]
 
     @property
     def homes(self) -> dict[str, Tensor]:
-        """What ``optimizer.state[param]`` holds, by name."""
+        """The tensors that ``optimizer.state[param]`` holds, by name."""
         return self.places[self.side].values
 
     @property

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import TensorMeta
 
 _SAYS_CHUNKS = {"__create_chunk_list__", "__create_write_items__"}
-"""What a local tensor has beside its memory if it says itself which chunks of the global tensor it is."""
+"""Methods of a local tensor that says itself which chunks of the global tensor it is."""
 
 
 STAND_IN = "_fsdp_offload_stand_in"
@@ -20,12 +20,12 @@ STAND_IN = "_fsdp_offload_stand_in"
 
 
 def is_dtensor(tensor: object) -> bool:
-    """Whether ``tensor`` is sharded or replicated over a device mesh."""
+    """Return whether ``tensor`` is sharded or replicated over a device mesh."""
     return isinstance(tensor, DTensor)
 
 
 def is_replicated(tensor: Tensor) -> bool:
-    """Whether this rank has all of ``tensor``, as it is."""
+    """Return whether this rank has all of ``tensor``, as it is."""
     return not isinstance(tensor, DTensor) or all(placement.is_replicate() for placement in tensor.placements)
 
 
@@ -35,12 +35,12 @@ def local_shard(tensor: Tensor) -> Tensor:
 
 
 def compute_device(tensor: Tensor) -> torch.device:
-    """Where a parameter is gathered and updated: not where it lives, if that is the host."""
+    """Return the device on which a parameter is gathered and updated: not where it lives, if that is the host."""
     return tensor.device if STAND_IN in vars(tensor) else local_shard(tensor).device
 
 
 def has_inner_tensors(tensor: Tensor) -> bool:
-    """Whether the local shard of ``tensor`` is of a type that is made of other tensors."""
+    """Return whether the local shard of ``tensor`` is of a type that is made of other tensors."""
     return hasattr(type(local_shard(tensor)), "__tensor_flatten__")
 
 
@@ -101,14 +101,14 @@ def mesh_size(tensor: Tensor) -> int:
 
 
 def may_be_another_ranks(tensor: Tensor) -> bool:
-    """Whether there are ranks outside of the mesh of ``tensor``, which may call another tensor by its name."""
+    """Return whether there are ranks outside of the mesh of ``tensor``, which may call another tensor by its name."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return False
     return mesh_size(tensor) != dist.get_world_size()
 
 
 def has_replicas(param: Tensor) -> bool:
-    """Whether another rank may hold the same elements, and has to update them alike."""
+    """Return whether another rank may hold the same elements, and has to update them alike."""
     if not isinstance(param, DTensor):
         return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     sizes = zip(param.placements, param.device_mesh.shape, strict=True)
@@ -127,5 +127,5 @@ def largest_local_numel(tensor: Tensor) -> int:
 
 
 def is_host_offloaded(param: Tensor) -> bool:
-    """Whether ``fully_shard`` itself keeps ``param`` on the host, under a mesh of another device."""
+    """Return whether ``fully_shard`` itself keeps ``param`` on the host, under a mesh of another device."""
     return isinstance(param, DTensor) and param._local_tensor.device.type != param.device_mesh.device_type

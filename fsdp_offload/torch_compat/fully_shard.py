@@ -32,7 +32,7 @@ def parameters_of(model: nn.Module) -> set[Tensor]:
 
 
 def uses_cpu_offload_policy(model: nn.Module) -> bool:
-    """Whether any module was sharded with ``offload_policy=CPUOffloadPolicy()``."""
+    """Return whether any module was sharded with ``offload_policy=CPUOffloadPolicy()``."""
     return any(isinstance(policy, CPUOffloadPolicy) for policy in _offload_policies(model))
 
 
@@ -41,7 +41,7 @@ def _offload_policies(model: nn.Module) -> Iterable[object]:
 
 
 def _param_groups(model: nn.Module) -> list[Any]:
-    """What ``fully_shard`` gathers and reduces together, in registration order."""
+    """List the param groups that ``fully_shard`` gathers and reduces together, in registration order."""
     found: dict[int, Any] = {}  # several modules may share one
     for module in fsdp_modules(model):
         get_state = getattr(module, "_get_fsdp_state", None)
@@ -89,7 +89,7 @@ def wait_for_updates(model: nn.Module) -> None:
 
 
 class _Points(NamedTuple):
-    """What is called at the points of an iteration; see :meth:`ShardingGroup.hook`."""
+    """Functions to call at the points of an iteration; see :meth:`ShardingGroup.hook`."""
 
     before_gather: Callable[[torch.Stream | None], None]
     before_use: Callable[[bool], None]
@@ -121,7 +121,7 @@ class ShardingGroup:
         return [param.sharded_param for param in self._group.fsdp_params]
 
     def sharded(self) -> list[ShardedParameter]:
-        """The same, as ``fully_shard`` knows them.
+        """Return the sharded parameters as ``fully_shard`` knows them.
 
         Raises:
             NotImplementedError: this torch's ``fully_shard`` keeps shards in another way.
@@ -227,7 +227,7 @@ class ShardingGroup:
         return getattr(self._group.mesh_info, "shard_mesh_size", 1) == 1
 
     def _has_gradients(self) -> bool:
-        """Whether the backward has left any to be reduced or kept: it ends for groups that it did not reach, too."""
+        """Return whether the backward left any to reduce or keep: it ends for groups that it did not reach, too."""
         for param in self._group.fsdp_params:
             unsharded = getattr(param, "_unsharded_param", None)
             kept = getattr(param, "unsharded_accumulated_grad", None)
@@ -265,6 +265,6 @@ def sharding_groups(model: nn.Module) -> list[ShardingGroup]:
 
 
 def runs_in_backward() -> bool:
-    """Whether autograd is at work in this thread: what is computed now is computed again."""
+    """Return whether autograd is at work in this thread: what is computed now is computed again."""
     graph_task = getattr(torch._C, "_current_graph_task_id", None)  # torch 2.11 to 2.13
     return graph_task is not None and graph_task() != -1

@@ -20,7 +20,7 @@ _METHODS = {
     *("requires_grad_", "register_hook", "register_post_accumulate_grad_hook"),
 }
 _METHODS_IN_PYTHON = {"to_local", "full_tensor", "redistribute"}
-"""Of DTensor: they are no torch functions."""
+"""Methods of DTensor that are no torch functions."""
 
 _VALUES = {"data", "T", "H", "mT", "mH", "real", "imag"}
 _GRADIENT = {"grad", "_grad"}
@@ -66,11 +66,11 @@ class Guard:
             tensor.__class__ = self._without(type(tensor))
 
     def guards(self, tensor: Tensor) -> bool:
-        """Whether it guards ``tensor`` now, alone or below other guards."""
+        """Return whether it guards ``tensor`` now, alone or below other guards."""
         return any(_GUARDS.get(cls) is self for cls in type(tensor).__mro__)
 
     def on_use(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """A function is called that needs the values of a guarded tensor.
+        """Answer a function that needs the values of a guarded tensor.
 
         Raises:
             RuntimeError: always, unless a guard of another kind does something else.
@@ -78,7 +78,7 @@ class Guard:
         self.refuse(_name_of(func))
 
     def on_method(self, tensor: Tensor, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The same of a method of DTensor that is no torch function."""
+        """Answer a method of DTensor that is no torch function, as :meth:`on_use`."""
         self.refuse(f"{name}()")
 
     def refuse(self, what: str) -> NoReturn:
@@ -105,7 +105,7 @@ class Guard:
         return below if guard is self else guard._class_for(self._without(below))
 
     def lets(self, func: Any) -> bool:
-        """Whether ``func`` needs no values."""
+        """Return whether ``func`` needs no values."""
         name = getattr(func, "__name__", "")
         of = getattr(getattr(func, "__self__", None), "__name__", "grad")
         if name == "__get__":
@@ -116,7 +116,7 @@ class Guard:
 
 
 _GUARDS: dict[type[Tensor], Guard] = {}
-"""Of each class that a guard has derived."""
+"""The guard of each class that one has derived."""
 
 
 def _derive(cls: Any, guard: Guard) -> type[Tensor]:

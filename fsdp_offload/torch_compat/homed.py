@@ -82,19 +82,19 @@ def put_home(param: Tensor, local: Tensor, wait: Callable[[Tensor], None]) -> No
 
 
 def is_homed(param: Tensor) -> bool:
-    """Whether :func:`put_home` has been called."""
+    """Return whether :func:`put_home` has been called."""
     return STAND_IN in vars(param)
 
 
 def take_from_home(param: Tensor) -> None:
-    """The inverse of :func:`put_home`."""
+    """Undo :func:`put_home`."""
     for name in (_WAIT, STAND_IN, _USES):
         vars(param).pop(name, None)
     _HOMED.take_off([param])
 
 
 def uses_of(param: Tensor) -> int:
-    """How often functions of ``param`` have been called: each may have written it, or has made what can write it.
+    """Count the calls of functions of ``param``: each may have written it, or has made what can write it.
 
     Not all writes count a version: no collective's, nor those through a NumPy array.
     """

@@ -1,4 +1,4 @@
-"""What torch.optim does around a step: hooks, the choice of an implementation, gradients it cannot use."""
+"""Workings of torch.optim around a step: hooks, the choice of an implementation, gradients it cannot use."""
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -80,7 +80,7 @@ def run_hooked(
 
 
 def is_called_compiled() -> bool:
-    """Whether the caller, a function that ``torch.compiler.disable`` has wrapped, was called by compiled code."""
+    """Return whether compiled code called the caller, a function that ``torch.compiler.disable`` has wrapped."""
     frame, wrappers = sys._getframe(1), 0
     for _ in range(12):
         wrappers += frame.f_code.co_filename.replace("\\", "/").endswith("torch/_dynamo/eval_frame.py")

@@ -46,7 +46,7 @@ class ShardedParameter:
 
     @property
     def device(self) -> torch.device:
-        """Where it is gathered."""
+        """Device on which it is gathered."""
         device: torch.device = self._fsdp_param.device
         return device
 

@@ -1,4 +1,4 @@
-"""What is in ``param.grad`` when an update in the backward has used the gradient: whatever is done with it is an error.
+"""The stand-in in ``param.grad`` for a gradient that an update in the backward has used: to do anything with it fails.
 
 Clipping, scaling or logging it would come too late, and some of torch's ways to write a gradient leave no trace
 (``torch._foreach_mul_`` on DTensors does not count a version).
@@ -15,7 +15,7 @@ class SpentGradient(Tensor):
 
     @staticmethod
     def __new__(cls, like: Tensor) -> "SpentGradient":
-        """For a parameter, whose gradient it may then be."""
+        """Make one like a parameter, whose gradient it may then be."""
         made: SpentGradient = Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)
         return made
 
@@ -57,12 +57,12 @@ def spend(param: Tensor) -> None:
 
 
 def is_spent(param: Tensor) -> bool:
-    """Whether :func:`spend` has been called, and nobody has exchanged the gradient since."""
+    """Return whether :func:`spend` has been called, and nobody has exchanged the gradient since."""
     return type(param.grad) is SpentGradient
 
 
 def restore(param: Tensor, grad: Tensor) -> None:
-    """The inverse of :func:`spend`, if nobody has exchanged the gradient since."""
+    """Undo :func:`spend`, if nobody has exchanged the gradient since."""
     if is_spent(param):
         with torch.no_grad():
             param.grad = grad

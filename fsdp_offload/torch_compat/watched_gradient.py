@@ -48,14 +48,14 @@ def watch(grad: Tensor, watcher: Watcher) -> None:
 
 
 def unwatch(grad: Tensor) -> None:
-    """The inverse of :func:`watch`; nothing where it is not watched."""
+    """Undo :func:`watch`; nothing where it is not watched."""
     if is_watched(grad):
         grad.__class__ = type(grad).__bases__[0]
         del grad.__dict__[_WATCHER]
 
 
 def is_watched(grad: object) -> bool:
-    """Whether :func:`watch` has been called for it."""
+    """Return whether :func:`watch` has been called for it."""
     return type(grad) in _BASES
 
 
@@ -98,7 +98,7 @@ def _run_watched(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _is_scaling(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether it multiplies gradients, and nothing else that is watched, in place by one number."""
+    """Return whether it multiplies gradients, and nothing else that is watched, in place by one number."""
     if func not in _SCALES or len(args) != 2 or kwargs:
         return False
     factor = args[1]

@@ -41,7 +41,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "figures": {"torch_compat", "report", "api"},
     "integrations": {"policy", "engine", "model", "api", "checkpoint"},
     "bench": {
-        *("__init__", "torch_compat", "planning", "device", "cpu_update"),
+        *("__init__", "policy", "torch_compat", "planning", "device", "cpu_update"),
         *("model", "checkpoint", "plan", "figures"),
     },
 }

@@ -1,4 +1,4 @@
-"""Read how frameworks name and fuse the weights of a family of models: the files in ``frameworks/``.
+"""Families of models: how each framework names and fuses their weights, read from the files in ``frameworks/``.
 
 Hugging Face's names are the middle: each file says what the others call the same weights, and which of theirs are fused
 of several::
