@@ -290,7 +290,11 @@ class Pipeline:
         return may_update(action.bucket) and self._enter(action.bucket, room_bytes)
 
     def _enter(self, bucket: int, room_bytes: float) -> bool:
-        """Whether the block that a bucket passes through is there. It is taken if there is room for it."""
+        """Whether the block that a bucket passes through is there. It is taken if there is room for it.
+
+        Raises:
+            torch.OutOfMemoryError: there is none, and nothing goes on without this block.
+        """
         placement = self.buckets[bucket].placement
         if placement is None:
             return True
@@ -298,7 +302,12 @@ class Pipeline:
         is_new = block not in self.ring and not self.ring.lasts(block)
         if is_new and self.ring.passing_bytes + nbytes > room_bytes:
             return False
-        self._enter_block(block, nbytes)
+        try:
+            self._enter_block(block, nbytes)
+        except torch.OutOfMemoryError:
+            if is_new and not math.isinf(room_bytes):
+                return False  # in a backward, whose activations have it; there is more room later
+            raise
         return True
 
     def _enter_block(self, block: int, nbytes: int) -> None:

@@ -269,7 +269,10 @@ class Window:
         wanted_bytes = min(room_bytes, self.wanted_bytes)
         while self._block_bytes and self.passing_bytes + self._block_bytes <= wanted_bytes:
             begin = next(at for at in itertools.count(1) if at * _APART not in self._memory) * _APART
-            self._take(begin, self._block_bytes)
+            try:
+                self._take(begin, self._block_bytes)
+            except torch.OutOfMemoryError:
+                return  # the backward has it; without this block it only waits for more loads
             self.passing_bytes += self._block_bytes
 
     def shrink(self, keep_bytes: int) -> None:

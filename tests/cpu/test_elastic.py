@@ -13,9 +13,11 @@ from fsdp_offload import OffloadPolicy
 from fsdp_offload.device import link
 from fsdp_offload.device.link import Allocated, Block, DeviceLink
 from fsdp_offload.engine.engine import Engine, engine_of
+from fsdp_offload.engine.window import Window
 from fsdp_offload.model import tune_staging as elastic
 from fsdp_offload.model.tune_staging import Elastic
 from fsdp_offload.planning.staging import plan_staging, why_not_behind_backward
+from fsdp_offload.torch_compat.fully_shard import runs_in_backward
 from tests.overlapping import HABITS, NOT_IN_BACKWARD, POLICIES, Loop, Net, adamw, same
 from tests.policies import with_share
 from tests.tiers import spread
@@ -187,6 +189,45 @@ def test_same_bits(
         ring = vars(offloaded.optimizer)["_offload_engine"].engine.plan.ring
         assert 0 < ring.lasting_bytes <= report.host_state_bytes // 20
         assert max(there) <= room + ring.lasting_bytes
+
+
+@pytest.mark.parametrize("parameters", [False, True], ids=["state", "parameters"])
+def test_a_backward_that_has_the_memory_itself(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, parameters: bool
+) -> None:
+    """Where a device is full in a backward, what comes and goes does without; no exception comes out of it."""
+    take, grow = DeviceLink.block, Window._take
+    loops: list[Loop] = []
+    refused: list[str] = []
+
+    def is_full(lasts: bool) -> bool:
+        return not lasts and 4 <= len(loops[0].seen) < 8 and runs_in_backward()
+
+    def block(link: DeviceLink, number: int, nbytes: int, user: int) -> Block:
+        if loops and number not in link._ring and is_full(engine_of(loops[0].optimizer).plan.ring.lasting > number):
+            refused.append("ring")
+            raise torch.OutOfMemoryError("no room")
+        return take(link, number, nbytes, user)
+
+    def more(window: Window, begin: int, nbytes: int) -> None:
+        if loops and is_full(lasts=begin == 0):
+            refused.append("window")
+            raise torch.OutOfMemoryError("no room")
+        grow(window, begin, nbytes)
+
+    monkeypatch.setattr(DeviceLink, "block", block)
+    monkeypatch.setattr(Window, "_take", more)
+    attached: list[int] = []
+    monkeypatch.setattr(DeviceLink, "allocated_bytes", lambda self: Allocated(0, 1 << 30 if attached else 0))
+    policy = with_share(passing="auto", bucket_bytes=1024, overlap="iteration", parameters=parameters)
+    plain, offloaded = Loop(mesh, adamw, None), Loop(mesh, adamw, policy)
+    attached.append(1)
+    loops.append(offloaded)
+    plain.train(12)
+    offloaded.train(12)
+    assert same(plain, offloaded)
+    assert "ring" in refused
+    assert not parameters or "window" in refused
 
 
 class Device:

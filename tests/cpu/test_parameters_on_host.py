@@ -33,9 +33,10 @@ from fsdp_offload.engine.engine import engine_of
 from fsdp_offload.engine.window import Window
 from fsdp_offload.torch_compat import sharded_parameter
 from fsdp_offload.torch_compat.dtensor import local_shard
-from tests.async_writers import Expected, Waits
+from tests import overlapping
+from tests.async_writers import Expected, Waits, read_checkpoint
 from tests.overlapping import HABITS, NOT_IN_BACKWARD, POLICIES, SIZES, Loop, Net, adamw, look, same
-from tests.parity import attach
+from tests.parity import attach, same_value
 from tests.policies import with_share
 
 EVERY_POLICY = pytest.mark.parametrize("fields", POLICIES.values(), ids=POLICIES)
@@ -625,6 +626,21 @@ def test_distributed_checkpoints(mesh: DeviceMesh, fields: dict[str, Any], tmp_p
         set_optimizer_state_dict(one.model, one.optimizer, optim_state_dict=states["optimizer"])
         one.scheduler = torch.optim.lr_scheduler.LinearLR(one.optimizer, 0.5, 1.0, 5)
     assert_same_each_step(plain, loop, 4)
+
+
+def test_the_checkpoint_of_cpu_offload(mesh: DeviceMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``CPUOffloadPolicy`` and parameters on the host write the same names, shapes, chunks and bytes."""
+    loop = Loop(mesh, adamw, policy_of({})).train(3)
+    policy = CPUOffloadPolicy(pin_memory=False)
+    monkeypatch.setattr(overlapping, "fully_shard", partial(fully_shard, offload_policy=policy))
+    held = Loop(mesh, adamw, None).train(3)
+    for name, one in (("loop", loop), ("held", held)):
+        dcp.save(states_of(one), checkpoint_id=tmp_path / name)
+    metadata, other = (dcp.FileSystemReader(tmp_path / name).read_metadata() for name in ("loop", "held"))
+    assert metadata.state_dict_metadata == other.state_dict_metadata
+    assert len(metadata.state_dict_metadata) > 50
+    values, others = (read_checkpoint(tmp_path / name) for name in ("loop", "held"))
+    assert all(same_value(values[key], others[key]) for key in values)
 
 
 def states_of(loop: Loop) -> dict[str, Any]:

@@ -650,6 +650,53 @@ def test_a_ring_is_taken_back_from_an_optimizer_that_still_stores() -> None:
     play(shapes, [Do(0, Optimizer.step, ()), Do(1, Optimizer.step, ()), *begun, *other, *ended])
 
 
+# Loads without room --------------------------------------------------------------------------------------------------
+
+IN_FOUR_BLOCKS = Shape((10, 10, 10, 10), ring_bytes=40, block_bytes=10, beside_compute=True, runs_on=True, lasting=1)
+
+
+def one_step_then_begun() -> Optimizer:
+    history = History()
+    optimizer = Optimizer("A", IN_FOUR_BLOCKS, history, RecordedLink(history))
+    optimizer.step((0, 1, 2, 3))
+    optimizer.give_back_ring(0)
+    optimizer.have_room(0)
+    optimizer.begin(())
+    return optimizer
+
+
+def test_updates_go_on_behind_loads_that_have_no_room() -> None:
+    optimizer = one_step_then_begun()
+    optimizer.backward((0, 1, 2, 3))
+    assert optimizer.begun is not None
+    assert optimizer.begun.done == [0]  # the only one whose block lasts
+    optimizer.have_room(10)
+    optimizer.backward(())
+    assert optimizer.begun.done == [0, 1]
+    optimizer.end(())
+    loads = [action.bucket for action in optimizer.pipeline._last_actions if action.kind == "L"]
+    assert loads == [0, 1, 2, 3]  # in the order in which they are needed
+    assert optimizer.begun is None
+
+
+def test_no_update_of_what_is_not_loaded_for_want_of_room_that_has_come_since(monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer = one_step_then_begun()
+    take, full = RecordedLink.block, [True]
+
+    def block(self: RecordedLink, number: int, nbytes: int, user: int) -> Block:
+        if number == 1 and full:
+            full.clear()
+            raise torch.OutOfMemoryError("full for once")
+        return take(self, number, nbytes, user)
+
+    monkeypatch.setattr(RecordedLink, "block", block)
+    optimizer.have_room(1 << 20)
+    optimizer.backward((0, 1, 2, 3))
+    assert optimizer.begun is not None
+    assert optimizer.begun.done == [0]
+    optimizer.end(())
+
+
 # What the search is worth --------------------------------------------------------------------------------------------
 
 Patch = pytest.MonkeyPatch

@@ -19,6 +19,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
 from examples import async_checkpoint
+from fsdp_offload import OffloadPolicy
 from tests.async_writers import TIMEOUT_S, read_checkpoint
 from tests.distributed.nursery import PRELOAD
 from tests.parity import same_value
@@ -36,7 +37,7 @@ def flags(folder: Path) -> list[str]:
     return ["--folder", str(folder), *(str(part) for pair in sizes.items() for part in pair)]
 
 
-def start(world_size: int, folder: Path, stop_at: str = "") -> list[Any]:
+def start(world_size: int, folder: Path, stop_at: str = "", *, parameters: bool = False) -> list[Any]:
     """The ranks of a training, as processes that go on in the background."""
     multiprocessing.set_forkserver_preload(PRELOAD)
     context = multiprocessing.get_context("forkserver")
@@ -44,7 +45,7 @@ def start(world_size: int, folder: Path, stop_at: str = "") -> list[Any]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     ranks = [
-        context.Process(target=run_rank, args=(rank, world_size, port, folder, stop_at), daemon=True)
+        context.Process(target=run_rank, args=(rank, world_size, port, folder, stop_at, parameters), daemon=True)
         for rank in range(world_size)
     ]
     for rank in ranks:
@@ -52,7 +53,10 @@ def start(world_size: int, folder: Path, stop_at: str = "") -> list[Any]:
     return ranks
 
 
-def run_rank(rank: int, world_size: int, port: int, folder: Path, stop_at: str) -> None:
+def run_rank(rank: int, world_size: int, port: int, folder: Path, stop_at: str, parameters: bool) -> None:
+    if parameters:  # on the host too, in the mode that has the most on its way at any time
+        everything = functools.partial(OffloadPolicy, parameters=True, overlap="iteration")
+        vars(async_checkpoint)["OffloadPolicy"] = everything
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
     os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world_size)}
@@ -72,16 +76,16 @@ def stop_here(reached: Path) -> NoReturn:
     raise AssertionError("nobody has killed this process")
 
 
-def finish(world_size: int, folder: Path) -> None:
-    ranks = start(world_size, folder)
+def finish(world_size: int, folder: Path, *, parameters: bool = False) -> None:
+    ranks = start(world_size, folder, parameters=parameters)
     for rank in ranks:
         rank.join(TIMEOUT_S)
     assert [rank.exitcode for rank in ranks] == [0] * world_size
 
 
-def kill(world_size: int, folder: Path, stop_at: str) -> None:
+def kill(world_size: int, folder: Path, stop_at: str, *, parameters: bool = False) -> None:
     """Start a training, wait until its ranks are at the place where they stop, and kill them."""
-    ranks = start(world_size, folder, stop_at)
+    ranks = start(world_size, folder, stop_at, parameters=parameters)
     stopping = ranks[:1] if stop_at in ONLY_FIRST_RANK else ranks
     reached = [marker(folder, stop_at, number) for number, _ in enumerate(stopping)]
     deadline = time.monotonic() + TIMEOUT_S
@@ -163,29 +167,39 @@ def assert_equal(one: Path, other: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "stop_at", "survives"),
+    ("world_size", "stop_at", "survives", "parameters"),
     [
-        (2, "before data", 3),
-        (2, "in metadata", 3),
-        (2, "between steps", 6),
-        (1, "before metadata", 3),
-        (1, "before latest", 3),
-        (1, "after latest", 6),
-        (1, "in the first step", None),
+        (2, "before data", 3, False),
+        (2, "in metadata", 3, False),
+        (2, "between steps", 6, False),
+        (1, "before metadata", 3, False),
+        (1, "before latest", 3, False),
+        (1, "after latest", 6, False),
+        (1, "in the first step", None, False),
+        (2, "before data", 3, True),
+        (2, "between steps", 6, True),
+        (1, "before metadata", 3, True),
+        (1, "in the first step", None, True),
     ],
 )
 def test_what_was_complete_survives(
-    world_size: int, stop_at: str, survives: int | None, tmp_path: Path, uninterrupted: Callable[[int], Path]
+    world_size: int,
+    stop_at: str,
+    survives: int | None,
+    parameters: bool,
+    tmp_path: Path,
+    uninterrupted: Callable[[int], Path],
 ) -> None:
+    """Also with parameters on the host, whose checkpoints are those of a training without."""
     folder, whole = tmp_path / "checkpoints", uninterrupted(world_size)
-    kill(world_size, folder, stop_at)
+    kill(world_size, folder, stop_at, parameters=parameters)
     if stop_at == "between steps":  # the second save may or may not have been found done by then
         assert latest(folder) in (name_of(3), name_of(6))
     else:
         assert latest(folder) == (name_of(survives) if survives else None)
     if latest(folder) is not None:
         assert_equal(folder / latest(folder), whole / latest(folder))
-    finish(world_size, folder)
+    finish(world_size, folder, parameters=parameters)
     assert latest(folder) == name_of(STEPS)
     assert_equal(folder / name_of(STEPS), whole / name_of(STEPS))
 
