@@ -4,10 +4,15 @@ Simulated time passes the same each time. An H200 took 434 ms where plain traini
 the root finds in the window 458 to 468 (docs/benchmarks.md); the simulation says 427 of 420, and 467.
 """
 
+import json
+from pathlib import Path
+
 import pytest
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_offload import OffloadPolicy
+from fsdp_offload.bench.train import GPT
 from fsdp_offload.engine.window import Window
 from tests.simulated_device import GB, SCALE, Model, SimulatedTraining
 
@@ -44,3 +49,23 @@ def test_it_takes_longer_where_the_root_finds_no_place(mesh: DeviceMesh, monkeyp
     """The suite can fail: the forward begins with what is stored last."""
     monkeypatch.setattr(Window, "_enter_outdated", lambda self, number: None)
     assert trained(monkeypatch, mesh, TWELVE_SEQUENCES).ms > 1.06 * TWELVE_SEQUENCES.ms
+
+
+RECORD = Path("examples/benchmark_results/2026-11-23-h200-parameters-shared-room.jsonl")
+
+
+def test_the_peak_that_was_measured() -> None:
+    """The terms of docs/everything_on_the_host.md, beside what an H200 had allocated at most."""
+    with torch.device("meta"):
+        model = GPT(24, 2048, 32_768)
+    numel = sum(param.numel() for param in model.parameters())
+    block_bytes = 4 * sum(param.numel() for param in model.blocks[0].parameters())
+    root_bytes = 4 * numel - 24 * block_bytes
+    lasting_bytes = root_bytes + 2 * block_bytes + 4 * 138_412_032  # the window, and four blocks of the ring
+    lines = [json.loads(line) for line in RECORD.read_text(encoding="utf-8").splitlines()]
+    peaks = [(line["policy"], line["peak_bytes"]) for line in lines if line["bench"] == "train"]
+    plain = [peak for name, peak in peaks if name == "plain"]
+    on_host = [peak for name, peak in peaks if name == "parameters"]
+    assert len(plain) == len(on_host) == 2
+    for without, measured in zip(plain, on_host, strict=True):
+        assert measured == pytest.approx(without - 12 * numel + lasting_bytes, rel=0.001)
