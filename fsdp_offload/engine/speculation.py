@@ -321,7 +321,7 @@ class Speculation:
         self._pipeline.before_load = None
         self._step, self.blocked, self._changed = None, True, True
         self.taken_back += 1
-        _unwatch(self._watched_params)
+        self.unwatch()
         with torch.no_grad():
             for scaling in self._pending:
                 scaling.multiply(scaling.grads, scaling.factor)
@@ -451,7 +451,8 @@ class Speculation:
 
     def shares(self, grads: Sequence[Tensor]) -> None:
         """As :class:`Watcher`."""
-        self._shared.update((grad, None) for grad in grads)
+        others = (grad for reference in self._watched if (grad := reference()) is not None)
+        self._shared.update((grad, None) for grad in (*grads, *others))  # what follows is not watched any more
         self.writes(grads)
 
     def scales(self, grads: Sequence[Tensor], factor: Tensor | float, multiply: Multiply) -> Sequence[Tensor]:
