@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import Replicate
 
 from fsdp_offload.engine.engine import engine_of
 from fsdp_offload.engine.speculation import Speculation
+from fsdp_offload.torch_compat.dtensor import local_shard
 from tests.overlapping import Loop, look
 from tests.parity import leaves
 
@@ -106,12 +108,30 @@ def scaled_by_hand(loop: Loop, at: int) -> None:
 
 
 def scaled_locally(loop: Loop, at: int) -> None:
-    """Past the DTensors."""
+    """Past the DTensors, where a product with 0.3 comes after that of the clipping."""
+    loop.backward(at)
+    clip(loop, NEVER if at % 4 else ALWAYS)
+    for param in list(loop.model.parameters())[at % 3 :: 4]:
+        if param.grad is not None:
+            param.grad.to_local().mul_(0.3)
+    loop.step()
+
+
+def scaled_uncounted(loop: Loop, at: int) -> None:
+    """In a way that counts no version."""
     loop.backward(at)
     clip(loop, NEVER)
     for param in list(loop.model.parameters())[at % 3 :: 4]:
         if param.grad is not None:
-            param.grad.to_local().mul_(0.5)
+            param.grad.to_local().data.mul_(0.5)
+    loop.step()
+
+
+def scaled_twice_at_once(loop: Loop, at: int) -> None:
+    """A gradient that is in the list twice."""
+    loop.backward(at)
+    grads = [param.grad for param in loop.model.parameters() if param.grad is not None]
+    torch._foreach_mul_([*grads, *grads[:2]], torch.tensor(0.3))
     loop.step()
 
 
@@ -121,6 +141,54 @@ def logged(loop: Loop, at: int) -> None:
     loop.seen += [float(param.grad.norm().full_tensor()) for param in loop.model.parameters() if param.grad is not None]
     clip(loop, ALWAYS if at % 4 == 0 else NEVER)
     loop.seen += [float(param.grad.norm().full_tensor()) for param in loop.model.parameters() if param.grad is not None]
+    loop.step()
+
+
+LOOKS: list[Callable[[Any], Tensor]] = [
+    lambda grad: grad.to_local(),
+    lambda grad: grad._local_tensor,
+    lambda grad: grad.full_tensor(),
+    lambda grad: grad.redistribute(placements=[Replicate()] * grad.device_mesh.ndim).to_local(),
+    lambda grad: torch.tensor([ord(letter) for letter in repr(grad)]),
+]
+
+
+def logged_past_torch_functions(loop: Loop, at: int) -> None:
+    """What is looked at has been clipped."""
+    loop.backward(at)
+    kept = [param.grad for param in loop.model.parameters() if param.grad is not None]
+    clip(loop, NEVER if at % 4 else ALWAYS)
+    look_at = LOOKS[at // 4 % len(LOOKS)]
+    loop.seen += [float(look_at(grad).double().sum()) for grad in kept]
+    loop.step()
+
+
+def parameters_looked_at(loop: Loop, at: int) -> None:
+    """As adaptive clipping, averages and logs do."""
+    loop.backward(at)
+    params = list(loop.model.parameters())
+    ways: list[Callable[[Any], Tensor]] = [
+        lambda param: param.norm(),
+        lambda param: param.detach().clone(),
+        lambda param: param.data,
+        lambda param: param.to_local(),
+        lambda param: param.full_tensor(),
+    ]
+    loop.seen += [float(local_shard(ways[at % len(ways)](param)).detach().double().sum()) for param in params]
+    clip(loop, NEVER)
+    loop.step()
+
+
+def decayed_by_hand(loop: Loop, at: int) -> None:
+    """Parameters are written; in some of these ways no version is counted."""
+    loop.backward(at)
+    clip(loop, NEVER)
+    params = list(loop.model.parameters())
+    with torch.no_grad():
+        if at % 3 == 0:
+            torch._foreach_mul_(params, 0.9)
+        for param in params if at % 3 else ():
+            (param.data if at % 3 == 1 else param.to_local().data).mul_(0.9)
     loop.step()
 
 
@@ -280,7 +348,18 @@ def with_a_scaler(loop: Loop, at: int) -> None:
 
 OPERATIONS: tuple[Operation, ...] = (
     *(within_bounds, within_bounds, within_bounds, within_bounds, clipped, now_and_then, one_by_one, by_the_largest),
-    *(unclipped, twice, in_two_parts, by_value, norm_in_parts, scaled_by_hand, scaled_locally, logged, evaluated),
+    *(
+        unclipped,
+        twice,
+        in_two_parts,
+        by_value,
+        norm_in_parts,
+        scaled_by_hand,
+        scaled_locally,
+        scaled_uncounted,
+        scaled_twice_at_once,
+    ),
+    *(logged, logged_past_torch_functions, parameters_looked_at, decayed_by_hand, evaluated),
     *(saved_between, looked_up_between, state_written, rate_changed, loaded_between, skipped, skipped_by_the_model),
     *(skipped_if_not_finite, without_one, with_another, one_backward_more, step_twice, synchronized, away_between),
     *(without_some, with_a_scaler),

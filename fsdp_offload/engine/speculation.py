@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.utils.weak import TensorWeakRef
+from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from ..device.host_flag import HostFlag
 from ..device.host_limits import check_host_memory
@@ -169,6 +169,28 @@ class _Scaling:
     multiply: Multiply
 
 
+class _Parameters:
+    """Watches parameters that have been updated: whoever uses one sees what it was before."""
+
+    def __init__(self, take_back: "weakref.WeakMethod[Callable[[], None]]") -> None:
+        self._take_back = take_back
+
+    def reads(self, params: Sequence[Tensor]) -> None:
+        """As :class:`Watcher`."""
+        del params
+        take_back = self._take_back()
+        if take_back is not None:
+            take_back()
+
+    writes = shares = reads
+
+    def scales(self, params: Sequence[Tensor], factor: Tensor | float, multiply: Multiply) -> Sequence[Tensor]:
+        """As :class:`Watcher`."""
+        del factor, multiply
+        self.reads(params)
+        return []
+
+
 class Speculation:
     """Watches the gradients of one optimizer, and decides when to update before they are certain.
 
@@ -210,6 +232,9 @@ class Speculation:
         self._takeable: frozenset[int] = frozenset()  # buckets that may be updated early, of that layout
         self._is_on = False
         self._watched: list[TensorWeakRef] = []
+        self._watched_params: list[TensorWeakRef] = []
+        self._shared = WeakTensorKeyDictionary()  # gradients of which somebody may have a view, from an earlier step
+        self._parameters = _Parameters(self._method)
         self._pending: list[_Scaling] = []  # of used gradients, put off
         self._factors: dict[int, tuple[Tensor, int, Tensor]] = {}  # by id, of this step: with its version, and a copy
         self._all_one: Tensor | None = None
@@ -261,7 +286,12 @@ class Speculation:
         """The update of a bucket with these shards has been issued."""
         assert self._way_back is not None
         self._way_back.note_updated(number)
+        shards = list(shards)
         step.note_used(shards)
+        for shard in shards:
+            if shard.param in step.used and not is_watched(shard.param):
+                watch(shard.param, self._parameters)
+                self._watched_params.append(TensorWeakRef(shard.param))
 
     def _is_read(self) -> bool:
         """Whether somebody reads a place into which state would be stored, for an asynchronous save."""
@@ -321,14 +351,13 @@ class Speculation:
             if grad is not None and param in self._plan.shards and not is_watched(grad) and not is_spent(param):
                 watch(grad, self)
                 self._watched.append(TensorWeakRef(grad))
+                if grad in self._shared:
+                    self._changed = self.blocked = True
 
     def unwatch(self) -> None:
-        """What is done with gradients from now on is none of ours."""
-        for reference in self._watched:
-            grad = reference()
-            if grad is not None:
-                unwatch(grad)
-        self._watched = []
+        """What is done with gradients and parameters from now on is none of ours."""
+        _unwatch(self._watched)
+        _unwatch(self._watched_params)
 
     def step_begins(self, *, scaler_decides: bool) -> None:
         """``step()`` has been called; what has begun of it has been kept or taken back."""
@@ -420,6 +449,12 @@ class Speculation:
         self.announced = self._changed = True
         self._take_back()
 
+    def shares(self, grads: Sequence[Tensor]) -> None:
+        """As :class:`Watcher`."""
+        others = (grad for reference in self._watched if (grad := reference()) is not None)
+        self._shared.update((grad, None) for grad in (*grads, *others))  # what follows is not watched any more
+        self.writes(grads)
+
     def scales(self, grads: Sequence[Tensor], factor: Tensor | float, multiply: Multiply) -> Sequence[Tensor]:
         """As :class:`Watcher`: what updates have used is multiplied only where the factor is not 1."""
         self.announced = True
@@ -465,6 +500,14 @@ class Speculation:
             self._take_back()
         else:
             self._pending = []
+
+
+def _unwatch(references: list[TensorWeakRef]) -> None:
+    for reference in references:
+        tensor = reference()
+        if tensor is not None:
+            unwatch(tensor)
+    references.clear()
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:

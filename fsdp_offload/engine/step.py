@@ -172,7 +172,7 @@ class Stepping:
                 self._pipeline.host.submit(number, self._bind(number), begun.host, states, begun.moving or ())
                 begun.note_updated(number)
                 return  # the gradients are held there
-            with bare(self._seen_gradients(number)):
+            with bare(self._seen(number)):
                 for ranges in same_order_on_ranks(self._bind(number), group_by_group=conventions.group_by_group):
                     update_bucket(
                         *(begun.shadow, begun.shared, conventions, ranges, begun.group_count),
@@ -206,10 +206,11 @@ class Stepping:
             self.begun = None
             raise
 
-    def _seen_gradients(self, number: int) -> list[Tensor]:
-        """Gradients of a bucket that the optimizer sees itself: what it does with them is not what the loop does."""
-        grads = [self._conventions.gradient(s.param) for s in self._plan[number].covers() if not s.on_locals]
-        return [grad for grad in grads if grad is not None]
+    def _seen(self, number: int) -> list[Tensor]:
+        """What of a bucket the optimizer sees itself: what it does with that is not what the loop does."""
+        params = [shard.param for shard in self._plan[number].covers() if not shard.on_locals]
+        grads = [self._conventions.gradient(param) for param in params]
+        return [*params, *(grad for grad in grads if grad is not None)]
 
     def finish(self, begun: BegunStep, states: StateStore) -> None:
         """Everything has been issued: homes that moved are the homes from now on."""

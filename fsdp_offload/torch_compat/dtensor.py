@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -24,14 +24,23 @@ def is_dtensor(tensor: object) -> bool:
     return isinstance(tensor, DTensor)
 
 
+def is_dtensor_class(cls: type) -> bool:
+    """Whether tensors of this class are sharded or replicated over a device mesh."""
+    return issubclass(cls, DTensor)
+
+
 def is_replicated(tensor: Tensor) -> bool:
     """Return whether this rank has all of ``tensor``, as it is."""
     return not isinstance(tensor, DTensor) or all(placement.is_replicate() for placement in tensor.placements)
 
 
+LOCAL: Any = DTensor.__dict__["_local_tensor"]
+"""The slot itself: a class derived from DTensor may tell somebody who reaches for the attribute."""
+
+
 def local_shard(tensor: Tensor) -> Tensor:
     """This rank's part of ``tensor``: the local tensor of a DTensor itself (no copy), or ``tensor``."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return cast(Tensor, LOCAL.__get__(tensor)) if isinstance(tensor, DTensor) else tensor
 
 
 def compute_device(tensor: Tensor) -> torch.device:

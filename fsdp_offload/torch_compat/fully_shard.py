@@ -10,6 +10,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
 from .dtensor import version_of
 from .sharded_parameter import ShardedParameter
+from .watched_gradient import bare
 
 
 def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
@@ -198,7 +199,8 @@ class ShardingGroup:
                 for points in tuple(hooked):
                     points.before_reduce()
             before = self._gradient_versions()
-            result = post_backward(*args)
+            with bare(grad for param in self.params if (grad := param.grad) is not None):
+                result = post_backward(*args)  # which adds to gradients of earlier micro-batches, past their class
             # Also called where there was nothing to reduce; and partial sums of HSDP are still to be reduced further.
             if self._gradient_versions() != before:
                 for points in tuple(hooked):

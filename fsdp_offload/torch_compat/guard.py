@@ -139,12 +139,12 @@ def _derive(cls: Any, guard: Guard) -> type[Tensor]:
     for name in _METHODS_IN_PYTHON & set(dir(cls)):
         setattr(Guarded, name, method(name))
     for name in guard.attributes:
-        setattr(Guarded, name, _past_torch_function(name))
+        setattr(Guarded, name, past_torch_function(name))
     Guarded.__name__, Guarded.__qualname__ = f"{guard.name}{cls.__name__}", f"{guard.name}{cls.__qualname__}"
     return Guarded
 
 
-def _past_torch_function(name: str) -> property:
+def past_torch_function(name: str) -> property:
     """An attribute of tensors past ``__torch_function__``, which takes several times as long as the attribute."""
     of_tensor = getattr(Tensor, name)
 

@@ -1,9 +1,10 @@
-"""Gradients that tell what is done with them between the backward and ``step()``.
+"""Gradients, and parameters, that tell what is done with them between the backward and ``step()``.
 
-A watched gradient is the same object with the same memory, of a class derived from the one it had. What only looks at
+A watched tensor is the same object with the same memory, of a class derived from the one it had. What only looks at
 it runs as ever. What scales it, as clipping does, may be put off by whoever watches; what else may write it is
-announced first. Not seen is what reaches past torch's functions (``DTensor.to_local()``, ``_local_tensor``): that
-counts a version of the local tensor, unlike some of torch's functions on DTensors.
+announced first, and so is whatever hands out its memory (views, ``.data``, ``DTensor.to_local()``): what becomes of
+that is not seen, and not all of it counts a version (no collective does, nor NumPy, nor some of torch's functions on
+DTensors).
 """
 
 import weakref
@@ -15,15 +16,21 @@ import torch
 from torch import Tensor
 from torch.utils import _foreach_utils
 
+from .dtensor import LOCAL, is_dtensor_class, local_shard
+from .guard import past_torch_function
+
 
 class Watcher(Protocol):
-    """Whoever wants to know what is done with gradients."""
+    """Whoever wants to know what is done with tensors."""
 
     def reads(self, grads: Sequence[Tensor]) -> None:
         """These are about to be looked at."""
 
     def writes(self, grads: Sequence[Tensor]) -> None:
-        """These are about to be written, or given to somebody who might."""
+        """These are about to be written."""
+
+    def shares(self, grads: Sequence[Tensor]) -> None:
+        """Their memory is given to somebody who may write it at any time, and nobody is told."""
 
     def scales(self, grads: Sequence[Tensor], factor: Tensor | float, multiply: "Multiply") -> Sequence[Tensor]:
         """These are about to be multiplied by ``factor``. Returns those that the watcher multiplies itself.
@@ -75,6 +82,11 @@ def _class_for(cls: Any) -> type[Tensor]:
             ) -> Any:
                 return _run_watched(func, args, kwargs or {})
 
+        for name in _OFTEN_USED:
+            setattr(Watched, name, past_torch_function(name))
+        if is_dtensor_class(cls):
+            setattr(Watched, LOCAL.__name__, property(_give_local, _put_local))
+            Watched.full_tensor = _gather
         Watched.__name__, Watched.__qualname__ = cls.__name__, cls.__qualname__
         _CLASSES[cls], _BASES[Watched] = Watched, cls
         supported: list[Any] = _foreach_utils._foreach_supported_types
@@ -92,16 +104,54 @@ def _run_watched(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     for watcher, grads in _by_watcher(found):
         if getattr(func, "__name__", "") in _READS and "out" not in kwargs:
             watcher.reads(grads)
-        else:
+        elif _is_in_place(func):
             watcher.writes(grads)
+        else:
+            watcher.shares(grads)
     return _run_bare(found, func, args, kwargs)
 
 
+def _is_in_place(func: Any) -> bool:
+    """Whether there is no result, or what is changed is the result."""
+    name = getattr(func, "__name__", "")
+    if name.endswith("__"):
+        return name.startswith("__i") or name in ("__set__", "__setitem__")
+    return name.endswith("_") and name != "set_"
+
+
+def _share(tensor: Tensor) -> None:
+    for watcher, tensors in _by_watcher([tensor]):
+        watcher.shares(tensors)
+
+
+def _give_local(tensor: Tensor) -> Tensor:
+    _share(tensor)
+    return local_shard(tensor)
+
+
+def _put_local(tensor: Tensor, local: Tensor) -> None:
+    _share(tensor)
+    LOCAL.__set__(tensor, local)
+
+
+def _gather(tensor: Any, **kwargs: Any) -> Tensor:
+    """``DTensor.full_tensor``, which only looks, unless this rank has everything."""
+    for watcher, tensors in _by_watcher([tensor]):
+        watcher.reads(tensors)
+    with bare([tensor]):
+        full: Tensor = tensor.full_tensor(**kwargs)
+    if full.untyped_storage().data_ptr() == local_shard(tensor).untyped_storage().data_ptr():
+        _share(tensor)
+    return full
+
+
 def _is_scaling(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Return whether it multiplies gradients, and nothing else that is watched, in place by one number."""
+    """Return whether it multiplies gradients, once each, and nothing else that is watched, in place by one number."""
     if func not in _SCALES or len(args) != 2 or kwargs:
         return False
-    factor = args[1]
+    target, factor = args
+    if not isinstance(target, Tensor) and len({id(grad) for grad in target}) != len(target):
+        return False
     is_one_number = isinstance(factor, Tensor) and factor.numel() == 1 and factor.dim() == 0
     return (is_one_number and not is_watched(factor)) or type(factor) in (int, float)
 
@@ -165,13 +215,16 @@ def bare(grads: Iterable[Tensor]) -> Iterator[None]:
 _METADATA = frozenset(
     getattr(Tensor, name).__get__
     for name in (
-        *("_version", "device", "dtype", "grad_fn", "is_cpu", "is_cuda", "is_leaf", "is_meta", "is_quantized"),
+        *("_version", "device", "dtype", "grad", "grad_fn", "is_cpu", "is_cuda", "is_leaf", "is_meta", "is_quantized"),
         *("is_sparse", "itemsize", "layout", "nbytes", "ndim", "requires_grad", "shape"),
     )
 ) | {
     getattr(Tensor, name)
     for name in ("size", "stride", "dim", "numel", "element_size", "is_contiguous", "is_floating_point", "is_complex")
 }
+
+_OFTEN_USED = ("grad", "_version", "device", "dtype", "requires_grad", "shape")
+"""Of these, none is a value: they are made as fast as of any other tensor."""
 
 _SCALES = frozenset({torch._foreach_mul_, Tensor.mul_, Tensor.__imul__})
 

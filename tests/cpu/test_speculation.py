@@ -29,6 +29,7 @@ from fsdp_offload.engine.way_back import WayBack
 from fsdp_offload.torch_compat.dtensor import local_shard
 from tests.clipping import (
     ALWAYS,
+    LOOKS,
     NEVER,
     OPERATIONS,
     Operation,
@@ -36,6 +37,7 @@ from tests.clipping import (
     clipped,
     clipped_step,
     evaluated,
+    parameters_looked_at,
     speculation_of,
     within_bounds,
 )
@@ -468,13 +470,69 @@ def test_an_update_that_fails_in_the_backward(mesh: DeviceMesh, monkeypatch: pyt
     loop.optimizer.state_dict()
 
 
-def test_weights_written_between_backward_and_step_are_refused(mesh: DeviceMesh) -> None:
+def test_weights_written_through_a_view_that_is_older_are_refused(mesh: DeviceMesh) -> None:
+    """As nobody is told of that."""
     loop = train(Loop(mesh, adamw, policy_of()), [NEVER] * 4)
+    view = local_shard(loop.model.head.weight)
     loop.backward(4)
     with torch.no_grad():
-        loop.model.head.weight.mul_(0.5)
+        view.mul_(0.5)
     with pytest.raises(RuntimeError, match=r"head\.weight has been written since then"):
         loop.step()
+
+
+@pytest.mark.parametrize("look_at", LOOKS)
+def test_clipped_gradients_are_seen_clipped(mesh: DeviceMesh, look_at: Callable[[Any], torch.Tensor]) -> None:
+    """The product is put off no longer than until somebody looks, in whatever way."""
+    found = []
+    for loop in pair(mesh, policy_of(), net=small_net):
+        train(loop, [NEVER] * 4)
+        loop.backward(4)
+        clip(loop, ALWAYS)
+        found.append([look_at(param.grad).clone() for param in loop.model.parameters()])
+    assert all(torch.equal(*both) for both in zip(*found, strict=True))
+
+
+def test_a_view_of_gradients_that_are_zeroed_in_place(mesh: DeviceMesh) -> None:
+    """It is kept, and written in a later step: what counts no version could not be seen then."""
+    plain, loop = pair(mesh, policy_of())
+    views: dict[Loop, list[torch.Tensor]] = {}
+    for at in range(8):
+        for each in (plain, loop):
+            each.optimizer.zero_grad(set_to_none=False)
+            each.backward(at)
+            if at == 4:
+                views[each] = [param.grad.to_local().data for param in each.model.parameters()]
+            if at > 4:
+                torch._foreach_mul_(views[each], 0.3)
+            clip(each, NEVER)
+            each.optimizer.step()
+        assert same(plain, loop), at
+    found = speculation_of(loop)
+    assert (found.committed, found.taken_back) == (2, 1)
+
+
+def test_parameters_and_gradients_have_their_class_back(mesh: DeviceMesh) -> None:
+    """Whether the step stood or was taken back."""
+    loop = train(Loop(mesh, adamw, policy_of()), [NEVER] * 4)
+    for at, max_norm in enumerate([NEVER, ALWAYS, NEVER], start=4):
+        loop.backward(at)
+        grads = [param.grad for param in loop.model.parameters()]
+        clip(loop, max_norm)
+        loop.optimizer.step()
+        assert {type(tensor) for tensor in (*grads, *loop.model.parameters())} == {DTensor}
+        loop.optimizer.zero_grad()
+    loop.backward(7)
+    assert DTensor not in {type(param) for param in loop.model.parameters()}
+    loop.model.head.weight.norm()
+    assert {type(param) for param in loop.model.parameters()} == {DTensor}
+    assert (speculation_of(loop).committed, speculation_of(loop).taken_back) == (4, 2)
+
+
+def test_micro_batches_alone_are_no_touch(mesh: DeviceMesh) -> None:
+    """``fully_shard`` itself adds to gradients, past torch's functions on DTensors."""
+    loop = Loop(mesh, adamw, policy_of(), net=small_net, micro_batches=3).train(4)
+    assert not speculation_of(loop).announced
 
 
 def parameters_go_down(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -600,7 +658,13 @@ def what_was_put_off_is_forgotten(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Speculation, "restore", without)
 
 
+def parameters_are_not_watched(patch: pytest.MonkeyPatch) -> None:
+    watch = speculation.watch
+    patch.setattr(speculation, "watch", lambda one, watcher: one.requires_grad or watch(one, watcher))
+
+
 def a_forward_sees_new_parameters(patch: pytest.MonkeyPatch) -> None:
+    parameters_are_not_watched(patch)  # else gathering them takes the step back, too
     patch.setattr(Stepping, "before_gather", lambda self, buckets, stream, in_backward: self.wait_for(buckets, stream))
 
 
@@ -618,7 +682,7 @@ def an_update_counts_as_written_by_somebody(patch: pytest.MonkeyPatch) -> None:
 MUTANTS = [
     *(commit_without_a_look, old_homes_are_written, one_bucket_of_parameters_is_not_taken_back),
     *(counters_are_written_at_once, gradients_are_not_watched, what_was_put_off_is_forgotten),
-    *(a_forward_sees_new_parameters, old_parameters_are_those_of_a_step_before),
+    *(parameters_are_not_watched, a_forward_sees_new_parameters, old_parameters_are_those_of_a_step_before),
     an_update_counts_as_written_by_somebody,
 ]
 
@@ -630,7 +694,8 @@ def test_other_bits_with_a_mistake(
     if mutant is not None:
         mutant(monkeypatch)
     loops = pair(mesh, policy_of(), net=partial(Net, width=16, layers=2))
-    for at, operation in enumerate([within_bounds] * 8 + [clipped, within_bounds] + [within_bounds] * 4 + [evaluated]):
+    program = [*[within_bounds] * 8, clipped, *[within_bounds] * 5, evaluated, parameters_looked_at]
+    for at, operation in enumerate(program):
         for loop in loops:
             operation(loop, at)
     assert same(*loops) == (mutant is None)
