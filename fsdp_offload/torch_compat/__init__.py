@@ -3,7 +3,8 @@
 ==========================  =====================  ================================================================
 private name                seen in                without it
 ==========================  =====================  ================================================================
-``DTensor._local_tensor``   2.11 to 2.13           required; ``to_local()`` would wrap it for autograd
+``DTensor._local_tensor``   2.11 to 2.13           required, as a slot of the class; ``to_local()`` would wrap it
+                                                   for autograd
 ``DTensor._spec``           2.11 to 2.13           required, to build a DTensor over host memory: ``from_local``
                                                    moves the data to the mesh's device
 ``TensorMeta``              2.11 to 2.13           required, for the same

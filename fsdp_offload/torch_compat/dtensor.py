@@ -25,7 +25,7 @@ def is_dtensor(tensor: object) -> bool:
 
 
 def is_dtensor_class(cls: type) -> bool:
-    """Whether tensors of this class are sharded or replicated over a device mesh."""
+    """Return whether tensors of this class are sharded or replicated over a device mesh."""
     return issubclass(cls, DTensor)
 
 
@@ -34,7 +34,7 @@ def is_replicated(tensor: Tensor) -> bool:
     return not isinstance(tensor, DTensor) or all(placement.is_replicate() for placement in tensor.placements)
 
 
-LOCAL: Any = DTensor.__dict__["_local_tensor"]
+LOCAL: Any = DTensor._local_tensor
 """The slot itself: a class derived from DTensor may tell somebody who reaches for the attribute."""
 
 
