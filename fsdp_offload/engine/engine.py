@@ -26,7 +26,7 @@ from ..device.iteration import IterationMarks
 from ..device.lanes import EventMark, HostMark, Mark
 from ..device.link import Allocated, DeviceLink, device_link
 from ..optimizers import Capabilities
-from ..optimizers.learn import Layouts, layout_key
+from ..optimizers.kept_state import Layouts, layout_key
 from ..optimizers.masters import MASTER
 from ..optimizers.saved_form import as_kept, as_saved, drop_master, rebuild_master
 from ..optimizers.shared_values import ENGINE_ATTRIBUTE

@@ -20,7 +20,7 @@ from ..cpu_update.updates import HostUpdates
 from ..device.arena import Region
 from ..device.host_limits import check_host_memory
 from ..optimizers.bound_range import BoundRange, bind_range, slot_values, slot_weights
-from ..optimizers.learn import Layouts
+from ..optimizers.kept_state import Layouts
 from ..planning.buckets import PAGE_BYTES, Bucket, BucketPlan, Copy, ShardSpec, aligned, join_copies, plan_buckets
 from ..planning.cpu_share import NOTHING_YET, Taken, choose_host_share, host_bucket_bytes
 from ..planning.device_share import DeviceShare

@@ -25,7 +25,7 @@ from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from ..device.host_flag import HostFlag
 from ..device.host_limits import check_host_memory
-from ..optimizers.learn import Layouts
+from ..optimizers.kept_state import Layouts
 from ..policy import OffloadPolicy
 from ..state.shard import StateShard
 from ..state.store import StateStore, UserState

@@ -22,7 +22,7 @@ from ..device.link import DeviceLink
 from ..optimizers import LogicalStep
 from ..optimizers.bound_range import BoundRange
 from ..optimizers.bucket_update import same_order_on_ranks, update_bucket
-from ..optimizers.learn import Layouts
+from ..optimizers.kept_state import Layouts
 from ..optimizers.scratch import without_gradient
 from ..optimizers.shadow import Shadow
 from ..optimizers.shared_values import SharedValues

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..device.bucket_times import BucketTimes
 from ..device.lanes import Mark
 from ..engine.engine import Engine
-from ..planning.resident import IterationTimes, groups_to_keep
+from ..planning.resident import STALL_TOLERANCE, IterationTimes, groups_to_keep
 from ..planning.update_order import update_order
 from ..state.shard import StateShard
 from ..state.store import StateStore
@@ -30,9 +30,6 @@ and what is then to stay on the device makes the second one begin in ``step()``.
 
 _BESIDE_GATHERS = 1.1
 """How much longer a bucket takes in a backward whose gathers load parameters, than in ``step()``."""
-
-_TOLERANCE = 0.01
-"""Of the time that all transfers take: less of a wait is not worth any memory."""
 
 
 class Rehearsal:
@@ -157,7 +154,7 @@ class Rehearsal:
     def _choose(self, engine: Engine, iteration: IterationTimes) -> None:
         busy_ms = sum(iteration.move_ms.values())
         stall_ms = iteration.stall_ms
-        count, left_ms = groups_to_keep(iteration, _TOLERANCE * self._all_ms)
+        count, left_ms = groups_to_keep(iteration, STALL_TOLERANCE * self._all_ms)
         limit = engine.share.staying_limit_bytes
         limit_bytes = engine.room_bytes() if limit is None else limit - engine.plan.resident_bytes
         keep: set[int] = set()

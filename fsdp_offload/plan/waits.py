@@ -11,7 +11,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from ..planning.choices import Choice
-from ..planning.resident import IterationTimes, expected_iteration, groups_to_keep
+from ..planning.resident import STALL_TOLERANCE, IterationTimes, expected_iteration, groups_to_keep
 from .machine import Machine
 from .timing import Parts, Turn
 
@@ -42,16 +42,12 @@ def waits_of(choice: Choice, parts: Parts, machine: Machine, *, room_bytes: int)
     if not share.staying_is_learnt:
         return Waits(0.0, times.stall_ms)
     measured = _iteration_times(choice, parts.as_launched(choice), machine, kept=0)
-    count, _ = groups_to_keep(measured, _TOLERANCE * sum(times.move_ms.values()))
+    count, _ = groups_to_keep(measured, STALL_TOLERANCE * sum(times.move_ms.values()))
     kept_bytes = [0, *accumulate(parts.state_bytes[group] for group in _forward_order(parts))]
     limit_bytes = room_bytes if share.staying_limit_bytes is None else share.staying_limit_bytes
     count = min(count, sum(nbytes <= limit_bytes for nbytes in kept_bytes) - 1)
     stall_ms = _iteration_times(choice, parts, machine, kept=count).stall_ms
     return Waits(kept_bytes[count] / state_bytes, stall_ms)
-
-
-_TOLERANCE = 0.01
-"""Tolerated wait, of the time that all transfers take: as ``fsdp_offload/model/tune_resident.py`` has it."""
 
 
 def _iteration_times(choice: Choice, parts: Parts, machine: Machine, kept: int) -> IterationTimes:

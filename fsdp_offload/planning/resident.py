@@ -78,6 +78,9 @@ def expected_iteration(
     return replace(alone, wanted_ms=wanted, updated_ms=updated)
 
 
+STALL_TOLERANCE = 0.01
+"""Share of the time that all transfers take: less of a wait is not worth any memory."""
+
 _BACKWARD_LINK_SHARE, _FORWARD_LINK_SHARE = 0.5, 0.75
 """Of the window. A busier link shows, although nothing waits for it in this arithmetic: what comes a little late makes
 what follows late as well. Measured on H200s, 2 % of an iteration are left with a share of 0.6 of all of it, or of 0.85

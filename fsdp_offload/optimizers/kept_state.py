@@ -1,4 +1,4 @@
-"""Learn on scratch tensors what an optimizer will keep, before it keeps anything.
+"""The state that an optimizer will keep, learnt on scratch tensors before it keeps anything.
 
 Everything here runs at attach (or when a hyperparameter that decides the layout changes), on tensors that are thrown
 away, and leaves every generator of random numbers as it was.
