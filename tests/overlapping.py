@@ -3,6 +3,7 @@
 On any device and any number of ranks. A *habit* is what a loop does beside the usual in some steps.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -116,8 +117,23 @@ class Loop:
 
 
 def same(one: Loop, other: Loop) -> bool:
-    mine, others = one.everything(), other.everything()
-    return len(mine) == len(others) and all(same_bits(a, b) for a, b in zip(mine, others, strict=True))
+    return same_values(one.everything(), other.everything())
+
+
+def same_values(one: list[Tensor], other: list[Tensor]) -> bool:
+    return len(one) == len(other) and all(same_bits(a, b) for a, b in zip(one, other, strict=True))
+
+
+@functools.cache
+def plain_steps(
+    mesh: DeviceMesh, make: Callable[[Any], Optimizer], program: tuple[Habit | None, ...], **options: Any
+) -> list[list[Tensor]]:
+    """What a plain run has after each step, in which it does one habit after the other.
+
+    It is trained once for all policies that are compared with it, in each process.
+    """
+    loop = Loop(mesh, make, None, **options)
+    return [[value.clone() for value in loop.train(1, habit, step).everything()] for step, habit in enumerate(program)]
 
 
 # Habits --------------------------------------------------------------------------------------------------------------

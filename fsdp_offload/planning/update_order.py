@@ -6,6 +6,8 @@ be the ones with the latest deadline: of the buckets whose gradients are there, 
 taken, and when the backward is over the rest follows in the order of the forward.
 """
 
+import heapq
+from collections import deque
 from collections.abc import Mapping, Sequence
 
 
@@ -27,18 +29,18 @@ def update_order(final_ms: Mapping[int, float], move_ms: Mapping[int, float], fo
     def by_deadline(bucket: int) -> int:
         return deadline.get(bucket, len(deadline))
 
-    waiting = sorted(final_ms, key=lambda bucket: (final_ms[bucket], by_deadline(bucket)))
-    ready: list[int] = []
+    waiting = deque(sorted(final_ms, key=lambda bucket: (final_ms[bucket], by_deadline(bucket))))
+    ready: list[tuple[float, int, int]] = []  # the newest first; of those, what a forward needs first
     order: list[int] = []
     now_ms = min(final_ms.values(), default=0.0)
     while waiting:
         if not ready:
             now_ms = max(now_ms, final_ms[waiting[0]])
         while waiting and final_ms[waiting[0]] <= now_ms:
-            ready.append(waiting.pop(0))
+            bucket = waiting.popleft()
+            heapq.heappush(ready, (-final_ms[bucket], by_deadline(bucket), bucket))
         if waiting:
-            newest = max(ready, key=lambda bucket: (final_ms[bucket], -by_deadline(bucket)))
-            ready.remove(newest)
+            newest = heapq.heappop(ready)[-1]
             order.append(newest)
             now_ms += move_ms[newest]
-    return order + sorted(ready, key=by_deadline)
+    return order + sorted((bucket for *_, bucket in ready), key=by_deadline)

@@ -97,13 +97,15 @@ def test_one_process_learns_and_shows_where_its_state_is(tmp_path: Path) -> None
 
 
 @pytest.mark.distributed
+@pytest.mark.usefixtures("torch_settings")
+@pytest.mark.filterwarnings("ignore:.*The parameters are on the CPU:UserWarning")
 def test_a_checkpoint_of_two_ranks_goes_on_with_one(tmp_path: Path) -> None:
     """The same batches in the same order; only the order in which gradients are added differs."""
     whole, resumed = tmp_path / "whole.jsonl", tmp_path / "resumed.jsonl"
-    run_alone("--steps", "6", "--metrics", str(whole))
+    train_gpt.main([*SMALL, "--steps", "6", "--metrics", str(whole)])
     saving = [*SMALL, "--steps", "6", "--save-dir", str(tmp_path / "checkpoints"), "--metrics", str(resumed)]
     demo_resume.train(2, [*saving, "--stop-at", "3"])
-    run_alone(*saving, "--resume")
+    train_gpt.main([*saving, "--resume"])
     assert losses(resumed) == pytest.approx(losses(whole), rel=1e-4)
 
 

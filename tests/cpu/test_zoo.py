@@ -180,10 +180,10 @@ def test_how_to_train_a_class_is_found_out(cls: type[torch.optim.Optimizer], rec
 
 def test_one_that_hangs_and_one_that_takes_the_interpreter_down_are_a_row_each() -> None:
     names = ("Dying", "Hanging", "Momentum")
-    dying, hanging, last = rows_of("local", "", [f"{HERE}:{name}" for name in names], ONE, limit_s=10)
+    dying, hanging, last = rows_of("local", "", [f"{HERE}:{name}" for name in names], ONE, limit_s=4)
     assert (dying.outcome, hanging.outcome, last.outcome) == (NOT_RUN, NOT_RUN, SAME)
     assert "the process ended with -6" in dying.detail
-    assert "no answer within 10 s of CPU, in direction (local.py:" in hanging.detail
+    assert "no answer within 4 s of CPU, in direction (local.py:" in hanging.detail
 
 
 # Libraries, files, the command line -----------------------------------------------------------------------------------

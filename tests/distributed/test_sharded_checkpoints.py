@@ -4,6 +4,7 @@ What is loaded has to be what was saved, and training has to go on as if it had 
 """
 
 import copy
+import functools
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -62,6 +63,14 @@ def train(run: Run, first: int, last: int) -> None:
         run.model(batch(step * 8 + run.model.data_rank)).backward()
         run.optimizer.step()
         run.model.zero_grad()
+
+
+@functools.cache
+def never_stopped(shard: models.ShardNet, make_optimizer: MakeOptimizer, steps: int) -> Run:
+    """A plain run after so many steps, once on each rank for all that is compared with it: only to be looked at."""
+    run = new_run(shard, make_optimizer, None)
+    train(run, 0, steps)
+    return run
 
 
 # Ways to get from one process to another -----------------------------------------------------------------------------
@@ -156,20 +165,17 @@ def resumes(
     target_steps: int = 0,
 ) -> Iterator[str]:
     """Train, save, load into a new model and optimizer (perhaps in use already), train on; against no interruption."""
-    never_stopped = new_run(shard, make_optimizer, None)
     source = new_run(shard, make_optimizer, source_policy)
     target = new_run(shard, make_optimizer, target_policy, seed=1)
-    train(never_stopped, 0, 3)
     train(source, 0, 3)
     train(target, 7, 7 + target_steps)
     way(source, target, folder)
     for stage, last in (("loaded", 3), ("after the next step", 4), ("later", 7)):
-        for run in (never_stopped, target):
-            train(run, {3: 3, 4: 3, 7: 4}[last], last)
-        yield from compared(never_stopped, target, stage)
+        train(target, {3: 3, 4: 3, 7: 4}[last], last)
+        yield from compared(never_stopped(shard, make_optimizer, last), target, stage)
     if target_policy is not None:  # on the CPU, torch's own load_state_dict keeps the tensors that it is given
         train(source, 3, 7)
-        yield from compared(never_stopped, source, "source, trained on")
+        yield from compared(never_stopped(shard, make_optimizer, 7), source, "source, trained on")
 
 
 def compared(plain: Run, other: Run, stage: str) -> Iterator[str]:

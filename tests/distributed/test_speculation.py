@@ -61,7 +61,11 @@ def run_programs(rank: int, world_size: int, sizes: tuple[int, ...], seeds: int)
     run_cases(cases)
 
 
-@pytest.mark.parametrize("sizes", [(2,), (3,), (4,), (2, 2)], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [pytest.param((2,), marks=pytest.mark.long), (3,), pytest.param((4,), marks=pytest.mark.long), (2, 2)],
+    ids=str,
+)
 def test_any_program(sizes: tuple[int, ...], tmp_path: Path) -> None:
     world_size = 4 if len(sizes) > 1 else sizes[0]
     spawn(run_programs, world_size, tmp_path, sizes, 2)  # more in tests/slow
