@@ -44,7 +44,7 @@ class Case:
     attach_at: int = 0
     before_attach: Callable[[Net], Any] = lambda net: None
     at_step: tuple[int, Callable[[Run], Any]] | None = None
-    steps: int = 7  # what changes on the way has changed by the sixth
+    steps: int = 10
 
 
 def train_step(case: Case, run: Run, step: int) -> float:
