@@ -29,18 +29,18 @@ def update_order(final_ms: Mapping[int, float], move_ms: Mapping[int, float], fo
     def by_deadline(bucket: int) -> int:
         return deadline.get(bucket, len(deadline))
 
-    waiting = deque(sorted(final_ms, key=lambda bucket: (final_ms[bucket], by_deadline(bucket))))
-    ready: list[tuple[float, int, int]] = []  # the newest first; of those, what a forward needs first
+    waiting = deque(enumerate(sorted(final_ms, key=lambda bucket: (final_ms[bucket], by_deadline(bucket)))))
+    ready: list[tuple[float, int, int, int]] = []  # the newest first; of those, what a forward needs first
     order: list[int] = []
     now_ms = min(final_ms.values(), default=0.0)
     while waiting:
         if not ready:
-            now_ms = max(now_ms, final_ms[waiting[0]])
-        while waiting and final_ms[waiting[0]] <= now_ms:
-            bucket = waiting.popleft()
-            heapq.heappush(ready, (-final_ms[bucket], by_deadline(bucket), bucket))
+            now_ms = max(now_ms, final_ms[waiting[0][1]])
+        while waiting and final_ms[waiting[0][1]] <= now_ms:
+            number, bucket = waiting.popleft()
+            heapq.heappush(ready, (-final_ms[bucket], by_deadline(bucket), number, bucket))
         if waiting:
             newest = heapq.heappop(ready)[-1]
             order.append(newest)
             now_ms += move_ms[newest]
-    return order + sorted((bucket for *_, bucket in ready), key=by_deadline)
+    return order + [bucket for *_, bucket in sorted(ready, key=lambda one: one[1:3])]
