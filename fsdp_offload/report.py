@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from .cpu_update.updates import HostTimes
+from .device import HAS_COPY_QUEUES
 from .device.bucket_times import StepTimes
+from .device.copy_queues import TOO_FEW
 from .engine.engine import Engine
 from .planning.bound import Bound, bound, bound_of_step, staged_share, what_would_help
 from .policy import OffloadPolicy
@@ -174,6 +176,7 @@ def report_of(engine: Engine, states: StateStore) -> OffloadReport:
         f"optimizer.state holds {exchanged_bytes} bytes of tensors that somebody put there beside their homes; the "
         "next step moves them. Do not load state to the device: it comes by itself."
     )
+    queues = [] if HAS_COPY_QUEUES or on_cpu or not engine.loads_in_backward else [TOO_FEW]
     return OffloadReport(
         optimizer=engine.cls.__name__,
         host_state_bytes=sum(shard.nbytes for shard in shards if shard not in on_device),
@@ -213,7 +216,7 @@ def report_of(engine: Engine, states: StateStore) -> OffloadReport:
                 ),
             )
         ),
-        notes=(*notes_of(engine), *([exchanged] if exchanged_bytes else [])),
+        notes=(*notes_of(engine), *([exchanged] if exchanged_bytes else []), *queues),
     )
 
 

@@ -4,6 +4,7 @@ import ctypes
 import mmap
 import os
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated
 
@@ -46,10 +47,15 @@ def main(
 
 def _small_copies(device: torch.device, link: "Link", chunks: int) -> None:
     """Measure how long a small copy to the device waits while large ones of ours are under way."""
-    one, two = torch.Stream(device), torch.Stream(device)
-    lanes = {"one_stream": StreamLane(device, one), "taking_turns": TurnsLane(device, (one, two), PIECE_BYTES)}
-    for name, lane in lanes.items():
-        waits_ms, gb_per_s = link.beside_small_copies(lane, chunks)
+    one, two, three, four = (torch.Stream(device) for _ in range(4))
+    state, parameters = (TurnsLane(device, pair, PIECE_BYTES) for pair in ((one, two), (three, four)))
+    lanes: dict[str, tuple[Lane, ...]] = {
+        "one_stream": (StreamLane(device, one),),
+        "taking_turns": (state,),
+        "two_taking_turns": (parameters, state),
+    }
+    for name, used in lanes.items():
+        waits_ms, gb_per_s = link.beside_small_copies(used, chunks)
         print_record(
             "small-copies",
             loads=name,
@@ -82,17 +88,20 @@ class Link:
         (ms,) = wall_ms(copy, self._device, repeats=1)
         return chunks * _CHUNK_BYTES * (load + store) / ms / 1e6
 
-    def beside_small_copies(self, lane: Lane, chunks: int) -> tuple[list[float], float]:
-        """Milliseconds from asking for each small copy to its end, and the rate of loads in ``lane`` beside them."""
+    def beside_small_copies(self, lanes: Sequence[Lane], chunks: int) -> tuple[list[float], float]:
+        """Milliseconds from asking for each small copy to its end, and the rate of loads in ``lanes`` beside them."""
         small_host = torch.empty(_SMALL_BYTES, dtype=torch.uint8, pin_memory=True)
         small = torch.empty(_SMALL_BYTES, dtype=torch.uint8, device=self._device)
         stream = torch.Stream(self._device)
         events = [[torch.Event(self._device, enable_timing=True) for _ in range(2)] for _ in range(_SMALL_COPIES)]
         torch.accelerator.synchronize(self._device)
-        begin = lane.mark()
-        for chunk in range(chunks):
-            lane.copy(self._slots[chunk % 2], self._hosts[chunk % 2].bytes)
-        end = lane.mark()
+        begin = lanes[-1].mark()
+        for lane in lanes:
+            for chunk in range(chunks // len(lanes)):
+                lane.copy(self._slots[chunk % 2], self._hosts[chunk % 2].bytes)
+        for lane in lanes[:-1]:
+            lanes[-1].wait(lane.mark())
+        end = lanes[-1].mark()
         with stream:
             for asked, ended in events:
                 torch.cuda._sleep(_SLEEP_CYCLES)  # so that they are spread over the time of the loads
@@ -100,7 +109,7 @@ class Link:
                 small.copy_(small_host, non_blocking=True)
                 stream.record_event(ended)
         torch.accelerator.synchronize(self._device)
-        rate = chunks * _CHUNK_BYTES / end.elapsed_ms_since(begin) / 1e6
+        rate = chunks // len(lanes) * len(lanes) * _CHUNK_BYTES / end.elapsed_ms_since(begin) / 1e6
         return [asked.elapsed_time(ended) for asked, ended in events], rate
 
     @staticmethod

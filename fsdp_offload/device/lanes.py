@@ -6,7 +6,8 @@ to run beside a forward or a backward:
 
 - loads overlap with updates, stores, and whatever the device still has to do of the backward. They have two streams
   that take turns: a small pinned copy of somebody else (``fully_shard`` makes one in each gather and each reduction)
-  waits until all copies have finished that were released to the copy engine before it, so never more than one piece is;
+  waits until all copies have finished that were released to the copy engine before it, so never more than one piece is.
+  That needs a queue of the driver for each stream: ``copy_queues.py``;
 - stores overlap with updates, loads, and the next forward. They have two streams for the same reason: a loss that is
   read, and gradients that the host is to update with, go the same way;
 - what the host updates has streams of its own, one down and two in turns up.

@@ -1,0 +1,50 @@
+"""How many queues the CUDA driver has for copies: enough of them that nobody else's small copy stands behind ours.
+
+The driver sends the copies of all streams through a few queues, first come, first served in each. With its default of
+eight, streams share one as soon as loads of state and of parameters are under way together: measured on an H200, a
+small pinned copy in the model's own stream (``fully_shard`` makes one in each reduction, and in each gather of several
+ranks) then waits until the *last* load has finished that was issued before it, 56 ms in each backward of 24 sequences.
+With 32 it waits for one piece. Megatron asks for one compute queue, and with it gets one for copies.
+
+Source: the environment variables in the appendix of the CUDA programming guide; compute capability 8.0 and above.
+"""
+
+import ctypes
+import os
+from collections.abc import MutableMapping
+
+import torch
+
+VARIABLE = "CUDA_DEVICE_MAX_COPY_CONNECTIONS"
+ENOUGH = 32
+"""The most that the driver takes."""
+
+_NOT_INITIALIZED = 3
+"""``CUDA_ERROR_NOT_INITIALIZED``, which every function of the driver returns before ``cuInit``."""
+
+TOO_FEW = (
+    "CUDA was in use before fsdp_offload was imported, so small copies of fully_shard may wait behind loads of state. "
+    f"Import fsdp_offload first, or start with {VARIABLE}={ENOUGH}."
+)
+"""What to tell somebody for whom :func:`ask_for_copy_queues` came too late."""
+
+
+def ask_for_copy_queues(environment: MutableMapping[str, str] = os.environ) -> bool:
+    """Set ``CUDA_DEVICE_MAX_COPY_CONNECTIONS`` for this process, unless somebody has. Never initialises CUDA.
+
+    Returns:
+        Whether the driver has as many queues as were asked for, by us or by the user. It reads the variable once, when
+        it is initialised: whoever has used CUDA before keeps what there was.
+    """
+    if torch.version.cuda is None or VARIABLE in environment:
+        return True
+    environment[VARIABLE] = str(ENOUGH)
+    return not _driver_is_initialized()
+
+
+def _driver_is_initialized() -> bool:
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:  # no driver here
+        return False
+    return bool(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != _NOT_INITIALIZED)
