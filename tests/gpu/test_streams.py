@@ -5,6 +5,9 @@ for that lane, and does not, reads old bytes.
 """
 
 import functools
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -12,6 +15,7 @@ import torch
 from torch import nn
 
 from fsdp_offload import OffloadPolicy, offload_optimizer
+from fsdp_offload.device.copy_queues import VARIABLE
 from fsdp_offload.device.lanes import StreamLane
 from fsdp_offload.engine.executor import Pipeline
 from tests.policies import with_share
@@ -213,3 +217,45 @@ def test_no_device_allocation_in_a_steady_step(device):
     train(model, optimizer, steps=5)
     torch.cuda.synchronize()
     assert (torch.cuda.memory_stats()["num_device_alloc"], torch.cuda.host_memory_stats()["num_host_alloc"]) == before
+
+
+# --- small copies of others ------------------------------------------------------------------------------------------
+
+SMALL_COPY = """
+import torch
+from fsdp_offload.device.link import device_link
+
+device = torch.device("cuda", 0)
+link = device_link(device)
+state, parameters = link.lanes(serial=False)["L"], link.window_lane(serial=False)
+host = torch.empty(256 << 20, dtype=torch.uint8, pin_memory=True)
+target = torch.empty_like(host, device=device)
+small_host = torch.empty(64 << 10, dtype=torch.uint8, pin_memory=True)
+small = torch.empty_like(small_host, device=device)
+copied, loaded = torch.Event(device, enable_timing=True), torch.Event(device, enable_timing=True)
+torch.cuda._sleep(40_000_000)
+begin = link.lanes(serial=False)["C"].mark()
+for lane, copies in ((parameters, 2), (state, 8)):
+    lane.wait(begin)
+    for _ in range(copies):
+        lane.copy(target, host)
+state.wait(parameters.mark())
+with state.running():
+    loaded.record()
+torch.cuda._sleep(20_000_000)  # about 10 ms of the 45 that the loads take
+small.copy_(small_host, non_blocking=True)
+copied.record()
+torch.cuda.synchronize()
+print("before" if copied.elapsed_time(loaded) > 0 else "after")
+"""
+
+
+@pytest.mark.parametrize(("queues", "copied"), [(None, "before"), ("1", "after")])
+def test_a_small_copy_does_not_wait_for_all_loads(queues: str | None, copied: str) -> None:
+    """It does where the driver has too few queues: then this test says nothing about the lanes."""
+    environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
+    environment |= {} if queues is None else {VARIABLE: queues}
+    done = subprocess.run(
+        [sys.executable, "-c", SMALL_COPY], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.stdout.split() == [copied], done.stderr
