@@ -210,6 +210,7 @@ class SimulatedTraining:
     """A model that trains on a simulated device.
 
     Attributes:
+        room_bytes: what is free at the highest point, for parameters and state that come to stay.
         ended: the end of each iteration.
         highest_bytes: of the device, in iterations whose memory is known.
     """
@@ -218,6 +219,7 @@ class SimulatedTraining:
     mesh: DeviceMesh
     costs: Model
     policy: OffloadPolicy
+    room_bytes: float = 0.0
     ended: list[SimulatedMark] = field(default_factory=list)
     highest_bytes: float = 0.0
 
@@ -266,7 +268,7 @@ class SimulatedTraining:
         """What the engine has of the device now, as the large model's bytes."""
         window = self.engine.window
         passing_bytes = self.engine._pipeline.ring.nbytes + (0 if window is None else window.nbytes)
-        return SCALE * passing_bytes
+        return SCALE * (passing_bytes + self.engine.plan.resident_bytes)
 
     # What a device would do --------------------------------------------------------------------------------------
 
@@ -315,6 +317,7 @@ class SimulatedTraining:
         patch(DeviceLink, "synchronize", lambda _: simulation.run())
         patch(DeviceLink, "_others", property(lambda _: [lanes[name] for name in "LSU"]))
         patch(Engine, "allocated_bytes", allocated)
+        patch(Engine, "room_bytes", lambda engine: int(self.room_bytes / SCALE) - engine.plan.resident_bytes)
         self._install_gathers()
         self._install_updates()
 
@@ -343,7 +346,7 @@ class SimulatedTraining:
 
         def update(pipeline: Pipeline, bucket: StagedBucket, number: int, lane: Lane, run: Any) -> None:
             plain_update(pipeline, bucket, number, lane, run)
-            share = bucket.copied_bytes / sum(one.copied_bytes for one in pipeline.buckets)
+            share = bucket.copied_bytes / max(1, sum(one.copied_bytes for one in pipeline.buckets))
             self.simulation.issue(getattr(lane, "name"), "ms", self.costs.update_ms * share)  # noqa: B009
 
         def computed(overlap: Overlap, number: int, event: object) -> None:

@@ -308,7 +308,6 @@ class Window:
         if begin is None:
             return None
         loads, block = self._loads, begin - begin % _APART
-        memory = self._memory[block]
         self._wait_until_free(begin, begin + nbytes)
         for bucket in self._buckets(number):
             self._wait_stored(bucket, loads)
@@ -316,9 +315,9 @@ class Window:
         pieces, at = [], begin - block
         for weights in inside:
             home = views[weights.param]
-            views[weights.param] = memory[at : at + weights.padded_numel * home.itemsize].view(home.dtype)
+            views[weights.param] = self._memory[block][at : at + weights.padded_numel * home.itemsize].view(home.dtype)
             if home.numel() and copies:
-                pieces.append((memory[at : at + home.nbytes], _bytes(home)))
+                pieces.append((self._memory[block][at : at + home.nbytes], _bytes(home)))
             at += aligned(weights.padded_numel * home.itemsize)
         loads.copy_pieces(loads.cut(pieces))
         mark = self._last_load[number] = loads.mark()
@@ -332,6 +331,8 @@ class Window:
 
     def _room(self, nbytes: int, distance: float, *, must: bool, over_held: bool) -> int | None:
         """Where so many bytes are free, or can be made so by dropping what is needed later."""
+        if not nbytes:  # all of it is resident
+            return 0
         if nbytes > self.capacity_bytes:  # resident state has left the device, and its parameters with it
             self.release()
             self.capacity_bytes = nbytes

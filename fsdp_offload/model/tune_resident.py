@@ -17,7 +17,7 @@ from torch import Tensor
 from ..device.bucket_times import BucketTimes
 from ..device.lanes import Mark
 from ..engine.engine import Engine
-from ..planning.resident import STALL_TOLERANCE, IterationTimes, groups_to_keep
+from ..planning.resident import STALL_TOLERANCE, IterationTimes, groups_to_keep, groups_to_keep_beside_gathers
 from ..planning.update_order import update_order
 from ..state.shard import StateShard
 from ..state.store import StateStore
@@ -27,6 +27,12 @@ _MEASURED_STEPS = (2, 5, 8, 11, 14)
 the second, which updates nothing in its backward; what has to stay on the device, in the later ones. After a measured
 step come two others: what is concluded in the backward of the first waits for the device, so the host issues it late,
 and what is then to stay on the device makes the second one begin in ``step()``."""
+
+_BESIDE_TRANSFERS = 1.02
+"""How much longer an iteration takes beside transfers for which it never waits, than without any."""
+
+_UNDISTURBED_STEPS = _MEASURED_STEPS[2], _MEASURED_STEPS[4]
+"""Whose iteration repeats the one before: the others come too soon after something has changed."""
 
 _BESIDE_GATHERS = 1.1
 """How much longer a bucket takes in a backward whose gathers load parameters, than in ``step()``."""
@@ -111,7 +117,7 @@ class Rehearsal:
                 f"{_asked(engine)}: what should stay is not known, as reload_states() was called before the forward. "
                 "Call it after."
             )
-        elif self._keeps:
+        elif self._keeps and (engine.window is None or self._steps in _UNDISTURBED_STEPS):
             # Undisturbed by updates, on the clock of this step: its loads began ahead of the gradients, or with them.
             first_ms = min((engine.ms_since_begin(mark) for mark in self._last_final.values()), default=0.0)
             final_ms = {number: first_ms + ms for number, ms in self._bucket_final_ms(engine, times).items()}
@@ -154,7 +160,11 @@ class Rehearsal:
     def _choose(self, engine: Engine, iteration: IterationTimes) -> None:
         busy_ms = sum(iteration.move_ms.values())
         stall_ms = iteration.stall_ms
-        count, left_ms = groups_to_keep(iteration, STALL_TOLERANCE * self._all_ms)
+        if engine.window is None:
+            count, left_ms = groups_to_keep(iteration, STALL_TOLERANCE * self._all_ms)
+        else:
+            stall_ms = _late_ms(engine)
+            count, left_ms = groups_to_keep_beside_gathers(iteration, stall_ms), 0.0
         limit = engine.share.staying_limit_bytes
         limit_bytes = engine.room_bytes() if limit is None else limit - engine.plan.resident_bytes
         keep: set[int] = set()
@@ -168,15 +178,32 @@ class Rehearsal:
         moving = {number for number in keep if any(not shard.resident for shard in engine.plan[number].covers())}
         self._keep, self._keep_of = moving, {shard for number in moving for shard in engine.plan[number].covers()}
         kept_bytes = engine.plan.resident_bytes + engine.plan.resident_nbytes(moving)
-        engine.tuning_of_residents = (
-            f"{_asked(engine)}: {kept_bytes / 1e9:.2f} GB stay on the device. In an iteration of measured "
-            f"transfers of {busy_ms:.0f} ms the model waited {stall_ms:.1f} ms for new parameters"
-            + (f"; {left_ms:.1f} ms are expected from now on" if moving else "")
-            + ("." if fits else "; more would help, and does not fit (device_bytes).")
+        kept = f"{kept_bytes / 1e9:.2f} GB stay on the device"
+        if engine.window is None:
+            measured = (
+                f"In an iteration of measured transfers of {busy_ms:.0f} ms the model waited {stall_ms:.1f} ms for "
+            )
+            found = measured + "new parameters" + (f"; {left_ms:.1f} ms are expected from now on" if moving else "")
+        else:
+            found = f"An iteration measured with less there took {stall_ms:.1f} ms longer than the model alone"
+        engine.tuning_of_residents = f"{_asked(engine)}: {kept}. {found}" + (
+            "." if fits else "; more would help, and does not fit (device_bytes)."
         )
 
     def _buckets(self, engine: Engine, group: int) -> set[int]:
         return engine.steps.buckets_of(self._groups[group])
+
+
+def _late_ms(engine: Engine) -> float:
+    """How much longer the last iteration took than the model alone."""
+    last = engine.iteration.last()
+    if last is None or engine.alone is None:
+        return 0.0
+    alone_ms = engine.alone.times.forward_ms + engine.alone.times.backward_ms
+    if not engine.policy.updates_in_backward:
+        alone_ms += engine.alone.times.update_ms
+    late_ms = last.ms - _BESIDE_TRANSFERS * alone_ms
+    return late_ms if late_ms > STALL_TOLERANCE * last.ms else 0.0
 
 
 def _asked(engine: Engine) -> str:

@@ -81,7 +81,5 @@ def device_share(policy: OffloadPolicy, *, elementwise: bool) -> DeviceShare:
         return DeviceShare(passing_bytes=passing_bytes, staying_bytes=rest_bytes)
     if policy.runs_on_into_forward:
         begin_bytes = _BUCKETS_AT_FIRST * policy.bucket_bytes
-        # Whoever keeps parameters on the host has no room for state that stays.
-        stays = elementwise and not policy.parameters
-        return DeviceShare(passing_bytes=begin_bytes, passing_is_learnt=True, staying_is_learnt=stays)
+        return DeviceShare(passing_bytes=begin_bytes, passing_is_learnt=True, staying_is_learnt=elementwise)
     return DeviceShare(passing_bytes=buckets * policy.bucket_bytes)

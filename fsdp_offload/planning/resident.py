@@ -119,6 +119,21 @@ def groups_to_keep(times: IterationTimes, tolerance_ms: float) -> tuple[int, flo
     return len(times.groups), stall_ms
 
 
+def groups_to_keep_beside_gathers(times: IterationTimes, late_ms: float) -> int:
+    """The fewest groups, from the first, that have to stay where the link also loads parameters for gathers.
+
+    When these loads wait for what is not computed here: each millisecond that the link has less to do is expected to
+    give one back, and the next measurement tells.
+
+    Args:
+        times: measured with what is on the device now.
+        late_ms: how much longer the iteration took than the model alone.
+    """
+    all_ms = _moving_ms(times, 0)
+    enough = (kept for kept in range(len(times.groups)) if all_ms - _moving_ms(times, kept) >= late_ms)
+    return next(enough, len(times.groups))
+
+
 def _moving_ms(times: IterationTimes, kept: int) -> float:
     """How long the link is busy with all groups but the first."""
     return sum(times.move_ms.get(bucket, 0.0) for bucket in set[int]().union(*times.groups[kept:]))

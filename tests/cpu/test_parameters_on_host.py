@@ -606,6 +606,49 @@ def test_phases_and_state_that_stays(mesh: DeviceMesh, fields: dict[str, Any], s
     assert_same_each_step(plain, loop, 9, with_phases)
 
 
+def save_and_load(loop: Loop, step: int) -> None:
+    """Through torch's functions, into what is there."""
+    loop.backward(step)
+    loop.step()
+    model, optimizer = get_model_state_dict(loop.model), get_optimizer_state_dict(loop.model, loop.optimizer)
+    set_model_state_dict(loop.model, copy.deepcopy(model))
+    set_optimizer_state_dict(loop.model, loop.optimizer, copy.deepcopy(optimizer))
+
+
+WHILE_THEY_STAY = {
+    "nothing-else": None,
+    "phases": with_phases,
+    "save-and-load": save_and_load,
+    "write": write_parameters,
+    "generate": generate,
+}
+
+
+@EVERY_POLICY
+@pytest.mark.parametrize("habit", WHILE_THEY_STAY)
+@pytest.mark.parametrize("passing", [4 * 4096, "auto"])
+def test_parameters_that_come_to_stay(mesh: DeviceMesh, fields: dict[str, Any], habit: str, passing: Any) -> None:
+    """What ``device_bytes="auto"`` does where the transfers do not hide: the first groups, then more of them."""
+    plain, loop = pair(mesh, policy_of(fields, passing=passing))
+    engine = engine_of(loop.optimizer)
+    stay: set[Tensor] = set()
+    for step in range(12):
+        if step in (3, 7):
+            stay.update(loop.model.blocks[0].parameters() if step == 3 else loop.model.blocks[2].parameters())
+            keep = engine.steps.buckets_of(stay)
+            shards = {shard for number in keep for shard in engine.plan[number].covers()}
+            engine.keep_on_device(
+                {n for shard in shards if not shard.resident for n in shard.buckets}, loop.optimizer.state.unwaited
+            )
+        done = WHILE_THEY_STAY[habit]
+        assert same(plain.train(1, done, step), loop.train(1, done, step)), f"after step {step}"
+    on_host = {p for p in stay if not engine.plan.shards[p].resident}
+    assert not on_host
+    assert loop.optimizer.offload_report().host_parameter_bytes
+    remove_offload(loop.optimizer)
+    assert same(plain.train(1, first=12), loop.train(1, first=12))
+
+
 @EVERY_POLICY
 def test_removed_in_between(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
     plain, loop = pair(mesh, policy_of(fields), prepare=lambda model: model.extra.down.weight.requires_grad_(False))

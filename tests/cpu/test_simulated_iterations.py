@@ -14,16 +14,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_offload import OffloadPolicy
 from fsdp_offload.bench.train import GPT
 from fsdp_offload.engine.window import Window
-from tests.simulated_device import GB, SCALE, Model, SimulatedTraining
+from tests.simulated_device import GB, LINK_BYTES_PER_MS, SCALE, Model, SimulatedTraining
 
+SIX_SEQUENCES = Model(60.0, 140.0, 20.0, activation_bytes=20.0 * GB, logits_bytes=2.0 * GB)
 TWELVE_SEQUENCES = Model(120.0, 280.0, 20.0, activation_bytes=40.0 * GB, logits_bytes=4.0 * GB)
 TWENTY_FOUR_SEQUENCES = Model(240.0, 560.0, 20.0, activation_bytes=80.0 * GB, logits_bytes=8.0 * GB)
 POLICY = OffloadPolicy(overlap="iteration", parameters=True, bucket_bytes=(132 << 20) // SCALE)
 ITERATIONS = 22
 
 
-def trained(monkeypatch: pytest.MonkeyPatch, mesh: DeviceMesh, costs: Model) -> SimulatedTraining:
-    return SimulatedTraining(monkeypatch, mesh, costs, POLICY).iterate(ITERATIONS)
+def trained(
+    monkeypatch: pytest.MonkeyPatch, mesh: DeviceMesh, costs: Model, room_bytes: float = 0.0
+) -> SimulatedTraining:
+    return SimulatedTraining(monkeypatch, mesh, costs, POLICY, room_bytes).iterate(ITERATIONS)
 
 
 @pytest.mark.parametrize(
@@ -43,6 +46,31 @@ def test_what_comes_and_goes_adds_nothing_to_the_peak(mesh: DeviceMesh, monkeypa
     lasting_bytes = SCALE * (engine.window.capacity_bytes + engine.plan.ring.lasting_bytes)
     peak_bytes = costs.activation_bytes + costs.logits_bytes + lasting_bytes
     assert training.highest_bytes == pytest.approx(peak_bytes, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("costs", "most_stays_gb"),
+    [(SIX_SEQUENCES, 12.5), (TWELVE_SEQUENCES, 1.7), (TWENTY_FOUR_SEQUENCES, 0.0)],
+    ids=["6", "12", "24"],
+)
+def test_no_more_stays_than_hides_the_transfers(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, costs: Model, most_stays_gb: float
+) -> None:
+    """Of 16.4 GB. The fewer tokens, the less an iteration hides."""
+    training = trained(monkeypatch, mesh, costs, room_bytes=40 * GB)
+    assert training.ms <= costs.ms
+    stays_bytes = SCALE * training.engine.plan.resident_bytes
+    assert stays_bytes <= most_stays_gb * GB
+    assert (stays_bytes > 0) == (most_stays_gb > 0)
+
+
+def test_nothing_stays_for_which_there_is_no_room(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then the link decides: 16 bytes a parameter go up."""
+    training = trained(monkeypatch, mesh, SIX_SEQUENCES)
+    assert training.engine.plan.resident_bytes == 0
+    assert "does not fit" in training.engine.tuning_of_residents
+    numel = SCALE * sum(param.numel() for param in training.model.parameters())
+    assert training.ms <= 1.05 * 16 * numel / LINK_BYTES_PER_MS
 
 
 def test_it_takes_longer_where_the_root_finds_no_place(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,12 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_offload.planning.resident import IterationTimes, expected_iteration, groups_to_keep
+from fsdp_offload.planning.resident import (
+    IterationTimes,
+    expected_iteration,
+    groups_to_keep,
+    groups_to_keep_beside_gathers,
+)
 from fsdp_offload.planning.update_order import update_order
 
 
@@ -131,3 +136,18 @@ def test_what_is_loaded_ahead_is_new_as_soon_as_it_may_be() -> None:
     in_backward = expected(4, move_ms=5.0, layer_ms=1.0, final_every_ms=6.0, ahead_ms=5.0)
     assert in_backward.updated_ms == {3: 6.0, 2: 12.0, 1: 18.0, 0: 24.0}  # with their gradients, and not before
     assert in_backward.stall_ms == 0.0
+
+
+# --- beside loads for gathers ----------------------------------------------------------------------------------------
+
+
+def test_beside_gathers_as_much_stays_as_the_link_has_too_much_to_do() -> None:
+    times = IterationTimes(
+        groups=[{0, 1}, {2}, {3}],
+        wanted_ms=[0, 1, 2],
+        updated_ms={},
+        move_ms={0: 5.0, 1: 5.0, 2: 7.0, 3: 7.0},
+        final_ms={},
+    )
+    for late_ms, kept in ((0.0, 0), (0.1, 1), (10.0, 1), (10.1, 2), (17.0, 2), (17.1, 3), (1000.0, 3)):
+        assert groups_to_keep_beside_gathers(times, late_ms) == kept
