@@ -12,6 +12,7 @@ the allocator has settled, compilers have compiled, and what "auto" learns is in
 
 from ..engine.engine import Engine
 from ..planning.bound import PartsAlone, parts_alone
+from .clock import Clock
 
 MEASURED_STEPS = (2, 17)
 
@@ -19,19 +20,18 @@ MEASURED_STEPS = (2, 17)
 class Alone:
     """Makes and measures the iterations of one model that have nothing beside them."""
 
-    def __init__(self) -> None:
-        self._steps = 0
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
 
     def step_ended(self, engine: Engine) -> None:
         """``step()`` has issued everything; the mark at the end of the iteration is still to come."""
-        self._steps += 1
-        engine.holds_back = self._steps + 1 in MEASURED_STEPS
+        engine.holds_back = self._clock.steps + 1 in MEASURED_STEPS
         if engine.holds_back or self._is_measured:
             engine.wait_moved()
 
     @property
     def _is_measured(self) -> bool:
-        return self._steps in MEASURED_STEPS
+        return self._clock.steps in MEASURED_STEPS
 
     def iteration_ended(self, engine: Engine) -> None:
         """The mark at the end of the iteration has been made. Waits for the device if this one is measured."""

@@ -4,13 +4,11 @@
     backward:  it begins ──▶ loads begin, into staging that is there for the backward
                a group's gradients are reduced ──▶ updates begin, once the last reduction before step() is
 
-How many reductions of a group come before a step (micro-batches, a module that is used several times) is learnt in the
-steps before. ``rehearsal.py`` learns more from the times of some iterations, and ``elastic.py`` from their memory.
-Everything here refers to the optimizer weakly, so that the hooks keep nothing alive.
+Where the loop is, ``clock.py`` says. ``tune_resident.py`` learns from the times of some iterations, ``tune_staging.py``
+from their memory. Everything here refers to the optimizer weakly, so that the hooks keep nothing alive.
 """
 
 import weakref
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -27,10 +25,9 @@ from ..state.store import StateStore
 from ..torch_compat.fully_shard import runs_in_backward, sharding_groups
 from ..torch_compat.guard import Guard
 from .alone import Alone
+from .clock import Clock
 from .tune_resident import Rehearsal
 from .tune_staging import Elastic
-
-_REMEMBERED_STEPS = 4
 
 _ELSEWHERE = -1
 
@@ -57,19 +54,14 @@ class Overlap:
         self._get_states = get_states
         self._groups = sharding_groups(model)
         self.in_groups = {param for group in self._groups for param in group.params}
-        self._seen: list[int] = [0] * len(self._groups)  # reductions since the last step
-        # A step with fewer, in which a module went unused for once, must not let the next one update too early.
-        self._seen_before: deque[list[int]] = deque(maxlen=_REMEMBERED_STEPS)
-        self._expected: list[int] = []  # the most in any of these
+        self._clock = Clock(len(self._groups))
         self._layout: object = None  # that of the engine for which these are known
         self._buckets_of: dict[int, set[int]] = {}
         self._all_new = True
-        self._in_backward = False  # since the last forward
-        self._order: list[int] = []  # groups by their last reduction
         self._final: set[Tensor] = set()
         params = [group.params for group in self._groups]
-        self._rehearsal, self._elastic = Rehearsal(engine, params), Elastic(engine, params)
-        self._alone = Alone()
+        self._rehearsal, self._elastic = Rehearsal(engine, params, self._clock), Elastic(engine, params)
+        self._alone = Alone(self._clock)
         overlap = weakref.ref(self)
         # All that the hooks keep: what the device does is waited for when the engine goes, what the host does is not.
         last = None if engine.host is None else engine.host.last
@@ -109,8 +101,7 @@ class Overlap:
 
     def forget_reductions(self) -> None:
         """Gradients have been cleared without a step: what has been reduced counts for nothing."""
-        self._seen = [0] * len(self._groups)
-        self._order = []
+        self._clock.forget_reductions()
         self._final = set()
 
     def before_step(self) -> None:
@@ -132,17 +123,16 @@ class Overlap:
         """Call it when ``step()`` has issued everything."""
         engine = self._engine()
         assert engine is not None
+        order = self._clock.order
+        self._clock.step_ended()
         self._rehearsal.step_ended(engine, states)
         self._elastic.step_ended(engine)
         if engine.policy.runs_on_into_forward:
             engine.steps.wait_for(self._buckets(engine)[_ELSEWHERE])
-        self._seen_before.append(self._seen)
-        self._expected = [max(seen) for seen in zip(*self._seen_before, strict=True)]
         self._all_new = False
-        order = [number for number in self._order if self._expected[number]]
         buckets = self._buckets(engine)
         engine.steps.backward_order = _by_last_appearance(buckets[number] for number in order)
-        self.forget_reductions()
+        self._final = set()
         if engine.window is not None:
             engine.window.step_ended()
         if engine.policy.guards:
@@ -174,12 +164,12 @@ class Overlap:
         if engine is not None and not in_backward:
             if engine.policy.updates_in_backward and runs_in_backward():
                 engine.steps.refuse_recomputation(self._buckets(engine)[number])
-            self._in_backward = False
+            self._clock.forward()
             self._rehearsal.wanted(engine, number)
             self._elastic.before_use(engine, number)
         elif engine is not None:
             engine.iteration.backward_begins()
-            if not self._in_backward:
+            if not self._clock.in_backward:
                 self._backward_begins(engine)
         self._before_gather(number, None)
         if engine is not None and engine.policy.updates_in_backward and not in_backward and torch.is_grad_enabled():
@@ -188,29 +178,25 @@ class Overlap:
 
     def _keep_ahead(self, engine: Engine, number: int) -> None:
         """In the last forward before the step: what other forwards see may be other weights."""
-        if any(self._expected) and self._in_last_backward:
+        if self._clock.expects_reductions and self._clock.in_last_backward:
             engine.keep_ahead(self._buckets(engine)[number])
 
     def _backward_begins(self, engine: Engine) -> None:
         """Ahead of the first gradients of a backward; unless nothing is gathered in it."""
-        self._in_backward = True
+        clock = self._clock
+        clock.in_backward = True
         optimizer = self._optimizer()
         if optimizer is None:
             return
-        if not any(self._seen):
+        if not clock.has_reduced:
             self._rehearsal.conclude(engine)
         room_bytes = self._elastic.backward_begins(engine)
         if engine.window is not None:
             engine.window.held_for_updates = (
-                engine.steps.updates_early and any(self._expected) and self._in_last_backward
+                engine.steps.updates_early and clock.expects_reductions and clock.in_last_backward
             )
-        if any(self._expected) and self._in_last_backward:
+        if clock.expects_reductions and clock.in_last_backward:
             engine.load_ahead(optimizer, self._get_states(optimizer), room_bytes)
-
-    @property
-    def _in_last_backward(self) -> bool:
-        """Whether no further one comes before the step, as it was in the steps before: loads begin in that one."""
-        return all(seen >= expected - 1 for seen, expected in zip(self._seen, self._expected, strict=True))
 
     def _before_read(self, number: int, stream: torch.Stream | None, in_backward: bool) -> None:
         engine = self._engine()
@@ -235,7 +221,7 @@ class Overlap:
         engine = self._engine()
         if engine is not None:
             engine.iteration.backward_begins()  # where nothing is gathered again, this is the first that is seen of it
-        if engine is not None and self._expected and self._seen[number] >= self._expected[number] > 0:
+        if engine is not None and self._clock.is_final(number):
             engine.steps.refuse_second_backward()
 
     def _reduced(self, number: int, event: object) -> None:
@@ -246,20 +232,18 @@ class Overlap:
             engine.steps.wait_for_all()  # also for what this forward did not use
             self.unguard()
             self._all_new = True
-        self._in_backward = True
-        if not any(self._seen):
+        if not self._clock.has_reduced:
             self._rehearsal.conclude(engine)
         self._rehearsal.final(engine, number)
         room_bytes = self._elastic.reduced(engine)
-        self._seen[number] += 1
-        self._order = [other for other in self._order if other != number] + [number]
+        self._clock.reduced(number)
         if engine.policy.updates_in_backward:
             engine.steps.speculation.watch(self._groups[number].params)
-        if not any(self._expected):
+        if not self._clock.expects_reductions:
             return
-        if self._seen[number] >= self._expected[number] > 0:
+        if self._clock.is_final(number):
             self._final.update(self._groups[number].params)
-        if self._in_last_backward:
+        if self._clock.in_last_backward:
             device_event = event if engine.device.type != "cpu" else None
             engine.gradients_reduced(optimizer, self._get_states(optimizer), self._final, device_event, room_bytes)
 
