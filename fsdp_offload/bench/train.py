@@ -28,7 +28,8 @@ import torch.distributed as dist
 import typer
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import OffloadPolicy as FSDPOffloadPolicy
 
 from .. import OffloadPolicy, offload_optimizer, remove_offload
 from ..device.link import device_link
@@ -129,6 +130,9 @@ def main(
     host_fraction: Annotated[str, typer.Option(help="OffloadPolicy.host_fraction of all policies, or auto.")] = "0",
     clip: Annotated[bool, typer.Option(help="Clip by the global norm, where the policy allows it.")] = True,
     traces: Annotated[Path | None, typer.Option(help="Folder for a trace and a picture of each policy.")] = None,
+    cpu_offload_policy: Annotated[
+        bool, typer.Option(help="Measure fully_shard(offload_policy=CPUOffloadPolicy()) as well: torch's own.")
+    ] = False,
 ) -> None:
     """Iteration time, memory and the bound of each policy, interleaved in one run."""
     common = {"bucket_bytes": bucket_mib * _MIB, "host_fraction": host_fraction_of(host_fraction)}
@@ -160,6 +164,20 @@ def main(
                     _print(name, policy, found[name], found[f"plain{_ending_of(name)}"], times, bench.state_bytes)
         if is_first_rank and traces is not None:
             draw_all(traces, list(policies))
+        if cpu_offload_policy:
+            del bench  # with its model
+            _measure_cpu_offload_policy(device, (layers, width, sequences, length), iterations)
+
+
+def _measure_cpu_offload_policy(device: torch.device, sizes: tuple[int, int, int, int], iterations: int) -> None:
+    gc.collect()
+    if device.type != "cpu":
+        torch.accelerator.empty_cache()
+        torch.accelerator.reset_peak_memory_stats(device)
+    bench = Bench(device, *sizes, clip=False, offload_policy=CPUOffloadPolicy())
+    result = bench.measure_unsettled(iterations)
+    if dist.get_rank() == 0:
+        print_record("train", policy="cpu_offload_policy", **result)
 
 
 def chosen_policies(only: str, common: Mapping[str, Any], limit_bytes: int) -> dict[str, OffloadPolicy | None]:
@@ -312,6 +330,7 @@ class Bench:
         *,
         clip: bool,
         vocabulary: int = 32_768,
+        offload_policy: FSDPOffloadPolicy | None = None,
     ) -> None:
         torch.manual_seed(0)
         self._device = device
@@ -323,9 +342,8 @@ class Bench:
             model = GPT(layers, width, vocabulary)
             generator = torch.Generator(device).manual_seed(dist.get_rank())
             self._tokens = torch.randint(0, vocabulary, (sequences, length + 1), generator=generator)
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh, mp_policy=precision)
-        fully_shard(model, mesh=mesh, mp_policy=precision)
+        for module in (*model.blocks, model):
+            fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload_policy or FSDPOffloadPolicy())
         self._model: nn.Module = model
         self._params = list(model.parameters())  # the shards; after a forward, the root has others for a while
         self._start = [local_shard(param).detach().to("cpu", copy=True) for param in self._params]
@@ -378,6 +396,16 @@ class Bench:
             if trace is not None:
                 self.trace(optimizer, trace, clip=clip)
         return result
+
+    def measure_unsettled(self, iterations: int) -> dict[str, Any]:
+        """Milliseconds of an iteration of the plain optimizer, and device bytes: for what is too slow to settle."""
+        optimizer = torch.optim.AdamW(self._params, lr=1e-5, fused=True)
+        self._iterate(optimizer, 2)
+        return {
+            "ms": self._settled_ms(optimizer, iterations, clip=False),
+            "peak_bytes": torch.accelerator.max_memory_allocated(self._device),
+            "reserved_bytes": torch.accelerator.max_memory_reserved(self._device),
+        }
 
     def _settled_ms(self, optimizer: torch.optim.Optimizer, count: int, *, clip: bool) -> float:
         """Time an iteration among others: from the end of one step() to that of another, as the model's stream sees it.

@@ -179,6 +179,11 @@ class DeviceLink:
             return 0
         return (current_stream(self.device) if stream is None else stream).stream_id
 
+    def empty_cache(self) -> None:
+        """Give the memory back that the allocator holds and nobody uses."""
+        if self.device.type != "cpu":
+            torch.accelerator.empty_cache()
+
     def synchronize(self) -> None:
         """Block the host until the device has done everything that was issued to it."""
         if self.device.type != "cpu":

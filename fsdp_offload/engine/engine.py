@@ -331,6 +331,10 @@ class Engine:
             self.steps.give_back_ring()
             self.take_staging()
 
+    def has_left_device(self) -> None:
+        """What was to be offloaded is home: hand its memory back, which came in blocks that activations do not fit."""
+        self._link.empty_cache()
+
     def take_staging(self) -> None:
         """Have the staging memory before there are activations, if there is room; else the first step takes it.
 
