@@ -15,6 +15,7 @@ to run beside a forward or a backward:
 The serial lanes run the same actions one by one on the current stream and wait for each: on the CPU, and to bisect.
 """
 
+import functools
 import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -39,18 +40,31 @@ _ALIGNED_BYTES = 512
 
 def pieces_of(copies: Sequence[Copy], piece_bytes: int) -> list[Copy]:
     """Cut copies such that they fill as few turns of ``piece_bytes`` as possible, all about equally."""
-    nbytes = sum(target.numel() for target, _ in copies)
+    cuts = _cuts(tuple(target.numel() for target, _ in copies), piece_bytes)
+    pieces: list[Copy] = []
+    for (target, source), sizes in zip(copies, cuts, strict=True):
+        if len(sizes) == 1:
+            pieces.append((target, source))
+        else:
+            pieces += zip(target.split_with_sizes(sizes), source.split_with_sizes(sizes), strict=True)
+    return pieces
+
+
+@functools.lru_cache(4096)
+def _cuts(numels: tuple[int, ...], piece_bytes: int) -> list[list[int]]:
+    """Of each copy of so many bytes, the bytes of its pieces. The same copies are cut in each iteration."""
+    nbytes = sum(numels)
     turns = max(1, math.ceil(nbytes / piece_bytes))
     turn_bytes = left_bytes = min(piece_bytes, math.ceil(nbytes / turns / _ALIGNED_BYTES) * _ALIGNED_BYTES)
-    pieces = []
-    for target, source in copies:
-        begin, end = 0, target.numel()
-        while begin < end:
-            until = min(end, begin + left_bytes)
-            pieces.append((target[begin:until], source[begin:until]))
-            left_bytes = left_bytes - (until - begin) or turn_bytes
-            begin = until
-    return pieces
+    cuts = []
+    for numel in numels:
+        sizes, begin = [], 0
+        while begin < numel:
+            sizes.append(min(numel - begin, left_bytes))
+            left_bytes = left_bytes - sizes[-1] or turn_bytes
+            begin += sizes[-1]
+        cuts.append(sizes)
+    return cuts
 
 
 class Mark(Protocol):

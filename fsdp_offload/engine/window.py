@@ -197,6 +197,7 @@ class Window:
         ranges = self._plan[bucket].weights
         for mark in (entry.loaded, *entry.used):
             lane.wait(mark)
+        entry.used.clear()  # the mark below comes after all of them
         with lane.running():
             torch._foreach_copy_([_of_view(entry.views, part) for part in ranges], [_typed(slot, p) for p in ranges])
         entry.loaded = lane.mark()
