@@ -46,7 +46,7 @@ def choice_named(name: str) -> Choice | None:
 
 def allowed_policies(loop: Loop) -> tuple[str, ...]:
     """Those among which ``policy="auto"`` chooses."""
-    return tuple(one.name for one in CHOICES if one.overlap in OVERLAPS[loop])
+    return tuple(one.name for one in CHOICES if one.overlap in OVERLAPS[loop] and not one.parameters)
 
 
 def decoder(hidden: int, inner: int, layers: int, heads: int, vocabulary: int, **more: Any) -> Decoder:

@@ -8,15 +8,15 @@ from typing import Any, get_args
 
 from torch import nn
 
-from ..planning.bound import Times
+from ..planning.bound import Bound, Times
 from ..planning.choices import CHOICES, OVERLAPS, Choice, Loop, lines_to_write
 from .machine import Machine, machine_of
-from .memory import SLACK, DeviceMemory, Sizes, device_memory, sizes_of
+from .memory import SLACK, DeviceMemory, Sizes, Window, device_memory, sizes_of
 from .model import Model, model_of
-from .timing import Parts, estimate, parts_of
+from .timing import Estimate, Parts, estimate, parts_of
 from .trace import Trace
 from .training import DTYPES, Training
-from .waits import Waits, waits_of
+from .waits import Waits, kept_with_parameters, waits_of
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Forecast:
         spare_bytes: what it has beyond that; negative if it has less.
         host_bytes: pinned memory of one rank.
         host_bytes_per_host: of all ranks of a host.
-        resident_bytes: state that stays on the device.
+        resident_bytes: state that stays on the device, with its parameters where they would live on the host.
         bound_ms, bound: what an iteration takes at least, and the formula.
         iteration_ms: what it is estimated to take.
         tokens_per_s: of all ranks.
@@ -127,7 +127,7 @@ class Plan:
         ]
         fastest_ms = min((one.iteration_ms for one in fitting), default=0.0)
         same = [one for one in fitting if one.iteration_ms <= _SAME * fastest_ms]
-        return min(same, key=lambda one: (one.choice is not None, one.needed_bytes), default=None)
+        return min(same, key=_preferred, default=None)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -179,14 +179,15 @@ def plan(
 
 
 def _forecast(choice: Choice | None, known: Known, training: Training, machine: Machine) -> Forecast:
+    if choice is not None and choice.parameters:
+        return _forecast_with_parameters(choice, known, training, machine)
     sizes, parts = known.sizes, known.parts
     memory = functools.partial(device_memory, sizes, known.trace, training, machine)
     staging_bytes = 0 if choice is None else choice.staging_bytes(sizes.state)
     waits = Waits(kept=1.0, stall_ms=0.0)
     if choice is not None:
-        room_bytes = machine.device_bytes - _RESERVE * machine.device_bytes - machine.context_bytes
-        room_bytes -= memory(resident_bytes=0, staging_bytes=min(sizes.state, staging_bytes)).peak_bytes
-        waits = waits_of(choice, parts, machine, room_bytes=max(0, int(room_bytes)))
+        lowest = memory(resident_bytes=0, staging_bytes=min(sizes.state, staging_bytes))
+        waits = waits_of(choice, parts, machine, room_bytes=_room_bytes(lowest, machine))
     resident_bytes = int(waits.kept * sizes.state)
     moving_bytes = sizes.state - resident_bytes
     staging_bytes = min(moving_bytes, staging_bytes)
@@ -201,6 +202,68 @@ def _forecast(choice: Choice | None, known: Known, training: Training, machine: 
     host_bytes = 0 if choice is None else sizes.host
     if choice is not None and choice.overlap == "step":
         host_bytes -= resident_bytes  # it stays from the beginning, and has no place there
+    return _put_together(
+        choice,
+        known,
+        training,
+        machine,
+        device=device,
+        host_bytes=host_bytes,
+        resident_bytes=resident_bytes,
+        bound=Bound(formula, bound_ms),
+        estimate=Estimate(ms, limit),
+    )
+
+
+def _forecast_with_parameters(choice: Choice, known: Known, training: Training, machine: Machine) -> Forecast:
+    """The model's parameters pass through the device too, in a window of its groups."""
+    sizes, parts = known.sizes, known.parts
+    all_bytes = sum(sizes.params) + sizes.state
+    window_bytes = choice.share(all_bytes).window_bytes(sizes.params)
+
+    def memory(kept: float) -> DeviceMemory:
+        moving_bytes = all_bytes - int(kept * all_bytes)
+        return device_memory(
+            sizes,
+            known.trace,
+            training,
+            machine,
+            resident_bytes=int(kept * sizes.state),
+            staging_bytes=min(moving_bytes, choice.staging_bytes(sizes.state, sum(sizes.params))),
+            window=Window(min(moving_bytes, window_bytes), int(kept * sum(sizes.params))),
+        )
+
+    kept = kept_with_parameters(choice, parts, room_bytes=_room_bytes(memory(0.0), machine))
+    return _put_together(
+        choice,
+        known,
+        training,
+        machine,
+        device=memory(kept),
+        host_bytes=sizes.host_with_params,
+        resident_bytes=int(kept * all_bytes),
+        bound=choice.bound(parts.times_with_parameters(choice.overlap), sizes.state, kept, 0.0),
+        estimate=estimate(choice, parts, kept=kept),
+    )
+
+
+def _room_bytes(lowest: DeviceMemory, machine: Machine) -> int:
+    """What "auto" may fill beside a peak without anything kept."""
+    return max(0, int((1 - _RESERVE) * machine.device_bytes) - machine.context_bytes - lowest.peak_bytes)
+
+
+def _put_together(
+    choice: Choice | None,
+    known: Known,
+    training: Training,
+    machine: Machine,
+    *,
+    device: DeviceMemory,
+    host_bytes: int,
+    resident_bytes: int,
+    bound: Bound,
+    estimate: Estimate,
+) -> Forecast:
     per_host = host_bytes * min(training.ranks, machine.devices_per_host)
     needed_bytes = int(device.peak_bytes * (1 + SLACK)) + machine.context_bytes
     spare_bytes = machine.device_bytes - needed_bytes
@@ -212,14 +275,19 @@ def _forecast(choice: Choice | None, known: Known, training: Training, machine: 
         host_bytes=host_bytes,
         host_bytes_per_host=per_host,
         resident_bytes=resident_bytes,
-        bound_ms=bound_ms,
-        bound=formula,
-        iteration_ms=ms,
-        tokens_per_s=training.tokens_per_step / ms * 1e3,
-        limit=limit,
+        bound_ms=bound.ms,
+        bound=bound.formula,
+        iteration_ms=estimate.ms,
+        tokens_per_s=training.tokens_per_step / estimate.ms * 1e3,
+        limit=estimate.limit,
         why_not=_why_not(spare_bytes, per_host, machine),
-        lines=lines_to_write(choice, sizes.state, training.master_weights),
+        lines=lines_to_write(choice, known.sizes.state, training.master_weights),
     )
+
+
+def _preferred(one: Forecast) -> tuple[bool, bool, int]:
+    """Order of those that take as long: with parameters on the host, the link has more to do that may come late."""
+    return one.choice is not None, one.choice is not None and one.choice.parameters, one.needed_bytes
 
 
 def _why_not(spare_bytes: int, host_bytes: int, machine: Machine) -> str:
@@ -237,7 +305,8 @@ _RESERVE = 0.05
 """Share of a device that "auto" leaves free: as ``fsdp_offload/device/link.py`` has it."""
 
 _SAME = 1.01
-"""Estimates do not tell closer ones apart. Then no offload is best, and after it what needs least of the device."""
+"""Estimates do not tell closer ones apart. Then no offload is best, after it state alone, and then what needs least of
+the device."""
 
 
 def _plain(one: Forecast) -> dict[str, Any]:

@@ -13,6 +13,7 @@ With one shard nothing is gathered, but parameters are still copied to their com
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..planning.buckets import ShardSpec, plan_buckets
 from .machine import Machine
@@ -54,6 +55,7 @@ class Sizes:
         gathered: all parameters of the group in the compute dtype.
         state: of the optimizer.
         host: the arena, if all of the state is in it.
+        host_with_params: the same with the parameters in it.
         tensors: how many parameters are trained.
     """
 
@@ -61,7 +63,15 @@ class Sizes:
     gathered: tuple[int, ...]
     state: int
     host: int
+    host_with_params: int
     tensors: int
+
+
+class Window(NamedTuple):
+    """Device memory for parameters that live on the host, and for those that stay on the device nevertheless."""
+
+    nbytes: int
+    staying_bytes: int
 
 
 def sizes_of(shapes: Shapes, training: Training) -> Sizes:
@@ -69,12 +79,15 @@ def sizes_of(shapes: Shapes, training: Training) -> Sizes:
     itemsize, compute_itemsize = DTYPES[training.dtype].itemsize, DTYPES[training.compute_dtype].itemsize
     local = [[math.prod(shape) for shape in local_shapes(group, training.shards)] for group in shapes]
     state_itemsizes = training.state_itemsizes()
-    specs = [ShardSpec(n, tuple(size * n for size in state_itemsizes), True) for group in local for n in group]
+    numels = [n for group in local for n in group]
+    specs = [ShardSpec(n, tuple(size * n for size in state_itemsizes), True) for n in numels]
+    with_params = [ShardSpec(n, tuple(size * n for size in (itemsize, *state_itemsizes)), True) for n in numels]
     return Sizes(
         params=tuple(itemsize * sum(group) for group in local),
         gathered=tuple(compute_itemsize * training.shards * sum(group) for group in local),
         state=sum(sum(spec.leaf_nbytes) for spec in specs),
         host=plan_buckets(specs, 1 << 62).home_nbytes if state_itemsizes else 0,
+        host_with_params=plan_buckets(with_params, 1 << 62).home_nbytes,
         tensors=len(specs),
     )
 
@@ -87,10 +100,12 @@ def device_memory(
     *,
     resident_bytes: int,
     staging_bytes: int,
+    window: Window | None = None,
 ) -> DeviceMemory:
     """Find the turn at which most is allocated.
 
-    With updates in the backward too: a gradient that one has used goes in ``step()``.
+    With updates in the backward too: a gradient that one has used goes in ``step()``. What comes in the backward and
+    goes in the forward, of staging and of the window, adds nothing.
 
     Args:
         sizes: of the model's shards.
@@ -99,9 +114,11 @@ def device_memory(
         machine: for what its libraries take.
         resident_bytes: state that stays on the device.
         staging_bytes: what the rest passes through.
+        window: of parameters that live on the host.
     """
     always = {
-        "parameters": sum(sizes.params),
+        "parameters": sum(sizes.params) if window is None else window.staying_bytes,
+        "window": 0 if window is None else window.nbytes,
         "optimizer state": resident_bytes,
         "staging": staging_bytes,
         "workspace": machine.workspace_bytes,

@@ -7,6 +7,7 @@ from .table import COLUMNS, cells, headline, parts
 
 _COLORS = {
     "parameters": "#4c566a",
+    "window": "#8a94a8",
     "optimizer state": "#2f7fc1",
     "staging": "#88b8de",
     "gathered": "#8f6fb0",

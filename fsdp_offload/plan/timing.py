@@ -8,17 +8,33 @@ loads ahead of the step, an iteration takes, unless the host needs longer to lau
     "forward", "iteration"     F + B + clip + what the forward waits for state, and what of U is not in these waits
 
 How long it waits, :mod:`waits` computes group by group.
+
+Where parameters live on the host too, with all loads of the gathers G, c the contention, and in T the parameters beside
+their state::
+
+    "step"         max(F + B + c min(G, F + B), (1 + c) G) + clip + max(U, T)
+    "iteration"    max(F + B + U + c min(T, F + B), (1 + c) T), with the gathers in T
 """
 
+import functools
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ..planning.bound import Times
-from ..planning.choices import Choice
+from ..planning.choices import Choice, Overlap
 from .machine import Machine
 from .memory import Sizes
 from .trace import Phase, Segment, Trace
 from .training import Training
+
+
+class Copies(NamedTuple):
+    """Milliseconds for so many bytes up and so many down: each alone, and both at once."""
+
+    load_ms: float
+    store_ms: float
+    two_way_ms: float
 
 
 class Turn(NamedTuple):
@@ -37,6 +53,11 @@ class Parts:
         forward: of one micro-batch, turn by turn.
         backward: the same.
         state_bytes: of each group.
+        parameter_bytes: of each group.
+        copies_with_parameters: where parameters live on the host too: by overlap, the copies of an update, and in
+            ``"iteration"`` those of all gathers.
+        gathers_ms: loads of parameters for all gathers, alone.
+        contention: of the machine.
         communication_ms: gathers and reductions, which run beside the computation as far as it lasts.
         launch_ms: what the host needs for all passes.
         issue_ms: what it needs beside that to issue transfers and updates.
@@ -46,6 +67,10 @@ class Parts:
     forward: tuple[Turn, ...]
     backward: tuple[Turn, ...]
     state_bytes: tuple[int, ...]
+    parameter_bytes: tuple[int, ...]
+    copies_with_parameters: Mapping[Overlap, "Copies"]
+    gathers_ms: float
+    contention: float
     communication_ms: float
     launch_ms: float
     issue_ms: float
@@ -67,6 +92,10 @@ class Parts:
             self.times, forward_ms=longer * self.times.forward_ms, backward_ms=longer * self.times.backward_ms
         )
         return replace(self, times=times, forward=forward, backward=backward)
+
+    def times_with_parameters(self, overlap: Overlap) -> Times:
+        """The times with the copies of parameters that live on the host beside those of the state."""
+        return replace(self.times, **self.copies_with_parameters[overlap]._asdict())
 
     @property
     def last_backward_ms(self) -> float:
@@ -93,16 +122,14 @@ def parts_of(sizes: Sizes, trace: Trace, training: Training, machine: Machine) -
     count = training.micro_batches
     params, state = sum(sizes.params), sizes.state
     by_memory = 1e3 / machine.memory_gb_per_s / 1e9
-    one_way_gb_per_s = machine.host_gb_per_s / _sharing(training, machine)
-    two_way_gb_per_s = min(machine.two_way_gb_per_s, one_way_gb_per_s)
+    gathers = 2 * count * params  # each forward and each backward; the last one's is also for the update
+    copies = functools.partial(_copies, training=training, machine=machine)
     times = Times(
         forward_ms=first_forward,
         backward_ms=count * (first_forward + last_backward) - first_forward,
         update_ms=(3 * params + 2 * state) * by_memory,  # reads all, and writes all but the gradients
         clip_ms=3 * params * by_memory if training.clip else 0.0,  # the norm reads, scaling reads and writes
-        load_ms=state / min(machine.load_gb_per_s, one_way_gb_per_s) / 1e6,
-        store_ms=state / min(machine.store_gb_per_s, one_way_gb_per_s) / 1e6,
-        two_way_ms=2 * state / two_way_gb_per_s / 1e6,
+        **copies(state, state)._asdict(),
     )
     state_bytes = tuple(round(state * nbytes / params) for nbytes in sizes.params) if params else ()
     launch_ms, kernels = machine.launch_us / 1e3, sum(sum(one.work.values()) for one in trace.segments)
@@ -112,6 +139,13 @@ def parts_of(sizes: Sizes, trace: Trace, training: Training, machine: Machine) -
         forward,
         backward,
         state_bytes,
+        sizes.params,
+        {
+            "step": copies(params + state, params + state),
+            "iteration": copies(gathers + state, params + state),
+        },
+        copies(gathers, 0).load_ms,
+        machine.contention,
         count * (forward_link + backward_link),
         launch_ms=count * (kernels * _LAUNCHES_OF_KERNEL + turns * _LAUNCHES_OF_TURN) * launch_ms,
         issue_ms=(sizes.tensors * _LAUNCHES_OF_UPDATE + count * turns * _LAUNCHES_OF_WAIT) * launch_ms,
@@ -122,6 +156,14 @@ _LAUNCHES_OF_KERNEL, _LAUNCHES_OF_TURN, _LAUNCHES_OF_UPDATE, _LAUNCHES_OF_WAIT =
 """The host's time in Python, in launches of a kernel in a plain loop: for one in a model with autograd; for a turn
 of a ``fully_shard`` group; for moving and updating a parameter's state; for a turn that waits for state. From the two
 batches of ``examples/benchmark_results/2026-11-23-h200x1-plan-auto.jsonl`` in which the device waited for the host."""
+
+
+def _copies(loaded: int, stored: int, *, training: Training, machine: Machine) -> Copies:
+    shared_gb_per_s = machine.host_gb_per_s / _sharing(training, machine)
+    load_ms = loaded / min(machine.load_gb_per_s, shared_gb_per_s) / 1e6
+    store_ms = stored / min(machine.store_gb_per_s, shared_gb_per_s) / 1e6
+    both_ms = (loaded + stored) / min(machine.two_way_gb_per_s, shared_gb_per_s) / 1e6
+    return Copies(load_ms, store_ms, max(load_ms, store_ms, both_ms))
 
 
 def _sharing(training: Training, machine: Machine) -> int:
@@ -204,6 +246,8 @@ def estimate(
     compute_name = "gathers" if parts.communication_ms > 0.95 * passes else "compute"
     if choice is None:
         return _as_launched(Estimate(passes + clip + update, compute_name), host_ms)
+    if choice.parameters:
+        return _estimate_with_parameters(choice, parts, kept, compute_name)
     two_way, load = times.two_way_ms * (1 - kept), times.load_ms * (1 - kept)
     if choice.overlap == "step":
         moving = two_way * (1 - (min(staged, times.backward_ms / load) if load else staged))
@@ -214,6 +258,22 @@ def estimate(
     ms = passes + stall_ms + (1 - in_waits) * update
     ms = ms + clip if choice.overlap == "forward" else max(ms, two_way)
     return _as_launched(Estimate(ms, "host link" if stall_ms > _WAITS * ms else compute_name), host_ms)
+
+
+def _estimate_with_parameters(choice: Choice, parts: Parts, kept: float, compute_name: str) -> Estimate:
+    times, slower = parts.times_with_parameters(choice.overlap), 1 + parts.contention
+    passes, two_way = times.forward_ms + times.backward_ms, times.two_way_ms * (1 - kept)
+    if choice.overlap == "step":
+        gathers_ms = slower * parts.gathers_ms
+        passes += parts.contention * min(parts.gathers_ms, passes)
+        after = times.clip_ms + max(times.update_ms, two_way)
+        name = "host link" if two_way > times.update_ms or gathers_ms > passes else compute_name
+        return Estimate(max(passes, gathers_ms, parts.host_ms(choice)) + after, name)
+    busy = passes + times.update_ms + parts.contention * min(two_way, passes)
+    link_ms = slower * two_way
+    return _as_launched(
+        Estimate(max(busy, link_ms), "host link" if link_ms > busy else compute_name), parts.host_ms(choice)
+    )
 
 
 def _as_launched(one: Estimate, host_ms: float) -> Estimate:

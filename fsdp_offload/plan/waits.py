@@ -13,7 +13,7 @@ from typing import NamedTuple
 from ..planning.choices import Choice
 from ..planning.resident import STALL_TOLERANCE, IterationTimes, expected_iteration, groups_to_keep
 from .machine import Machine
-from .timing import Parts, Turn
+from .timing import Parts, Turn, estimate
 
 
 class Waits(NamedTuple):
@@ -48,6 +48,25 @@ def waits_of(choice: Choice, parts: Parts, machine: Machine, *, room_bytes: int)
     count = min(count, sum(nbytes <= limit_bytes for nbytes in kept_bytes) - 1)
     stall_ms = _iteration_times(choice, parts, machine, kept=count).stall_ms
     return Waits(kept_bytes[count] / state_bytes, stall_ms)
+
+
+def kept_with_parameters(choice: Choice, parts: Parts, *, room_bytes: int) -> float:
+    """Compute the share of parameters and state that ``"auto"`` keeps where both live on the host.
+
+    Groups of the forward, from the first, until what the link still moves takes no longer than what hides it.
+    """
+    whole_bytes = [sum(nbytes) for nbytes in zip(parts.state_bytes, parts.parameter_bytes, strict=True)]
+    all_bytes = sum(whole_bytes)
+    if not choice.share(all_bytes).staying_is_learnt or not all_bytes:
+        return 0.0
+    launched = parts.as_launched(choice)
+    kept_bytes = 0
+    for group in _forward_order(parts):
+        is_late = estimate(choice, launched, kept=kept_bytes / all_bytes).limit == "host link"
+        if not is_late or kept_bytes + whole_bytes[group] > room_bytes:
+            break
+        kept_bytes += whole_bytes[group]
+    return kept_bytes / all_bytes
 
 
 def _iteration_times(choice: Choice, parts: Parts, machine: Machine, kept: int) -> IterationTimes:

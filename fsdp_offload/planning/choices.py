@@ -30,11 +30,13 @@ class Choice:
         overlap: what hides the transfers.
         keeps: ``"auto"`` keeps what they cannot hide on the device; with ``"none"`` everything passes through.
         device_bytes: a number instead: what passes through takes some of it, and the rest may be kept.
+        parameters: whether the model's parameters live on the host too.
     """
 
     overlap: Overlap
     keeps: Literal["none", "auto"] = "none"
     device_bytes: int | None = None
+    parameters: bool = False
 
     @property
     def keeps_some(self) -> bool:
@@ -46,16 +48,20 @@ class Choice:
         """For tables."""
         if self.device_bytes is not None:
             return f"{self.overlap}, {self.device_bytes // MIB} MiB"
+        if self.parameters:
+            return f"{self.overlap}, parameters"
         return self.overlap if self.keeps == "none" else f"{self.overlap}, keeping"
 
     def fields(self, state_bytes: int) -> dict[str, Any]:
         """What differs from ``OffloadPolicy()``."""
         fields: dict[str, Any] = {"bucket_bytes": _LARGE_BUCKET_BYTES} if state_bytes >= _LARGE_BYTES else {}
+        if self.parameters:
+            fields["parameters"] = True
         if self.overlap != "step":
             fields["overlap"] = self.overlap
         if self.device_bytes is not None:
             fields["device_bytes"] = self.device_bytes
-        elif self.keeps == "none" and (fields.get("bucket_bytes") or self.overlap != "step"):
+        elif self.keeps == "none" and not self.parameters and (fields.get("bucket_bytes") or self.overlap != "step"):
             fields["device_bytes"] = _DEVICE_BUCKETS * fields.get("bucket_bytes", OffloadPolicy.bucket_bytes)
         return fields
 
@@ -67,10 +73,11 @@ class Choice:
         """How it divides device memory."""
         return device_share(self.policy(state_bytes), elementwise=True)
 
-    def staging_bytes(self, state_bytes: int) -> int:
-        """Staging that is there all the time."""
-        share = self.share(state_bytes)
-        return state_bytes // _LASTING_SHARE if share.passing_is_learnt else self._ring_bytes(state_bytes)
+    def staging_bytes(self, state_bytes: int, parameter_bytes: int = 0) -> int:
+        """Staging that is there all the time, where so much of parameters passes with the state."""
+        if self.share(state_bytes).passing_is_learnt:
+            return (state_bytes + parameter_bytes) // _LASTING_SHARE
+        return self._ring_bytes(state_bytes)
 
     def ahead_bytes(self, group_bytes: int, state_bytes: int) -> int:
         """How far loads can be ahead: where staging is learnt, by the state of one group, beside what passes."""
@@ -81,7 +88,10 @@ class Choice:
         return self.share(state_bytes).ring_bytes(self.policy(state_bytes).bucket_bytes)
 
     def bound(self, times: Times, state_bytes: int, kept_share: float, staged_share: float) -> Bound:
-        """What an iteration takes at least, with that share of the state on the device, and of the rest in staging."""
+        """What an iteration takes at least, with that share of the state on the device, and of the rest in staging.
+
+        With parameters on the host, the copies of ``times`` are theirs as well.
+        """
         return bound(self.policy(state_bytes), times, offloaded=1 - kept_share, staged=staged_share)
 
 
@@ -91,6 +101,8 @@ CHOICES = (
     Choice("forward", "auto"),
     Choice("iteration"),
     Choice("iteration", "auto"),
+    Choice("step", parameters=True),
+    Choice("iteration", "auto", parameters=True),
 )
 
 

@@ -9,10 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 
 from examples import worked_cases
 from fsdp_offload import OffloadPolicy
 from fsdp_offload.bench.train import GPT
+from fsdp_offload.engine.engine import engine_of
 from fsdp_offload.plan import (
     CHOICES,
     Choice,
@@ -29,6 +32,7 @@ from fsdp_offload.plan.page import page
 from fsdp_offload.plan.trace import trace
 from fsdp_offload.planning.choices import lines_to_write
 from fsdp_offload.policy import MasterKind
+from tests.parity import attach
 
 LAYERS, WIDTH, VOCABULARY, LENGTH = 3, 256, 1536, 96
 
@@ -265,6 +269,104 @@ def test_what_fits_into_a_number_of_bytes_is_kept() -> None:
     root_bytes = 8 * (2 * 1536 * 1024 + 2 * 1024)
     assert more.resident_bytes == pytest.approx(root_bytes + 2 * group_bytes, rel=1e-3)  # whole groups
     assert more.iteration_ms < made.forecasts[2].iteration_ms
+
+
+# Parameters on the host ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("training", "up", "down"),
+    [
+        ({}, 16, 12),
+        ({"micro_batches": 2}, 24, 12),  # two gathers more
+        ({"dtype": "bf16", "master_weights": "remainder"}, 14, 12),
+        ({"dtype": "bf16", "master_weights": "fp32"}, 16, 14),
+        ({"optimizer": "sgd"}, 8, 4),
+    ],
+    ids=str,
+)
+def test_bytes_on_the_link_with_parameters_on_the_host(training: dict, up: int, down: int) -> None:
+    numel = sum(param.numel() for param in gpt_large().parameters())
+    rates = {"load_gb_per_s": 0.1, "store_gb_per_s": 0.1, "two_way_gb_per_s": 0.2}
+    machine = dataclasses.replace(slow_link(), device_bytes=1, **rates)  # no room to keep anything
+    one = by_name(large_plan(machine=machine, clip=False, **training))["iteration, parameters"]
+    assert one.limit == "host link"
+    assert one.iteration_ms == pytest.approx(up * numel / 0.1e6, rel=1e-3)
+    assert one.bound_ms == pytest.approx(one.iteration_ms)
+    machine = dataclasses.replace(machine, store_gb_per_s=0.01)
+    one = by_name(large_plan(machine=machine, clip=False, **training))["iteration, parameters"]
+    assert one.bound_ms == pytest.approx(down * numel / 0.01e6, rel=1e-3)
+
+
+def test_parameters_are_loaded_once_more_for_an_update_in_the_step() -> None:
+    numel = sum(param.numel() for param in gpt_large().parameters())
+    made = large_plan(machine=dataclasses.replace(slow_link(), device_bytes=1), clip=False)
+    one = by_name(made)["step, parameters"]
+    gathers_ms, update_ms = 8 * numel / 0.25e6, 12 * numel / 0.25e6
+    assert one.iteration_ms == pytest.approx(gathers_ms + update_ms, rel=1e-3)
+
+
+def test_a_window_of_the_largest_groups_stands_for_parameters_on_the_device() -> None:
+    machine = dataclasses.replace(fast_link(), contention=0.0)  # nothing is late
+    forecasts = by_name(large_plan(machine=machine, clip=False))
+    plain, one = forecasts["no offload"].device, forecasts["iteration, parameters"].device
+    model = gpt_large()
+    numel = sum(param.numel() for param in model.parameters())
+    block_bytes = 4 * sum(param.numel() for param in model.blocks[0].parameters())
+    window_bytes = 3 * block_bytes  # the largest group, and two of the second largest: the root is smaller
+    assert one.terms["window"] == window_bytes
+    assert one.terms["staging"] == 12 * numel // 25
+    assert one.peak_bytes == plain.peak_bytes - 12 * numel + window_bytes + 12 * numel // 25
+    assert one.terms["gradients"] == plain.terms["gradients"] > 6 * block_bytes  # until step(), here as well
+
+
+def test_what_a_window_and_a_host_take_is_what_the_engine_takes(mesh: DeviceMesh) -> None:
+    model = GPT(LAYERS, 128, VOCABULARY)
+    made = plan(model, machine="H200", tokens_per_step=LENGTH, sequence_length=LENGTH)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    attach(optimizer, model=model, policy=OffloadPolicy(parameters=True))
+    tokens = torch.randint(VOCABULARY, (1, LENGTH + 1))
+    model(tokens).backward()
+    optimizer.step()
+    one, engine = by_name(made)["step, parameters"], engine_of(optimizer)
+    assert engine is not None
+    assert engine.window is not None
+    assert one.device.terms["window"] == engine.window.capacity_bytes
+    assert one.host_bytes == sum(region.nbytes for region in engine.plan.regions)
+
+
+def test_groups_stay_until_the_link_is_not_late_or_the_device_is_full() -> None:
+    rates = {"load_gb_per_s": 100.0, "store_gb_per_s": 100.0, "two_way_gb_per_s": 200.0, "host_gb_per_s": 200.0}
+    machine = dataclasses.replace(slow_link(), **rates)
+    made = large_plan(machine=machine, clip=False, tokens_per_step=64 * LENGTH)
+    roomy = by_name(made)["iteration, parameters"]
+    assert roomy.limit == "compute"
+    lowest_bytes = roomy.device.peak_bytes - roomy.resident_bytes
+    whole_bytes = 12 * sum(param.numel() for param in gpt_large().parameters())
+    assert 0 < roomy.resident_bytes < whole_bytes
+    device_bytes = int((lowest_bytes + roomy.resident_bytes // 2) / 0.95) + machine.context_bytes
+    less = by_name(made.within(device_bytes))["iteration, parameters"]
+    assert 0 < less.resident_bytes <= roomy.resident_bytes // 2
+    assert less.iteration_ms > roomy.iteration_ms
+    assert less.limit == "host link"
+
+
+def test_parameters_go_to_the_host_where_nothing_else_fits() -> None:
+    made = plan("Qwen3-14B", tokens_per_step=16_384, checkpointing="full", clip=False)
+    on_host = Choice("iteration", "auto", parameters=True)
+    assert made.best(device_bytes=110 * 10**9).choice == on_host
+    assert made.best(device_bytes=110 * 10**9, loop="any").choice == Choice("step", parameters=True)
+    assert made.best(device_bytes=10**9) is None
+    # Where state alone is enough, it is: also where the estimates are the same, and less would be needed.
+    roomy = made.within(200 * 10**9)
+    one, other = by_name(roomy)["iteration, keeping"], by_name(roomy)["iteration, parameters"]
+    assert one.needed_bytes > other.needed_bytes
+    assert roomy.best() == one
+    same = dataclasses.replace(other, iteration_ms=one.iteration_ms)
+    assert dataclasses.replace(roomy, forecasts=(one, same)).best() == one
 
 
 def test_nothing_is_faster_than_its_bound() -> None:

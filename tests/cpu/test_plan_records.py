@@ -4,6 +4,7 @@ Of the ``plan`` records, the predictions that were committed before they were me
 """
 
 import json
+import re
 from functools import cache
 from pathlib import Path
 
@@ -163,3 +164,58 @@ def test_what_was_predicted_was_predicted_before() -> None:
             if line["bench"] == "plan":
                 before = predicted[line["case"], line["policy"]]
                 assert (before["ms"], before["peak_bytes"]) == (line["predicted_ms"], line["predicted_peak_bytes"])
+
+
+# Parameters on the host ----------------------------------------------------------------------------------------------
+
+ON_HOST = Choice("iteration", "auto", parameters=True)
+WITH_PARAMETERS = ("2026-11-23-h200-parameters-shared-room", "2026-11-23-h200x2-parameters")
+QUEUES = RECORDS / "2026-11-23-h200-copy-queues.txt"
+
+
+@cache
+def with_parameters(ranks: int, tokens: int) -> dict[Choice | None, Forecast]:
+    with torch.device("meta"):
+        model = GPT(24, 2048, 32_768)
+    made = plan(model, machine="H200", ranks=ranks, tokens_per_step=ranks * tokens, sequence_length=2048, clip=False)
+    return {one.choice: one for one in made.forecasts}
+
+
+def measured_with_parameters() -> list[tuple[int, int, dict]]:
+    found, parts = [], {}
+    for line in (line for name in WITH_PARAMETERS for line in lines_of(name)):
+        if line["bench"] == "train-parts":
+            parts = line
+        elif line["bench"] == "train" and line["policy"] in ("plain", "parameters"):
+            found.append((parts["world_size"], parts["tokens"], line))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ranks", "tokens", "line"),
+    measured_with_parameters(),
+    ids=lambda value: value["policy"] if isinstance(value, dict) else str(value),
+)
+def test_peaks_with_parameters_on_the_host_as_measured(ranks: int, tokens: int, line: dict) -> None:
+    one = with_parameters(ranks, tokens)[ON_HOST if line["policy"] == "parameters" else None]
+    assert line["resident_state_bytes"] == one.resident_bytes or one.choice is None  # nothing had to stay
+    assert one.device.peak_bytes == pytest.approx(line["peak_bytes"], rel=0.003)
+
+
+def settled_with_parameters() -> list[tuple[int, float, float]]:
+    """Sequences, and milliseconds without offload and with everything on the host, once small copies need not wait."""
+    text = QUEUES.read_text(encoding="utf-8")
+    pattern = re.compile(
+        r"^ *(\d+) x 2048 +parameters=True, iteration +.*?([\d.]+) +([\d.]+) \([\d.]+\) +[\d.]+ +[\d.]+$", re.M
+    )
+    return [(int(sequences), float(plain), float(ms)) for sequences, plain, ms in pattern.findall(text)]
+
+
+def test_iterations_with_parameters_on_the_host_as_measured() -> None:
+    settled = settled_with_parameters()
+    assert settled == [(24, 809.3, 821.2), (12, 418.8, 433.3)]
+    for sequences, plain_ms, ms in settled:
+        forecasts = with_parameters(1, 2048 * sequences)
+        assert forecasts[None].iteration_ms == pytest.approx(plain_ms, rel=0.03)
+        assert forecasts[ON_HOST].iteration_ms == pytest.approx(ms, rel=0.02)
+        assert forecasts[ON_HOST].limit == "compute"
