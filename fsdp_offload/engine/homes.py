@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..cpu_update.job import passing_bytes
-from ..cpu_update.updates import HostUpdates
 from ..device.arena import Region
 from ..device.host_limits import check_host_memory
 from ..optimizers.bound_range import BoundRange, bind_range, slot_values, slot_weights
@@ -32,6 +30,7 @@ from ..state.store import StateStore
 from ..torch_compat.dtensor import has_replicas, is_dtensor, largest_local_numel, local_shard
 from ..torch_compat.sharded_parameter import ShardedParameter
 from .bucket import StagedBucket
+from .cpu_updates import CpuUpdates
 
 _LASTING_SHARE = 25
 """One part in so many of all that moves is the most that may be on the device all the time, of staging that comes and
@@ -152,7 +151,7 @@ class Plan:
         staged: list[StagedBucket],
         together: Mapping[Tensor, int],
         sharded: Mapping[Tensor, ShardedParameter],
-        host: HostUpdates | None = None,
+        host: CpuUpdates | None = None,
     ) -> None:
         self.host_fraction = 0.0 if policy.host_fraction == "auto" else policy.host_fraction
         self._host = host
@@ -298,7 +297,7 @@ class Plan:
         offloaded = [shard for shard in offloaded if not shard.on_host]
         there_bytes = host_bucket_bytes(self._policy.bucket_bytes)
         there = plan_buckets([_spec(shard) for shard in updated_there], there_bytes)
-        there_passing = max((_passing_nbytes(bucket, updated_there) for bucket in there.buckets), default=0)
+        there_gradients = [_gradient_nbytes(bucket, updated_there) for bucket in there.buckets]
         on_host = plan_buckets([_spec(shard) for shard in offloaded], self._policy.bucket_bytes)
         held_bytes = sum(region.nbytes for region in self.regions)
         with_spare = _shards_within(on_host, offloaded, self._policy.snapshot_bytes - self.spare_bytes)
@@ -308,11 +307,11 @@ class Plan:
         mirrors = plan_buckets([_mirror_spec(shard) for shard in updated_there], 1 << 62)
         needed_bytes += mirrors.home_nbytes
         if self._host is not None:
-            needed_bytes += self._host.missing_bytes(there_passing)
+            needed_bytes += self._host.missing_bytes(there_gradients)
         check_host_memory(needed_bytes, self._policy.host_limit_bytes, held_bytes)
         # First what may fail (the driver may refuse to lock pages), so that nothing has to be undone.
-        if self._host is not None and there_passing:
-            self._host.reserve(there_passing)
+        if self._host is not None and there_gradients:
+            self._host.reserve(there_gradients)
         there_regions = [self._region(n, there.home_breaks) for n in (there.home_nbytes, there_spare.nbytes)]
         regions = tuple(
             self._region(nbytes, on_host.home_breaks) for nbytes in (on_host.home_nbytes, with_spare.nbytes)
@@ -615,11 +614,9 @@ def _mirror_spec(shard: StateShard) -> ShardSpec:
     return ShardSpec(local.numel(), (local.numel() * local.element_size(),), False)
 
 
-def _passing_nbytes(bucket: Bucket, shards: Sequence[StateShard]) -> int:
-    """Host memory for the gradients of a bucket, if they have the dtype of their parameters."""
-    return passing_bytes(
-        (piece.stop - piece.start) * shards[piece.shard].param.element_size() for piece in bucket.ranges
-    )
+def _gradient_nbytes(bucket: Bucket, shards: Sequence[StateShard]) -> list[int]:
+    """Bytes of the gradients of a bucket, if they have the dtype of their parameters."""
+    return [(piece.stop - piece.start) * shards[piece.shard].param.element_size() for piece in bucket.ranges]
 
 
 def _settle(

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..cpu_update.step import HostStep
 from ..device.link import DeviceLink
 from ..optimizers import LogicalStep
 from ..optimizers.bound_range import BoundRange
@@ -36,6 +35,7 @@ from ..torch_compat.optim import foreach_supports
 from ..torch_compat.spent_gradient import is_spent, restore, spend
 from ..torch_compat.watched_gradient import bare
 from .begun_step import BegunStep, StepPhase
+from .cpu_updates import Submit
 from .executor import Pipeline
 from .homes import Plan
 from .lending import Lending
@@ -140,12 +140,12 @@ class Stepping:
 
     def _start(
         self, optimizer: Optimizer, kwargs: Mapping[str, Any]
-    ) -> tuple[SharedValues, LogicalStep, HostStep | None]:
+    ) -> tuple[SharedValues, LogicalStep, Submit | None]:
         """What updates start from, beside parameters and state."""
         logical = self._conventions.begin(optimizer, kwargs)
         host = self._pipeline.host
-        on_host = None if host is None else host.begin(optimizer, self._plan.host_shards())
-        return self._shared_values(optimizer, logical), logical, on_host
+        submit = None if host is None else host.begin(optimizer, self._plan.host_shards())
+        return self._shared_values(optimizer, logical), logical, submit
 
     def advance(
         self,
@@ -167,9 +167,8 @@ class Stepping:
                 begun.redirected = begun.steps
             if speculated is not None:
                 self.speculation.before_update(speculated, number)
-            if begun.host is not None and self._plan[number].on_host:
-                assert self._pipeline.host is not None
-                self._pipeline.host.submit(number, self._bind(number), begun.host, states, begun.moving or ())
+            if begun.submit is not None and self._plan[number].on_host:
+                begun.submit(number, self._bind(number), states, begun.moving or ())
                 begun.note_updated(number)
                 return  # the gradients are held there
             with bare(self._seen(number)):
@@ -260,7 +259,7 @@ class Stepping:
 
         GradScaler, for one, hands over its scale in attributes that there are during ``step()`` only.
         """
-        begun.shared, begun.logical, begun.host = self._start(optimizer, kwargs)
+        begun.shared, begun.logical, begun.submit = self._start(optimizer, kwargs)
         begun.group_count = len(optimizer.param_groups)
 
     def go_on(self, begun: BegunStep, left: tuple[BucketStep, ...]) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from ..cpu_update.updates import LastJobs
+from ..engine.cpu_updates import LastUpdates
 from ..engine.engine import Engine
 from ..policy import OffloadPolicy
 from ..state.store import StateStore
@@ -275,7 +275,7 @@ def _state_dict_hooks(model: nn.Module) -> Iterator[Callable[..., Any]]:
         yield module.register_load_state_dict_pre_hook
 
 
-def _call(overlap: "weakref.ref[Overlap]", last: LastJobs | None, method: str, *args: Any) -> None:
+def _call(overlap: "weakref.ref[Overlap]", last: LastUpdates | None, method: str, *args: Any) -> None:
     target = overlap()
     if target is not None:
         getattr(target, method)(*args)
