@@ -421,7 +421,7 @@ class Engine:
             raise
         self._pipeline.end_updates()
         steps.begun, steps.last = None, needed
-        steps.speculation.step_ended(steps.layout)
+        steps.speculation.step_ended()
         if not self.policy.runs_on_into_forward:
             steps.wait_for_all()
             if self.window is not None:

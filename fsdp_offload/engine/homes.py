@@ -138,6 +138,10 @@ class Plan:
         ring: the blocks of the ring: of the device memory that buckets pass through.
         resident_bytes: device memory of the homes that never leave it, padding included.
         host_fraction: of the state, what the host updates from now on.
+        generation: grows whenever buckets are added or dropped, come to stay on the device, or have another ring to
+            pass through; not where a shard moves among the places that it has. Whatever was derived from buckets and
+            ring is derived anew then: bound ranges and schedules (:meth:`Stepping.forget_places`), the buckets of a
+            model's groups, and which updates can be taken back.
     """
 
     def __init__(
@@ -156,6 +160,7 @@ class Plan:
         self.host_fraction = 0.0 if policy.host_fraction == "auto" else policy.host_fraction
         self._host = host
         self._host_taken = NOTHING_YET
+        self.generation = 0
         self.shards: dict[Tensor, StateShard] = {}
         self.regions: list[Region] = []
         self._of_resident: list[tuple[Region, list[StateShard]]] = []  # those of the regions that only these may use
@@ -471,6 +476,7 @@ class Plan:
 
     def _place(self) -> None:
         """Choose the blocks of the ring. Where in it a bucket passes through depends on the order of each step."""
+        self.generation += 1
         moving = [number for number, staged in enumerate(self._staged) if staged.copies]
         nbytes = [self._buckets[number].bucket.nbytes for number in moving]
         self.ring = self._ring_for(nbytes, self._share.ring_bytes(self._policy.bucket_bytes))
@@ -541,6 +547,7 @@ class Plan:
 
     def clear(self) -> None:
         """Drop all buckets and homes. Whoever still holds a state tensor keeps its region alive."""
+        self.generation += 1
         self.shards.clear()
         self.regions.clear()
         self._of_resident.clear()

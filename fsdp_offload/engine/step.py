@@ -50,7 +50,6 @@ class Stepping:
         last: what the last step updated.
         backward_order: buckets as their gradients became final in the last backward.
         measured_order: a better order for the same, if the rehearsal has found one.
-        layout: another object whenever state may be in other buckets.
         speculation: whether updates may run ahead of what the loop does with gradients.
     """
 
@@ -72,7 +71,6 @@ class Stepping:
         self.last: tuple[BucketStep, ...] = ()
         self.backward_order: list[int] = []
         self.measured_order: list[int] = []
-        self.layout = object()
         self._cls = cls
         self._policy = policy
         self._names = names
@@ -102,14 +100,12 @@ class Stepping:
             self._pipeline.host.failure = ""
 
     def forget_places(self) -> None:
-        """Buckets have other homes or slots from now on."""
+        """There is another generation of the plan: let go of what was derived from the last one."""
         if self._pipeline.host is not None:
             self._pipeline.host.forget()
         self._bound.clear()
         self._schedules.clear()
-        self.speculation.forget_places()
         self.last = ()
-        self.layout = object()
 
     # One after the other -----------------------------------------------------------------------------------------
 

@@ -61,7 +61,7 @@ class Overlap:
         # A step with fewer, in which a module went unused for once, must not let the next one update too early.
         self._seen_before: deque[list[int]] = deque(maxlen=_REMEMBERED_STEPS)
         self._expected: list[int] = []  # the most in any of these
-        self._layout: object = None  # that of the engine for which these are known
+        self._generation = -1  # of the engine's plan, for which these are known
         self._buckets_of: dict[int, set[int]] = {}
         self._all_new = True
         self._in_backward = False  # since the last forward
@@ -154,12 +154,11 @@ class Overlap:
 
     def _buckets(self, engine: Engine) -> Mapping[int, Collection[int]]:
         """Of each group, and ``_ELSEWHERE``: of what ``fully_shard`` does not gather."""
-        layout = engine.steps.layout
-        if layout is not self._layout:
+        if engine.plan.generation != self._generation:
             elsewhere = [param for param in engine.plan.shards if param not in self.in_groups]
             groups = {number: group.params for number, group in enumerate(self._groups)} | {_ELSEWHERE: elsewhere}
             self._buckets_of = {number: engine.steps.buckets_of(params) for number, params in groups.items()}
-            self._layout = layout
+            self._generation = engine.plan.generation
         return self._buckets_of
 
     # Called by the hooks ------------------------------------------------------------------------------------------
