@@ -141,6 +141,10 @@ class OffloadPolicy:
         """Whether parameters and gradients are guarded while updates may use them."""
         return self.debug == "guard" and self.runs_on_into_forward
 
+    def pins(self, device_type: str) -> bool:
+        """Whether host memory is page-locked, for parameters on such a device."""
+        return device_type != "cpu" if self.pin_memory is None else self.pin_memory
+
     @property
     def runs_serially(self) -> bool:
         """Whether each action is waited for before the next one begins."""

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .cpu_update.updates import HostTimes
 from .device import HAS_COPY_QUEUES
 from .device.bucket_times import StepTimes
 from .device.copy_queues import TOO_FEW
+from .engine.cpu_updates import HostTimes
 from .engine.engine import Engine
 from .planning.bound import Bound, bound, bound_of_step, staged_share, what_would_help
 from .policy import OffloadPolicy

@@ -10,6 +10,7 @@ from typing import Literal, TypeVar
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..cpu_update.updates import HostUpdates
 from ..engine.engine import Engine, find_offloaded
 from ..model.hooks import group_numbers, make_overlap
 from ..optimizers import Capabilities, capabilities_for
@@ -127,7 +128,8 @@ def offload_optimizer(
         )
     together = group_numbers(model, policy)
     sharded = streamable(model, names) if policy.parameters else {}
-    engine = Engine(type(target), capabilities, policy, device, names, together, sharded)
+    host = HostUpdates(type(target), capabilities, policy, device) if policy.host_fraction else None
+    engine = Engine(type(target), capabilities, policy, device, names, together, sharded, host)
     engine.tuning_of_policy = chosen
     states = OffloadedState(engine, target.state)
     # A frozen parameter gets room when it first has a gradient: reserving it would pin memory that nothing uses.

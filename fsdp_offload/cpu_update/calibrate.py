@@ -1,14 +1,15 @@
-"""Rates of this machine's CPU and link, measured once when ``host_fraction="auto"`` is attached.
+"""Chooses the CPU's share by its rates and those of the link, measured once when ``host_fraction="auto"`` is attached.
 
 Each alone, and both at once: they share the host's memory. What is updated is several times as large as the caches, in
 buckets like those of a step; every figure is the median of some rounds. Takes about a second, and memory for that time.
 """
 
+import logging
 import os
 import statistics
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,14 +20,18 @@ from ..device.arena import Region
 from ..device.host_limits import host_memory
 from ..device.lanes import Lane
 from ..device.link import DeviceLink
-from ..optimizers import Capabilities
+from ..engine.cpu_updates import ChosenFraction
+from ..optimizers.kept_state import Layouts
 from ..optimizers.masters import close_master, kept_dtype, open_master
-from ..planning.cpu_share import Rates, Traffic
+from ..planning.cpu_share import Rates, Traffic, best_fraction, host_bucket_bytes
 from ..policy import MasterKind
 from ..state.layout import StateLayout
+from ..torch_compat.dtensor import has_replicas, local_shard
 from .cores import cache_bytes
 from .step import HostStep
 from .worker import HostWorker, Task
+
+logger = logging.getLogger(__name__)
 
 _STATE_BYTES = 512 << 20
 """At least, and four times what the caches keep; but not more than an eighth of the memory that is free."""
@@ -39,45 +44,53 @@ _COPIES = 16
 _ROUNDS = 3
 
 
-def measure(
+def choose_fraction(
     cls: type[Optimizer],
-    capabilities: Capabilities,
     optimizer: Optimizer,
+    params: Sequence[Tensor],
+    layouts: Layouts,
     *,
-    like: Tensor,
-    group: int,
-    layout: StateLayout,
-    master: MasterKind,
     link: DeviceLink,
     worker: HostWorker,
     bucket_bytes: int,
     pin: bool,
-) -> tuple[Rates, Traffic]:
-    """The rates of both sides, and what the host's share moves.
+) -> ChosenFraction:
+    """Choose the share of the state that the CPU is to update.
 
     Args:
         cls: the optimizer's class.
-        capabilities: of that class.
         optimizer: whose hyperparameters count; nothing of it is changed.
-        like: a parameter's local tensor on the device: its dtype counts.
-        group: which param group it is in.
-        layout: of its state.
-        master: which one is kept for it, as part of that state.
+        params: that it is to update. The largest that no other rank has as well stands for all of them.
+        layouts: of its state.
         link: of its device.
         worker: updates on the host.
-        bucket_bytes: of state that is updated at a time.
+        bucket_bytes: of state that the device updates at a time.
         pin: whether host memory is page-locked.
     """
+    like = max((param for param in params if not has_replicas(param)), key=Tensor.numel, default=None)
+    group = next((n for n, g in enumerate(optimizer.param_groups) if any(p is like for p in g["params"])), 0)
+    layout = None if like is None else layouts.learn(optimizer, like, optimizer.param_groups[group], "")
+    if like is None or layout is None or not layout.values:
+        why = "host_fraction='auto': 0, as other ranks may hold copies of all parameters, or there is no state"
+        return ChosenFraction(0.0, why)
     copies = Copies(link, pin=pin)
     lane = link.host_lanes(serial=False)[0]
-    scratch = _Scratch(like.dtype, group, layout, master, bucket_bytes)
-    updates = _Updates(HostStep(cls, capabilities, optimizer, []), lane, scratch)
+    local = local_shard(like)
+    scratch = _Scratch(local.dtype, group, layout, layouts.master_of(like), host_bucket_bytes(bucket_bytes))
+    updates = _Updates(HostStep(cls, layouts.capabilities, optimizer, []), lane, scratch)
     worker.reserve(1, pin=pin)
     rounds = [_round(copies, updates, worker) for _ in range(_ROUNDS)]
     found = Rates(*map(statistics.median, zip(*rounds, strict=True)))
     found = found._replace(cpu=_REACHED * found.cpu, cpu_beside=_REACHED * found.cpu_beside)
-    weights = like.element_size() / _state_bytes_each(layout)
-    return found, Traffic(down=weights, up=weights)
+    weights = local.element_size() / _state_bytes_each(layout)
+    fraction = best_fraction(found, Traffic(down=weights, up=weights))
+    why = (
+        f"host_fraction='auto': {fraction:.2f}: CPU {found.cpu / 1e9:.1f} GB/s of state "
+        f"({found.cpu_beside / 1e9:.1f} beside copies), link {found.two_way / 1e9:.1f} GB/s both ways "
+        f"({found.two_way_beside / 1e9:.1f} beside updates)"
+    )
+    logger.info(why)
+    return ChosenFraction(fraction, why)
 
 
 def _round(copies: "Copies", updates: "_Updates", worker: HostWorker) -> Rates:

@@ -11,7 +11,6 @@ whatever means. Everything but :meth:`HostUpdates.submit` and the waits runs in 
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,17 +18,21 @@ from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from ..device.lanes import Mark
-from ..device.link import DeviceLink
+from ..device.link import device_link
+from ..engine.cpu_updates import ChosenFraction, HostTimes, Submit
 from ..optimizers import Capabilities
 from ..optimizers.bound_range import BoundRange, local_range
+from ..optimizers.kept_state import Layouts
+from ..policy import OffloadPolicy
 from ..state.shard import StateShard
 from ..state.store import StateStore, UserState
 from ..torch_compat.dtensor import local_shard
+from .calibrate import choose_fraction
 from .fingerprint import Hasher
 from .job import HostJob, HostStates, passing_bytes
 from .mirror import MirroredBucket
 from .step import HostStep
-from .worker import HostWorker, leave_with
+from .worker import HostWorker, host_worker, leave_with
 
 _CPU = torch.device("cpu")
 
@@ -45,7 +48,7 @@ def _moves(bound: BoundRange, states: StateStore) -> list[tuple[Tensor, Tensor]]
 
 
 class LastJobs:
-    """The jobs of an optimizer's last step. Hooks on a model have them, and so wait for them when it is gone."""
+    """The jobs of an optimizer's last step: its :class:`LastUpdates`."""
 
     def __init__(self, worker: HostWorker) -> None:
         self.jobs: list[HostJob] = []
@@ -62,11 +65,7 @@ class LastJobs:
                 raise RuntimeError("the thread that updates on the host has ended before its work was done")
 
     def wait_without_owner(self) -> None:
-        """Block until all parameters are new; at once from the second time on.
-
-        Raises:
-            RuntimeError: the update has failed, and there is no optimizer left that would say so.
-        """
+        """As :class:`LastUpdates`."""
         jobs, self.jobs = self.jobs, []
         for job in jobs:
             self.wait_done(job)
@@ -82,66 +81,63 @@ class LastJobs:
 
 
 class HostUpdates:
-    """The host's side of one optimizer: what has been submitted, and the waits for it.
-
-    Attributes:
-        failure: why its part of the state is only half updated; empty if it is whole.
-        creates: the step makes state that there was not before.
-        last: the jobs of the last step, and behind them those of all steps before it.
-    """
+    """The :class:`CpuUpdates` of one optimizer."""
 
     def __init__(
-        self,
-        cls: type[Optimizer],
-        capabilities: Capabilities,
-        link: DeviceLink,
-        worker: HostWorker,
-        *,
-        serial: bool,
-        pin: bool,
+        self, cls: type[Optimizer], capabilities: Capabilities, policy: OffloadPolicy, device: torch.device
     ) -> None:
         self.failure = ""
-        self.creates = False
         self._cls = cls
         self._capabilities = capabilities
-        self._link = link
-        self._worker = worker
-        self._serial = serial
-        self._pin = pin
-        self._lanes = link.host_lanes(serial=serial)
+        self._link = device_link(device)
+        self._worker = host_worker(device)
+        self._policy = policy
+        self._pin = policy.pins(device.type)
+        self._lanes = self._link.host_lanes(serial=policy.runs_serially)
         self._hashers: tuple[Hasher, Hasher] | None = None
         self._jobs: dict[int, HostJob] = {}
         self._mirrored: dict[int, MirroredBucket] = {}
-        self.last = LastJobs(worker)
+        self.last = LastJobs(self._worker)
         self._submitted: list[HostJob] = []  # in this step
+        self._creates = False
         self._created: dict[Tensor, UserState] = {}
         self._waited_seconds = 0.0
         self._errors: list[tuple[str, BaseException]] = []
         self._after: tuple[Mark, ...] = ()
-        leave_with(self, worker)
+        leave_with(self, self._worker)
 
-    def reserve(self, bucket_nbytes: int) -> None:
-        """Take the memory through which buckets of that many bytes (:func:`passing_bytes`) pass; 24 MiB of the device.
+    def choose_fraction(self, optimizer: Optimizer, params: Sequence[Tensor], layouts: Layouts) -> ChosenFraction:
+        """As :class:`CpuUpdates`."""
+        return choose_fraction(
+            *(self._cls, optimizer, params, layouts),
+            link=self._link,
+            worker=self._worker,
+            bucket_bytes=self._policy.bucket_bytes,
+            pin=self._pin,
+        )
 
-        Raises:
-            RuntimeError: the driver refuses to page-lock the memory, or the device is full.
-        """
-        self._worker.reserve(bucket_nbytes, pin=self._pin)
+    def missing_bytes(self, gradient_nbytes: Sequence[Sequence[int]]) -> int:
+        """As :class:`CpuUpdates`."""
+        return self._worker.missing_bytes(max(map(passing_bytes, gradient_nbytes), default=0))
+
+    def reserve(self, gradient_nbytes: Sequence[Sequence[int]]) -> None:
+        """As :class:`CpuUpdates`."""
+        self._worker.reserve(max(map(passing_bytes, gradient_nbytes)), pin=self._pin)
         self._hashers = (self._worker.hasher(self._lanes[0]), self._worker.hasher(self._lanes[1]))
 
-    def missing_bytes(self, bucket_nbytes: int) -> int:
-        """Host memory that :meth:`reserve` would take."""
-        return self._worker.missing_bytes(bucket_nbytes)
-
-    def begin(self, optimizer: Optimizer, shards: Iterable[StateShard]) -> HostStep:
-        """Note where a logical step starts."""
+    def begin(self, optimizer: Optimizer, shards: Iterable[StateShard]) -> Submit:
+        """As :class:`CpuUpdates`."""
         self._waited_seconds, self._after, self._submitted = 0.0, (), []
         step = HostStep(self._cls, self._capabilities, optimizer, shards)
         self._created = step.created
-        return step
+
+        def submit(number: int, ranges: Sequence[BoundRange], states: StateStore, moving: Sequence[StateShard]) -> None:
+            self.submit(number, ranges, step, states, moving)
+
+        return submit
 
     def after(self, mark: Mark) -> None:
-        """Start what is submitted in this step from now on only after ``mark``.
+        """As :class:`CpuUpdates`.
 
         Its copies wait when they are issued, and not their stream now: what was submitted before is issued later, as
         buffers become free, and would wait for the whole backward.
@@ -154,17 +150,9 @@ class HostUpdates:
         ranges: Sequence[BoundRange],
         step: HostStep,
         states: StateStore,
-        moving: Sequence[StateShard] = (),
+        moving: Sequence[StateShard],
     ) -> None:
-        """Have a bucket updated. Returns at once; gradients are held until they have been read.
-
-        Args:
-            number: of the bucket.
-            ranges: all of its ranges.
-            step: which logical step this belongs to.
-            states: of the optimizer.
-            moving: shards whose state is to be in their other place afterwards.
-        """
+        """As :class:`Submit`, for ``step``."""
         conventions = self._capabilities.conventions
         bucket = self._mirror(number, ranges)
         sides = [1 - b.shard.side if b.shard in moving else b.shard.side for b in ranges]
@@ -189,11 +177,11 @@ class HostUpdates:
             if state:
                 counters_to(_CPU, bound.shard, state)
                 known[bound.shard] = state
-            self.creates |= any(state.get(name) is None for name in bound.shard.homes)
+            self._creates |= any(state.get(name) is None for name in bound.shard.homes)
             # Counted here, where the order with what others count is that of the program.
             increment_version(local_shard(bound.shard.param))
         # Has been, unless gradients are wider than their parameters.
-        self.reserve(passing_bytes(grad.nbytes for grad in grads.values()))
+        self.reserve([[grad.nbytes for grad in grads.values()]])
         assert self._hashers is not None
         part = bucket.part(tuple(grads))
         job = HostJob(
@@ -217,7 +205,7 @@ class HostUpdates:
         self._submitted.append(job)
         self.last.jobs = self._submitted
         self._worker.submit(job)
-        if self._serial:
+        if self._policy.runs_serially:
             self._wait_for(job)
 
     def _mirror(self, number: int, ranges: Sequence[BoundRange]) -> MirroredBucket:
@@ -232,14 +220,7 @@ class HostUpdates:
     # Waiting -----------------------------------------------------------------------------------------------------
 
     def wait(self, number: int) -> Mark | None:
-        """Block until the last update of a bucket is done: its state is at home. ``None``: it is not the host's.
-
-        Returns:
-            A mark behind which its parameters are new on the device.
-
-        Raises:
-            RuntimeError: it has failed, or another one of its step before it.
-        """
+        """As :class:`CpuUpdates`."""
         job = self._jobs.get(number)
         if job is None:
             return None
@@ -249,7 +230,7 @@ class HostUpdates:
         return job.uploaded
 
     def wait_all(self) -> Mark | None:
-        """Wait as :meth:`wait` does, for all buckets: no job of an earlier step is done after one of the last step."""
+        """As :class:`CpuUpdates`: no job of an earlier step is done after one of the last step."""
         self.wait_quietly()
         self.raise_failure()
         uploaded = (job for job in self.last.jobs if job.uploaded is not None)
@@ -257,19 +238,21 @@ class HostUpdates:
         return None if last is None else last.uploaded
 
     def wait_quietly(self) -> None:
-        """Block until nothing is under way; a failure is kept for who asks next."""
+        """As :class:`CpuUpdates`."""
         for job in self.last.jobs:
             self._wait_for(job)
 
     def take_created(self) -> dict[Tensor, UserState]:
-        """State that updates have made where there was none; waits for them all."""
-        self.creates = False
+        """As :class:`CpuUpdates`."""
+        if not self._creates:
+            return {}
+        self._creates = False
         self.wait_all()
         created, self._created = self._created, {}
         return created
 
     def forget(self) -> None:
-        """Buckets have other numbers from now on."""
+        """As :class:`CpuUpdates`."""
         self.wait_quietly()
         for bucket in self._mirrored.values():
             if bucket.uploaded is not None:
@@ -285,11 +268,7 @@ class HostUpdates:
             self._waited_seconds += time.perf_counter() - begin
 
     def raise_failure(self) -> None:
-        """Raise what has failed by now, if nobody has been told yet; then nothing is under way any more.
-
-        Raises:
-            RuntimeError: an update has failed; says which.
-        """
+        """As :class:`CpuUpdates`."""
         if not self._errors:
             return
         # Who is told may load weights at once, and what was updated before would still come up over them.
@@ -303,15 +282,24 @@ class HostUpdates:
         )
         raise RuntimeError(f"step(), with OffloadPolicy(host_fraction=...): {self.failure}.") from error
 
+    def counters_as_made(self, shards: Iterable[StateShard], states: StateStore) -> None:
+        """As :class:`CpuUpdates`."""
+        for shard in shards:
+            state = states.get(shard.param)
+            for name, example in shard.layout.scalars.items():
+                value = state.get(name)
+                if isinstance(example, Tensor) and isinstance(value, Tensor) and value.device != example.device:
+                    state[name] = value.to(example.device)
+
     # What the last step has done ---------------------------------------------------------------------------------
 
     @property
     def buffer_bytes(self) -> int:
-        """Host memory through which gradients pass; shared by all optimizers of the device."""
+        """As :class:`CpuUpdates`."""
         return self._worker.buffer_bytes
 
-    def last_times(self) -> "HostTimes":
-        """Return the times of the last updates; waits for them."""
+    def last_times(self) -> HostTimes:
+        """As :class:`CpuUpdates`."""
         self.wait_quietly()
         jobs = self._jobs.values()
         return HostTimes(
@@ -324,37 +312,8 @@ class HostUpdates:
         )
 
 
-@dataclass(frozen=True)
-class HostTimes:
-    """Times of the host in one step.
-
-    Attributes:
-        state_bytes: updated.
-        update_ms: in which the optimizer ran.
-        waited_ms: in which the main thread stood still for it.
-        arrival_ms: in which the thread that updates stood still for what comes down.
-        span_ms: from the beginning of its first bucket to the end of its last one.
-        weights_down_bytes: of parameters that were brought down, as somebody else had written them.
-    """
-
-    state_bytes: int = 0
-    update_ms: float = 0.0
-    waited_ms: float = 0.0
-    arrival_ms: float = 0.0
-    span_ms: float = 0.0
-    weights_down_bytes: int = 0
-
-
 def counters_to(device: torch.device, shard: StateShard, state: UserState) -> None:
     """Put 0-dim tensors of a parameter's state where its optimizer reads them."""
     for name, value in state.items():
         if isinstance(value, Tensor) and value.dim() == 0 and name not in shard.homes and value.device != device:
             state[name] = value.to(device)
-
-
-def counters_as_made(shard: StateShard, state: UserState) -> None:
-    """The inverse: where the optimizer itself put them, as an update on the device wants them."""
-    for name, example in shard.layout.scalars.items():
-        value = state.get(name)
-        if isinstance(example, Tensor) and isinstance(value, Tensor) and value.device != example.device:
-            state[name] = value.to(example.device)

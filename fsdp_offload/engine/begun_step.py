@@ -14,12 +14,12 @@ from enum import Enum
 
 from torch import Tensor
 
-from ..cpu_update.step import HostStep
 from ..optimizers import LogicalStep
 from ..optimizers.shadow import Shadow
 from ..optimizers.shared_values import SharedValues
 from ..planning.schedule import BucketStep
 from ..state.shard import StateShard
+from .cpu_updates import Submit
 from .speculation import Speculated
 
 
@@ -48,6 +48,7 @@ class BegunStep:
     """A logical step of which something has been issued.
 
     Attributes:
+        submit: has the CPU update a bucket in it; ``None`` if the CPU updates nothing.
         steps: the buckets of its schedule.
         phase: how far it has come; changed by :meth:`enter` only.
         moving: shards that are stored in their other place; ``None`` before the first update.
@@ -66,7 +67,7 @@ class BegunStep:
     shadow: Shadow
     shared: SharedValues
     logical: LogicalStep
-    host: HostStep | None
+    submit: Submit | None
     group_count: int
     steps: tuple[BucketStep, ...]
     phase: StepPhase = StepPhase.STEP

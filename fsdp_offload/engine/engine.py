@@ -18,9 +18,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..cpu_update.calibrate import measure
-from ..cpu_update.updates import HostUpdates, counters_as_made
-from ..cpu_update.worker import host_worker
 from ..device.bucket_times import BucketTimes, StepTimes
 from ..device.iteration import IterationMarks
 from ..device.lanes import EventMark, HostMark, Mark
@@ -31,7 +28,6 @@ from ..optimizers.masters import MASTER
 from ..optimizers.saved_form import as_kept, as_saved, drop_master, rebuild_master
 from ..optimizers.shared_values import ENGINE_ATTRIBUTE
 from ..planning.bound import PartsAlone
-from ..planning.cpu_share import best_fraction, host_bucket_bytes
 from ..planning.device_share import device_share
 from ..planning.schedule import BucketStep
 from ..policy import OffloadPolicy
@@ -39,10 +35,11 @@ from ..state.adopt import adopt, adopt_weights, is_exchanged
 from ..state.layout import StateLayout, in_dtypes_of, is_trained
 from ..state.shard import StateShard
 from ..state.store import StateStore, UserState
-from ..torch_compat.dtensor import has_replicas, local_shard
+from ..torch_compat.dtensor import local_shard
 from ..torch_compat.optim import unsupported_gradient
 from ..torch_compat.sharded_parameter import ShardedParameter
 from .begun_step import BegunStep, StepPhase
+from .cpu_updates import CpuUpdates
 from .executor import Pipeline
 from .homes import Plan
 from .lending import Lending
@@ -59,13 +56,15 @@ class Engine:
     Attributes:
         cls: the user's optimizer class.
         steps: its logical steps.
+        host: updates the CPU's share of its state; ``None`` if there is none.
         window: parameters that live on the host, for as long as they are on the device; ``None``: all stay there.
         share: device memory that its state may take.
         loads_in_backward: whether loads begin before ``step()``: hooks on a model tell when a backward does.
         pinned: whether host memory is page-locked.
         holds_back: nothing is begun before ``step()``, so that the model can be measured alone.
         alone: what has been measured so.
-        tuning_of_policy, tuning_of_residents, tuning_of_staging: what ``"auto"`` has chosen, and why, in sentences.
+        tuning_of_policy, tuning_of_host, tuning_of_residents, tuning_of_staging: what ``"auto"`` has chosen, and why,
+            in sentences.
     """
 
     def __init__(
@@ -77,6 +76,7 @@ class Engine:
         names: dict[Tensor, str],
         together: Mapping[Tensor, int],
         sharded: Mapping[Tensor, ShardedParameter],
+        host: CpuUpdates | None,
     ) -> None:
         self.cls = cls
         self.policy = policy
@@ -88,20 +88,16 @@ class Engine:
         self.names = names
         self.layouts = Layouts(cls, capabilities, policy.master_weights)
         self.conventions = capabilities.conventions
-        self.pinned = device.type != "cpu" if policy.pin_memory is None else policy.pin_memory
+        self.pinned = policy.pins(device.type)
         self._link: DeviceLink = device_link(device)
         for one in sharded.values():
             one.wait = partial(_wait_home, weakref.ref(self))
-        self.host: HostUpdates | None = None
-        self.tuning_of_host = ""  # what "auto" has chosen, and why
-        if policy.host_fraction:
-            worker = host_worker(device)
-            self.host = HostUpdates(cls, capabilities, self._link, worker, serial=policy.runs_serially, pin=self.pinned)
+        self.host = host
         self._pipeline = Pipeline(
             self._link,
             serial=policy.runs_serially,
             beside_compute=policy.runs_on_into_forward,
-            host=self.host,
+            host=host,
         )
         self.plan = Plan(
             *(self.layouts, policy, self.share, device),
@@ -109,7 +105,7 @@ class Engine:
             staged=self._pipeline.buckets,
             together=together,
             sharded=sharded,
-            host=self.host,
+            host=host,
         )
         self.window: Window | None = None
         self.lending = Lending(self.plan, self._pipeline)
@@ -120,7 +116,7 @@ class Engine:
         self._param_ids: list[list[int]] = []  # of each group
         self._unplanned: list[Tensor] = []  # in the groups, but without room: they never had a gradient
         self._layout_keys: list[object] = []  # of each group, when its state was last planned
-        self.tuning_of_policy = self.tuning_of_residents = self.tuning_of_staging = ""
+        self.tuning_of_policy = self.tuning_of_host = self.tuning_of_residents = self.tuning_of_staging = ""
         self._link.join()
         # Ring and arena must not go while a copy still uses them. This runs before the attributes are dropped.
         weakref.finalize(self, _let_go, self._link, self._pipeline.number).atexit = False
@@ -160,7 +156,9 @@ class Engine:
         if self.steps.begun is not None and self.steps.begun.has_updated:
             self.steps.check_usable("taking over more parameters")
         if self.policy.host_fraction == "auto" and not self.tuning_of_host:
-            self._measure(optimizer, params)
+            # Once: whatever is added later gets the same.
+            assert self.host is not None
+            self.plan.host_fraction, self.tuning_of_host = self.host.choose_fraction(optimizer, params, self.layouts)
         self.layouts.judge(optimizer)
         self._check_order_of_draws(optimizer, params)
         self.steps.drop()
@@ -195,36 +193,6 @@ class Engine:
                 "were in no group, would now get theirs behind all others. Call remove_offload() and "
                 "offload_optimizer() again, which puts them in order. Nothing has been changed."
             )
-
-    def _measure(self, optimizer: Optimizer, params: Sequence[Tensor]) -> None:
-        """Choose the host's share by what both sides can do. Once: whatever is added later gets the same."""
-        assert self.host is not None
-        like = max((param for param in params if not has_replicas(param)), key=Tensor.numel, default=None)
-        group = next((n for n, g in enumerate(optimizer.param_groups) if any(p is like for p in g["params"])), 0)
-        layout = None if like is None else self.layouts.learn(optimizer, like, optimizer.param_groups[group], "")
-        if like is None or layout is None or not layout.values:
-            self.tuning_of_host = (
-                "host_fraction='auto': 0, as other ranks may hold copies of all parameters, or there is no state"
-            )
-            return
-        rates, traffic = measure(
-            *(self.cls, self.layouts.capabilities, optimizer),
-            like=local_shard(like),
-            group=group,
-            layout=layout,
-            master=self.layouts.master_of(like),
-            link=self._link,
-            worker=host_worker(self.device),
-            bucket_bytes=host_bucket_bytes(self.policy.bucket_bytes),
-            pin=self.pinned,
-        )
-        self.plan.host_fraction = best_fraction(rates, traffic)
-        self.tuning_of_host = (
-            f"host_fraction='auto': {self.plan.host_fraction:.2f}: CPU {rates.cpu / 1e9:.1f} GB/s of state "
-            f"({rates.cpu_beside / 1e9:.1f} beside copies), link {rates.two_way / 1e9:.1f} GB/s both ways "
-            f"({rates.two_way_beside / 1e9:.1f} beside updates)"
-        )
-        logger.info(self.tuning_of_host)
 
     def clear(self) -> None:
         """Drop all homes, after the last store."""
@@ -411,8 +379,8 @@ class Engine:
         self._counters_as_made(states)
 
     def _counters_as_made(self, states: StateStore) -> None:
-        for shard in self.plan.host_shards():
-            counters_as_made(shard, states.get(shard.param))
+        if self.host is not None:
+            self.host.counters_as_made(self.plan.host_shards(), states)
 
     # A step ------------------------------------------------------------------------------------------------------
 
@@ -457,7 +425,7 @@ class Engine:
             raise
         self._pipeline.end_updates()
         steps.begun, steps.last = None, needed
-        steps.speculation.step_ended(steps.layout)
+        steps.speculation.step_ended()
         if not self.policy.runs_on_into_forward:
             steps.wait_for_all()
             if self.window is not None:
@@ -466,7 +434,7 @@ class Engine:
 
     def _take_results(self, begun: BegunStep, optimizer: Optimizer, created: list[Tensor], states: StateStore) -> None:
         """Put into ``optimizer`` what the updates have made beside what they wrote in place."""
-        if self.host is not None and self.host.creates:
+        if self.host is not None:
             for param, state in self.host.take_created().items():
                 homes = self.plan.shards[param].homes
                 states.of(param).update({name: homes.get(name, value) for name, value in state.items()})

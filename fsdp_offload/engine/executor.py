@@ -10,7 +10,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..cpu_update.updates import HostUpdates
 from ..device.bucket_times import BucketTimes, Span, StepTimes
 from ..device.iteration import IterationMarks
 from ..device.lanes import Copy, Lane, Mark, recorded, wait_on
@@ -19,6 +18,7 @@ from ..device.ring import Ring
 from ..planning.ring_layout import Placement, RingBlocks
 from ..planning.schedule import Action, Kind
 from .bucket import Residency, StagedBucket
+from .cpu_updates import CpuUpdates
 
 _pipeline_numbers = itertools.count(1)
 
@@ -53,7 +53,7 @@ class Pipeline:
     """
 
     def __init__(
-        self, link: DeviceLink, *, serial: bool, beside_compute: bool = False, host: HostUpdates | None = None
+        self, link: DeviceLink, *, serial: bool, beside_compute: bool = False, host: CpuUpdates | None = None
     ) -> None:
         self.buckets: list[StagedBucket] = []
         self.host = host

@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..cpu_update.job import passing_bytes
-from ..cpu_update.updates import HostUpdates
 from ..device.arena import Region
 from ..device.host_limits import check_host_memory
 from ..optimizers.bound_range import BoundRange, bind_range, slot_values, slot_weights
@@ -32,6 +30,7 @@ from ..state.store import StateStore
 from ..torch_compat.dtensor import has_replicas, is_dtensor, largest_local_numel, local_shard
 from ..torch_compat.sharded_parameter import ShardedParameter
 from .bucket import StagedBucket
+from .cpu_updates import CpuUpdates
 
 _LASTING_SHARE = 25
 """One part in so many of all that moves is the most that may be on the device all the time, of staging that comes and
@@ -139,6 +138,10 @@ class Plan:
         ring: the blocks of the ring: of the device memory that buckets pass through.
         resident_bytes: device memory of the homes that never leave it, padding included.
         host_fraction: of the state, what the host updates from now on.
+        generation: grows whenever buckets are added or dropped, come to stay on the device, or have another ring to
+            pass through; not where a shard moves among the places that it has. Whatever was derived from buckets and
+            ring is derived anew then: bound ranges and schedules (:meth:`Stepping.forget_places`), the buckets of a
+            model's groups, and which updates can be taken back.
     """
 
     def __init__(
@@ -152,11 +155,12 @@ class Plan:
         staged: list[StagedBucket],
         together: Mapping[Tensor, int],
         sharded: Mapping[Tensor, ShardedParameter],
-        host: HostUpdates | None = None,
+        host: CpuUpdates | None = None,
     ) -> None:
         self.host_fraction = 0.0 if policy.host_fraction == "auto" else policy.host_fraction
         self._host = host
         self._host_taken = NOTHING_YET
+        self.generation = 0
         self.shards: dict[Tensor, StateShard] = {}
         self.regions: list[Region] = []
         self._of_resident: list[tuple[Region, list[StateShard]]] = []  # those of the regions that only these may use
@@ -298,7 +302,7 @@ class Plan:
         offloaded = [shard for shard in offloaded if not shard.on_host]
         there_bytes = host_bucket_bytes(self._policy.bucket_bytes)
         there = plan_buckets([_spec(shard) for shard in updated_there], there_bytes)
-        there_passing = max((_passing_nbytes(bucket, updated_there) for bucket in there.buckets), default=0)
+        there_gradients = [_gradient_nbytes(bucket, updated_there) for bucket in there.buckets]
         on_host = plan_buckets([_spec(shard) for shard in offloaded], self._policy.bucket_bytes)
         held_bytes = sum(region.nbytes for region in self.regions)
         with_spare = _shards_within(on_host, offloaded, self._policy.snapshot_bytes - self.spare_bytes)
@@ -308,11 +312,11 @@ class Plan:
         mirrors = plan_buckets([_mirror_spec(shard) for shard in updated_there], 1 << 62)
         needed_bytes += mirrors.home_nbytes
         if self._host is not None:
-            needed_bytes += self._host.missing_bytes(there_passing)
+            needed_bytes += self._host.missing_bytes(there_gradients)
         check_host_memory(needed_bytes, self._policy.host_limit_bytes, held_bytes)
         # First what may fail (the driver may refuse to lock pages), so that nothing has to be undone.
-        if self._host is not None and there_passing:
-            self._host.reserve(there_passing)
+        if self._host is not None and there_gradients:
+            self._host.reserve(there_gradients)
         there_regions = [self._region(n, there.home_breaks) for n in (there.home_nbytes, there_spare.nbytes)]
         regions = tuple(
             self._region(nbytes, on_host.home_breaks) for nbytes in (on_host.home_nbytes, with_spare.nbytes)
@@ -472,6 +476,7 @@ class Plan:
 
     def _place(self) -> None:
         """Choose the blocks of the ring. Where in it a bucket passes through depends on the order of each step."""
+        self.generation += 1
         moving = [number for number, staged in enumerate(self._staged) if staged.copies]
         nbytes = [self._buckets[number].bucket.nbytes for number in moving]
         self.ring = self._ring_for(nbytes, self._share.ring_bytes(self._policy.bucket_bytes))
@@ -542,6 +547,7 @@ class Plan:
 
     def clear(self) -> None:
         """Drop all buckets and homes. Whoever still holds a state tensor keeps its region alive."""
+        self.generation += 1
         self.shards.clear()
         self.regions.clear()
         self._of_resident.clear()
@@ -615,11 +621,9 @@ def _mirror_spec(shard: StateShard) -> ShardSpec:
     return ShardSpec(local.numel(), (local.numel() * local.element_size(),), False)
 
 
-def _passing_nbytes(bucket: Bucket, shards: Sequence[StateShard]) -> int:
-    """Host memory for the gradients of a bucket, if they have the dtype of their parameters."""
-    return passing_bytes(
-        (piece.stop - piece.start) * shards[piece.shard].param.element_size() for piece in bucket.ranges
-    )
+def _gradient_nbytes(bucket: Bucket, shards: Sequence[StateShard]) -> list[int]:
+    """Bytes of the gradients of a bucket, if they have the dtype of their parameters."""
+    return [(piece.stop - piece.start) * shards[piece.shard].param.element_size() for piece in bucket.ranges]
 
 
 def _settle(

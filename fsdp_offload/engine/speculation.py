@@ -227,9 +227,9 @@ class Speculation:
             self.unavailable = "this optimizer does not work element by element, or is not in the tested table"
         elif policy.parameters:
             self.unavailable = "there is no way back for parameters that live on the host"
-        self._layout: object = None  # of the buckets for which there is memory
+        self._generation = -1  # of the plan, for which there is memory
         self._way_back: WayBack | None = None
-        self._takeable: frozenset[int] = frozenset()  # buckets that may be updated early, of that layout
+        self._with_memory: frozenset[int] = frozenset()  # buckets of that generation
         self._is_on = False
         self._watched: list[TensorWeakRef] = []
         self._watched_params: list[TensorWeakRef] = []
@@ -251,9 +251,10 @@ class Speculation:
         """Whether updates may run ahead of what becomes of their gradients."""
         return self._is_on and self._way_back is not None and bool(self._takeable) and not self.unavailable
 
-    def forget_places(self) -> None:
-        """State may be in other buckets from now on; what there is memory for is found after the next step."""
-        self._layout, self._takeable = None, frozenset()
+    @property
+    def _takeable(self) -> frozenset[int]:
+        """Buckets that may be updated early; of a new generation none, until a step has ended."""
+        return self._with_memory if self._generation == self._plan.generation else frozenset()
 
     def may_update(self, number: int) -> bool:
         """Whether the update of a bucket can be taken back. Others wait for ``step()``."""
@@ -365,8 +366,8 @@ class Speculation:
         self._changed = self._changed or scaler_decides
         self.announced = self.announced or scaler_decides
 
-    def step_ended(self, layout: object) -> None:
-        """``step()`` has issued everything. ``layout`` is another object whenever state may be in other buckets."""
+    def step_ended(self) -> None:
+        """``step()`` has issued everything."""
         if self._way_back is not None:
             self._way_back.forget()
         if self._learns_later:
@@ -381,8 +382,8 @@ class Speculation:
         if not self.announced or self.unavailable:
             return
         self._decide()
-        if self._is_on and layout is not self._layout:
-            self._layout = layout
+        if self._is_on and self._generation != self._plan.generation:
+            self._generation, self._with_memory = self._plan.generation, frozenset()
             self._take_memory()
 
     def _decide(self) -> None:
@@ -428,7 +429,7 @@ class Speculation:
             plan.take_spare_homes()
             if not kept:
                 self._way_back = WayBack(plan, self._pipeline, numbers, self._device, pin=self._pin)
-            self._takeable = frozenset(numbers)
+            self._with_memory = frozenset(numbers)
         except (MemoryError, RuntimeError) as error:
             self._way_back = None
             self.unavailable = f"to take a step back needs {needed_bytes} bytes of host memory ({error})"

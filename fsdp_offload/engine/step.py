@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..cpu_update.step import HostStep
 from ..device.link import DeviceLink
 from ..optimizers import LogicalStep
 from ..optimizers.bound_range import BoundRange
@@ -36,6 +35,7 @@ from ..torch_compat.optim import foreach_supports
 from ..torch_compat.spent_gradient import is_spent, restore, spend
 from ..torch_compat.watched_gradient import bare
 from .begun_step import BegunStep, StepPhase
+from .cpu_updates import Submit
 from .executor import Pipeline
 from .homes import Plan
 from .lending import Lending
@@ -50,7 +50,6 @@ class Stepping:
         last: what the last step updated.
         backward_order: buckets as their gradients became final in the last backward.
         measured_order: a better order for the same, if the rehearsal has found one.
-        layout: another object whenever state may be in other buckets.
         speculation: whether updates may run ahead of what the loop does with gradients.
     """
 
@@ -72,7 +71,6 @@ class Stepping:
         self.last: tuple[BucketStep, ...] = ()
         self.backward_order: list[int] = []
         self.measured_order: list[int] = []
-        self.layout = object()
         self._cls = cls
         self._policy = policy
         self._names = names
@@ -102,14 +100,12 @@ class Stepping:
             self._pipeline.host.failure = ""
 
     def forget_places(self) -> None:
-        """Buckets have other homes or slots from now on."""
+        """There is another generation of the plan: let go of what was derived from the last one."""
         if self._pipeline.host is not None:
             self._pipeline.host.forget()
         self._bound.clear()
         self._schedules.clear()
-        self.speculation.forget_places()
         self.last = ()
-        self.layout = object()
 
     # One after the other -----------------------------------------------------------------------------------------
 
@@ -140,12 +136,12 @@ class Stepping:
 
     def _start(
         self, optimizer: Optimizer, kwargs: Mapping[str, Any]
-    ) -> tuple[SharedValues, LogicalStep, HostStep | None]:
+    ) -> tuple[SharedValues, LogicalStep, Submit | None]:
         """What updates start from, beside parameters and state."""
         logical = self._conventions.begin(optimizer, kwargs)
         host = self._pipeline.host
-        on_host = None if host is None else host.begin(optimizer, self._plan.host_shards())
-        return self._shared_values(optimizer, logical), logical, on_host
+        submit = None if host is None else host.begin(optimizer, self._plan.host_shards())
+        return self._shared_values(optimizer, logical), logical, submit
 
     def advance(
         self,
@@ -167,9 +163,8 @@ class Stepping:
                 begun.redirected = begun.steps
             if speculated is not None:
                 self.speculation.before_update(speculated, number)
-            if begun.host is not None and self._plan[number].on_host:
-                assert self._pipeline.host is not None
-                self._pipeline.host.submit(number, self._bind(number), begun.host, states, begun.moving or ())
+            if begun.submit is not None and self._plan[number].on_host:
+                begun.submit(number, self._bind(number), states, begun.moving or ())
                 begun.note_updated(number)
                 return  # the gradients are held there
             with bare(self._seen(number)):
@@ -260,7 +255,7 @@ class Stepping:
 
         GradScaler, for one, hands over its scale in attributes that there are during ``step()`` only.
         """
-        begun.shared, begun.logical, begun.host = self._start(optimizer, kwargs)
+        begun.shared, begun.logical, begun.submit = self._start(optimizer, kwargs)
         begun.group_count = len(optimizer.param_groups)
 
     def go_on(self, begun: BegunStep, left: tuple[BucketStep, ...]) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from ..cpu_update.updates import LastJobs
+from ..engine.cpu_updates import LastUpdates
 from ..engine.engine import Engine
 from ..policy import OffloadPolicy
 from ..state.store import StateStore
@@ -55,7 +55,7 @@ class Overlap:
         self._groups = sharding_groups(model)
         self.in_groups = {param for group in self._groups for param in group.params}
         self._clock = Clock(len(self._groups))
-        self._layout: object = None  # that of the engine for which these are known
+        self._generation = -1  # of the engine's plan, for which these are known
         self._buckets_of: dict[int, set[int]] = {}
         self._all_new = True
         self._final: set[Tensor] = set()
@@ -144,12 +144,11 @@ class Overlap:
 
     def _buckets(self, engine: Engine) -> Mapping[int, Collection[int]]:
         """Of each group, and ``_ELSEWHERE``: of what ``fully_shard`` does not gather."""
-        layout = engine.steps.layout
-        if layout is not self._layout:
+        if engine.plan.generation != self._generation:
             elsewhere = [param for param in engine.plan.shards if param not in self.in_groups]
             groups = {number: group.params for number, group in enumerate(self._groups)} | {_ELSEWHERE: elsewhere}
             self._buckets_of = {number: engine.steps.buckets_of(params) for number, params in groups.items()}
-            self._layout = layout
+            self._generation = engine.plan.generation
         return self._buckets_of
 
     # Called by the hooks ------------------------------------------------------------------------------------------
@@ -259,7 +258,7 @@ def _state_dict_hooks(model: nn.Module) -> Iterator[Callable[..., Any]]:
         yield module.register_load_state_dict_pre_hook
 
 
-def _call(overlap: "weakref.ref[Overlap]", last: LastJobs | None, method: str, *args: Any) -> None:
+def _call(overlap: "weakref.ref[Overlap]", last: LastUpdates | None, method: str, *args: Any) -> None:
     target = overlap()
     if target is not None:
         getattr(target, method)(*args)

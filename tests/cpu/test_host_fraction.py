@@ -1145,7 +1145,7 @@ def test_auto_leaves_replicas_alone(quick: None, mesh: DeviceMesh, monkeypatch: 
     net = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
     fully_shard(net[1], mesh=mesh)
     monkeypatch.setattr(dist, "get_world_size", lambda *_: 2)
-    monkeypatch.setattr("fsdp_offload.engine.engine.best_fraction", lambda *_: 1.0)
+    monkeypatch.setattr("fsdp_offload.cpu_update.calibrate.best_fraction", lambda *_: 1.0)
     assert host_names(attach(fused_adamw(net.parameters()), model=net, policy=policy("auto"))) == ["1.weight", "1.bias"]
     optimizer = attach(fused_adamw(nn.Linear(16, 16).parameters()), policy=policy("auto"))
     assert host_names(optimizer) == []

@@ -12,7 +12,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
 import fsdp_offload.cpu_update.calibrate
-import fsdp_offload.engine.engine
 from fsdp_offload import OffloadPolicy
 from tests.distributed import models
 from tests.distributed.launch import DEVICE_TYPE, mesh, run_cases, spawn
@@ -118,7 +117,7 @@ def auto_on_replicas() -> list[str]:
     fully_shard(net[1], mesh=device_mesh)
     fsdp_offload.cpu_update.calibrate._STATE_BYTES = fsdp_offload.cpu_update.calibrate._CHUNK_BYTES = 1 << 16
     fsdp_offload.cpu_update.calibrate.cache_bytes = lambda: 0
-    fsdp_offload.engine.engine.best_fraction = lambda *_: 1.0  # in this process, which ends with the test
+    fsdp_offload.cpu_update.calibrate.best_fraction = lambda *_: 1.0  # in this process, which ends with the test
     optimizer = attach(of_net(net), model=net, policy=OffloadPolicy(host_fraction="auto"))
     engine = vars(optimizer)["_offload_engine"].engine
     names = [shard.name for shard in engine.plan.host_shards()]
