@@ -20,6 +20,7 @@ from ..report import OffloadReport, report_of
 from ..state.layout import is_trained
 from ..state.store import UserState
 from ..torch_compat.optim import is_called_compiled, run_hooked
+from ..torch_compat.spent_gradient import is_spent
 from .attachment import attachment_of, engine_of, states_of
 from .checks import (
     check_gradients_are_read,
@@ -220,6 +221,8 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
         if False in (*args, *kwargs.values()):
             engine_of(self).steps.wait_for_all()
             _unguard(self)
+            for param in (param for group in self.param_groups for param in group["params"] if is_spent(param)):
+                param.grad = None  # let go of in the backward: nothing is left to be zeroed
         self._plain_class.zero_grad(self, *args, **kwargs)
         _forget_reductions(self)
 

@@ -58,9 +58,10 @@ class BegunStep:
         without_state: shards that had none, resident ones and the host's included. Neighbours in a bucket may have been
             loaded.
         versions: of the homes of both at that time.
-        spent: the gradients used in the backward, which are out of the user's reach until ``step()``; and the version
-            of the parameter after its update.
+        spent: the gradients used in the backward, which are out of the user's reach until ``step()``, or ``None`` where
+            they are let go; and the version of the parameter after its update.
         speculated: what was updated before it was certain that nothing changes the gradients; ``None`` if nothing is.
+        updated_by: how many of ``done`` there were after each reduction.
         hidden: so many of ``done`` have been looked at for gradients that nothing is left to use of.
     """
 
@@ -77,8 +78,9 @@ class BegunStep:
     watched: list[StateShard] = field(default_factory=list)
     without_state: list[StateShard] = field(default_factory=list)
     versions: list[object] = field(default_factory=list)
-    spent: dict[Tensor, tuple[Tensor, tuple[int, int]]] = field(default_factory=dict)
+    spent: dict[Tensor, tuple[Tensor | None, tuple[int, int]]] = field(default_factory=dict)
     speculated: Speculated | None = None
+    updated_by: list[int] = field(default_factory=list)
     hidden: int = 0
 
     def enter(self, phase: StepPhase) -> None:

@@ -10,7 +10,7 @@ The engine never refers to the optimizer (it is handed in on each call), so drop
 import logging
 import math
 import weakref
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence, Set
 from functools import partial
 from typing import Any
 
@@ -397,7 +397,7 @@ class Engine:
         if ended is not None and ended.speculated is None:
             steps.end(ended, states)
         self._follow_groups(optimizer, states)
-        updated = self._shards_with_grad(optimizer, states)
+        updated = self._shards_with_grad(optimizer, states, {} if ended is None else ended.spent)
         needed = self._bucket_steps(updated, states)
         if ended is not None and ended.speculated is not None:
             # Only now: what has been found so far, the host has found while the device computed the norm.
@@ -472,6 +472,7 @@ class Engine:
         with torch.no_grad():
             self.steps.advance(begun, states, may_update, room_bytes)
         self.steps.hide_spent(begun)
+        self.steps.let_go_of_spent(begun)
 
     def load_ahead(self, optimizer: Optimizer, states: StateStore, room_bytes: float = math.inf) -> None:
         """Begin to load for the next step before it has gradients, if it is known what that needs.
@@ -575,12 +576,18 @@ class Engine:
             f"{local_shard(param).stride()}; attach again, or give it the layout that it had"
         )
 
-    def _shards_with_grad(self, optimizer: Optimizer, states: StateStore) -> list[StateShard]:
-        """The shards to update. Takes over parameters that have a gradient for the first time, and exchanged state."""
+    def _shards_with_grad(self, optimizer: Optimizer, states: StateStore, used: Container[Tensor]) -> list[StateShard]:
+        """The shards to update. Takes over parameters that have a gradient for the first time, and exchanged state.
+
+        Args:
+            optimizer: whose step this is.
+            states: its state.
+            used: parameters whose gradients the backward of this step has used and let go.
+        """
         eager, gradient = self.conventions.state_without_gradient, self.conventions.gradient
         new = [param for param in self._unplanned if eager or gradient(param) is not None]
         for param in (*new, *self.plan.shards):
-            grad = gradient(param)
+            grad = None if param in used else gradient(param)
             problem = grad is not None and (unsupported_gradient(param, grad) or self._other_layout(param))
             if problem:
                 name = self.names.get(param, "a parameter")

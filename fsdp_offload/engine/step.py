@@ -32,7 +32,7 @@ from ..state.shard import StateShard
 from ..state.store import StateStore
 from ..torch_compat.dtensor import version_of
 from ..torch_compat.optim import foreach_supports
-from ..torch_compat.spent_gradient import is_spent, restore, spend
+from ..torch_compat.spent_gradient import is_spent, note_freed, restore, spend
 from ..torch_compat.watched_gradient import bare
 from .begun_step import BegunStep, StepPhase
 from .cpu_updates import Submit
@@ -40,6 +40,9 @@ from .executor import Pipeline
 from .homes import Plan
 from .lending import Lending
 from .speculation import Speculated, Speculation
+
+_REDUCTIONS_BEHIND = 4
+"""How many groups an update may lag behind its gradients before the model waits for it, where these are freed then."""
 
 
 class Stepping:
@@ -226,7 +229,10 @@ class Stepping:
             self._enter_step(begun)
             self.advance(begun, states)
             self.finish(begun, states)
-        begun.spent.clear()  # each gradient goes with the update that reads it, not with the last of them
+        # Each gradient goes with the update that reads it, not with the last of them.
+        begun.spent = {param: one for param, one in begun.spent.items() if one[0] is None}
+        for param in begun.spent:
+            note_freed(param)
         self.begun = None
 
     def fits(self, begun: BegunStep, steps: Sequence[BucketStep], states: StateStore) -> bool:
@@ -348,8 +354,21 @@ class Stepping:
         for shard in dict.fromkeys(shard for number in new for shard in self._plan[number].covers()):
             grad = shard.param.grad
             if grad is not None and shard.param not in begun.spent and done.issuperset(shard.buckets):
-                begun.spent[shard.param] = grad, version_of(shard.param)
+                begun.spent[shard.param] = None if self._policy.parameters else grad, version_of(shard.param)
                 spend(shard.param)
+
+    def let_go_of_spent(self, begun: BegunStep) -> None:
+        """Free gradients where parameters live on the host: there is no room for all of them. After a reduction.
+
+        Their memory is allocated anew behind what the current stream waits for here, for updates that ended long ago
+        unless the link is late. Then the model waits for it, rather than more gradients for their updates.
+        """
+        if not self._policy.parameters or begun.speculated is not None:
+            return
+        begun.updated_by.append(len(begun.done))
+        if len(begun.updated_by) > _REDUCTIONS_BEHIND:
+            done = begun.done[: begun.updated_by[-1 - _REDUCTIONS_BEHIND]]
+            self.wait_for([number for number in done if number in self._held])
 
     def refuse_second_backward(self) -> None:
         """A backward is about to add to gradients that an update may have used.
@@ -485,7 +504,8 @@ class Stepping:
 
     def _restore_gradients(self, begun: BegunStep) -> None:
         for param, (grad, _) in begun.spent.items():
-            restore(param, grad)
+            if grad is not None:
+                restore(param, grad)
 
     def _home_versions(self, begun: BegunStep, states: StateStore) -> list[object]:
         """Changes when somebody writes into the state that there was when the step began."""

@@ -24,6 +24,7 @@ from ..policy import OffloadPolicy
 from ..state.store import StateStore
 from ..torch_compat.fully_shard import runs_in_backward, sharding_groups
 from ..torch_compat.guard import Guard
+from ..torch_compat.spent_gradient import refuse_freed
 from .alone import Alone
 from .clock import Clock
 from .tune_resident import Rehearsal
@@ -222,6 +223,7 @@ class Overlap:
             engine.iteration.backward_begins()  # where nothing is gathered again, this is the first that is seen of it
         if engine is not None and self._clock.is_final(number):
             engine.steps.refuse_second_backward()
+        refuse_freed(self._groups[number].params)
 
     def _reduced(self, number: int, event: object) -> None:
         optimizer, engine = self._optimizer(), self._engine()

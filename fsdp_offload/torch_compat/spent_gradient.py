@@ -4,6 +4,8 @@ Clipping, scaling or logging it would come too late, and some of torch's ways to
 (``torch._foreach_mul_`` on DTensors does not count a version).
 """
 
+import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,7 +13,13 @@ from torch import Tensor
 
 
 class SpentGradient(Tensor):
-    """Has the shape, dtype and device of a gradient, and no memory."""
+    """Has the shape, dtype and device of a gradient, and no memory.
+
+    Attributes:
+        freed_of: the parameter, once its step has ended and the gradient is gone for good: zeroing it is fine then.
+    """
+
+    freed_of: "weakref.ref[Tensor] | None"
 
     @staticmethod
     def __new__(cls, like: Tensor) -> "SpentGradient":
@@ -20,13 +28,19 @@ class SpentGradient(Tensor):
         return made
 
     def __init__(self, like: Tensor) -> None:
-        pass
+        self.freed_of = None
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer what does not need the values, and refuse the rest."""
         if func in _METADATA:
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        self = args[0] if args else None
+        if isinstance(self, SpentGradient) and self.freed_of is not None:
+            if func in _ZEROING:
+                _forget(self) if func is Tensor.zero_ else None
+                return None if func is _GRAD_FN else self
+            raise RuntimeError(_FREED)
         raise RuntimeError(_MESSAGE)
 
     @classmethod
@@ -49,6 +63,35 @@ _MESSAGE = (
     "before step() comes too late. A loop that clips, scales or looks at gradients has to do so from the first step "
     "on, so that updates can be taken back; or use overlap='forward'."
 )
+
+
+_GRAD_FN: Any = getattr(Tensor, "grad_fn").__get__  # noqa: B009
+_ZEROING = frozenset({_GRAD_FN, Tensor.requires_grad_, Tensor.detach_, Tensor.zero_})
+"""What ``zero_grad(set_to_none=False)`` of a module does with a gradient."""
+
+_FREED = (
+    "this gradient was used in the backward and freed (OffloadPolicy(parameters=True, overlap='iteration')). Call "
+    "zero_grad() after each step(); a loop that looks at gradients, or goes on adding to them, has to use "
+    "overlap='forward'."
+)
+
+
+def _forget(stand_in: SpentGradient) -> None:
+    param = None if stand_in.freed_of is None else stand_in.freed_of()
+    if param is not None and param.grad is stand_in:
+        param.grad = None
+
+
+def note_freed(param: Tensor) -> None:
+    """The step that used the gradient has ended, and nobody has kept it."""
+    if isinstance(param.grad, SpentGradient):
+        param.grad.freed_of = weakref.ref(param)
+
+
+def refuse_freed(params: Iterable[Tensor]) -> None:
+    """Raise an error if a backward is about to add to gradients that are gone."""
+    if any(isinstance(param.grad, SpentGradient) and param.grad.freed_of is not None for param in params):
+        raise RuntimeError(_FREED)
 
 
 def spend(param: Tensor) -> None:

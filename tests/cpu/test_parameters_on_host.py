@@ -26,12 +26,15 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
 from fsdp_offload import OffloadPolicy, offload_optimizer, remove_offload
 from fsdp_offload.checkpoint import ArenaStager
+from fsdp_offload.engine import step as step_room
 from fsdp_offload.engine.engine import engine_of
 from fsdp_offload.engine.window import Window
+from fsdp_offload.model.hooks import Overlap
 from fsdp_offload.torch_compat import sharded_parameter
 from fsdp_offload.torch_compat.dtensor import local_shard
 from tests import overlapping
@@ -613,6 +616,61 @@ def save_and_load(loop: Loop, step: int) -> None:
     model, optimizer = get_model_state_dict(loop.model), get_optimizer_state_dict(loop.model, loop.optimizer)
     set_model_state_dict(loop.model, copy.deepcopy(model))
     set_optimizer_state_dict(loop.model, loop.optimizer, copy.deepcopy(optimizer))
+
+
+# Gradients -------------------------------------------------------------------------------------------------------
+
+
+def test_gradients_go_with_the_updates_that_read_them(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the backward: all of a model's would take as much of the device as its parameters."""
+    monkeypatch.setattr(step_room, "_REDUCTIONS_BEHIND", 1)
+    plain, loop = pair(mesh, policy_of({"overlap": "iteration"}))
+    assert_same_each_step(plain, loop, 3)
+    made: list[list[StorageWeakRef]] = []
+    plain_reduced = Overlap._reduced
+
+    def reduced(overlap: Overlap, number: int, event: object) -> None:
+        grads = [param.grad for param in overlap._groups[number].params if param.grad is not None]
+        made.append([StorageWeakRef(local_shard(grad).untyped_storage()) for grad in grads])
+        del grads
+        plain_reduced(overlap, number, event)
+
+    monkeypatch.setattr(Overlap, "_reduced", reduced)
+    loop.backward(3)
+    alive = [sum(not grad.expired() for grad in group) for group in made]
+    assert len(made) > 3
+    assert not any(alive[:-2])
+    assert alive[-1]
+    loop.step()
+    plain.train(1, first=3)
+    monkeypatch.undo()
+    assert_same_each_step(plain, loop, 3)
+
+
+def test_where_gradients_may_be_clipped_they_stay(mesh: DeviceMesh) -> None:
+    plain, loop = pair(mesh, policy_of({"overlap": "iteration"}))
+
+    def clipped(one: Loop, step: int) -> None:
+        one.backward(step)
+        nn.utils.clip_grad_norm_(one.model.parameters(), 0.5 if step % 3 else 1e9)
+        one.step()
+
+    assert_same_each_step(plain, loop, 10, clipped)
+
+
+def test_a_gradient_that_is_gone_says_so(mesh: DeviceMesh) -> None:
+    loop = Loop(mesh, adamw, policy_of({"overlap": "iteration"})).train(4)
+    loop.backward(4)
+    loop.optimizer.step()
+    weight = loop.model.blocks[0].up.weight
+    with pytest.raises(RuntimeError, match="used in the backward and freed"):
+        weight.grad.norm()
+    with pytest.raises(RuntimeError, match="cannot be updated"):
+        loop.optimizer.step()
+    with pytest.raises(RuntimeError, match="used in the backward and freed"):
+        loop.backward(5)
+    loop.optimizer.zero_grad(set_to_none=False)
+    assert weight.grad is None
 
 
 WHILE_THEY_STAY = {
