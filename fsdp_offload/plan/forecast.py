@@ -220,6 +220,7 @@ def _forecast_with_parameters(choice: Choice, known: Known, training: Training, 
     sizes, parts = known.sizes, known.parts
     all_bytes = sum(sizes.params) + sizes.state
     window_bytes = choice.share(all_bytes).window_bytes(sizes.params)
+    frees_gradients = choice.overlap == "iteration" and not training.clip  # which may change them
 
     def memory(kept: float) -> DeviceMemory:
         moving_bytes = all_bytes - int(kept * all_bytes)
@@ -230,7 +231,7 @@ def _forecast_with_parameters(choice: Choice, known: Known, training: Training, 
             machine,
             resident_bytes=int(kept * sizes.state),
             staging_bytes=min(moving_bytes, choice.staging_bytes(sizes.state, sum(sizes.params))),
-            window=Window(min(moving_bytes, window_bytes), int(kept * sum(sizes.params))),
+            window=Window(min(moving_bytes, window_bytes), int(kept * sum(sizes.params)), frees_gradients),
         )
 
     kept = kept_with_parameters(choice, parts, room_bytes=_room_bytes(memory(0.0), machine))

@@ -28,6 +28,10 @@ SLACK = 0.05
 records of an H200 have 5 % with 78 % of the device in use, and up to 15 % where a third is."""
 
 
+GRADIENTS_BEHIND = 5
+"""Groups whose gradients are there at once, where they are freed in the backward: one at work, and four behind it."""
+
+
 @dataclass(frozen=True)
 class DeviceMemory:
     """The most that is allocated on a device, with its terms, which add up to it.
@@ -68,10 +72,14 @@ class Sizes:
 
 
 class Window(NamedTuple):
-    """Device memory for parameters that live on the host, and for those that stay on the device nevertheless."""
+    """Device memory for parameters that live on the host, and for those that stay on the device nevertheless.
+
+    ``frees_gradients``: in the backward, a few groups after their update.
+    """
 
     nbytes: int
     staying_bytes: int
+    frees_gradients: bool
 
 
 def sizes_of(shapes: Shapes, training: Training) -> Sizes:
@@ -104,8 +112,9 @@ def device_memory(
 ) -> DeviceMemory:
     """Find the turn at which most is allocated.
 
-    With updates in the backward too: a gradient that one has used goes in ``step()``. What comes in the backward and
-    goes in the forward, of staging and of the window, adds nothing.
+    With updates in the backward too: a gradient that one has used goes in ``step()``, or ``GRADIENTS_BEHIND`` groups
+    later where parameters live on the host. What comes in the backward and goes in the forward, of staging and of the
+    window, adds nothing.
 
     Args:
         sizes: of the model's shards.
@@ -124,13 +133,17 @@ def device_memory(
         "workspace": machine.workspace_bytes,
         "other": training.other_device_bytes,
     }
-    moments = [_moment(sizes, trace, training, number) for number in range(len(trace.segments))]
-    step = DeviceMemory({"gradients": sum(sizes.params)}, "step")
+    # Of all but one micro-batch they are alive until the last backward.
+    frees = window is not None and window.frees_gradients and training.micro_batches == 1
+    moments = [_moment(sizes, trace, training, number, frees=frees) for number in range(len(trace.segments))]
+    order = [one.group for one in trace.segments if one.phase == "backward"]
+    last = {*order[-GRADIENTS_BEHIND:], len(sizes.params) - 1} if frees else range(len(sizes.params))
+    step = DeviceMemory({"gradients": sum(sizes.params[group] for group in last)}, "step")
     highest = max([*moments, step], key=lambda one: one.peak_bytes)
     return DeviceMemory({name: n for name, n in {**always, **highest.terms}.items() if n}, highest.when)
 
 
-def _moment(sizes: Sizes, trace: Trace, training: Training, number: int) -> DeviceMemory:
+def _moment(sizes: Sizes, trace: Trace, training: Training, number: int, *, frees: bool) -> DeviceMemory:
     segment = trace.segments[number]
     root = len(sizes.gathered) - 1
     gathered = sizes.gathered[root]
@@ -142,7 +155,7 @@ def _moment(sizes: Sizes, trace: Trace, training: Training, number: int) -> Devi
             gathered += sizes.gathered[trace.segments[number + 1].group]  # prefetched
         turns = [one.group for one in trace.segments[:number] if one.phase == "backward"]
         done = [group for group in turns if group != root]  # which is reduced at the very end
-        gradients = sum(sizes.params[group] for group in done)
+        gradients = sum(sizes.params[group] for group in (done[-GRADIENTS_BEHIND:] if frees else done))
         reducing = sizes.gathered[done[-1]] if done else 0
     elif training.shards > 1:
         gathered += sizes.gathered[segment.group]  # the flat buffer
