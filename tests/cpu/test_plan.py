@@ -309,15 +309,25 @@ def test_parameters_are_loaded_once_more_for_an_update_in_the_step() -> None:
 def test_a_window_of_the_largest_groups_stands_for_parameters_on_the_device() -> None:
     machine = dataclasses.replace(fast_link(), contention=0.0)  # nothing is late
     forecasts = by_name(large_plan(machine=machine, clip=False))
-    plain, one = forecasts["no offload"].device, forecasts["iteration, parameters"].device
+    plain, step = forecasts["no offload"].device, forecasts["step, parameters"].device
     model = gpt_large()
     numel = sum(param.numel() for param in model.parameters())
     block_bytes = 4 * sum(param.numel() for param in model.blocks[0].parameters())
     window_bytes = 3 * block_bytes  # the largest group, and two of the second largest: the root is smaller
-    assert one.terms["window"] == window_bytes
-    assert one.terms["staging"] == 12 * numel // 25
-    assert one.peak_bytes == plain.peak_bytes - 12 * numel + window_bytes + 12 * numel // 25
-    assert one.terms["gradients"] == plain.terms["gradients"] > 6 * block_bytes  # until step(), here as well
+    assert step.terms["window"] == window_bytes
+    assert step.peak_bytes == plain.peak_bytes - 12 * numel + window_bytes + step.terms["staging"]
+    assert step.terms["gradients"] == plain.terms["gradients"] > 6 * block_bytes  # until step(), here as well
+    iteration = forecasts["iteration, parameters"].device
+    assert iteration.terms["window"] == window_bytes
+    assert iteration.terms["staging"] == 12 * numel // 25
+    assert iteration.terms["gradients"] <= 6 * block_bytes  # of five groups, and of one on its way into the reduction
+
+
+def test_where_gradients_may_be_clipped_they_stay_until_the_step() -> None:
+    devices = [
+        by_name(large_plan(machine=fast_link(), clip=clip))["iteration, parameters"].device for clip in (False, True)
+    ]
+    assert devices[0].peak_bytes < devices[1].peak_bytes
 
 
 def test_what_a_window_and_a_host_take_is_what_the_engine_takes(mesh: DeviceMesh) -> None:
