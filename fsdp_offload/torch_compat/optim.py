@@ -10,12 +10,19 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .dtensor import local_shard
+from .spent_gradient import SpentGradient
 
 
 def unsupported_gradient(param: Tensor, grad: Tensor) -> str | None:
     """Why ``grad`` cannot be used shard by shard, or ``None``."""
     if isinstance(param, DTensor) and isinstance(grad, DTensor) and grad._spec is param._spec:
         return None  # as fully_shard makes them; comparing placements costs more than the rest of the step's checks
+    if isinstance(grad, SpentGradient):
+        return (
+            "its gradient was used in the backward before the last step() and freed (OffloadPolicy(parameters=True, "
+            "overlap='iteration')); call zero_grad() after each step(), and use overlap='forward' to step with the "
+            "same gradients again"
+        )
     if local_shard(grad).layout != torch.strided:
         return f"its gradient is {local_shard(grad).layout}; only dense gradients can be streamed"
     if isinstance(param, DTensor) and (not isinstance(grad, DTensor) or grad.placements != param.placements):

@@ -6,7 +6,7 @@ Clipping, scaling or logging it would come too late, and some of torch's ways to
 
 import weakref
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -49,6 +49,11 @@ class SpentGradient(Tensor):
     ) -> Any:
         """Refuse."""
         raise RuntimeError(_MESSAGE)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Say why there is none: what a DTensor has beside a tensor, ``to_local()`` for one."""
+        freed = self.__dict__.get("freed_of") is not None
+        raise AttributeError(f"SpentGradient has no attribute {name!r}: {_FREED if freed else _MESSAGE}")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return "SpentGradient()"

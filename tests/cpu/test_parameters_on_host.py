@@ -661,11 +661,15 @@ def test_where_gradients_may_be_clipped_they_stay(mesh: DeviceMesh) -> None:
 def test_a_gradient_that_is_gone_says_so(mesh: DeviceMesh) -> None:
     loop = Loop(mesh, adamw, policy_of({"overlap": "iteration"})).train(4)
     loop.backward(4)
+    with pytest.raises(AttributeError, match=r"to_local.*used in the backward already"):
+        loop.model.blocks[3].up.weight.grad.to_local()
     loop.optimizer.step()
     weight = loop.model.blocks[0].up.weight
     with pytest.raises(RuntimeError, match="used in the backward and freed"):
         weight.grad.norm()
-    with pytest.raises(RuntimeError, match="cannot be updated"):
+    with pytest.raises(AttributeError, match=r"to_local.*used in the backward and freed"):
+        weight.grad.to_local()
+    with pytest.raises(RuntimeError, match=r"cannot be updated: its gradient was used in the backward.*zero_grad"):
         loop.optimizer.step()
     with pytest.raises(RuntimeError, match="used in the backward and freed"):
         loop.backward(5)
