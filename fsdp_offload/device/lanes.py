@@ -52,7 +52,7 @@ def pieces_of(copies: Sequence[Copy], piece_bytes: int) -> list[Copy]:
 
 @functools.lru_cache(4096)
 def _cuts(numels: tuple[int, ...], piece_bytes: int) -> list[list[int]]:
-    """Of each copy of so many bytes, the bytes of its pieces. The same copies are cut in each iteration."""
+    """Divide copies of so many bytes: for each, the bytes of its pieces. The same copies come in each iteration."""
     nbytes = sum(numels)
     turns = max(1, math.ceil(nbytes / piece_bytes))
     turn_bytes = left_bytes = min(piece_bytes, math.ceil(nbytes / turns / _ALIGNED_BYTES) * _ALIGNED_BYTES)

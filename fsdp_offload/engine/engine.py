@@ -300,7 +300,7 @@ class Engine:
             self.take_staging()
 
     def has_left_device(self) -> None:
-        """What was to be offloaded is home: hand its memory back, which came in blocks that activations do not fit."""
+        """Hand back the memory of what is home now: it came in blocks that activations do not fit."""
         self._link.empty_cache()
 
     def take_staging(self) -> None:
