@@ -39,8 +39,9 @@ def choice_named(name: str) -> Choice | None:
     if name == NO_OFFLOAD:
         return None
     if name.endswith(" MiB"):
-        overlap, _, mib = name.removesuffix(" MiB").partition(", ")
-        return next(Choice(one.overlap, device_bytes=int(mib) << 20) for one in CHOICES if one.overlap == overlap)
+        unlimited, _, mib = name.removesuffix(" MiB").rpartition(", ")
+        one = next(one for one in CHOICES if one.name == unlimited)
+        return Choice(one.overlap, device_bytes=int(mib) << 20, parameters=one.parameters)
     return next(one for one in CHOICES if one.name == name)
 
 
@@ -174,3 +175,20 @@ def _llama_8b(masters: MasterKind) -> Case:
 
 
 CASES |= {"8b-remainder": _llama_8b("remainder"), "8b-fp32": _llama_8b("fp32")}
+
+
+def _fp32_decoder(hidden: int, inner: int, layers: int, heads: int, vocabulary: int, **more: Any) -> Case:
+    """A decoder of fp32 parameters whose blocks are recomputed; what is not offloaded does not fit one device."""
+    training = {"sequence_length": 4096, "checkpointing": "full", "clip": False}
+    return Case(
+        lambda: decoder(hidden, inner, layers, heads, vocabulary, **more),
+        4,
+        training,
+        ("iteration, parameters", "iteration, parameters, 6144 MiB"),
+    )
+
+
+CASES |= {
+    "8b-parameters": _fp32_decoder(4096, 14_336, 32, 32, 128_256),
+    "18b-parameters": _fp32_decoder(5120, 17_408, 49, 40, 151_936, qk_norm=True),
+}

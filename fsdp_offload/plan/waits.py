@@ -51,14 +51,16 @@ def waits_of(choice: Choice, parts: Parts, machine: Machine, *, room_bytes: int)
 
 
 def kept_with_parameters(choice: Choice, parts: Parts, *, room_bytes: int) -> float:
-    """Compute the share of parameters and state that ``"auto"`` keeps where both live on the host.
+    """Compute the share of parameters and state that stays on the device where both live on the host.
 
-    Groups of the forward, from the first, until what the link still moves takes no longer than what hides it.
+    With ``"auto"``, groups of the forward, from the first, until what the link still moves takes no longer than what
+    hides it.
     """
     whole_bytes = [sum(nbytes) for nbytes in zip(parts.state_bytes, parts.parameter_bytes, strict=True)]
     all_bytes = sum(whole_bytes)
-    if not choice.share(all_bytes).staying_is_learnt or not all_bytes:
-        return 0.0
+    share = choice.share(all_bytes)
+    if not share.staying_is_learnt or not all_bytes:
+        return min(1.0, share.staying_bytes / all_bytes) if all_bytes else 0.0
     launched = parts.as_launched(choice)
     kept_bytes = 0
     for group in _forward_order(parts):

@@ -46,11 +46,12 @@ class Choice:
     @property
     def name(self) -> str:
         """For tables."""
+        words = [self.overlap, *(["parameters"] if self.parameters else [])]
         if self.device_bytes is not None:
-            return f"{self.overlap}, {self.device_bytes // MIB} MiB"
-        if self.parameters:
-            return f"{self.overlap}, parameters"
-        return self.overlap if self.keeps == "none" else f"{self.overlap}, keeping"
+            words.append(f"{self.device_bytes // MIB} MiB")
+        elif self.keeps == "auto" and not self.parameters:
+            words.append("keeping")
+        return ", ".join(words)
 
     def fields(self, state_bytes: int) -> dict[str, Any]:
         """What differs from ``OffloadPolicy()``."""

@@ -364,6 +364,26 @@ def test_groups_stay_until_the_link_is_not_late_or_the_device_is_full() -> None:
     assert less.limit == "host link"
 
 
+def test_parameters_share_a_number_of_bytes_with_their_state() -> None:
+    limit_bytes, machine = 1 << 30, slow_link()
+    choices = [
+        Choice("iteration", "auto", parameters=True),
+        Choice("iteration", device_bytes=limit_bytes, parameters=True),
+    ]
+    roomy, limited = large_plan(machine=machine, choices=choices, clip=False).forecasts[1:]
+    assert limited.name == "iteration, parameters, 1024 MiB"
+    terms = limited.device.terms
+    ours = ("parameters", "window", "optimizer state", "staging")
+    assert sum(terms[name] for name in ours) <= limit_bytes
+    assert limited.resident_bytes == pytest.approx(terms["parameters"] + terms["optimizer state"], rel=1e-6)
+    assert 0 < limited.resident_bytes < roomy.resident_bytes
+    assert limited.device.peak_bytes < roomy.device.peak_bytes
+    assert limited.limit == "host link"
+    assert limited.iteration_ms > roomy.iteration_ms
+    assert "parameters=True" in limited.lines
+    assert "device_bytes=1024 << 20" in limited.lines
+
+
 def test_parameters_go_to_the_host_where_nothing_else_fits() -> None:
     made = plan("Qwen3-14B", tokens_per_step=16_384, checkpointing="full", clip=False)
     on_host = Choice("iteration", "auto", parameters=True)
