@@ -167,6 +167,18 @@ class DeviceLink:
         cached = torch.accelerator.memory_reserved(self.device) - torch.accelerator.max_memory_allocated(self.device)
         return max(0, int(free) + cached - int(total) // 20)
 
+    def free_bytes(self) -> int:
+        """Device memory that is free now, for this process, less a twentieth of what it may have."""
+        if self.device.type == "cpu":
+            return 0
+        module = torch.get_device_module(self.device)
+        free, total = module.mem_get_info(self.device)
+        allocated = torch.accelerator.memory_allocated(self.device)
+        fraction = getattr(module, "get_per_process_memory_fraction", _all)(self.device)  # CUDA has it
+        limit = int(total * fraction)
+        here = min(int(free) + torch.accelerator.memory_reserved(self.device), limit) - allocated
+        return max(0, here - limit // 20)
+
     def changes_hands(self, user: int) -> bool:
         """Return whether the ring was last used by somebody else, whose stores may still read it."""
         changed = self._last_user != user
@@ -188,6 +200,10 @@ class DeviceLink:
         """Block the host until the device has done everything that was issued to it."""
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
+
+
+def _all(_: torch.device) -> float:
+    return 1.0
 
 
 _links: dict[torch.device, DeviceLink] = {}

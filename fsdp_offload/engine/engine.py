@@ -62,6 +62,7 @@ class Engine:
         loads_in_backward: whether loads begin before ``step()``: hooks on a model tell when a backward does.
         pinned: whether host memory is page-locked.
         holds_back: nothing is begun before ``step()``, so that the model can be measured alone.
+        frees_all_gradients: each in the backward of every step, the first one included: they would not fit together.
         alone: what has been measured so.
         tuning_of_policy, tuning_of_host, tuning_of_residents, tuning_of_staging: what ``"auto"`` has chosen, and why,
             in sentences.
@@ -82,7 +83,7 @@ class Engine:
         self.policy = policy
         self.share = device_share(policy, elementwise=capabilities.elementwise)
         self.loads_in_backward = False
-        self.holds_back = False
+        self.holds_back = self.frees_all_gradients = False
         self.alone: PartsAlone | None = None
         self.device = device
         self.names = names
@@ -299,8 +300,8 @@ class Engine:
             self.steps.give_back_ring()
             self.take_staging()
 
-    def has_left_device(self) -> None:
-        """Hand back the memory of what is home now: it came in blocks that activations do not fit."""
+    def empty_cache(self) -> None:
+        """Give back what the allocator holds for what is not there any more, in blocks that activations do not fit."""
         self._link.empty_cache()
 
     def take_staging(self) -> None:
@@ -494,6 +495,24 @@ class Engine:
             with torch.no_grad():
                 self.steps.speculation.keep_ahead(buckets)
 
+    def must_free_gradients(self) -> bool:
+        """Return whether the backward that begins has to update, as its gradients do not fit on the device together.
+
+        Not where the optimizer sees DTensors: its collectives must come in the same order on each rank, whatever room
+        that has.
+        """
+        policy, elementwise = self.policy, self.layouts.capabilities.elementwise
+        if policy.parameters and policy.updates_in_backward and elementwise and not self.steps.speculation.announced:
+            self.frees_all_gradients = self.frees_all_gradients or not self._gradients_fit()
+            self.holds_back = self.holds_back and not self.frees_all_gradients
+        return self.frees_all_gradients
+
+    def _gradients_fit(self) -> bool:
+        if self.device.type == "cpu":
+            return True
+        trained = (shard.param for shard in self.plan.shards.values() if shard.param.requires_grad)
+        return sum(local_shard(param).nbytes for param in trained) <= self._link.free_bytes()
+
     def _go_on(self, optimizer: Optimizer, states: StateStore) -> BegunStep | None:
         """What has begun. Ahead of the gradients, it had begun with what may have changed since."""
         begun = self.steps.begun
@@ -511,11 +530,22 @@ class Engine:
     def _begin_early(self, optimizer: Optimizer, states: StateStore) -> BegunStep | None:
         """Begin a step in the backward, if it will be like the last one."""
         steps = self.steps
-        if self.holds_back or steps.failure or not self._groups_as_before(optimizer) or not steps.is_whole(steps.last):
+        if self.holds_back or steps.failure:
+            return None
+        if self.frees_all_gradients:
+            self._follow_groups(optimizer, states)
+        if not self._groups_as_before(optimizer):
+            return None
+        wanted = steps.last
+        if not steps.is_whole(wanted) and self.frees_all_gradients:
+            # Nothing is known of the last step, or where state lives has changed since: it will be about all of them.
+            trained = [s for s in self.plan.shards.values() if s.group >= 0 and s.param.requires_grad]
+            wanted = self._bucket_steps(trained, states)
+        if not steps.is_whole(wanted):
             return None
         self.phases.reload(states)
         self.lending.adopt_user_tensors(self.plan.shards.values(), states)  # the backward may update with it
-        order = steps.in_backward_order(steps.last) if steps.updates_early else steps.last
+        order = steps.in_backward_order(wanted) if steps.updates_early else wanted
         return steps.begin(optimizer, {}, order, states, early=True)
 
     def _groups_as_before(self, optimizer: Optimizer) -> bool:

@@ -10,7 +10,7 @@ What is left unfinished by an exception is noted in :attr:`Stepping.failure`.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from typing import Any, NoReturn
 
 import torch
@@ -73,6 +73,7 @@ class Stepping:
         self._failure = ""
         self.last: tuple[BucketStep, ...] = ()
         self.backward_order: list[int] = []
+        self._unused: set[int] = set()  # buckets without gradients in this backward, as far as is known
         self.measured_order: list[int] = []
         self._cls = cls
         self._policy = policy
@@ -108,7 +109,7 @@ class Stepping:
             self._pipeline.host.forget()
         self._bound.clear()
         self._schedules.clear()
-        self.last = ()
+        self.last, self._unused = (), set()
 
     # One after the other -----------------------------------------------------------------------------------------
 
@@ -329,9 +330,16 @@ class Stepping:
             # Each order keeps the ranges of a parameter in order; a mixture would not.
             position = {number: at for at, number in enumerate(self.backward_order)}
         in_order = sorted(steps, key=lambda step: position.get(step.bucket, len(position)))
+        in_order.sort(key=lambda step: step.bucket in self._unused)
         if self.speculation.is_ready:
             in_order.sort(key=lambda step: not self.speculation.may_update(step.bucket))  # the others wait for step()
         return tuple(in_order)
+
+    def expect_none_of(self, params: Set[Tensor]) -> None:
+        """The next backward will not make gradients of these: no update has to wait for them, which come in order."""
+        shards = [self._plan.shards[param] for param in params if param in self._plan.shards]
+        alone = {n for s in shards for n in s.buckets if all(other.param in params for other in self._plan[n].covers())}
+        self._unused = {number for s in shards if alone.issuperset(s.buckets) for number in s.buckets}
 
     @property
     def updates_early(self) -> bool:
@@ -383,7 +391,8 @@ class Stepping:
             "a backward came after the one whose gradients had been updated with already",
             "a second backward before step(), with OffloadPolicy(overlap='iteration'): parameters have been updated "
             "with the gradients of the first one. The number of backwards before each step must not change (it was "
-            "learnt in the first steps); use overlap='forward', or one step for each backward.",
+            "learnt in the first steps; one is expected where not all gradients fit on the device); use "
+            "overlap='forward', or one step for each backward.",
         )
 
     def refuse_recomputation(self, buckets: Collection[int]) -> None:
@@ -503,9 +512,7 @@ class Stepping:
         return begun
 
     def _restore_gradients(self, begun: BegunStep) -> None:
-        for param, (grad, _) in begun.spent.items():
-            if grad is not None:
-                restore(param, grad)
+        restore((param, grad) for param, (grad, _) in begun.spent.items() if grad is not None)
 
     def _home_versions(self, begun: BegunStep, states: StateStore) -> list[object]:
         """Changes when somebody writes into the state that there was when the step began."""

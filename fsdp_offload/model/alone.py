@@ -7,7 +7,8 @@
 
 Measured in an iteration in which everything overlaps, each part would contain what the others cost it, and what an
 iteration takes at least would be what it takes. The second iteration overlaps with little anyway; in the seventeenth
-the allocator has settled, compilers have compiled, and what "auto" learns is in force.
+the allocator has settled, compilers have compiled, and what "auto" learns is in force. Where all gradients at once have
+no room, there is no such iteration: it has all of them when ``step()`` begins.
 """
 
 from ..engine.engine import Engine
@@ -25,7 +26,7 @@ class Alone:
 
     def step_ended(self, engine: Engine) -> None:
         """``step()`` has issued everything; the mark at the end of the iteration is still to come."""
-        engine.holds_back = self._clock.steps + 1 in MEASURED_STEPS
+        engine.holds_back = self._clock.steps + 1 in MEASURED_STEPS and not engine.frees_all_gradients
         if engine.holds_back or self._is_measured:
             engine.wait_moved()
 
@@ -35,7 +36,7 @@ class Alone:
 
     def iteration_ended(self, engine: Engine) -> None:
         """The mark at the end of the iteration has been made. Waits for the device if this one is measured."""
-        if not self._is_measured:
+        if not self._is_measured or engine.frees_all_gradients:
             return
         last, step = engine.iteration.last(), engine.step_times()
         if last is None or not step.update_ms:

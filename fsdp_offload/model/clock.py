@@ -5,7 +5,7 @@
     step 1 ends ──▶ forward ──▶ backward (reductions) ──▶ [forward ──▶ backward: micro-batches] ──▶ step 2 ends
 
 How many reductions of a group come before a step is not known beforehand: micro-batches, and modules that are used
-several times. The clock expects what the steps before have had.
+several times. The clock expects what the steps before have had; before the first one, nothing, unless it is told to.
 """
 
 from collections import deque
@@ -54,6 +54,10 @@ class Clock:
         self._expected = [max(seen) for seen in zip(*self._seen_before, strict=True)]
         self.forget_reductions()
 
+    def expect_one(self) -> None:
+        """Expect one reduction of each group before the first step."""
+        self._expected = [1] * len(self._seen)
+
     @property
     def has_reduced(self) -> bool:
         """Whether any group has been, since the last step."""
@@ -61,7 +65,7 @@ class Clock:
 
     @property
     def expects_reductions(self) -> bool:
-        """Whether recent steps had any. Not before the first one has ended."""
+        """Whether recent steps had any. Not before the first one has ended, but for :meth:`expect_one`."""
         return any(self._expected)
 
     @property

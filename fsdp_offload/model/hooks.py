@@ -25,7 +25,7 @@ from ..state.store import StateStore
 from ..torch_compat.fully_shard import runs_in_backward, sharding_groups
 from ..torch_compat.guard import Guard
 from ..torch_compat.spent_gradient import refuse_freed
-from .alone import Alone
+from .alone import MEASURED_STEPS, Alone
 from .clock import Clock
 from .tune_resident import Rehearsal
 from .tune_staging import Elastic
@@ -59,6 +59,7 @@ class Overlap:
         self._generation = -1  # of the engine's plan, for which these are known
         self._buckets_of: dict[int, set[int]] = {}
         self._all_new = True
+        self._used: dict[int, None] = {}  # groups since the last step, in the order of their first forwards
         self._final: set[Tensor] = set()
         params = [group.params for group in self._groups]
         self._rehearsal, self._elastic = Rehearsal(engine, params, self._clock), Elastic(engine, params)
@@ -133,7 +134,7 @@ class Overlap:
         self._all_new = False
         buckets = self._buckets(engine)
         engine.steps.backward_order = _by_last_appearance(buckets[number] for number in order)
-        self._final = set()
+        self._final, self._used = set(), {}
         if engine.window is not None:
             engine.window.step_ended()
         if engine.policy.guards:
@@ -142,6 +143,8 @@ class Overlap:
             self._alone.step_ended(engine)
             engine.iteration.step_ended(engine.steps.last)
             self._alone.iteration_ended(engine)
+        if engine.window is not None and self._clock.steps == MEASURED_STEPS[-1]:
+            engine.empty_cache()  # of gradients, which the first iterations kept, and of what came and went otherwise
 
     def _buckets(self, engine: Engine) -> Mapping[int, Collection[int]]:
         """Of each group, and ``_ELSEWHERE``: of what ``fully_shard`` does not gather."""
@@ -165,6 +168,7 @@ class Overlap:
             if engine.policy.updates_in_backward and runs_in_backward():
                 engine.steps.refuse_recomputation(self._buckets(engine)[number])
             self._clock.forward()
+            self._used.setdefault(number)  # also without gradients: a checkpoint that recomputes may be above
             self._rehearsal.wanted(engine, number)
             self._elastic.before_use(engine, number)
         elif engine is not None:
@@ -190,6 +194,7 @@ class Overlap:
             return
         if not clock.has_reduced:
             self._rehearsal.conclude(engine)
+        self._expect_reductions(engine)
         room_bytes = self._elastic.backward_begins(engine)
         if engine.window is not None:
             engine.window.held_for_updates = (
@@ -197,6 +202,22 @@ class Overlap:
             )
         if clock.expects_reductions and clock.in_last_backward:
             engine.load_ahead(optimizer, self._get_states(optimizer), room_bytes)
+
+    def _expect_reductions(self, engine: Engine) -> None:
+        """As a backward begins: where there is no room for all gradients, none may have to wait for ``step()``.
+
+        They cannot be added up there either, so in the first backward each is final when it has been reduced once.
+        """
+        clock, steps = self._clock, engine.steps
+        if clock.has_reduced:
+            return
+        if not clock.expects_reductions and engine.must_free_gradients():
+            clock.expect_one()
+            buckets = self._buckets(engine)
+            steps.backward_order = _by_last_appearance(buckets[number] for number in reversed(self._used))
+        if engine.frees_all_gradients:
+            unused = set(range(len(self._groups))).difference(self._used)
+            steps.expect_none_of({param for number in unused for param in self._groups[number].params})
 
     def _before_read(self, number: int, stream: torch.Stream | None, in_backward: bool) -> None:
         engine = self._engine()
@@ -221,6 +242,7 @@ class Overlap:
         engine = self._engine()
         if engine is not None:
             engine.iteration.backward_begins()  # where nothing is gathered again, this is the first that is seen of it
+            self._expect_reductions(engine)
         if engine is not None and self._clock.is_final(number):
             engine.steps.refuse_second_backward()
         refuse_freed(self._groups[number].params)

@@ -235,14 +235,16 @@ def _forecast_with_parameters(choice: Choice, known: Known, training: Training, 
         )
 
     kept = kept_with_parameters(choice, parts, room_bytes=_room_bytes(memory(0.0), machine))
+    resident_bytes = int(kept * all_bytes)
+    unhomed_bytes = 0 if choice.share(all_bytes).staying_is_learnt else resident_bytes  # it stays from the beginning
     return _put_together(
         choice,
         known,
         training,
         machine,
         device=memory(kept),
-        host_bytes=sizes.host_with_params,
-        resident_bytes=int(kept * all_bytes),
+        host_bytes=sizes.host_with_params - unhomed_bytes,
+        resident_bytes=resident_bytes,
         bound=choice.bound(parts.times_with_parameters(choice.overlap), sizes.state, kept, 0.0),
         estimate=estimate(choice, parts, kept=kept),
     )

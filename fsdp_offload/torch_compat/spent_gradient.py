@@ -66,7 +66,7 @@ _METADATA = frozenset(
 _MESSAGE = (
     "this gradient was used in the backward already (OffloadPolicy(overlap='iteration')), and whatever is done with it "
     "before step() comes too late. A loop that clips, scales or looks at gradients has to do so from the first step "
-    "on, so that updates can be taken back; or use overlap='forward'."
+    "on, and needs room for all of them, so that updates can be taken back; or use overlap='forward'."
 )
 
 
@@ -109,8 +109,9 @@ def is_spent(param: Tensor) -> bool:
     return type(param.grad) is SpentGradient
 
 
-def restore(param: Tensor, grad: Tensor) -> None:
-    """Undo :func:`spend`, if nobody has exchanged the gradient since."""
-    if is_spent(param):
-        with torch.no_grad():
-            param.grad = grad
+def restore(grads: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Undo :func:`spend` for pairs of a parameter and its gradient, where nobody has exchanged that since."""
+    with torch.no_grad():
+        for param, grad in grads:
+            if is_spent(param):
+                param.grad = grad

@@ -21,6 +21,8 @@ SMALL = {
     "masters": lambda: decoder(64, 128, 2, 4, 256),
     "8b-remainder": lambda: decoder(64, 128, 2, 4, 256),
     "8b-fp32": lambda: decoder(64, 128, 2, 4, 256),
+    "8b-parameters": lambda: decoder(64, 128, 2, 4, 256),
+    "18b-parameters": lambda: decoder(64, 128, 2, 4, 256, qk_norm=True),
 }
 
 

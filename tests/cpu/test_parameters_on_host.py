@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 from fsdp_offload import OffloadPolicy, offload_optimizer, remove_offload
 from fsdp_offload.checkpoint import ArenaStager
 from fsdp_offload.engine import step as step_room
-from fsdp_offload.engine.engine import engine_of
+from fsdp_offload.engine.engine import Engine, engine_of
 from fsdp_offload.engine.window import Window
 from fsdp_offload.model.hooks import Overlap
 from fsdp_offload.torch_compat import sharded_parameter
@@ -645,6 +645,95 @@ def test_gradients_go_with_the_updates_that_read_them(mesh: DeviceMesh, monkeypa
     plain.train(1, first=3)
     monkeypatch.undo()
     assert_same_each_step(plain, loop, 3)
+
+
+def keep_more(loop: Loop, step: int) -> None:
+    """Where state lives changes between two steps, as when "auto" lets more of it stay."""
+    if step in (2, 9) and hasattr(loop.optimizer, "offload_report"):
+        engine, blocks = engine_of(loop.optimizer), loop.model.blocks
+        params = [param for block in blocks[: 1 if step == 2 else 2] for param in block.parameters()]
+        keep = {number for param in params for number in engine.plan.shards[param].buckets}
+        moving = {n for n in keep if not all(shard.resident for shard in engine.plan[n].covers())}
+        engine.keep_on_device(moving, loop.optimizer.state.unwaited)
+    loop.backward(step)
+    loop.step()
+
+
+def leave_some_unused(loop: Loop, step: int) -> None:
+    loop.backward(step, extra=step % 3 == 2)
+    loop.step()
+
+
+WITHOUT_ROOM = {
+    "nothing-else": None,
+    "save-and-load": save_and_load,
+    "come-to-stay": keep_more,
+    "generate": generate,
+    "evaluate": HABITS["evaluate"],
+    "unused": leave_some_unused,
+}
+
+
+@pytest.mark.parametrize("habit", WITHOUT_ROOM)
+def test_gradients_that_do_not_fit_never_are_there_together(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, habit: str
+) -> None:
+    """Not in the first step either, nor in those in which an iteration would be measured alone."""
+    monkeypatch.setattr(Engine, "_gradients_fit", lambda _: False)
+    monkeypatch.setattr(step_room, "_REDUCTIONS_BEHIND", 1)
+    plain, loop = pair(mesh, policy_of({"overlap": "iteration"}))
+    plain_reduced, groups = Overlap._reduced, []
+    last: list[StorageWeakRef] = []
+
+    def reduced(overlap: Overlap, number: int, event: object) -> None:
+        grads = [param.grad for param in overlap._groups[number].params if param.grad is not None]
+        held = [one for one in last if not one.expired()]
+        last.extend(StorageWeakRef(local_shard(grad).untyped_storage()) for grad in grads)
+        del grads
+        groups.append(len(held))
+        plain_reduced(overlap, number, event)
+
+    monkeypatch.setattr(Overlap, "_reduced", reduced)
+    largest_group = max(len(list(block.parameters())) for block in loop.model.blocks)
+    for step in range(20):
+        wanted = plain.train(1, WITHOUT_ROOM[habit], step).everything()
+        last.clear()
+        groups.clear()
+        assert same_values(wanted, loop.train(1, WITHOUT_ROOM[habit], step).everything()), f"after step {step}"
+        assert len(groups) > 3
+        assert max(groups) <= 2 * largest_group, f"in step {step}: {groups}"
+    assert_at_home(loop)
+
+
+def test_a_loop_goes_on_from_a_checkpoint_where_gradients_do_not_fit(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, first = pair(mesh, policy_of({"overlap": "iteration"}))
+    assert_same_each_step(plain, first, 3)
+    states = copy.deepcopy(states_of(first))
+    monkeypatch.setattr(Engine, "_gradients_fit", lambda _: False)
+    loop = Loop(mesh, adamw, policy_of({"overlap": "iteration"}))
+    set_model_state_dict(loop.model, states["model"])
+    set_optimizer_state_dict(loop.model, loop.optimizer, states["optimizer"])
+    loop.scheduler.load_state_dict(first.scheduler.state_dict())
+    loop.seen = list(first.seen)
+    loop.backward(3)
+    assert engine_of(loop.optimizer).steps.begun.has_updated
+    loop.step()
+    assert same(plain.train(1, first=3), loop)
+    assert_same_each_step(plain, loop, 3)
+
+
+def test_what_needs_all_gradients_is_refused_where_they_do_not_fit(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Engine, "_gradients_fit", lambda _: False)
+    loop = Loop(mesh, adamw, policy_of({"overlap": "iteration"}))
+    loop.backward(0)
+    with pytest.raises(RuntimeError, match=r"from the first step on, and needs room for all of them"):
+        nn.utils.clip_grad_norm_(loop.model.parameters(), 1.0)
+    with pytest.raises(RuntimeError, match=r"second backward.* one is expected where not all gradients fit"):
+        loop.backward(1)
 
 
 def test_where_gradients_may_be_clipped_they_stay(mesh: DeviceMesh) -> None:
