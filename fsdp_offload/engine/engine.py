@@ -38,6 +38,7 @@ from ..state.store import StateStore, UserState
 from ..torch_compat.dtensor import local_shard
 from ..torch_compat.optim import unsupported_gradient
 from ..torch_compat.sharded_parameter import ShardedParameter
+from ..torch_compat.spent_gradient import is_freed
 from .begun_step import BegunStep, StepPhase
 from .cpu_updates import CpuUpdates
 from .executor import Pipeline
@@ -394,12 +395,16 @@ class Engine:
         steps = self.steps
         steps.check_usable("step()", mid_step=True)
         self.phases.reload(states)
-        ended = steps.resume(optimizer, states, kwargs, same_groups=_param_ids(optimizer) == self._param_ids)
-        if ended is not None and ended.speculated is None:
-            steps.end(ended, states)
-        self._follow_groups(optimizer, states)
-        updated = self._shards_with_grad(optimizer, states, {} if ended is None else ended.spent)
-        needed = self._bucket_steps(updated, states)
+        ended = self._resume(optimizer, states, kwargs)
+        try:
+            self._follow_groups(optimizer, states)
+            if ended is None or ended.speculated is not None:  # else they have been checked
+                self._check_gradients((), "Nothing has been changed.")
+            updated = self._shards_with_grad(optimizer, states)
+            needed = self._bucket_steps(updated, states)
+        except BaseException as error:
+            steps.give_up(ended, error)
+            raise
         if ended is not None and ended.speculated is not None:
             # Only now: what has been found so far, the host has found while the device computed the norm.
             ended = steps.settle(ended, states)
@@ -433,6 +438,20 @@ class Engine:
                 self.wait_all_home()  # whoever reads a parameter now, in whatever way, finds the new one
         return bool(needed)
 
+    def _resume(self, optimizer: Optimizer, states: StateStore, kwargs: Mapping[str, Any]) -> BegunStep | None:
+        """The step of which the backward has updated a part, ended unless it was speculation."""
+        begun, same_groups = self.steps.begun, _param_ids(optimizer) == self._param_ids
+        if same_groups and begun is not None and begun.has_updated and begun.speculated is None:
+            self._check_gradients(
+                begun.spent,
+                "step() has changed nothing, but the backward has updated others (OffloadPolicy(overlap='iteration')): "
+                "put this right, and call step() again.",
+            )
+        ended = self.steps.resume(optimizer, states, kwargs, same_groups=same_groups)
+        if ended is not None and ended.speculated is None:
+            self.steps.end(ended, states)
+        return ended
+
     def _take_results(self, begun: BegunStep, optimizer: Optimizer, created: list[Tensor], states: StateStore) -> None:
         """Put into ``optimizer`` what the updates have made beside what they wrote in place."""
         if self.host is not None:
@@ -465,10 +484,13 @@ class Engine:
         if begun is None:
             return
         self._pipeline.updates_after(HostMark() if event is None else EventMark(event))  # type: ignore[arg-type]
+        # This backward, or step(), will refuse a gradient that was not cleared: nothing may have been updated by then.
+        refused = not begun.has_updated and any(map(is_freed, self.plan.shards))
 
         def may_update(number: int) -> bool:
             covers = (shard for shard in self.plan[number].covers() if shard.group >= 0)
-            return self.steps.may_update_early(begun, number) and all(shard.param in final for shard in covers)
+            may = not refused and self.steps.may_update_early(begun, number)
+            return may and all(shard.param in final for shard in covers)
 
         with torch.no_grad():
             self.steps.advance(begun, states, may_update, room_bytes)
@@ -606,22 +628,10 @@ class Engine:
             f"{local_shard(param).stride()}; attach again, or give it the layout that it had"
         )
 
-    def _shards_with_grad(self, optimizer: Optimizer, states: StateStore, used: Container[Tensor]) -> list[StateShard]:
-        """The shards to update. Takes over parameters that have a gradient for the first time, and exchanged state.
-
-        Args:
-            optimizer: whose step this is.
-            states: its state.
-            used: parameters whose gradients the backward of this step has used and let go.
-        """
+    def _shards_with_grad(self, optimizer: Optimizer, states: StateStore) -> list[StateShard]:
+        """The shards to update. Takes over parameters that have a gradient for the first time, and exchanged state."""
         eager, gradient = self.conventions.state_without_gradient, self.conventions.gradient
         new = [param for param in self._unplanned if eager or gradient(param) is not None]
-        for param in (*new, *self.plan.shards):
-            grad = None if param in used else gradient(param)
-            problem = grad is not None and (unsupported_gradient(param, grad) or self._other_layout(param))
-            if problem:
-                name = self.names.get(param, "a parameter")
-                raise RuntimeError(f"{name} cannot be updated: {problem}. Nothing has been changed.")
         if new:
             self.add(optimizer, new, states)
         shards = self.plan.shards.values()
@@ -634,6 +644,15 @@ class Engine:
             shards, states
         )  # also of neighbours without a gradient, whose bytes move as well
         return updated
+
+    def _check_gradients(self, used: Container[Tensor], outcome: str) -> None:
+        """Refuse gradients that cannot be updated with; not those that the backward has ``used`` and let go."""
+        for param in (*self._unplanned, *self.plan.shards):
+            grad = None if param in used else self.conventions.gradient(param)
+            problem = grad is not None and (unsupported_gradient(param, grad) or self._other_layout(param))
+            if problem:
+                name = self.names.get(param, "a parameter")
+                raise RuntimeError(f"{name} cannot be updated: {problem}. {outcome}")
 
     def _follow_groups(self, optimizer: Optimizer, states: StateStore) -> None:
         """Follow param groups that were edited, and hyperparameters that decide which state there is."""

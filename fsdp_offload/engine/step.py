@@ -607,6 +607,13 @@ class Stepping:
 
     # Faults ------------------------------------------------------------------------------------------------------
 
+    def give_up(self, ended: BegunStep | None, error: BaseException) -> None:
+        """An exception ends ``step()`` before it issues anything; ``ended`` is what the backward has done of it."""
+        if ended is not None and ended.speculated is None:
+            self.note_not_taken_over(ended, error)
+        else:
+            self.drop()  # loads and guesses only: they are made again
+
     def note_not_taken_over(self, begun: BegunStep, error: BaseException) -> None:
         """Everything has been issued, but state or counters that the updates made will be missing."""
         if begun.has_updated and not self.failure:  # the host says itself what has failed there

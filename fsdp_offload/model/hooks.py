@@ -22,7 +22,7 @@ from ..engine.cpu_updates import LastUpdates
 from ..engine.engine import Engine
 from ..policy import OffloadPolicy
 from ..state.store import StateStore
-from ..torch_compat.fully_shard import runs_in_backward, sharding_groups
+from ..torch_compat.fully_shard import abandon_backward, runs_in_backward, sharding_groups
 from ..torch_compat.guard import Guard
 from ..torch_compat.spent_gradient import refuse_freed
 from .alone import MEASURED_STEPS, Alone
@@ -50,6 +50,7 @@ class Overlap:
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, engine: Engine, get_states: GetStates) -> None:
+        self._model = weakref.ref(model)
         self._optimizer = weakref.ref(optimizer)
         self._engine = weakref.ref(engine)
         self._get_states = get_states
@@ -156,6 +157,16 @@ class Overlap:
         return self._buckets_of
 
     # Called by the hooks ------------------------------------------------------------------------------------------
+
+    def call(self, method: str, *args: Any) -> None:
+        """Call one of the methods below. A backward that it refuses to go on with leaves nothing behind."""
+        try:
+            getattr(self, method)(*args)
+        except BaseException:
+            model = self._model()
+            if model is not None and runs_in_backward():
+                abandon_backward(model)
+            raise
 
     def _before_gather(self, number: int, stream: torch.Stream | None) -> None:
         engine = self._engine()
@@ -285,7 +296,7 @@ def _state_dict_hooks(model: nn.Module) -> Iterator[Callable[..., Any]]:
 def _call(overlap: "weakref.ref[Overlap]", last: LastUpdates | None, method: str, *args: Any) -> None:
     target = overlap()
     if target is not None:
-        getattr(target, method)(*args)
+        target.call(method, *args)
     elif last is not None:
         last.wait_without_owner()  # dropped right after its last step, and now the model is evaluated or saved
 

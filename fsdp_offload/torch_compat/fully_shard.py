@@ -74,6 +74,22 @@ def drop_gathered_gradients(model: nn.Module) -> None:
         setattr(holder, name, None)
 
 
+def abandon_backward(model: nn.Module) -> None:
+    """Leave nothing of a backward that an exception is about to end.
+
+    Torch would add its gradients to those of the next backward, and would not finish that one.
+    """
+    drop_gathered_gradients(model)
+    for module in fsdp_modules(model):
+        state: Any = getattr(module, "_get_fsdp_state", lambda: None)()
+        if not getattr(state, "_is_root", False):
+            continue
+        if hasattr(module, "reset_iter_state"):  # since 2.13: also waits for gathers, and shards all parameters again
+            module.reset_iter_state()
+        elif hasattr(state, "_state_ctx"):
+            state._state_ctx.post_backward_final_callback_queued = False
+
+
 def _gradient_holders(model: nn.Module) -> Iterator[tuple[object, str]]:
     for group in _param_groups(model):
         holders = [(group, "_partial_reduce_output")]

@@ -93,9 +93,15 @@ def note_freed(param: Tensor) -> None:
         param.grad.freed_of = weakref.ref(param)
 
 
+def is_freed(param: Tensor) -> bool:
+    """Return whether :func:`note_freed` has been called, and nobody has cleared the gradient since."""
+    grad = param.grad
+    return type(grad) is SpentGradient and grad.freed_of is not None
+
+
 def refuse_freed(params: Iterable[Tensor]) -> None:
     """Raise an error if a backward is about to add to gradients that are gone."""
-    if any(isinstance(param.grad, SpentGradient) and param.grad.freed_of is not None for param in params):
+    if any(map(is_freed, params)):
         raise RuntimeError(_FREED)
 
 

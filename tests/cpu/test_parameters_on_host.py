@@ -37,6 +37,7 @@ from fsdp_offload.engine.window import Window
 from fsdp_offload.model.hooks import Overlap
 from fsdp_offload.torch_compat import sharded_parameter
 from fsdp_offload.torch_compat.dtensor import local_shard
+from fsdp_offload.torch_compat.spent_gradient import note_freed, spend
 from tests import overlapping
 from tests.async_writers import Expected, Waits, read_checkpoint
 from tests.overlapping import (
@@ -764,6 +765,81 @@ def test_a_gradient_that_is_gone_says_so(mesh: DeviceMesh) -> None:
         loop.backward(5)
     loop.optimizer.zero_grad(set_to_none=False)
     assert weight.grad is None
+
+
+def test_a_gradient_that_was_not_cleared_stops_no_step_half_way(mesh: DeviceMesh) -> None:
+    """Of some groups only, and the error comes after others were reduced; clearing it is enough to go on."""
+    plain, loop = pair(mesh, policy_of({"overlap": "iteration"}))
+    assert_same_each_step(plain, loop, 5)
+    loop.backward(5)
+    loop.optimizer.step()
+    for name, param in loop.model.named_parameters():
+        if "blocks.0" not in name:
+            param.grad = None
+    loop.scheduler.step()
+    plain.train(1, first=5)
+    assert same(plain, loop)
+    with pytest.raises(RuntimeError, match="used in the backward and freed"):
+        loop.backward(6)
+    loop.optimizer.zero_grad()
+    assert_same_each_step(plain, loop, 4)
+
+
+def test_a_gradient_that_was_not_cleared_where_nothing_reduces_it(mesh: DeviceMesh) -> None:
+    """Of a module that the next iteration does not use: ``step()`` refuses it, and has changed nothing."""
+
+    def without_extra(one: Loop, step: int) -> None:
+        one.backward(step, extra=False)
+        one.step()
+
+    plain, loop = pair(mesh, policy_of({"overlap": "iteration"}))
+    assert_same_each_step(plain, loop, 5)
+    assert_same_each_step(plain, loop, 5, without_extra)  # other gradients are final
+    weight = loop.model.extra.up.weight
+    spend(weight)  # as a step with it leaves it
+    note_freed(weight)
+    before = [value.clone() for value in loop.everything()]
+    loop.backward(10, extra=False)
+    with pytest.raises(RuntimeError, match=r"extra.up.weight cannot be updated.*Nothing has been changed"):
+        loop.optimizer.step()
+    assert same_values(before[1:], loop.everything()[1:])
+    loop.optimizer.zero_grad()
+    loop.seen.pop()
+    assert_same_each_step(plain, loop, 4, without_extra)
+
+
+@pytest.mark.parametrize("parameters", [False, True])
+def test_a_gradient_that_step_refuses_may_be_put_right(mesh: DeviceMesh, parameters: bool) -> None:
+    """The backward has updated all others by then."""
+
+    def without_extra(one: Loop, step: int) -> None:
+        one.backward(step, extra=False)
+        weight = one.model.extra.up.weight
+        if hasattr(one.optimizer, "synchronize") and step in (2, 3, 8, 9):
+            weight.grad = torch.ones(weight.shape)  # no DTensor
+            with pytest.raises(RuntimeError, match=r"extra.up.weight cannot be updated.*call step\(\) again"):
+                one.optimizer.step()
+        weight.grad = None
+        one.step()
+
+    plain, loop = pair(mesh, policy_of({"overlap": "iteration"}, parameters=parameters))
+    assert_same_each_step(plain, loop, 1)
+    assert_same_each_step(plain, loop, 9, without_extra)
+
+
+def test_after_a_refused_backward_a_checkpoint_trains_on(mesh: DeviceMesh) -> None:
+    """What the error says to do is enough: nothing of that backward is added to the next one's gradients."""
+    plain, loop = pair(mesh, policy_of({"overlap": "iteration"}))
+    assert_same_each_step(plain, loop, 6)
+    states = copy.deepcopy(states_of(loop))
+    loop.backward(6)
+    with pytest.raises(RuntimeError, match="a second backward before step"):
+        loop.backward(7)
+    loop.optimizer.zero_grad()
+    set_model_state_dict(loop.model, states["model"])
+    set_optimizer_state_dict(loop.model, loop.optimizer, states["optimizer"])
+    loop.seen = loop.seen[:6]
+    assert_same_each_step(plain, loop, 5)
 
 
 WHILE_THEY_STAY = {
