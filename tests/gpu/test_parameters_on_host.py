@@ -1,5 +1,6 @@
 """Parameters on the host, on real streams: the same bits whichever lane is slow, other bits without a wait."""
 
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,7 +12,8 @@ from fsdp_offload import OffloadPolicy
 from fsdp_offload.device.lanes import TurnsLane
 from fsdp_offload.engine.executor import Pipeline
 from fsdp_offload.engine.window import Window
-from tests.overlapping import HABITS, POLICIES, Loop, Net, adamw, same
+from fsdp_offload.torch_compat.dtensor import local_shard
+from tests.overlapping import HABITS, POLICIES, Loop, Net, adamw, same, same_values
 from tests.policies import with_share
 from tests.window_mutants import gather_before_its_load, load_before_the_store
 
@@ -91,6 +93,33 @@ def test_same_bits_where_the_window_comes_and_goes(mesh: DeviceMesh, overlap: An
     plain = Loop(mesh, adamw, None, net=net).train(8)
     policy = OffloadPolicy(parameters=True, bucket_bytes=256 << 10, overlap=overlap)
     assert same(plain, Loop(mesh, adamw, policy, net=net).train(8))
+
+
+@pytest.fixture
+def limited() -> Iterator[Callable[[int], None]]:
+    """``limited(nbytes)`` leaves this process so much device memory beside what it has."""
+
+    def limit(nbytes: int) -> None:
+        torch.cuda.empty_cache()
+        _, total = torch.cuda.mem_get_info()
+        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_allocated() + nbytes) / total)
+
+    yield limit
+    torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def test_the_first_steps_need_no_room_for_all_gradients(mesh: DeviceMesh, limited: Callable[[int], None]) -> None:
+    """Nor those that measure the model alone, and that come after a checkpoint."""
+
+    def deep() -> Net:
+        return Net(width=1024, layers=48)
+
+    wanted = Loop(mesh, adamw, None, net=deep).train(20, HABITS["save-and-load"]).everything()
+    gc.collect()
+    policy = OffloadPolicy(parameters=True, overlap="iteration")
+    loop = Loop(mesh, adamw, policy, net=deep)
+    limited(sum(local_shard(param).nbytes for param in loop.model.parameters()) * 2 // 3)
+    assert same_values(wanted, loop.train(20, HABITS["save-and-load"]).everything())
 
 
 @pytest.mark.parametrize("habit", ["clip", "save-and-load"])
