@@ -63,6 +63,7 @@ class BegunStep:
         speculated: what was updated before it was certain that nothing changes the gradients; ``None`` if nothing is.
         updated_by: how many of ``done`` there were after each reduction.
         hidden: so many of ``done`` have been looked at for gradients that nothing is left to use of.
+        uncleared: whether gradients of the step before are still hidden; ``None`` before the first reduction.
     """
 
     shadow: Shadow
@@ -82,6 +83,7 @@ class BegunStep:
     speculated: Speculated | None = None
     updated_by: list[int] = field(default_factory=list)
     hidden: int = 0
+    uncleared: bool | None = None
 
     def enter(self, phase: StepPhase) -> None:
         """Come to ``phase``; staying where it is is no change."""

@@ -484,12 +484,13 @@ class Engine:
         if begun is None:
             return
         self._pipeline.updates_after(HostMark() if event is None else EventMark(event))  # type: ignore[arg-type]
-        # This backward, or step(), will refuse a gradient that was not cleared: nothing may have been updated by then.
-        refused = not begun.has_updated and any(map(is_freed, self.plan.shards))
+        if begun.uncleared is None:
+            # This backward, or step(), will refuse these: nothing may have been updated by then.
+            begun.uncleared = any(map(is_freed, self.plan.shards))
 
         def may_update(number: int) -> bool:
             covers = (shard for shard in self.plan[number].covers() if shard.group >= 0)
-            may = not refused and self.steps.may_update_early(begun, number)
+            may = not begun.uncleared and self.steps.may_update_early(begun, number)
             return may and all(shard.param in final for shard in covers)
 
         with torch.no_grad():

@@ -38,6 +38,9 @@ _UNDISTURBED_STEPS = _MEASURED_STEPS[2], _MEASURED_STEPS[4]
 _BESIDE_GATHERS = 1.1
 """How much longer a bucket takes in a backward whose gathers load parameters, than in ``step()``."""
 
+_MOST_WAITING_GROUPS = 4
+"""Whose updates may wait in a backward that frees gradients. With fewer, those of the root come late, behind others."""
+
 
 class Rehearsal:
     """Measures some iterations of one model for one optimizer."""
@@ -110,7 +113,9 @@ class Rehearsal:
                 at_ms = {group: engine.ms_since_begin(mark) for group, mark in self._last_final.items()}
                 self._final_ms = {group: ms - min(at_ms.values()) for group, ms in at_ms.items()}
                 forward = [one for group in range(len(self._groups)) for one in sorted(self._buckets(engine, group))]
-                engine.steps.measured_order = update_order(self._bucket_final_ms(engine, times), move_ms, forward)
+                engine.steps.measured_order = update_order(
+                    self._bucket_final_ms(engine, times), move_ms, forward, self._most_waiting(engine)
+                )
         elif self._keeps and engine.policy.runs_on_into_forward and not self._wanted:
             engine.tuning_of_residents = (
                 f"{_asked(engine)}: what should stay is not known, as reload_states() was called before the forward. "
@@ -121,6 +126,12 @@ class Rehearsal:
             first_ms = min((engine.ms_since_begin(mark) for mark in self._last_final.values()), default=0.0)
             final_ms = {number: first_ms + ms for number, ms in self._bucket_final_ms(engine, times).items()}
             self._choose(engine, self._iteration(engine, times, final_ms))
+
+    def _most_waiting(self, engine: Engine) -> float:
+        """How many buckets may wait with their gradients, which backwards free where parameters live on the host."""
+        if not engine.policy.parameters:
+            return math.inf
+        return _MOST_WAITING_GROUPS * max(len(self._buckets(engine, group)) for group in range(len(self._groups)))
 
     def _bucket_final_ms(self, engine: Engine, updated: Container[int]) -> dict[int, float]:
         return {

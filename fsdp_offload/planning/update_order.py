@@ -3,21 +3,29 @@
 The first gradients to be final belong to the last layers, which the next forward needs last. Where all transfers fit
 into the backward, buckets are taken as their gradients become final. Where they do not, those that have to wait should
 be the ones with the latest deadline: of the buckets whose gradients are there, the one that became final *last* is
-taken, and when the backward is over the rest follows in the order of the forward.
+taken, and when the backward is over the rest follows in the order of the forward. Those that wait keep their gradients:
+where there is little room for these, the backward waits for the link once so many do.
 """
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 
 
-def update_order(final_ms: Mapping[int, float], move_ms: Mapping[int, float], forward: Sequence[int]) -> list[int]:
+def update_order(
+    final_ms: Mapping[int, float],
+    move_ms: Mapping[int, float],
+    forward: Sequence[int],
+    most_waiting: float = math.inf,
+) -> list[int]:
     """The order in which to load, update and store the buckets of a step whose updates begin in the backward.
 
     Args:
         final_ms: for each bucket when its gradients are final, on any clock.
         move_ms: for each bucket how long the link is busy with it, when both directions are in use.
         forward: the buckets in the order in which a forward needs them.
+        most_waiting: how many may be passed over for ones that became final after them.
 
     Returns:
         The keys of ``final_ms``; those that become final together in the order of the forward, since the ranges of one
@@ -36,7 +44,7 @@ def update_order(final_ms: Mapping[int, float], move_ms: Mapping[int, float], fo
     while waiting:
         if not ready:
             now_ms = max(now_ms, final_ms[waiting[0][1]])
-        while waiting and final_ms[waiting[0][1]] <= now_ms:
+        while waiting and final_ms[waiting[0][1]] <= now_ms and not len(ready) > most_waiting:
             number, bucket = waiting.popleft()
             heapq.heappush(ready, (-final_ms[bucket], by_deadline(bucket), number, bucket))
         if waiting:

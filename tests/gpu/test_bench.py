@@ -10,7 +10,7 @@ import pytest
 @pytest.mark.parametrize(
     ("arguments", "records"),
     [
-        (["link", "--gib", "0.25", "--repeats", "2"], ["machine", "link", "small-copies", "small-copies", "pin"]),
+        (["link", "--gib", "0.25", "--repeats", "2"], ["machine", "link", *["small-copies"] * 3, "pin"]),
         (
             ["step", "--params", "3000000", "--tensors", "20", "--bucket-mib", "4", "--repeats", "2"],
             ["machine", "step"],

@@ -1,5 +1,7 @@
 """The order of updates in a backward, against a simulation of the link and of the forward that follows."""
 
+from random import Random
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -37,6 +39,23 @@ def test_ranges_of_a_parameter_stay_in_order(finals: list[float], moves: list[fl
     for at in set(finals):
         together = [bucket for bucket in order if final[bucket] == at]
         assert together == sorted(together)
+
+
+@given(
+    st.lists(st.floats(0, 100), min_size=1, max_size=30),
+    st.floats(0, 1e6),
+    st.integers(0, 6),
+    st.randoms(use_true_random=False),
+)
+def test_only_so_many_wait_with_their_gradients(finals: list[float], move_ms: float, most: int, random: Random) -> None:
+    """However slow the link: of those final before the newest that is updated, at most so many are not."""
+    final = dict(enumerate(finals))
+    forward = random.sample(list(final), len(final))
+    order = update_order(final, dict.fromkeys(final, move_ms), forward, most)
+    assert sorted(order) == sorted(final)
+    for count in range(1, len(order)):
+        done, newest_ms = order[:count], max(final[bucket] for bucket in order[:count])
+        assert sum(final[bucket] < newest_ms for bucket in final if bucket not in done) <= most
 
 
 def stall_ms(order: list[int], final: dict[int, float], move: dict[int, float], forward_ms: float) -> float:
