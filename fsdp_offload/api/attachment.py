@@ -24,7 +24,7 @@ class Attachment:
     """Additions to an optimizer when it was attached, and what undoes them.
 
     Attributes:
-        until_first_step: what looks until then whether the optimizer was attached too early.
+        until_first_step: ends what looks until then whether the optimizer was attached too early.
         reloads: calls of the wrapped hook since the last warning was due; ``None``: nothing is wrapped.
     """
 
@@ -37,14 +37,14 @@ class Attachment:
     stepping: bool = False
     told_no_gradient: bool = False
     has_updated: bool = False
-    until_first_step: list[RemovableHandle] = field(default_factory=list)
+    until_first_step: list[Callable[[], None]] = field(default_factory=list)
     reloads: int | None = None
     steps: int = 0
 
     def unwatch(self) -> None:
         """Stop looking for an optimizer that was attached too early."""
-        for handle in self.until_first_step:
-            handle.remove()
+        for end in self.until_first_step:
+            end()
         self.until_first_step.clear()
 
 

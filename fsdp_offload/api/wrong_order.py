@@ -3,7 +3,7 @@
 import sys
 import warnings
 import weakref
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch.distributed as dist
@@ -82,10 +82,11 @@ def refuse_exchanged(known: Collection[Tensor], groups: list[dict[str, Any]]) ->
     )
 
 
-def check_at_first_forward(model: nn.Module, optimizer: Optimizer) -> RemovableHandle | None:
+def check_at_first_forward(model: nn.Module, optimizer: Optimizer) -> Callable[[], None] | None:
     """Refuse the first forward of a model that was sharded after its optimizer was attached.
 
-    ``None`` where that cannot happen any more: all parameters are sharded.
+    Returns:
+        What ends that; ``None`` where it cannot happen any more: all parameters are sharded.
     """
     if all(is_dtensor(param) for group in optimizer.param_groups for param in group["params"]):
         return None
@@ -99,7 +100,7 @@ def check_at_first_forward(model: nn.Module, optimizer: Optimizer) -> RemovableH
             refuse_foreign(model, attached)
 
     handle = model.register_forward_pre_hook(check)
-    return handle
+    return handle.remove
 
 
 def refuse_foreign(model: nn.Module, optimizer: Optimizer) -> None:
@@ -117,28 +118,58 @@ def refuse_foreign(model: nn.Module, optimizer: Optimizer) -> None:
         )
 
 
-def warn_if_another_steps(optimizer: Optimizer) -> RemovableHandle:
+class _Watch:
+    """The parameters of an optimizer that is offloaded and has not stepped yet."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.params = [weakref.ref(param) for group in optimizer.param_groups for param in group["params"]]
+        self.name = type(optimizer).__mro__[2].__name__
+
+    def is_over(self) -> bool:
+        return all(param() is None for param in self.params)
+
+    def has_one_of(self, params: set[int]) -> bool:
+        return any(id(param()) in params for param in self.params)
+
+
+_watches: list[_Watch] = []
+_hook: list[RemovableHandle] = []  # one for all watches, while there are any: torch calls it after each step
+
+
+def warn_if_another_steps(optimizer: Optimizer) -> Callable[[], None]:
     """Warn when another optimizer updates the parameters of ``optimizer``, before that has taken a step.
 
     Frameworks that build their optimizer anew leave the offloaded one behind, and nothing would be offloaded.
-    """
-    params = [weakref.ref(param) for group in optimizer.param_groups for param in group["params"]]
-    name = type(optimizer).__mro__[2].__name__
 
-    def look(other: Optimizer, args: object, kwargs: object) -> None:
-        del args, kwargs
-        if attachment_of(other) is not None:
-            return
-        stepped = {id(param) for group in other.param_groups for param in group["params"]}
-        if not any(id(param()) in stepped for param in params):
-            return
-        handle.remove()
+    Returns:
+        What ends the watch. Without that, it ends with the parameters.
+    """
+    watch = _Watch(optimizer)
+    _watches[:] = [other for other in _watches if not other.is_over()] + [watch]
+    if not _hook:
+        _hook.append(register_optimizer_step_post_hook(_look_who_steps))
+
+    def end() -> None:
+        if watch in _watches:
+            _watches.remove(watch)
+        if not _watches and _hook:
+            _hook.pop().remove()
+
+    return end
+
+
+def _look_who_steps(other: Optimizer, args: object, kwargs: object) -> None:
+    del args, kwargs
+    if attachment_of(other) is not None:
+        return
+    # The hook stays even without a watch: torch is going through its hooks, and none may leave meanwhile.
+    _watches[:] = [watch for watch in _watches if not watch.is_over()]
+    stepped = {id(param) for group in other.param_groups for param in group["params"]} if _watches else set()
+    for watch in [watch for watch in _watches if watch.has_one_of(stepped)]:
+        _watches.remove(watch)
         warnings.warn(
-            f"{type(other).__name__}.step() updated the parameters of the {name} that offload_optimizer() was given, "
-            "which has never stepped: training goes on with another optimizer, and NOTHING IS OFFLOADED. Attach to "
-            f"the one that steps, once it is built: {line_to_write()}.",
+            f"{type(other).__name__}.step() updated the parameters of the {watch.name} that offload_optimizer() was "
+            "given, which has never stepped: training goes on with another optimizer, and NOTHING IS OFFLOADED. "
+            f"Attach to the one that steps, once it is built: {line_to_write()}.",
             stacklevel=2,
         )
-
-    handle = register_optimizer_step_post_hook(look)
-    return handle

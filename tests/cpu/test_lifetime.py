@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fsdp_offload import OffloadPolicy, offload_optimizer, remove_offload
+from fsdp_offload.api import wrong_order
 from fsdp_offload.device.link import device_link
 
 pytestmark = pytest.mark.filterwarnings("ignore:offload_optimizer. The parameters are on the CPU:UserWarning")
@@ -259,3 +260,28 @@ def test_an_attach_that_fails_leaves_no_user_of_the_ring() -> None:
     with pytest.raises(MemoryError):
         offload_optimizer(optimizer, policy=OffloadPolicy(host_limit_bytes=1))
     assert link.users == users
+
+
+# Watching whether another optimizer steps instead ---------------------------------------------------------------------
+
+
+def test_nobody_watches_for_parameters_that_are_gone() -> None:
+    before = len(wrong_order._watches)
+    for _ in range(3):
+        offloaded(model())
+    kept = model()
+    optimizer = offloaded(kept)
+    assert len(wrong_order._watches) <= before + 1
+    train(kept, optimizer, steps=1)
+    assert len(wrong_order._watches) <= before
+
+
+def test_several_that_are_left_behind_are_told_of() -> None:
+    net = model()
+    parts = [torch.optim.AdamW(part.parameters()) for part in net]
+    for part in parts:
+        offload_optimizer(part, policy=POLICY)
+    other = torch.optim.SGD(net.parameters(), lr=0.1)
+    with pytest.warns(UserWarning, match="NOTHING IS OFFLOADED") as told:
+        train(net, other, steps=3)
+    assert len(told) == 2
