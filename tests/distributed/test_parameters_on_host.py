@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
-from fsdp_offload.engine.engine import engine_of
+from fsdp_offload.engine.engine import Engine, engine_of
 from fsdp_offload.torch_compat.dtensor import local_shard
 from tests.distributed import models
 from tests.distributed.launch import mesh, run_cases, spawn
@@ -173,6 +173,35 @@ def test_layouts(world_size: int, tmp_path: Path) -> None:
 
 def test_layouts_of_four(tmp_path: Path) -> None:
     spawn(run_layouts, 4, tmp_path, FOUR)
+
+
+def train_without_room(shard: ShardNet, ranks: set[int]) -> list[str]:
+    """Gradients do not fit on some ranks, which update in their first backward; the others do not."""
+    plain = Training(shard, None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, "_gradients_fit", lambda _: dist.get_rank() not in ranks)
+        host = Training(shard, POLICIES["iteration"])
+        for training in (plain, host):
+            training.train(6)
+    frees = engine_of(host.optimizer).frees_all_gradients
+    problems = [] if frees == (dist.get_rank() in ranks) else ["gradients are freed from the first backward on, or not"]
+    return problems + differences(plain, host)
+
+
+def run_without_room(rank: int, world_size: int) -> None:
+    del rank
+    run_cases(
+        {
+            f"{shard.__name__}, {ranks}": partial(train_without_room, shard, ranks)
+            for shard in EVERYWHERE
+            for ranks in ({0}, {world_size - 1}, set(range(world_size)))
+        }
+    )
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_gradients_that_do_not_fit_on_some_ranks(world_size: int, tmp_path: Path) -> None:
+    spawn(run_without_room, world_size, tmp_path)
 
 
 def save(folder: Path, name: str) -> list[str]:
