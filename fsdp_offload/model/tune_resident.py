@@ -21,6 +21,7 @@ from ..planning.resident import STALL_TOLERANCE, IterationTimes, groups_to_keep,
 from ..planning.update_order import update_order
 from ..state.shard import StateShard
 from ..state.store import StateStore
+from ..torch_compat.dtensor import local_shard
 from .clock import Clock
 
 _MEASURED_STEPS = (2, 5, 8, 11, 14)
@@ -38,8 +39,8 @@ _UNDISTURBED_STEPS = _MEASURED_STEPS[2], _MEASURED_STEPS[4]
 _BESIDE_GATHERS = 1.1
 """How much longer a bucket takes in a backward whose gathers load parameters, than in ``step()``."""
 
-_MOST_WAITING_GROUPS = 4
-"""Whose updates may wait in a backward that frees gradients. With fewer, those of the root come late, behind others."""
+_FEWEST_WAITING_GROUPS = 4
+"""Whose updates may wait in a backward that frees gradients, and has no room for all where activations were."""
 
 
 class Rehearsal:
@@ -50,9 +51,12 @@ class Rehearsal:
         elementwise = engine.layouts.capabilities.elementwise
         self._orders = engine.policy.updates_in_backward and elementwise
         self._keeps = engine.share.staying_is_learnt and elementwise
+        self._peak_at_attach_bytes = engine.allocated_bytes().peak if self._orders else 0
         self._groups = groups
         self._clock = clock
         self._final_ms: dict[int, float] = {}  # by group, since the first of them
+        self._before_gradients_bytes = 0  # the most that was allocated before the first ones
+        self._with_gradients_bytes = 0  # at the end of a backward, with all of them
         self._all_ms = 0.0  # what moving all of the state takes
         self._window_ms = math.inf  # in which the link may be busy; the shortest, in which the host was not late
         self._keep: set[int] = set()
@@ -68,8 +72,13 @@ class Rehearsal:
 
     def final(self, engine: Engine, number: int) -> None:
         """The gradients of a group have been reduced, perhaps not for the last time before the step."""
+        if self._orders and not self._before_gradients_bytes:
+            allocated = engine.allocated_bytes()
+            is_new = allocated.peak > self._peak_at_attach_bytes  # else it was before what is offloaded had left
+            self._before_gradients_bytes = allocated.peak if is_new else allocated.now
         if self._measures(self._clock.steps + 1):
             self._final[number] = engine.mark()
+            self._with_gradients_bytes = engine.allocated_bytes().now
 
     def step_begins(self, engine: Engine) -> None:
         """``step()`` is about to issue the rest of it."""
@@ -113,9 +122,8 @@ class Rehearsal:
                 at_ms = {group: engine.ms_since_begin(mark) for group, mark in self._last_final.items()}
                 self._final_ms = {group: ms - min(at_ms.values()) for group, ms in at_ms.items()}
                 forward = [one for group in range(len(self._groups)) for one in sorted(self._buckets(engine, group))]
-                engine.steps.measured_order = update_order(
-                    self._bucket_final_ms(engine, times), move_ms, forward, self._most_waiting(engine)
-                )
+                final_ms, most_waiting = self._bucket_final_ms(engine, times), self._most_waiting(engine)
+                engine.steps.measured_order = update_order(final_ms, move_ms, forward, most_waiting)
         elif self._keeps and engine.policy.runs_on_into_forward and not self._wanted:
             engine.tuning_of_residents = (
                 f"{_asked(engine)}: what should stay is not known, as reload_states() was called before the forward. "
@@ -128,10 +136,15 @@ class Rehearsal:
             self._choose(engine, self._iteration(engine, times, final_ms))
 
     def _most_waiting(self, engine: Engine) -> float:
-        """How many buckets may wait with their gradients, which backwards free where parameters live on the host."""
+        """Of how many groups the updates may wait with their gradients, in a backward that frees those."""
         if not engine.policy.parameters:
             return math.inf
-        return _MOST_WAITING_GROUPS * max(len(self._buckets(engine, group)) for group in range(len(self._groups)))
+        params = {param for group in self._last_final for param in self._groups[group] if param.requires_grad}
+        gradient_bytes = sum(local_shard(param).nbytes for param in params)
+        # What moves through the device wants room of what activations leave, too.
+        room_bytes = (self._before_gradients_bytes - (self._with_gradients_bytes - gradient_bytes)) // 2
+        fits = not engine.frees_all_gradients and gradient_bytes <= room_bytes
+        return math.inf if fits else _FEWEST_WAITING_GROUPS
 
     def _bucket_final_ms(self, engine: Engine, updated: Container[int]) -> dict[int, float]:
         return {

@@ -639,7 +639,7 @@ def test_gradients_go_with_the_updates_that_read_them(
 ) -> None:
     """In the backward: all of a model's would take as much of the device as its parameters."""
     monkeypatch.setattr(step_room, "_REDUCTIONS_BEHIND", 1)
-    monkeypatch.setattr(tune_resident, "_MOST_WAITING_GROUPS", 1)
+    monkeypatch.setattr(tune_resident, "_FEWEST_WAITING_GROUPS", 1)
     links_take(monkeypatch, link_ms)
     plain, loop = pair(mesh, policy_of({"overlap": "iteration"}), net=lambda: Net(layers=12))
     assert_same_each_step(plain, loop, 3)
@@ -697,7 +697,7 @@ def test_gradients_that_do_not_fit_never_are_there_together(
     """Not in the first step either, nor in those in which an iteration would be measured alone."""
     monkeypatch.setattr(Engine, "_gradients_fit", lambda _: False)
     monkeypatch.setattr(step_room, "_REDUCTIONS_BEHIND", 1)
-    monkeypatch.setattr(tune_resident, "_MOST_WAITING_GROUPS", 1)
+    monkeypatch.setattr(tune_resident, "_FEWEST_WAITING_GROUPS", 1)
     links_take(monkeypatch, 1e6)
     plain, loop = pair(mesh, policy_of({"overlap": "iteration"}), net=lambda: Net(layers=12))
     plain_reduced, groups = Overlap._reduced, []

@@ -12,6 +12,7 @@ from fsdp_offload import OffloadPolicy
 from fsdp_offload.device.lanes import TurnsLane
 from fsdp_offload.engine.executor import Pipeline
 from fsdp_offload.engine.window import Window
+from fsdp_offload.model.hooks import Overlap
 from fsdp_offload.torch_compat.dtensor import local_shard
 from tests.overlapping import HABITS, POLICIES, Loop, Net, adamw, same, same_values
 from tests.policies import with_share
@@ -95,6 +96,29 @@ def test_same_bits_where_the_window_comes_and_goes(mesh: DeviceMesh, overlap: An
     assert same(plain, Loop(mesh, adamw, policy, net=net).train(8))
 
 
+def deep() -> Net:
+    return Net(width=1024, layers=48)
+
+
+def test_gradients_go_however_late_the_link_is(mesh: DeviceMesh, slow: Slow, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a group lie in one tensor, which one bucket that waits keeps alive."""
+    slow("S", SLEEP_CYCLES // 2)
+    policy = OffloadPolicy(parameters=True, overlap="iteration", bucket_bytes=8 << 20, device_bytes=160 << 20)
+    loop = Loop(mesh, adamw, policy, net=deep).train(6)
+    allocated, reduced = [torch.cuda.memory_allocated()], Overlap._reduced
+
+    def spy(*args: Any) -> None:
+        reduced(*args)
+        allocated.append(torch.cuda.memory_allocated())
+
+    monkeypatch.setattr(Overlap, "_reduced", spy)
+    loop.train(1)
+    group_bytes = sum(local_shard(param).nbytes for param in loop.model.blocks[0].parameters())
+    assert len(allocated) > 48
+    # Five whose updates may be under way, four that wait and one of them begun, two gathered, and their gradients.
+    assert max(allocated) - allocated[0] < 16 * group_bytes
+
+
 @pytest.fixture
 def limited() -> Iterator[Callable[[int], None]]:
     """``limited(nbytes)`` leaves this process so much device memory beside what it has."""
@@ -110,9 +134,6 @@ def limited() -> Iterator[Callable[[int], None]]:
 
 def test_the_first_steps_need_no_room_for_all_gradients(mesh: DeviceMesh, limited: Callable[[int], None]) -> None:
     """Nor those that measure the model alone, and that come after a checkpoint."""
-
-    def deep() -> Net:
-        return Net(width=1024, layers=48)
 
     wanted = Loop(mesh, adamw, None, net=deep).train(20, HABITS["save-and-load"]).everything()
     gc.collect()
