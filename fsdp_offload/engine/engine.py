@@ -518,14 +518,18 @@ class Engine:
             with torch.no_grad():
                 self.steps.speculation.keep_ahead(buckets)
 
+    @property
+    def frees_gradients(self) -> bool:
+        """Whether a backward frees gradients behind their updates: not where they may be changed until ``step()``."""
+        return self.policy.parameters and self.policy.updates_in_backward and not self.steps.speculation.announced
+
     def must_free_gradients(self) -> bool:
         """Return whether the backward that begins has to update, as its gradients do not fit on the device together.
 
         Not where the optimizer sees DTensors: its collectives must come in the same order on each rank, whatever room
         that has.
         """
-        policy, elementwise = self.policy, self.layouts.capabilities.elementwise
-        if policy.parameters and policy.updates_in_backward and elementwise and not self.steps.speculation.announced:
+        if self.frees_gradients and self.layouts.capabilities.elementwise:
             self.frees_all_gradients = self.frees_all_gradients or not self._gradients_fit()
             self.holds_back = self.holds_back and not self.frees_all_gradients
         return self.frees_all_gradients

@@ -69,6 +69,11 @@ class Clock:
         return any(self._expected)
 
     @property
+    def adds_up(self) -> bool:
+        """Whether gradients of several backwards, or of several uses in one, are added up before a step."""
+        return any(count > 1 for count in self._expected)
+
+    @property
     def in_last_backward(self) -> bool:
         """Whether no further one comes before the step, as it was in the steps before: loads begin in that one."""
         return all(seen >= expected - 1 for seen, expected in zip(self._seen, self._expected, strict=True))

@@ -27,6 +27,7 @@ from ..torch_compat.guard import Guard
 from ..torch_compat.spent_gradient import refuse_freed
 from .alone import MEASURED_STEPS, Alone
 from .clock import Clock
+from .peak import Peak
 from .tune_resident import Rehearsal
 from .tune_staging import Elastic
 
@@ -63,7 +64,9 @@ class Overlap:
         self._used: dict[int, None] = {}  # groups since the last step, in the order of their first forwards
         self._final: set[Tensor] = set()
         params = [group.params for group in self._groups]
-        self._rehearsal, self._elastic = Rehearsal(engine, params, self._clock), Elastic(engine, params)
+        self._peak = Peak(engine, self._clock)
+        self._rehearsal = Rehearsal(engine, params, self._clock, self._peak)
+        self._elastic = Elastic(engine, params, self._peak)
         self._alone = Alone(self._clock)
         overlap = weakref.ref(self)
         # All that the hooks keep: what the device does is waited for when the engine goes, what the host does is not.
@@ -269,6 +272,7 @@ class Overlap:
         if not self._clock.has_reduced:
             self._rehearsal.conclude(engine)
         self._rehearsal.final(engine, number)
+        self._peak.reduced(engine)
         room_bytes = self._elastic.reduced(engine)
         self._clock.reduced(number)
         if engine.policy.updates_in_backward:

@@ -23,6 +23,7 @@ from ..state.shard import StateShard
 from ..state.store import StateStore
 from ..torch_compat.dtensor import local_shard
 from .clock import Clock
+from .peak import Peak
 
 _MEASURED_STEPS = (2, 5, 8, 11, 14)
 """The first step creates the state, and moves half of what later ones do. When gradients become final is measured in
@@ -39,24 +40,19 @@ _UNDISTURBED_STEPS = _MEASURED_STEPS[2], _MEASURED_STEPS[4]
 _BESIDE_GATHERS = 1.1
 """How much longer a bucket takes in a backward whose gathers load parameters, than in ``step()``."""
 
-_FEWEST_WAITING_GROUPS = 4
-"""Whose updates may wait in a backward that frees gradients, and has no room for all where activations were."""
-
 
 class Rehearsal:
     """Measures some iterations of one model for one optimizer."""
 
-    def __init__(self, engine: Engine, groups: Sequence[Sequence[Tensor]], clock: Clock) -> None:
+    def __init__(self, engine: Engine, groups: Sequence[Sequence[Tensor]], clock: Clock, peak: Peak) -> None:
         # With DTensors updates may issue collectives: their order must be the same on every rank, whatever it measures.
         elementwise = engine.layouts.capabilities.elementwise
         self._orders = engine.policy.updates_in_backward and elementwise
         self._keeps = engine.share.staying_is_learnt and elementwise
-        self._peak_at_attach_bytes = engine.allocated_bytes().peak if self._orders else 0
         self._groups = groups
         self._clock = clock
+        self._peak = peak
         self._final_ms: dict[int, float] = {}  # by group, since the first of them
-        self._before_gradients_bytes = 0  # the most that was allocated before the first ones
-        self._with_gradients_bytes = 0  # at the end of a backward, with all of them
         self._all_ms = 0.0  # what moving all of the state takes
         self._window_ms = math.inf  # in which the link may be busy; the shortest, in which the host was not late
         self._keep: set[int] = set()
@@ -72,13 +68,8 @@ class Rehearsal:
 
     def final(self, engine: Engine, number: int) -> None:
         """The gradients of a group have been reduced, perhaps not for the last time before the step."""
-        if self._orders and not self._before_gradients_bytes:
-            allocated = engine.allocated_bytes()
-            is_new = allocated.peak > self._peak_at_attach_bytes  # else it was before what is offloaded had left
-            self._before_gradients_bytes = allocated.peak if is_new else allocated.now
         if self._measures(self._clock.steps + 1):
             self._final[number] = engine.mark()
-            self._with_gradients_bytes = engine.allocated_bytes().now
 
     def step_begins(self, engine: Engine) -> None:
         """``step()`` is about to issue the rest of it."""
@@ -121,9 +112,11 @@ class Rehearsal:
             if self._orders:
                 at_ms = {group: engine.ms_since_begin(mark) for group, mark in self._last_final.items()}
                 self._final_ms = {group: ms - min(at_ms.values()) for group, ms in at_ms.items()}
-                forward = [one for group in range(len(self._groups)) for one in sorted(self._buckets(engine, group))]
-                final_ms, most_waiting = self._bucket_final_ms(engine, times), self._most_waiting(engine)
-                engine.steps.measured_order = update_order(final_ms, move_ms, forward, most_waiting)
+                if self._may_wait(engine):
+                    groups = range(len(self._groups))
+                    forward = [one for group in groups for one in sorted(self._buckets(engine, group))]
+                    final_ms = self._bucket_final_ms(engine, times)
+                    engine.steps.measured_order = update_order(final_ms, move_ms, forward)
         elif self._keeps and engine.policy.runs_on_into_forward and not self._wanted:
             engine.tuning_of_residents = (
                 f"{_asked(engine)}: what should stay is not known, as reload_states() was called before the forward. "
@@ -135,16 +128,12 @@ class Rehearsal:
             final_ms = {number: first_ms + ms for number, ms in self._bucket_final_ms(engine, times).items()}
             self._choose(engine, self._iteration(engine, times, final_ms))
 
-    def _most_waiting(self, engine: Engine) -> float:
-        """Of how many groups the updates may wait with their gradients, in a backward that frees those."""
-        if not engine.policy.parameters:
-            return math.inf
+    def _may_wait(self, engine: Engine) -> bool:
+        """Whether updates may wait for others: gradients stay until theirs, and those of a group lie in one tensor."""
+        if not engine.frees_gradients:
+            return True
         params = {param for group in self._last_final for param in self._groups[group] if param.requires_grad}
-        gradient_bytes = sum(local_shard(param).nbytes for param in params)
-        # What moves through the device wants room of what activations leave, too.
-        room_bytes = (self._before_gradients_bytes - (self._with_gradients_bytes - gradient_bytes)) // 2
-        fits = not engine.frees_all_gradients and gradient_bytes <= room_bytes
-        return math.inf if fits else _FEWEST_WAITING_GROUPS
+        return self._peak.has_room_for(sum(local_shard(param).nbytes for param in params), engine)
 
     def _bucket_final_ms(self, engine: Engine, updated: Container[int]) -> dict[int, float]:
         return {

@@ -24,18 +24,19 @@ from torch import Tensor
 
 from ..engine.engine import Engine
 from ..planning.staging import StagingPlan, plan_staging, why_not_behind_backward
+from .peak import Peak
 
 
 class Elastic:
     """Takes and gives back the staging memory of one optimizer."""
 
-    def __init__(self, engine: Engine, groups: Sequence[Sequence[Tensor]]) -> None:
+    def __init__(self, engine: Engine, groups: Sequence[Sequence[Tensor]], peak: Peak) -> None:
         self._groups = groups
+        self._peak = peak
         # Ranks have different room. Where loads wait for that, the updates behind them come at another point of the
         # backward on each rank, and the updates of an optimizer that is run on whole DTensors are collectives.
         in_lockstep = engine.policy.updates_in_backward and not engine.layouts.capabilities.elementwise
         self._wanted = engine.share.passing_is_learnt and not in_lockstep
-        self._peak_at_attach_bytes = engine.allocated_bytes().peak if self._wanted else 0
         self._steps = 0
         self._plan: StagingPlan | None = None
         self._window_plan: StagingPlan | None = None
@@ -122,10 +123,7 @@ class Elastic:
             self._steps += 1
 
     def _conclude(self, engine: Engine) -> None:
-        seen_bytes = max([*self._uses_bytes, *self._points_bytes])
-        since_attach_bytes = engine.allocated_bytes().peak
-        # What was there before attaching held state that is offloaded now.
-        peak_bytes = since_attach_bytes if since_attach_bytes > self._peak_at_attach_bytes else seen_bytes
+        peak_bytes = self._peak.highest_bytes(engine, max([*self._uses_bytes, *self._points_bytes]))
         moving_bytes = engine.plan.moving_bytes()
         lasting_bytes = engine.plan.ring.lasting_bytes
         # Loads and stores have the forward, or the backward, to hide behind: no more is of use than what lets the state

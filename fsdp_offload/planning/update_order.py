@@ -4,32 +4,20 @@ The first gradients to be final belong to the last layers, which the next forwar
 into the backward, buckets are taken as their gradients become final. Where they do not, those that have to wait should
 be the ones with the latest deadline: of the buckets whose gradients are there, the one that became final *last* is
 taken, and when the backward is over the rest follows in the order of the forward.
-
-Those that wait keep their gradients, which lie in one tensor for all that became final together. Where there is little
-room for these, a few such tensors may wait, whole, and the backward waits for the link.
 """
 
-import math
-from bisect import insort
+import heapq
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Mapping, Sequence
 
 
-def update_order(
-    final_ms: Mapping[int, float],
-    move_ms: Mapping[int, float],
-    forward: Sequence[int],
-    most_waiting: float = math.inf,
-) -> list[int]:
+def update_order(final_ms: Mapping[int, float], move_ms: Mapping[int, float], forward: Sequence[int]) -> list[int]:
     """The order in which to load, update and store the buckets of a step whose updates begin in the backward.
 
     Args:
         final_ms: for each bucket when its gradients are final, on any clock.
         move_ms: for each bucket how long the link is busy with it, when both directions are in use.
         forward: the buckets in the order in which a forward needs them.
-        most_waiting: how many times at which gradients became final may be passed over for later ones. Where that is
-            limited, what became final together is updated together.
 
     Returns:
         The keys of ``final_ms``; those that become final together in the order of the forward, since the ranges of one
@@ -37,29 +25,22 @@ def update_order(
         begin, so that one that is a little late does not hold up those behind it.
     """
     deadline = {bucket: position for position, bucket in enumerate(forward)}
-    in_order = sorted(final_ms, key=lambda bucket: (final_ms[bucket], deadline.get(bucket, len(deadline))))
-    waiting = deque(_together(in_order, final_ms, whole=most_waiting < math.inf))
-    ready: list[deque[int]] = []  # the newest last
-    taken: deque[int] = deque()
+
+    def by_deadline(bucket: int) -> int:
+        return deadline.get(bucket, len(deadline))
+
+    waiting = deque(enumerate(sorted(final_ms, key=lambda bucket: (final_ms[bucket], by_deadline(bucket)))))
+    ready: list[tuple[float, int, int, int]] = []  # the newest first; of those, what a forward needs first
     order: list[int] = []
     now_ms = min(final_ms.values(), default=0.0)
-    while True:
-        if not ready and not taken and waiting:
-            now_ms = max(now_ms, final_ms[waiting[0][0]])
-        while waiting and final_ms[waiting[0][0]] <= now_ms and len(ready) <= most_waiting:
-            insort(ready, waiting.popleft(), key=lambda one: (final_ms[one[0]], -deadline.get(one[0], len(deadline))))
-        if not waiting:
-            rest = [*taken, *(bucket for one in ready for bucket in one)]
-            return order + sorted(rest, key=lambda bucket: deadline.get(bucket, len(deadline)))
-        taken = taken or ready.pop()
-        order.append(taken.popleft())
-        now_ms += move_ms[order[-1]]
-
-
-def _together(in_order: Sequence[int], final_ms: Mapping[int, float], *, whole: bool) -> Iterator[deque[int]]:
-    """The buckets that became final at a time; each for itself unless these are to stay ``whole``."""
-    if not whole:
-        yield from (deque([bucket]) for bucket in in_order)
-        return
-    for _, buckets in groupby(in_order, key=lambda bucket: final_ms[bucket]):
-        yield deque(buckets)
+    while waiting:
+        if not ready:
+            now_ms = max(now_ms, final_ms[waiting[0][1]])
+        while waiting and final_ms[waiting[0][1]] <= now_ms:
+            number, bucket = waiting.popleft()
+            heapq.heappush(ready, (-final_ms[bucket], by_deadline(bucket), number, bucket))
+        if waiting:
+            newest = heapq.heappop(ready)[-1]
+            order.append(newest)
+            now_ms += move_ms[newest]
+    return order + [bucket for *_, bucket in sorted(ready, key=lambda one: one[1:3])]

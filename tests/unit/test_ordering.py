@@ -1,7 +1,5 @@
 """The order of updates in a backward, against a simulation of the link and of the forward that follows."""
 
-from random import Random
-
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -39,26 +37,6 @@ def test_ranges_of_a_parameter_stay_in_order(finals: list[float], moves: list[fl
     for at in set(finals):
         together = [bucket for bucket in order if final[bucket] == at]
         assert together == sorted(together)
-
-
-@given(
-    st.lists(st.tuples(st.floats(0, 100), st.integers(1, 4)), min_size=1, max_size=12),
-    st.floats(0, 1e6),
-    st.integers(0, 4),
-    st.randoms(use_true_random=False),
-)
-def test_only_so_many_wait_with_their_gradients(
-    groups: list[tuple[float, int]], move_ms: float, most: int, random: Random
-) -> None:
-    """However slow the link. Gradients of one time lie in one tensor: it is alive as long as any of them waits."""
-    final = dict(enumerate(ms for ms, buckets in groups for _ in range(buckets)))
-    forward = random.sample(list(final), len(final))
-    order = update_order(final, dict.fromkeys(final, move_ms), forward, most)
-    assert sorted(order) == sorted(final)
-    for count in range(1, len(order)):
-        newest_ms = max(final[bucket] for bucket in order[:count])
-        alive = {final[bucket] for bucket in order[count:] if final[bucket] < newest_ms}
-        assert len(alive) <= most + 1  # and one that was begun when the last ones became final
 
 
 def stall_ms(order: list[int], final: dict[int, float], move: dict[int, float], forward_ms: float) -> float:

@@ -1,0 +1,51 @@
+"""The most device memory that an iteration takes. The first iterations may take more than all that come after them.
+
+::
+
+    iteration 1:  forward, loss ──▶ the first gradients: the peak before them
+    iteration 2:  backward, which updates nothing ──▶ what is allocated at its end, all gradients included
+    from then on: a backward frees gradients behind their updates, where parameters live on the host
+"""
+
+from ..engine.engine import Engine
+from .clock import Clock
+
+
+class Peak:
+    """What the allocator counts around gradients, of one model."""
+
+    def __init__(self, engine: Engine, clock: Clock) -> None:
+        self._clock = clock
+        self._at_attach_bytes = engine.allocated_bytes().peak
+        self._before_gradients_bytes = 0
+        self._with_gradients_bytes = 0
+
+    def reduced(self, engine: Engine) -> None:
+        """The gradients of a group have been reduced."""
+        if self._clock.steps < 2:
+            allocated = engine.allocated_bytes()
+            self._before_gradients_bytes = self._before_gradients_bytes or self._since_attach(engine, allocated.now)
+            self._with_gradients_bytes = allocated.now
+
+    def highest_bytes(self, engine: Engine, seen_bytes: int) -> int:
+        """Compute what an iteration takes at its highest point.
+
+        Args:
+            engine: whose staging and residents do not count.
+            seen_bytes: the most that was seen at some points of an iteration; between them it may have been more.
+        """
+        if engine.frees_gradients and not self._clock.adds_up:
+            return max(seen_bytes, self._before_gradients_bytes)
+        return self._since_attach(engine, seen_bytes)
+
+    def has_room_for(self, gradient_bytes: int, engine: Engine) -> bool:
+        """Whether all gradients may be there at the end of a backward: half of what is free then is for transfers."""
+        if engine.frees_all_gradients:
+            return False
+        without_bytes = self._with_gradients_bytes - gradient_bytes
+        return gradient_bytes <= (self._before_gradients_bytes - without_bytes) // 2
+
+    def _since_attach(self, engine: Engine, seen_bytes: int) -> int:
+        peak_bytes = engine.allocated_bytes().peak
+        # What was there before attaching held state that is offloaded now.
+        return peak_bytes if peak_bytes > self._at_attach_bytes else seen_bytes
