@@ -10,7 +10,7 @@ A stream runs its operations in order. Copies of one direction share the link; t
 decide by measuring ("auto", the order of updates) they decide here too, and the same each time.
 
 A small model stands for a large one: bytes count ``SCALE`` times. Activations are not there at all, and count as the
-device memory that they would take.
+device memory that they would take; gradients count for as long as they are there.
 """
 
 from collections import defaultdict, deque
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from fsdp_offload import OffloadPolicy
 from fsdp_offload.bench.train import GPT
@@ -36,6 +37,7 @@ from fsdp_offload.engine.engine import Engine
 from fsdp_offload.engine.executor import Pipeline
 from fsdp_offload.engine.window import Window
 from fsdp_offload.model.hooks import Overlap
+from fsdp_offload.torch_compat.dtensor import local_shard
 from tests.parity import attach
 
 SCALE = 1024
@@ -61,13 +63,15 @@ class Simulation:
     """Streams that run on one device.
 
     Attributes:
-        allocated_bytes, peak_bytes: by the model, without what the engine takes.
+        activation_bytes: of the model.
+        peak_bytes: the most of these and of gradients, without what the engine takes.
     """
 
     def __init__(self) -> None:
         self._now_ms = 0.0
         self._streams: defaultdict[str, deque[Operation]] = defaultdict(deque)
-        self.allocated_bytes = self.peak_bytes = 0.0
+        self._gradients: dict[int, tuple[StorageWeakRef, float]] = {}
+        self.activation_bytes = self.peak_bytes = 0.0
 
     def issue(self, stream: str, kind: str = "ms", amount: float = 0.0, after: Iterable[Operation] = ()) -> Operation:
         """Give a stream something to do behind what it has, and behind all of ``after``."""
@@ -100,9 +104,22 @@ class Simulation:
         return ended
 
     def allocate(self, nbytes: float) -> None:
-        """The model takes memory, or (less than 0) frees some."""
-        self.allocated_bytes += nbytes
+        """Activations take memory, or (less than 0) free some."""
+        self.activation_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
+
+    def reduced(self, grads: Iterable[Tensor]) -> None:
+        """There are gradients, those of a group in one storage."""
+        for grad in grads:
+            storage = grad.untyped_storage()
+            self._gradients[storage.data_ptr()] = StorageWeakRef(storage), SCALE * storage.nbytes()
+        self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
+
+    @property
+    def allocated_bytes(self) -> float:
+        """By the model now."""
+        self._gradients = {key: one for key, one in self._gradients.items() if not one[0].expired()}
+        return self.activation_bytes + sum(nbytes for _, nbytes in self._gradients.values())
 
 
 _NOTHING = 1e-6
@@ -184,7 +201,6 @@ class Model:
         forward_ms, backward_ms, update_ms: of an iteration; the head is in the first two.
         activation_bytes: of all blocks.
         logits_bytes: at the end of the forward, for a moment.
-        gradient_bytes: of each block, until its update.
         blocks: besides the root.
     """
 
@@ -193,7 +209,6 @@ class Model:
     update_ms: float
     activation_bytes: float
     logits_bytes: float
-    gradient_bytes: float = 0.2 * GB
     blocks: int = 24
 
     @property
@@ -252,7 +267,7 @@ class SimulatedTraining:
             loss.backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
-            self.simulation.allocated_bytes = 0.0
+            self.simulation.activation_bytes = 0.0
             mark = self.lanes["C"].mark()
             assert isinstance(mark, SimulatedMark)
             self.ended.append(mark)
@@ -277,6 +292,9 @@ class SimulatedTraining:
 
     def _allocate(self, nbytes: float) -> None:
         self.simulation.allocate(nbytes)
+        self._note_highest()
+
+    def _note_highest(self) -> None:
         if len(self.ended) > _SETTLED:
             self.highest_bytes = max(self.highest_bytes, self.simulation.allocated_bytes + self.taken_bytes())
 
@@ -293,7 +311,7 @@ class SimulatedTraining:
     def _before_reduced(self, number: int) -> None:
         if number:  # the root, whose backward is that of the head
             self._compute((1 - _HEAD_SHARE) * self.costs.backward_ms / self.costs.blocks, self._of_group(number))
-            self._allocate(self.costs.gradient_bytes - self.costs.activation_bytes / self.costs.blocks)
+            self._allocate(-self.costs.activation_bytes / self.costs.blocks)
 
     def _install(self) -> None:
         patch, lanes, simulation = self.monkeypatch.setattr, self.lanes, self.simulation
@@ -342,6 +360,7 @@ class SimulatedTraining:
 
     def _install_updates(self) -> None:
         patch = self.monkeypatch.setattr
+        simulation = self.simulation
         plain_update, reduced, plain_gradients = Pipeline._update, Overlap._reduced, Engine.gradients_reduced
 
         def update(pipeline: Pipeline, bucket: StagedBucket, number: int, lane: Lane, run: Any) -> None:
@@ -351,7 +370,11 @@ class SimulatedTraining:
 
         def computed(overlap: Overlap, number: int, event: object) -> None:
             self._before_reduced(number)
+            grads = [local_shard(param.grad) for param in overlap._groups[number].params if param.grad is not None]
+            simulation.reduced(grads)
+            grads.clear()
             reduced(overlap, number, event)
+            self._note_highest()
 
         def gradients_reduced(engine: Engine, *args: Any) -> None:
             engine._pipeline.updates_after_compute()  # on the CPU, gradients are there

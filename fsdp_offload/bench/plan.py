@@ -38,7 +38,7 @@ from ..planning.choices import Choice, Loop
 from .plan_cases import CASES, Case, allowed_policies, choice_named
 from .record import print_record
 
-_SETTLE, _SETTLE_AUTO = 4, 17
+_SETTLE, _SETTLE_AUTO = 4, 19
 """Iterations before anything is measured: the first creates the state; "auto" measures until the fifteenth."""
 
 _AUTO = "auto"

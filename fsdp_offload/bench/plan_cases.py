@@ -184,7 +184,7 @@ def _fp32_decoder(hidden: int, inner: int, layers: int, heads: int, vocabulary: 
         lambda: decoder(hidden, inner, layers, heads, vocabulary, **more),
         4,
         training,
-        ("iteration, parameters", "iteration, parameters, 6144 MiB"),
+        ("iteration, parameters", "iteration, parameters, 9216 MiB", "iteration, parameters, 6144 MiB"),
     )
 
 

@@ -12,9 +12,15 @@ from .clock import Clock
 
 
 class Peak:
-    """What the allocator counts around gradients, of one model."""
+    """What the allocator counts around gradients, of one model.
+
+    Attributes:
+        gradients_fit: where activations were, once these are gone; after the second iteration. Then updates may wait
+            for others. Elsewhere each update frees gradients: those of a group lie in one tensor.
+    """
 
     def __init__(self, engine: Engine, clock: Clock) -> None:
+        self.gradients_fit = True
         self._clock = clock
         self._at_attach_bytes = engine.allocated_bytes().peak
         self._before_gradients_bytes = 0
@@ -38,12 +44,11 @@ class Peak:
             return max(seen_bytes, self._before_gradients_bytes)
         return self._since_attach(engine, seen_bytes)
 
-    def has_room_for(self, gradient_bytes: int, engine: Engine) -> bool:
-        """Whether all gradients may be there at the end of a backward: half of what is free then is for transfers."""
-        if engine.frees_all_gradients:
-            return False
+    def find_room(self, gradient_bytes: int, engine: Engine) -> None:
+        """Note whether all gradients may be there at the end of a backward: half of what is free is for transfers."""
         without_bytes = self._with_gradients_bytes - gradient_bytes
-        return gradient_bytes <= (self._before_gradients_bytes - without_bytes) // 2
+        fit = gradient_bytes <= (self._before_gradients_bytes - without_bytes) // 2
+        self.gradients_fit = not engine.frees_gradients or (fit and not engine.frees_all_gradients)
 
     def _since_attach(self, engine: Engine, seen_bytes: int) -> int:
         peak_bytes = engine.allocated_bytes().peak

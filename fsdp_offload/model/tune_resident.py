@@ -112,7 +112,9 @@ class Rehearsal:
             if self._orders:
                 at_ms = {group: engine.ms_since_begin(mark) for group, mark in self._last_final.items()}
                 self._final_ms = {group: ms - min(at_ms.values()) for group, ms in at_ms.items()}
-                if self._may_wait(engine):
+                params = {param for group in at_ms for param in self._groups[group] if param.requires_grad}
+                self._peak.find_room(sum(local_shard(param).nbytes for param in params), engine)
+                if self._peak.gradients_fit:
                     groups = range(len(self._groups))
                     forward = [one for group in groups for one in sorted(self._buckets(engine, group))]
                     final_ms = self._bucket_final_ms(engine, times)
@@ -127,13 +129,6 @@ class Rehearsal:
             first_ms = min((engine.ms_since_begin(mark) for mark in self._last_final.values()), default=0.0)
             final_ms = {number: first_ms + ms for number, ms in self._bucket_final_ms(engine, times).items()}
             self._choose(engine, self._iteration(engine, times, final_ms))
-
-    def _may_wait(self, engine: Engine) -> bool:
-        """Whether updates may wait for others: gradients stay until theirs, and those of a group lie in one tensor."""
-        if not engine.frees_gradients:
-            return True
-        params = {param for group in self._last_final for param in self._groups[group] if param.requires_grad}
-        return self._peak.has_room_for(sum(local_shard(param).nbytes for param in params), engine)
 
     def _bucket_final_ms(self, engine: Engine, updated: Container[int]) -> dict[int, float]:
         return {

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..engine.engine import Engine
-from ..planning.staging import StagingPlan, plan_staging, why_not_behind_backward
+from ..planning.staging import StagingPlan, plan_staging, why_not_behind_backward, why_not_beside_gathers
 from .peak import Peak
 
 
@@ -134,7 +134,7 @@ class Elastic:
         wanted_bytes = min(moving_bytes, largest_bytes + engine.share.ring_bytes(engine.policy.bucket_bytes))
         if engine.window is not None:
             wanted_bytes += max(largest_bytes, _backlog_bytes(engine))
-        why_not = "" if engine.window is not None else _why_none_passes(engine)
+        why_not = _why_none_passes(engine) if engine.window is None or not self._peak.gradients_fit else ""
         if why_not:
             wanted_bytes = 0
         plan = plan_staging(
@@ -189,9 +189,13 @@ def _why_none_passes(engine: Engine) -> str:
     if last is None:
         return ""
     times = engine.step_times()
-    moving_ms = max(times.load_ms, times.store_ms)
+    if engine.window is not None:
+        # A bucket brings parameters and state up for its update, and a gather its parameters once more.
+        again_bytes = sum(shard.weights_nbytes for shard in engine.plan.shards.values() if not shard.resident)
+        up_ms = times.load_ms * (1 + again_bytes / max(1, engine.plan.moving_bytes()))
+        return why_not_beside_gathers(up_ms, last.ms - last.stalled_ms)
     backward_ms = last.ms - last.forward_ms - last.stalled_ms
-    return why_not_behind_backward(moving_ms, backward_ms)
+    return why_not_behind_backward(max(times.load_ms, times.store_ms), backward_ms)
 
 
 _LEARNS_AFTER = 2

@@ -19,6 +19,7 @@ from tests.simulated_device import GB, LINK_BYTES_PER_MS, SCALE, Model, Simulate
 SIX_SEQUENCES = Model(60.0, 140.0, 20.0, activation_bytes=20.0 * GB, logits_bytes=2.0 * GB)
 TWELVE_SEQUENCES = Model(120.0, 280.0, 20.0, activation_bytes=40.0 * GB, logits_bytes=4.0 * GB)
 TWENTY_FOUR_SEQUENCES = Model(240.0, 560.0, 20.0, activation_bytes=80.0 * GB, logits_bytes=8.0 * GB)
+RECOMPUTED = Model(76.0, 222.0, 9.0, activation_bytes=0.75 * GB, logits_bytes=2.1 * GB)
 POLICY = OffloadPolicy(overlap="iteration", parameters=True, bucket_bytes=(132 << 20) // SCALE)
 ITERATIONS = 22
 
@@ -62,6 +63,23 @@ def test_no_more_stays_than_hides_the_transfers(
     stays_bytes = SCALE * training.engine.plan.resident_bytes
     assert stays_bytes <= most_stays_gb * GB
     assert (stays_bytes > 0) == (most_stays_gb > 0)
+
+
+def test_gradients_go_where_activations_leave_no_room_for_them(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks that are recomputed leave little room; the link has more to do than the model.
+
+    The peak is as if there were no gradients, and an iteration takes about as long as the link needs for all loads.
+    """
+    training = trained(monkeypatch, mesh, RECOMPUTED)
+    engine = training.engine
+    assert engine.window is not None
+    lasting_bytes = SCALE * (engine.window.capacity_bytes + engine.plan.ring.lasting_bytes)
+    peak_bytes = RECOMPUTED.activation_bytes + RECOMPUTED.logits_bytes + lasting_bytes
+    assert training.highest_bytes == pytest.approx(peak_bytes, rel=1e-6)
+    numel = SCALE * sum(param.numel() for param in training.model.parameters())
+    assert training.ms <= 1.05 * 16 * numel / LINK_BYTES_PER_MS
 
 
 def test_nothing_stays_for_which_there_is_no_room(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
