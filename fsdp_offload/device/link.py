@@ -160,24 +160,24 @@ class DeviceLink:
         return Allocated(now, torch.accelerator.max_memory_allocated(self.device) - ring_bytes)
 
     def room_bytes(self) -> int:
-        """Device memory that would still be free at the highest point so far, less a twentieth of the device."""
+        """Device memory that would still be free at the highest point so far, for this process, less a reserve."""
         if self.device.type == "cpu":
             return 0
-        free, total = torch.get_device_module(self.device).mem_get_info(self.device)
-        cached = torch.accelerator.memory_reserved(self.device) - torch.accelerator.max_memory_allocated(self.device)
-        return max(0, int(free) + cached - int(total) // 20)
+        return self._beside(torch.accelerator.max_memory_allocated(self.device))
 
     def free_bytes(self) -> int:
-        """Device memory that is free now, for this process, less a twentieth of what it may have."""
+        """Device memory that is free now, for this process, less a reserve."""
         if self.device.type == "cpu":
             return 0
+        return self._beside(torch.accelerator.memory_allocated(self.device))
+
+    def _beside(self, allocated_bytes: int) -> int:
+        """What this process may have beside that, less a twentieth."""
         module = torch.get_device_module(self.device)
         free, total = module.mem_get_info(self.device)
-        allocated = torch.accelerator.memory_allocated(self.device)
-        fraction = getattr(module, "get_per_process_memory_fraction", _all)(self.device)  # CUDA has it
-        limit = int(total * fraction)
-        here = min(int(free) + torch.accelerator.memory_reserved(self.device), limit) - allocated
-        return max(0, here - limit // 20)
+        most = int(total * getattr(module, "get_per_process_memory_fraction", _all)(self.device))  # CUDA has it
+        reachable = min(int(free) + torch.accelerator.memory_reserved(self.device), most)
+        return max(0, reachable - allocated_bytes - most // 20)
 
     def changes_hands(self, user: int) -> bool:
         """Return whether the ring was last used by somebody else, whose stores may still read it."""

@@ -157,6 +157,14 @@ def test_the_first_steps_need_no_room_for_all_gradients(mesh: DeviceMesh, limite
     assert same_values(wanted, loop.train(20, HABITS["save-and-load"]).everything())
 
 
+def test_what_comes_to_stay_keeps_to_the_share_of_the_process(mesh: DeviceMesh, limited: Callable[[int], None]) -> None:
+    policy = OffloadPolicy(parameters=True, overlap="iteration", bucket_bytes=8 << 20)
+    loop = Loop(mesh, adamw, policy, net=deep).train(4)
+    limited(1 << 30)
+    loop.train(16, first=4)
+    assert 0 < vars(loop.optimizer)["_offload_engine"].engine.plan.resident_bytes < 1 << 30
+
+
 @pytest.mark.parametrize("habit", ["clip", "save-and-load"])
 @EVERY_POLICY
 def test_habits(mesh: DeviceMesh, slow: Slow, fields: dict[str, Any], habit: str) -> None:
