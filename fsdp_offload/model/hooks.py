@@ -208,6 +208,7 @@ class Overlap:
             return
         if not clock.has_reduced:
             self._rehearsal.conclude(engine)
+        self._peak.backward_begins(engine)
         self._expect_reductions(engine)
         room_bytes = self._elastic.backward_begins(engine)
         if engine.window is not None:

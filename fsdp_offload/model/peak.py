@@ -26,12 +26,19 @@ class Peak:
         self._before_gradients_bytes = 0
         self._with_gradients_bytes = 0
 
+    def backward_begins(self, engine: Engine) -> None:
+        """What the loss was computed from is still there; the peak tells nothing if it was before attaching."""
+        if not self._clock.steps and not self._with_gradients_bytes:
+            self._before_gradients_bytes = engine.allocated_bytes().now
+
     def reduced(self, engine: Engine) -> None:
         """The gradients of a group have been reduced."""
         if self._clock.steps < 2:
-            allocated = engine.allocated_bytes()
-            self._before_gradients_bytes = self._before_gradients_bytes or self._since_attach(engine, allocated.now)
-            self._with_gradients_bytes = allocated.now
+            now_bytes = engine.allocated_bytes().now
+            if not self._with_gradients_bytes:
+                seen_bytes = max(self._before_gradients_bytes, now_bytes)
+                self._before_gradients_bytes = self._since_attach(engine, seen_bytes)
+            self._with_gradients_bytes = now_bytes
 
     def highest_bytes(self, engine: Engine, seen_bytes: int) -> int:
         """Compute what an iteration takes at its highest point.
