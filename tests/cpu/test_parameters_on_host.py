@@ -740,6 +740,25 @@ def test_a_loop_goes_on_from_a_checkpoint_where_gradients_do_not_fit(
     assert_same_each_step(plain, loop, 3)
 
 
+@pytest.mark.parametrize("after", [0, 2])
+def test_state_divided_anew_where_gradients_do_not_fit(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, after: int
+) -> None:
+    """Hyperparameters ask for more state: the backward updates with other buckets than there were, in their order."""
+    monkeypatch.setattr(Engine, "_gradients_fit", lambda _: False)
+    plain, loop = pair(mesh, policy_of({"overlap": "iteration"}))
+    assert_same_each_step(plain, loop, after)
+    for one in (plain, loop):
+        one.optimizer.param_groups[0]["amsgrad"] = True
+        for state in one.optimizer.state.values():
+            state["max_exp_avg_sq"] = torch.zeros_like(state["exp_avg_sq"])
+    loop.backward(after)
+    assert len(engine_of(loop.optimizer).steps.begun.done) == engine_of(loop.optimizer).plan.bucket_count
+    loop.step()
+    assert same(plain.train(1, first=after), loop)
+    assert_same_each_step(plain, loop, 3)
+
+
 def test_what_needs_all_gradients_is_refused_where_they_do_not_fit(
     mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
