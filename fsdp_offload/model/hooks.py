@@ -259,7 +259,7 @@ class Overlap:
         if engine is not None:
             engine.iteration.backward_begins()  # where nothing is gathered again, this is the first that is seen of it
             self._expect_reductions(engine)
-        if engine is not None and self._clock.is_final(number):
+        if engine is not None and (self._clock.is_final(number) or engine.steps.has_been_seen):
             engine.steps.refuse_second_backward()
         refuse_freed(self._groups[number].params)
 

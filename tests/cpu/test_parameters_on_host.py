@@ -1140,6 +1140,25 @@ def test_a_failed_forward_or_backward(mesh: DeviceMesh, name: str) -> None:
     assert_same_each_step(plain, loop, 6, fail_once)
 
 
+@pytest.mark.parametrize("fit", [False, True])
+def test_a_backward_that_failed_behind_updates_is_not_gone_on_from(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, fit: bool
+) -> None:
+    """The next forward has used parameters that were updated already."""
+    monkeypatch.setattr(Engine, "_gradients_fit", lambda _: fit)
+    loop = Loop(mesh, adamw, policy_of({"overlap": "iteration"}), net=Failing).train(4 if fit else 0)
+    loop.model.fails_in = "backward"
+    with pytest.raises(ZeroDivisionError):
+        loop.backward(4)
+    assert engine_of(loop.optimizer).steps.begun.has_updated
+    loop.model.fails_in = ""
+    for module in loop.model.modules():
+        if hasattr(module, "reshard"):
+            module.reshard()
+    with pytest.raises(RuntimeError, match=r"a second backward before step\(\)"):
+        loop.backward(4)
+
+
 def test_a_failed_step_leaves_what_is_said(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters are at home afterwards, readable; the optimizer is not to be stepped on."""
     loop = Loop(mesh, adamw, policy_of({})).train(3)
