@@ -64,6 +64,7 @@ class BegunStep:
         updated_by: how many of ``done`` there were after each reduction.
         hidden: so many of ``done`` have been looked at for gradients that nothing is left to use of.
         uncleared: whether gradients of the step before are still hidden; ``None`` before the first reduction.
+        seen: whether a forward has used parameters after their update. Gradients that come then may be of these.
     """
 
     shadow: Shadow
@@ -84,6 +85,7 @@ class BegunStep:
     updated_by: list[int] = field(default_factory=list)
     hidden: int = 0
     uncleared: bool | None = None
+    seen: bool = False
 
     def enter(self, phase: StepPhase) -> None:
         """Come to ``phase``; staying where it is is no change."""

@@ -172,6 +172,7 @@ class Engine:
                 del state[name]
         self._pipeline.synchronize()  # places in the ring may change, and waits know only the new ones
         self.plan.add(optimizer, params, states, self.names)
+        self.steps.backward_order = []  # of other buckets
         self.phases.park_new_state(self.plan.shards[param] for param in params)
         self.steps.forget_places()
         adopt((self.plan.shards[param], states.get(param)) for param in params)
@@ -534,6 +535,14 @@ class Engine:
             self.holds_back = self.holds_back and not self.frees_all_gradients
         return self.frees_all_gradients
 
+    def follow_changes(self, optimizer: Optimizer, states: StateStore) -> None:
+        """Follow what was edited since the last step, ahead of a backward that updates: it may divide state anew."""
+        if self.steps.failure or (self.steps.begun is not None and self.steps.begun.has_updated):
+            return  # step() will refuse it
+        if not self._groups_as_before(optimizer):
+            self.steps.drop()  # loads only
+        self._follow_groups(optimizer, states)
+
     def _gradients_fit(self) -> bool:
         if self.device.type == "cpu":
             return True
@@ -559,8 +568,6 @@ class Engine:
         steps = self.steps
         if self.holds_back or steps.failure:
             return None
-        if self.frees_all_gradients:
-            self._follow_groups(optimizer, states)
         if not self._groups_as_before(optimizer):
             return None
         wanted = steps.last

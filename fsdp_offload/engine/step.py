@@ -378,6 +378,11 @@ class Stepping:
             done = begun.done[: begun.updated_by[-1 - _REDUCTIONS_BEHIND]]
             self.wait_for([number for number in done if number in self._held])
 
+    @property
+    def has_been_seen(self) -> bool:
+        """Whether a forward has used what the backward had updated: a backward that follows is another one."""
+        return self.begun is not None and self.begun.seen
+
     def refuse_second_backward(self) -> None:
         """A backward is about to add to gradients that an update may have used.
 
@@ -543,6 +548,8 @@ class Stepping:
         speculates = begun is not None and begun.speculated is not None
         if begun is not None and speculates and not (in_backward and set(begun.done).isdisjoint(buckets)):
             self.take_back()
+        elif begun is not None and not in_backward and not set(begun.done).isdisjoint(buckets):
+            begun.seen = True
         self.wait_for(buckets, stream)
 
     def wait_for(self, buckets: Collection[int], stream: torch.Stream | None = None) -> None:

@@ -223,14 +223,16 @@ class Overlap:
 
         They cannot be added up there either, so in the first backward each is final when it has been reduced once.
         """
-        clock, steps = self._clock, engine.steps
-        if clock.has_reduced:
+        clock, steps, optimizer = self._clock, engine.steps, self._optimizer()
+        if clock.has_reduced or optimizer is None:
             return
         if not clock.expects_reductions and engine.must_free_gradients():
             clock.expect_one()
-            buckets = self._buckets(engine)
-            steps.backward_order = _by_last_appearance(buckets[number] for number in reversed(self._used))
         if engine.frees_all_gradients:
+            engine.follow_changes(optimizer, self._get_states(optimizer))
+            if not steps.backward_order:
+                buckets = self._buckets(engine)
+                steps.backward_order = _by_last_appearance(buckets[number] for number in reversed(self._used))
             unused = set(range(len(self._groups))).difference(self._used)
             steps.expect_none_of({param for number in unused for param in self._groups[number].params})
 
@@ -258,7 +260,7 @@ class Overlap:
         if engine is not None:
             engine.iteration.backward_begins()  # where nothing is gathered again, this is the first that is seen of it
             self._expect_reductions(engine)
-        if engine is not None and self._clock.is_final(number):
+        if engine is not None and (self._clock.is_final(number) or engine.steps.has_been_seen):
             engine.steps.refuse_second_backward()
         refuse_freed(self._groups[number].params)
 

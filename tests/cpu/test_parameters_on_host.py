@@ -740,6 +740,25 @@ def test_a_loop_goes_on_from_a_checkpoint_where_gradients_do_not_fit(
     assert_same_each_step(plain, loop, 3)
 
 
+@pytest.mark.parametrize("after", [0, 2])
+def test_state_divided_anew_where_gradients_do_not_fit(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, after: int
+) -> None:
+    """Hyperparameters ask for more state: the backward updates with other buckets than there were, in their order."""
+    monkeypatch.setattr(Engine, "_gradients_fit", lambda _: False)
+    plain, loop = pair(mesh, policy_of({"overlap": "iteration"}))
+    assert_same_each_step(plain, loop, after)
+    for one in (plain, loop):
+        one.optimizer.param_groups[0]["amsgrad"] = True
+        for state in one.optimizer.state.values():
+            state["max_exp_avg_sq"] = torch.zeros_like(state["exp_avg_sq"])
+    loop.backward(after)
+    assert len(engine_of(loop.optimizer).steps.begun.done) == engine_of(loop.optimizer).plan.bucket_count
+    loop.step()
+    assert same(plain.train(1, first=after), loop)
+    assert_same_each_step(plain, loop, 3)
+
+
 def test_what_needs_all_gradients_is_refused_where_they_do_not_fit(
     mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1119,6 +1138,25 @@ def fail_once(loop: Loop, step: int) -> None:
 def test_a_failed_forward_or_backward(mesh: DeviceMesh, name: str) -> None:
     plain, loop = pair(mesh, policy_of(POLICIES[name]), net=Failing)
     assert_same_each_step(plain, loop, 6, fail_once)
+
+
+@pytest.mark.parametrize("fit", [False, True])
+def test_a_backward_that_failed_behind_updates_is_not_gone_on_from(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, fit: bool
+) -> None:
+    """The next forward has used parameters that were updated already."""
+    monkeypatch.setattr(Engine, "_gradients_fit", lambda _: fit)
+    loop = Loop(mesh, adamw, policy_of({"overlap": "iteration"}), net=Failing).train(4 if fit else 0)
+    loop.model.fails_in = "backward"
+    with pytest.raises(ZeroDivisionError):
+        loop.backward(4)
+    assert engine_of(loop.optimizer).steps.begun.has_updated
+    loop.model.fails_in = ""
+    for module in loop.model.modules():
+        if hasattr(module, "reshard"):
+            module.reshard()
+    with pytest.raises(RuntimeError, match=r"a second backward before step\(\)"):
+        loop.backward(4)
 
 
 def test_a_failed_step_leaves_what_is_said(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
