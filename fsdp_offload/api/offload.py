@@ -153,7 +153,7 @@ def offload_optimizer(
     except BaseException:
         remove_offload(target)
         raise
-    engine.empty_cache()
+    engine.has_left_device()
     engine.take_staging()
     for note in filter(None, (*notes_of(engine), note_if_unsharded(params, model))):
         warnings.warn(f"offload_optimizer: {note}", stacklevel=2)

@@ -39,7 +39,8 @@ from .plan_cases import CASES, Case, allowed_policies, choice_named
 from .record import print_record
 
 _SETTLE, _SETTLE_AUTO = 4, 19
-"""Iterations before anything is measured: the first creates the state; "auto" measures until the fifteenth."""
+"""Iterations before anything is measured: the first creates the state; "auto" measures until the
+fifteenth, and the seventeenth has nothing beside the model, whose gradients go in the next one."""
 
 _AUTO = "auto"
 

@@ -172,7 +172,7 @@ class DeviceLink:
         return self._beside(torch.accelerator.memory_allocated(self.device))
 
     def _beside(self, allocated_bytes: int) -> int:
-        """What this process may have beside that, less a twentieth."""
+        """Compute what this process may have beside that, less a twentieth."""
         module = torch.get_device_module(self.device)
         free, total = module.mem_get_info(self.device)
         most = int(total * getattr(module, "get_per_process_memory_fraction", _all)(self.device))  # CUDA has it

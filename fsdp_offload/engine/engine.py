@@ -302,8 +302,8 @@ class Engine:
             self.steps.give_back_ring()
             self.take_staging()
 
-    def empty_cache(self) -> None:
-        """Give back what the allocator holds for what is not there any more, in blocks that activations do not fit."""
+    def has_left_device(self) -> None:
+        """Hand back the memory of what is home now: it came in blocks that activations do not fit."""
         self._link.empty_cache()
 
     def take_staging(self) -> None:
@@ -566,9 +566,7 @@ class Engine:
     def _begin_early(self, optimizer: Optimizer, states: StateStore) -> BegunStep | None:
         """Begin a step in the backward, if it will be like the last one."""
         steps = self.steps
-        if self.holds_back or steps.failure:
-            return None
-        if not self._groups_as_before(optimizer):
+        if self.holds_back or steps.failure or not self._groups_as_before(optimizer):
             return None
         wanted = steps.last
         if not steps.is_whole(wanted) and self.frees_all_gradients:

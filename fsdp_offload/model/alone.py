@@ -26,17 +26,17 @@ class Alone:
 
     def step_ended(self, engine: Engine) -> None:
         """``step()`` has issued everything; the mark at the end of the iteration is still to come."""
-        engine.holds_back = self._clock.steps + 1 in MEASURED_STEPS and not engine.frees_all_gradients
-        if engine.holds_back or self._is_measured:
+        engine.holds_back = self._measures(engine, self._clock.steps + 1)
+        if engine.holds_back or self._measures(engine, self._clock.steps):
             engine.wait_moved()
 
-    @property
-    def _is_measured(self) -> bool:
-        return self._clock.steps in MEASURED_STEPS
+    @staticmethod
+    def _measures(engine: Engine, step: int) -> bool:
+        return step in MEASURED_STEPS and not engine.frees_all_gradients
 
     def iteration_ended(self, engine: Engine) -> None:
         """The mark at the end of the iteration has been made. Waits for the device if this one is measured."""
-        if not self._is_measured or engine.frees_all_gradients:
+        if not self._measures(engine, self._clock.steps):
             return
         last, step = engine.iteration.last(), engine.step_times()
         if last is None or not step.update_ms:

@@ -25,7 +25,7 @@ from ..state.store import StateStore
 from ..torch_compat.fully_shard import abandon_backward, runs_in_backward, sharding_groups
 from ..torch_compat.guard import Guard
 from ..torch_compat.spent_gradient import refuse_freed
-from .alone import MEASURED_STEPS, Alone
+from .alone import Alone
 from .clock import Clock
 from .peak import Peak
 from .tune_resident import Rehearsal
@@ -147,8 +147,6 @@ class Overlap:
             self._alone.step_ended(engine)
             engine.iteration.step_ended(engine.steps.last)
             self._alone.iteration_ended(engine)
-        if engine.window is not None and self._clock.steps == MEASURED_STEPS[-1]:
-            engine.empty_cache()  # of gradients, which the first iterations kept, and of what came and went otherwise
 
     def _buckets(self, engine: Engine) -> Mapping[int, Collection[int]]:
         """Of each group, and ``_ELSEWHERE``: of what ``fully_shard`` does not gather."""

@@ -27,7 +27,7 @@ class Peak:
         self._with_gradients_bytes = 0
 
     def backward_begins(self, engine: Engine) -> None:
-        """What the loss was computed from is still there; the peak tells nothing if it was before attaching."""
+        """Note what is there with all that the loss came from: the peak tells nothing if it was before attaching."""
         if not self._clock.steps and not self._with_gradients_bytes:
             self._before_gradients_bytes = engine.allocated_bytes().now
 
@@ -52,9 +52,8 @@ class Peak:
         return self._since_attach(engine, seen_bytes)
 
     def find_room(self, gradient_bytes: int, engine: Engine) -> None:
-        """Note whether all gradients may be there at the end of a backward: half of what is free is for transfers."""
-        without_bytes = self._with_gradients_bytes - gradient_bytes
-        fit = gradient_bytes <= (self._before_gradients_bytes - without_bytes) // 2
+        """Note whether all gradients may be there at the end of a backward, and as much again for transfers."""
+        fit = self._with_gradients_bytes + gradient_bytes <= self._before_gradients_bytes
         self.gradients_fit = not engine.frees_gradients or (fit and not engine.frees_all_gradients)
 
     def _since_attach(self, engine: Engine, seen_bytes: int) -> int:

@@ -104,3 +104,4 @@ def why_not_beside_gathers(up_ms: float, computed_ms: float) -> str:
 
 
 _LATE = 1.2
+"""From how many times as long on: between the two that were simulated."""

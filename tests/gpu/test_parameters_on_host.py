@@ -148,7 +148,6 @@ def limited() -> Iterator[Callable[[int], None]]:
 
 def test_the_first_steps_need_no_room_for_all_gradients(mesh: DeviceMesh, limited: Callable[[int], None]) -> None:
     """Nor those that measure the model alone, and that come after a checkpoint."""
-
     wanted = Loop(mesh, adamw, None, net=deep).train(20, HABITS["save-and-load"]).everything()
     gc.collect()
     policy = OffloadPolicy(parameters=True, overlap="iteration")
