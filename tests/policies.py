@@ -1,5 +1,6 @@
 """Policies that say themselves how much passes through the device and how much stays: for tests, not for users."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
@@ -17,7 +18,7 @@ class DividedPolicy(OffloadPolicy):
 
 
 @device_share.register
-def _(policy: DividedPolicy, *, elementwise: bool) -> DeviceShare:
+def _(policy: DividedPolicy, *, elementwise: bool, group_bytes: Sequence[int] = ()) -> DeviceShare:
     return policy.share
 
 

@@ -10,6 +10,7 @@ The engine never refers to the optimizer (it is handed in on each call), so drop
 import logging
 import math
 import weakref
+from collections import Counter
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence, Set
 from functools import partial
 from typing import Any
@@ -82,7 +83,8 @@ class Engine:
     ) -> None:
         self.cls = cls
         self.policy = policy
-        self.share = device_share(policy, elementwise=capabilities.elementwise)
+        gathered = _group_bytes(together) if policy.parameters else ()
+        self.share = device_share(policy, elementwise=capabilities.elementwise, group_bytes=gathered)
         self.loads_in_backward = False
         self.holds_back = self.frees_all_gradients = False
         self.alone: PartsAlone | None = None
@@ -509,6 +511,9 @@ class Engine:
         """
         begun = self.steps.begun or self._begin_early(optimizer, states)
         if begun is not None and not begun.has_updated:
+            if self.window is not None and begun.phase is not StepPhase.AHEAD:
+                # Gathers that have been issued, those of the forward, want theirs before any update does.
+                self._pipeline.loads_after(self.window.mark_loaded())
             begun.enter(StepPhase.AHEAD)
             with torch.no_grad():
                 self.steps.advance(begun, states, lambda number: False, room_bytes)
@@ -826,6 +831,14 @@ def _wait_home(engine: "weakref.ref[Engine]", param: Tensor) -> None:
 def is_frozen(sharded: ShardedParameter) -> bool:
     """Whether a parameter is one that nobody trains, of a type that can live on the host."""
     return not is_trained(sharded.param) and sharded.is_plain
+
+
+def _group_bytes(together: Mapping[Tensor, int]) -> list[int]:
+    """What the parameters of each group take here."""
+    nbytes: Counter[int] = Counter()
+    for param, group in together.items():
+        nbytes[group] += local_shard(param).nbytes
+    return list(nbytes.values())
 
 
 def _zero_like(example: object) -> object:

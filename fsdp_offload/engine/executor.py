@@ -340,6 +340,10 @@ class Pipeline:
             self.buckets[action.bucket].residency = Residency.HOME
         self._queue, self._issued = deque(), []
 
+    def loads_after(self, mark: Mark) -> None:
+        """Loads that are issued from now on start only after ``mark``."""
+        self._lanes["L"].wait(mark)
+
     def updates_after(self, mark: Mark) -> None:
         """Updates that are issued from now on start only after ``mark``."""
         self._lanes["U"].wait(mark)

@@ -149,6 +149,10 @@ class Window:
             self._entries[gather.group] = loaded
             loads_left -= 1
 
+    def mark_loaded(self) -> Mark:
+        """From when on everything has been loaded that gathers have asked for."""
+        return self._loads.mark()
+
     # Updates -----------------------------------------------------------------------------------------------------
 
     def will_hold(self, bucket: int) -> bool:
@@ -183,7 +187,10 @@ class Window:
         """An update of a bucket has been issued in ``lane``: what the window holds of it is old."""
         number = self._group_of(bucket)
         entry = self._entries.get(number)
-        keep = self._order.begins_with(number, self._group_nbytes, self.nbytes - 2 * self._block_bytes)
+        left_bytes = self.nbytes
+        if next(self._order.upcoming(), None) is not None:
+            left_bytes -= 2 * self._block_bytes  # gathers that are still to come before the forward
+        keep = self._order.begins_with(number, self._group_nbytes, left_bytes)
         if entry is None and keep:
             entry = self._enter_outdated(number)
         if entry is None:
@@ -208,7 +215,7 @@ class Window:
         Else the next forward would begin with it once all stores have ended that were issued before those of it.
         """
         buckets = set(self._buckets(number))
-        updated = all(self._is_updated(weights) for weights in self._groups[number])
+        updated = all(self._stays(weights) or self._is_updated(weights) for weights in self._groups[number])
         # What is needed later makes room, even if an update is still to read it: that takes it from home.
         entry = self._load(number, self._order.distance(number), copies=False, over_held=True) if updated else None
         if entry is not None:

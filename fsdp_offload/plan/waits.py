@@ -58,7 +58,7 @@ def kept_with_parameters(choice: Choice, parts: Parts, *, room_bytes: int) -> fl
     """
     whole_bytes = [sum(nbytes) for nbytes in zip(parts.state_bytes, parts.parameter_bytes, strict=True)]
     all_bytes = sum(whole_bytes)
-    share = choice.share(all_bytes)
+    share = choice.share(all_bytes, parts.parameter_bytes)
     if not share.staying_is_learnt or not all_bytes:
         return min(1.0, share.staying_bytes / all_bytes) if all_bytes else 0.0
     launched = parts.as_launched(choice)

@@ -3,6 +3,7 @@
 The plan knows the fields of ``OffloadPolicy`` from nowhere else. Pure.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -70,9 +71,9 @@ class Choice:
         """Make it."""
         return OffloadPolicy(**self.fields(state_bytes))
 
-    def share(self, state_bytes: int) -> DeviceShare:
+    def share(self, state_bytes: int, group_bytes: Sequence[int] = ()) -> DeviceShare:
         """How it divides device memory."""
-        return device_share(self.policy(state_bytes), elementwise=True)
+        return device_share(self.policy(state_bytes), elementwise=True, group_bytes=group_bytes)
 
     def staging_bytes(self, state_bytes: int, parameter_bytes: int = 0) -> int:
         """Staging that is there all the time, where so much of parameters passes with the state."""

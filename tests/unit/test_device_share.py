@@ -55,14 +55,23 @@ def test_a_number_is_never_exceeded_and_used_up(overlap: Any, device_bytes: int,
     assert share.passing_bytes - KIB == share.ring_bytes(KIB) >= KIB
 
 
-def test_parameters_on_the_host_share_the_limit_too() -> None:
-    for buckets in (2, 3, 9, 40):
-        policy = OffloadPolicy(parameters=True, overlap="iteration", device_bytes=buckets * KIB, bucket_bytes=KIB)
-        share = device_share(policy, elementwise=True)
-        assert share.window_limit_bytes is not None
-        assert share.passing_bytes + share.staying_bytes + share.window_limit_bytes == buckets * KIB
-        assert not share.staying_is_learnt
-        assert share.window_bytes([100, 3000, 200]) == max(3000, min(3400 - 100, share.window_limit_bytes))
+@pytest.mark.parametrize(
+    ("buckets", "window_bytes", "staying_bytes"),
+    [(2, 3000, 0), (6, 4 * KIB, 0), (9, 5148, 6 * KIB - 5148), (40, 5148, 30 * KIB - 5148)],
+)
+def test_of_what_parameters_on_the_host_leave_to_the_window_the_rest_stays(
+    buckets: int, window_bytes: int, staying_bytes: int
+) -> None:
+    """The window takes the largest group and twice the second, 7,096 bytes, but no more than all groups together."""
+    groups = [100, 3000, 2048]
+    policy = OffloadPolicy(parameters=True, overlap="iteration", device_bytes=buckets * KIB, bucket_bytes=KIB)
+    share = device_share(policy, elementwise=True, group_bytes=groups)
+    assert (share.window_bytes(groups), share.staying_bytes) == (window_bytes, staying_bytes)
+    assert share.passing_bytes + staying_bytes + window_bytes <= max(buckets * KIB, share.passing_bytes + 3000)
+    assert not share.staying_is_learnt
+
+
+def test_parameters_on_the_host_have_a_window_without_a_limit_too() -> None:
     auto = device_share(OffloadPolicy(parameters=True, overlap="iteration"), elementwise=True)
     assert auto.staying_is_learnt
     assert auto.window_bytes([5, 9, 7]) == 21
