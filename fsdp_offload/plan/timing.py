@@ -270,10 +270,25 @@ def _estimate_with_parameters(choice: Choice, parts: Parts, kept: float, compute
         name = "host link" if two_way > times.update_ms or gathers_ms > passes else compute_name
         return Estimate(max(passes, gathers_ms, parts.host_ms(choice)) + after, name)
     busy = passes + times.update_ms + parts.contention * min(two_way, passes)
-    link_ms = slower * two_way
+    link_ms = slower * two_way + _idle_link_ms(choice, parts)
     return _as_launched(
         Estimate(max(busy, link_ms), "host link" if link_ms > busy else compute_name), parts.host_ms(choice)
     )
+
+
+def _idle_link_ms(choice: Choice, parts: Parts) -> float:
+    """Between the last gather of a forward and the first update there is nothing to load but what staging holds.
+
+    The root's gradients are final last, although the head's are the first.
+    """
+    root, first = parts.forward[0].group, 0.0
+    for turn in parts.backward:
+        first += turn.ms
+        if turn.group != root:
+            break
+    state_bytes, parameter_bytes = sum(parts.state_bytes), sum(parts.parameter_bytes)
+    staged = choice.staging_bytes(state_bytes, parameter_bytes) / max(1, state_bytes + parameter_bytes)
+    return max(0.0, parts.forward[-1].ms + first - staged * parts.copies_with_parameters["step"].load_ms)
 
 
 def _as_launched(one: Estimate, host_ms: float) -> Estimate:

@@ -198,8 +198,11 @@ def measured_with_parameters() -> list[tuple[int, int, dict]]:
 )
 def test_peaks_with_parameters_on_the_host_as_measured(ranks: int, tokens: int, line: dict) -> None:
     one = with_parameters(ranks, tokens)[ON_HOST if line["policy"] == "parameters" else None]
-    assert line["resident_state_bytes"] == one.resident_bytes or one.choice is None  # nothing had to stay
-    assert one.device.peak_bytes == pytest.approx(line["peak_bytes"], rel=0.003)
+    peak_bytes = one.device.peak_bytes
+    if one.choice is not None:
+        assert line["resident_state_bytes"] == 0
+        peak_bytes -= one.resident_bytes  # at that time nothing could stay
+    assert peak_bytes == pytest.approx(line["peak_bytes"], rel=0.003)
 
 
 def settled_with_parameters() -> list[tuple[int, float, float]]:
