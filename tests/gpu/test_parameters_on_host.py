@@ -140,6 +140,7 @@ def limited() -> Iterator[Callable[[int], None]]:
     def limit(nbytes: int) -> None:
         torch.cuda.empty_cache()
         _, total = torch.cuda.mem_get_info()
+        torch.cuda.reset_peak_memory_stats()  # what there was before has had another limit
         torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_allocated() + nbytes) / total)
 
     yield limit
