@@ -343,6 +343,13 @@ class Engine:
         if self.steps.begun is None:
             self.steps.give_back_ring(keep_bytes)
 
+    def let_staging_last(self) -> None:
+        """Let all staging memory be there always, from the next step on. Not in the middle of one; waits for it."""
+        self.steps.drop()
+        self.synchronize()
+        self.plan.let_ring_last()
+        self.steps.forget_places()
+
     @property
     def has_all_staging(self) -> bool:
         """Whether all of the staging memory is there."""

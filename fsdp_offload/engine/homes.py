@@ -172,6 +172,7 @@ class Plan:
         # One block, or blocks for one large bucket each. Smaller ones would take up more of the memory of activations,
         # each of which is an allocation of its own, but no bucket would fit into them.
         self._comes_and_goes = share.passing_is_learnt
+        self._lasts = not self._comes_and_goes
         self._block_bytes = policy.bucket_bytes if self._comes_and_goes else 1 << 62
         self._layouts = layouts
         self._policy = policy
@@ -479,7 +480,10 @@ class Plan:
         self.generation += 1
         moving = [number for number, staged in enumerate(self._staged) if staged.copies]
         nbytes = [self._buckets[number].bucket.nbytes for number in moving]
-        self.ring = self._ring_for(nbytes, self._share.ring_bytes(self._policy.bucket_bytes))
+        limit_bytes = self._share.ring_bytes(self._policy.bucket_bytes)
+        if self._comes_and_goes and self._lasts:
+            limit_bytes = max(limit_bytes, sum(nbytes) // _LASTING_SHARE)
+        self.ring = self._ring_for(nbytes, limit_bytes)
         if self._passing_limit_bytes is not None:
             limit_bytes = self.ring.lasting_bytes + self._passing_limit_bytes
             self.ring = self._ring_for(nbytes, limit_bytes)
@@ -494,7 +498,7 @@ class Plan:
             return RingBlocks(())
         ring_bytes = min(sum(bucket_nbytes), max([limit_bytes, *bucket_nbytes]))
         blocks = divide_ring(bucket_nbytes, ring_bytes, self._block_bytes)
-        if not self._comes_and_goes:
+        if self._lasts:
             return RingBlocks(blocks, len(blocks))
         # These cost memory at the peak of the device, to which the others add nothing.
         return RingBlocks(blocks, bisect_right(list(accumulate(blocks)), sum(bucket_nbytes) // _LASTING_SHARE))
@@ -508,6 +512,11 @@ class Plan:
     def resize_ring(self, passing_bytes: int) -> None:
         """Let the ring have, beside the blocks that last, at most so much in others. Nothing is moving."""
         self._passing_limit_bytes = passing_bytes
+        self._place()
+
+    def let_ring_last(self) -> None:
+        """Let no block of the ring come and go, and have as many as may last. Nothing is moving."""
+        self._lasts, self._passing_limit_bytes = True, None
         self._place()
 
     @property

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..engine.engine import Engine
-from ..planning.staging import StagingPlan, plan_staging, why_not_behind_backward, why_not_beside_gathers
+from ..planning.staging import StagingPlan, plan_staging, why_not_behind_backward
 from .peak import Peak
 
 
@@ -42,7 +42,6 @@ class Elastic:
         self._window_plan: StagingPlan | None = None
         self._uses_bytes: list[int] = []
         self._points_bytes: list[int] = []
-        self._concluded = 0  # generation of the engine's plan for which there is a plan
         self._first_group: int | None = None  # of a forward
         self._last_backward = 0  # its first point, of those noted
         self._in_forward = False  # after some of them
@@ -111,22 +110,17 @@ class Elastic:
             engine.window.grow(self._window_plan.at_point(number, engine.allocated_bytes().now))
         if self._plan is None:
             return math.inf
-        allocated_bytes = 0 if engine.has_all_staging or not self._peak.gradients_fit else engine.allocated_bytes().now
+        allocated_bytes = 0 if engine.has_all_staging else engine.allocated_bytes().now
         return self._plan.at_point(number, allocated_bytes)
 
     def step_ended(self, engine: Engine) -> None:
         """``step()`` has issued everything."""
         self._uses = self._points = 0
         self._begins = False
-        if self._points_bytes and (self._learns or self._passes_less(engine)):
+        if self._learns and self._points_bytes:
             self._conclude(engine)
         if self._wanted and not engine.phases.away:
             self._steps += 1
-
-    def _passes_less(self, engine: Engine) -> bool:
-        """Whether some of the state stays now, so that a link that was late may be so no more."""
-        beside_gathers = self._wanted and self._steps > _LEARNS_AFTER and engine.window is not None
-        return beside_gathers and engine.plan.generation != self._concluded and not engine.phases.away
 
     def _conclude(self, engine: Engine) -> None:
         peak_bytes = self._peak.highest_bytes(engine, max([*self._uses_bytes, *self._points_bytes]))
@@ -140,7 +134,10 @@ class Elastic:
         wanted_bytes = min(moving_bytes, largest_bytes + engine.share.ring_bytes(engine.policy.bucket_bytes))
         if engine.window is not None:
             wanted_bytes += max(largest_bytes, _backlog_bytes(engine))
-        why_not = _why_none_passes(engine) if engine.window is None or not self._peak.gradients_fit else ""
+        why_not = _why_none_passes(engine) if engine.window is None else ""
+        if not self._peak.gradients_fit:
+            engine.let_staging_last()
+            why_not = "there is no room for all gradients, and an update that waited for staging would keep its own"
         if why_not:
             wanted_bytes = 0
         plan = plan_staging(
@@ -153,13 +150,10 @@ class Elastic:
         )
         if engine.window is not None:
             self._window_plan = self._plan_window(plan, peak_bytes, engine.window.wanted_bytes)
-            if self._window_plan is None:
-                engine.window.shrink(0)
         if plan is not None and lasting_bytes + plan.nbytes > engine.plan.ring_bytes:
             engine.resize_staging(plan.nbytes)
             self._plan = plan
         ring = engine.plan.ring
-        self._concluded = engine.plan.generation
         engine.tuning_of_staging = (
             f"device_bytes='auto': {engine.plan.ring_bytes / 1e9:.2f} GB for {moving_bytes / 1e9:.2f} GB that pass, "
             + (
@@ -198,11 +192,6 @@ def _why_none_passes(engine: Engine) -> str:
     if last is None:
         return ""
     times = engine.step_times()
-    if engine.window is not None:
-        # A bucket brings parameters and state up for its update, and a gather its parameters once more.
-        again_bytes = sum(shard.weights_nbytes for shard in engine.plan.shards.values() if not shard.resident)
-        up_ms = times.load_ms * (engine.plan.moving_bytes() + again_bytes) / max(1, times.loaded_bytes)
-        return why_not_beside_gathers(up_ms, last.ms - last.stalled_ms)
     backward_ms = last.ms - last.forward_ms - last.stalled_ms
     return why_not_behind_backward(max(times.load_ms, times.store_ms), backward_ms)
 

@@ -89,19 +89,3 @@ def why_not_behind_backward(moving_ms: float, backward_ms: float) -> str:
     if moving_ms <= backward_ms:
         return ""
     return f"transfers take {moving_ms:.0f} ms and a backward {backward_ms:.0f} ms, and what is left passes through it"
-
-
-def why_not_beside_gathers(up_ms: float, computed_ms: float) -> str:
-    """Why no more staging is of use where gathers load parameters, and gradients have to go; empty if it is.
-
-    Loads that wait for the room of activations hold up the updates behind them, and with these all gradients. On a
-    simulated link whose loads take 1.4 times as long as computing, iterations take 1.15 times as long with it; where
-    both take equally long, without it.
-    """
-    if up_ms <= _LATE * computed_ms:
-        return ""
-    return f"loads take {up_ms:.0f} ms and an iteration {computed_ms:.0f} ms, and there is no room for all gradients"
-
-
-_LATE = 1.2
-"""From how many times as long on: between the two that were simulated."""
