@@ -205,6 +205,22 @@ def test_peaks_with_parameters_on_the_host_as_measured(ranks: int, tokens: int, 
     assert peak_bytes == pytest.approx(line["peak_bytes"], rel=0.003)
 
 
+EIGHT_G = "2026-11-23-h200x1-plan-parameters-window-first"
+
+
+def test_eight_g_parameters_on_the_host_as_measured() -> None:
+    predicted = {(one["case"], one["policy"]): one for one in lines_of(f"{EIGHT_G}-predicted")}
+    measured = [line for line in lines_of(EIGHT_G) if line["bench"] == "plan"]
+    assert len(measured) == 3
+    for line in measured:
+        before = predicted[line["case"], line["policy"]]
+        assert (before["ms"], before["peak_bytes"]) == (line["predicted_ms"], line["predicted_peak_bytes"])
+        assert before["host_bytes"] == pytest.approx(line["measured_host_bytes"], rel=1e-3)
+        assert before["ms"] == pytest.approx(line["measured_ms"], rel=0.07)
+        if line["policy"].endswith(" MiB"):  # "auto" lets more stay than the plan thinks it has to
+            assert before["peak_bytes"] == pytest.approx(line["measured_peak_bytes"], rel=1e-3)
+
+
 def settled_with_parameters() -> list[tuple[int, float, float]]:
     """Sequences, and milliseconds without offload and with everything on the host, once small copies need not wait."""
     text = QUEUES.read_text(encoding="utf-8")
