@@ -133,6 +133,19 @@ def test_what_the_first_steps_took_is_no_room(mesh: DeviceMesh, monkeypatch: pyt
     assert torch.cuda.max_memory_allocated() - lasting_bytes < sum(sizes) // 2
 
 
+@pytest.mark.parametrize("device_bytes", ["auto", 160 << 20])
+def test_a_steady_step_takes_no_memory(mesh: DeviceMesh, device_bytes: Any) -> None:
+    """From the driver, neither on the device nor pinned."""
+    policy = OffloadPolicy(parameters=True, overlap="iteration", bucket_bytes=8 << 20, device_bytes=device_bytes)
+    loop = Loop(mesh, adamw, policy, net=deep).train(22)
+    taken = []
+    for step in (22, 27):
+        torch.cuda.synchronize()
+        taken.append((torch.cuda.memory_stats()["num_device_alloc"], torch.cuda.host_memory_stats()["num_host_alloc"]))
+        loop.train(5, first=step)
+    assert taken[0] == taken[1]
+
+
 @pytest.fixture
 def limited() -> Iterator[Callable[[int], None]]:
     """``limited(nbytes)`` leaves this process so much device memory beside what it has."""
