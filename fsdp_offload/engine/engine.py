@@ -841,7 +841,7 @@ def is_frozen(sharded: ShardedParameter) -> bool:
 
 
 def _group_bytes(together: Mapping[Tensor, int]) -> list[int]:
-    """What the parameters of each group take here."""
+    """Sum up what the parameters of each group take here, unpadded: before there is a window."""
     nbytes: Counter[int] = Counter()
     for param, group in together.items():
         nbytes[group] += local_shard(param).nbytes

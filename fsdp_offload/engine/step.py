@@ -380,7 +380,7 @@ class Stepping:
 
     @property
     def has_been_seen(self) -> bool:
-        """Whether a forward has used what the backward had updated: a backward that follows is another one."""
+        """Tell whether a forward has used what the backward had updated: a backward that follows is another one."""
         return self.begun is not None and self.begun.seen
 
     def refuse_second_backward(self) -> None:
