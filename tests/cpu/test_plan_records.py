@@ -200,9 +200,16 @@ def test_peaks_with_parameters_on_the_host_as_measured(ranks: int, tokens: int, 
     one = with_parameters(ranks, tokens)[ON_HOST if line["policy"] == "parameters" else None]
     peak_bytes = one.device.peak_bytes
     if one.choice is not None:
-        assert line["resident_state_bytes"] == 0
-        peak_bytes -= one.resident_bytes  # at that time nothing could stay
+        assert line["resident_state_bytes"] == 0  # at that time nothing could stay
+        assert (one.resident_bytes > 0) == ((ranks, tokens) == (1, 24_576))
+        peak_bytes -= one.resident_bytes
     assert peak_bytes == pytest.approx(line["peak_bytes"], rel=0.003)
+
+
+def test_what_stays_with_twelve_sequences_as_measured() -> None:
+    """The root: a third of it parameters, the rest state. Another machine, slower, let more stay."""
+    lines = [one for one in lines_of("2026-11-23-h200-parameters-window-first") if one.get("policy") == "parameters"]
+    assert 2 * with_parameters(1, 24_576)[ON_HOST].resident_bytes == 3 * lines[0]["resident_state_bytes"]
 
 
 EIGHT_G = "2026-11-23-h200x1-plan-parameters-window-first"
