@@ -159,25 +159,26 @@ class DeviceLink:
         now = torch.accelerator.memory_allocated(self.device) - ring_bytes
         return Allocated(now, torch.accelerator.max_memory_allocated(self.device) - ring_bytes)
 
-    def room_bytes(self) -> int:
-        """Device memory that would still be free at the highest point so far, for this process, less a reserve."""
+    def taken_bytes(self) -> Allocated:
+        """All that is in use, and the gaps between, which only an allocation that fits can have. On the CPU, zero.
+
+        The peak is no less than what was ever taken at once: both parts need not have been largest together.
+        """
+        if self.device.type == "cpu":
+            return Allocated(0, 0)
+        stats = torch.accelerator.memory_stats(self.device)
+        parts = "allocated_bytes.all", "inactive_split_bytes.all"
+        return Allocated(*(sum(stats[f"{part}.{when}"] for part in parts) for when in ("current", "peak")))
+
+    def room_beside(self, taken_bytes: int) -> int:
+        """Device memory that this process may have beside so much, less a twentieth of all. On the CPU, none."""
         if self.device.type == "cpu":
             return 0
-        return self._beside(torch.accelerator.max_memory_allocated(self.device))
-
-    def free_bytes(self) -> int:
-        """Device memory that is free now, for this process, less a reserve."""
-        if self.device.type == "cpu":
-            return 0
-        return self._beside(torch.accelerator.memory_allocated(self.device))
-
-    def _beside(self, allocated_bytes: int) -> int:
-        """Compute what this process may have beside that, less a twentieth."""
         module = torch.get_device_module(self.device)
         free, total = module.mem_get_info(self.device)
         most = int(total * getattr(module, "get_per_process_memory_fraction", _all)(self.device))  # CUDA has it
         reachable = min(int(free) + torch.accelerator.memory_reserved(self.device), most)
-        return max(0, reachable - allocated_bytes - most // 20)
+        return max(0, reachable - taken_bytes - most // 20)
 
     def changes_hands(self, user: int) -> bool:
         """Return whether the ring was last used by somebody else, whose stores may still read it."""

@@ -120,6 +120,7 @@ class Engine:
         self._param_ids: list[list[int]] = []  # of each group
         self._unplanned: list[Tensor] = []  # in the groups, but without room: they never had a gradient
         self._layout_keys: list[object] = []  # of each group, when its state was last planned
+        self._peak_bytes = 0  # that iterations took, beside state that stays
         self.tuning_of_policy = self.tuning_of_host = self.tuning_of_residents = self.tuning_of_staging = ""
         self._link.join()
         # Ring and arena must not go while a copy still uses them. This runs before the attributes are dropped.
@@ -297,7 +298,7 @@ class Engine:
         self.synchronize()
         self.lending.wait()
         shards = self.plan.keep_on_device(buckets)
-        self.steps.forget_places()
+        self._forget_places()
         adopt((shard, states.get(shard.param)) for shard in shards)
         adopt_weights(shards)
         if self._pipeline.ring.nbytes > self.plan.ring_bytes:  # less passes through it now
@@ -324,7 +325,7 @@ class Engine:
         self.steps.drop()
         self.synchronize()
         self.plan.resize_ring(passing_bytes)  # blocks of a size that fits stay where they are
-        self.steps.forget_places()
+        self._forget_places()
 
     def give_back_staging(self, keep_bytes: int) -> None:
         """Free staging memory that comes and goes, in the order of the current stream, unless it is in use.
@@ -348,7 +349,19 @@ class Engine:
         self.steps.drop()
         self.synchronize()
         self.plan.let_ring_last()
+        self._forget_places()
+
+    def _forget_places(self) -> None:
+        """Buckets pass through other places, or none: the next step will still be about those of the last one.
+
+        So it can begin in the backward; else that would keep all gradients, which may have room no more.
+        """
+        last = self.steps.last
         self.steps.forget_places()
+        self.steps.last = self._in_order(
+            step if self._pipeline.buckets[step.bucket].copies else BucketStep(step.bucket, load=False, store=False)
+            for step in last
+        )
 
     @property
     def has_all_staging(self) -> bool:
@@ -366,9 +379,14 @@ class Engine:
         passing_bytes = 0 if self.window is None else self.window.passing_bytes
         return Allocated(now - self.plan.resident_bytes - passing_bytes, peak - self.plan.resident_bytes)
 
+    def note_peak(self) -> None:
+        """Remember how much an iteration took at its highest point: loops may reset the statistics after it."""
+        self._peak_bytes = max(self._peak_bytes, self._link.taken_bytes().peak - self.plan.resident_bytes)
+
     def room_bytes(self) -> int:
         """Device memory that would still be free at the highest point so far, less a reserve."""
-        return self._link.room_bytes()
+        self.note_peak()
+        return self._link.room_beside(self._peak_bytes + self.plan.resident_bytes)
 
     def return_to_device(self, states: StateStore) -> None:
         """Replace every home in ``states`` by a tensor on the device, of the type that the optimizer made."""
@@ -536,6 +554,11 @@ class Engine:
         """Whether a backward frees gradients behind their updates: not where they may be changed until ``step()``."""
         return self.policy.parameters and self.policy.updates_in_backward and not self.steps.speculation.announced
 
+    @property
+    def would_keep_gradients(self) -> bool:
+        """Whether the backward that begins updates nothing: it is measured, or nothing is known of the last step."""
+        return self.holds_back or (self.steps.begun is None and not self.steps.last)
+
     def must_free_gradients(self) -> bool:
         """Return whether the backward that begins has to update, as its gradients do not fit on the device together.
 
@@ -559,7 +582,8 @@ class Engine:
         if self.device.type == "cpu":
             return True
         trained = (shard.param for shard in self.plan.shards.values() if shard.param.requires_grad)
-        return sum(local_shard(param).nbytes for param in trained) <= self._link.free_bytes()
+        room_bytes = self._link.room_beside(self._link.taken_bytes().now)
+        return sum(local_shard(param).nbytes for param in trained) <= room_bytes
 
     def _go_on(self, optimizer: Optimizer, states: StateStore) -> BegunStep | None:
         """What has begun. Ahead of the gradients, it had begun with what may have changed since."""
@@ -771,8 +795,14 @@ class Engine:
                 or any(states.get(shard.param) for shard in self.plan[number].covers())
             )
             steps.append(BucketStep(number, load=exists, store=moves))
-        # State that is on the device already is updated while the first loads arrive. Not where the optimizer sees
-        # DTensors: which buckets move differs between ranks, and its collectives must come in the same order.
+        return self._in_order(steps)
+
+    def _in_order(self, steps: Iterable[BucketStep]) -> tuple[BucketStep, ...]:
+        """As ``step()`` takes them: state that is on the device already is updated while the first loads arrive.
+
+        Not where the optimizer sees DTensors: which buckets move differs between ranks, and its collectives must come
+        in the same order.
+        """
         resident_first = self.layouts.capabilities.elementwise
         return tuple(sorted(steps, key=lambda step: (resident_first and step.store, step.bucket)))
 

@@ -7,13 +7,15 @@
 
 Measured in an iteration in which everything overlaps, each part would contain what the others cost it, and what an
 iteration takes at least would be what it takes. The second iteration overlaps with little anyway; in the seventeenth
-the allocator has settled, compilers have compiled, and what "auto" learns is in force. Where all gradients at once have
-no room, there is no such iteration: it has all of them when ``step()`` begins.
+the allocator has settled, compilers have compiled, and what "auto" learns is in force. Such an iteration has all
+gradients when ``step()`` begins: there is none where they have no room, and no later one where they would take more of
+the device than all others do.
 """
 
 from ..engine.engine import Engine
 from ..planning.bound import PartsAlone, parts_alone
 from .clock import Clock
+from .peak import Peak
 
 MEASURED_STEPS = (2, 17)
 
@@ -21,8 +23,9 @@ MEASURED_STEPS = (2, 17)
 class Alone:
     """Makes and measures the iterations of one model that have nothing beside them."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, peak: Peak) -> None:
         self._clock = clock
+        self._peak = peak
 
     def step_ended(self, engine: Engine) -> None:
         """``step()`` has issued everything; the mark at the end of the iteration is still to come."""
@@ -30,9 +33,8 @@ class Alone:
         if engine.holds_back or self._measures(engine, self._clock.steps):
             engine.wait_moved()
 
-    @staticmethod
-    def _measures(engine: Engine, step: int) -> bool:
-        return step in MEASURED_STEPS and not engine.frees_all_gradients
+    def _measures(self, engine: Engine, step: int) -> bool:
+        return step in MEASURED_STEPS and self._peak.gradients_fit and not engine.frees_all_gradients
 
     def iteration_ended(self, engine: Engine) -> None:
         """The mark at the end of the iteration has been made. Waits for the device if this one is measured."""

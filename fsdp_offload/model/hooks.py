@@ -67,7 +67,7 @@ class Overlap:
         self._peak = Peak(engine, self._clock)
         self._rehearsal = Rehearsal(engine, params, self._clock, self._peak)
         self._elastic = Elastic(engine, params, self._peak)
-        self._alone = Alone(self._clock)
+        self._alone = Alone(self._clock, self._peak)
         overlap = weakref.ref(self)
         # All that the hooks keep: what the device does is waited for when the engine goes, what the host does is not.
         last = None if engine.host is None else engine.host.last
@@ -217,20 +217,22 @@ class Overlap:
             engine.load_ahead(optimizer, self._get_states(optimizer), room_bytes)
 
     def _expect_reductions(self, engine: Engine) -> None:
-        """As a backward begins: where there is no room for all gradients, none may have to wait for ``step()``.
+        """As a backward begins: none of the gradients that it frees may wait for one that does not come.
 
-        They cannot be added up there either, so in the first backward each is final when it has been reduced once.
+        Where there is no room for all of them, none may have to wait for ``step()``. They cannot be added up there
+        either, so in the first backward each is final when it has been reduced once.
         """
         clock, steps, optimizer = self._clock, engine.steps, self._optimizer()
         if clock.has_reduced or optimizer is None:
             return
-        if not clock.expects_reductions and engine.must_free_gradients():
+        if engine.would_keep_gradients and engine.must_free_gradients() and not clock.expects_reductions:
             clock.expect_one()
         if engine.frees_all_gradients:
             engine.follow_changes(optimizer, self._get_states(optimizer))
             if not steps.backward_order:
                 buckets = self._buckets(engine)
                 steps.backward_order = _by_last_appearance(buckets[number] for number in reversed(self._used))
+        if engine.frees_gradients:
             unused = set(range(len(self._groups))).difference(self._used)
             steps.expect_none_of({param for number in unused for param in self._groups[number].params})
 

@@ -29,7 +29,7 @@ _MEASURED_STEPS = (2, 5, 8, 11, 14)
 """The first step creates the state, and moves half of what later ones do. When gradients become final is measured in
 the second, which updates nothing in its backward; what has to stay on the device, in the later ones. After a measured
 step come two others: what is concluded in the backward of the first waits for the device, so the host issues it late,
-and what is then to stay on the device makes the second one begin in ``step()``."""
+and what is then to stay on the device moves before the second one."""
 
 _BESIDE_TRANSFERS = 1.06
 """How much longer an iteration takes beside transfers for which it never waits, than without any: on H200s 1.05."""
@@ -78,6 +78,8 @@ class Rehearsal:
 
     def step_ended(self, engine: Engine, states: StateStore) -> None:
         """``step()`` has issued everything, and nothing is in progress: what was concluded is applied."""
+        if self._keeps and self._clock.steps <= _MEASURED_STEPS[-1]:
+            engine.note_peak()
         self._last_final = self._final
         self._final, self._wanted, self._measured = {}, {}, not self._measures(self._clock.steps)
         keep, self._keep = self._keep, set()
@@ -180,7 +182,9 @@ class Rehearsal:
             buckets = {number for number in group if not engine.plan[number].on_host}  # whose state never moves
             if engine.plan.resident_nbytes(keep | buckets) > limit_bytes:
                 left_ms, fits = stall_ms, False
-                break
+                if engine.window is None:
+                    break
+                continue  # whatever does not move is time of the link
             keep |= buckets
         moving = {number for number in keep if any(not shard.resident for shard in engine.plan[number].covers())}
         self._keep, self._keep_of = moving, {shard for number in moving for shard in engine.plan[number].covers()}

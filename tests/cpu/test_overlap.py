@@ -673,6 +673,26 @@ def test_resident_state_does_not_turn_overlap_off(mesh: DeviceMesh, fields: dict
     assert vars(loop.optimizer)["_offload_engine"].engine.steps.begun is not None
 
 
+@pytest.mark.parametrize("change", ["stays", "resized", "lasts"])
+def test_the_backward_updates_behind_a_change_of_places(mesh: DeviceMesh, change: str) -> None:
+    """Else it would keep all gradients, which may have no room any more."""
+    plain, offloaded = pair(mesh, policy_of(POLICIES["iteration"]))
+    plain.train(4)
+    offloaded.train(4)
+    engine = vars(offloaded.optimizer)["_offload_engine"].engine
+    if change == "stays":
+        kept = engine.steps.buckets_of(offloaded.model.blocks[0].parameters())
+        engine.keep_on_device(kept, offloaded.optimizer.state.unwaited)
+    elif change == "resized":
+        engine.resize_staging(1 << 20)
+    else:
+        engine.let_staging_last()
+    offloaded.backward(4)
+    assert engine.steps.begun.has_updated
+    offloaded.step()
+    assert same(plain.train(4, first=4), offloaded.train(3, first=5))
+
+
 @EVERY_POLICY
 def test_state_that_comes_to_stay_on_the_device(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
     """What ``DeviceShare.staying_is_learnt`` does when it has measured enough, twice."""

@@ -690,12 +690,14 @@ WITHOUT_ROOM = {
 }
 
 
+@pytest.mark.parametrize("since", [0, 5])
 @pytest.mark.parametrize("habit", WITHOUT_ROOM)
 def test_gradients_that_do_not_fit_never_are_there_together(
-    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, habit: str
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, habit: str, since: int
 ) -> None:
-    """Not in the first step either, nor in those in which an iteration would be measured alone."""
-    monkeypatch.setattr(Engine, "_gradients_fit", lambda _: False)
+    """Not in the first step either, nor in those in which an iteration would be measured alone, or after a change."""
+    steps = 0
+    monkeypatch.setattr(Engine, "_gradients_fit", lambda _: steps < since)
     monkeypatch.setattr(step_room, "_REDUCTIONS_BEHIND", 1)
     links_take(monkeypatch, 1e6)
     plain, loop = pair(mesh, policy_of({"overlap": "iteration"}), net=lambda: Net(layers=12))
@@ -713,12 +715,13 @@ def test_gradients_that_do_not_fit_never_are_there_together(
     monkeypatch.setattr(Overlap, "_reduced", reduced)
     largest_group = max(len(list(block.parameters())) for block in loop.model.blocks)
     for step in range(20):
+        steps = step
         wanted = plain.train(1, WITHOUT_ROOM[habit], step).everything()
         last.clear()
         groups.clear()
         assert same_values(wanted, loop.train(1, WITHOUT_ROOM[habit], step).everything()), f"after step {step}"
         assert len(groups) > 12
-        assert max(groups) <= 2 * largest_group, f"in step {step}: {groups}"
+        assert step < since or max(groups) <= 2 * largest_group, f"in step {step}: {groups}"
     assert_at_home(loop)
 
 

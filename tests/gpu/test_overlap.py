@@ -152,7 +152,7 @@ def test_nothing_is_left_on_the_device(mesh: DeviceMesh, fields: dict[str, Any])
 def test_auto_keeps_what_the_forward_would_wait_for(mesh: DeviceMesh, slow: Callable[..., None], limited: bool) -> None:
     limit = 3 * (256 << 10) if limited else None
     expected = Loop(mesh, adamw, None, net=net).train(11)
-    slow("L")  # far slower than this forward
+    slow("L", 10 * SLEEP_CYCLES)  # far slower than this forward, also on a slow host
     policy = policy_of({"overlap": "forward"}, staying="auto", staying_limit_bytes=limit)
     loop = Loop(mesh, adamw, policy, net=net).train(11)
     assert same(expected, loop)
