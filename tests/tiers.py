@@ -53,6 +53,17 @@ def every_nth(cases: Iterable[Any], count: int) -> list[Any]:
     ]
 
 
+def some_cases(steps: Mapping[int, int]) -> pytest.MarkDecorator:
+    """Parametrize a test over numbers of ranks, ``world_size``, and ``every``: it runs every so-manieth of its cases.
+
+    The quick tier runs those that ``steps`` says for each number of ranks (0: none), and all are marked ``long``.
+    Tables of three policies for each case want a number that three does not divide, so that each policy has its turn.
+    """
+    quick = [(size, every) for size, every in steps.items() if every]
+    everything = [pytest.param(size, 1, marks=pytest.mark.long) for size, every in steps.items() if every != 1]
+    return pytest.mark.parametrize(("world_size", "every"), [*quick, *everything])
+
+
 def world_sizes(quick: int, *others: int) -> pytest.MarkDecorator:
     """Parametrize a test over numbers of ranks, of which the quick tier runs the first."""
     long = [pytest.param(size, marks=pytest.mark.long) for size in others]

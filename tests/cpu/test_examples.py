@@ -176,6 +176,7 @@ def test_metrics_of_repeated_steps_are_replaced(tmp_path: Path) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.filterwarnings("ignore:.*The parameters are on the CPU:UserWarning")
+@pytest.mark.long
 def test_a_checkpoint_is_the_same_on_another_number_of_ranks(capfd: pytest.CaptureFixture[str]) -> None:
     assert resume_other_world_size.main(["--ranks", "2", "--resume-ranks", "1"]) == 0
     output = capfd.readouterr().out.splitlines()
@@ -183,6 +184,7 @@ def test_a_checkpoint_is_the_same_on_another_number_of_ranks(capfd: pytest.Captu
 
 
 @pytest.mark.distributed
+@pytest.mark.long
 def test_a_model_on_the_host_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
     """Its losses are those of a run that never stopped; on other ranks sums of gradients round otherwise, so on one."""
     script = [

@@ -47,6 +47,7 @@ from tests.overlapping import (
     NOT_IN_BACKWARD,
     POLICIES,
     SIZES,
+    Habit,
     Loop,
     Net,
     adamw,
@@ -57,6 +58,7 @@ from tests.overlapping import (
 )
 from tests.parity import attach, same_value
 from tests.policies import with_share
+from tests.tiers import spread
 
 EVERY_POLICY = pytest.mark.parametrize("fields", POLICIES.values(), ids=POLICIES)
 DEVICE_BYTES = {"auto": "auto", "small": 2 * 4096, "large": 64 << 20}
@@ -305,11 +307,9 @@ MORE_HABITS: dict[str, Callable[[Loop, int], None]] = {
 }
 
 
-@EVERY_POLICY
-@pytest.mark.parametrize("passing", [2 * 4096, 64 << 20], ids=["small", "large"])
-@pytest.mark.parametrize("habit", MORE_HABITS)
-def test_more_habits(mesh: DeviceMesh, fields: dict[str, Any], habit: str, passing: int) -> None:
-    assert_as_plain(mesh, policy_of(fields, passing=passing), (MORE_HABITS[habit],) * 7)
+@spread(pairs=True, habit=MORE_HABITS, passing={"small": 2 * 4096, "large": 64 << 20}, fields=POLICIES)
+def test_more_habits(mesh: DeviceMesh, habit: Habit, passing: int, fields: dict[str, Any]) -> None:
+    assert_as_plain(mesh, policy_of(fields, passing=passing), (habit,) * 7)
 
 
 @functools.cache
@@ -690,10 +690,9 @@ WITHOUT_ROOM = {
 }
 
 
-@pytest.mark.parametrize("since", [0, 5])
-@pytest.mark.parametrize("habit", WITHOUT_ROOM)
+@spread(habit=WITHOUT_ROOM, since={"always": 0, "later": 5})
 def test_gradients_that_do_not_fit_never_are_there_together(
-    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, habit: str, since: int
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, habit: Habit | None, since: int
 ) -> None:
     """Not in the first step either, nor in those in which an iteration would be measured alone, or after a change."""
     steps = 0
@@ -716,10 +715,10 @@ def test_gradients_that_do_not_fit_never_are_there_together(
     largest_group = max(len(list(block.parameters())) for block in loop.model.blocks)
     for step in range(20):
         steps = step
-        wanted = plain.train(1, WITHOUT_ROOM[habit], step).everything()
+        wanted = plain.train(1, habit, step).everything()
         last.clear()
         groups.clear()
-        assert same_values(wanted, loop.train(1, WITHOUT_ROOM[habit], step).everything()), f"after step {step}"
+        assert same_values(wanted, loop.train(1, habit, step).everything()), f"after step {step}"
         assert len(groups) > 12
         assert step < since or max(groups) <= 2 * largest_group, f"in step {step}: {groups}"
     assert_at_home(loop)
@@ -889,10 +888,8 @@ WHILE_THEY_STAY = {
 }
 
 
-@EVERY_POLICY
-@pytest.mark.parametrize("habit", WHILE_THEY_STAY)
-@pytest.mark.parametrize("passing", [4 * 4096, "auto"])
-def test_parameters_that_come_to_stay(mesh: DeviceMesh, fields: dict[str, Any], habit: str, passing: Any) -> None:
+@spread(habit=WHILE_THEY_STAY, passing={"small": 4 * 4096, "auto": "auto"}, fields=POLICIES)
+def test_parameters_that_come_to_stay(mesh: DeviceMesh, habit: Any, passing: Any, fields: dict[str, Any]) -> None:
     """What ``device_bytes="auto"`` does where the transfers do not hide: the first groups, then more of them."""
     plain, loop = pair(mesh, policy_of(fields, passing=passing))
     engine = engine_of(loop.optimizer)
@@ -905,8 +902,7 @@ def test_parameters_that_come_to_stay(mesh: DeviceMesh, fields: dict[str, Any], 
             engine.keep_on_device(
                 {n for shard in shards if not shard.resident for n in shard.buckets}, loop.optimizer.state.unwaited
             )
-        done = WHILE_THEY_STAY[habit]
-        assert same(plain.train(1, done, step), loop.train(1, done, step)), f"after step {step}"
+        assert same(plain.train(1, habit, step), loop.train(1, habit, step)), f"after step {step}"
     on_host = {p for p in stay if not engine.plan.shards[p].resident}
     assert not on_host
     assert loop.optimizer.offload_report().host_parameter_bytes

@@ -32,7 +32,11 @@ def trained(
 
 
 @pytest.mark.parametrize(
-    ("costs", "at_most"), [(TWELVE_SEQUENCES, 1.03), (TWENTY_FOUR_SEQUENCES, 1.015)], ids=["12", "24"]
+    ("costs", "at_most"),
+    [
+        pytest.param(TWELVE_SEQUENCES, 1.03, id="12"),
+        pytest.param(TWENTY_FOUR_SEQUENCES, 1.015, id="24", marks=pytest.mark.long),
+    ],
 )
 def test_parameters_hide_behind_the_iteration(
     mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, costs: Model, at_most: float
@@ -40,6 +44,7 @@ def test_parameters_hide_behind_the_iteration(
     assert trained(monkeypatch, mesh, costs).ms <= at_most * costs.ms
 
 
+@pytest.mark.long
 def test_what_comes_and_goes_adds_nothing_to_the_peak(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
     """The most that is allocated: what the model takes, the window's lasting memory, the ring's lasting blocks."""
     training = trained(monkeypatch, mesh, TWELVE_SEQUENCES)
@@ -52,8 +57,11 @@ def test_what_comes_and_goes_adds_nothing_to_the_peak(mesh: DeviceMesh, monkeypa
 
 @pytest.mark.parametrize(
     ("costs", "most_stays_gb"),
-    [(SIX_SEQUENCES, 12.5), (TWELVE_SEQUENCES, 0.0), (TWENTY_FOUR_SEQUENCES, 0.0)],
-    ids=["6", "12", "24"],
+    [
+        pytest.param(SIX_SEQUENCES, 12.5, id="6"),
+        pytest.param(TWELVE_SEQUENCES, 0.0, id="12", marks=pytest.mark.long),
+        pytest.param(TWENTY_FOUR_SEQUENCES, 0.0, id="24", marks=pytest.mark.long),
+    ],
 )
 def test_no_more_stays_than_hides_the_transfers(
     mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, costs: Model, most_stays_gb: float
@@ -66,7 +74,7 @@ def test_no_more_stays_than_hides_the_transfers(
     assert (stays_bytes > 0) == (most_stays_gb > 0)
 
 
-@pytest.mark.parametrize("room_gb", [0.0, 40.0])
+@pytest.mark.parametrize("room_gb", [40.0, pytest.param(0.0, marks=pytest.mark.long)])
 def test_gradients_go_where_activations_leave_no_room_for_them(
     mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, room_gb: float
 ) -> None:
@@ -88,7 +96,7 @@ def test_gradients_go_where_activations_leave_no_room_for_them(
     assert training.ms <= (1.1 * RECOMPUTED.ms if stays_bytes else 1.02 * 16 * numel / LINK_BYTES_PER_MS)
 
 
-@pytest.mark.parametrize(("device_gb", "at_most"), [(1.3, 1.25), (2.2, 1.06)])
+@pytest.mark.parametrize(("device_gb", "at_most"), [(1.3, 1.25), pytest.param(2.2, 1.06, marks=pytest.mark.long)])
 def test_a_number_goes_to_the_window_first(
     mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, device_gb: float, at_most: float
 ) -> None:
@@ -103,6 +111,7 @@ def test_a_number_goes_to_the_window_first(
     assert training.taken_bytes() <= device_gb * GB
 
 
+@pytest.mark.long
 def test_nothing_stays_for_which_there_is_no_room(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
     """Then the link decides: 16 bytes a parameter go up."""
     training = trained(monkeypatch, mesh, SIX_SEQUENCES)
@@ -112,6 +121,7 @@ def test_nothing_stays_for_which_there_is_no_room(mesh: DeviceMesh, monkeypatch:
     assert training.ms <= 1.05 * 16 * numel / LINK_BYTES_PER_MS
 
 
+@pytest.mark.long
 def test_it_takes_longer_where_the_root_finds_no_place(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
     """The suite can fail: the forward begins with what is stored last."""
     monkeypatch.setattr(Window, "_enter_outdated", lambda self, number: None)

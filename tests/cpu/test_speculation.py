@@ -44,6 +44,7 @@ from tests.clipping import (
 from tests.overlapping import SIZES, Loop, Net, adamw, look, same
 from tests.parity import attach, leaves
 from tests.policies import with_share
+from tests.tiers import spread
 
 
 def policy_of(**more: Any) -> OffloadPolicy:
@@ -103,8 +104,7 @@ def test_updates_really_run_in_the_backward(mesh: DeviceMesh) -> None:
     assert [state["step"].item() for state in loop.optimizer.state.values()] == before
 
 
-@pytest.mark.parametrize("operation", dict.fromkeys(OPERATIONS), ids=lambda one: one.__name__)
-@pytest.mark.parametrize("micro_batches", [1, 2])
+@spread(operation={one.__name__: one for one in OPERATIONS}, micro_batches={"1": 1, "2": 2})
 def test_each_operation_alone(mesh: DeviceMesh, operation: Operation, micro_batches: int) -> None:
     loops = pair(mesh, policy_of(), net=partial(Net, width=16, layers=2), micro_batches=micro_batches)
     for at, one in enumerate([within_bounds] * 4 + [operation, within_bounds, operation, within_bounds]):

@@ -20,7 +20,7 @@ from tests.distributed.test_sharded_training import TINY, Case, run_case
 from tests.overlapping import HABITS, NOT_IN_BACKWARD, POLICIES, SIZES, Loop, same
 from tests.parity import attach
 from tests.policies import with_share
-from tests.tiers import world_sizes
+from tests.tiers import some_cases
 
 pytestmark = [
     pytest.mark.distributed,
@@ -42,7 +42,7 @@ def with_fraction(fraction: float) -> OffloadPolicy:
     return with_share(**fields, host_fraction=fraction)
 
 
-def run_training(rank: int, world_size: int) -> None:
+def run_training(rank: int, world_size: int, every: int) -> None:
     del rank, world_size
     cases = {
         f"{how}, {fraction}": Case(optimizer=of_net, policy=with_fraction(fraction), **more)
@@ -54,13 +54,13 @@ def run_training(rank: int, world_size: int) -> None:
             "attached late": {"attach_at": 3},
         }.items()
     }
-    run_cases({name: partial(lambda case: list(run_case(case)), case) for name, case in cases.items()})
+    run_cases({name: partial(lambda case: list(run_case(case)), case) for name, case in cases.items()}, every)
 
 
-@world_sizes(3, 2)
-def test_training(world_size: int, tmp_path: Path) -> None:
+@some_cases({2: 0, 3: 3})
+def test_training(world_size: int, every: int, tmp_path: Path) -> None:
     """Rows that divide by no world size, and fewer rows than ranks."""
-    spawn(run_training, world_size, tmp_path)
+    spawn(run_training, world_size, tmp_path, every)
 
 
 def compare(device_mesh: DeviceMesh, fields: dict[str, Any], fraction: float, habit: str) -> list[str]:

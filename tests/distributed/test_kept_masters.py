@@ -22,6 +22,7 @@ from tests.distributed.launch import DEVICE_TYPE, agree, mesh, run_cases, spawn
 from tests.distributed.models import Net, batch, build
 from tests.distributed.test_sharded_training import TINY, state_not_at_home
 from tests.parity import MakeOptimizer, Run, attach
+from tests.tiers import some_cases, world_sizes
 from tests.twins import Twins, twins_of
 
 pytestmark = pytest.mark.distributed
@@ -112,14 +113,14 @@ CASES: dict[int, Cases] = {
 }
 
 
-def run_training(rank: int, world_size: int) -> None:
+def run_training(rank: int, world_size: int, every: int) -> None:
     del rank
-    run_cases(CASES[world_size])
+    run_cases(CASES[world_size], every)
 
 
-@pytest.mark.parametrize("world_size", CASES)
-def test_training_is_that_of_an_fp32_model(world_size: int, tmp_path: Path) -> None:
-    spawn(run_training, world_size, tmp_path)
+@some_cases({1: 1, 2: 3, 3: 3, 4: 4})
+def test_training_is_that_of_an_fp32_model(world_size: int, every: int, tmp_path: Path) -> None:
+    spawn(run_training, world_size, tmp_path, every)
 
 
 # Checkpoints ---------------------------------------------------------------------------------------------------------
@@ -194,6 +195,6 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("world_size", LOADED_BY)
+@world_sizes(2, 1, 4)
 def test_a_checkpoint_goes_on_with_another_number_of_ranks(world_size: int, checkpoints: Path, tmp_path: Path) -> None:
     spawn(run_loads, world_size, tmp_path, checkpoints)

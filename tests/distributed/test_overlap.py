@@ -16,7 +16,7 @@ from tests.cpu.test_elastic import Device
 from tests.distributed.launch import DEVICE_TYPE, mesh, run_cases, spawn
 from tests.overlapping import HABITS, NOT_IN_BACKWARD, POLICIES, SIZES, Loop, Net, adamw, same
 from tests.policies import with_share
-from tests.tiers import world_sizes
+from tests.tiers import some_cases, world_sizes
 
 pytestmark = pytest.mark.distributed
 
@@ -53,7 +53,7 @@ def slow_updates() -> None:
     Pipeline._issue = slowed  # type: ignore[method-assign]  # in this process, which ends with the test
 
 
-def run_policies(rank: int, world_size: int, names: tuple[str, ...], habits: tuple[str, ...]) -> None:
+def run_policies(rank: int, world_size: int, names: tuple[str, ...], habits: tuple[str, ...], every: int = 1) -> None:
     del rank
     slow_updates()
     device_mesh = mesh(world_size)
@@ -63,7 +63,7 @@ def run_policies(rank: int, world_size: int, names: tuple[str, ...], habits: tup
         for habit in habits
         for how, prepare in (("implicit", lambda model: None), ("explicit", prefetch_forward))
     }
-    run_cases(cases)
+    run_cases(cases, every)
 
 
 @world_sizes(2, 3)
@@ -71,8 +71,10 @@ def test_every_policy(world_size: int, tmp_path: Path) -> None:
     spawn(run_policies, world_size, tmp_path, tuple(POLICIES), ("usual",))
 
 
-def test_habits(tmp_path: Path) -> None:
-    spawn(run_policies, 2, tmp_path, ("forward", "iteration"), ("evaluate", "clip", "save-and-load"))
+@some_cases({2: 5})
+def test_habits(world_size: int, every: int, tmp_path: Path) -> None:
+    habits = "evaluate", "clip", "save-and-load"
+    spawn(run_policies, world_size, tmp_path, ("forward", "iteration"), habits, every)
 
 
 def run_hsdp(rank: int, world_size: int) -> None:

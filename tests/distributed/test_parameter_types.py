@@ -15,6 +15,7 @@ from tests.distributed.launch import mesh, run_cases, spawn
 from tests.overlapping import POLICIES, SIZES, Loop, Net, same
 from tests.parity import attach, leaves
 from tests.policies import with_share
+from tests.tiers import some_cases
 
 pytestmark = pytest.mark.distributed
 
@@ -75,7 +76,7 @@ def compare(device_mesh: DeviceMesh, make: Callable[[Any], torch.optim.Optimizer
     return [] if same(plain, offloaded) else ["other bits"]
 
 
-def run_policies(rank: int, world_size: int) -> None:
+def run_policies(rank: int, world_size: int, every: int) -> None:
     del rank
     device_mesh = mesh(world_size)
     policies = {"default": {}, **POLICIES}
@@ -84,12 +85,14 @@ def run_policies(rank: int, world_size: int) -> None:
             f"{optimizer}, {name}": partial(compare, device_mesh, make, policy)
             for optimizer, make in MAKERS.items()
             for name, policy in policies.items()
-        }
+        },
+        every,
     )
 
 
-def test_pairs_of_tensors_train_with_the_same_bits(tmp_path: Path) -> None:
-    spawn(run_policies, 2, tmp_path)
+@some_cases({2: 5})
+def test_pairs_of_tensors_train_with_the_same_bits(world_size: int, every: int, tmp_path: Path) -> None:
+    spawn(run_policies, world_size, tmp_path, every)
 
 
 def test_a_group_of_pairs_cannot_be_added_to_an_optimizer_of_plain_tensors() -> None:

@@ -28,6 +28,7 @@ from tests.distributed.models import Net, ShardNet, batch, build, decay_groups
 from tests.overlapping import POLICIES
 from tests.parity import attach, leaves, same_bits
 from tests.policies import with_share
+from tests.tiers import some_cases
 
 pytestmark = pytest.mark.distributed
 
@@ -151,7 +152,7 @@ def compare(shard: ShardNet, fields: dict[str, Any], make: Make = adamw, **optio
     return problems + different(plain, host.everything())
 
 
-def run_layouts(rank: int, world_size: int, shards: tuple[ShardNet, ...]) -> None:
+def run_layouts(rank: int, world_size: int, shards: tuple[ShardNet, ...], every: int) -> None:
     del rank
     cases: dict[str, Any] = {
         f"{shard.__name__}, {name}": partial(compare, shard, fields)
@@ -162,17 +163,13 @@ def run_layouts(rank: int, world_size: int, shards: tuple[ShardNet, ...]) -> Non
         cases |= {f"tied, {name}": partial(compare, models.shard_even, POLICIES[name], tied=True) for name in POLICIES}
     if world_size == 2:  # torch's own fails on uneven shards
         cases |= {f"muon, {name}": partial(compare, models.shard_even, POLICIES[name], muon) for name in POLICIES}
-    run_cases(cases)
+    run_cases(cases, every)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_layouts(world_size: int, tmp_path: Path) -> None:
+@some_cases({2: 4, 3: 4, 4: 4})
+def test_layouts(world_size: int, every: int, tmp_path: Path) -> None:
     """With 3 ranks no parameter divides evenly, and some have nothing on the last."""
-    spawn(run_layouts, world_size, tmp_path, EVERYWHERE)
-
-
-def test_layouts_of_four(tmp_path: Path) -> None:
-    spawn(run_layouts, 4, tmp_path, FOUR)
+    spawn(run_layouts, world_size, tmp_path, FOUR if world_size == 4 else EVERYWHERE, every)
 
 
 def train_without_room(shard: ShardNet, ranks: set[int]) -> list[str]:
@@ -188,20 +185,21 @@ def train_without_room(shard: ShardNet, ranks: set[int]) -> list[str]:
     return problems + differences(plain, host)
 
 
-def run_without_room(rank: int, world_size: int) -> None:
+def run_without_room(rank: int, world_size: int, every: int) -> None:
     del rank
     run_cases(
         {
             f"{shard.__name__}, {ranks}": partial(train_without_room, shard, ranks)
             for shard in EVERYWHERE
             for ranks in ({0}, {world_size - 1}, set(range(world_size)))
-        }
+        },
+        every,
     )
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_gradients_that_do_not_fit_on_some_ranks(world_size: int, tmp_path: Path) -> None:
-    spawn(run_without_room, world_size, tmp_path)
+@some_cases({2: 4, 3: 4})
+def test_gradients_that_do_not_fit_on_some_ranks(world_size: int, every: int, tmp_path: Path) -> None:
+    spawn(run_without_room, world_size, tmp_path, every)
 
 
 def save(folder: Path, name: str) -> list[str]:

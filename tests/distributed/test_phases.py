@@ -19,7 +19,7 @@ from fsdp_offload.checkpoint import get_optimizer_state_dict, set_optimizer_stat
 from tests.distributed.launch import mesh, run_cases, spawn
 from tests.overlapping import POLICIES, SIZES, Loop, adamw, same
 from tests.policies import with_share
-from tests.tiers import world_sizes
+from tests.tiers import some_cases, world_sizes
 
 pytestmark = pytest.mark.distributed
 
@@ -80,7 +80,7 @@ def compare(device_mesh: DeviceMesh, fields: dict[str, Any], habit: Habit) -> li
     return [] if same(plain, offloaded) else ["other bits"]
 
 
-def run_policies(rank: int, world_size: int) -> None:
+def run_policies(rank: int, world_size: int, every: int) -> None:
     del rank
     device_mesh = mesh(world_size)
     run_cases(
@@ -89,13 +89,14 @@ def run_policies(rank: int, world_size: int) -> None:
             for name, fields in {"step": {}, **POLICIES}.items()
             for habit in (megatron, each_rank_its_own)
             if name in ("step", "forward", "iteration")
-        }
+        },
+        every,
     )
 
 
-@world_sizes(3, 2)
-def test_every_policy(world_size: int, tmp_path: Path) -> None:
-    spawn(run_policies, world_size, tmp_path)
+@some_cases({2: 0, 3: 3})
+def test_every_policy(world_size: int, every: int, tmp_path: Path) -> None:
+    spawn(run_policies, world_size, tmp_path, every)
 
 
 def no_collective(device_mesh: DeviceMesh) -> list[str]:

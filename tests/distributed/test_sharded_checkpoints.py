@@ -30,6 +30,7 @@ from tests.distributed.launch import agree, run_cases, spawn, this_device
 from tests.distributed.models import Net, batch, build, decay_groups
 from tests.parity import Pair, Run, assert_at_home, attach, differences
 from tests.policies import with_share
+from tests.tiers import some_cases
 
 pytestmark = pytest.mark.distributed
 
@@ -211,16 +212,17 @@ def cases(folder: Path) -> dict[str, Callable[[], Iterator[str]]]:
     return {name: partial(case, folder / f"case{number}") for number, (name, case) in enumerate(found.items())}
 
 
-def run_resume(rank: int, world_size: int, folder: Path) -> None:
+def run_resume(rank: int, world_size: int, folder: Path, every: int) -> None:
     del rank, world_size
-    run_cases(cases(folder))
+    run_cases(cases(folder), every)
 
 
-def test_training_resumes_where_it_was_saved(tmp_path: Path) -> None:
-    spawn(run_resume, 2, tmp_path, tmp_path)
+@some_cases({2: 3})
+def test_training_resumes_where_it_was_saved(world_size: int, every: int, tmp_path: Path) -> None:
+    spawn(run_resume, world_size, tmp_path, tmp_path, every)
 
 
-def run_resume_several_dims(rank: int, world_size: int, folder: Path) -> None:
+def run_resume_several_dims(rank: int, world_size: int, folder: Path, every: int) -> None:
     del rank, world_size
     run_cases(
         {
@@ -230,12 +232,14 @@ def run_resume_several_dims(rank: int, world_size: int, folder: Path) -> None:
             "dcp, HSDP": partial(resumes, resume_dcp, folder / "hsdp", shard=models.shard_hybrid),
             "dcp, TP": partial(resumes, resume_dcp, folder / "tp", shard=models.shard_tensor_parallel),
             "full, TP": partial(resumes, resume_full, folder / "tp_full", shard=models.shard_tensor_parallel),
-        }
+        },
+        every,
     )
 
 
-def test_training_resumes_with_uneven_shards_and_several_mesh_dims(tmp_path: Path) -> None:
-    spawn(run_resume_several_dims, 4, tmp_path, tmp_path)
+@some_cases({4: 3})
+def test_training_resumes_with_uneven_shards_and_several_mesh_dims(world_size: int, every: int, tmp_path: Path) -> None:
+    spawn(run_resume_several_dims, world_size, tmp_path, tmp_path, every)
 
 
 # Another number of ranks ---------------------------------------------------------------------------------------------
@@ -304,7 +308,7 @@ def run_reshard(rank: int, world_size: int, folder: Path) -> None:
     run_cases({f"{kind} into {layout}": partial(reshards, LAYOUTS[layout], folder, kind) for kind, layout in pairs})
 
 
-@pytest.mark.parametrize(("saved_by", "loaded_by"), [(2, 4), (4, 2)])
+@pytest.mark.parametrize(("saved_by", "loaded_by"), [pytest.param(2, 4, marks=pytest.mark.long), (4, 2)])
 def test_a_checkpoint_is_loaded_by_another_number_of_ranks(saved_by: int, loaded_by: int, tmp_path: Path) -> None:
     spawn(run_save, saved_by, tmp_path, tmp_path)
     spawn(run_reshard, loaded_by, tmp_path, tmp_path)

@@ -62,9 +62,7 @@ def run_programs(rank: int, world_size: int, sizes: tuple[int, ...], seeds: int)
 
 
 @pytest.mark.parametrize(
-    "sizes",
-    [pytest.param((2,), marks=pytest.mark.long), (3,), pytest.param((4,), marks=pytest.mark.long), (2, 2)],
-    ids=str,
+    "sizes", [(3,), *(pytest.param(one, marks=pytest.mark.long) for one in ((2,), (4,), (2, 2)))], ids=str
 )
 def test_any_program(sizes: tuple[int, ...], tmp_path: Path) -> None:
     world_size = 4 if len(sizes) > 1 else sizes[0]

@@ -31,6 +31,7 @@ from tests.checkpoint_tools.converted import safetensors_file
 from tests.checkpoint_tools.limited import Limited, Ran, limited
 from tests.checkpoint_tools.offline import DOWN, FUSED
 from tests.loading import edit_metadata
+from tests.tiers import every_nth
 
 STATE = {
     "model": {FUSED: torch.arange(24.0).view(8, 3), DOWN: torch.ones(3, 4)},
@@ -168,7 +169,7 @@ VALUES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", every_nth(map(pytest.param, PLACES), 3))
 def test_values_where_none_of_their_kind_belongs(tool: Limited, folder: Path, place: str) -> None:
     original = (folder / ".metadata").read_bytes()
     for value in VALUES.values():
@@ -231,7 +232,7 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("name", every_nth(map(pytest.param, HOSTILE), 3))
 def test_pickles(tool: Limited, folder: Path, name: str) -> None:
     (folder / ".metadata").write_bytes(HOSTILE[name])
     for run in all_end(tool, folder):
@@ -266,6 +267,7 @@ def archive(pickle_size: int, content: bytes | None = None) -> bytes:
     return buffer.getvalue()
 
 
+@pytest.mark.long
 def test_a_pickle_that_is_inflated(tool: Limited, folder: Path) -> None:
     item_with(folder, archive((2 << 30) - (1 << 20)))
     assert (folder / "other.distcp").stat().st_size < 3 << 20
