@@ -1,6 +1,7 @@
 """The command line in a process that may take little memory and little time, for input that asks for more."""
 
 import ctypes
+import gc
 import multiprocessing
 import os
 import resource
@@ -76,6 +77,8 @@ def _serve(connection: Connection) -> None:
     ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)  # each thread would reserve 64 MiB, of which it uses next to nothing
     used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES,) * 2)
+    gc.freeze()  # so that collecting is quick
     while True:
+        gc.collect()  # what the last one has left in cycles does not count for this one
         result = runner.invoke(app, connection.recv())
         connection.send((result.exit_code, result.output))

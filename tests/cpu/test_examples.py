@@ -275,6 +275,7 @@ def test_a_checkpoint_that_cannot_be_written_costs_itself_only(
 
 
 @pytest.mark.distributed
+@pytest.mark.long
 def test_masters_are_the_weights_of_an_fp32_model(capfd: pytest.CaptureFixture[str]) -> None:
     assert bf16_master_weights.main(["--steps", "20"]) == 0
     lines = capfd.readouterr().out.splitlines()
@@ -434,6 +435,7 @@ def test_the_bench_of_frameworks(tmp_path: Path, framework: str) -> None:
 
 
 @pytest.mark.distributed
+@pytest.mark.long
 def test_slices_of_megatron_go_on_at_another_size(capfd: pytest.CaptureFixture[str]) -> None:
     assert megatron_fsdp.main(["--ranks", "2", "--resume-ranks", "3"]) == 0
     saved, *verdicts = capfd.readouterr().out.splitlines()

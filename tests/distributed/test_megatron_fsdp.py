@@ -289,6 +289,7 @@ def loaded(loader: tuple[Any, Any], path: Path) -> Iterator[str]:
     yield from different(described(nested(*loader)), expected, (path.name,))
 
 
+@pytest.mark.long
 def test_each_loads_at_another_size_what_the_other_saved(tmp_path: Path) -> None:
     """dp 4 → 2 → 3: ours into Megatron's, that into ours, and the other way round."""
     pytest.importorskip("megatron.core", reason="the round trips above are without it")

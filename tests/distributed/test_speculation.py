@@ -47,7 +47,7 @@ def compare(device_mesh: DeviceMesh, fields: dict[str, Any], seed: int, **kwargs
     return found
 
 
-def run_programs(rank: int, world_size: int, sizes: tuple[int, ...], seeds: int) -> None:
+def run_programs(rank: int, world_size: int, sizes: tuple[int, ...], seeds: int, every: int = 1) -> None:
     del rank
     slow_updates()
     device_mesh = mesh(world_size) if len(sizes) == 1 else mesh(*sizes, names=("replicate", "shard"))
@@ -58,15 +58,17 @@ def run_programs(rank: int, world_size: int, sizes: tuple[int, ...], seeds: int)
         for seed in range(seeds):
             prepare = prefetch_forward if seed % 2 else lambda model: None
             cases[f"{name}, {seed}"] = partial(compare, device_mesh, fields, 100 * number + seed, prepare=prepare)
-    run_cases(cases)
+    run_cases(cases, every)
 
 
 @pytest.mark.parametrize(
-    "sizes", [(3,), *(pytest.param(one, marks=pytest.mark.long) for one in ((2,), (4,), (2, 2)))], ids=str
+    ("sizes", "every"),
+    [((3,), 3), *(pytest.param(one, 1, marks=pytest.mark.long) for one in ((2,), (3,), (4,), (2, 2)))],
+    ids=str,
 )
-def test_any_program(sizes: tuple[int, ...], tmp_path: Path) -> None:
+def test_any_program(sizes: tuple[int, ...], every: int, tmp_path: Path) -> None:
     world_size = 4 if len(sizes) > 1 else sizes[0]
-    spawn(run_programs, world_size, tmp_path, sizes, 2)  # more in tests/slow
+    spawn(run_programs, world_size, tmp_path, sizes, 2, every)  # more in tests/slow
 
 
 def decisions(device_mesh: DeviceMesh) -> list[str]:
