@@ -4,7 +4,7 @@ import functools
 import logging
 import warnings
 from abc import ABCMeta
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
@@ -20,7 +20,7 @@ from ..report import OffloadReport, report_of
 from ..state.layout import is_trained
 from ..state.store import UserState
 from ..torch_compat.optim import is_called_compiled, run_hooked
-from ..torch_compat.spent_gradient import is_spent
+from ..torch_compat.spent_gradient import is_spent, take_zeroed, zero_spent
 from .attachment import attachment_of, engine_of, states_of
 from .checks import (
     check_gradients_are_read,
@@ -221,8 +221,10 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
         if False in (*args, *kwargs.values()):
             engine_of(self).steps.wait_for_all()
             _unguard(self)
-            for param in (param for group in self.param_groups for param in group["params"] if is_spent(param)):
-                param.grad = None  # let go of in the backward: nothing is left to be zeroed
+            for param in filter(is_spent, _params_of(self)):
+                zero_spent(param)  # let go of in the backward
+        else:
+            take_zeroed(_params_of(self))
         self._plain_class.zero_grad(self, *args, **kwargs)
         _forget_reductions(self)
 
@@ -319,6 +321,10 @@ def _unguard(optimizer: Optimizer) -> None:
     attachment = attachment_of(optimizer)
     if attachment is not None and attachment.overlap is not None:
         attachment.overlap.unguard()
+
+
+def _params_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    return (param for group in optimizer.param_groups for param in group["params"])
 
 
 def _forget_reductions(optimizer: Optimizer) -> None:

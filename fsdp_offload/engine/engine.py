@@ -36,10 +36,10 @@ from ..state.adopt import adopt, adopt_weights, is_exchanged
 from ..state.layout import StateLayout, in_dtypes_of, is_trained
 from ..state.shard import StateShard
 from ..state.store import StateStore, UserState
-from ..torch_compat.dtensor import local_shard
+from ..torch_compat.dtensor import local_shard, over_local
 from ..torch_compat.optim import unsupported_gradient
 from ..torch_compat.sharded_parameter import ShardedParameter
-from ..torch_compat.spent_gradient import is_freed
+from ..torch_compat.spent_gradient import is_freed, take_zeroed
 from .begun_step import BegunStep, StepPhase
 from .cpu_updates import CpuUpdates
 from .executor import Pipeline
@@ -406,7 +406,13 @@ class Engine:
                 shard.sharded.live_on(self.device)
         if self.window is not None:
             self.window.return_to_device()
+        self._make_zeroed_gradients()
         self._counters_as_made(states)
+
+    def _make_zeroed_gradients(self) -> None:
+        """Where a gradient was zeroed that was gone by then, and no other has come, make zeros after all."""
+        for param in take_zeroed(self.plan.shards):
+            param.grad = over_local(param, torch.zeros_like(local_shard(param), device=self.device))
 
     def _counters_as_made(self, states: StateStore) -> None:
         if self.host is not None:
@@ -422,6 +428,7 @@ class Engine:
         """
         steps = self.steps
         steps.check_usable("step()", mid_step=True)
+        self._make_zeroed_gradients()
         self.phases.reload(states)
         ended = self._resume(optimizer, states, kwargs)
         try:
@@ -556,8 +563,8 @@ class Engine:
 
     @property
     def would_keep_gradients(self) -> bool:
-        """Whether the backward that begins updates nothing: it is measured, or nothing is known of the last step."""
-        return self.holds_back or (self.steps.begun is None and not self.steps.last)
+        """Whether the backward that begins updates nothing: it is measured, or not begun by what the last step did."""
+        return self.holds_back or (self.steps.begun is None and not self.steps.is_whole(self.steps.last))
 
     def must_free_gradients(self) -> bool:
         """Return whether the backward that begins has to update, as its gradients do not fit on the device together.

@@ -314,14 +314,20 @@ class Stepping:
     # In the backward ---------------------------------------------------------------------------------------------
 
     def is_whole(self, steps: Sequence[BucketStep]) -> bool:
-        """Whether these are all buckets of some groups, with state in each.
+        """Whether these are all buckets of some groups that can have gradients, with state in each.
 
         A parameter of which only some buckets were updated in the backward would be counted too early for the others.
         """
         numbers = {step.bucket for step in steps}
-        touched = {shard.together for number in numbers for shard in self._plan[number].covers()}
-        needed = {n for s in self._plan.shards.values() if s.together in touched for n in s.buckets if s.group >= 0}
+        touched = {s.together for number in numbers for s in self._plan[number].covers() if self._is_trained(s)}
+        trained = (s for s in self._plan.shards.values() if s.together in touched and self._is_trained(s))
+        needed = {number for shard in trained for number in shard.buckets}
         return bool(steps) and needed <= numbers and all(step.load or not step.store for step in steps)
+
+    def _is_trained(self, shard: StateShard) -> bool:
+        """Whether a step may update it. Frozen parameters may have gradients from before."""
+        param = shard.param
+        return shard.group >= 0 and (param.requires_grad or self._conventions.gradient(param) is not None)
 
     def in_backward_order(self, steps: Sequence[BucketStep]) -> tuple[BucketStep, ...]:
         """As their gradients become final, and better if that is known: learnt in earlier steps."""

@@ -233,8 +233,14 @@ class Overlap:
                 buckets = self._buckets(engine)
                 steps.backward_order = _by_last_appearance(buckets[number] for number in reversed(self._used))
         if engine.frees_gradients:
-            unused = set(range(len(self._groups))).difference(self._used)
-            steps.expect_none_of({param for number in unused for param in self._groups[number].params})
+            steps.expect_none_of(
+                {
+                    param
+                    for number, group in enumerate(self._groups)
+                    for param in group.params
+                    if number not in self._used or not param.requires_grad
+                }
+            )
 
     def _before_read(self, number: int, stream: torch.Stream | None, in_backward: bool) -> None:
         engine = self._engine()

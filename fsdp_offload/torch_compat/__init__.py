@@ -27,6 +27,8 @@ attributes in ``_READ``
 ``FSDPParam`` with the      2.11 to 2.13           ``OffloadPolicy(parameters=True)`` is refused
 attributes in ``_READ`` of
 ``sharded_parameter.py``
+``WeakTensorKeyDictionary`` 2.11 to 2.13           required by ``OffloadPolicy(parameters=True)``: ``torch.utils.weak``
+                                                   has no documentation
 ``DisableTorchFunction``    2.11 to 2.13           required by ``OffloadPolicy(parameters=True)`` alone
 ``Subclass``
 ``_current_graph_task_id``  2.11 to 2.13           with ``overlap="iteration"``, a checkpointed block that is computed

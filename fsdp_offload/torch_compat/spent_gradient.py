@@ -5,11 +5,15 @@ Clipping, scaling or logging it would come too late, and some of torch's ways to
 """
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, MutableMapping
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+_zeroed: MutableMapping[Tensor, bool] = WeakTensorKeyDictionary()
+"""Parameters whose gradient was gone when it was zeroed: unless another one comes, the step is to see zeros."""
 
 
 class SpentGradient(Tensor):
@@ -84,7 +88,20 @@ _FREED = (
 def _forget(stand_in: SpentGradient) -> None:
     param = None if stand_in.freed_of is None else stand_in.freed_of()
     if param is not None and param.grad is stand_in:
-        param.grad = None
+        zero_spent(param)
+
+
+def zero_spent(param: Tensor) -> None:
+    """Zero a gradient that is gone. It needs no memory until a step finds that no other has come."""
+    param.grad = None
+    _zeroed[param] = True
+
+
+def take_zeroed(params: Iterable[Tensor]) -> list[Tensor]:
+    """Forget :func:`zero_spent`, and return those of ``params`` that still have no other gradient."""
+    if not _zeroed:
+        return []
+    return [param for param in params if _zeroed.pop(param, False) and param.grad is None]
 
 
 def note_freed(param: Tensor) -> None:

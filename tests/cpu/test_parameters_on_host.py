@@ -290,6 +290,14 @@ def step_by_set_to_none(loop: Loop, step: int) -> None:
     loop.model.zero_grad(set_to_none=step % 2 == 0)
 
 
+def zero_what_is_not_used_again(loop: Loop, step: int) -> None:
+    """Torch updates it with zeros then: weights decay, and momentum goes on."""
+    loop.backward(step, extra=step not in (4, 6))
+    loop.optimizer.step()
+    cleared: Any = loop.model if step == 3 else loop.optimizer
+    cleared.zero_grad(set_to_none=step == 1)
+
+
 MORE_HABITS: dict[str, Callable[[Loop, int], None]] = {
     "unreduced-gradients": keep_gradients_unreduced,
     "unsharded-between": keep_unsharded_between,
@@ -304,6 +312,7 @@ MORE_HABITS: dict[str, Callable[[Loop, int], None]] = {
     "average": average,
     "read-everything": read_everything,
     "zero-by-model": step_by_set_to_none,
+    "zero-unused": zero_what_is_not_used_again,
 }
 
 
@@ -680,6 +689,17 @@ def leave_some_unused(loop: Loop, step: int) -> None:
     loop.step()
 
 
+def freeze_some(loop: Loop, step: int) -> None:
+    """For good, parts of groups and a whole one; and for one step each time."""
+    for name, param in loop.model.named_parameters():
+        if name.endswith("bias") or name.startswith("blocks.11"):
+            param.requires_grad_(step < 8)
+        if name.startswith("head"):
+            param.requires_grad_(step % 3 != 2)
+    loop.backward(step)
+    loop.step()
+
+
 WITHOUT_ROOM = {
     "nothing-else": None,
     "save-and-load": save_and_load,
@@ -687,6 +707,7 @@ WITHOUT_ROOM = {
     "generate": generate,
     "evaluate": HABITS["evaluate"],
     "unused": leave_some_unused,
+    "frozen": freeze_some,
 }
 
 
@@ -926,6 +947,20 @@ def test_removed_in_between(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
         assert same(plain.train(1, first=step), loop.train(1, first=step))
     attach(loop.optimizer, model=loop.model, policy=policy_of(fields))
     assert_same_each_step(plain, loop, 3)
+
+
+def test_zeros_of_gradients_that_were_gone_are_there_when_it_is_removed(mesh: DeviceMesh) -> None:
+    plain, loop = pair(mesh, policy_of({"overlap": "iteration"}))
+    for one in (plain, loop):
+        for step in range(4):
+            one.backward(step)
+            one.optimizer.step()
+            one.optimizer.zero_grad(set_to_none=False)
+    remove_offload(loop.optimizer)
+    for one in (plain, loop):
+        one.backward(4, extra=False)
+        one.optimizer.step()
+    assert same(plain, loop)
 
 
 def test_nothing_keeps_the_engine_and_what_it_leaves_trains_on(mesh: DeviceMesh) -> None:
