@@ -29,8 +29,9 @@ SMALL = ("--device", "cpu", "--layers", "2", "--width", "32", "--heads", "2", "-
 
 @pytest.fixture(autouse=True)
 def find_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the processes that a test starts, also where the package is not installed."""
-    paths = [str(TRAIN_GPT.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    """In the processes that a test starts, also where the package is not installed; gloo's threads end before them."""
+    root = TRAIN_GPT.parents[1]
+    paths = [str(root), str(root / "tests" / "quiet_exit"), *filter(None, [os.environ.get("PYTHONPATH")])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
 
 
