@@ -4,16 +4,18 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-from ..torch_compat.dtensor import is_dtensor
+from ..torch_compat.dtensor import is_dtensor, local_shard
 from ..torch_compat.fully_shard import parameters_of
 from .attachment import attachment_of
 
@@ -118,18 +120,34 @@ def refuse_foreign(model: nn.Module, optimizer: Optimizer) -> None:
         )
 
 
+@dataclass(frozen=True)
+class _Memory:
+    """Where a parameter is: known as long as its storage lives, and kept alive by nobody who looks.
+
+    ``model.to()`` refuses parameters with a weak reference, even where it changes nothing.
+    """
+
+    storage: StorageWeakRef
+    offset: int
+
+    @classmethod
+    def of(cls, param: Tensor) -> "_Memory":
+        local = local_shard(param)
+        return cls(StorageWeakRef(local.untyped_storage()), int(local.storage_offset()))
+
+
 class _Watch:
     """The parameters of an optimizer that is offloaded and has not stepped yet."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self.params = [weakref.ref(param) for group in optimizer.param_groups for param in group["params"]]
+        self.params = [_Memory.of(param) for group in optimizer.param_groups for param in group["params"]]
         self.name = type(optimizer).__mro__[2].__name__
 
     def is_over(self) -> bool:
-        return all(param() is None for param in self.params)
+        return all(param.storage.expired() for param in self.params)
 
-    def has_one_of(self, params: set[int]) -> bool:
-        return any(id(param()) in params for param in self.params)
+    def has_one_of(self, params: set[_Memory]) -> bool:
+        return any(param in params and not param.storage.expired() for param in self.params)
 
 
 _watches: list[_Watch] = []
@@ -164,7 +182,7 @@ def _look_who_steps(other: Optimizer, args: object, kwargs: object) -> None:
         return
     # The hook stays even without a watch: torch is going through its hooks, and none may leave meanwhile.
     _watches[:] = [watch for watch in _watches if not watch.is_over()]
-    stepped = {id(param) for group in other.param_groups for param in group["params"]} if _watches else set()
+    stepped = {_Memory.of(param) for group in other.param_groups for param in group["params"]} if _watches else set()
     for watch in [watch for watch in _watches if watch.has_one_of(stepped)]:
         _watches.remove(watch)
         warnings.warn(

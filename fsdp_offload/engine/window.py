@@ -62,6 +62,7 @@ class Window:
     """The parameters of one model for one optimizer, on the device.
 
     Attributes:
+        groups: what it streams, group by group.
         capacity_bytes: device memory that it takes for good, from the first gather on.
         passing_bytes: what else there is now.
         held_for_updates: gathers of a backward whose gradients are used in it: parameters stay for their update.
@@ -83,7 +84,7 @@ class Window:
         self.passing_bytes = 0
         self._block_bytes = sorted(self._group_nbytes)[len(groups) // 2]  # of what comes and goes
         self.held_for_updates = False
-        self._groups = groups
+        self.groups = groups
         self._plan = plan
         self._pipeline = pipeline
         self._device = link.device
@@ -115,12 +116,12 @@ class Window:
                 self._lanes["C"].wait(entry.loaded)
         else:
             wait_on(stream, self._lanes["C"], entry.loaded)
-        for weights in self._groups[number]:
+        for weights in self.groups[number]:
             weights.lend(entry.views[weights.param])
 
     def take_back(self, number: int, stream: torch.Stream | None) -> None:
         """The gather has been issued."""
-        for weights in self._groups[number]:
+        for weights in self.groups[number]:
             weights.take_back()
         self._entries[number].used.append(stream_mark(stream, self._lanes["C"]))
         self._prefetch()
@@ -215,7 +216,7 @@ class Window:
         Else the next forward would begin with it once all stores have ended that were issued before those of it.
         """
         buckets = set(self._buckets(number))
-        updated = all(self._stays(weights) or self._is_updated(weights) for weights in self._groups[number])
+        updated = all(self._stays(weights) or self._is_updated(weights) for weights in self.groups[number])
         # What is needed later makes room, even if an update is still to read it: that takes it from home.
         entry = self._load(number, self._order.distance(number), copies=False, over_held=True) if updated else None
         if entry is not None:
@@ -253,7 +254,7 @@ class Window:
     def return_to_device(self) -> None:
         """Let parameters that have no state here live on the device again: those with state have been moved."""
         self.release()
-        for weights in {id(one): one for group in self._groups for one in group}.values():
+        for weights in {id(one): one for group in self.groups for one in group}.values():
             if weights.param not in self._plan.shards:
                 weights.live_on(self._device)
 
@@ -310,7 +311,7 @@ class Window:
         self, number: int, distance: float, *, must: bool = False, copies: bool = True, over_held: bool = False
     ) -> _Entry | None:
         """Load a group that is needed ``distance`` gathers from now; ``None`` if there is no room before that."""
-        inside = [weights for weights in self._groups[number] if not self._stays(weights)]
+        inside = [weights for weights in self.groups[number] if not self._stays(weights)]
         nbytes = group_nbytes(inside)
         begin = self._room(nbytes, distance, must=must, over_held=over_held)
         if begin is None:
@@ -319,7 +320,7 @@ class Window:
         self._wait_until_free(begin, begin + nbytes)
         for bucket in self._buckets(number):
             self._wait_stored(bucket, loads)
-        views = {weights.param: _flat(local_shard(weights.param)) for weights in self._groups[number]}
+        views = {weights.param: _flat(local_shard(weights.param)) for weights in self.groups[number]}
         pieces, at = [], begin - block
         for weights in inside:
             home = views[weights.param]
@@ -388,7 +389,7 @@ class Window:
         return not entry.outdated and entry.versions == self._versions(number)
 
     def _versions(self, number: int) -> list[object]:
-        params = [weights.param for weights in self._groups[number]]
+        params = [weights.param for weights in self.groups[number]]
         return [(local_shard(param).data_ptr(), version_of(param), uses_of(param)) for param in params]
 
     # Which bucket is whose ---------------------------------------------------------------------------------------
@@ -398,7 +399,7 @@ class Window:
 
     def _buckets(self, number: int) -> Iterator[int]:
         """Those through which parameters of a group pass."""
-        for weights in self._groups[number]:
+        for weights in self.groups[number]:
             shard = self._plan.shards.get(weights.param)
             if shard is not None and not shard.resident:
                 yield from shard.buckets

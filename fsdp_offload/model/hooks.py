@@ -22,6 +22,7 @@ from ..engine.cpu_updates import LastUpdates
 from ..engine.engine import Engine
 from ..policy import OffloadPolicy
 from ..state.store import StateStore
+from ..torch_compat.conversions import keep_in_place
 from ..torch_compat.fully_shard import abandon_backward, runs_in_backward, sharding_groups
 from ..torch_compat.guard import Guard
 from ..torch_compat.spent_gradient import refuse_freed
@@ -78,6 +79,10 @@ class Overlap:
             if engine.window is not None:
                 names += ["_before_read", "_after_read"]
             self._undo.append(group.hook(*(partial(_call, overlap, last, name, number) for name in names)))
+        if engine.window is not None:
+            streamed = [one for group in engine.window.groups for one in group]
+            owners = [module for one in streamed for module, _ in one.places()]
+            self._undo.append(keep_in_place(model, owners, [one.param for one in streamed]))
         if engine.policy.runs_on_into_forward or engine.window is not None:
             for register in _state_dict_hooks(model):
                 handle: RemovableHandle = register(partial(_call, overlap, last, "_before_state_dict"))

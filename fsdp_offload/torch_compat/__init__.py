@@ -27,6 +27,8 @@ attributes in ``_READ``
 ``FSDPParam`` with the      2.11 to 2.13           ``OffloadPolicy(parameters=True)`` is refused
 attributes in ``_READ`` of
 ``sharded_parameter.py``
+``Module._apply`` through   2.11 to 2.13           with ``OffloadPolicy(parameters=True)``, ``model.to(device)``
+``_parameters.items()``                            fails in the middle even where it changes nothing
 ``WeakTensorKeyDictionary`` 2.11 to 2.13           required by ``OffloadPolicy(parameters=True)``: ``torch.utils.weak``
                                                    has no documentation
 ``DisableTorchFunction``    2.11 to 2.13           required by ``OffloadPolicy(parameters=True)`` alone

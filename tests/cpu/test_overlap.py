@@ -364,6 +364,22 @@ def test_two_optimizers_on_one_model(mesh: DeviceMesh, fields: dict[str, Any]) -
 
 
 @EVERY_POLICY
+def test_the_model_may_be_sent_to_where_it_is(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
+    """Before the first step, too: torch exchanges the content of parameters, and refuses those with weak references."""
+    plain, offloaded = pair(mesh, policy_of(fields))
+    for loop in (plain, offloaded):
+        for step in range(6):
+            loop.optimizer.zero_grad()
+            loop.model.to("cpu").float()
+            loop.backward(step)
+            loop.optimizer.step()
+            look(loop)
+            loop.model.to("cpu").float()
+        assert loop.optimizer.param_groups[0]["params"][0] is next(loop.model.parameters())
+    assert same(plain, offloaded)
+
+
+@EVERY_POLICY
 def test_removed_and_attached_again(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
     plain, offloaded = pair(mesh, policy_of(fields))
     plain.train(9)

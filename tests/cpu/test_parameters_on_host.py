@@ -934,13 +934,14 @@ def test_parameters_that_come_to_stay(mesh: DeviceMesh, habit: Any, passing: Any
 @EVERY_POLICY
 def test_removed_in_between(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
     plain, loop = pair(mesh, policy_of(fields), prepare=lambda model: model.extra.down.weight.requires_grad_(False))
-    attributes = [set(vars(module)) for module in loop.model.modules()]
     classes = [type(param) for param in loop.model.parameters()]
     assert_same_each_step(plain, loop, 3)
     params = list(loop.model.parameters())
     remove_offload(loop.optimizer)
     assert all(map(lambda one, other: one is other, params, loop.model.parameters()))
-    assert [set(vars(module)) for module in loop.model.modules()] == attributes
+    assert [set(vars(module)) for module in loop.model.modules()] == [
+        set(vars(module)) for module in plain.model.modules()
+    ]
     assert [type(param) for param in params] == [type(param) for param in plain.model.parameters()] != classes
     assert [set(vars(param)) for param in params] == [set(vars(param)) for param in plain.model.parameters()]
     for step in range(3, 6):
@@ -1104,6 +1105,97 @@ def test_setting_the_data_is_refused(mesh: DeviceMesh) -> None:
     param = loop.model.blocks[0].up.weight
     with pytest.raises(RuntimeError, match=r"setting tensor\.data on a parameter that lives on the host"):
         param.data = torch.zeros_like(param)
+
+
+CHANGES_NOTHING: dict[str, Callable[[nn.Module], object]] = {
+    "to the device": lambda model: model.to("cpu"),
+    "to the dtype": lambda model: model.to(torch.float32),
+    "float()": lambda model: model.float(),
+    "of one block": lambda model: model.blocks[0].float(),
+    "of one layer": lambda model: model.blocks[0].up.cpu(),
+}
+
+
+@pytest.mark.parametrize("convert", CHANGES_NOTHING.values(), ids=CHANGES_NOTHING)
+@EVERY_POLICY
+def test_conversions_that_change_nothing(
+    mesh: DeviceMesh, fields: dict[str, Any], convert: Callable[[nn.Module], object]
+) -> None:
+    plain, loop = pair(mesh, policy_of(fields))
+    for steps in (0, 3, 1):
+        assert_same_each_step(plain, loop, steps)
+        loop.optimizer.synchronize()
+        convert(loop.model)
+    assert_same_each_step(plain, loop, 3)
+
+
+CHANGES: dict[str, tuple[str, Callable[[nn.Module], object]]] = {
+    "half()": ("cannot be converted .* from torch.float32 on cpu to torch.float16", lambda model: model.half()),
+    "of one layer": ("cannot be converted .* to torch.float64", lambda model: model.blocks[0].up.double()),
+    "to_empty()": ("cannot be converted", lambda model: model.to_empty(device="cpu")),
+    "meta": ("cannot be converted .* on meta", lambda model: model.to("meta")),
+    "assign": (
+        r"load_state_dict\(assign=True\) cannot",
+        lambda model: model.load_state_dict(model.state_dict(), assign=True),
+    ),
+    "assign to one layer": (
+        r"load_state_dict\(assign=True\) cannot",
+        lambda model: model.blocks[0].up.load_state_dict(model.blocks[0].up.state_dict(), assign=True),
+    ),
+}
+
+
+@pytest.mark.parametrize(("message", "convert"), CHANGES.values(), ids=CHANGES)
+@EVERY_POLICY
+def test_conversions_that_change_parameters_are_refused(
+    mesh: DeviceMesh, fields: dict[str, Any], message: str, convert: Callable[[nn.Module], object]
+) -> None:
+    plain, loop = pair(mesh, policy_of(fields))
+    for steps in (0, 3):
+        assert_same_each_step(plain, loop, steps)
+        loop.optimizer.synchronize()
+        with pytest.raises(RuntimeError, match=message):
+            convert(loop.model)
+    assert_same_each_step(plain, loop, 3)
+    loop.optimizer.synchronize()
+    remove_offload(loop.optimizer)
+    if "assign" not in message:
+        loop.model.double()
+        assert {param.dtype for param in loop.model.parameters()} == {torch.float64}
+
+
+@pytest.mark.parametrize("swap", [False, True], ids=["", "swap all"])
+def test_conversions_reach_buffers_and_parameters_that_nobody_streams(mesh: DeviceMesh, swap: bool) -> None:
+    def prepare(model: Net) -> None:
+        model.register_buffer("table", torch.arange(3.0), persistent=False)
+        model.blocks[0].up.register_buffer("scale", torch.ones(3), persistent=False)
+
+    def all_but_two(params: list[Tensor]) -> Optimizer:
+        return adamw([*params[1:3], *params[4:]])
+
+    plain, loop = pair(mesh, policy_of({}), all_but_two, prepare=prepare)
+    seen: set[int] = set()
+
+    def convert(tensor: Tensor) -> Tensor:
+        seen.add(id(tensor))
+        return tensor.double() if tensor.numel() == 3 else tensor.to("cpu")
+
+    assert_same_each_step(plain, loop, 2)
+    trained = {id(param) for param in loop.optimizer.param_groups[0]["params"]}
+    up = loop.model.blocks[0].up
+    up.own = nn.Parameter(torch.ones(3))
+    torch.__future__.set_swap_module_params_on_conversion(swap)
+    torch.__future__.set_overwrite_module_params_on_conversion(not swap)
+    try:
+        loop.model._apply(convert)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+        torch.__future__.set_overwrite_module_params_on_conversion(False)
+    assert loop.model.table.dtype == up.scale.dtype == up.own.dtype == torch.float64
+    del up.own
+    params = {id(param) for param in loop.model.parameters()}
+    assert seen & params == params - trained
+    assert_same_each_step(plain, loop, 3)
 
 
 def test_refusals(mesh: DeviceMesh) -> None:

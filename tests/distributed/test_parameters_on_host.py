@@ -85,6 +85,7 @@ class Training:
             if self.step % 3 == 1:
                 with torch.no_grad():
                     self.losses.append(self.net(batch(999), extra=False))
+                self.net.to(self.net.head.weight.device)  # where it is
             self.step += 1
 
     def states(self) -> dict[str, Any]:
