@@ -208,16 +208,12 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
 
     @_of_the_real_optimizer
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Clear gradients. Those that an update still reads are kept until it is done, and waited for if zeroed."""
+        """Clear gradients. Those that an update still reads are kept until it is done, and waited for if zeroed.
+
+        Raises:
+            RuntimeError: with ``overlap="iteration"``, the backward has updated with them, and there was no ``step()``.
+        """
         engine_of(self).steps.skip()
-        begun = engine_of(self).steps.begun
-        if begun is not None and begun.has_updated:
-            logger.warning(
-                "zero_grad() before step(), with OffloadPolicy(overlap='iteration'): a step cannot be skipped any "
-                "more. %d of its %d buckets have been updated in the backward; step() will refuse to go on.",
-                len(begun.done),
-                len(begun.steps),
-            )
         if False in (*args, *kwargs.values()):
             engine_of(self).steps.wait_for_all()
             _unguard(self)

@@ -301,9 +301,20 @@ class Stepping:
         self.begun = None
 
     def skip(self) -> None:
-        """Gradients are about to be cleared: if there was no ``step()``, there is none for them."""
+        """Gradients are about to be cleared: if there was no ``step()``, there is none for them.
+
+        Raises:
+            RuntimeError: they have been used, and there is no way back.
+        """
         self.take_back()
         self.speculation.blocked = False
+        if self.begun is not None and self.begun.has_updated:
+            self._refuse(
+                "gradients were cleared instead of stepping, after the backward had updated parameters with them",
+                "zero_grad() before step(), with OffloadPolicy(overlap='iteration'): parameters have been updated in "
+                "the backward, and a step cannot be skipped any more. A loop that skips steps, or clears the gradients "
+                "that another loss has left (GANs), has to use overlap='forward'.",
+            )
 
     def _covered(self, steps: Iterable[BucketStep], *, with_gradient: bool = True) -> list[StateShard]:
         """The shards in these buckets, once each; only those with a gradient, or all."""

@@ -643,14 +643,32 @@ def test_a_load_between_backward_and_step_while_homes_are_read(mesh: DeviceMesh)
     assert same(plain.train(4, first=4), offloaded.train(4, first=4))
 
 
-def test_gradients_cleared_too_late_to_skip_a_step(mesh: DeviceMesh, caplog: pytest.LogCaptureFixture) -> None:
-    loop = Loop(mesh, adamw, policy_of({"overlap": "iteration"})).train(3)
-    assert not caplog.messages
+@pytest.mark.parametrize("parameters", [False, True])
+def test_gradients_cleared_too_late_to_skip_a_step(mesh: DeviceMesh, parameters: bool) -> None:
+    plain, loop = pair(mesh, policy_of({"overlap": "iteration", "parameters": parameters}))
+    for one in (plain, loop):
+        one.train(3)
+    saved = copy.deepcopy((loop.model.state_dict(), loop.optimizer.state_dict()))
     loop.backward(3)
-    loop.optimizer.zero_grad()
-    assert "a step cannot be skipped any more" in caplog.text
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError, match=r"zero_grad\(\) before step\(\).* cannot be skipped any more"):
+        loop.optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match="gradients were cleared instead of stepping"):
         loop.step()
+    loop.model.load_state_dict(saved[0])
+    loop.optimizer.load_state_dict(saved[1])
+    loop.optimizer.zero_grad()
+    loop.seen.pop()
+    assert same(plain.train(3, first=3), loop.train(3, first=3))
+
+
+def test_two_losses_in_turn_are_refused_before_they_differ(mesh: DeviceMesh) -> None:
+    """As GANs do it: the second loss leaves gradients in the first model, which are cleared."""
+    loop = Loop(mesh, adamw, policy_of({"overlap": "iteration"})).train(3)
+    loop.backward(3)
+    loop.step()
+    loop.backward(4)  # of another optimizer's loss
+    with pytest.raises(RuntimeError, match=r"GANs.*overlap='forward'"):
+        loop.optimizer.zero_grad()
 
 
 def test_weights_written_between_backward_and_step_are_refused(mesh: DeviceMesh) -> None:
