@@ -63,6 +63,7 @@ class Overlap:
         self._buckets_of: dict[int, set[int]] = {}
         self._all_new = True
         self._used: dict[int, None] = {}  # groups since the last step, in the order of their first forwards
+        self._evaluates = False  # in a forward that no backward follows
         self._final: set[Tensor] = set()
         params = [group.params for group in self._groups]
         self._peak = Peak(engine, self._clock)
@@ -77,12 +78,15 @@ class Overlap:
         for number, group in enumerate(self._groups):
             names = ["_before_gather", "_before_use", "_before_reduce", "_reduced"]
             if engine.window is not None:
-                names += ["_before_read", "_after_read"]
+                names += ["_before_read", "_after_read", "_in_forward"]
             self._undo.append(group.hook(*(partial(_call, overlap, last, name, number) for name in names)))
         if engine.window is not None:
             streamed = [one for group in engine.window.groups for one in group]
             owners = [module for one in streamed for module, _ in one.places()]
             self._undo.append(keep_in_place(model, owners, [one.param for one in streamed]))
+            begins, ends = (partial(_call, overlap, last, name) for name in ("_forward_begins", "_forward_ended"))
+            self._undo.append(model.register_forward_pre_hook(begins, prepend=True).remove)
+            self._undo.append(model.register_forward_hook(ends, always_call=True).remove)
         if engine.policy.runs_on_into_forward or engine.window is not None:
             for register in _state_dict_hooks(model):
                 handle: RemovableHandle = register(partial(_call, overlap, last, "_before_state_dict"))
@@ -185,7 +189,6 @@ class Overlap:
             if engine.policy.updates_in_backward and runs_in_backward():
                 engine.steps.refuse_recomputation(self._buckets(engine)[number])
             self._clock.forward()
-            self._used.setdefault(number)  # also without gradients: a checkpoint that recomputes may be above
             self._rehearsal.wanted(engine, number)
             self._elastic.before_use(engine, number)
         elif engine is not None:
@@ -256,6 +259,17 @@ class Overlap:
         engine = self._engine()
         if engine is not None and engine.window is not None:
             engine.window.take_back(number, stream)
+
+    def _forward_begins(self, *_: object) -> None:
+        # Asked of the whole model: parts of it also run without gradients under a checkpoint that computes them again.
+        self._evaluates = not torch.is_grad_enabled()
+
+    def _forward_ended(self, *_: object) -> None:
+        self._evaluates = False
+
+    def _in_forward(self, number: int) -> None:
+        if not self._evaluates:
+            self._used.setdefault(number)
 
     def _before_state_dict(self, *_: object) -> None:
         engine = self._engine()

@@ -114,6 +114,7 @@ class _Points(NamedTuple):
     reduced: Callable[[object], None]
     before_read: Callable[[torch.Stream | None, bool], None]
     after_read: Callable[[torch.Stream | None], None]
+    in_forward: Callable[[], None]
 
 
 class ShardingGroup:
@@ -153,6 +154,7 @@ class ShardingGroup:
         reduced: Callable[[object], None],
         before_read: Callable[[torch.Stream | None, bool], None] = lambda stream, in_backward: None,
         after_read: Callable[[torch.Stream | None], None] = lambda stream: None,
+        in_forward: Callable[[], None] = lambda: None,
     ) -> Callable[[], None]:
         """Call these from now on; returns what ends it.
 
@@ -163,8 +165,9 @@ class ShardingGroup:
             reduced: gradients have been reduced, once this event (of torch, or ``None`` on the CPU) has passed.
             before_read: the shards are about to be read on this stream; told whether for a backward.
             after_read: the reads have been issued there.
+            in_forward: a forward is about to use them, whether gathered for it or still since an earlier use.
         """
-        points = _Points(before_gather, before_use, before_reduce, reduced, before_read, after_read)
+        points = _Points(before_gather, before_use, before_reduce, reduced, before_read, after_read, in_forward)
         hooked: list[Any] = self._group.__dict__.setdefault(_POINTS, [])
         if not hooked:
             self._shadow(hooked)
@@ -195,6 +198,9 @@ class ShardingGroup:
 
         @functools.wraps(wait_for_unshard)
         def waiting() -> Any:
+            if not self._in_backward:
+                for points in tuple(hooked):
+                    points.in_forward()
             if group._all_gather_result is not None:
                 # One rank alone reads the shards here, and not in unshard.
                 for points in tuple(hooked):

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
 _zeroed: MutableMapping[Tensor, bool] = WeakTensorKeyDictionary()
@@ -39,13 +40,13 @@ class SpentGradient(Tensor):
         """Answer what does not need the values, and refuse the rest."""
         if func in _METADATA:
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
-        self = args[0] if args else None
-        if isinstance(self, SpentGradient) and self.freed_of is not None:
-            if func in _ZEROING:
-                _forget(self) if func is Tensor.zero_ else None
-                return None if func is _GRAD_FN else self
-            raise RuntimeError(_FREED)
-        raise RuntimeError(_MESSAGE)
+        spent = [arg for arg in pytree.tree_leaves((args, kwargs or {})) if isinstance(arg, SpentGradient)]
+        freed = any(one.freed_of is not None for one in spent)
+        if freed and func in _ZEROING:
+            (self,) = spent
+            _forget(self) if func is Tensor.zero_ else None
+            return None if func is _GRAD_FN else self
+        raise RuntimeError(_FREED if freed else _MESSAGE)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

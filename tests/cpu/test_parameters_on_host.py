@@ -689,6 +689,14 @@ def leave_some_unused(loop: Loop, step: int) -> None:
     loop.step()
 
 
+def evaluate_all_but_train_a_part(loop: Loop, step: int) -> None:
+    """What only an evaluation uses gets no gradient, and holds nothing up."""
+    with torch.no_grad():
+        loop.seen.append(loop.model(loop.batch(99)).item())
+    loop.backward(step, extra=step % 3 == 2)
+    loop.step()
+
+
 def freeze_some(loop: Loop, step: int) -> None:
     """For good, parts of groups and a whole one; and for one step each time."""
     for name, param in loop.model.named_parameters():
@@ -707,6 +715,7 @@ WITHOUT_ROOM = {
     "generate": generate,
     "evaluate": HABITS["evaluate"],
     "unused": leave_some_unused,
+    "unused, but evaluated": evaluate_all_but_train_a_part,
     "frozen": freeze_some,
 }
 
@@ -815,6 +824,9 @@ def test_a_gradient_that_is_gone_says_so(mesh: DeviceMesh) -> None:
     weight = loop.model.blocks[0].up.weight
     with pytest.raises(RuntimeError, match="used in the backward and freed"):
         weight.grad.norm()
+    for touch in (torch._foreach_norm, torch._foreach_zero_, lambda grads: torch.zeros(3).add_(*grads)):
+        with pytest.raises(RuntimeError, match="used in the backward and freed"):
+            touch([weight.grad])
     with pytest.raises(AttributeError, match=r"to_local.*used in the backward and freed"):
         weight.grad.to_local()
     with pytest.raises(RuntimeError, match=r"cannot be updated: its gradient was used in the backward.*zero_grad"):
