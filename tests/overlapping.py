@@ -22,7 +22,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "forward": {"overlap": "forward"},
     "iteration": {"overlap": "iteration"},
 }
-SIZES = {"bucket_bytes": 4096, "passing": 5 * 4096}
+SIZES = {"bucket_bytes": 8192, "passing": 5 * 8192}
 
 Habit = Callable[["Loop", int], None]
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from fsdp_offload.bench import plan as bench
 from fsdp_offload.bench.plan_cases import AUTO_CASES, NO_OFFLOAD, allowed_policies, choice_named, decoder
 from fsdp_offload.bench.train import GPT
+from tests.tiers import every_nth
 
 SMALL = {
     "gpt": lambda: GPT(2, 128, 256),
@@ -28,7 +29,7 @@ SMALL = {
 
 @pytest.mark.filterwarnings("ignore:offload_optimizer:UserWarning")  # nothing to gain on the CPU
 @pytest.mark.filterwarnings("ignore:remove_offload. the masters:UserWarning")  # which nobody needs any more
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", every_nth(map(pytest.param, SMALL), 3))
 def test_what_is_predicted_can_be_measured(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

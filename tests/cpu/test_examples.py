@@ -97,6 +97,7 @@ def test_one_process_learns_and_shows_where_its_state_is(tmp_path: Path) -> None
     assert "validation loss" in output
 
 
+@pytest.mark.long
 @pytest.mark.distributed
 @pytest.mark.usefixtures("torch_settings")
 @pytest.mark.filterwarnings("ignore:.*The parameters are on the CPU:UserWarning")

@@ -301,6 +301,7 @@ def test_everything_off_the_device_between_steps(mesh: DeviceMesh, fields: dict[
     assert same(plain, offloaded)
 
 
+@pytest.mark.long
 @EVERY_POLICY
 def test_any_program(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
     allowed = (*ALWAYS, *ONE_MICRO_BATCH)
@@ -646,7 +647,7 @@ def test_ranges_in_order_where_their_gradients_come_during_the_look(
     mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not the second range of a parameter before the first: both read the counter, and the last one writes it."""
-    loop = Loop(mesh, fused_adamw, overlapping(POLICIES["iteration"], 1.0)).train(3)
+    loop = Loop(mesh, fused_adamw, overlapping(POLICIES["iteration"], 1.0, bucket_bytes=4096)).train(3)
     loop.optimizer.synchronize()
     done: list[tuple[StateShard, int]] = []
     update = HostJob._update
@@ -1085,6 +1086,7 @@ optimizer.step()
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ending", ["", "raise SystemExit(3)", "raise ValueError"])
 def test_the_interpreter_ends_while_the_thread_works(ending: str) -> None:
     done = subprocess.run(

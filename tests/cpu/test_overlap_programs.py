@@ -4,7 +4,6 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -13,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tests.overlapping import POLICIES, SIZES, Loop, Net, adamw, look, same
 from tests.policies import with_share
+from tests.tiers import spread
 
 Operation = Callable[[Loop, int], None]
 
@@ -154,8 +154,7 @@ WITH_RESIDENT: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("with_phases", [False, True], ids=["", "phases"])
-@pytest.mark.parametrize("fields", WITH_RESIDENT.values(), ids=WITH_RESIDENT)
+@spread(fields=WITH_RESIDENT, with_phases={"": False, "phases": True})
 def test_any_program(mesh: DeviceMesh, fields: dict[str, Any], with_phases: bool) -> None:
     check_programs(mesh, fields, with_phases, max_examples=4)  # eight times as many in tests/slow
 

@@ -61,7 +61,7 @@ from tests.policies import with_share
 from tests.tiers import spread
 
 EVERY_POLICY = pytest.mark.parametrize("fields", POLICIES.values(), ids=POLICIES)
-DEVICE_BYTES = {"auto": "auto", "small": 2 * 4096, "large": 64 << 20}
+DEVICE_BYTES = {"auto": "auto", "small": 2 * 8192, "large": 64 << 20}
 
 
 @pytest.fixture(autouse=True)
@@ -129,7 +129,7 @@ def assert_at_home(loop: Loop) -> None:
 @pytest.mark.parametrize("device_bytes", DEVICE_BYTES.values(), ids=DEVICE_BYTES)
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_same_bits(mesh: DeviceMesh, fields: dict[str, Any], device_bytes: Any, micro_batches: int) -> None:
-    policy = OffloadPolicy(parameters=True, bucket_bytes=4096, device_bytes=device_bytes, **fields)
+    policy = OffloadPolicy(parameters=True, bucket_bytes=8192, device_bytes=device_bytes, **fields)
     assert_as_plain(mesh, policy, (None,) * 10, micro_batches=micro_batches)
 
 
@@ -316,7 +316,7 @@ MORE_HABITS: dict[str, Callable[[Loop, int], None]] = {
 }
 
 
-@spread(pairs=True, habit=MORE_HABITS, passing={"small": 2 * 4096, "large": 64 << 20}, fields=POLICIES)
+@spread(pairs=True, habit=MORE_HABITS, passing={"small": 2 * 8192, "large": 64 << 20}, fields=POLICIES)
 def test_more_habits(mesh: DeviceMesh, habit: Habit, passing: int, fields: dict[str, Any]) -> None:
     assert_as_plain(mesh, policy_of(fields, passing=passing), (habit,) * 7)
 
@@ -391,7 +391,7 @@ MODELS: dict[str, dict[str, Any]] = {
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad", "ignore:The .grad attribute of a Tensor")
 def test_models(mesh: DeviceMesh, fields: dict[str, Any], model: str) -> None:
     torch._dynamo.reset()
-    assert_as_plain(mesh, policy_of(fields, passing=2 * 4096), (HABITS["evaluate"],) * 6, **MODELS[model])
+    assert_as_plain(mesh, policy_of(fields, passing=2 * 8192), (HABITS["evaluate"],) * 6, **MODELS[model])
 
 
 class Tied(Net):
@@ -743,7 +743,7 @@ def test_gradients_that_do_not_fit_never_are_there_together(
 
     monkeypatch.setattr(Overlap, "_reduced", reduced)
     largest_group = max(len(list(block.parameters())) for block in loop.model.blocks)
-    for step in range(20):
+    for step in range(16):
         steps = step
         wanted = plain.train(1, habit, step).everything()
         last.clear()
@@ -921,7 +921,7 @@ WHILE_THEY_STAY = {
 }
 
 
-@spread(habit=WHILE_THEY_STAY, passing={"small": 4 * 4096, "auto": "auto"}, fields=POLICIES)
+@spread(habit=WHILE_THEY_STAY, passing={"small": 4 * 8192, "auto": "auto"}, fields=POLICIES)
 def test_parameters_that_come_to_stay(mesh: DeviceMesh, habit: Any, passing: Any, fields: dict[str, Any]) -> None:
     """What ``device_bytes="auto"`` does where the transfers do not hide: the first groups, then more of them."""
     plain, loop = pair(mesh, policy_of(fields, passing=passing))
@@ -1056,8 +1056,7 @@ def test_full_state_dicts(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
     assert_same_each_step(plain, loop, 3)
 
 
-@pytest.mark.parametrize("snapshot_bytes", [0, 60_000, 1 << 30])
-@EVERY_POLICY
+@spread(fields=POLICIES, snapshot_bytes={str(nbytes): nbytes for nbytes in (0, 60_000, 1 << 30)})
 def test_asynchronous_saves_hold_what_was_there_at_the_call(
     mesh: DeviceMesh, waits: Waits, tmp_path: Path, fields: dict[str, Any], snapshot_bytes: int
 ) -> None:

@@ -113,6 +113,7 @@ finally:
 """
 
 
+@pytest.mark.long
 def test_seventy_billion_parameters_in_less_than_a_gigabyte_and_without_a_network() -> None:
     arguments = ["Llama-3.1-70B", "--machine", "H100", "--ranks", "64", "--tokens-per-step", "524288", "--json"]
     done = subprocess.run(

@@ -67,6 +67,7 @@ def scripts(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.long
 def test_pages_pass_mypy(scripts: Path) -> None:
     # Like an installed package, ours is only looked at; and torch does not export torch.distributed.checkpoint.save.
     options = ["--strict", "--config-file=", "--follow-imports=silent", "--implicit-reexport"]

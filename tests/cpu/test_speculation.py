@@ -44,7 +44,7 @@ from tests.clipping import (
 from tests.overlapping import SIZES, Loop, Net, adamw, look, same
 from tests.parity import attach, leaves
 from tests.policies import with_share
-from tests.tiers import spread
+from tests.tiers import every_nth, spread
 
 
 def policy_of(**more: Any) -> OffloadPolicy:
@@ -126,7 +126,7 @@ FIELDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("fields", FIELDS.values(), ids=FIELDS)
+@pytest.mark.parametrize("fields", every_nth((pytest.param(each, id=name) for name, each in FIELDS.items()), 4))
 def test_any_program(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
     check_programs(mesh, fields, max_examples=4)  # more in tests/slow
 

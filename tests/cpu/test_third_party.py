@@ -40,6 +40,7 @@ def eager() -> Iterator[None]:
     torch.compiler.set_stance("default")
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize(
     ("cls", "kwargs", "quantized"),
@@ -84,6 +85,7 @@ def test_torchao_stochastic_rounding_draws_the_same_numbers() -> None:
     pair.assert_trained()
 
 
+@pytest.mark.long
 def test_torchao_compiled() -> None:
     pair = make_pair(Large, lambda params: torchao.AdamW8bit(params, lr=1e-2))
     pair.train(10)

@@ -63,10 +63,10 @@ def judged(cls: type[torch.optim.Optimizer], combinations: Any = QUICK, **kwargs
     [
         "torch.optim:Adafactor",
         "torch.optim:Muon",
-        "torch.optim.nadam:NAdam",
+        pytest.param("torch.optim.nadam:NAdam", marks=pytest.mark.long),
         "schedulefree.adamw_schedulefree:AdamWScheduleFree",
-        "schedulefree.radam_schedulefree:RAdamScheduleFree",
-        "schedulefree.sgd_schedulefree_reference:SGDScheduleFreeReference",
+        pytest.param("schedulefree.radam_schedulefree:RAdamScheduleFree", marks=pytest.mark.long),
+        pytest.param("schedulefree.sgd_schedulefree_reference:SGDScheduleFreeReference", marks=pytest.mark.long),
         pytest.param("torchao.optim.adam:AdamW8bit", marks=pytest.mark.long),
         "torchao.optim.adam:AdamW4bit",
         pytest.param("torchao.optim.adam:AdamWFp8", marks=pytest.mark.long),
@@ -178,6 +178,7 @@ def test_how_to_train_a_class_is_found_out(cls: type[torch.optim.Optimizer], rec
     assert judged(cls, ()).recipe == recipe
 
 
+@pytest.mark.long
 def test_one_that_hangs_and_one_that_takes_the_interpreter_down_are_a_row_each() -> None:
     names = ("Dying", "Hanging", "Momentum")
     dying, hanging, last = rows_of("local", "", [f"{HERE}:{name}" for name in names], ONE, limit_s=4)

@@ -78,6 +78,7 @@ CASES = {
 }
 
 
+@pytest.mark.long
 @some_cases({1: 0, 2: 3})
 def test_same_bits_and_memory_gone_between_steps(world_size: int, every: int, tmp_path: Path) -> None:
     """The cases in the same ranks: importing Megatron and Transformer Engine takes longer than training."""

@@ -114,7 +114,9 @@ def run_scripts(rank: int, world_size: int, folder: Path, scripts: dict[str, dic
         script(rank, world_size, folder, name, **options)
 
 
-@pytest.mark.parametrize("state_dict_type", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
+@pytest.mark.parametrize(
+    "state_dict_type", ["SHARDED_STATE_DICT", pytest.param("FULL_STATE_DICT", marks=pytest.mark.long)]
+)
 def test_training_saving_and_resuming(tmp_path: Path, state_dict_type: str) -> None:
     plain, offloaded = tmp_path / "of-plain", tmp_path / "of-offloaded"
     kind: dict[str, Any] = {"state_dict_type": state_dict_type}

@@ -172,9 +172,8 @@ def run_scripts(rank: int, world_size: int, folder: Path, scripts: dict[str, dic
         script(rank, world_size, folder, name, **options)
 
 
-@pytest.mark.parametrize(
-    "kind", ["automatic", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("manual", "full"))]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["automatic", "manual", "full"])
 def test_fit(tmp_path: Path, kind: str) -> None:
     options = {"manual": kind == "manual", "full": kind == "full"}
     first: dict[str, dict[str, Any]] = {"plain": {}, "offloaded": {"policy": POLICY}}

@@ -107,6 +107,7 @@ def run_scripts(rank: int, world_size: int, folder: Path, scripts: dict[str, tup
         script(rank, folder, name, way, load)
 
 
+@pytest.mark.long
 def test_training_saving_and_resuming(tmp_path: Path) -> None:
     spawn(run_scripts, 2, tmp_path, tmp_path, {way: (way, "") for way in WAYS})
     assert_same(tmp_path, "plain", "before", 2)

@@ -114,6 +114,7 @@ def run_scripts(rank: int, world_size: int, folder: Path, scripts: dict[str, dic
         script(rank, world_size, folder, name, **options)
 
 
+@pytest.mark.long
 def test_training_saving_and_resuming(tmp_path: Path) -> None:
     names = {mode: f"offloaded, {mode}" for mode in MODES}
     first: dict[str, dict[str, Any]] = {

@@ -177,7 +177,8 @@ def run_scripts(rank: int, world_size: int, folder: Path, scripts: dict[str, dic
         script(rank, world_size, folder, name, **options)
 
 
-@pytest.mark.parametrize("kind", ["trainer", pytest.param("sft", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["trainer", "sft"])
 def test_training_and_resuming(tmp_path: Path, kind: str) -> None:
     if kind == "sft":
         pytest.importorskip("trl")

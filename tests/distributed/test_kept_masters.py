@@ -118,7 +118,7 @@ def run_training(rank: int, world_size: int, every: int) -> None:
     run_cases(CASES[world_size], every)
 
 
-@some_cases({1: 1, 2: 3, 3: 3, 4: 4})
+@some_cases({1: 0, 2: 4, 3: 0, 4: 0})
 def test_training_is_that_of_an_fp32_model(world_size: int, every: int, tmp_path: Path) -> None:
     spawn(run_training, world_size, tmp_path, every)
 

@@ -112,7 +112,7 @@ def run_load(rank: int, world_size: int, folder: Path, every: int) -> None:
     )
 
 
-@some_cases(dict.fromkeys(WORLD_SIZES, 3))
+@some_cases(dict.fromkeys(WORLD_SIZES, 7))
 def test_every_layout_is_loaded_by(world_size: int, every: int, checkpoints: Path, tmp_path: Path) -> None:
     spawn(run_load, world_size, tmp_path, checkpoints, every)
 

@@ -246,7 +246,8 @@ def run_offline_leg(rank: int, world_size: int, folder: Path, number: int, kind:
 # With the package ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("dp", "tp"), [MESHES[0], *(pytest.param(*one, marks=pytest.mark.long) for one in MESHES[1:])])
+@pytest.mark.long
+@pytest.mark.parametrize(("dp", "tp"), MESHES)
 def test_megatrons_own_code_beside_ours(dp: int, tp: int, tmp_path: Path) -> None:
     pytest.importorskip("megatron.core", reason="what it gave is in the fixture, which is compared without it")
     spawn(run_beside, dp * tp, tmp_path, tmp_path, dp, tp)

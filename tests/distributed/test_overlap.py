@@ -84,6 +84,7 @@ def run_hsdp(rank: int, world_size: int) -> None:
     run_cases({name: partial(compare, device_mesh, fields, "usual") for name, fields in POLICIES.items()})
 
 
+@pytest.mark.long
 def test_hsdp(tmp_path: Path) -> None:
     spawn(run_hsdp, 4, tmp_path)
 
@@ -103,6 +104,7 @@ def run_wide(rank: int, world_size: int) -> None:
     )
 
 
+@pytest.mark.long
 def test_wide_model_with_micro_batches(tmp_path: Path) -> None:
     spawn(run_wide, 2, tmp_path)
 

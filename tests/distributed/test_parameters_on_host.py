@@ -167,7 +167,7 @@ def run_layouts(rank: int, world_size: int, shards: tuple[ShardNet, ...], every:
     run_cases(cases, every)
 
 
-@some_cases({2: 4, 3: 4, 4: 4})
+@some_cases({2: 7, 3: 8, 4: 0})
 def test_layouts(world_size: int, every: int, tmp_path: Path) -> None:
     """With 3 ranks no parameter divides evenly, and some have nothing on the last."""
     spawn(run_layouts, world_size, tmp_path, FOUR if world_size == 4 else EVERYWHERE, every)
@@ -198,7 +198,7 @@ def run_without_room(rank: int, world_size: int, every: int) -> None:
     )
 
 
-@some_cases({2: 4, 3: 4})
+@some_cases({2: 0, 3: 7})
 def test_gradients_that_do_not_fit_on_some_ranks(world_size: int, every: int, tmp_path: Path) -> None:
     spawn(run_without_room, world_size, tmp_path, every)
 

@@ -94,7 +94,7 @@ def run_policies(rank: int, world_size: int, every: int) -> None:
     )
 
 
-@some_cases({2: 0, 3: 3})
+@some_cases({2: 0, 3: 5})
 def test_every_policy(world_size: int, every: int, tmp_path: Path) -> None:
     spawn(run_policies, world_size, tmp_path, every)
 

@@ -237,6 +237,7 @@ def run_resume_several_dims(rank: int, world_size: int, folder: Path, every: int
     )
 
 
+@pytest.mark.long
 @some_cases({4: 3})
 def test_training_resumes_with_uneven_shards_and_several_mesh_dims(world_size: int, every: int, tmp_path: Path) -> None:
     spawn(run_resume_several_dims, world_size, tmp_path, tmp_path, every)

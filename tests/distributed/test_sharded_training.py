@@ -267,6 +267,6 @@ def run_training(rank: int, world_size: int, every: int) -> None:
     run_cases({name: partial(run_case, case) for name, case in CASES[world_size].items()}, every)
 
 
-@some_cases({1: 1, 2: 4, 3: 2, 4: 4, 8: 1})
+@some_cases({1: 0, 2: 7, 3: 5, 4: 0, 8: 0})
 def test_training_is_the_same_with_and_without_offload(world_size: int, every: int, tmp_path: Path) -> None:
     spawn(run_training, world_size, tmp_path, every)

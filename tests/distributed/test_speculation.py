@@ -63,7 +63,7 @@ def run_programs(rank: int, world_size: int, sizes: tuple[int, ...], seeds: int,
 
 @pytest.mark.parametrize(
     ("sizes", "every"),
-    [((3,), 3), *(pytest.param(one, 1, marks=pytest.mark.long) for one in ((2,), (3,), (4,), (2, 2)))],
+    [((3,), 7), *(pytest.param(one, 1, marks=pytest.mark.long) for one in ((2,), (3,), (4,), (2, 2)))],
     ids=str,
 )
 def test_any_program(sizes: tuple[int, ...], every: int, tmp_path: Path) -> None:

@@ -101,6 +101,7 @@ def one_rank(write_once: Write) -> Path:
 # Looked into ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_checkpoints_of_megatron_core_are_whole(written: tuple[Path, int, int]) -> None:
     folder, _, tp = written
     for name in set(FORMS) - ({"experts"} if tp > 1 else set()):
