@@ -79,6 +79,10 @@ class _Apply:
             own.update(passing)  # in torch's other way to convert, there is another parameter then
         return module
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy belongs to the copy of the module, whose parameters nobody streams."""
+        return _Apply, (self._module(),)
+
     def leave(self, keeps: _Keeps) -> Callable[[], None]:
         """Return what forgets ``keeps``, and goes with the last of them."""
 
@@ -127,7 +131,8 @@ def _refuse_assign(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *others: object
 ) -> None:
     del state_dict, prefix, others
-    if local_metadata.get("assign_to_params_buffers"):
+    apply = vars(module).get("_apply")  # without keepers in a copy of the module, which has this hook, too
+    if local_metadata.get("assign_to_params_buffers") and isinstance(apply, _Apply) and apply.keepers:
         raise RuntimeError(
             f"load_state_dict(assign=True) cannot put other tensors in the place of {type(module).__name__}'s: {_HOW}"
         )

@@ -1175,6 +1175,19 @@ def test_conversions_that_change_parameters_are_refused(
         assert {param.dtype for param in loop.model.parameters()} == {torch.float64}
 
 
+def test_a_copy_of_a_module_is_converted_by_itself(mesh: DeviceMesh) -> None:
+    plain, loop = pair(mesh, policy_of({}))
+    assert_same_each_step(plain, loop, 2)
+    copied = copy.deepcopy(loop.model.blocks[0].up)
+    expected = copy.deepcopy(plain.model.blocks[0].up).double()
+    copied.double()
+    assert copied.weight.dtype == torch.float64
+    assert torch.equal(local_shard(copied.weight), local_shard(expected.weight))
+    copied.load_state_dict(expected.state_dict(), assign=True)
+    assert loop.model.blocks[0].up.weight.dtype == torch.float32
+    assert_same_each_step(plain, loop, 2)
+
+
 @pytest.mark.parametrize("swap", [False, True], ids=["", "swap all"])
 def test_conversions_reach_buffers_and_parameters_that_nobody_streams(mesh: DeviceMesh, swap: bool) -> None:
     def prepare(model: Net) -> None:
