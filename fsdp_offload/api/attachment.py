@@ -53,6 +53,10 @@ def attachment_of(optimizer: object) -> Attachment | None:
     return cast("Attachment | None", getattr(optimizer, "__dict__", {}).get(ENGINE_ATTRIBUTE))
 
 
+offloaded: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
+"""All optimizers that are offloaded now, as far as somebody keeps them."""
+
+
 def engine_of(optimizer: Optimizer) -> Engine:
     """Return the engine of an offloaded optimizer."""
     engine = find_engine(optimizer)

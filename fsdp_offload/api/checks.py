@@ -1,6 +1,7 @@
 """Checks of an optimizer, its parameters and its model before it is offloaded, and the parameters' names."""
 
-from collections.abc import Mapping
+import gc
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from ..torch_compat.dtensor import has_inner_tensors, is_dtensor, is_host_offloa
 from ..torch_compat.fully_shard import parameter_names, sharding_groups, uses_cpu_offload_policy
 from ..torch_compat.homed import is_homed
 from ..torch_compat.sharded_parameter import ShardedParameter
+from .attachment import attachment_of, offloaded
 
 _HOST_OFFLOADED = (
     "This model uses CPUOffloadPolicy: parameters, gradients and optimizer state are on the host already and the "
@@ -64,6 +66,29 @@ def check_attachable(optimizer: Optimizer) -> None:
                 f"offload_optimizer: param_groups[{index}] has differentiable=True; a step that autograd follows needs "
                 "all state on the device."
             )
+
+
+def check_no_other_updates(params: Collection[Tensor], names: Mapping[Tensor, str]) -> None:
+    """Refuse parameters that another offloaded optimizer updates in the backward, whoever calls ``step()``."""
+    if not _updated_in_backward(params):
+        return
+    gc.collect()  # one that only refers to itself is on its way out
+    both = _updated_in_backward(params)
+    if both:
+        raise RuntimeError(
+            f"offload_optimizer: another optimizer that is offloaded with overlap='iteration' updates {len(both)} of "
+            f"these parameters in the backward ({names.get(both[0], 'unnamed')}, ...), whoever calls step(). Call "
+            "remove_offload() on that one first, or let nothing refer to it any more: schedulers and scalers do, too."
+        )
+
+
+def _updated_in_backward(params: Collection[Tensor]) -> list[Tensor]:
+    engines = [
+        attachment.engine
+        for attachment in map(attachment_of, list(offloaded))
+        if attachment is not None and attachment.overlap is not None and attachment.engine.policy.updates_in_backward
+    ]
+    return [param for param in params if any(param in engine.names for engine in engines)]
 
 
 def check_capabilities(

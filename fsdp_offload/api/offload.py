@@ -35,6 +35,7 @@ from .checks import (
     check_attachable,
     check_capabilities,
     check_lists,
+    check_no_other_updates,
     check_params,
     check_types,
     names_of_parameters,
@@ -112,6 +113,7 @@ def offload_optimizer(
     check_attachable(target)
     params = [param for group in target.param_groups for param in group["params"]]
     names = names_of_parameters(target, model)
+    check_no_other_updates(params, names)
     capabilities = capabilities_for(target)
     check_capabilities(target, capabilities, policy, names)
     check_lists(target)

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from ..engine.engine import Engine
 from ..optimizers.shared_values import ENGINE_ATTRIBUTE
 from ..state.mapping import OffloadedState
-from .attachment import Attachment, attachment_of, redirect_captured_step
+from .attachment import Attachment, attachment_of, offloaded, redirect_captured_step
 from .optimizer import OffloadedOptimizer
 
 # Attaching -----------------------------------------------------------------------------------------------------------
@@ -81,6 +81,7 @@ def attach(optimizer: Optimizer, engine: Engine, states: OffloadedState, model: 
         redirect_captured_step(optimizer, plain_step, type(optimizer).step),
         optimizer.register_step_pre_hook(_refuse_bypass),
     )
+    offloaded.add(optimizer)
 
 
 def detach(optimizer: Optimizer, attachment: Attachment) -> None:
@@ -92,6 +93,7 @@ def detach(optimizer: Optimizer, attachment: Attachment) -> None:
     for undo in attachment.undo_step:
         undo()
     del optimizer.__dict__[ENGINE_ATTRIBUTE]
+    offloaded.discard(optimizer)
     optimizer.__class__ = attachment.engine.cls
 
 

@@ -363,6 +363,50 @@ def test_two_optimizers_on_one_model(mesh: DeviceMesh, fields: dict[str, Any]) -
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
+@pytest.mark.parametrize("fields", POLICIES.values(), ids=POLICIES)
+def test_another_optimizer_of_parameters_that_the_backward_updates(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
+    """Where both would update them, it is refused before anything changes; others may take turns by step()."""
+    plain, loop = pair(mesh, policy_of(fields))
+    assert same(plain.train(2), loop.train(2))
+    loop.optimizer.synchronize()
+    for one in (plain, loop):
+        one.second = torch.optim.SGD(list(one.model.parameters())[3:5], lr=0.1)
+    if fields.get("overlap") == "iteration":
+        with pytest.raises(
+            RuntimeError, match=r"updates 2 of these parameters in the backward \(blocks.0.* remove_offload"
+        ):
+            attach(loop.second, model=loop.model, policy=policy_of({}))
+        assert same(plain.train(2, first=2), loop.train(2, first=2))
+        remove_offload(loop.optimizer)
+    attach(loop.second, model=loop.model, policy=policy_of({}))
+    for one in (plain, loop):
+        one.backward(4)
+        one.second.step()
+        one.second.zero_grad()
+    assert same(plain, loop)
+
+
+@pytest.mark.parametrize("in_a_cycle", [False, True])
+def test_another_optimizer_where_the_first_is_gone(mesh: DeviceMesh, in_a_cycle: bool) -> None:
+    """Whether it has been collected, or waits for that when the other one comes."""
+    plain, loop = pair(mesh, policy_of(POLICIES["iteration"]))
+    plain.train(2)
+    loop.train(2)
+    loop.optimizer.synchronize()
+    gc.collect()
+    gc.disable()
+    try:
+        for one in (plain, loop):
+            if in_a_cycle:
+                one.optimizer.itself = one.optimizer
+            one.optimizer = torch.optim.SGD(one.model.parameters(), lr=0.1)
+            one.scheduler = torch.optim.lr_scheduler.ConstantLR(one.optimizer)
+        attach(loop.optimizer, model=loop.model, policy=policy_of(POLICIES["iteration"]))
+    finally:
+        gc.enable()
+    assert same(plain.train(3, first=2), loop.train(3, first=2))
+
+
 @EVERY_POLICY
 def test_the_model_may_be_sent_to_where_it_is(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
     """Before the first step, too: torch exchanges the content of parameters, and refuses those with weak references."""
