@@ -31,6 +31,7 @@ class OffloadReport:
             into ``optimizer.state`` in the place of others, until the next step moves them.
         left_out: names of state tensors that are not understood.
         host_parameter_bytes: parameters whose home is host memory, frozen ones included.
+        resident_parameter_bytes: parameters that stay on the device with their state, where others stream.
         host_bytes: host memory taken, padding included.
         snapshot_bytes: of that, spare homes for asynchronous saves, and for steps that may be taken back.
         pinned: whether that memory is page-locked.
@@ -92,6 +93,7 @@ class OffloadReport:
     update_ms: float
     exposed_ms: float
     host_parameter_bytes: int = 0
+    resident_parameter_bytes: int = 0
     window_bytes: int = 0
     iteration_ms: float = 0.0
     stalled_ms: float = 0.0
@@ -120,6 +122,11 @@ class OffloadReport:
             ("state resident on the device", _bytes(self.resident_state_bytes)),
             ("other state, where it was", _bytes(self.other_state_bytes)),
             *([("parameters on the host", _bytes(self.host_parameter_bytes))] if self.host_parameter_bytes else []),
+            *(
+                [("parameters resident on the device", _bytes(self.resident_parameter_bytes))]
+                if self.resident_parameter_bytes
+                else []
+            ),
             ("host memory taken", f"{_bytes(self.host_bytes)} {'pinned' if self.pinned else 'not pinned'}"),
             ("  of it spare homes", _bytes(self.snapshot_bytes)),
             ("staging ring on the device", f"{_bytes(self.ring_bytes)}, {self.buckets} buckets pass through"),
@@ -184,6 +191,7 @@ def report_of(engine: Engine, states: StateStore) -> OffloadReport:
         other_state_bytes=exchanged_bytes + sum(_other_bytes(shard, states.get(shard.param)) for shard in shards),
         left_out=tuple(dict.fromkeys(name for shard in shards for name in shard.layout.left_out)),
         host_parameter_bytes=sum(s.weights_nbytes for s in shards if s not in on_device) + engine.plan.frozen_bytes,
+        resident_parameter_bytes=sum(shard.weights_nbytes for shard in on_device),
         window_bytes=0 if engine.window is None else engine.window.nbytes,
         host_bytes=sum(region.nbytes for region in engine.plan.regions),
         snapshot_bytes=engine.plan.spare_bytes,
@@ -280,6 +288,7 @@ def _against_bound(engine: Engine, step: StepTimes) -> dict[str, Any]:
     if clips and not speculation.is_ready:
         policy, clips = replace(policy, overlap="forward"), False  # updates wait for step()
     times = engine.alone.moving(step.loaded_bytes, step.stored_bytes + speculation.kept_bytes)
+    times = times.within(last.ms - stalled_ms, updates=not policy.runs_on_into_forward)
     given_back = engine.share.passing_is_learnt
     staged = staged_share(engine.plan.ring_bytes, engine.plan.moving_bytes())
     at_least = bound(policy, times, staged=staged, ring_is_given_back=given_back, clips=clips)

@@ -261,7 +261,7 @@ def _measure(
         "peak_bytes": 0 if on_cpu else torch.accelerator.max_memory_allocated(device),
         "reserved_bytes": 0 if on_cpu else torch.accelerator.max_memory_reserved(device),
         "host_bytes": report.host_bytes if report else 0,
-        "resident_bytes": report.resident_state_bytes if report else 0,
+        "resident_bytes": report.resident_state_bytes + report.resident_parameter_bytes if report else 0,
         "stalled_ms": report.stalled_ms if report else 0.0,
         "chosen": report.tuning[0] if is_auto and report else "",
     }

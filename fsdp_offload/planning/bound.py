@@ -36,6 +36,18 @@ class Times:
     store_ms: float
     two_way_ms: float
 
+    def within(self, busy_ms: float, *, updates: bool) -> "Times":
+        """The same parts where an iteration computed for no longer than ``busy_ms``, so that none takes more alone.
+
+        The one that was measured alone may be the second of all, in which allocators and compilers were still busy.
+
+        Args:
+            busy_ms: in which the compute stream did not wait for state.
+            updates: whether updates ran in that stream.
+        """
+        rest_ms = self.forward_ms + self.clip_ms + (self.update_ms if updates else 0.0)
+        return replace(self, backward_ms=min(self.backward_ms, max(0.0, busy_ms - rest_ms)))
+
 
 class Bound(NamedTuple):
     """A formula, in the letters of this file's docstring, and its value in milliseconds."""

@@ -83,6 +83,14 @@ def test_parts_that_were_measured_longer_than_the_whole_leave_nothing() -> None:
     assert parts_alone(**(PARTS | {"busy_ms": 33}), beside_compute=False).backward_ms == 0
 
 
+def test_no_part_takes_longer_alone_than_the_iteration_that_it_is_part_of() -> None:
+    alone = Times(30, 900, update_ms=5, clip_ms=2, load_ms=40, store_ms=50, two_way_ms=50)  # while compilers ran
+    assert alone.within(100, updates=True).backward_ms == 100 - 30 - 2 - 5
+    assert alone.within(100, updates=False).backward_ms == 100 - 30 - 2
+    assert alone.within(2000, updates=True) == alone
+    assert alone.within(20, updates=True).backward_ms == 0
+
+
 # What would help ------------------------------------------------------------------------------------------------------
 
 
