@@ -3,10 +3,11 @@
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -131,16 +132,17 @@ class _Memory:
     offset: int
 
     @classmethod
-    def of(cls, param: Tensor) -> "_Memory":
-        local = local_shard(param)
-        return cls(StorageWeakRef(local.untyped_storage()), int(local.storage_offset()))
+    def of(cls, params: Iterable[Tensor]) -> "Iterator[_Memory]":
+        for local in map(local_shard, params):
+            if local.layout is torch.strided:  # sparse tensors, which others train, have no storage
+                yield cls(StorageWeakRef(local.untyped_storage()), int(local.storage_offset()))
 
 
 class _Watch:
     """The parameters of an optimizer that is offloaded and has not stepped yet."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self.params = [_Memory.of(param) for group in optimizer.param_groups for param in group["params"]]
+        self.params = list(_Memory.of(param for group in optimizer.param_groups for param in group["params"]))
         self.name = type(optimizer).__mro__[2].__name__
 
     def is_over(self) -> bool:
@@ -182,7 +184,8 @@ def _look_who_steps(other: Optimizer, args: object, kwargs: object) -> None:
         return
     # The hook stays even without a watch: torch is going through its hooks, and none may leave meanwhile.
     _watches[:] = [watch for watch in _watches if not watch.is_over()]
-    stepped = {_Memory.of(param) for group in other.param_groups for param in group["params"]} if _watches else set()
+    params = (param for group in other.param_groups for param in group["params"])
+    stepped = set(_Memory.of(params)) if _watches else set()
     for watch in [watch for watch in _watches if watch.has_one_of(stepped)]:
         _watches.remove(watch)
         warnings.warn(

@@ -83,7 +83,7 @@ class Overlap:
         if engine.window is not None:
             streamed = [one for group in engine.window.groups for one in group]
             owners = [module for one in streamed for module, _ in one.places()]
-            self._undo.append(keep_in_place(model, owners, [one.param for one in streamed]))
+            self._undo.append(keep_in_place(model, owners, [one.param for one in streamed], engine))
             begins, ends = (partial(_call, overlap, last, name) for name in ("_forward_begins", "_forward_ended"))
             self._undo.append(model.register_forward_pre_hook(begins, prepend=True).remove)
             self._undo.append(model.register_forward_hook(ends, always_call=True).remove)

@@ -24,20 +24,30 @@ _HOW = (
 _Keeps = Callable[[Tensor], bool]
 
 
-def keep_in_place(model: nn.Module, owners: Iterable[nn.Module], kept: Iterable[Tensor]) -> Callable[[], None]:
+def keep_in_place(
+    model: nn.Module, owners: Iterable[nn.Module], kept: Iterable[Tensor], streams: object
+) -> Callable[[], None]:
     """Let conversions of ``model`` pass ``kept``: parameters of ``owners``, which are parts of it.
+
+    Args:
+        model: conversions of it, and of any part of it that has ``kept`` in it, begin with a look at all of them.
+        owners: the modules that have them.
+        kept: what is not to be converted.
+        streams: what streams them. It may go without a word, as an optimizer that nobody keeps; then nothing is kept.
 
     Returns:
         What ends that.
     """
     references = {id(param): weakref.ref(param) for param in kept}
+    weakref.finalize(streams, references.clear)  # torch converts no tensor that has a weak reference, either
 
     def keeps(param: Tensor) -> bool:
         return id(param) in references and references[id(param)]() is param
 
-    modules = [weakref.ref(module) for module in dict.fromkeys([model, *owners])]
+    holders = set(owners)
+    modules = [module for module in model.modules() if module is model or not holders.isdisjoint(module.modules())]
     undo: list[Callable[[], None]] = []
-    for module in filter(None, (reference() for reference in modules)):
+    for module in modules:
         apply = vars(module).setdefault("_apply", _Apply(module))
         apply.keepers.append(keeps)
         undo.append(apply.leave(keeps))
@@ -94,6 +104,12 @@ class _Apply:
 
         return end
 
+    @property
+    def keeps_any(self) -> bool:
+        """Whether any parameter of the module, or of a part of it, is passed by."""
+        module = self._module()
+        return module is not None and any(map(self._keeps, module.parameters()))
+
     def _keeps(self, param: Tensor) -> bool:
         return any(keeps(param) for keeps in self.keepers)
 
@@ -103,9 +119,10 @@ class _Apply:
             with torch.no_grad():
                 converted = fn(probe)
             if converted is not probe:
+                before, after = (f"{one.dtype} on {one.device}" for one in (probe, converted))
                 raise RuntimeError(
-                    f"{type(module).__name__} cannot be converted (.to(), .half(), .cpu(), ...) from {dtype} on "
-                    f"{device} to {converted.dtype} on {converted.device}: {_HOW}"
+                    f"{type(module).__name__} cannot be converted (.to(), .half(), .cpu(), .to_empty(), ...) from "
+                    f"{before} to {after if after != before else 'other tensors of that'}: {_HOW}"
                 )
 
 
@@ -132,7 +149,7 @@ def _refuse_assign(
 ) -> None:
     del state_dict, prefix, others
     apply = vars(module).get("_apply")  # without keepers in a copy of the module, which has this hook, too
-    if local_metadata.get("assign_to_params_buffers") and isinstance(apply, _Apply) and apply.keepers:
+    if local_metadata.get("assign_to_params_buffers") and isinstance(apply, _Apply) and apply.keeps_any:
         raise RuntimeError(
             f"load_state_dict(assign=True) cannot put other tensors in the place of {type(module).__name__}'s: {_HOW}"
         )

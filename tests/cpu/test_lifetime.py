@@ -285,3 +285,13 @@ def test_several_that_are_left_behind_are_told_of() -> None:
     with pytest.warns(UserWarning, match="NOTHING IS OFFLOADED") as told:
         train(net, other, steps=3)
     assert len(told) == 2
+
+
+def test_nobody_stumbles_over_parameters_without_storage() -> None:
+    kept = model()
+    optimizer = offloaded(kept)
+    sparse = nn.Parameter(torch.eye(3).to_sparse())
+    sparse.grad = torch.eye(3).to_sparse()
+    torch.optim.SGD([sparse], lr=0.5).step()
+    assert torch.equal(sparse.detach().to_dense(), torch.eye(3) / 2)
+    train(kept, optimizer)

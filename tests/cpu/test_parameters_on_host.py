@@ -133,6 +133,27 @@ def test_same_bits(mesh: DeviceMesh, fields: dict[str, Any], device_bytes: Any, 
     assert_as_plain(mesh, policy, (None,) * 10, micro_batches=micro_batches)
 
 
+@pytest.mark.parametrize("passing", [1, "auto"])
+@EVERY_POLICY
+def test_inference_mode_is_the_first_to_need_parameters(mesh: DeviceMesh, fields: dict[str, Any], passing: Any) -> None:
+    """Nothing looks in between: outside inference, what it has loaded is written by updates and read by autograd."""
+
+    def infer(loop: Loop, step: int) -> None:
+        loop.backward(step)
+        loop.step()
+        loop.model.eval()
+        with torch.inference_mode():
+            loop.seen.append(loop.model(loop.batch(999)).item())
+        loop.model.train()
+
+    plain, loop = pair(mesh, policy_of(fields, passing=passing))
+    assert same(plain.train(6, infer), loop.train(6, infer))
+    loop.optimizer.release_states()
+    with torch.inference_mode():
+        assert torch.equal(plain.model(plain.batch(0)), loop.model(loop.batch(0)))
+    assert_same_each_step(plain, loop, 2)
+
+
 def set_reshard(model: nn.Module, value: bool) -> None:
     for module in model.modules():
         if hasattr(module, "set_reshard_after_forward"):
@@ -619,6 +640,11 @@ def test_phases_and_state_that_stays(mesh: DeviceMesh, fields: dict[str, Any], s
     """Where state stays on the device, so do its parameters; they leave and come with it."""
     plain, loop = pair(mesh, policy_of(fields, staying=staying))
     assert_same_each_step(plain, loop, 9, with_phases)
+    stay = [shard for shard in engine_of(loop.optimizer).plan.shards.values() if shard.resident]
+    report = loop.optimizer.offload_report()
+    assert bool(stay) == bool(staying)
+    assert report.resident_parameter_bytes == sum(4 * local_shard(shard.param).numel() for shard in stay)
+    assert ("parameters resident on the device" in str(report)) == bool(stay)
 
 
 def save_and_load(loop: Loop, step: int) -> None:
@@ -1173,6 +1199,33 @@ def test_conversions_that_change_parameters_are_refused(
     if "assign" not in message:
         loop.model.double()
         assert {param.dtype for param in loop.model.parameters()} == {torch.float64}
+
+
+def test_a_conversion_that_is_refused_has_changed_nothing(mesh: DeviceMesh) -> None:
+    """Neither buffers nor parameters that nobody streams, whichever part of the model is converted."""
+
+    def prepare(model: Net) -> None:
+        model.blocks[0].register_buffer("scale", torch.ones(3), persistent=False)
+        model.blocks[0].norm.register_buffer("shift", torch.ones(3), persistent=False)
+
+    plain, loop = pair(mesh, policy_of({}), prepare=prepare)
+    for part in (loop.model, loop.model.blocks, loop.model.blocks[0]):
+        with pytest.raises(RuntimeError, match="cannot be converted"):
+            part.double()
+        assert loop.model.blocks[0].scale.dtype == loop.model.blocks[0].norm.shift.dtype == torch.float32
+    assert_same_each_step(plain, loop, 3)
+
+
+def test_conversions_where_the_optimizer_is_gone(mesh: DeviceMesh) -> None:
+    loop = Loop(mesh, adamw, policy_of({}))
+    loop.train(2)
+    loop.optimizer.synchronize()
+    del loop.optimizer, loop.scheduler
+    gc.collect()
+    loop.model.double()
+    assert {param.dtype for param in loop.model.parameters()} == {torch.float64}
+    loop.model.load_state_dict({name: value.float() for name, value in loop.model.state_dict().items()}, assign=True)
+    assert {param.dtype for param in loop.model.parameters()} == {torch.float32}
 
 
 def test_a_copy_of_a_module_is_converted_by_itself(mesh: DeviceMesh) -> None:
