@@ -203,7 +203,7 @@ def _chunk(value: DTensor, item: Any) -> list[Any]:
 
 def hash_of(values: Tensor) -> str:
     """Short enough for a fixture."""
-    return hashlib.blake2b(values.contiguous().numpy().tobytes(), digest_size=4).hexdigest()
+    return hashlib.blake2b(values.contiguous().cpu().numpy().tobytes(), digest_size=4).hexdigest()
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

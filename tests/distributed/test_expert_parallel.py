@@ -74,7 +74,7 @@ class Layer(nn.Module):
 
 def trained(ep: int, *, grouped: bool, mesh_name: str, steps: int) -> tuple[Layer, torch.optim.Optimizer]:
     model = Layer(ep, grouped=grouped, mesh_name=mesh_name)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
     offload_optimizer(optimizer, model=model, policy=POLICY)
     for step in range(steps):
         for param in model.parameters():
@@ -127,15 +127,15 @@ def numbered(folder: Path, ep: int, grouped: bool) -> Iterator[str]:
     single = [f"experts.local_experts.{n}.linear_fc1.{{}}" for n in range(NUM_EXPERTS)]
     names = [f"{LAYER}.{n.format(kind)}" for n in (fused if grouped else single) for kind in ("weight", "bias")]
     for name in [*names, f"{LAYER}.router.weight"]:
-        param = nn.Parameter(values_of(name))
-        plain = torch.optim.AdamW([param], lr=0.1)
+        param = nn.Parameter(values_of(name).to(this_device()))
+        plain = torch.optim.AdamW([param], lr=0.1, foreach=False)
         for step in range(2):
             param.grad = param.detach() * (step + 1)
             plain.step()
-        if not torch.equal(stored[f"model.{name}"], param.detach()):
+        if not torch.equal(stored[f"model.{name}"], param.detach().cpu()):
             yield f"{name} was saved wrongly"
         for key in ("exp_avg", "exp_avg_sq"):
-            if not torch.equal(stored[f"optimizer.state.{name}.{key}"], plain.state[param][key]):
+            if not torch.equal(stored[f"optimizer.state.{name}.{key}"], plain.state[param][key].cpu()):
                 yield f"{key} of {name} was saved wrongly"
 
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 import fsdp_offload.cpu_update.calibrate
 from fsdp_offload import OffloadPolicy
 from tests.distributed import models
-from tests.distributed.launch import DEVICE_TYPE, mesh, run_cases, spawn
+from tests.distributed.launch import mesh, run_cases, spawn
 from tests.distributed.models import build
 from tests.distributed.test_sharded_training import TINY, Case, run_case
 from tests.overlapping import HABITS, NOT_IN_BACKWARD, POLICIES, SIZES, Loop, same
@@ -25,7 +25,7 @@ from tests.tiers import some_cases
 pytestmark = [
     pytest.mark.distributed,
     # The plain optimizer is the reference. On a device it rounds differently; tests/gpu compares with copies there.
-    pytest.mark.skipif(DEVICE_TYPE != "cpu", reason="the CPU's bits are compared with the CPU's"),
+    pytest.mark.gloo,
 ]
 
 

@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 from fsdp_offload.device import link
 from tests.distributed import launch, nursery
-from tests.distributed.launch import DEVICE_TYPE, spawn
+from tests.distributed.launch import spawn
 
-pytestmark = pytest.mark.distributed
-on_cpu = pytest.mark.skipif(DEVICE_TYPE != "cpu", reason="ranks on GPUs are started one by one")
+# On GPUs torch starts the ranks one by one.
+pytestmark = [pytest.mark.distributed, pytest.mark.gloo]
 
 
 def note(rank: int, world_size: int, folder: Path) -> None:
@@ -82,7 +82,6 @@ def test_what_a_rank_lacks_skips_the_test(tmp_path: Path) -> None:
         spawn(skip, 2, tmp_path, 1)
 
 
-@on_cpu
 def test_ranks_of_a_process_that_has_died(tmp_path: Path) -> None:
     assert runs(tmp_path, 2)
     (living,) = nursery._living.values()
@@ -91,7 +90,6 @@ def test_ranks_of_a_process_that_has_died(tmp_path: Path) -> None:
     assert runs(tmp_path, 2)
 
 
-@on_cpu
 def test_the_process_is_kept_for_its_file(tmp_path: Path) -> None:
     assert runs(tmp_path, 2)
     before = dict(nursery._living)
@@ -113,7 +111,7 @@ def find_none(rank: int, world_size: int) -> None:
     assert torch.get_default_dtype() == torch.float32
     assert not link._links
     assert not multiprocessing.active_children()
-    assert threading.active_count() == 1 + (DEVICE_TYPE != "cpu")
+    assert threading.active_count() == 1
 
 
 def test_ranks_find_no_traces_of_others(tmp_path: Path) -> None:

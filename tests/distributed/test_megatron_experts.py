@@ -24,7 +24,7 @@ from fsdp_offload.checkpoint import (
     with_parameter_chunks,
 )
 from fsdp_offload.torch_compat.dtensor import local_shard
-from tests.distributed.launch import mesh, spawn
+from tests.distributed.launch import DEVICE_TYPE, mesh, spawn
 from tests.distributed.megatron_model import MOMENTS, Layout, Module, model_state, parameter
 
 pytestmark = pytest.mark.distributed
@@ -60,7 +60,7 @@ class Model:
         # As Megatron's: a mesh of this rank's experts alone, whose dimensions are called as those of the others.
         ranks = whole.mesh[whole.get_local_rank("ep")]
         meshes = [
-            torch.distributed.device_mesh.DeviceMesh("cpu", whole.mesh[number], mesh_dim_names=("dp", "tp"))
+            torch.distributed.device_mesh.DeviceMesh(DEVICE_TYPE, whole.mesh[number], mesh_dim_names=("dp", "tp"))
             for number in range(ep)
         ]
         own = next(one for one in meshes if torch.equal(one.mesh, ranks))
@@ -121,7 +121,7 @@ class Model:
         for name, param in self.params.items():
             state = self.optimizer.state[param]
             for number, value in enumerate((param, *(state[key] for key in MOMENTS))):
-                if not torch.equal(local_shard(value).detach().reshape(-1), self.own(name, number)):
+                if not torch.equal(local_shard(value).detach().cpu().reshape(-1), self.own(name, number)):
                     yield f"{name}, {number}"
             if state["step"] != 1:
                 yield f"step of {name} is {state['step']}"

@@ -210,7 +210,7 @@ def wrong_values(layout: Layout, model: Module, optimizer: torch.optim.Optimizer
         for shift, value in enumerate((param, *(state[key] for key in MOMENTS))):
             rows = layout.rows_of(whole_of(name, shift / 4), tp_dim)
             expected = rows.reshape(-1)[layout.slice_of(tuple(rows.shape))]
-            if not torch.equal(local_shard(value).detach().reshape(-1), expected):
+            if not torch.equal(local_shard(value).detach().cpu().reshape(-1), expected):
                 yield f"{name}, {shift}: {local_shard(value).reshape(-1)[:5]}, expected {expected[:5]}"
         if state["step"] != 1:
             yield f"step of {name} is {state['step']}"

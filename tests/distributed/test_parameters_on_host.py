@@ -85,7 +85,8 @@ class Training:
             if self.step % 3 == 1:
                 with torch.no_grad():
                     self.losses.append(self.net(batch(999), extra=False))
-                self.net.to(self.net.head.weight.device)  # where it is
+                # As model.to() where it changes nothing; on GPUs, homes and gathered parameters are on two devices.
+                self.net._apply(lambda tensor: tensor)
             self.step += 1
 
     def states(self) -> dict[str, Any]:

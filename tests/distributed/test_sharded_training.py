@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import schedulefree
 import torch
 from torch import nn, optim
 from torch.nn.utils import clip_grad_norm_
@@ -146,6 +145,7 @@ def muon_groups(net: Net) -> Optimizer:
 
 
 def schedule_free(net: Net, **options: Any) -> Optimizer:
+    schedulefree = pytest.importorskip("schedulefree")
     optimizer = schedulefree.AdamWScheduleFree(net.parameters(), lr=1e-2, warmup_steps=3, **options)
     optimizer.train()
     return optimizer

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from fsdp_offload import OffloadPolicy, offload_optimizer
 from fsdp_offload.checkpoint import get_optimizer_state_dict, load, save, set_optimizer_state_dict
 from fsdp_offload.torch_compat.dtensor import local_shard
-from tests.distributed.launch import mesh, run_cases, spawn
+from tests.distributed.launch import mesh, run_cases, spawn, this_device
 
 pytestmark = pytest.mark.distributed
 
@@ -65,7 +65,7 @@ def written(fqn: str, tensor: DTensor, chunk: ChunkStorageMetadata) -> list[Writ
 def trained(param: nn.Parameter, begin: int, end: int, steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = nn.Module()
     model.weight = param
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
     offload_optimizer(optimizer, model=model, policy=POLICY)
     for step in range(steps):
         local = (WHOLE + step)[begin:end].clone()
@@ -79,10 +79,10 @@ def trained(param: nn.Parameter, begin: int, end: int, steps: int) -> tuple[nn.M
 def round_trip(folder: Path, device_mesh: DeviceMesh, begin: int, end: int) -> Iterator[str]:
     """State is saved as what it is, by DCP alone too, and loaded into even shards and back."""
     model, optimizer = trained(shard(device_mesh, WHOLE, begin, end), begin, end, steps=2)
-    plain = nn.Parameter(WHOLE.clone())
-    reference = torch.optim.AdamW([plain], lr=0.1)
+    plain = nn.Parameter(WHOLE.clone().to(this_device()))
+    reference = torch.optim.AdamW([plain], lr=0.1, foreach=False)
     for step in range(2):
-        plain.grad = WHOLE + step
+        plain.grad = (WHOLE + step).to(this_device())
         reference.step()
     dcp.save({"w": model.weight, "s": dict(optimizer.state[model.weight])}, checkpoint_id=folder / "dcp")
     save({"w": model.weight, "s": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=folder / "ours")

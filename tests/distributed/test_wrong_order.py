@@ -149,6 +149,7 @@ def prepare(accelerator: Any, *, with_model: bool) -> list[str]:
 
 
 def run_accelerate(rank: int, world_size: int) -> None:
+    pytest.importorskip("accelerate")
     from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
     from accelerate.utils import DistributedType
 
