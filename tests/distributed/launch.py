@@ -95,6 +95,9 @@ def _join_and_run(rank: int, case: Case) -> None:
     torch.set_num_threads(1)
     device = this_device(rank)
     if device.type != "cpu":
+        # Two plain trainings must have the same bits; kernels that add with atomics (gradients of embeddings) do not.
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # read when CUDA is first used
+        torch.use_deterministic_algorithms(True, warn_only=True)
         torch.accelerator.set_device_index(device.index)
     # Object collectives and checkpoints need a backend for the CPU as well.
     backend = "gloo" if DEVICE_TYPE == "cpu" else "cpu:gloo,cuda:nccl"
