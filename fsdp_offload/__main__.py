@@ -1,20 +1,40 @@
-"""Command line: ``fsdp-offload bench NAME`` and ``fsdp-offload plan MODEL``; also as ``python -m fsdp_offload``."""
+"""Command line: ``fsdp-offload plan MODEL``, ``fsdp-offload doctor``; also as ``python -m fsdp_offload``."""
 
 import sys
+
+from . import __version__
+
+HELP = """usage: fsdp-offload COMMAND
+
+  plan MODEL   what training will take in memory and time under each policy, and the line to write (extra [plan])
+  doctor       versions, limits and link rates of this machine, for bug reports
+  --version    the version of fsdp_offload
+
+fsdp-offload plan --help tells more.
+"""
 
 
 def main() -> None:
     """Entry point of the console script."""
-    # What these import is an extra, and is imported by nobody else.
-    if sys.argv[1:2] == ["bench"]:
+    command, arguments = (sys.argv[1], sys.argv[2:]) if len(sys.argv) > 1 else ("", [])
+    if command == "bench":
         from .bench.__main__ import app
 
-        app(sys.argv[2:], prog_name="fsdp-offload bench")
-    if sys.argv[1:2] == ["plan"]:
+        app(arguments, prog_name="fsdp-offload bench")
+    elif command == "plan":  # what it imports is an extra, and is imported by nobody else
         from .plan.command import app as plan
 
-        plan(sys.argv[2:], prog_name="fsdp-offload plan")
-    sys.exit("usage: fsdp-offload bench NAME or plan MODEL; with --help each tells more")
+        plan(arguments, prog_name="fsdp-offload plan")
+    elif command == "doctor" and not arguments:
+        from .doctor import main as doctor
+
+        doctor()
+    elif command in ("--help", "-h"):
+        sys.stdout.write(HELP)
+    elif command == "--version":
+        sys.stdout.write(f"fsdp-offload {__version__}\n")
+    else:
+        sys.exit(f"fsdp-offload: {'no command' if not command else f'unknown: {command}'}\n\n{HELP}")
 
 
 if __name__ == "__main__":

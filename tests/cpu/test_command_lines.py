@@ -33,10 +33,13 @@ def run(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("command", "expected"),
     [
-        (("fsdp-offload", "bench", "--help"), "Usage: fsdp-offload bench [OPTIONS] COMMAND"),
+        (("fsdp-offload", "--help"), "usage: fsdp-offload COMMAND"),
+        (("fsdp-offload", "-h"), "doctor       versions, limits"),
+        (("fsdp-offload", "--version"), f"fsdp-offload {fsdp_offload.__version__}"),
+        (("fsdp-offload", "plan", "--help"), "Usage: fsdp-offload plan [OPTIONS]"),
         (("checkpoint-tools", "--help"), "Usage: checkpoint-tools [OPTIONS] COMMAND"),
     ],
-    ids=["fsdp-offload", "checkpoint-tools"],
+    ids=["help", "h", "version", "plan", "checkpoint-tools"],
 )
 def test_help(command: tuple[str, ...], expected: str) -> None:
     found = run(*command)
@@ -47,7 +50,16 @@ def test_help(command: tuple[str, ...], expected: str) -> None:
 def test_a_command_that_does_not_exist() -> None:
     found = run("fsdp-offload", "nothing")
     assert found.returncode == 1
-    assert "usage: fsdp-offload bench NAME" in found.stderr
+    assert found.stderr.startswith("fsdp-offload: unknown: nothing")
+    assert "usage: fsdp-offload COMMAND" in found.stderr
+
+
+def test_doctor_says_what_a_bug_report_needs() -> None:
+    found = run("fsdp-offload", "doctor")
+    assert found.returncode == 0, found.stderr
+    facts = dict(line.split(None, 1) for line in found.stdout.splitlines())
+    assert facts["fsdp_offload"] == fsdp_offload.__version__
+    assert {"torch", "host", "memlock", "NUMA", "CUDA_DEVICE_MAX_COPY_CONNECTIONS", "GPU"} <= facts.keys()
 
 
 def test_every_script_is_there() -> None:

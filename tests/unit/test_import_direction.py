@@ -40,12 +40,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "checkpoint": {"torch_compat", "planning", "device", "state", "optimizers", "engine", "cpu_update", "api"},
     "__init__": {"policy", "model", "report", "api"},
+    "doctor": {"__init__", "device"},
     "plan": {"policy", "planning"},
     "figures": {"torch_compat", "report", "api"},
     "integrations": {"policy", "engine", "model", "api", "checkpoint"},
     "bench": {
         *("__init__", "policy", "torch_compat", "planning", "device", "cpu_update"),
-        *("model", "checkpoint", "plan", "figures"),
+        *("model", "checkpoint", "plan", "figures", "doctor"),
     },
 }
 

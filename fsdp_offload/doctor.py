@@ -1,0 +1,95 @@
+"""The command ``fsdp-offload doctor``: what a bug report needs to say about a machine, one fact a line.
+
+Without a GPU it says so and prints the rest. With one, it initialises CUDA and copies 1 GiB each way.
+"""
+
+import os
+import platform
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from . import __version__
+from .device.arena import Region
+from .device.copy_queues import VARIABLE
+from .device.host_limits import host_memory
+
+_COPIED_BYTES = 1 << 30
+
+
+def main() -> None:
+    """Print the facts."""
+    for name, value in facts():
+        sys.stdout.write(f"{name:24} {value}\n")
+
+
+def facts() -> Iterator[tuple[str, str]]:
+    """Yield names and values: versions, limits of host memory, devices, the link of the current device."""
+    yield "fsdp_offload", __version__
+    yield "torch", f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}, Python {platform.python_version()}"
+    yield "system", f"{platform.platform()}, {len(os.sched_getaffinity(0))} of {os.cpu_count()} cores"
+    memory = host_memory()
+    yield (
+        "host memory",
+        f"{_gb(memory.total_bytes)} is the limit of machine and container, {_gb(memory.available_bytes)} free",
+    )
+    yield "memlock (ulimit -l)", _limit(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0])
+    nodes = sorted(Path("/sys/devices/system/node").glob("node[0-9]*"))
+    yield (
+        "NUMA nodes",
+        ", ".join(f"{node.name}: CPUs {(node / 'cpulist').read_text().strip()}" for node in nodes) or "unknown",
+    )
+    yield VARIABLE, f"{os.environ.get(VARIABLE, 'not set')} (32: small copies do not wait behind loads)"
+    yield "ranks of this host", os.environ.get("LOCAL_WORLD_SIZE", "LOCAL_WORLD_SIZE is not set")
+    if not torch.cuda.is_available():
+        yield "GPU", "none that torch can use"
+        return
+    yield "driver", _driver()
+    for index in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(index)
+        yield f"GPU {index}", f"{torch.cuda.get_device_name(index)}, {_gb(free)} of {_gb(total)} free"
+    yield from _link(torch.device("cuda", torch.cuda.current_device()))
+
+
+def _link(device: torch.device) -> Iterator[tuple[str, str]]:
+    begin = time.perf_counter()
+    try:
+        homes = [Region(_COPIED_BYTES, device=device, pin=True).bytes for _ in range(2)]
+    except (MemoryError, RuntimeError) as error:
+        yield "pinning", f"failed: {error}"
+        return
+    yield "pinning", f"{2 * _COPIED_BYTES / (time.perf_counter() - begin) / 1e9:.1f} GB/s"
+    places = [torch.empty(_COPIED_BYTES, dtype=torch.uint8, device=device) for _ in homes]
+    streams = [torch.cuda.Stream(device) for _ in homes]
+
+    def seconds(*directions: int) -> float:
+        torch.cuda.synchronize(device)
+        begin = time.perf_counter()
+        for way in directions:
+            with torch.cuda.stream(streams[way]):
+                for _ in range(4):
+                    pair = (places[way], homes[way]) if way == 0 else (homes[way], places[way])
+                    pair[0].copy_(pair[1], non_blocking=True)
+        torch.cuda.synchronize(device)
+        return (time.perf_counter() - begin) / 4
+
+    seconds(0, 1)  # the first copies of a process take longer
+    for name, directions in {"host to device": (0,), "device to host": (1,), "both at once": (0, 1)}.items():
+        yield name, f"{len(directions) * _COPIED_BYTES / seconds(*directions) / 1e9:.1f} GB/s"
+
+
+def _driver() -> str:
+    path = Path("/proc/driver/nvidia/version")
+    return path.read_text().splitlines()[0].strip() if path.exists() else "unknown"
+
+
+def _gb(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.1f} GB"
+
+
+def _limit(value: int) -> str:
+    return "unlimited" if value == resource.RLIM_INFINITY else f"{value} bytes; pinning more needs a higher limit"
