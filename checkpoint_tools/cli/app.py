@@ -12,7 +12,7 @@ from .diff_command import compare_checkpoints
 from .error_lines import with_error_lines
 from .inspect_command import inspect_checkpoint
 from .rename_command import rename_weights
-from .split_and_merge import merge_parts, split_fused
+from .split_and_merge import PRESETS_EPILOG, merge_parts, split_fused
 from .verify_command import verify_checkpoint
 
 app = typer.Typer(
@@ -47,13 +47,13 @@ def _before_any_command(
     be_printable(sys.stdout, sys.stderr)
 
 
-for _name, _run in (
-    ("inspect", inspect_checkpoint),
-    ("verify", verify_checkpoint),
-    ("diff", compare_checkpoints),
-    ("split", split_fused),
-    ("merge", merge_parts),
-    ("rename", rename_weights),
-    ("convert", convert_checkpoint),
+for _name, _run, _epilog in (
+    ("inspect", inspect_checkpoint, None),
+    ("verify", verify_checkpoint, None),
+    ("diff", compare_checkpoints, None),
+    ("split", split_fused, PRESETS_EPILOG),
+    ("merge", merge_parts, PRESETS_EPILOG),
+    ("rename", rename_weights, None),
+    ("convert", convert_checkpoint, None),
 ):
-    app.command(_name)(with_error_lines(_run))
+    app.command(_name, epilog=_epilog)(with_error_lines(_run))

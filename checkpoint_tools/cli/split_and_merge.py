@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from ..core.errors import CheckpointError
+from ..fused.preset_files import preset_names, preset_subject
 from .command_options import (
     Destination,
     DryRun,
@@ -30,8 +31,10 @@ if TYPE_CHECKING:  # when a command runs: torch takes longer than all that help 
     from ..fused.rules import Rule
 
 Presets = Annotated[
-    list[str] | None, typer.Option("--preset", metavar="NAME", help="Rules that come with the tools. Several may be.")
+    list[str] | None,
+    typer.Option("--preset", metavar="NAME", help="Rules that come with the tools, listed below. Several may be."),
 ]
+PRESETS_EPILOG = "\b\nPresets:\n" + "\n".join(f"  {name}: {preset_subject(name)}" for name in preset_names())
 RuleFiles = Annotated[
     list[Path] | None, typer.Option("--rules", metavar="FILE", help="Rules of your own, as TOML or JSON.")
 ]
@@ -58,7 +61,7 @@ def split_fused(
     restart: Restart = False,
     as_json: Json = False,
 ) -> None:
-    """Exchange fused weights for their parts, with all of the optimizer's state.
+    """Exchange fused weights (SwiGLU, QKV and others) for their parts, with all of the optimizer's state.
 
     SRC is only read. DST is there when it is complete, and not before: run the same command again after a kill, and it
     goes on where it was. (Behind a URL, files are sent as they are ready, the metadata last, and nothing is resumed.)

@@ -3,8 +3,8 @@
 ====================================  =================================================================================
 where                                 what
 ====================================  =================================================================================
-``metadata.json`` of ``torch_dist``   ``tp_size`` is 1: gate and up are stored as if there were one rank, however many
-                                      wrote them
+``metadata.json`` of ``torch_dist``   ``tp_size`` and ``etp_size`` are 1: gate and up are stored as if there were one
+                                      rank, however many wrote them
 ``common.pt``, or the object          Megatron's ``args``: ``tp_size``, sizes and numbers of heads
 ``args`` of the checkpoint
 ``config.json``                       Hugging Face's: whatever numbers it has
@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 from ..core.errors import CheckpointError
 from ..core.sizes import MAX_INT64
+from ..fused.rules import DENSE_RANKS, EXPERT_RANKS
 from ..stored.archive import PICKLE, DamagedError, open_archive, read_pickle
 from ..stored.reading import Checkpoint
 from ..stored.storage import Window, read_small
@@ -84,7 +85,8 @@ def with_told(
 def _of_layout(checkpoint: Checkpoint) -> dict[str, Told]:
     if not is_torch_dist(checkpoint):
         return {}
-    return {"tp_size": Told(1, "torch_dist, which stores gate and up as one rank has them", is_layout=True)}
+    told = Told(1, "torch_dist, which stores gate and up as one rank has them", is_layout=True)
+    return {DENSE_RANKS: told, EXPERT_RANKS: told}
 
 
 def is_torch_dist(checkpoint: Checkpoint) -> bool:
@@ -97,7 +99,11 @@ def _of_args(checkpoint: Checkpoint) -> dict[str, Told]:
     for where, read in ((COMMON_FILE, _common_args), (f"the object {_ARGS}", _object_args)):
         args = read(checkpoint)
         if isinstance(args, PickledObject) and isinstance(args.state, dict):
-            return {name: Told(value, f"args in {where}") for name, value in _of_megatron(args.get).items()}
+            # Megatron itself divided the experts: no one else knows over how many ranks.
+            return {
+                name: Told(value, f"args in {where}", is_layout=name == EXPERT_RANKS)
+                for name, value in _of_megatron(args.get).items()
+            }
     return {}
 
 
@@ -117,7 +123,8 @@ def _of_megatron(get: Callable[[str], Any]) -> dict[str, int]:
     # What is not used is 1, as Megatron's arguments have it.
     groups = get("num_query_groups") if get("group_query_attention") is not False else heads
     found = {
-        "tp_size": get("tensor_model_parallel_size"),
+        DENSE_RANKS: get("tensor_model_parallel_size"),
+        EXPERT_RANKS: get("expert_tensor_parallel_size"),
         "num_attention_heads": heads,
         "num_query_groups": groups,
         "kv_channels": get("kv_channels"),

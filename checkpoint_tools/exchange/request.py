@@ -14,7 +14,7 @@ from ..core.errors import CheckpointError
 from ..core.patterns import idle_patterns, is_excluded
 from ..core.sizes import shortened
 from ..fused.fusions import Exchange
-from ..fused.rules import ALL, Match, Rule, Wanted, preset_names
+from ..fused.rules import ALL, DENSE_RANKS, EXPERT_RANKS, Match, Rule, Wanted, preset_names
 from ..fused.split_record import RECORD_FILE, read_record
 from ..stored.reading import Checkpoint
 from .config_values import with_told
@@ -80,6 +80,7 @@ def complete(checkpoint: Checkpoint, way: Way, request: Request) -> Complete:
         raise CheckpointError(f"no rules{hint}; give --preset ({', '.join(preset_names())}) or --rules FILE")
     chosen = (sorted(request.excluded), sorted(request.only), None if fused is None else sorted(fused))
     values, notes = with_told(checkpoint, {name for rule in rules for name in rule.value_names}, given)
+    notes += _notes_on_experts(checkpoint, way, rules, values)
     return Complete(
         rules,
         values,
@@ -89,6 +90,21 @@ def complete(checkpoint: Checkpoint, way: Way, request: Request) -> Complete:
         repr((list(rules), sorted(values.items()), *chosen)),
         notes,
     )
+
+
+def _notes_on_experts(
+    checkpoint: Checkpoint, way: Way, rules: Iterable[Rule], values: Mapping[str, float]
+) -> list[str]:
+    """Note that experts are taken to be divided as dense layers are, where nobody has said it."""
+    if EXPERT_RANKS in values or DENSE_RANKS not in values:
+        return []
+    match = Rule.match if way == "split" else Rule.match_part
+    of_experts = [rule for rule in rules if rule.groups == EXPERT_RANKS]
+    if not any(match(rule, key) for rule in of_experts for key in checkpoint.tensors):
+        return []
+    return [
+        f"{EXPERT_RANKS} = {values[DENSE_RANKS]}, as {DENSE_RANKS}: the default, as nothing else is known of experts"
+    ]
 
 
 def _check_bounded(checkpoint: Checkpoint, rules: Iterable[Rule]) -> None:

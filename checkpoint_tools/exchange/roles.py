@@ -17,7 +17,7 @@ from ..core.patterns import check_excluded, is_excluded
 from ..fused.fusions import Shape
 from ..fused.keys import Names, StateName
 from ..fused.owners import Owners
-from ..fused.rules import ALL, Match, Rule, Wanted, find_matches, find_parts
+from ..fused.rules import ALL, Match, MatchKey, Rule, Wanted, find_matches, find_parts, nothing_matches
 from ..stored.reading import Checkpoint
 from .param_groups import Groups, listed
 
@@ -50,7 +50,7 @@ class Side(NamedTuple):
     """
 
     find: Callable[[Iterable[str], Sequence[Rule], Wanted], list[Match]]
-    match: Callable[[Rule, str], Match | None]
+    match: MatchKey
     names: Callable[[str, tuple[str, ...]], Mapping[str, int | None]]
 
 
@@ -199,10 +199,8 @@ class Roles:
     def _check_rules(self) -> None:
         idle = [r.fused for n, r in enumerate(self._rules) if n not in self._used and not r.optional]
         if not self._used or (idle and self._wanted is ALL):
-            raise CheckpointError(
-                f"rules that match nothing: {', '.join(idle) or 'all of them'}. Look at the keys with the command "
-                "inspect, and take out what is not there"
-            )
+            keys = [*self.model_shapes, *(fqn for each in self._of_state.values() for fqn in each)]
+            raise CheckpointError(nothing_matches(self._rules, idle, keys, self._side.match))
 
     def _check_ambiguity(self) -> None:
         for optimizer, roles in self._of_state.items():

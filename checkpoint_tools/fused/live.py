@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp_offload.checkpoint import ShardChunks, ShardTensor, chunks_of, with_chunks, with_parameter_chunks
-from fsdp_offload.checkpoint.chunks import says_its_chunks
+from fsdp_offload.checkpoint.chunks import says_its_chunks, tensor_parallel_ranks
 from fsdp_offload.checkpoint.layouts import by_fqn, flattened, is_fsdp_dtensor
 from fsdp_offload.checkpoint.state_dict import is_flat_state
 from fsdp_offload.optimizers.masters import MASTER, is_duplicate
@@ -28,7 +28,7 @@ from fsdp_offload.torch_compat.dtensor import is_dtensor, local_shard, over_part
 from ..core.parts import Comb, part_chunks, span_of
 from .options import check_same_options, holds_tensors
 from .owners import Owner, Owners
-from .rules import Match, Rule, find_matches, find_parts
+from .rules import DENSE_RANKS, EXPERT_RANKS, Match, Rule, find_matches, find_parts
 
 StateDict = dict[str, Any]
 
@@ -43,6 +43,7 @@ class _Origin(NamedTuple):
     memory: Tensor
     dim: int
     comb: Comb
+    ranks: int | None
     is_copy: bool
 
 
@@ -69,7 +70,8 @@ def split_state_dict(
             placements are nominal. Megatron's ``param_to_group_meta`` stays as it is: that goes by the names of the
             fused parameters there.
         rules: see :mod:`checkpoint_tools.fused.rules`.
-        values: config values that the rules' sizes name.
+        values: config values that the rules' sizes name. ``tp_size``, and for experts ``etp_size``, are taken from the
+            mesh of each parameter that tells them; elsewhere ``etp_size`` is ``tp_size`` by default, as in Megatron.
         model: whose ``state_dict()`` ``model_state`` is, if that is one of Megatron-FSDP: it knows the slices that the
             values have lost. Where experts are renumbered, call
             :func:`~fsdp_offload.checkpoint.with_parameter_chunks` before that, instead.
@@ -169,6 +171,7 @@ class _Split(NamedTuple):
     shape: tuple[int, ...]
     dim: int
     combs: tuple[Comb, ...]
+    ranks: int | None  # that divide it, as its mesh tells
     chunks: ShardChunks  # this rank's, of the fused parameter
     param: Tensor
 
@@ -187,7 +190,9 @@ class _Split(NamedTuple):
         found = [self._part(value, memory, chunks, comb) for comb in self.combs]
         for number, (part, comb) in enumerate(zip(found, self.combs, strict=True)):
             is_copy = not is_dtensor(part) and not _is_view(comb)
-            _origins[part] = _Origin(value, self.match.fused, number, len(found), memory, self.dim, comb, is_copy)
+            _origins[part] = _Origin(
+                value, self.match.fused, number, len(found), memory, self.dim, comb, self.ranks, is_copy
+            )
         return found
 
     def _chunks_in(self, value: Tensor, memory: Tensor) -> ShardChunks | None:
@@ -236,9 +241,29 @@ def _split_of(match: Match, param: Any, shapes: Mapping[str, tuple[int, ...]], v
         raise ValueError(f"{match.fused}: expected a tensor, got {type(param).__name__}")
     shape = tuple(param.shape)
     dim = match.rule.dim_of(shape, match.fused)
-    combs = match.rule.combs(shape[dim], values, match.fused)
+    ranks = tensor_parallel_ranks(param)
+    combs = match.rule.combs(shape[dim], _with_own_ranks(match.rule, ranks, values, match.fused), match.fused)
     match.check_sibling(shapes, combs[0].size)
-    return _Split(match, shape, dim, combs, chunks_of(param), param)
+    return _Split(match, shape, dim, combs, ranks, chunks_of(param), param)
+
+
+def _with_own_ranks(rule: Rule, ranks: int | None, values: Mapping[str, float], where: str) -> Mapping[str, float]:
+    """Divide by as many tensor-parallel ranks as the parameter's own mesh has, where that tells.
+
+    Experts have a mesh of their own, on which it may be another number than that of dense layers.
+
+    Raises:
+        ValueError: the number given is another.
+    """
+    name = str(rule.groups)
+    if ranks is None or name not in (DENSE_RANKS, EXPERT_RANKS):
+        return values
+    if values.get(name, ranks) != ranks:
+        raise ValueError(
+            f"{where}: expected {name}={ranks}, as many tensor-parallel ranks as its own mesh has, got "
+            f"{name}={values[name]}; leave it out"
+        )
+    return {**values, name: ranks}
 
 
 def _is_view(comb: Comb) -> bool:
@@ -384,7 +409,8 @@ def _merged(match: Match, parts: Sequence[Any], where: str, values: Mapping[str,
     if all(origin is not None and (origin.key, origin.parts) == (match.fused, len(parts)) for origin in origins):
         if any(origin.fused is not origins[0].fused or origin.number != n for n, origin in enumerate(origins)):
             raise ValueError(f"{where}: its parts were split from different tensors")
-        _check_same_layout(match.rule, [origin.comb for origin in origins], where, values)
+        own = _with_own_ranks(match.rule, origins[0].ranks, values, where)
+        _check_same_layout(match.rule, [origin.comb for origin in origins], where, own)
         for origin, part in zip(origins, parts, strict=True):
             if origin.is_copy:
                 _write(origin.memory, origin.dim, origin.comb, part)

@@ -20,12 +20,12 @@ import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 from ..core.parts import Comb, Layout, combs_of
 from ..core.sizes import shortened
+from .preset_files import preset_names, preset_text
 
 Size = int | str
 
@@ -47,7 +47,8 @@ class Rule:
         same_size_as: ``(template, dim)`` of another tensor whose size along ``dim`` has to be that of the first part.
             What tells a gated MLP from one without a gate, where ``linear_fc1`` is half as large and must not be split.
         optional: whether a model may have no such tensor. Of several optional rules one has to match all the same.
-        exclude: patterns of keys, as a shell's (``*``, ``?``, ``[...]``), that the rule is not about.
+        only: patterns of keys, as a shell's (``*``, ``?``, ``[...]``): the rule is about no others.
+        exclude: patterns of keys that the rule is not about.
         source: where the layout is defined.
 
     Raises:
@@ -62,6 +63,7 @@ class Rule:
     groups: Size = 1
     same_size_as: tuple[str, int] | None = None
     optional: bool = False
+    only: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     source: str = ""
 
@@ -118,7 +120,7 @@ class Rule:
     def match(self, key: str) -> "Match | None":
         """Return the parts of the fused tensor ``key``, if the rule covers it."""
         found = template_pattern(self.fused).fullmatch(key) if len(key) <= MAX_KEY else None
-        if found is None or any(fnmatch.fnmatchcase(key, pattern) for pattern in self.exclude):
+        if found is None or _is_any(key, self.exclude) or (self.only and not _is_any(key, self.only)):
             return None
         texts = found.groupdict()
         return Match(self, key, tuple(template_filled(part, texts) for part in self.parts), texts)
@@ -141,7 +143,7 @@ class Rule:
             ValueError: sizes do not add up, do not divide, or name values that there are not
                 (:class:`MissingValueError`).
         """
-        groups = _evaluated(self.groups, values, where)
+        groups = _evaluated(self.groups, _with_default_sizes(values), where)
         if groups < 1:
             raise ValueError(f"{where}: {self.groups} is {groups}; expected 1 or more, as many as it was divided into")
         sizes = self._sizes(fused_size, values, where)
@@ -166,6 +168,15 @@ class Rule:
         known = [None if size == "rest" else _evaluated(size, values, where) for size in self.sizes]
         rest = fused_size - sum(size for size in known if size is not None)
         return [rest if size is None else size for size in known]
+
+
+DENSE_RANKS, EXPERT_RANKS = "tp_size", "etp_size"
+"""Config values: over how many tensor-parallel ranks dense layers and experts are divided."""
+
+
+def _with_default_sizes(values: Mapping[str, float]) -> Mapping[str, float]:
+    """Divide experts as dense layers where nothing else is said, which is Megatron's default."""
+    return {EXPERT_RANKS: values[DENSE_RANKS], **values} if DENSE_RANKS in values else values
 
 
 class MissingValueError(ValueError):
@@ -239,7 +250,7 @@ def find_matches(keys: Iterable[str], rules: Sequence[Rule], wanted: Wanted = AL
     """
     known = list(keys)
     found = {key: [match for rule in rules if (match := rule.match(key)) and wanted(match)] for key in known}
-    return _checked([(key, matches) for key, matches in found.items() if matches], known, rules)
+    return _checked([(key, matches) for key, matches in found.items() if matches], known, rules, Rule.match)
 
 
 def find_parts(keys: Iterable[str], rules: Sequence[Rule], wanted: Wanted = ALL) -> list[Match]:
@@ -251,7 +262,7 @@ def find_parts(keys: Iterable[str], rules: Sequence[Rule], wanted: Wanted = ALL)
     known = list(keys)
     taken = set(known)
     found = {key: [match for rule in rules if (match := rule.match_part(key)) and wanted(match)] for key in known}
-    matches = _checked([(key, matches) for key, matches in found.items() if matches], (), rules)
+    matches = _checked([(key, matches) for key, matches in found.items() if matches], known, rules, Rule.match_part)
     for match in matches:
         missing = [part for part in match.parts if part not in taken]
         if missing or match.fused in taken:
@@ -271,20 +282,33 @@ def find_parts(keys: Iterable[str], rules: Sequence[Rule], wanted: Wanted = ALL)
     return matches
 
 
-def _checked(found: list[tuple[str, list[Match]]], taken: Iterable[str], rules: Sequence[Rule]) -> list[Match]:
+MatchKey = Callable[[Rule, str], Match | None]
+"""Match of a key by a rule: ``Rule.match`` for fused tensors, ``Rule.match_part`` for parts."""
+
+
+def nothing_matches(rules: Sequence[Rule], idle: Sequence[str], keys: Iterable[str], match: MatchKey) -> str:
+    """Say which rules match nothing, and which presets would match some of the keys."""
+    known = list(keys)
+    others = [name for name in preset_names() if not set(preset(name)) <= set(rules)]
+    fit = [name for name in others if any(match(rule, key) for rule in preset(name) for key in known)]
+    hint = f"; presets that match some of them: {', '.join(fit)}" if fit else ""
+    nothing = ", ".join(idle or dict.fromkeys(rule.fused for rule in rules))
+    return f"rules that match nothing: {nothing}. Look at the keys, and take out what is not there{hint}"
+
+
+def _checked(
+    found: list[tuple[str, list[Match]]], keys: Sequence[str], rules: Sequence[Rule], match: MatchKey
+) -> list[Match]:
     for key, matches in found:
         if len(matches) > 1:
             raise ValueError(f"{key} is matched by several rules: {', '.join(match.rule.fused for match in matches)}")
     single = [matches[0] for _, matches in found]
-    idle = [rule.fused for rule in rules if all(match.rule is not rule for match in single) and not rule.optional]
+    idle = [rule.fused for rule in rules if all(one.rule is not rule for one in single) and not rule.optional]
     if idle or not single:
-        nothing = idle or [rule.fused for rule in rules]
-        raise ValueError(
-            f"rules that match nothing: {', '.join(nothing)}. Look at the keys, and take out what is not there"
-        )
-    names = [part for match in single for part in match.parts]
+        raise ValueError(nothing_matches(rules, idle, keys, match))
+    names = [part for one in single for part in one.parts]
     twice = {name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else set()
-    clash = sorted(twice | (set(names) & set(taken)))
+    clash = sorted(twice | (set(names) & set(keys if match is Rule.match else ())))
     if clash:
         raise ValueError(f"part names are taken already: {', '.join(clash[:5])}")
     return single
@@ -316,15 +340,7 @@ def preset(name: str) -> tuple[Rule, ...]:
     """
     if name not in preset_names():
         raise ValueError(f"no preset {name!r}; there are {', '.join(preset_names())}")
-    file = resources.files(__package__) / "presets" / f"{name}.toml"
-    return rules_of(tomllib.loads(file.read_text()), name)
-
-
-@functools.cache
-def preset_names() -> tuple[str, ...]:
-    """Names of the presets."""
-    files = (resources.files(__package__) / "presets").iterdir()
-    return tuple(sorted(file.name.removesuffix(".toml") for file in files if file.name.endswith(".toml")))
+    return rules_of(tomllib.loads(preset_text(name)), name)
 
 
 def rules_of(data: Any, where: str) -> tuple[Rule, ...]:
@@ -370,7 +386,7 @@ def _is_tuple_of(is_right: Callable[[object], bool], value: object) -> bool:
 
 _FIELD_CHECKS: dict[str, tuple[Callable[[object], bool], str]] = {
     **dict.fromkeys(("fused", "layout", "source"), (_is_text, "a string")),
-    **dict.fromkeys(("parts", "exclude"), (functools.partial(_is_tuple_of, _is_text), "a list of strings")),
+    **dict.fromkeys(("parts", "only", "exclude"), (functools.partial(_is_tuple_of, _is_text), "a list of strings")),
     "sizes": (lambda v: _is_text(v) or _is_tuple_of(_is_size, v), '"equal", or a list of numbers and expressions'),
     "groups": (_is_size, "a number or an expression"),
     "dim": (_is_int, "a number"),
@@ -433,6 +449,10 @@ def _typed(template: str, typed_by: str) -> str:
     """Rewrite ``template`` with the placeholders, regular expressions included, of the other one."""
     written = {found.group(1): found.group(0) for found in _PLACEHOLDER.finditer(typed_by)}
     return _PLACEHOLDER.sub(lambda found: written[found.group(1)], template)
+
+
+def _is_any(key: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)
 
 
 # Expressions ---------------------------------------------------------------------------------------------------------

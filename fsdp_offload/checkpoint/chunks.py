@@ -29,6 +29,9 @@ __all__ = ["Chunk", "ShardChunks", "chunks_of"]
 
 FlatRange = tuple[int, int] | slice
 
+MEGATRON_INDEX = "megatron_fsdp_dist_index"
+"""The attribute of a parameter in which Megatron-FSDP keeps its meshes, and what their dimensions are called."""
+
 MEGATRON_SLICE = "megatron_fsdp_slice"
 """The attribute of a parameter in which Megatron-FSDP keeps its flat range. Detached, copied or in a state dict, a
 tensor does not have it any more."""
@@ -203,8 +206,7 @@ def _megatron_chunks(param: Tensor, fsdp_slice: slice) -> ShardChunks:
     """
     if not isinstance(param, DTensor):
         raise TypeError(f"expected a Megatron-FSDP parameter to be a DTensor, got {type(param).__name__}")
-    tp_dim = getattr(getattr(param, "megatron_fsdp_dist_index", None), "tp_dim", None)
-    names = param.device_mesh.mesh_dim_names or ()
+    tp_dim, names = _tp_dim_of(param), param.device_mesh.mesh_dim_names or ()
     cuts = _cuts_of(param, [names.index(tp_dim)] if tp_dim in names else [])
     global_shape: Shape = tuple(param.shape)
     if cuts is None:
@@ -212,3 +214,22 @@ def _megatron_chunks(param: Tensor, fsdp_slice: slice) -> ShardChunks:
     (tensor_parallel_part,) = cut_chunks(global_shape, cuts).chunks
     rectangle = (tensor_parallel_part.offsets, tensor_parallel_part.sizes)
     return ragged_chunks(global_shape, rectangle, *_begin_end(fsdp_slice))
+
+
+def tensor_parallel_ranks(tensor: Tensor) -> int | None:
+    """Count the tensor-parallel ranks that divide a DTensor, by its own mesh; ``None`` where nothing tells.
+
+    The dimension is called as Megatron-FSDP says (``tp_dim``), or else ``tp`` or ``etp``. Where Megatron-FSDP has none,
+    one rank has all.
+    """
+    if not isinstance(tensor, DTensor):
+        return None
+    is_megatron, names = hasattr(tensor, MEGATRON_INDEX), tensor.device_mesh.mesh_dim_names or ()
+    for name in [_tp_dim_of(tensor)] if is_megatron else ["tp", "etp"]:
+        if name in names and tensor.placements[names.index(name)].is_shard():
+            return tensor.device_mesh.size(names.index(name))
+    return 1 if is_megatron else None
+
+
+def _tp_dim_of(param: Tensor) -> str | None:
+    return getattr(getattr(param, MEGATRON_INDEX, None), "tp_dim", None)

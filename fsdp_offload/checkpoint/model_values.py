@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ..torch_compat.dtensor import is_dtensor, local_shard, may_be_another_ranks
 from ..torch_compat.fully_shard import parameter_names
-from .chunks import chunks_of, says_its_chunks
+from .chunks import MEGATRON_INDEX, chunks_of, says_its_chunks
 from .experts import is_numbered
 from .layouts import bare_name
 from .shard_tensor import ShardTensor, with_chunks
@@ -48,4 +48,7 @@ def _carrying(key: str, value: Any, param: Tensor | None) -> Any:
             f"{key} has shape {tuple(value.shape)}, of which {tuple(local_shard(value).shape)} on this rank; its "
             f"parameter has {chunks.global_shape}, of which {chunks.local_numel} elements are here"
         )
-    return with_chunks(value, shard_chunks=chunks)
+    carrying: Any = with_chunks(value, shard_chunks=chunks)
+    if hasattr(param, MEGATRON_INDEX):  # by which splitting knows the tensor-parallel ranks of experts
+        setattr(carrying, MEGATRON_INDEX, getattr(param, MEGATRON_INDEX))
+    return carrying
