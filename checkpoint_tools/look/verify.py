@@ -22,7 +22,7 @@ from fsdp_offload.checkpoint.load_checks import ReadPart, overlapping
 from fsdp_offload.checkpoint.manifest import MANIFEST_FILE
 
 from ..core.errors import CheckpointError
-from ..core.sizes import MAX_ITEM_BYTES, block_bounds, counted, human_bytes, thread_bytes
+from ..core.sizes import MAX_ITEM_BYTES, block_bounds, counted, thread_bytes
 from ..stored.items import ItemReader
 from ..stored.reading import Checkpoint, CheckpointProblem, StoredChunk, StoredObject, StoredTensor
 from .data_checks import DataChecks
@@ -101,7 +101,7 @@ def check_coverage(tensor: StoredTensor) -> Iterator[CheckpointProblem]:
 
 
 def check_files(checkpoint: Checkpoint) -> Files:
-    """Check that all files are there and long enough."""
+    """Check that all files are there, and as long as what is in them."""
     sound, problems, notes, nbytes = [], [], [*checkpoint.notes], 0
     by_file = checkpoint.items_by_file()
     for file, entries in by_file.items():
@@ -119,7 +119,10 @@ def check_files(checkpoint: Checkpoint) -> Files:
         else:
             sound.append(file)
             if found > needed > 0:  # of a file that is no more than a list of values, no byte has a known place
-                notes.append(f"{file} is {human_bytes(found - needed)} longer than what is known of it")
+                what = (
+                    f"has {found:,} bytes, and its items end at {needed:,}: something was appended, or items are lost"
+                )
+                problems.append(CheckpointProblem(file, what))
         problems += _check_ranges(file, entries)
     spare = [name for name in checkpoint.folder.files() if name.endswith(".distcp") and name not in by_file]
     notes += [f"{name} is not part of the checkpoint; was another one saved here before?" for name in spare]

@@ -210,7 +210,7 @@ class _CheckpointBuilder:
         if not isinstance(entries, dict) or not isinstance(storage, dict):
             raise TypeError("it does not say which keys there are, or in which files")
         for index, info in storage.items():
-            self._add_place(_record(index), _record(info))
+            self._add_place(_record(index, "MetadataIndex"), _record(info, "_StorageInfo"))
         tensors, objects = {}, {}
         for key in sorted(map(_text, entries), key=natural_order):
             entry = _record(entries[key])
@@ -221,12 +221,14 @@ class _CheckpointBuilder:
             elif entry.name != "BytesStorageMetadata":
                 raise TypeError(f"{key} is a {entry.name}")
         self._note_unused(set(entries))
+        paths = _planner_paths(self.metadata.get("planner_data"), set(entries))
+        self._note_other_paths(paths)
         return Checkpoint(
             path=folder.path,
             folder=folder,
             tensors=tensors,
             objects=objects,
-            paths=_planner_paths(self.metadata.get("planner_data"), set(entries)),
+            paths=paths,
             problems=tuple(self.problems),
             version=version,
         )
@@ -257,12 +259,13 @@ class _CheckpointBuilder:
         shape = _counts(entry.get("size"))
         if math.prod(shape) > MAX_INT64:
             raise ValueError(f"{shortened(key)} would have more elements than can be counted")
-        dtype = _dtype(_record(entry.get("properties")))
+        dtype = _dtype(_record(entry.get("properties"), "TensorProperties"))
         chunks = []
         stored = entry.get("chunks")
         if not isinstance(stored, list | tuple):
             raise TypeError("a tensor has no list of chunks")
-        for record in map(_record, stored):
+        for found in stored:
+            record = _record(found, "ChunkStorageMetadata")
             offsets, sizes = _counts(record.get("offsets")), _counts(record.get("sizes"))
             if not len(offsets) == len(sizes) == len(shape):
                 self.problems.append(
@@ -286,13 +289,35 @@ class _CheckpointBuilder:
             self.problems.append(CheckpointProblem(key, f"{what}, but the metadata do not say what they are"))
         self.problems.sort()
 
+    def _note_other_paths(self, paths: Mapping[str, tuple[str | int, ...]]) -> None:
+        """Hold each key against its path: a damaged name is damaged wherever the pickle refers to it, but not there."""
+        for key, path in paths.items():
+            flat = ".".join(map(str, path))
+            if flat != key:
+                text = f"was saved as {shortened(flat)}, by its path in the state dict; one of the two names is damaged"
+                self.problems.append(CheckpointProblem(key, text))
+
 
 # What others have written: nothing of it is printed or taken apart before it is known to be small.
 
 
-def _record(value: object) -> PickledObject:
-    if not isinstance(value, PickledObject):
-        raise TypeError(f"a {type(value).__name__} where an object is expected")
+_ATTRIBUTES = {
+    "Metadata": {"state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"},
+    "MetadataIndex": {"fqn", "offset", "index"},
+    "_StorageInfo": {"relative_path", "offset", "length", "transform_descriptors"},
+    "TensorStorageMetadata": {"properties", "size", "chunks"},
+    "ChunkStorageMetadata": {"offsets", "sizes"},
+}
+"""Of the objects that are read. With others, torch would set what its classes do not know, or not find what they do."""
+
+
+def _record(value: object, name: str | None = None) -> PickledObject:
+    if not isinstance(value, PickledObject) or (name is not None and value.name != name):
+        found = value.name if isinstance(value, PickledObject) else type(value).__name__
+        raise TypeError(f"a {found} where {'an object' if name is None else f'a {name}'} is expected")
+    known = _ATTRIBUTES.get(value.name)
+    if known is not None and value.state and not (isinstance(value.state, dict) and value.state.keys() <= known):
+        raise TypeError(f"a {value.name} has other attributes than {', '.join(sorted(known))}")
     return value
 
 
@@ -331,7 +356,31 @@ def _dtype(properties: PickledObject) -> torch.dtype:
     dtype = state[0] if isinstance(state, tuple) and state else properties.get("dtype")
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"a dtype is a {type(dtype).__name__}")
+    if isinstance(state, tuple):
+        _check_properties(state)
     return dtype
+
+
+_LAYOUTS = {(str(value),) for value in vars(torch).values() if isinstance(value, torch.layout)}
+_MEMORY_FORMATS = range(4)  # of torch's enum
+
+
+def _check_properties(state: tuple[Any, ...]) -> None:
+    """Check what is beside a dtype as torch does when it loads the metadata, though nothing here needs it."""
+    if len(state) != 5:
+        raise TypeError(f"TensorProperties of {len(state)} values, of which there are 5")
+    _, layout, requires_grad, memory_format, pin_memory = state
+    if not isinstance(layout, PickledObject) or layout.name != "_get_layout" or layout.arguments not in _LAYOUTS:
+        raise TypeError("a layout is none of torch's")
+    if type(requires_grad) is not bool or type(pin_memory) is not bool:
+        raise TypeError("requires_grad or pin_memory is no bool")
+    is_number = isinstance(memory_format, PickledObject) and memory_format.name.endswith("MEM_FORMAT_ENCODING")
+    if is_number and memory_format.arguments and memory_format.arguments[0] in _MEMORY_FORMATS:
+        return
+    if (
+        not isinstance(memory_format, PickledObject) or memory_format.name != "getattr"
+    ):  # as Python before 3.11.4 has it
+        raise TypeError("a memory format is none of torch's")
 
 
 def leaves_the_folder(file: str) -> bool:
@@ -349,6 +398,8 @@ def _planner_paths(planner_data: object, keys: set[str]) -> dict[str, tuple[str 
     # DefaultSavePlanner's {flat key: path}. Other planners may keep anything here.
     if not isinstance(planner_data, dict):
         return {}
+    if any(type(key) is not str for key in planner_data) and any(key in keys for key in planner_data):
+        raise TypeError("a path in the state dict belongs to no key")
     return {
         key: path
         for key, path in planner_data.items()

@@ -26,7 +26,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 
 @app.command(
     help="What training will take in memory and time under each policy, and the line to write. Nothing is downloaded, "
-    "and no GPU is needed."
+    "and no GPU is needed. Exit code: 0 something fits, 1 nothing fits, 2 not planned."
 )
 def main(
     model: Annotated[
@@ -80,7 +80,7 @@ def main(
             made = made.within(device_bytes)
         best = made.best(loop=loop)
         if html is not None:
-            html.write_text(page(made, best), encoding="utf-8")
+            html.write_text(page(made, best, loop), encoding="utf-8")
     except ValueError as error:
         _fail(str(error))
     except OSError as error:
@@ -88,7 +88,9 @@ def main(
     if as_json:
         typer.echo(json.dumps({**made.as_dict(), "best": None if best is None else best.name}, indent=1))
     else:
-        show(made, best, Console())
+        show(made, best, Console(), loop)
+    if best is None:
+        raise typer.Exit(1)
 
 
 def _device_bytes(device_gb: float) -> int:

@@ -119,15 +119,27 @@ class Plan:
         """
         if device_bytes is not None:
             return self.within(device_bytes).best(loop=loop)
-        loop = loop or ("synchronizes" if self.training.clip else "no_clipping")
-        if loop not in get_args(Loop):
-            raise ValueError(f"loop must be one of {', '.join(get_args(Loop))}; got {loop!r}")
-        fitting = [
-            one for one in self.forecasts if one.fits and (one.choice is None or one.choice.overlap in OVERLAPS[loop])
-        ]
+        fitting = [one for one in self._allowed(loop) if one.fits]
         fastest_ms = min((one.iteration_ms for one in fitting), default=0.0)
         same = [one for one in fitting if one.iteration_ms <= _SAME * fastest_ms]
         return min(same, key=_preferred, default=None)
+
+    def what_would_fit(self, *, loop: Loop | None = None) -> str:
+        """Name the policy that needs the least of a device, and the memory with which it would fit."""
+        least = min(self._allowed(loop), key=lambda one: one.needed_bytes)
+        device_gb, host_gb = least.needed_bytes / 1e9, least.host_bytes_per_host / _MOST_OF_HOST / 1e9
+        machine = self.machine
+        return (
+            f"{least.name} would, with {device_gb:.1f} GB of each device ({machine.device_bytes / 1e9:.1f} GB here) "
+            f"and {host_gb:.0f} GB of each host ({machine.host_bytes / 1e9:.0f} GB here). More ranks, checkpointing or "
+            "fewer tokens on each rank need less."
+        )
+
+    def _allowed(self, loop: Loop | None) -> list[Forecast]:
+        loop = loop or ("synchronizes" if self.training.clip else "no_clipping")
+        if loop not in get_args(Loop):
+            raise ValueError(f"loop must be one of {', '.join(get_args(Loop))}; got {loop!r}")
+        return [one for one in self.forecasts if one.choice is None or one.choice.overlap in OVERLAPS[loop]]
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""

@@ -2,6 +2,7 @@
 
 from html import escape
 
+from ..planning.choices import Loop
 from .forecast import Forecast, Plan
 from .table import COLUMNS, cells, headline, parts
 
@@ -31,12 +32,12 @@ svg { width: 100%; height: auto; font: 12px system-ui, sans-serif } .key { margi
 """
 
 
-def page(made: Plan, best: Forecast | None) -> str:
-    """Return the page as HTML; ``best`` is what it recommends."""
+def page(made: Plan, best: Forecast | None, loop: Loop | None = None) -> str:
+    """Return the page as HTML; ``best`` is what it recommends, for what ``loop`` allows."""
     rows = "".join(_row(one, is_best=one is best) for one in made.forecasts)
     head = "".join(f"<th>{escape(name)}</th>" for name in COLUMNS)
     if best is None:
-        advice = "<p>Nothing fits: more ranks, checkpointing, or fewer tokens on each.</p>"
+        advice = f"<p>Nothing fits. {escape(made.what_would_fit(loop=loop))}</p>"
     else:
         lines = best.lines or "# nothing: it fits without offload, which is never slower"
         advice = f"<p>Best: <b>{escape(best.name)}</b>. Write</p><pre>{escape(lines)}</pre>"

@@ -3,6 +3,7 @@
 from rich.console import Console
 from rich.table import Table
 
+from ..planning.choices import Loop
 from .forecast import Forecast, Plan
 
 COLUMNS = ("policy", "device\nGB", "spare\nGB", "host\nGB", "ms", "bound\nms", "tokens/s", "limit")
@@ -44,7 +45,7 @@ def parts(made: Plan) -> str:
     )
 
 
-def show(made: Plan, best: Forecast | None, console: Console) -> None:
+def show(made: Plan, best: Forecast | None, console: Console, loop: Loop | None = None) -> None:
     """Print it."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for number, name in enumerate(COLUMNS):
@@ -58,7 +59,7 @@ def show(made: Plan, best: Forecast | None, console: Console) -> None:
         if not one.fits:
             console.print(f"{one.name} does not fit: {one.why_not}", highlight=False)
     if best is None:
-        console.print("Nothing fits: more ranks, checkpointing, or fewer tokens on each.")
+        console.print(f"Nothing fits. {made.what_would_fit(loop=loop)}", highlight=False, markup=False, soft_wrap=True)
         return
     terms = ", ".join(f"{name} {nbytes / 1e9:.1f}" for name, nbytes in best.device.terms.items())
     console.print(f"Best: {best.name}. Its peak, in the {best.device.when}, in GB: {terms}", highlight=False)

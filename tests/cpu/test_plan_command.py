@@ -24,6 +24,23 @@ def test_the_table_and_the_line_to_write() -> None:
     assert "…" not in result.stdout
 
 
+@pytest.mark.parametrize("form", [(), ("--json",)])
+def test_exit_code_one_where_nothing_fits(form: tuple[str, ...], tmp_path: Path) -> None:
+    file = tmp_path / "plan.html"
+    result = CliRunner().invoke(app, [*QWEN, "--device-gb", "2", "--html", str(file), *form])
+    assert result.exit_code == 1
+    text = file.read_text(encoding="utf-8")
+    assert "Nothing fits. step, parameters would, with " in text
+    if form:
+        assert json.loads(result.stdout)["best"] is None
+        return
+    needed_gb = float(text.partition("would, with ")[2].partition(" GB of each device (2.0 GB here)")[0])
+    assert f"Nothing fits. step, parameters would, with {needed_gb} GB" in result.stdout
+    more = CliRunner().invoke(app, [*QWEN, "--device-gb", str(needed_gb + 0.1)])
+    assert more.exit_code == 0
+    assert "Best: step, parameters." in more.stdout
+
+
 def test_json_and_a_page(tmp_path: Path) -> None:
     file = tmp_path / "plan.html"
     result = CliRunner().invoke(app, [*QWEN, "--json", "--html", str(file), "--loop", "synchronizes"])

@@ -4,14 +4,16 @@ import argparse
 import io
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from checkpoint_tools import preset
+from checkpoint_tools import merge_state_dict, preset, split_state_dict
 from checkpoint_tools.core.errors import CheckpointError
 from checkpoint_tools.fused.split_record import RECORD_FILE
 from checkpoint_tools.look.diff import all_keys, diff
+from checkpoint_tools.look.verify import check_structure
 from checkpoint_tools.stored.items import ItemReader
 from checkpoint_tools.stored.reading import open_checkpoint
 from checkpoint_tools.write.rewrite import open_whole
@@ -159,6 +161,72 @@ def test_values_come_from_args_in_the_checkpoint(tmp_path: Path) -> None:
     assert not (tmp_path / "trap").exists()
     merged = rewritten("merge", tmp_path / "split", tmp_path / "merged", *preset("megatron-swiglu"))
     assert not diff(open_checkpoint(source), merged, all_keys(open_checkpoint(source), merged))
+
+
+EXPERTS = {"grouped": "experts.linear_fc1.weight0", "sequential": "experts.local_experts.0.linear_fc1.weight"}
+
+
+def experts_and_dense(**args: int) -> dict[str, Any]:
+    """Every linear_fc1 is ``gate, up`` of as many tensor-parallel ranks as a test takes it for."""
+    fused = [*EXPERTS.values(), "linear_fc1.weight", "shared_experts.linear_fc1.weight", "experts.linear_fc1.bias0"]
+    whole = {key: torch.arange(8.0) + 10 * n for n, key in enumerate(fused)}
+    model = {
+        f"mlp.{key}": value if "bias" in key else value[:, None].expand(8, 3).clone() for key, value in whole.items()
+    }
+    model |= {key.replace("fc1", "fc2"): torch.ones(3, 4) for key in model if "weight" in key}
+    return {"model": model, **({"args": argparse.Namespace(**args)} if args else {})}
+
+
+@pytest.mark.parametrize(
+    ("args", "values", "ranks"),
+    [
+        ({"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1}, {}, (2, 1)),
+        ({"tensor_model_parallel_size": 1, "expert_tensor_parallel_size": 4}, {}, (1, 4)),
+        ({"tensor_model_parallel_size": 4, "expert_tensor_parallel_size": None}, {}, (4, 4)),
+        ({"tensor_model_parallel_size": 2}, {"etp_size": 1}, (2, 1)),
+        ({}, {"tp_size": 2, "etp_size": 4}, (2, 4)),
+        ({}, {"tp_size": 2}, (2, 2)),
+    ],
+)
+def test_experts_are_divided_by_their_own_ranks(
+    args: dict[str, int], values: dict[str, float], ranks: tuple[int, int], tmp_path: Path
+) -> None:
+    rules, state = preset("megatron-swiglu"), experts_and_dense(**args)
+    source = save(tmp_path / "source", state)
+    split = rewritten("split", source, tmp_path / "split", *rules, values=values)
+    assert not check_structure(split)[0]
+    live, _ = split_state_dict(
+        state["model"], None, rules, values=dict(zip(("tp_size", "etp_size"), ranks, strict=True))
+    )
+    for key, whole in state["model"].items():
+        if "fc1" in key:
+            is_expert = ".experts." in key
+            parts = [part.chunk(2) for part in whole.chunk(ranks[is_expert])]
+            for half, suffix in enumerate(("_w", "_v")):
+                expected = torch.cat([part[half] for part in parts])
+                with ItemReader(split) as reader:
+                    chunks = [reader.read_chunk(chunk) for chunk in split.tensors[f"model.{key}{suffix}"].chunks]
+                assert torch.equal(torch.cat(chunks), expected)
+                assert torch.equal(live[key + suffix], expected)
+    merged = rewritten("merge", tmp_path / "split", tmp_path / "merged", *rules, values=values)
+    assert not diff(open_checkpoint(source), merged, all_keys(open_checkpoint(source), merged))
+    sizes = dict(zip(("tp_size", "etp_size"), ranks, strict=True))
+    back, _ = merge_state_dict({key: value.clone() for key, value in live.items()}, None, rules, values=sizes)
+    assert all(torch.equal(back[key], value) for key, value in state["model"].items())
+
+
+def test_the_experts_ranks_are_told_and_not_contradicted(tmp_path: Path) -> None:
+    source = save(tmp_path / "source", experts_and_dense(tensor_model_parallel_size=2, expert_tensor_parallel_size=1))
+    command = ("split", source, tmp_path / "new", "--preset", "megatron-swiglu", "--dry-run")
+    assert "etp_size = 1, from args in the object args" in run_here(*command).stdout
+    wrong = run_here(*command, "--value", "etp_size=2")
+    assert wrong.returncode == 2
+    assert "--value etp_size=2, but it is 1 here (args in the object args)" in wrong.stderr
+    bare = save(tmp_path / "bare", experts_and_dense())
+    shown = run_here(
+        "split", bare, tmp_path / "new", "--preset", "megatron-swiglu", "--dry-run", "--value", "tp_size=2"
+    )
+    assert "etp_size = 2, as tp_size: the default" in shown.stdout
 
 
 def test_values_come_from_config_json(tmp_path: Path) -> None:

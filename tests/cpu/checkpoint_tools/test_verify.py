@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
 from checkpoint_tools.core.errors import CheckpointError
@@ -123,16 +124,25 @@ def test_a_file_is_cut_short(folder: Path, left: int) -> None:
     assert problems_of(folder) == [(file.name, f"has {kept:,} bytes of {needed:,}; cut off: {WEIGHT}")]
 
 
+@pytest.mark.parametrize("appended", [1, 2048])
+def test_a_file_is_longer_than_its_items(folder: Path, appended: int) -> None:
+    file = file_of(folder, WEIGHT)
+    size = file.stat().st_size
+    with file.open("ab") as stream:
+        stream.write(bytes(appended))
+    assert problems_of(folder) == [
+        (
+            file.name,
+            f"has {size + appended:,} bytes, and its items end at {size:,}: something was appended, or items are lost",
+        )
+    ]
+
+
 def test_leftovers_are_notes(folder: Path) -> None:
     (folder / "__7_0.distcp").write_bytes(b"")
-    with file_of(folder, WEIGHT).open("ab") as stream:
-        stream.write(bytes(2048))
     problems, files = check_structure(open_checkpoint(folder))
     assert problems == []
-    assert files.notes == (
-        f"{file_of(folder, WEIGHT).name} is 2.0 KiB longer than what is known of it",
-        "__7_0.distcp is not part of the checkpoint; was another one saved here before?",
-    )
+    assert files.notes == ("__7_0.distcp is not part of the checkpoint; was another one saved here before?",)
 
 
 def test_items_in_the_same_bytes(tmp_path: Path) -> None:
@@ -306,3 +316,79 @@ def test_what_is_no_list(tmp_path: Path, content: str) -> None:
     (tmp_path / "sums").write_text(content)
     with pytest.raises(CheckpointError, match=r"no list|no checksums|two kinds"):
         read_checksums(tmp_path / "sums")
+
+
+# A damaged .metadata, and no manifest -----------------------------------------------------------------------------
+
+
+def replaced(old: bytes, new: bytes, count: int = 1) -> Callable[[bytes], bytes]:
+    def edit(content: bytes) -> bytes:
+        assert old in content
+        return content.replace(old, new, count)
+
+    return edit
+
+
+DAMAGES = {
+    "a tensor's name": replaced(b"model.a.weight", b"model.b.weight"),
+    "an object's name": replaced(b"args.y", b"args.z"),
+    "a part of a path": replaced(b"\x8c\x05model", b"\x8c\x05modem"),
+    "a layout": replaced(b"torch.strided", b"torch.strider"),
+    "no layout, but a dtype": replaced(b"bfloat16\x94\x93\x94h\x18", b"bfloat16\x94\x93\x94h\x12"),
+    "a memory format": replaced(b"_MEM_FORMAT_ENCODING\x94\x93\x94K\x00", b"_MEM_FORMAT_ENCODING\x94\x93\x94K\x04"),
+    "a memory format that is no number": replaced(b"ENCODING\x94\x93\x94K\x00", b"ENCODING\x94\x93\x94h\x00"),
+    "an attribute": replaced(b"relative_path", b"relative_patj"),
+    "an attribute that may be missing": replaced(b"\x8c\x05index", b"\x8c\x05indez"),
+    "cut short": lambda content: content[:-1],
+}
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("small") / "checkpoint", small_state())
+
+
+def small_state(factor: int = 1) -> dict[str, Any]:
+    model = {"a.weight": factor * torch.arange(12.0).view(3, 4), "b": factor * torch.ones(5, dtype=torch.bfloat16)}
+    return {"model": model, "args": {"x": factor, "y": "hello"}, "n": 3 * factor}
+
+
+def is_loaded(folder: Path) -> bool:
+    """Whether DCP loads what was saved."""
+    found, expected = small_state(0), small_state()
+    try:
+        dcp.load(found, checkpoint_id=folder, no_dist=True)
+    except dcp.api.CheckpointException:
+        return False
+    same = all(torch.equal(found["model"][name], value) for name, value in expected["model"].items())
+    return same and {**found, "model": None} == {**expected, "model": None}
+
+
+def is_whole(folder: Path) -> bool:
+    try:
+        return not problems_of(folder)
+    except CheckpointError:
+        return False
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damaged_metadata_are_not_whole(name: str, small: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(small, tmp_path / "damaged"))
+    assert is_whole(folder)
+    assert is_loaded(folder)
+    file = folder / ".metadata"
+    file.write_bytes(DAMAGES[name](file.read_bytes()))
+    assert not is_loaded(folder)
+    assert not is_whole(folder)
+
+
+@pytest.mark.parametrize(
+    "mask", [0x04, 0x20, *(pytest.param(1 << n, marks=pytest.mark.long) for n in (0, 1, 3, 4, 6, 7))]
+)
+def test_no_flipped_bit_is_whole_and_not_loaded(mask: int, small: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(small, tmp_path / "damaged"))
+    file = folder / ".metadata"
+    content = file.read_bytes()
+    for at in range(len(content)):
+        file.write_bytes(bytes([*content[:at], content[at] ^ mask, *content[at + 1 :]]))
+        assert not is_whole(folder) or is_loaded(folder), f"byte {at}, {content[max(at - 20, 0) : at + 10]!r}"
