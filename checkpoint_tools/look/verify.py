@@ -106,6 +106,7 @@ def check_files(checkpoint: Checkpoint) -> Files:
     by_file = checkpoint.items_by_file()
     for file, entries in by_file.items():
         needed = max(item.offset_bytes + item.length_bytes for _, item in entries)
+        shared = list(_check_ranges(file, entries))  # of which one is elsewhere, so that the end is not known
         try:
             found = checkpoint.folder.size_bytes(file)
         except OSError as error:
@@ -118,12 +119,14 @@ def check_files(checkpoint: Checkpoint) -> Files:
             problems.append(CheckpointProblem(file, f"has {found:,} bytes of {needed:,}; cut off: {_of_whom(lost)}"))
         else:
             sound.append(file)
-            if found > needed > 0:  # of a file that is no more than a list of values, no byte has a known place
+            if (
+                found > needed > 0 and not shared
+            ):  # of a file that is no more than a list of values, no byte has a known place
                 what = (
                     f"has {found:,} bytes, and its items end at {needed:,}: something was appended, or items are lost"
                 )
                 problems.append(CheckpointProblem(file, what))
-        problems += _check_ranges(file, entries)
+        problems += shared
     spare = [name for name in checkpoint.folder.files() if name.endswith(".distcp") and name not in by_file]
     notes += [f"{name} is not part of the checkpoint; was another one saved here before?" for name in spare]
     return Files(tuple(sound), tuple(problems), tuple(notes), nbytes)

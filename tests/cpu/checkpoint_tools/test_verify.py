@@ -4,6 +4,7 @@ import hashlib
 import shutil
 import subprocess
 import uuid
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -332,13 +333,11 @@ def replaced(old: bytes, new: bytes, count: int = 1) -> Callable[[bytes], bytes]
 DAMAGES = {
     "a tensor's name": replaced(b"model.a.weight", b"model.b.weight"),
     "an object's name": replaced(b"args.y", b"args.z"),
-    "a part of a path": replaced(b"\x8c\x05model", b"\x8c\x05modem"),
     "a layout": replaced(b"torch.strided", b"torch.strider"),
-    "no layout, but a dtype": replaced(b"bfloat16\x94\x93\x94h\x18", b"bfloat16\x94\x93\x94h\x12"),
+    "no layout, but a dtype": replaced(b"bfloat16\x94\x93\x94h\x18", b"bfloat16\x94\x93\x94h\x08"),
     "a memory format": replaced(b"_MEM_FORMAT_ENCODING\x94\x93\x94K\x00", b"_MEM_FORMAT_ENCODING\x94\x93\x94K\x04"),
     "a memory format that is no number": replaced(b"ENCODING\x94\x93\x94K\x00", b"ENCODING\x94\x93\x94h\x00"),
     "an attribute": replaced(b"relative_path", b"relative_patj"),
-    "an attribute that may be missing": replaced(b"\x8c\x05index", b"\x8c\x05indez"),
     "cut short": lambda content: content[:-1],
 }
 
@@ -349,15 +348,18 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def small_state(factor: int = 1) -> dict[str, Any]:
+    """Nested, since a key of one word is in the metadata once, so that nothing tells what it was before the damage."""
     model = {"a.weight": factor * torch.arange(12.0).view(3, 4), "b": factor * torch.ones(5, dtype=torch.bfloat16)}
-    return {"model": model, "args": {"x": factor, "y": "hello"}, "n": 3 * factor}
+    return {"model": model, "args": {"x": factor, "y": "hello"}}
 
 
 def is_loaded(folder: Path) -> bool:
     """Whether DCP loads what was saved."""
     found, expected = small_state(0), small_state()
     try:
-        dcp.load(found, checkpoint_id=folder, no_dist=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.load(found, checkpoint_id=folder, no_dist=True)
     except dcp.api.CheckpointException:
         return False
     same = all(torch.equal(found["model"][name], value) for name, value in expected["model"].items())
