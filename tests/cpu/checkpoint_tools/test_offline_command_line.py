@@ -14,8 +14,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from checkpoint_tools import preset, split_state_dict
 from checkpoint_tools.core.errors import CheckpointError
 from checkpoint_tools.exchange.request import Request, Way, complete
+from checkpoint_tools.fused.rules import preset_names
 from checkpoint_tools.look.diff import diff
 from checkpoint_tools.look.verify import check_finite
 from checkpoint_tools.stored.reading import open_checkpoint
@@ -343,3 +345,18 @@ def test_many_at_a_time_change_nothing(source: Path, tmp_path: Path) -> None:
     with ThreadPoolExecutor() as pool:
         first, *others = pool.map(make, (1, 2, 7))
     assert all(other == first for other in others)
+
+
+def test_help_and_errors_name_the_presets(tmp_path: Path) -> None:
+    for command in ("split", "merge"):
+        lines = [line.strip() for line in run_here(command, "--help").stdout.splitlines()]
+        for name in preset_names():
+            assert sum(line.startswith(f"{name}: ") for line in lines) == 1
+        assert any(line.startswith("megatron-swiglu: ") and "SwiGLU" in line for line in lines)
+    state = {"mlp.linear_fc1.weight": torch.ones(8, 4), "mlp.linear_fc2.weight": torch.ones(4, 4)}
+    source = save(tmp_path / "source", state)
+    wrong = run_here("split", source, tmp_path / "new", "--preset", "hf-gate-up")
+    assert wrong.returncode == 2
+    assert "presets that match some of them: megatron-swiglu" in wrong.stderr
+    with pytest.raises(ValueError, match=r"presets that match some of them: megatron-swiglu$"):
+        split_state_dict(state, None, preset("hf-gate-up"))

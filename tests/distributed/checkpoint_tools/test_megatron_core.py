@@ -237,8 +237,9 @@ def write_fsdp_dtensor(rank: int, world_size: int, folder: Path) -> None:
 
 def test_values_come_from_args_and_format(one_rank: Path) -> None:
     values, notes = told(open_checkpoint(one_rank / "layers"), (*SWIGLU, *QKV), {})
-    assert values == {"kv_channels": 4, "num_attention_heads": 4, "num_query_groups": 2, "tp_size": 1}
-    assert notes[0] == "kv_channels = 4, from args in common.pt"
+    sizes = {"kv_channels": 4, "num_attention_heads": 4, "num_query_groups": 2}
+    assert values == {"etp_size": 1, **sizes, "tp_size": 1}
+    assert notes[1] == "kv_channels = 4, from args in common.pt"
     assert notes[-1] == "tp_size = 1, from torch_dist, which stores gate and up as one rank has them"
 
 
