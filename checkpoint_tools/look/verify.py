@@ -119,9 +119,8 @@ def check_files(checkpoint: Checkpoint) -> Files:
             problems.append(CheckpointProblem(file, f"has {found:,} bytes of {needed:,}; cut off: {_of_whom(lost)}"))
         else:
             sound.append(file)
-            if (
-                found > needed > 0 and not shared
-            ):  # of a file that is no more than a list of values, no byte has a known place
+            # Of a file that is no more than a list of values, no byte has a known place.
+            if found > needed > 0 and not shared:
                 what = (
                     f"has {found:,} bytes, and its items end at {needed:,}: something was appended, or items are lost"
                 )

@@ -334,7 +334,6 @@ DAMAGES = {
     "a tensor's name": replaced(b"model.a.weight", b"model.b.weight"),
     "an object's name": replaced(b"args.y", b"args.z"),
     "a layout": replaced(b"torch.strided", b"torch.strider"),
-    "no layout, but a dtype": replaced(b"bfloat16\x94\x93\x94h\x18", b"bfloat16\x94\x93\x94h\x08"),
     "a memory format": replaced(b"_MEM_FORMAT_ENCODING\x94\x93\x94K\x00", b"_MEM_FORMAT_ENCODING\x94\x93\x94K\x04"),
     "a memory format that is no number": replaced(b"ENCODING\x94\x93\x94K\x00", b"ENCODING\x94\x93\x94h\x00"),
     "an attribute": replaced(b"relative_path", b"relative_patj"),
