@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .fused.live import merge_state_dict, split_state_dict
-    from .fused.rules import Rule, excluding, load_rules, preset, preset_names
+    from .fused.preset_files import preset_names
+    from .fused.rules import Rule, excluding, load_rules, preset
 
 __all__ = ["Rule", "excluding", "load_rules", "merge_state_dict", "preset", "preset_names", "split_state_dict"]
 

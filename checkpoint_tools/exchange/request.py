@@ -14,7 +14,8 @@ from ..core.errors import CheckpointError
 from ..core.patterns import idle_patterns, is_excluded
 from ..core.sizes import shortened
 from ..fused.fusions import Exchange
-from ..fused.rules import ALL, DENSE_RANKS, EXPERT_RANKS, Match, Rule, Wanted, preset_names
+from ..fused.preset_files import preset_names
+from ..fused.rules import ALL, DENSE_RANKS, EXPERT_RANKS, Match, Rule, Wanted
 from ..fused.split_record import RECORD_FILE, read_record
 from ..stored.reading import Checkpoint
 from .config_values import with_told
