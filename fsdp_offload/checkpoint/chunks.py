@@ -96,6 +96,18 @@ def says_its_chunks(tensor: Tensor) -> bool:
     return carries or hasattr(tensor, MEGATRON_SLICE) or said_chunks(tensor) is not None
 
 
+def is_placed_as_dcp_reads(tensor: DTensor) -> bool:
+    """Return whether this rank's part is one rectangle, and the one that DCP takes it for if nothing else is said.
+
+    DCP asks the DTensor, which goes from left to right through the placements whatever the shard order is.
+    """
+    own = [chunk[:2] for chunk in chunks_of(tensor).chunks if chunk.numel]
+    if len(own) > 1:
+        return False
+    read = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in tensor.__create_chunk_list__()]
+    return own == [(offsets, sizes) for offsets, sizes in read if 0 not in sizes]
+
+
 def _chunks_of_part(source: Tensor | Sequence[int]) -> ShardChunks:
     if not isinstance(source, Tensor):
         return cut_chunks(tuple(source), ())

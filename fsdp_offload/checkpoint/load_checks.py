@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from ..torch_compat.dtensor import is_dtensor, local_shard
-from .chunks import chunks_of, says_its_chunks
+from .chunks import chunks_of, is_placed_as_dcp_reads
 
 _KEYS_SHOWN = 5
 
@@ -168,7 +168,8 @@ def why_unfit(value: Tensor) -> str | None:
     """Why DCP would take a DTensor for other elements than it has, or ``None``.
 
     It takes every local tensor that does not bring its own chunks for one rectangle, which starts where the placements
-    say. What is held otherwise (interleaved rows, uneven parts from ``DTensor.from_local``) it would fill wrongly.
+    say from left to right. What is held otherwise (interleaved rows, uneven parts from ``DTensor.from_local``, slices
+    of Megatron-FSDP, mesh dimensions in another order) it would fill wrongly.
     """
     local = local_shard(value)
     if not is_dtensor(value) or hasattr(local, "__create_chunk_list__"):
@@ -180,13 +181,9 @@ def why_unfit(value: Tensor) -> str | None:
     if local.numel() != sum(chunk.numel for chunk in chunks) or len(chunks) > 1:
         sizes = [chunk.sizes for chunk in chunks]
         return f"a local tensor of shape {tuple(local.shape)} for rectangles of {sizes}, not for one of that shape"
-    if not says_its_chunks(value):
+    if is_placed_as_dcp_reads(value):  # type: ignore[arg-type]  # it is a DTensor
         return None
-    # A slice of Megatron-FSDP, of which DCP knows nothing: the nominal placements are to say the same.
-    planned = [chunk for chunk in value.__create_chunk_list__() if 0 not in chunk.sizes]  # type: ignore[attr-defined]
-    if [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in planned] == [chunk[:2] for chunk in chunks]:
-        return None
-    return f"its slice is {[chunk[:2] for chunk in chunks]}, and its placements say something else"
+    return f"it is {[chunk[:2] for chunk in chunks]}, and its placements, from left to right, say something else"
 
 
 # --- coverage --------------------------------------------------------------------------------------------------------

@@ -5,12 +5,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..torch_compat.dtensor import is_dtensor, local_shard, may_be_another_ranks
+from ..torch_compat.dtensor import is_dtensor, local_shard
 from ..torch_compat.fully_shard import parameter_names
 from .chunks import MEGATRON_INDEX, chunks_of, says_its_chunks
-from .experts import is_numbered
 from .layouts import bare_name
-from .shard_tensor import ShardTensor, with_chunks
+from .shard_tensor import ShardTensor, needs_chunks, with_chunks
 
 
 def with_parameter_chunks(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -37,11 +36,9 @@ def _carrying(key: str, value: Any, param: Tensor | None) -> Any:
         return value
     if param is None or not says_its_chunks(param):
         try:
-            chunks_of(value)
+            return with_chunks(value) if needs_chunks(value) else value
         except ValueError as error:
             raise ValueError(f"{key}: no parameter of the model has this name, and {error}") from error
-        # An expert's says what it holds, so that one of the same name is noticed when they are saved.
-        return with_chunks(value) if is_numbered(key) and may_be_another_ranks(value) else value
     chunks = chunks_of(param)
     if tuple(value.shape) != chunks.global_shape or local_shard(value).numel() != chunks.local_numel:
         raise ValueError(

@@ -33,11 +33,11 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter
+from torch.distributed.tensor import DTensor
 
 from ..torch_compat.dtensor import local_shard, may_be_another_ranks, over_local, over_part
-from .chunks import chunks_of, flat_range_of
+from .chunks import chunks_of, flat_range_of, is_placed_as_dcp_reads, says_its_chunks
 from .content_index import ContentIndex
-from .experts import is_numbered
 from .rectangles import Chunk, ShardChunks, ragged_chunks
 from .torch_private import disabled_torch_function, make_wrapper
 
@@ -91,13 +91,13 @@ class ShardTensor(Tensor):
     def __create_write_items__(self, fqn: str, object: Tensor) -> list[WriteItem]:  # noqa: A002  # torch names it so
         """One item per chunk. Called by ``DTensor`` with itself as ``object``, whose shape must be the chunks' own.
 
-        Chunks of experts know their content where other ranks may have other experts of that name.
+        Chunks know their content where ranks outside of the mesh may have another tensor of that name.
         """
         global_shape = torch.Size(self.shard_chunks.global_shape)
         if object is not self and object.size() != global_shape:
             raise ValueError(f"{fqn} has shape {object.size()}, but its chunks are those of a tensor of {global_shape}")
         properties = TensorProperties.create_from_tensor(self.local)
-        may_collide = is_numbered(fqn) and may_be_another_ranks(object)
+        may_collide = may_be_another_ranks(object)
         return [
             WriteItem(
                 index=ContentIndex.of(fqn, own.offsets, self._view(own))
@@ -174,6 +174,16 @@ def with_chunks(like: Tensor, local: Tensor | None = None, shard_chunks: ShardCh
     local = local_shard(like) if local is None else local
     memory = local.local if isinstance(local, ShardTensor) else local
     return over_local(like, ShardTensor(memory.detach(), shard_chunks))
+
+
+def needs_chunks(tensor: Tensor) -> bool:
+    """Return whether a DTensor has to carry its chunks to be saved as what it is.
+
+    Its placements do not say which part this rank has, or not as DCP reads them; or ranks outside of its mesh may save
+    another tensor under its name (experts have local numbers), which is noticed where both carry chunks.
+    """
+    assert isinstance(tensor, DTensor), "a plain tensor is whole"
+    return says_its_chunks(tensor) or not is_placed_as_dcp_reads(tensor) or may_be_another_ranks(tensor)
 
 
 def in_one_dimension(tensor: Tensor) -> Tensor | None:

@@ -35,13 +35,12 @@ from ..optimizers.masters import MASTER, is_duplicate
 from ..state.layout import leaves_of
 from ..state.mapping import OffloadedState
 from ..state.store import UserState
-from ..torch_compat.dtensor import is_dtensor, local_shard, may_be_another_ranks, over_local, version_of
+from ..torch_compat.dtensor import is_dtensor, local_shard, over_local, version_of
 from ..torch_compat.fully_shard import parameter_names
 from .chunks import chunks_of, flat_range_of, says_its_chunks
-from .experts import is_numbered
 from .layouts import LEFT_OUT, LeftOut, SavedByFqn, StateDict, as_fsdp_dtensor, by_fqn, flattened, with_names_of
 from .rectangles import Shape, ShardChunks
-from .shard_tensor import ShardTensor, with_chunks
+from .shard_tensor import ShardTensor, needs_chunks, with_chunks
 from .torch_private import canonical_fqn
 
 
@@ -91,7 +90,7 @@ def get_optimizer_state_dict(
         attached.check_names(fqns)
         states, groups = attached.for_load() if for_load else attached.saved()
         for param, state in states.items():
-            nested["state"][fqns[param]] = _as_saved(fqns[param], param, _copied(state) if cpu_offload else state)
+            nested["state"][fqns[param]] = _as_saved(param, _copied(state) if cpu_offload else state)
             for value in nested["state"][fqns[param]].values():
                 if isinstance(value, Tensor):
                     LEFT_OUT.pop(value, None)  # what an earlier load did not find says nothing about the next one
@@ -153,9 +152,9 @@ def set_optimizer_state_dict(
 # Values --------------------------------------------------------------------------------------------------------------
 
 
-def _as_saved(fqn: str, param: Tensor, state: UserState) -> dict[str, Any]:
+def _as_saved(param: Tensor, state: UserState) -> dict[str, Any]:
     """The state of one parameter as a checkpoint has it."""
-    carries = _is_ragged(param) or (is_numbered(fqn) and is_dtensor(param) and may_be_another_ranks(param))
+    carries = is_dtensor(param) and needs_chunks(param)
     saved = {}
     for name, value in state.items():
         if name == MASTER and isinstance(value, Tensor) and is_duplicate(param, value.dtype):
@@ -171,13 +170,6 @@ def _copied(state: UserState) -> UserState:
         name: over_local(value, local_shard(value).to("cpu", copy=True)) if isinstance(value, Tensor) else value
         for name, value in state.items()
     }
-
-
-def _is_ragged(param: Tensor) -> bool:
-    """Return whether placements do not say which part of ``param`` this rank has, or say it as several rectangles."""
-    if not is_dtensor(param):
-        return False
-    return says_its_chunks(param) or len(chunks_of(param).chunks) > 1
 
 
 def _as_loaded(param: Tensor, value: Any) -> Any:

@@ -5,6 +5,8 @@ private name                                  seen in         without it
 ============================================  ==============  =========================================================
 ``_StridedShard``                             2.11 to 2.13    no tensor can have that placement
 ``DTensor._spec.shard_order``                 2.11 to 2.13    mesh dimensions are taken from left to right
+``DeviceMesh._shard_order``                   megatron-core   the same. No name of torch's: Megatron-FSDP sets it, and
+                                              0.16.1          leaves the spec's order as it was
 ``Tensor._make_wrapper_subclass``             2.11 to 2.13    required: AttributeError when a ShardTensor is made
 ``torch._C._disabled_torch_function_impl``    2.11 to 2.13    required: AttributeError at import
 ``checkpoint.state_dict._get_fqns``           2.11 to 2.13    the prefixes of torch.compile, activation checkpointing
@@ -63,14 +65,16 @@ def split_factor(placement: object) -> int:
 def mesh_dims_in_order(tensor: DTensor) -> list[int]:
     """Mesh dimensions in the order in which their placements cut the tensor.
 
-    From left to right, unless the spec of plain shards names another order. ``_StridedShard`` says the same in another
-    way, and is always taken from left to right.
+    From left to right, unless the spec of plain shards names another order, or else their mesh. ``_StridedShard`` says
+    the same in another way, and is always taken from left to right.
     """
     in_order = list(range(tensor.device_mesh.ndim))
-    shard_order = getattr(tensor._spec, "shard_order", None)
-    if not shard_order or any(map(is_strided_shard, tensor.placements)):
+    if any(map(is_strided_shard, tensor.placements)):
         return in_order
-    named = [mesh_dim for entry in shard_order for mesh_dim in entry.mesh_dims]
+    by_tensor_dim = [list(entry.mesh_dims) for entry in getattr(tensor._spec, "shard_order", None) or ()]
+    named = [mesh_dim for mesh_dims in by_tensor_dim for mesh_dim in mesh_dims]
+    if all(mesh_dims == sorted(mesh_dims) for mesh_dims in by_tensor_dim):  # what torch makes of no order
+        named = list(getattr(tensor.device_mesh, "_shard_order", ()))
     return named + [mesh_dim for mesh_dim in in_order if mesh_dim not in named]
 
 

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import TensorMeta
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.utils._pytree import tree_map
 
 _SAYS_CHUNKS = {"__create_chunk_list__", "__create_write_items__"}
 """Methods of a local tensor that says itself which chunks of the global tensor it is."""
@@ -81,9 +82,52 @@ def over_local(like: Tensor, local: Tensor) -> Tensor:
     meta = like._spec.tensor_meta
     assert meta is not None, "a DTensor always knows its global shape"
     if meta.dtype == local.dtype:
-        return DTensor(local, like._spec, requires_grad=False)  # specs are never written; making one takes longer
+        return _over(local, like._spec)  # specs are never written; making one takes longer
     spec = dataclasses.replace(like._spec, tensor_meta=TensorMeta(meta.shape, meta.stride, local.dtype))
-    return DTensor(local, spec, requires_grad=False)
+    return _over(local, spec)
+
+
+_NOT_CARRIED = {torch.int16, torch.uint16}
+"""Dtypes that neither gloo nor NCCL carries: the remainders of masters, ours and Transformer Engine's, are int16."""
+
+
+class _GatheredByBits(DTensor):
+    """A DTensor of such a dtype that ``full_tensor()``, ``redistribute()`` and full state dicts can gather all the same.
+
+    Collectives get its bits as bfloat16, which they move and do not look at.
+    """
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's has no annotations
+        cls, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        found = func(*tree_map(_plain, args), **tree_map(_plain, kwargs or {}))
+        return tree_map(_by_bits, found)  # as full state dicts move it to the device first
+
+    def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
+        """As DTensor's."""
+        meta = self._spec.tensor_meta
+        assert meta is not None, "a DTensor always knows its global shape"
+        spec = dataclasses.replace(self._spec, tensor_meta=TensorMeta(meta.shape, meta.stride, torch.bfloat16))
+        bits = DTensor(local_shard(self).detach().view(torch.bfloat16), spec, requires_grad=False)
+        found = bits.redistribute(*args, **kwargs)
+        return cast(DTensor, over_local(found, local_shard(found).view(self.dtype)))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _plain(self).__reduce_ex__(protocol)  # files are to be read without this class
+
+
+def _over(local: Tensor, spec: DTensorSpec) -> DTensor:
+    cls = _GatheredByBits if local.dtype in _NOT_CARRIED else DTensor
+    return cls(local, spec, requires_grad=False)
+
+
+def _plain(value: Any) -> Any:
+    return DTensor(LOCAL.__get__(value), value._spec, requires_grad=False) if type(value) is _GatheredByBits else value
+
+
+def _by_bits(value: Any) -> Any:
+    return _over(LOCAL.__get__(value), value._spec) if type(value) is DTensor else value
 
 
 def over_part(like: Tensor, local: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -91,7 +135,7 @@ def over_part(like: Tensor, local: Tensor, shape: tuple[int, ...]) -> Tensor:
     assert isinstance(like, DTensor), "only a DTensor has a mesh"
     stride = torch.empty(shape, device="meta").stride()
     spec = dataclasses.replace(like._spec, tensor_meta=TensorMeta(torch.Size(shape), stride, local.dtype))
-    return DTensor(local, spec, requires_grad=False)
+    return _over(local, spec)
 
 
 def without_data(value: Tensor) -> Tensor:
