@@ -194,6 +194,18 @@ def test_a_shard_order_of_its_own_is_followed():
         assert_holds(chunks_of(DTensor(local, spec, requires_grad=False)), whole, local)
 
 
+def test_a_shard_order_of_the_mesh_is_followed():
+    """Megatron-FSDP leaves it there; the spec says what torch makes of no order."""
+    whole = torch.arange(48).view(8, 6)
+    for mesh, (outer, middle, inner) in all_ranks((2, 2, 2)):
+        mesh._shard_order = [2, 0, 1]
+        tensor = dtensor(mesh, (Shard(0), Shard(1), Shard(0)), (8, 6))
+        local = whole.chunk(2)[inner].chunk(2)[outer].chunk(2, 1)[middle]
+        assert_holds(chunks_of(tensor), whole, local)
+        strided = dtensor(mesh, (_StridedShard(0, split_factor=2), Replicate(), Shard(0)), (8, 6))
+        assert_holds(chunks_of(strided), whole, whole.chunk(2)[inner].chunk(2)[outer])  # it says the order itself
+
+
 def test_a_flat_range_of_a_dtensors_own_part():
     whole = torch.arange(28).view(7, 4)
     for mesh, coordinate in all_ranks((2,)):

@@ -157,6 +157,8 @@ def _stand_in(layout: Layout, whole: Tensor, local: Tensor, tp_dim: int | None) 
     is_cut = tp_dim is not None and layout.tp > 1
     over = layout.mesh if is_cut else layout.mesh["dp"]
     placements = [Shard(0), Shard(tp_dim)] if is_cut else [Shard(0)]
+    if is_cut:
+        over._shard_order = [1, 0]  # tensor parallelism first, whatever the spec says
     return DTensor.from_local(shaped, over, placements, run_check=False, shape=whole.shape, stride=whole.stride())
 
 

@@ -267,3 +267,35 @@ def run_replicas(rank: int, world_size: int, folder: Path) -> None:
     load(loaded, checkpoint_id=folder / "async")
     assert torch.equal(loaded["norm"].to_local(), local)
     assert world_size == 4
+
+
+# Names that are not Megatron's, and meshes of one rank ----------------------------------------------------------------
+
+
+def test_plain_saves_compare_what_ranks_outside_the_mesh_may_have(tmp_path: Path) -> None:
+    """Nothing but the size of the mesh tells that another rank may have another tensor of that name."""
+    spawn(run_meshes_of_one, 2, tmp_path, tmp_path)
+
+
+def run_meshes_of_one(rank: int, world_size: int, folder: Path) -> None:
+    over = mesh(world_size, 1, names=("ep", "dp"))["dp"]
+    for is_replica in (False, True):
+        model = nn.Module()
+        value = torch.full((4, 5), 0.0 if is_replica else float(rank), device=this_device())
+        model.up = nn.Parameter(distribute_tensor(value, over, [Shard(0)], src_data_rank=None))
+        optimizer = torch.optim.AdamW(model.parameters(), betas=(0.0, 0.0))
+        offload_optimizer(optimizer, model=model, policy=POLICY)
+        model.up.grad = model.up.detach() + 1
+        optimizer.step()
+        optimizer_state = get_optimizer_state_dict(model, optimizer)
+        average = with_parameter_chunks(model, {"average": model.up.detach()})
+        for name, values in {"state": optimizer_state, "average": average}.items():
+            if is_replica:
+                dcp.save(values, checkpoint_id=folder / name)
+            else:
+                with pytest.raises(CheckpointException, match="two ranks would save different values under"):
+                    dcp.save(values, checkpoint_id=folder / f"no {name}")
+                assert not list((folder / f"no {name}").glob("*.distcp"))
+    found = {"state.up.exp_avg": torch.zeros(4, 5)}
+    dcp.load(found, checkpoint_id=folder / "state", no_dist=True)
+    assert torch.equal(found["state.up.exp_avg"], torch.ones(4, 5))

@@ -3,6 +3,7 @@
 The fp32 side is sharded in the same way.
 """
 
+import io
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -13,10 +14,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn, optim
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict as torch_get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict as torch_set_optimizer_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fsdp_offload.checkpoint import get_optimizer_state_dict, load, set_optimizer_state_dict
+from fsdp_offload.torch_compat.dtensor import local_shard, over_local
 from tests.distributed import models
 from tests.distributed.launch import DEVICE_TYPE, agree, mesh, run_cases, spawn
 from tests.distributed.models import Net, batch, build
@@ -198,3 +203,59 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @world_sizes(2, 1, 4)
 def test_a_checkpoint_goes_on_with_another_number_of_ranks(world_size: int, checkpoints: Path, tmp_path: Path) -> None:
     spawn(run_loads, world_size, tmp_path, checkpoints)
+
+
+# Full state dicts ----------------------------------------------------------------------------------------------------
+
+FULL = StateDictOptions(full_state_dict=True)
+ON_FIRST_RANK = StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+
+def test_remainders_are_gathered(tmp_path: Path) -> None:
+    """They are int16, which neither gloo nor NCCL carries."""
+    spawn(run_gathered, 2, tmp_path)
+
+
+def run_gathered(rank: int, world_size: int) -> None:
+    # Every pattern of 16 bits, those of NaNs as well, in rows that two ranks share unevenly.
+    for dtype in (torch.int16, torch.uint16):
+        bits = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(dtype)
+        whole = torch.cat([bits, bits[:7]]).to(DEVICE_TYPE)
+        over = mesh(world_size)
+        like = distribute_tensor(torch.zeros(len(whole), device=DEVICE_TYPE), over, [Shard(0)])
+        value = over_local(like, whole.chunk(world_size)[over.get_local_rank()].clone())
+        for gathered in (value.full_tensor(), value.to("cpu").to(DEVICE_TYPE).detach().full_tensor()):
+            assert gathered.dtype is dtype
+            assert torch.equal(gathered.view(torch.uint8), whole.view(torch.uint8))
+        copy = torch.load(io.BytesIO(saved_by_torch(value)), weights_only=False)
+        assert type(copy) is DTensor
+
+    twins = make_twins(models.shard_even, adamw, "remainder")
+    assert not list(train(twins, 3))
+    model, optimizer = twins.low.model, twins.low.optimizer
+    assert bool(torch_get_optimizer_state_dict(model, optimizer, options=ON_FIRST_RANK)) == (rank == 0)
+    full = torch_get_optimizer_state_dict(model, optimizer, options=FULL)
+    assert full["state"]
+    for param, state in full["state"].items():
+        own = optimizer.state[dict(model.named_parameters())[param]]
+        assert state["master_param"].dtype is torch.int16
+        for name, gathered in state.items():
+            part = own[name]
+            if isinstance(part, DTensor):
+                over = part.device_mesh
+                part, gathered = local_shard(part), gathered.chunk(over.size())[over.get_local_rank()]
+            assert torch.equal(part.cpu(), gathered), (param, name)
+
+    again = make_twins(models.shard_even, adamw, "remainder", seed=1)
+    set_model_state_dict(again.low.model, get_model_state_dict(model))
+    torch_set_optimizer_state_dict(again.low.model, again.low.optimizer, full, options=FULL)
+    loaded = torch_get_optimizer_state_dict(again.low.model, again.low.optimizer, options=FULL)
+    for param, state in full["state"].items():
+        for name, value in state.items():
+            assert torch.equal(loaded["state"][param][name], value), (param, name)
+
+
+def saved_by_torch(value: torch.Tensor) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()

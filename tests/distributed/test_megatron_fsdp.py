@@ -161,19 +161,67 @@ def test_experts_have_the_numbers_that_megatron_gives_them() -> None:
     }
 
 
-@pytest.mark.parametrize("kind", ["uneven", "in mid-row"])
-def test_parameters_that_dcp_would_misread_are_not_written(kind: str, tmp_path: Path) -> None:
-    """Of a slice DCP knows nothing: given the parameters themselves, it goes by their nominal placements."""
-    spawn(run_misread, 2, tmp_path, tmp_path, kind)
+@pytest.mark.parametrize(("kind", "tp"), [("uneven", 1), ("in mid-row", 1), ("even", 2)])
+def test_parameters_that_dcp_would_misread_are_not_written(kind: str, tp: int, tmp_path: Path) -> None:
+    """Of a slice DCP knows nothing, nor of the mesh's order: it goes by nominal placements, from left to right."""
+    spawn(run_misread, 2 * tp, tmp_path, tmp_path, kind, tp)
 
 
-def run_misread(rank: int, world_size: int, folder: Path, kind: str) -> None:
+def run_misread(rank: int, world_size: int, folder: Path, kind: str, tp: int) -> None:
     del rank
-    model = build(Layout(mesh(world_size, 1, names=("dp", "tp")), kind))
+    model = build(Layout(mesh(world_size // tp, tp, names=("dp", "tp")), kind))
     with pytest.raises(CheckpointException, match="nothing has been written: DCP would save"):
         save({"model": dict(model.named_parameters())}, checkpoint_id=folder / "no")
     assert not list((folder / "no").glob("*.distcp"))
     save({"model": with_parameter_chunks(model, model_state(model))}, checkpoint_id=folder / "yes")
+
+
+FC1 = "module.decoder.layers.0.mlp.linear_fc1.weight"
+
+
+def test_values_that_tensor_parallelism_cuts_first(tmp_path: Path) -> None:
+    """Even slices have the size that DCP takes them for, in other places: averages of weights carry nothing else."""
+    spawn(run_cut_first, 4, tmp_path, tmp_path)
+
+
+def run_cut_first(rank: int, world_size: int, folder: Path) -> None:
+    del rank, world_size
+    model = build(Layout(mesh(2, 2, names=("dp", "tp")), "even"))
+    value = model_state(model)[FC1]
+    average = torch.zeros_like(value)
+    local_shard(average).copy_(local_shard(value))
+    whole = whole_of(FC1)
+
+    for name, unknown in {"state_dict": value, "average": average}.items():
+        with pytest.raises(CheckpointException, match="nothing has been written: DCP would save"):
+            save({"w": unknown}, checkpoint_id=folder / name)
+    save(with_parameter_chunks(model, {"average.w": average}), checkpoint_id=folder / "carried")
+    assert torch.equal(read_one(folder / "carried", "average.w", whole.shape), whole)
+
+    sibling = FC1.replace("fc1", "fc2")
+    fused = {FC1: value, sibling: model_state(model)[sibling]}
+    split, _ = split_state_dict(fused, None, preset("megatron-swiglu"), values={"tp_size": 2})
+    save({key: split[key] for key in (f"{FC1}_w", f"{FC1}_v")}, checkpoint_id=folder / "split")
+    gates = [part.chunk(2) for part in whole.chunk(2)]
+    for number, half in enumerate("wv"):
+        expected = torch.cat([gate[number] for gate in gates])
+        assert torch.equal(read_one(folder / "split", f"{FC1}_{half}", expected.shape), expected)
+
+    plain = Module()
+    plain.w = torch.nn.Parameter(value)  # a parameter without a slice: its mesh has an order all the same
+    optimizer = torch.optim.AdamW(plain.parameters(), betas=(0.0, 0.0))
+    offload_optimizer(optimizer, model=plain, policy=POLICY)
+    plain.w.grad = average
+    optimizer.step()
+    save(get_optimizer_state_dict(plain, optimizer), checkpoint_id=folder / "state")
+    assert torch.equal(read_one(folder / "state", "state.w.exp_avg", whole.shape), whole)
+
+
+def read_one(folder: Path, key: str, shape: torch.Size) -> torch.Tensor:
+    """The whole tensor, in this process."""
+    found = {key: torch.full(shape, -1.0)}
+    dcp.load(found, checkpoint_id=folder, no_dist=True)
+    return found[key]
 
 
 # Round trips ---------------------------------------------------------------------------------------------------------
