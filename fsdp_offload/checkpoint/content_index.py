@@ -8,8 +8,9 @@
           plain MetadataIndex     ◀──DCP's scatter── DCP numbers the chunks, which makes new indices
 
 DCP takes equal indices on two ranks for replicas of one chunk. Local experts have the same names on every rank, and so
-would be. Only what tells different experts apart is compared, some elements of each chunk: a save is not to read all
-of the state twice. :class:`~fsdp_offload.checkpoint.SavePlanner` compares all of it.
+would be. DTensors that carry chunks know their content where their mesh is not all ranks; DCP asks plain tensors nothing.
+Only what tells different experts apart is compared, some elements of each chunk: a save is not to read all of the state
+twice. :class:`~fsdp_offload.checkpoint.SavePlanner` compares all of it.
 """
 
 import hashlib
@@ -55,8 +56,9 @@ class ContentIndex(MetadataIndex):
         if isinstance(other, ContentIndex) and self.content != other.content:
             raise ValueError(
                 f"nothing has been written: two ranks would save different values under {self.fqn} at {self.offset}, "
-                "and only those of one would be kept. Experts have local numbers: renumber model and optimizer state "
-                "with fsdp_offload.checkpoint.Experts. fsdp_offload.checkpoint.save lists all such keys"
+                "and only those of one would be kept. Give them names of their own on each rank; experts have local "
+                "numbers: renumber model and optimizer state with fsdp_offload.checkpoint.Experts. "
+                "fsdp_offload.checkpoint.save lists all such keys"
             )
         return True
 
