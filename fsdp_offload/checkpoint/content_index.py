@@ -8,9 +8,9 @@
           plain MetadataIndex     ◀──DCP's scatter── DCP numbers the chunks, which makes new indices
 
 DCP takes equal indices on two ranks for replicas of one chunk. Local experts have the same names on every rank, and so
-would be. DTensors that carry chunks know their content where their mesh is not all ranks; DCP asks plain tensors nothing.
-Only what tells different experts apart is compared, some elements of each chunk: a save is not to read all state twice.
-:class:`~fsdp_offload.checkpoint.SavePlanner` compares all of it.
+would be. DTensors that carry chunks know their content where their mesh is not all ranks; plain tensors do not. Only
+what tells different experts apart is compared, some elements of each chunk: a save is not to read all of the state
+twice. :class:`~fsdp_offload.checkpoint.SavePlanner` compares all of it.
 """
 
 import hashlib

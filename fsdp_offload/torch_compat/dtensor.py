@@ -117,8 +117,8 @@ class _GatheredByBits(DTensor):
         return _plain(self).__reduce_ex__(protocol)  # files are to be read without this class
 
 
-def _over(local: Tensor, spec: DTensorSpec) -> DTensor:
-    cls = _GatheredByBits if local.dtype in _NOT_CARRIED else DTensor
+def _over(local: Tensor, spec: DTensorSpec) -> Any:
+    cls: Any = _GatheredByBits if local.dtype in _NOT_CARRIED else DTensor
     return cls(local, spec, requires_grad=False)
 
 
