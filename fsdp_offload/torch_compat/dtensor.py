@@ -117,9 +117,10 @@ class _GatheredByBits(DTensor):
         return _plain(self).__reduce_ex__(protocol)  # files are to be read without this class
 
 
-def _over(local: Tensor, spec: DTensorSpec) -> Any:
+def _over(local: Tensor, spec: DTensorSpec) -> Tensor:
     cls: Any = _GatheredByBits if local.dtype in _NOT_CARRIED else DTensor
-    return cls(local, spec, requires_grad=False)
+    made: Tensor = cls(local, spec, requires_grad=False)
+    return made
 
 
 def _plain(value: Any) -> Any:
