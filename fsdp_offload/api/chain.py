@@ -10,7 +10,7 @@ from ..model.parking import ParkedParameters, owns_its_storage
 from ..optimizers.transformer_engine import keep_unread_masters
 from ..policy import OffloadPolicy
 from .attachment import Attachment, attachment_of
-from .wrapped import masters_in, optimizers_in, savers_of_all_masters
+from .wrapped import masters_in, optimizers_in, refuse_own_offload, savers_of_all_masters
 
 
 def offload_each(
@@ -24,6 +24,7 @@ def offload_each(
 
     They share streams and staging, as all on a device do. fp32 masters that are their parameters get a place to go to.
     """
+    refuse_own_offload(optimizer)
     for inner in savers_of_all_masters(optimizer):
         keep_unread_masters(inner)
     done: list[Optimizer] = []
@@ -46,7 +47,7 @@ def offload_states(optimizer: Any) -> None:
     """Call ``offload_states()`` of every offloaded optimizer in ``optimizer``.
 
     ``optimizer`` may be Megatron's, or a chain of them. fp32 masters that are parameters of Megatron's inner optimizer
-    leave with the state.
+    leave with the state; they may be used until :func:`release_states`.
 
     Raises:
         TypeError: one of them is not offloaded.

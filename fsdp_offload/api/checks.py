@@ -16,6 +16,7 @@ from ..torch_compat.fully_shard import parameter_names, sharding_groups, uses_cp
 from ..torch_compat.homed import is_homed
 from ..torch_compat.sharded_parameter import ShardedParameter
 from .attachment import attachment_of, offloaded
+from .wrapped import updated_on_host
 
 _HOST_OFFLOADED = (
     "This model uses CPUOffloadPolicy: parameters, gradients and optimizer state are on the host already and the "
@@ -41,6 +42,10 @@ def check_attachable(optimizer: Optimizer) -> None:
         raise RuntimeError(
             "offload_optimizer: this optimizer is offloaded already. exist_ok=True leaves it so. To change the policy, "
             "call remove_offload() first."
+        )
+    if hasattr(optimizer, "cpu_optimizers") and hasattr(optimizer, "offload_fraction"):
+        raise ValueError(
+            f"offload_optimizer: {type(optimizer).__name__}: {updated_on_host(optimizer.offload_fraction)}"
         )
     inner = [name for name, value in vars(optimizer).items() if _holds_optimizer(value)]
     if inner:

@@ -71,6 +71,35 @@ def savers_of_all_masters(optimizer: Any) -> list[Optimizer]:
     ]
 
 
+def refuse_own_offload(optimizer: Any) -> None:
+    """Refuse Megatron's optimizers whose config offloads the same state.
+
+    Raises:
+        ValueError: names the flag, and says what does the same here.
+    """
+    for holder, _ in () if isinstance(unwrap(optimizer), Optimizer) else _holders(optimizer):
+        config = getattr(holder, "config", None)
+        if getattr(config, "optimizer_cpu_offload", False):
+            raise ValueError(
+                f"offload_optimizer: {updated_on_host(getattr(config, 'optimizer_offload_fraction', 1.0))}"
+            )
+        if getattr(config, "offload_optimizer_states", False):
+            raise ValueError(
+                "offload_optimizer: Megatron's offload_optimizer_states=True moves the same state in the same phases. "
+                "Leave it off (--offload-optimizer-states); offload_optimizer(), offload_states(), release_states() and "
+                "reload_before() do the same for the optimizer that is then built."
+            )
+
+
+def updated_on_host(fraction: float) -> str:
+    """Say what does the same here as Megatron's pair of flags for updates on the CPU."""
+    return (
+        f"Megatron's optimizer_cpu_offload=True, optimizer_offload_fraction={fraction} updates a share of the "
+        "parameters on the CPU by itself. Leave optimizer_cpu_offload off (--optimizer-cpu-offload), and offload a "
+        f"torch.optim.Adam or AdamW with the same share: policy=OffloadPolicy(host_fraction={fraction})."
+    )
+
+
 def _holders(optimizer: Any) -> Iterator[tuple[Any, Optimizer]]:
     """Each optimizer of torch, with the object that holds it. A scheduler has one too, and is not one."""
     if not hasattr(optimizer, "zero_grad"):

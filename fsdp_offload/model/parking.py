@@ -22,7 +22,7 @@ from ..device.lanes import Mark
 from ..device.link import device_link
 from ..planning.buckets import ALIGN_BYTES, BREAK_BYTES
 from ..torch_compat.dtensor import local_shard
-from ..torch_compat.guard import Guard
+from ..torch_compat.guard import Guard, WriteWatch
 
 Storage = torch.UntypedStorage
 
@@ -74,15 +74,17 @@ class _Where(enum.Enum):
     """The place of parked parameters' bytes, and what memory they take meanwhile."""
 
     HERE = "on the device; the region is kept for the next time"
-    LEAVING = "on the device and, once a copy has ended, on the host"
+    LEAVING = "on the device, where they may be used, and on the host once a copy has ended"
     AWAY = "on the host alone"
     COMING = "on the host and, once a copy has ended, on the device"
 
 
+_WATCH = WriteWatch("Leaving")
+
 _GUARD = Guard(
     "Parked",
-    "{what}: offload_states() has moved the memory of this fp32 master to the host. Call reload_states() on its "
-    "optimizer, and synchronize() to read it before the next step.",
+    "{what}: release_states() has freed the device memory of this fp32 master, which is on the host since "
+    "offload_states(). Call reload_states() on its optimizer, and synchronize() to read it before the next step.",
     lets_gradients=True,
 )
 
@@ -95,8 +97,9 @@ _NO_ROOM = (
 class ParkedParameters:
     """Parameters that only the optimizer's step uses: fp32 masters that a framework copies into its model afterwards.
 
-    They leave and come back with the phases of the optimizer that has them. Gradients may be set meanwhile; whatever
-    else is done with the tensors themselves raises.
+    They leave and come back with the phases of the optimizer that has them, and may be used until they are released:
+    Megatron copies masters into the buffers of MXFP8 parameters between the two calls. Afterwards gradients may be set;
+    whatever else is done with the tensors themselves raises.
 
     Args:
         params: each with a storage of its own.
@@ -109,6 +112,7 @@ class ParkedParameters:
         self._places: list[Place] = []
         self._region: Region | None = None
         self._copied: Mark | None = None
+        self._copied_versions: list[int] = []
         self._take_off_guard: Callable[[], None] = lambda: None
         self._where = _Where.HERE
 
@@ -140,21 +144,18 @@ class ParkedParameters:
         if self._region is None or self._region.nbytes < needed_bytes:
             self.free_host_memory()
             self._region = new_region(needed_bytes, device, _NO_ROOM, self._limit_bytes)
-        link = device_link(device)
-        with link.in_use:
-            lanes = link.lanes(serial=False)
-            lanes["S"].wait(lanes["C"].mark())  # the last update, and whoever has copied from them
-            for host, own in pieces(self._region, self._places):
-                lanes["S"].copy(host, own)
-            self._copied = lanes["S"].mark()
-        self._take_off_guard = _GUARD.put_on(layer for param in self.params for layer in (param, local_shard(param)))
+        self._store()
+        self._guard(_WATCH)
         self._where = _Where.LEAVING
 
     def release(self) -> None:
         """Free the device's memory, in the order of the current stream."""
         if self._where is not _Where.LEAVING:
             return
+        if self._versions() != self._copied_versions:
+            self._store()
         self._wait_for_copy()
+        self._guard(_GUARD)
         for place in self._places:
             place.storage.resize_(0)
         self._where = _Where.AWAY
@@ -200,6 +201,25 @@ class ParkedParameters:
         """Have them on the device, wherever they are."""
         self.reload()
         self.settle()
+
+    def _store(self) -> None:
+        """Start copying them to the region."""
+        assert self._region is not None, "there is one for all of them"
+        link = device_link(self._device)
+        with link.in_use:
+            lanes = link.lanes(serial=False)
+            lanes["S"].wait(lanes["C"].mark())  # the last update, and whoever has written to them
+            for host, own in pieces(self._region, self._places):
+                lanes["S"].copy(host, own)
+            self._copied = lanes["S"].mark()
+        self._copied_versions = self._versions()
+
+    def _versions(self) -> list[int]:
+        return [local_shard(param)._version for param in self.params]
+
+    def _guard(self, guard: Guard) -> None:
+        self._take_off_guard()
+        self._take_off_guard = guard.put_on(layer for param in self.params for layer in (param, local_shard(param)))
 
     def _wait_for_copy(self) -> None:
         """Let the current stream wait: it is about to free the source, or to use the target."""

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 # What a tensor knows without its values.
 _METHODS = {
@@ -113,6 +114,28 @@ class Guard:
         if name in ("__set__", "__delete__"):
             return of in self._setters or of in _SETTABLE
         return name in _METHODS
+
+
+class WriteWatch(Guard):
+    """Lets tensors be used. Their version shows every write, also what may come through ``.data``, which has its own.
+
+    Args:
+        name: becomes part of the class name that the tensors have meanwhile.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, "", lets_gradients=True)
+
+    def on_use(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run ``func``; taking or setting ``.data`` counts as a write."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if getattr(func, "__self__", None) is Tensor.data:
+                increment_version(args[0])
+            return func(*args, **kwargs)
+
+    def on_method(self, tensor: Tensor, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run it."""
+        return getattr(self._without(type(tensor)), name)(tensor, *args, **kwargs)
 
 
 _GUARDS: dict[type[Tensor], Guard] = {}

@@ -16,7 +16,7 @@ from examples import (
     async_checkpoint,
     bf16_master_weights,
     demo_resume,
-    megatron_fsdp,
+    megatron_slices,
     megatron_style_loop,
     resume_other_world_size,
     rl_sleep,
@@ -55,6 +55,55 @@ def run_alone(*flags: str) -> str:
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
+
+
+# As scripts, whose folder is the first place that imports look in: what they are called must not hide a package.
+SCRIPTS: dict[str, tuple[str, ...]] = {
+    "async_checkpoint": ("--folder", "{folder}", "--steps", "4"),
+    "benchmark_frameworks": ("--help",),  # trained with below
+    "bf16_master_weights": ("--steps", "3"),
+    "demo_resume": ("--steps", "4", "--layers", "2"),
+    "megatron_slices": ("--ranks", "2", "--resume-ranks", "1"),
+    "megatron_style_loop": ("--compare", "--steps", "3", "--width", "32", "--layers", "2"),
+    "resume_other_world_size": ("--ranks", "2", "--resume-ranks", "1"),
+    "rl_sleep": ("--width", "32", "--layers", "2"),
+    "te_fused_adam": ("--help",),  # the others are for GPUs
+    "train_bigger_than_the_gpu": ("--help",),
+    "train_gpt": (*SMALL, "--steps", "2"),
+    "with_accelerate": ("--help",),  # trained with below
+    "with_lightning": ("--help",),
+    "with_megatron_fsdp": ("--help",),
+    "with_torchtitan": ("--help",),
+    "with_trainer": ("--help",),
+    "with_verl": (),
+    "worked_cases": ("{folder}/cases.md",),
+}
+NEEDS = {
+    "with_accelerate": "accelerate",
+    "with_lightning": "lightning",
+    "with_megatron_fsdp": "megatron_fsdp",
+    "with_torchtitan": "torchtitan.components.optimizer",
+    "with_trainer": "transformers",
+    "with_verl": "verl.workers.engine",
+    "te_fused_adam": "transformer_engine.pytorch",
+}
+QUICK = ("train_gpt",)
+
+
+def test_every_example_is_run_as_a_script() -> None:
+    assert SCRIPTS.keys() == {path.stem for path in TRAIN_GPT.parent.glob("*.py") if path.stem != "__init__"}
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in SCRIPTS]
+)
+def test_scripts(name: str, tmp_path: Path) -> None:
+    if name in NEEDS:
+        pytest.importorskip(NEEDS[name])
+    flags = [flag.format(folder=tmp_path) for flag in SCRIPTS[name]]
+    command = [sys.executable, str(TRAIN_GPT.with_name(f"{name}.py")), *flags]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
 def losses(metrics: Path) -> list[float]:
@@ -439,7 +488,7 @@ def test_the_bench_of_frameworks(tmp_path: Path, framework: str) -> None:
 @pytest.mark.distributed
 @pytest.mark.long
 def test_slices_of_megatron_go_on_at_another_size(capfd: pytest.CaptureFixture[str]) -> None:
-    assert megatron_fsdp.main(["--ranks", "2", "--resume-ranks", "3"]) == 0
+    assert megatron_slices.main(["--ranks", "2", "--resume-ranks", "3"]) == 0
     saved, *verdicts = capfd.readouterr().out.splitlines()
     assert saved.startswith("saved by 2 ranks: module.decoder.layers.0.mlp.linear_fc1.weight_w, ")
     assert verdicts == [
@@ -451,10 +500,10 @@ def test_slices_of_megatron_go_on_at_another_size(capfd: pytest.CaptureFixture[s
 
 
 def test_the_example_would_find_a_slice_that_was_loaded_wrongly(mesh: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    model, optimizer = megatron_fsdp.start(mesh, megatron_fsdp.whole_values())
-    megatron_fsdp.train(model, optimizer, mesh, first=0)
-    assert megatron_fsdp.compare(model, optimizer, mesh, megatron_fsdp.STEPS)
+    model, optimizer = megatron_slices.start(mesh, megatron_slices.whole_values())
+    megatron_slices.train(model, optimizer, mesh, first=0)
+    assert megatron_slices.compare(model, optimizer, mesh, megatron_slices.STEPS)
     bias = model.get_parameter("module.decoder.layers.0.mlp.linear_fc1.bias")
     optimizer.state[bias]["exp_avg"].to_local()[-1] += 1e-6
-    assert not megatron_fsdp.compare(model, optimizer, mesh, megatron_fsdp.STEPS)
+    assert not megatron_slices.compare(model, optimizer, mesh, megatron_slices.STEPS)
     assert capsys.readouterr().out.splitlines()[-1] == "after 5 steps on 1 ranks: DIFFERENT"

@@ -11,6 +11,7 @@ import functools
 import gc
 import warnings
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -224,14 +225,62 @@ def test_a_master_that_is_away_refuses_to_be_read_and_takes_its_gradient() -> No
     loop = Loop(True)
     loop.train_step(0)
     main = loop.dense.mains[0]
-    for phase in (offload_states, release_states):
-        phase(loop.optimizer)
-        with pytest.raises(RuntimeError, match=r"has moved the memory of this fp32 master to the host.*reload_states"):
-            main.sum()
-        main.grad = torch.ones(main.shape)
+    offload_states(loop.optimizer)
+    main.grad = torch.ones(main.shape)
+    release_states(loop.optimizer)
+    with pytest.raises(RuntimeError, match=r"has freed the device memory of this fp32 master.*reload_states"):
+        main.sum()
+    with pytest.raises(RuntimeError, match=r"tensor\.data.*has freed the device memory of this fp32 master"):
+        main.data  # noqa: B018
+    main.grad = torch.ones(main.shape)
     loop.dense.optimizer.step()  # comes back by itself
     assert main.untyped_storage().nbytes()
     main.sum()
+
+
+def test_masters_are_right_until_they_are_released() -> None:
+    """Megatron copies them into the buffers of MXFP8 parameters between the two phases, in every step."""
+    on, off = Loop(True), Loop(False)
+    for step in range(4):
+        offload_states(on.optimizer)
+        on.optimizer.zero_grad()
+        for main, plain in zip(on.dense.mains, off.dense.mains, strict=True):
+            assert torch.equal(torch.empty(main.shape).copy_(main), plain)
+            assert torch.equal(main.data, plain)
+            results = main.view(-1), main.detach(), main * 2, main.data
+            assert {type(result) for result in results} == {Tensor}
+        release_states(on.optimizer)
+        for loop in (on, off):
+            loop.flag = False
+            loop.train_step(step)
+    for one, other in zip(on.values(), off.values(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda main: main.add_(1),
+        lambda main: main.view(-1)[1:].mul_(2),
+        lambda main: main.data.copy_(main.data + 3),
+        lambda main: setattr(main, "data", main.data + 4),
+    ],
+    ids=["in place", "a view", "data", "other data"],
+)
+def test_masters_that_are_written_to_before_they_are_released(write: Callable[[Tensor], object]) -> None:
+    on, off = Loop(True), Loop(False)
+    for loop in (on, off):
+        loop.train_step(0)
+    offload_states(on.optimizer)
+    for loop in (on, off):
+        for main in loop.dense.mains:
+            write(main)
+    release_states(on.optimizer)
+    for loop in (on, off):
+        loop.flag = False
+        loop.train_step(1)
+    for one, other in zip(on.values(), off.values(), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_a_step_brings_masters_back_without_any_hook() -> None:
@@ -278,6 +327,43 @@ def test_one_that_cannot_be_offloaded_leaves_none_offloaded() -> None:
             offload_states(other)
         with pytest.raises(TypeError, match=r"expected a torch.optim.Optimizer"):
             offload_optimizer(other)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"offload_optimizer_states": True}, r"offload_optimizer_states=True moves the same state.*Leave it off"),
+        (
+            {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.25},
+            r"optimizer_cpu_offload=True, optimizer_offload_fraction=0\.25 .*OffloadPolicy\(host_fraction=0\.25\)",
+        ),
+    ],
+    ids=str,
+)
+def test_megatrons_own_offload_is_refused_by_its_flag(flags: dict[str, Any], message: str) -> None:
+    loop = Loop(False, nested=True)
+    off = dict.fromkeys(("offload_optimizer_states", "optimizer_cpu_offload"), False)
+    loop.dense.config, loop.experts.config = SimpleNamespace(**off), SimpleNamespace(**(off | flags))
+    with pytest.raises(ValueError, match=message):
+        offload_optimizer(loop.optimizer, policy=POLICY)
+    assert not isinstance(loop.dense.optimizer, OffloadedOptimizer)
+    loop.experts.config = SimpleNamespace(**off)
+    offload_optimizer(loop.optimizer, policy=POLICY)
+
+
+class HybridDeviceOptimizer(torch.optim.AdamW):
+    """What Megatron's class of that name holds."""
+
+    def __init__(self, params: list[Tensor], offload_fraction: float) -> None:
+        super().__init__(params)
+        self.offload_fraction = offload_fraction
+        self.cpu_optimizers, self.gpu_optimizer = [torch.optim.AdamW(params)], None
+
+
+def test_megatrons_hybrid_optimizer_is_refused_with_what_does_the_same_here() -> None:
+    optimizer = HybridDeviceOptimizer([nn.Parameter(torch.ones(3))], 0.5)
+    with pytest.raises(ValueError, match=r"HybridDeviceOptimizer: .*OffloadPolicy\(host_fraction=0\.5\)"):
+        offload_optimizer(optimizer, policy=POLICY)
 
 
 def test_functions_of_one_optimizer_reach_those_of_a_chain() -> None:

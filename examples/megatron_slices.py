@@ -1,12 +1,12 @@
 """Parameters as Megatron-FSDP slices them: offloaded, split as its checkpoints are, saved, and loaded at another size.
 
-    python examples/megatron_fsdp.py                             # 4 ranks save, 3 go on
-    python examples/megatron_fsdp.py --ranks 2 --resume-ranks 4
+    python examples/megatron_slices.py                             # 4 ranks save, 3 go on
+    python examples/megatron_slices.py --ranks 2 --resume-ranks 4
 
 or each half by itself:
 
-    torchrun --standalone --nproc-per-node 4 examples/megatron_fsdp.py --save checkpoint
-    torchrun --standalone --nproc-per-node 3 examples/megatron_fsdp.py --resume checkpoint
+    torchrun --standalone --nproc-per-node 4 examples/megatron_slices.py --save checkpoint
+    torchrun --standalone --nproc-per-node 3 examples/megatron_slices.py --resume checkpoint
 
 Megatron-FSDP lays the parameters of a unit one after the other into a flat buffer and cuts that into equal shards, so a
 rank has a flat slice of a parameter, which may begin and end in mid-row, or nothing of it. No placement says that; the
@@ -212,7 +212,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "RANK" not in os.environ:
             parser.error("--save and --resume are for the ranks that torchrun starts")
         return run_as_rank(options)
-    with tempfile.TemporaryDirectory(prefix="megatron_fsdp_") as folder:
+    with tempfile.TemporaryDirectory(prefix="megatron_slices_") as folder:
         passed = launch(options.ranks, "--save", folder) and launch(options.resume_ranks, "--resume", folder)
     print("PASS" if passed else "FAIL")
     return int(not passed)
