@@ -86,8 +86,8 @@ def refuse_own_offload(optimizer: Any) -> None:
         if getattr(config, "offload_optimizer_states", False):
             raise ValueError(
                 "offload_optimizer: Megatron's offload_optimizer_states=True moves the same state in the same phases. "
-                "Leave it off (--offload-optimizer-states); offload_optimizer(), offload_states(), release_states() and "
-                "reload_before() do the same for the optimizer that is then built."
+                "Leave it off (--offload-optimizer-states); offload_optimizer(), offload_states(), release_states() "
+                "and reload_before() do the same for the optimizer built so."
             )
 
 
