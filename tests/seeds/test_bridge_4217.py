@@ -1,0 +1,217 @@
+"""Megatron-Bridge #4217: the three call sites in Bridge's loop, where the flag had been a silent no-op."""
+
+import functools
+import itertools
+import warnings
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from fsdp_offload import (
+    OffloadedOptimizer,
+    offload_optimizer,
+    offload_states,
+    release_states,
+    reload_before,
+    reload_states,
+    remove_offload,
+    synchronize,
+)
+from tests.cpu.test_megatron_chain import POLICY, ChainedOptimizer, DistributedOptimizer, Loop, Stub
+
+pytestmark = pytest.mark.filterwarnings("ignore:offload_optimizer")
+
+PHASES = (offload_states, release_states, reload_states)
+
+
+def same(one: Loop, other: Loop) -> bool:
+    values, others = list(one.values()), list(other.values())
+    return len(values) == len(others) > 0 and all(map(torch.equal, values, others))
+
+
+@pytest.fixture
+def reloads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """One entry for each inner optimizer that reloads, among what tests add."""
+    found: list[str] = []
+    reload = OffloadedOptimizer.reload_states
+
+    def noting(self: Any, **kwargs: Any) -> None:
+        found.append("reload")
+        reload(self, **kwargs)
+
+    monkeypatch.setattr(OffloadedOptimizer, "reload_states", noting)
+    return found
+
+
+# Wrapped once --------------------------------------------------------------------------------------------------------
+
+
+def test_a_hook_is_wrapped_once_however_often_the_loop_sets_it_up(reloads: list[str]) -> None:
+    loop = Loop(True)
+    wrapped = loop.finalize
+    for _ in range(5):
+        loop.finalize = reload_before(loop.finalize, loop.optimizer)
+    assert loop.finalize is wrapped
+    loop.train_step(0)
+    assert reloads == 2 * ["reload"]  # each of the two optimizers in the chain, once
+    assert loop.calls.count("finalize 7 dp") == 1
+
+
+def test_model_chunks_that_share_a_config_are_wrapped_once_and_others_each(reloads: list[str]) -> None:
+    loop = Loop(True)
+    configs = [SimpleNamespace(finalize=lambda: reloads.append("finalize")) for _ in range(2)]
+    chunks = [configs[0], configs[1], configs[0]]
+    for config in chunks:
+        config.finalize = reload_before(config.finalize, loop.optimizer)
+    for config in configs:
+        config.finalize()
+    assert reloads == 2 * ["reload", "reload", "finalize"]
+
+
+def test_every_optimizer_of_a_chain_reloads_before_the_reduction(reloads: list[str]) -> None:
+    loop = Loop(True, nested=True)
+    loop.train_step(0)
+    reloads.clear()
+    reload_before(lambda: reloads.append("reduce"), loop.optimizer)()
+    assert reloads == ["reload", "reload", "reduce"]
+
+
+# What was bound stays ------------------------------------------------------------------------------------------------
+
+
+def bound_in(calls: list[Any]) -> dict[str, Callable[..., str]]:
+    """What Bridge binds: ``partial(finalize_model_grads, pg_collection=...)``, that of MIMO models, and plain ones."""
+
+    def finalize(*args: object, **kwargs: object) -> str:
+        calls.append((args, kwargs))
+        return "result"
+
+    return {
+        "function": finalize,
+        "process groups": functools.partial(finalize, pg_collection="groups"),
+        "MIMO": functools.partial(functools.partial(finalize, infos="modules"), pg_collection="groups"),
+    }
+
+
+@pytest.mark.parametrize("kind", bound_in([]))
+def test_the_partial_that_was_bound_is_called_with_its_arguments(kind: str) -> None:
+    calls: list[Any] = []
+    bound, loop = bound_in(calls)[kind], Loop(True)
+    assert bound(["model"], 3, force_all_reduce=False) == "result"
+    assert reload_before(bound, loop.optimizer)(["model"], 3, force_all_reduce=False) == "result"
+    assert calls[0] == calls[1]
+    assert ("pg_collection" in calls[0][1]) == (kind != "function")
+
+
+def test_groups_that_are_bound_to_the_wrapper_later_do_not_hide_it(reloads: list[str]) -> None:
+    calls: list[Any] = []
+    loop = Loop(True)
+    wrapped = functools.partial(reload_before(bound_in(calls)["function"], loop.optimizer), pg_collection="groups")
+    assert reload_before(wrapped, loop.optimizer) is wrapped
+    assert wrapped(["model"]) == "result"
+    assert calls == [((["model"],), {"pg_collection": "groups"})]
+    assert reloads == ["reload", "reload"]
+
+
+def test_the_hook_of_the_user_is_called_in_every_step_and_its_result_returned() -> None:
+    on, off = Loop(True), Loop(False)
+    for step in range(3):
+        for loop in (on, off):
+            loop.train_step(step)  # which asserts what the hook returned
+        assert same(on, off)
+    assert [call for call in on.calls if call in off.calls] == off.calls
+
+
+# Never silently inert ------------------------------------------------------------------------------------------------
+
+
+def chains() -> dict[str, Callable[[], Any]]:
+    def half() -> Any:
+        loop = Loop(False)
+        offload_optimizer(loop.dense, policy=POLICY)
+        return loop.optimizer
+
+    def removed() -> Any:
+        return remove_offload(Loop(True).optimizer)
+
+    return {
+        "none is offloaded": lambda: Loop(False).optimizer,
+        "one of two is": half,
+        "it was removed": removed,
+        "one of Megatron's alone": lambda: Loop(False).dense,
+        "stubs only": lambda: ChainedOptimizer([Stub(), Stub()]),
+        "an empty chain": lambda: ChainedOptimizer([]),
+    }
+
+
+@pytest.mark.parametrize("chain", chains())
+@pytest.mark.parametrize("what", ["hook", *PHASES], ids=lambda what: getattr(what, "__name__", what))
+def test_a_chain_in_which_nothing_is_offloaded_is_an_error_at_each_call_site(what: Any, chain: str) -> None:
+    optimizer = chains()[chain]()
+    call = functools.partial(reload_before, lambda: None) if what == "hook" else what
+    with pytest.raises(TypeError, match=r"is not offloaded; call offload_optimizer\(\) first|that holds some, got"):
+        call(optimizer)
+
+
+@pytest.mark.parametrize("chain", ["stubs only", "an empty chain"])
+def test_attaching_to_a_chain_that_trains_nothing_is_an_error(chain: str) -> None:
+    with pytest.raises(TypeError, match=r"expected a torch\.optim\.Optimizer"):
+        offload_optimizer(chains()[chain](), policy=POLICY)
+
+
+def test_a_wrapped_hook_that_the_loop_never_calls_is_told() -> None:
+    loop = Loop(True)
+    loop.finalize = functools.partial(loop.finalize_model_grads, group="dp")  # overwritten after the wrapping
+    told = []
+    for step in range(6):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            loop.train_step(step)
+        told += [step for one in caught if "a hook that was not called" in str(one.message)]
+    assert told
+    assert len(set(told)) == 1
+
+
+def test_an_optimizer_that_is_plain_again_is_trained_by_the_same_wrapped_loop() -> None:
+    on, off = Loop(True), Loop(False)
+    for step in range(4):
+        for loop in (on, off):
+            loop.train_step(step)
+        if step == 1:
+            remove_offload(on.optimizer)
+            on.flag = False
+    assert same(on, off)
+
+
+# Bridge's loop -------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_that_is_run_again_calls_the_sites_again() -> None:
+    """The loop body runs once more when the rerun machinery says so: every site twice, before one step."""
+    on, off = Loop(True), Loop(False)
+    for number in range(4):
+        for loop in (on, off):
+            if number % 2:
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(DistributedOptimizer, "step", lambda self: None)
+                    loop.train_step(number)
+            loop.train_step(number)
+        assert same(on, off)
+
+
+@pytest.mark.parametrize(
+    "order", [*itertools.permutations(PHASES)], ids=lambda order: "-".join(f.__name__ for f in order)
+)
+def test_sites_in_any_order_leave_the_bits(order: tuple[Callable[[Any], None], ...]) -> None:
+    on, off = Loop(True), Loop(False)
+    for step in range(3):
+        for loop in (on, off):
+            loop.train_step(step)
+        for phase in order:
+            phase(on.optimizer)
+        reload_states(on.optimizer)
+        synchronize(on.optimizer)  # to read it before the next step
+        assert same(on, off)
