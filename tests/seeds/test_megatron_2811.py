@@ -1,0 +1,237 @@
+"""Megatron-LM #2811: optimizer state and fp32 masters leave the GPU after the step and are back before the next.
+
+The first tests run megatron-core's own DistributedOptimizer; where ranks have GPUs, around Transformer Engine's
+FusedAdam, otherwise around the reference of its Python contract. Those after them need one process.
+"""
+
+import contextlib
+import copy
+import functools
+import itertools
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from fsdp_offload import (
+    OffloadPolicy,
+    offload_report,
+    offload_states,
+    release_states,
+    reload_states,
+    remove_offload,
+    synchronize,
+)
+from tests.cpu.test_megatron_chain import Loop
+from tests.distributed import test_distributed_optimizer as megatron
+from tests.distributed.launch import DEVICE_TYPE, spawn
+from tests.distributed.test_fused_adam import fused_adam
+from tests.fused_adam import BF16, FP32, MASTERS, Twins, same_state_dicts
+
+if DEVICE_TYPE == "cpu":  # the process from which ranks are forked imports it for all of them
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of packages that are not installed
+        pytest.importorskip("megatron.core.optimizer")
+        pytest.importorskip("megatron.core.distributed")
+
+pytestmark = pytest.mark.filterwarnings("ignore:offload_optimizer")
+
+PHASES = (offload_states, release_states, reload_states)
+# Before the first of them, between them, and after the last.
+UP_TO = {name: PHASES[:count] for count, name in enumerate(("on the device", "leaving", "away", "coming back"))}
+EVERY_PHASE = pytest.mark.parametrize("phases", UP_TO.values(), ids=UP_TO)
+STAYING = OffloadPolicy(bucket_bytes=1 << 10, device_bytes=1 << 20)
+"""All state stays on the device, unless phases take it away."""
+
+
+# Megatron's own DistributedOptimizer ---------------------------------------------------------------------------------
+
+
+def run_case(rank: int, world_size: int, name: str) -> None:
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel()
+    with mock.patch.object(megatron, "STEPS", 4):
+        problems = megatron.compare(rank, world_size, name)
+    parallel_state.destroy_model_parallel()
+    assert not problems, problems
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("state", ["mains", "remainders", "masters", "bf16 moments"])
+def test_the_three_call_sites_leave_the_bits_and_free_all_of_the_state(state: str, tmp_path: Path) -> None:
+    """Losses, norms, parameters, state and what Megatron saves; loads of that, also while state and masters are away.
+
+    ``mains``: fp32 masters that are the inner optimizer's parameters. The others are precision-aware: ``masters`` has
+    fp32 masters as state of FusedAdam, and ``remainders`` what they have more than their bf16 parameters.
+    """
+    spawn(run_case, 2, tmp_path, state)
+
+
+# FusedAdam -----------------------------------------------------------------------------------------------------------
+
+
+def twins(**kwargs: Any) -> Twins:
+    return Twins(fused_adam(), device=DEVICE_TYPE, policy=STAYING, **kwargs)
+
+
+def go_through(optimizer: Any, phases: tuple[Callable[[Any], None], ...] = PHASES) -> None:
+    for phase in phases:
+        phase(optimizer)
+
+
+OPTIONS = {
+    f"{name}, {str(dtype).removeprefix('torch.')} moments": {
+        **masters,
+        "exp_avg_dtype": dtype,
+        "exp_avg_sq_dtype": dtype,
+        "use_decoupled_grad": name != "none",  # as the precision-aware optimizer gives gradients
+    }
+    for (name, masters), dtype in itertools.product(MASTERS.items(), (FP32, BF16))
+    if name != "fp16"
+}
+EVERY_OPTION = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+
+
+@EVERY_OPTION
+def test_fused_adam_takes_the_same_steps_with_the_phases_between_them(options: dict[str, Any]) -> None:
+    pair = twins(**options)
+    for _ in range(4):
+        pair.step(1)  # compares all there is, bit by bit
+        go_through(pair.offloaded)
+
+
+@EVERY_OPTION
+def test_all_state_of_fused_adam_is_away_after_the_release(options: dict[str, Any]) -> None:
+    pair = twins(**options).step(2)
+    here = offload_report(pair.offloaded)
+    go_through(pair.offloaded, (offload_states, release_states))
+    away = offload_report(pair.offloaded)
+    assert here.resident_state_bytes > 0
+    assert away.resident_state_bytes == away.ring_bytes == 0
+    assert away.host_state_bytes == here.host_state_bytes + here.resident_state_bytes
+    reload_states(pair.offloaded)
+    assert offload_report(pair.offloaded).resident_state_bytes == here.resident_state_bytes
+
+
+@EVERY_PHASE
+def test_a_state_dict_is_right_with_a_reload_pending_and_in_every_other_phase(phases: Any) -> None:
+    pair = twins(master_weights=True).step(2)
+    go_through(pair.offloaded, phases)
+    same_state_dicts(pair)
+    pair.step(2)
+
+
+@EVERY_PHASE
+def test_a_load_into_state_that_has_been_released(phases: Any) -> None:
+    pair = twins(master_weights=True).step(2)
+    saved, weights = same_state_dicts(pair), pair.weights()
+    pair.step(2)
+    go_through(pair.offloaded, phases)
+    pair.set_weights(weights)
+    for optimizer in pair.optimizers:
+        optimizer.load_state_dict(copy.deepcopy(saved))
+    pair.step(2)
+
+
+# fp32 masters, and loops that differ from the three sites ------------------------------------------------------------
+
+
+def loops() -> tuple[Loop, Loop]:
+    """With the flag and without it: bf16 parameters with fp32 masters in one optimizer, fp32 ones in another."""
+    return Loop(True, STAYING), Loop(False)
+
+
+def assert_same(on: Loop, off: Loop) -> None:
+    synchronize(on.optimizer)
+    values, others = list(on.values()), list(off.values())
+    assert len(values) == len(others)
+    assert all(map(torch.equal, values, others))
+
+
+def train(pair: tuple[Loop, Loop], *steps: int) -> None:
+    for step in steps:
+        for loop in pair:
+            loop.train_step(step)
+    assert_same(*pair)
+
+
+def held_bytes(loop: Loop) -> list[int]:
+    return [main.untyped_storage().nbytes() for main in loop.dense.mains]
+
+
+def test_masters_move_before_the_first_step() -> None:
+    on, off = loops()
+    before = held_bytes(on)
+    go_through(on.optimizer, (offload_states, release_states))
+    assert not any(held_bytes(on))
+    reload_states(on.optimizer)
+    assert held_bytes(on) == before
+    train((on, off), 0, 1)
+
+
+def test_masters_stay_the_same_tensors_and_no_parameter_of_the_model_leaves() -> None:
+    """The framework holds on to both: it copies from one to the other after the step."""
+    on, off = loops()
+    train((on, off), 0)
+    mains = list(on.dense.mains)
+    go_through(on.optimizer, (offload_states, release_states))
+    assert not any(held_bytes(on))
+    assert all(param.untyped_storage().nbytes() for param in on.model.parameters())
+    with pytest.raises(RuntimeError, match="reload_states"):  # and nobody computes with what is not there
+        mains[0].sum()
+    reload_states(on.optimizer)
+    assert all(one is other for one, other in zip(on.dense.mains, mains, strict=True))
+    train((on, off), 1)
+
+
+def test_many_cycles_change_neither_values_nor_host_memory() -> None:
+    on, off = loops()
+    train((on, off), 0)
+    go_through(on.optimizer)
+    before = [offload_report(one.optimizer).host_bytes for one in (on.dense, on.experts)]
+    for step in range(1, 4):
+        for _ in range(4):
+            go_through(on.optimizer)
+            assert_same(on, off)
+        train((on, off), step)
+    assert [offload_report(one.optimizer).host_bytes for one in (on.dense, on.experts)] == before
+
+
+def test_a_step_that_is_skipped_for_an_overflow_leaves_nothing_in_flight() -> None:
+    """Gradients are final and state is on its way back; then there is no step, and the next iteration begins."""
+    pair = loops()
+    for step in range(5):
+        for loop in pair:
+            skipped = mock.patch.object(type(loop.dense), "step", return_value=None)
+            with skipped if step % 2 else contextlib.nullcontext():
+                loop.train_step(step)
+        assert_same(*pair)
+    train(pair, 5)
+
+
+def test_a_reload_that_is_left_to_the_step() -> None:
+    """As under CUDA graphs, where no hook of Python runs."""
+    on, off = loops()
+    on.finalize = functools.partial(on.finalize_model_grads, group="dp")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the wrapped hook is never called
+        train((on, off), 0, 1, 2)
+
+
+@EVERY_PHASE
+def test_removed_in_any_phase_everything_is_back(phases: Any) -> None:
+    on, off = loops()
+    train((on, off), 0, 1)
+    go_through(on.optimizer, phases)
+    remove_offload(on.optimizer)
+    assert all(held_bytes(on))
+    for step in (2, 3):
+        off.train_step(step)
+        on.flag, on.finalize = False, off.finalize
+        on.train_step(step)
+    assert all(map(torch.equal, on.values(), off.values()))
