@@ -1,0 +1,144 @@
+"""xtuner #1524 (``SwapAdamW``): state on the device only while ``step()`` needs it, in sharded training and in RL."""
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import AdamW, Optimizer
+
+from fsdp_offload import OffloadPolicy, is_offloaded, offload_model, offload_report, reload_model
+from tests.distributed import models
+from tests.distributed.launch import run_cases, spawn
+from tests.distributed.test_sharded_checkpoints import adamw, compared, dcp_load, dcp_save, new_run, train
+from tests.overlapping import Loop, same
+from tests.parity import Zoo, leaves, make_pair
+
+BUCKET_BYTES = 1 << 10
+POLICY = OffloadPolicy(bucket_bytes=BUCKET_BYTES, device_bytes=4 * BUCKET_BYTES)
+
+
+class DecaysAfterwards(Optimizer):
+    """Adam in the order of operations that ``SwapAdamW`` has: one parameter at a time, decay after the update."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.02, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            one, two = group["betas"]
+            for param in (param for param in group["params"] if param.grad is not None):
+                state = self.state[param]
+                if not state:
+                    state.update(step=torch.zeros(()), exp_avg=torch.zeros_like(param))
+                    state["exp_avg_sq"] = torch.zeros_like(param)
+                state["step"] += 1
+                count = state["step"].item()
+                mean, square = state["exp_avg"], state["exp_avg_sq"]
+                mean.mul_(one).add_(param.grad, alpha=1 - one)
+                square.mul_(two).addcmul_(param.grad, param.grad, value=1 - two)
+                rms = (square.sqrt() / (1 - two**count) ** 0.5) + group["eps"]
+                param.addcdiv_(mean, rms, value=-group["lr"] / (1 - one**count))
+                param.mul_(1 - group["lr"] * group["weight_decay"])
+
+
+ARITHMETICS: dict[str, Any] = {
+    **{
+        name: partial(AdamW, lr=0.02, foreach=foreach)
+        for name, foreach in {"one by one": False, "foreach": True}.items()
+    },
+    "fused": partial(AdamW, lr=0.02, fused=True),
+    "amsgrad": partial(AdamW, lr=0.02, amsgrad=True, maximize=True),
+    "SwapAdamW's": DecaysAfterwards,
+}
+
+
+@pytest.mark.parametrize("make", ARITHMETICS.values(), ids=ARITHMETICS)
+def test_swapped_state_is_updated_by_the_optimizers_own_arithmetic_bit_for_bit(make: Any) -> None:
+    pair = make_pair(Zoo, make, policy=POLICY)
+    pair.train(6)  # compares parameters, state and counters after each
+    pair.assert_trained("empty")
+
+
+def moving(optimizer: Any) -> list[Tensor]:
+    values = [value for state in optimizer.state.values() for value in state.values()]
+    return [leaf for value in values for leaf in leaves(value) if leaf.dim()]
+
+
+def test_state_is_on_the_device_only_in_the_step_and_in_as_many_parts_as_asked_for(mesh: DeviceMesh) -> None:
+    """``swap_optimizer_times`` is here a size: of what is loaded and stored together, and of all of it at once."""
+    loop = Loop(mesh, AdamW, POLICY).train(3)
+    state_bytes = sum(leaf.nbytes for leaf in moving(loop.optimizer))
+    report = offload_report(loop.optimizer)
+    assert (report.host_state_bytes, report.resident_state_bytes) == (state_bytes, 0)
+    assert all(leaf.device.type == "cpu" for leaf in moving(loop.optimizer))
+    for moved in (report.loaded_bytes, report.stored_bytes):
+        assert state_bytes <= moved <= 1.01 * state_bytes  # in one step, each byte once each way; and padding
+    assert report.buckets >= state_bytes // BUCKET_BYTES
+    assert report.ring_bytes <= 4 * BUCKET_BYTES
+
+
+# Checkpoints ---------------------------------------------------------------------------------------------------------
+
+
+def run_checkpoints(rank: int, world_size: int, folder: Path) -> None:
+    def case(saver: OffloadPolicy | None, loader: OffloadPolicy | None, path: Path) -> Iterator[str]:
+        plain = new_run(models.shard_even, adamw, None)
+        train(plain, 0, 5)
+        run = new_run(models.shard_even, adamw, saver)
+        train(run, 0, 3)
+        dcp_save(run, path)
+        resumed = new_run(models.shard_even, adamw, loader, seed=1)
+        dcp_load(resumed, path)
+        train(resumed, 3, 5)
+        yield from compared(plain, resumed, "resumed")
+
+    ways = {"offloaded to offloaded": (POLICY, POLICY), "to plain": (POLICY, None), "from plain": (None, POLICY)}
+    run_cases({name: partial(case, *way, folder / name) for name, way in ways.items()})
+
+
+@pytest.mark.distributed
+def test_dcp_saves_swapped_state_as_the_shards_that_it_is(tmp_path: Path) -> None:
+    """Local tensors beside sharded parameters would be taken for replicas: ranks would resume from one rank's."""
+    spawn(run_checkpoints, 3, tmp_path, tmp_path)
+
+
+# RL ------------------------------------------------------------------------------------------------------------------
+
+
+def sleep_between(loop: Loop, step: int) -> None:
+    """A worker that gives way to generation: the optimizer goes before the model, and comes back after it."""
+    loop.backward(step)
+    loop.step()
+    if is_offloaded(loop.optimizer):
+        storages = [param.to_local().untyped_storage() for param in loop.model.parameters()]
+        loop.optimizer.offload_states()
+        loop.optimizer.release_states()
+        offload_model(loop.model)
+        report = offload_report(loop.optimizer)
+        assert report.resident_state_bytes == report.ring_bytes == 0
+        assert not any(storage.nbytes() for storage in storages)
+        reload_model(loop.model)
+        loop.optimizer.reload_states()
+
+
+def put_all_state(loop: Loop, step: int) -> None:
+    """xtuner's ``put_optimizer_to_device``: tensors of its own in the state of every parameter, to and fro."""
+    loop.backward(step)
+    loop.step()
+    for state in loop.optimizer.state.values():
+        for key, value in state.items():
+            state[key] = value.clone()
+
+
+@pytest.mark.parametrize("habit", [sleep_between, put_all_state])
+@pytest.mark.parametrize("device_bytes", [4 * BUCKET_BYTES, 1 << 20], ids=["streams", "stays"])
+def test_rl_offload_and_onload_between_steps_leave_the_bits(mesh: DeviceMesh, device_bytes: int, habit: Any) -> None:
+    policy = OffloadPolicy(bucket_bytes=BUCKET_BYTES, device_bytes=device_bytes)
+    plain, offloaded = (Loop(mesh, AdamW, one).train(5, habit) for one in (None, policy))
+    assert same(plain, offloaded)
