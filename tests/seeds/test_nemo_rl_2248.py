@@ -1,0 +1,139 @@
+"""NeMo-RL #2248: the optimizer leaves through one pinned buffer that is kept for the next time, and can be freed."""
+
+import gc
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_offload import (
+    OffloadPolicy,
+    offload_report,
+    offload_states,
+    release_states,
+    reload_states,
+    synchronize,
+)
+from tests.cpu.test_megatron_chain import Loop as Chain
+from tests.overlapping import Loop, adamw, same
+from tests.parity import attach
+from tests.seeds.test_xtuner_1524 import moving
+
+pytestmark = pytest.mark.filterwarnings("ignore:offload_optimizer")
+
+PAGES = sorted((Path(__file__).resolve().parents[2] / "docs").glob("*.md"))
+STAYING = OffloadPolicy(bucket_bytes=1 << 12, device_bytes=1 << 22)
+"""All state stays on the device between steps, as without offload, until it is told to go."""
+
+
+def go(optimizer: Any) -> None:
+    offload_states(optimizer)
+    release_states(optimizer)
+
+
+# The buffer ----------------------------------------------------------------------------------------------------------
+
+
+def test_one_cached_buffer_is_used_again_in_every_cycle(mesh: DeviceMesh) -> None:
+    loop = Loop(mesh, adamw, STAYING).train(2)
+    on_device = offload_report(loop.optimizer)
+    seen = []
+    for step in range(2, 6):
+        go(loop.optimizer)
+        seen.append([leaf.data_ptr() for leaf in moving(loop.optimizer)])
+        reload_states(loop.optimizer)
+        loop.train(1, first=step)
+    assert all(pointers == seen[0] for pointers in seen)
+    taken = offload_report(loop.optimizer).host_bytes - on_device.host_bytes
+    assert on_device.resident_state_bytes <= taken <= 1.05 * on_device.resident_state_bytes
+    assert same(Loop(mesh, adamw, None).train(6), loop)
+
+
+def test_all_tensors_lie_in_one_buffer_bit_by_bit(mesh: DeviceMesh) -> None:
+    """Coalesced: one after the other, where an allocation for each would lie anywhere."""
+    loop = Loop(mesh, adamw, STAYING).train(2)
+    before = [leaf.clone() for leaf in moving(loop.optimizer)]
+    go(loop.optimizer)
+    assert all(map(torch.equal, moving(loop.optimizer), before))
+    found = sorted((leaf.data_ptr(), leaf.nbytes) for leaf in moving(loop.optimizer))
+    assert all(one + size <= other for (one, size), (other, _) in itertools.pairwise(found))
+    assert found[-1][0] + found[-1][1] - found[0][0] <= 1.05 * sum(nbytes for _, nbytes in found)
+    reload_states(loop.optimizer)
+    assert all(map(torch.equal, moving(loop.optimizer), before))
+
+
+# The paired free -----------------------------------------------------------------------------------------------------
+
+
+def test_the_paired_free_gives_the_buffer_back_and_the_next_cycle_takes_another() -> None:
+    """Megatron's chain: state that stays, and fp32 masters, which are parked in a buffer as well."""
+    on, off = Chain(True, STAYING), Chain(False)
+    inner = on.dense.optimizer
+    for step in range(4):
+        for loop in (on, off):
+            loop.train_step(step)
+        go(on.optimizer)
+        away = offload_report(inner).host_bytes
+        assert away >= 3 * sum(main.numel() * 4 for main in on.dense.mains)  # two moments and the master
+        reload_states(on.optimizer, free_host_memory=True)
+        gc.collect()
+        assert offload_report(inner).host_bytes == 0
+        synchronize(on.optimizer)
+        assert all(map(torch.equal, on.values(), off.values()))
+
+
+# Its configuration ---------------------------------------------------------------------------------------------------
+
+
+class Worker:
+    """The calls of NeMo-RL's policy worker around one optimizer, as its configuration has them."""
+
+    def __init__(self, mesh: DeviceMesh, config: dict[str, bool]) -> None:
+        self.config = config
+        self.loop = Loop(mesh, adamw, None)
+        if config["use_pinned_optimizer_offload"]:
+            attach(self.loop.optimizer, model=self.loop.model, policy=STAYING)
+
+    def move_optimizer(self, device: str) -> None:
+        if self.config["use_pinned_optimizer_offload"]:
+            (go if device == "cpu" else reload_states)(self.loop.optimizer)
+        else:  # tensor by tensor, as without the flag
+            for state in self.loop.optimizer.state.values():
+                state.update({key: value.clone() for key, value in state.items()})
+
+    def iteration(self, step: int) -> None:
+        for phase in ("logprob", "refit"):
+            if self.config[f"offload_optimizer_for_{phase}"]:
+                self.move_optimizer("cpu")
+            with torch.no_grad():
+                self.loop.seen.append(self.loop.model(self.loop.batch(900 + step)).item())
+            if phase == "logprob":
+                self.move_optimizer("cuda")
+                self.loop.train(1, first=step)
+
+
+@pytest.mark.parametrize("for_logprob", [False, True])
+@pytest.mark.parametrize("for_refit", [False, True])
+def test_every_setting_of_its_keys_trains_the_same(mesh: DeviceMesh, for_logprob: bool, for_refit: bool) -> None:
+    workers = []
+    for pinned in (False, True):
+        config = {"offload_optimizer_for_logprob": for_logprob, "offload_optimizer_for_refit": for_refit}
+        workers.append(Worker(mesh, {**config, "use_pinned_optimizer_offload": pinned}))
+        for step in range(4):
+            workers[-1].iteration(step)
+    workers[1].move_optimizer("cuda")
+    assert same(workers[0].loop, workers[1].loop)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("use_pinned_optimizer_offload", "offload_optimizer_for_logprob", "offload_optimizer_for_refit"),
+        *("optimizer_cpu_offload", "optimizer_offload_fraction", "use_precision_aware_optimizer"),
+    ],
+)
+def test_the_pages_say_what_becomes_of_its_key(key: str) -> None:
+    assert any(key in page.read_text(encoding="utf-8") for page in PAGES)
