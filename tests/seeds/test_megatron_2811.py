@@ -23,7 +23,6 @@ from fsdp_offload import (
     offload_states,
     release_states,
     reload_states,
-    remove_offload,
     synchronize,
 )
 from tests.cpu.test_megatron_chain import Loop
@@ -221,17 +220,3 @@ def test_a_reload_that_is_left_to_the_step() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that the wrapped hook is never called
         train((on, off), 0, 1, 2)
-
-
-@EVERY_PHASE
-def test_removed_in_any_phase_everything_is_back(phases: Any) -> None:
-    on, off = loops()
-    train((on, off), 0, 1)
-    go_through(on.optimizer, phases)
-    remove_offload(on.optimizer)
-    assert all(held_bytes(on))
-    for step in (2, 3):
-        off.train_step(step)
-        on.flag, on.finalize = False, off.finalize
-        on.train_step(step)
-    assert all(map(torch.equal, on.values(), off.values()))
