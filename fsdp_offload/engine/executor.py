@@ -32,8 +32,11 @@ class Weights(Protocol):
     def fill(self, bucket: int, slot: Tensor, lane: Lane) -> None:
         """Bring those of a bucket into its slot, for an update that is about to be issued in ``lane``."""
 
-    def updated(self, bucket: int, slot: Tensor, lane: Lane) -> None:
-        """An update has been issued in ``lane``, and the slot holds the new ones."""
+    def updated(self, bucket: int, slot: Tensor | None, lane: Lane) -> None:
+        """An update has been issued in ``lane``: the slot holds the new ones, or they are where they live (``None``)."""
+
+    def release(self) -> None:
+        """Forget what is on the device of those that live on the host."""
 
     def before_store(self, bucket: int, lane: Lane) -> None:
         """Let ``lane`` wait until nobody loads those of a bucket from where they live."""
@@ -474,13 +477,13 @@ class Pipeline:
         bucket.move_to(Residency.STORING)
 
     def _update(self, bucket: StagedBucket, number: int, lane: Lane, update: Callable[[int], None]) -> None:
-        weights = self.weights if bucket.has_weights else None
-        if weights is not None and not bucket.weights_loaded:
-            weights.fill(number, self._slot_of(bucket), lane)
+        slot = self._slot_of(bucket) if bucket.has_weights else None
+        if self.weights is not None and slot is not None and not bucket.weights_loaded:
+            self.weights.fill(number, slot, lane)
         with lane.running():
             update(number)
-        if weights is not None:
-            weights.updated(number, self._slot_of(bucket), lane)
+        if self.weights is not None:
+            self.weights.updated(number, slot, lane)
         if self._beside_compute:
             self._unseen.add(number)
         if bucket.placement is not None:
@@ -540,6 +543,8 @@ class Pipeline:
         self._queue, self._issued = deque(), []
         for bucket in self.buckets:
             bucket.residency = Residency.HOME
+        if self.weights is not None:
+            self.weights.release()  # it may hold what has been updated and is not stored
 
     def synchronize(self) -> None:
         """Block the host until every transfer and update has finished; a failure on the host is not raised here."""

@@ -328,10 +328,10 @@ class Plan:
             shard.mirror = mirror_region.range(offset, nbytes, torch.uint8, (nbytes,), (1,))
         if resident:
             # Buckets here too, although nothing moves: they bound the temporaries of an update.
-            on_device = plan_buckets([_spec(shard) for shard in resident], self._policy.bucket_bytes)
-            block = torch.empty(on_device.home_nbytes, dtype=torch.uint8, device=self._device)
+            on_device, homes = self._homes_on_device(resident, self._policy.bucket_bytes)
             self.resident_bytes += on_device.home_nbytes
-            _settle(resident, on_device, lambda offset, leaf: _device_leaf(block, offset, leaf))
+            for shard, home in zip(resident, homes, strict=True):
+                shard.places.append(home)
             self._add_buckets(on_device, resident, None)
         _settle(offloaded, on_host, partial(_host_leaf, regions[0]))
         _settle(offloaded, on_host, partial(_host_leaf, regions[1]), with_spare.shards)
@@ -421,10 +421,17 @@ class Plan:
         """A home on the device for each, in one block that goes with the last of them."""
         return self._homes_on_device(shards)[1]
 
-    def _homes_on_device(self, shards: Sequence[StateShard]) -> tuple[BucketPlan, list[Home]]:
-        plan = plan_buckets([_spec(shard) for shard in shards], 1 << 62)
+    def _homes_on_device(
+        self, shards: Sequence[StateShard], bucket_bytes: int = 1 << 62
+    ) -> tuple[BucketPlan, list[Home]]:
+        plan = plan_buckets([_device_spec(shard) for shard in shards], bucket_bytes)
         block = torch.empty(plan.home_nbytes, dtype=torch.uint8, device=self._device)
-        return plan, _homes(shards, plan, lambda offset, leaf: _device_leaf(block, offset, leaf))
+        homes = []
+        for shard, offsets in zip(shards, plan.home_offsets, strict=True):
+            padding = [shard.padding_nbytes, *[0] * len(offsets)]  # of the parameter, which is the first leaf
+            leaves = zip(offsets, shard.leaf_layouts, padding, strict=False)
+            homes.append(shard.home_over([_device_leaf(block, *leaf) for leaf in leaves]))
+        return plan, homes
 
     def take_host_places(self, shards: Sequence[StateShard]) -> None:
         """Give ``shards``, which are resident, the host memory to go to. It is kept from then on.
@@ -604,8 +611,13 @@ def _spec(shard: StateShard) -> ShardSpec:
     return ShardSpec(shard.local_numel, leaf_nbytes, shard.cuttable, shard.together)
 
 
+def _device_spec(shard: StateShard) -> ShardSpec:
+    """Gathers read a parameter that lives on the device where it is, padding included."""
+    return _spec(shard)._replace(padding_nbytes=shard.padding_nbytes)
+
+
 def _home_nbytes(shards: Sequence[StateShard]) -> int:
-    return plan_buckets([_spec(shard) for shard in shards], 1 << 62).home_nbytes
+    return plan_buckets([_device_spec(shard) for shard in shards], 1 << 62).home_nbytes
 
 
 def _resident_nbytes(shard: StateShard) -> int:
@@ -659,8 +671,9 @@ def _host_leaf(region: Region, offset: int, leaf: LeafLayout) -> Tensor:
     return region.range(offset, leaf.nbytes, leaf.dtype, leaf.shape, leaf.stride)
 
 
-def _device_leaf(block: Tensor, offset: int, leaf: LeafLayout) -> Tensor:
-    return _own_storage(block, offset, leaf.nbytes).view(leaf.dtype).as_strided(leaf.shape, leaf.stride)
+def _device_leaf(block: Tensor, offset: int, leaf: LeafLayout, padding_nbytes: int) -> Tensor:
+    storage = _own_storage(block, offset, leaf.nbytes + padding_nbytes)
+    return storage.view(leaf.dtype).as_strided(leaf.shape, leaf.stride)
 
 
 def _slot_leaf(block: Tensor, places: Sequence[int], leaf: int, nbytes: int) -> Tensor:

@@ -137,4 +137,5 @@ def _bytes_of(targets: Iterable[Home], sources: Iterable[Home]) -> Iterator[tupl
 
 
 def _flat(leaf: Tensor) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=leaf.device).set_(leaf.untyped_storage())
+    storage = torch.empty(0, dtype=torch.uint8, device=leaf.device).set_(leaf.untyped_storage())
+    return storage[: leaf.nbytes]  # on the device a parameter is padded

@@ -10,7 +10,8 @@ What ``fully_shard`` gathers together is loaded together. The order of the gathe
 is needed soonest is loaded, and what is needed last makes room for it (Belady's rule). A gather that nobody expected is
 loaded when it comes, so that a wrong order costs time and nothing else.
 
-The window never owns the newest bytes: an update reads it, or home, and writes a slot, which is stored home.
+The window never owns the newest bytes: an update reads it, or home, and writes a slot, which is stored home. Every
+update of ours tells the window (:meth:`Window.updated`); what somebody else writes at home shows in version counters.
 """
 
 import itertools
@@ -41,8 +42,8 @@ class _Entry:
 
     Attributes:
         begin, end: its bytes of the window, in one block of its memory.
-        views: what a gather reads of each parameter: flat, padded, on the device.
-        versions: of the parameters when they were loaded; others mean that somebody has written them at home.
+        views: copies of the parameters that live on the host: flat, padded, on the device.
+        versions: of these parameters when they were loaded; others mean that somebody else has written them at home.
         loaded: from when on the bytes are there.
         used: until when they are read.
         held: an update is still to read it.
@@ -52,7 +53,7 @@ class _Entry:
     begin: int
     end: int
     views: dict[Tensor, Tensor]
-    versions: list[object]
+    versions: dict[Tensor, object]
     loaded: Mark
     used: list[Mark] = field(default_factory=list)
     held: set[int] = field(default_factory=set)
@@ -125,7 +126,8 @@ class Window:
         else:
             wait_on(stream, self._lanes["C"], entry.loaded)
         for weights in self.groups[number]:
-            weights.lend(entry.views[weights.param])
+            own = self._own(weights)
+            weights.lend(entry.views[weights.param] if own is None else own)
 
     def take_back(self, number: int, stream: torch.Stream | None) -> None:
         """The gather has been issued."""
@@ -192,10 +194,17 @@ class Window:
         load.copy_pieces(load.cut([(_bytes(one), _bytes(other)) for one, other in zip(targets, homes, strict=True)]))
         lane.wait(load.mark())
 
-    def updated(self, bucket: int, slot: Tensor, lane: Lane) -> None:
+    def updated(self, bucket: int, slot: Tensor | None, lane: Lane) -> None:
         """An update of a bucket has been issued in ``lane``: what the window holds of it is old."""
+        ranges = self._plan[bucket].weights
+        if not ranges:
+            return
         number = self._group_of(bucket)
         entry = self._entries.get(number)
+        if slot is None:
+            if entry is not None and any(part.shard.param in entry.views for part in ranges):
+                self._free(self._entries.pop(number))  # copied while the parameters that stay were away
+            return
         left_bytes = self.nbytes
         if next(self._order.upcoming(), None) is not None:
             left_bytes -= 2 * self._block_bytes  # gathers that are still to come before the forward
@@ -210,7 +219,6 @@ class Window:
             return
         # While other updates are still to read it, there may come to be room for it until the next forward.
         entry.outdated.discard(bucket)
-        ranges = self._plan[bucket].weights
         for mark in (entry.loaded, *entry.used):
             lane.wait(mark)
         entry.used.clear()  # the mark below comes after all of them
@@ -224,7 +232,7 @@ class Window:
         Else the next forward would begin with it once all stores have ended that were issued before those of it.
         """
         buckets = set(self._buckets(number))
-        updated = all(self._stays(weights) or self._is_updated(weights) for weights in self.groups[number])
+        updated = all(self._own(one) is not None or self._is_updated(one) for one in self.groups[number])
         # What is needed later makes room, even if an update is still to read it: that takes it from home.
         entry = self._load(number, self._order.distance(number), copies=False, over_held=True) if updated else None
         if entry is not None:
@@ -321,7 +329,7 @@ class Window:
         self, number: int, distance: float, *, must: bool = False, copies: bool = True, over_held: bool = False
     ) -> _Entry | None:
         """Load a group that is needed ``distance`` gathers from now; ``None`` if there is no room before that."""
-        inside = [weights for weights in self.groups[number] if not self._stays(weights)]
+        inside = [weights for weights in self.groups[number] if self._own(weights) is None]
         nbytes = group_nbytes(inside)
         begin = self._room(nbytes, distance, must=must, over_held=over_held)
         if begin is None:
@@ -330,23 +338,22 @@ class Window:
         self._wait_until_free(begin, begin + nbytes)
         for bucket in self._buckets(number):
             self._wait_stored(bucket, loads)
-        views = {weights.param: _flat(local_shard(weights.param)) for weights in self.groups[number]}
-        pieces, at = [], begin - block
+        views, pieces, at = {}, [], begin - block
         for weights in inside:
-            home = views[weights.param]
+            home = _flat(local_shard(weights.param))
             views[weights.param] = self._memory[block][at : at + weights.padded_numel * home.itemsize].view(home.dtype)
             if home.numel() and copies:
                 pieces.append((self._memory[block][at : at + home.nbytes], _bytes(home)))
             at += aligned(weights.padded_numel * home.itemsize)
         loads.copy_pieces(loads.cut(pieces))
         mark = self._last_load[number] = loads.mark()
-        return _Entry(begin, begin + nbytes, views, self._versions(number), mark)
+        return _Entry(begin, begin + nbytes, views, {param: _version(param) for param in views}, mark)
 
-    def _stays(self, weights: ShardedParameter) -> bool:
-        """Whether a gather may read a parameter where it lives: with state that is resident, and not padded."""
-        shard, local = self._plan.shards.get(weights.param), local_shard(weights.param)
-        resident = shard is not None and shard.resident and local.device.type == self._device.type
-        return resident and local.numel() == weights.padded_numel
+    def _own(self, weights: ShardedParameter) -> Tensor | None:
+        """What a gather reads of a parameter that is on the device with its state; ``None``: it needs a copy."""
+        shard = self._plan.shards.get(weights.param)
+        stays = shard is not None and shard.resident and local_shard(weights.param).device.type == self._device.type
+        return weights.padded_shard() if stays else None
 
     def _room(self, nbytes: int, distance: float, *, must: bool, over_held: bool) -> int | None:
         """Where so many bytes are free, or can be made so by dropping what is needed later."""
@@ -396,11 +403,9 @@ class Window:
         self._freed = left
 
     def _is_new(self, number: int, entry: _Entry) -> bool:
-        return not entry.outdated and entry.versions == self._versions(number)
-
-    def _versions(self, number: int) -> list[object]:
-        params = [weights.param for weights in self.groups[number]]
-        return [(local_shard(param).data_ptr(), version_of(param), uses_of(param)) for param in params]
+        """Whether it holds what homes do. A parameter that has left the device since then has no version there."""
+        copied = (weights.param for weights in self.groups[number] if self._own(weights) is None)
+        return not entry.outdated and all(entry.versions.get(param) == _version(param) for param in copied)
 
     # Which bucket is whose ---------------------------------------------------------------------------------------
 
@@ -426,6 +431,11 @@ _APART = 1 << 48
 def group_nbytes(group: Iterable[ShardedParameter]) -> int:
     """What parameters that are gathered together take in the window."""
     return sum(aligned(weights.padded_numel * local_shard(weights.param).itemsize) for weights in group)
+
+
+def _version(param: Tensor) -> object:
+    """Changes when somebody writes a parameter at home, or it moves to another one. Stores of ours do not count."""
+    return local_shard(param).data_ptr(), version_of(param), uses_of(param)
 
 
 def _typed(slot: Tensor, part: WeightRange) -> Tensor:

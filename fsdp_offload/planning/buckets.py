@@ -31,6 +31,7 @@ class ShardSpec(NamedTuple):
     leaf_nbytes: tuple[int, ...]
     cuttable: bool  # every leaf then has ``numel`` elements
     together: int = 0  # only shards of one number share a bucket
+    padding_nbytes: int = 0  # of its home, behind the first leaf: no slot has them, and no copy moves them
 
 
 class Range(NamedTuple):
@@ -213,9 +214,11 @@ class _HomeOffsets:
                 self.nbytes = self._last_break = aligned(self.nbytes, PAGE_BYTES)
                 self.breaks.add(self.nbytes)
             offsets = []
+            padding_nbytes = self._shards[shard].padding_nbytes
             for nbytes in self._shards[shard].leaf_nbytes:
                 offsets.append(self.nbytes)
-                self.nbytes += aligned(nbytes)
+                self.nbytes += aligned(nbytes + padding_nbytes)
+                padding_nbytes = 0
             self._offsets[shard] = tuple(offsets)
         return self._offsets[shard]
 

@@ -119,6 +119,13 @@ class StateShard:
         return 0 if self.weights is None else self.weights.nbytes
 
     @property
+    def padding_nbytes(self) -> int:
+        """Bytes that a gather reads behind the parameter's own, if it lives with its state."""
+        if self.sharded is None or self.weights is None:
+            return 0
+        return self.sharded.padded_numel * self.weights.dtype.itemsize - self.weights.nbytes
+
+    @property
     def home(self) -> Home:
         """The place where the state lives now."""
         return self.places[self.side]
