@@ -33,7 +33,7 @@ class Weights(Protocol):
         """Bring those of a bucket into its slot, for an update that is about to be issued in ``lane``."""
 
     def updated(self, bucket: int, slot: Tensor | None, lane: Lane) -> None:
-        """An update has been issued in ``lane``: the slot holds the new ones, or they are where they live (``None``)."""
+        """An update has been issued in ``lane``: the slot holds the new ones; ``None``: they are where they live."""
 
     def release(self) -> None:
         """Forget what is on the device of those that live on the host."""

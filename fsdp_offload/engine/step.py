@@ -659,12 +659,8 @@ class Stepping:
             return "none"
         return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
-    def check_usable(self, what: str, *, mid_step: bool = False) -> None:
-        """Refuse to go on with half updated state.
-
-        Args:
-            what: is about to be done.
-            mid_step: it is the end of a step that the backward has begun.
+    def check_whole(self, what: str) -> None:
+        """Refuse to hand out, or to go on with, what an earlier step has half updated.
 
         Raises:
             RuntimeError: an exception ended an earlier step; says which parameters are new.
@@ -676,6 +672,18 @@ class Stepping:
                 f"{what} refused: {self.failure}. Load a checkpoint of the model and of this optimizer "
                 "(load_state_dict) before going on."
             )
+
+    def check_usable(self, what: str, *, mid_step: bool = False) -> None:
+        """Refuse to go on with half updated state.
+
+        Args:
+            what: is about to be done.
+            mid_step: it is the end of a step that the backward has begun.
+
+        Raises:
+            RuntimeError: an exception ended an earlier step; says which parameters are new.
+        """
+        self.check_whole(what)
         if not mid_step:
             self.take_back()
         if self.begun is not None and self.begun.has_updated and not mid_step:

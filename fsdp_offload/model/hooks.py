@@ -9,14 +9,14 @@ from their memory. Everything here refers to the optimizer weakly, so that the h
 """
 
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from ..engine.cpu_updates import LastUpdates
 from ..engine.engine import Engine
@@ -25,7 +25,7 @@ from ..state.store import StateStore
 from ..torch_compat.conversions import keep_in_place
 from ..torch_compat.fully_shard import abandon_backward, runs_in_backward, sharding_groups
 from ..torch_compat.guard import Guard
-from ..torch_compat.spent_gradient import refuse_freed
+from ..torch_compat.spent_gradient import is_spent, refuse_freed
 from .alone import Alone
 from .clock import Clock
 from .peak import Peak
@@ -42,6 +42,49 @@ _GUARD = Guard(
 )
 
 GetStates = Callable[[Optimizer], StateStore]
+
+
+@dataclass(eq=False)
+class _LeftBehind:
+    """What the hooks still know when the optimizer is gone.
+
+    Attributes:
+        model: that they are on.
+        updates: of the CPU, which may still run.
+        problem: why its parameters are half updated; empty if they are not.
+    """
+
+    model: "weakref.ref[nn.Module]"
+    updates: LastUpdates | None
+    problem: str = ""
+
+    def call(self, method: str, *args: Any) -> None:
+        """One of the hooks is called.
+
+        Raises:
+            RuntimeError: the model is about to be used, or saved, half updated.
+        """
+        model, problem = self.model(), self.problem if method in _USES else ""
+        if method == "_before_load":
+            self.problem = ""
+        if method == "_before_reduce" and model is not None:
+            params = sharding_groups(model)[args[0]].params
+            problem = problem or (_DROPPED if any(map(is_spent, params)) else "")
+        if problem:
+            if model is not None and runs_in_backward():
+                abandon_backward(model)
+            raise RuntimeError(problem)
+        if self.updates is not None:
+            self.updates.wait_without_owner()  # dropped right after its last step
+
+
+_USES = ("_before_gather", "_before_use", "_before_reduce", "_before_state_dict")
+_DROPPED = (
+    "the optimizer was dropped (garbage collected) behind a backward that had updated parameters "
+    "(OffloadPolicy(overlap='iteration')), before step() or before zero_grad(): gradients are gone, and without step() "
+    "the parameters are half updated. Keep the optimizer until both have been called. To go on with this model, load "
+    "its weights (model.load_state_dict()) and clear its gradients (model.zero_grad())."
+)
 
 
 class Overlap:
@@ -72,7 +115,8 @@ class Overlap:
         self._alone = Alone(self._clock, self._peak)
         overlap = weakref.ref(self)
         # All that the hooks keep: what the device does is waited for when the engine goes, what the host does is not.
-        last = None if engine.host is None else engine.host.last
+        last = self._left_behind = _LeftBehind(self._model, None if engine.host is None else engine.host.last)
+        self._steps = engine.steps  # the engine may go first
         self._unguard: dict[int, Callable[[], None]] = {}  # by group
         self._undo: list[Callable[[], None]] = []
         for number, group in enumerate(self._groups):
@@ -88,12 +132,18 @@ class Overlap:
             self._undo.append(model.register_forward_pre_hook(begins, prepend=True).remove)
             self._undo.append(model.register_forward_hook(ends, always_call=True).remove)
         if engine.policy.runs_on_into_forward or engine.window is not None:
-            for register in _state_dict_hooks(model):
-                handle: RemovableHandle = register(partial(_call, overlap, last, "_before_state_dict"))
-                self._undo.append(handle.remove)
+            for module in model.modules():  # the state dict of a part of the model may be asked for by itself
+                for register, name in (
+                    (module.register_state_dict_pre_hook, "_before_state_dict"),
+                    (module.register_load_state_dict_pre_hook, "_before_load"),
+                ):
+                    self._undo.append(register(partial(_call, overlap, last, name)).remove)
 
     def __del__(self) -> None:
         self.unguard()
+        begun = self._steps.begun
+        if begun is not None and begun.has_updated and self._undo:
+            self._left_behind.problem = _DROPPED
 
     def remove(self) -> None:
         """Take the hooks away."""
@@ -274,6 +324,12 @@ class Overlap:
     def _before_state_dict(self, *_: object) -> None:
         engine = self._engine()
         if engine is not None:
+            engine.steps.check_whole("model.state_dict()")
+        self._before_load()
+
+    def _before_load(self, *_: object) -> None:
+        engine = self._engine()
+        if engine is not None:
             engine.steps.take_back()
             engine.steps.wait_for_all()
             if engine.window is not None:
@@ -318,19 +374,12 @@ def _nothing() -> None:
     pass
 
 
-def _state_dict_hooks(model: nn.Module) -> Iterator[Callable[..., Any]]:
-    """Also of parts of the model, whose state dict may be asked for by itself."""
-    for module in model.modules():
-        yield module.register_state_dict_pre_hook
-        yield module.register_load_state_dict_pre_hook
-
-
-def _call(overlap: "weakref.ref[Overlap]", last: LastUpdates | None, method: str, *args: Any) -> None:
+def _call(overlap: "weakref.ref[Overlap]", left_behind: _LeftBehind, method: str, *args: Any) -> None:
     target = overlap()
     if target is not None:
         target.call(method, *args)
-    elif last is not None:
-        last.wait_without_owner()  # dropped right after its last step, and now the model is evaluated or saved
+    else:
+        left_behind.call(method, *args)
 
 
 def _by_last_appearance(sets: Any) -> list[int]:

@@ -49,7 +49,7 @@ class _Homed(Guard):
                 raise RuntimeError(f"{error} {_WHERE}") from error
             raise
         if func == Tensor.detach:
-            result._local_tensor = local_shard(tensors[0]).detach()  # torch's own would count its versions by itself
+            _count_versions_with(tensors[0], result)
         if getattr(func, "__name__", "").startswith("_foreach_") and func.__name__.endswith("_"):
             for param, other in stand_ins.values():
                 if any(other is one for one in args[0]):
@@ -108,8 +108,14 @@ def _stand_in_for(param: Tensor, func: Any) -> Tensor:
     other: Tensor = vars(param)[STAND_IN]
     if torch.is_grad_enabled() and param.requires_grad and func not in _WITHOUT_GRADIENT:
         other = other.detach().requires_grad_()
+        _count_versions_with(param, other)
         other.register_hook(_refuse_gradient)
     return other
+
+
+def _count_versions_with(param: Tensor, detached: Any) -> None:
+    """Let writes into the local tensor of ``detached`` count as writes into that of ``param``: torch's own does not."""
+    detached._local_tensor = local_shard(param).detach()
 
 
 _WITHOUT_GRADIENT = (Tensor.detach, Tensor.detach_)
