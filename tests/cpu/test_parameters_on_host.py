@@ -1397,3 +1397,98 @@ def test_nothing_piles_up(mesh: DeviceMesh, name: str) -> None:
         noted.append((len(window._freed), max(len(entry.used) for entry in window._entries.values())))
     assert max(noted[16:]) <= max(noted[:16])
     assert window.nbytes == window.capacity_bytes
+
+
+# Freshness -----------------------------------------------------------------------------------------------------------
+
+TAKEN: dict[str, Callable[[Tensor], Tensor]] = {
+    "to_local": lambda param: param.to_local().detach(),  # type: ignore[attr-defined]
+    "detach": lambda param: param.detach().to_local(),  # type: ignore[attr-defined]
+}
+
+
+@spread(fields=POLICIES, take=TAKEN)
+def test_writes_through_tensors_taken_earlier_are_gathered(
+    mesh: DeviceMesh, fields: dict[str, Any], take: Callable[[Tensor], Tensor]
+) -> None:
+    """Weight surgery keeps lists of local tensors; nobody calls a function of a parameter after it has made them."""
+    seen = []
+    for policy in (None, policy_of(fields)):
+        loop = Loop(mesh, adamw, policy)
+        taken = [take(param) for param in loop.model.parameters()]
+        for step in range(5):
+            loop.train(1, first=step)
+            getattr(loop.optimizer, "synchronize", lambda: None)()
+            torch._foreach_mul_(taken, 0.9)
+        seen.append(loop.seen)
+    assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize("name", ["step", "forward"])
+def test_writes_between_backward_and_step_are_updated(mesh: DeviceMesh, name: str) -> None:
+    """Loads for the step have brought the parameters of before to the device by then."""
+    loops = pair(mesh, policy_of(POLICIES[name], passing=100 * 8192))
+    taken = [[param.detach().to_local() for param in loop.model.parameters()] for loop in loops]
+    for step in range(6):
+        for loop, written in zip(loops, taken, strict=True):
+            loop.backward(step)
+            if step > 3:
+                torch._foreach_mul_(written, 0.9)
+            loop.step()
+    assert same(*loops)
+
+
+@pytest.mark.parametrize("name", ["step", "forward"])
+def test_half_updated_weights_are_not_handed_out(mesh: DeviceMesh, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Loop(mesh, partial(torch.optim.AdamW, lr=0.02), policy_of(POLICIES[name]))
+    loop.train(2)
+    saved = copy.deepcopy((loop.model.state_dict(), loop.optimizer.state_dict()))
+    engine, loads = engine_of(loop.optimizer), []
+    update = step_room.update_bucket
+
+    def fail(*args: Any) -> None:
+        loads.append(1)
+        if len(loads) == 2:
+            raise ArithmeticError("a bit has flipped")
+        update(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(step_room, "update_bucket", fail)
+        with pytest.raises(ArithmeticError):
+            loop.train(1, first=2)
+    assert engine.steps.failure
+    sentence = "refused: an earlier step.. stopped with ArithmeticError: a bit has flipped. 1 of .* Load a checkpoint"
+    for what in (loop.optimizer.step, loop.model.state_dict, loop.model.blocks[0].state_dict):
+        with pytest.raises(RuntimeError, match=sentence):
+            what()
+    loop.model.load_state_dict(saved[0])
+    loop.optimizer.load_state_dict(saved[1])
+    for name, value in loop.model.state_dict().items():
+        assert torch.equal(local_shard(value), local_shard(saved[0][name]))
+    loop.optimizer.zero_grad()
+    loop.train(1, first=2)
+
+
+@pytest.mark.parametrize("parameters", [False, True])
+@pytest.mark.parametrize("clears", [False, True])
+def test_an_optimizer_that_is_dropped_behind_a_backward_is_named(
+    mesh: DeviceMesh, parameters: bool, clears: bool
+) -> None:
+    """Half of its step has happened: the model is not used, trained or saved as if nothing were."""
+    loop = Loop(mesh, adamw, with_share(**SIZES, overlap="iteration", parameters=parameters))
+    weights = copy.deepcopy(loop.model.state_dict())
+    loop.train(4)
+    loss = loop.model(loop.batch(41))
+    loop.backward(40)
+    assert engine_of(loop.optimizer).steps.begun.has_updated
+    loop.optimizer = loop.scheduler = None  # type: ignore[assignment]
+    gc.collect()
+    if clears:
+        loop.model.zero_grad()
+    for use in (loss.backward, loop.model.state_dict, lambda: loop.model(loop.batch(42))):
+        with pytest.raises(RuntimeError, match=r"optimizer was dropped .* before step\(\)"):
+            use()
+    loop.model.load_state_dict(weights)
+    loop.model.zero_grad()
+    loop.backward(43)  # the first whose gradients nobody uses
+    assert all(type(param.grad) is DTensor for param in loop.model.parameters())
