@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from ..engine.cpu_updates import LastUpdates
 from ..engine.engine import Engine
@@ -137,7 +138,8 @@ class Overlap:
                     (module.register_state_dict_pre_hook, "_before_state_dict"),
                     (module.register_load_state_dict_pre_hook, "_before_load"),
                 ):
-                    self._undo.append(register(partial(_call, overlap, last, name)).remove)
+                    handle: RemovableHandle = register(partial(_call, overlap, last, name))  # type: ignore[no-untyped-call]
+                    self._undo.append(handle.remove)
 
     def __del__(self) -> None:
         self.unguard()
