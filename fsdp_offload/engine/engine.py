@@ -7,11 +7,13 @@
 The engine never refers to the optimizer (it is handed in on each call), so dropping the optimizer frees everything.
 """
 
+import itertools
 import logging
 import math
 import weakref
 from collections import Counter
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence, Set
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -24,7 +26,7 @@ from ..device.iteration import IterationMarks
 from ..device.lanes import EventMark, HostMark, Mark
 from ..device.link import Allocated, DeviceLink, device_link
 from ..optimizers import Capabilities
-from ..optimizers.kept_state import Layouts, layout_key
+from ..optimizers.kept_state import LayoutKey, Layouts, layout_key
 from ..optimizers.masters import MASTER
 from ..optimizers.saved_form import as_kept, as_saved, drop_master, rebuild_master
 from ..optimizers.shared_values import ENGINE_ATTRIBUTE
@@ -119,7 +121,7 @@ class Engine:
         self.phases = Phases(self.plan, self._pipeline, self.steps, self.lending)
         self._param_ids: list[list[int]] = []  # of each group
         self._unplanned: list[Tensor] = []  # in the groups, but without room: they never had a gradient
-        self._layout_keys: list[object] = []  # of each group, when its state was last planned
+        self._layout_keys: list[LayoutKey] = []  # of each group, when its state was last planned
         self._peak_bytes = 0  # that iterations took, beside state that stays
         self.tuning_of_policy = self.tuning_of_host = self.tuning_of_residents = self.tuning_of_staging = ""
         self._link.join()
@@ -583,7 +585,8 @@ class Engine:
             return  # step() will refuse it
         if not self._groups_as_before(optimizer):
             self.steps.drop()  # loads only
-        self._follow_groups(optimizer, states)
+        with suppress(ValueError):  # step() says it: an error here would cost the gradients of this backward
+            self._follow_groups(optimizer, states)
 
     def _gradients_fit(self) -> bool:
         if self.device.type == "cpu":
@@ -726,10 +729,19 @@ class Engine:
         keys = self._keys(optimizer)
         if keys != self._layout_keys:
             live = [shard for shard in self.plan.shards.values() if shard.group >= 0]
-            self._check_state_is_complete(optimizer, live, states)
-            self.layouts.judge(optimizer)
+            try:
+                self._check_state_is_complete(optimizer, live, states)
+                self.layouts.judge(optimizer)
+                still_fit = all(self._still_fits(optimizer, shard) for shard in live)
+            except ValueError as error:
+                cause = error.__cause__
+                why = error if cause is None else f"{type(cause).__name__}: {str(cause).strip()}."
+                raise ValueError(
+                    f"step() cannot run with {_changed_entries(self._layout_keys, keys, optimizer)}: {why} Correct it "
+                    "and call step() again. Nothing has been changed."
+                ) from None
             self._layout_keys = keys
-            if not all(self._still_fits(optimizer, shard) for shard in live):
+            if not still_fit:
                 self.rebuild(optimizer, states)
         elif regrouped and self._mostly_dead(states):
             self.rebuild(optimizer, states)
@@ -771,7 +783,7 @@ class Engine:
     def _is_dead(self, shard: StateShard, states: StateStore) -> bool:
         return shard.group < 0 and not states.get(shard.param)
 
-    def _keys(self, optimizer: Optimizer) -> list[object]:
+    def _keys(self, optimizer: Optimizer) -> list[LayoutKey]:
         return [layout_key(group, self.layouts.counters) for group in optimizer.param_groups]
 
     def _commit(self, begun: BegunStep, optimizer: Optimizer) -> None:
@@ -864,6 +876,16 @@ def inside(wrapper: object) -> Optimizer | None:
 
 def _param_ids(optimizer: Optimizer) -> list[list[int]]:
     return [[id(param) for param in group["params"]] for group in optimizer.param_groups]
+
+
+def _changed_entries(before: Sequence[LayoutKey], after: Sequence[LayoutKey], optimizer: Optimizer) -> str:
+    """Name the entries of param groups that differ, with their values."""
+    return ", ".join(
+        f"param_groups[{number}][{name!r}] = {optimizer.param_groups[number][name]!r}"
+        for number, (old, new) in enumerate(itertools.zip_longest(before, after, fillvalue=()))
+        for name, kind in new
+        if (name, kind) not in old
+    )
 
 
 def _wait_home(engine: "weakref.ref[Engine]", param: Tensor) -> None:

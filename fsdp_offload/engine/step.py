@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from ..device.link import DeviceLink
 from ..optimizers import LogicalStep
 from ..optimizers.bound_range import BoundRange
-from ..optimizers.bucket_update import same_order_on_ranks, update_bucket
+from ..optimizers.bucket_update import FirstUpdate, same_order_on_ranks, update_bucket
 from ..optimizers.kept_state import Layouts
 from ..optimizers.scratch import without_gradient
 from ..optimizers.shadow import Shadow
@@ -156,6 +156,7 @@ class Stepping:
     ) -> None:
         """Issue what of a step may be issued now, with at most so much staging memory as there is room for."""
         conventions = self._conventions
+        first: list[FirstUpdate] = []
 
         def update(number: int) -> None:
             speculated = begun.speculated
@@ -171,6 +172,8 @@ class Stepping:
                 begun.submit(number, self._bind(number), states, begun.moving or ())
                 begun.note_updated(number)
                 return  # the gradients are held there
+            if not begun.has_updated and speculated is None:
+                first.append(FirstUpdate(begun.shadow, begun.shared, self._bind(number), states))
             with bare(self._seen(number)):
                 for ranges in same_order_on_ranks(self._bind(number), group_by_group=conventions.group_by_group):
                     update_bucket(
@@ -192,8 +195,9 @@ class Stepping:
             if begun.speculated is not None and begun.speculated.started:
                 self.take_back()  # as if the backward had updated nothing
                 raise
-            if not begun.has_updated and begun.moving is None:
-                # No update has begun: whatever it was, no room for the ring say, nothing is lost.
+            if not begun.has_updated and (begun.moving is None or (first and first[0].undo())):
+                # No update has written anything: whatever it was, no room say, nothing is lost.
+                self._lending.store_home(begun.redirected)
                 self._pipeline.cancel()
                 self.begun = None
                 raise

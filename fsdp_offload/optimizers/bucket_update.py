@@ -11,13 +11,13 @@ beside parameters and state tensors is collected and handed back once for the wh
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import Tensor
 
 from ..state.layout import is_wrapper, leaves_of
 from ..state.store import StateStore, UserState
-from ..torch_compat.dtensor import local_shard
+from ..torch_compat.dtensor import local_shard, version_of
 from . import Conventions
 from .bound_range import BoundRange, local_range
 from .fused_masters import AdamWStep, MasterRange, fits, is_exact, step_of_group, update_masters
@@ -86,6 +86,44 @@ def update_bucket(
         if result is not None:
             result = conventions.without_dispensable(bound.param, result)
             _commit(bound, result, user_state or user_states.of(bound.shard.param))
+
+
+class FirstUpdate:
+    """What the first update of a step finds, to tell whether it has written anything by the time it fails.
+
+    Its slot counts for nothing then. The rest is seen by versions, which kernels of torch count unless they are fused,
+    but for counters: optimizers count before they compute.
+    """
+
+    def __init__(self, shadow: Shadow, shared: SharedValues, ranges: Sequence[BoundRange], states: StateStore) -> None:
+        numbers = {bound.shard.group for bound in ranges if bound.shard.group >= 0}
+        uncounted = any(shared.group(number).get("fused") for number in numbers)
+        of_torch = shadow.cls.__module__.startswith("torch.optim.")
+        self._can_tell = of_torch and not uncounted and not any(bound.has_master for bound in ranges)
+        self._watched: list[Tensor] = []
+        self._counters: list[tuple[Tensor, Tensor]] = []
+        if self._can_tell:
+            self._watched = [bound.param for bound in ranges]
+            self._watched += [value for bound in ranges if bound.shard.resident for value in bound.values.values()]
+            self._counters = [
+                (value, value.clone())
+                for bound in ranges
+                for name, value in states.get(bound.shard.param).items()
+                if name not in bound.shard.homes and _is_counter(value)
+            ]
+        self._versions = [version_of(tensor) for tensor in self._watched]
+
+    def undo(self) -> bool:
+        """Put the counters back if nothing else was written, and return whether that is so."""
+        if not self._can_tell or self._versions != [version_of(tensor) for tensor in self._watched]:
+            return False
+        for value, before in self._counters:
+            value.copy_(before)
+        return True
+
+
+def _is_counter(value: object) -> TypeGuard[Tensor]:
+    return isinstance(value, Tensor) and value.numel() == 1
 
 
 def _with_gradient(ranges: list[BoundRange], conventions: Conventions) -> list[BoundRange]:
@@ -191,7 +229,7 @@ def _follow_weights(bound: BoundRange, user_state: UserState) -> None:
 
 def _own_scalar(value: Any) -> Any:
     """A copy of a counter; tensors of any other size are the user's, and no optimizer writes them."""
-    return value.clone() if isinstance(value, Tensor) and value.numel() == 1 else value
+    return value.clone() if _is_counter(value) else value
 
 
 def _commit(bound: BoundRange, after: UserState, user_state: UserState) -> None:

@@ -4,6 +4,7 @@ Everything here runs at attach (or when a hyperparameter that decides the layout
 away, and leaves every generator of random numbers as it was.
 """
 
+import numbers
 from collections.abc import Container, Mapping
 from typing import Any
 
@@ -25,29 +26,42 @@ from .shared_values import SharedValues
 _SCRATCH_NUMEL = 64
 
 
-_NO_SWITCHES = frozenset({"params", "lr", "param_names", "train_mode"})
+_NO_SWITCHES = frozenset({"params", "param_names", "train_mode"})
 
 
-def layout_key(group: Mapping[str, Any], counters: Container[str] = ()) -> tuple[tuple[str, object], ...]:
-    """Extract what of a group can decide which state exists: flags, texts, whether a number is zero (``momentum``).
+LayoutKey = tuple[tuple[str, str], ...]
+"""Of a param group: see :func:`layout_key`."""
 
-    ``counters`` are entries that the optimizer's own step has changed; they decide nothing.
+
+def layout_key(group: Mapping[str, Any], counters: Container[str] = ()) -> LayoutKey:
+    """Extract what of a group decides which state exists, or whether a step can run at all.
+
+    Flags, texts, whether a number is zero (``momentum``); of the learning rate and of lists, only the types, as
+    schedulers write their values. ``counters`` are entries that the optimizer's own step has changed; they decide
+    nothing.
     """
     return tuple(
         sorted(
-            (name, _switch(value)) for name, value in group.items() if name not in _NO_SWITCHES and name not in counters
+            (name, _kind(value) if name == "lr" else _switch(value))
+            for name, value in group.items()
+            if name not in _NO_SWITCHES and name not in counters
         )
     )
 
 
 def _switch(value: object) -> str:
-    if isinstance(value, Tensor):
-        return "tensor"
     if isinstance(value, str):
         return value
-    if value is None or isinstance(value, bool | int | float):
-        return "none" if value is None else str(bool(value))
-    return type(value).__name__
+    return str(bool(value)) if isinstance(value, bool | int | float) else _kind(value)
+
+
+def _kind(value: object) -> str:
+    """Return the type of a hyperparameter as a step cares for it: all numbers are alike."""
+    if isinstance(value, tuple | list):
+        return f"{type(value).__name__} of {', '.join(map(_kind, value))}"
+    if isinstance(value, Tensor):
+        return "tensor"
+    return "number" if isinstance(value, numbers.Real) else type(value).__name__
 
 
 class Layouts:
@@ -88,10 +102,10 @@ class Layouts:
 
     def group_counters_at_zero(self) -> dict[str, object]:
         """Numbers that param groups get in the first step only (``group["step"]``), as they are before it."""
-        numbers = {name: value for name, value in self._new_entries.items() if isinstance(value, int | float | Tensor)}
         return {
             name: torch.zeros_like(value) if isinstance(value, Tensor) else type(value)()
-            for name, value in numbers.items()
+            for name, value in self._new_entries.items()
+            if isinstance(value, int | float | Tensor)
         }
 
     def judge(self, optimizer: Optimizer) -> None:

@@ -399,8 +399,10 @@ def test_an_exception_from_torchs_own_step_is_noted_too(monkeypatch: pytest.Monk
 def test_a_keyboard_interrupt_is_a_fault_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
     net = Net()
     optimizer = offload_optimizer(torch.optim.AdamW(net.parameters()), model=net, policy=POLICY)
+    real = adam_module.adam
 
     def adam(*args: Any, **kwargs: Any) -> None:
+        real(*args, **kwargs)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(adam_module, "adam", adam)
@@ -408,6 +410,69 @@ def test_a_keyboard_interrupt_is_a_fault_like_any_other(monkeypatch: pytest.Monk
         train(net, optimizer, [0])
     with pytest.raises(RuntimeError, match=r"stopped with KeyboardInterrupt.*0 of 3 buckets"):
         optimizer.step()
+
+
+# Before anything is written -------------------------------------------------------------------------------------------
+
+
+def plain_adam_run(steps: int, **options: Any) -> list[Tensor]:
+    net = Net()
+    optimizer = torch.optim.Adam(net.parameters(), **options)
+    train(net, optimizer, range(steps))
+    return tensors_of(net, optimizer)
+
+
+@pytest.mark.parametrize("resident_bytes", [0, 1 << 20], ids=["streams", "stays"])
+@pytest.mark.parametrize("steps_before", [0, 2])
+def test_a_first_update_that_fails_before_it_writes_parameters_can_be_repeated(
+    steps_before: int, resident_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counters were counted and moments written by then. State that stays on the device is written for good."""
+    net = Net()
+    policy = with_share(bucket_bytes=1024, passing=4096, staying=resident_bytes)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        optimizer = offload_optimizer(torch.optim.Adam(net.parameters(), foreach=True), model=net, policy=policy)
+    train(net, optimizer, range(steps_before))
+
+    def no_room(*_: Any) -> None:
+        raise torch.OutOfMemoryError("no room for temporaries")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "_foreach_sqrt", no_room)
+        with pytest.raises(torch.OutOfMemoryError, match="^no room for temporaries$"):
+            train(net, optimizer, [steps_before])
+    if resident_bytes and steps_before:
+        with pytest.raises(RuntimeError, match="0 of 3 buckets had been updated"):
+            optimizer.step()
+        return
+    optimizer.step()
+    train(net, optimizer, [steps_before + 1])
+    assert_equal(tensors_of(net, optimizer), plain_adam_run(steps_before + 2, foreach=True))
+
+
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}], ids=str)
+@pytest.mark.parametrize("steps_before", [0, 2])
+@pytest.mark.parametrize(
+    ("name", "value"), [("lr", "1e-3"), ("lr", None), ("betas", ("0.9", 0.999)), ("betas", None), ("eps", None)]
+)
+def test_a_hyperparameter_that_no_step_can_use_is_named_and_nothing_is_lost(
+    name: str, value: object, steps_before: int, options: dict[str, Any]
+) -> None:
+    net = Net()
+    optimizer = offload_optimizer(torch.optim.Adam(net.parameters(), **options), model=net, policy=POLICY)
+    train(net, optimizer, range(steps_before))
+    group = optimizer.param_groups[0]
+    group[name], right = value, group[name]
+    said = re.escape(f"param_groups[0]['{name}'] = {value!r}")
+    message = rf"(?s)step\(\) cannot run with {said}: TypeError: .*Nothing has been changed"
+    for _ in range(2):
+        with pytest.raises(ValueError, match=message):
+            train(net, optimizer, [steps_before])
+    group[name] = right
+    optimizer.step()
+    train(net, optimizer, [steps_before + 1])
+    assert_equal(tensors_of(net, optimizer), plain_adam_run(steps_before + 2, **options))
 
 
 # Exceptions outside the updates --------------------------------------------------------------------------------------
