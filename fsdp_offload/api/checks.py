@@ -6,7 +6,10 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
+from ..engine.engine import Engine, find_offloaded
 from ..optimizers import Capabilities
 from ..optimizers.shared_values import ENGINE_ATTRIBUTE
 from ..policy import OffloadPolicy
@@ -73,27 +76,53 @@ def check_attachable(optimizer: Optimizer) -> None:
             )
 
 
-def check_no_other_updates(params: Collection[Tensor], names: Mapping[Tensor, str]) -> None:
-    """Refuse parameters that another offloaded optimizer updates in the backward, whoever calls ``step()``."""
-    if not _updated_in_backward(params):
-        return
-    gc.collect()  # one that only refers to itself is on its way out
-    both = _updated_in_backward(params)
-    if both:
+def check_no_other_updates(params: Collection[Tensor], names: Mapping[Tensor, str], policy: OffloadPolicy) -> None:
+    """Refuse parameters of two offloaded optimizers of which one updates in the backward, whoever calls ``step()``."""
+    if _offloaded_with(params, any_overlap=policy.updates_in_backward):
+        gc.collect()  # an optimizer that only refers to itself is on its way out
+    for both, _ in _offloaded_with(params, any_overlap=policy.updates_in_backward):
         raise RuntimeError(
-            f"offload_optimizer: another optimizer that is offloaded with overlap='iteration' updates {len(both)} of "
-            f"these parameters in the backward ({names.get(both[0], 'unnamed')}, ...), whoever calls step(). Call "
+            f"offload_optimizer: {len(both)} of these parameters ({names[both[0]]}, ...) are also of another offloaded "
+            "optimizer, and overlap='iteration' updates them in the backward, whoever calls step(). Call "
             "remove_offload() on that one first, or let nothing refer to it any more: schedulers and scalers do, too."
+        )
+    if policy.updates_in_backward and not _pre_hook:
+        _pre_hook.append(register_optimizer_step_pre_hook(_refuse_step_beside))
+
+
+_pre_hook: list[RemovableHandle] = []
+"""Looks at the steps of all optimizers, from the first ``overlap="iteration"`` on; never taken off, as torch may be
+calling it."""
+
+
+def _refuse_step_beside(other: Optimizer, args: object, kwargs: object) -> None:
+    """Refuse the step of a plain optimizer with gradients that another one uses in the backward."""
+    del args, kwargs
+    if find_offloaded(other) is not None:
+        return
+    params = [param for group in other.param_groups for param in group["params"] if param.grad is not None]
+    for both, engine in _offloaded_with(params):
+        engine.steps.take_back()
+        begun = engine.steps.begun
+        used = begun is not None and begun.has_updated
+        raise RuntimeError(
+            f"{type(other).__name__}.step(): {engine.names[both[0]]} is also a parameter of an {engine.cls.__name__} "
+            "that is offloaded with overlap='iteration' and updates it in the backward, whoever calls step(). "
+            + ("That has happened in this backward: end it with step() of that optimizer. " if used else "")
+            + "Train with one of them: call remove_offload() on the other, or let nothing refer to it any more "
+            "(schedulers and scalers do, too)." + ("" if used else " Nothing has been changed.")
         )
 
 
-def _updated_in_backward(params: Collection[Tensor]) -> list[Tensor]:
-    engines = [
-        attachment.engine
-        for attachment in map(attachment_of, list(offloaded))
-        if attachment is not None and attachment.overlap is not None and attachment.engine.policy.updates_in_backward
+def _offloaded_with(params: Collection[Tensor], *, any_overlap: bool = False) -> list[tuple[list[Tensor], Engine]]:
+    """Which of ``params`` offloaded optimizers have: those that update in the backward, or all."""
+    engines = [attachment.engine for attachment in map(attachment_of, list(offloaded)) if attachment is not None]
+    found = [
+        ([param for param in params if param in engine.names], engine)
+        for engine in engines
+        if any_overlap or engine.policy.updates_in_backward
     ]
-    return [param for param in params if any(param in engine.names for engine in engines)]
+    return [(both, engine) for both, engine in found if both]
 
 
 def check_capabilities(

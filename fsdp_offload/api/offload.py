@@ -113,7 +113,6 @@ def offload_optimizer(
     check_attachable(target)
     params = [param for group in target.param_groups for param in group["params"]]
     names = names_of_parameters(target, model)
-    check_no_other_updates(params, names)
     capabilities = capabilities_for(target)
     check_capabilities(target, capabilities, policy, names)
     check_lists(target)
@@ -123,6 +122,7 @@ def offload_optimizer(
         policy, chosen = _chosen(capabilities, params, model, loop)
     elif loop != "any":
         raise ValueError(f"offload_optimizer: loop={loop!r} is a promise to policy='auto'; got policy={given!r}")
+    check_no_other_updates(params, names, policy)
     if policy.pin_memory and device.type == "cpu":
         raise ValueError(
             "offload_optimizer: pin_memory=True needs an accelerator, and the parameters are on the CPU. Leave it "

@@ -440,7 +440,7 @@ def test_a_first_update_that_fails_before_it_writes_parameters_can_be_repeated(
 
     with monkeypatch.context() as patch:
         patch.setattr(torch, "_foreach_sqrt", no_room)
-        with pytest.raises(torch.OutOfMemoryError, match="^no room for temporaries$"):
+        with pytest.raises(torch.OutOfMemoryError, match=r"^no room for temporaries$"):
             train(net, optimizer, [steps_before])
     if resident_bytes and steps_before:
         with pytest.raises(RuntimeError, match="0 of 3 buckets had been updated"):
