@@ -14,8 +14,9 @@ import logging
 import mmap
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -58,6 +59,16 @@ class _Mapping(mmap.mmap):
             self.before_unmap()
 
 
+@contextmanager
+def normal_tensors() -> Iterator[None]:
+    """Within it, memory is taken whose tensors updates write later, whoever is the first to need it.
+
+    An evaluation, or a reload, under ``inference_mode`` would make inference tensors, which nobody writes outside it.
+    """
+    with torch.inference_mode(False), torch.no_grad():  # the first lets autograd record again
+        yield
+
+
 class Region:
     """One block of host memory.
 
@@ -67,6 +78,7 @@ class Region:
         bytes: the whole region as a ``uint8`` tensor of shape ``(nbytes,)`` on the CPU.
     """
 
+    @normal_tensors()
     def __init__(self, nbytes: int, *, device: torch.device, pin: bool, breaks: Sequence[int] = ()) -> None:
         """Take ``nbytes`` bytes, zeroed, and page-lock them for ``device`` if ``pin``.
 
@@ -99,6 +111,7 @@ class Region:
         self._owner = mapping
         self.bytes = self.range(0, nbytes, torch.uint8, (nbytes,), (1,))
 
+    @normal_tensors()
     def range(
         self, offset: int, nbytes: int, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]
     ) -> Tensor:

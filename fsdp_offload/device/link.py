@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .arena import normal_tensors
 from .lanes import PIECE_BYTES, STORED_PIECE_BYTES, Lane, Mark, SerialLane, StreamLane, TurnsLane, current_stream
 
 
@@ -112,6 +113,7 @@ class DeviceLink:
             self.synchronize()
             self._ring = {}
 
+    @normal_tensors()
     def block(self, number: int, nbytes: int, user: int) -> Block:
         """A block of the ring, of at least ``nbytes`` bytes, allocated on the current (compute) stream.
 

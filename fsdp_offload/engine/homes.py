@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..device.arena import Region
+from ..device.arena import Region, normal_tensors
 from ..device.host_limits import check_host_memory
 from ..optimizers.bound_range import BoundRange, bind_range, slot_values, slot_weights
 from ..optimizers.kept_state import Layouts
@@ -421,6 +421,7 @@ class Plan:
         """A home on the device for each, in one block that goes with the last of them."""
         return self._homes_on_device(shards)[1]
 
+    @normal_tensors()
     def _homes_on_device(
         self, shards: Sequence[StateShard], bucket_bytes: int = 1 << 62
     ) -> tuple[BucketPlan, list[Home]]:

@@ -17,13 +17,13 @@ update of ours tells the window (:meth:`Window.updated`); what somebody else wri
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from ..device.arena import normal_tensors
 from ..device.lanes import Lane, Mark, stream_mark, wait_on
 from ..device.link import DeviceLink
 from ..planning.buckets import aligned
@@ -58,13 +58,6 @@ class _Entry:
     used: list[Mark] = field(default_factory=list)
     held: set[int] = field(default_factory=set)
     outdated: set[int] = field(default_factory=set)
-
-
-@contextmanager
-def _normal_tensors() -> Iterator[None]:
-    """Also where an evaluation under ``inference_mode`` is the first to need them: updates write them later."""
-    with torch.inference_mode(False), torch.no_grad():  # the first lets autograd record again
-        yield
 
 
 class Window:
@@ -318,13 +311,13 @@ class Window:
                 self._lanes["C"].wait(mark)
         self.passing_bytes -= self._memory.pop(begin).numel()
 
-    @_normal_tensors()
+    @normal_tensors()
     def _take(self, begin: int, nbytes: int) -> None:
         self._memory[begin] = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         # It may have been an activation that a kernel on the current stream is still reading.
         self._loads.wait(self._lanes["C"].mark())
 
-    @_normal_tensors()
+    @normal_tensors()
     def _load(
         self, number: int, distance: float, *, must: bool = False, copies: bool = True, over_held: bool = False
     ) -> _Entry | None:

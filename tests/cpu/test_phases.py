@@ -1092,3 +1092,20 @@ def test_loads_come_before_the_reduction_and_updates_after_it(
         assert rest[0] == "U"
         assert rest.count("S") == rest.count("L") + len(begun) > len(begun)  # more than staging holds
         assert rest.count("U") > rest.count("S")  # of state that is resident
+
+
+@pytest.mark.parametrize("staying", [0, 1 << 20], ids=["streams", "stays"])
+@pytest.mark.parametrize("fields", POLICIES.values(), ids=POLICIES)
+def test_inference_mode_is_the_first_to_need_what_phases_have_freed(
+    mesh: DeviceMesh, fields: dict[str, Any], staying: int
+) -> None:
+    """Steps outside it write the memory that a reload inside it has taken, on the device and on the host."""
+    plain = Loop(mesh, adamw, None).train(3)
+    loop = Loop(mesh, adamw, with_share(**{**SIZES, **fields, "staying": staying})).train(3)
+    with torch.inference_mode():
+        for phase in PHASES:
+            getattr(loop.optimizer, f"{phase}_states")()
+        assert torch.equal(plain.model(plain.batch(0)), loop.model(loop.batch(0)))
+    assert same(plain.train(3, first=3), loop.train(3, first=3))
+    go_through(loop.optimizer, PHASES)
+    assert same(plain.train(2, first=6), loop.train(2, first=6))
