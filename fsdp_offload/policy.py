@@ -53,9 +53,8 @@ class OffloadPolicy:
             16 bits that a bf16 parameter does not have; 10 bytes. For elementwise optimizers of ``torch.optim``;
             fp32 parameters are their own masters.
         host_fraction: Update this share of the state's bytes on the CPU, by the same class, while the device streams
-            the rest. The result is bitwise that of the same optimizer on CPU copies of these parameters, which are
-            mirrored in host memory. ``"auto"`` measures both sides when the optimizer is attached and lets them end
-            together, on each rank by itself. For elementwise optimizers of ``torch.optim``.
+            the rest; the same share on every rank. The result is bitwise that of the same optimizer on CPU copies of
+            these parameters, which are mirrored in host memory. For elementwise optimizers of ``torch.optim``.
         snapshot_bytes: Reserve this much host memory for asynchronous saves: a second home for as much of the state as
             fits, into which steps store while a checkpoint writer reads the first. Beyond it, a step waits for the
             writer. Used by ``fsdp_offload.checkpoint.ArenaStager``. Steps that may be taken back share them.
@@ -79,7 +78,7 @@ class OffloadPolicy:
     device_bytes: int | Literal["auto"] = "auto"
     bucket_bytes: int = 64 * MIB
     master_weights: MasterKind = "none"
-    host_fraction: float | Literal["auto"] = 0.0
+    host_fraction: float = 0.0
     snapshot_bytes: int = 0
     host_limit_bytes: int | None = None
     pin_memory: bool | None = None
@@ -171,10 +170,8 @@ def _check_size(name: str, value: object, *, minimum: int) -> None:
 
 
 def _check_fraction(name: str, value: object) -> None:
-    if value == "auto":
-        return
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"OffloadPolicy: {name} must be a number from 0 to 1 or 'auto', got {value!r}")
+        raise TypeError(f"OffloadPolicy: {name} must be a number from 0 to 1, got {value!r}")
     if not 0 <= value <= 1:
         raise ValueError(f"OffloadPolicy: {name} must be from 0 to 1, got {value!r}")
 

@@ -220,7 +220,7 @@ def report_of(engine: Engine, states: StateStore) -> OffloadReport:
                 None,
                 (
                     *(engine.tuning_of_policy, engine.tuning_of_residents),
-                    *(engine.tuning_of_staging, engine.tuning_of_host, engine.steps.speculation.sentence),
+                    *(engine.tuning_of_staging, engine.steps.speculation.sentence),
                 ),
             )
         ),

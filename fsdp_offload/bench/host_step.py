@@ -21,18 +21,15 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.optim import Optimizer
 
 from .. import OffloadedOptimizer, OffloadPolicy, offload_optimizer
-from ..cpu_update.calibrate import Copies
-from ..device.link import device_link
+from ..device.arena import Region
+from ..device.link import DeviceLink, device_link
 from .record import median, print_record, wall_ms
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 _WARMUP = 2
-
-
-def host_fraction_of(text: str) -> float | str:
-    """The option's value: a number, or ``"auto"``."""
-    return text if text == "auto" else float(text)
+_CHUNK_BYTES = 32 << 20
+_COPIES = 16
 
 
 @dataclass(eq=False)
@@ -68,7 +65,7 @@ class _Way:
 
 
 def compare_host_fractions(
-    chosen: Sequence[float | str],
+    chosen: Sequence[float],
     make_model: Callable[[], nn.Module],
     shapes: Sequence[tuple[int, ...]],
     make_optimizer: MakeOptimizer,
@@ -88,7 +85,6 @@ def compare_host_fractions(
         device: of the model.
         repeats: rounds; each has one measured step of every way.
     """
-    # ``"auto"`` measures while nobody else is at work.
     shares = {
         share: _offloaded(share, make_model(), make_optimizer, policy) for share in dict.fromkeys((0.0, 1.0, *chosen))
     }
@@ -123,9 +119,9 @@ def _ratio(of: Sequence[float], to: Sequence[float]) -> float:
     return median([one / other for one, other in zip(of, to, strict=True)])
 
 
-def _offloaded(share: float | str, model: nn.Module, make_optimizer: MakeOptimizer, policy: OffloadPolicy) -> _Way:
+def _offloaded(share: float, model: nn.Module, make_optimizer: MakeOptimizer, policy: OffloadPolicy) -> _Way:
     optimizer = make_optimizer(model.parameters())
-    offload_optimizer(optimizer, model=model, policy=replace(policy, host_fraction=share))  # type: ignore[arg-type]
+    offload_optimizer(optimizer, model=model, policy=replace(policy, host_fraction=share))
     offloaded = cast(OffloadedOptimizer, optimizer)
 
     def figures() -> dict[str, float]:
@@ -154,16 +150,32 @@ def _offloaded(share: float | str, model: nn.Module, make_optimizer: MakeOptimiz
     return _Way(f"host_fraction={share}", _numel(model), cast(Callable[[], None], optimizer.step), figures, more)
 
 
+class _Copies:
+    """Chunks on the host, more than the caches keep, and one for each direction on the device."""
+
+    def __init__(self, link: DeviceLink, *, pin: bool) -> None:
+        self._lanes = link.host_lanes(serial=False)
+        nbytes = _COPIES * _CHUNK_BYTES
+        self._on_host = [Region(nbytes, device=link.device, pin=pin).bytes.split(_CHUNK_BYTES) for _ in range(2)]
+        self._on_device = [torch.zeros(_CHUNK_BYTES, dtype=torch.uint8, device=link.device) for _ in range(2)]
+
+    def issue(self, nbytes: int) -> None:
+        """About ``nbytes`` each way, in whole chunks; nobody waits for them."""
+        for number in range(-(-nbytes // _CHUNK_BYTES)):
+            self._lanes[0].copy(self._on_host[0][number % _COPIES], self._on_device[0])
+            self._lanes[1].copy(self._on_device[1], self._on_host[1][number % _COPIES])
+
+
 def _kernel_alone(
     shapes: Sequence[tuple[int, ...]], make_optimizer: MakeOptimizer, device: torch.device
 ) -> tuple[_Way, _Way]:
     """And beside the copies that an update on the host needs."""
     model = _on_host(shapes)
     alone = _on_all_cores("torch's CPU kernel alone", model, make_optimizer(model.parameters()))
-    copies, nbytes = Copies(device_link(device), pin=device.type != "cpu"), sum(p.nbytes for p in model.parameters())
+    copies, nbytes = _Copies(device_link(device), pin=device.type != "cpu"), sum(p.nbytes for p in model.parameters())
 
     def step() -> None:
-        copies.issue(nbytes, down=True, up=True)  # gradients and parameters
+        copies.issue(nbytes)  # gradients and parameters
         alone.step()
 
     return alone, replace(alone, name="torch's CPU kernel beside the same copies", step=step, times=[], seen=[])

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from .. import OffloadedOptimizer, OffloadPolicy, offload_optimizer
-from .host_step import compare_host_fractions, host_fraction_of
+from .host_step import compare_host_fractions
 from .link import Link
 from .record import bench_device, cpu_ms, device_bytes_of, median, print_record, wall_ms
 
@@ -62,7 +62,7 @@ def main(
     host_fraction: Annotated[
         str | None,
         typer.Option(
-            help="Instead: compare these shares for OffloadPolicy.host_fraction (as in 0.3,auto) with 0, 1 and others."
+            help="Instead: compare these shares for OffloadPolicy.host_fraction (as in 0.3,0.5) with 0, 1 and others."
         ),
     ] = None,
     repeats: Annotated[int, typer.Option(help="Measured steps; medians are printed.")] = 9,
@@ -78,7 +78,7 @@ def main(
         device_bytes=device_bytes_of(device_mib), bucket_bytes=bucket_mib * _MIB, master_weights=master_weights.value
     )
     if host_fraction is not None:
-        chosen = [host_fraction_of(text) for text in host_fraction.split(",")]
+        chosen = [float(text) for text in host_fraction.split(",")]
         compare_host_fractions(chosen, make_model, sizes, make_optimizer, policy, device, repeats=repeats)
         _end()
         return

@@ -39,7 +39,6 @@ from ..planning.bound import Times, bound, staged_share
 from ..planning.device_share import device_share
 from ..torch_compat.dtensor import local_shard
 from ..torch_compat.fully_shard import fsdp_modules
-from .host_step import host_fraction_of
 from .host_time import host_times
 from .link import Link
 from .record import bench_device, median, print_record, wall_ms
@@ -127,7 +126,7 @@ def main(
     iterations: Annotated[int, typer.Option(help="Timed together in one round.")] = 4,
     rounds: Annotated[int, typer.Option(help="Rounds over all policies; medians are printed.")] = 3,
     only: Annotated[str, typer.Option(help="Only these policies, separated by commas; plain is always there.")] = "",
-    host_fraction: Annotated[str, typer.Option(help="OffloadPolicy.host_fraction of all policies, or auto.")] = "0",
+    host_fraction: Annotated[float, typer.Option(help="OffloadPolicy.host_fraction of all policies.")] = 0.0,
     clip: Annotated[bool, typer.Option(help="Clip by the global norm, where the policy allows it.")] = True,
     traces: Annotated[Path | None, typer.Option(help="Folder for a trace and a picture of each policy.")] = None,
     cpu_offload_policy: Annotated[
@@ -135,7 +134,7 @@ def main(
     ] = False,
 ) -> None:
     """Iteration time, memory and the bound of each policy, interleaved in one run."""
-    common = {"bucket_bytes": bucket_mib * _MIB, "host_fraction": host_fraction_of(host_fraction)}
+    common = {"bucket_bytes": bucket_mib * _MIB, "host_fraction": host_fraction}
     policies = chosen_policies(only, common, device_mib * _MIB)
     if traces is not None:
         check_matplotlib()

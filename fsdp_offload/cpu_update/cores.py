@@ -1,7 +1,4 @@
-"""Which of the machine's cores a thread of ours may use: those of this process, its share of them, near the device.
-
-And how much their caches keep.
-"""
+"""Which of the machine's cores a thread of ours may use: those of this process, its share of them, near the device."""
 
 import os
 from pathlib import Path
@@ -36,26 +33,6 @@ def cores_of_pci(address: str, root: Path = Path("/")) -> frozenset[int]:
         return parse_cores((root / f"sys/devices/system/node/node{node}/cpulist").read_text())
     except (OSError, ValueError):
         return frozenset()  # virtual machines and containers often hide it; the node is then -1 or missing
-
-
-def cache_bytes(root: Path = Path("/")) -> int:
-    """Return the total L3 bytes available to this process; 0 where the kernel does not say."""
-    found = {}
-    for core in os.sched_getaffinity(0):
-        for cache in (root / f"sys/devices/system/cpu/cpu{core}/cache").glob("index*"):
-            try:
-                if (cache / "level").read_text().strip() == "3":
-                    found[(cache / "shared_cpu_list").read_text()] = parse_size((cache / "size").read_text())
-            except (OSError, ValueError):
-                continue
-    return sum(found.values())
-
-
-def parse_size(text: str) -> int:
-    """The kernel's sizes, in bytes: ``"512K"``, ``"300M"``."""
-    text = text.strip()
-    shift = {"K": 10, "M": 20, "G": 30}.get(text[-1:], 0)
-    return int(text.rstrip("KMG")) << shift
 
 
 def parse_cores(text: str) -> frozenset[int]:

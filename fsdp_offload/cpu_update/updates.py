@@ -19,15 +19,13 @@ from torch.optim import Optimizer
 
 from ..device.lanes import Mark
 from ..device.link import device_link
-from ..engine.cpu_updates import ChosenFraction, HostTimes, Submit
+from ..engine.cpu_updates import HostTimes, Submit
 from ..optimizers import Capabilities
 from ..optimizers.bound_range import BoundRange, local_range
-from ..optimizers.kept_state import Layouts
 from ..policy import OffloadPolicy
 from ..state.shard import StateShard
 from ..state.store import StateStore, UserState
 from ..torch_compat.dtensor import local_shard
-from .calibrate import choose_fraction
 from .fingerprint import Hasher
 from .job import HostJob, HostStates, passing_bytes
 from .mirror import MirroredBucket
@@ -105,16 +103,6 @@ class HostUpdates:
         self._errors: list[tuple[str, BaseException]] = []
         self._after: tuple[Mark, ...] = ()
         leave_with(self, self._worker)
-
-    def choose_fraction(self, optimizer: Optimizer, params: Sequence[Tensor], layouts: Layouts) -> ChosenFraction:
-        """As :class:`CpuUpdates`."""
-        return choose_fraction(
-            *(self._cls, optimizer, params, layouts),
-            link=self._link,
-            worker=self._worker,
-            bucket_bytes=self._policy.bucket_bytes,
-            pin=self._pin,
-        )
 
     def missing_bytes(self, gradient_nbytes: Sequence[Sequence[int]]) -> int:
         """As :class:`CpuUpdates`."""

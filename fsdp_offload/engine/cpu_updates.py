@@ -5,14 +5,13 @@ Whoever makes an engine hands in who does it; where there is nobody, the CPU upd
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from ..device.lanes import Mark
 from ..optimizers.bound_range import BoundRange
-from ..optimizers.kept_state import Layouts
 from ..state.shard import StateShard
 from ..state.store import StateStore, UserState
 
@@ -36,13 +35,6 @@ class HostTimes:
     arrival_ms: float = 0.0
     span_ms: float = 0.0
     weights_down_bytes: int = 0
-
-
-class ChosenFraction(NamedTuple):
-    """The share of the state that the CPU is to update, and a sentence that says why."""
-
-    fraction: float
-    why: str
 
 
 class Submit(Protocol):
@@ -82,9 +74,6 @@ class CpuUpdates(Protocol):
     failure: str
 
     # Before there is a step --------------------------------------------------------------------------------------
-
-    def choose_fraction(self, optimizer: Optimizer, params: Sequence[Tensor], layouts: Layouts) -> ChosenFraction:
-        """Choose a share for ``params`` by what the CPU and the link can do. Takes about a second; changes nothing."""
 
     def missing_bytes(self, gradient_nbytes: Sequence[Sequence[int]]) -> int:
         """Count the bytes of host memory that :meth:`reserve` would take."""

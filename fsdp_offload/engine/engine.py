@@ -68,7 +68,7 @@ class Engine:
         holds_back: nothing is begun before ``step()``, so that the model can be measured alone.
         frees_all_gradients: each in the backward of every step, the first one included: they would not fit together.
         alone: what has been measured so.
-        tuning_of_policy, tuning_of_host, tuning_of_residents, tuning_of_staging: what ``"auto"`` has chosen, and why,
+        tuning_of_policy, tuning_of_residents, tuning_of_staging: what ``"auto"`` has chosen, and why,
             in sentences.
     """
 
@@ -123,7 +123,7 @@ class Engine:
         self._unplanned: list[Tensor] = []  # in the groups, but without room: they never had a gradient
         self._layout_keys: list[LayoutKey] = []  # of each group, when its state was last planned
         self._peak_bytes = 0  # that iterations took, beside state that stays
-        self.tuning_of_policy = self.tuning_of_host = self.tuning_of_residents = self.tuning_of_staging = ""
+        self.tuning_of_policy = self.tuning_of_residents = self.tuning_of_staging = ""
         self._link.join()
         # Ring and arena must not go while a copy still uses them. This runs before the attributes are dropped.
         weakref.finalize(self, _let_go, self._link, self._pipeline.number).atexit = False
@@ -162,10 +162,6 @@ class Engine:
             return
         if self.steps.begun is not None and self.steps.begun.has_updated:
             self.steps.check_usable("taking over more parameters")
-        if self.policy.host_fraction == "auto" and not self.tuning_of_host:
-            # Once: whatever is added later gets the same.
-            assert self.host is not None
-            self.plan.host_fraction, self.tuning_of_host = self.host.choose_fraction(optimizer, params, self.layouts)
         self.layouts.judge(optimizer)
         self._check_order_of_draws(optimizer, params)
         self.steps.drop()

@@ -27,7 +27,7 @@ from ..policy import OffloadPolicy
 from ..state.layout import LeafLayout, in_dtypes_of, is_wrapper
 from ..state.shard import Home, StateShard
 from ..state.store import StateStore
-from ..torch_compat.dtensor import has_replicas, is_dtensor, largest_local_numel, local_shard
+from ..torch_compat.dtensor import is_dtensor, largest_local_numel, local_shard
 from ..torch_compat.sharded_parameter import ShardedParameter
 from .bucket import StagedBucket
 from .cpu_updates import CpuUpdates
@@ -137,7 +137,6 @@ class Plan:
         frozen_bytes: of ``regions``, what is parameters that nobody updates.
         ring: the blocks of the ring: of the device memory that buckets pass through.
         resident_bytes: device memory of the homes that never leave it, padding included.
-        host_fraction: of the state, what the host updates from now on.
         generation: grows whenever buckets are added or dropped, come to stay on the device, or have another ring to
             pass through; not where a shard moves among the places that it has. Whatever was derived from buckets and
             ring is derived anew then: bound ranges and schedules (:meth:`Stepping.forget_places`), the buckets of a
@@ -157,7 +156,6 @@ class Plan:
         sharded: Mapping[Tensor, ShardedParameter],
         host: CpuUpdates | None = None,
     ) -> None:
-        self.host_fraction = 0.0 if policy.host_fraction == "auto" else policy.host_fraction
         self._host = host
         self._host_taken = NOTHING_YET
         self.generation = 0
@@ -274,20 +272,15 @@ class Plan:
 
     def _choose_host(self, shards: Sequence[StateShard]) -> None:
         """Choose by the largest shard of each parameter, as every rank has to choose the same."""
-        if not self.host_fraction:
+        if not self._policy.host_fraction:
             return
         sizes = [_largest_nbytes(shard) for shard in shards]
-        eligible = [size if self._may_be_host(s) else 0 for s, size in zip(shards, sizes, strict=True)]
-        chosen = choose_host_share(eligible, self.host_fraction, self._host_taken)
+        eligible = [size if not is_wrapper(local_shard(s.param)) else 0 for s, size in zip(shards, sizes, strict=True)]
+        chosen = choose_host_share(eligible, self._policy.host_fraction, self._host_taken)
         for shard, on_host in zip(shards, chosen, strict=True):
             shard.on_host = on_host
         host_bytes = sum(size for size, on_host in zip(sizes, chosen, strict=True) if on_host)
         self._host_taken = Taken(self._host_taken.host_bytes + host_bytes, self._host_taken.total_bytes + sum(sizes))
-
-    def _may_be_host(self, shard: StateShard) -> bool:
-        # A share that each rank has measured for itself would let replicas drift apart.
-        alone = self._policy.host_fraction != "auto" or not has_replicas(shard.param)
-        return alone and not is_wrapper(local_shard(shard.param))
 
     def _choose_resident(self, shards: Sequence[StateShard]) -> tuple[list[StateShard], list[StateShard]]:
         left_bytes = self._share.staying_bytes - self.resident_bytes

@@ -161,14 +161,6 @@ def may_be_another_ranks(tensor: Tensor) -> bool:
     return mesh_size(tensor) != dist.get_world_size()
 
 
-def has_replicas(param: Tensor) -> bool:
-    """Return whether another rank may hold the same elements, and has to update them alike."""
-    if not isinstance(param, DTensor):
-        return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    sizes = zip(param.placements, param.device_mesh.shape, strict=True)
-    return any(ranks > 1 and not placement.is_shard() for placement, ranks in sizes)
-
-
 def largest_local_numel(tensor: Tensor) -> int:
     """Elements of the largest local part over all ranks: the same figure on each of them."""
     if not isinstance(tensor, DTensor):

@@ -8,10 +8,8 @@ import pytest
 import torch.distributed as dist
 from torch import nn, optim
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
-import fsdp_offload.cpu_update.calibrate
 from fsdp_offload import OffloadPolicy
 from tests.distributed import models
 from tests.distributed.launch import mesh, run_cases, spawn
@@ -110,23 +108,9 @@ def same_on_all_ranks() -> list[str]:
     return [] if names and all(one == names for one in everywhere) else [f"{everywhere}"]
 
 
-def auto_on_replicas() -> list[str]:
-    """Each rank measures for itself, so what other ranks hold as well stays with the device."""
-    device_mesh = mesh(dist.get_world_size())
-    net = nn.Sequential(nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False))
-    fully_shard(net[1], mesh=device_mesh)
-    fsdp_offload.cpu_update.calibrate._STATE_BYTES = fsdp_offload.cpu_update.calibrate._CHUNK_BYTES = 1 << 16
-    fsdp_offload.cpu_update.calibrate.cache_bytes = lambda: 0
-    fsdp_offload.cpu_update.calibrate.best_fraction = lambda *_: 1.0  # in this process, which ends with the test
-    optimizer = attach(of_net(net), model=net, policy=OffloadPolicy(host_fraction="auto"))
-    engine = vars(optimizer)["_offload_engine"].engine
-    names = [shard.name for shard in engine.plan.host_shards()]
-    return [] if names == ["1.weight"] else [f"{names}"]
-
-
 def run_choices(rank: int, world_size: int) -> None:
     del rank, world_size
-    run_cases({"the same on all ranks": same_on_all_ranks, "auto on replicas": auto_on_replicas})
+    run_cases({"the same on all ranks": same_on_all_ranks})
 
 
 def test_which_parameters(tmp_path: Path) -> None:

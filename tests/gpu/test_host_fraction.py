@@ -407,13 +407,6 @@ def test_other_optimizers(device: torch.device, cls: type[Optimizer]) -> None:
             assert same_bits(value, run.optimizer.state[param][name].cpu())
 
 
-def test_auto(device: torch.device) -> None:
-    pair = make_pair(Zoo, adamw, device=device, policy=with_share(**SIZES, host_fraction="auto"))
-    train_step(pair.offloaded, 0)
-    (sentence,) = pair.offloaded.optimizer.offload_report().tuning
-    assert "GB/s" in sentence
-
-
 @FRACTIONS
 def test_nothing_is_left_on_the_device(mesh: DeviceMesh, fraction: float) -> None:
     loop = Loop(mesh, adamw, policy_of({"overlap": "iteration"}, fraction), net=net).train(4)
