@@ -1,8 +1,7 @@
 """The policy by which an optimizer's state is offloaded: plain data, validated when made, used by every other room."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Self, get_args
+from typing import Literal, get_args
 
 MIB = 1 << 20
 
@@ -11,9 +10,6 @@ MasterKind = Literal["none", "fp32", "remainder"]
 
 OverlapKind = Literal["step", "forward", "iteration"]
 """Part of an iteration that hides transfers and updates."""
-
-DebugKind = Literal["off", "guard", "serial"]
-"""Means of finding a mistake."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,14 +59,12 @@ class OffloadPolicy:
             memory on use, so that the kernel reports too little.
         pin_memory: Page-lock the host memory. ``None`` does so if the parameters are on an accelerator. Copies from
             memory that is not pinned are several times slower and do not overlap.
-        debug: Look for a mistake. ``"guard"`` raises an error where parameters or gradients are touched between
-            ``step()`` and the next forward without ``synchronize()``, except through views and local tensors taken
-            earlier; each step costs a little more. ``"serial"`` runs the same schedule one action after the other:
-            slow, with the same bits, to tell whether a difference comes from overlap.
+        serial: Run the same schedule one action after the other: slow, with the same bits, to tell whether a difference
+            comes from overlap.
 
     Raises:
         ValueError: A field has a value that it does not take, or ``device_bytes`` holds fewer than two buckets.
-        TypeError: A field has a value of another type, or is one that 0.1 has renamed; says the new one.
+        TypeError: A field has a value of another type.
     """
 
     parameters: bool = False
@@ -82,14 +76,7 @@ class OffloadPolicy:
     snapshot_bytes: int = 0
     host_limit_bytes: int | None = None
     pin_memory: bool | None = None
-    debug: DebugKind = "off"
-
-    def __new__(cls, *_: object, **fields: Any) -> Self:
-        """Refuse fields of earlier versions, whose new words the generated ``__init__`` would not say."""
-        old = {name: value for name, value in fields.items() if name in GONE_FIELDS}
-        if old:
-            raise TypeError(_say_new_words(old))
-        return super().__new__(cls)
+    serial: bool = False
 
     def __post_init__(self) -> None:
         self._check_choices()
@@ -103,8 +90,8 @@ class OffloadPolicy:
                 "OffloadPolicy: parameters=True updates on the device, where parameters and state pass through, and "
                 f"host_fraction={self.host_fraction!r} on the CPU. Leave out one of them."
             )
-        if isinstance(self.debug, bool):
-            raise TypeError(_say_new_words({"debug": self.debug}))
+        if not isinstance(self.serial, bool):
+            raise TypeError(f"OffloadPolicy: serial must be a bool, got {self.serial!r}")
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"OffloadPolicy: {name} must be one of {choices}, got {getattr(self, name)!r}")
@@ -135,22 +122,12 @@ class OffloadPolicy:
         """Whether updates and stores run beside the model's compute, and may end after ``step()`` has returned."""
         return self.overlap != "step"
 
-    @property
-    def guards(self) -> bool:
-        """Whether parameters and gradients are guarded while updates may use them."""
-        return self.debug == "guard" and self.runs_on_into_forward
-
     def pins(self, device_type: str) -> bool:
         """Whether host memory is page-locked, for parameters on such a device."""
         return device_type != "cpu" if self.pin_memory is None else self.pin_memory
 
-    @property
-    def runs_serially(self) -> bool:
-        """Whether each action is waited for before the next one begins."""
-        return self.debug == "serial"
 
-
-_CHOICES = {"overlap": get_args(OverlapKind), "master_weights": get_args(MasterKind), "debug": get_args(DebugKind)}
+_CHOICES = {"overlap": get_args(OverlapKind), "master_weights": get_args(MasterKind)}
 _MINIMUM_BYTES = {
     "device_bytes": 1,
     "bucket_bytes": 1024,
@@ -174,42 +151,3 @@ def _check_fraction(name: str, value: object) -> None:
         raise TypeError(f"OffloadPolicy: {name} must be a number from 0 to 1, got {value!r}")
     if not 0 <= value <= 1:
         raise ValueError(f"OffloadPolicy: {name} must be from 0 to 1, got {value!r}")
-
-
-# Fields that are gone ------------------------------------------------------------------------------------------------
-
-_SIZES = ("staging_bytes", "resident_bytes", "resident_limit_bytes")
-_OVERLAPS = ("prefetch", "update", "overlap_forward")
-
-GONE_FIELDS = (*_SIZES, *_OVERLAPS, "serial")
-"""Fields of earlier versions: each raises an error that says what to write now."""
-
-
-def _say_new_words(old: Mapping[str, object]) -> str:
-    """Say what to write instead of ``old``, fields of earlier versions."""
-    sentences = []
-    sizes = {name: old[name] for name in _SIZES if name in old}
-    overlaps = {name: old[name] for name in _OVERLAPS if name in old}
-    if sizes:
-        numbers = [value for value in sizes.values() if isinstance(value, int)]
-        limited = sizes.get("staging_bytes") != "auto" and (
-            sizes.get("resident_bytes") != "auto" or sizes.get("resident_limit_bytes") is not None
-        )
-        word = sum(numbers) if limited and numbers else "auto"
-        sentences.append(f"{_listed(sizes)} now device_bytes={word!r}, which limits what passes and what stays")
-    if overlaps.get("update") == "backward":
-        sentences.append(f"{_listed(overlaps)} now overlap='iteration', which also runs on into the next forward")
-    elif overlaps.get("overlap_forward"):
-        sentences.append(f"{_listed(overlaps)} now overlap='forward', which also loads in the backward")
-    elif overlaps:
-        sentences.append(f"{_listed(overlaps)} now overlap='step', which loads in the backward of a given model")
-    if "serial" in old:
-        sentences.append(f"{_listed({'serial': old['serial']})} now debug={'serial' if old['serial'] else 'off'!r}")
-    if "debug" in old:
-        sentences.append(f"{_listed({'debug': old['debug']})} now debug={'guard' if old['debug'] else 'off'!r}")
-    return f"OffloadPolicy: {'; '.join(sentences)}."
-
-
-def _listed(fields: Mapping[str, object]) -> str:
-    words = [f"{name}={value!r}" for name, value in fields.items()]
-    return f"{', '.join(words)} {'is' if len(words) == 1 else 'are'}"

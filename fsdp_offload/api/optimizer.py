@@ -139,7 +139,6 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
             ValueError: state is missing, extra, or of another shape, dtype or sharding. Nothing has changed then.
         """
         engine = engine_of(self)
-        _unguard(self)  # whatever it looks at, it waits for
         parked = _parked_by(self)
         if parked is not None:
             parked.bring_back()
@@ -216,7 +215,6 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
         engine_of(self).steps.skip()
         if False in (*args, *kwargs.values()):
             engine_of(self).steps.wait_for_all()
-            _unguard(self)
             for param in filter(is_spent, _params_of(self)):
                 zero_spent(param)  # let go of in the backward
         else:
@@ -228,7 +226,6 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
     def synchronize(self) -> None:
         """Block the host until transfers and updates are done, parameters are new and all state is at home."""
         engine_of(self).synchronize()
-        _unguard(self)
         parked = _parked_by(self)
         if parked is not None:
             parked.settle()
@@ -311,12 +308,6 @@ _NO_COPY = (
 def _parked_by(optimizer: Optimizer) -> ParkedParameters | None:
     attachment = attachment_of(optimizer)
     return None if attachment is None else attachment.parked
-
-
-def _unguard(optimizer: Optimizer) -> None:
-    attachment = attachment_of(optimizer)
-    if attachment is not None and attachment.overlap is not None:
-        attachment.overlap.unguard()
 
 
 def _params_of(optimizer: Optimizer) -> Iterator[Tensor]:

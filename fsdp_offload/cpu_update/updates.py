@@ -91,7 +91,7 @@ class HostUpdates:
         self._worker = host_worker(device)
         self._policy = policy
         self._pin = policy.pins(device.type)
-        self._lanes = self._link.host_lanes(serial=policy.runs_serially)
+        self._lanes = self._link.host_lanes(serial=policy.serial)
         self._hashers: tuple[Hasher, Hasher] | None = None
         self._jobs: dict[int, HostJob] = {}
         self._mirrored: dict[int, MirroredBucket] = {}
@@ -193,7 +193,7 @@ class HostUpdates:
         self._submitted.append(job)
         self.last.jobs = self._submitted
         self._worker.submit(job)
-        if self._policy.runs_serially:
+        if self._policy.serial:
             self._wait_for(job)
 
     def _mirror(self, number: int, ranges: Sequence[BoundRange]) -> MirroredBucket:

@@ -101,7 +101,7 @@ class Engine:
         self.host = host
         self._pipeline = Pipeline(
             self._link,
-            serial=policy.runs_serially,
+            serial=policy.serial,
             beside_compute=policy.runs_on_into_forward,
             host=host,
         )
@@ -144,7 +144,7 @@ class Engine:
         self.window = Window(
             *(streamed, self.plan, self._pipeline, self._link),
             self.share.window_bytes([group_nbytes(group) for group in streamed]),
-            serial=self.policy.runs_serially,
+            serial=self.policy.serial,
         )
         self._pipeline.weights = self.window
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from ..api.offload import is_offloaded, offload_optimizer, offload_report
 from ..api.wrong_order import line_to_write
-from ..policy import GONE_FIELDS, OffloadPolicy
+from ..policy import OffloadPolicy
 
 _PREFIX = "FSDP_OFFLOAD_"
 _WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False, "none": None, "null": None}
@@ -34,10 +34,10 @@ def policy_from(values: OffloadPolicy | Mapping[str, Any] | str | None = None) -
     variables = {variable: text for variable, text in os.environ.items() if variable.startswith(_PREFIX) and text}
     given = {variable.removeprefix(_PREFIX).lower(): text for variable, text in variables.items()}
     given = {name: text for name, text in given.items() if not name.startswith("test_")}  # our own tests' settings
-    variable_names = [_PREFIX + name.upper() for name in given if name not in GONE_FIELDS]
+    variable_names = [_PREFIX + name.upper() for name in given]
     _refuse_unknown(variable_names, [_PREFIX + name.upper() for name in fields])
     asked = _from_json(values) if isinstance(values, str) else dict(values or {})
-    _refuse_unknown(asked.keys() - set(GONE_FIELDS), fields)  # for which the policy has better words
+    _refuse_unknown(asked.keys(), fields)
     given.update(asked)
     try:
         return OffloadPolicy(**{name: _value(name, value) for name, value in given.items()})
@@ -84,8 +84,6 @@ def _value(name: str, value: Any) -> Any:
         return bool(value)
     if name.endswith("_bytes") and isinstance(value, float) and value.is_integer():
         return int(value)
-    if name == "debug" and value is False:
-        return "off"  # which YAML reads as a bool
     return value
 
 

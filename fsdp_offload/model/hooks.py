@@ -25,7 +25,6 @@ from ..policy import OffloadPolicy
 from ..state.store import StateStore
 from ..torch_compat.conversions import keep_in_place
 from ..torch_compat.fully_shard import abandon_backward, runs_in_backward, sharding_groups
-from ..torch_compat.guard import Guard
 from ..torch_compat.spent_gradient import is_spent, refuse_freed
 from .alone import Alone
 from .clock import Clock
@@ -34,13 +33,6 @@ from .tune_resident import Rehearsal
 from .tune_staging import Elastic
 
 _ELSEWHERE = -1
-
-_GUARD = Guard(
-    "Updating",
-    "{what} on a parameter or gradient that an update may still write or read (OffloadPolicy.overlap): "
-    "call optimizer.synchronize() before touching it between step() and the next forward.",
-    lets_gradients=True,
-)
 
 GetStates = Callable[[Optimizer], StateStore]
 
@@ -118,7 +110,6 @@ class Overlap:
         # All that the hooks keep: what the device does is waited for when the engine goes, what the host does is not.
         last = self._left_behind = _LeftBehind(self._model, None if engine.host is None else engine.host.last)
         self._steps = engine.steps  # the engine may go first
-        self._unguard: dict[int, Callable[[], None]] = {}  # by group
         self._undo: list[Callable[[], None]] = []
         for number, group in enumerate(self._groups):
             names = ["_before_gather", "_before_use", "_before_reduce", "_reduced"]
@@ -142,7 +133,6 @@ class Overlap:
                     self._undo.append(handle.remove)
 
     def __del__(self) -> None:
-        self.unguard()
         begun = self._steps.begun
         if begun is not None and begun.has_updated and self._undo:
             self._left_behind.problem = _DROPPED
@@ -152,19 +142,6 @@ class Overlap:
         for undo in self._undo:
             undo()
         self._undo = []
-        self.unguard()
-
-    def unguard(self) -> None:
-        """All parameters are new in the order of the current stream, and gradients have been read."""
-        for unguard in self._unguard.values():
-            unguard()
-        self._unguard = {}
-
-    def _guard(self, engine: Engine) -> None:
-        for number, group in enumerate(self._groups):
-            params = [param for param in group.params if param in engine.plan.shards]
-            grads = [param.grad for param in params if param.grad is not None]
-            self._unguard[number] = _GUARD.put_on([*params, *grads])
 
     def forget_reductions(self) -> None:
         """Gradients have been cleared without a step: what has been reduced counts for nothing."""
@@ -175,7 +152,6 @@ class Overlap:
         """Call it before ``step()`` issues anything."""
         engine = self._engine()
         assert engine is not None
-        self.unguard()
         engine.iteration.step_begins()
         self._rehearsal.conclude(engine)
         self._rehearsal.step_begins(engine)
@@ -202,9 +178,7 @@ class Overlap:
         self._final, self._used = set(), {}
         if engine.window is not None:
             engine.window.step_ended()
-        if engine.policy.guards:
-            self._guard(engine)
-        if not engine.policy.runs_serially:  # whose marks make the host wait
+        if not engine.policy.serial:  # whose marks make the host wait
             self._alone.step_ended(engine)
             engine.iteration.step_ended(engine.steps.last)
             self._alone.iteration_ended(engine)
@@ -250,7 +224,6 @@ class Overlap:
         self._before_gather(number, None)
         if engine is not None and engine.policy.updates_in_backward and not in_backward and torch.is_grad_enabled():
             self._keep_ahead(engine, number)
-        self._unguard.pop(number, _nothing)()
 
     def _keep_ahead(self, engine: Engine, number: int) -> None:
         """In the last forward before the step: what other forwards see may be other weights."""
@@ -336,7 +309,6 @@ class Overlap:
             engine.steps.wait_for_all()
             if engine.window is not None:
                 engine.wait_all_home()  # whoever reads parameters there does it on the host
-            self.unguard()
 
     def _before_reduce(self, number: int) -> None:
         engine = self._engine()
@@ -353,7 +325,6 @@ class Overlap:
             return
         if engine.policy.runs_on_into_forward and not self._all_new:
             engine.steps.wait_for_all()  # also for what this forward did not use
-            self.unguard()
             self._all_new = True
         if not self._clock.has_reduced:
             self._rehearsal.conclude(engine)
@@ -370,10 +341,6 @@ class Overlap:
         if self._clock.in_last_backward:
             device_event = event if engine.device.type != "cpu" else None
             engine.gradients_reduced(optimizer, self._get_states(optimizer), self._final, device_event, room_bytes)
-
-
-def _nothing() -> None:
-    pass
 
 
 def _call(overlap: "weakref.ref[Overlap]", left_behind: _LeftBehind, method: str, *args: Any) -> None:

@@ -209,7 +209,7 @@ CASES = {
     "several optimizers, none": Case(policy(), several, overlaps=False),
     "bfloat16": Case(policy(snapshot_bytes=ALL), dtype=torch.bfloat16),
     "one bucket": Case(OffloadPolicy(snapshot_bytes=ALL)),
-    "serial": Case(policy(snapshot_bytes=ALL, debug="serial")),
+    "serial": Case(policy(snapshot_bytes=ALL, serial=True)),
 }
 
 

@@ -256,9 +256,7 @@ def test_habits(mesh: DeviceMesh, fields: dict[str, Any], fraction: float, habit
 
 
 @EVERY_POLICY
-@pytest.mark.parametrize(
-    "more", [{"staying": 60_000}, {"debug": "serial"}, {"snapshot_bytes": 1 << 20}, {"debug": "guard"}], ids=str
-)
+@pytest.mark.parametrize("more", [{"staying": 60_000}, {"serial": True}, {"snapshot_bytes": 1 << 20}], ids=str)
 def test_other_fields(mesh: DeviceMesh, fields: dict[str, Any], more: dict[str, Any]) -> None:
     plain, offloaded = (Loop(mesh, fused_adamw, one) for one in (None, overlapping(fields, 0.5, **more)))
     assert same(plain.train(5), offloaded.train(5))

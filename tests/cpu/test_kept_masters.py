@@ -168,7 +168,7 @@ POLICIES = {
     "whole": WHOLE,
     "some resident": with_share(bucket_bytes=2048, passing=8192, staying=20_000),
     "all resident": with_share(bucket_bytes=2048, passing=8192, staying=1 << 20),
-    "serial": OffloadPolicy(bucket_bytes=2048, debug="serial"),
+    "serial": OffloadPolicy(bucket_bytes=2048, serial=True),
 }
 
 

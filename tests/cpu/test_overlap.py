@@ -70,7 +70,7 @@ def test_other_optimizers(mesh: DeviceMesh, fields: dict[str, Any], make: Any) -
 
 @spread(
     fields=POLICIES,
-    more={str(more): more for more in ({"staying": 60_000}, {"debug": "serial"}, {"snapshot_bytes": 1 << 20})},
+    more={str(more): more for more in ({"staying": 60_000}, {"serial": True}, {"snapshot_bytes": 1 << 20})},
 )
 def test_with_other_fields(mesh: DeviceMesh, fields: dict[str, Any], more: dict[str, Any]) -> None:
     plain, offloaded = pair(mesh, policy_of(fields, **more))

@@ -43,7 +43,7 @@ def what_is_expected(
     if master_weights not in expected:
         policy = None
         if master_weights != "none":
-            policy = OffloadPolicy(master_weights=master_weights, debug="serial")
+            policy = OffloadPolicy(master_weights=master_weights, serial=True)
         expected[master_weights] = trained(mesh, policy, master_weights, with_model=False).everything()
     return expected[master_weights]
 
@@ -65,13 +65,13 @@ def check(
 
 
 MASTER_WEIGHTS = {name: name for name in ("none", "fp32", "remainder")}
-DEBUG = {name: name for name in ("off", "guard", "serial")}
+SERIAL = {str(value): value for value in (False, True)}
 
 
 @spread(
     pairs=True,
     master_weights=MASTER_WEIGHTS,
-    debug=DEBUG,
+    serial=SERIAL,
     device_bytes=DEVICE_BYTES,
     overlap={name: name for name in ("step", "forward", "iteration")},
 )
@@ -80,24 +80,24 @@ def test_with_a_model(
     expected: dict[str, list[torch.Tensor]],
     overlap: Any,
     device_bytes: Any,
-    debug: Any,
+    serial: bool,
     master_weights: Any,
 ) -> None:
     policy = OffloadPolicy(
         overlap=overlap,
         device_bytes=device_bytes,
         bucket_bytes=BUCKET_BYTES,
-        debug=debug,
+        serial=serial,
         master_weights=master_weights,
     )
     assert check(mesh, policy, expected, with_model=True).loads_in_backward
 
 
-@spread(pairs=True, master_weights=MASTER_WEIGHTS, debug=DEBUG, device_bytes=DEVICE_BYTES)
+@spread(pairs=True, master_weights=MASTER_WEIGHTS, serial=SERIAL, device_bytes=DEVICE_BYTES)
 def test_without_a_model(
-    mesh: DeviceMesh, expected: dict[str, list[torch.Tensor]], device_bytes: Any, debug: Any, master_weights: Any
+    mesh: DeviceMesh, expected: dict[str, list[torch.Tensor]], device_bytes: Any, serial: bool, master_weights: Any
 ) -> None:
     policy = OffloadPolicy(
-        device_bytes=device_bytes, bucket_bytes=BUCKET_BYTES, debug=debug, master_weights=master_weights
+        device_bytes=device_bytes, bucket_bytes=BUCKET_BYTES, serial=serial, master_weights=master_weights
     )
     assert not check(mesh, policy, expected, with_model=False).loads_in_backward

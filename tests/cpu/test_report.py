@@ -375,9 +375,7 @@ def test_a_step_without_a_backward_ends_no_iteration(mesh: DeviceMesh) -> None:
     assert iteration_of(report_of(loop)) == NO_ITERATION
 
 
-@pytest.mark.parametrize(
-    "fields", [{"debug": "serial"}, {"overlap": "forward", "debug": "serial"}], ids=["step", "forward"]
-)
+@pytest.mark.parametrize("fields", [{"serial": True}, {"overlap": "forward", "serial": True}], ids=["step", "forward"])
 def test_where_everything_is_serial_iterations_are_not_known(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
     report = loop_of(mesh, fields).train(4).optimizer.offload_report()
     assert (report.iteration_ms, report.stalled_ms) == (0, 0)

@@ -219,7 +219,7 @@ STATE_BYTES = 8 * sum(param.numel() for param in Zoo().parameters())
 @pytest.mark.parametrize(
     "policy",
     [
-        dataclasses.replace(SMALL, debug="serial"),
+        dataclasses.replace(SMALL, serial=True),
         with_share(SMALL, staying=12_000),
         with_share(SMALL, staying=1 << 20),
         with_share(bucket_bytes=1024, passing=2048),

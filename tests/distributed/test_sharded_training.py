@@ -218,7 +218,7 @@ SHARDINGS: dict[str, Case] = {
 TRAINING: dict[str, Case] = {
     "one bucket": Case(optimizer=adamw, policy=WHOLE),
     "some resident": Case(optimizer=partial(adamw_groups, foreach=True), policy=SOME_RESIDENT),
-    "serial": Case(optimizer=adamw, policy=OffloadPolicy(bucket_bytes=1024, debug="serial"), steps=4),
+    "serial": Case(optimizer=adamw, policy=OffloadPolicy(bucket_bytes=1024, serial=True), steps=4),
     "capturable lr tensor": Case(optimizer=lambda net: optim.AdamW(net.parameters(), lr=torch.tensor(1e-2))),
     "AdamW amsgrad": Case(optimizer=partial(adamw, foreach=True, amsgrad=True)),
     "frozen": Case(optimizer=partial(adamw_groups, foreach=True), prepare=freeze_some),

@@ -161,7 +161,7 @@ def test_same_bits_with_a_slow_device(
 
 @EVERY_POLICY
 def test_same_bits_serially(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
-    loop = Loop(mesh, adamw, policy_of(fields, 0.4, debug="serial"), net=net).train(8)
+    loop = Loop(mesh, adamw, policy_of(fields, 0.4, serial=True), net=net).train(8)
     assert differences(reference(mesh, host_names(loop)), loop) == []
 
 

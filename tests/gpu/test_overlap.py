@@ -64,7 +64,7 @@ def test_same_bits_whichever_lane_is_slow(
 
 @EVERY_POLICY
 def test_same_bits_serially(mesh: DeviceMesh, expected: Loop, fields: dict[str, Any]) -> None:
-    assert same(expected, Loop(mesh, adamw, policy_of(fields, debug="serial"), net=net).train(8))
+    assert same(expected, Loop(mesh, adamw, policy_of(fields, serial=True), net=net).train(8))
 
 
 @pytest.mark.parametrize("habit", HABITS)

@@ -114,7 +114,7 @@ def test_same_bits_whichever_lane_is_slow(
     assert (found.committed > 0) == (clipped != "always")
 
 
-@pytest.mark.parametrize("more", [{"debug": "serial"}, {"staying": 1 << 20}, {"passing": "auto"}], ids=str)
+@pytest.mark.parametrize("more", [{"serial": True}, {"staying": 1 << 20}, {"passing": "auto"}], ids=str)
 def test_other_policies(
     mesh: DeviceMesh, expected: dict[str, list[list[torch.Tensor]]], slow: Callable[..., None], more: dict[str, Any]
 ) -> None:

@@ -93,7 +93,7 @@ def test_same_bits_whichever_lane_is_slow(device, slow, kind):
 
 
 def test_same_bits_serially(device):
-    policy = with_share(passing=5 << 20, bucket_bytes=1 << 20, debug="serial")
+    policy = with_share(passing=5 << 20, bucket_bytes=1 << 20, serial=True)
     assert same(offloaded_result(device, policy), expected())
 
 

@@ -24,7 +24,7 @@ def test_its_fields_and_their_defaults() -> None:
         "snapshot_bytes": 0,
         "host_limit_bytes": None,
         "pin_memory": None,
-        "debug": "off",
+        "serial": False,
     }
 
 
@@ -42,11 +42,11 @@ def test_it_cannot_be_changed_and_has_no_positional_arguments() -> None:
 
 
 def test_equal_policies_are_equal_and_travel_between_processes() -> None:
-    policy = OffloadPolicy(bucket_bytes=MIB, device_bytes=4 * MIB, debug="serial")
+    policy = OffloadPolicy(bucket_bytes=MIB, device_bytes=4 * MIB, serial=True)
     assert pickle.loads(pickle.dumps(policy)) == copy.deepcopy(policy) == policy
     assert hash(policy) == hash(dataclasses.replace(policy))
     assert dataclasses.replace(policy, overlap="forward") == OffloadPolicy(
-        bucket_bytes=MIB, device_bytes=4 * MIB, debug="serial", overlap="forward"
+        bucket_bytes=MIB, device_bytes=4 * MIB, serial=True, overlap="forward"
     )
 
 
@@ -84,7 +84,6 @@ def test_a_word_that_is_not_auto_is_told_of_auto() -> None:
     [
         ("overlap", "'step', 'forward', 'iteration'"),
         ("master_weights", "'none', 'fp32', 'remainder'"),
-        ("debug", "'off', 'guard', 'serial'"),
     ],
 )
 @pytest.mark.parametrize("value", ["backward", None, 1])
@@ -107,47 +106,8 @@ def test_offloaded_parameters_are_updated_on_the_device() -> None:
         OffloadPolicy(parameters=True, host_fraction=0.5)
     with pytest.raises(TypeError, match="parameters must be a bool, got 1"):
         OffloadPolicy(parameters=1)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ({"staging_bytes": 1 << 28}, f"staging_bytes={1 << 28} is now device_bytes={1 << 28},"),
-        ({"staging_bytes": "auto"}, "staging_bytes='auto' is now device_bytes='auto',"),
-        ({"resident_bytes": "auto"}, "resident_bytes='auto' is now device_bytes='auto',"),
-        (
-            {"staging_bytes": 1000, "resident_bytes": 500},
-            "staging_bytes=1000, resident_bytes=500 are now device_bytes=1500,",
-        ),
-        (
-            {"staging_bytes": 1000, "resident_bytes": "auto", "resident_limit_bytes": 70},
-            "staging_bytes=1000, resident_bytes='auto', resident_limit_bytes=70 are now device_bytes=1070,",
-        ),
-        ({"resident_limit_bytes": None}, "resident_limit_bytes=None is now device_bytes='auto',"),
-        ({"prefetch": "backward"}, "prefetch='backward' is now overlap='step', which loads in the backward"),
-        ({"prefetch": "step"}, "prefetch='step' is now overlap='step',"),
-        ({"update": "step"}, "update='step' is now overlap='step',"),
-        ({"update": "backward"}, "update='backward' is now overlap='iteration',"),
-        ({"overlap_forward": False}, "overlap_forward=False is now overlap='step',"),
-        ({"overlap_forward": True}, "overlap_forward=True is now overlap='forward',"),
-        (
-            {"prefetch": "backward", "update": "backward", "overlap_forward": True},
-            "prefetch='backward', update='backward', overlap_forward=True are now overlap='iteration',",
-        ),
-        ({"serial": True}, "serial=True is now debug='serial'."),
-        ({"serial": False}, "serial=False is now debug='off'."),
-        ({"debug": True}, "debug=True is now debug='guard'."),
-        ({"debug": False}, "debug=False is now debug='off'."),
-        ({"overlap_forward": True, "serial": True, "bucket_bytes": MIB}, "overlap='forward', which also loads"),
-        ({"overlap_forward": True, "serial": True, "bucket_bytes": MIB}, "; serial=True is now debug='serial'."),
-    ],
-    ids=str,
-)
-def test_an_old_word_is_an_error_that_says_the_new_one_and_its_value(old: dict[str, Any], new: str) -> None:
-    with pytest.raises(TypeError) as error:
-        OffloadPolicy(**old)
-    assert str(error.value).startswith("OffloadPolicy: ")
-    assert new in str(error.value)
+    with pytest.raises(TypeError, match="serial must be a bool, got 'yes'"):
+        OffloadPolicy(serial="yes")  # type: ignore[arg-type]
 
 
 def test_a_word_that_there_never_was_is_pythons_error() -> None:
@@ -160,7 +120,6 @@ def test_a_word_that_there_never_was_is_pythons_error() -> None:
     [("step", False, False), ("forward", False, True), ("iteration", True, True)],
 )
 def test_what_overlap_means(overlap: Any, updates_in_backward: bool, runs_on: bool) -> None:
-    policy = OffloadPolicy(overlap=overlap, debug="guard")
+    policy = OffloadPolicy(overlap=overlap)
     assert policy.updates_in_backward == updates_in_backward
-    assert policy.runs_on_into_forward == runs_on == policy.guards
-    assert not policy.runs_serially
+    assert policy.runs_on_into_forward == runs_on
