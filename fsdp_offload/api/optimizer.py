@@ -30,7 +30,7 @@ from .checks import (
 )
 from .reload_before import tell_if_never_reloaded
 from .wrong_order import (
-    line_to_write,
+    RIGHT_ORDER,
     refuse_exchanged,
     refuse_foreign,
 )
@@ -380,6 +380,6 @@ def _explain_no_gradient(optimizer: Optimizer) -> None:
         warnings.warn(
             "step() found no gradient in any parameter, and has never found one; nothing was updated or moved. If the "
             "model was sharded after offload_optimizer(), it no longer uses the optimizer's parameters: "
-            f"{line_to_write()}.",
+            f"{RIGHT_ORDER}.",
             stacklevel=2,
         )

@@ -1,6 +1,5 @@
-"""Tells who was attached too early, or to an optimizer that nobody steps, with the line to write in their framework."""
+"""Tells who was attached too early, or to an optimizer that nobody steps, and says the right order."""
 
-import sys
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -20,33 +19,10 @@ from ..torch_compat.dtensor import is_dtensor, local_shard
 from ..torch_compat.fully_shard import parameters_of
 from .attachment import attachment_of
 
-_FULLY_SHARD = "call fully_shard(model), build the optimizer, then offload_optimizer(optimizer, model=model)"
-
-# Imported package → the line to write there.
-_LINES = {
-    "accelerate": (
-        "with accelerate, attach after prepare: model, optimizer = "
-        "fsdp_offload.integrations.accelerate.prepare(accelerator, model, optimizer)"
-    ),
-    "transformers": "with transformers' Trainer: fsdp_offload.integrations.transformers.OffloadTrainer(...)",
-    "lightning": (
-        "with Lightning: Trainer(callbacks=[fsdp_offload.integrations.lightning.OffloadCallback()]); with Fabric: "
-        "fsdp_offload.integrations.lightning.setup_optimizers(fabric, model, optimizer) after fabric.setup(model)"
-    ),
-    "torchtitan": (
-        "with torchtitan: build_optimizers_fn=fsdp_offload.integrations.torchtitan.offloaded(build_optimizers)"
-    ),
-    "verl": "with verl: class Engine(fsdp_offload.integrations.verl.OffloadEngineMixin, FSDPEngineWithLMHead)",
-    "megatron_fsdp": (
-        "with Megatron-FSDP: fsdp_offload.integrations.megatron_fsdp.fully_shard_optimizer(optimizer) after "
-        "fully_shard_model(model)"
-    ),
-}
-
-
-def line_to_write() -> str:
-    """Say what to do instead, in the words of ``fully_shard`` and of the frameworks that are in use here."""
-    return "; ".join([_FULLY_SHARD, *(line for package, line in _LINES.items() if package in sys.modules)])
+RIGHT_ORDER = (
+    "call fully_shard(model), build the optimizer, then offload_optimizer(optimizer, model=model); for a framework that "
+    "does these itself, see fsdp_offload.integrations"
+)
 
 
 def note_if_unsharded(params: Collection[Tensor], model: nn.Module | None) -> str:
@@ -64,7 +40,7 @@ def note_if_unsharded(params: Collection[Tensor], model: nn.Module | None) -> st
         return ""
     return (
         f"None of the optimizer's parameters is sharded, and there are {dist.get_world_size()} ranks: each pins the "
-        f"whole state. If the model is yet to be sharded, attach afterwards: {line_to_write()}."
+        f"whole state. If the model is yet to be sharded, attach afterwards: {RIGHT_ORDER}."
     )
 
 
@@ -81,7 +57,7 @@ def refuse_exchanged(known: Collection[Tensor], groups: list[dict[str, Any]]) ->
         return
     raise RuntimeError(
         "The parameters of this optimizer were exchanged after offload_optimizer(): it was attached before the model "
-        f"was sharded, and holds the unsharded state. Attach afterwards: {line_to_write()}."
+        f"was sharded, and holds the unsharded state. Attach afterwards: {RIGHT_ORDER}."
     )
 
 
@@ -117,7 +93,7 @@ def refuse_foreign(model: nn.Module, optimizer: Optimizer) -> None:
         raise RuntimeError(
             f"{len(foreign)} of the optimizer's parameters have no gradient and are no longer the model's "
             f"({', '.join(foreign[:4])}): they were exchanged when the model was sharded, after offload_optimizer(). "
-            f"Attach afterwards: {line_to_write()}. Nothing has been changed."
+            f"Attach afterwards: {RIGHT_ORDER}. Nothing has been changed."
         )
 
 
@@ -191,6 +167,6 @@ def _look_who_steps(other: Optimizer, args: object, kwargs: object) -> None:
         warnings.warn(
             f"{type(other).__name__}.step() updated the parameters of the {watch.name} that offload_optimizer() was "
             "given, which has never stepped: training goes on with another optimizer, and NOTHING IS OFFLOADED. "
-            f"Attach to the one that steps, once it is built: {line_to_write()}.",
+            f"Attach to the one that steps, once it is built: {RIGHT_ORDER}.",
             stacklevel=2,
         )

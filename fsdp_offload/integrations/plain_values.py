@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..api.offload import is_offloaded, offload_optimizer, offload_report
-from ..api.wrong_order import line_to_write
+from ..api.wrong_order import RIGHT_ORDER
 from ..policy import OffloadPolicy
 
 _PREFIX = "FSDP_OFFLOAD_"
@@ -55,7 +55,7 @@ def offload(optimizer: Optimizer, model: nn.Module | None, policy: OffloadPolicy
     except RuntimeError as error:
         if not again:
             raise
-        raise RuntimeError(f"{error} Or say in one place of the script what you want: {line_to_write()}.") from None
+        raise RuntimeError(f"{error} Or say in one place of the script what you want: {RIGHT_ORDER}.") from None
 
 
 def _refuse_unknown(names: Iterable[str], known: Iterable[str]) -> None:

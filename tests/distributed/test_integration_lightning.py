@@ -228,20 +228,20 @@ def run_wrong_orders(rank: int, world_size: int, folder: Path) -> None:
     early = module_of(manual=False, rank=rank)
     optimizer = offload_optimizer(torch.optim.AdamW(early.net.parameters()), model=early.net)
     early.configure_optimizers = lambda: optimizer
-    with pytest.raises(RuntimeError, match=r"no longer the model's.*lightning\.OffloadCallback"):
+    with pytest.raises(RuntimeError, match=r"no longer the model's.*fsdp_offload\.integrations"):
         trainer().fit(early)
 
     late = module_of(manual=False, rank=rank)
     kept = []
     late.on_fit_start = lambda: kept.append(offload_optimizer(torch.optim.AdamW(late.net.parameters()), model=late.net))
-    with pytest.warns(UserWarning, match=r"NOTHING IS OFFLOADED.*lightning\.OffloadCallback"):
+    with pytest.warns(UserWarning, match=r"NOTHING IS OFFLOADED.*fsdp_offload\.integrations"):
         trainer().fit(late)
 
     own = module_of(manual=False, rank=rank)
     own.configure_optimizers = lambda: offload_optimizer(torch.optim.AdamW(own.net.parameters()), model=own)
     trainer(OffloadCallback(), OffloadCallback()).fit(own)  # what is offloaded stays so
     assert is_offloaded(own.trainer.optimizers[0])
-    with pytest.raises(RuntimeError, match=r"offloaded already, .*say in one place .*lightning\.OffloadCallback"):
+    with pytest.raises(RuntimeError, match=r"offloaded already, .*say in one place .*fsdp_offload\.integrations"):
         trainer(OffloadCallback(POLICY), OffloadCallback(OVERLAPPED)).fit(module_of(manual=False, rank=rank))
 
 

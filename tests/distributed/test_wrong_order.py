@@ -142,7 +142,7 @@ def prepare(accelerator: Any, *, with_model: bool) -> list[str]:
     optimizer = adamw(net)
     attach(optimizer, model=net if with_model else None)
     with said(
-        RuntimeError, r"exchanged after offload_optimizer\(\)", "with accelerate, attach after prepare: .*prepare\\("
+        RuntimeError, r"exchanged after offload_optimizer\(\)", r"Attach afterwards: .*fsdp_offload\.integrations"
     ):
         accelerator.prepare(net, optimizer)
     return []
