@@ -20,7 +20,7 @@ from ..torch_compat.fully_shard import parameters_of
 from .attachment import attachment_of
 
 RIGHT_ORDER = (
-    "call fully_shard(model), build the optimizer, then offload_optimizer(optimizer, model=model); for a framework that "
+    "call fully_shard(model), build the optimizer, then offload_optimizer(optimizer, model=model); in a framework that "
     "does these itself, see fsdp_offload.integrations"
 )
 
