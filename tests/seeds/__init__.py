@@ -1,5 +1,4 @@
 """What this library was made for: five pull requests of others, a file for each, and in it a test for each request.
 
-Each test is named for what the pull request or its reviewers asked. They use what users use, and stay as they are
-whatever becomes of the code behind it.
+Each test is named for what the pull request or its reviewers asked, and uses what users use.
 """
