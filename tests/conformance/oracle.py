@@ -1,0 +1,427 @@
+"""One training run, and its plain twin: the same bits of everything that can be seen, after every step."""
+
+import copy
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.optim import Optimizer
+
+from fsdp_offload import OffloadPolicy, offload_model, reload_model
+from fsdp_offload.checkpoint import ArenaStager
+from fsdp_offload.engine.engine import engine_of
+from tests.conformance.axes import LAYOUTS, Case, build
+from tests.parity import attach, leaves, local, same_bits
+from tests.twins import master_of, rounded
+
+NEVER, ALWAYS = 1e9, 1e-3
+"""Norms to clip by: beyond reach, and below every gradient."""
+
+
+class Loop:
+    """The offloaded run."""
+
+    def __init__(self, case: Case, device: torch.device) -> None:
+        self.case, self.device = case, device
+        self.seen: list[float] = []
+        self.steps = 0
+        self.kept: dict[str, Any] = {}  # what a habit wants to find again
+        self.make()
+
+    def make(self) -> None:
+        torch.manual_seed(0)
+        self.model = build(self.case, self.device)
+        matrices = "matrices" in self.case.made.traits
+        self.params = {
+            name: param
+            for name, param in self.model.named_parameters()
+            if param.requires_grad and (param.dim() == 2 or not matrices)
+        }
+        params: Any = list(self.params.values())
+        if self.case.model == "groups":
+            params = [{"params": params[::2], "weight_decay": 0.1}, {"params": params[1::2], "lr": 0.005}]
+        self.optimizer = self.case.made(params)
+        self.schedulers = [_schedule(self.optimizer)]
+
+    def attach(self) -> None:
+        case, bucket = self.case, 2048
+        policy = OffloadPolicy(
+            overlap=case.overlap,  # type: ignore[arg-type]
+            device_bytes="auto" if case.device_bytes == "auto" else 2 * bucket,
+            bucket_bytes=bucket,
+            parameters=case.parameters,
+            master_weights=case.masters,  # type: ignore[arg-type]
+            host_fraction=case.host,
+            snapshot_bytes=(1 << 20) if case.save == "async" else 0,
+        )
+        attach(self.optimizer, model=self.model if LAYOUTS[case.layout].shard else None, policy=policy)
+
+    def hosted(self) -> set[str]:
+        """Which parameters the CPU updates."""
+        engine: Any = engine_of(self.optimizer)
+        by_param = {param: name for name, param in self.params.items()}
+        return {by_param[shard.param] for shard in engine.plan.host_shards()}
+
+    # -- what a loop does ---------------------------------------------------------------------------
+
+    def batch(self, seed: int) -> Tensor:
+        sharing = LAYOUTS[self.case.layout].sharing
+        rank = dist.get_rank() // sharing if dist.is_initialized() else 0
+        generator = torch.Generator().manual_seed(100 * seed + rank)
+        return torch.randint(0, 20, (2, 5), generator=generator).to(self.device)
+
+    def backward(self, at: int, **options: Any) -> None:
+        for micro in range(self.case.micro):
+            loss = self.model(self.batch(10 * at + micro), **options)
+            loss.backward()
+            self.seen.append(loss.item())
+
+    def update(self, closure: Callable[[], Tensor] | None = None) -> Any:
+        return self.optimizer.step(closure)  # type: ignore[arg-type]
+
+    def scaled(self) -> Optimizer:
+        """What a GradScaler is given."""
+        return self.optimizer
+
+    def step(self) -> None:
+        """Clip as the case says, update, and clear."""
+        if self.case.clip != "never":
+            at = {"always": ALWAYS, "sometimes": ALWAYS if self.steps % 3 == 2 else NEVER}[self.case.clip]
+            norm = nn.utils.clip_grad_norm_(list(self.params.values()), NEVER if self.steps < 4 else at)
+            self.seen.append(getattr(norm, "full_tensor", lambda: norm)().item())
+        self.update()
+        for scheduler in self.schedulers:
+            scheduler.step()
+        self.clear()
+
+    def clear(self, *, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none=set_to_none)
+
+    def synchronize(self) -> None:
+        self.optimizer.synchronize()  # type: ignore[attr-defined]
+
+    def phase(self, *names: str) -> None:
+        for name in names:
+            getattr(self.optimizer, f"{name}_states")()
+
+    def sleep(self) -> None:
+        offload_model(self.model)
+        reload_model(self.model)
+
+    # -- saved and resumed --------------------------------------------------------------------------
+
+    def optimizers(self) -> list[Optimizer]:
+        return [self.optimizer]
+
+    def copy(self) -> dict[str, Any]:
+        model = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
+        return {"model": model, "optimizers": [copy.deepcopy(one.state_dict()) for one in self.optimizers()]}
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        self.model.load_state_dict(saved["model"])
+        for one, state in zip(self.optimizers(), saved["optimizers"], strict=True):
+            one.load_state_dict(copy.deepcopy(state))
+
+    def states(self) -> dict[str, Any]:
+        return {
+            "model": get_model_state_dict(self.model),
+            "optimizer": get_optimizer_state_dict(self.model, self.optimizer),
+        }
+
+    def save(self, folder: Path) -> None:
+        dcp.save(self.states(), checkpoint_id=folder)
+
+    def save_asynchronously(self, folder: Path) -> None:
+        self.kept["stager"] = ArenaStager(self.optimizer)
+        self.kept["future"] = dcp.async_save(self.states(), checkpoint_id=folder, async_stager=self.kept["stager"])
+
+    def resume(self, folder: Path) -> None:
+        """In new objects, as a new process would."""
+        if "future" in self.kept:
+            self.kept.pop("future").result()
+            self.kept.pop("stager").close()
+        schedules = [scheduler.state_dict() for scheduler in self.schedulers]
+        self.make()
+        self.attach()
+        states = self.states()
+        dcp.load(states, checkpoint_id=folder)
+        set_model_state_dict(self.model, states["model"])
+        set_optimizer_state_dict(self.model, self.optimizer, optim_state_dict=states["optimizer"])
+        for scheduler, state in zip(self.schedulers, schedules, strict=True):
+            scheduler.load_state_dict(state)
+
+    # -- what can be seen ---------------------------------------------------------------------------
+
+    def state_of(self, name: str) -> dict[str, Any]:
+        """Of a parameter; its master in fp32."""
+        param = self.params[name]
+        found = dict(self.optimizer.state.get(param, {}))
+        if "master_param" in found and self.case.masters != "none":
+            shard, kept = local(param.detach()).cpu(), local(found["master_param"]).cpu()
+            found["master_param"] = master_of(self.case.masters, shard, kept)
+        return found
+
+    def everything(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"seen": torch.tensor(self.seen, dtype=torch.float64)}
+        for name, param in self.model.state_dict().items():
+            found[name] = local(param.detach())
+        for name in self.params:
+            for key, value in sorted(self.state_of(name).items()):
+                if not isinstance(value, Tensor):
+                    found[f"{name} {key}"] = value
+                    continue
+                for number, leaf in enumerate(leaves(value)):
+                    found[f"{name} {key} {number}"] = leaf
+        for number, group in enumerate(self.optimizer.param_groups):
+            found |= {f"group {number} {key}": value for key, value in group.items() if key in ("lr", "weight_decay")}
+            found[f"group {number} step"] = group.get("step", 0)
+        return found
+
+
+class Twin(Loop):
+    """The plain run. Where a policy updates other tensors than the parameters, so does a plain optimizer here.
+
+    Masters are an fp32 copy of the parameters, and what the CPU updates is a copy there, of a fused optimizer.
+    """
+
+    shadows: dict[str, Any]
+
+    def __init__(self, case: Case, device: torch.device, hosted: Callable[[], set[str]]) -> None:
+        self.which = hosted
+        super().__init__(case, device)
+
+    def make(self) -> None:
+        super().make()
+        self.shadows: dict[str, Tensor] = {}
+        self.of_host: Optimizer | None = None
+
+    def attach(self) -> None:
+        if self.case.masters == "none" and not self.case.host:
+            return
+        for name, param in self.params.items():
+            shadow = local(param.detach()).clone()
+            lower = self.case.masters != "none" and shadow.dtype is torch.bfloat16
+            self.shadows[name] = nn.Parameter(shadow.float() if lower else shadow)
+        by_param = {param: name for name, param in self.params.items()}
+        before = self.optimizer
+        groups = [{**g, "params": [self.shadows[by_param[one]] for one in g["params"]]} for g in before.param_groups]
+        self.optimizer = self.case.made(groups)
+        for param, state in before.state.items():
+            shadow = self.shadows[by_param[param]]
+            self.optimizer.state[shadow] = {
+                key: value if key == "step" else local(value).to(shadow.dtype, copy=True) for key, value in state.items()
+            }
+        if self.case.host:
+            empty = [{**group, "params": [], "fused": True, "foreach": None} for group in self.optimizer.param_groups]
+            self.of_host = self.case.made(empty)
+        for scheduler in self.schedulers:
+            scheduler.optimizer = self.optimizer
+
+    def divide(self) -> None:
+        """Let the CPU have what it updates in the other run."""
+        if self.of_host is None:
+            return
+        hosted = self.which()
+        for own, others in zip(self.optimizer.param_groups, self.of_host.param_groups, strict=True):
+            others |= {key: value for key, value in own.items() if key not in ("params", "fused", "foreach")}
+            names = [name for name, one in self.shadows.items() if any(one is p for p in own["params"] + others["params"])]
+            for name in names:
+                self._move(name, own, others, name in hosted)
+
+    def _move(self, name: str, own: dict[str, Any], others: dict[str, Any], to_host: bool) -> None:
+        old = self.shadows[name]
+        begin, end = (own, others) if to_host else (others, own)
+        if not any(old is one for one in begin["params"]):
+            return
+        device = torch.device("cpu") if to_host else self.device
+        begin["params"] = [one for one in begin["params"] if one is not old]
+        new = self.shadows[name] = nn.Parameter(old.detach().to(device))
+        end["params"].append(new)
+        states = [self.optimizer.state, self.of_host.state]  # type: ignore[union-attr]
+        before, after = states if to_host else states[::-1]
+        if old in before:
+            after[new] = {key: value.to(device) for key, value in before.pop(old).items()}
+
+    def state_in(self, name: str) -> dict[str, Any]:
+        shadow = self.shadows[name]
+        return next((dict(one.state[shadow]) for one in self.optimizers() if shadow in one.state), {})
+
+    def optimizers(self) -> list[Optimizer]:
+        return [self.optimizer] if self.of_host is None else [self.optimizer, self.of_host]
+
+    def update(self, closure: Callable[[], Tensor] | None = None) -> Any:
+        if not self.shadows:
+            return super().update(closure)
+        loss = closure() if closure is not None else None
+        self.divide()
+        for name, shadow in self.shadows.items():
+            param = self.params[name]
+            if self.case.masters == "none":
+                shadow.data.copy_(local(param.detach()))  # somebody may have written it
+            grad = param.grad
+            shadow.grad = None if grad is None else local(grad).to(shadow.device, shadow.dtype, copy=True)
+        for one in self.optimizers():
+            one.step()
+        for name, shadow in self.shadows.items():
+            if shadow.grad is not None:
+                low = local(self.params[name].detach())
+                new = rounded(self.case.masters, shadow.detach(), low.dtype) if low.dtype != shadow.dtype else shadow
+                low.copy_(new.detach())
+        return loss
+
+    def scaled(self) -> Optimizer:
+        return _Scaled(self) if self.shadows else self.optimizer
+
+    def clear(self, *, set_to_none: bool = True) -> None:
+        for param in self.params.values() if self.shadows else ():
+            if set_to_none:
+                param.grad = None
+            elif param.grad is not None:
+                param.grad.zero_()
+        super().clear(set_to_none=set_to_none)
+
+    def state_of(self, name: str) -> dict[str, Any]:
+        if not self.shadows:
+            return super().state_of(name)
+        shadow = self.shadows[name]
+        found = self.state_in(name)
+        if found and shadow.dtype != self.params[name].dtype:
+            found["master_param"] = shadow.detach()
+        return found
+
+    def synchronize(self) -> None:
+        """Nothing runs on."""
+
+    def phase(self, *names: str) -> None:
+        """There is none."""
+
+    def sleep(self) -> None:
+        """It stays awake."""
+
+    def copy(self) -> dict[str, Any]:
+        states = {name: copy.deepcopy(self.state_in(name)) for name in self.shadows}
+        shadows = {name: one.detach().clone() for name, one in self.shadows.items()}
+        return super().copy() | {"shadows": shadows, "states": states}
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        if not self.shadows:
+            super().restore(saved)
+            return
+        self.model.load_state_dict(saved["model"])
+        for one in self.optimizers():
+            one.state.clear()
+            for group, other in zip(one.param_groups, saved["optimizers"][0]["param_groups"], strict=True):
+                group |= {key: value for key, value in other.items() if key not in ("params", "fused", "foreach")}
+        for name, shadow in self.shadows.items():
+            shadow.data.copy_(saved["shadows"][name])
+            owner = next(o for o in self.optimizers() if any(shadow is p for g in o.param_groups for p in g["params"]))
+            if saved["states"][name]:
+                owner.state[shadow] = copy.deepcopy(saved["states"][name])
+
+    def save(self, folder: Path) -> None:
+        self.kept[str(folder)] = self.copy()
+
+    save_asynchronously = save
+
+    def resume(self, folder: Path) -> None:
+        self.restore(self.kept.pop(str(folder)))
+
+
+class _Scaled(torch.optim.SGD):
+    """Has the gradients of the parameters, for a GradScaler, and updates what the twin updates."""
+
+    def __init__(self, twin: Twin) -> None:
+        super().__init__(twin.params.values(), lr=0.0)
+        self.twin = twin
+
+    def step(self, closure: Any = None) -> Any:
+        return self.twin.update(closure)
+
+
+def _schedule(optimizer: Optimizer) -> Any:
+    return torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, 1.0, 5)
+
+
+def compare(case: Case, device: torch.device, habits: dict[str, Callable[[Loop, int], None]]) -> list[str]:
+    """Train both; what is not the same, by name, and after which step."""
+    loop = Loop(case, device)
+    runs = (loop, Twin(case, device, loop.hosted))
+    folder = _shared_folder()
+    try:
+        for at in range(2 if case.attached == "late" else 0):
+            for run in runs:
+                run.backward(at)
+                run.optimizer.step()
+                run.clear()
+        for run in runs:
+            run.attach()
+        for at, habit in enumerate(case.program):
+            for run in runs:
+                _one_step(run, at + 3, habits[habit], folder)
+            if case.looks == "each" or at == len(case.program) - 1:
+                problems = different(*(run.everything() for run in runs))
+                if problems:
+                    return [f"after step {at} ({habit}): {', '.join(problems[:6])}"]
+    finally:
+        if "future" in loop.kept:
+            loop.kept["future"].result()
+            loop.kept["stager"].close()
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            shutil.rmtree(folder)
+    return []
+
+
+def _one_step(run: Loop, at: int, habit: Callable[[Loop, int], None], folder: Path) -> None:
+    case, run.steps = run.case, at
+    if case.phases == "within":  # the call sites of Megatron's loop
+        run.phase("offload")
+        with torch.no_grad():
+            run.seen.append(run.model(run.batch(10 * at + 9)).item())
+        run.phase("release")
+    habit(run, at)
+    if case.phases == "between" and at % 2:
+        run.phase("offload", "release", *(["reload"] if at % 4 == 1 else []))
+    if case.sleep and at in (5, 7):
+        run.sleep()
+    if case.save == "memory" and at in (4, 7):
+        run.kept["saved"] = run.copy()
+    if case.save == "memory" and at in (6, 8):
+        run.restore(run.kept["saved"])
+    if case.save == "sync" and at == 5:
+        run.save(folder / "saved")
+        run.resume(folder / "saved")
+    if case.save == "async" and at == 5:
+        run.save_asynchronously(folder / "saved")
+    if case.save == "async" and at == 7:
+        run.resume(folder / "saved")
+
+
+def different(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    if one.keys() != other.keys():
+        return [f"only in one of them: {sorted(one.keys() ^ other.keys())[:6]}"]
+    return [name for name in one if not _same(one[name], other[name])]
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return same_bits(one, other)
+    return type(one) is type(other) and bool(one == other)
+
+
+def _shared_folder() -> Path:
+    names = [tempfile.mkdtemp()] if not dist.is_initialized() or dist.get_rank() == 0 else [""]
+    if dist.is_initialized():
+        dist.broadcast_object_list(names)
+    return Path(names[0])

@@ -1,0 +1,221 @@
+"""What loops do, habit by habit, and random programs of them: drawn and shrunk by hypothesis, always legal."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+from tests.conformance.axes import Case, legal
+from tests.conformance.oracle import Loop
+from tests.parity import leaves, local
+
+Habit = Callable[[Loop, int], None]
+
+
+def usual(loop: Loop, at: int) -> None:
+    loop.backward(at)
+    loop.step()
+
+
+def look(loop: Loop) -> None:
+    loop.model.eval()
+    with torch.no_grad():
+        loop.seen.append(loop.model(loop.batch(999)).item())
+    loop.model.train()
+
+
+def evaluate(loop: Loop, at: int) -> None:
+    usual(loop, at)
+    look(loop)
+
+
+def evaluate_before_step(loop: Loop, at: int) -> None:
+    loop.backward(at)
+    look(loop)
+    loop.step()
+
+
+def infer(loop: Loop, at: int) -> None:
+    """Several forwards in inference mode, one without a part."""
+    usual(loop, at)
+    loop.model.eval()
+    with torch.inference_mode():
+        for extra in (True, False):
+            loop.seen.append(loop.model(loop.batch(900), extra=extra).item())
+    loop.model.train()
+
+
+def forward_without_backward(loop: Loop, at: int) -> None:
+    loop.seen.append(loop.model(loop.batch(at + 70)).item())
+    usual(loop, at)
+
+
+def forwards_before_one_backward(loop: Loop, at: int) -> None:
+    (loop.model(loop.batch(at)) + loop.model(loop.batch(at + 30))).backward()
+    for micro in range(1, loop.case.micro):
+        loop.model(loop.batch(at + micro)).backward()
+    loop.step()
+
+
+def unreduced(loop: Loop, at: int) -> None:
+    """Micro-batches whose gradients are reduced with the last."""
+    for micro in range(loop.case.micro):
+        loop.model.set_requires_gradient_sync(micro == loop.case.micro - 1)
+        loss = loop.model(loop.batch(10 * at + micro))
+        loss.backward()
+        loop.seen.append(loss.item())
+    loop.step()
+
+
+def unused(loop: Loop, at: int) -> None:
+    loop.backward(at, extra=False)
+    loop.step()
+
+
+def skip(loop: Loop, at: int) -> None:
+    loop.backward(at)
+    loop.clear()
+
+
+def step_twice(loop: Loop, at: int) -> None:
+    loop.backward(at)
+    loop.update()
+    loop.step()
+
+
+def zero_in_place(loop: Loop, at: int) -> None:
+    loop.backward(at)
+    loop.update()
+    loop.clear(set_to_none=False)
+
+
+def zero_by_model(loop: Loop, at: int) -> None:
+    loop.backward(at)
+    loop.update()
+    loop.model.zero_grad(set_to_none=at % 2 == 0)
+
+
+def by_value(loop: Loop, at: int) -> None:
+    """Clip by hand, each gradient by itself."""
+    loop.backward(at)
+    for param in loop.params.values():
+        if param.grad is not None:
+            param.grad.clamp_(-0.01, 0.01)
+    loop.step()
+
+
+def scaler(loop: Loop, at: int) -> None:
+    """GradScaler, which finds ``inf`` in every third step and leaves that step out."""
+    scale = loop.kept.setdefault("scaler", torch.amp.GradScaler(loop.device.type, init_scale=4.0))
+    for micro in range(loop.case.micro):
+        loss = loop.model(loop.batch(10 * at + micro))
+        scale.scale(loss * (math.inf if at % 3 == 0 else 1.0)).backward()
+    optimizer = loop.scaled()
+    scale.unscale_(optimizer)
+    scale.step(optimizer)
+    scale.update()
+    loop.clear()
+
+
+def closure(loop: Loop, at: int) -> None:
+    def evaluate_again() -> torch.Tensor:
+        loop.clear()
+        loop.backward(at)
+        return torch.tensor(loop.seen[-1])
+
+    loop.seen.append(float(loop.update(evaluate_again)))
+    loop.clear()
+
+
+def read_state(loop: Loop, at: int) -> None:
+    usual(loop, at)
+    for name in loop.params:
+        for value in loop.state_of(name).values():
+            if isinstance(value, torch.Tensor):
+                loop.seen += [leaf.double().sum().item() for leaf in leaves(value) if leaf.numel()]
+
+
+def write_state(loop: Loop, at: int) -> None:
+    """Between the backward and the step, when loads may have begun."""
+    loop.backward(at)
+    for name in list(loop.params)[at % 3 :: 3]:
+        for key, value in loop.state_of(name).items():
+            if isinstance(value, torch.Tensor) and value.dim() and key != "master_param":
+                local(value).mul_(0.5)
+    loop.step()
+
+
+def write_group(loop: Loop, at: int) -> None:
+    """Between the backward and the step."""
+    loop.backward(at)
+    loop.optimizer.param_groups[0]["weight_decay"] = 0.01 * (at % 3)
+    loop.step()
+
+
+def write_parameters(loop: Loop, at: int) -> None:
+    usual(loop, at)
+    loop.synchronize()
+    for number, param in enumerate(loop.params.values()):
+        if number % 3 == 0:
+            param.detach().mul_(0.99)
+        elif number % 3 == 1:
+            param.data.copy_(param.data * 1.01)
+        else:
+            local(param.detach()).mul_(0.99)
+
+
+def average(loop: Loop, at: int) -> None:
+    """A mean of the parameters, that is evaluated with."""
+    usual(loop, at)
+    loop.synchronize()
+    params = [param.detach() for param in loop.params.values()]
+    mean = loop.kept.setdefault("mean", [param.clone() for param in params])
+    torch._foreach_lerp_(mean, params, 0.3)
+    loop.seen += [local(one).double().sum().item() for one in mean]
+
+
+def freeze(loop: Loop, at: int) -> None:
+    """For one step."""
+    names = list(loop.params)[at % 4 :: 4]
+    for name in names:
+        loop.params[name].requires_grad_(False)
+    usual(loop, at)
+    for name in names:
+        loop.params[name].requires_grad_(True)
+
+
+HABITS: dict[str, Habit] = {
+    "usual": usual,
+    "evaluate": evaluate,
+    "evaluate-before-step": evaluate_before_step,
+    "infer": infer,
+    "forward-without-backward": forward_without_backward,
+    "two-forwards": forwards_before_one_backward,
+    "unreduced": unreduced,
+    "unused": unused,
+    "skip": skip,
+    "step-twice": step_twice,
+    "zero-in-place": zero_in_place,
+    "zero-by-model": zero_by_model,
+    "by-value": by_value,
+    "scaler": scaler,
+    "closure": closure,
+    "read-state": read_state,
+    "write-state": write_state,
+    "write-group": write_group,
+    "write-parameters": write_parameters,
+    "average": average,
+    "freeze": freeze,
+}
+
+
+@st.composite
+def programs(draw: st.DrawFn, axes: Mapping[str, tuple[Any, ...]], lead: int = 2) -> Case:
+    """A case with a program of up to ten habits after ``lead`` usual steps."""
+    chosen = {axis: draw(st.sampled_from(values)) for axis, values in axes.items()}
+    drawn = draw(st.lists(st.sampled_from(list(HABITS)), min_size=3, max_size=10))
+    case = legal(Case(**chosen, program=("usual",) * lead + tuple(drawn)))
+    assert case is not None, "every rule says what to change"
+    return case

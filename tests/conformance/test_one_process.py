@@ -1,0 +1,33 @@
+"""Plain and offloaded training have the same bits: every pair of the axes' values, on one CPU."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+
+from tests.conformance.axes import AXES, Case, all_pairs
+from tests.conformance.oracle import compare
+from tests.conformance.programs import HABITS, programs
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("case", all_pairs(AXES, tuple(HABITS)), ids=lambda case: str(case).replace(" ", "-"))
+def test_every_pair(case: Case) -> None:
+    assert not compare(case, CPU, HABITS)
+
+
+@pytest.mark.long
+@settings(max_examples=300, suppress_health_check=list(HealthCheck))
+@given(case=programs(AXES))
+def test_any_program(case: Case) -> None:
+    assert not compare(case, CPU, HABITS), str(case)
