@@ -296,7 +296,9 @@ RULES: tuple[Rule, ...] = (
         {"layout": "blocks"},
         {"overlap": "step", "parameters": False},
     ),
-    rule("Mixed precision is fully_shard's.", lambda c: c.layout == "unsharded" and c.dtype == "mixed", {"dtype": "fp32"}),
+    rule(
+        "Mixed precision is fully_shard's.", lambda c: c.layout == "unsharded" and c.dtype == "mixed", {"dtype": "fp32"}
+    ),
     rule("Micro-batches without a reduction are fully_shard's.", lambda c: c.layout == "unsharded", habits="unreduced"),
     rule(
         "A sleep takes what fully_shard has sharded, and streamed parameters are on the host already.",
@@ -346,7 +348,11 @@ RULES: tuple[Rule, ...] = (
         {"layout": "unsharded", "overlap": "step", "parameters": False, "sleep": False},
         {"optimizer": "adamw"},
     ),
-    rule("Transformer Engine's FusedAdam calls closures without gradients.", lambda c: c.optimizer == "fused-adam", habits="closure"),
+    rule(
+        "Transformer Engine's FusedAdam calls closures without gradients.",
+        lambda c: c.optimizer == "fused-adam",
+        habits="closure",
+    ),
     rule(
         "A written weight moves its master in a way of its own, which is a story.",
         lambda case: case.masters != "none",
@@ -360,9 +366,25 @@ RULES: tuple[Rule, ...] = (
         {"model": "usual"},
     ),
     rule(
+        "NAdam's product of momenta is rounded to the parameter's dtype when torch loads it.",
+        lambda case: case.optimizer == "nadam" and case.dtype == "bf16" and case.save in {"sync", "async"},
+        {"save": "none"},
+        {"dtype": "fp32", "masters": "none"},
+    ),
+    rule(
+        "A closure's backward is within step(), where nobody clips: such a step is not announced.",
+        lambda case: case.overlap == "iteration" and case.clip != "never",
+        habits="closure",
+    ),
+    rule(
         "Updates in the backward wait for gradients that are changed afterwards only where the first steps did that.",
         lambda case: case.overlap == "iteration" and case.clip == "never",
         habits="by-value scaler",
+    ),
+    rule(
+        "Where one group has all parameters, zeros of freed gradients do not reach what the next backward leaves out.",
+        lambda case: case.overlap == "iteration" and case.parameters and case.layout == "root",
+        habits="zero-in-place zero-by-model",
     ),
     rule(
         "With updates in the backward, parameters are new after it.",
@@ -406,7 +428,11 @@ def all_pairs(
 
 
 def _filled(
-    wanted: dict[str, Any], axes: Mapping[str, tuple[Any, ...]], habits: tuple[str, ...], lead: int, drawn: random.Random
+    wanted: dict[str, Any],
+    axes: Mapping[str, tuple[Any, ...]],
+    habits: tuple[str, ...],
+    lead: int,
+    drawn: random.Random,
 ) -> Case | None:
     some = drawn.sample(habits, 5)
     if "habit" in wanted:

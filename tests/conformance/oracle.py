@@ -3,6 +3,7 @@
 import copy
 import shutil
 import tempfile
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from fsdp_offload import OffloadPolicy, offload_model, reload_model
@@ -88,6 +90,13 @@ class Loop:
             loss.backward()
             self.seen.append(loss.item())
 
+    def clip(self) -> None:
+        """As the case says; the first steps show that this loop clips."""
+        if self.case.clip != "never":
+            binds = self.steps > 3 and (self.case.clip == "always" or self.steps % 3 == 2)
+            norm = nn.utils.clip_grad_norm_(list(self.params.values()), ALWAYS if binds else NEVER)
+            self.seen.append(getattr(norm, "full_tensor", lambda: norm)().item())
+
     def update(self, closure: Callable[[], Tensor] | None = None) -> Any:
         return self.optimizer.step(closure)  # type: ignore[arg-type]
 
@@ -96,11 +105,8 @@ class Loop:
         return self.optimizer
 
     def step(self) -> None:
-        """Clip as the case says, update, and clear."""
-        if self.case.clip != "never":
-            at = {"always": ALWAYS, "sometimes": ALWAYS if self.steps % 3 == 2 else NEVER}[self.case.clip]
-            norm = nn.utils.clip_grad_norm_(list(self.params.values()), NEVER if self.steps < 4 else at)
-            self.seen.append(getattr(norm, "full_tensor", lambda: norm)().item())
+        """Clip, update, and clear."""
+        self.clip()
         self.update()
         for scheduler in self.schedulers:
             scheduler.step()
@@ -221,13 +227,17 @@ class Twin(Loop):
         for param, state in before.state.items():
             shadow = self.shadows[by_param[param]]
             self.optimizer.state[shadow] = {
-                key: value if key == "step" else local(value).to(shadow.dtype, copy=True) for key, value in state.items()
+                key: value if key == "step" else local(value).to(shadow.dtype, copy=True)
+                for key, value in state.items()
             }
         if self.case.host:
             empty = [{**group, "params": [], "fused": True, "foreach": None} for group in self.optimizer.param_groups]
             self.of_host = self.case.made(empty)
-        for scheduler in self.schedulers:
-            scheduler.optimizer = self.optimizer
+        rates, scheduled = [group["lr"] for group in before.param_groups], self.schedulers[0].state_dict()
+        self.schedulers = [_schedule(self.optimizer)]
+        self.schedulers[0].load_state_dict(scheduled)
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
 
     def divide(self) -> None:
         """Let the CPU have what it updates in the other run."""
@@ -236,7 +246,9 @@ class Twin(Loop):
         hosted = self.which()
         for own, others in zip(self.optimizer.param_groups, self.of_host.param_groups, strict=True):
             others |= {key: value for key, value in own.items() if key not in ("params", "fused", "foreach")}
-            names = [name for name, one in self.shadows.items() if any(one is p for p in own["params"] + others["params"])]
+            names = [
+                name for name, one in self.shadows.items() if any(one is p for p in own["params"] + others["params"])
+            ]
             for name in names:
                 self._move(name, own, others, name in hosted)
 
@@ -308,7 +320,10 @@ class Twin(Loop):
         """There is none."""
 
     def sleep(self) -> None:
-        """It stays awake."""
+        """It stays awake; what an evaluation has left gathered is let go, as by a sleep."""
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def copy(self) -> dict[str, Any]:
         states = {name: copy.deepcopy(self.state_in(name)) for name in self.shadows}
@@ -356,6 +371,12 @@ def _schedule(optimizer: Optimizer) -> Any:
 
 def compare(case: Case, device: torch.device, habits: dict[str, Callable[[Loop, int], None]]) -> list[str]:
     """Train both; what is not the same, by name, and after which step."""
+    with warnings.catch_warnings():  # a step that is left out is none of a scheduler's business here
+        warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*", category=UserWarning)
+        return _compare(case, device, habits)
+
+
+def _compare(case: Case, device: torch.device, habits: dict[str, Callable[[Loop, int], None]]) -> list[str]:
     loop = Loop(case, device)
     runs = (loop, Twin(case, device, loop.hosted))
     folder = _shared_folder()

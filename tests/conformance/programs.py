@@ -76,24 +76,29 @@ def unused(loop: Loop, at: int) -> None:
 
 def skip(loop: Loop, at: int) -> None:
     loop.backward(at)
+    loop.clip()
     loop.clear()
 
 
 def step_twice(loop: Loop, at: int) -> None:
     loop.backward(at)
+    loop.clip()
     loop.update()
     loop.step()
 
 
 def zero_in_place(loop: Loop, at: int) -> None:
     loop.backward(at)
+    loop.clip()
     loop.update()
     loop.clear(set_to_none=False)
 
 
 def zero_by_model(loop: Loop, at: int) -> None:
     loop.backward(at)
+    loop.clip()
     loop.update()
+    loop.synchronize()  # as whoever touches gradients has to
     loop.model.zero_grad(set_to_none=at % 2 == 0)
 
 
@@ -114,6 +119,7 @@ def scaler(loop: Loop, at: int) -> None:
         scale.scale(loss * (math.inf if at % 3 == 0 else 1.0)).backward()
     optimizer = loop.scaled()
     scale.unscale_(optimizer)
+    loop.clip()
     scale.step(optimizer)
     scale.update()
     loop.clear()

@@ -1,0 +1,77 @@
+"""Plain and offloaded training have the same bits on several ranks: every pair of the axes' values, in every layout."""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from tests.conformance.axes import AXES, LAYOUTS, Case, all_pairs
+from tests.conformance.oracle import compare
+from tests.conformance.programs import HABITS, programs
+from tests.distributed.launch import agree, attempt, run_cases, spawn, this_device
+
+pytestmark = pytest.mark.distributed
+
+SOME_HABITS = ("evaluate", "unreduced", "unused", "skip", "scaler", "read-state", "write-parameters", "freeze")
+SOME: dict[str, tuple[object, ...]] = {
+    "model": ("usual", "tied", "groups"),
+    "optimizer": ("adamw", "adamw-fused", "sgd-momentum", "muon", "fused-adam"),
+    "phases": ("none", "within"),
+    "save": ("none", "sync", "async"),
+    "masters": ("none", "remainder"),
+    "host": (0.0, 0.5),
+    "looks": ("each",),
+}
+"""Those for which it may matter that others hold the rest of a tensor."""
+
+
+def axes_of(ranks: int, *, every: bool = False) -> dict[str, tuple[object, ...]]:
+    layouts = tuple(name for name, layout in LAYOUTS.items() if layout.ranks == ranks)
+    return {**AXES, **({} if every else SOME), "layout": layouts}
+
+
+def run_pairs(rank: int, ranks: int) -> None:
+    del rank
+    cases = all_pairs(axes_of(ranks), SOME_HABITS)
+    run_cases({str(case): partial(compare, case, this_device(), HABITS) for case in cases})
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_every_pair(ranks: int, tmp_path: Path) -> None:
+    spawn(run_pairs, ranks, tmp_path)
+
+
+def run_layouts(rank: int, ranks: int) -> None:
+    """Each layout once, with all that usually comes with it."""
+    del rank
+    program = ("usual", "usual", "evaluate", "unused", "usual")
+    cases = [
+        Case(layout=layout, parameters=parameters, overlap=overlap, save="sync", program=program)
+        for layout in axes_of(ranks)["layout"]
+        for parameters, overlap in ((False, "forward"), (True, "iteration"))
+    ]
+    run_cases({str(case): partial(compare, case, this_device(), HABITS) for case in cases})
+
+
+def test_every_layout_of_four(tmp_path: Path) -> None:
+    spawn(run_layouts, 4, tmp_path)
+
+
+def run_programs(rank: int, ranks: int) -> None:
+    """All ranks draw the same programs: what they find is the same on all of them."""
+    del rank
+
+    @settings(max_examples=60, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+    @given(case=programs(axes_of(ranks, every=True)))
+    def check(case: Case) -> None:
+        assert not attempt(partial(compare, case, this_device(), HABITS)), str(case)
+
+    check()
+    agree([])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_any_program(ranks: int, tmp_path: Path) -> None:
+    spawn(run_programs, ranks, tmp_path)

@@ -1,0 +1,957 @@
+"""Stories that no axis has: what a loop does once, what is refused, and what goes on after an error."""
+
+import copy
+import gc
+import math
+import weakref
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from fsdp_offload import OffloadPolicy, offload_optimizer, remove_offload
+from fsdp_offload.torch_compat.dtensor import local_shard
+from tests import overlapping, parity
+from tests.async_writers import read_checkpoint
+from tests.clipping import ALWAYS, NEVER, clip, clipped_step, speculation_of
+from tests.fused_adam_reference import FusedAdam
+from tests.overlapping import POLICIES, SIZES, Block, Loop, Net, adamw, look, same
+from tests.parity import attach, make_pair, same_value
+from tests.policies import with_share
+
+EVERY_POLICY = pytest.mark.parametrize("fields", POLICIES.values(), ids=POLICIES)
+
+
+def policy_of(fields: dict[str, Any], **more: Any) -> OffloadPolicy:
+    return with_share(**{**SIZES, **fields, **more})
+
+
+def on_host(fields: dict[str, Any], **more: Any) -> OffloadPolicy:
+    """With the parameters, too."""
+    return policy_of(fields, **{"parameters": True, **more})
+
+
+def clipping(**more: Any) -> OffloadPolicy:
+    return policy_of({"overlap": "iteration"}, **more)
+
+
+def pair(mesh: DeviceMesh, policy: OffloadPolicy, make: Any = adamw, **kwargs: Any) -> tuple[Loop, Loop]:
+    return Loop(mesh, make, None, **kwargs), Loop(mesh, make, policy, **kwargs)
+
+
+def assert_same_each_step(plain: Loop, loop: Loop, steps: int = 10, habit: Any = None) -> None:
+    for step in range(plain.scheduler.last_epoch, plain.scheduler.last_epoch + steps):
+        assert same(plain.train(1, habit, step), loop.train(1, habit, step)), f"after step {step}"
+
+
+def states_of(loop: Loop) -> dict[str, Any]:
+    return {
+        "model": get_model_state_dict(loop.model),
+        "optimizer": get_optimizer_state_dict(loop.model, loop.optimizer),
+    }
+
+
+class Checkpointed(Net):
+    """All blocks are computed again in the backward, and behind them those named ``behind``."""
+
+    def __init__(self, behind: tuple[str, ...], use_reentrant: bool) -> None:
+        super().__init__()
+        self._behind, self._use_reentrant = behind, use_reentrant
+
+    def forward(self, tokens: Tensor, *, extra: bool = True) -> Tensor:
+        x = self.embed(tokens)
+        for block in (*self.blocks, *(getattr(self, name) for name in self._behind)):
+            x = checkpoint(block, x, use_reentrant=self._use_reentrant)
+        return self.head(x).float().logsumexp(-1).mean()
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@EVERY_POLICY
+def test_checkpointed_blocks_that_run_twice_before_a_backward(
+    mesh: DeviceMesh, fields: dict[str, Any], use_reentrant: bool
+) -> None:
+    """What is computed again must be what it was; else it is refused."""
+
+    def backward_of_two(loop: Loop) -> None:
+        loop.optimizer.zero_grad()
+        (loop.model(loop.batch(6)) + loop.model(loop.batch(7))).backward()
+
+    plain, loop = pair(mesh, policy_of(fields), net=partial(Checkpointed, ("extra",), use_reentrant))
+    for each in (plain, loop):
+        each.train(6)
+    backward_of_two(plain)
+    if fields.get("overlap") == "iteration" and use_reentrant:
+        with pytest.raises(RuntimeError, match="runs twice before one backward"):
+            backward_of_two(loop)
+        with pytest.raises(RuntimeError, match="computed a block again"):
+            loop.optimizer.step()
+        return
+    backward_of_two(loop)
+    for each in (plain, loop):
+        each.step()
+        each.train(3, first=8)
+    assert same(plain, loop)
+
+
+def test_a_checkpointed_block_that_a_forward_uses_twice(mesh: DeviceMesh) -> None:
+    """FSDP2 reduces its gradients before it is computed again for its first use, and not after that."""
+    twice = partial(Checkpointed, ("extra", "extra"), use_reentrant=True)
+    with pytest.raises(RuntimeError, match="runs twice before one backward"):
+        Loop(mesh, adamw, policy_of({"overlap": "iteration"}), net=twice).train(8)
+    plain, loop = pair(mesh, policy_of({"overlap": "forward"}), net=twice)
+    assert same(plain.train(8), loop.train(8))
+
+
+@EVERY_POLICY
+def test_gradients_go_group_by_group(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
+    """With the update that has read them, when the forward waits for it: its activations need the memory."""
+    loop = Loop(mesh, adamw, policy_of(fields)).train(4)
+    loop.backward(4)
+    loop.optimizer.step()
+    grads = [weakref.ref(local_shard(param.grad)) for param in loop.model.parameters() if param.grad is not None]
+    loop.optimizer.zero_grad()
+    left = []
+    for block in loop.model.blocks:
+        block.register_forward_pre_hook(lambda *_: left.append(sum(grad() is not None for grad in grads)))
+    loop.model(loop.batch(5))
+    # Six of each block, and those of the one that comes last.
+    assert left == ([24, 18, 12, 6] if policy_of(fields).runs_on_into_forward else [0] * 4)
+
+
+def test_more_backwards_than_before_are_refused(mesh: DeviceMesh) -> None:
+    """A second backward before the step, where the first has updated."""
+    loop = Loop(mesh, adamw, policy_of({"overlap": "iteration"})).train(3)
+    loop.backward(3)
+    with pytest.raises(RuntimeError, match=r"a second backward before step\(\)"):
+        loop.backward(4)
+    for action in (loop.optimizer.step, loop.optimizer.state_dict):
+        with pytest.raises(RuntimeError, match="refused: a backward came after"):
+            action()
+
+
+def test_fewer_backwards_than_before_update_in_the_step(mesh: DeviceMesh) -> None:
+    """The last of the micro-batches that were learnt does not come."""
+    plain, offloaded = pair(mesh, policy_of({"overlap": "iteration"}), micro_batches=3)
+    for loop in (plain, offloaded):
+        loop.train(3)
+        loop.micro_batches = 2
+        loop.train(3, first=3)
+    assert same(plain, offloaded)
+
+
+def test_a_save_between_backward_and_step_is_refused(mesh: DeviceMesh) -> None:
+    """Part of the state is new by then."""
+    loop = Loop(mesh, adamw, policy_of({"overlap": "iteration"})).train(3)
+    loop.backward(3)
+    with pytest.raises(RuntimeError, match=r"the backward has updated part of the state.*Call step\(\) first"):
+        loop.optimizer.state_dict()
+    loop.step()
+    loop.optimizer.state_dict()
+
+
+def _fail(*_: object) -> None:
+    raise ZeroDivisionError
+
+
+@EVERY_POLICY
+def test_a_backward_that_fails(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
+    """An exception in the middle of a backward: what was updated in it is not saved."""
+    plain, offloaded = pair(mesh, policy_of(fields))
+    for loop in (plain, offloaded):
+        loop.train(3)
+        x = loop.model.embed.weight.new_zeros(1) if False else None
+        assert x is None
+        handle = loop.model.blocks[0].register_full_backward_pre_hook(_fail)
+        with pytest.raises(ZeroDivisionError):
+            loop.backward(3)
+        handle.remove()
+    if fields.get("overlap") == "iteration":
+        # Some parameters have been updated with gradients of a backward that never ended.
+        assert vars(offloaded.optimizer)["_offload_engine"].engine.steps.begun.done
+        with pytest.raises(RuntimeError, match="refused"):
+            offloaded.optimizer.state_dict()
+
+
+@EVERY_POLICY
+def test_two_optimizers_on_one_model(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
+    """Each with every other parameter, both offloaded."""
+    results = []
+    for policy in (None, policy_of(fields)):
+        loop = Loop(mesh, lambda params: torch.optim.AdamW(params[::2], lr=0.02), None)
+        second = torch.optim.AdamW(list(loop.model.parameters())[1::2], lr=0.01)
+        if policy is not None:
+            for optimizer in (loop.optimizer, second):
+                with pytest.warns(UserWarning, match="nothing to gain"):
+                    offload_optimizer(optimizer, model=loop.model, policy=policy)
+        for step in range(6):
+            loop.backward(step)
+            second.step()
+            loop.step()
+            second.zero_grad()
+        states = [value for o in (loop.optimizer, second) for state in o.state.values() for value in state.values()]
+        states = [getattr(value, "_local_tensor", value) for value in states]
+        results.append([*(p.detach().to_local() for p in loop.model.parameters()), *states])
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("fields", POLICIES.values(), ids=POLICIES)
+def test_another_optimizer_of_parameters_that_the_backward_updates(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
+    """Where both would update them, it is refused before anything changes; others may take turns by step()."""
+    plain, loop = pair(mesh, policy_of(fields))
+    assert same(plain.train(2), loop.train(2))
+    loop.optimizer.synchronize()
+    for one in (plain, loop):
+        one.second = torch.optim.SGD(list(one.model.parameters())[3:5], lr=0.1)
+    if fields.get("overlap") == "iteration":
+        with pytest.raises(
+            RuntimeError, match=r"updates 2 of these parameters in the backward \(blocks.0.* remove_offload"
+        ):
+            attach(loop.second, model=loop.model, policy=policy_of({}))
+        assert same(plain.train(2, first=2), loop.train(2, first=2))
+        remove_offload(loop.optimizer)
+    attach(loop.second, model=loop.model, policy=policy_of({}))
+    for one in (plain, loop):
+        one.backward(4)
+        one.second.step()
+        one.second.zero_grad()
+    assert same(plain, loop)
+
+
+@pytest.mark.parametrize("in_a_cycle", [False, True])
+def test_another_optimizer_where_the_first_is_gone(mesh: DeviceMesh, in_a_cycle: bool) -> None:
+    """Whether it has been collected, or waits for that when the other one comes."""
+    plain, loop = pair(mesh, policy_of(POLICIES["iteration"]))
+    plain.train(2)
+    loop.train(2)
+    loop.optimizer.synchronize()
+    gc.collect()
+    gc.disable()
+    try:
+        for one in (plain, loop):
+            if in_a_cycle:
+                one.optimizer.itself = one.optimizer
+            one.optimizer = torch.optim.SGD(one.model.parameters(), lr=0.1)
+            one.scheduler = torch.optim.lr_scheduler.ConstantLR(one.optimizer)
+        attach(loop.optimizer, model=loop.model, policy=policy_of(POLICIES["iteration"]))
+    finally:
+        gc.enable()
+    assert same(plain.train(3, first=2), loop.train(3, first=2))
+
+
+@EVERY_POLICY
+def test_the_model_may_be_sent_to_where_it_is(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
+    """Before the first step, too: torch exchanges the content of parameters, and refuses those with weak references."""
+    plain, offloaded = pair(mesh, policy_of(fields))
+    for loop in (plain, offloaded):
+        for step in range(6):
+            loop.optimizer.zero_grad()
+            loop.model.to("cpu").float()
+            loop.backward(step)
+            loop.optimizer.step()
+            look(loop)
+            loop.model.to("cpu").float()
+        assert loop.optimizer.param_groups[0]["params"][0] is next(loop.model.parameters())
+    assert same(plain, offloaded)
+
+
+@EVERY_POLICY
+def test_removed_and_attached_again(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
+    """Nothing of the hooks is left in between."""
+    plain, offloaded = pair(mesh, policy_of(fields))
+    plain.train(9)
+    offloaded.train(3)
+    groups = [vars(module) for module in offloaded.model.modules()]
+    remove_offload(offloaded.optimizer)
+    assert [vars(module) for module in offloaded.model.modules()] == groups
+    offloaded.train(3, first=3)
+    with pytest.warns(UserWarning, match="nothing to gain"):
+        offload_optimizer(offloaded.optimizer, model=offloaded.model, policy=policy_of(fields))
+    offloaded.train(3, first=6)
+    assert same(plain, offloaded)
+
+
+@EVERY_POLICY
+def test_hooks_keep_nothing_alive(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
+    """An optimizer that is let go is gone, and the model trains on."""
+    loop = Loop(mesh, adamw, policy_of(fields)).train(3)
+    engine = weakref.ref(vars(loop.optimizer)["_offload_engine"].engine)
+    del loop.optimizer, loop.scheduler
+    gc.collect()
+    assert engine() is None
+    loop.backward(3)
+    look(loop)
+
+
+def test_refusals(mesh: DeviceMesh) -> None:
+    """Overlap without a model, or without groups of fully_shard; nothing has been changed."""
+    loop = Loop(mesh, adamw, None)
+    with pytest.raises(ValueError, match=r"OffloadPolicy\(overlap='forward'\) needs model=\.\.\."):
+        offload_optimizer(loop.optimizer, policy=policy_of({"overlap": "forward"}))
+    plain = nn.Linear(3, 3)
+    optimizer = torch.optim.AdamW(plain.parameters())
+    with pytest.raises(ValueError, match=r"overlap='iteration'\) hooks into fully_shard, and none"):
+        offload_optimizer(optimizer, model=plain, policy=policy_of({"overlap": "iteration"}))
+    assert "_offload_engine" not in vars(optimizer)
+    assert type(optimizer) is torch.optim.AdamW
+
+
+@EVERY_POLICY
+def test_parameters_that_are_unfrozen_later(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
+    """They get room in the middle of training, in a step of which the backward may have done a part."""
+
+    def train(policy: OffloadPolicy | None) -> Loop:
+        loop = Loop(mesh, adamw, None)
+        late = [param for name, param in loop.model.named_parameters() if "blocks.1" in name or "embed" in name]
+        for param in late:
+            param.requires_grad_(False)
+        if policy is not None:
+            with pytest.warns(UserWarning, match="nothing to gain"):
+                offload_optimizer(loop.optimizer, model=loop.model, policy=policy)
+        loop.train(4)
+        for param in late:
+            param.requires_grad_(True)
+        return loop.train(4, first=4)
+
+    assert same(train(None), train(policy_of(fields)))
+
+
+@EVERY_POLICY
+def test_a_part_of_the_model_saved_by_itself(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
+    """The state dict of one block, behind updates."""
+    plain, offloaded = pair(mesh, policy_of(fields))
+    one, other = (loop.train(4).model.blocks[2].state_dict() for loop in (plain, offloaded))
+    assert all(torch.equal(one[name].to_local(), other[name].to_local()) for name in one)
+
+
+def used_now_and_then(loop: Loop, step: int) -> None:
+    """One weight of a group has no gradient in some steps, and is cut into several buckets."""
+    weight = loop.model.blocks[1].up.weight
+    loop.backward(step)
+    if step in (3, 5):
+        weight.grad = None
+    loop.step()
+
+
+@EVERY_POLICY
+def test_a_weight_without_gradient_now_and_then(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
+    """A gradient that the loop takes away after the backward."""
+    plain, offloaded = pair(mesh, policy_of(fields))
+    plain.train(8, used_now_and_then)
+    if fields.get("overlap") == "iteration":
+        with pytest.raises(RuntimeError, match="has been exchanged since then"):
+            offloaded.train(8, used_now_and_then)
+    else:
+        assert same(plain, offloaded.train(8, used_now_and_then))
+
+
+class FrozenNowAndThen(Loop):
+    def backward(self, step: int, **options: Any) -> None:
+        self.model.blocks[1].up.weight.requires_grad_(step not in (3, 4))
+        super().backward(step, **options)
+
+
+@EVERY_POLICY
+def test_a_weight_that_is_frozen_for_some_steps(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
+    """One of a group, which is cut into several buckets."""
+    plain, offloaded = (FrozenNowAndThen(mesh, adamw, policy) for policy in (None, policy_of(fields)))
+    assert same(plain.train(8), offloaded.train(8))
+
+
+@EVERY_POLICY
+def test_state_that_is_exchanged_for_a_weight_without_gradient(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
+    """It shares buckets with others, which the first step after attaching loads and stores."""
+    plain, offloaded = (Loop(mesh, adamw, None, net=lambda: Net(width=16, layers=2)).train(2) for _ in range(2))
+    attach(offloaded.optimizer, model=offloaded.model, policy=policy_of(fields))
+    for loop in (plain, offloaded):
+        for state in loop.optimizer.state.values():
+            state["exp_avg_sq"] = state["exp_avg_sq"] * 2
+        loop.model.blocks[1].up.weight.requires_grad_(False)
+        loop.train(2, first=2)
+    assert same(plain, offloaded)
+
+
+class Gated(Block):
+    """With a weight that is of no use at first, and shares a bucket with others."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.gate = nn.Parameter(torch.ones(width))
+        self.uses_gate = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return x * self.gate if self.uses_gate else x
+
+
+def gated_net() -> Net:
+    net = Net(width=16, layers=2)
+    net.blocks[0] = Gated(16)
+    return net
+
+
+def give_state(loop: Loop) -> None:
+    gate = loop.model.blocks[0].gate
+    values = {name: torch.full_like(gate, 0.25).detach() for name in ("exp_avg", "exp_avg_sq")}
+    loop.optimizer.state[gate] = {"step": torch.tensor(7.0), **values}
+
+
+@EVERY_POLICY
+@pytest.mark.parametrize("at", ["before the forward", "before the backward", "before the step"])
+def test_state_that_is_given_to_a_weight_that_had_none(mesh: DeviceMesh, fields: dict[str, Any], at: str) -> None:
+    """By the user, at any point of a step."""
+    plain, offloaded = pair(mesh, policy_of(fields, bucket_bytes=1 << 16, passing=1 << 20), net=gated_net)
+    for loop in (plain, offloaded):
+        loop.train(5)
+        loop.model.blocks[0].uses_gate = True
+        if at == "before the forward":
+            give_state(loop)
+        loss = loop.model(loop.batch(77))
+        if at == "before the backward":
+            give_state(loop)
+        loss.backward()
+        if at == "before the step":
+            give_state(loop)
+            if loop is offloaded and fields.get("overlap") == "iteration":
+                with pytest.raises(RuntimeError, match=r"optimizer\.state has changed since then"):
+                    loop.step()
+                return
+        loop.step()
+        loop.train(2, first=6)
+    assert same(plain, offloaded)
+
+
+@EVERY_POLICY
+def test_an_evaluation_before_the_first_step(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
+    """It leaves the root gathered, with weights from before that step: the next forward uses them, as without us."""
+    plain, offloaded = pair(mesh, policy_of(fields))
+    for loop in (plain, offloaded):
+        loop.backward(0)
+        look(loop)
+        loop.step()
+        loop.train(3, first=1)
+    assert same(plain, offloaded)
+
+
+def test_more_parameters_between_backward_and_step_are_refused(mesh: DeviceMesh) -> None:
+    """A group that is added while a step is half done."""
+    plain, offloaded = pair(mesh, policy_of({"overlap": "iteration"}))
+    for loop in (plain, offloaded):
+        loop.train(3)
+        loop.backward(3)
+    with pytest.raises(RuntimeError, match="the backward has updated part of the state"):
+        offloaded.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    for loop in (plain, offloaded):
+        loop.step()
+        loop.train(2, first=4)
+    assert same(plain, offloaded)
+
+
+def test_a_load_between_backward_and_step_uses_up_the_gradients(mesh: DeviceMesh) -> None:
+    """A state dict that is loaded where the backward has updated."""
+    loop = Loop(mesh, adamw, policy_of({"overlap": "iteration"})).train(3)
+    saved = copy.deepcopy(loop.optimizer.state_dict())
+    loop.backward(3)
+    new = [param.detach().clone() for param in loop.model.parameters()]
+    loop.optimizer.load_state_dict(saved)
+    loop.optimizer.step()
+    assert all(torch.equal(a.to_local(), b.to_local()) for a, b in zip(new, loop.model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("parameters", [False, True])
+def test_gradients_cleared_too_late_to_skip_a_step(mesh: DeviceMesh, parameters: bool) -> None:
+    """zero_grad() instead of step(), and a checkpoint that goes on from there."""
+    plain, loop = pair(mesh, policy_of({"overlap": "iteration", "parameters": parameters}))
+    for one in (plain, loop):
+        one.train(3)
+    saved = copy.deepcopy((loop.model.state_dict(), loop.optimizer.state_dict()))
+    loop.backward(3)
+    with pytest.raises(RuntimeError, match=r"zero_grad\(\) before step\(\).* cannot be skipped any more"):
+        loop.optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match="gradients were cleared instead of stepping"):
+        loop.step()
+    loop.model.load_state_dict(saved[0])
+    loop.optimizer.load_state_dict(saved[1])
+    loop.optimizer.zero_grad()
+    loop.seen.pop()
+    assert same(plain.train(3, first=3), loop.train(3, first=3))
+
+
+def test_two_losses_in_turn_are_refused_before_they_differ(mesh: DeviceMesh) -> None:
+    """As GANs do it: the second loss leaves gradients in the first model, which are cleared."""
+    loop = Loop(mesh, adamw, policy_of({"overlap": "iteration"})).train(3)
+    loop.backward(3)
+    loop.step()
+    loop.backward(4)  # of another optimizer's loss
+    with pytest.raises(RuntimeError, match=r"GANs.*overlap='forward'"):
+        loop.optimizer.zero_grad()
+
+
+def test_weights_written_between_backward_and_step_are_refused(mesh: DeviceMesh) -> None:
+    """By hand, where the backward has updated."""
+    loop = Loop(mesh, adamw, policy_of({"overlap": "iteration"})).train(3)
+    loop.backward(3)
+    with torch.no_grad():
+        loop.model.head.weight.mul_(0.5)
+    with pytest.raises(RuntimeError, match=r"head\.weight has been written since then"):
+        loop.step()
+
+
+def test_decoupled_gradients_are_refused(mesh: DeviceMesh) -> None:
+    """Gradients that fully_shard does not reduce end in no backward of its own."""
+    loop = Loop(mesh, lambda params: FusedAdam(params, use_decoupled_grad=True), None)
+    with pytest.raises(ValueError, match=r"reads param\.decoupled_grad"):
+        offload_optimizer(loop.optimizer, model=loop.model, policy=policy_of({"overlap": "iteration"}))
+
+
+@EVERY_POLICY
+@pytest.mark.parametrize("resident_bytes", [0, 60_000])
+def test_state_that_is_made_again_is_in_the_order_of_the_parameters(
+    mesh: DeviceMesh, fields: dict[str, Any], resident_bytes: int
+) -> None:
+    """Also what a backward makes, whose neighbours in a bucket kept theirs."""
+    loops = pair(mesh, policy_of(fields, staying=resident_bytes))
+    orders = []
+    for loop in loops:
+        loop.train(3)
+        loop.optimizer.state.pop(loop.model.blocks[0].norm.weight)
+        loop.optimizer.state.pop(loop.model.blocks[3].norm.weight)
+        loop.optimizer.state.pop(loop.model.embed.weight)
+        loop.train(2, first=3)
+        names = {param: name for name, param in loop.model.named_parameters()}
+        orders.append([names[param] for param in loop.optimizer.state])
+    assert orders[0] == orders[1]
+    assert same(*loops)
+
+
+def test_state_that_is_written_between_backward_and_step_is_refused(mesh: DeviceMesh) -> None:
+    """By hand, where the backward has updated."""
+    loop = pair(mesh, policy_of({"overlap": "iteration"}))[1]
+    loop.train(3)
+    loop.backward(3)
+    next(iter(loop.optimizer.state.values()))["exp_avg"].mul_(0.5)
+    with pytest.raises(RuntimeError, match=r"optimizer\.state has changed"):
+        loop.step()
+
+
+class Towers(Net):
+    """One half of the blocks, or the other."""
+
+    def forward(self, tokens: torch.Tensor, *, extra: bool = True, tower: int = 0) -> torch.Tensor:
+        del extra
+        x = self.embed(tokens).detach()
+        for block in self.blocks[2 * tower : 2 * tower + 2]:
+            x = block(x)
+        return x.square().mean()
+
+
+class TwoLosses(Loop):
+    """Each with a backward of its own, which ends for the other's groups as well."""
+
+    def backward(self, step: int, **options: Any) -> None:
+        for tower in range(2):
+            loss = self.model(self.batch(step), tower=tower, **options)
+            loss.backward()
+            self.seen.append(loss.item())
+
+
+@EVERY_POLICY
+def test_two_losses_with_blocks_of_their_own(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
+    """Two backwards for one step, each through other groups."""
+    plain, offloaded = (TwoLosses(mesh, adamw, policy, net=Towers) for policy in (None, policy_of(fields)))
+    assert same(plain.train(6), offloaded.train(6))
+
+
+@EVERY_POLICY
+def test_a_load_between_an_exception_and_the_next_backward(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
+    """A step that is given up, and a checkpoint from before it."""
+    plain, offloaded = pair(mesh, policy_of(fields))
+    for loop in (plain, offloaded):
+        loop.train(3)
+        saved = copy.deepcopy(loop.optimizer.state_dict())
+        weights = {name: value.detach().clone() for name, value in loop.model.state_dict().items()}
+        loop.backward(3)
+        for param in loop.model.parameters():
+            param.grad = None
+        loop.model.load_state_dict(weights)
+        loop.optimizer.load_state_dict(saved)
+    assert same(plain.train(4, first=4), offloaded.train(4, first=4))
+
+
+@EVERY_POLICY
+def test_a_step_with_fewer_reductions(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
+    """In one micro-batch a block goes unused; the next step has all of them again."""
+
+    class OnceWithout(Loop):
+        def backward(self, step: int, **options: Any) -> None:
+            for micro in range(2):
+                loss = self.model(self.batch(10 * step + micro), extra=(step, micro) != (4, 1))
+                loss.backward()
+                self.seen.append(loss.item())
+
+    plain, offloaded = (OnceWithout(mesh, adamw, policy) for policy in (None, policy_of(fields)))
+    assert same(plain.train(8), offloaded.train(8))
+
+
+def test_betas_that_are_tensors_in_a_tuple(mesh: DeviceMesh) -> None:
+    """Hyperparameters that are written in place, between backward and step."""
+
+    def make(params: Any) -> torch.optim.Optimizer:
+        betas = (torch.tensor(0.9), torch.tensor(0.99))
+        return torch.optim.AdamW(params, lr=0.02, betas=betas, foreach=False, capturable=False)
+
+    loop = Loop(mesh, make, policy_of({"overlap": "iteration"})).train(3)
+    loop.backward(3)
+    loop.optimizer.param_groups[0]["betas"][0].fill_(0.5)
+    with pytest.raises(RuntimeError, match="hyperparameters have changed"):
+        loop.step()
+
+
+@pytest.mark.parametrize("passing", [1, "auto"])
+@EVERY_POLICY
+def test_inference_mode_is_the_first_to_need_parameters(mesh: DeviceMesh, fields: dict[str, Any], passing: Any) -> None:
+    """Nothing looks in between: outside inference, what it has loaded is written by updates and read by autograd."""
+
+    def infer(loop: Loop, step: int) -> None:
+        loop.backward(step)
+        loop.step()
+        loop.model.eval()
+        with torch.inference_mode():
+            loop.seen.append(loop.model(loop.batch(999)).item())
+        loop.model.train()
+
+    plain, loop = pair(mesh, on_host(fields, passing=passing))
+    assert same(plain.train(6, infer), loop.train(6, infer))
+    loop.optimizer.release_states()
+    with torch.inference_mode():
+        assert torch.equal(plain.model(plain.batch(0)), loop.model(loop.batch(0)))
+    assert_same_each_step(plain, loop, 2)
+
+
+def freeze_in_turns(loop: Loop, step: int) -> None:
+    for name, param in loop.model.named_parameters():
+        param.requires_grad_("blocks.1" not in name or step in (0, 1, 2, 6, 7))
+    loop.backward(step)
+    loop.step()
+
+
+def freeze(model: nn.Module, *, but: str) -> None:
+    for name, param in model.named_parameters():
+        param.requires_grad_(but in name)
+
+
+def test_frozen_and_unfrozen_in_between(mesh: DeviceMesh) -> None:
+    """Whole blocks in turns, which stream all the same."""
+    for fields in ({}, {"overlap": "forward"}):
+        plain, loop = pair(mesh, on_host(fields), prepare=partial(freeze, but="blocks.0"))
+        assert_same_each_step(plain, loop, 9, freeze_in_turns)
+
+
+class Outside(Net):
+    """``shift`` is in no group of fully_shard."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.ones(32))
+
+    def forward(self, tokens: Tensor, *, extra: bool = True) -> Tensor:
+        x = self.embed(tokens) + self.shift
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).float().logsumexp(-1).mean()
+
+
+def values_of(model: nn.Module) -> list[Tensor]:
+    return [local_shard(param).detach().clone() for param in model.parameters()]
+
+
+@EVERY_POLICY
+def test_parameters_outside_every_group(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
+    """A parameter that fully_shard ignores stays on the device."""
+    results = []
+    for policy in (None, on_host(fields)):
+        torch.manual_seed(0)
+        model = Outside()
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh, ignored_params={model.shift})
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, foreach=False)
+        if policy is not None:
+            attach(optimizer, model=model, policy=policy)
+        losses = []
+        for step in range(6):
+            loss = model(torch.arange(21).view(3, 7) + step)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        results.append([*losses, *values_of(model)])
+    assert all(map(torch.equal, *results))
+
+
+@EVERY_POLICY
+def test_several_optimizers_on_one_model(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
+    """Also of one group of fully_shard; and the one that is removed first leaves the other at work."""
+    results = []
+    for policy in (None, on_host(fields)):
+        loop = Loop(mesh, lambda params: torch.optim.AdamW(params[::2], lr=0.02), None)
+        loop.model.blocks[3].up.weight.requires_grad_(False)
+        params = list(loop.model.parameters())
+        second = torch.optim.AdamW([param for param in params[1::2] if param.requires_grad], lr=0.01)
+        for optimizer in (loop.optimizer, second) if policy is not None else ():
+            attach(optimizer, model=loop.model, policy=policy)
+        for step in range(9):
+            loop.backward(step)
+            second.step()
+            loop.step()
+            second.zero_grad()
+            if policy is not None and step == 5:
+                remove_offload(loop.optimizer)
+        states = [value for o in (loop.optimizer, second) for state in o.state.values() for value in state.values()]
+        results.append([*map(local_shard, states), *(param.detach().to_local().clone() for param in params)])
+    assert all(map(torch.equal, *results))
+
+
+def test_a_gradient_that_is_gone_says_so(mesh: DeviceMesh) -> None:
+    """Whatever touches a gradient that was freed behind its update."""
+    loop = Loop(mesh, adamw, on_host({"overlap": "iteration"})).train(4)
+    loop.backward(4)
+    with pytest.raises(AttributeError, match=r"to_local.*used in the backward already"):
+        loop.model.blocks[3].up.weight.grad.to_local()
+    loop.optimizer.step()
+    weight = loop.model.blocks[0].up.weight
+    with pytest.raises(RuntimeError, match="used in the backward and freed"):
+        weight.grad.norm()
+    for touch in (torch._foreach_norm, torch._foreach_zero_, lambda grads: torch.zeros(3).add_(*grads)):
+        with pytest.raises(RuntimeError, match="used in the backward and freed"):
+            touch([weight.grad])
+    with pytest.raises(AttributeError, match=r"to_local.*used in the backward and freed"):
+        weight.grad.to_local()
+    with pytest.raises(RuntimeError, match=r"cannot be updated: its gradient was used in the backward.*zero_grad"):
+        loop.optimizer.step()
+    with pytest.raises(RuntimeError, match="used in the backward and freed"):
+        loop.backward(5)
+    loop.optimizer.zero_grad(set_to_none=False)
+    assert weight.grad is None
+
+
+def test_a_gradient_that_was_not_cleared_stops_no_step_half_way(mesh: DeviceMesh) -> None:
+    """Of some groups only, and the error comes after others were reduced; clearing it is enough to go on."""
+    plain, loop = pair(mesh, on_host({"overlap": "iteration"}))
+    assert_same_each_step(plain, loop, 5)
+    loop.backward(5)
+    loop.optimizer.step()
+    for name, param in loop.model.named_parameters():
+        if "blocks.0" not in name:
+            param.grad = None
+    loop.scheduler.step()
+    plain.train(1, first=5)
+    assert same(plain, loop)
+    with pytest.raises(RuntimeError, match="used in the backward and freed"):
+        loop.backward(6)
+    loop.optimizer.zero_grad()
+    assert_same_each_step(plain, loop, 4)
+
+
+@pytest.mark.parametrize("parameters", [False, True])
+def test_a_gradient_that_step_refuses_may_be_put_right(mesh: DeviceMesh, parameters: bool) -> None:
+    """The backward has updated all others by then."""
+
+    def without_extra(one: Loop, step: int) -> None:
+        one.backward(step, extra=False)
+        weight = one.model.extra.up.weight
+        if hasattr(one.optimizer, "synchronize") and step in (2, 3, 8, 9):
+            weight.grad = torch.ones(weight.shape)  # no DTensor
+            with pytest.raises(RuntimeError, match=r"extra.up.weight cannot be updated.*call step\(\) again"):
+                one.optimizer.step()
+        weight.grad = None
+        one.step()
+
+    plain, loop = pair(mesh, on_host({"overlap": "iteration"}, parameters=parameters))
+    assert_same_each_step(plain, loop, 1)
+    assert_same_each_step(plain, loop, 9, without_extra)
+
+
+def test_after_a_refused_backward_a_checkpoint_trains_on(mesh: DeviceMesh) -> None:
+    """What the error says to do is enough: nothing of that backward is added to the next one's gradients."""
+    plain, loop = pair(mesh, on_host({"overlap": "iteration"}))
+    assert_same_each_step(plain, loop, 6)
+    states = copy.deepcopy(states_of(loop))
+    loop.backward(6)
+    with pytest.raises(RuntimeError, match="a second backward before step"):
+        loop.backward(7)
+    loop.optimizer.zero_grad()
+    set_model_state_dict(loop.model, states["model"])
+    set_optimizer_state_dict(loop.model, loop.optimizer, states["optimizer"])
+    loop.seen = loop.seen[:6]
+    assert_same_each_step(plain, loop, 5)
+
+
+@EVERY_POLICY
+def test_removed_in_between(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
+    """Parameters, classes and attributes are those of plain training again."""
+    plain, loop = pair(mesh, on_host(fields), prepare=lambda model: model.extra.down.weight.requires_grad_(False))
+    classes = [type(param) for param in loop.model.parameters()]
+    assert_same_each_step(plain, loop, 3)
+    params = list(loop.model.parameters())
+    remove_offload(loop.optimizer)
+    assert all(map(lambda one, other: one is other, params, loop.model.parameters()))
+    assert [set(vars(module)) for module in loop.model.modules()] == [
+        set(vars(module)) for module in plain.model.modules()
+    ]
+    assert [type(param) for param in params] == [type(param) for param in plain.model.parameters()] != classes
+    assert [set(vars(param)) for param in params] == [set(vars(param)) for param in plain.model.parameters()]
+    for step in range(3, 6):
+        assert same(plain.train(1, first=step), loop.train(1, first=step))
+    attach(loop.optimizer, model=loop.model, policy=on_host(fields))
+    assert_same_each_step(plain, loop, 3)
+
+
+def test_zeros_of_gradients_that_were_gone_are_there_when_it_is_removed(mesh: DeviceMesh) -> None:
+    """Gradients that were zeroed in place after they had been freed."""
+    plain, loop = pair(mesh, on_host({"overlap": "iteration"}))
+    for one in (plain, loop):
+        for step in range(4):
+            one.backward(step)
+            one.optimizer.step()
+            one.optimizer.zero_grad(set_to_none=False)
+    remove_offload(loop.optimizer)
+    for one in (plain, loop):
+        one.backward(4, extra=False)
+        one.optimizer.step()
+    assert same(plain, loop)
+
+
+def test_the_checkpoint_of_cpu_offload(mesh: DeviceMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``CPUOffloadPolicy`` and parameters on the host write the same names, shapes, chunks and bytes."""
+    loop = Loop(mesh, adamw, on_host({})).train(3)
+    policy = CPUOffloadPolicy(pin_memory=False)
+    monkeypatch.setattr(overlapping, "fully_shard", partial(fully_shard, offload_policy=policy))
+    held = Loop(mesh, adamw, None).train(3)
+    for name, one in (("loop", loop), ("held", held)):
+        dcp.save(states_of(one), checkpoint_id=tmp_path / name)
+    metadata, other = (dcp.FileSystemReader(tmp_path / name).read_metadata() for name in ("loop", "held"))
+    assert metadata.state_dict_metadata == other.state_dict_metadata
+    assert len(metadata.state_dict_metadata) > 50
+    values, others = (read_checkpoint(tmp_path / name) for name in ("loop", "held"))
+    assert all(same_value(values[key], others[key]) for key in values)
+
+
+def frozen_net() -> nn.Module:
+    model = parity.Net()
+    model.up.requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize("cls", [torch.optim.Adam, torch.optim.ASGD, torch.optim.NAdam])
+def test_steps_without_any_gradient(cls: type[torch.optim.Optimizer]) -> None:
+    """Legal, also before the first real step; no counter moves where the plain one does not move it."""
+    pair = make_pair(parity.Net, cls)
+
+    def without(run: parity.Run, step: int) -> None:
+        run.optimizer.zero_grad()
+        run.optimizer.step()
+
+    with pytest.warns(UserWarning, match="has never found one"):
+        pair.train(2, without)
+    assert not pair.offloaded.optimizer.state
+    pair.train(2)
+    pair.train(3, without)
+    pair.train(2)
+    pair.assert_trained("unused.weight", "unused.bias")
+
+
+def test_frozen_parameters_take_no_host_memory_until_they_are_trained() -> None:
+    """State that may never be."""
+    everything = make_pair(parity.Net, torch.optim.AdamW).offloaded.optimizer.offload_report().host_bytes
+    pair = make_pair(frozen_net, torch.optim.AdamW)
+    before = pair.offloaded.optimizer.offload_report().host_bytes
+    frozen_bytes = 8 * sum(param.numel() for param in pair.offloaded.model.up.parameters())
+    assert before <= everything - frozen_bytes
+    pair.train(5)
+    pair.assert_trained("unused.weight", "unused.bias", "up.weight", "up.bias")
+    assert pair.offloaded.optimizer.offload_report().host_bytes == before
+    for run in pair:
+        run.model.up.requires_grad_(True)
+    pair.train(5)
+    pair.assert_trained("unused.weight", "unused.bias")
+    assert pair.offloaded.optimizer.offload_report().host_bytes >= before + frozen_bytes
+    for run in pair:
+        run.model.up.requires_grad_(False)
+    pair.train(3)
+
+
+class TwoOptimizers(Loop):
+    """Of every other parameter each, clipped together."""
+
+    def __init__(self, mesh: DeviceMesh, policy: OffloadPolicy | None) -> None:
+        super().__init__(
+            mesh, lambda params: torch.optim.AdamW(params[::2], lr=0.02), None, net=partial(Net, width=16, layers=2)
+        )
+        self.second = torch.optim.SGD(list(self.model.parameters())[1::2], lr=0.01, momentum=0.9)
+        if policy is not None:
+            attach(self.optimizer, model=self.model, policy=policy)
+            attach(self.second, model=self.model, policy=policy)
+
+    def step(self) -> None:
+        self.second.step()
+        super().step()
+        self.second.zero_grad()
+
+    def everything(self) -> list[torch.Tensor]:
+        params = list(self.model.parameters())[1::2]
+        return [*super().everything(), *(self.second.state[param]["momentum_buffer"].to_local() for param in params)]
+
+
+def train(loop: Loop, limits: list[float], **options: Any) -> Loop:
+    for at, max_norm in enumerate(limits):
+        clipped_step(loop, at, max_norm, **options)
+    return loop
+
+
+def test_two_optimizers_that_are_clipped_together(mesh: DeviceMesh) -> None:
+    """By one norm over the parameters of both."""
+    plain, loop = TwoOptimizers(mesh, None), TwoOptimizers(mesh, clipping())
+    for at in range(12):
+        for each in (plain, loop):
+            clipped_step(each, at, ALWAYS if at == 7 else NEVER)
+        assert same(plain, loop), at
+    engines = [vars(optimizer)["_offload_engine"].engine for optimizer in (loop.optimizer, loop.second)]
+    assert [engine.steps.speculation.taken_back for engine in engines] == [1, 1]
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_gradients_that_are_not_finite(mesh: DeviceMesh, foreach: bool) -> None:
+    """Without ``error_if_nonfinite``: what plain training makes of them."""
+    loops = pair(mesh, clipping(), net=partial(Net, width=16, layers=2))
+    for at in range(9):
+        for loop in loops:
+            loss = loop.model(loop.batch(at))
+            (loss * (math.nan if at == 6 else 1.0)).backward()
+            clip(loop, NEVER, foreach=foreach)
+            loop.step()
+        assert same(*loops), at
+    assert speculation_of(loops[1]).taken_back
+
+
+def test_weights_written_through_a_view_that_is_older_are_refused(mesh: DeviceMesh) -> None:
+    """As nobody is told of that."""
+    loop = train(Loop(mesh, adamw, clipping()), [NEVER] * 4)
+    view = local_shard(loop.model.head.weight)
+    loop.backward(4)
+    with torch.no_grad():
+        view.mul_(0.5)
+    with pytest.raises(RuntimeError, match=r"head\.weight has been written since then"):
+        loop.step()
