@@ -150,8 +150,12 @@ class Loop:
         dcp.save(self.states(), checkpoint_id=folder)
 
     def save_asynchronously(self, folder: Path) -> None:
-        self.kept["stager"] = ArenaStager(self.optimizer)
-        self.kept["future"] = dcp.async_save(self.states(), checkpoint_id=folder, async_stager=self.kept["stager"])
+        """By collectives of its own, beside those of training."""
+        stager = self.kept["stager"] = ArenaStager(self.optimizer)
+        group = dist.new_group(backend="gloo")
+        self.kept["future"] = dcp.async_save(
+            self.states(), checkpoint_id=folder, async_stager=stager, process_group=group
+        )
 
     def resume(self, folder: Path) -> None:
         """In new objects, as a new process would."""
@@ -392,7 +396,7 @@ def _compare(case: Case, device: torch.device, habits: dict[str, Callable[[Loop,
             for run in runs:
                 _one_step(run, at + 3, habits[habit], folder)
             if case.looks == "each" or at == len(case.program) - 1:
-                problems = different(*(run.everything() for run in runs))
+                problems = _of_all_ranks(different(*(run.everything() for run in runs)))
                 if problems:
                     return [f"after step {at} ({habit}): {', '.join(problems[:6])}"]
     finally:
@@ -439,6 +443,15 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return same_bits(one, other)
     return type(one) is type(other) and bool(one == other)
+
+
+def _of_all_ranks(problems: list[str]) -> list[str]:
+    """They leave a case together."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return problems
+    gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(gathered, problems)
+    return [f"rank {rank}: {problem}" for rank, found in enumerate(gathered) for problem in found]
 
 
 def _shared_folder() -> Path:
