@@ -113,6 +113,14 @@ class _GatheredByBits(DTensor):
         found = bits.redistribute(*args, **kwargs)
         return cast(DTensor, over_local(found, local_shard(found).view(self.dtype)))
 
+    def to(self, *args: Any, **kwargs: Any) -> Tensor:
+        """As DTensor's. torch 2.11 dispatches a subclass of DTensor without asking it; full state dicts move first."""
+        return cast(Tensor, _by_bits(_plain(self).to(*args, **kwargs)))
+
+    def detach(self) -> Tensor:
+        """As DTensor's."""
+        return cast(Tensor, _by_bits(_plain(self).detach()))
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _plain(self).__reduce_ex__(protocol)  # files are to be read without this class
 

@@ -142,6 +142,14 @@ _GUARDS: dict[type[Tensor], Guard] = {}
 """The guard of each class that one has derived."""
 
 
+def unguarded_class(tensor: Tensor) -> type[Tensor]:
+    """Return the class that ``tensor`` has below all of its guards."""
+    cls = type(tensor)
+    while cls in _GUARDS:
+        cls = cls.__bases__[0]
+    return cls
+
+
 def _derive(cls: Any, guard: Guard) -> type[Tensor]:
     class Guarded(cls):  # type: ignore[misc]
         @classmethod

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .dtensor import local_shard
+from .guard import unguarded_class
 from .spent_gradient import SpentGradient
 
 
@@ -35,10 +36,13 @@ def unsupported_gradient(param: Tensor, grad: Tensor) -> str | None:
 
 
 def foreach_supports(params: Iterable[Tensor]) -> bool:
-    """Return whether ``torch.optim`` would, of itself, run its foreach implementation on parameters of these types."""
+    """Return whether ``torch.optim`` would, of itself, run its foreach implementation on parameters of these types.
+
+    A guard of ours does not count: without offload, the parameter would have the class below it.
+    """
     supported = getattr(sys.modules[torch.optim.Optimizer.__module__], "_foreach_supported_types", None)
     types = (Tensor, nn.Parameter, DTensor) if supported is None else supported
-    return all(type(param) in types for param in params)
+    return all(unguarded_class(param) in types for param in params)
 
 
 @contextmanager

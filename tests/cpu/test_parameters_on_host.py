@@ -4,6 +4,7 @@ import copy
 import functools
 import gc
 import pickle
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -39,6 +40,7 @@ from fsdp_offload.model.hooks import Overlap
 from fsdp_offload.planning.update_order import update_order
 from fsdp_offload.torch_compat import sharded_parameter
 from fsdp_offload.torch_compat.dtensor import local_shard
+from fsdp_offload.torch_compat.optim import foreach_supports
 from fsdp_offload.torch_compat.spent_gradient import note_freed, spend
 from tests import overlapping
 from tests.async_writers import Expected, Waits, read_checkpoint
@@ -1492,3 +1494,15 @@ def test_an_optimizer_that_is_dropped_behind_a_backward_is_named(
     loop.model.zero_grad()
     loop.backward(43)  # the first whose gradients nobody uses
     assert all(type(param.grad) is DTensor for param in loop.model.parameters())
+
+
+@pytest.mark.parametrize("knows_dtensors", [False, True])
+def test_the_implementation_is_the_one_that_torch_takes_without_offload(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, knows_dtensors: bool
+) -> None:
+    """``AdamW(params)`` on a GPU: foreach and for-loop differ in the last bit, and torch chooses by the type."""
+    types = [torch.Tensor, nn.Parameter, *([DTensor] if knows_dtensors else [])]
+    monkeypatch.setattr(sys.modules[Optimizer.__module__], "_foreach_supported_types", types)
+    loop = Loop(mesh, lambda params: torch.optim.AdamW(params, lr=1e-2), policy_of({}))
+    assert type(next(loop.model.parameters())) is not DTensor, "the parameter has a class of its own on the host"
+    assert foreach_supports(loop.model.parameters()) is knows_dtensors
