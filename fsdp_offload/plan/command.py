@@ -3,7 +3,6 @@
 import json
 import math
 import sys
-from pathlib import Path
 from typing import Annotated, NoReturn
 
 try:
@@ -17,7 +16,6 @@ from ..planning.choices import Loop
 from .forecast import plan
 from .machine import builtin_machines
 from .model import builtin_models
-from .page import page
 from .table import show
 from .trace import Checkpointing
 
@@ -55,7 +53,6 @@ def main(
     ] = None,
     device_gb: Annotated[float | None, typer.Option(help="GB of a device that may be used, if less than all.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON; sizes in bytes.")] = False,
-    html: Annotated[Path | None, typer.Option(help="Also write one self-contained page.")] = None,
 ) -> None:
     """Print the plan."""
     try:
@@ -79,8 +76,6 @@ def main(
         if device_bytes is not None:
             made = made.within(device_bytes)
         best = made.best(loop=loop)
-        if html is not None:
-            html.write_text(page(made, best, loop), encoding="utf-8")
     except ValueError as error:
         _fail(str(error))
     except OSError as error:

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import sys
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -28,7 +27,6 @@ from fsdp_offload.plan import (
     plan,
 )
 from fsdp_offload.plan.machine import _cache_path
-from fsdp_offload.plan.page import page
 from fsdp_offload.plan.trace import trace
 from fsdp_offload.planning.choices import lines_to_write
 from fsdp_offload.policy import MasterKind
@@ -590,24 +588,6 @@ def test_a_profile_says_what_is_wrong_with_it(tmp_path: Path) -> None:
         machine_of(profile)
     profile.write_text(text.replace("value = 3,", "value = 7,"), encoding="utf-8")
     assert machine_of(str(profile)).kernel_us == 7
-
-
-def test_the_page_needs_nothing_from_elsewhere() -> None:
-    made = small_plan()
-    text = page(made, made.best())
-
-    class Reader(HTMLParser):
-        links: list
-
-        def handle_starttag(self, tag: str, attrs: list) -> None:
-            assert tag != "script"
-            links.extend(value for name, value in attrs if name in ("href", "src"))
-
-    links: list = []
-    Reader().feed(text)
-    assert links == ["data:,"]
-    assert "url(" not in text
-    assert all(one.name in text for one in made.forecasts)
 
 
 @pytest.mark.parametrize("name", ["Llama-3.1-8B", pytest.param("Mixtral-8x7B", marks=pytest.mark.long)])
