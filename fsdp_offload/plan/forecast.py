@@ -67,8 +67,9 @@ class Forecast:
 
 @dataclass(frozen=True)
 class Known:
-    """Sizes, trace and parts of an iteration: the share of a plan that no device's memory changes."""
+    """Model, sizes, trace and parts of an iteration: the share of a plan that no device's memory changes."""
 
+    model: Model
     sizes: Sizes
     trace: Trace
     parts: Parts
@@ -125,15 +126,36 @@ class Plan:
         return min(same, key=_preferred, default=None)
 
     def what_would_fit(self, *, loop: Loop | None = None) -> str:
-        """Name the policy that needs the least of a device, and the memory with which it would fit."""
+        """Name the policy that needs the least of a device, the memory with which it would fit, and options that do."""
         least = min(self._allowed(loop), key=lambda one: one.needed_bytes)
         device_gb, host_gb = least.needed_bytes / 1e9, least.host_bytes_per_host / _MOST_OF_HOST / 1e9
         machine = self.machine
         return (
             f"{least.name} would, with {device_gb:.1f} GB of each device ({machine.device_bytes / 1e9:.1f} GB here) "
-            f"and {host_gb:.0f} GB of each host ({machine.host_bytes / 1e9:.0f} GB here). More ranks, checkpointing or "
-            "fewer tokens on each rank need less."
+            f"and {host_gb:.0f} GB of each host ({machine.host_bytes / 1e9:.0f} GB here). {self._remedies(loop)}"
         )
+
+    def _remedies(self, loop: Loop | None) -> str:
+        """Options with which something fits: recomputation, and more ranks with as many tokens on each."""
+        found = []
+        for checkpointing in dict.fromkeys((self.training.checkpointing, "full")):
+            trace = self.known.trace if checkpointing == self.training.checkpointing else None
+            for times in (1, *_MORE_RANKS):
+                ranks, tokens = times * self.training.ranks, times * self.training.tokens_per_step
+                training = replace(self.training, checkpointing=checkpointing, ranks=ranks, tokens_per_step=tokens)
+                made = _plan(self.known.model, training, self.machine, [one.choice for one in self.forecasts], trace)
+                trace = made.known.trace
+                if best := made.best(loop=loop):
+                    options = (
+                        [f"--checkpointing {checkpointing}"] if checkpointing != self.training.checkpointing else []
+                    )
+                    options += [f"--ranks {ranks} --tokens-per-step {tokens}"] if times > 1 else []
+                    found.append(f"{best.name} with {' '.join(options)}")
+                    break
+        if found:
+            return f"What fits: {'; '.join(found)}."
+        most = f"{_MORE_RANKS[-1]} times the ranks with --checkpointing full"
+        return f"{most} are not enough: fewer tokens on each need less."
 
     def _allowed(self, loop: Loop | None) -> list[Forecast]:
         loop = loop or ("synchronizes" if self.training.clip else "no_clipping")
@@ -180,14 +202,19 @@ def plan(
     if unknown := sorted(training.keys() - Training.__dataclass_fields__.keys()):
         raise ValueError(f"plan knows no {', '.join(unknown)}; there are {', '.join(Training.__dataclass_fields__)}")
     wanted, there = Training(**training), machine_of(machine)
-    model = model_of(model)
+    return _plan(model_of(model), wanted, there, (None, *choices), trace)
+
+
+def _plan(
+    model: Model, training: Training, machine: Machine, choices: Sequence[Choice | None], trace: Trace | None
+) -> Plan:
     if trace is None:
-        dtype = DTYPES[wanted.compute_dtype]
-        trace = model.trace(wanted.sequences, wanted.sequence_length, dtype, wanted.checkpointing)
-    sizes = sizes_of(model.shapes(), wanted)
-    known = Known(sizes, trace, parts_of(sizes, trace, wanted, there))
-    forecasts = tuple(_forecast(choice, known, wanted, there) for choice in (None, *choices))
-    return Plan(model.name, model.numel, wanted, there, known.parts.times, forecasts, known)
+        dtype = DTYPES[training.compute_dtype]
+        trace = model.trace(training.sequences, training.sequence_length, dtype, training.checkpointing)
+    sizes = sizes_of(model.shapes(), training)
+    known = Known(model, sizes, trace, parts_of(sizes, trace, training, machine))
+    forecasts = tuple(_forecast(choice, known, training, machine) for choice in choices)
+    return Plan(model.name, model.numel, training, machine, known.parts.times, forecasts, known)
 
 
 def _forecast(choice: Choice | None, known: Known, training: Training, machine: Machine) -> Forecast:
@@ -315,6 +342,9 @@ def _why_not(spare_bytes: int, host_bytes: int, machine: Machine) -> str:
 
 _MOST_OF_HOST = 0.8
 """Share of the host's memory that may be pinned: the rest is for the processes, the data and the page cache."""
+
+_MORE_RANKS = (2, 4, 8)
+"""Times as many ranks, which are tried where nothing fits."""
 
 _RESERVE = 0.05
 """Share of a device that "auto" leaves free: as ``fsdp_offload/device/link.py`` has it."""

@@ -33,6 +33,28 @@ def test_exit_code_one_where_nothing_fits() -> None:
     assert "Best: iteration, parameters." in more.stdout
 
 
+@pytest.mark.parametrize(
+    ("device_gb", "checkpointing", "changes"),
+    [("2", "full", 0), ("30", "full", 1), ("50", "none", 2)],
+    ids=["nothing does", "more ranks do", "more ranks or recomputation do"],
+)
+def test_options_are_named_that_fit(device_gb: str, checkpointing: str, changes: int) -> None:
+    asked = ["Qwen3-14B", "--tokens-per-step", "4096", "--no-clip", "--device-gb", device_gb]
+    asked += ["--checkpointing", checkpointing]
+    result = CliRunner().invoke(app, asked)
+    assert result.exit_code == 1
+    if not changes:
+        assert "8 times the ranks with --checkpointing full are not enough" in result.stdout
+        return
+    named = result.stdout.partition("What fits: ")[2].rstrip().removesuffix(".").split("; ")
+    assert len(named) == changes
+    for one in named:
+        policy, _, options = one.partition(" with ")
+        more = CliRunner().invoke(app, [*asked, *options.split()])
+        assert more.exit_code == 0
+        assert f"Best: {policy}. " in more.stdout
+
+
 def test_exit_code_one_with_json() -> None:
     result = CliRunner().invoke(app, [*QWEN, "--device-gb", "2", "--json"])
     assert result.exit_code == 1

@@ -220,7 +220,13 @@ def value_of(node: ast.expr) -> Any:
 
 OFFLOAD_APPS = {"bench": bench.app, "plan": plan.app}
 MODULES = {"fsdp_offload.bench": bench.app, "checkpoint_tools": checkpoint_tools.app}
-OTHERS = {"python -m pytest", "python3 -m venv", "pre-commit install", "source .venv/bin/activate"}
+OTHERS = {
+    "fsdp-offload doctor",
+    "python -m pytest",
+    "python3 -m venv",
+    "pre-commit install",
+    "source .venv/bin/activate",
+}
 
 
 def commands() -> Iterator[tuple[str, list[str]]]:
@@ -242,7 +248,7 @@ def commands() -> Iterator[tuple[str, list[str]]]:
 @pytest.mark.parametrize(("where", "words"), [pytest.param(*each, id=" ".join(each[1])) for each in commands()])
 def test_commands_parse(where: str, words: list[str]) -> None:
     program, arguments = Path(words[0]).name, words[1:]
-    if program == "fsdp-offload":
+    if program == "fsdp-offload" and arguments[0] in OFFLOAD_APPS:
         parse(OFFLOAD_APPS[arguments[0]], arguments[1:])
     elif program == "checkpoint-tools":
         parse(checkpoint_tools.app, arguments)
