@@ -153,14 +153,14 @@ def _read(state: dict[str, Any], param: Tensor) -> dict[str, Any]:
 
 
 def same_content(one: Tensor, other: Tensor) -> bool:
-    """The same bits. Of fp8 tensors, of the data and their scale: the rest are caches."""
+    """The same bits. Of fp8 tensors, of the data and their scale: the rest are caches. Ours may be gathered by bits."""
     if hasattr(_local(one), "_scale_inv"):
         mine, others = ([_local(t)._data, _local(t)._scale_inv] for t in (one, other))
     elif hasattr(_local(one), "_quantizer"):  # blocks, with padding that means nothing
         mine, others = [_local(one).dequantize()], [_local(other).dequantize()]
     else:
         mine, others = leaves(one), leaves(other)
-    return type(one) is type(other) and all(same_bits(a, b) for a, b in zip(mine, others, strict=True))
+    return isinstance(other, type(one)) and all(same_bits(a, b) for a, b in zip(mine, others, strict=True))
 
 
 def _local(tensor: Tensor) -> Any:

@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
@@ -248,6 +249,8 @@ def _rewrapped(func: Any, args: tuple[Any, ...], result: Any) -> Any:
         if result is arg:  # in place, on a plain tensor
             return result
         if isinstance(arg, ShardTensor) and result is arg.local:  # in place
+            # autograd has counted the write in the wrapper alone, and loads are told from templates by the memory's.
+            increment_version(arg.local)
             return arg
     first = next((arg for arg in args if isinstance(arg, ShardTensor)), None)
     keeps = func in _KEEP_CHUNKS or torch.Tag.pointwise in func.tags

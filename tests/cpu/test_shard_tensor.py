@@ -188,6 +188,15 @@ def test_other_operations_give_plain_tensors():
     assert shard.sum() == 6
 
 
+@pytest.mark.parametrize("write", [lambda t: t.fill_(1), lambda t: t.copy_(torch.ones_like(t))], ids=["fill", "copy"])
+def test_a_write_through_the_wrapper_counts_in_its_memory(write: Callable[[Tensor], object]) -> None:
+    """By which the tensors of ``for_load=True`` are known to have been loaded."""
+    memory = torch.zeros(4)
+    write(ShardTensor(memory, chunks_of((4,))))
+    assert memory._version == 1
+    assert torch.equal(memory, torch.ones(4))
+
+
 def test_operations_in_place_give_the_same_object():
     shard = ShardTensor(torch.arange(4.0), chunks_of((4,)))
     memory = shard.local
