@@ -261,7 +261,10 @@ class _Machine:
     # --- the memo ---
 
     def put(self, count: int) -> None:
-        self._memo[self._number(count)] = self._stack[-1]
+        place = self._number(count)
+        if place >= len(self._content):  # a memo with fewer values than places, for all of which Python takes memory
+            raise pickle.UnpicklingError(f"its memo has {place} places")
+        self._memo[place] = self._stack[-1]
 
     # --- values ---
 

@@ -383,6 +383,14 @@ def test_damaged_metadata_are_not_whole(name: str, small: Path, tmp_path: Path) 
     assert not is_whole(folder)
 
 
+def test_a_memo_larger_than_its_pickle_is_not_whole(small: Path, tmp_path: Path) -> None:
+    """Python would take 32 GiB for it: whether torch loads that is a matter of the machine, and is not tried."""
+    folder = Path(shutil.copytree(small, tmp_path / "damaged"))
+    file = folder / ".metadata"
+    file.write_bytes(file.read_bytes()[:-1] + b"r\xff\xff\xff\x7f.")
+    assert not is_whole(folder)
+
+
 @pytest.mark.parametrize(
     "mask", [0x04, 0x20, *(pytest.param(1 << n, marks=pytest.mark.long) for n in (0, 1, 3, 4, 6, 7))]
 )
