@@ -4,7 +4,6 @@ from .async_save import ArenaStager
 from .checksum_writer import ChecksumWriter
 from .chunks import Chunk, ShardChunks, chunks_of
 from .experts import Experts
-from .fused_adam_state import adamw_to_fused_adam, fused_adam_to_adamw
 from .load_planner import LoadPlanner, load
 from .model_values import with_parameter_chunks
 from .save_planner import SavePlanner, save
@@ -20,10 +19,8 @@ __all__ = [
     "SavePlanner",
     "ShardChunks",
     "ShardTensor",
-    "adamw_to_fused_adam",
     "check_storage_writer",
     "chunks_of",
-    "fused_adam_to_adamw",
     "get_optimizer_state_dict",
     "load",
     "save",
