@@ -157,7 +157,7 @@ def offload_optimizer(
         raise
     engine.has_left_device()
     engine.take_staging()
-    for note in filter(None, (*notes_of(engine), note_if_unsharded(params, model))):
+    for note in filter(None, (*notes_of(engine), note_if_unsharded(params))):
         warnings.warn(f"offload_optimizer: {note}", stacklevel=2)
     return optimizer
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -25,22 +24,20 @@ RIGHT_ORDER = (
 )
 
 
-def note_if_unsharded(params: Collection[Tensor], model: nn.Module | None) -> str:
+def note_if_unsharded(params: Collection[Tensor]) -> str:
     """Return a warning where several ranks would each keep the whole state; empty elsewhere.
 
     No proof: DDP is so on purpose. Whether parameters will be exchanged cannot be known before they are.
     """
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return ""
-    if not params or any(is_dtensor(param) or hasattr(param, "_is_flat_param") for param in params):
+    if not params or any(is_dtensor(param) for param in params):
         return ""
     if not all(isinstance(param, nn.Parameter) for param in params):
         return ""  # a framework's own shards of them, as Megatron's DistributedOptimizer makes
-    if model is not None and any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
-        return ""
     return (
-        f"None of the optimizer's parameters is sharded, and there are {dist.get_world_size()} ranks: each pins the "
-        f"whole state. If the model is yet to be sharded, attach afterwards: {RIGHT_ORDER}."
+        f"None of the optimizer's parameters is a DTensor, and there are {dist.get_world_size()} ranks: each pins the "
+        f"state of all that it holds. If the model is yet to be sharded, attach afterwards: {RIGHT_ORDER}."
     )
 
 

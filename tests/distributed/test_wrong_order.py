@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn, optim
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_offload import offload_optimizer
-from tests.distributed.launch import DEVICE_TYPE, mesh, run_cases, spawn, this_device
+from tests.distributed.launch import DEVICE_TYPE, run_cases, spawn, this_device
 from tests.distributed.models import Net, batch, build, shard_even
 
 pytestmark = pytest.mark.distributed
@@ -40,7 +39,7 @@ def said(kind: type[Exception] | type[Warning], *parts: str) -> Iterator[None]:
         yield
 
 
-UNSHARDED = ("None of the optimizer's parameters is sharded, and there are 2 ranks", "call fully_shard")
+UNSHARDED = ("None of the optimizer's parameters is a DTensor, and there are 2 ranks", "call fully_shard")
 
 
 def plain_net() -> Net:
@@ -71,14 +70,6 @@ def afterwards() -> list[str]:
     net(batch(0)).backward()
     optimizer.step()
     return advice
-
-
-def in_fsdp1() -> list[str]:
-    options = {"device_mesh": mesh(2), "device_id": this_device()}
-    net = FullyShardedDataParallel(plain_net(), **options, use_orig_params=True)
-    original = attach(adamw(net), model=net)
-    flat = FullyShardedDataParallel(plain_net(), **options, use_orig_params=False)
-    return original + attach(adamw(flat))
 
 
 def in_ddp() -> list[str]:
@@ -125,7 +116,6 @@ def run_orders(rank: int, world_size: int) -> None:
             "before fully_shard": partial(before_fully_shard, with_model=False),
             "before fully_shard, with a model": partial(before_fully_shard, with_model=True),
             "after it": afterwards,
-            "FSDP1": in_fsdp1,
             "DDP": in_ddp,
             "built anew": built_anew,
             "other parameters": other_parameters,
