@@ -10,7 +10,7 @@ try:
 except ImportError:
     sys.exit("The benches need the extra 'bench': pip install 'fsdp-offload[bench]'")
 
-from . import checkpoint, link, machine, plan, sleep, step, tools, train
+from . import checkpoint, link, sleep, step, train
 from .record import print_machine
 
 app = typer.Typer(help="Measure offloading on this machine. Results are JSON lines.", no_args_is_help=True)
@@ -34,11 +34,8 @@ def _machine(
 
 app.command("checkpoint")(checkpoint.main)
 app.command("link")(link.main)
-app.command("machine")(machine.main)
-app.command("plan")(plan.main)
 app.command("sleep")(sleep.main)
 app.command("step")(step.main)
-app.command("tools")(tools.main)
 app.command("train")(train.main)
 
 if __name__ == "__main__":

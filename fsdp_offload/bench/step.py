@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from .. import OffloadedOptimizer, OffloadPolicy, offload_optimizer
-from .host_step import compare_host_fractions
 from .link import Link
 from .record import bench_device, cpu_ms, device_bytes_of, median, print_record, wall_ms
 
@@ -59,12 +58,6 @@ def main(
         typer.Option("--optimizer", help="torch's AdamW, or Transformer Engine's FusedAdam with masters of its own."),
     ] = AdamKind.ADAMW,
     sharded: Annotated[bool, typer.Option(help="DTensors of a one-rank mesh, as fully_shard makes them.")] = True,
-    host_fraction: Annotated[
-        str | None,
-        typer.Option(
-            help="Instead: compare these shares for OffloadPolicy.host_fraction (as in 0.3,0.5) with 0, 1 and others."
-        ),
-    ] = None,
     repeats: Annotated[int, typer.Option(help="Measured steps; medians are printed.")] = 9,
 ) -> None:
     """Time of one step of Adam with fp32 moments, beside the two-way bandwidth of the same run."""
@@ -77,11 +70,6 @@ def main(
     policy = OffloadPolicy(
         device_bytes=device_bytes_of(device_mib), bucket_bytes=bucket_mib * _MIB, master_weights=master_weights.value
     )
-    if host_fraction is not None:
-        chosen = [float(text) for text in host_fraction.split(",")]
-        compare_host_fractions(chosen, make_model, sizes, make_optimizer, policy, device, repeats=repeats)
-        _end()
-        return
     model = make_model()
     plain_ms = _plain_step_ms(make_optimizer(model.parameters()), device, repeats=repeats)
     torch.accelerator.reset_peak_memory_stats(device)

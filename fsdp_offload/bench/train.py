@@ -352,7 +352,7 @@ class Bench:
     def parts(self) -> dict[str, float]:
         """Forward, backward and update alone."""
         optimizer = torch.optim.AdamW(self._params, lr=1e-5, fused=True)
-        self._iterate(optimizer, 2)
+        self.iterate(optimizer, 2)
         device = self._device
         loss = self._model(self._tokens)
 
@@ -391,7 +391,7 @@ class Bench:
                 **self._state_places(optimizer, policy),
             }
             self._reshard()
-            result |= host_times(optimizer, Overlap, partial(self._iterate, optimizer, 1, clip=clip), self._device)
+            result |= host_times(optimizer, Overlap, partial(self.iterate, optimizer, 1, clip=clip), self._device)
             if trace is not None:
                 self.trace(optimizer, trace, clip=clip)
         return result
@@ -399,7 +399,7 @@ class Bench:
     def measure_unsettled(self, iterations: int) -> dict[str, Any]:
         """Milliseconds of an iteration of the plain optimizer, and device bytes: for what is too slow to settle."""
         optimizer = torch.optim.AdamW(self._params, lr=1e-5, fused=True)
-        self._iterate(optimizer, 2)
+        self.iterate(optimizer, 2)
         return {
             "ms": self._settled_ms(optimizer, iterations, clip=False),
             "peak_bytes": torch.accelerator.max_memory_allocated(self._device),
@@ -412,10 +412,10 @@ class Bench:
         From an idle device to an idle one would be longer: the transfers that the last step leaves to a forward have
         none to hide behind then.
         """
-        self._iterate(optimizer, 1, clip=clip)
+        self.iterate(optimizer, 1, clip=clip)
         compute = device_link(self._device).lanes(serial=False)["C"]
         begin = compute.mark()
-        self._iterate(optimizer, count, clip=clip)
+        self.iterate(optimizer, count, clip=clip)
         end = compute.mark()
         end.synchronize()
         return end.elapsed_ms_since(begin) / count
@@ -443,7 +443,7 @@ class Bench:
         if policy is not None:
             offload_optimizer(optimizer, model=self._model, policy=policy)
         clip = self._clip and (policy is None or not policy.updates_in_backward or clipped is not None)
-        self._iterate(optimizer, SETTLE_ITERATIONS, clip=clip)
+        self.iterate(optimizer, SETTLE_ITERATIONS, clip=clip)
         yield optimizer, clip
         if policy is not None:
             optimizer.synchronize()  # type: ignore[attr-defined]
@@ -466,7 +466,7 @@ class Bench:
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         first_rank = dist.get_rank() == 0
         with torch.profiler.profile(activities=activities) if first_rank else nullcontext() as profiler:
-            self._iterate(optimizer, 3, clip=clip)
+            self.iterate(optimizer, 3, clip=clip)
         if profiler is not None:
             profiler.export_chrome_trace(str(path))
 
@@ -475,7 +475,8 @@ class Bench:
         for module in fsdp_modules(self._model):
             module.reshard()
 
-    def _iterate(self, optimizer: torch.optim.Optimizer, count: int, *, clip: bool = False) -> None:
+    def iterate(self, optimizer: torch.optim.Optimizer, count: int, *, clip: bool = False) -> None:
+        """Train on for so many steps."""
         for _ in range(count):
             with phase("forward"):
                 loss = self._model(self._tokens)

@@ -2,7 +2,6 @@
 
 from .memory import Moment, draw_memory
 from .recording import Recording, record_iterations
-from .steps import draw_steps
 from .timeline import Lane, Timeline, draw, read_trace, timeline_of
 
 __all__ = [
@@ -12,7 +11,6 @@ __all__ = [
     "Timeline",
     "draw",
     "draw_memory",
-    "draw_steps",
     "read_trace",
     "record_iterations",
     "timeline_of",

@@ -11,8 +11,8 @@ from matplotlib.image import imread
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_offload import OffloadPolicy, OffloadReport, offload_optimizer
-from fsdp_offload.figures import Lane, Moment, Timeline, draw_memory, draw_steps, read_trace, record_iterations
+from fsdp_offload import OffloadPolicy, offload_optimizer
+from fsdp_offload.figures import Lane, Moment, Timeline, draw_memory, read_trace, record_iterations
 from fsdp_offload.figures.timeline import Phase, Span
 from tests.overlapping import Loop, adamw, same
 
@@ -136,19 +136,6 @@ def test_waits_are_where_nothing_computes() -> None:
 def test_memory_that_has_no_name_is_the_rest() -> None:
     moment = Moment("step", {"parameters": 3, "gradients": 4}, 10)
     assert moment.by_place() == {"parameters": 3, "gradients": 4, "activations, gathered": 3}
-
-
-def test_shares_of_the_bound_are_drawn_for_steps_that_know_it(tmp_path: Path) -> None:
-    model, optimizer = make()
-    offload_optimizer(optimizer, policy=POLICY)
-    reports: list[OffloadReport] = []
-    for _ in range(4):
-        train(model, optimizer)
-        reports.append(optimizer.offload_report())
-    draw_steps(reports, tmp_path / "steps.svg")
-    assert ElementTree.parse(tmp_path / "steps.svg").getroot().tag.endswith("svg")
-    with pytest.raises(ValueError, match="no report knows its bound"):
-        draw_steps([], tmp_path / "none.svg")
 
 
 def test_memory_is_drawn_as_png_too(tmp_path: Path) -> None:

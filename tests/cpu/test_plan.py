@@ -28,6 +28,7 @@ from fsdp_offload.plan import (
 )
 from fsdp_offload.plan.machine import _cache_path
 from fsdp_offload.plan.trace import trace
+from fsdp_offload.plan.training import DTYPES
 from fsdp_offload.planning.choices import lines_to_write
 from fsdp_offload.policy import MasterKind
 from tests.parity import attach
@@ -344,6 +345,30 @@ def test_what_a_window_and_a_host_take_is_what_the_engine_takes(mesh: DeviceMesh
     assert engine.window is not None
     assert one.device.terms["window"] == engine.window.capacity_bytes
     assert one.host_bytes == sum(region.nbytes for region in engine.plan.regions)
+
+
+@pytest.mark.parametrize(("dtype", "masters"), [("fp32", "none"), ("bf16", "remainder"), ("bf16", "fp32")])
+@pytest.mark.parametrize("name", ["step", "forward, keeping", "iteration"])
+def test_host_bytes_are_what_the_engine_takes(mesh: DeviceMesh, name: str, dtype: str, masters: MasterKind) -> None:
+    model = GPT(LAYERS, 128, VOCABULARY).to(DTYPES[dtype])
+    made = plan(
+        model,
+        machine="H200",
+        tokens_per_step=LENGTH,
+        sequence_length=LENGTH,
+        dtype=dtype,
+        master_weights=masters,
+    )
+    state_bytes = sum(made.training.state_itemsizes()) * made.numel
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    one = by_name(made)[name]
+    policy = dataclasses.replace(one.choice.policy(state_bytes), master_weights=masters)
+    attach(optimizer, model=model, policy=policy)
+    model(torch.randint(VOCABULARY, (1, LENGTH + 1))).backward()
+    optimizer.step()
+    assert one.host_bytes == optimizer.offload_report().host_bytes
 
 
 def test_groups_stay_until_the_link_is_not_late_or_the_device_is_full() -> None:

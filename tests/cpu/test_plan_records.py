@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdp_offload.bench import plan as bench
-from fsdp_offload.bench.plan_cases import choice_named
 from fsdp_offload.bench.train import GPT
 from fsdp_offload.plan import CHOICES as CHOICES_OF_PLAN
 from fsdp_offload.plan import Choice, Forecast, plan
+from tests.plan_cases import CASES, choice_named, model_of_case, training_of_case
 
 RECORDS = Path(__file__).resolve().parents[2] / "examples/benchmark_results"
 RECORD = RECORDS / "2026-11-22-h200-train-latest.jsonl"
@@ -98,13 +97,13 @@ def planned() -> list[dict]:
 
 @cache
 def forecasts_of(case: str, ranks: int) -> dict[str, Forecast]:
-    wanted = bench.CASES[case]
+    wanted = CASES[case]
     choices = {one.name: one for one in (*CHOICES_OF_PLAN, *map(choice_named, wanted.policies)) if one is not None}
     made = plan(
-        bench.model_of_case(wanted),
+        model_of_case(wanted),
         machine="H200",
         choices=list(choices.values()),
-        **bench.training_of_case(wanted, ranks),
+        **training_of_case(wanted, ranks),
     )
     return {one.name: one for one in made.forecasts}
 

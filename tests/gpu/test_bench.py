@@ -21,12 +21,8 @@ import pytest
         ),
         (["step", "--params", "3000000", "--bucket-mib", "4", "--repeats", "2", "--master-weights", "fp32"], None),
         (["step", "--params", "300000", "--tensors", "9", "--repeats", "2", "--master-weights", "remainder"], None),
-        (
-            ["step", "--params", "3000000", "--repeats", "2", "--host-fraction", "auto"],
-            ["machine", *["step_host"] * 6, "step_host_ratios", "step_host_share"],
-        ),
     ],
-    ids=["link", "step", "step-foreach", "step-masters", "step-remainders", "step-host"],
+    ids=["link", "step", "step-foreach", "step-masters", "step-remainders"],
 )
 def test_bench(arguments, records):
     command = [sys.executable, "-m", "fsdp_offload.bench", *arguments]

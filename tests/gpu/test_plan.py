@@ -8,30 +8,32 @@ import pytest
 import torch
 
 from fsdp_offload import OffloadPolicy
-from fsdp_offload.bench import plan as bench
-from fsdp_offload.bench.train import GPT
+from fsdp_offload.bench.train import GPT, Bench
 from fsdp_offload.figures import Lane, record_iterations
-from fsdp_offload.plan import machine_of
+from fsdp_offload.plan import machine_of, plan
 from tests.overlapping import Loop, adamw
 
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.filterwarnings("ignore:barrier:UserWarning")  # which device it means is clear with one
-def test_peaks_and_host_bytes_are_as_predicted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    case = dataclasses.replace(bench.CASES["gpt"], build=lambda: GPT(6, 1024, 8192), sequences=4)
-    monkeypatch.setitem(bench.CASES, "gpt", case)
-    file = tmp_path / "predictions.jsonl"
-    bench.main(predict=file, cases="gpt", ranks=1, machine="H200")
-    bench.main(compare=file, cases="gpt", iterations=2, seconds=1e6)
-    records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert len(records) == len(case.policies)
-    for record in records:
-        if "keeping" not in record["policy"]:
-            assert record["predicted_peak_bytes"] == pytest.approx(record["measured_peak_bytes"], rel=0.03)
-        assert record["predicted_host_bytes"] == pytest.approx(record["measured_host_bytes"], rel=0.01)
+def test_peaks_and_host_bytes_are_as_predicted(mesh: torch.distributed.DeviceMesh) -> None:
+    layers, width, vocabulary, sequences, length = 6, 1024, 8192, 4, 2048
+    with torch.device("meta"):
+        model = GPT(layers, width, vocabulary)
+    made = plan(model, machine="H200", ranks=1, tokens_per_step=sequences * length, sequence_length=length)
+    device = torch.device(mesh.device_type, torch.accelerator.current_device_index())
+    bench = Bench(device, layers, width, sequences, length, clip=True, vocabulary=vocabulary)
+    for name in ("no offload", "step", "forward", "forward, keeping", "iteration"):
+        (one,) = [one for one in made.forecasts if one.name == name]
+        policy = None if one.choice is None else one.choice.policy(bench.state_bytes)
+        with bench.settled(policy) as (optimizer, clip):
+            torch.accelerator.reset_peak_memory_stats(device)
+            bench.iterate(optimizer, 3, clip=clip)
+            peak_bytes = torch.accelerator.max_memory_allocated(device)
+            host_bytes = 0 if policy is None else optimizer.offload_report().host_bytes
+        if "keeping" not in name:
+            assert one.device.peak_bytes == pytest.approx(peak_bytes, rel=0.03)
+        assert one.host_bytes == pytest.approx(host_bytes, rel=0.01)
 
 
 def test_this_machine_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -279,7 +279,7 @@ def traced(bench: Bench, policy: OffloadPolicy | None, path: Path) -> Timeline:
 def test_the_host_is_timed_in_hooks_and_step(fields: dict[str, Any] | None, in_hooks: bool, bench: Bench) -> None:
     before = dict(vars(Overlap))
     with bench.settled(None if fields is None else with_share(**SIZES, **fields)) as (optimizer, clip):
-        found = host_times(optimizer, Overlap, partial(bench._iterate, optimizer, 1, clip=clip), torch.device("cpu"), 3)
+        found = host_times(optimizer, Overlap, partial(bench.iterate, optimizer, 1, clip=clip), torch.device("cpu"), 3)
         assert "step" not in vars(optimizer)
     assert (found["host_hooks_ms"] > 0) is in_hooks
     assert found["host_step_ms"] > 0
@@ -396,7 +396,7 @@ def test_a_policy_is_beside_plain_training_that_clips_as_often() -> None:
 def test_updates_in_the_backward_stand_where_the_norm_does_not_bind(bench: Bench) -> None:
     with bench.settled(with_share(**SIZES, overlap="iteration"), CLIPPED["rarely"]) as (optimizer, clip):
         assert clip
-        bench._iterate(optimizer, RARELY + 3 - SETTLE_ITERATIONS, clip=clip)
+        bench.iterate(optimizer, RARELY + 3 - SETTLE_ITERATIONS, clip=clip)
         (sentence,) = [one for one in optimizer.offload_report().tuning if "clips" in one]  # type: ignore[attr-defined]
     # Of the first two, the one that is measured alone and the rest.
     assert f"1 of {RARELY + 3 - 3} such steps were taken back" in sentence
