@@ -218,10 +218,7 @@ def report_of(engine: Engine, states: StateStore) -> OffloadReport:
         tuning=tuple(
             filter(
                 None,
-                (
-                    *(engine.tuning_of_policy, engine.tuning_of_residents),
-                    *(engine.tuning_of_staging, engine.steps.speculation.sentence),
-                ),
+                (engine.tuning_of_residents, engine.tuning_of_staging, engine.steps.speculation.sentence),
             )
         ),
         notes=(*notes_of(engine), *([exchanged] if exchanged_bytes else []), *queues),

@@ -9,8 +9,8 @@ from torch import nn
 
 from fsdp_offload.bench.train import GPT
 from fsdp_offload.plan import CHOICES, OVERLAPS, Choice, Model, model_of
+from fsdp_offload.plan.choices import Loop
 from fsdp_offload.plan.decoder import Decoder, DecoderConfig
-from fsdp_offload.planning.choices import Loop
 
 
 @dataclass(frozen=True)

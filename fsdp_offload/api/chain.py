@@ -1,7 +1,7 @@
 """Several optimizers inside one object of a framework: offloaded together, and sent through the phases together."""
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -18,7 +18,7 @@ def offload_each(
     offload: Callable[..., Optimizer],
     remove: Callable[[Optimizer], Optimizer],
     model: nn.Module | None,
-    policy: OffloadPolicy | Literal["auto"] | None,
+    policy: OffloadPolicy | None,
 ) -> None:
     """Call ``offload`` with every optimizer inside ``optimizer``; if one fails, those before it are removed again.
 
@@ -36,7 +36,7 @@ def offload_each(
         for inner in reversed(done):
             remove(inner)
         raise
-    limit_bytes = policy.host_limit_bytes if isinstance(policy, OffloadPolicy) else None
+    limit_bytes = policy.host_limit_bytes if policy is not None else None
     for inner, masters in masters_in(optimizer).items():
         own = [master for master in masters if owns_its_storage(master)]
         if own:

@@ -1,26 +1,21 @@
 """Attaching and removing: :func:`offload_optimizer`, :func:`remove_offload`, and questions about any optimizer."""
 
 import functools
-import logging
 import warnings
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import Literal, TypeVar
+from typing import TypeVar
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from ..cpu_update.updates import HostUpdates
 from ..engine.engine import Engine, find_offloaded
 from ..model.hooks import group_numbers, make_overlap
-from ..optimizers import Capabilities, capabilities_for
-from ..planning.choices import Loop, auto_policy
+from ..optimizers import capabilities_for
 from ..policy import OffloadPolicy
 from ..report import OffloadReport, notes_of
 from ..state.layout import is_trained
 from ..state.mapping import OffloadedState
-from ..torch_compat.dtensor import largest_local_numel
-from ..torch_compat.fully_shard import sharding_groups
 from .attachment import (
     Attachment,
     attachment_of,
@@ -50,8 +45,6 @@ from .wrong_order import (
     warn_if_another_steps,
 )
 
-logger = logging.getLogger(__name__)
-
 _Optimizer = TypeVar("_Optimizer", bound=Optimizer)
 
 
@@ -59,8 +52,7 @@ def offload_optimizer(
     optimizer: _Optimizer,
     *,
     model: nn.Module | None = None,
-    policy: OffloadPolicy | Literal["auto"] | None = None,
-    loop: Loop = "any",
+    policy: OffloadPolicy | None = None,
     exist_ok: bool = False,
 ) -> _Optimizer:
     """Keep the state of ``optimizer`` in host memory from now on, and stream it through the device in each step.
@@ -81,12 +73,7 @@ def offload_optimizer(
             Megatron's optimizers and chains of them: each of torch's in there is offloaded, or none.
         model: the model whose parameters it has. Gives the order of the buckets, names for messages,
             more checks, and, where it is sharded by ``fully_shard``, the backward in which loads begin.
-        policy: what is offloaded, how much of it may be on the device, and what hides its transfers. ``"auto"`` hides
-            as much as ``loop`` allows, measures the first iterations, and keeps on the device what cannot be hidden;
-            the report says what it chose.
-        loop: what your training loop promises to ``policy="auto"``. ``"any"``: nothing. ``"synchronizes"``: it calls
-            ``synchronize()`` before it touches parameters or gradients between ``step()`` and the next forward.
-            ``"no_clipping"``: that, and it neither clips by a global norm nor touches gradients after the backward.
+        policy: what is offloaded, how much of it may be on the device, and what hides its transfers.
         exist_ok: do nothing where it is offloaded already, for the same model and with the same policy: for code that
             runs once for each fit. Without ``policy``, whatever that is.
 
@@ -99,11 +86,11 @@ def offload_optimizer(
         MemoryError: host memory does not suffice.
     """
     if is_wrapped(optimizer):
-        each = functools.partial(offload_optimizer, loop=loop, exist_ok=exist_ok)
+        each = functools.partial(offload_optimizer, exist_ok=exist_ok)
         offload_each(optimizer, each, remove_offload, model, policy)
         return optimizer
     given = policy
-    if policy is None or policy == "auto":
+    if policy is None:
         policy = OffloadPolicy()
     check_types(model, policy)
     *wrappers, target = wrappers_around(optimizer)
@@ -117,11 +104,6 @@ def offload_optimizer(
     check_capabilities(target, capabilities, policy, names)
     check_lists(target)
     device = check_params(capabilities, params, names, on_host=policy.parameters)
-    chosen = ""
-    if given == "auto":
-        policy, chosen = _chosen(capabilities, params, model, loop)
-    elif loop != "any":
-        raise ValueError(f"offload_optimizer: loop={loop!r} is a promise to policy='auto'; got policy={given!r}")
     check_no_other_updates(params, names, policy)
     if policy.pin_memory and device.type == "cpu":
         raise ValueError(
@@ -132,7 +114,6 @@ def offload_optimizer(
     sharded = streamable(model, names) if policy.parameters else {}
     host = HostUpdates(type(target), capabilities, policy, device) if policy.host_fraction else None
     engine = Engine(type(target), capabilities, policy, device, names, together, sharded, host)
-    engine.tuning_of_policy = chosen
     states = OffloadedState(engine, target.state)
     # A frozen parameter gets room when it first has a gradient: reserving it would pin memory that nothing uses.
     eager = capabilities.conventions.state_without_gradient
@@ -230,33 +211,12 @@ def _watch_until_first_step(optimizer: Optimizer, attachment: Attachment, model:
         attachment.until_first_step.append(check)
 
 
-def _chosen(
-    capabilities: Capabilities, params: Sequence[Tensor], model: nn.Module | None, loop: Loop
-) -> tuple[OffloadPolicy, str]:
-    """Choose what ``policy="auto"`` means here; the same on every rank."""
-    hides = "" if model is not None else "without model=... there is nothing to hide behind"
-    if model is not None and not any(group.params for group in sharding_groups(model)):
-        hides = "the model is not sharded by fully_shard, into which overlap hooks"
-    state_bytes = sum(2 * param.element_size() * largest_local_numel(param) for param in params)
-    policy, chosen = auto_policy(
-        loop,
-        hides=hides,
-        elementwise=capabilities.elementwise,
-        updates_early=capabilities.conventions.reads_param_grad,
-        state_bytes=state_bytes,
-        tensors=len(params),
-    )
-    logger.info(chosen)
-    return policy, chosen
-
-
-def _check_same(optimizer: Optimizer, model: nn.Module | None, policy: OffloadPolicy | Literal["auto"] | None) -> None:
+def _check_same(optimizer: Optimizer, model: nn.Module | None, policy: OffloadPolicy | None) -> None:
     """Refuse to leave an offload as it is where the second call asks for another one."""
     attachment = attachment_of(optimizer)
     assert attachment is not None
     other = []
-    is_same = attachment.engine.tuning_of_policy if policy == "auto" else policy == attachment.engine.policy
-    if policy is not None and not is_same:
+    if policy is not None and policy != attachment.engine.policy:
         other.append(f"with {attachment.engine.policy}")
     if model is not None and (attachment.model is None or attachment.model() is not model):
         other.append("without a model" if attachment.model is None else "for another model")

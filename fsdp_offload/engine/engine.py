@@ -68,7 +68,7 @@ class Engine:
         holds_back: nothing is begun before ``step()``, so that the model can be measured alone.
         frees_all_gradients: each in the backward of every step, the first one included: they would not fit together.
         alone: what has been measured so.
-        tuning_of_policy, tuning_of_residents, tuning_of_staging: what ``"auto"`` has chosen, and why,
+        tuning_of_residents, tuning_of_staging: what ``"auto"`` has chosen, and why,
             in sentences.
     """
 
@@ -123,7 +123,7 @@ class Engine:
         self._unplanned: list[Tensor] = []  # in the groups, but without room: they never had a gradient
         self._layout_keys: list[LayoutKey] = []  # of each group, when its state was last planned
         self._peak_bytes = 0  # that iterations took, beside state that stays
-        self.tuning_of_policy = self.tuning_of_residents = self.tuning_of_staging = ""
+        self.tuning_of_residents = self.tuning_of_staging = ""
         self._link.join()
         # Ring and arena must not go while a copy still uses them. This runs before the attributes are dropped.
         weakref.finalize(self, _let_go, self._link, self._pipeline.number).atexit = False

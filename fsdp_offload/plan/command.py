@@ -12,7 +12,7 @@ except ImportError:
     sys.stderr.write("The plan's command needs the extra 'plan': pip install 'fsdp-offload[plan]'\n")
     sys.exit(2)
 
-from ..planning.choices import Loop
+from .choices import Loop
 from .forecast import plan
 from .machine import builtin_machines
 from .model import builtin_models

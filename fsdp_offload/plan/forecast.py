@@ -9,7 +9,7 @@ from typing import Any, get_args
 from torch import nn
 
 from ..planning.bound import Bound, Times
-from ..planning.choices import CHOICES, OVERLAPS, Choice, Loop, lines_to_write
+from .choices import CHOICES, OVERLAPS, Choice, Loop, lines_to_write
 from .machine import Machine, machine_of
 from .memory import SLACK, DeviceMemory, Sizes, Window, device_memory, sizes_of
 from .model import Model, model_of

@@ -3,7 +3,7 @@
 from rich.console import Console
 from rich.table import Table
 
-from ..planning.choices import Loop
+from .choices import Loop
 from .forecast import Forecast, Plan
 
 COLUMNS = ("policy", "device\nGB", "spare\nGB", "host\nGB", "ms", "bound\nms", "tokens/s", "limit")

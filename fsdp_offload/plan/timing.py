@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ..planning.bound import Times
-from ..planning.choices import Choice, Overlap
+from .choices import Choice, Overlap
 from .machine import Machine
 from .memory import Sizes
 from .trace import Phase, Segment, Trace

@@ -10,8 +10,8 @@ measured ones in training::
 from itertools import accumulate
 from typing import NamedTuple
 
-from ..planning.choices import Choice
 from ..planning.resident import STALL_TOLERANCE, IterationTimes, expected_iteration, groups_to_keep
+from .choices import Choice
 from .machine import Machine
 from .timing import Parts, Turn, estimate
 

@@ -26,10 +26,10 @@ from fsdp_offload.plan import (
     model_of,
     plan,
 )
+from fsdp_offload.plan.choices import lines_to_write
 from fsdp_offload.plan.machine import _cache_path
 from fsdp_offload.plan.trace import trace
 from fsdp_offload.plan.training import DTYPES
-from fsdp_offload.planning.choices import lines_to_write
 from fsdp_offload.policy import MasterKind
 from tests.parity import attach
 

@@ -1,15 +1,15 @@
-"""The policies that a plan and ``policy="auto"`` choose among, in their words, and the fields that these have today.
+"""The policies that a plan compares, in its words, and the fields that these have today.
 
 The plan knows the fields of ``OffloadPolicy`` from nowhere else. Pure.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
+from ..planning.bound import Bound, Times, bound
+from ..planning.device_share import DeviceShare, device_share
 from ..policy import MIB, MasterKind, OffloadPolicy
-from .bound import Bound, Times, bound
-from .device_share import DeviceShare, device_share
 
 Overlap = Literal["step", "forward", "iteration"]
 Loop = Literal["any", "synchronizes", "no_clipping"]
@@ -108,51 +108,8 @@ CHOICES = (
 )
 
 
-def auto_policy(
-    loop: Loop, *, hides: str, elementwise: bool, updates_early: bool, state_bytes: int, tensors: int
-) -> tuple[OffloadPolicy, str]:
-    """Choose for ``policy="auto"``: what hides most within what the loop allows, keeping only what cannot be hidden.
-
-    How much that is, ``device_bytes="auto"`` finds out in the first iterations. The same on every rank.
-
-    Args:
-        loop: what the caller promises.
-        hides: why nothing can be hidden behind the model; empty if it can.
-        elementwise: whether the optimizer works element by element.
-        updates_early: whether it can use gradients as soon as they are final.
-        state_bytes: about how much state the rank with most of it has.
-        tensors: how many parameters this state is of.
-
-    Returns:
-        The policy, and what was chosen and why in a sentence.
-
-    Raises:
-        ValueError: there is no such loop.
-    """
-    if loop not in OVERLAPS:
-        raise ValueError(f"offload_optimizer: loop must be one of {', '.join(get_args(Loop))}; got {loop!r}")
-    allowed = [one for one in OVERLAPS[loop] if one != "iteration" or updates_early]
-    choice = Choice(allowed[-1], "auto" if elementwise and allowed[-1] != "step" else "none")
-    why = f"loop={loop!r} allows it to hide behind "
-    why += {"step": "the backward", "forward": "the next forward", "iteration": "backward and forward"}[choice.overlap]
-    if hides:
-        choice, why = Choice("step"), hides
-    if choice.overlap != "step" and state_bytes < _SMALL_STATE_BYTES * tensors:
-        choice = Choice("forward")
-        why = f"the state of {tensors} parameters is moved in less time than the host needs to issue it piece by piece"
-    if choice.keeps == "auto":
-        why += ", and what cannot be hidden stays on the device"
-    fields = ", ".join(f"{name}={_said(value)}" for name, value in choice.fields(state_bytes).items())
-    return choice.policy(state_bytes), f"policy='auto': OffloadPolicy({fields}), since {why}."
-
-
 _LASTING_SHARE = 25
 """One part in so many of the state is staging that lasts, with ``device_bytes="auto"``: as ``homes.py`` has it."""
-
-_SMALL_STATE_BYTES = 12 << 20
-"""For each parameter. Issuing transfers and updates takes the host 0.3 to 0.5 ms for each on the machine of
-``examples/benchmark_results/2026-11-23-h200x1-plan-auto.jsonl``, and moving so much both ways 0.25. Then a forward
-hides all transfers wherever the host keeps up, and where it does not, least is to be done in one go."""
 
 _LARGE_BYTES = 4 << 30
 """Of state: then a bucket of the default size would be one of very many."""
