@@ -243,7 +243,7 @@ def run_gathered(rank: int, world_size: int) -> None:
             if isinstance(part, DTensor):
                 over = part.device_mesh
                 part, gathered = local_shard(part), gathered.chunk(over.size())[over.get_local_rank()]
-            assert torch.equal(part.cpu(), gathered), (param, name)
+            assert torch.equal(part.cpu(), gathered.cpu()), (param, name)
 
 
 def saved_by_torch(value: torch.Tensor) -> bytes:
