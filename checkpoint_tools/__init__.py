@@ -1,4 +1,4 @@
-"""Tools for checkpoints of sharded models and optimizers: split and merge fused weights with their state."""
+"""Tools for checkpoints of sharded models and optimizers: split and merge fused weights, seal and verify files."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -7,14 +7,31 @@ if TYPE_CHECKING:
     from .fused.live import merge_state_dict, split_state_dict
     from .fused.preset_files import preset_names
     from .fused.rules import Rule, excluding, load_rules, preset
+    from .look.verify import verify
+    from .write.seal import seal
 
-__all__ = ["Rule", "excluding", "load_rules", "merge_state_dict", "preset", "preset_names", "split_state_dict"]
+__all__ = [
+    "Rule",
+    "excluding",
+    "load_rules",
+    "merge_state_dict",
+    "preset",
+    "preset_names",
+    "seal",
+    "split_state_dict",
+    "verify",
+]
 
-_LIVE = ("merge_state_dict", "split_state_dict")
+_ELSEWHERE = {
+    "merge_state_dict": ".fused.live",
+    "split_state_dict": ".fused.live",
+    "seal": ".write.seal",
+    "verify": ".look.verify",
+}
 
 
 def __getattr__(name: str) -> Any:
     # When they are used: the command line shows its help without waiting for torch.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(".fused.live" if name in _LIVE else ".fused.rules", __name__), name)
+    return getattr(importlib.import_module(_ELSEWHERE.get(name, ".fused.rules"), __name__), name)

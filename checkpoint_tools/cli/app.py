@@ -12,6 +12,7 @@ from .diff_command import compare_checkpoints
 from .error_lines import with_error_lines
 from .inspect_command import inspect_checkpoint
 from .rename_command import rename_weights
+from .seal_command import seal_checkpoint
 from .split_and_merge import PRESETS_EPILOG, merge_parts, split_fused
 from .verify_command import verify_checkpoint
 
@@ -50,6 +51,7 @@ def _before_any_command(
 for _name, _run, _epilog in (
     ("inspect", inspect_checkpoint, None),
     ("verify", verify_checkpoint, None),
+    ("seal", seal_checkpoint, None),
     ("diff", compare_checkpoints, None),
     ("split", split_fused, PRESETS_EPILOG),
     ("merge", merge_parts, PRESETS_EPILOG),

@@ -22,8 +22,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from fsdp_offload.checkpoint import ChecksumWriter
-
 from ..core.errors import CheckpointError
 from ..core.patterns import check_excluded, is_excluded
 from ..core.regions import TensorRegion, whole_of
@@ -35,7 +33,7 @@ from ..stored.archive import DamagedError, check_contents, check_pickle, open_ar
 from ..stored.items import ItemReader
 from ..stored.reading import Checkpoint
 from ..stored.storage import Window, open_folder
-from ..write.partial import sync_folder
+from ..write.seal import seal
 
 _MAX_DIGITS = 10  # of a parameter's number
 _WITHOUT = "torch.serialization.set_crc32_options(False) was in force"
@@ -57,11 +55,11 @@ def to_dcp(source: str, destination: str, max_memory_bytes: int) -> tuple[int, l
     with _partial(destination) as made:
         try:
             with warnings.catch_warnings(action="ignore"):  # that there is no process group
-                save(state, storage_writer=ChecksumWriter(FileSystemWriter(made, sync_files=True)), no_dist=True)
+                save(state, storage_writer=FileSystemWriter(made, sync_files=True), no_dist=True)
         except CheckpointException as error:
             reason = next(iter(error.failures.values()))[0]
             raise CheckpointError(f"{destination} cannot be written: {shortened(str(reason))}") from error
-        sync_folder(made)
+        seal(made)
     return len(state), [] if has_crcs else [f"the data of {source} cannot be compared with checksums: {_WITHOUT}"]
 
 

@@ -16,9 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
 
-from fsdp_offload.checkpoint.manifest import MANIFEST_FILE
-
 from ..core.errors import CheckpointError
+from ..stored.manifest import MANIFEST_FILE
 from ..stored.metadata import METADATA_FILE
 from ..stored.reading import Checkpoint, CheckpointProblem
 

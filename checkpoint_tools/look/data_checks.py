@@ -17,11 +17,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from fsdp_offload.checkpoint.item_archive import crc32
-
 from ..core.errors import CheckpointError
 from ..core.sizes import block_bounds
 from ..stored.envelope import combined_crc
+from ..stored.item_archive import crc32
 from ..stored.items import ItemReader
 from ..stored.reading import Checkpoint, CheckpointProblem, Content
 from ..stored.storage import read_into

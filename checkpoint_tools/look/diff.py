@@ -19,8 +19,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fsdp_offload.checkpoint.item_archive import crc32
-
 from ..core.errors import CheckpointError
 from ..core.regions import TensorRegion, common, position_in, stretches, whole_of
 from ..core.sizes import MAX_ITEM_BYTES, block_bounds, counted, human_shape, natural_order, short_repr, thread_bytes
@@ -28,6 +26,7 @@ from ..core.tables import Table
 from ..core.values import Comparison, compare_each, compare_values, same_values
 from ..fused.keys import sorted_out
 from ..stored.envelope import envelope_of
+from ..stored.item_archive import crc32
 from ..stored.items import ItemReader
 from ..stored.reading import Checkpoint, StoredTensor
 from .verify import check_coverage

@@ -11,6 +11,7 @@ Files are looked at in parallel. The checks of checksums are in :mod:`checkpoint
 
 import itertools
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
@@ -19,11 +20,12 @@ import torch
 from torch import Tensor
 
 from fsdp_offload.checkpoint.load_checks import ReadPart, overlapping
-from fsdp_offload.checkpoint.manifest import MANIFEST_FILE
 
 from ..core.errors import CheckpointError
 from ..core.sizes import MAX_ITEM_BYTES, block_bounds, counted, thread_bytes
 from ..stored.items import ItemReader
+from ..stored.manifest import MANIFEST_FILE
+from ..stored.opening import open_checkpoint
 from ..stored.reading import Checkpoint, CheckpointProblem, StoredChunk, StoredObject, StoredTensor
 from .data_checks import DataChecks
 
@@ -53,6 +55,26 @@ class Files(NamedTuple):
     problems: tuple[CheckpointProblem, ...]
     notes: tuple[str, ...]
     nbytes: int
+
+
+def verify(path: str | os.PathLike[str], *, data: bool = True, threads: int = 4) -> list[CheckpointProblem]:
+    """Everything that is wrong with a checkpoint; nothing, if it is whole and its data are as they were written.
+
+    Of a checkpoint that :func:`~checkpoint_tools.seal` has sealed, every bit that has changed is found.
+
+    Args:
+        path: its folder, or its fsspec URL.
+        data: read all data, and compare them with their CRC-32; without, only what is around them.
+        threads: how many files are read at the same time.
+
+    Raises:
+        CheckpointError: there is none, or its metadata cannot be read.
+    """
+    checkpoint = open_checkpoint(path)
+    problems, files = check_structure(checkpoint, threads)
+    if data:
+        problems += DataChecks(checkpoint).check_files(files.sound, threads)
+    return list(dict.fromkeys(problems))
 
 
 def check_structure(checkpoint: Checkpoint, threads: int = 4) -> tuple[list[CheckpointProblem], Files]:

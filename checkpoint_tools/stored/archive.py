@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fsdp_offload.checkpoint.item_archive import (
+from ..core.sizes import MAX_DIMS, MAX_INT64, shortened
+from .item_archive import (
     SMALL_BYTES,
     STORED,
     Archive,
@@ -17,8 +18,6 @@ from fsdp_offload.checkpoint.item_archive import (
     open_item,
     read_record,
 )
-
-from ..core.sizes import MAX_DIMS, MAX_INT64, shortened
 from .storage import Window
 from .unpickle import TENSOR_NAMES, ForbiddenNameError, unpickle, unpickle_plain
 from .unpickle import PickledObject as Named

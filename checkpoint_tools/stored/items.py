@@ -15,12 +15,11 @@ from typing import Any, BinaryIO, cast
 import torch
 from torch import Tensor
 
-from fsdp_offload.checkpoint.item_archive import SMALL_BYTES, STORED
-
 from ..core.errors import CheckpointError, UnreadableObjectError
 from ..core.sizes import human_bytes
 from ..core.values import MAX_VALUES, has_more_values
 from .archive import DamagedError, Layout, check_contents, check_pickle, open_archive, read_layout
+from .item_archive import SMALL_BYTES, STORED
 from .reading import Checkpoint, Content, Opened, StoredChunk, StoredObject
 from .storage import Window, read_into
 

@@ -1,9 +1,8 @@
 """The file ``.metadata``: read without running what it names, and what to say where it cannot be read."""
 
-from fsdp_offload.checkpoint.manifest import MANIFEST_FILE, DamagedManifestError, Manifest, parse_manifest
-
 from ..core.errors import CheckpointError
 from ..core.sizes import human_bytes, shortened
+from .manifest import MANIFEST_FILE, DamagedManifestError, Manifest, parse_manifest
 from .storage import Folder
 from .unpickle import METADATA_NAMES, ForbiddenNameError, PickledObject, unpickle
 

@@ -19,10 +19,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fsdp_offload.checkpoint.manifest import Manifest
-
 from ..core.errors import CheckpointError
 from ..core.sizes import MAX_DIMS, MAX_INT64, natural_order, shortened
+from .manifest import Manifest
 from .metadata import METADATA_FILE, damage, read_manifest, read_metadata
 from .storage import Folder, open_folder
 from .unpickle import PickledObject, without_collections
@@ -96,7 +95,7 @@ class Opened(NamedTuple):
     Attributes:
         contents: of it that were not read; all others have been compared with their CRC-32.
         has_crcs: whether there was anything to compare with.
-        directory_crc: the item's identity; see :mod:`fsdp_offload.checkpoint.item_archive`.
+        directory_crc: the item's identity; see :mod:`checkpoint_tools.stored.item_archive`.
     """
 
     contents: tuple[Content, ...]

@@ -22,15 +22,15 @@ import torch
 from torch import Tensor
 
 from fsdp_offload.checkpoint import Chunk
-from fsdp_offload.checkpoint.item_archive import crc32, read_framing
-from fsdp_offload.checkpoint.manifest import Item
 
 from ..core.errors import CheckpointError
 from ..core.regions import TensorRegion, common, position_in, stretches
 from ..core.sizes import MAX_ITEM_BYTES, block_bounds, thread_bytes
 from ..look.data_checks import DataChecks
 from ..stored.envelope import Envelope, combined_crc
+from ..stored.item_archive import crc32, read_framing
 from ..stored.items import ItemReader
+from ..stored.manifest import Item
 from ..stored.reading import Checkpoint, StoredChunk, StoredObject
 from ..stored.storage import Window, read_into
 from .partial import Filled

@@ -17,8 +17,6 @@ from typing import Any
 
 import torch
 
-from fsdp_offload.checkpoint.manifest import MANIFEST_FILE, manifest_bytes
-
 from ..core.errors import CheckpointError
 from ..core.sizes import counted, human_bytes, human_shape
 from ..core.tables import Table
@@ -27,6 +25,7 @@ from ..exchange.request import Complete, Way
 from ..fused.fusions import Exchange, Fusion
 from ..fused.split_record import RECORD_FILE, Split, read_record, record_bytes, without
 from ..look.verify import check_structure, notes_on_checksums
+from ..stored.manifest import MANIFEST_FILE, manifest_bytes
 from ..stored.metadata import METADATA_FILE, read_metadata
 from ..stored.reading import Checkpoint, open_checkpoint
 from .execute import perform

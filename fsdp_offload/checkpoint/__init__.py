@@ -1,7 +1,6 @@
 """Sharded checkpoints of offloaded state."""
 
 from .async_save import ArenaStager
-from .checksum_writer import ChecksumWriter
 from .chunks import Chunk, ShardChunks, chunks_of
 from .experts import Experts
 from .load_planner import LoadPlanner, load
@@ -12,7 +11,6 @@ from .state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 __all__ = [
     "ArenaStager",
-    "ChecksumWriter",
     "Chunk",
     "Experts",
     "LoadPlanner",

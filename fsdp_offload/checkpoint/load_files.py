@@ -7,7 +7,6 @@ one on all ranks, before the first byte.
 
 import inspect
 import io
-import logging
 import os
 from collections.abc import Callable, Collection
 from typing import Any
@@ -19,27 +18,19 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from .load_checks import listed
-from .load_data import StoredItem, checked_streams
-from .manifest import MANIFEST_FILE, DamagedManifestError, Manifest, parse_manifest
-
-logger = logging.getLogger(__name__)
 
 
 class CheckedReader(StorageReader):
     """A ``FileSystemReader`` that vouches for its files, in one load.
 
-    Passes everything on to ``reader``, through whose file system it looks. Where a manifest of checksums lies beside
-    the checkpoint, ``.metadata`` has to be the one that it was written for.
+    Passes everything on to ``reader``, through whose file system it looks.
 
     Args:
         reader: that reads.
-        check_data: whether what is read is compared with its checksums.
     """
 
-    def __init__(self, reader: FileSystemReader, *, check_data: bool = False) -> None:
+    def __init__(self, reader: FileSystemReader) -> None:
         self.reader = reader
-        self._check_data = check_data
-        self._manifest: Manifest | None = None
         self._failure: RuntimeError | None = None
 
     @property
@@ -72,14 +63,10 @@ class CheckedReader(StorageReader):
         try:
             if rank is not None and "kwargs" not in _parameters(self.reader.read_metadata):
                 raise FileNotFoundError(path)
-            if rank is None:
-                self._check_manifest(path)
             metadata: object = self.reader.read_metadata(*args, **kwargs)
             if isinstance(metadata, Metadata) and isinstance(metadata.storage_data, dict):
                 return metadata
             self._failure = _damage(path, f"it has a {type(metadata).__name__} that says of no data where it is")
-        except _ManifestError as error:
-            self._failure = _damage(path, str(error))
         except FileNotFoundError:
             if rank is None:
                 raise
@@ -90,24 +77,6 @@ class CheckedReader(StorageReader):
         except Exception as error:  # noqa: BLE001  # unpickling what is not a pickle can raise anything
             self._failure = _damage(path, f"{type(error).__name__}: {error}")
         return Metadata({}, storage_data={})
-
-    def _check_manifest(self, path: Any) -> None:
-        self._manifest = None
-        try:
-            content = self._content(self.reader.fs.concat_path(self.reader.path, MANIFEST_FILE))
-        except OSError:
-            return  # there is none
-        try:
-            self._manifest = parse_manifest(content)
-        except DamagedManifestError as error:
-            raise _ManifestError(str(error)) from error
-        why_not = self._manifest.why_not(self._content(path))
-        if why_not is not None:
-            raise _ManifestError(why_not)
-
-    def _content(self, path: Any) -> bytes:
-        with self.reader.fs.create_stream(path, "rb") as stream:
-            return bytes(stream.read())
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """As the reader; without keywords for one that was written before DCP gave any.
@@ -136,40 +105,8 @@ class CheckedReader(StorageReader):
         return self.reader.prepare_global_plan(plans)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """As the reader.
-
-        Raises:
-            DamagedDataError: what is read is not what was written. What was read before it is in the state dict.
-        """
-        if not self._check_data:
-            return self.reader.read_data(plan, planner)
-        with checked_streams(self.reader, self._items_by_path(plan)) as streams:
-            future = self.reader.read_data(plan, planner)
-            future.wait()
-        if streams.without_crcs:
-            logger.warning(
-                "%d items of %s have no checksums: damage to them cannot be seen",
-                streams.without_crcs,
-                self.reader.path,
-            )
-        return future
-
-    def _items_by_path(self, plan: LoadPlan) -> dict[str, set[StoredItem]]:
-        known = {} if self._manifest is None else self._manifest.files
-        crcs = {(file, item.offset_bytes): item.directory_crc for file, items in known.items() for item in items}
-        items: dict[str, set[StoredItem]] = {}
-        for read_item in plan.items:
-            info = self.reader.storage_data[read_item.storage_index]
-            if info.transform_descriptors:
-                continue  # not of torch.save any more
-            crc = crcs.get((info.relative_path, info.offset))
-            path = str(self.reader.fs.concat_path(self.reader.path, info.relative_path))
-            items.setdefault(path, set()).add(StoredItem(info.offset, info.length, crc))
-        return items
-
-
-class _ManifestError(Exception):
-    pass
+        """As the reader."""
+        return self.reader.read_data(plan, planner)
 
 
 def _parameters(method: Callable[..., Any]) -> Collection[str]:

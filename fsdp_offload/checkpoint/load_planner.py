@@ -215,14 +215,12 @@ def load(
     planner: dcp_planner.LoadPlanner | None = None,
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
-    check_data: bool = False,
 ) -> None:
     """Load as ``torch.distributed.checkpoint.load``: what would be silently wrong is an error before anything changes.
 
     Loads in place into the tensors of ``state_dict``, and replaces its other values. With a ``FileSystemReader``, also
     one of fsspec, every file that this rank needs is looked at first: it is there, and long enough. Bytes that are
-    damaged within a file are noticed with ``check_data``. Where :class:`ChecksumWriter` has left a manifest,
-    ``.metadata`` has to be the one that it was written for.
+    damaged within a file are found by ``checkpoint_tools``: seal a checkpoint when it is saved, verify it before.
 
     Args:
         state_dict: what to load, and into what.
@@ -231,11 +229,8 @@ def load(
         planner: by default ``LoadPlanner()``.
         process_group: the ranks that load together; by default all.
         no_dist: load in this process alone.
-        check_data: compare what is read with the CRC-32 that ``torch.save`` has written with it, and with the manifest
-            if there is one. Damage is then an error in the step ``read``.
 
     Raises:
-        ValueError: ``check_data`` with a reader that is no ``FileSystemReader``.
         CheckpointException: DCP's own, on all ranks, with the errors of each: a ``ValueError`` of the planner, a
             ``RuntimeError`` about files. If its step is ``plan``, nothing has changed on any rank; if it is ``read``,
             something may have.
@@ -244,12 +239,7 @@ def load(
         storage_reader = storage_reader_for(checkpoint_id)
     # The latter has its metadata in the very files, and opens them as a whole.
     if isinstance(storage_reader, FileSystemReader) and not isinstance(storage_reader, HuggingFaceStorageReader):
-        storage_reader = CheckedReader(storage_reader, check_data=check_data)
-    elif check_data:
-        raise ValueError(
-            f"load(check_data=True): expected a FileSystemReader, got a {type(storage_reader).__name__}; its files "
-            "have no checksums that are known here"
-        )
+        storage_reader = CheckedReader(storage_reader)
     planner = LoadPlanner() if planner is None else planner
     if isinstance(planner, LoadPlanner) and isinstance(storage_reader, CheckedReader):
         planner.listed_parameters = _listed_parameters(storage_reader)

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from checkpoint_tools.look.verify import check_structure
+from checkpoint_tools.stored.item_archive import open_item
+from checkpoint_tools.stored.manifest import MANIFEST_FILE, Item, parse_manifest
 from checkpoint_tools.stored.opening import open_checkpoint
-from fsdp_offload.checkpoint.item_archive import open_item
-from fsdp_offload.checkpoint.manifest import MANIFEST_FILE, Item, parse_manifest
 from tests.checkpoint_tools.checkpoints import run_here, save
 from tests.checkpoint_tools.offline import DOWN, FUSED, rewritten, rule
 

@@ -15,10 +15,10 @@ from checkpoint_tools.fused.split_record import RECORD_FILE
 from checkpoint_tools.look.diff import all_keys, diff
 from checkpoint_tools.look.verify import check_structure
 from checkpoint_tools.stored.items import ItemReader
+from checkpoint_tools.stored.manifest import MANIFEST_FILE
 from checkpoint_tools.stored.reading import open_checkpoint
 from checkpoint_tools.write.rewrite import open_whole
 from checkpoint_tools.write.sidecars import MAX_BYTES, sidecars_of
-from fsdp_offload.checkpoint.manifest import MANIFEST_FILE
 from tests.checkpoint_tools.checkpoints import run_here, save
 from tests.checkpoint_tools.converted import converted
 from tests.checkpoint_tools.flips import save_alone
@@ -107,7 +107,7 @@ def test_a_file_of_torch_save_that_is_damaged_is_not_copied(tmp_path: Path) -> N
 
 
 def test_the_manifest_of_checksums_is_no_foreign_file(tmp_path: Path) -> None:
-    save_alone(tmp_path / "source", checksums=True)
+    save_alone(tmp_path / "source", sealed=True)
     found = sidecars_of(open_checkpoint(tmp_path / "source"), (".metadata",))
     assert found.left == (".checksums",)
     _, sidecars = open_whole(str(tmp_path / "source"), 1)

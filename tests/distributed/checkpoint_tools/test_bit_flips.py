@@ -1,6 +1,6 @@
 """A single bit that is flipped anywhere in a checkpoint is noticed by everything that reads all of it.
 
-Where there is a manifest: anywhere at all. Without one, anywhere in the files with data. ``TRIALS=1000`` in the
+Where it is sealed: anywhere at all. Elsewhere, anywhere in the files with data. ``TRIALS=1000`` in the
 environment takes some minutes.
 """
 
@@ -21,15 +21,16 @@ from torch.distributed.checkpoint._extension import StreamTransformExtension
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 from torch.distributed.checkpoint.api import CheckpointException
 
+import checkpoint_tools
 from checkpoint_tools.convert import torch_files
 from checkpoint_tools.core.errors import CheckpointError
-from checkpoint_tools.core.values import same_values
 from checkpoint_tools.fused.split_record import RECORD_FILE
-from checkpoint_tools.look.verify import check_structure
+from checkpoint_tools.look.verify import check_structure, verify
 from checkpoint_tools.stored.items import ItemReader
+from checkpoint_tools.stored.manifest import Item, manifest_bytes
 from checkpoint_tools.stored.opening import open_checkpoint
-from fsdp_offload.checkpoint import ArenaStager, ChecksumWriter, load
-from fsdp_offload.checkpoint.manifest import Item, manifest_bytes
+from checkpoint_tools.write.seal import seal
+from fsdp_offload.checkpoint import ArenaStager
 from tests.checkpoint_tools.checkpoints import run_here, save
 from tests.checkpoint_tools.flips import (
     MANIFEST,
@@ -41,7 +42,6 @@ from tests.checkpoint_tools.flips import (
     save_alone,
     save_sharded,
     state,
-    zeros,
 )
 from tests.checkpoint_tools.offline import FUSED, rewritten, rule
 from tests.cpu.checkpoint_tools.test_command_line import assert_one_line, run_all
@@ -53,15 +53,15 @@ fused = '{p}gate_up.weight'
 parts = ['{p}gate.weight', '{p}up.weight']
 """
 TRIALS = int(os.environ.get("TRIALS", "60"))
-PLACES = {"with manifest": ("data", "around", METADATA, MANIFEST), "without": ("data", "around")}
+PLACES = {"sealed": ("data", "around", METADATA, MANIFEST), "without": ("data", "around")}
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
     folder = tmp_path_factory.mktemp("saved")
     found = {name: folder / name for name in ("alone", "without", "sharded")}
-    save_alone(found["alone"], checksums=True)
-    save_alone(found["without"], checksums=False)
+    save_alone(found["alone"], sealed=True)
+    save_alone(found["without"], sealed=False)
     spawn(save_sharded, 2, tmp_path_factory.mktemp("spawned"), found["sharded"])
     return found
 
@@ -80,12 +80,10 @@ def test_random_flips(saved: dict[str, Path], tmp_path: Path) -> None:
     passed = []
     for _ in range(TRIALS):
         name = choose.choice(list(folders))
-        where = choose.choice(PLACES["without" if name == "without" else "with manifest"])
+        where = choose.choice(PLACES["without" if name == "without" else "sealed"])
         flip = random_flip(saved[name], where, choose)
         flip.apply(folders[name])
-        # A load does not read items without elements; whatever it does read is compared with what was saved.
-        readers = [reader for reader in READERS if flip.is_read or reader != "checked load"]
-        passed += [(each, name, where, flip) for each in readers if passes(each, folders[name], tmp_path / "made")]
+        passed += [(each, name, where, flip) for each in READERS if passes(each, folders[name], tmp_path / "made")]
         flip.apply(folders[name])
     assert not passed, passed
 
@@ -203,7 +201,7 @@ def test_files_without_checksums_are_taken_and_told_of(tmp_path: Path) -> None:
     for each in (run, split):
         assert each.returncode == 0
         assert note in each.stdout
-    assert passes("checked load", folder, tmp_path / "made")
+    assert seal(folder) == [note.removeprefix("note: ") + " was in force"]
     safetensors = run_here("convert", folder, tmp_path / "converted")
     assert safetensors.returncode == 0
     again = run_here("verify", tmp_path / "converted", "--data")
@@ -247,73 +245,118 @@ def test_metadata_of_another_save_and_items_that_it_does_not_know(saved: dict[st
     assert problems_of(mixed) == ["__0_0.distcp: .checksums tells of other items in it than the metadata"]
 
 
-def test_a_save_without_checksums_over_one_with(saved: dict[str, Path], tmp_path: Path) -> None:
+# Sealing -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_save_over_a_sealed_checkpoint(saved: dict[str, Path], tmp_path: Path) -> None:
     folder = Path(shutil.copytree(saved["alone"], tmp_path / "copy"))
     save(folder, state())
-    assert not passes("checked load", folder, tmp_path / "made")
     assert not passes("verify --data", folder, tmp_path / "made")
+    with pytest.raises(CheckpointError, match=r"is sealed: .* remove \.checksums and seal it again"):
+        seal(folder)
     (folder / MANIFEST).unlink()
-    assert passes("checked load", folder, tmp_path / "made")
-    save_alone(folder, checksums=True)
+    seal(folder)
     assert passes("verify --data", folder, tmp_path / "made")
 
 
-def test_an_old_manifest_is_gone_before_the_first_byte_is_written(tmp_path: Path) -> None:
-    save_alone(tmp_path / "saved", checksums=True)
+def test_a_save_over_a_sealed_checkpoint_that_fails(saved: dict[str, Path], tmp_path: Path) -> None:
+    """Its data are there, beside the metadata of the one before."""
+    folder = Path(shutil.copytree(saved["alone"], tmp_path / "copy"))
+    values = state()
+    values["model"][FUSED][0, 0] += 1
 
     class Failing(dcp.FileSystemWriter):
-        def write_data(self, *args: object) -> NoReturn:
+        def finish(self, *args: object) -> NoReturn:
             raise OSError("no room")
 
     with pytest.raises(CheckpointException):
-        save_with(ChecksumWriter(Failing(tmp_path / "saved")))
-    assert not (tmp_path / "saved" / MANIFEST).exists()
+        save_with(Failing(folder), values)
+    assert all("another item than was saved" in text for _, text in verify(folder))
+    assert not passes("split", folder, tmp_path / "made")
+
+
+def test_a_flip_before_the_seal(saved: dict[str, Path], tmp_path: Path) -> None:
+    """In the data it is found as one after it; around them nothing is sealed."""
+    for at, is_sealed in ((0.5, True), (0.0, False)):
+        folder = Path(shutil.copytree(saved["without"], tmp_path / f"at {at}"))
+        chunk = open_checkpoint(folder).tensors[f"model.{FUSED}"].chunks[0]
+        Flip(chunk.file, chunk.offset_bytes + int(chunk.length_bytes * at), 3).apply(folder)
+        if is_sealed:
+            seal(folder)
+            assert len(verify(folder)) == 1
+        else:
+            with pytest.raises(CheckpointError, match=r"is not sealed, as it has 1 problem: .*torch.save"):
+                seal(folder)
+        assert (folder / MANIFEST).exists() == is_sealed
 
 
 @pytest.mark.parametrize("options", [{"thread_count": 3}, {"single_file_per_rank": False}, {"sync_files": False}])
 def test_ways_of_writing(tmp_path: Path, options: dict[str, Any]) -> None:
-    save_with(ChecksumWriter(dcp.FileSystemWriter(tmp_path / "saved", **options)))
+    save_with(dcp.FileSystemWriter(tmp_path / "saved", **options))
+    seal(tmp_path / "saved")
     checkpoint = open_checkpoint(tmp_path / "saved")
     assert checkpoint.manifest is not None
     assert checkpoint.manifest.files.keys() == checkpoint.items_by_file().keys()
     assert passes("verify --data", tmp_path / "saved", tmp_path / "made")
 
 
-def test_behind_a_url(tmp_path: Path) -> None:
+def test_behind_a_url() -> None:
     url = "memory://test_bit_flips"
-    save_with(ChecksumWriter(FsspecWriter(url)))
+    save_with(FsspecWriter(url))
+    assert seal(url) == []
     checkpoint = open_checkpoint(url)
     assert checkpoint.manifest is not None
     problems, files = check_structure(checkpoint, 1)
     assert not problems
     assert not files.notes
-    target = zeros(state())
-    with warnings.catch_warnings(action="ignore"):  # that there is no process group
-        load(target, checkpoint_id=url, no_dist=True, check_data=True)
-    assert same_values(target, state())
+    assert verify(url) == []
 
 
 def test_asynchronously(tmp_path: Path) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        writer = ChecksumWriter(dcp.FileSystemWriter(tmp_path / "saved"))
-        dcp.async_save(state(), storage_writer=writer, async_stager=ArenaStager()).result()
+        dcp.async_save(state(), checkpoint_id=tmp_path / "saved", async_stager=ArenaStager()).result()
     finally:
         dist.destroy_process_group()
-    assert open_checkpoint(tmp_path / "saved").manifest is not None
-    assert passes("verify --data", tmp_path / "saved", tmp_path / "made")
+    assert checkpoint_tools.seal(tmp_path / "saved") == []
+    assert checkpoint_tools.verify(tmp_path / "saved") == []
 
 
-def test_writers_whose_files_are_not_of_torch_save(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="expected a FileSystemWriter"):
-        ChecksumWriter(dcp.HuggingFaceStorageWriter(str(tmp_path)))
-    with pytest.raises(ValueError, match="has extensions"):
-        ChecksumWriter(dcp.FileSystemWriter(tmp_path, _extensions=[Rot13()]))
-    writer = ChecksumWriter(dcp.FileSystemWriter(tmp_path))
-    with pytest.raises(ValueError, match="use_collectives=False"):
-        writer.set_up_storage_writer(True, rank=0, use_collectives=False)
-    with pytest.raises(ValueError, match=r"load\(check_data=True\): expected a FileSystemReader"):
-        load({}, storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path)), check_data=True)
+def test_the_command(saved: dict[str, Path], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(saved["without"], tmp_path / "copy"))
+    sealed = run_here("seal", folder)
+    assert sealed.returncode == 0
+    assert sealed.stdout.startswith(f"{folder}: sealed (")
+    assert sorted(path.name for path in folder.iterdir()) == [MANIFEST, METADATA, "__0_0.distcp"]
+    assert_one_line(run_here("seal", folder), "is sealed: verify compares it with .checksums")
+
+
+def test_what_cannot_be_sealed(saved: dict[str, Path], tmp_path: Path) -> None:
+    converted = run_here("convert", saved["without"], tmp_path / "converted")
+    assert converted.returncode == 0
+    with pytest.raises(CheckpointError, match="has safetensors, which have no checksums"):
+        seal(tmp_path / "converted")
+    save_with(dcp.FileSystemWriter(tmp_path / "extended", _extensions=[Rot13()]))
+    with pytest.raises(CheckpointError, match="was written through an extension of DCP, and has no checksums"):
+        seal(tmp_path / "extended")
+    with pytest.raises(CheckpointError, match=r"is not a checkpoint itself"):
+        seal(tmp_path)
+
+
+def test_what_changes_while_it_is_sealed(
+    saved: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path(shutil.copytree(saved["without"], tmp_path / "copy"))
+
+    def saved_again(*args: Any) -> Any:
+        found = check_structure(*args)
+        save(folder, {"a": torch.ones(3)})
+        return found
+
+    monkeypatch.setattr("checkpoint_tools.write.seal.check_structure", saved_again)
+    with pytest.raises(CheckpointError, match="was changed while it was read"):
+        seal(folder)
+    assert not (folder / MANIFEST).exists()
 
 
 class Rot13(StreamTransformExtension):
@@ -337,6 +380,6 @@ class Rot13(StreamTransformExtension):
         return input
 
 
-def save_with(writer: dcp.StorageWriter) -> None:
+def save_with(writer: dcp.StorageWriter, values: dict[str, Any] | None = None) -> None:
     with warnings.catch_warnings(action="ignore"):  # that there is no process group
-        dcp.save(state(), storage_writer=writer, no_dist=True)
+        dcp.save(values or state(), storage_writer=writer, no_dist=True)

@@ -18,7 +18,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "exchange": {"core", "stored", "fused"},
     "write": {"core", "stored", "fused", "look", "exchange"},
     "convert": {"core", "stored", "fused", "look", "exchange", "write"},
-    "": {"core", "stored", "fused"},
+    "": {"core", "stored", "fused", "look", "write"},
     "cli": {"core", "stored", "fused", "look", "exchange", "write", "convert"},
     "__main__": {"core", "cli"},
 }

@@ -7,7 +7,7 @@
                    "files": {"__0_0.distcp": [[offset, length, CRC-32 of the item's directory], ...]}}
 
 The directory of an item has the CRC-32 of all its contents, which ``torch.save`` has taken from memory. So the manifest
-tells every byte of the checkpoint, and nobody has to read the data once more to write it.
+tells every byte of the checkpoint, and nobody has to read the data once more to write it: :mod:`..write.seal`.
 """
 
 import hashlib
@@ -46,7 +46,7 @@ class Manifest(NamedTuple):
             return None
         return (
             f"it is not the one that {MANIFEST_FILE} was written for: it is damaged, or the checkpoint was saved "
-            f"again without checksums (then remove {MANIFEST_FILE})"
+            f"again since it was sealed (then remove {MANIFEST_FILE}, and seal it again)"
         )
 
 
