@@ -2,7 +2,9 @@
 
     torchrun --standalone --nproc-per-node 2 examples/with_megatron_fsdp.py
 
-One import differs from a script without offload: ``fully_shard_optimizer`` is ours, which offloads and calls theirs.
+One line differs from a script without offload. Its ``fully_shard_optimizer`` takes a step to create all state on the
+device: offloaded before, the optimizer creates it bucket by bucket, and none of it stays. ``offload_optimizer`` behind
+it works too, and pays for that step.
 """
 
 from __future__ import annotations
@@ -13,12 +15,11 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from megatron_fsdp import fully_shard_model
+from megatron_fsdp import fully_shard_model, fully_shard_optimizer
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_offload import offload_report
-from fsdp_offload.integrations.megatron_fsdp import fully_shard_optimizer
+from fsdp_offload import OffloadPolicy, offload_optimizer, offload_report
 
 
 class Block(nn.Module):
@@ -30,6 +31,10 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+def sharded_and_offloaded(optimizer: torch.optim.Optimizer, policy: OffloadPolicy) -> torch.optim.Optimizer:
+    return fully_shard_optimizer(offload_optimizer(optimizer, policy=policy))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,8 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.manual_seed(0)
     model = nn.Sequential(*(Block(args.width) for _ in range(args.layers)))
     model = fully_shard_model(model, device_mesh=mesh, dp_shard_dim="dp", fsdp_unit_modules=[Block])
-    optimizer = fully_shard_optimizer(
-        torch.optim.AdamW(model.parameters(), lr=1e-3), policy={"bucket_bytes": 16 << 20, "device_bytes": 128 << 20}
+    optimizer = sharded_and_offloaded(
+        torch.optim.AdamW(model.parameters(), lr=1e-3), OffloadPolicy(bucket_bytes=16 << 20, device_bytes=128 << 20)
     )
     for step in range(args.steps):
         x = torch.randn(64, args.width, device=device)

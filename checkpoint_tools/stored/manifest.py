@@ -7,7 +7,7 @@
                    "files": {"__0_0.distcp": [[offset, length, CRC-32 of the item's directory], ...]}}
 
 The directory of an item has the CRC-32 of all its contents, which ``torch.save`` has taken from memory. So the manifest
-tells every byte of the checkpoint, and nobody has to read the data once more to write it: :mod:`..write.seal`.
+tells every byte of the checkpoint, and nobody has to read the data once more to write it.
 """
 
 import hashlib

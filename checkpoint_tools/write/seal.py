@@ -41,7 +41,7 @@ def seal(path: str | os.PathLike[str], *, threads: int = 4) -> list[str]:
         Which data have no checksum to be compared with, and why; mostly nothing.
 
     Raises:
-        CheckpointError: no whole checkpoint of DCP; or it is sealed already, changes meanwhile, or cannot be written to.
+        CheckpointError: no whole checkpoint of DCP, one that is sealed, changes meanwhile, or cannot be written to.
     """
     if is_safetensors(path):
         raise CheckpointError(

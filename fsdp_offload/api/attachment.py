@@ -2,6 +2,7 @@
 
 import functools
 import types
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ class Attachment:
 
     Attributes:
         until_first_step: ends what looks until then whether the optimizer was attached too early.
-        reloads: calls of the wrapped hook since the last warning was due; ``None``: nothing is wrapped.
+        hook_steps: steps since a hook was wrapped to reload it; ``None``: none was.
     """
 
     engine: Engine
@@ -38,14 +39,29 @@ class Attachment:
     told_no_gradient: bool = False
     has_updated: bool = False
     until_first_step: list[Callable[[], None]] = field(default_factory=list)
-    reloads: int | None = None
-    steps: int = 0
+    hook_steps: int | None = None
 
     def unwatch(self) -> None:
         """Stop looking for an optimizer that was attached too early."""
         for end in self.until_first_step:
             end()
         self.until_first_step.clear()
+
+    def tell_if_never_reloaded(self) -> None:
+        """After a step: warn if the training loop never calls the hook that ``reload_before`` has wrapped."""
+        if self.hook_steps is None or self.hook_steps >= HOOK_IS_CALLED:
+            return
+        self.hook_steps += 1
+        if self.hook_steps == HOOK_IS_CALLED:
+            warnings.warn(
+                f"reload_before() has wrapped a hook that was not called in {HOOK_IS_CALLED} steps: the training loop "
+                "does not use it, and loads begin in step() only. Bind the wrapper where the loop looks for it.",
+                stacklevel=2,
+            )
+
+
+HOOK_IS_CALLED = 3
+"""So many steps without a call are told, and then no more; a call counts as them."""
 
 
 def attachment_of(optimizer: object) -> Attachment | None:

@@ -28,7 +28,6 @@ from .checks import (
     names_by_place,
     refuse_capture,
 )
-from .reload_before import tell_if_never_reloaded
 from .wrong_order import (
     RIGHT_ORDER,
     refuse_exchanged,
@@ -354,7 +353,7 @@ def _logical_step(self: OffloadedOptimizer, closure: Callable[[], Any] | None = 
             _explain_no_gradient(self)
         if attachment.overlap is not None:
             attachment.overlap.after_step(states)
-        tell_if_never_reloaded(attachment)
+        attachment.tell_if_never_reloaded()
     return loss
 
 

@@ -1,4 +1,4 @@
-"""Megatron-FSDP's ``fully_shard_optimizer``: offloaded before it, and after it.
+"""Megatron-FSDP's ``fully_shard_optimizer``: offloaded before it, as in the example, and after it.
 
 Its models are for GPUs alone. What its optimizers ask of them is answered here by FSDP2's parameters and a model that
 has nothing to do: gradients are reduced and parameters are where they belong when the step begins.
@@ -15,7 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from fsdp_offload import is_offloaded, offload_optimizer, offload_report
+from fsdp_offload import OffloadPolicy, is_offloaded, offload_optimizer, offload_report
 from tests.distributed.frameworks import POLICY, SAVED_AT, STEPS, assert_same, everything, record
 from tests.distributed.launch import run_cases, spawn, this_device
 from tests.distributed.models import Net, build, shard_even
@@ -49,15 +49,13 @@ def plain(optimizer: Any) -> Any:
 
 
 def before(optimizer: Any) -> Any:
-    from fsdp_offload.integrations.megatron_fsdp import fully_shard_optimizer
+    from examples.with_megatron_fsdp import sharded_and_offloaded
 
-    return fully_shard_optimizer(optimizer, policy=POLICY)
+    return sharded_and_offloaded(optimizer, OffloadPolicy(**POLICY))
 
 
 def after(optimizer: Any) -> Any:
-    from fsdp_offload.integrations.plain_values import policy_from
-
-    return offload_optimizer(plain(optimizer), policy=policy_from(POLICY))
+    return offload_optimizer(plain(optimizer), policy=OffloadPolicy(**POLICY))
 
 
 WAYS: dict[str, Callable[[Any], Any]] = {"plain": plain, "before": before, "after": after}

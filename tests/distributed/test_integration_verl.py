@@ -1,4 +1,4 @@
-"""verl's functions around phases, and its engine's optimizer: what ours make of them.
+"""verl's functions around phases, and its engine's optimizer: what those of the example make of them.
 
 verl asks for an older transformers than the other tests, and so is not part of the dev extra. To run these, install it
 beside: ``pip install --no-deps -r tests/distributed/verl_requirements.txt``.
@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp_offload import is_offloaded, offload_report
+from fsdp_offload import OffloadPolicy, is_offloaded, offload_report
 from tests.distributed.frameworks import POLICY, everything
 from tests.distributed.launch import DEVICE_TYPE, run_cases, spawn, this_device
 from tests.distributed.models import Net, build, shard_even
@@ -34,10 +34,10 @@ def optimizer_of(net: Net, policy: dict[str, Any] | None) -> Any:
     """As verl's engine builds it."""
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
-    from fsdp_offload.integrations.verl import OffloadEngineMixin
+    from examples.with_verl import OffloadEngineMixin
 
     class Engine(OffloadEngineMixin, FSDPEngine):
-        offload_policy = policy
+        offload_policy = OffloadPolicy(**policy or {})
 
     engine = object.__new__(FSDPEngine if policy is None else Engine)  # the rest of it wants a model from a hub
     engine.optimizer_config = SimpleNamespace(
@@ -89,17 +89,17 @@ def verls() -> Any:
 
 
 def same_as_verls(policy: dict[str, Any], folder: Path, *, ours: bool) -> list[str]:
-    from fsdp_offload.integrations import verl
+    from examples import with_verl
 
     seen, left = train(verls(), None, folder)
-    others, others_left = train(verl if ours else verls(), policy, folder)
+    others, others_left = train(with_verl if ours else verls(), policy, folder)
     same = seen == others and all(map(torch.equal, left, others_left))
     return [] if same else ["other bits"]
 
 
 def reported() -> list[str]:
     """After our load nothing is on the device that the policy does not keep there."""
-    from fsdp_offload.integrations import verl
+    from examples import with_verl
 
     net = build(shard_even)
     optimizer = optimizer_of(net, POLICY)
@@ -107,7 +107,7 @@ def reported() -> list[str]:
         net(batch(step)).backward()
         optimizer.step()
     before = offload_report(optimizer)
-    verl.load_fsdp_optimizer(optimizer, this_device())
+    with_verl.load_fsdp_optimizer(optimizer, this_device())
     after = offload_report(optimizer)
     return [] if after.other_state_bytes == before.other_state_bytes else [str(after)]
 
