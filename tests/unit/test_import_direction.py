@@ -43,7 +43,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "doctor": {"__init__", "device"},
     "plan": {"policy", "planning"},
     "figures": {"torch_compat", "report", "api"},
-    "integrations": {"policy", "engine", "model", "api", "checkpoint"},
+    "integrations": {"policy", "api", "checkpoint"},
     "bench": {
         *("__init__", "policy", "torch_compat", "planning", "device", "cpu_update"),
         *("model", "checkpoint", "plan", "figures", "doctor"),
