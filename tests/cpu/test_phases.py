@@ -219,6 +219,14 @@ def test_each_of_several_optimizers_reloads_once(order: tuple[int, ...], calls: 
     assert sorted(map(id, reloaded)) == sorted(map(id, optimizers))
 
 
+def test_a_hook_stays_the_same_for_a_second_optimizer(calls: list[object]) -> None:
+    first, second = offloaded(), offloaded()
+    wrapped = reload_before(Hooks(calls).method, first)
+    assert reload_before(wrapped, second) is wrapped
+    wrapped()
+    assert calls == [first, second, ((), {})]
+
+
 def test_a_wrapper_looks_like_what_it_wraps() -> None:
     def finalize_model_grads(model: list[nn.Module], num_tokens: int | None = None) -> None:
         """Sum over ranks."""
