@@ -196,7 +196,7 @@ def report_of(engine: Engine, states: StateStore) -> OffloadReport:
         host_bytes=sum(region.nbytes for region in engine.plan.regions),
         snapshot_bytes=engine.plan.spare_bytes,
         pinned=engine.pinned,
-        ring_bytes=0 if engine.phases.away else engine.plan.ring_bytes,
+        ring_bytes=0 if engine.phases.away else engine.staging_bytes(),
         buckets=engine.plan.moving_buckets,
         device_peak_bytes=0 if on_cpu else torch.accelerator.max_memory_allocated(engine.device),
         loaded_bytes=times.loaded_bytes,

@@ -8,6 +8,9 @@ from typing import TypeVar
 from torch import nn
 from torch.optim import Optimizer
 
+from ..core.attached import CoreEngine
+from ..core.hooks import hook_model
+from ..core.switch import uses_core
 from ..cpu_update.updates import HostUpdates
 from ..engine.engine import Engine, find_offloaded
 from ..model.hooks import group_numbers, make_overlap
@@ -113,7 +116,12 @@ def offload_optimizer(
     together = group_numbers(model, policy)
     sharded = streamable(model, names) if policy.parameters else {}
     host = HostUpdates(type(target), capabilities, policy, device) if policy.host_fraction else None
-    engine = Engine(type(target), capabilities, policy, device, names, together, sharded, host)
+    on_core = uses_core(capabilities, policy, model, device)
+    engine = (
+        CoreEngine(type(target), capabilities, policy, device, names, together, sharded)
+        if on_core
+        else Engine(type(target), capabilities, policy, device, names, together, sharded, host)
+    )
     states = OffloadedState(engine, target.state)
     # A frozen parameter gets room when it first has a gradient: reserving it would pin memory that nothing uses.
     eager = capabilities.conventions.state_without_gradient
@@ -131,7 +139,8 @@ def offload_optimizer(
     try:
         if wrappers:
             attachment.undo_step += redirect_captured_step(target, plain_step, type(target).step, wrappers)
-        attachment.overlap = make_overlap(model, target, engine, unwaited_states)
+        hook = hook_model if isinstance(engine, CoreEngine) else make_overlap
+        attachment.overlap = hook(model, target, engine, unwaited_states)  # type: ignore[arg-type,assignment]
         _watch_until_first_step(target, attachment, model)
     except BaseException:
         remove_offload(target)

@@ -318,6 +318,10 @@ class Engine:
         except torch.OutOfMemoryError:
             logger.info("no room for %.2f GB of staging yet; the first step takes it", self.plan.ring_bytes / 1e9)
 
+    def staging_bytes(self) -> int:
+        """Device memory through which buckets pass."""
+        return self.plan.ring_bytes
+
     def resize_staging(self, passing_bytes: int) -> None:
         """Let so much staging memory come and go from the next step on. Not in the middle of one; waits for it."""
         self.steps.drop()

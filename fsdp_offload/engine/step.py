@@ -593,7 +593,7 @@ class Stepping:
     # What an update needs ----------------------------------------------------------------------------------------
 
     def _shared_values(self, optimizer: Optimizer, logical: LogicalStep) -> SharedValues:
-        implementations = _pinned_implementations(optimizer)
+        implementations = pinned_implementations(optimizer)
         pinned = [{**one, **other} for one, other in zip(implementations, logical.pinned, strict=True)]
         return SharedValues(
             optimizer,
@@ -717,7 +717,7 @@ _KEPT_SCHEDULES = 4
 """One pattern of gradients at a time is the rule, in the order of ``step()`` and in that of the backward."""
 
 
-def _pinned_implementations(optimizer: Optimizer) -> list[dict[str, object]]:
+def pinned_implementations(optimizer: Optimizer) -> list[dict[str, object]]:
     """For each group what keeps torch from choosing another implementation for a shadow than for the real optimizer.
 
     Left to itself (``foreach=None, fused=None``) torch takes foreach on accelerators if it supports the types of all

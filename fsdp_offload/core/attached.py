@@ -1,0 +1,521 @@
+"""An engine whose bytes are moved by the core: homes, layouts and loads are those of :class:`~..engine.engine.Engine`."""
+
+import logging
+from collections import Counter
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..device.bucket_times import StepTimes
+from ..engine.engine import Engine
+from ..engine.homes import PlannedBucket
+from ..engine.lending import Lending
+from ..engine.step import scaler_decides
+from ..optimizers import Capabilities
+from ..policy import OffloadPolicy
+from ..state.shard import StateShard
+from ..state.store import StateStore, UserState
+from ..torch_compat.dtensor import compute_device, local_shard, version_of
+from ..torch_compat.sharded_parameter import ShardedParameter
+from .engine import Core
+from .items import Item
+from .lanes import Lanes
+from .plan import (
+    ELSEWHERE,
+    JOINED_BYTES,
+    PASSING,
+    Bucket,
+    bucket_bytes_for,
+    choose_kept,
+    joined_groups,
+    make_pools,
+)
+from .room import Room, Stopwatch
+from .updates import BucketUpdates
+
+logger = logging.getLogger(__name__)
+
+_TWO_WAY_BYTES_PER_MS = 80e6
+"""Of loads and stores together, over PCIe 5: only how fast ``"auto"`` grows depends on it."""
+
+_CLEAN_STEPS = 2
+"""Steps in which nobody touched gradients between the backward and ``step()``, before updates move into the backward."""
+
+
+class CoreEngine(Engine):
+    """The engine of an optimizer whose items the core moves.
+
+    Attributes:
+        core: the loop.
+        touched: in this step, somebody has written a gradient between the backward and ``step()``, or may have.
+    """
+
+    def __init__(
+        self,
+        cls: type[Optimizer],
+        capabilities: Capabilities,
+        policy: OffloadPolicy,
+        device: torch.device,
+        names: dict[Tensor, str],
+        together: Mapping[Tensor, int],
+        sharded: Mapping[Tensor, ShardedParameter],
+    ) -> None:
+        group_bytes: Counter[int] = Counter()
+        for param in names:
+            group_bytes[together.get(param, ELSEWHERE)] += 2 * local_shard(param).nbytes
+        limit = None if policy.device_bytes == "auto" else policy.device_bytes
+        default = policy.bucket_bytes == OffloadPolicy().bucket_bytes
+        bucket_bytes = bucket_bytes_for(group_bytes.values(), limit) if default else policy.bucket_bytes
+        joined = joined_groups(together, group_bytes, min(JOINED_BYTES, bucket_bytes))
+        # The plan makes homes and buckets; nothing stays on the device by it, and no ring is taken.
+        planned = replace(policy, overlap="step", device_bytes="auto", bucket_bytes=bucket_bytes)
+        super().__init__(cls, capabilities, planned, device, names, joined, sharded, None)
+        self.policy = policy
+        self.gathered = together.keys()
+        self._together, self._bucket_bytes = together, bucket_bytes
+        self._updates = BucketUpdates(cls, self.layouts, self.plan, copies_options=policy.runs_on_into_forward)
+        lanes = Lanes(self._link, serial=policy.runs_serially)
+        self.core = Core(lanes, device, policy.overlap, self._updates)
+        self.steps: Any = Steps(self.core)
+        self.phases: Any = Phases(self.core)
+        self._pipeline: Any = _Mover(self._pipeline.buckets, self.core)
+        self.lending = Lending(self.plan, self._pipeline)
+        self._taken = -1  # the generation of the plan that the core is about
+        self._clean_steps = 0
+        self.touched = False
+        self._early: list[tuple[Tensor, Tensor, tuple[int, int]]] = []
+        self._room: Room | None = None
+        if policy.device_bytes == "auto" and policy.runs_on_into_forward and device.type != "cpu" and not policy.runs_serially:
+            self.core.stopwatch = Stopwatch(device)
+        self.core.may_begin_early = False
+
+    # The plan ---------------------------------------------------------------------------------------------------------
+
+    def _take_plan(self, states: StateStore | None = None) -> None:
+        """Be about the buckets that there are now. Where they have changed, everything has been brought home before."""
+        if self._taken != self.plan.generation:
+            self._taken = self.plan.generation
+            core = self.core
+            core.cache.release()
+            numbers = sorted({self._together.get(param, ELSEWHERE) for param in self.plan.shards} | {ELSEWHERE})
+            weights = {number: Item(f"parameters of group {number}") for number in numbers}
+            buckets = [self._bucket(number, weights) for number in range(self.plan.bucket_count)]
+            core.take(buckets, weights)
+            policy, items = self.policy, [one.state for one in buckets if one.state.nbytes]
+
+            def blocks(nbytes: int) -> int:
+                passing = PASSING if policy.device_bytes == "auto" else policy.device_bytes // nbytes
+                return max(1, passing)
+
+            core.cache.pools = make_pools(items, self._bucket_bytes, blocks)
+            choose_kept(buckets, core.cache)
+            self._room = None
+            if core.stopwatch is not None and core.cache.pools:
+                pool = core.cache.pools[0]
+                self._room = Room(pool.nbytes, len(items) - pool.count, _TWO_WAY_BYTES_PER_MS)
+                self._least = pool.count
+        if states is not None:
+            for bucket in self.core.buckets:
+                if not bucket.state.exists:
+                    bucket.state.exists = any(states.get(param) for param in bucket.params)
+
+    def _bucket(self, number: int, weights: Mapping[int, Item]) -> Bucket:
+        planned = self.plan[number]
+        shards = list(planned.covers())
+        watched = [value for shard in shards for value in shard.homes.values()]
+        leaves = [leaf for shard in shards for some in shard.home_leaves.values() for leaf in some]
+        home = planned.live_copies()[0]
+        item = Item(
+            f"state {number}",
+            planned.bucket.nbytes if home else 0,
+            home,
+            wait_unread=lambda: [shard.home.wait_unread() for shard in shards if shard.home.readers] and None,
+            version=lambda: (sum(sum(version_of(value)) for value in watched), sum(leaf._version for leaf in leaves)),
+            exists=False,
+        )
+        groups = tuple(dict.fromkeys(self._together.get(shard.param, ELSEWHERE) for shard in shards))
+        marks = tuple(weights[group] for group in groups)
+        return Bucket(number, item, groups, marks, tuple(shard.param for shard in shards))
+
+    def take_staging(self) -> None:
+        """Have the blocks before there are activations, so that they do not lie among them."""
+        self._take_plan()
+        try:
+            self.core.cache.take_all()
+        except torch.OutOfMemoryError:
+            logger.info("no room for staging yet; the first step takes it")
+
+    def staging_bytes(self) -> int:
+        """Device memory that is taken for what is offloaded."""
+        return self.core.cache.nbytes
+
+    # A step -----------------------------------------------------------------------------------------------------------
+
+    def step(self, optimizer: Optimizer, states: StateStore, kwargs: Mapping[str, Any]) -> bool:
+        """Update every parameter that has a gradient; as :meth:`Engine.step`."""
+        steps, core, updates = self.steps, self.core, self._updates
+        steps.check_usable("step()", mid_step=True)
+        self._make_zeroed_gradients()
+        self.phases.away = False
+        if core.begun:
+            self._check_early(optimizer, kwargs)
+        try:
+            if not core.begun:
+                self._follow_groups(optimizer, states)
+            self._check_gradients((), "Nothing has been changed." if not core.begun else "Put this right, and call step() again.")
+            updated = self._shards_with_grad(optimizer, states)
+            self._take_plan(states)
+        except BaseException:
+            if not core.begun:
+                updates.finish()
+            raise
+        numbers = {number for shard in updated for number in shard.buckets}
+        if not core.begun:
+            updates.start(optimizer, states, kwargs)
+            core.begun = True
+        wanted = [bucket for bucket in core.buckets if bucket.number in numbers]
+        without, creates = updates.without_state, any(not bucket.state.exists for bucket in wanted)
+        made = core.cache.nbytes
+        if creates:
+            core.cache.leave_room()  # what the optimizer creates takes as much as a block
+        try:
+            core.step(wanted)
+            self._take_results(optimizer, [param for param in without if states.get(param)], states)
+        except BaseException as error:
+            self._note_failure(error, wanted)
+            raise
+        if creates:
+            core.cache.restore_room()
+        had = bool(wanted)
+        updates.finish()
+        steady = core.end() and not creates and core.cache.nbytes == made
+        self._measure(steady)
+        self._count_clean(optimizer, kwargs)
+        return had
+
+    def _take_results(self, optimizer: Optimizer, created: list[Tensor], states: StateStore) -> None:  # type: ignore[override]
+        updates = self._updates
+        assert updates.shared is not None and updates.logical is not None
+        if created:
+            new = set(created)
+            states.move_last([param for group in optimizer.param_groups for param in group["params"] if param in new])
+        rest = updates.shared.unvisited
+        if rest:  # groups of which no bucket was updated: a plain step sees them as well
+            groups = enumerate(optimizer.param_groups)
+            lists = [self._stand_in(group["params"]) if number in rest else [] for number, group in groups]
+            updates.shadow.run(updates.shared, lists, {}, updates.logical.kwargs, counting=rest)
+        updates.shared.commit(optimizer)
+        updates.logical.finish()
+        changed = updates.shared.changed_entries
+        if not changed <= self.layouts.counters:
+            self.layouts.count(changed)
+            self._layout_keys = self._keys(optimizer)
+
+    def _stand_in(self, params: list[Tensor]) -> list[Tensor]:
+        from ..optimizers.scratch import without_gradient
+
+        return [] if not params or self.conventions.state_without_gradient else without_gradient(params)
+
+    def _note_failure(self, error: BaseException, wanted: list[Bucket]) -> None:
+        core = self.core
+        torn = core.torn
+        if core.done or torn is not None:
+            done = list(core.done)
+            self.steps.failure = (
+                f"an earlier step() stopped with {type(error).__name__}: {error}. {len(done)} of {len(wanted)} buckets "
+                f"had been updated (parameters {self._names_in(done)}); {self._names_in([torn] if torn else [])} may be "
+                "half updated; the others are as before that step"
+            )
+        core.abandon()
+        core.cache.restore_room()
+        self._updates.finish()
+        self._early = []
+
+    def _names_in(self, buckets: list[Bucket]) -> str:
+        names = list(dict.fromkeys(self.plan.shards[param].name for bucket in buckets for param in bucket.params))
+        return (", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")) or "none"
+
+    def _measure(self, steady: bool) -> None:
+        core, room = self.core, self._room
+        if core.stopwatch is None or room is None:
+            return
+        if room.end(core.stopwatch.end(), steady=steady, free_bytes=self._free_at_peak):
+            pool = core.cache.pools[0]
+            core.cache.resize(pool, self._least + room.extra)
+            choose_kept(core.buckets, core.cache)
+            self.tuning_of_staging = room.sentence
+
+    def _free_at_peak(self) -> int:
+        # Without resetting the statistics, which users read: the highest point so far is no less than an iteration's.
+        return self._link.room_beside(self._link.taken_bytes().peak)
+
+    # In the backward --------------------------------------------------------------------------------------------------
+
+    def reduced(self, number: int, event: object, optimizer: Optimizer, states: StateStore) -> None:
+        """Gradients of a group have been reduced: load, and update what may be updated."""
+        core = self.core
+        self.phases.away = False
+        if not core.begun and not self.steps.failure:
+            stale = self._taken != self.plan.generation or not self._groups_as_before(optimizer)
+            core.may_begin_early = self._clean_steps >= _CLEAN_STEPS and not stale
+            if not stale:
+                self._updates.may_begin = lambda: self._begin(optimizer, states)
+        try:
+            before = set(core.done)
+            with torch.no_grad():
+                core.reduced(number, event)
+        except BaseException as error:
+            self._note_failure(error, core.buckets)
+            raise
+        finally:
+            self._updates.may_begin = lambda: False
+        for bucket in core.done.keys() - before:
+            for param in bucket.params:
+                if (grad := param.grad) is not None:
+                    self._early.append((param, grad, version_of(grad)))
+
+    def _begin(self, optimizer: Optimizer, states: StateStore) -> bool:
+        self.lending.adopt_user_tensors(self.plan.shards.values(), states)
+        self._updates.start(optimizer, states, {})
+        return True
+
+    def refuse_second_backward(self, number: int) -> None:
+        """A backward is about to add to gradients that an update may have used."""
+        if any(number in bucket.groups for bucket in self.core.done):
+            self.refuse(
+                "a backward came after the one whose gradients had been updated with already",
+                "a second backward before step(), with OffloadPolicy(overlap='iteration'): parameters have been updated "
+                "with the gradients of the first one. The number of backwards before each step must not change (it was "
+                "learnt in the first steps); use overlap='forward', or one step for each backward.",
+            )
+
+    def refuse(self, failure: str, message: str) -> None:
+        """Note that the state is half updated for ever, and say why."""
+        self.steps.failure = failure
+        self._end_half(None)
+        raise RuntimeError(message)
+
+    def _end_half(self, _: object) -> None:
+        self.core.abandon()
+        self._updates.finish()
+        self._early = []
+
+    def _check_early(self, optimizer: Optimizer, kwargs: Mapping[str, Any]) -> None:
+        """Refuse a step whose updates in the backward were of something else than it is about."""
+        shared = self._updates.shared
+        assert shared is not None
+        what = ""
+        if any(param.grad is not grad or version_of(grad) != version for param, grad, version in self._early):
+            what = "gradients were changed between the backward and step()"
+        elif scaler_decides(optimizer, kwargs):
+            what = "a GradScaler decides on this step, or step() was given arguments"
+        elif not (shared.still_starts_from(optimizer) and self._groups_as_before(optimizer)):
+            what = "param_groups changed between the backward and step()"
+        if what:
+            self.refuse(
+                f"{what}, after the backward had updated parameters",
+                f"step(): {what}, and the backward has updated parameters already (OffloadPolicy(overlap='iteration')). "
+                "A loop that does so has to do it from the first step on, or use overlap='forward'.",
+            )
+
+    def note_gradients(self, params: Iterable[Tensor]) -> None:
+        """Remember gradients of a step that updates nothing early, to see whether somebody changes them."""
+        if self.policy.updates_in_backward and self._clean_steps < _CLEAN_STEPS:
+            self._early += [(p, grad, version_of(grad)) for p in params if (grad := p.grad) is not None]
+
+    def _count_clean(self, optimizer: Optimizer, kwargs: Mapping[str, Any]) -> None:
+        early, self._early = self._early, []
+        if not self.policy.updates_in_backward or not early or self._clean_steps >= _CLEAN_STEPS:
+            return
+        last = {id(param): (param, grad, version) for param, grad, version in early}
+        if scaler_decides(optimizer, kwargs) or any(p.grad is not g or version_of(g) != v for p, g, v in last.values()):
+            if self._clean_steps > -(1 << 30):
+                logger.info("gradients are changed between the backward and step(): updates stay in step()")
+            self._clean_steps = -(1 << 31)
+        self._clean_steps += 1
+
+    # By hand ----------------------------------------------------------------------------------------------------------
+
+    def load_ahead(self, optimizer: Optimizer, states: StateStore, room_bytes: float = 0.0) -> None:
+        """Begin to load what the next step needs first."""
+        if self._taken == self.plan.generation:
+            self.core.prefetch()
+
+    def install(self, optimizer: Optimizer, states: StateStore, loaded: Mapping[Tensor, UserState]) -> None:
+        """As :meth:`Engine.install`; a step that the backward has begun is forgotten."""
+        self._end_half(None)
+        self.core.reset()
+        super().install(optimizer, states, loaded)
+
+    def add(self, optimizer: Optimizer, params: Iterable[Tensor], states: StateStore) -> None:
+        """As :meth:`Engine.add`."""
+        super().add(optimizer, params, states)
+        if self._taken >= 0:
+            self._take_plan(states)
+
+    def return_to_device(self, states: StateStore) -> None:
+        """As :meth:`Engine.return_to_device`, with the memory of the places."""
+        self.core.wait_updated()
+        self.core.settle()
+        self.core.cache.release()
+        super().return_to_device(states)
+
+    def clear(self) -> None:
+        """Drop all homes, after the last store."""
+        self.core.settle()
+        self.core.cache.release()
+        super().clear()
+
+    # Looking at it ----------------------------------------------------------------------------------------------------
+
+    def _items_of(self, shards: Iterable[StateShard]) -> list[Item]:
+        if self._taken != self.plan.generation:
+            return []  # everything has been brought home
+        return [self.core.buckets[number].state for number in dict.fromkeys(n for s in shards for n in s.buckets)]
+
+    def wait_home(self, param: Tensor) -> None:
+        """Block the host until the home of this parameter's state is up to date."""
+        shard = self.plan.shards.get(param)
+        self.core.wait_home(self._items_of([] if shard is None else [shard]))
+
+    def wait_all_home(self) -> None:
+        """Block the host until every home is up to date."""
+        self.core.wait_home(self._items_of(self.plan.shards.values()))
+
+    def synchronize(self) -> None:
+        """Block the host until every transfer and every update has finished."""
+        self.core.wait_updated()
+        self.core.wait_home(bucket.state for bucket in self.core.buckets)
+        if self.core.updated is not None:
+            self.core.updated.synchronize()
+
+    def wait_moved(self) -> None:
+        """Let what follows on the current stream start only after everything that was issued."""
+        self.core.wait_updated()
+        self.core.wait_moved()
+
+    def step_times(self) -> StepTimes:
+        """Of the last step."""
+        return StepTimes(self.core.last_moved.loaded_bytes, self.core.last_moved.stored_bytes)
+
+
+class _Sentence(NamedTuple):
+    sentence: str = ""
+    announced: bool = False
+    is_ready: bool = False
+    kept_bytes: int = 0
+
+
+class Steps:
+    """What others ask about the steps of a core.
+
+    Attributes:
+        failure: what an exception has left unfinished.
+    """
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self.failure = ""
+        self.speculation = _Sentence()
+        self.backward_order: list[int] = []
+        self.measured_order: list[int] = []
+        self.last = ()
+
+    @property
+    def begun(self) -> "Steps | None":
+        """This, if the backward has begun a step."""
+        return self if self._core.done else None
+
+    has_updated = True
+
+    def check_usable(self, what: str, *, mid_step: bool = False) -> None:
+        """Refuse to go on with half updated state."""
+        if self.failure:
+            raise RuntimeError(
+                f"{what} refused: {self.failure}. Load a checkpoint of the model and of this optimizer "
+                "(load_state_dict) before going on."
+            )
+        if not mid_step and self._core.done:
+            raise RuntimeError(
+                f"{what} refused: the backward has updated part of the state (OffloadPolicy(overlap='iteration')). "
+                "Call step() first."
+            )
+
+    def skip(self) -> None:
+        """Gradients are about to be cleared: if there was no ``step()``, there is none for them."""
+        if self._core.done:
+            self.failure = (
+                "gradients were cleared instead of stepping, after the backward had updated parameters with them"
+            )
+            self._core.abandon()
+            raise RuntimeError(
+                "zero_grad() before step(), with OffloadPolicy(overlap='iteration'): parameters have been updated in "
+                "the backward, and a step cannot be skipped any more. A loop that skips steps, or clears the gradients "
+                "that another loss has left (GANs), has to use overlap='forward'."
+            )
+
+    def wait_for_all(self) -> None:
+        """Let what follows on the current stream see all parameters and counters new."""
+        self._core.wait_updated()
+
+    def drop(self) -> None:
+        """Nothing: what has been loaded ahead is used or replaced."""
+
+    forget_places = take_back = forget_bound = drop
+
+
+class Phases:
+    """Everything leaves the device, and comes back.
+
+    Attributes:
+        away: everything has left the device, or is on its way.
+    """
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self.away = False
+
+    def offload(self, states: StateStore) -> None:
+        """Start storing what is newer on the device than at home."""
+        if not self._core.done:
+            self._core.cache.flush()
+            self.away = True
+
+    def release(self) -> None:
+        """Free the device memory, in the order of the current stream; the host does not wait."""
+        if self.away:
+            self._core.wait_updated()
+            self._core.cache.release()
+
+    def reload(self, states: StateStore) -> None:
+        """Let items come back."""
+        self.away = False
+
+    def free_host_memory(self, *_: object) -> None:
+        """Nothing: homes are always there."""
+
+    park_new_state = forget = wait = free_host_memory
+
+
+class _Unmeasured:
+    """The times of an iteration, which nobody has taken yet."""
+
+    def last(self) -> None:
+        """Nothing is known."""
+
+
+class _Mover:
+    """Stands where the old engine has its executor."""
+
+    def __init__(self, buckets: Any, core: Core) -> None:
+        self.buckets, self._core = buckets, core
+        self.iteration = _Unmeasured()
+
+    def synchronize(self) -> None:
+        """Bring everything home: homes are about to be written, or planned anew."""
+        self._core.wait_updated()
+        self._core.settle()

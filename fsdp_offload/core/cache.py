@@ -1,0 +1,223 @@
+"""Device memory for what is offloaded: a cache that knows the future.
+
+``fetch`` brings an item to the device, ``put`` stores it home, ``drop`` gives its place to another. Each does nothing
+where nothing is to do.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from .items import Block, Item
+from .lanes import Lanes
+from .timeline import Timeline
+
+
+@dataclass(eq=False)
+class Pool:
+    """Blocks of one size, so that what comes fits where something else went.
+
+    Attributes:
+        nbytes: of each block.
+        count: how many there may be now.
+        made: how many there are, used or not.
+        free: those that no item has, the one that was freed first in front.
+    """
+
+    nbytes: int
+    count: int
+    made: int = 0
+    free: list[Block] = field(default_factory=list)
+
+
+@dataclass
+class Moved:
+    """Bytes and operations in one iteration."""
+
+    loaded_bytes: int = 0
+    stored_bytes: int = 0
+    loads: int = 0
+    stores: int = 0
+
+
+class Cache:
+    """All places of one optimizer.
+
+    Attributes:
+        pools: by size, ascending. An item belongs to the first one into whose blocks it fits.
+        held: items that have a place.
+        pinned: items that an update is about to use; nobody evicts them.
+        overflowed: an update could not do without one block more than allowed.
+        moved: in this iteration.
+    """
+
+    def __init__(self, device: torch.device, lanes: Lanes, timeline: Timeline) -> None:
+        self.device, self.lanes, self.timeline = device, lanes, timeline
+        self.pools: list[Pool] = []
+        self.held: dict[Item, None] = {}
+        self.pinned: tuple[Item, ...] = ()
+        self.overflowed = False
+        self.moved = Moved()
+        self._left = False
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory that is taken now."""
+        return sum(pool.made * pool.nbytes for pool in self.pools)
+
+    def fetch(self, item: Item, *, must: bool = True, distance: int = -1) -> bool:
+        """Have ``item`` on the device, unless what would have to leave is needed sooner than in ``distance`` uses.
+
+        ``must``: whatever has to leave.
+        """
+        if item.block is not None:
+            if item.is_fresh():
+                return True
+            self.drop(item)  # somebody has written it at home since
+        block = self._room_for(item, must, distance)
+        if block is None:
+            return False
+        load = self.lanes.load
+        load.wait(*block.free)  # R1: the last users may still be reading or storing these bytes
+        item.block = block
+        if item.exists:
+            load.wait(item.at_home)  # R2: the last store into this home may still be running
+            load.copy([(target, source) for source, target in item.copies()])
+            item.ready = item.home_read["load"] = load.mark()
+            self.moved.loads += len(item.home)
+            self.moved.loaded_bytes += item.nbytes
+        else:
+            item.ready = load.mark()  # nothing to load; but an update that fills the place comes after R1
+        item.see()
+        item.used.clear()
+        item.known_to.clear()
+        self.held[item] = None
+        return True
+
+    def put(self, item: Item) -> None:
+        """Store ``item`` home."""
+        item.wait_unread()  # R4: a checkpoint's writer may still be reading this home, on the host
+        store = self.lanes.store
+        store.wait(item.ready)  # R3: the update may still be writing the place
+        store.wait(*item.home_read.values())  # R4: a load, or a checkpoint, may still be reading this home
+        store.copy(item.copies())
+        item.at_home = item.used["store"] = store.mark()
+        item.home_read.clear()
+        item.dirty = False
+        item.see()
+        self.moved.stores += len(item.home)
+        self.moved.stored_bytes += item.nbytes
+
+    def drop(self, item: Item) -> None:
+        """Give the place of ``item`` to another; what is newer there than at home is stored first."""
+        if item.block is None:
+            return
+        if item.dirty:
+            self.put(item)
+        item.block.free = [mark for mark in (item.ready, *item.used.values()) if mark is not None]
+        self.pool_of(item).free.append(item.block)
+        del self.held[item]
+        item.block = None
+
+    # Those who look at homes ----------------------------------------------------------------------------------------
+
+    def flush(self, items: Iterable[Item] | None = None) -> None:
+        """Store what is newer on the device than at home."""
+        for item in list(self.held if items is None else items):
+            if item.block is not None and item.dirty:
+                self.put(item)
+
+    def forget(self, items: Iterable[Item]) -> None:
+        """Give up places without storing them: what an exception has left there is not known."""
+        for item in items:
+            item.dirty = False
+            self.drop(item)
+
+    def release(self) -> None:
+        """Give all device memory back, in the order of the compute stream."""
+        for item in list(self.held):
+            self.drop(item)
+        for pool in self.pools:
+            while pool.free:
+                self._give_back(pool)
+
+    # Blocks ---------------------------------------------------------------------------------------------------------
+
+    def take_all(self) -> None:
+        """Have all blocks that may be there."""
+        for pool in self.pools:
+            while pool.made < pool.count:
+                self._take(pool)
+
+    def leave_room(self) -> None:
+        """Have a block less than allowed while an optimizer creates state, which takes as much."""
+        if self.pools and not self._left:
+            self._left = True
+            self.resize(self.pools[0], max(1, self.pools[0].count - 1))
+
+    def restore_room(self) -> None:
+        """Undo :meth:`leave_room`."""
+        if self._left:
+            self._left = False
+            self.pools[0].count += 1
+
+    def resize(self, pool: Pool, count: int) -> None:
+        """Let ``pool`` have ``count`` blocks from now on; those that must go are the ones needed last.
+
+        On the compute stream, where blocks are allocated: never in a hook of a gradient, which runs on another.
+        """
+        pool.count = count
+        while pool.made > count:
+            if not pool.free and not self._evict(pool, None):
+                return
+            self._give_back(pool)
+
+    def _give_back(self, pool: Pool) -> None:
+        # Blocks are allocated on the compute stream, whose next kernel may take this memory: that comes after R1.
+        block = pool.free.pop(0)
+        self.lanes.compute.wait(*block.free)
+        self.lanes.freed(block.memory)
+        pool.made -= 1
+
+    def pool_of(self, item: Item) -> Pool:
+        """Return the pool with the smallest blocks into which ``item`` fits."""
+        return next(pool for pool in self.pools if item.nbytes <= pool.nbytes)
+
+    def _room_for(self, item: Item, must: bool, distance: int) -> Block | None:
+        pool = self.pool_of(item)
+        while not pool.free:
+            if pool.made < pool.count:
+                self._take(pool)
+            elif not self._evict(pool, None if must else distance):
+                if not must:
+                    return None
+                self.overflowed = True  # the update needs it, whatever was allowed
+                self._take(pool)
+        return pool.free.pop(0)
+
+    def _take(self, pool: Pool) -> None:
+        with torch.inference_mode(mode=False):  # an evaluation in between must not make blocks that nobody may write
+            memory: Tensor = torch.empty(pool.nbytes, dtype=torch.uint8, device=self.device)
+        self.lanes.made([memory])
+        # It may have been an activation that a kernel on the compute stream is still reading.
+        pool.free.append(Block(memory, [self.lanes.compute.mark()]))
+        pool.made += 1
+
+    def _evict(self, pool: Pool, distance: int | None) -> bool:
+        """Make room in ``pool`` by dropping what is used last: later than in ``distance`` uses, unless that is ``None``.
+
+        What is kept goes only for an update that cannot do without, and then last.
+        """
+        victim, latest = None, (-1, -1 if distance is None else distance)
+        for item in self.held:
+            if item in self.pinned or (item.kept and distance is not None) or self.pool_of(item) is not pool:
+                continue
+            ahead = (not item.kept if distance is None else -1), self.timeline.distance(item)
+            if ahead > latest:
+                victim, latest = item, ahead
+        if victim is None:
+            return False
+        self.drop(victim)
+        return True

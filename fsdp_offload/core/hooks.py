@@ -1,0 +1,131 @@
+"""Where a model's forward and backward meet the core. Everything here refers to the optimizer weakly."""
+
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ..state.store import StateStore
+from ..torch_compat.fully_shard import abandon_backward, runs_in_backward, sharding_groups
+from ..torch_compat.spent_gradient import refuse_freed
+from .attached import CoreEngine
+
+GetStates = Callable[[Optimizer], StateStore]
+
+
+class ModelHooks:
+    """The hooks on one model for one optimizer.
+
+    Attributes:
+        in_groups: parameters that ``fully_shard`` gathers.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, engine: CoreEngine, get_states: GetStates) -> None:
+        self._model, self._optimizer, self._engine = weakref.ref(model), weakref.ref(optimizer), weakref.ref(engine)
+        self._get_states = get_states
+        self._groups = sharding_groups(model)
+        self.in_groups = {param for group in self._groups for param in group.params}
+        hooks = weakref.ref(self)
+        self._undo: list[Callable[[], None]] = []
+        names = ("_before_gather", "_before_use", "_before_reduce", "_reduced", "_before_read", "_after_read")
+        for number, group in enumerate(self._groups):
+            self._undo.append(group.hook(*(partial(_call, hooks, name, number) for name in names)))
+        if engine.policy.runs_on_into_forward:
+            for register in _state_dict_hooks(model):
+                self._undo.append(register(partial(_call, hooks, "_before_state_dict")).remove)
+
+    def remove(self) -> None:
+        """Take the hooks away."""
+        for undo in self._undo:
+            undo()
+        self._undo = []
+
+    def unguard(self) -> None:
+        """Nothing is guarded."""
+
+    def forget_reductions(self) -> None:
+        """Gradients have been cleared without a step: what has been reduced counts for nothing."""
+        engine = self._engine()
+        if engine is not None:
+            engine.core.reductions.end(stepped=False)
+
+    def before_step(self) -> None:
+        """Nothing: ``step()`` tells the engine itself."""
+
+    before_reload = before_step
+
+    def after_step(self, states: StateStore) -> None:
+        """Nothing, likewise."""
+
+    # Called by the hooks ----------------------------------------------------------------------------------------------
+
+    def call(self, method: str, *args: Any) -> None:
+        """Call one of the methods below. A backward that it refuses to go on with leaves nothing behind."""
+        try:
+            getattr(self, method)(*args)
+        except BaseException:
+            model = self._model()
+            if model is not None and runs_in_backward():
+                abandon_backward(model)
+            raise
+
+    def _before_gather(self, number: int, stream: torch.Stream | None) -> None:
+        engine = self._engine()
+        if engine is not None:
+            engine.core.gather(number, stream)
+
+    def _before_use(self, number: int, in_backward: bool) -> None:
+        self._before_gather(number, None)  # also lets go of the gradients that the update has read
+
+    def _before_read(self, number: int, stream: torch.Stream | None, in_backward: bool) -> None:
+        self._before_gather(number, stream)
+
+    def _after_read(self, number: int, stream: torch.Stream | None) -> None:
+        engine = self._engine()
+        if engine is not None:
+            engine.core.gathered(number, stream)
+
+    def _before_state_dict(self, *_: object) -> None:
+        engine = self._engine()
+        if engine is not None:
+            engine.core.wait_updated()
+
+    def _before_reduce(self, number: int) -> None:
+        engine = self._engine()
+        if engine is not None and engine.core.done:
+            engine.refuse_second_backward(number)
+        refuse_freed(self._groups[number].params)
+
+    def _reduced(self, number: int, event: object) -> None:
+        optimizer, engine = self._optimizer(), self._engine()
+        if optimizer is None or engine is None:
+            return
+        engine.note_gradients(self._groups[number].params)
+        engine.reduced(number, event if engine.device.type != "cpu" else None, optimizer, self._get_states(optimizer))
+
+
+def _state_dict_hooks(model: nn.Module) -> Iterator[Callable[..., Any]]:
+    """Also of parts of the model, whose state dict may be asked for by itself."""
+    for module in model.modules():
+        yield module.register_state_dict_pre_hook
+        yield module.register_load_state_dict_pre_hook
+
+
+def _call(hooks: "weakref.ref[ModelHooks]", method: str, *args: Any) -> None:
+    target = hooks()
+    if target is not None:
+        target.call(method, *args)
+
+
+def hook_model(
+    model: nn.Module | None, optimizer: Optimizer, engine: CoreEngine, get_states: GetStates
+) -> ModelHooks | None:
+    """Hook into a model's forward and backward; ``None`` where there is nothing to hook into."""
+    if model is None or not engine.gathered & engine.names.keys():
+        return None
+    engine.loads_in_backward = True
+    return ModelHooks(model, optimizer, engine, get_states)

@@ -1,0 +1,104 @@
+"""Items, which have a home on the host and perhaps a place on the device, and the blocks that places are made of.
+
+The marks that protect bytes are kept here, with the bytes, and nowhere else. Each of the four rules is written once, in
+``cache.py`` (R1, R2, R4, and R3 for stores) and in ``engine.py`` (R3 for gathers and updates).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from .lanes import Mark
+
+
+@dataclass(eq=False)
+class Block:
+    """Device bytes that are handed from item to item.
+
+    Attributes:
+        memory: flat bytes.
+        free: R1: marks of the last users; the next owner waits for them before it writes.
+    """
+
+    memory: Tensor
+    free: list[Mark] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Item:
+    """Bytes with a home: the state of one bucket. Without ``home``: parameters that stay, of which only marks are kept.
+
+    Attributes:
+        name: for people.
+        nbytes: of its place.
+        home: host bytes, and the offset in the place to which they belong.
+        wait_unread: blocks the host until no checkpoint's writer reads the home (R4, on the host).
+        version: counts what others have written into the home. Our own copies do not count.
+        exists: there is something at home or in the place; before the first step there is no state.
+        block: its place; ``None``: it is not on the device.
+        dirty: its home is older than its place.
+        kept: prefetches do not evict it, and it is stored only when somebody asks.
+        at_home: R2: the last store.
+        ready: R3: whoever filled or changed the place.
+        home_read: R4, by lane: who still reads the home.
+        used: by lane: who has read the place since it was filled or changed.
+        known_to: lanes that have waited for ``ready`` already.
+        exposed: somebody has looked at the home since the last update, and may have written it.
+        seen: the version when the home was looked at, or the place was filled or stored after that.
+    """
+
+    name: str
+    nbytes: int = 0
+    home: Sequence[tuple[Tensor, int]] = ()
+    wait_unread: Callable[[], None] = lambda: None
+    version: Callable[[], object] = lambda: None
+    exists: bool = True
+    block: Block | None = None
+    dirty: bool = False
+    kept: bool = False
+    at_home: Mark | None = None
+    ready: Mark | None = None
+    home_read: dict[str, Mark] = field(default_factory=dict)
+    used: dict[str, Mark] = field(default_factory=dict)
+    known_to: set[str] = field(default_factory=set)
+    exposed: bool = False
+    seen: object = None
+
+    def is_fresh(self) -> bool:
+        """Return whether nobody has written the home since the place was filled."""
+        return not self.exposed or self.dirty or self.seen == self.version()
+
+    def see(self) -> None:
+        """Note that place and home are the same now."""
+        if self.exposed:  # nobody else can have written it otherwise, and counting costs time
+            self.seen = self.version()
+
+    def expose(self) -> None:
+        """Note that somebody is about to look at the home, which is as new as the place, and may write it."""
+        if not self.exposed:
+            self.exposed, self.seen = True, self.version()
+
+    def written(self, mark: Mark) -> None:
+        """Note that an update has changed the place, up to ``mark``: its home is older now, if it has one."""
+        self.ready, self.dirty, self.exists, self.exposed = mark, bool(self.nbytes), True, False
+        self.used.clear()  # the update has waited for all of them
+        self.known_to.clear()
+
+    def copies(self) -> list[tuple[Tensor, Tensor]]:
+        """Pairs of bytes at home and in the place."""
+        assert self.block is not None, self.name
+        memory = self.block.memory
+        return [(home, memory[offset : offset + home.numel()]) for home, offset in self.home]
+
+    def place(self) -> list[Tensor]:
+        """The bytes that an update of it writes."""
+        return [] if self.block is None else [self.block.memory[: self.nbytes]]
+
+
+@dataclass(eq=False)
+class Use:
+    """A point of the iteration at which items are needed on the device."""
+
+    name: object
+    items: tuple[Item, ...]

@@ -1,0 +1,112 @@
+"""Lanes: where copies and updates run, in order; a mark is a point of a lane that others wait for.
+
+The streams are those of ``device/link.py``, shared by all optimizers of a device: loads and stores each on two streams
+that take turns, updates beside the model on one of their own. Tests have lanes of another kind (``tests/core/deferred.py``)
+that run everything later, in any order that the waits allow.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..device.lanes import EventMark, Mark, stream_mark, wait_on
+from ..device.lanes import Lane as DeviceLane
+from ..device.link import DeviceLink
+
+__all__ = ["Lane", "Lanes", "Mark", "StreamLane"]
+
+Pair = tuple[Tensor, Tensor]
+
+
+class Lane(Protocol):
+    """Runs what it is given in order.
+
+    Attributes:
+        name: tells lanes apart.
+    """
+
+    name: str
+
+    def wait(self, *marks: Mark | None) -> None:
+        """Let what follows here start only after ``marks``."""
+
+    def copy(self, pairs: Sequence[Pair]) -> None:
+        """Copy each source, the second of a pair, into its target: flat bytes of one size."""
+
+    def run(self, function: Callable[[], None], reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
+        """Run an update here. ``reads`` and ``writes`` are for lanes that look for races."""
+
+    def touch(self, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
+        """Note, for lanes that look for races, that others read and write these here now."""
+
+    def mark(self) -> Mark:
+        """Return the current end of this lane."""
+
+
+class StreamLane:
+    """A lane of the device; with ``stream``, a stream of torch's."""
+
+    def __init__(self, name: str, lane: DeviceLane, stream: torch.Stream | None = None) -> None:
+        self.name, self._lane, self._stream = name, lane, stream
+
+    def wait(self, *marks: Mark | None) -> None:
+        """Let what follows here start only after ``marks``."""
+        for mark in marks:
+            if mark is not None:
+                wait_on(self._stream, self._lane, mark)
+
+    def copy(self, pairs: Sequence[Pair]) -> None:
+        """Copy, in turns."""
+        self._lane.copy_pieces(self._lane.cut(pairs))
+
+    def run(self, function: Callable[[], None], reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
+        """Run an update here."""
+        with self._lane.running():
+            function()
+
+    def touch(self, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
+        """Nothing: streams look for no races."""
+
+    def mark(self) -> Mark:
+        """Return the current end of this lane."""
+        return stream_mark(self._stream, self._lane)
+
+
+class Lanes:
+    """The lanes of one optimizer.
+
+    Attributes:
+        load, store: copies between homes and places.
+        update: updates beside the model.
+        compute: the stream that is current.
+    """
+
+    load: Lane
+    store: Lane
+    update: Lane
+    compute: Lane
+
+    def __init__(self, link: DeviceLink, *, serial: bool) -> None:
+        lanes = link.lanes(serial=serial, beside_compute=True)
+        self._one = serial or link.device.type == "cpu"
+        self._compute = lanes["C"]
+        self.load, self.store = StreamLane("load", lanes["L"]), StreamLane("store", lanes["S"])
+        self.update, self.compute = StreamLane("update", lanes["U"]), StreamLane("compute", lanes["C"])
+
+    def on(self, stream: torch.Stream | None) -> Lane:
+        """Return the lane of a stream of torch's; ``None`` is the current one."""
+        if stream is None or self._one:
+            return self.compute
+        return StreamLane(f"stream {stream.stream_id}", self._compute, stream)
+
+    def event(self, event: object) -> Mark:
+        """Return a mark for an event of torch's (``torch.Event`` or that of a device); without one, the point of compute."""
+        return self.compute.mark() if event is None else EventMark(event)  # type: ignore[arg-type]
+
+    def made(self, tensors: Sequence[Tensor]) -> None:
+        """Note, for whoever looks for races, that these were made in the order of the compute lane."""
+
+    def freed(self, tensor: Tensor) -> None:
+        """Note that memory is given back: the next kernel of the compute lane may write it."""

@@ -1,0 +1,31 @@
+"""Which optimizers the core moves: a private switch, until it moves all of them."""
+
+import os
+
+import torch
+from torch import nn
+
+from ..optimizers import Capabilities
+from ..policy import OffloadPolicy
+from ..torch_compat.fully_shard import sharding_groups
+
+VARIABLE = "_FSDP_OFFLOAD_CORE"
+
+
+def uses_core(capabilities: Capabilities, policy: OffloadPolicy, model: nn.Module | None, device: torch.device) -> bool:
+    """Return whether the core moves the state of such an optimizer; everything else is the old engine's."""
+    if os.environ.get(VARIABLE, "0") != "1":
+        return False
+    in_groups = model is not None and any(group.params for group in sharding_groups(model))
+    not_yet = (
+        policy.parameters,
+        policy.host_fraction != 0,
+        policy.snapshot_bytes != 0,
+        policy.guards,
+        policy.runs_on_into_forward and not in_groups,  # refused by the old engine, in its words
+        policy.updates_in_backward and not capabilities.elementwise,  # collectives in the order of the reductions
+        policy.updates_in_backward and not capabilities.conventions.reads_param_grad,
+        not capabilities.known,  # a class that nobody has judged may do anything with its groups
+        device.type not in ("cpu", "cuda"),
+    )
+    return not any(not_yet)

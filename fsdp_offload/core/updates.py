@@ -1,0 +1,98 @@
+"""The user's own optimizer, run on one bucket after the other of a logical step."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..engine.homes import Plan
+from ..engine.step import pinned_implementations
+from ..optimizers import Conventions
+from ..optimizers.base import LogicalStep
+from ..optimizers.bound_range import BoundRange, local_range
+from ..optimizers.bucket_update import same_order_on_ranks, update_bucket
+from ..optimizers.kept_state import Layouts
+from ..optimizers.shadow import Shadow
+from ..optimizers.shared_values import SharedValues
+from ..state.store import StateStore
+from ..torch_compat.dtensor import local_shard
+from ..torch_compat.watched_gradient import bare
+from .plan import Bucket
+
+
+class BucketUpdates:
+    """Updates of one optimizer. It never refers to the optimizer between steps.
+
+    Attributes:
+        shared: what the buckets of this step share; ``None`` between steps.
+        without_state: parameters that had none when the step began.
+    """
+
+    def __init__(self, cls: type[Optimizer], layouts: Layouts, plan: Plan, *, copies_options: bool) -> None:
+        """Take the class. ``copies_options``: a scheduler may write hyperparameters before an update has read them."""
+        self._layouts, self._plan, self._copies_options = layouts, plan, copies_options
+        self._conventions: Conventions = layouts.capabilities.conventions
+        self.shadow = Shadow(cls)
+        self.shared: SharedValues | None = None
+        self.logical: LogicalStep | None = None
+        self.without_state: list[Tensor] = []
+        self._states: StateStore | None = None
+        self._groups = 0
+        self.may_begin: Callable[[], bool] = lambda: False
+
+    def start(self, optimizer: Optimizer, states: StateStore, kwargs: Mapping[str, Any]) -> None:
+        """Note where a logical step starts."""
+        self.logical = logical = self._conventions.begin(optimizer, kwargs)
+        pinned = [{**one, **o} for one, o in zip(pinned_implementations(optimizer), logical.pinned, strict=True)]
+        self.shared = SharedValues(
+            *(optimizer, pinned, logical.attributes, self._conventions.attributes_by_param),
+            writes_any_entry=not self._layouts.capabilities.known,
+            copy_scheduled=self._copies_options,
+            all_groups=self._layouts.needs_all_groups,
+        )
+        self._states, self._groups = states, len(optimizer.param_groups)
+        self.without_state = [param for param in self._plan.shards if not states.get(param)]
+
+    def finish(self) -> None:
+        """The step is over, and its values have been taken."""
+        self.shared = self.logical = self._states = None
+        self.without_state = []
+
+    def begin(self) -> bool:
+        """Begin a step before ``step()`` is called, if that may be."""
+        return self.shared is not None or self.may_begin()
+
+    def job(self, bucket: Bucket) -> tuple[list[Tensor], Callable[[], None]]:
+        """Bind what an update needs now: when it runs, the user may have gone on."""
+        assert self.shared is not None and self.logical is not None and self._states is not None
+        block = bucket.state.block
+        bound: list[BoundRange] | None = bucket.bound.get(block)  # type: ignore[assignment]
+        if bound is None or not all(one.still_valid() for one in bound):
+            if len(bucket.bound) > 32:
+                bucket.bound.clear()  # blocks that came and went
+            bound = self._plan.bind(bucket.number, None if block is None else block.memory)
+            bucket.bound[block] = bound
+        read: list[Tensor] = []
+        for one in bound:
+            grad = self._conventions.gradient(one.shard.param)
+            if grad is None:
+                one.gradient = None
+                continue
+            local = local_shard(grad)
+            read.append(grad)
+            if one.is_alias and one.shard.on_locals:
+                one.gradient = local if one.whole else local_range(local, one.start, one.stop)
+        seen = [one.shard.param for one in bound if not one.is_alias]
+        ranges, shared, logical, states = bound, self.shared, self.logical, self._states
+        conventions, groups, shadow = self._conventions, self._groups, self.shadow
+
+        def job() -> None:
+            with torch.no_grad(), bare([*seen, *(g for p in seen if (g := conventions.gradient(p)) is not None)]):
+                for part in same_order_on_ranks(ranges, group_by_group=conventions.group_by_group):
+                    update_bucket(shadow, shared, conventions, part, groups, states, logical.kwargs)
+            for one in ranges:
+                one.gradient = None  # keeps no gradient
+
+        return read, job
