@@ -108,7 +108,7 @@ class CoreEngine(Engine):
             policy, items = self.policy, [one.state for one in buckets if one.state.nbytes]
 
             def blocks(nbytes: int) -> int:
-                passing = PASSING if policy.device_bytes == "auto" else policy.device_bytes // nbytes
+                passing = PASSING + 1 if policy.device_bytes == "auto" else policy.device_bytes // nbytes
                 return max(1, passing)
 
             core.cache.pools = make_pools(items, self._bucket_bytes, blocks)
@@ -144,10 +144,13 @@ class CoreEngine(Engine):
     def take_staging(self) -> None:
         """Have the blocks before there are activations, so that they do not lie among them."""
         self._take_plan()
+        self._take_blocks()
+
+    def _take_blocks(self) -> None:
         try:
             self.core.cache.take_all()
         except torch.OutOfMemoryError:
-            logger.info("no room for staging yet; the first step takes it")
+            logger.info("no room for all blocks yet; they are taken when they are needed")
 
     def staging_bytes(self) -> int:
         """Device memory that is taken for what is offloaded."""
@@ -190,6 +193,7 @@ class CoreEngine(Engine):
             raise
         if creates:
             core.cache.restore_room()
+            self._take_blocks()
         had = bool(wanted)
         updates.finish()
         steady = core.end() and not creates and core.cache.nbytes == made
@@ -247,6 +251,7 @@ class CoreEngine(Engine):
             pool = core.cache.pools[0]
             core.cache.resize(pool, self._least + room.extra)
             choose_kept(core.buckets, core.cache)
+            self._take_blocks()
             self.tuning_of_staging = room.sentence
 
     def _free_at_peak(self) -> int:

@@ -12,8 +12,8 @@ from .items import Item, Use
 LARGEST_BYTES, JOINED_BYTES = 512 * MIB, 64 * MIB
 """State of small groups is joined up to the one and of large groups cut at the other: few and large operations."""
 
-PASSING, BESIDE = 4, 2
-"""Blocks that pass: one is loaded, one updated, two stored. Beside what is kept: one is updated, one is loaded."""
+PASSING = 3
+"""Blocks that pass beside those that are kept: one is loaded, one updated, one stored."""
 
 ELSEWHERE = -1
 """The group of parameters that ``fully_shard`` does not gather: they are new when ``step()`` returns."""
@@ -51,14 +51,15 @@ def bucket_bytes_for(group_bytes: Iterable[int], device_bytes: int | None) -> in
         group_bytes: state of each group of ``fully_shard``.
         device_bytes: what is allowed on the device; ``None``: not limited by a number.
     """
-    sizes = [size for size in group_bytes if size]
+    sizes = sorted(size for size in group_bytes if size)
     most = max(LARGEST_BYTES, sum(sizes) // 64)
     if device_bytes is not None:
-        most = min(most, device_bytes // PASSING)
-    whole = [size for size in sizes if size <= most]
-    # Where most groups are smaller, larger ones are cut to their size: blocks have one size, and none is half empty.
-    largest = max(whole, default=0)
-    return max(1024, largest if 2 * sum(whole) >= sum(sizes) and largest else most)
+        most = min(most, device_bytes // (PASSING + 1))
+    # Blocks have one size. So all are cut to the size of those groups that have most of the state, or to equal parts of
+    # it; a little more, for padding and so that no small rest is cut off.
+    usual = next((size for size in reversed(sizes) if 2 * sum(s for s in sizes if s >= size) >= sum(sizes)), 0)
+    parts = max(1, -(-usual // most))
+    return max(1024, min(most, -(-usual // parts) * 9 // 8) if usual else most)
 
 
 def joined_groups(together: Mapping[Tensor, int], group_bytes: Mapping[int, int], most: int) -> dict[Tensor, int]:
@@ -91,8 +92,6 @@ def choose_kept(buckets: Sequence[Bucket], cache: Cache) -> None:
     pool = cache.pools[0] if cache.pools else None
     inside = [bucket.state for bucket in buckets if bucket.state.nbytes and pool and bucket.state.nbytes <= pool.nbytes]
     all_fit = pool is not None and pool.count >= len(inside)
-    left = len(inside) if all_fit or pool is None else max(0, pool.count - BESIDE)
-    if not all_fit and pool is not None and pool.count <= PASSING:
-        left = max(0, pool.count - PASSING)
+    left = len(inside) if all_fit or pool is None else max(0, pool.count - PASSING)
     for item in inside:
         item.kept, left = left > 0, left - 1

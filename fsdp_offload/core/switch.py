@@ -16,7 +16,10 @@ def uses_core(capabilities: Capabilities, policy: OffloadPolicy, model: nn.Modul
     """Return whether the core moves the state of such an optimizer; everything else is the old engine's."""
     if os.environ.get(VARIABLE, "0") != "1":
         return False
-    in_groups = model is not None and any(group.params for group in sharding_groups(model))
+    try:
+        in_groups = model is not None and any(group.params for group in sharding_groups(model))
+    except NotImplementedError:  # this torch's fully_shard has other hook points
+        return False
     not_yet = (
         policy.parameters,
         policy.host_fraction != 0,
