@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -12,15 +12,16 @@ from torch.optim import Optimizer
 
 from ..device.bucket_times import StepTimes
 from ..engine.engine import Engine
-from ..engine.homes import PlannedBucket
 from ..engine.lending import Lending
 from ..engine.step import scaler_decides
 from ..optimizers import Capabilities
 from ..policy import OffloadPolicy
+from ..state.layout import is_trained
 from ..state.shard import StateShard
 from ..state.store import StateStore, UserState
-from ..torch_compat.dtensor import compute_device, local_shard, version_of
+from ..torch_compat.dtensor import local_shard, version_of
 from ..torch_compat.sharded_parameter import ShardedParameter
+from ..torch_compat.watched_gradient import unwatch, watch
 from .engine import Core
 from .items import Item
 from .lanes import Lanes
@@ -51,7 +52,6 @@ class CoreEngine(Engine):
 
     Attributes:
         core: the loop.
-        touched: in this step, somebody has written a gradient between the backward and ``step()``, or may have.
     """
 
     def __init__(
@@ -86,8 +86,9 @@ class CoreEngine(Engine):
         self.lending = Lending(self.plan, self._pipeline)
         self._taken = -1  # the generation of the plan that the core is about
         self._clean_steps = 0
-        self.touched = False
-        self._early: list[tuple[Tensor, Tensor, tuple[int, int]]] = []
+        self._touches = _Touches()
+        self._early: dict[Tensor, tuple[Tensor, tuple[int, int], tuple[int, int]]] = {}
+        self._used_up: set[int] = set()
         self._room: Room | None = None
         if policy.device_bytes == "auto" and policy.runs_on_into_forward and device.type != "cpu" and not policy.runs_serially:
             self.core.stopwatch = Stopwatch(device)
@@ -163,6 +164,7 @@ class CoreEngine(Engine):
         steps, core, updates = self.steps, self.core, self._updates
         steps.check_usable("step()", mid_step=True)
         self._make_zeroed_gradients()
+        self._unwatch()
         self.phases.away = False
         if core.begun:
             self._check_early(optimizer, kwargs)
@@ -176,7 +178,9 @@ class CoreEngine(Engine):
             if not core.begun:
                 updates.finish()
             raise
-        numbers = {number for shard in updated for number in shard.buckets}
+        # The gradients of a step that a load has ended have been used.
+        numbers = {number for shard in updated for number in shard.buckets} - self._used_up
+        self._used_up = set()
         if not core.begun:
             updates.start(optimizer, states, kwargs)
             core.begun = True
@@ -237,7 +241,7 @@ class CoreEngine(Engine):
         core.abandon()
         core.cache.restore_room()
         self._updates.finish()
-        self._early = []
+        self._forget_early()
 
     def _names_in(self, buckets: list[Bucket]) -> str:
         names = list(dict.fromkeys(self.plan.shards[param].name for bucket in buckets for param in bucket.params))
@@ -266,6 +270,7 @@ class CoreEngine(Engine):
         self.phases.away = False
         if not core.begun and not self.steps.failure:
             stale = self._taken != self.plan.generation or not self._groups_as_before(optimizer)
+            stale = stale or any(map(is_trained, self._unplanned))  # step() will take them over
             core.may_begin_early = self._clean_steps >= _CLEAN_STEPS and not stale
             if not stale:
                 self._updates.may_begin = lambda: self._begin(optimizer, states)
@@ -278,10 +283,7 @@ class CoreEngine(Engine):
             raise
         finally:
             self._updates.may_begin = lambda: False
-        for bucket in core.done.keys() - before:
-            for param in bucket.params:
-                if (grad := param.grad) is not None:
-                    self._early.append((param, grad, version_of(grad)))
+        self._watch(param for bucket in core.done.keys() - before for param in bucket.params)
 
     def _begin(self, optimizer: Optimizer, states: StateStore) -> bool:
         self.lending.adopt_user_tensors(self.plan.shards.values(), states)
@@ -298,24 +300,40 @@ class CoreEngine(Engine):
                 "learnt in the first steps); use overlap='forward', or one step for each backward.",
             )
 
+    def refuse_recomputation(self, number: int) -> None:
+        """A backward is about to compute again what it has updated already: a block that was used twice, checkpointed."""
+        if any(number in bucket.groups for bucket in self.core.done):
+            self.refuse(
+                "a backward computed a block again whose parameters it had updated already",
+                "activation checkpointing of a block that runs twice before one backward, with "
+                "OffloadPolicy(overlap='iteration'): it is computed again with parameters that have been updated since. "
+                "Use overlap='forward', use_reentrant=False, or one backward for each forward.",
+            )
+
     def refuse(self, failure: str, message: str) -> None:
         """Note that the state is half updated for ever, and say why."""
         self.steps.failure = failure
-        self._end_half(None)
-        raise RuntimeError(message)
-
-    def _end_half(self, _: object) -> None:
         self.core.abandon()
         self._updates.finish()
-        self._early = []
+        self._forget_early()
+        raise RuntimeError(message)
+
+    def _forget_early(self) -> None:
+        self._unwatch()
+        self._early, self._touches.written = {}, False
 
     def _check_early(self, optimizer: Optimizer, kwargs: Mapping[str, Any]) -> None:
         """Refuse a step whose updates in the backward were of something else than it is about."""
         shared = self._updates.shared
         assert shared is not None
         what = ""
-        if any(param.grad is not grad or version_of(grad) != version for param, grad, version in self._early):
+        states = [bucket.state for bucket in self.core.done]
+        if self._touches.written or any(p.grad is not g or version_of(g) != v for p, (g, v, _) in self._early.items()):
             what = "gradients were changed between the backward and step()"
+        elif any(version_of(param) != version for param, (_, _, version) in self._early.items()):
+            what = "parameters were written between the backward and step()"
+        elif any(item.exposed and item.seen != item.version() for item in states):
+            what = "optimizer.state has changed between the backward and step()"
         elif scaler_decides(optimizer, kwargs):
             what = "a GradScaler decides on this step, or step() was given arguments"
         elif not (shared.still_starts_from(optimizer) and self._groups_as_before(optimizer)):
@@ -328,20 +346,31 @@ class CoreEngine(Engine):
             )
 
     def note_gradients(self, params: Iterable[Tensor]) -> None:
-        """Remember gradients of a step that updates nothing early, to see whether somebody changes them."""
-        if self.policy.updates_in_backward and self._clean_steps < _CLEAN_STEPS:
-            self._early += [(p, grad, version_of(grad)) for p in params if (grad := p.grad) is not None]
+        """Watch gradients in a step that updates nothing early, to see whether somebody changes them."""
+        if self.policy.updates_in_backward and 0 <= self._clean_steps < _CLEAN_STEPS:
+            self._watch(params)
+
+    def _watch(self, params: Iterable[Tensor]) -> None:
+        for param in params:
+            if (grad := param.grad) is not None:
+                watch(grad, self._touches)
+                self._early[param] = grad, version_of(grad), version_of(param)
+
+    def _unwatch(self) -> None:
+        for grad, _, _ in self._early.values():
+            unwatch(grad)
 
     def _count_clean(self, optimizer: Optimizer, kwargs: Mapping[str, Any]) -> None:
-        early, self._early = self._early, []
-        if not self.policy.updates_in_backward or not early or self._clean_steps >= _CLEAN_STEPS:
+        early, self._early, touched = self._early, {}, self._touches.written
+        self._touches.written = False
+        if not early or not 0 <= self._clean_steps < _CLEAN_STEPS:
             return
-        last = {id(param): (param, grad, version) for param, grad, version in early}
-        if scaler_decides(optimizer, kwargs) or any(p.grad is not g or version_of(g) != v for p, g, v in last.values()):
-            if self._clean_steps > -(1 << 30):
-                logger.info("gradients are changed between the backward and step(): updates stay in step()")
-            self._clean_steps = -(1 << 31)
-        self._clean_steps += 1
+        changed = any(p.grad is not grad or version_of(grad) != version for p, (grad, version, _) in early.items())
+        if touched or changed or scaler_decides(optimizer, kwargs):
+            logger.info("gradients are changed between the backward and step(): all updates stay in step()")
+            self._clean_steps = -1
+        else:
+            self._clean_steps += 1
 
     # By hand ----------------------------------------------------------------------------------------------------------
 
@@ -352,8 +381,10 @@ class CoreEngine(Engine):
 
     def install(self, optimizer: Optimizer, states: StateStore, loaded: Mapping[Tensor, UserState]) -> None:
         """As :meth:`Engine.install`; a step that the backward has begun is forgotten."""
-        self._end_half(None)
-        self.core.reset()
+        self._used_up = {bucket.number for bucket in self.core.done}
+        self.core.abandon()
+        self._updates.finish()
+        self._forget_early()
         super().install(optimizer, states, loaded)
 
     def add(self, optimizer: Optimizer, params: Iterable[Tensor], states: StateStore) -> None:
@@ -406,6 +437,30 @@ class CoreEngine(Engine):
     def step_times(self) -> StepTimes:
         """Of the last step."""
         return StepTimes(self.core.last_moved.loaded_bytes, self.core.last_moved.stored_bytes)
+
+
+class _Touches:
+    """Notes that somebody writes watched gradients, or may.
+
+    Attributes:
+        written: it has happened in this step.
+    """
+
+    written = False
+
+    def reads(self, grads: Sequence[Tensor]) -> None:
+        """Looking at gradients changes nothing."""
+
+    def writes(self, grads: Sequence[Tensor]) -> None:
+        """They are about to be written."""
+        self.written = True
+
+    shares = writes
+
+    def scales(self, grads: Sequence[Tensor], factor: object, multiply: object) -> Sequence[Tensor]:
+        """They are about to be multiplied; nothing of it is put off."""
+        self.written = True
+        return ()
 
 
 class _Sentence(NamedTuple):

@@ -79,6 +79,9 @@ class ModelHooks:
             engine.core.gather(number, stream)
 
     def _before_use(self, number: int, in_backward: bool) -> None:
+        engine = self._engine()
+        if engine is not None and not in_backward and engine.core.done and runs_in_backward():
+            engine.refuse_recomputation(number)
         self._before_gather(number, None)  # also lets go of the gradients that the update has read
 
     def _before_read(self, number: int, stream: torch.Stream | None, in_backward: bool) -> None:

@@ -33,6 +33,7 @@ class Item:
         name: for people.
         nbytes: of its place.
         home: host bytes, and the offset in the place to which they belong.
+        fixed: parameters that stay, for lanes that look for races.
         wait_unread: blocks the host until no checkpoint's writer reads the home (R4, on the host).
         version: counts what others have written into the home. Our own copies do not count.
         exists: there is something at home or in the place; before the first step there is no state.
@@ -51,6 +52,7 @@ class Item:
     name: str
     nbytes: int = 0
     home: Sequence[tuple[Tensor, int]] = ()
+    fixed: Sequence[Tensor] = ()
     wait_unread: Callable[[], None] = lambda: None
     version: Callable[[], object] = lambda: None
     exists: bool = True
@@ -91,9 +93,9 @@ class Item:
         memory = self.block.memory
         return [(home, memory[offset : offset + home.numel()]) for home, offset in self.home]
 
-    def place(self) -> list[Tensor]:
+    def place(self) -> Sequence[Tensor]:
         """The bytes that an update of it writes."""
-        return [] if self.block is None else [self.block.memory[: self.nbytes]]
+        return self.fixed if self.block is None else [self.block.memory[: self.nbytes]]
 
 
 @dataclass(eq=False)

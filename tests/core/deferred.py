@@ -1,0 +1,161 @@
+"""Lanes that run what they are given later, in *any* order that the waits allow: a missing wait gives wrong numbers.
+
+Compute runs at once, as torch does on the CPU, and what it waits for is run first. What cannot show there (compute is
+never late) is found by vector clocks: whoever touches bytes without having waited for those who touched them before is
+named as a race.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from fsdp_offload.core.lanes import Lanes
+
+Clock = dict[str, int]
+
+
+class Action:
+    """Something that has been issued and may not have run yet; a mark."""
+
+    def __init__(self, function: Callable[[], None] | None, after: set["Action"], clock: Clock, world: "World") -> None:
+        self.function, self.after, self.clock, self.world, self.done = function, after, clock, world, False
+
+    def synchronize(self) -> None:
+        self.world.finish(self)
+
+    def passed(self) -> bool:
+        return self.done
+
+    def elapsed_ms_since(self, earlier: object) -> float:
+        return 0.0
+
+
+class World:
+    """What all lanes share: actions that have not run, and who read and wrote what when."""
+
+    def __init__(self, seed: int, eagerness: float = 0.3) -> None:
+        self.random, self.eagerness = random.Random(seed), eagerness
+        self.waiting: dict[Action, None] = {}
+        self.accesses: dict[tuple[int, int], tuple[Clock, list[Clock], str]] = {}
+
+    def add(self, action: Action) -> None:
+        """Queue an action; perhaps run some that may run, in any order."""
+        self.waiting[action] = None
+        while self.waiting and self.random.random() < self.eagerness:
+            self._run(self.random.choice([one for one in self.waiting if all(o.done for o in one.after)]))
+
+    def finish(self, action: Action) -> None:
+        """Run ``action`` and what it waits for; nothing else."""
+        needed: set[Action] = set()
+        look = [action]
+        while look:
+            one = look.pop()
+            if not one.done and one not in needed:
+                needed.add(one)
+                look += one.after
+        order = [one for one in self.waiting if one in needed]
+        while order:
+            one = self.random.choice([one for one in order if all(other.done for other in one.after)])
+            order.remove(one)
+            self._run(one)
+
+    def _run(self, action: Action) -> None:
+        del self.waiting[action]
+        if action.function is not None:
+            action.function()
+        action.done, action.function, action.after = True, None, set()
+
+    def check(self, lane: str, clock: Clock, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
+        """Raise where ``lane`` touches bytes that others may still be touching."""
+
+        def seen(other: Clock) -> bool:
+            return all(clock.get(name, 0) >= value for name, value in other.items())
+
+        for tensors, is_write in ((reads, False), (writes, True)):
+            for tensor in tensors:
+                mine = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+                for (low, high), (written, read, who) in self.accesses.items():
+                    if low < mine[1] and mine[0] < high:
+                        verb = "writes" if is_write else "reads"
+                        assert seen(written), f"race: {lane} {verb} what {who} may still write"
+                        assert not is_write or all(map(seen, read)), f"race: {lane} writes what others may still read"
+                written, read, who = self.accesses.get(mine, ({}, [], ""))
+                now = {lane: clock[lane]}
+                self.accesses[mine] = (now, [], lane) if is_write else (written, [*read, now], who)
+
+    def forget(self, tensor: Tensor) -> None:
+        """Forget memory that is given back: others may get it."""
+        begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+        self.accesses = {at: one for at, one in self.accesses.items() if at[1] <= begin or end <= at[0]}
+
+
+class DeferredLane:
+    """Runs its actions in order, some time later; with ``at_once`` it is the host itself."""
+
+    def __init__(self, world: World, name: str, *, at_once: bool = False) -> None:
+        self.world, self.name, self.at_once = world, name, at_once
+        self.clock: Clock = {name: 0}
+        self._after: set[Action] = set()
+
+    def wait(self, *marks: object) -> None:
+        for mark in marks:
+            if isinstance(mark, Action):
+                for name, value in mark.clock.items():
+                    self.clock[name] = max(value, self.clock.get(name, 0))
+                if self.at_once:
+                    self.world.finish(mark)
+                elif not mark.done:
+                    self._after.add(mark)
+
+    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        for target, source in pairs:
+            self._add(lambda target=target, source=source: target.copy_(source), (source,), (target,))
+
+    def run(self, function: Callable[[], None], reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
+        self._add(function, reads, writes)
+
+    def touch(self, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
+        self._add(None, reads, writes)
+
+    def mark(self) -> Action:
+        return self._add(None, (), ())
+
+    def _add(self, function: Callable[[], object] | None, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> Action:
+        self.clock[self.name] += 1
+        self.world.check(self.name, self.clock, reads, writes)
+        action = Action(function, self._after, dict(self.clock), self.world)
+        self._after = {action}
+        if self.at_once:
+            action.done, action.after = True, set()
+            if function is not None:
+                function()
+        else:
+            self.world.add(action)
+        return action
+
+
+class DeferredLanes(Lanes):
+    """All of them, in a world of their own."""
+
+    def __init__(self, seed: int) -> None:
+        self.world = World(seed)
+        self.load, self.store, self.update, self.reduce, self.reader = (
+            DeferredLane(self.world, name) for name in ("load", "store", "update", "reduce", "reader")
+        )
+        self.compute = DeferredLane(self.world, "compute", at_once=True)
+
+    def on(self, stream: object) -> DeferredLane:
+        return self.compute if stream is None else self.reduce
+
+    def event(self, event: object) -> object:
+        return self.compute.mark() if event is None else event
+
+    def made(self, tensors: Sequence[Tensor]) -> None:
+        for tensor in tensors:
+            self.world.forget(tensor)
+        self.compute.touch(writes=tensors)
+
+    def freed(self, tensor: Tensor) -> None:
+        self.compute.touch(writes=[tensor])
+        self.world.forget(tensor)

@@ -1,0 +1,274 @@
+"""No race in random programs over the real cache and loop, and every wait of theirs is needed.
+
+State and parameters are counters: an update adds one to each element of both. Lanes run what they are given later, in
+any order that the waits allow (``deferred.py``), so that a wrong order gives a wrong number, or a race that is named.
+"""
+
+import importlib
+import random
+import sys
+import types
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fsdp_offload.core import cache as cache_module
+from fsdp_offload.core import engine as engine_module
+from fsdp_offload.core.cache import Pool
+from fsdp_offload.core.items import Item
+from fsdp_offload.core.plan import Bucket, choose_kept
+
+from .deferred import DeferredLanes
+
+MODES = ("step", "forward", "iteration")
+
+
+class Counting:
+    """Updates that add a gradient of ones to parameters and state."""
+
+    def __init__(self, weights: dict[int, Tensor], grads: dict[int, Tensor]) -> None:
+        self.weights, self.grads = weights, grads
+
+    def begin(self) -> bool:
+        return True
+
+    def job(self, bucket: Bucket) -> tuple[list[Tensor], Any]:
+        grads = [self.grads[group] for group in bucket.groups]
+        memory = bucket.state.block.memory[: bucket.state.nbytes].view(torch.int64)
+        creates = not bucket.state.exists
+
+        def job() -> None:
+            if creates:
+                memory.zero_()
+            memory.add_(1)
+            for group, grad in zip(bucket.groups, grads, strict=True):
+                self.weights[group].add_(grad)
+
+        return grads, job
+
+
+@dataclass
+class Trial:
+    """One random program."""
+
+    seed: int
+    core_class: type[Any]
+
+    def __post_init__(self) -> None:
+        self.random = rng = random.Random(self.seed)
+        self.groups, self.lanes = rng.randint(1, 7), DeferredLanes(self.seed)
+        self.overlap = rng.choice(MODES)
+        self.weights = {g: torch.zeros(2, dtype=torch.int64) for g in range(self.groups)}
+        self.grads = {g: torch.zeros(2, dtype=torch.int64) for g in range(self.groups)}
+        self.core = self.core_class(
+            self.lanes, torch.device("cpu"), self.overlap, Counting(self.weights, self.grads)
+        )
+        marks = {g: Item(f"w{g}", fixed=[self.weights[g]]) for g in range(self.groups)}
+        self.homes, buckets = [], []
+        for g in range(self.groups):
+            home = torch.zeros(16, dtype=torch.uint8)
+            self.homes.append(home)
+            cut = rng.choice([8, 16])  # in one piece, or two
+            pieces = [(home[:cut], 0), *([(home[cut:], cut)] if cut < 16 else [])]
+            joined = (g, g - 1) if g and rng.random() < 0.2 else (g,)
+            item = Item(f"s{g}", 16, pieces, exists=False, version=lambda g=g: self.versions[g])
+            buckets.append(Bucket(g, item, joined, tuple(marks[one] for one in joined)))
+        self.versions = [0] * self.groups
+        self.counts = {g: 0 for g in range(self.groups)}  # updates of each group's parameters
+        self.core.take(buckets, marks)
+        self.pool = Pool(16, rng.randint(1, self.groups + 1))
+        self.core.cache.pools = [self.pool]
+        choose_kept(buckets, self.core.cache)
+        if rng.random() < 0.5:  # more is kept than the rule would
+            for bucket in buckets:
+                bucket.state.kept = rng.random() < 0.3
+        self.state = [0] * self.groups
+        self.saves: list[tuple[Tensor, int, Any]] = []
+
+    def gather(self, g: int) -> None:
+        stream = object() if self.random.random() < 0.2 else None
+        self.core.gather(g, stream)
+        lane = self.lanes.on(stream)
+        if stream is None:
+            assert self.weights[g].tolist() == [self.counts[g]] * 2, (self.seed, g)
+        else:
+            seen, expected = self.weights[g], [self.counts[g]] * 2
+
+            def read() -> None:
+                assert seen.tolist() == expected, (self.seed, g)
+
+            lane.run(read, reads=[seen])
+        self.core.gathered(g, stream)
+
+    def reduce(self, g: int) -> None:
+        """The gradient is written on a stream of its own, behind compute and whoever may still read the last one."""
+        lanes = self.lanes
+        lanes.reduce.wait(lanes.compute.mark())
+        self.grads[g] = grad = torch.zeros(2, dtype=torch.int64)
+        lanes.world.forget(grad)
+        lanes.reduce.run(lambda: grad.fill_(1), writes=[grad])
+        event = lanes.reduce.mark()
+        if self.overlap != "iteration":
+            lanes.compute.wait(event)  # as the end of a backward does
+        before = set(self.core.done)
+        self.core.reduced(g, event)
+        self.note(before)
+        self.events.append(event)
+
+    def note(self, before: set[Bucket]) -> None:
+        for bucket in self.core.done.keys() - before:
+            self.state[bucket.number] += 1
+            for group in bucket.groups:
+                self.counts[group] += 1
+
+    def iteration(self) -> None:
+        rng, core = self.random, self.core
+        order, self.events = list(range(self.groups)), []
+        if rng.random() < 0.1:
+            rng.shuffle(order)
+        for g in order:
+            self.gather(g)
+        if rng.random() < 0.4:
+            core.cache.resize(self.pool, rng.randint(1, self.groups + 1))
+        for g in reversed(order):
+            self.gather(g)
+            self.reduce(g)
+        self.lanes.compute.wait(*self.events)
+        for g in order:  # clipping: gradients of what has not been updated are written on compute
+            if self.overlap != "iteration" and rng.random() < 0.3:
+                grad = self.grads[g]
+                self.lanes.compute.run(lambda grad=grad: grad.mul_(1), reads=[grad], writes=[grad])
+        wanted = [bucket for bucket in core.buckets if rng.random() < 0.9 or bucket in core.done]
+        before = set(core.done)
+        core.step(wanted)
+        self.note(before)
+        core.end()
+        if self.overlap == "step":
+            for g in order:
+                assert self.weights[g].tolist() == [self.counts[g]] * 2
+        if rng.random() < 0.3:
+            core.cache.flush()
+        if rng.random() < 0.3:
+            self.look()
+        if rng.random() < 0.3:
+            self.save()
+        if rng.random() < 0.2:
+            core.cache.release()
+        elif rng.random() < 0.3:
+            core.cache.resize(self.pool, rng.randint(1, self.groups + 1))
+
+    def look(self) -> None:
+        """Somebody reads homes on the host, and may write them, at once or later."""
+        chosen = [bucket for bucket in self.core.buckets if self.random.random() < 0.5]
+        self.core.wait_home(bucket.state for bucket in chosen)
+        for bucket in chosen:
+            self.check_home(bucket.number)
+            if self.random.random() < 0.5 and bucket.state.exists:
+                if self.random.random() < 0.5:
+                    self.core.prefetch()
+                    for mark in bucket.state.home_read.values():
+                        mark.synchronize()  # a torn read would be loaded again, and is only seen here
+                home = self.homes[bucket.number].view(torch.int64)
+                home.add_(100)
+                self.state[bucket.number] += 100
+                self.versions[bucket.number] += 1
+
+    def save(self) -> None:
+        """A checkpoint's writer reads homes while training goes on."""
+        self.core.cache.flush()
+        reader = self.lanes.reader
+        for bucket in self.core.buckets:
+            item = bucket.state
+            if item.exists:
+                reader.wait(item.at_home)
+                copy = torch.zeros(16, dtype=torch.uint8)
+                self.lanes.world.forget(copy)
+                reader.copy([(copy, self.homes[bucket.number])])
+                item.home_read["reader"] = mark = reader.mark()
+                self.saves.append((copy, self.state[bucket.number], mark))
+
+    def check_home(self, number: int) -> None:
+        assert self.homes[number].view(torch.int64).tolist() == [self.state[number]] * 2, (self.seed, number)
+
+    def run(self) -> None:
+        for _ in range(self.random.randint(2, 6)):
+            self.iteration()
+        self.core.wait_updated()
+        self.core.wait_home(bucket.state for bucket in self.core.buckets)
+        for g in range(self.groups):
+            self.check_home(g)
+            assert self.weights[g].tolist() == [self.counts[g]] * 2
+        for copy, value, mark in self.saves:
+            mark.synchronize()
+            assert copy.view(torch.int64).tolist() == [value] * 2, self.seed
+
+
+@pytest.mark.parametrize("first", range(0, 1500, 150))
+def test_random_programs_have_no_race_and_every_number_is_right(first):
+    for seed in range(first, first + 150):
+        Trial(seed, engine_module.Core).run()
+
+
+MUTANTS = {
+    "R1: a load does not wait for the last users of its block": ("cache", "load.wait(*block.free)", "pass"),
+    "R1: an update does not wait for readers": ("engine", "lane.wait(*item.used.values())", "pass"),
+    "R1: a gather's read is not noted": ("engine", "item.used[lane.name] = lane.mark()", "lane.mark()"),
+    "R1: a store's read is not noted": (
+        *("cache", 'item.at_home = item.used["store"] = store.mark()', "item.at_home = store.mark()"),
+    ),
+    "R1: a new block may still be read by compute": ("cache", "Block(memory, [self.lanes.compute.mark()])", "Block(memory, [])"),
+    "R1: a block is given back too early": ("cache", "self.lanes.compute.wait(*block.free)", "pass"),
+    "R2: a load does not wait for the last store": ("cache", "load.wait(item.at_home)", "pass"),
+    "R2: whoever looks does not wait": ("engine", "item.at_home.synchronize()", "pass"),
+    "R3: a gather does not wait for the update": ("engine", "lane.wait(item.ready)  # R3: an update may", "pass  # may"),
+    "R3: an update does not wait for the load": ("engine", "lane.wait(item.ready)  # R3: loads", "pass  # loads"),
+    "R3: a store does not wait for the update": ("cache", "store.wait(item.ready)", "pass"),
+    "R4: a store does not wait for readers of its home": ("cache", "store.wait(*item.home_read.values())", "pass"),
+    "R4: whoever looks does not wait for the load": ("engine", "load.synchronize()", "pass"),
+    "an update does not wait for its gradient": (
+        *("engine", "lane.wait(*(self._reduced_at[group] for group in bucket.groups))", "pass"),
+    ),
+    "an update in step() does not wait for clipping": ("engine", "lane.wait(self.stepping)", "pass"),
+    "step() does not wait for updates": ("engine", "self.lanes.compute.wait(item.ready)\n\n    def end", "pass\n\n    def end"),
+    "what somebody wrote at home is not loaded": ("cache", "if item.is_fresh():", "if True:"),
+    "what is dirty is dropped without a store": ("cache", "        if item.dirty:\n            self.put(item)\n        item.block.free", "        item.block.free"),
+}
+
+
+def mutated(file: str, old: str, new: str) -> type[Any]:
+    """The loop with one line of it, or of its cache, exchanged."""
+    modules = {"cache": cache_module, "engine": engine_module}
+    text = {name: open(module.__file__).read() for name, module in modules.items()}
+    assert text[file].count(old) == 1, f"{old!r} is {text[file].count(old)} times in {file}.py"
+    text[file] = text[file].replace(old, new)
+    made = {}
+    for name in ("cache", "engine"):
+        module = types.ModuleType(f"fsdp_offload.core.{name}")
+        module.__package__ = "fsdp_offload.core"
+        before = sys.modules[f"fsdp_offload.core.{name}"]
+        sys.modules[f"fsdp_offload.core.{name}"] = module
+        try:
+            exec(compile(text[name], f"{name}.py", "exec"), module.__dict__)
+        finally:
+            sys.modules[f"fsdp_offload.core.{name}"] = before
+        made[name] = module
+    made["engine"].Cache = made["cache"].Cache
+    return made["engine"].Core
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_each_wait_is_needed(mutant):
+    core_class = mutated(*MUTANTS[mutant])
+    for seed in range(3000):
+        try:
+            Trial(seed, core_class).run()
+        except (AssertionError, RuntimeError):
+            return
+    pytest.fail("no program has found it")
+
+
+def test_the_mutants_are_of_the_code_that_runs():
+    assert importlib.import_module("fsdp_offload.core.engine") is engine_module
