@@ -224,9 +224,8 @@ class Core:
         for item in items:
             if item.at_home is not None:
                 item.at_home.synchronize()  # R2, on the host
-            load = item.home_read.get("load")
-            if load is not None:
-                load.synchronize()  # R4, on the host: whoever looks may write
+            for mark in item.home_read.values():
+                mark.synchronize()  # R4, on the host: whoever looks may write
             item.expose()
         if self.updated is not None:
             self.updated.synchronize()  # counters, which are written where they are

@@ -15,6 +15,12 @@ from fsdp_offload.core.lanes import Lanes
 Clock = dict[str, int]
 
 
+def merge(clock: Clock, other: Clock) -> None:
+    """Have seen what ``other`` has seen, too."""
+    for name, value in other.items():
+        clock[name] = max(value, clock.get(name, 0))
+
+
 class Action:
     """Something that has been issued and may not have run yet; a mark."""
 
@@ -23,6 +29,7 @@ class Action:
 
     def synchronize(self) -> None:
         self.world.finish(self)
+        merge(self.world.host, self.clock)
 
     def passed(self) -> bool:
         return self.done
@@ -37,6 +44,7 @@ class World:
     def __init__(self, seed: int, eagerness: float = 0.3) -> None:
         self.random, self.eagerness = random.Random(seed), eagerness
         self.waiting: dict[Action, None] = {}
+        self.host: Clock = {"host": 0}
         self.accesses: dict[tuple[int, int], tuple[Clock, list[Clock], str]] = {}
 
     def add(self, action: Action) -> None:
@@ -84,6 +92,12 @@ class World:
                 now = {lane: clock[lane]}
                 self.accesses[mine] = (now, [], lane) if is_write else (written, [*read, now], who)
 
+    def on_host(self, function: Callable[[], object], writes: Sequence[Tensor]) -> None:
+        """The host reads and writes these now."""
+        self.host["host"] += 1
+        self.check("host", self.host, writes, writes)
+        function()
+
     def forget(self, tensor: Tensor) -> None:
         """Forget memory that is given back: others may get it."""
         begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
@@ -101,8 +115,7 @@ class DeferredLane:
     def wait(self, *marks: object) -> None:
         for mark in marks:
             if isinstance(mark, Action):
-                for name, value in mark.clock.items():
-                    self.clock[name] = max(value, self.clock.get(name, 0))
+                merge(self.clock, mark.clock)
                 if self.at_once:
                     self.world.finish(mark)
                 elif not mark.done:
@@ -123,6 +136,7 @@ class DeferredLane:
 
     def _add(self, function: Callable[[], object] | None, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> Action:
         self.clock[self.name] += 1
+        merge(self.clock, self.world.host)  # what is issued comes after what the host has done
         self.world.check(self.name, self.clock, reads, writes)
         action = Action(function, self._after, dict(self.clock), self.world)
         self._after = {action}
@@ -140,13 +154,13 @@ class DeferredLanes(Lanes):
 
     def __init__(self, seed: int) -> None:
         self.world = World(seed)
-        self.load, self.store, self.update, self.reduce, self.reader = (
-            DeferredLane(self.world, name) for name in ("load", "store", "update", "reduce", "reader")
+        self.load, self.store, self.update, self.reduce, self.copy_in, self.reader = (
+            DeferredLane(self.world, name) for name in ("load", "store", "update", "reduce", "copy in", "reader")
         )
         self.compute = DeferredLane(self.world, "compute", at_once=True)
 
     def on(self, stream: object) -> DeferredLane:
-        return self.compute if stream is None else self.reduce
+        return self.compute if stream is None else self.copy_in
 
     def event(self, event: object) -> object:
         return self.compute.mark() if event is None else event

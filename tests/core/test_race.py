@@ -19,7 +19,7 @@ from fsdp_offload.core import cache as cache_module
 from fsdp_offload.core import engine as engine_module
 from fsdp_offload.core.cache import Pool
 from fsdp_offload.core.items import Item
-from fsdp_offload.core.plan import Bucket, choose_kept
+from fsdp_offload.core.plan import ELSEWHERE, Bucket, choose_kept
 
 from .deferred import DeferredLanes
 
@@ -59,6 +59,7 @@ class Trial:
 
     def __post_init__(self) -> None:
         self.random = rng = random.Random(self.seed)
+        self.elsewhere = rng.random() < 0.4
         self.groups, self.lanes = rng.randint(1, 7), DeferredLanes(self.seed)
         self.overlap = rng.choice(MODES)
         self.weights = {g: torch.zeros(2, dtype=torch.int64) for g in range(self.groups)}
@@ -66,18 +67,21 @@ class Trial:
         self.core = self.core_class(
             self.lanes, torch.device("cpu"), self.overlap, Counting(self.weights, self.grads)
         )
-        marks = {g: Item(f"w{g}", fixed=[self.weights[g]]) for g in range(self.groups)}
+        if self.elsewhere:
+            self.weights[ELSEWHERE] = torch.zeros(2, dtype=torch.int64)
+        marks = {g: Item(f"w{g}", fixed=[weights]) for g, weights in self.weights.items()}
         self.homes, buckets = [], []
-        for g in range(self.groups):
+        for g in range(self.groups + self.elsewhere):
             home = torch.zeros(16, dtype=torch.uint8)
             self.homes.append(home)
             cut = rng.choice([8, 16])  # in one piece, or two
             pieces = [(home[:cut], 0), *([(home[cut:], cut)] if cut < 16 else [])]
             joined = (g, g - 1) if g and rng.random() < 0.2 else (g,)
+            joined = joined if g < self.groups else (ELSEWHERE,)
             item = Item(f"s{g}", 16, pieces, exists=False, version=lambda g=g: self.versions[g])
             buckets.append(Bucket(g, item, joined, tuple(marks[one] for one in joined)))
-        self.versions = [0] * self.groups
-        self.counts = {g: 0 for g in range(self.groups)}  # updates of each group's parameters
+        self.versions = [0] * len(buckets)
+        self.counts = dict.fromkeys(self.weights, 0)  # updates of each group's parameters
         self.core.take(buckets, marks)
         self.pool = Pool(16, rng.randint(1, self.groups + 1))
         self.core.cache.pools = [self.pool]
@@ -85,7 +89,7 @@ class Trial:
         if rng.random() < 0.5:  # more is kept than the rule would
             for bucket in buckets:
                 bucket.state.kept = rng.random() < 0.3
-        self.state = [0] * self.groups
+        self.state = [0] * len(buckets)
         self.saves: list[tuple[Tensor, int, Any]] = []
 
     def gather(self, g: int) -> None:
@@ -104,6 +108,8 @@ class Trial:
 
             lane.run(read, reads=[seen])
         self.core.gathered(g, stream)
+        if stream is not None and self.overlap == "step":
+            self.lanes.compute.wait(lane.mark())  # it uses what has been gathered
 
     def reduce(self, g: int) -> None:
         """The gradient is written on a stream of its own, behind compute and whoever may still read the last one."""
@@ -143,11 +149,17 @@ class Trial:
             if self.overlap != "iteration" and rng.random() < 0.3:
                 grad = self.grads[g]
                 self.lanes.compute.run(lambda grad=grad: grad.mul_(1), reads=[grad], writes=[grad])
+        if self.elsewhere:
+            self.grads[ELSEWHERE] = grad = torch.ones(2, dtype=torch.int64)
+            self.lanes.made([grad])
         wanted = [bucket for bucket in core.buckets if rng.random() < 0.9 or bucket in core.done]
         before = set(core.done)
         core.step(wanted)
         self.note(before)
         core.end()
+        if self.elsewhere:
+            self.lanes.compute.touch(reads=[self.weights[ELSEWHERE]])
+            assert self.weights[ELSEWHERE].tolist() == [self.counts[ELSEWHERE]] * 2
         if self.overlap == "step":
             for g in order:
                 assert self.weights[g].tolist() == [self.counts[g]] * 2
@@ -169,14 +181,12 @@ class Trial:
         for bucket in chosen:
             self.check_home(bucket.number)
             if self.random.random() < 0.5 and bucket.state.exists:
-                if self.random.random() < 0.5:
-                    self.core.prefetch()
-                    for mark in bucket.state.home_read.values():
-                        mark.synchronize()  # a torn read would be loaded again, and is only seen here
-                home = self.homes[bucket.number].view(torch.int64)
-                home.add_(100)
+                home = self.homes[bucket.number]
+                self.lanes.world.on_host(lambda home=home: home.view(torch.int64).add_(100), [home])
                 self.state[bucket.number] += 100
                 self.versions[bucket.number] += 1
+                if self.random.random() < 0.5:
+                    self.core.prefetch()
 
     def save(self) -> None:
         """A checkpoint's writer reads homes while training goes on."""
@@ -200,9 +210,10 @@ class Trial:
             self.iteration()
         self.core.wait_updated()
         self.core.wait_home(bucket.state for bucket in self.core.buckets)
-        for g in range(self.groups):
-            self.check_home(g)
-            assert self.weights[g].tolist() == [self.counts[g]] * 2
+        for number in range(len(self.homes)):
+            self.check_home(number)
+        for g, weights in self.weights.items():
+            assert weights.tolist() == [self.counts[g]] * 2
         for copy, value, mark in self.saves:
             mark.synchronize()
             assert copy.view(torch.int64).tolist() == [value] * 2, self.seed
@@ -229,7 +240,7 @@ MUTANTS = {
     "R3: an update does not wait for the load": ("engine", "lane.wait(item.ready)  # R3: loads", "pass  # loads"),
     "R3: a store does not wait for the update": ("cache", "store.wait(item.ready)", "pass"),
     "R4: a store does not wait for readers of its home": ("cache", "store.wait(*item.home_read.values())", "pass"),
-    "R4: whoever looks does not wait for the load": ("engine", "load.synchronize()", "pass"),
+    "R4: whoever looks does not wait for readers": ("engine", "mark.synchronize()  # R4", "pass  # R4"),
     "an update does not wait for its gradient": (
         *("engine", "lane.wait(*(self._reduced_at[group] for group in bucket.groups))", "pass"),
     ),
@@ -264,7 +275,7 @@ def mutated(file: str, old: str, new: str) -> type[Any]:
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_each_wait_is_needed(mutant):
     core_class = mutated(*MUTANTS[mutant])
-    for seed in range(3000):
+    for seed in range(1000):
         try:
             Trial(seed, core_class).run()
         except (AssertionError, RuntimeError):
