@@ -1,9 +1,10 @@
-"""An engine whose bytes are moved by the core: homes, layouts and loads are those of :class:`~..engine.engine.Engine`."""
+"""An engine whose bytes the core moves: homes, layouts and loads are those of :class:`~..engine.engine.Engine`."""
 
 import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -44,7 +45,7 @@ _TWO_WAY_BYTES_PER_MS = 80e6
 """Of loads and stores together, over PCIe 5: only how fast ``"auto"`` grows depends on it."""
 
 _CLEAN_STEPS = 2
-"""Steps in which nobody touched gradients between the backward and ``step()``, before updates move into the backward."""
+"""Steps in which nobody touched gradients before ``step()``, until updates move into the backward."""
 
 
 class CoreEngine(Engine):
@@ -83,14 +84,20 @@ class CoreEngine(Engine):
         self.steps: Any = Steps(self.core)
         self.phases: Any = Phases(self.core)
         self._pipeline: Any = _Mover(self._pipeline.buckets, self.core)
-        self.lending = Lending(self.plan, self._pipeline)
+        mover: Any = self._pipeline
+        self.lending = Lending(self.plan, mover)
         self._taken = -1  # the generation of the plan that the core is about
         self._clean_steps = 0
         self._touches = _Touches()
         self._early: dict[Tensor, tuple[Tensor, tuple[int, int], tuple[int, int]]] = {}
         self._used_up: set[int] = set()
         self._room: Room | None = None
-        if policy.device_bytes == "auto" and policy.runs_on_into_forward and device.type != "cpu" and not policy.runs_serially:
+        if (
+            policy.device_bytes == "auto"
+            and policy.runs_on_into_forward
+            and device.type != "cpu"
+            and not policy.runs_serially
+        ):
             self.core.stopwatch = Stopwatch(device)
         self.core.may_begin_early = False
 
@@ -134,7 +141,7 @@ class CoreEngine(Engine):
             f"state {number}",
             planned.bucket.nbytes if home else 0,
             home,
-            wait_unread=lambda: [shard.home.wait_unread() for shard in shards if shard.home.readers] and None,
+            wait_unread=partial(_wait_unread, shards),
             version=lambda: (sum(sum(version_of(value)) for value in watched), sum(leaf._version for leaf in leaves)),
             exists=False,
         )
@@ -171,7 +178,9 @@ class CoreEngine(Engine):
         try:
             if not core.begun:
                 self._follow_groups(optimizer, states)
-            self._check_gradients((), "Nothing has been changed." if not core.begun else "Put this right, and call step() again.")
+            self._check_gradients(
+                (), "Nothing has been changed." if not core.begun else "Put this right, and call step() again."
+            )
             updated = self._shards_with_grad(optimizer, states)
             self._take_plan(states)
         except BaseException:
@@ -235,8 +244,8 @@ class CoreEngine(Engine):
             done = list(core.done)
             self.steps.failure = (
                 f"an earlier step() stopped with {type(error).__name__}: {error}. {len(done)} of {len(wanted)} buckets "
-                f"had been updated (parameters {self._names_in(done)}); {self._names_in([torn] if torn else [])} may be "
-                "half updated; the others are as before that step"
+                f"had been updated (parameters {self._names_in(done)}); {self._names_in([torn] if torn else [])} may "
+                "be half updated; the others are as before that step"
             )
         core.abandon()
         core.cache.restore_room()
@@ -295,19 +304,19 @@ class CoreEngine(Engine):
         if any(number in bucket.groups for bucket in self.core.done):
             self.refuse(
                 "a backward came after the one whose gradients had been updated with already",
-                "a second backward before step(), with OffloadPolicy(overlap='iteration'): parameters have been updated "
-                "with the gradients of the first one. The number of backwards before each step must not change (it was "
+                "a second backward before step(), with OffloadPolicy(overlap='iteration'): parameters have been "
+                "updated with the gradients of the first one. The number of backwards before each step must not change (it was "
                 "learnt in the first steps); use overlap='forward', or one step for each backward.",
             )
 
     def refuse_recomputation(self, number: int) -> None:
-        """A backward is about to compute again what it has updated already: a block that was used twice, checkpointed."""
+        """A backward is about to compute again what it has updated: a block that was used twice, checkpointed."""
         if any(number in bucket.groups for bucket in self.core.done):
             self.refuse(
                 "a backward computed a block again whose parameters it had updated already",
                 "activation checkpointing of a block that runs twice before one backward, with "
-                "OffloadPolicy(overlap='iteration'): it is computed again with parameters that have been updated since. "
-                "Use overlap='forward', use_reentrant=False, or one backward for each forward.",
+                "OffloadPolicy(overlap='iteration'): it is computed again with parameters that have been updated "
+                "since. Use overlap='forward', use_reentrant=False, or one backward for each forward.",
             )
 
     def refuse(self, failure: str, message: str) -> None:
@@ -341,8 +350,9 @@ class CoreEngine(Engine):
         if what:
             self.refuse(
                 f"{what}, after the backward had updated parameters",
-                f"step(): {what}, and the backward has updated parameters already (OffloadPolicy(overlap='iteration')). "
-                "A loop that does so has to do it from the first step on, or use overlap='forward'.",
+                f"step(): {what}, and the backward has updated parameters already "
+                "(OffloadPolicy(overlap='iteration')). A loop that does so has to do it from the first step on, or use "
+                "overlap='forward'.",
             )
 
     def note_gradients(self, params: Iterable[Tensor]) -> None:
@@ -437,6 +447,12 @@ class CoreEngine(Engine):
     def step_times(self) -> StepTimes:
         """Of the last step."""
         return StepTimes(self.core.last_moved.loaded_bytes, self.core.last_moved.stored_bytes)
+
+
+def _wait_unread(shards: Sequence[StateShard]) -> None:
+    for shard in shards:
+        if shard.home.readers:
+            shard.home.wait_unread()
 
 
 class _Touches:

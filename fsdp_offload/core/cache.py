@@ -206,7 +206,7 @@ class Cache:
         pool.made += 1
 
     def _evict(self, pool: Pool, distance: int | None) -> bool:
-        """Make room in ``pool`` by dropping what is used last: later than in ``distance`` uses, unless that is ``None``.
+        """Make room in ``pool`` by dropping what is used last: later than in ``distance`` uses, if there is one.
 
         What is kept goes only for an update that cannot do without, and then last.
         """

@@ -188,7 +188,7 @@ class Core:
         lane.run(job, reads=gradients, writes=[memory for item in items for memory in item.place()])
         self.updated = mark = lane.mark()
         if self.mode.lane == "update":
-            # Gradients of a group share one buffer of the reduce-scatter stream, which frees it with its last reference.
+            # Gradients of a group share one buffer of the reduce-scatter stream, freed with its last reference.
             # Compute waits for the update in the next gather; reductions wait for compute.
             self._gradients[bucket.number] = gradients
         for item in items:

@@ -85,7 +85,7 @@ class ModelHooks:
         self._before_gather(number, None)  # also lets go of the gradients that the update has read
 
     def _before_read(self, number: int, stream: torch.Stream | None, in_backward: bool) -> None:
-        self._before_gather(number, stream)
+        """Nothing: the stream that reads has been told to wait."""
 
     def _after_read(self, number: int, stream: torch.Stream | None) -> None:
         engine = self._engine()

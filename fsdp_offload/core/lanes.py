@@ -1,8 +1,8 @@
 """Lanes: where copies and updates run, in order; a mark is a point of a lane that others wait for.
 
 The streams are those of ``device/link.py``, shared by all optimizers of a device: loads and stores each on two streams
-that take turns, updates beside the model on one of their own. Tests have lanes of another kind (``tests/core/deferred.py``)
-that run everything later, in any order that the waits allow.
+that take turns, updates beside the model on one of their own. Tests have lanes of another kind, which run everything
+later, in any order that the waits allow (``tests/core/deferred.py``).
 """
 
 from collections.abc import Callable, Sequence
@@ -102,7 +102,7 @@ class Lanes:
         return StreamLane(f"stream {stream.stream_id}", self._compute, stream)
 
     def event(self, event: object) -> Mark:
-        """Return a mark for an event of torch's (``torch.Event`` or that of a device); without one, the point of compute."""
+        """Return a mark for an event of torch's; without one, the point that compute has reached."""
         return self.compute.mark() if event is None else EventMark(event)  # type: ignore[arg-type]
 
     def made(self, tensors: Sequence[Tensor]) -> None:

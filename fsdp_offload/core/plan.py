@@ -1,4 +1,4 @@
-"""What is offloaded, worked out when parameters are added: bucket sizes, buckets and their items, blocks, what is kept."""
+"""Worked out when parameters are added: bucket sizes, buckets and their items, blocks, and what is kept."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

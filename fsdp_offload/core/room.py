@@ -74,7 +74,7 @@ class Room:
     """
 
     def __init__(self, block_bytes: int, most: int, rate: float) -> None:
-        """Take the bytes of a block, how many more of them would be of use, and bytes per ms of loads and stores together."""
+        """Take the bytes of a block, how many more would be of use, and bytes per ms of loads and stores together."""
         self.block_bytes, self.most, self.rate = block_bytes, most, rate
         self.extra = 0
         self.sentence = ""
@@ -107,7 +107,9 @@ class Room:
                 self.extra, self._calm = self.extra - 1, 0
         if free_bytes() < 0:
             self.extra = max(0, self.extra - 1)
-        self.sentence = f"{self.extra} blocks stay; compute waited {reading.stalled_ms:.1f} of {reading.iteration_ms:.1f} ms"
+        self.sentence = (
+            f"{self.extra} blocks stay; compute waited {reading.stalled_ms:.1f} of {reading.iteration_ms:.1f} ms"
+        )
         if self.extra != before:
             self._rest = 3  # the readings of iterations that have begun already are of other blocks
         return self.extra != before

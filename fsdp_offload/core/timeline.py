@@ -10,7 +10,7 @@ NEVER = 1 << 30
 
 
 class Timeline:
-    """Training repeats one sequence of uses: what comes next is known after an iteration. A wrong guess costs time only.
+    """Training repeats one sequence of uses, so what comes next is known. A wrong guess costs time only.
 
     Attributes:
         cycle: the uses of the last iteration that had any.

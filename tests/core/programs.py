@@ -20,7 +20,12 @@ from fsdp_offload.engine.engine import engine_of
 from tests.parity import attach
 
 OPTIMIZERS: dict[str, list[dict[str, Any]]] = {
-    "AdamW": [{"weight_decay": 0.1}, {"amsgrad": True, "foreach": True}, {"fused": True}, {"capturable": False, "foreach": False}],
+    "AdamW": [
+        {"weight_decay": 0.1},
+        {"amsgrad": True, "foreach": True},
+        {"fused": True},
+        {"capturable": False, "foreach": False},
+    ],
     "Adam": [{}, {"foreach": True}, {"fused": True}],
     "SGD": [{"momentum": 0.9}, {"momentum": 0.9, "nesterov": True, "foreach": True}, {}],
     "RMSprop": [{"momentum": 0.5, "centered": True}],
@@ -106,7 +111,7 @@ class Program:
             params = [{"params": params[::2]}, {"params": params[1::2], "lr": 3e-3}]
         return model, getattr(torch.optim, self.name)(params, lr=1e-2, **options)
 
-    def run(self, *, offloaded: bool) -> list[dict[str, Any]]:
+    def run(self, *, offloaded: bool) -> list[dict[str, Any]]:  # noqa: C901  # a training loop, top to bottom
         """Train; returns what can be seen after each step."""
         rng = random.Random(self.seed + 1)
         data = torch.Generator().manual_seed(self.seed + dist.get_rank())
@@ -121,9 +126,7 @@ class Program:
             optimizer.step()
             optimizer.zero_grad()
         if offloaded:
-            policy = OffloadPolicy(
-                overlap=self.overlap, device_bytes=self.device_bytes, bucket_bytes=self.bucket_bytes
-            )
+            policy = OffloadPolicy(overlap=self.overlap, device_bytes=self.device_bytes, bucket_bytes=self.bucket_bytes)
             attach(optimizer, model=model, policy=policy)
             engine = engine_of(optimizer)
             assert isinstance(engine, CoreEngine)
@@ -190,7 +193,11 @@ class Program:
                 for key, value in optimizer.state.get(param, {}).items():
                     values[f"{name}.{key} after"] = local(value)
         else:
-            values |= {f"{name} after": value for name, value in values.items() if "." in name and name not in dict(model.named_parameters())}
+            values |= {
+                f"{name} after": value
+                for name, value in values.items()
+                if "." in name and name not in dict(model.named_parameters())
+            }
         return seen
 
     def limit(self, engine: CoreEngine) -> int:

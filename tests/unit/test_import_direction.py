@@ -33,10 +33,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine": {"policy", "torch_compat", "planning", "device", "state", "optimizers"},
     "cpu_update": {"policy", "torch_compat", "planning", "device", "state", "optimizers", "engine"},
     "model": {"policy", "torch_compat", "planning", "device", "state", "optimizers", "engine"},
+    "core": {"policy", "torch_compat", "device", "state", "optimizers", "engine"},
     "report": {"policy", "planning", "device", "state", "engine"},
     "api": {
         *("policy", "torch_compat", "planning", "device", "state", "optimizers"),
-        *("engine", "cpu_update", "model", "report"),
+        *("engine", "core", "cpu_update", "model", "report"),
     },
     "checkpoint": {"torch_compat", "planning", "device", "state", "optimizers", "engine", "cpu_update", "api"},
     "__init__": {"policy", "model", "report", "api"},

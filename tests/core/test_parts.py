@@ -1,0 +1,241 @@
+"""The timeline, victims of the cache, sizes of buckets and the rule of the room, each by itself."""
+
+import pytest
+import torch
+
+from fsdp_offload.core.cache import Cache, Pool
+from fsdp_offload.core.items import Item, Use
+from fsdp_offload.core.plan import Bucket, bucket_bytes_for, choose_kept, joined_groups, make_pools
+from fsdp_offload.core.room import CALM, UNSETTLED, Reading, Room
+from fsdp_offload.core.timeline import NEVER, Reductions, Timeline
+
+from .deferred import DeferredLanes
+
+MIB = 1 << 20
+
+
+def timeline_of(text: str) -> tuple[Timeline, dict[str, Item]]:
+    """A timeline that expects the uses of items in ``text``, in that order."""
+    items = {name: Item(name, 8) for name in text}
+    uses = {name: Use(name, (item,)) for name, item in items.items()}
+    timeline = Timeline()
+    for name in text:
+        timeline.note(uses[name])
+    timeline.end()
+    return timeline, items
+
+
+def after(timeline: Timeline, items: dict[str, Item], text: str) -> str:
+    """What is expected next, once the uses in ``text`` have come, and how far away each item is."""
+    uses = {use.name: use for use in timeline.cycle}
+    for name in text:
+        timeline.note(uses[name])
+    upcoming = "".join(str(use.name) for _, use in timeline.upcoming(4))
+    return upcoming + " " + " ".join(f"{name}{timeline.distance(item)}" for name, item in items.items())
+
+
+@pytest.mark.parametrize(
+    ("cycle", "come", "expected"),
+    [
+        ("abc", "", "abc a0 b1 c2"),
+        ("abc", "a", "bca a2 b0 c1"),
+        ("abc", "ac", "abc a0 b1 c2"),  # one was left out
+        ("abcba", "ab", "cbaa a2 b1 c0"),
+        ("abcba", "abcb", "aabc a0 b2 c3"),
+    ],
+)
+def test_timeline_knows_what_comes_next(cycle: str, come: str, expected: str) -> None:
+    assert after(*timeline_of(cycle), come) == expected
+
+
+def test_an_item_that_was_never_used_is_never_needed() -> None:
+    timeline, _ = timeline_of("ab")
+    assert timeline.distance(Item("c", 8)) == NEVER
+
+
+def test_timeline_tells_repeated_iterations_and_keeps_the_last_one_that_had_uses() -> None:
+    timeline, _ = timeline_of("ab")
+    uses = list(timeline.cycle)
+    assert not timeline.repeats
+    for use in uses:
+        timeline.note(use)
+    timeline.end()
+    assert timeline.repeats
+    timeline.end()  # a step without gradients
+    assert timeline.cycle == uses
+
+
+@pytest.mark.parametrize(
+    ("steps", "now", "final"),
+    [
+        ("", 1, False),
+        ("1", 1, True),
+        ("2", 1, False),
+        ("2", 2, True),
+        ("2111", 1, False),
+        ("21111", 1, True),
+        ("1", 0, False),
+    ],
+)
+def test_gradients_are_final_after_the_most_reductions_of_four_steps(steps: str, now: int, final: bool) -> None:
+    reductions = Reductions()
+    for count in steps:
+        for _ in range(int(count)):
+            reductions.count(0)
+        reductions.end()
+    for _ in range(now):
+        reductions.count(0)
+    assert reductions.is_final(0) is final
+
+
+def test_reductions_without_a_step_count_for_nothing() -> None:
+    reductions = Reductions()
+    for _ in range(3):
+        reductions.count(0)
+    reductions.end(stepped=False)
+    reductions.count(0)
+    reductions.end()
+    reductions.count(0)
+    assert reductions.is_final(0)
+
+
+def cache_of(cycle: str, held: str, blocks: int, kept: str = "", come: str = "") -> tuple[Cache, dict[str, Item]]:
+    """A cache with the items in ``held``, of a timeline as above."""
+    timeline, items = timeline_of(cycle)
+    lanes = DeferredLanes(0)
+    cache = Cache(torch.device("cpu"), lanes, timeline)
+    cache.pools = [Pool(8, blocks)]
+    for name in held:
+        items[name].home = [(torch.zeros(8, dtype=torch.uint8), 0)]
+        cache.fetch(items[name])
+    for name in kept:
+        items[name].kept = True
+    uses = {use.name: use for use in timeline.cycle}
+    for name in come:
+        timeline.note(uses[name])
+    return cache, items
+
+
+@pytest.mark.parametrize(
+    ("held", "kept", "come", "wanted", "must", "left"),
+    [
+        ("ab", "", "ab", "c", False, "ca"),  # b is needed after a
+        ("ab", "", "a", "c", False, "bc"),  # a has been used: it is needed last
+        ("ab", "", "", "d", False, "ab"),  # both are needed sooner
+        ("ab", "", "", "d", True, "ad"),
+        ("ab", "b", "ab", "c", False, "cb"),  # what is kept stays
+        ("ab", "ab", "ab", "c", False, "ab"),
+        ("ab", "ab", "ab", "c", True, "ac"),  # unless an update cannot do without
+    ],
+)
+def test_the_victim_is_what_is_used_last(held: str, kept: str, come: str, wanted: str, must: bool, left: str) -> None:
+    cache, items = cache_of("abcd", held, 2, kept, come)
+    items[wanted].home = [(torch.zeros(8, dtype=torch.uint8), 0)]
+    cache.fetch(items[wanted], must=must, distance=cache.timeline.distance(items[wanted]))
+    assert sorted(item.name for item in cache.held) == sorted(left)
+    assert cache.pools[0].made == 2
+    assert not cache.overflowed
+
+
+def test_a_pinned_item_is_no_victim_and_the_update_takes_one_block_more() -> None:
+    cache, items = cache_of("ab", "a", 1)
+    cache.pinned = (items["a"],)
+    cache.fetch(items["b"])
+    assert cache.overflowed
+    assert cache.pools[0].made == 2
+    cache.resize(cache.pools[0], 1)
+    assert cache.pools[0].made == 1
+
+
+@pytest.mark.parametrize(
+    ("groups_mib", "device_mib", "expected_mib"),
+    [
+        ([1072, *[384] * 24], None, 432),  # one bucket for each usual group, larger ones cut to its size
+        ([1072, *[384] * 24], 640, 144),  # three equal parts
+        ([4096, *[1600] * 32], None, 864),  # a 64th of all is more than 512 MiB
+        ([3] * 10, None, 3.375),
+        ([], None, 512),
+    ],
+)
+def test_bucket_bytes(groups_mib: list[int], device_mib: int | None, expected_mib: float) -> None:
+    limit = None if device_mib is None else device_mib * MIB
+    assert bucket_bytes_for([size * MIB for size in groups_mib], limit) == int(expected_mib * MIB)
+
+
+def test_small_groups_are_joined_with_their_neighbours() -> None:
+    params = [torch.zeros(1) for _ in range(5)]
+    joined = joined_groups(
+        {param: number for number, param in enumerate(params)}, {0: 10, 1: 20, 2: 50, 3: 5, 4: 5}, 60
+    )
+    assert list(joined.values()) == [0, 0, 1, 1, 1]
+
+
+def buckets_of(sizes: list[int]) -> list[Bucket]:
+    return [Bucket(number, Item(str(number), size), (0,), ()) for number, size in enumerate(sizes)]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "blocks", "kept"),
+    [
+        ([8] * 6, 4, "0"),
+        ([8] * 6, 3, ""),
+        ([8] * 6, 6, "012345"),
+        ([8] * 6, 5, "01"),
+        ([0, *[8] * 5], 4, "1"),
+        ([], 4, ""),
+    ],
+)
+def test_the_first_buckets_are_kept_beside_three_that_pass(sizes: list[int], blocks: int, kept: str) -> None:
+    buckets = buckets_of(sizes)
+    cache = Cache(torch.device("cpu"), DeferredLanes(0), Timeline())
+    cache.pools = make_pools([b.state for b in buckets if b.state.nbytes], 8, lambda nbytes: blocks)
+    choose_kept(buckets, cache)
+    assert "".join(b.state.name for b in buckets if b.state.kept) == kept
+
+
+def test_an_item_that_is_much_larger_has_a_block_of_its_own() -> None:
+    pools = make_pools([Item("a", 8), Item("b", 10), Item("c", 100)], 8, lambda nbytes: 64 // nbytes)
+    assert [(pool.nbytes, pool.count) for pool in pools] == [(10, 2), (100, 1)]
+
+
+def settled(room: Room) -> None:
+    for _ in range(UNSETTLED):
+        room.end(None, steady=True, free_bytes=lambda: 1 << 40)
+
+
+def test_room_grows_until_compute_does_not_wait() -> None:
+    room = Room(100, 1000, rate=10)
+    settled(room)
+    for _ in range(40):
+        stalled = max(0, 2600 - room.extra * 100) * 2 / 10  # with 26 blocks more, nobody waits
+        room.end(Reading(stalled, 1000), steady=True, free_bytes=lambda: 1 << 40)
+    assert 25 <= room.extra <= 27
+
+
+def test_room_does_not_grow_from_iterations_that_are_not_steady() -> None:
+    room = Room(100, 1000, rate=10)
+    for _ in range(20):
+        assert not room.end(Reading(500, 1000), steady=False, free_bytes=lambda: 1 << 40)
+    for _ in range(UNSETTLED - 1):
+        assert not room.end(Reading(500, 1000), steady=True, free_bytes=lambda: 1 << 40)
+    assert room.end(Reading(500, 1000), steady=True, free_bytes=lambda: 1 << 40)
+
+
+def test_room_takes_half_of_what_is_free_at_most_and_gives_back_what_is_not() -> None:
+    room = Room(100, 1000, rate=10)
+    settled(room)
+    room.end(Reading(500, 1000), steady=True, free_bytes=lambda: 1000)
+    assert room.extra == 5
+    for _ in range(4):
+        room.end(Reading(0, 1000), steady=True, free_bytes=lambda: -1)
+    assert room.extra < 5
+
+
+def test_room_creeps_down_where_nobody_waits_but_not_below_what_was_seen_to_wait() -> None:
+    room = Room(100, 1000, rate=10)
+    settled(room)
+    room.end(Reading(200, 1000), steady=True, free_bytes=lambda: 1 << 40)
+    grown = room.extra
+    for _ in range(200 * CALM):
+        room.end(Reading(0, 1000), steady=True, free_bytes=lambda: 1 << 40)
+    assert 1 <= room.extra < grown
