@@ -79,7 +79,7 @@ class CoreEngine(Engine):
         self.gathered = together.keys()
         self._together, self._bucket_bytes = together, bucket_bytes
         self._updates = BucketUpdates(cls, self.layouts, self.plan, copies_options=policy.runs_on_into_forward)
-        lanes = Lanes(self._link, serial=policy.runs_serially)
+        lanes = Lanes(self._link, serial=policy.serial)
         self.core = Core(lanes, device, policy.overlap, self._updates)
         self.steps: Any = Steps(self.core)
         self.phases: Any = Phases(self.core)
@@ -92,12 +92,7 @@ class CoreEngine(Engine):
         self._early: dict[Tensor, tuple[Tensor, tuple[int, int], tuple[int, int]]] = {}
         self._used_up: set[int] = set()
         self._room: Room | None = None
-        if (
-            policy.device_bytes == "auto"
-            and policy.runs_on_into_forward
-            and device.type != "cpu"
-            and not policy.runs_serially
-        ):
+        if policy.device_bytes == "auto" and policy.runs_on_into_forward and device.type != "cpu" and not policy.serial:
             self.core.stopwatch = Stopwatch(device)
         self.core.may_begin_early = False
 
@@ -305,8 +300,8 @@ class CoreEngine(Engine):
             self.refuse(
                 "a backward came after the one whose gradients had been updated with already",
                 "a second backward before step(), with OffloadPolicy(overlap='iteration'): parameters have been "
-                "updated with the gradients of the first one. The number of backwards before each step must not change (it was "
-                "learnt in the first steps); use overlap='forward', or one step for each backward.",
+                "updated with the gradients of the first one. The number of backwards before each step must not change "
+                "(it was learnt in the first steps); use overlap='forward', or one step for each backward.",
             )
 
     def refuse_recomputation(self, number: int) -> None:
@@ -508,13 +503,17 @@ class Steps:
 
     has_updated = True
 
-    def check_usable(self, what: str, *, mid_step: bool = False) -> None:
-        """Refuse to go on with half updated state."""
+    def check_whole(self, what: str) -> None:
+        """Refuse to hand out, or to go on with, what an earlier step has half updated."""
         if self.failure:
             raise RuntimeError(
                 f"{what} refused: {self.failure}. Load a checkpoint of the model and of this optimizer "
                 "(load_state_dict) before going on."
             )
+
+    def check_usable(self, what: str, *, mid_step: bool = False) -> None:
+        """Refuse to go on with half updated state."""
+        self.check_whole(what)
         if not mid_step and self._core.done:
             raise RuntimeError(
                 f"{what} refused: the backward has updated part of the state (OffloadPolicy(overlap='iteration')). "
