@@ -1,18 +1,14 @@
 """Overlap with forward and backward gives the same bits, whatever the loop does; what it cannot repeat is refused."""
 
 import copy
-import gc
-import weakref
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NoReturn
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.checkpoint import checkpoint
 
 from fsdp_offload import OffloadPolicy, offload_optimizer, remove_offload
 from fsdp_offload.cpu_update.updates import HostUpdates
@@ -29,9 +25,7 @@ from fsdp_offload.model.tune_resident import Rehearsal
 from fsdp_offload.planning.resident import IterationTimes
 from fsdp_offload.planning.schedule import Action
 from fsdp_offload.torch_compat import fully_shard as fully_shard_compat
-from fsdp_offload.torch_compat.dtensor import local_shard
-from tests.fused_adam_reference import FusedAdam
-from tests.overlapping import HABITS, NOT_IN_BACKWARD, POLICIES, SIZES, Block, Loop, Net, adamw, look, same
+from tests.overlapping import HABITS, NOT_IN_BACKWARD, POLICIES, SIZES, Loop, adamw, same
 from tests.parity import attach
 from tests.policies import with_share
 from tests.tiers import spread
@@ -134,57 +128,6 @@ def test_loads_begin_ahead_of_the_first_gradients(
     assert same(Loop(mesh, adamw, None, micro_batches=micro_batches).train(6), loop)
 
 
-class Checkpointed(Net):
-    """All blocks are computed again in the backward, and behind them those named ``behind``."""
-
-    def __init__(self, behind: tuple[str, ...], use_reentrant: bool) -> None:
-        super().__init__()
-        self._behind, self._use_reentrant = behind, use_reentrant
-
-    def forward(self, tokens: Tensor, *, extra: bool = True) -> Tensor:
-        x = self.embed(tokens)
-        for block in (*self.blocks, *(getattr(self, name) for name in self._behind)):
-            x = checkpoint(block, x, use_reentrant=self._use_reentrant)
-        return self.head(x).float().logsumexp(-1).mean()
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@EVERY_POLICY
-def test_checkpointed_blocks_that_run_twice_before_a_backward(
-    mesh: DeviceMesh, fields: dict[str, Any], use_reentrant: bool
-) -> None:
-    """What is computed again must be what it was; else it is refused."""
-
-    def backward_of_two(loop: Loop) -> None:
-        loop.optimizer.zero_grad()
-        (loop.model(loop.batch(6)) + loop.model(loop.batch(7))).backward()
-
-    plain, loop = pair(mesh, policy_of(fields), net=partial(Checkpointed, ("extra",), use_reentrant))
-    for each in (plain, loop):
-        each.train(6)
-    backward_of_two(plain)
-    if fields.get("overlap") == "iteration" and use_reentrant:
-        with pytest.raises(RuntimeError, match="runs twice before one backward"):
-            backward_of_two(loop)
-        with pytest.raises(RuntimeError, match="computed a block again"):
-            loop.optimizer.step()
-        return
-    backward_of_two(loop)
-    for each in (plain, loop):
-        each.step()
-        each.train(3, first=8)
-    assert same(plain, loop)
-
-
-def test_a_checkpointed_block_that_a_forward_uses_twice(mesh: DeviceMesh) -> None:
-    """FSDP2 reduces its gradients before it is computed again for its first use, and not after that."""
-    twice = partial(Checkpointed, ("extra", "extra"), use_reentrant=True)
-    with pytest.raises(RuntimeError, match="runs twice before one backward"):
-        Loop(mesh, adamw, policy_of({"overlap": "iteration"}), net=twice).train(8)
-    plain, loop = pair(mesh, policy_of({"overlap": "forward"}), net=twice)
-    assert same(plain.train(8), loop.train(8))
-
-
 def test_what_is_kept_is_computed_on_one_clock(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link, "_links", {})
     seen: list[IterationTimes] = []
@@ -276,93 +219,6 @@ def test_updates_come_after_the_hyperparameters_that_are_copied_for_them(
         last = last if what == "updated" else what
 
 
-@EVERY_POLICY
-def test_gradients_go_group_by_group(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
-    """With the update that has read them, when the forward waits for it: its activations need the memory."""
-    loop = Loop(mesh, adamw, policy_of(fields)).train(4)
-    loop.backward(4)
-    loop.optimizer.step()
-    grads = [weakref.ref(local_shard(param.grad)) for param in loop.model.parameters() if param.grad is not None]
-    loop.optimizer.zero_grad()
-    left = []
-    for block in loop.model.blocks:
-        block.register_forward_pre_hook(lambda *_: left.append(sum(grad() is not None for grad in grads)))
-    loop.model(loop.batch(5))
-    # Six of each block, and those of the one that comes last.
-    assert left == ([24, 18, 12, 6] if policy_of(fields).runs_on_into_forward else [0] * 4)
-
-
-def test_more_backwards_than_before_are_refused(mesh: DeviceMesh) -> None:
-    loop = Loop(mesh, adamw, policy_of({"overlap": "iteration"})).train(3)
-    loop.backward(3)
-    with pytest.raises(RuntimeError, match=r"a second backward before step\(\)"):
-        loop.backward(4)
-    for action in (loop.optimizer.step, loop.optimizer.state_dict):
-        with pytest.raises(RuntimeError, match="refused: a backward came after"):
-            action()
-
-
-def test_fewer_backwards_than_before_update_in_the_step(mesh: DeviceMesh) -> None:
-    plain, offloaded = pair(mesh, policy_of({"overlap": "iteration"}), micro_batches=3)
-    for loop in (plain, offloaded):
-        loop.train(3)
-        loop.micro_batches = 2
-        loop.train(3, first=3)
-    assert same(plain, offloaded)
-
-
-def test_a_save_between_backward_and_step_is_refused(mesh: DeviceMesh) -> None:
-    loop = Loop(mesh, adamw, policy_of({"overlap": "iteration"})).train(3)
-    loop.backward(3)
-    with pytest.raises(RuntimeError, match=r"the backward has updated part of the state.*Call step\(\) first"):
-        loop.optimizer.state_dict()
-    loop.step()
-    loop.optimizer.state_dict()
-
-
-@EVERY_POLICY
-def test_a_backward_that_fails(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
-    plain, offloaded = pair(mesh, policy_of(fields))
-    for loop in (plain, offloaded):
-        loop.train(3)
-        x = loop.model.embed.weight.new_zeros(1) if False else None
-        assert x is None
-        handle = loop.model.blocks[0].register_full_backward_pre_hook(_fail)
-        with pytest.raises(ZeroDivisionError):
-            loop.backward(3)
-        handle.remove()
-    if fields.get("overlap") == "iteration":
-        # Some parameters have been updated with gradients of a backward that never ended.
-        assert vars(offloaded.optimizer)["_offload_engine"].engine.steps.begun.done
-        with pytest.raises(RuntimeError, match="refused"):
-            offloaded.optimizer.state_dict()
-
-
-def _fail(*_: object) -> None:
-    raise ZeroDivisionError
-
-
-@EVERY_POLICY
-def test_two_optimizers_on_one_model(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
-    results = []
-    for policy in (None, policy_of(fields)):
-        loop = Loop(mesh, lambda params: torch.optim.AdamW(params[::2], lr=0.02), None)
-        second = torch.optim.AdamW(list(loop.model.parameters())[1::2], lr=0.01)
-        if policy is not None:
-            for optimizer in (loop.optimizer, second):
-                with pytest.warns(UserWarning, match="nothing to gain"):
-                    offload_optimizer(optimizer, model=loop.model, policy=policy)
-        for step in range(6):
-            loop.backward(step)
-            second.step()
-            loop.step()
-            second.zero_grad()
-        states = [value for o in (loop.optimizer, second) for state in o.state.values() for value in state.values()]
-        states = [getattr(value, "_local_tensor", value) for value in states]
-        results.append([*(p.detach().to_local() for p in loop.model.parameters()), *states])
-    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
-
-
 @pytest.mark.parametrize("fields", POLICIES.values(), ids=POLICIES)
 def test_another_optimizer_of_parameters_that_the_backward_updates(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
     """Where both would update them, it is refused before anything changes; others may take turns by step()."""
@@ -426,81 +282,6 @@ def test_a_plain_optimizer_may_not_step_where_the_backward_updates(mesh: DeviceM
     assert same(plain, loop)
 
 
-@pytest.mark.parametrize("in_a_cycle", [False, True])
-def test_another_optimizer_where_the_first_is_gone(mesh: DeviceMesh, in_a_cycle: bool) -> None:
-    """Whether it has been collected, or waits for that when the other one comes."""
-    plain, loop = pair(mesh, policy_of(POLICIES["iteration"]))
-    plain.train(2)
-    loop.train(2)
-    loop.optimizer.synchronize()
-    gc.collect()
-    gc.disable()
-    try:
-        for one in (plain, loop):
-            if in_a_cycle:
-                one.optimizer.itself = one.optimizer
-            one.optimizer = torch.optim.SGD(one.model.parameters(), lr=0.1)
-            one.scheduler = torch.optim.lr_scheduler.ConstantLR(one.optimizer)
-        attach(loop.optimizer, model=loop.model, policy=policy_of(POLICIES["iteration"]))
-    finally:
-        gc.enable()
-    assert same(plain.train(3, first=2), loop.train(3, first=2))
-
-
-@EVERY_POLICY
-def test_the_model_may_be_sent_to_where_it_is(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
-    """Before the first step, too: torch exchanges the content of parameters, and refuses those with weak references."""
-    plain, offloaded = pair(mesh, policy_of(fields))
-    for loop in (plain, offloaded):
-        for step in range(6):
-            loop.optimizer.zero_grad()
-            loop.model.to("cpu").float()
-            loop.backward(step)
-            loop.optimizer.step()
-            look(loop)
-            loop.model.to("cpu").float()
-        assert loop.optimizer.param_groups[0]["params"][0] is next(loop.model.parameters())
-    assert same(plain, offloaded)
-
-
-@EVERY_POLICY
-def test_removed_and_attached_again(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
-    plain, offloaded = pair(mesh, policy_of(fields))
-    plain.train(9)
-    offloaded.train(3)
-    groups = [vars(module) for module in offloaded.model.modules()]
-    remove_offload(offloaded.optimizer)
-    assert [vars(module) for module in offloaded.model.modules()] == groups
-    offloaded.train(3, first=3)
-    with pytest.warns(UserWarning, match="nothing to gain"):
-        offload_optimizer(offloaded.optimizer, model=offloaded.model, policy=policy_of(fields))
-    offloaded.train(3, first=6)
-    assert same(plain, offloaded)
-
-
-@EVERY_POLICY
-def test_hooks_keep_nothing_alive(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
-    loop = Loop(mesh, adamw, policy_of(fields)).train(3)
-    engine = weakref.ref(vars(loop.optimizer)["_offload_engine"].engine)
-    del loop.optimizer, loop.scheduler
-    gc.collect()
-    assert engine() is None
-    loop.backward(3)
-    look(loop)
-
-
-def test_refusals(mesh: DeviceMesh) -> None:
-    loop = Loop(mesh, adamw, None)
-    with pytest.raises(ValueError, match=r"OffloadPolicy\(overlap='forward'\) needs model=\.\.\."):
-        offload_optimizer(loop.optimizer, policy=policy_of({"overlap": "forward"}))
-    plain = nn.Linear(3, 3)
-    optimizer = torch.optim.AdamW(plain.parameters())
-    with pytest.raises(ValueError, match=r"overlap='iteration'\) hooks into fully_shard, and none"):
-        offload_optimizer(optimizer, model=plain, policy=policy_of({"overlap": "iteration"}))
-    assert "_offload_engine" not in vars(optimizer)
-    assert type(optimizer) is torch.optim.AdamW
-
-
 @pytest.mark.filterwarnings("ignore:offload_optimizer")
 def test_in_the_step_a_model_without_groups_to_hook_is_none() -> None:
     model = nn.Linear(3, 3)
@@ -516,139 +297,6 @@ def test_a_torch_with_other_hook_points(mesh: DeviceMesh, monkeypatch: pytest.Mo
     assert same(plain.train(5), offloaded.train(5))
     with pytest.raises(NotImplementedError, match=r"no \['_gone'\].*use OffloadPolicy\(overlap='step'\)"):
         Loop(mesh, adamw, policy_of({"overlap": "forward"}))
-
-
-@EVERY_POLICY
-def test_parameters_that_are_unfrozen_later(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
-    """They get room in the middle of training, in a step of which the backward may have done a part."""
-
-    def train(policy: OffloadPolicy | None) -> Loop:
-        loop = Loop(mesh, adamw, None)
-        late = [param for name, param in loop.model.named_parameters() if "blocks.1" in name or "embed" in name]
-        for param in late:
-            param.requires_grad_(False)
-        if policy is not None:
-            with pytest.warns(UserWarning, match="nothing to gain"):
-                offload_optimizer(loop.optimizer, model=loop.model, policy=policy)
-        loop.train(4)
-        for param in late:
-            param.requires_grad_(True)
-        return loop.train(4, first=4)
-
-    assert same(train(None), train(policy_of(fields)))
-
-
-@EVERY_POLICY
-def test_a_part_of_the_model_saved_by_itself(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
-    plain, offloaded = pair(mesh, policy_of(fields))
-    one, other = (loop.train(4).model.blocks[2].state_dict() for loop in (plain, offloaded))
-    assert all(torch.equal(one[name].to_local(), other[name].to_local()) for name in one)
-
-
-def used_now_and_then(loop: Loop, step: int) -> None:
-    """One weight of a group has no gradient in some steps, and is cut into several buckets."""
-    weight = loop.model.blocks[1].up.weight
-    loop.backward(step)
-    if step in (3, 5):
-        weight.grad = None
-    loop.step()
-
-
-@EVERY_POLICY
-def test_a_weight_without_gradient_now_and_then(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
-    plain, offloaded = pair(mesh, policy_of(fields))
-    plain.train(8, used_now_and_then)
-    if fields.get("overlap") == "iteration":
-        with pytest.raises(RuntimeError, match="has been exchanged since then"):
-            offloaded.train(8, used_now_and_then)
-    else:
-        assert same(plain, offloaded.train(8, used_now_and_then))
-
-
-class FrozenNowAndThen(Loop):
-    def backward(self, step: int, **options: Any) -> None:
-        self.model.blocks[1].up.weight.requires_grad_(step not in (3, 4))
-        super().backward(step, **options)
-
-
-@EVERY_POLICY
-def test_a_weight_that_is_frozen_for_some_steps(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
-    plain, offloaded = (FrozenNowAndThen(mesh, adamw, policy) for policy in (None, policy_of(fields)))
-    assert same(plain.train(8), offloaded.train(8))
-
-
-@EVERY_POLICY
-def test_state_that_is_exchanged_for_a_weight_without_gradient(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
-    """It shares buckets with others, which the first step after attaching loads and stores."""
-    plain, offloaded = (Loop(mesh, adamw, None, net=lambda: Net(width=16, layers=2)).train(2) for _ in range(2))
-    attach(offloaded.optimizer, model=offloaded.model, policy=policy_of(fields))
-    for loop in (plain, offloaded):
-        for state in loop.optimizer.state.values():
-            state["exp_avg_sq"] = state["exp_avg_sq"] * 2
-        loop.model.blocks[1].up.weight.requires_grad_(False)
-        loop.train(2, first=2)
-    assert same(plain, offloaded)
-
-
-class Gated(Block):
-    """With a weight that is of no use at first, and shares a bucket with others."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__(width)
-        self.gate = nn.Parameter(torch.ones(width))
-        self.uses_gate = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = super().forward(x)
-        return x * self.gate if self.uses_gate else x
-
-
-def gated_net() -> Net:
-    net = Net(width=16, layers=2)
-    net.blocks[0] = Gated(16)
-    return net
-
-
-def give_state(loop: Loop) -> None:
-    gate = loop.model.blocks[0].gate
-    values = {name: torch.full_like(gate, 0.25).detach() for name in ("exp_avg", "exp_avg_sq")}
-    loop.optimizer.state[gate] = {"step": torch.tensor(7.0), **values}
-
-
-@EVERY_POLICY
-@pytest.mark.parametrize("at", ["before the forward", "before the backward", "before the step"])
-def test_state_that_is_given_to_a_weight_that_had_none(mesh: DeviceMesh, fields: dict[str, Any], at: str) -> None:
-    plain, offloaded = pair(mesh, policy_of(fields, bucket_bytes=1 << 16, passing=1 << 20), net=gated_net)
-    for loop in (plain, offloaded):
-        loop.train(5)
-        loop.model.blocks[0].uses_gate = True
-        if at == "before the forward":
-            give_state(loop)
-        loss = loop.model(loop.batch(77))
-        if at == "before the backward":
-            give_state(loop)
-        loss.backward()
-        if at == "before the step":
-            give_state(loop)
-            if loop is offloaded and fields.get("overlap") == "iteration":
-                with pytest.raises(RuntimeError, match=r"optimizer\.state has changed since then"):
-                    loop.step()
-                return
-        loop.step()
-        loop.train(2, first=6)
-    assert same(plain, offloaded)
-
-
-@EVERY_POLICY
-def test_an_evaluation_before_the_first_step(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
-    """It leaves the root gathered, with weights from before that step: the next forward uses them, as without us."""
-    plain, offloaded = pair(mesh, policy_of(fields))
-    for loop in (plain, offloaded):
-        loop.backward(0)
-        look(loop)
-        loop.step()
-        loop.train(3, first=1)
-    assert same(plain, offloaded)
 
 
 @EVERY_POLICY
@@ -668,29 +316,6 @@ def test_asynchronous_saves(mesh: DeviceMesh, fields: dict[str, Any], tmp_path: 
         future.result()
     stager.close()
     assert same(plain, offloaded)
-
-
-def test_more_parameters_between_backward_and_step_are_refused(mesh: DeviceMesh) -> None:
-    plain, offloaded = pair(mesh, policy_of({"overlap": "iteration"}))
-    for loop in (plain, offloaded):
-        loop.train(3)
-        loop.backward(3)
-    with pytest.raises(RuntimeError, match="the backward has updated part of the state"):
-        offloaded.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
-    for loop in (plain, offloaded):
-        loop.step()
-        loop.train(2, first=4)
-    assert same(plain, offloaded)
-
-
-def test_a_load_between_backward_and_step_uses_up_the_gradients(mesh: DeviceMesh) -> None:
-    loop = Loop(mesh, adamw, policy_of({"overlap": "iteration"})).train(3)
-    saved = copy.deepcopy(loop.optimizer.state_dict())
-    loop.backward(3)
-    new = [param.detach().clone() for param in loop.model.parameters()]
-    loop.optimizer.load_state_dict(saved)
-    loop.optimizer.step()
-    assert all(torch.equal(a.to_local(), b.to_local()) for a, b in zip(new, loop.model.parameters(), strict=True))
 
 
 class Writer:
@@ -727,43 +352,6 @@ def test_a_load_between_backward_and_step_while_homes_are_read(mesh: DeviceMesh)
     assert same(plain.train(4, first=4), offloaded.train(4, first=4))
 
 
-@pytest.mark.parametrize("parameters", [False, True])
-def test_gradients_cleared_too_late_to_skip_a_step(mesh: DeviceMesh, parameters: bool) -> None:
-    plain, loop = pair(mesh, policy_of({"overlap": "iteration", "parameters": parameters}))
-    for one in (plain, loop):
-        one.train(3)
-    saved = copy.deepcopy((loop.model.state_dict(), loop.optimizer.state_dict()))
-    loop.backward(3)
-    with pytest.raises(RuntimeError, match=r"zero_grad\(\) before step\(\).* cannot be skipped any more"):
-        loop.optimizer.zero_grad()
-    with pytest.raises(RuntimeError, match="gradients were cleared instead of stepping"):
-        loop.step()
-    loop.model.load_state_dict(saved[0])
-    loop.optimizer.load_state_dict(saved[1])
-    loop.optimizer.zero_grad()
-    loop.seen.pop()
-    assert same(plain.train(3, first=3), loop.train(3, first=3))
-
-
-def test_two_losses_in_turn_are_refused_before_they_differ(mesh: DeviceMesh) -> None:
-    """As GANs do it: the second loss leaves gradients in the first model, which are cleared."""
-    loop = Loop(mesh, adamw, policy_of({"overlap": "iteration"})).train(3)
-    loop.backward(3)
-    loop.step()
-    loop.backward(4)  # of another optimizer's loss
-    with pytest.raises(RuntimeError, match=r"GANs.*overlap='forward'"):
-        loop.optimizer.zero_grad()
-
-
-def test_weights_written_between_backward_and_step_are_refused(mesh: DeviceMesh) -> None:
-    loop = Loop(mesh, adamw, policy_of({"overlap": "iteration"})).train(3)
-    loop.backward(3)
-    with torch.no_grad():
-        loop.model.head.weight.mul_(0.5)
-    with pytest.raises(RuntimeError, match=r"head\.weight has been written since then"):
-        loop.step()
-
-
 @EVERY_POLICY
 def test_the_hooks_of_one_optimizer_survive_another(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
     loop = Loop(mesh, lambda params: torch.optim.AdamW(params[::2], lr=0.02), policy_of(fields))
@@ -776,12 +364,6 @@ def test_the_hooks_of_one_optimizer_survive_another(mesh: DeviceMesh, fields: di
     overlap = vars(loop.optimizer)["_offload_engine"].overlap
     assert overlap._clock.has_reduced
     assert hasattr(overlap._groups[0]._group, "_fsdp_offload_points")
-
-
-def test_decoupled_gradients_are_refused(mesh: DeviceMesh) -> None:
-    loop = Loop(mesh, lambda params: FusedAdam(params, use_decoupled_grad=True), None)
-    with pytest.raises(ValueError, match=r"reads param\.decoupled_grad"):
-        offload_optimizer(loop.optimizer, model=loop.model, policy=policy_of({"overlap": "iteration"}))
 
 
 @pytest.mark.parametrize("fields", [POLICIES["step"], POLICIES["iteration"]], ids=["step", "iteration"])
@@ -863,104 +445,6 @@ def test_auto_says_what_does_not_fit(mesh: DeviceMesh, monkeypatch: pytest.Monke
     report = Loop(mesh, adamw, policy).train(8).optimizer.offload_report()  # type: ignore[attr-defined]
     assert 0 < report.resident_state_bytes <= limit_bytes
     assert ("does not fit" in str(report)) == (report.host_state_bytes > 0) == (limit_bytes == 60_000)
-
-
-@EVERY_POLICY
-@pytest.mark.parametrize("resident_bytes", [0, 60_000])
-def test_state_that_is_made_again_is_in_the_order_of_the_parameters(
-    mesh: DeviceMesh, fields: dict[str, Any], resident_bytes: int
-) -> None:
-    """Also what a backward makes, whose neighbours in a bucket kept theirs."""
-    loops = pair(mesh, policy_of(fields, staying=resident_bytes))
-    orders = []
-    for loop in loops:
-        loop.train(3)
-        loop.optimizer.state.pop(loop.model.blocks[0].norm.weight)
-        loop.optimizer.state.pop(loop.model.blocks[3].norm.weight)
-        loop.optimizer.state.pop(loop.model.embed.weight)
-        loop.train(2, first=3)
-        names = {param: name for name, param in loop.model.named_parameters()}
-        orders.append([names[param] for param in loop.optimizer.state])
-    assert orders[0] == orders[1]
-    assert same(*loops)
-
-
-def test_state_that_is_written_between_backward_and_step_is_refused(mesh: DeviceMesh) -> None:
-    loop = pair(mesh, policy_of({"overlap": "iteration"}))[1]
-    loop.train(3)
-    loop.backward(3)
-    next(iter(loop.optimizer.state.values()))["exp_avg"].mul_(0.5)
-    with pytest.raises(RuntimeError, match=r"optimizer\.state has changed"):
-        loop.step()
-
-
-class Towers(Net):
-    """One half of the blocks, or the other."""
-
-    def forward(self, tokens: torch.Tensor, *, extra: bool = True, tower: int = 0) -> torch.Tensor:
-        del extra
-        x = self.embed(tokens).detach()
-        for block in self.blocks[2 * tower : 2 * tower + 2]:
-            x = block(x)
-        return x.square().mean()
-
-
-class TwoLosses(Loop):
-    """Each with a backward of its own, which ends for the other's groups as well."""
-
-    def backward(self, step: int, **options: Any) -> None:
-        for tower in range(2):
-            loss = self.model(self.batch(step), tower=tower, **options)
-            loss.backward()
-            self.seen.append(loss.item())
-
-
-@EVERY_POLICY
-def test_two_losses_with_blocks_of_their_own(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
-    plain, offloaded = (TwoLosses(mesh, adamw, policy, net=Towers) for policy in (None, policy_of(fields)))
-    assert same(plain.train(6), offloaded.train(6))
-
-
-@EVERY_POLICY
-def test_a_load_between_an_exception_and_the_next_backward(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
-    plain, offloaded = pair(mesh, policy_of(fields))
-    for loop in (plain, offloaded):
-        loop.train(3)
-        saved = copy.deepcopy(loop.optimizer.state_dict())
-        weights = {name: value.detach().clone() for name, value in loop.model.state_dict().items()}
-        loop.backward(3)
-        for param in loop.model.parameters():
-            param.grad = None
-        loop.model.load_state_dict(weights)
-        loop.optimizer.load_state_dict(saved)
-    assert same(plain.train(4, first=4), offloaded.train(4, first=4))
-
-
-@EVERY_POLICY
-def test_a_step_with_fewer_reductions(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
-    """In one micro-batch a block goes unused; the next step has all of them again."""
-
-    class OnceWithout(Loop):
-        def backward(self, step: int, **options: Any) -> None:
-            for micro in range(2):
-                loss = self.model(self.batch(10 * step + micro), extra=(step, micro) != (4, 1))
-                loss.backward()
-                self.seen.append(loss.item())
-
-    plain, offloaded = (OnceWithout(mesh, adamw, policy) for policy in (None, policy_of(fields)))
-    assert same(plain.train(8), offloaded.train(8))
-
-
-def test_betas_that_are_tensors_in_a_tuple(mesh: DeviceMesh) -> None:
-    def make(params: Any) -> torch.optim.Optimizer:
-        betas = (torch.tensor(0.9), torch.tensor(0.99))
-        return torch.optim.AdamW(params, lr=0.02, betas=betas, foreach=False, capturable=False)
-
-    loop = Loop(mesh, make, policy_of({"overlap": "iteration"})).train(3)
-    loop.backward(3)
-    loop.optimizer.param_groups[0]["betas"][0].fill_(0.5)
-    with pytest.raises(RuntimeError, match="hyperparameters have changed"):
-        loop.step()
 
 
 def _as_over_a_slow_link(bucket_times: Any) -> Any:
