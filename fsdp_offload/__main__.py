@@ -17,11 +17,7 @@ fsdp-offload plan --help tells more.
 def main() -> None:
     """Entry point of the console script."""
     command, arguments = (sys.argv[1], sys.argv[2:]) if len(sys.argv) > 1 else ("", [])
-    if command == "bench":
-        from .bench.__main__ import app
-
-        app(arguments, prog_name="fsdp-offload bench")
-    elif command == "plan":  # what it imports is an extra, and is imported by nobody else
+    if command == "plan":  # what it imports is an extra, and is imported by nobody else
         from .plan.command import app as plan
 
         plan(arguments, prog_name="fsdp-offload plan")

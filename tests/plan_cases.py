@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_offload.bench.train import GPT
+from examples.benchmarks.train import GPT
 from fsdp_offload.plan import CHOICES, OVERLAPS, Choice, Model, model_of
 from fsdp_offload.plan.choices import Loop
 from fsdp_offload.plan.decoder import Decoder, DecoderConfig

@@ -26,8 +26,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from examples.benchmarks.train import GPT
 from fsdp_offload import OffloadPolicy
-from fsdp_offload.bench.train import GPT
 from fsdp_offload.device import link as link_room
 from fsdp_offload.device.lanes import Copy, EventMark, HostMark, Lane, Mark
 from fsdp_offload.device.link import Allocated, DeviceLink

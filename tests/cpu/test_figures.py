@@ -11,9 +11,10 @@ from matplotlib.image import imread
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from examples.benchmarks.figures import record_iterations
+from examples.benchmarks.memory import Moment, draw_memory
+from examples.benchmarks.timeline import Lane, Phase, Span, Timeline, read_trace
 from fsdp_offload import OffloadPolicy, offload_optimizer
-from fsdp_offload.figures import Lane, Moment, Timeline, draw_memory, read_trace, record_iterations
-from fsdp_offload.figures.timeline import Phase, Span
 from tests.overlapping import Loop, adamw, same
 
 pytestmark = pytest.mark.filterwarnings("ignore:offload_optimizer. The parameters are on the CPU:UserWarning")

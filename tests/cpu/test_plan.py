@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from examples import worked_cases
+from examples.benchmarks.train import GPT
 from fsdp_offload import OffloadPolicy
-from fsdp_offload.bench.train import GPT
 from fsdp_offload.engine.engine import engine_of
 from fsdp_offload.plan import (
     CHOICES,

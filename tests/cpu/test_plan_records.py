@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdp_offload.bench.train import GPT
+from examples.benchmarks.train import GPT
 from fsdp_offload.plan import CHOICES as CHOICES_OF_PLAN
 from fsdp_offload.plan import Choice, Forecast, plan
 from tests.plan_cases import CASES, choice_named, model_of_case, training_of_case

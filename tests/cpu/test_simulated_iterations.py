@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from examples.benchmarks.train import GPT
 from fsdp_offload import OffloadPolicy
-from fsdp_offload.bench.train import GPT
 from fsdp_offload.engine.window import Window
 from tests.simulated_device import GB, LINK_BYTES_PER_MS, SCALE, Model, SimulatedTraining
 

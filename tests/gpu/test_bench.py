@@ -25,7 +25,7 @@ import pytest
     ids=["link", "step", "step-foreach", "step-masters", "step-remainders"],
 )
 def test_bench(arguments, records):
-    command = [sys.executable, "-m", "fsdp_offload.bench", *arguments]
+    command = [sys.executable, "-m", "examples.benchmarks", *arguments]
     output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     found = [json.loads(line)["bench"] for line in output.splitlines()]
     assert found == (records or ["machine", "step"])
@@ -34,7 +34,7 @@ def test_bench(arguments, records):
 def test_transformer_engine_keeps_three_states():
     pytest.importorskip("transformer_engine.pytorch")
     flags = ["step", "--optimizer", "te", "--params", "3000000", "--tensors", "20", "--repeats", "2"]
-    command = [sys.executable, "-m", "fsdp_offload.bench", *flags, "--bucket-mib", "4"]
+    command = [sys.executable, "-m", "examples.benchmarks", *flags, "--bucket-mib", "4"]
     output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     record = json.loads(output.splitlines()[1])
     assert (record["optimizer"], record["state_bytes_per_param"]) == ("te", 12)

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from examples.benchmarks.figures import record_iterations
+from examples.benchmarks.timeline import Lane
+from examples.benchmarks.train import GPT, Bench
 from fsdp_offload import OffloadPolicy
-from fsdp_offload.bench.train import GPT, Bench
-from fsdp_offload.figures import Lane, record_iterations
 from fsdp_offload.plan import machine_of, plan
 from tests.overlapping import Loop, adamw
 

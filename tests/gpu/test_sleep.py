@@ -347,7 +347,7 @@ def test_a_compiled_model(device, mode):
 
 @pytest.mark.parametrize("flags", [[], ["--no-sharded"]], ids=["sharded", "plain"])
 def test_bench(flags):
-    command = [sys.executable, "-m", "fsdp_offload.bench", "sleep", "--gigabytes", "0.2", "--tensors", "9"]
+    command = [sys.executable, "-m", "examples.benchmarks", "sleep", "--gigabytes", "0.2", "--tensors", "9"]
     run = subprocess.run([*command, "--repeats", "2", *flags], check=True, capture_output=True, text=True)
     _, resident, home = (json.loads(line) for line in run.stdout.splitlines())
     assert [record["state"] for record in (resident, home)] == ["resident", "home"]

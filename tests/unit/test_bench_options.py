@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_offload.bench.step import AdamKind, Implementation, MasterWeights, optimizer_maker, plain_model
+from examples.benchmarks.step import AdamKind, Implementation, MasterWeights, optimizer_maker, plain_model
 from fsdp_offload.policy import MasterKind
 
 PARAMS = [nn.Parameter(torch.ones(2, dtype=torch.bfloat16))]

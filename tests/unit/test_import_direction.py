@@ -43,12 +43,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "__init__": {"policy", "model", "report", "api"},
     "doctor": {"__init__", "device"},
     "plan": {"policy", "planning"},
-    "figures": {"torch_compat", "report", "api"},
     "integrations": {"policy", "api", "checkpoint"},
-    "bench": {
-        *("__init__", "policy", "torch_compat", "planning", "device", "cpu_update"),
-        *("model", "checkpoint", "plan", "figures", "doctor"),
-    },
+    "__main__": {"__init__", "doctor", "plan"},
 }
 
 # Files that may use private names of torch.distributed and torch._C, each under a table of what is used and why.
@@ -130,8 +126,6 @@ def test_private_torch_names_stay_in_their_room():
     [
         (PACKAGE, OPTIONAL_PACKAGES),
         (f"{PACKAGE}.plan", OPTIONAL_PACKAGES),
-        (f"{PACKAGE}.figures", OPTIONAL_PACKAGES),
-        (f"{PACKAGE}.bench", {"matplotlib", "transformer_engine"}),
     ],
 )
 def test_importing_touches_no_device_and_no_optional_package(module: str, forbidden: set[str]):
@@ -176,11 +170,9 @@ def _absolute_base(node: ast.ImportFrom, module: str, is_folder: bool) -> str:
 
 
 def room_of(module: str) -> str:
-    """``fsdp_offload.bench.link`` → ``bench``; the package itself → ``__init__``; its command leads to ``bench``."""
+    """``fsdp_offload.plan.trace`` → ``plan``; the package itself → ``__init__``."""
     parts = module.split(".")
-    if len(parts) == 1:
-        return "__init__"
-    return "bench" if parts[1] == "__main__" else parts[1]
+    return "__init__" if len(parts) == 1 else parts[1]
 
 
 def import_graph(root: Path = ROOT) -> dict[str, set[str]]:
@@ -292,28 +284,28 @@ print(json.dumps(dict(
         ("import fsdp_offload", {"__init__"}),
         ("from .arena import Arena", {"arena"}),
         ("from . import arena", {"arena"}),
-        ("from .bench.link import main", {"bench"}),
+        ("from .plan.trace import main", {"plan"}),
         ("def f():\n    from .arena import Arena", {"arena"}),
         ("if TYPE_CHECKING:\n    from .arena import Arena", {"arena"}),
         ("import torch.distributed\nfrom arena import x", set()),
     ],
 )
 def test_every_form_of_import_is_seen(source: str, expected: set[str]):
-    modules = {PACKAGE, *(f"{PACKAGE}.{name}" for name in ("arena", "policy", "bench", "bench.link"))}
+    modules = {PACKAGE, *(f"{PACKAGE}.{name}" for name in ("arena", "policy", "plan", "plan.trace"))}
     assert {room_of(m) for m in imported_modules(source, f"{PACKAGE}.policy", modules)} == expected
 
 
 @pytest.mark.parametrize(
     ("module", "is_folder", "source", "expected"),
     [
-        ("bench", True, "from .link import main", "bench.link"),
-        ("bench", True, "from ..arena import Arena", "arena"),
-        ("bench.link", False, "from . import step", "bench.step"),
-        ("bench.link", False, "from ..arena import Arena", "arena"),
+        ("plan", True, "from .trace import main", "plan.trace"),
+        ("plan", True, "from ..arena import Arena", "arena"),
+        ("plan.trace", False, "from . import table", "plan.table"),
+        ("plan.trace", False, "from ..arena import Arena", "arena"),
     ],
 )
 def test_relative_imports_are_resolved(module: str, is_folder: bool, source: str, expected: str):
-    modules = {PACKAGE, *(f"{PACKAGE}.{name}" for name in ("arena", "bench", "bench.link", "bench.step"))}
+    modules = {PACKAGE, *(f"{PACKAGE}.{name}" for name in ("arena", "plan", "plan.trace", "plan.table"))}
     assert imported_modules(source, f"{PACKAGE}.{module}", modules, is_folder=is_folder) == {f"{PACKAGE}.{expected}"}
 
 

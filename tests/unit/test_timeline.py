@@ -9,7 +9,6 @@ import itertools
 import json
 import sys
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +18,18 @@ import torch.distributed as dist
 import typer
 from matplotlib.image import imread
 
-from fsdp_offload import OffloadPolicy
-from fsdp_offload.bench.host_time import host_times
-from fsdp_offload.bench.train import (
+from examples.benchmarks.timeline import Lane, Phase, Span, Timeline, draw, read_trace, timeline_of
+from examples.benchmarks.train import (
     CLIPPED,
     RARELY,
     SETTLE_ITERATIONS,
     Bench,
     chosen_policies,
     draw_all,
-    main,
+    measure,
     trace_path,
 )
-from fsdp_offload.figures.timeline import Lane, Phase, Span, Timeline, draw, read_trace, timeline_of
-from fsdp_offload.model.hooks import Overlap
+from fsdp_offload import OffloadPolicy
 from tests.policies import with_share
 
 COMPUTE, GATHER, REDUCE, LOAD, LOAD_TOO, UPDATE, STORE = 7, 13, 14, 20, 21, 22, 23  # streams
@@ -250,8 +247,8 @@ def test_matplotlib_that_is_missing_is_one_line_before_anything_is_measured(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(SystemExit, match=r"pip install 'fsdp-offload\[figures\]'"):
-        main(traces=tmp_path / "traces")
+    with pytest.raises(SystemExit, match="pip install matplotlib"):
+        measure(traces=tmp_path / "traces")
 
 
 # The bench's own loop, traced on the CPU ----------------------------------------------------------------------------
@@ -273,17 +270,6 @@ def traced(bench: Bench, policy: OffloadPolicy | None, path: Path) -> Timeline:
     with bench.settled(policy) as (optimizer, clip):
         bench.trace(optimizer, path, clip=clip)
     return timeline_of(read_trace(path))
-
-
-@pytest.mark.parametrize(("fields", "in_hooks"), [(None, False), ({}, True), ({"overlap": "iteration"}, True)])
-def test_the_host_is_timed_in_hooks_and_step(fields: dict[str, Any] | None, in_hooks: bool, bench: Bench) -> None:
-    before = dict(vars(Overlap))
-    with bench.settled(None if fields is None else with_share(**SIZES, **fields)) as (optimizer, clip):
-        found = host_times(optimizer, Overlap, partial(bench.iterate, optimizer, 1, clip=clip), torch.device("cpu"), 3)
-        assert "step" not in vars(optimizer)
-    assert (found["host_hooks_ms"] > 0) is in_hooks
-    assert found["host_step_ms"] > 0
-    assert dict(vars(Overlap)) == before
 
 
 def begun_in(timeline: Timeline, lane: Lane) -> set[str]:
@@ -404,4 +390,4 @@ def test_updates_in_the_backward_stand_where_the_norm_does_not_bind(bench: Bench
 
 def test_a_policy_that_does_not_exist_is_refused() -> None:
     with pytest.raises(typer.BadParameter, match=r"step, forward, iteration, .*; got forwards"):
-        main(only="step,forwards")
+        measure(only="step,forwards")

@@ -1,6 +1,6 @@
 """How long a model and its optimizer take to leave the device for another phase of RL, and to come back."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import torch
@@ -8,16 +8,17 @@ import torch.distributed as dist
 import typer
 from torch import nn
 
-from .. import OffloadPolicy, offload_model, offload_optimizer, reload_model
+from fsdp_offload import OffloadPolicy, offload_model, offload_optimizer, reload_model
+
 from .link import Link
-from .record import bench_device, median, print_record, wall_ms
+from .record import bench_device, median, print_record, run, wall_ms
 from .step import plain_model, sharded_model, varied_sizes
 
 _BYTES_PER_PARAM = 12  # fp32 parameters and AdamW's two moments
 _LINK_CHUNKS = 64
 
 
-def main(
+def measure(
     gigabytes: Annotated[float, typer.Option(help="10**9 bytes of parameters and state.")] = 20.0,
     tensors: Annotated[int, typer.Option(help="Number of parameter tensors.")] = 200,
     sharded: Annotated[bool, typer.Option(help="DTensors of a one-rank mesh, as fully_shard makes them.")] = True,
@@ -125,3 +126,8 @@ def _emptying(sleep: Callable[[], None]) -> Callable[[], None]:
 def _ms(work: Callable[[], None], device: torch.device) -> float:
     (ms,) = wall_ms(work, device, repeats=1, warmup=0)
     return ms
+
+
+def main(argv: Sequence[str]) -> None:
+    """Measure with the options of ``argv``."""
+    run(measure, argv)

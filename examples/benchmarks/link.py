@@ -12,10 +12,11 @@ import torch
 import typer
 from torch import Tensor
 
-from ..device.arena import Region
-from ..device.lanes import PIECE_BYTES, Lane, StreamLane, TurnsLane
-from ..planning.buckets import BREAK_BYTES
-from .record import bench_device, median, print_record, wall_ms
+from fsdp_offload.device.arena import Region
+from fsdp_offload.device.lanes import PIECE_BYTES, Lane, StreamLane, TurnsLane
+from fsdp_offload.planning.buckets import BREAK_BYTES
+
+from .record import bench_device, median, print_record, run, wall_ms
 
 _CHUNK_BYTES = 64 << 20
 _SMALL_BYTES = 64 << 10
@@ -23,7 +24,7 @@ _SMALL_COPIES = 12
 _SLEEP_CYCLES = 2_000_000  # about a millisecond
 
 
-def main(
+def measure(
     gib: Annotated[float, typer.Option(help="GiB to copy each way for one figure.")] = 4.0,
     repeats: Annotated[int, typer.Option(help="Measurements of each figure; medians are printed.")] = 7,
 ) -> None:
@@ -149,3 +150,8 @@ def _first_touch_seconds(nbytes: int, advice: int, chunk_bytes: int = 32 << 20) 
         for start in range(0, nbytes, chunk_bytes):
             pool.submit(ctypes.memset, address + start, 1, min(chunk_bytes, nbytes - start))
     return time.perf_counter() - begin
+
+
+def main(argv: Sequence[str]) -> None:
+    """Measure with the options of ``argv``."""
+    run(measure, argv)

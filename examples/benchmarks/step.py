@@ -14,9 +14,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from .. import OffloadedOptimizer, OffloadPolicy, offload_optimizer
+from fsdp_offload import OffloadedOptimizer, OffloadPolicy, offload_optimizer
+
 from .link import Link
-from .record import bench_device, cpu_ms, device_bytes_of, median, print_record, wall_ms
+from .record import bench_device, cpu_ms, device_bytes_of, median, print_record, run, wall_ms
 
 _MIB = 1 << 20
 
@@ -43,7 +44,7 @@ class AdamKind(StrEnum):
     TE = "te"
 
 
-def main(
+def measure(
     params: Annotated[int, typer.Option(help="Parameters in all.")] = 1_050_000_000,
     tensors: Annotated[int, typer.Option(help="Number of parameter tensors.")] = 200,
     equal: Annotated[bool, typer.Option(help="All tensors of one size, instead of a wide mix.")] = False,
@@ -211,3 +212,8 @@ def _with_gradients(model: nn.Module) -> nn.Module:
     for param in model.parameters():
         param.grad = torch.randn_like(param)
     return model
+
+
+def main(argv: Sequence[str]) -> None:
+    """Measure with the options of ``argv``."""
+    run(measure, argv)

@@ -1,6 +1,6 @@
 """What offloading costs an iteration: a GPT under ``fully_shard``, each policy beside the plain optimizer.
 
-On several devices: ``torchrun --standalone --nproc-per-node 2 -m fsdp_offload.bench train``.
+On several devices: ``torchrun --standalone --nproc-per-node 2 -m examples.benchmarks train``.
 
 The bound of a policy is what an iteration takes at least, from times of the same run, each part alone: the formulas are
 in ``fsdp_offload/planning/bound.py``.
@@ -16,10 +16,9 @@ of the middle one, and a picture of all policies on one scale.
 import gc
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,17 +30,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp import OffloadPolicy as FSDPOffloadPolicy
 
-from .. import OffloadPolicy, offload_optimizer, remove_offload
-from ..device.link import device_link
-from ..figures.timeline import Lane, Timeline, check_matplotlib, draw, phase, read_trace, timeline_of
-from ..model.hooks import Overlap
-from ..planning.bound import Times, bound, staged_share
-from ..planning.device_share import device_share
-from ..torch_compat.dtensor import local_shard
-from ..torch_compat.fully_shard import fsdp_modules
-from .host_time import host_times
+from fsdp_offload import OffloadPolicy, offload_optimizer, remove_offload
+from fsdp_offload.device.link import device_link
+from fsdp_offload.planning.bound import Times, bound, staged_share
+from fsdp_offload.planning.device_share import device_share
+from fsdp_offload.torch_compat.dtensor import local_shard
+from fsdp_offload.torch_compat.fully_shard import fsdp_modules
+
 from .link import Link
-from .record import bench_device, median, print_record, wall_ms
+from .record import bench_device, median, print_record, run, wall_ms
+from .timeline import Lane, Timeline, check_matplotlib, draw, phase, read_trace, timeline_of
 
 _MIB = 1 << 20
 _MEMORY = ("peak", "reserved")
@@ -116,7 +114,7 @@ class GPT(nn.Module):
         return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def main(
+def measure(
     layers: Annotated[int, typer.Option(help="Transformer blocks, each sharded by itself.")] = 24,
     width: Annotated[int, typer.Option(help="Of the model.")] = 2048,
     sequences: Annotated[int, typer.Option(help="In the batch of one device.")] = 12,
@@ -260,7 +258,6 @@ def _print(
         host_update_ms=settled["host_update_ms"],
         host_waited_ms=settled["host_waited_ms"],
         ring_bytes=settled["ring_bytes"],
-        **{key: median([one[key] for one in found]) for key in ("host_hooks_ms", "host_step_ms")},
         chosen=list(settled["tuning"]),
         **{f"{key}_bytes": here for key, (here, _) in memory.items()},
         **{f"{key}_saved_share_of_state": (there - here) / state_bytes for key, (here, there) in memory.items()},
@@ -391,7 +388,6 @@ class Bench:
                 **self._state_places(optimizer, policy),
             }
             self._reshard()
-            result |= host_times(optimizer, Overlap, partial(self.iterate, optimizer, 1, clip=clip), self._device)
             if trace is not None:
                 self.trace(optimizer, trace, clip=clip)
         return result
@@ -495,3 +491,8 @@ class Bench:
 def _forget(optimizer: torch.optim.Optimizer) -> None:
     optimizer.state.clear()  # nothing that would have to go back to the device
     remove_offload(optimizer)
+
+
+def main(argv: Sequence[str]) -> None:
+    """Measure with the options of ``argv``."""
+    run(measure, argv)

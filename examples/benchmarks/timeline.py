@@ -301,9 +301,7 @@ def check_matplotlib() -> None:
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError:
-        sys.exit(
-            "Timelines are drawn with matplotlib, which the extra 'figures' brings: pip install 'fsdp-offload[figures]'"
-        )
+        sys.exit("Pictures are drawn with matplotlib: pip install matplotlib")
 
 
 def draw(timelines: Mapping[str, Timeline], path: Path) -> None:

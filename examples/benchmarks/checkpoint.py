@@ -4,7 +4,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -16,10 +16,11 @@ from torch import nn
 from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
-from .. import OffloadPolicy, offload_optimizer, remove_offload
-from ..checkpoint import ArenaStager, get_optimizer_state_dict
+from fsdp_offload import OffloadPolicy, offload_optimizer, remove_offload
+from fsdp_offload.checkpoint import ArenaStager, get_optimizer_state_dict
+
 from .link import Link
-from .record import bench_device, device_bytes_of, median, print_record, wall_ms
+from .record import bench_device, device_bytes_of, median, print_record, run, wall_ms
 from .step import sharded_model, varied_sizes
 
 _MIB = 1 << 20
@@ -47,7 +48,7 @@ WAYS = {
 }
 
 
-def main(
+def measure(
     params: Annotated[int, typer.Option(help="Parameters in all; AdamW's state takes 8 bytes for each.")] = 550_000_000,
     tensors: Annotated[int, typer.Option(help="Number of parameter tensors.")] = 1000,
     device_mib: Annotated[int | None, typer.Option(help="OffloadPolicy.device_bytes, in MiB, or auto.")] = None,
@@ -203,3 +204,8 @@ def _model_copy_ms(model: nn.Module, device: torch.device) -> float:
     """Compute how long the copy of the model's shards to pinned memory takes at the link's one-way rate."""
     model_bytes = sum(param.numel() * param.element_size() for param in model.parameters())
     return model_bytes / Link(device).gb_per_s(64, load=False, store=True) / 1e6
+
+
+def main(argv: Sequence[str]) -> None:
+    """Measure with the options of ``argv``."""
+    run(measure, argv)

@@ -1,4 +1,4 @@
-"""Record some iterations of any training run.
+"""Figures of real iterations: when each lane of the device was busy, and where its memory was, in any training run.
 
 ::
 
@@ -12,23 +12,28 @@ does the rest. The loop need not know of it.
 
 import gzip
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ..api.offload import is_offloaded, offload_report
-from ..torch_compat.dtensor import local_shard
-from ..torch_compat.fully_shard import fsdp_modules
-from ..torch_compat.spent_gradient import is_spent
+from fsdp_offload import OffloadPolicy, offload_optimizer
+from fsdp_offload.api.offload import is_offloaded, offload_report
+from fsdp_offload.torch_compat.dtensor import local_shard
+from fsdp_offload.torch_compat.fully_shard import fsdp_modules
+from fsdp_offload.torch_compat.spent_gradient import is_spent
+
 from .memory import Moment, draw_memory
+from .record import print_record, run
 from .timeline import Timeline, check_matplotlib, draw, phase, read_trace, timeline_of
+from .train import GPT
 
 _SAMPLE = "fsdp_offload memory"
 
@@ -181,3 +186,30 @@ def _one_iteration(samples: list[Moment]) -> Iterator[Moment]:
         raise ValueError("no iteration was trained while recording: no step() of this optimizer was called")
     begin = ends[-2] + 1 if len(ends) > 1 else 0
     yield from samples[begin : ends[-1] + 1]
+
+
+def measure(
+    folder: Annotated[Path, typer.Argument(help="For the pictures and the trace.")],
+    layers: Annotated[int, typer.Option(help="Transformer blocks.")] = 12,
+    width: Annotated[int, typer.Option(help="Of the model, a multiple of 128.")] = 1024,
+    length: Annotated[int, typer.Option(help="Tokens of the one sequence.")] = 2048,
+    bucket_mib: Annotated[int, typer.Option(help="OffloadPolicy.bucket_bytes, in MiB.")] = 64,
+) -> None:
+    """Pictures of an iteration of a GPT on one device, the CPU too, under the default policy."""
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    model = GPT(layers, width, 32_768).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    offload_optimizer(optimizer, policy=OffloadPolicy(bucket_bytes=bucket_mib << 20))
+    tokens = torch.randint(32_768, (1, length + 1), device=device)
+    with record_iterations(model, optimizer, folder) as recording:
+        for _ in range(3):
+            model(tokens).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert recording.timeline is not None
+    print_record("figures", folder=str(folder), profiled_ms=recording.timeline.ms)
+
+
+def main(argv: Sequence[str]) -> None:
+    """Draw with the options of ``argv``."""
+    run(measure, argv)

@@ -7,10 +7,11 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
+import typer
 
 
 def print_machine() -> None:
@@ -22,7 +23,7 @@ def print_machine() -> None:
         torch=torch.__version__,
         python=platform.python_version(),
         date=datetime.date.today().isoformat(),
-        command=shlex.join(["python", "-m", "fsdp_offload.bench", *sys.argv[1:]]),
+        command=shlex.join(["python", "-m", "examples.benchmarks", *sys.argv[1:]]),
     )
 
 
@@ -77,3 +78,14 @@ def cpu_ms(work: Callable[[], object], device: torch.device, *, repeats: int) ->
 def median(values: list[float]) -> float:
     """The middle one, which noise moves least."""
     return statistics.median(values)
+
+
+def run(function: Callable[..., None], argv: Sequence[str]) -> None:
+    """Call ``function`` with the options of ``argv``, as its annotations have them.
+
+    Raises:
+        typer.BadParameter: a value is none for its option.
+    """
+    app = typer.Typer(add_completion=False)
+    app.command()(function)
+    app([*argv], standalone_mode=False)
