@@ -236,8 +236,8 @@ def notes_of(engine: Engine) -> Iterable[str]:
             yield f"NOTHING IS OFFLOADED: {no_state if shards else 'no parameter is trained'}."
     if engine.device.type == "cpu":
         yield "The parameters are on the CPU: offloading works, but there is nothing to gain."
-    largest_bytes = max(engine.plan.ring.nbytes, default=0)
-    ring_bytes = engine.share.ring_bytes(engine.policy.bucket_bytes)
+    largest_bytes = engine.largest_bytes()
+    ring_bytes = engine.passing_bytes()
     if largest_bytes > ring_bytes:
         yield (
             f"The largest bucket that cannot be cut needs {largest_bytes} bytes of the device, more than "

@@ -111,8 +111,9 @@ class CoreEngine(Engine):
             policy, items = self.policy, [one.state for one in buckets if one.state.nbytes]
 
             def blocks(nbytes: int) -> int:
-                passing = PASSING + 1 if policy.device_bytes == "auto" else policy.device_bytes // nbytes
-                return max(1, passing)
+                if policy.device_bytes != "auto":
+                    return max(1, policy.device_bytes // nbytes)
+                return max(1, min(PASSING + 1, len(items) - 1))  # something leaves the device, however little there is
 
             core.cache.pools = make_pools(items, self._bucket_bytes, blocks)
             choose_kept(buckets, core.cache)
@@ -154,6 +155,14 @@ class CoreEngine(Engine):
             self.core.cache.take_all()
         except torch.OutOfMemoryError:
             logger.info("no room for all blocks yet; they are taken when they are needed")
+
+    def passing_bytes(self) -> int:
+        """Device memory that buckets may pass through."""
+        return 1 << 62 if self.policy.device_bytes == "auto" else self.policy.device_bytes
+
+    def largest_bytes(self) -> int:
+        """Device memory that the largest bucket needs."""
+        return max((bucket.state.nbytes for bucket in self.core.buckets), default=0)
 
     def staging_bytes(self) -> int:
         """Device memory that is taken for what is offloaded."""
@@ -234,7 +243,9 @@ class CoreEngine(Engine):
 
     def _note_failure(self, error: BaseException, wanted: list[Bucket]) -> None:
         core = self.core
-        torn = core.torn
+        torn, first = core.torn, self._updates.first
+        if not core.done and torn is not None and first is not None and first.undo():
+            torn = None  # nothing has been written: nothing is lost
         if core.done or torn is not None:
             done = list(core.done)
             self.steps.failure = (

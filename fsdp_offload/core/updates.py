@@ -12,7 +12,7 @@ from ..engine.step import pinned_implementations
 from ..optimizers import Conventions
 from ..optimizers.base import LogicalStep
 from ..optimizers.bound_range import BoundRange, local_range
-from ..optimizers.bucket_update import same_order_on_ranks, update_bucket
+from ..optimizers.bucket_update import FirstUpdate, same_order_on_ranks, update_bucket
 from ..optimizers.kept_state import Layouts
 from ..optimizers.shadow import Shadow
 from ..optimizers.shared_values import SharedValues
@@ -28,6 +28,7 @@ class BucketUpdates:
     Attributes:
         shared: what the buckets of this step share; ``None`` between steps.
         without_state: parameters that had none when the step began.
+        first: tells whether the first update of this step has written anything.
     """
 
     def __init__(self, cls: type[Optimizer], layouts: Layouts, plan: Plan, *, copies_options: bool) -> None:
@@ -38,6 +39,7 @@ class BucketUpdates:
         self.shared: SharedValues | None = None
         self.logical: LogicalStep | None = None
         self.without_state: list[Tensor] = []
+        self.first: FirstUpdate | None = None
         self._states: StateStore | None = None
         self._groups = 0
         self.may_begin: Callable[[], bool] = lambda: False
@@ -57,7 +59,7 @@ class BucketUpdates:
 
     def finish(self) -> None:
         """The step is over, and its values have been taken."""
-        self.shared = self.logical = self._states = None
+        self.shared = self.logical = self._states = self.first = None
         self.without_state = []
 
     def begin(self) -> bool:
@@ -84,6 +86,8 @@ class BucketUpdates:
             read.append(grad)
             if one.is_alias and one.shard.on_locals:
                 one.gradient = local if one.whole else local_range(local, one.start, one.stop)
+        if self.first is None:
+            self.first = FirstUpdate(self.shadow, self.shared, bound, self._states)
         seen = [one.shard.param for one in bound if not one.is_alias]
         ranges, shared, logical, states = bound, self.shared, self.logical, self._states
         conventions, groups, shadow = self._conventions, self._groups, self.shadow

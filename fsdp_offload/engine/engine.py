@@ -318,6 +318,14 @@ class Engine:
         except torch.OutOfMemoryError:
             logger.info("no room for %.2f GB of staging yet; the first step takes it", self.plan.ring_bytes / 1e9)
 
+    def passing_bytes(self) -> int:
+        """Device memory that buckets may pass through."""
+        return self.share.ring_bytes(self.policy.bucket_bytes)
+
+    def largest_bytes(self) -> int:
+        """Device memory that the largest bucket needs."""
+        return max(self.plan.ring.nbytes, default=0)
+
     def staging_bytes(self) -> int:
         """Device memory through which buckets pass."""
         return self.plan.ring_bytes
