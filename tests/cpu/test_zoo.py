@@ -33,7 +33,7 @@ from tests.zoo.outcomes import (
     Row,
 )
 from tests.zoo.pool import rows_of
-from tests.zoo.table import bad_to_markdown, to_markdown
+from tests.zoo.table import problems_to_markdown, prose_of, to_markdown
 from tests.zoo.training import judge
 
 ONE = (Combination(1, 0, "small", 5),)
@@ -222,13 +222,38 @@ def test_a_row_is_known_by_its_worst_outcome() -> None:
     assert Row.from_json(row_with(SAME, REFUSED).to_json()) == row_with(SAME, REFUSED)
 
 
-def test_the_page_has_every_class_and_the_list_of_problems_only_what_is_bad() -> None:
+def test_the_page_has_every_class_and_the_list_of_problems_what_is_bad_and_why() -> None:
     rows = [row_with(SAME, REFUSED), Row("other", "2", "other:Fine", "", [Outcome(ONE[0], SAME)])]
-    page = to_markdown(rows)
-    assert "| Cls<br>`lib.mod` | refused in 1 | &lt;refused&gt; \\| why | 2 |" in page
-    assert "| Fine<br>`other` | same |  | 1 |" in page
-    assert "lib.mod" not in bad_to_markdown(rows)
-    assert "silently wrong; 1 group, attached after step 0, small buckets" in bad_to_markdown([row_with(SAME, WRONG)])
+    page = to_markdown([*rows, Row("other", "2", "other.two:Fine", "", [Outcome(ONE[0], SAME)])])
+    assert "| lib 1.0 |  | Cls *o* in 1 |\n| other 2 | Fine ×2 |  |\n" in page
+    assert "Of 3 classes, 3 run plain: 2 give the same bits and 1 are refused." in page
+    assert "Defects" not in page
+    assert "- lib.mod:Cls: &lt;refused&gt; \\| why" in problems_to_markdown(rows)
+    wrong = row_with(SAME, WRONG)
+    assert "- Cls (lib): silently wrong" in to_markdown([wrong])
+    assert "silently wrong; 1 group, attached after step 0, small buckets" in problems_to_markdown([wrong])
+
+
+@pytest.mark.parametrize(
+    ("words", "letter"),
+    [
+        ("X wraps another optimizer (its attribute 'optimizer')", "w"),
+        ("its step fails on scratch tensors (KeyError)", "f"),
+        ("what is written to a parameter depends on other parameters: bmm", "m"),
+        ("its step fails when parameters are updated one at a time", "m"),
+        ("its step also changes random numbers", "o"),
+    ],
+)
+def test_a_refusal_has_the_letter_of_its_reason(words: str, letter: str) -> None:
+    row = Row("lib", "1", "lib:Cls", "", [Outcome(ONE[0], REFUSED, words)])
+    assert f"| lib 1 |  | Cls *{letter}* |" in to_markdown([row])
+
+
+def test_what_is_written_above_the_table_stays(tmp_path: Path) -> None:
+    page = tmp_path / "optimizers.md"
+    page.write_text("# By hand\n\n" + to_markdown([row_with(WRONG)]))
+    assert prose_of(page) == "# By hand\n\n"
+    assert prose_of(tmp_path / "missing.md") == ""
 
 
 def test_the_command_writes_what_it_found_and_reads_it_again(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from rich.table import Table
 from .libraries import Found, known_libraries
 from .outcomes import COMBINATIONS, DO_NOT_COUNT, FROM_BEST_TO_WORST, REFUSED, SAME, Row
 from .pool import run_all
-from .table import bad_to_markdown, count, to_markdown
+from .table import count, problems_to_markdown, prose_of, to_markdown
 
 console = Console(emoji=False, soft_wrap=True)
 
@@ -31,8 +31,8 @@ def main(
     left: Annotated[bool, typer.Option(help="Only classes of which --read has no row.")] = False,
     run: Annotated[bool, typer.Option(help="--no-run only reads and writes.")] = True,
     json_file: Annotated[Path | None, typer.Option("--json", help="Where to write the results.")] = None,
-    markdown: Annotated[Path | None, typer.Option(help="Where to write the table for the documentation.")] = None,
-    problems: Annotated[Path | None, typer.Option(help="Where to write what is neither the same nor refused.")] = None,
+    markdown: Annotated[Path | None, typer.Option(help="A page of the documentation: its table is replaced.")] = None,
+    problems: Annotated[Path | None, typer.Option(help="Where to write defects, and why classes are refused.")] = None,
     processes: Annotated[int, typer.Option(help="How many run at the same time.")] = os.cpu_count() or 1,
     limit_s: Annotated[float, typer.Option(help="CPU seconds that a worker may take for one answer.")] = 300.0,
 ) -> None:
@@ -46,9 +46,9 @@ def main(
         if json_file:
             json_file.write_text(json.dumps([row.to_json() for row in of_all], indent=1) + "\n")
         if markdown:
-            markdown.write_text(to_markdown(of_all))
+            markdown.write_text(prose_of(markdown) + to_markdown(of_all), encoding="utf-8")
         if problems:
-            problems.write_text(bad_to_markdown(of_all) + "\n" + to_markdown(of_all, whole=False))
+            problems.write_text(problems_to_markdown(of_all), encoding="utf-8")
 
     if run:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
