@@ -79,7 +79,7 @@ def _family(name: str) -> Mapping[str, Any]:
         isinstance(table, list) and all(isinstance(each, dict) for each in table) for table in tables
     ):
         raise CheckpointError(
-            f"{name} has to have [source] with a line for each framework, and [[name]]; see docs/tools.md"
+            f"{name} has to have [source] with a line for each framework, and [[name]]; see docs/checkpoints.md"
         )
     return {"rule": [], **found}
 

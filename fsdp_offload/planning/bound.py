@@ -1,4 +1,4 @@
-"""What an iteration takes at least under a policy (docs/concepts.md). Pure arithmetic; all times in milliseconds.
+"""What an iteration takes at least under a policy (docs/policy.md). Pure arithmetic; all times in milliseconds.
 
 With forward F, backward B, clipping, update U; all loads L and all stores S of what is offloaded, both at once T; and
 r, the share of what is offloaded that staging holds::

@@ -76,7 +76,7 @@ SCRIPTS: dict[str, tuple[str, ...]] = {
     "with_torchtitan": ("--help",),
     "with_trainer": ("--help",),
     "with_verl": (),
-    "worked_cases": ("{folder}/cases.md",),
+    "worked_cases": ("--models", "Llama-3.1-8B"),
 }
 NEEDS = {
     "with_accelerate": "accelerate",

@@ -26,11 +26,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
+import fsdp_offload.bench.__main__ as bench
 from checkpoint_tools import __main__ as checkpoint_tools
-from examples.benchmarks import __main__ as benchmarks
+from fsdp_offload.__main__ import HELP
 from fsdp_offload import OffloadedOptimizer, OffloadPolicy, is_offloaded, offload_optimizer
 from fsdp_offload.plan import command as plan
-from tests.pages import OURS, PAGES, ROOT, Block, blocks_in, blocks_of, needs_a_framework, text_of
+from tests.pages import DOCS, OURS, PAGES, ROOT, Block, blocks_in, blocks_of, needs_a_framework, text_of
 
 PYTHON = blocks_in("python")
 RUN = [block for block in PYTHON if not needs_a_framework(block)]
@@ -218,14 +219,9 @@ def value_of(node: ast.expr) -> Any:
 
 # --- commands --------------------------------------------------------------------------------------------------------
 
-MODULES = {"examples.benchmarks": benchmarks.app, "checkpoint_tools": checkpoint_tools.app}
-OTHERS = {
-    "fsdp-offload doctor",
-    "python -m pytest",
-    "python3 -m venv",
-    "pre-commit install",
-    "source .venv/bin/activate",
-}
+OFFLOAD_APPS = {"bench": bench.app, "plan": plan.app}
+MODULES = {"fsdp_offload.bench": bench.app, "checkpoint_tools": checkpoint_tools.app}
+OTHERS = {"python -m pytest", "python3 -m venv", "pre-commit install", "source .venv/bin/activate"}
 
 
 def commands() -> Iterator[tuple[str, list[str]]]:
@@ -239,8 +235,7 @@ def commands() -> Iterator[tuple[str, list[str]]]:
         prose = re.sub(r"```.*?```", "", text_of(page), flags=re.DOTALL)
         for code in re.findall(r"`([^`\n]+)`", prose):
             if re.match(
-                r"(fsdp-offload|checkpoint-tools|torchrun|python -m (examples\.benchmarks|checkpoint_tools)\S*) \S",
-                code,
+                r"(fsdp-offload|checkpoint-tools|torchrun|python -m (fsdp_offload|checkpoint_tools)\S*) \S", code
             ):
                 yield page, shlex.split(code.replace(" NAME", " link").replace("`", ""))
 
@@ -248,8 +243,10 @@ def commands() -> Iterator[tuple[str, list[str]]]:
 @pytest.mark.parametrize(("where", "words"), [pytest.param(*each, id=" ".join(each[1])) for each in commands()])
 def test_commands_parse(where: str, words: list[str]) -> None:
     program, arguments = Path(words[0]).name, words[1:]
-    if program == "fsdp-offload" and arguments[0] == "plan":
-        parse(plan.app, arguments[1:])
+    if program == "fsdp-offload" and len(arguments) == 1 and arguments[0] not in OFFLOAD_APPS:
+        assert f"  {arguments[0]} " in HELP, where
+    elif program == "fsdp-offload":
+        parse(OFFLOAD_APPS[arguments[0]], arguments[1:])
     elif program == "checkpoint-tools":
         parse(checkpoint_tools.app, arguments)
     elif program in ("python", "python3") and arguments[0] == "-m" and arguments[1] in MODULES:
@@ -300,11 +297,12 @@ def test_policies_in_the_text_can_be_made(page: str) -> None:
 
 
 def test_the_readme_says_what_to_write() -> None:
-    """The middle column of its table: each assignment there is a policy, and there are several."""
-    table = text_of("README.md").partition("| situation ")[2].partition("\n\n")[0]
-    codes = [code for row in table.splitlines()[2:] for code in re.findall(r"`(\w+=[^`]+)`", row.split(" | ")[1])]
-    assert len(codes) >= 6
-    for code in codes:
+    """Its table has five rows at most; each but the first, the defaults, has one policy in the second column."""
+    table = text_of("README.md").partition("| your loop | write | GPU memory freed | time |\n")[2].partition("\n\n")[0]
+    rows = table.splitlines()[1:]
+    assert 3 <= len(rows) <= 5
+    for row in rows[1:]:
+        [code] = re.findall(r"`(\w+=[^`]+)`", row.split(" | ")[1])
         check_policy(keywords_of(code), "README.md")
 
 
@@ -338,15 +336,19 @@ def test_the_page_on_policies_has_every_field() -> None:
 @pytest.mark.parametrize("module", ["fsdp_offload", "fsdp_offload.checkpoint", "checkpoint_tools"])
 def test_the_reference_has_every_public_name(module: str) -> None:
     names = importlib.import_module(module).__all__
-    page = text_of(f"docs/reference/{module.rpartition('.')[2]}.md")
+    page = text_of("docs/reference.md")
     assert sorted(re.findall(rf"^::: {module}\.(\w+)$", page, re.MULTILINE)) == sorted(names)
 
 
 def test_every_record_is_told_of() -> None:
     records = {path.name for path in (ROOT / "examples/benchmark_results").iterdir()}
-    page = text_of("docs/benchmarks.md")
-    assert {name for name in records if f"benchmark_results/{name})" not in page} == set()
+    page = text_of("examples/benchmark_results/README.md")
+    assert {name for name in records - {"README.md"} if f"`{name}`" not in page} == set()
 
 
-def test_the_readme_is_short() -> None:
+def test_the_pages_can_be_read() -> None:
+    """A page more, or a longer one, takes the place of something else."""
     assert len(text_of("README.md").splitlines()) <= 200
+    assert len(DOCS) <= 14
+    assert sum(len(page.read_text(encoding="utf-8").split()) for page in DOCS) <= 18_000
+    assert len(text_of("CHANGELOG.md").splitlines()) <= 60

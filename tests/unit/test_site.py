@@ -27,7 +27,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_nothing_comes_from_another_server(site: Path) -> None:
     pages = list(site.rglob("*.html"))
-    assert len(pages) >= 20
+    assert len(pages) >= 14
     found = {page.name: FETCHED.findall(page.read_text(encoding="utf-8")) for page in pages}
     assert {name: urls for name, urls in found.items() if urls} == {}
     styles = [sheet.read_text(encoding="utf-8") for sheet in site.rglob("*.css")]
@@ -51,6 +51,6 @@ def test_the_front_page_is_the_readme(site: Path) -> None:
 
 
 def test_the_reference_shows_signatures_and_no_markup_of_another_tool(site: Path) -> None:
-    page = (site / "reference" / "fsdp_offload.html").read_text(encoding="utf-8")
+    page = (site / "reference.html").read_text(encoding="utf-8")
     assert "exist_ok" in page
     assert not re.search(r":(func|class|meth):", page)
