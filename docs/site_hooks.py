@@ -32,6 +32,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Point links that leave ``docs/`` to the copies."""
+
     def to_copy(link: re.Match[str]) -> str:
         path = _outside(page.file.src_uri, link[1])
         if not path or not files.get_file_from_path(_copy_of(path)):

@@ -226,7 +226,7 @@ def test_the_page_has_every_class_and_the_list_of_problems_what_is_bad_and_why()
     rows = [row_with(SAME, REFUSED), Row("other", "2", "other:Fine", "", [Outcome(ONE[0], SAME)])]
     page = to_markdown([*rows, Row("other", "2", "other.two:Fine", "", [Outcome(ONE[0], SAME)])])
     assert "| lib 1.0 |  | Cls *o* in 1 |\n| other 2 | Fine ×2 |  |\n" in page
-    assert "Of 3 classes, 3 run plain: 2 give the same bits and 1 are refused." in page
+    assert "Of 3 classes, 3 run plain: 2 give the same bits, and 1 are refused." in page
     assert "Defects" not in page
     assert "- lib.mod:Cls: &lt;refused&gt; \\| why" in problems_to_markdown(rows)
     wrong = row_with(SAME, WRONG)

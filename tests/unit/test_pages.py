@@ -28,15 +28,15 @@ from torch.distributed.fsdp import fully_shard
 
 import fsdp_offload.bench.__main__ as bench
 from checkpoint_tools import __main__ as checkpoint_tools
-from fsdp_offload.__main__ import HELP
 from fsdp_offload import OffloadedOptimizer, OffloadPolicy, is_offloaded, offload_optimizer
+from fsdp_offload.__main__ import HELP
 from fsdp_offload.plan import command as plan
 from tests.pages import DOCS, OURS, PAGES, ROOT, Block, blocks_in, blocks_of, needs_a_framework, text_of
 
 PYTHON = blocks_in("python")
 RUN = [block for block in PYTHON if not needs_a_framework(block)]
 POLICY_FIELDS = {field.name for field in dataclasses.fields(OffloadPolicy)}
-GONE_WORDS = ("staging_bytes", "resident_bytes", "resident_limit_bytes", "overlap_forward=", "prefetch=", "serial=")
+GONE_WORDS = ("staging_bytes", "resident_bytes", "resident_limit_bytes", "overlap_forward=", "prefetch=", "debug=")
 
 every_page = pytest.mark.parametrize("page", PAGES)
 

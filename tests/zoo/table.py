@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from .outcomes import DO_NOT_COUNT, FROM_BEST_TO_WORST, FULL, REFUSED, SAME, Row
+from .outcomes import DO_NOT_COUNT, FULL, REFUSED, SAME, Row
 
 MARK = "<!-- Below this line: `python -m tests.zoo --markdown docs/optimizers.md`. Do not edit it. -->"
 
@@ -21,13 +21,13 @@ _HEAD = """\
 
 ## Every class that was tried
 
-The test zoo trains each class of these libraries on the CPU, plain and offloaded: one and two param groups, attached before
-the first step and after the third, default and smallest buckets, 10 and 150 steps ({full} combinations where plain training
-runs in all of them). It compares parameters bit by bit after each step, and state, param groups and random generators at the
-end. Of {classes} classes, {ran} run plain: {same} give the same bits and {refused} are refused.
+The test zoo trains each class of these libraries on the CPU, plain and offloaded: one and two param groups, attached
+before the first step and after the third, default and smallest buckets, 10 and 150 steps ({full} combinations, if plain
+training runs in all of them). It compares parameters bit by bit after each step, and state, param groups and random
+generators at the end. Of {classes} classes, {ran} run plain: {same} give the same bits, and {refused} are refused.
 
-Refused: *m* parameters mix; *w* it wraps another optimizer, so attach to the inner one; *f* its step fails in the trial, with
-the defaults of the zoo; *o* another reason, which the error says. *in K* means in K combinations only.
+Refused: *m* parameters mix; *w* it wraps another optimizer, so attach to the inner one; *f* its step fails in the trial,
+with the arguments of the zoo; *o* another reason, which the error says. *in K* means in K combinations only.
 
 | library | same bits | refused |
 | --- | --- | --- |"""
@@ -63,7 +63,7 @@ def to_markdown(rows: Sequence[Row]) -> str:
 
 
 def problems_to_markdown(rows: Sequence[Row]) -> str:
-    """Every comparison that was neither the same nor refused, with its combination; then each refusal's whole reason."""
+    """Comparisons that are neither the same nor refused, with their combinations; then each refusal's whole reason."""
     lines = ["# Comparisons that are neither the same nor refused", ""]
     for row in rows:
         bad = [one for one in row.outcomes if one.outcome not in (SAME, REFUSED, *DO_NOT_COUNT)]
