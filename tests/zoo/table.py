@@ -26,8 +26,8 @@ before the first step and after the third, default and smallest buckets, 10 and 
 training runs in all of them). It compares parameters bit by bit after each step, and state, param groups and random
 generators at the end. Of {classes} classes, {ran} run plain: {same} give the same bits, and {refused} are refused.
 
-Refused: *m* parameters mix; *w* it wraps another optimizer, so attach to the inner one; *f* its step fails in the trial,
-with the arguments of the zoo; *o* another reason, which the error says. *in K* means in K combinations only.
+Refused: *m* parameters mix; *w* it wraps another optimizer, so attach to the inner one; *f* its step fails in the
+trial, with the arguments of the zoo; *o* another reason, which the error says. *in K* means in K combinations only.
 
 | library | same bits | refused |
 | --- | --- | --- |"""
