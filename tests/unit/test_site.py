@@ -1,5 +1,6 @@
 """The site of the pages: it builds without a warning, and whoever looks at it asks no other server for anything."""
 
+import importlib
 import re
 import subprocess
 import sys
@@ -48,6 +49,13 @@ def test_the_front_page_is_the_readme(site: Path) -> None:
     assert 'href="policy.html"' in front
     assert 'href="source/CONTRIBUTING.md.txt"' in front
     assert (site / "source/CONTRIBUTING.md.txt").read_bytes() == (ROOT / "CONTRIBUTING.md").read_bytes()
+
+
+@pytest.mark.parametrize("module", ["fsdp_offload", "fsdp_offload.checkpoint", "checkpoint_tools"])
+def test_the_reference_has_every_public_name(site: Path, module: str) -> None:
+    page = (site / "reference.html").read_text(encoding="utf-8")
+    names = importlib.import_module(module).__all__
+    assert [name for name in names if f'id="{module}.{name}"' not in page] == []
 
 
 def test_the_reference_shows_signatures_and_no_markup_of_another_tool(site: Path) -> None:
