@@ -26,8 +26,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-import fsdp_offload.bench.__main__ as bench
 from checkpoint_tools import __main__ as checkpoint_tools
+from examples.benchmarks import __main__ as benchmarks
 from fsdp_offload import OffloadedOptimizer, OffloadPolicy, is_offloaded, offload_optimizer
 from fsdp_offload.__main__ import HELP
 from fsdp_offload.plan import command as plan
@@ -219,8 +219,7 @@ def value_of(node: ast.expr) -> Any:
 
 # --- commands --------------------------------------------------------------------------------------------------------
 
-OFFLOAD_APPS = {"bench": bench.app, "plan": plan.app}
-MODULES = {"fsdp_offload.bench": bench.app, "checkpoint_tools": checkpoint_tools.app}
+MODULES = {"examples.benchmarks": benchmarks.app, "checkpoint_tools": checkpoint_tools.app}
 OTHERS = {"python -m pytest", "python3 -m venv", "pre-commit install", "source .venv/bin/activate"}
 
 
@@ -235,7 +234,8 @@ def commands() -> Iterator[tuple[str, list[str]]]:
         prose = re.sub(r"```.*?```", "", text_of(page), flags=re.DOTALL)
         for code in re.findall(r"`([^`\n]+)`", prose):
             if re.match(
-                r"(fsdp-offload|checkpoint-tools|torchrun|python -m (fsdp_offload|checkpoint_tools)\S*) \S", code
+                r"(fsdp-offload|checkpoint-tools|torchrun|python -m (examples\.benchmarks|checkpoint_tools)\S*) \S",
+                code,
             ):
                 yield page, shlex.split(code.replace(" NAME", " link").replace("`", ""))
 
@@ -243,10 +243,10 @@ def commands() -> Iterator[tuple[str, list[str]]]:
 @pytest.mark.parametrize(("where", "words"), [pytest.param(*each, id=" ".join(each[1])) for each in commands()])
 def test_commands_parse(where: str, words: list[str]) -> None:
     program, arguments = Path(words[0]).name, words[1:]
-    if program == "fsdp-offload" and len(arguments) == 1 and arguments[0] not in OFFLOAD_APPS:
-        assert f"  {arguments[0]} " in HELP, where
+    if program == "fsdp-offload" and arguments[0] == "plan":
+        parse(plan.app, arguments[1:])
     elif program == "fsdp-offload":
-        parse(OFFLOAD_APPS[arguments[0]], arguments[1:])
+        assert f"  {' '.join(arguments)} " in HELP, where
     elif program == "checkpoint-tools":
         parse(checkpoint_tools.app, arguments)
     elif program in ("python", "python3") and arguments[0] == "-m" and arguments[1] in MODULES:
