@@ -174,7 +174,7 @@ class CoreEngine(Engine):
         """Update every parameter that has a gradient; as :meth:`Engine.step`."""
         steps, core, updates = self.steps, self.core, self._updates
         steps.check_usable("step()", mid_step=True)
-        self._make_zeroed_gradients()
+        self._make_zeroed_gradients(self.plan.shards)
         self._unwatch()
         self.phases.away = False
         if core.begun:

@@ -416,13 +416,15 @@ class Engine:
                 shard.sharded.live_on(self.device)
         if self.window is not None:
             self.window.return_to_device()
-        self._make_zeroed_gradients()
+        self._make_zeroed_gradients(self.plan.shards)
         self._counters_as_made(states)
 
-    def _make_zeroed_gradients(self) -> None:
+    def _make_zeroed_gradients(self, params: Iterable[Tensor]) -> bool:
         """Where a gradient was zeroed that was gone by then, and no other has come, make zeros after all."""
-        for param in take_zeroed(self.plan.shards):
+        zeroed = take_zeroed(params)
+        for param in zeroed:
             param.grad = over_local(param, torch.zeros_like(local_shard(param), device=self.device))
+        return bool(zeroed)
 
     def _counters_as_made(self, states: StateStore) -> None:
         if self.host is not None:
@@ -438,7 +440,7 @@ class Engine:
         """
         steps = self.steps
         steps.check_usable("step()", mid_step=True)
-        self._make_zeroed_gradients()
+        self._make_zeroed_gradients(self.plan.shards)
         self.phases.reload(states)
         ended = self._resume(optimizer, states, kwargs)
         try:
@@ -539,6 +541,9 @@ class Engine:
             return may and all(shard.param in final for shard in covers)
 
         with torch.no_grad():
+            # A group may be reduced without some of its parameters: for these no other gradient comes.
+            if self._make_zeroed_gradients(param for param in self.plan.shards if param in final):
+                self._pipeline.updates_after_compute()  # which writes the zeros
             self.steps.advance(begun, states, may_update, room_bytes)
         self.steps.hide_spent(begun)
         self.steps.let_go_of_spent(begun)

@@ -819,6 +819,37 @@ def test_removed_in_between(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
     assert_same_each_step(plain, loop, 3)
 
 
+class PartOfRoot(Net):
+    """``tail`` is in one group with what every forward uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tail = nn.Linear(32, 32)
+
+    def forward(self, tokens: Tensor, *, extra: bool = True) -> Tensor:
+        x = self.embed(tokens)
+        for block in (*self.blocks, self.extra):
+            x = block(x)
+        return self.head(self.tail(x) if extra else x).float().logsumexp(-1).mean()
+
+
+@pytest.mark.parametrize("by_model", [False, True])
+def test_zeros_of_gradients_that_were_gone_reach_a_part_of_a_group(mesh: DeviceMesh, by_model: bool) -> None:
+    """The backward updates the group, and makes gradients of the rest of it: Adam moves that part by its momentum."""
+
+    def zero_and_leave_out(loop: Loop, step: int) -> None:
+        loop.backward(step, extra=step % 2 == 0)
+        loop.optimizer.step()
+        (loop.model if by_model else loop.optimizer).zero_grad(set_to_none=False)
+
+    plain, loop = pair(mesh, on_host({"overlap": "iteration"}), net=PartOfRoot)
+    assert_same_each_step(plain, loop, 4)
+    for step in range(4, 9):
+        before = local_shard(plain.model.tail.weight).detach().clone()
+        assert same(plain.train(1, zero_and_leave_out, step), loop.train(1, zero_and_leave_out, step)), step
+        assert not torch.equal(local_shard(plain.model.tail.weight), before)
+
+
 def test_zeros_of_gradients_that_were_gone_are_there_when_it_is_removed(mesh: DeviceMesh) -> None:
     """Gradients that were zeroed in place after they had been freed."""
     plain, loop = pair(mesh, on_host({"overlap": "iteration"}))
