@@ -367,7 +367,7 @@ RULES: tuple[Rule, ...] = (
     ),
     rule(
         "NAdam's product of momenta is rounded to the parameter's dtype when torch loads it.",
-        lambda case: case.optimizer == "nadam" and case.dtype == "bf16" and case.save != "none",
+        lambda case: case.optimizer == "nadam" and case.dtype == "bf16" and case.save in {"sync", "async"},
         {"save": "none"},
         {"dtype": "fp32", "masters": "none"},
     ),
@@ -380,6 +380,11 @@ RULES: tuple[Rule, ...] = (
         "Updates in the backward wait for gradients that are changed afterwards only where the first steps did that.",
         lambda case: case.overlap == "iteration" and case.clip == "never",
         habits="by-value scaler",
+    ),
+    rule(
+        "Where one group has all parameters, zeros of freed gradients do not reach what the next backward leaves out.",
+        lambda case: case.overlap == "iteration" and case.parameters and case.layout == "root",
+        habits="zero-in-place zero-by-model",
     ),
     rule(
         "With updates in the backward, parameters are new after it.",
