@@ -126,9 +126,12 @@ def _two_meshes(model: Net, device: str, **options: Any) -> None:
     weight = distribute_tensor(experts.weight.detach(), mesh["ep"], [Shard(0)])
     experts.weight = nn.Parameter(weight)
 
+    own, beside = FSDPMeshInfo(mesh["edp"], 0), FSDPMeshInfo(every, 0)  # one object for all that share a mesh
+
     def place(param: nn.Parameter) -> Any:
-        own = param is experts.weight
-        return ShardPlacementResult(Shard(1 if own else 0), FSDPMeshInfo(mesh["edp"] if own else every, 0))
+        if param is experts.weight:
+            return ShardPlacementResult(Shard(1), own)
+        return ShardPlacementResult(Shard(0), beside)
 
     fully_shard(experts, mesh=every, shard_placement_fn=place, **options)
     for block in (*model.blocks[:2], model.extra, model):

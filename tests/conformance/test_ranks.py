@@ -11,7 +11,7 @@ from tests.conformance.oracle import compare
 from tests.conformance.programs import HABITS, programs
 from tests.distributed.launch import agree, attempt, run_cases, spawn, this_device
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.long]  # minutes on two cores
 
 SOME_HABITS = ("evaluate", "unreduced", "unused", "skip", "scaler", "read-state", "write-parameters", "freeze")
 SOME: dict[str, tuple[object, ...]] = {

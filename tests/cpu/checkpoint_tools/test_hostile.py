@@ -337,7 +337,7 @@ def test_two_values_in_one_place_of_a_state_dict(tool: Limited, folder: Path) ->
         edit_metadata(folder, lambda metadata, path=path: metadata.planner_data.update({f"model.{DOWN}": path}))
         run = tool.run("convert", folder, folder.parent / "made.pt", "--to", "torch")
         assert run.code == 2
-        assert "has two values in the place of" in run.output
+        assert "by its path in the state dict; one of the two names is damaged" in run.output
         (folder / ".metadata").write_bytes(original)
 
 
