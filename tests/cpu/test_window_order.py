@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_offload.device import link as link_room
 from fsdp_offload.device.lanes import HostMark, Lane, Mark
 from fsdp_offload.device.link import DeviceLink
+from fsdp_offload.engine import window
 from fsdp_offload.engine.bucket import StagedBucket
 from fsdp_offload.engine.executor import Pipeline
 from fsdp_offload.engine.window import Window
@@ -244,7 +245,7 @@ def entries_that_outlive_their_update(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def entries_that_nobody_compares(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Window, "_versions", lambda self, number: [])
+    monkeypatch.setattr(window, "_version", lambda param: 0)
 
 
 def write(loop: Loop) -> None:
