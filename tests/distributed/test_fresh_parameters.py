@@ -165,9 +165,12 @@ def run_programs(rank: int, world_size: int, first: int, count: int) -> None:
     assert not found, "\n".join(found)
 
 
+LONG = [(size, first, 25) for size in (1, 2, 3, 4) for first in range(0, 125, 25)]
+
+
 @pytest.mark.parametrize(
-    ("world_size", "count"),
-    [(1, 10), (2, 6), *(pytest.param(size, 125, marks=pytest.mark.long) for size in (1, 2, 3, 4))],
+    ("world_size", "first", "count"),
+    [(1, 0, 10), (2, 0, 6), *(pytest.param(*one, marks=pytest.mark.long) for one in LONG)],
 )
-def test_any_program(world_size: int, count: int, tmp_path: Path) -> None:
-    spawn(run_programs, world_size, tmp_path, 1000 * world_size, count)
+def test_any_program(world_size: int, first: int, count: int, tmp_path: Path) -> None:
+    spawn(run_programs, world_size, tmp_path, 1000 * world_size + first, count)
