@@ -385,11 +385,6 @@ RULES: tuple[Rule, ...] = (
         habits="by-value scaler",
     ),
     rule(
-        "Where one group has all parameters, zeros of freed gradients do not reach what the next backward leaves out.",
-        lambda case: case.overlap == "iteration" and case.parameters and case.layout == "root",
-        habits="zero-in-place zero-by-model",
-    ),
-    rule(
         "With updates in the backward, parameters are new after it.",
         lambda case: case.overlap == "iteration",
         habits="evaluate-before-step skip step-twice write-state write-group",

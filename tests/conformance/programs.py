@@ -84,6 +84,7 @@ def step_twice(loop: Loop, at: int) -> None:
     loop.backward(at)
     loop.clip()
     loop.update()
+    loop.synchronize()  # as whoever touches gradients has to: they are clipped once more
     loop.step()
 
 
