@@ -34,10 +34,13 @@ class HostStep:
             for group in optimizer.param_groups
         ]
         self.gradient_divisor = _gradient_divisor(attributes)
-        complex_groups = {shard.group for shard in shards if shard.param.is_complex()}
+        dtypes: list[set[torch.dtype]] = [set() for _ in optimizer.param_groups]
+        for shard in shards:
+            if shard.group >= 0:
+                dtypes[shard.group].add(shard.updated_dtype)
         self.pinned = [
-            capabilities.host_options(group, with_complex=number in complex_groups)
-            for number, group in enumerate(optimizer.param_groups)
+            capabilities.host_options(group, of_group)
+            for group, of_group in zip(optimizer.param_groups, dtypes, strict=True)
         ]
         self.shadow = Shadow(cls, without_hooks=nullcontext)  # those tables are the main thread's
         self.created: dict[Tensor, UserState] = {}

@@ -256,10 +256,10 @@ class Plan:
     def may_cut(self, shard: StateShard, group: Mapping[str, object]) -> bool:
         """Whether the tested table says that this shard gives the same bits in pieces, in this group."""
         local = local_shard(shard.param)
-        dtype = local.dtype if shard.master == "none" else torch.float32
+        dtype = shard.updated_dtype
         device_type = self._device.type
         if shard.on_host:
-            group = {**group, **self._layouts.capabilities.host_options(group, with_complex=local.is_complex())}
+            group = {**group, **self._layouts.capabilities.host_options(group, {dtype})}
             device_type = "cpu"
         implementation = "fused" if group.get("fused") else "foreach" if group.get("foreach") else "for-loop"
         return (

@@ -1,6 +1,6 @@
 """Capabilities and conventions of a class of optimizers: what the library has to know to run it bucket by bucket."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,6 +95,7 @@ class Capabilities:
             The implementation is ``"for-loop"``, ``"foreach"`` or ``"fused"``.
         state_like_param: every state tensor has the parameter's shape, so a small scratch tensor shows the layout.
         takes_masters: it may be run on fp32 masters that we keep for low-precision parameters.
+        wrong_if_fused: parameter dtypes with which its fused CPU kernel computes something else.
         refusal: why this class cannot be offloaded at all; empty if it can.
         refuses_dtensor: why it cannot be offloaded with sharded parameters; empty if it can.
         known: the class is in a tested table. An unknown one has to prove at attach that parameters are separable.
@@ -105,6 +106,7 @@ class Capabilities:
     cuttable: frozenset[tuple[str, str, torch.dtype]] = frozenset()
     state_like_param: bool = False
     takes_masters: bool = False
+    wrong_if_fused: frozenset[torch.dtype] = frozenset()
     refusal: str = ""
     refuses_dtensor: str = ""
     known: bool = True
@@ -115,13 +117,15 @@ class Capabilities:
         """Whether its CPU implementation may update a share of the parameters."""
         return self.elementwise and self.takes_masters
 
-    def host_options(self, group: Mapping[str, Any], *, with_complex: bool) -> dict[str, Any]:
+    def host_options(self, group: Mapping[str, Any], dtypes: Set[torch.dtype]) -> dict[str, Any]:
         """Entries that a param group has instead of its own where the host updates: the fused kernel if there is one.
 
-        ``with_complex``: some of its parameters are complex, which no fused kernel takes.
+        ``dtypes``: of what it updates there. No fused kernel takes complex ones.
         """
         options: dict[str, Any] = {}
-        if ("fused", "cpu", torch.float32) in self.cuttable and "fused" in group and not with_complex:
+        if any(dtype.is_complex for dtype in dtypes) or not dtypes.isdisjoint(self.wrong_if_fused):
+            options = {"fused": False} if group.get("fused") else {}
+        elif ("fused", "cpu", torch.float32) in self.cuttable and "fused" in group:
             options = {"fused": True, "foreach": False}
         if "capturable" in group:
             options["capturable"] = False  # means nothing without a device

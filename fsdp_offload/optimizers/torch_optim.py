@@ -5,6 +5,7 @@ against cut, several steps, ``torch.equal``. Nothing may be added here that they
 """
 
 import itertools
+from dataclasses import replace
 
 import torch
 from torch import optim
@@ -44,8 +45,9 @@ CAPABILITIES: dict[type[optim.Optimizer], Capabilities] = {
     optim.RAdam: _elementwise(),
     optim.RMSprop: _elementwise(),
     optim.Rprop: _elementwise(),
-    # Its fused CUDA kernel rounds dampening differently where a tensor's size is no multiple of the vector's.
-    optim.SGD: _elementwise(fused_on=("cpu",)),
+    # Its fused CUDA kernel rounds dampening differently where a tensor's size is no multiple of the vector's. The CPU's
+    # leaves parameters in reduced precision as they are, and makes noise of their momentum (torch 2.11 to 2.13).
+    optim.SGD: replace(_elementwise(fused_on=("cpu",)), wrong_if_fused=frozenset({torch.bfloat16, torch.float16})),
     # Orthogonalizes whole matrices: sees the DTensors, and torch redistributes them as it does without offload.
     optim.Muon: Capabilities(state_like_param=True),
     # Factors whole matrices: row and column statistics, and a norm over the parameter.

@@ -103,6 +103,11 @@ class StateShard:
         return local_shard(self.param).numel()
 
     @property
+    def updated_dtype(self) -> torch.dtype:
+        """The dtype of what the optimizer updates: the parameter, or its master."""
+        return self.param.dtype if self.master == "none" else torch.float32
+
+    @property
     def leaf_layouts(self) -> list[LeafLayout]:
         """All leaves, the parameter's and then value by value: the order in which they lie in a bucket."""
         own = [] if self.weights is None else [self.weights]

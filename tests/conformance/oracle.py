@@ -235,7 +235,11 @@ class Twin(Loop):
                 for key, value in state.items()
             }
         if self.case.host:
-            empty = [{**group, "params": [], "fused": True, "foreach": None} for group in self.optimizer.param_groups]
+            # torch's fused SGD does not update bf16 on the CPU.
+            fused = not (
+                self.case.optimizer == "sgd-momentum" and any(s.dtype == torch.bfloat16 for s in self.shadows.values())
+            )
+            empty = [{**group, "params": [], "fused": fused, "foreach": None} for group in self.optimizer.param_groups]
             self.of_host = self.case.made(empty)
         rates, scheduled = [group["lr"] for group in before.param_groups], self.schedulers[0].state_dict()
         self.schedulers = [_schedule(self.optimizer)]

@@ -1,7 +1,7 @@
 """A share of the state is updated on the host: the same bits as the same class on the CPU, whatever the loop does.
 
 On the CPU both sides are the same device, so a plain optimizer with ``fused=True`` is the reference wherever the class
-has a fused CPU kernel, which the host uses whatever the user has chosen.
+has a fused CPU kernel that is right, which the host uses whatever the user has chosen.
 """
 
 import copy
@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -95,11 +96,29 @@ def test_same_bits(case: tuple[type[Optimizer], dict[str, Any]], fraction: float
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64], ids=str)
-@pytest.mark.parametrize("cls", [optim.AdamW, optim.RMSprop])
+@pytest.mark.parametrize("cls", [optim.AdamW, optim.RMSprop, partial(optim.SGD, momentum=0.9)])
 def test_other_dtypes(cls: type[Optimizer], dtype: torch.dtype) -> None:
     fused = {"fused": True} if cls is optim.AdamW and not dtype.is_complex else {}
     pair = make_pair(Zoo, lambda params: cls(params, lr=0.02, **fused), dtype=dtype, policy=policy(0.5))
     pair.train(6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_fused_kernel_that_is_wrong_is_not_used(dtype: torch.dtype) -> None:
+    """torch's fused SGD on the CPU does not update whole vectors in these dtypes: also where the user wants it."""
+    models = [nn.Linear(32, 32, dtype=dtype), nn.Linear(32, 32, dtype=dtype)]
+    models[1].load_state_dict(models[0].state_dict())
+    options = {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.1}
+    plain, offloaded = (
+        optim.SGD(model.parameters(), **options, fused=fused)
+        for model, fused in zip(models, (False, True), strict=True)
+    )
+    attach(offloaded, model=models[1], policy=policy(1.0))
+    for _ in range(4):
+        for model, optimizer in zip(models, (plain, offloaded), strict=True):
+            model(torch.ones(3, 32, dtype=dtype)).sum().backward()
+            optimizer.step()
+        assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
 
 
 @pytest.mark.parametrize("implementation", [{}, {"foreach": True}, {"foreach": False}], ids=str)
