@@ -58,6 +58,9 @@ class BegunStep:
         without_state: shards that had none, resident ones and the host's included. Neighbours in a bucket may have been
             loaded.
         versions: of the homes of both at that time.
+        used: parameters with a gradient that an update has used; and that gradient, with its version, where updates of
+            other buckets are yet to come.
+        late: parameters whose gradients came only after the updates of their buckets: these are made once more.
         spent: the gradients used in the backward, which are out of the user's reach until ``step()``, or ``None`` where
             they are let go; and the version of the parameter after its update.
         speculated: what was updated before it was certain that nothing changes the gradients; ``None`` if nothing is.
@@ -80,6 +83,8 @@ class BegunStep:
     watched: list[StateShard] = field(default_factory=list)
     without_state: list[StateShard] = field(default_factory=list)
     versions: list[object] = field(default_factory=list)
+    used: dict[Tensor, tuple[Tensor, tuple[int, int]] | None] = field(default_factory=dict)
+    late: list[Tensor] = field(default_factory=list)
     spent: dict[Tensor, tuple[Tensor | None, tuple[int, int]]] = field(default_factory=dict)
     speculated: Speculated | None = None
     updated_by: list[int] = field(default_factory=list)

@@ -464,13 +464,11 @@ class Engine:
         if steps.begun is not None and not steps.fits(steps.begun, needed, states):
             steps.drop()
         begun = ended or steps.begun or steps.begin(optimizer, kwargs, needed, states)
-        left = tuple(step for step in needed if step.bucket not in begun.done)
+        left = steps.left_of(begun, needed)
         if begun.has_updated and left:
             steps.go_on(begun, left)
         if left or not needed:
-            self._pipeline.updates_after_compute()
-            steps.advance(begun, states)
-            steps.finish(begun, states)
+            steps.end_left(begun, states)
         try:
             self._take_results(begun, optimizer, created, states)
         except BaseException as error:  # Ctrl-C as well, while this waits for the host

@@ -32,7 +32,7 @@ from ..state.shard import StateShard
 from ..state.store import StateStore
 from ..torch_compat.dtensor import version_of
 from ..torch_compat.optim import foreach_supports
-from ..torch_compat.spent_gradient import is_spent, note_freed, restore, spend
+from ..torch_compat.spent_gradient import is_spent, note_freed, restore, spend, without_gradients
 from ..torch_compat.watched_gradient import bare
 from .begun_step import BegunStep, StepPhase
 from .cpu_updates import Submit
@@ -168,6 +168,7 @@ class Stepping:
                 begun.redirected = begun.steps
             if speculated is not None:
                 self.speculation.before_update(speculated, number)
+            self._note_used(begun, number)
             if begun.submit is not None and self._plan[number].on_host:
                 begun.submit(number, self._bind(number), states, begun.moving or ())
                 begun.note_updated(number)
@@ -186,7 +187,7 @@ class Stepping:
             if self._policy.runs_on_into_forward:
                 # Whoever clears gradients meanwhile must not free what an update is still to read.
                 covers = [shard.param for shard in self._plan[number].covers()]
-                self._held[number] = [(param, conventions.gradient(param), begun) for param in covers]
+                self._held.setdefault(number, []).extend((p, conventions.gradient(p), begun) for p in covers)
 
         try:
             with self._link.in_use:  # another thread's optimizer may want a larger ring
@@ -208,6 +209,14 @@ class Stepping:
             self._note_failure(error, begun.done, begun.steps)
             self.begun = None
             raise
+
+    def _note_used(self, begun: BegunStep, number: int) -> None:
+        """An update of this bucket is about to be issued."""
+        for shard in self._plan[number].covers():
+            grad = self._conventions.gradient(shard.param)
+            if grad is not None:
+                whole = all(one == number or one in begun.done for one in shard.buckets)
+                begun.used[shard.param] = None if whole else (grad, version_of(grad))
 
     def _seen(self, number: int) -> list[Tensor]:
         """What of a bucket the optimizer sees itself: what it does with that is not what the loop does."""
@@ -231,9 +240,10 @@ class Stepping:
     def end(self, begun: BegunStep, states: StateStore) -> None:
         """All gradients that there are going to be are there: the rest of what the backward has begun."""
         if begun.phase is not StepPhase.ISSUED:
-            self._enter_step(begun)
-            self.advance(begun, states)
-            self.finish(begun, states)
+            with without_gradients(begun.late):
+                self._enter_step(begun)
+                self.advance(begun, states)
+                self.finish(begun, states)
         # Each gradient goes with the update that reads it, not with the last of them.
         begun.spent = {param: one for param, one in begun.spent.items() if one[0] is None}
         for param in begun.spent:
@@ -269,11 +279,23 @@ class Stepping:
         begun.shared, begun.logical, begun.submit = self._start(optimizer, kwargs)
         begun.group_count = len(optimizer.param_groups)
 
+    def left_of(self, begun: BegunStep, needed: tuple[BucketStep, ...]) -> tuple[BucketStep, ...]:
+        """What ``step()`` has to update, and nothing has yet; or not all of it."""
+        again = self.buckets_of(begun.late)
+        return tuple(step for step in needed if step.bucket in again or step.bucket not in begun.done)
+
     def go_on(self, begun: BegunStep, left: tuple[BucketStep, ...]) -> None:
         """More is to be updated than the backward had known of."""
         begun.enter(StepPhase.STEP)
         begun.steps, begun.moving = left, None
         self._start_schedule(left)
+
+    def end_left(self, begun: BegunStep, states: StateStore) -> None:
+        """Update what nothing has yet."""
+        with without_gradients(list(begun.used)):
+            self._pipeline.updates_after_compute()
+            self.advance(begun, states)
+            self.finish(begun, states)
 
     def drop(self) -> None:
         """Forget what the backward has begun: it is to be done again, or the state is to be replaced."""
@@ -472,20 +494,8 @@ class Stepping:
             else:
                 self.drop()  # loads only; they are made again
             return None
-        unchanged = same_groups and begun.shared.still_starts_from(optimizer)
-        problem = ""
-        if not unchanged:
-            problem = "hyperparameters have changed since then"
-        elif scaler_decides(optimizer, kwargs):
-            problem = "a GradScaler decides only now whether there is a step"
-        else:
-            if begun.versions != self._home_versions(begun, states):
-                problem = "optimizer.state has changed since then"
-            for param, (_, version) in begun.spent.items():
-                if not is_spent(param):
-                    problem = f"the gradient of {self._names.get(param, 'a parameter')} has been exchanged since then"
-                elif version_of(param) != version:
-                    problem = f"{self._names.get(param, 'a parameter')} has been written since then"
+        begun.late = self._late(begun)
+        problem = self._problem_of(begun, optimizer, states, kwargs, same_groups=same_groups)
         if begun.speculated is not None:
             return self._resume_speculated(begun, begun.speculated, problem)
         self._restore_gradients(begun)
@@ -496,6 +506,39 @@ class Stepping:
                 f"{problem}. Use overlap='forward' for a loop that does this.",
             )
         return begun
+
+    def _problem_of(
+        self,
+        begun: BegunStep,
+        optimizer: Optimizer,
+        states: StateStore,
+        kwargs: Mapping[str, Any],
+        *,
+        same_groups: bool,
+    ) -> str:
+        """What was done since the backward has updated, so that this cannot stand; empty if nothing was."""
+        if not (same_groups and begun.shared.still_starts_from(optimizer)):
+            return "hyperparameters have changed since then"
+        if scaler_decides(optimizer, kwargs):
+            return "a GradScaler decides only now whether there is a step"
+        if begun.speculated is not None and begun.late:
+            return "a gradient has come since then"
+        exchanged = [param for param in begun.spent if not is_spent(param)]
+        exchanged += [
+            p for p, one in begun.used.items() if one and (p.grad is not one[0] or version_of(one[0]) != one[1])
+        ]
+        if exchanged:
+            return f"the gradient of {self._names.get(exchanged[0], 'a parameter')} has been exchanged since then"
+        written = [param for param, (_, version) in begun.spent.items() if version_of(param) != version]
+        if written:
+            return f"{self._names.get(written[0], 'a parameter')} has been written since then"
+        return "optimizer.state has changed since then" if begun.versions != self._home_versions(begun, states) else ""
+
+    def _late(self, begun: BegunStep) -> list[Tensor]:
+        """Parameters with gradients that came after the updates of their buckets, or of some of these."""
+        done, gradient = set(begun.done), self._conventions.gradient
+        shards = (s for s in self._plan.shards.values() if s.group >= 0 and not done.isdisjoint(s.buckets))
+        return [s.param for s in shards if s.param not in begun.used and gradient(s.param) is not None]
 
     def _resume_speculated(self, begun: BegunStep, speculated: Speculated, problem: str) -> BegunStep | None:
         """The step if what it has updated may stand; else it has not begun."""

@@ -5,7 +5,8 @@ Clipping, scaling or logging it would come too late, and some of torch's ways to
 """
 
 import weakref
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -131,6 +132,19 @@ def spend(param: Tensor) -> None:
 def is_spent(param: Tensor) -> bool:
     """Return whether :func:`spend` has been called, and nobody has exchanged the gradient since."""
     return type(param.grad) is SpentGradient
+
+
+@contextmanager
+def without_gradients(params: Iterable[Tensor]) -> Iterator[None]:
+    """Within it, these have no gradients: neither those of theirs nor stand-ins."""
+    kept = [(param, param.grad) for param in params]
+    for param, _ in kept:
+        param.grad = None
+    try:
+        yield
+    finally:
+        for param, grad in kept:
+            param.grad = grad
 
 
 def restore(grads: Iterable[tuple[Tensor, Tensor]]) -> None:

@@ -360,6 +360,7 @@ class Twin(Loop):
 
     def resume(self, folder: Path) -> None:
         self.restore(self.kept.pop(str(folder)))
+        self.model.zero_grad()  # new objects have no gradients
 
 
 class _Scaled(torch.optim.SGD):

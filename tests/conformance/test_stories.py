@@ -23,6 +23,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_offload import OffloadPolicy, offload_optimizer, remove_offload
+from fsdp_offload.engine.step import Stepping
 from fsdp_offload.torch_compat.dtensor import local_shard
 from tests import overlapping, parity
 from tests.async_writers import read_checkpoint
@@ -848,6 +849,60 @@ def test_zeros_of_gradients_that_were_gone_reach_a_part_of_a_group(mesh: DeviceM
         before = local_shard(plain.model.tail.weight).detach().clone()
         assert same(plain.train(1, zero_and_leave_out, step), loop.train(1, zero_and_leave_out, step)), step
         assert not torch.equal(local_shard(plain.model.tail.weight), before)
+
+
+def set_by_hand(clips: bool, loop: Loop, step: int) -> None:
+    """A part of a group gets its gradient when the rest of the group has been updated."""
+    loop.backward(step, extra=step % 3 == 0)
+    tail = loop.model.tail
+    for param in (tail.weight, tail.bias) if step % 3 else ():
+        param.grad = torch.full_like(param, 0.1 * step)
+    if clips:
+        clip(loop, NEVER)
+    loop.step()
+
+
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("more", [{}, {"parameters": True}, {"host_fraction": 1.0}], ids=str)
+def test_a_gradient_that_is_set_by_hand_after_the_backward(mesh: DeviceMesh, more: dict[str, Any], clips: bool) -> None:
+    """``step()`` updates what the backward could not, once; also where that has state in the same buckets."""
+    plain, loop = pair(mesh, clipping(**more), partial(torch.optim.AdamW, lr=0.02, fused=True), net=PartOfRoot)
+    assert_same_each_step(plain, loop, 11, partial(set_by_hand, clips))
+
+
+@pytest.fixture
+def half_updated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last bucket of ``tail.weight`` has no room in the backward."""
+    may_update = Stepping.may_update_early
+
+    def with_room(steps: Any, begun: Any, number: int) -> bool:
+        tail = next(shard for shard in steps._plan.shards.values() if shard.name == "tail.weight")
+        assert len(tail.buckets) > 1
+        return number != tail.buckets[-1] and may_update(steps, begun, number)
+
+    monkeypatch.setattr(Stepping, "may_update_early", with_room)
+
+
+@pytest.mark.usefixtures("half_updated")
+@pytest.mark.parametrize("parameters", [False, True])
+def test_a_gradient_that_comes_between_the_buckets_of_a_weight(mesh: DeviceMesh, parameters: bool) -> None:
+    """No update may use it in the one and not in the other."""
+    policy = clipping(parameters=parameters, bucket_bytes=2048)
+    plain, loop = pair(mesh, policy, net=PartOfRoot)
+    assert_same_each_step(plain, loop, 11, partial(set_by_hand, False))
+
+
+@pytest.mark.usefixtures("half_updated")
+@pytest.mark.parametrize("parameters", [False, True])
+@pytest.mark.parametrize("weight", ["tail.weight", "head.bias"])
+def test_a_gradient_that_is_replaced_after_its_update(mesh: DeviceMesh, weight: str, parameters: bool) -> None:
+    """``tail.weight`` is half updated by then."""
+    loop = Loop(mesh, adamw, clipping(parameters=parameters, bucket_bytes=2048), net=PartOfRoot).train(3)
+    loop.backward(3)
+    param = loop.model.get_parameter(weight)
+    param.grad = torch.ones_like(param)
+    with pytest.raises(RuntimeError, match=rf"the gradient of {weight} has been exchanged since then"):
+        loop.optimizer.step()
 
 
 def test_zeros_of_gradients_that_were_gone_are_there_when_it_is_removed(mesh: DeviceMesh) -> None:
