@@ -20,7 +20,7 @@ from ..report import OffloadReport, report_of
 from ..state.layout import is_trained
 from ..state.store import UserState
 from ..torch_compat.optim import is_called_compiled, run_hooked
-from ..torch_compat.spent_gradient import is_spent, take_zeroed, zero_spent
+from ..torch_compat.spent_gradient import is_spent, is_zeroed, without_gradients, zero_spent
 from .attachment import attachment_of, engine_of, states_of
 from .checks import (
     check_gradients_are_read,
@@ -216,9 +216,10 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
             engine_of(self).steps.wait_for_all()
             for param in filter(is_spent, _params_of(self)):
                 zero_spent(param)  # let go of in the backward
+            with without_gradients(list(filter(is_zeroed, _params_of(self)))):
+                self._plain_class.zero_grad(self, *args, **kwargs)
         else:
-            take_zeroed(_params_of(self))
-        self._plain_class.zero_grad(self, *args, **kwargs)
+            self._plain_class.zero_grad(self, *args, **kwargs)
         _forget_reductions(self)
 
     @_of_the_real_optimizer

@@ -41,7 +41,7 @@ from ..state.store import StateStore, UserState
 from ..torch_compat.dtensor import local_shard, over_local
 from ..torch_compat.optim import unsupported_gradient
 from ..torch_compat.sharded_parameter import ShardedParameter
-from ..torch_compat.spent_gradient import is_freed, take_zeroed
+from ..torch_compat.spent_gradient import is_freed, is_zeroed
 from .begun_step import BegunStep, StepPhase
 from .cpu_updates import CpuUpdates
 from .executor import Pipeline
@@ -421,7 +421,7 @@ class Engine:
 
     def _make_zeroed_gradients(self, params: Iterable[Tensor]) -> bool:
         """Where a gradient was zeroed that was gone by then, and no other has come, make zeros after all."""
-        zeroed = take_zeroed(params)
+        zeroed = list(filter(is_zeroed, params))
         for param in zeroed:
             param.grad = over_local(param, torch.zeros_like(local_shard(param), device=self.device))
         return bool(zeroed)

@@ -30,7 +30,7 @@ from ..policy import OffloadPolicy
 from ..state.shard import StateShard
 from ..state.store import StateStore, UserState
 from ..torch_compat.dtensor import is_replicated, local_shard, version_of
-from ..torch_compat.spent_gradient import is_spent
+from ..torch_compat.spent_gradient import SpentGradient
 from ..torch_compat.watched_gradient import Multiply, bare, is_watched, unwatch, watch
 from .executor import Pipeline
 from .homes import Plan
@@ -349,7 +349,12 @@ class Speculation:
         """Gradients of these have been reduced."""
         for param in params:
             grad = param.grad
-            if grad is not None and param in self._plan.shards and not is_watched(grad) and not is_spent(param):
+            if (
+                grad is not None
+                and param in self._plan.shards
+                and not is_watched(grad)
+                and not isinstance(grad, SpentGradient)
+            ):
                 watch(grad, self)
                 self._watched.append(TensorWeakRef(grad))
                 if grad in self._shared:

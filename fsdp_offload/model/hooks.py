@@ -25,7 +25,7 @@ from ..policy import OffloadPolicy
 from ..state.store import StateStore
 from ..torch_compat.conversions import keep_in_place
 from ..torch_compat.fully_shard import abandon_backward, runs_in_backward, sharding_groups
-from ..torch_compat.spent_gradient import is_spent, refuse_freed
+from ..torch_compat.spent_gradient import is_spent, lift_zeroed, put_zeroed_back, refuse_freed
 from .alone import Alone
 from .clock import Clock
 from .peak import Peak
@@ -63,6 +63,7 @@ class _LeftBehind:
         if method == "_before_reduce" and model is not None:
             params = sharding_groups(model)[args[0]].params
             problem = problem or (_DROPPED if any(map(is_spent, params)) else "")
+            lift_zeroed(params)
         if problem:
             if model is not None and runs_in_backward():
                 abandon_backward(model)
@@ -318,8 +319,10 @@ class Overlap:
         if engine is not None and (self._clock.is_final(number) or engine.steps.has_been_seen):
             engine.steps.refuse_second_backward()
         refuse_freed(self._groups[number].params)
+        lift_zeroed(self._groups[number].params)
 
     def _reduced(self, number: int, event: object) -> None:
+        put_zeroed_back(self._groups[number].params)
         optimizer, engine = self._optimizer(), self._engine()
         if optimizer is None or engine is None:
             return

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
-_zeroed: MutableMapping[Tensor, bool] = WeakTensorKeyDictionary()
-"""Parameters whose gradient was gone when it was zeroed: unless another one comes, the step is to see zeros."""
+_lifted: MutableMapping[Tensor, "ZeroedGradient"] = WeakTensorKeyDictionary()
+"""Gradients that :func:`lift_zeroed` has taken away, by parameter."""
 
 
 class SpentGradient(Tensor):
@@ -65,6 +65,20 @@ class SpentGradient(Tensor):
         return "SpentGradient()"
 
 
+class ZeroedGradient(SpentGradient):
+    """A gradient that was gone when it was zeroed. It needs no memory until a step finds that no other has come.
+
+    It is the parameter's ``grad``, so that whoever clears or exchanges that need not tell anybody.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """As :class:`SpentGradient`; it may be zeroed again."""
+        if func in _ZEROING:
+            return None if func is _GRAD_FN else args[0]
+        return super().__torch_function__(func, types, args, kwargs)
+
+
 _METADATA = frozenset(
     getattr(Tensor, name).__get__ for name in ("_version", "device", "dtype", "is_sparse", "layout", "shape")
 )
@@ -94,16 +108,29 @@ def _forget(stand_in: SpentGradient) -> None:
 
 
 def zero_spent(param: Tensor) -> None:
-    """Zero a gradient that is gone. It needs no memory until a step finds that no other has come."""
-    param.grad = None
-    _zeroed[param] = True
+    """Zero a gradient that is gone."""
+    param.grad = ZeroedGradient(param)
 
 
-def take_zeroed(params: Iterable[Tensor]) -> list[Tensor]:
-    """Forget :func:`zero_spent`, and return those of ``params`` that still have no other gradient."""
-    if not _zeroed:
-        return []
-    return [param for param in params if _zeroed.pop(param, False) and param.grad is None]
+def is_zeroed(param: Tensor) -> bool:
+    """Return whether :func:`zero_spent` has been called, and nobody has cleared or exchanged the gradient since."""
+    return type(param.grad) is ZeroedGradient
+
+
+def lift_zeroed(params: Iterable[Tensor]) -> None:
+    """Let a reduction make gradients of these: it would add them to what is there."""
+    for param in params:
+        _lifted.pop(param, None)  # of a backward that has failed
+        if is_zeroed(param):
+            _lifted[param], param.grad = param.grad, None  # type: ignore[assignment]
+
+
+def put_zeroed_back(params: Iterable[Tensor]) -> None:
+    """The reduction has ended. Undo :func:`lift_zeroed` where it has made none."""
+    for param in params:
+        zeroed = _lifted.pop(param, None)
+        if zeroed is not None and param.grad is None:
+            param.grad = zeroed
 
 
 def note_freed(param: Tensor) -> None:

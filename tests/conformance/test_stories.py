@@ -745,6 +745,12 @@ def test_a_gradient_that_is_gone_says_so(mesh: DeviceMesh) -> None:
     with pytest.raises(RuntimeError, match="used in the backward and freed"):
         loop.backward(5)
     loop.optimizer.zero_grad(set_to_none=False)
+    with pytest.raises(RuntimeError, match="used in the backward"):
+        weight.grad.norm()
+    for again in (loop.optimizer, loop.model):
+        again.zero_grad(set_to_none=False)
+        assert weight.grad is not None
+    loop.model.zero_grad()
     assert weight.grad is None
 
 
@@ -903,6 +909,23 @@ def test_a_gradient_that_is_replaced_after_its_update(mesh: DeviceMesh, weight: 
     param.grad = torch.ones_like(param)
     with pytest.raises(RuntimeError, match=rf"the gradient of {weight} has been exchanged since then"):
         loop.optimizer.step()
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_zeros_of_gradients_that_are_cleared_again(mesh: DeviceMesh, by_hand: bool) -> None:
+    """By the model, or one by one: a parameter without a gradient is left out, and not moved by its momentum."""
+
+    def zero_and_clear(loop: Loop, step: int) -> None:
+        loop.backward(step, extra=step % 3 == 0)
+        loop.optimizer.step()
+        loop.optimizer.zero_grad(set_to_none=False)
+        if step % 2:
+            for param in loop.model.parameters() if by_hand else ():
+                param.grad = None
+            loop.model.zero_grad()
+
+    plain, loop = pair(mesh, on_host({"overlap": "iteration"}), net=PartOfRoot)
+    assert_same_each_step(plain, loop, 12, zero_and_clear)
 
 
 def test_zeros_of_gradients_that_were_gone_are_there_when_it_is_removed(mesh: DeviceMesh) -> None:
