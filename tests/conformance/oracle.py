@@ -24,12 +24,14 @@ from torch.optim import Optimizer
 from fsdp_offload import OffloadPolicy, offload_model, reload_model
 from fsdp_offload.checkpoint import ArenaStager
 from fsdp_offload.engine.engine import engine_of
+from tests.at_home import dropped_is_spoilt, not_at_home
 from tests.conformance.axes import LAYOUTS, Case, build
 from tests.parity import attach, leaves, local, same_bits
 from tests.twins import master_of, rounded
 
 NEVER, ALWAYS = 1e9, 1e-3
 """Norms to clip by: beyond reach, and below every gradient."""
+BUCKET_BYTES, SMALL_BYTES = 2048, 4096
 
 
 class Loop:
@@ -58,11 +60,11 @@ class Loop:
         self.schedulers = [_schedule(self.optimizer)]
 
     def attach(self) -> None:
-        case, bucket = self.case, 2048
+        case = self.case
         policy = OffloadPolicy(
             overlap=case.overlap,  # type: ignore[arg-type]
-            device_bytes="auto" if case.device_bytes == "auto" else 2 * bucket,
-            bucket_bytes=bucket,
+            device_bytes="auto" if case.device_bytes == "auto" else SMALL_BYTES,
+            bucket_bytes=BUCKET_BYTES,
             parameters=case.parameters,
             master_weights=case.masters,  # type: ignore[arg-type]
             host_fraction=case.host,
@@ -379,8 +381,8 @@ def _schedule(optimizer: Optimizer) -> Any:
 
 
 def compare(case: Case, device: torch.device, habits: dict[str, Callable[[Loop, int], None]]) -> list[str]:
-    """Train both; what is not the same, by name, and after which step."""
-    with warnings.catch_warnings():  # a step that is left out is none of a scheduler's business here
+    """Train both; what is not the same, by name, and after which step, and what is not where it lives."""
+    with warnings.catch_warnings(), dropped_is_spoilt():  # a step left out is none of a scheduler's business here
         warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*", category=UserWarning)
         return _compare(case, device, habits)
 
@@ -401,7 +403,9 @@ def _compare(case: Case, device: torch.device, habits: dict[str, Callable[[Loop,
             for run in runs:
                 _one_step(run, at + 3, habits[habit], folder)
             if case.looks == "each" or at == len(case.program) - 1:
-                problems = _of_all_ranks(different(*(run.everything() for run in runs)))
+                problems = different(*(run.everything() for run in runs))
+                problems += _misplaced(loop)
+                problems = _of_all_ranks(problems)
                 if problems:
                     return [f"after step {at} ({habit}): {', '.join(problems[:6])}"]
     finally:
@@ -411,6 +415,17 @@ def _compare(case: Case, device: torch.device, habits: dict[str, Callable[[Loop,
         if not dist.is_initialized() or dist.get_rank() == 0:
             shutil.rmtree(folder)
     return []
+
+
+def _misplaced(loop: Loop) -> list[str]:
+    """What is not where the policy says, or takes more of the device than it says."""
+    case, plan = loop.case, engine_of(loop.optimizer).plan
+    if case.parameters:
+        return not_at_home(loop.model, loop.optimizer)
+    # One bucket's worth is for state that the optimizer is just creating.
+    taken = plan.ring_bytes + BUCKET_BYTES + plan.resident_bytes
+    fits = case.device_bytes == "auto" or "whole" in case.made.traits or taken <= SMALL_BYTES
+    return [] if fits else [f"{taken} bytes of the device are taken"]
 
 
 def _one_step(run: Loop, at: int, habit: Callable[[Loop, int], None], folder: Path) -> None:

@@ -27,6 +27,7 @@ from fsdp_offload.engine.step import Stepping
 from fsdp_offload.torch_compat.dtensor import local_shard
 from tests import overlapping, parity
 from tests.async_writers import read_checkpoint
+from tests.at_home import not_at_home
 from tests.clipping import ALWAYS, NEVER, clip, clipped_step, speculation_of
 from tests.fused_adam_reference import FusedAdam
 from tests.overlapping import POLICIES, SIZES, Block, Loop, Net, adamw, look, same
@@ -56,6 +57,7 @@ def pair(mesh: DeviceMesh, policy: OffloadPolicy, make: Any = adamw, **kwargs: A
 def assert_same_each_step(plain: Loop, loop: Loop, steps: int = 10, habit: Any = None) -> None:
     for step in range(plain.scheduler.last_epoch, plain.scheduler.last_epoch + steps):
         assert same(plain.train(1, habit, step), loop.train(1, habit, step)), f"after step {step}"
+    assert not hasattr(loop.optimizer, "offload_report") or not not_at_home(loop.model, loop.optimizer)
 
 
 def states_of(loop: Loop) -> dict[str, Any]:
@@ -284,10 +286,11 @@ def test_removed_and_attached_again(mesh: DeviceMesh, fields: dict[str, Any]) ->
     assert same(plain, offloaded)
 
 
+@pytest.mark.parametrize("parameters", [False, True])
 @EVERY_POLICY
-def test_hooks_keep_nothing_alive(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
+def test_hooks_keep_nothing_alive(mesh: DeviceMesh, fields: dict[str, Any], parameters: bool) -> None:
     """An optimizer that is let go is gone, and the model trains on."""
-    loop = Loop(mesh, adamw, policy_of(fields)).train(3)
+    loop = Loop(mesh, adamw, policy_of(fields, parameters=parameters)).train(3)
     engine = weakref.ref(vars(loop.optimizer)["_offload_engine"].engine)
     del loop.optimizer, loop.scheduler
     gc.collect()

@@ -11,6 +11,7 @@ from torch import Tensor, nn, optim
 
 from fsdp_offload import remove_offload
 from tests.parity import SMALL, Net, Run, Zoo, attach, local, make_pair, params_of, train_step
+from tests.tiers import spread
 
 Make = Callable[[Iterable[nn.Parameter]], optim.Optimizer]
 
@@ -88,8 +89,10 @@ def test_attaching_twice_and_removing_twice_are_errors() -> None:
 # Groups --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("after_steps", [0, 3])
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "adagrad"])  # torch's fails itself, up to 2.11
+@spread(
+    kind={kind: kind for kind in KINDS if kind != "adagrad"},  # torch's fails itself, up to 2.11
+    after_steps={"0": 0, "3": 3},
+)
 def test_add_param_group(kind: str, after_steps: int) -> None:
     make = KINDS[kind]
     pair = make_pair(Net, lambda params: make([param for param in params if param.dim() < 2]))

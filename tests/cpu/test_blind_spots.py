@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from fsdp_offload import OffloadPolicy, offload_optimizer
 from tests.parity import SMALL, Run, Zoo, attach, batch, make_pair, params_of
 from tests.policies import with_share
+from tests.tiers import spread
 
 
 class Plain(Optimizer):
@@ -371,9 +372,12 @@ def in_two_groups(cls: Callable[..., Optimizer]) -> Callable[[Iterable[nn.Parame
     return make
 
 
-@pytest.mark.parametrize("two_groups", [False, True], ids=["one group", "two groups"])
-@pytest.mark.parametrize(("cls", "reason"), COUPLED, ids=lambda value: getattr(value, "__name__", ""))
-def test_coupled_parameters_are_refused(cls: type[Plain], reason: str, *, two_groups: bool) -> None:
+GROUPS = {"one group": False, "two groups": True}
+
+
+@spread(case={case[0].__name__: case for case in COUPLED}, two_groups=GROUPS)
+def test_coupled_parameters_are_refused(case: tuple[type[Plain], str], *, two_groups: bool) -> None:
+    cls, reason = case
     if cls in (MixesGroups, WantsGradients) and not two_groups:
         return  # with one group there is nothing to mix, and it is accepted
     optimizer = (in_two_groups(cls) if two_groups else cls)(Twins().parameters())
@@ -556,11 +560,12 @@ def seeded(run: Run, step: int) -> float:
     return loss.item()
 
 
-@pytest.mark.parametrize("two_groups", [False, True], ids=["one group", "two groups"])
-@pytest.mark.parametrize(("cls", "options"), SEPARABLE, ids=lambda value: getattr(value, "__name__", ""))
+@spread(case={case[0].__name__: case for case in SEPARABLE}, two_groups=GROUPS)
 def test_separable_classes_train_with_the_same_bits(
-    cls: type[Plain], options: dict[str, Any], *, two_groups: bool
+    case: tuple[type[Plain], dict[str, Any]], *, two_groups: bool
 ) -> None:
+    cls, options = case
+
     def make(params: Any) -> Optimizer:
         return cls(params, **options)
 

@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_offload import OffloadedOptimizer, OffloadPolicy, offload_optimizer, remove_offload
 from tests.policies import with_share
+from tests.tiers import spread
 
 pytestmark = pytest.mark.filterwarnings("ignore:offload_optimizer. The parameters are on the CPU:UserWarning")
 
@@ -451,14 +452,19 @@ def test_a_first_update_that_fails_before_it_writes_parameters_can_be_repeated(
     assert_equal(tensors_of(net, optimizer), plain_adam_run(steps_before + 2, foreach=True))
 
 
-@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}], ids=str)
-@pytest.mark.parametrize("steps_before", [0, 2])
-@pytest.mark.parametrize(
-    ("name", "value"), [("lr", "1e-3"), ("lr", None), ("betas", ("0.9", 0.999)), ("betas", None), ("eps", None)]
+UNUSABLE = [("lr", "1e-3"), ("lr", None), ("betas", ("0.9", 0.999)), ("betas", None), ("eps", None)]
+
+
+@spread(
+    pairs=True,
+    entry={f"{name}={value}": (name, value) for name, value in UNUSABLE},
+    steps_before={"fresh": 0, "used": 2},
+    options={"fused": {"fused": True}, "foreach": {"foreach": True}},
 )
 def test_a_hyperparameter_that_no_step_can_use_is_named_and_nothing_is_lost(
-    name: str, value: object, steps_before: int, options: dict[str, Any]
+    entry: tuple[str, object], steps_before: int, options: dict[str, Any]
 ) -> None:
+    name, value = entry
     net = Net()
     optimizer = offload_optimizer(torch.optim.Adam(net.parameters(), **options), model=net, policy=POLICY)
     train(net, optimizer, range(steps_before))

@@ -9,18 +9,20 @@ from fsdp_offload import OffloadPolicy, offload_optimizer
 from tests.fused_adam import BF16, FP16, FP32, MASTERS, Twins, check_options, name_of, options
 from tests.fused_adam_reference import FusedAdam
 from tests.policies import with_share
+from tests.tiers import spread
 
-CASES = list(options((FP32, FP16, BF16)))
+CASES = {name_of(kwargs): kwargs for kwargs in options((FP32, FP16, BF16))}
 
 
-@pytest.mark.parametrize("decoupled", [False, True], ids=["grad", "decoupled_grad"])
-@pytest.mark.parametrize("kwargs", CASES, ids=name_of)
+@spread(kwargs=CASES, decoupled={"grad": False, "decoupled_grad": True})
 def test_same_bits(kwargs: dict[str, Any], decoupled: bool) -> None:
     check_options(FusedAdam, {**kwargs, "use_decoupled_grad": decoupled})
 
 
-@pytest.mark.parametrize("master", MASTERS, ids=str)
-@pytest.mark.parametrize("policy", [OffloadPolicy(), with_share(staying=12_000)], ids=["roomy", "resident"])
+@spread(
+    master={master: master for master in MASTERS},
+    policy={"roomy": OffloadPolicy(), "resident": with_share(staying=12_000)},
+)
 def test_attached_late(policy: OffloadPolicy, master: str) -> None:
     twins = Twins(FusedAdam, policy=policy, late=2, **MASTERS[master], exp_avg_dtype=BF16)
     twins.assert_same()

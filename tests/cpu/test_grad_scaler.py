@@ -5,6 +5,7 @@ import torch
 from torch import nn, optim
 
 from tests.parity import Net, Run, make_pair
+from tests.tiers import spread
 
 KINDS = [{}, {"foreach": True}, {"fused": True}]
 
@@ -24,9 +25,12 @@ def scaled_step(run: Run, step: int, *, clip: bool = False) -> tuple[float, floa
     return loss.item(), scaler.get_scale()
 
 
-@pytest.mark.parametrize("clip", [False, True])
-@pytest.mark.parametrize("cls", [optim.AdamW, optim.SGD])
-@pytest.mark.parametrize("kwargs", KINDS, ids=str)
+@spread(
+    pairs=True,
+    kwargs={str(kwargs): kwargs for kwargs in KINDS},
+    cls={"AdamW": optim.AdamW, "SGD": optim.SGD},
+    clip={"": False, "clip": True},
+)
 def test_skipped_steps(kwargs: dict[str, bool], cls: type[optim.Optimizer], clip: bool) -> None:
     pair = make_pair(Net, lambda params: cls(params, lr=0.01, **kwargs))
     for run in pair:

@@ -36,18 +36,15 @@ from fsdp_offload.planning.cpu_share import host_bucket_bytes
 from fsdp_offload.state.shard import StateShard
 from tests import host_worker_gate
 from tests.cpu.test_grad_scaler import scaled_step
-from tests.cpu.test_overlap_programs import ALWAYS, ONE_MICRO_BATCH, step
-from tests.cpu.test_overlap_programs import NOT_IN_BACKWARD as NOT_IN_BACKWARD_PROGRAMS
 from tests.cpu.test_parity_optimizers import FLAGS
 from tests.forks import in_forked_child
-from tests.overlapping import HABITS, NOT_IN_BACKWARD, POLICIES, SIZES, Loop, same
+from tests.overlapping import POLICIES, SIZES, Loop, same
 from tests.parity import SMALL, Net, Pair, Run, Zoo, attach, batch, make_pair, same_value, train_step
 from tests.policies import with_share
 from tests.tiers import spread
 from tests.twins import make_twins
 
 BOTH = {"0.3": 0.3, "1.0": 1.0}
-FRACTIONS = pytest.mark.parametrize("fraction", BOTH.values(), ids=BOTH)
 CPU = torch.device("cpu")
 
 
@@ -180,8 +177,7 @@ def test_a_first_gradient_beside_others_that_have_state(cls: type[Optimizer]) ->
         )
 
 
-@pytest.mark.parametrize("kind", ["fp32", "remainder"])
-@FRACTIONS
+@spread(kind={kind: kind for kind in ("fp32", "remainder")}, fraction=BOTH)
 def test_masters(kind: str, fraction: float) -> None:
     twins = make_twins(Zoo, fused_adamw, kind, policy=policy(fraction))
     twins.train(6)
@@ -257,25 +253,10 @@ def overlapping(fields: dict[str, Any], fraction: float, **more: Any) -> Offload
     return with_share(**{**SIZES, **fields, **more}, host_fraction=fraction)
 
 
-@spread(fields=POLICIES, fraction=BOTH, micro_batches={"1": 1, "3": 3})
-def test_sharded(mesh: DeviceMesh, fields: dict[str, Any], fraction: float, micro_batches: int) -> None:
-    plain, offloaded = (
-        Loop(mesh, fused_adamw, one, micro_batches=micro_batches) for one in (None, overlapping(fields, fraction))
-    )
-    assert same(plain.train(8), offloaded.train(8))
-
-
-@spread(habit={name: name for name in HABITS}, fraction=BOTH, fields=POLICIES)
-def test_habits(mesh: DeviceMesh, fields: dict[str, Any], fraction: float, habit: str) -> None:
-    backward = fields.get("overlap") == "iteration"
-    if backward and (habit in NOT_IN_BACKWARD or habit == "evaluate-before-step"):
-        habit = "evaluate"  # the others are refused; see test_overlap.py
-    plain, offloaded = (Loop(mesh, fused_adamw, one) for one in (None, overlapping(fields, fraction)))
-    assert same(plain.train(9, HABITS[habit]), offloaded.train(9, HABITS[habit]))
-
-
-@EVERY_POLICY
-@pytest.mark.parametrize("more", [{"staying": 60_000}, {"serial": True}, {"snapshot_bytes": 1 << 20}], ids=str)
+@spread(
+    fields=POLICIES,
+    more={str(more): more for more in ({"staying": 60_000}, {"serial": True}, {"snapshot_bytes": 1 << 20})},
+)
 def test_other_fields(mesh: DeviceMesh, fields: dict[str, Any], more: dict[str, Any]) -> None:
     plain, offloaded = (Loop(mesh, fused_adamw, one) for one in (None, overlapping(fields, 0.5, **more)))
     assert same(plain.train(5), offloaded.train(5))
@@ -302,38 +283,6 @@ def test_what_the_host_updates_does_not_come_to_stay_on_the_device(
     assert same(plain.train(1, first=7), offloaded.train(1, first=7))
 
 
-@EVERY_POLICY
-def test_everything_off_the_device_between_steps(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
-    plain, offloaded = (Loop(mesh, fused_adamw, one) for one in (None, overlapping(fields, 0.5, staying=30_000)))
-    plain.train(6)
-    for at in range(6):
-        offloaded.train(1, first=at)
-        offloaded.optimizer.offload_states()
-        offloaded.optimizer.release_states()
-        if at % 2:
-            offloaded.optimizer.reload_states()
-    assert same(plain, offloaded)
-
-
-@pytest.mark.long
-@EVERY_POLICY
-def test_any_program(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
-    allowed = (*ALWAYS, *ONE_MICRO_BATCH)
-    if fields.get("overlap") != "iteration":
-        allowed = (*allowed, *NOT_IN_BACKWARD_PROGRAMS)
-
-    @settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
-    @given(program=st.lists(st.sampled_from(allowed), min_size=4, max_size=12), fraction=st.floats(0.01, 1))
-    def check(program: list[Any], fraction: float) -> None:
-        loops = [Loop(mesh, fused_adamw, one) for one in (None, overlapping(fields, fraction))]
-        for loop in loops:
-            for at, operation in enumerate([step, step, *program, step]):
-                operation(loop, at)
-        assert same(*loops), [operation.__name__ for operation in program]
-
-    check()
-
-
 def tensor_lr(params: Any) -> Optimizer:
     return optim.AdamW(params, lr=torch.tensor(0.02), fused=True)
 
@@ -344,8 +293,7 @@ def test_a_tensor_that_a_scheduler_writes(mesh: DeviceMesh, fields: dict[str, An
     assert same(plain.train(8), offloaded.train(8))
 
 
-@pytest.mark.parametrize("clip", [False, True])
-@pytest.mark.parametrize("cls", [optim.AdamW, optim.SGD, optim.RMSprop])
+@spread(cls={cls.__name__: cls for cls in (optim.AdamW, optim.SGD, optim.RMSprop)}, clip={"": False, "clip": True})
 def test_grad_scaler(cls: type[Optimizer], clip: bool) -> None:
     options: dict[str, Any] = {"momentum": 0.9} if cls is optim.SGD else {}
     fused = {"fused": True} if cls is not optim.RMSprop else {}
@@ -357,8 +305,7 @@ def test_grad_scaler(cls: type[Optimizer], clip: bool) -> None:
     pair.assert_trained("unused.weight", "unused.bias")
 
 
-@pytest.mark.parametrize("fraction", [0.0, 0.5])
-@pytest.mark.parametrize("name", ["step", "forward"])
+@spread(fraction={"0.0": 0.0, "0.5": 0.5}, name={name: name for name in ("step", "forward")})
 def test_grad_scaler_beside_the_model(mesh: DeviceMesh, name: str, fraction: float) -> None:
     """The scale is in attributes of the optimizer that it has during ``step()`` only."""
     loops = []
@@ -552,8 +499,7 @@ class Holding:
         """It has written nothing that anybody could have spoilt."""
 
 
-@pytest.mark.parametrize("snapshot_bytes", [1 << 20, 0])
-@FRACTIONS
+@spread(snapshot_bytes={"spare": 1 << 20, "none": 0}, fraction=BOTH)
 def test_homes_that_are_read_are_not_written(fraction: float, snapshot_bytes: int) -> None:
     """The update runs in a spare home; where there is none, the step waits for the reader."""
     pair = make_pair(Net, fused_adamw, policy=policy(fraction, snapshot_bytes=snapshot_bytes))

@@ -19,6 +19,7 @@ from tests import host_worker_gate
 from tests.overlapping import POLICIES, SIZES, Loop, same
 from tests.parity import SMALL, Net, Run, Zoo, attach, make_pair
 from tests.policies import with_share
+from tests.tiers import spread
 
 ALL_OF_IT = replace(SMALL, host_fraction=1.0)
 EVERY_POLICY = pytest.mark.parametrize("fields", [{}, *POLICIES.values()], ids=["step", *POLICIES])
@@ -44,8 +45,7 @@ def local(tensor: Tensor) -> Tensor:
 # What comes down -----------------------------------------------------------------------------------------------------
 
 
-@EVERY_POLICY
-@pytest.mark.parametrize("micro_batches", [1, 2])
+@spread(fields=POLICIES, micro_batches={"1": 1, "2": 2})
 def test_only_gradients_come_down(mesh: DeviceMesh, fields: dict[str, Any], micro_batches: int) -> None:
     policy = with_share(**{**SIZES, **fields}, host_fraction=1.0)
     plain, loop = (Loop(mesh, fused_adamw, one, micro_batches=micro_batches) for one in (None, policy))
@@ -79,8 +79,7 @@ def _no_grad(function: Callable[..., object], *args: Any) -> None:
         function(*args)
 
 
-@pytest.mark.parametrize("how", WRITES)
-@pytest.mark.parametrize("sharded", [True, False])
+@spread(how={how: how for how in WRITES}, sharded={"sharded": True, "whole": False})
 def test_every_write_is_followed(mesh: DeviceMesh, how: str, sharded: bool) -> None:
     plain, loop = (written(mesh, policy, how, sharded=sharded) for policy in (None, ALL_OF_IT))
     assert all(torch.equal(local(one), local(other)) for one, other in zip(plain, loop, strict=True))
@@ -344,9 +343,12 @@ def _write_betas(optimizer: Optimizer) -> None:
         beta.mul_(0.9)
 
 
-@pytest.mark.parametrize("found_inf", [False, True])
-@pytest.mark.parametrize("scale", [2.0**10, 3000.0])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@spread(
+    pairs=True,
+    found_inf={"finite": False, "inf": True},
+    scale={"1024": 2.0**10, "3000": 3000.0},
+    dtype={"fp32": torch.float32, "bf16": torch.bfloat16},
+)
 def test_gradients_are_unscaled_as_without_offload(dtype: torch.dtype, scale: float, found_inf: bool) -> None:
     def train(run: Run, at: int) -> list[float]:
         scaler = run.parts.setdefault("scaler", torch.amp.GradScaler("cpu", init_scale=scale))

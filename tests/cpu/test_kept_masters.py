@@ -17,20 +17,21 @@ from torch import Tensor, nn, optim
 from fsdp_offload import OffloadPolicy, remove_offload
 from fsdp_offload.optimizers.masters import close_master, open_master
 from tests.cpu.test_parity_optimizers import FLAGS, implementations
-from tests.parity import SMALL, Net, Run, Zoo, assert_at_home, attach, batch, params_of, same_bits, same_value
+from tests.parity import SMALL, Net, Run, Zoo, assert_at_home, attach, params_of, same_bits, same_value
 from tests.policies import with_share
-from tests.tiers import every_nth
+from tests.tiers import every_nth, spread
 from tests.twins import LOW, MASTER, Twins, gradients, make_twins, master_of, rounded, same_state
 
 WHOLE = OffloadPolicy(bucket_bytes=1 << 20)
-KINDS = pytest.mark.parametrize("kind", ["fp32", "remainder"])
+KINDS = {kind: kind for kind in ("fp32", "remainder")}
+EVERY_KIND = pytest.mark.parametrize("kind", KINDS)
 FORMATS = {
     "fp32-bfloat16": ("fp32", torch.bfloat16),
     "fp32-float16": ("fp32", torch.float16),
     "remainder": ("remainder", torch.bfloat16),
 }
 EVERY_FORMAT = pytest.mark.parametrize(("kind", "dtype"), FORMATS.values(), ids=FORMATS)
-IMPLEMENTATIONS = pytest.mark.parametrize("chosen", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
+IMPLEMENTATIONS = {str(chosen): chosen for chosen in ({"foreach": False}, {"foreach": True}, {"fused": True})}
 
 
 def adamw(params: Any, **options: Any) -> optim.Optimizer:
@@ -172,9 +173,7 @@ POLICIES = {
 }
 
 
-@KINDS
-@IMPLEMENTATIONS
-@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+@spread(policy=POLICIES, chosen=IMPLEMENTATIONS, kind=KINDS)
 def test_same_bits_with_other_policies(kind: str, chosen: dict[str, bool], policy: OffloadPolicy) -> None:
     twins = make_twins(Zoo, lambda params: adamw(params, **chosen), kind, policy=policy)
     twins.train()
@@ -196,7 +195,7 @@ def test_a_parameter_of_many_buckets_is_cut() -> None:
     assert len(plan.shards[twins.low.params["long"]].buckets) > 2
 
 
-@KINDS
+@EVERY_KIND
 def test_sgd_without_momentum_keeps_a_master_only(kind: str) -> None:
     twins = make_twins(Zoo, lambda params: optim.SGD(params, lr=0.1), kind)
     twins.train()
@@ -220,7 +219,7 @@ class Mixed(nn.Module):
         return self.down(self.norm(self.up(x.bfloat16()).float()).relu().bfloat16()).float().square().mean()
 
 
-@KINDS
+@EVERY_KIND
 def test_parameters_in_fp32_are_their_own_masters(kind: str) -> None:
     twins = make_twins(Mixed, adamw, kind, dtype=None)
     twins.train()
@@ -237,48 +236,14 @@ def fp32_gradients(run: Run, step: int) -> None:
         param.grad = torch.randn(param.shape, generator=generator)
 
 
-@KINDS
-@IMPLEMENTATIONS
+@spread(chosen=IMPLEMENTATIONS, kind=KINDS)
 def test_gradients_in_fp32(kind: str, chosen: dict[str, bool]) -> None:
     twins = make_twins(Net, lambda params: adamw(params, **chosen), kind)
     twins.train(4, fp32_gradients)
     assert all(param.grad.dtype is torch.float32 for param in twins.low.params.values())
 
 
-@EVERY_FORMAT
-def test_accumulation_clipping_and_a_schedule(kind: str, dtype: torch.dtype) -> None:
-    def accumulate_and_clip(run: Run, step: int) -> None:
-        for micro in range(2):
-            (run.model(batch(2 * step + micro, run.device, run.dtype)) / 2).backward()
-        nn.utils.clip_grad_norm_(run.model.parameters(), 0.5)
-
-    twins = make_twins(Net, adamw, kind, dtype)
-    schedulers = [optim.lr_scheduler.CosineAnnealingLR(run.optimizer, 20) for run in twins]
-    for _ in range(6):
-        twins.step(accumulate_and_clip)
-        for scheduler in schedulers:
-            scheduler.step()
-    twins.assert_trained("unused.weight", "unused.bias")
-
-
-@KINDS
-@pytest.mark.parametrize("policy", [SMALL, WHOLE], ids=["cut", "whole"])
-def test_parameters_that_get_gradients_later_or_never(kind: str, policy: OffloadPolicy) -> None:
-    """In one bucket with others they are loaded and stored, but have no state yet, and no master."""
-    twins = make_twins(Zoo, adamw, kind, policy=policy)
-
-    def some(run: Run, step: int) -> None:
-        gradients(run, step)
-        run.params["one"].grad = None
-        if step < 2 or step == 4:
-            run.params["weight"].grad = run.params["bias"].grad = None
-
-    twins.train(6, some)
-    twins.assert_trained("one")
-    assert twins.low.params["one"] not in twins.low.optimizer.state
-
-
-@KINDS
+@EVERY_KIND
 def test_frozen_parameters_and_a_group_that_is_added(kind: str) -> None:
     twins = make_twins(Zoo, adamw, kind)
     twins.low.params["bias"].requires_grad_(False)
@@ -293,10 +258,9 @@ def test_frozen_parameters_and_a_group_that_is_added(kind: str) -> None:
     twins.assert_trained()
 
 
-@EVERY_FORMAT
 @pytest.mark.parametrize("chosen", [{"foreach": False}, {"fused": True}], ids=str)
-def test_grad_scaler_skips_steps(kind: str, dtype: torch.dtype, chosen: dict[str, bool]) -> None:
-    twins = make_twins(Net, lambda params: adamw(params, **chosen), kind, dtype)
+def test_grad_scaler_skips_steps_of_fp16(chosen: dict[str, bool]) -> None:
+    twins = make_twins(Net, lambda params: adamw(params, **chosen), "fp32", torch.float16)
     for run in twins:
         run.parts["scaler"] = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
         run.parts["scaler"].scale(torch.zeros(()))
@@ -318,25 +282,6 @@ def test_grad_scaler_skips_steps(kind: str, dtype: torch.dtype, chosen: dict[str
         twins.assert_same()
     assert scaler.get_scale() == twins.full.parts["scaler"].get_scale()
     assert twins.low.optimizer.state[twins.low.params["up.weight"]]["step"] == 6
-
-
-@KINDS
-def test_a_closure(kind: str) -> None:
-    twins = make_twins(Net, adamw, kind)
-    for step in range(4):
-
-        def closure(step: int = step) -> Tensor:
-            twins.low.optimizer.zero_grad()
-            loss = twins.low.loss(step)
-            loss.backward()
-            twins.hand_over()
-            return loss
-
-        with torch.no_grad():
-            expected = twins.low.loss(step)
-        assert torch.equal(twins.low.optimizer.step(closure), expected)
-        twins.full.optimizer.step()
-        twins.assert_same()
 
 
 # Attaching and removing ----------------------------------------------------------------------------------------------
@@ -369,21 +314,22 @@ def trained_before(kind: str, dtype: torch.dtype, cls: type[optim.Optimizer] = o
     return twins
 
 
-@EVERY_FORMAT
-@pytest.mark.parametrize(
-    ("cls", "options"), [(optim.AdamW, EPS), (optim.RMSprop, EPS), (optim.NAdam, EPS), (optim.ASGD, {})], ids=str
+@spread(
+    form=FORMATS,
+    made={"RMSprop": (optim.RMSprop, EPS), "ASGD": (optim.ASGD, {}), "AdamW": (optim.AdamW, EPS)},
 )
 def test_late_attach_widens_the_state_and_starts_masters_at_the_parameters(
-    kind: str, dtype: torch.dtype, cls: type[optim.Optimizer], options: dict[str, float]
+    form: tuple[str, torch.dtype], made: tuple[type[optim.Optimizer], dict[str, float]]
 ) -> None:
-    twins = trained_before(kind, dtype, cls, **options)
+    cls, options = made
+    twins = trained_before(*form, cls, **options)
     twins.attach()
     twins.assert_same()
     twins.train()
     twins.assert_trained()
 
 
-@KINDS
+@EVERY_KIND
 def test_hyperparameters_may_change_between_a_late_attach_and_the_first_step(kind: str) -> None:
     twins = trained_before(kind, torch.bfloat16)
     twins.attach()
@@ -393,12 +339,12 @@ def test_hyperparameters_may_change_between_a_late_attach_and_the_first_step(kin
     twins.train(3)
 
 
-@EVERY_FORMAT
-@pytest.mark.parametrize("chosen", [{}, {"foreach": True}, {"fused": True}], ids=str)
+@spread(form=FORMATS, chosen=IMPLEMENTATIONS)
 def test_without_offload_it_is_a_plain_optimizer_of_the_parameters_dtype(
-    kind: str, dtype: torch.dtype, chosen: dict[str, bool]
+    form: tuple[str, torch.dtype], chosen: dict[str, bool]
 ) -> None:
-    twins = make_twins(Zoo, lambda params: adamw(params, **chosen, **EPS), kind, dtype)
+    _, dtype = form
+    twins = make_twins(Zoo, lambda params: adamw(params, **chosen, **EPS), *form)
     twins.train(3)
     low = twins.low
     average = low.optimizer.state[low.params["long"]]["average"] = torch.ones(2500)  # the user's own
@@ -480,10 +426,9 @@ def load_own(run: Run) -> None:
     run.optimizer.load_state_dict(saved(run)["optimizer"])
 
 
-@EVERY_FORMAT
-@pytest.mark.parametrize("weights_first", [True, False])
-def test_a_state_dict_goes_on_bitwise(kind: str, dtype: torch.dtype, weights_first: bool) -> None:
-    twins = make_twins(Zoo, adamw, kind, dtype)
+@spread(form=FORMATS, weights_first={"weights-first": True, "state-first": False})
+def test_a_state_dict_goes_on_bitwise(form: tuple[str, torch.dtype], weights_first: bool) -> None:
+    twins = make_twins(Zoo, adamw, *form)
     twins.train(3)
     checkpoint = saved(twins.low)
     assert all(MASTER in state for state in checkpoint["optimizer"]["state"].values())
@@ -494,7 +439,7 @@ def test_a_state_dict_goes_on_bitwise(kind: str, dtype: torch.dtype, weights_fir
     resumed.assert_trained()
 
 
-@KINDS
+@EVERY_KIND
 @pytest.mark.parametrize("policy", [SMALL, WHOLE], ids=["cut", "whole"])
 def test_its_own_state_dict_fits_where_some_parameters_had_no_gradient(kind: str, policy: OffloadPolicy) -> None:
     twins = make_twins(Net, adamw, kind, policy=policy)
@@ -504,7 +449,7 @@ def test_its_own_state_dict_fits_where_some_parameters_had_no_gradient(kind: str
     twins.train(2)
 
 
-@KINDS
+@EVERY_KIND
 def test_sgd_without_momentum_resumes(kind: str) -> None:
     twins = make_twins(Zoo, lambda params: optim.SGD(params, lr=0.1), kind)
     twins.train(3)
@@ -580,7 +525,7 @@ def test_masters_without_the_policy_are_refused() -> None:
         optimizer.load_state_dict(copy.deepcopy(twins.low.optimizer.state_dict()))
 
 
-@KINDS
+@EVERY_KIND
 def test_a_step_that_stopped_half_way_is_mended_by_a_load(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     twins = make_twins(Zoo, lambda params: adamw(params, foreach=False), kind)
     twins.train(3)
@@ -642,7 +587,7 @@ def test_other_values_are_refused(value: Any) -> None:
 # The harness ---------------------------------------------------------------------------------------------------------
 
 
-@KINDS
+@EVERY_KIND
 def test_a_single_wrong_bit_is_found(kind: str) -> None:
     twins = make_twins(Zoo, adamw, kind)
     twins.train(2)

@@ -103,7 +103,7 @@ def test_every_class_of_torch_is_in_the_table() -> None:
     assert {info.optim_cls.__name__ for info in optim_db} == set(REFUSED)
 
 
-@pytest.mark.parametrize(("info", "kwargs"), every_nth(cases(), 5))
+@pytest.mark.parametrize(("info", "kwargs"), every_nth(cases(), 11))
 def test_same_bits_or_refused(info: OptimizerInfo, kwargs: dict[str, Any]) -> None:
     """Attached before the first step, and taken off and attached again after the second."""
     pair = pair_for(info, kwargs)

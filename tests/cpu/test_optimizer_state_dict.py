@@ -33,6 +33,7 @@ from fsdp_offload.checkpoint import (
 from fsdp_offload.checkpoint import load as checked_load
 from fsdp_offload.torch_compat.dtensor import local_shard, over_local, over_part
 from tests.cpu.test_state_dict import adamw, assert_same, assert_same_runs, is_home, rmsprop, sgd
+from tests.tiers import spread
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:offload_optimizer. The parameters are on the CPU:UserWarning",
@@ -130,7 +131,9 @@ class Run:
 
 NESTED: dict[str, Any] = {}
 FLAT: dict[str, Any] = {"flatten_optimizer_state_dict": True}
-FORMS = pytest.mark.parametrize("form", [NESTED, FLAT], ids=["nested", "flattened"])
+FORMS = {"nested": NESTED, "flattened": FLAT}
+EVERY_FORM = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+MAKERS = {make.__name__: make for make in (adamw, sgd, rmsprop)}
 
 
 def save(run: Run, folder: Path, **options: Any) -> None:
@@ -151,9 +154,7 @@ def all_used(net: Net) -> None:
 # Nothing is made up --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("steps", [0, 1, 3])
-@pytest.mark.parametrize("make", [adamw, sgd, rmsprop])
-@FORMS
+@spread(steps={"3": 3, "1": 1, "0": 0}, make=MAKERS, form=FORMS)
 def test_it_is_what_torch_gives_without_offload(make: MakeOptimizer, steps: int, form: dict[str, Any]) -> None:
     """Where torch makes nothing up: there is state, or there is a gradient."""
     plain, ours = (Run(make, offload=offload, prepare=all_used).train(*range(steps)) for offload in (False, True))
@@ -163,7 +164,7 @@ def test_it_is_what_torch_gives_without_offload(make: MakeOptimizer, steps: int,
     assert_same(sorted_keys(ours.get(**form)), sorted_keys(torch_get(plain.model, plain.optimizer, options=options)))
 
 
-@FORMS
+@EVERY_FORM
 def test_copies_stay_what_they_were(form: dict[str, Any]) -> None:
     """Without them, the tensors are homes, and the next step changes them."""
     run = Run().train(0, 1)
@@ -189,8 +190,7 @@ def sorted_keys(value: Any) -> Any:
     return [sorted_keys(item) for item in value] if isinstance(value, list) else value
 
 
-@pytest.mark.parametrize("for_load", [False, True])
-@FORMS
+@spread(for_load={"save": False, "load": True}, form=FORMS)
 def test_a_fresh_optimizer_stays_fresh(for_load: bool, form: dict[str, Any]) -> None:
     """torch's function runs a step of its own here, with gradients of its own."""
     run = Run()
@@ -224,7 +224,7 @@ def test_frozen_and_unused_parameters_have_no_state_but_are_in_the_groups() -> N
     assert run.get(for_load=True)["state"].keys() == {*USED, "unused.weight", "unused.bias"}  # frozen has no room
 
 
-@FORMS
+@EVERY_FORM
 def test_a_layer_that_has_thawed_before_the_load(tmp_path: Path, form: dict[str, Any]) -> None:
     """It was frozen when the optimizer was attached, and has state in the checkpoint."""
 
@@ -283,9 +283,7 @@ def test_right_after_an_evaluation() -> None:
 # From a file ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [adamw, sgd, rmsprop])
-@pytest.mark.parametrize("steps_before", [0, 2], ids=["fresh", "used"])
-@FORMS
+@spread(pairs=True, make=MAKERS, steps_before={"fresh": 0, "used": 2}, form=FORMS)
 def test_a_run_resumes(tmp_path: Path, make: MakeOptimizer, steps_before: int, form: dict[str, Any]) -> None:
     saver = Run(make, prepare=all_used).train(0, 1)
     save(saver, tmp_path, **form)
@@ -296,7 +294,7 @@ def test_a_run_resumes(tmp_path: Path, make: MakeOptimizer, steps_before: int, f
     assert_same_runs(resumed.train(2, 3), Run(make, offload=False, prepare=all_used).train(0, 1, 2, 3))
 
 
-@FORMS
+@EVERY_FORM
 def test_parameters_that_were_never_used_resume_without_state(tmp_path: Path, form: dict[str, Any]) -> None:
     saver = Run().train(0, 1)
     save(saver, tmp_path, **form)
@@ -306,8 +304,7 @@ def test_parameters_that_were_never_used_resume_without_state(tmp_path: Path, fo
     assert_same_runs(resumed.train(2), Run(offload=False).train(0, 1, 2))
 
 
-@FORMS
-@pytest.mark.parametrize("steps_before", [0, 2], ids=["fresh", "used"])
+@spread(steps_before={"fresh": 0, "used": 2}, form=FORMS)
 def test_a_checkpoint_from_before_the_first_step_gives_no_state(
     tmp_path: Path, steps_before: int, form: dict[str, Any]
 ) -> None:
@@ -332,8 +329,7 @@ def test_a_load_goes_home_without_a_copy(tmp_path: Path) -> None:
 # Loads that would be silently wrong ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("steps_before", [0, 1], ids=["fresh", "used"])
-@FORMS
+@spread(steps_before={"fresh": 0, "used": 1}, form=FORMS)
 def test_a_load_that_matched_nothing_is_an_error(tmp_path: Path, steps_before: int, form: dict[str, Any]) -> None:
     save(Run().train(0, 1), tmp_path, **form)
     run = Run(seed=1).train(*range(steps_before))
@@ -423,7 +419,7 @@ def adam(target: Tensor, grad: Tensor, state: dict[str, Any], count: int, group:
     target.copy_(target.float() - group["lr"] * update)
 
 
-@FORMS
+@EVERY_FORM
 def test_fp32_state_of_bf16_parameters_keeps_its_bits(tmp_path: Path, form: dict[str, Any]) -> None:
     saver = Run(WideMoments, dtype=torch.bfloat16, prepare=all_used).train(0, 1)
     save(saver, tmp_path, **form)
@@ -478,7 +474,7 @@ def assert_same_pairs(one: TwoOptimizers, other: TwoOptimizers) -> None:
         assert_same(ours.state_dict(), theirs.state_dict())
 
 
-@FORMS
+@EVERY_FORM
 def test_several_optimizers_share_a_state_dict(tmp_path: Path, form: dict[str, Any]) -> None:
     saver, resumed = TwoOptimizers().train(0, 1), TwoOptimizers(seed=1)
     plain = TwoOptimizers(offload=False).train(0, 1)
@@ -526,7 +522,7 @@ def by_layer(net: Net) -> list[dict[str, Any]]:
     return [{"params": list(net.down.parameters())}, {"params": [*net.up.parameters(), *net.norm.parameters()]}]
 
 
-@FORMS
+@EVERY_FORM
 def test_parameters_may_be_grouped_anew(tmp_path: Path, form: dict[str, Any]) -> None:
     """Each brings its hyperparameters, whichever group it is in now."""
     saver = Run(prepare=all_used).train(0, 1)
@@ -567,8 +563,7 @@ def named(*layers: tuple[str, ...]) -> Callable[[nn.Module], list[dict[str, Any]
     ]
 
 
-@pytest.mark.parametrize("regroup", [("together", "apart"), ("apart", "together")], ids=" to ".join)
-@FORMS
+@spread(regroup={" to ".join(one): one for one in (("together", "apart"), ("apart", "together"))}, form=FORMS)
 def test_named_parameters_may_be_grouped_anew(regroup: tuple[str, str], form: dict[str, Any]) -> None:
     groups = {"together": named(("up", "norm", "down")), "apart": named(("up",), ("norm", "down"))}
     saver, run = (Run(prepare=all_used, groups=groups[name]) for name in regroup)
@@ -578,7 +573,7 @@ def test_named_parameters_may_be_grouped_anew(regroup: tuple[str, str], form: di
     assert [group["param_names"] for group in run.optimizer.param_groups] == before
 
 
-@FORMS
+@EVERY_FORM
 def test_hyperparameters_come_with_the_state(form: dict[str, Any]) -> None:
     saver, run = Run().train(0), Run(seed=1)
     saver.optimizer.param_groups[0] |= {"lr": 0.5, "betas": (0.8, 0.9), "initial_lr": 0.7}
@@ -587,7 +582,7 @@ def test_hyperparameters_come_with_the_state(form: dict[str, Any]) -> None:
         assert {k: v for k, v in ours.items() if k != "params"} == {k: v for k, v in theirs.items() if k != "params"}
 
 
-@FORMS
+@EVERY_FORM
 def test_a_tensor_learning_rate_comes_with_the_state(tmp_path: Path, form: dict[str, Any]) -> None:
     def tensor_lr(params: Iterable[Any]) -> Optimizer:
         return torch.optim.AdamW(params, lr=torch.tensor(0.01))
@@ -668,11 +663,11 @@ def data_parallel(net: Net) -> nn.Module:
     return nn.parallel.DistributedDataParallel(net)
 
 
-@pytest.mark.parametrize(
-    "wrap",
-    [compile_all, compile_a_layer, compile_in_place, checkpoint_a_layer, compile_a_checkpointed_layer, data_parallel],
-)
-@FORMS
+WRAPPERS = [compile_all, compile_a_layer, compile_in_place, checkpoint_a_layer]
+WRAPPERS += [compile_a_checkpointed_layer, data_parallel]
+
+
+@spread(wrap={wrap.__name__: wrap for wrap in WRAPPERS}, form=FORMS)
 def test_names_are_those_without_wrappers(wrap: Callable[[Net], nn.Module], form: dict[str, Any]) -> None:
     keys = []
     for function in (get_optimizer_state_dict, torch_get):
@@ -729,8 +724,7 @@ class StumblingAdamW(WideMoments):
         super().step()
 
 
-@pytest.mark.parametrize("steps_before", [0, 2])
-@FORMS
+@spread(steps_before={"fresh": 0, "used": 2}, form=FORMS)
 def test_a_load_heals_a_failed_step(tmp_path: Path, steps_before: int, form: dict[str, Any]) -> None:
     saver = Run(StumblingAdamW, prepare=all_used).train(0, 1)
     save(saver, tmp_path, **form)
@@ -750,7 +744,7 @@ def test_a_load_heals_a_failed_step(tmp_path: Path, steps_before: int, form: dic
     assert_same_runs(run.train(2), plain.train(0, 1, 2))
 
 
-@FORMS
+@EVERY_FORM
 def test_the_callers_state_dict_stays_as_it_was(form: dict[str, Any]) -> None:
     saver, run = Run().train(0, 1), Run(seed=1)
     state = copy.deepcopy(saver.get(**form))
@@ -820,7 +814,7 @@ class RaggedRun:
         return {name: local_shard(state[name]) for name in ("exp_avg", "exp_avg_sq")}
 
 
-@FORMS
+@EVERY_FORM
 def test_state_of_ragged_parameters_is_saved_and_loaded_in_chunks(
     tmp_path: Path, ragged_mesh: DeviceMesh, form: dict[str, Any]
 ) -> None:

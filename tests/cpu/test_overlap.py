@@ -6,7 +6,6 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -28,7 +27,6 @@ from fsdp_offload.torch_compat import fully_shard as fully_shard_compat
 from tests.overlapping import HABITS, NOT_IN_BACKWARD, POLICIES, SIZES, Loop, adamw, same
 from tests.parity import attach
 from tests.policies import with_share
-from tests.tiers import spread
 
 EVERY_POLICY = pytest.mark.parametrize("fields", POLICIES.values(), ids=POLICIES)
 
@@ -42,47 +40,17 @@ def pair(mesh: DeviceMesh, policy: OffloadPolicy, make: Any = adamw, **kwargs: A
 
 
 @EVERY_POLICY
-@pytest.mark.parametrize("micro_batches", [1, 3])
-def test_same_bits(mesh: DeviceMesh, fields: dict[str, Any], micro_batches: int) -> None:
-    plain, offloaded = pair(mesh, policy_of(fields), micro_batches=micro_batches)
-    assert same(plain.train(8), offloaded.train(8))
-
-
-@spread(
-    fields=POLICIES,
-    make={
-        "sgd": lambda params: torch.optim.SGD(params, lr=0.02, momentum=0.9),
-        "tensor-lr": lambda params: torch.optim.AdamW(params, lr=torch.tensor(0.02), foreach=False),
-        "rmsprop": lambda params: torch.optim.RMSprop(params, lr=0.01),
-        "no-state": lambda params: torch.optim.SGD(params, lr=0.02),
-    },
-)
-def test_other_optimizers(mesh: DeviceMesh, fields: dict[str, Any], make: Any) -> None:
-    plain, offloaded = pair(mesh, policy_of(fields), make)
+def test_serially(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
+    plain, offloaded = pair(mesh, policy_of(fields, serial=True))
     assert same(plain.train(6), offloaded.train(6))
 
 
-@spread(
-    fields=POLICIES,
-    more={str(more): more for more in ({"staying": 60_000}, {"serial": True}, {"snapshot_bytes": 1 << 20})},
-)
-def test_with_other_fields(mesh: DeviceMesh, fields: dict[str, Any], more: dict[str, Any]) -> None:
-    plain, offloaded = pair(mesh, policy_of(fields, **more))
-    assert same(plain.train(6), offloaded.train(6))
-
-
-@spread(habit={name: name for name in HABITS}, fields=POLICIES)
-def test_habits(mesh: DeviceMesh, fields: dict[str, Any], habit: str) -> None:
-    if fields.get("overlap") == "iteration" and habit == "evaluate-before-step":
-        habit = "evaluate"  # what the policy means is that parameters are new after the backward
-    plain, offloaded = pair(mesh, policy_of(fields))
-    plain.train(9, HABITS[habit])
-    if fields.get("overlap") == "iteration" and habit in NOT_IN_BACKWARD:
-        with pytest.raises(RuntimeError, match=r"[Uu]se\s+overlap='forward'"):
-            offloaded.train(9, HABITS[habit])
-        return
-    offloaded.train(9, HABITS[habit])
-    assert same(plain, offloaded)
+@pytest.mark.parametrize("parameters", [False, True])
+@pytest.mark.parametrize("habit", sorted(NOT_IN_BACKWARD))
+def test_habits_that_updates_in_the_backward_are_not_for(mesh: DeviceMesh, habit: str, parameters: bool) -> None:
+    loop = Loop(mesh, adamw, policy_of({"overlap": "iteration"}, parameters=parameters))
+    with pytest.raises(RuntimeError, match=r"[Uu]se\s+overlap='forward'"):
+        loop.train(9, HABITS[habit])
 
 
 @EVERY_POLICY
@@ -219,27 +187,6 @@ def test_updates_come_after_the_hyperparameters_that_are_copied_for_them(
         last = last if what == "updated" else what
 
 
-@pytest.mark.parametrize("fields", POLICIES.values(), ids=POLICIES)
-def test_another_optimizer_of_parameters_that_the_backward_updates(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
-    """Where both would update them, it is refused before anything changes; others may take turns by step()."""
-    plain, loop = pair(mesh, policy_of(fields))
-    assert same(plain.train(2), loop.train(2))
-    loop.optimizer.synchronize()
-    for one in (plain, loop):
-        one.second = torch.optim.SGD(list(one.model.parameters())[3:5], lr=0.1)
-    if fields.get("overlap") == "iteration":
-        with pytest.raises(RuntimeError, match=r"2 of these parameters \(blocks\.0.* in the backward.* remove_offload"):
-            attach(loop.second, model=loop.model, policy=policy_of({}))
-        assert same(plain.train(2, first=2), loop.train(2, first=2))
-        remove_offload(loop.optimizer)
-    attach(loop.second, model=loop.model, policy=policy_of({}))
-    for one in (plain, loop):
-        one.backward(4)
-        one.second.step()
-        one.second.zero_grad()
-    assert same(plain, loop)
-
-
 def test_the_second_of_two_optimizers_may_not_be_the_one_that_updates_in_the_backward(mesh: DeviceMesh) -> None:
     """The first would step with gradients that are gone, after everything had been updated."""
     plain, loop = pair(mesh, policy_of({}))
@@ -297,25 +244,6 @@ def test_a_torch_with_other_hook_points(mesh: DeviceMesh, monkeypatch: pytest.Mo
     assert same(plain.train(5), offloaded.train(5))
     with pytest.raises(NotImplementedError, match=r"no \['_gone'\].*use OffloadPolicy\(overlap='step'\)"):
         Loop(mesh, adamw, policy_of({"overlap": "forward"}))
-
-
-@EVERY_POLICY
-def test_asynchronous_saves(mesh: DeviceMesh, fields: dict[str, Any], tmp_path: Any) -> None:
-    from fsdp_offload.checkpoint import ArenaStager, get_optimizer_state_dict
-
-    plain, offloaded = pair(mesh, policy_of(fields, snapshot_bytes=1 << 20))
-    stager = ArenaStager(offloaded.optimizer)
-    plain.train(8)
-    futures = []
-    for step in range(8):
-        offloaded.train(1, first=step)
-        if step in (2, 4, 5):
-            state = {"optimizer": get_optimizer_state_dict(offloaded.model, offloaded.optimizer)}
-            futures.append(dcp.async_save(state, checkpoint_id=tmp_path / str(step), async_stager=stager))
-    for future in futures:
-        future.result()
-    stager.close()
-    assert same(plain, offloaded)
 
 
 class Writer:

@@ -75,7 +75,7 @@ def model_for(cls: type[optim.Optimizer]) -> nn.Module:
     return Zoo(empty=cls is not optim.Adafactor)  # torch's own Adafactor divides by the number of elements
 
 
-@pytest.mark.parametrize(("cls", "kwargs"), list(cases()))
+@pytest.mark.parametrize(("cls", "kwargs"), every_nth(cases(), 3))
 def test_same_bits(cls: type[optim.Optimizer], kwargs: dict[str, Any]) -> None:
     pair = make_pair(lambda: model_for(cls), lambda params: cls(params, **kwargs))
     pair.train(10)

@@ -1,6 +1,7 @@
 """Phases by hand: whatever is done in each of them, training is that of a plain optimizer, bit by bit.
 
-Random programs mix the phases with everything else (``test_overlap_programs.py``); here is what each of them promises.
+Random programs mix the phases with everything else (``tests/slow/test_long_programs.py``); here is what
+each of them promises.
 """
 
 import copy
@@ -181,7 +182,7 @@ def test_nothing_bound_is_fine(calls: list[object]) -> None:
     assert reload_before(wrapped, optimizer) is wrapped
 
 
-@pytest.mark.parametrize("kind", Hooks([]).all())
+@pytest.mark.parametrize("kind", ["method", "object"])
 def test_wrapped_again_it_is_the_same(kind: str, calls: list[object]) -> None:
     optimizer = offloaded()
     wrapped = reload_before(Hooks(calls).all()[kind], optimizer)
@@ -189,15 +190,6 @@ def test_wrapped_again_it_is_the_same(kind: str, calls: list[object]) -> None:
     wrapped()
     assert calls[0] is optimizer
     assert len(calls) == 2
-
-
-def test_more_bound_to_a_wrapper_does_not_hide_it(calls: list[object]) -> None:
-    """A framework may bind its groups into what it is given, and the user wrap that again."""
-    optimizer = offloaded()
-    bound = functools.partial(reload_before(Hooks(calls).method, optimizer), "groups")
-    again = reload_before(bound, optimizer)
-    again("model")
-    assert calls == [optimizer, (("groups", "model"), {})]
 
 
 def test_a_method_of_a_class_can_be_wrapped(calls: list[object]) -> None:
@@ -424,9 +416,11 @@ def test_gradients_are_let_go_with_the_rest(mesh: DeviceMesh, name: str) -> None
 # State while it is away ----------------------------------------------------------------------------------------------
 
 
-@EVERY_SEQUENCE
-@pytest.mark.parametrize("policy", [SMALL, RESIDENT, ALL_RESIDENT], ids=["", "resident", "all-resident"])
-@pytest.mark.parametrize("make", [adamw_of, momentum])
+@spread(
+    phases=SEQUENCES,
+    policy={"moves": SMALL, "resident": RESIDENT, "all-resident": ALL_RESIDENT},
+    make={"adamw": adamw_of, "momentum": momentum},
+)
 def test_state_is_right_at_every_moment(
     make: Callable[[Any], Optimizer], policy: OffloadPolicy, phases: tuple[str, ...]
 ) -> None:
@@ -522,8 +516,7 @@ def more_parameters(run: Run) -> None:
         run.optimizer.add_param_group({"params": [run.params[name]], "lr": 0.01})
 
 
-@EVERY_SEQUENCE
-@pytest.mark.parametrize("policy", [RESIDENT, with_share(RESIDENT, staying=40_000)], ids=["full", "room"])
+@spread(phases=SEQUENCES, policy={"full": RESIDENT, "room": with_share(RESIDENT, staying=40_000)})
 def test_parameters_that_are_added(policy: OffloadPolicy, phases: tuple[str, ...]) -> None:
     pair = make_pair(edits.Twins, adamw_of, policy=policy)
     pair.train(2)
@@ -608,8 +601,7 @@ def test_an_optimizer_is_dropped_in_any_phase() -> None:
         assert engine() is None
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@EVERY_SEQUENCE
+@spread(phases=SEQUENCES, dtype={"bf16": torch.bfloat16, "fp16": torch.float16})
 def test_masters_leave_and_come_back(phases: tuple[str, ...], dtype: torch.dtype) -> None:
     """Compared with the same offload without phases: masters have tests of their own."""
     policy = replace(RESIDENT, master_weights="fp32")
@@ -627,8 +619,7 @@ def test_masters_leave_and_come_back(phases: tuple[str, ...], dtype: torch.dtype
 # Checkpoints ---------------------------------------------------------------------------------------------------------
 
 
-@EVERY_SEQUENCE
-@pytest.mark.parametrize("then", ["none", "away", "gone-again"])
+@spread(phases=SEQUENCES, then={then: then for then in ("away", "gone-again", "none")})
 def test_a_state_dict_is_saved_and_loaded(phases: tuple[str, ...], then: str) -> None:
     pair = make_pair(Zoo, adamw_of, policy=RESIDENT)
     pair.train(2)
@@ -655,12 +646,11 @@ POLICY_WITH_RESIDENTS = {
     "no spare": with_share(saving.NO_SPARE, staying=9_000),
     "all resident": with_share(saving.NO_SPARE, staying=1 << 20),
 }
-EVERY_RESIDENCY = pytest.mark.parametrize("policy", POLICY_WITH_RESIDENTS.values(), ids=POLICY_WITH_RESIDENTS)
+SEQUENCES_AND_RESIDENCIES = spread(phases=SEQUENCES, policy=POLICY_WITH_RESIDENTS)
 
 
 @pytest.mark.usefixtures("mesh")
-@EVERY_RESIDENCY
-@EVERY_SEQUENCE
+@SEQUENCES_AND_RESIDENCIES
 def test_dcp_saves_and_loads(policy: OffloadPolicy, phases: tuple[str, ...], tmp_path: Path) -> None:
     training = saving.Training(saving.adamw, policy)
     training.train(saving.LATE_STEP + 1)
@@ -698,8 +688,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[Waits]:
 
 
 @pytest.mark.usefixtures("mesh")
-@EVERY_RESIDENCY
-@EVERY_SEQUENCE
+@SEQUENCES_AND_RESIDENCIES
 def test_a_file_holds_the_state_of_its_call(
     policy: OffloadPolicy, phases: tuple[str, ...], tmp_path: Path, waits: Waits
 ) -> None:
@@ -752,8 +741,7 @@ def fail_in_bucket(patch: pytest.MonkeyPatch, number: int) -> None:
 
 
 @pytest.mark.usefixtures("mesh")
-@EVERY_SEQUENCE
-@EVERY_RESIDENCY
+@SEQUENCES_AND_RESIDENCIES
 def test_a_step_that_fails(
     policy: OffloadPolicy, phases: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -901,9 +889,6 @@ def in_backward(phases: Sequence[str]) -> Callable[[Loop, int], None]:
     return habit
 
 
-EVERY_POLICY = pytest.mark.parametrize("fields", POLICIES.values(), ids=POLICIES)
-
-
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing when gradients are computed:UserWarning")
 @spread(phases=SEQUENCES, name={name: name for name in ("step", "forward", "iteration")})
 def test_in_the_middle_of_a_backward(mesh: DeviceMesh, name: str, phases: tuple[str, ...]) -> None:
@@ -969,8 +954,7 @@ def megatron(loop: Loop, step: int) -> None:
     loop.step()
 
 
-@pytest.mark.parametrize("micro_batches", [1, 3])
-@EVERY_POLICY
+@spread(fields=POLICIES, micro_batches={"1": 1, "3": 3})
 def test_residents_are_chosen_as_without_phases(
     mesh: DeviceMesh, fields: dict[str, Any], micro_batches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1014,8 +998,10 @@ def scaled_step(run: Run, step: int) -> tuple[float, float]:
     return loss.item(), scaler.get_scale()
 
 
-@pytest.mark.parametrize("kwargs", [{}, {"foreach": True}, {"fused": True}], ids=str)
-@pytest.mark.parametrize("cls", [optim.AdamW, optim.SGD])
+@spread(
+    kwargs={str(kwargs): kwargs for kwargs in ({"fused": True}, {"foreach": True}, {})},
+    cls={"AdamW": optim.AdamW, "SGD": optim.SGD},
+)
 def test_grad_scaler(cls: type[Optimizer], kwargs: dict[str, bool]) -> None:
     """A fused optimizer is told in ``step()`` what to divide by, and whether to skip: after the reload."""
     pair = make_pair(Net, lambda params: cls(params, lr=0.01, **kwargs), policy=RESIDENT)
@@ -1025,8 +1011,7 @@ def test_grad_scaler(cls: type[Optimizer], kwargs: dict[str, bool]) -> None:
     pair.assert_trained("unused.weight", "unused.bias")
 
 
-@EVERY_SEQUENCE
-@pytest.mark.parametrize("fields", [{}, {"overlap": "forward"}], ids=str)
+@spread(phases=SEQUENCES, fields={name: POLICIES[name] for name in ("step", "forward")})
 def test_a_step_that_is_skipped(mesh: DeviceMesh, fields: dict[str, Any], phases: tuple[str, ...]) -> None:
     def skipping(loop: Loop, step: int) -> None:
         loop.backward(step)
@@ -1107,8 +1092,7 @@ def test_loads_come_before_the_reduction_and_updates_after_it(
         assert rest.count("U") > rest.count("S")  # of state that is resident
 
 
-@pytest.mark.parametrize("staying", [0, 1 << 20], ids=["streams", "stays"])
-@pytest.mark.parametrize("fields", POLICIES.values(), ids=POLICIES)
+@spread(fields=POLICIES, staying={"streams": 0, "stays": 1 << 20})
 def test_inference_mode_is_the_first_to_need_what_phases_have_freed(
     mesh: DeviceMesh, fields: dict[str, Any], staying: int
 ) -> None:

@@ -20,6 +20,7 @@ from fsdp_offload.torch_compat.fully_shard import fsdp_modules
 from tests.clipping import ALWAYS, NEVER, clipped_step
 from tests.overlapping import HABITS, NOT_IN_BACKWARD, POLICIES, SIZES, Habit, Loop, adamw, same
 from tests.policies import with_share
+from tests.tiers import spread
 
 pytestmark = pytest.mark.filterwarnings("ignore:offload_optimizer. The parameters are on the CPU:UserWarning")
 
@@ -172,8 +173,7 @@ def iteration_of(report: OffloadReport) -> tuple[float, float, float, str, str]:
     return report.iteration_ms, report.stalled_ms, report.bound_ms, report.bound, report.advice
 
 
-@pytest.mark.parametrize("micro_batches", [1, 3])
-@pytest.mark.parametrize("name", POLICIES)
+@spread(name={name: name for name in POLICIES}, micro_batches={"1": 1, "3": 3})
 def test_an_iteration_and_its_bound(mesh: DeviceMesh, name: str, micro_batches: int) -> None:
     loop = loop_of(mesh, POLICIES[name], micro_batches=micro_batches)
     assert iteration_of(report_of(loop)) == NO_ITERATION
@@ -341,8 +341,7 @@ def phases(loop: Loop, step: int) -> None:
     loop.step()
 
 
-@pytest.mark.parametrize("habit", [*HABITS.values(), phases], ids=[*HABITS, "phases"])
-@pytest.mark.parametrize("name", ["step", "forward", "iteration"])
+@spread(habit={**HABITS, "phases": phases}, name={name: name for name in ("step", "iteration", "forward")})
 def test_whatever_a_loop_does(mesh: DeviceMesh, name: str, habit: Habit) -> None:
     """Looking at it in the middle changes nothing either, and what is not known is 0."""
     unfit = [HABITS[name] for name in NOT_IN_BACKWARD] + [HABITS["evaluate-before-step"]]

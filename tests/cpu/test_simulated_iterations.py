@@ -58,7 +58,7 @@ def test_what_comes_and_goes_adds_nothing_to_the_peak(mesh: DeviceMesh, monkeypa
 @pytest.mark.parametrize(
     ("costs", "most_stays_gb"),
     [
-        pytest.param(SIX_SEQUENCES, 12.5, id="6"),
+        pytest.param(SIX_SEQUENCES, 12.5, id="6", marks=pytest.mark.long),
         pytest.param(TWELVE_SEQUENCES, 0.0, id="12", marks=pytest.mark.long),
         pytest.param(TWENTY_FOUR_SEQUENCES, 0.0, id="24", marks=pytest.mark.long),
     ],
@@ -74,7 +74,8 @@ def test_no_more_stays_than_hides_the_transfers(
     assert (stays_bytes > 0) == (most_stays_gb > 0)
 
 
-@pytest.mark.parametrize("room_gb", [40.0, pytest.param(0.0, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("room_gb", [40.0, 0.0])
 def test_gradients_go_where_activations_leave_no_room_for_them(
     mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, room_gb: float
 ) -> None:

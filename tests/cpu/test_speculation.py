@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -42,9 +40,9 @@ from tests.clipping import (
     within_bounds,
 )
 from tests.overlapping import SIZES, Loop, Net, adamw, look, same
-from tests.parity import attach, leaves
+from tests.parity import leaves
 from tests.policies import with_share
-from tests.tiers import every_nth, spread
+from tests.tiers import spread
 
 
 def policy_of(**more: Any) -> OffloadPolicy:
@@ -75,12 +73,11 @@ def test_never_clipped(mesh: DeviceMesh, options: dict[str, Any]) -> None:
     assert (found.committed, found.taken_back) == (6, 0)
 
 
-@pytest.mark.parametrize("options", [{}, {"foreach": False}], ids=str)
-def test_clipped_once(mesh: DeviceMesh, options: dict[str, Any]) -> None:
+def test_clipped_once(mesh: DeviceMesh) -> None:
     plain, loop = pair(mesh, policy_of())
     for at in range(12):
         for each in (plain, loop):
-            clipped_step(each, at, ALWAYS if at == 7 else NEVER, **options)
+            clipped_step(each, at, ALWAYS if at == 7 else NEVER)
         assert same(plain, loop), at
     found = speculation_of(loop)
     assert (found.committed, found.taken_back) == (9, 1)
@@ -114,105 +111,13 @@ def test_each_operation_alone(mesh: DeviceMesh, operation: Operation, micro_batc
     assert speculation_of(loops[1]).committed
 
 
-FIELDS: dict[str, dict[str, Any]] = {
-    "iteration": {},
-    "resident": {"staying": 20_000},
-    "half-resident": {"staying": 60_000},
-    "serial": {"serial": True},
-    "snapshot": {"snapshot_bytes": 30_000},
-    "host": {"host_fraction": 0.3},
-    "auto": {"passing": "auto", "staying": "auto"},
-}
-
-
-@pytest.mark.parametrize("fields", every_nth((pytest.param(each, id=name) for name, each in FIELDS.items()), 4))
-def test_any_program(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
-    check_programs(mesh, fields, max_examples=4)  # more in tests/slow
-
-
-def check_programs(mesh: DeviceMesh, fields: dict[str, Any], max_examples: int) -> None:
-    @settings(max_examples=max_examples, deadline=None, suppress_health_check=list(HealthCheck))
-    @given(
-        program=st.lists(st.sampled_from(OPERATIONS), min_size=4, max_size=12),
-        slots=st.integers(3, 6),
-        never_stops=st.booleans(),
-        micro_batches=st.sampled_from([1, 1, 2]),
-    )
-    def check(program: list[Operation], slots: int, never_stops: bool, micro_batches: int) -> None:
-        sizes = {} if "passing" in fields else {"passing": slots * SIZES["bucket_bytes"]}
-        policy = policy_of(**fields, **sizes)
-        kwargs = {"net": partial(Net, width=16, layers=2), "micro_batches": micro_batches}
-        with pytest.MonkeyPatch.context() as patch:
-            if never_stops:
-                patch.setattr(speculation, "_STOPS_ABOVE", 1.0)
-                patch.setattr(speculation, "_GOES_ON_BELOW", 1.0)
-            loops = pair_with_reference(mesh, policy, **kwargs)
-            for at, operation in enumerate([within_bounds, within_bounds, *program, within_bounds]):
-                for loop in loops:
-                    operation(loop, at)
-                assert same(*loops), (at, [one.__name__ for one in program])
-
-    check()
-
-
-def pair_with_reference(mesh: DeviceMesh, policy: OffloadPolicy, **kwargs: Any) -> tuple[Loop, Loop]:
-    """Beside a loop with ``policy`` one whose bits it must have: plain, or the host's share in ``step()``."""
-    reference = None if not policy.host_fraction else with_share(policy, overlap="step")
-    return Loop(mesh, adamw, reference, **kwargs), Loop(mesh, adamw, policy, **kwargs)
-
-
 # Several optimizers, writers, faults ----------------------------------------------------------------------------------
-
-
-class TwoOptimizers(Loop):
-    """Of every other parameter each, clipped together."""
-
-    def __init__(self, mesh: DeviceMesh, policy: OffloadPolicy | None) -> None:
-        super().__init__(mesh, lambda params: torch.optim.AdamW(params[::2], lr=0.02), None, net=small_net)
-        self.second = torch.optim.SGD(list(self.model.parameters())[1::2], lr=0.01, momentum=0.9)
-        if policy is not None:
-            attach(self.optimizer, model=self.model, policy=policy)
-            attach(self.second, model=self.model, policy=policy)
-
-    def step(self) -> None:
-        self.second.step()
-        super().step()
-        self.second.zero_grad()
-
-    def everything(self) -> list[torch.Tensor]:
-        params = list(self.model.parameters())[1::2]
-        return [*super().everything(), *(self.second.state[param]["momentum_buffer"].to_local() for param in params)]
 
 
 small_net = partial(Net, width=16, layers=2)
 
 
-def test_two_optimizers_that_are_clipped_together(mesh: DeviceMesh) -> None:
-    plain, loop = TwoOptimizers(mesh, None), TwoOptimizers(mesh, policy_of())
-    for at in range(12):
-        for each in (plain, loop):
-            clipped_step(each, at, ALWAYS if at == 7 else NEVER)
-        assert same(plain, loop), at
-    engines = [vars(optimizer)["_offload_engine"].engine for optimizer in (loop.optimizer, loop.second)]
-    assert [engine.steps.speculation.taken_back for engine in engines] == [1, 1]
-
-
-@pytest.mark.parametrize("foreach", [False, True])
-def test_gradients_that_are_not_finite(mesh: DeviceMesh, foreach: bool) -> None:
-    """Without ``error_if_nonfinite``: what plain training makes of them."""
-    loops = pair(mesh, policy_of(), net=small_net)
-    for at in range(9):
-        for loop in loops:
-            loss = loop.model(loop.batch(at))
-            (loss * (math.nan if at == 6 else 1.0)).backward()
-            clip(loop, NEVER, foreach=foreach)
-            loop.step()
-        assert same(*loops), at
-    assert speculation_of(loops[1]).taken_back
-
-
-@pytest.mark.parametrize("unscales", [False, True])
-def test_a_scaler_whose_scale_the_step_is_given(mesh: DeviceMesh, unscales: bool) -> None:
+def test_a_scaler_whose_scale_the_step_is_given(mesh: DeviceMesh) -> None:
     """As fused optimizers are: whether there is a step is decided in it."""
 
     def fused(params: Any) -> torch.optim.Optimizer:
@@ -223,47 +128,10 @@ def test_a_scaler_whose_scale_the_step_is_given(mesh: DeviceMesh, unscales: bool
     for at in range(8):
         for each, scaler in zip((plain, loop), scalers, strict=True):
             scaler.scale(each.model(each.batch(at)) * (math.inf if at == 5 else 1.0)).backward()
-            if unscales:
-                scaler.unscale_(each.optimizer)
-                clip(each, NEVER)
             scaler.step(each.optimizer)
             scaler.update()
             each.optimizer.zero_grad()
         assert same(plain, loop), at
-
-
-@pytest.mark.parametrize("master_weights", ["fp32", "remainder"])
-@pytest.mark.parametrize("bucket_bytes", [2048, 4096])
-def test_masters(mesh: DeviceMesh, master_weights: Any, bucket_bytes: int) -> None:
-    """The same bits as in ``step()``, as no plain optimizer has them."""
-    policies = [
-        with_share(bucket_bytes=bucket_bytes, passing=5 * bucket_bytes, master_weights=master_weights, **one)
-        for one in ({"overlap": "step"}, {"overlap": "iteration"})
-    ]
-    loops = [Loop(mesh, adamw, one, net=lambda: small_net().bfloat16()) for one in policies]
-    for at in range(12):
-        for loop in loops:
-            clipped_step(loop, at, ALWAYS if at in (7, 9) else NEVER)
-        assert same(*loops), at
-    found = speculation_of(loops[1])
-    assert found.committed
-    assert found.taken_back
-
-
-def test_optimizers_of_other_kinds(mesh: DeviceMesh) -> None:
-    makers: list[Any] = [
-        lambda params: torch.optim.SGD(params, lr=0.02),
-        lambda params: torch.optim.SGD(params, lr=0.02, momentum=0.9),
-        lambda params: torch.optim.AdamW(params, lr=torch.tensor(0.02), foreach=False, amsgrad=True),
-        lambda params: torch.optim.NAdam(params, lr=0.01),
-    ]
-    for make in makers:
-        loops = pair(mesh, policy_of(), make, net=small_net)
-        for at in range(11):
-            for loop in loops:
-                clipped_step(loop, at, ALWAYS if at == 7 else NEVER)
-            assert same(*loops), at
-        assert speculation_of(loops[1]).taken_back == 1
 
 
 def test_what_has_no_way_back_waits_for_the_step(mesh: DeviceMesh) -> None:
@@ -467,17 +335,6 @@ def test_an_update_that_fails_in_the_backward(mesh: DeviceMesh, monkeypatch: pyt
                 module.reshard()
     assert same(plain, loop)
     loop.optimizer.state_dict()
-
-
-def test_weights_written_through_a_view_that_is_older_are_refused(mesh: DeviceMesh) -> None:
-    """As nobody is told of that."""
-    loop = train(Loop(mesh, adamw, policy_of()), [NEVER] * 4)
-    view = local_shard(loop.model.head.weight)
-    loop.backward(4)
-    with torch.no_grad():
-        view.mul_(0.5)
-    with pytest.raises(RuntimeError, match=r"head\.weight has been written since then"):
-        loop.step()
 
 
 @pytest.mark.parametrize("look_at", LOOKS)

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.optim import Optimizer
 
 from fsdp_offload import OffloadPolicy, offload_optimizer, remove_offload
+from tests.tiers import spread
 
 pytestmark = pytest.mark.filterwarnings("ignore:offload_optimizer. The parameters are on the CPU:UserWarning")
 
@@ -123,8 +124,10 @@ def test_state_is_read_as_from_any_optimizer() -> None:
     assert run.optimizer.state.setdefault(param, {}) is run.optimizer.state[param]
 
 
-@pytest.mark.parametrize("make", [adamw, sgd, rmsprop])
-@pytest.mark.parametrize("steps", [0, 1, 5])
+MAKERS = {make.__name__: make for make in (adamw, sgd, rmsprop)}
+
+
+@spread(make=MAKERS, steps={"5": 5, "1": 1, "0": 0})
 def test_a_state_dict_is_what_it_would_be_without_offload(make: MakeOptimizer, steps: int) -> None:
     plain, ours = (Run(make, offload=offload).train(*range(steps)) for offload in (False, True))
     assert_same(ours.optimizer.state_dict(), plain.optimizer.state_dict())
@@ -152,12 +155,16 @@ def test_a_state_dict_is_a_view_and_its_copy_is_not() -> None:
 # Loading -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [adamw, sgd, rmsprop])
-@pytest.mark.parametrize(("source", "target"), [(False, True), (True, False), (True, True)])
-@pytest.mark.parametrize("steps_before", [0, 3], ids=["fresh", "used"])
+@spread(
+    pairs=True,
+    make=MAKERS,
+    sides={"to": (False, True), "from": (True, False), "both": (True, True)},
+    steps_before={"fresh": 0, "used": 3},
+)
 def test_training_goes_on_after_a_load_as_it_does_without_offload(
-    make: MakeOptimizer, source: bool, target: bool, steps_before: int
+    make: MakeOptimizer, sides: tuple[bool, bool], steps_before: int
 ) -> None:
+    source, target = sides
     saver = Run(make, offload=source).train(0, 1)
     loader = Run(make, offload=target).train(*range(10, 10 + steps_before))
     loader.continue_from(saver)

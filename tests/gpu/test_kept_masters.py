@@ -8,7 +8,7 @@ import torch
 from torch import nn, optim
 
 from fsdp_offload import OffloadPolicy, offload_optimizer
-from tests.cpu.test_kept_masters import EVERY_FORMAT, KINDS, cases, check_remainders, load_own, of_bits
+from tests.cpu.test_kept_masters import EVERY_FORMAT, EVERY_KIND, cases, check_remainders, load_own, of_bits
 from tests.gpu.test_parity import ROOMY, on_device
 from tests.parity import SMALL, Net, Run, Zoo, batch
 from tests.policies import with_share
@@ -51,7 +51,7 @@ def test_a_network_with_clipping_and_parameters_that_are_used_later(
     twins.train(3, accumulate_and_clip)
 
 
-@KINDS
+@EVERY_KIND
 def test_many_steps_in_a_row(kind: str) -> None:
     """Nobody looks in between, so loads, updates and stores of following steps are all queued."""
     twins = make_twins(Zoo, lambda params: optim.AdamW(params, lr=0.02, fused=True), kind, device="cuda", policy=SMALL)
@@ -82,7 +82,7 @@ TEMPORARIES = {
 BYTES_PER_ELEMENT = {"fp32": 12, "remainder": 10}
 
 
-@KINDS
+@EVERY_KIND
 def test_device_peak_of_the_first_and_of_later_steps(kind: str, device: torch.device) -> None:
     model = nn.ParameterList(nn.Parameter(torch.randn(shape, device=device, dtype=torch.bfloat16)) for shape in SHAPES)
     optimizer = optim.AdamW(model.parameters(), fused=True)
@@ -105,7 +105,7 @@ def test_device_peak_of_the_first_and_of_later_steps(kind: str, device: torch.de
     assert optimizer.offload_report().host_state_bytes == BYTES_PER_ELEMENT[kind] * numel
 
 
-@KINDS
+@EVERY_KIND
 def test_attaching_late_frees_the_state(kind: str, device: torch.device) -> None:
     model = nn.ParameterList(nn.Parameter(torch.randn(shape, device=device, dtype=torch.bfloat16)) for shape in SHAPES)
     optimizer = optim.AdamW(model.parameters(), fused=True)

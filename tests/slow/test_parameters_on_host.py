@@ -9,11 +9,11 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh
 
-from tests.cpu import test_overlap_programs as programs
 from tests.distributed.launch import mesh as mesh_of_ranks
 from tests.distributed.launch import spawn
 from tests.overlapping import POLICIES, Loop, adamw, same
 from tests.policies import with_share
+from tests.slow import test_long_programs as programs
 
 
 def write_parameters(loop: Loop, at: int) -> None:

@@ -1,8 +1,9 @@
-"""The long form of ``tests/cpu/test_speculation.py``; and kills between an update and its commit."""
+"""Random programs of ``tests/clipping.py``; and kills between an update and its commit."""
 
 import multiprocessing
 import os
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,23 +11,65 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from fsdp_offload import OffloadPolicy
 from fsdp_offload.checkpoint import ArenaStager, get_optimizer_state_dict
+from fsdp_offload.engine import speculation
 from fsdp_offload.engine.executor import Pipeline
 from fsdp_offload.engine.speculation import Speculation
-from tests.clipping import NEVER, clip, within_bounds
-from tests.cpu.test_speculation import FIELDS, check_programs, policy_of, small_net
+from tests.clipping import NEVER, OPERATIONS, Operation, clip, within_bounds
+from tests.cpu.test_speculation import policy_of, small_net
 from tests.distributed.launch import spawn
 from tests.distributed.test_speculation import run_programs
-from tests.overlapping import Loop, adamw
+from tests.overlapping import SIZES, Loop, Net, adamw, same
 from tests.parity import leaves, same_bits
+from tests.policies import with_share
+
+FIELDS: dict[str, dict[str, Any]] = {
+    "iteration": {},
+    "resident": {"staying": 20_000},
+    "half-resident": {"staying": 60_000},
+    "serial": {"serial": True},
+    "snapshot": {"snapshot_bytes": 30_000},
+    "host": {"host_fraction": 0.3},
+    "auto": {"passing": "auto", "staying": "auto"},
+}
 
 
 @pytest.mark.parametrize("fields", FIELDS.values(), ids=FIELDS)
 def test_any_program(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
-    check_programs(mesh, fields, max_examples=32)
+    @settings(max_examples=32, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(
+        program=st.lists(st.sampled_from(OPERATIONS), min_size=4, max_size=12),
+        slots=st.integers(3, 6),
+        never_stops=st.booleans(),
+        micro_batches=st.sampled_from([1, 1, 2]),
+    )
+    def check(program: list[Operation], slots: int, never_stops: bool, micro_batches: int) -> None:
+        sizes = {} if "passing" in fields else {"passing": slots * SIZES["bucket_bytes"]}
+        policy = policy_of(**fields, **sizes)
+        kwargs = {"net": partial(Net, width=16, layers=2), "micro_batches": micro_batches}
+        with pytest.MonkeyPatch.context() as patch:
+            if never_stops:
+                patch.setattr(speculation, "_STOPS_ABOVE", 1.0)
+                patch.setattr(speculation, "_GOES_ON_BELOW", 1.0)
+            loops = pair_with_reference(mesh, policy, **kwargs)
+            for at, operation in enumerate([within_bounds, within_bounds, *program, within_bounds]):
+                for loop in loops:
+                    operation(loop, at)
+                assert same(*loops), (at, [one.__name__ for one in program])
+
+    check()
+
+
+def pair_with_reference(mesh: DeviceMesh, policy: OffloadPolicy, **kwargs: Any) -> tuple[Loop, Loop]:
+    """Beside a loop with ``policy`` one whose bits it must have: plain, or the host's share in ``step()``."""
+    reference = None if not policy.host_fraction else with_share(policy, overlap="step")
+    return Loop(mesh, adamw, reference, **kwargs), Loop(mesh, adamw, policy, **kwargs)
 
 
 @pytest.mark.distributed
