@@ -87,16 +87,14 @@ NEEDS = {
     "with_verl": "verl.workers.engine",
     "te_fused_adam": "transformer_engine.pytorch",
 }
-QUICK = ("train_gpt",)
 
 
 def test_every_example_is_run_as_a_script() -> None:
     assert SCRIPTS.keys() == {path.stem for path in TRAIN_GPT.parent.glob("*.py") if path.stem != "__init__"}
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in SCRIPTS]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_scripts(name: str, tmp_path: Path) -> None:
     if name in NEEDS:
         pytest.importorskip(NEEDS[name])
@@ -186,6 +184,7 @@ def test_what_cannot_be_trained_is_one_line(
     assert "\n" not in error
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("torch_settings")
 def test_only_the_same_run_continues_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saving = ["--steps", "2", "--save-dir", str(tmp_path)]

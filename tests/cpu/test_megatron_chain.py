@@ -8,7 +8,6 @@ after it.
 
 import copy
 import functools
-import gc
 import warnings
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -176,12 +175,6 @@ def test_room_for_mains_that_require_no_gradient_is_taken_at_once(recwarn: pytes
     assert not [warning for warning in recwarn if "NOTHING IS OFFLOADED" in str(warning.message)]
 
 
-def test_a_hook_is_wrapped_once_for_the_whole_chain() -> None:
-    """Model chunks share a config, and Bridge goes over the chunks."""
-    loop = Loop(True)
-    assert reload_before(loop.finalize, loop.optimizer) is loop.finalize
-
-
 def test_masters_leave_the_device_with_the_state_and_come_back() -> None:
     """All 12 bytes of a parameter: two moments and the master, whose storage is empty between the phases."""
     loop = Loop(True, RESIDENT)
@@ -279,18 +272,6 @@ def test_masters_that_are_written_to_before_they_are_released(write: Callable[[T
     for loop in (on, off):
         loop.flag = False
         loop.train_step(1)
-    for one, other in zip(on.values(), off.values(), strict=True):
-        assert torch.equal(one, other)
-
-
-def test_a_step_brings_masters_back_without_any_hook() -> None:
-    on, off = Loop(True), Loop(False)
-    on.finalize = functools.partial(on.finalize_model_grads, group="dp")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the wrapped hook is never called
-        for step in range(3):
-            for loop in (on, off):
-                loop.train_step(step)
     for one, other in zip(on.values(), off.values(), strict=True):
         assert torch.equal(one, other)
 
@@ -440,25 +421,6 @@ def test_state_dicts_of_a_chain() -> None:
         inner = chain.chained_optimizers[name.startswith("experts")].optimizer
         assert torch.equal(inner.state[param]["exp_avg"], saved[name]["exp_avg"])
         assert inner.state[param]["step"] == 1
-
-
-def test_host_memory_of_resident_state_and_masters_is_given_back_while_attached() -> None:
-    loop = Loop(True, RESIDENT)
-    loop.train_step(0)
-    offload_states(loop.optimizer)
-    release_states(loop.optimizer)
-    taken = loop.dense.optimizer.offload_report().host_bytes
-    assert taken >= 3 * sum(main.numel() * 4 for main in loop.dense.mains)  # two moments and the master
-    reload_states(loop.optimizer, free_host_memory=True)
-    gc.collect()
-    assert loop.dense.optimizer.offload_report().host_bytes == 0
-    other = Loop(False)
-    other.train_step(0)
-    for step in range(1, 3):  # it is taken again
-        for one in (loop, other):
-            one.train_step(step)
-    for one, plain in zip(loop.values(), other.values(), strict=True):
-        assert torch.equal(one, plain)
 
 
 # Precision-aware updates ---------------------------------------------------------------------------------------------
