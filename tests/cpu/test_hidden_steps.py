@@ -3,7 +3,6 @@
 import copy
 from typing import Any
 
-import pytest
 import torch
 from torch import optim
 from torch.distributed.checkpoint.state_dict import (
@@ -15,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tests.overlapping import POLICIES, SIZES, Loop, same
 from tests.policies import with_share
+from tests.tiers import spread
 
 MAKERS: dict[str, Any] = {
     "adamw": lambda params: optim.AdamW(params, lr=0.01),
@@ -24,14 +24,10 @@ MAKERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("steps_before", [0, 3])
-@pytest.mark.parametrize(
-    ("kind", "policy"),
-    [
-        *(("adamw", policy) for policy in (*POLICIES.values(), {"staying": 20_000})),
-        *((kind, POLICIES["iteration"]) for kind in MAKERS if kind != "adamw"),
-    ],
-    ids=str,
+@spread(
+    policy={**POLICIES, "resident": {"staying": 20_000}},
+    kind={kind: kind for kind in MAKERS},
+    steps_before={"fresh": 0, "used": 3},
 )
 def test_loading_with_torchs_function(mesh: DeviceMesh, policy: dict[str, Any], kind: str, steps_before: int) -> None:
     options = StateDictOptions(full_state_dict=kind == "sgd")

@@ -38,7 +38,7 @@ from tests.async_writers import HeldWriter, Waits, copied
 from tests.cpu import test_async_save as saving
 from tests.cpu import test_state_edits as edits
 from tests.overlapping import POLICIES, SIZES, Loop, adamw, same
-from tests.parity import SMALL, Net, Pair, Run, Zoo, attach, leaves, make_pair, params_of
+from tests.parity import SMALL, Net, Run, Zoo, attach, leaves, make_pair, params_of
 from tests.policies import with_share
 from tests.tiers import spread
 
@@ -590,21 +590,6 @@ def test_an_optimizer_is_dropped_in_any_phase() -> None:
         engine = weakref.ref(engine_of(optimizer))
         del optimizer
         assert engine() is None
-
-
-@spread(phases=SEQUENCES, dtype={"bf16": torch.bfloat16, "fp16": torch.float16})
-def test_masters_leave_and_come_back(phases: tuple[str, ...], dtype: torch.dtype) -> None:
-    """Compared with the same offload without phases: masters have tests of their own."""
-    policy = replace(RESIDENT, master_weights="fp32")
-    pair = Pair(*(make_pair(Net, adamw_of, dtype=dtype, policy=policy).offloaded for _ in range(2)))
-    for _ in range(3):
-        for run in pair:
-            run.optimizer.zero_grad()
-            run.loss(pair.steps).backward()
-            run.optimizer.step()
-        go_through(pair.offloaded.optimizer, phases)
-        pair.assert_same()
-        pair.steps += 1
 
 
 # Checkpoints ---------------------------------------------------------------------------------------------------------

@@ -324,6 +324,7 @@ def test_a_real_trace_of_the_plain_optimizer_shows_its_update(bench: Bench, tmp_
     assert timeline.busy_ms(Lane.UPDATE) <= step.end_ms - step.begin_ms
 
 
+@pytest.mark.long
 def test_settled_training_has_the_same_bits_with_every_policy(bench: Bench) -> None:
     """The losses that the bench compares come from the same number of iterations."""
     results = []
@@ -339,6 +340,7 @@ def test_settled_training_has_the_same_bits_with_every_policy(bench: Bench) -> N
         assert all(torch.equal(one, two) for one, two in zip(results[0], other, strict=True))
 
 
+@pytest.mark.long
 def test_files_and_records_of_all_policies(bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = ["plain", "forward+limited auto"]
     traced(bench, None, trace_path(tmp_path, names[0]))
