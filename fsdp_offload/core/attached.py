@@ -1,6 +1,7 @@
 """An engine whose bytes the core moves: homes, layouts and loads are those of :class:`~..engine.engine.Engine`."""
 
 import logging
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..device.bucket_times import StepTimes
+from ..device.host_limits import check_host_memory
 from ..engine.engine import Engine
 from ..engine.lending import Lending
 from ..engine.step import scaler_decides
@@ -22,9 +24,10 @@ from ..state.shard import StateShard
 from ..state.store import StateStore, UserState
 from ..torch_compat.dtensor import local_shard, version_of
 from ..torch_compat.sharded_parameter import ShardedParameter
+from ..torch_compat.spent_gradient import is_freed, is_spent, note_freed, spend
 from ..torch_compat.watched_gradient import unwatch, watch
 from .engine import Core
-from .items import Item
+from .items import Item, Pool
 from .lanes import Lanes
 from .plan import (
     ELSEWHERE,
@@ -32,12 +35,14 @@ from .plan import (
     PASSING,
     Bucket,
     bucket_bytes_for,
-    choose_kept,
     joined_groups,
     make_pools,
+    need,
+    share_out,
 )
 from .room import Room, Stopwatch
 from .updates import BucketUpdates
+from .weights import Weights, own_groups
 
 logger = logging.getLogger(__name__)
 
@@ -69,12 +74,15 @@ class CoreEngine(Engine):
         for param in names:
             group_bytes[together.get(param, ELSEWHERE)] += 2 * local_shard(param).nbytes
         limit = None if policy.device_bytes == "auto" else policy.device_bytes
+        if limit is not None and sharded:  # parameters pass through it as well, in whole groups
+            usual = sorted(group_bytes.values())[len(group_bytes) // 2] // 2
+            limit = max(limit // 4, limit - (PASSING + 1) * usual)
         default = policy.bucket_bytes == OffloadPolicy().bucket_bytes
         bucket_bytes = bucket_bytes_for(group_bytes.values(), limit) if default else policy.bucket_bytes
         joined = joined_groups(together, group_bytes, min(JOINED_BYTES, bucket_bytes))
         # The plan makes homes and buckets; nothing stays on the device by it, and no ring is taken.
         planned = replace(policy, overlap="step", device_bytes="auto", bucket_bytes=bucket_bytes)
-        super().__init__(cls, capabilities, planned, device, names, joined, sharded, None)
+        super().__init__(cls, capabilities, planned, device, names, joined, {}, None)
         self.policy = policy
         self.gathered = together.keys()
         self._together, self._bucket_bytes = together, bucket_bytes
@@ -90,11 +98,33 @@ class CoreEngine(Engine):
         self._clean_steps = 0
         self._touches = _Touches()
         self._early: dict[Tensor, tuple[Tensor, tuple[int, int], tuple[int, int]]] = {}
+        self._spent: dict[Tensor, tuple[int, int]] = {}
         self._used_up: set[int] = set()
+        self._pools: list[Pool] = []
         self._room: Room | None = None
-        if policy.device_bytes == "auto" and policy.runs_on_into_forward and device.type != "cpu" and not policy.serial:
+        self.weights: Weights | None = None
+        waits = policy.runs_on_into_forward or policy.parameters
+        if policy.device_bytes == "auto" and waits and device.type != "cpu" and not policy.serial:
             self.core.stopwatch = Stopwatch(device)
+        self.core.frees_gradients = policy.parameters and policy.updates_in_backward
         self.core.may_begin_early = False
+
+    def stream_parameters(self, groups: Sequence[Sequence[ShardedParameter]]) -> None:
+        """Move the parameters of this optimizer home, and those that nobody trains, group by group.
+
+        Raises:
+            MemoryError: host memory does not suffice.
+        """
+        weights = Weights(list(own_groups(groups, self.names)), partial(_wait_parameter, weakref.ref(self)))
+        held_bytes = sum(region.nbytes for region in self.plan.regions)
+        check_host_memory(weights.nbytes, self.policy.host_limit_bytes, held_bytes)
+        weights.move_home(self.device, pin=self.pinned)
+        self.weights = self._updates.weights = weights
+        self._taken = -1
+
+    def streams(self, number: int) -> bool:
+        """Return whether parameters of a group of ``fully_shard`` live on the host."""
+        return self.weights is not None and number in self.weights.items
 
     # The plan ---------------------------------------------------------------------------------------------------------
 
@@ -105,23 +135,25 @@ class CoreEngine(Engine):
             core = self.core
             core.cache.release()
             numbers = sorted({self._together.get(param, ELSEWHERE) for param in self.plan.shards} | {ELSEWHERE})
-            weights = {number: Item(f"parameters of group {number}") for number in numbers}
+            streamed = {} if self.weights is None else self.weights.items
+            weights = {number: Item(f"parameters of group {number}") for number in numbers} | streamed
             buckets = [self._bucket(number, weights) for number in range(self.plan.bucket_count)]
             core.take(buckets, weights)
-            policy, items = self.policy, [one.state for one in buckets if one.state.nbytes]
-
-            def blocks(nbytes: int) -> int:
-                if policy.device_bytes != "auto":
-                    return max(1, policy.device_bytes // nbytes)
-                return max(1, min(PASSING + 1, len(items) - 1))  # something leaves the device, however little there is
-
-            core.cache.pools = make_pools(items, self._bucket_bytes, blocks)
-            choose_kept(buckets, core.cache)
+            of_state = make_pools([one.state for one in buckets if one.state.nbytes], self._bucket_bytes)
+            sizes = sorted(item.nbytes for item in streamed.values())
+            of_weights = make_pools(list(streamed.values()), sizes[len(sizes) // 2] if sizes else 0)
+            core.cache.pools = [*of_state, *of_weights]
+            # Parameters are loaded twice an iteration and stored once: they profit more than state.
+            self._pools = [*of_weights, *of_state]
+            limit = self.policy.device_bytes
+            need(self._pools, buckets)
+            share_out(self._pools, None if limit == "auto" else limit)
+            core.choose_kept()
             self._room = None
-            if core.stopwatch is not None and core.cache.pools:
-                pool = core.cache.pools[0]
-                self._room = Room(pool.nbytes, len(items) - pool.count, _TWO_WAY_BYTES_PER_MS)
-                self._least = pool.count
+            wanted_bytes = sum((pool.most - pool.count) * pool.nbytes for pool in self._pools)
+            if core.stopwatch is not None and wanted_bytes:
+                unit_bytes = max(pool.nbytes for pool in self._pools if pool.most > pool.count)
+                self._room = Room(unit_bytes, -(-wanted_bytes // unit_bytes), _TWO_WAY_BYTES_PER_MS)
         if states is not None:
             for bucket in self.core.buckets:
                 if not bucket.state.exists:
@@ -136,7 +168,7 @@ class CoreEngine(Engine):
         item = Item(
             f"state {number}",
             planned.bucket.nbytes if home else 0,
-            home,
+            home=home,
             wait_unread=partial(_wait_unread, shards),
             version=lambda: (sum(sum(version_of(value)) for value in watched), sum(leaf._version for leaf in leaves)),
             exists=False,
@@ -183,7 +215,7 @@ class CoreEngine(Engine):
             if not core.begun:
                 self._follow_groups(optimizer, states)
             self._check_gradients(
-                (), "Nothing has been changed." if not core.begun else "Put this right, and call step() again."
+                self._spent, "Nothing has been changed." if not core.begun else "Put this right, and call step() again."
             )
             updated = self._shards_with_grad(optimizer, states)
             self._take_plan(states)
@@ -213,6 +245,9 @@ class CoreEngine(Engine):
             self._take_blocks()
         had = bool(wanted)
         updates.finish()
+        for param in self._spent:
+            note_freed(param)
+        self._spent = {}
         steady = core.end() and not creates and core.cache.nbytes == made
         self._measure(steady)
         self._count_clean(optimizer, kwargs)
@@ -267,9 +302,12 @@ class CoreEngine(Engine):
         if core.stopwatch is None or room is None:
             return
         if room.end(core.stopwatch.end(), steady=steady, free_bytes=self._free_at_peak):
-            pool = core.cache.pools[0]
-            core.cache.resize(pool, self._least + room.extra)
-            choose_kept(core.buckets, core.cache)
+            left_bytes = room.extra * room.block_bytes
+            for pool in self._pools:
+                more = min(pool.most - pool.least, left_bytes // pool.nbytes)
+                core.cache.resize(pool, pool.least + more)
+                left_bytes -= more * pool.nbytes
+            core.choose_kept()
             self._take_blocks()
             self.tuning_of_staging = room.sentence
 
@@ -292,15 +330,34 @@ class CoreEngine(Engine):
         try:
             before = set(core.done)
             with torch.no_grad():
+                # A group may be reduced without some of its parameters: for these no other gradient comes.
+                group = [param for param in self.plan.shards if self._together.get(param) == number]
+                if core.frees_gradients and self._make_zeroed_gradients(group):
+                    core.lanes.compute.wait(core.lanes.event(event))
+                    event = None  # but the point that compute has reached, which writes the zeros
                 core.reduced(number, event)
         except BaseException as error:
             self._note_failure(error, core.buckets)
             raise
         finally:
             self._updates.may_begin = lambda: False
-        self._watch(param for bucket in core.done.keys() - before for param in bucket.params)
+        new = dict.fromkeys(param for bucket in core.done.keys() - before for param in bucket.params)
+        if core.frees_gradients:
+            self._spend(new)
+        else:
+            self._watch(new)
+
+    def _spend(self, params: Iterable[Tensor]) -> None:
+        """Let go of gradients whose updates have all been issued."""
+        done = {bucket.number for bucket in self.core.done}
+        for param in params:
+            if param.grad is not None and not is_spent(param) and done.issuperset(self.plan.shards[param].buckets):
+                self._spent[param] = version_of(param)
+                spend(param)
 
     def _begin(self, optimizer: Optimizer, states: StateStore) -> bool:
+        if self.core.frees_gradients and any(map(is_freed, self.plan.shards)):
+            return False  # this backward, or step(), will refuse these: nothing may have been updated by then
         self.lending.adopt_user_tensors(self.plan.shards.values(), states)
         self._updates.start(optimizer, states, {})
         return True
@@ -335,7 +392,7 @@ class CoreEngine(Engine):
 
     def _forget_early(self) -> None:
         self._unwatch()
-        self._early, self._touches.written = {}, False
+        self._early, self._spent, self._touches.written = {}, {}, False
 
     def _check_early(self, optimizer: Optimizer, kwargs: Mapping[str, Any]) -> None:
         """Refuse a step whose updates in the backward were of something else than it is about."""
@@ -343,9 +400,11 @@ class CoreEngine(Engine):
         assert shared is not None
         what = ""
         states = [bucket.state for bucket in self.core.done]
-        if self._touches.written or any(p.grad is not g or version_of(g) != v for p, (g, v, _) in self._early.items()):
+        changed = any(p.grad is not g or version_of(g) != v for p, (g, v, _) in self._early.items())
+        versions = [*((p, version) for p, (_, _, version) in self._early.items()), *self._spent.items()]
+        if self._touches.written or changed or not all(map(is_spent, self._spent)):
             what = "gradients were changed between the backward and step()"
-        elif any(version_of(param) != version for param, (_, _, version) in self._early.items()):
+        elif any(version_of(param) != version for param, version in versions):
             what = "parameters were written between the backward and step()"
         elif any(item.exposed and item.seen != item.version() for item in states):
             what = "optimizer.state has changed between the backward and step()"
@@ -415,6 +474,9 @@ class CoreEngine(Engine):
         self.core.settle()
         self.core.cache.release()
         super().return_to_device(states)
+        if self.weights is not None:
+            self.weights.return_to_device(self.device)
+            self.weights = None
 
     def clear(self) -> None:
         """Drop all homes, after the last store."""
@@ -434,14 +496,20 @@ class CoreEngine(Engine):
         shard = self.plan.shards.get(param)
         self.core.wait_home(self._items_of([] if shard is None else [shard]))
 
+    def wait_parameter_home(self, param: Tensor) -> None:
+        """Block the host until a parameter is at home."""
+        if self.weights is not None:
+            self.core.wait_home([self.weights.parts[param].item])
+
     def wait_all_home(self) -> None:
         """Block the host until every home is up to date."""
-        self.core.wait_home(self._items_of(self.plan.shards.values()))
+        streamed = [] if self.weights is None else self.weights.items.values()
+        self.core.wait_home([*self._items_of(self.plan.shards.values()), *streamed])
 
     def synchronize(self) -> None:
         """Block the host until every transfer and every update has finished."""
         self.core.wait_updated()
-        self.core.wait_home(bucket.state for bucket in self.core.buckets)
+        self.wait_all_home()
         if self.core.updated is not None:
             self.core.updated.synchronize()
 
@@ -453,6 +521,12 @@ class CoreEngine(Engine):
     def step_times(self) -> StepTimes:
         """Of the last step."""
         return StepTimes(self.core.last_moved.loaded_bytes, self.core.last_moved.stored_bytes)
+
+
+def _wait_parameter(engine: "weakref.ref[CoreEngine]", param: Tensor) -> None:
+    found = engine()
+    if found is not None:
+        found.wait_parameter_home(param)
 
 
 def _wait_unread(shards: Sequence[StateShard]) -> None:

@@ -5,31 +5,14 @@ where nothing is to do.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from .items import Block, Item
+from .items import Block, Item, Pool
 from .lanes import Lanes
 from .timeline import Timeline
-
-
-@dataclass(eq=False)
-class Pool:
-    """Blocks of one size, so that what comes fits where something else went.
-
-    Attributes:
-        nbytes: of each block.
-        count: how many there may be now.
-        made: how many there are, used or not.
-        free: those that no item has, the one that was freed first in front.
-    """
-
-    nbytes: int
-    count: int
-    made: int = 0
-    free: list[Block] = field(default_factory=list)
 
 
 @dataclass
@@ -46,7 +29,7 @@ class Cache:
     """All places of one optimizer.
 
     Attributes:
-        pools: by size, ascending. An item belongs to the first one into whose blocks it fits.
+        pools: of all items.
         held: items that have a place.
         pinned: items that an update is about to use; nobody evicts them.
         overflowed: an update could not do without one block more than allowed.
@@ -117,7 +100,8 @@ class Cache:
         if item.dirty:
             self.put(item)
         item.block.free = [mark for mark in (item.ready, *item.used.values()) if mark is not None]
-        self.pool_of(item).free.append(item.block)
+        assert item.pool is not None, item.name
+        item.pool.free.append(item.block)
         del self.held[item]
         item.block = None
 
@@ -153,9 +137,9 @@ class Cache:
 
     def leave_room(self) -> None:
         """Have a block less than allowed while an optimizer creates state, which takes as much."""
-        if self.pools and not self._left:
+        if self.pools and not self._left and self.pools[0].count > self.pools[0].least:
             self._left = True
-            self.resize(self.pools[0], max(1, self.pools[0].count - 1))
+            self.resize(self.pools[0], self.pools[0].count - 1)
 
     def restore_room(self) -> None:
         """Undo :meth:`leave_room`."""
@@ -181,12 +165,9 @@ class Cache:
         self.lanes.freed(block.memory)
         pool.made -= 1
 
-    def pool_of(self, item: Item) -> Pool:
-        """Return the pool with the smallest blocks into which ``item`` fits."""
-        return next(pool for pool in self.pools if item.nbytes <= pool.nbytes)
-
     def _room_for(self, item: Item, must: bool, distance: int) -> Block | None:
-        pool = self.pool_of(item)
+        pool = item.pool
+        assert pool is not None, item.name
         while not pool.free:
             if pool.made < pool.count:
                 self._take(pool)
@@ -212,7 +193,7 @@ class Cache:
         """
         victim, latest = None, (-1, -1 if distance is None else distance)
         for item in self.held:
-            if item in self.pinned or (item.kept and distance is not None) or self.pool_of(item) is not pool:
+            if item in self.pinned or (item.kept and distance is not None) or item.pool is not pool:
                 continue
             ahead = (not item.kept if distance is None else -1), self.timeline.distance(item)
             if ahead > latest:

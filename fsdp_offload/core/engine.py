@@ -1,6 +1,7 @@
 """One loop for every mode: what may be updated now, what is used next, is there room for it."""
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, NamedTuple, Protocol
 
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from ..device.lanes import Mark
 from .cache import Cache, Moved
-from .items import Item
+from .items import Item, Use
 from .lanes import Lanes
 from .plan import ELSEWHERE, Bucket, choose_kept
 from .room import Stopwatch
@@ -30,8 +31,12 @@ MODES = {
     "iteration": Mode("final", "update", "gather"),
 }
 
-AHEAD = 16
-"""Uses that are looked ahead: more than places ever hold is of no use."""
+AHEAD, GATHERS_AHEAD, LOADS_FOR_GATHERS = 16, 4, 2
+"""Uses that are looked ahead: more than places ever hold is of no use. Of gathers fewer, and of loads for them fewer
+yet: more would hold up what else uses the link, the state that updates wait for and fully_shard's own small copies."""
+
+REDUCTIONS_BEHIND = 4
+"""How many reductions may follow an update before compute waits for it: gradients whose update is late pile up."""
 
 
 class Updates(Protocol):
@@ -49,7 +54,8 @@ class Core:
 
     Attributes:
         buckets: in forward order.
-        weights: by group: what marks its parameters.
+        weights: by group: its parameters, or what marks them where they stay.
+        frees_gradients: in the backward, where they are used: there is no room for all of them.
         done: buckets that this step has updated, in order.
         begun: updates of this step have begun.
         stepping: the point of compute at which ``step()`` was called.
@@ -72,8 +78,12 @@ class Core:
         self.stopwatch: Stopwatch | None = None
         self.torn: Bucket | None = None
         self.may_begin_early = True
+        self.frees_gradients = False
+        self._gathers: dict[int, Use] = {}
+        self._used_by: deque[tuple[Mark | None, list[int]]] = deque()  # updates since the reduction before, in order
         self._ready: list[Bucket] = []
         self._of_group: dict[int, list[Bucket]] = {}
+        self._of_weights: dict[Item, list[Bucket]] = {}
         self._reduced_at: dict[int, Mark] = {}
         self._gradients: dict[int, list[Tensor]] = {}  # by bucket
 
@@ -81,6 +91,9 @@ class Core:
         """Be about these from now on. Nothing is under way."""
         self.buckets, self.weights = list(buckets), weights
         self._of_group = {number: [one for one in buckets if number in one.groups] for number in weights}
+        self._of_weights = {item: [one for one in buckets if item in one.weights] for item in weights.values()}
+        streamed = {number: item for number, item in weights.items() if item.nbytes}
+        self._gathers = {number: Use(f"gather {number}", (item,), gathers=True) for number, item in streamed.items()}
         self.timeline.forget()
 
     # Events -----------------------------------------------------------------------------------------------------------
@@ -88,26 +101,38 @@ class Core:
     def gather(self, number: int, stream: torch.Stream | None) -> None:
         """Parameters of a group are about to be read on ``stream``; ``None``: the current one."""
         item = self.weights.get(number)
-        if item is None or self.mode.lane != "update":
+        if item is None or not (item.nbytes or self.mode.lane == "update"):
             return
         lane = self.lanes.on(stream)
+        if item.nbytes:
+            self.cache.fetch(item)
         if item.ready is not None and lane.name not in item.known_to:
             watch = self.stopwatch.waiting(stream) if self.stopwatch is not None else contextlib.nullcontext()
             with watch:
-                lane.wait(item.ready)  # R3: an update may still be writing them. This wait *is* overlap="forward"
+                # R3: a load or an update may still be writing them. This wait *is* overlap="forward"
+                lane.wait(item.ready)
             item.known_to.add(lane.name)
-            if stream is None:
-                for bucket in self._of_group.get(number, ()):
-                    if item.known_to.issuperset(("compute",)) and all("compute" in w.known_to for w in bucket.weights):
-                        self._gradients.pop(bucket.number, None)
         lane.touch(reads=item.place())
 
-    def gathered(self, number: int, stream: torch.Stream | None) -> None:
-        """The read has been issued."""
+    def gathered(self, number: int, stream: torch.Stream | None, *, counts: bool = True) -> None:
+        """The read has been issued. ``counts``: it is part of training, and not of an evaluation."""
         item = self.weights.get(number)
-        if item is not None and self.mode.lane == "update":
-            lane = self.lanes.on(stream)
-            item.used[lane.name] = lane.mark()  # R1: the next update of these parameters waits for it
+        if item is None or not (item.nbytes or self.mode.lane == "update"):
+            return
+        lane = self.lanes.on(stream)
+        item.used[lane.name] = lane.mark()  # R1: the next update of these parameters, or load there, waits for it
+        if item.nbytes:
+            if counts:
+                self.timeline.note(self._gathers[number])
+            self.prefetch()
+
+    def uses(self, number: int) -> None:
+        """Compute is about to use what has been gathered: gradients that its update has read need not be held."""
+        for bucket in self._of_group.get(number, ()):
+            if bucket.number in self._gradients and bucket not in self.done:
+                for item in bucket.weights:
+                    self.lanes.compute.wait(item.updated)
+                del self._gradients[bucket.number]
 
     def reduced(self, number: int, event: object) -> None:
         """Gradients of a group have been reduced, as of ``event`` of torch's."""
@@ -119,7 +144,23 @@ class Core:
         for bucket in self._of_group[number]:
             if bucket not in self.done and all(map(self.reductions.is_final, bucket.groups)):
                 self._ready.append(bucket)
+        before = len(self.done)
         self.pump()
+        if self.frees_gradients:
+            self._let_go([bucket.number for bucket in list(self.done)[before:]])
+
+    def _let_go(self, updated: list[int]) -> None:
+        """Free gradients of updates that ended long ago, unless the link is late: then compute waits for it.
+
+        Their memory is allocated anew on the stream of the reductions, which waits for compute.
+        """
+        self._used_by.append((self.updated, updated))
+        while len(self._used_by) > REDUCTIONS_BEHIND:
+            mark, numbers = self._used_by.popleft()
+            if numbers:
+                self.lanes.compute.wait(mark)
+            for number in numbers:
+                self._gradients.pop(number, None)
 
     def step(self, wanted: Sequence[Bucket]) -> None:
         """Update those of ``wanted`` that have not been updated, and end the iteration."""
@@ -135,7 +176,7 @@ class Core:
         waits = self.mode.waits == "step"
         for number, item in self.weights.items():
             if waits or number == ELSEWHERE:
-                self.lanes.compute.wait(item.ready)
+                self.lanes.compute.wait(item.updated)
 
     def end(self) -> bool:
         """End the iteration, its step being complete; returns whether it repeated the one before."""
@@ -144,10 +185,16 @@ class Core:
         self.reductions.end()
         self.last_moved, self.cache.moved = self.cache.moved, Moved()
         self.done, self.begun, self._ready = {}, False, []
+        self._used_by.clear()
         if first:
-            choose_kept(self.buckets, self.cache)
+            self.choose_kept()
         self.prefetch()
         return self.timeline.repeats
+
+    def choose_kept(self) -> None:
+        """Choose what stays on the device, of as many blocks as there may be now."""
+        choose_kept([bucket.state for bucket in self.buckets if bucket.state.nbytes])
+        choose_kept([item for item in self.weights.values() if item.nbytes])
 
     # The loop ---------------------------------------------------------------------------------------------------------
 
@@ -169,9 +216,9 @@ class Core:
         creates = not state.exists
         # What an optimizer creates it allocates itself, in the memory of the stream it runs in: that of compute.
         lane = self.lanes.compute if creates else getattr(self.lanes, self.mode.lane)
-        if state.nbytes:
-            cache.pinned = (state,)
-            cache.fetch(state)
+        cache.pinned = bucket.streamed
+        for item in bucket.streamed:
+            cache.fetch(item)
         if self.stepping is not None:
             lane.wait(self.stepping)  # clipping, or the user, may still be changing the gradients on the compute stream
         else:
@@ -193,27 +240,38 @@ class Core:
             self._gradients[bucket.number] = gradients
         for item in items:
             item.written(mark)
-        if state.nbytes and not state.kept:
-            cache.put(state)
         cache.pinned, self.torn = (), None
         self.done[bucket] = None
-        if state.nbytes:
+        for item in bucket.streamed:
+            if not item.kept and (item is state or self._is_updated(item)):
+                cache.put(item)
+        if bucket.streamed:
             self.timeline.note(bucket.use)
+
+    def _is_updated(self, weights: Item) -> bool:
+        """Return whether no other update of this step will write these parameters, as far as it is known."""
+        return all(one in self.done for one in self._of_weights[weights])
 
     def prefetch(self) -> None:
         """Load what is used next, nearest first, as far as nothing has to leave that is needed sooner."""
+        gathers = loads = 0
         for distance, use in self.timeline.upcoming(AHEAD):
+            gather = use.gathers
+            gathers += gather
+            if gathers > GATHERS_AHEAD:
+                return
             for item in use.items:
-                if item.block is None and item.exists and not self.cache.fetch(item, must=False, distance=distance):
-                    return
+                if item.block is None and item.exists:
+                    loads += gather
+                    if loads > LOADS_FOR_GATHERS or not self.cache.fetch(item, must=False, distance=distance):
+                        return
 
     # Those who look ---------------------------------------------------------------------------------------------------
 
     def wait_updated(self) -> None:
         """Let the current stream wait for all updates."""
         for item in self.weights.values():
-            self.lanes.compute.wait(item.ready)
-            item.known_to.add("compute")
+            self.lanes.compute.wait(item.updated)
         self.lanes.compute.wait(self.updated)
         self._gradients.clear()
 
@@ -232,14 +290,15 @@ class Core:
 
     def settle(self) -> None:
         """Block the host until everything is at home, and give up all places: homes are about to be written."""
-        self.wait_home(bucket.state for bucket in self.buckets)
+        self.wait_home([*(bucket.state for bucket in self.buckets), *self.weights.values()])
         self.cache.forget(list(self.cache.held))
 
     def abandon(self) -> None:
         """An exception has ended a step: forget what is on the device of buckets that were not updated."""
         if self.updated is not None:
             self.updated.synchronize()
-        self.cache.forget([item for item in self.cache.held if item in self.cache.pinned])
+        written = {item for bucket in self.done for item in bucket.streamed}
+        self.cache.forget([item for item in self.cache.held if item in self.cache.pinned and item not in written])
         self.cache.pinned, self.torn = (), None
         self.cache.flush()
         self.reset()

@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..state.store import StateStore
+from ..torch_compat.conversions import keep_in_place
 from ..torch_compat.fully_shard import abandon_backward, runs_in_backward, sharding_groups
 from ..torch_compat.spent_gradient import refuse_freed
 from .attached import CoreEngine
@@ -34,7 +35,12 @@ class ModelHooks:
         names = ("_before_gather", "_before_use", "_before_reduce", "_reduced", "_before_read", "_after_read")
         for number, group in enumerate(self._groups):
             self._undo.append(group.hook(*(partial(_call, hooks, name, number) for name in names)))
-        if engine.policy.runs_on_into_forward:
+        self._trains = True  # the gather under way is part of training
+        if engine.weights is not None:
+            streamed = [part.sharded for part in engine.weights.parts.values()]
+            owners = [module for one in streamed for module, _ in one.places()]
+            self._undo.append(keep_in_place(model, owners, [one.param for one in streamed], engine))
+        if engine.policy.runs_on_into_forward or engine.policy.parameters:
             for register in _state_dict_hooks(model):
                 self._undo.append(register(partial(_call, hooks, "_before_state_dict")).remove)
 
@@ -75,27 +81,41 @@ class ModelHooks:
 
     def _before_gather(self, number: int, stream: torch.Stream | None) -> None:
         engine = self._engine()
-        if engine is not None:
+        if engine is not None and not engine.streams(number):
             engine.core.gather(number, stream)
 
     def _before_use(self, number: int, in_backward: bool) -> None:
         engine = self._engine()
         if engine is not None and not in_backward and engine.core.done and runs_in_backward():
             engine.refuse_recomputation(number)
-        self._before_gather(number, None)  # also lets go of the gradients that the update has read
+        self._before_gather(number, None)
+        if engine is not None:
+            engine.core.uses(number)
 
     def _before_read(self, number: int, stream: torch.Stream | None, in_backward: bool) -> None:
-        """Nothing: the stream that reads has been told to wait."""
+        engine = self._engine()
+        if engine is not None and engine.streams(number):
+            assert engine.weights is not None
+            engine.core.gather(number, stream)
+            engine.weights.lend(number)
+            self._trains = in_backward or torch.is_grad_enabled()
 
     def _after_read(self, number: int, stream: torch.Stream | None) -> None:
         engine = self._engine()
-        if engine is not None:
+        if engine is not None and engine.streams(number):
+            assert engine.weights is not None
+            engine.weights.take_back(number)
+            engine.core.gathered(number, stream, counts=self._trains)
+        elif engine is not None:
             engine.core.gathered(number, stream)
 
     def _before_state_dict(self, *_: object) -> None:
         engine = self._engine()
         if engine is not None:
+            engine.steps.check_whole("model.state_dict()")
             engine.core.wait_updated()
+            if engine.weights is not None:
+                engine.wait_all_home()  # whoever reads parameters there does it on the host
 
     def _before_reduce(self, number: int) -> None:
         engine = self._engine()
@@ -131,4 +151,6 @@ def hook_model(
     if model is None or not engine.gathered & engine.names.keys():
         return None
     engine.loads_in_backward = True
+    if engine.policy.parameters:
+        engine.stream_parameters([group.sharded() for group in sharding_groups(model)])
     return ModelHooks(model, optimizer, engine, get_states)

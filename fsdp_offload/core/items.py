@@ -26,12 +26,35 @@ class Block:
 
 
 @dataclass(eq=False)
+class Pool:
+    """Blocks of one size, so that what comes fits where something else went.
+
+    Attributes:
+        nbytes: of each block.
+        count: how many there may be now.
+        made: how many there are, used or not.
+        free: those that no item has, the one that was freed first in front.
+        least, most: as few must be there, and more would be of no use.
+    """
+
+    nbytes: int
+    count: int
+    made: int = 0
+    free: list[Block] = field(default_factory=list)
+    least: int = 1
+    most: int = 1
+
+
+@dataclass(eq=False)
 class Item:
-    """Bytes with a home: the state of one bucket. Without ``home``: parameters that stay, of which only marks are kept.
+    """Bytes with a home: the state of one bucket, or the parameters of one group.
+
+    Without bytes: parameters that stay on the device, of which only marks are kept.
 
     Attributes:
         name: for people.
         nbytes: of its place.
+        pool: whose blocks it fits.
         home: host bytes, and the offset in the place to which they belong.
         fixed: parameters that stay, for lanes that look for races.
         wait_unread: blocks the host until no checkpoint's writer reads the home (R4, on the host).
@@ -42,6 +65,7 @@ class Item:
         kept: prefetches do not evict it, and it is stored only when somebody asks.
         at_home: R2: the last store.
         ready: R3: whoever filled or changed the place.
+        updated: the last update, wherever its bytes are by now.
         home_read: R4, by lane: who still reads the home.
         used: by lane: who has read the place since it was filled or changed.
         known_to: lanes that have waited for ``ready`` already.
@@ -51,6 +75,7 @@ class Item:
 
     name: str
     nbytes: int = 0
+    pool: Pool | None = None
     home: Sequence[tuple[Tensor, int]] = ()
     fixed: Sequence[Tensor] = ()
     wait_unread: Callable[[], None] = lambda: None
@@ -61,6 +86,7 @@ class Item:
     kept: bool = False
     at_home: Mark | None = None
     ready: Mark | None = None
+    updated: Mark | None = None
     home_read: dict[str, Mark] = field(default_factory=dict)
     used: dict[str, Mark] = field(default_factory=dict)
     known_to: set[str] = field(default_factory=set)
@@ -83,7 +109,8 @@ class Item:
 
     def written(self, mark: Mark) -> None:
         """Note that an update has changed the place, up to ``mark``: its home is older now, if it has one."""
-        self.ready, self.dirty, self.exists, self.exposed = mark, bool(self.nbytes), True, False
+        self.ready = self.updated = mark
+        self.dirty, self.exists, self.exposed = bool(self.nbytes), True, False
         self.used.clear()  # the update has waited for all of them
         self.known_to.clear()
 
@@ -104,3 +131,4 @@ class Use:
 
     name: object
     items: tuple[Item, ...]
+    gathers: bool = False

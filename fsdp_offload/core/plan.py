@@ -1,13 +1,12 @@
 """Worked out when parameters are added: bucket sizes, buckets and their items, blocks, and what is kept."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from ..policy import MIB
-from .cache import Cache, Pool
-from .items import Item, Use
+from .items import Item, Pool, Use
 
 LARGEST_BYTES, JOINED_BYTES = 512 * MIB, 64 * MIB
 """State of small groups is joined up to the one and of large groups cut at the other: few and large operations."""
@@ -29,7 +28,8 @@ class Bucket:
         groups: numbers of the groups of ``fully_shard`` that have their parameters.
         weights: what marks the parameters of these groups.
         params: the parameters of which it has a range.
-        bound: what the optimizer sees of it, by block.
+        streamed: what its update needs on the device: its state, and parameters that live on the host.
+        bound: what the optimizer sees of it, by the blocks of these.
     """
 
     number: int
@@ -37,11 +37,13 @@ class Bucket:
     groups: tuple[int, ...]
     weights: tuple[Item, ...]
     params: tuple[Tensor, ...] = ()
+    streamed: tuple[Item, ...] = field(init=False)
     use: Use = field(init=False)
     bound: dict[object, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.use = Use(self.number, (self.state,))
+        self.streamed = tuple(item for item in (self.state, *self.weights) if item.nbytes)
+        self.use = Use(self.number, self.streamed)
 
 
 def bucket_bytes_for(group_bytes: Iterable[int], device_bytes: int | None) -> int:
@@ -74,24 +76,56 @@ def joined_groups(together: Mapping[Tensor, int], group_bytes: Mapping[int, int]
     return {param: numbers[group] for param, group in together.items()}
 
 
-def make_pools(items: Sequence[Item], block_bytes: int, blocks: Callable[[int], int]) -> list[Pool]:
-    """Plan blocks of one size for all items; one that is much larger than the others has a block of its own.
+def make_pools(items: Sequence[Item], usual_bytes: int) -> list[Pool]:
+    """Plan blocks of one size for ``items`` of one kind; those that are much larger have a size of their own.
 
-    ``blocks``: how many blocks of a size are allowed.
+    ``usual_bytes``: what most of them have.
     """
-    sizes = sorted((item.nbytes for item in items), reverse=True)
-    usual = [size for size in sizes if size <= max(block_bytes * 3 // 2, 1)] or sizes
-    pools = [Pool(usual[0], min(len(usual), blocks(usual[0])))] if usual else []
-    if sizes and sizes[0] > usual[0]:
-        pools.append(Pool(sizes[0], 1))
+    sizes = [item.nbytes for item in items]
+    inside = [size for size in sizes if size <= usual_bytes * 3 // 2] or sizes
+    pools = []
+    for least, most in ((0, max(inside, default=0)), (max(inside, default=0), max(sizes, default=0))):
+        those = [item for item in items if least < item.nbytes <= most]
+        if those:
+            pools.append(Pool(most, 1, most=len(those)))
+            for item in those:
+                item.pool = pools[-1]
     return pools
 
 
-def choose_kept(buckets: Sequence[Bucket], cache: Cache) -> None:
-    """Keep the first buckets in forward order, which are needed first, and leave room for those that pass."""
-    pool = cache.pools[0] if cache.pools else None
-    inside = [bucket.state for bucket in buckets if bucket.state.nbytes and pool and bucket.state.nbytes <= pool.nbytes]
-    all_fit = pool is not None and pool.count >= len(inside)
-    left = len(inside) if all_fit or pool is None else max(0, pool.count - PASSING)
-    for item in inside:
-        item.kept, left = left > 0, left - 1
+def need(pools: Sequence[Pool], buckets: Iterable[Bucket]) -> None:
+    """Have as many blocks at least as one update needs: of parameters it may be about several groups."""
+    for bucket in buckets:
+        for pool in pools:
+            pool.least = max(pool.least, sum(item.pool is pool for item in bucket.streamed))
+
+
+def share_out(pools: Sequence[Pool], nbytes: int | None) -> None:
+    """Divide ``nbytes`` among ``pools``, those that profit most in front; ``None``: as few as do well.
+
+    Each has the least that there must be, whatever that takes. Then bytes pass through: one block is loaded, one used,
+    one stored. The rest is for what is kept.
+    """
+    left = 1 << 62 if nbytes is None else nbytes - sum(pool.least * pool.nbytes for pool in pools)
+    for pool in pools:
+        pool.count = pool.least
+    for limit in (PASSING, PASSING + 1) if nbytes is None else (PASSING, 1 << 30):
+        for pool in pools:
+            more = min(limit, pool.most) - pool.count
+            more = max(0, min(more, left // pool.nbytes))
+            pool.count += more
+            left -= more * pool.nbytes
+    if nbytes is None:
+        for pool in pools:
+            # Something leaves the device, however little there is.
+            pool.count = pool.least = max(pool.least, min(pool.count, pool.most - 1))
+
+
+def choose_kept(items: Sequence[Item]) -> None:
+    """Keep the first of ``items``, in forward order, which are needed first, and leave room for those that pass."""
+    left: dict[Pool, int] = {}
+    for item in items:
+        pool = item.pool
+        if pool is not None:
+            fits = left.setdefault(pool, pool.most if pool.count >= pool.most else max(0, pool.count - PASSING))
+            item.kept, left[pool] = fits > 0, fits - 1

@@ -21,7 +21,7 @@ def uses_core(capabilities: Capabilities, policy: OffloadPolicy, model: nn.Modul
     except NotImplementedError:  # this torch's fully_shard has other hook points
         return False
     not_yet = (
-        policy.parameters,
+        policy.parameters and not capabilities.elementwise,  # its updates see DTensors
         policy.host_fraction != 0,
         policy.snapshot_bytes != 0,
         policy.runs_on_into_forward and not in_groups,  # refused by the old engine, in its words

@@ -20,6 +20,7 @@ from ..state.store import StateStore
 from ..torch_compat.dtensor import local_shard
 from ..torch_compat.watched_gradient import bare
 from .plan import Bucket
+from .weights import Weights
 
 
 class BucketUpdates:
@@ -28,12 +29,14 @@ class BucketUpdates:
     Attributes:
         shared: what the buckets of this step share; ``None`` between steps.
         without_state: parameters that had none when the step began.
+        weights: parameters that live on the host.
         first: tells whether the first update of this step has written anything.
     """
 
     def __init__(self, cls: type[Optimizer], layouts: Layouts, plan: Plan, *, copies_options: bool) -> None:
         """Take the class. ``copies_options``: a scheduler may write hyperparameters before an update has read them."""
         self._layouts, self._plan, self._copies_options = layouts, plan, copies_options
+        self.weights: Weights | None = None
         self._conventions: Conventions = layouts.capabilities.conventions
         self.shadow = Shadow(cls)
         self.shared: SharedValues | None = None
@@ -70,12 +73,14 @@ class BucketUpdates:
         """Bind what an update needs now: when it runs, the user may have gone on."""
         assert self.shared is not None and self.logical is not None and self._states is not None
         block = bucket.state.block
-        bound: list[BoundRange] | None = bucket.bound.get(block)  # type: ignore[assignment]
+        blocks = tuple(item.block for item in bucket.streamed)
+        bound: list[BoundRange] | None = bucket.bound.get(blocks)  # type: ignore[assignment]
         if bound is None or not all(one.still_valid() for one in bound):
             if len(bucket.bound) > 32:
                 bucket.bound.clear()  # blocks that came and went
-            bound = self._plan.bind(bucket.number, None if block is None else block.memory)
-            bucket.bound[block] = bound
+            place = None if self.weights is None else self.weights.place
+            bound = self._plan.bind(bucket.number, None if block is None else block.memory, place)
+            bucket.bound[blocks] = bound
         read: list[Tensor] = []
         for one in bound:
             grad = self._conventions.gradient(one.shard.param)

@@ -535,8 +535,16 @@ class Plan:
         numbers = range(len(self._staged)) if numbers is None else numbers
         return sum(self._buckets[number].bucket.nbytes for number in numbers if self._staged[number].copies)
 
-    def bind(self, number: int, block: Tensor | None) -> list[BoundRange]:
-        """What the optimizer sees of a bucket whose slot is in this block of the ring."""
+    def bind(
+        self,
+        number: int,
+        block: Tensor | None,
+        weights_at: Callable[[Tensor, int, int], Tensor | None] | None = None,
+    ) -> list[BoundRange]:
+        """What the optimizer sees of a bucket whose slot is in this block of the ring.
+
+        ``weights_at``: the range of a parameter on the device, if that is not with its state.
+        """
         planned, staged = self._buckets[number], self._staged[number]
         bound = []
         for piece, offsets in zip(planned.bucket.ranges, planned.bucket.leaf_offsets, strict=True):
@@ -552,6 +560,8 @@ class Plan:
                 take = partial(leaf, block if block is not None else self._no_bytes, places)
                 values = slot_values(shard, piece.start, piece.stop, take)
                 weights = slot_weights(shard, piece.start, piece.stop, take)
+            if weights_at is not None:
+                weights = weights_at(shard.param, piece.start, piece.stop)
             bound.append(bind_range(shard, piece.start, piece.stop, values, weights))
         return bound
 

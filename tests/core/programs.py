@@ -87,6 +87,7 @@ class Program:
         self.reshard = rng.choice([None, None, False])
         self.mixed, self.two_groups, self.bare_root = rng.random() < 0.2, rng.random() < 0.3, rng.random() < 0.15
         self.clips, self.schedules = rng.random() < 0.25, rng.random() < 0.5
+        self.parameters = rng.random() < 0.5
         if self.bare_root and (dist.get_world_size() > 1 or self.micro > 1):
             self.bare_root = False
         self.mixed = self.mixed and not self.bare_root
@@ -126,7 +127,12 @@ class Program:
             optimizer.step()
             optimizer.zero_grad()
         if offloaded:
-            policy = OffloadPolicy(overlap=self.overlap, device_bytes=self.device_bytes, bucket_bytes=self.bucket_bytes)
+            policy = OffloadPolicy(
+                overlap=self.overlap,
+                device_bytes=self.device_bytes,
+                bucket_bytes=self.bucket_bytes,
+                parameters=self.parameters,
+            )
             attach(optimizer, model=model, policy=policy)
             engine = engine_of(optimizer)
             assert isinstance(engine, CoreEngine)
@@ -201,11 +207,10 @@ class Program:
         return seen
 
     def limit(self, engine: CoreEngine) -> int:
-        """What may be on the device: or the largest bucket that cannot be cut, twice."""
+        """What may be on the device: or what the largest update needs, where that is more."""
         if self.device_bytes == "auto":
             return 1 << 62
-        largest = max((bucket.state.nbytes for bucket in engine.core.buckets), default=0)
-        return max(self.device_bytes, 2 * largest)
+        return max(self.device_bytes, sum(pool.least * pool.nbytes for pool in engine.core.cache.pools))
 
 
 def local(value: Any) -> Any:
