@@ -109,8 +109,7 @@ class Core:
         if item.ready is not None and lane.name not in item.known_to:
             watch = self.stopwatch.waiting(stream) if self.stopwatch is not None else contextlib.nullcontext()
             with watch:
-                # R3: a load or an update may still be writing them. This wait *is* overlap="forward"
-                lane.wait(item.ready)
+                lane.wait(item.ready)  # R3: an update, or a load, may write them. This wait *is* overlap="forward"
             item.known_to.add(lane.name)
         lane.touch(reads=item.place())
 

@@ -5,7 +5,7 @@ import torch
 
 from fsdp_offload.core.cache import Cache, Pool
 from fsdp_offload.core.items import Item, Use
-from fsdp_offload.core.plan import Bucket, bucket_bytes_for, choose_kept, joined_groups, make_pools
+from fsdp_offload.core.plan import Bucket, bucket_bytes_for, choose_kept, joined_groups, make_pools, share_out
 from fsdp_offload.core.room import CALM, UNSETTLED, Reading, Room
 from fsdp_offload.core.timeline import NEVER, Reductions, Timeline
 
@@ -105,6 +105,8 @@ def cache_of(cycle: str, held: str, blocks: int, kept: str = "", come: str = "")
     lanes = DeferredLanes(0)
     cache = Cache(torch.device("cpu"), lanes, timeline)
     cache.pools = [Pool(8, blocks)]
+    for item in items.values():
+        item.pool = cache.pools[0]
     for name in held:
         items[name].home = [(torch.zeros(8, dtype=torch.uint8), 0)]
         cache.fetch(items[name])
@@ -187,15 +189,28 @@ def buckets_of(sizes: list[int]) -> list[Bucket]:
 )
 def test_the_first_buckets_are_kept_beside_three_that_pass(sizes: list[int], blocks: int, kept: str) -> None:
     buckets = buckets_of(sizes)
-    cache = Cache(torch.device("cpu"), DeferredLanes(0), Timeline())
-    cache.pools = make_pools([b.state for b in buckets if b.state.nbytes], 8, lambda nbytes: blocks)
-    choose_kept(buckets, cache)
+    items = [b.state for b in buckets if b.state.nbytes]
+    share_out(make_pools(items, 8), 8 * blocks)
+    choose_kept(items)
     assert "".join(b.state.name for b in buckets if b.state.kept) == kept
 
 
 def test_an_item_that_is_much_larger_has_a_block_of_its_own() -> None:
-    pools = make_pools([Item("a", 8), Item("b", 10), Item("c", 100)], 8, lambda nbytes: 64 // nbytes)
+    items = [Item("a", 8), Item("b", 10), Item("c", 100)]
+    pools = make_pools(items, 8)
+    share_out(pools, 64)
+    assert [(pool.nbytes, pool.count) for pool in pools] == [(10, 1), (100, 1)]  # as few as there must be
+    share_out(pools, 120)
     assert [(pool.nbytes, pool.count) for pool in pools] == [(10, 2), (100, 1)]
+    assert [item.pool for item in items] == [pools[0], pools[0], pools[1]]
+
+
+def test_what_is_in_front_gets_more_blocks() -> None:
+    first, second = Pool(10, 1, most=9), Pool(10, 1, most=9)
+    for nbytes, counts in ((0, (1, 1)), (40, (3, 1)), (60, (3, 3)), (90, (6, 3)), (130, (9, 4)), (None, (4, 4))):
+        first.least = second.least = 1
+        share_out([first, second], nbytes)
+        assert (first.count, second.count) == counts, nbytes
 
 
 def settled(room: Room) -> None:

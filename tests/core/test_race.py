@@ -17,9 +17,8 @@ from torch import Tensor
 
 from fsdp_offload.core import cache as cache_module
 from fsdp_offload.core import engine as engine_module
-from fsdp_offload.core.cache import Pool
 from fsdp_offload.core.items import Item
-from fsdp_offload.core.plan import ELSEWHERE, Bucket, choose_kept
+from fsdp_offload.core.plan import ELSEWHERE, Bucket, make_pools, need
 
 from .deferred import DeferredLanes
 
@@ -31,6 +30,7 @@ class Counting:
 
     def __init__(self, weights: dict[int, Tensor], grads: dict[int, Tensor]) -> None:
         self.weights, self.grads = weights, grads
+        self.marks: dict[int, Item] = {}
 
     def begin(self) -> bool:
         return True
@@ -39,15 +39,21 @@ class Counting:
         grads = [self.grads[group] for group in bucket.groups]
         memory = bucket.state.block.memory[: bucket.state.nbytes].view(torch.int64)
         creates = not bucket.state.exists
+        places = [self.place(group) for group in bucket.groups]
 
         def job() -> None:
             if creates:
                 memory.zero_()
             memory.add_(1)
-            for group, grad in zip(bucket.groups, grads, strict=True):
-                self.weights[group].add_(grad)
+            for place, grad in zip(places, grads, strict=True):
+                place.add_(grad)
 
         return grads, job
+
+    def place(self, group: int) -> Tensor:
+        """Where parameters of a group are on the device now."""
+        item = self.marks[group]
+        return self.weights[group] if item.block is None else item.block.memory[:16].view(torch.int64)
 
 
 @dataclass
@@ -64,10 +70,19 @@ class Trial:
         self.overlap = rng.choice(MODES)
         self.weights = {g: torch.zeros(2, dtype=torch.int64) for g in range(self.groups)}
         self.grads = {g: torch.zeros(2, dtype=torch.int64) for g in range(self.groups)}
-        self.core = self.core_class(self.lanes, torch.device("cpu"), self.overlap, Counting(self.weights, self.grads))
+        self.updates = Counting(self.weights, self.grads)
+        self.core = self.core_class(self.lanes, torch.device("cpu"), self.overlap, self.updates)
+        self.core.frees_gradients = rng.random() < 0.5
         if self.elsewhere:
             self.weights[ELSEWHERE] = torch.zeros(2, dtype=torch.int64)
-        marks = {g: Item(f"w{g}", fixed=[weights]) for g, weights in self.weights.items()}
+        self.streams = {g for g in range(self.groups) if rng.random() < 0.8} if rng.random() < 0.6 else set()
+        self.marks = marks = self.updates.marks = {
+            g: Item(f"w{g}", 16, home=[(weights.view(torch.uint8), 0)], version=lambda g=g: self.weight_versions[g])
+            if g in self.streams
+            else Item(f"w{g}", fixed=[weights])
+            for g, weights in self.weights.items()
+        }
+        self.weight_versions = dict.fromkeys(self.weights, 0)
         self.homes, buckets = [], []
         for g in range(self.groups + self.elsewhere):
             home = torch.zeros(16, dtype=torch.uint8)
@@ -76,36 +91,44 @@ class Trial:
             pieces = [(home[:cut], 0), *([(home[cut:], cut)] if cut < 16 else [])]
             joined = (g, g - 1) if g and rng.random() < 0.2 else (g,)
             joined = joined if g < self.groups else (ELSEWHERE,)
-            item = Item(f"s{g}", 16, pieces, exists=False, version=lambda g=g: self.versions[g])
+            item = Item(f"s{g}", 16, home=pieces, exists=False, version=lambda g=g: self.versions[g])
             buckets.append(Bucket(g, item, joined, tuple(marks[one] for one in joined)))
         self.versions = [0] * len(buckets)
         self.counts = dict.fromkeys(self.weights, 0)  # updates of each group's parameters
         self.core.take(buckets, marks)
-        self.pool = Pool(16, rng.randint(1, self.groups + 1))
-        self.core.cache.pools = [self.pool]
-        choose_kept(buckets, self.core.cache)
+        streamed = [marks[g] for g in self.streams]
+        pools = [*make_pools([bucket.state for bucket in buckets], 16), *make_pools(streamed, 16)]
+        need(pools, buckets)
+        for pool in pools:
+            pool.count = rng.randint(pool.least, self.groups + 2)
+        self.pools = self.core.cache.pools = pools
+        self.core.choose_kept()
         if rng.random() < 0.5:  # more is kept than the rule would
-            for bucket in buckets:
-                bucket.state.kept = rng.random() < 0.3
+            for item in [*(bucket.state for bucket in buckets), *streamed]:
+                item.kept = rng.random() < 0.3
         self.state = [0] * len(buckets)
+        self.buffers: list[Tensor] = []
         self.saves: list[tuple[Tensor, int, Any]] = []
 
-    def gather(self, g: int) -> None:
-        stream = object() if self.random.random() < 0.2 else None
+    def gather(self, g: int, *, counts: bool = True) -> None:
+        stream = object() if self.random.random() < (0.6 if g in self.streams else 0.2) else None
         if stream is not None and self.overlap == "step":
             self.lanes.on(stream).wait(self.lanes.compute.mark())  # as fully_shard does before its first gather
         self.core.gather(g, stream)
-        lane = self.lanes.on(stream)
+        lane, place = self.lanes.on(stream), self.updates.place(g)
         if stream is None:
-            assert self.weights[g].tolist() == [self.counts[g]] * 2, (self.seed, g)
+            assert place.tolist() == [self.counts[g]] * 2, (self.seed, g)
         else:
-            seen, expected = self.weights[g], [self.counts[g]] * 2
+            seen, expected = place, [self.counts[g]] * 2
 
             def read() -> None:
                 assert seen.tolist() == expected, (self.seed, g)
 
             lane.run(read, reads=[seen])
-        self.core.gathered(g, stream)
+        self.core.gathered(g, stream, counts=counts)
+        if stream is not None and g in self.streams:
+            self.lanes.compute.wait(lane.mark())  # it uses what has been gathered
+        self.core.uses(g)
         if stream is not None and self.overlap == "step":
             self.lanes.compute.wait(lane.mark())  # it uses what has been gathered
 
@@ -113,8 +136,7 @@ class Trial:
         """The gradient is written on a stream of its own, behind compute and whoever may still read the last one."""
         lanes = self.lanes
         lanes.reduce.wait(lanes.compute.mark())
-        self.grads[g] = grad = torch.zeros(2, dtype=torch.int64)
-        lanes.world.forget(grad)
+        self.grads[g] = grad = self.new_gradient()
         lanes.reduce.run(lambda: grad.fill_(1), writes=[grad])
         event = lanes.reduce.mark()
         if self.overlap != "iteration":
@@ -122,7 +144,21 @@ class Trial:
         before = set(self.core.done)
         self.core.reduced(g, event)
         self.note(before)
+        if self.core.frees_gradients:
+            for group in {group for bucket in self.core.done for group in bucket.groups}:
+                if all(bucket in self.core.done for bucket in self.core.buckets if group in bucket.groups):
+                    self.grads.pop(group, None)
         self.events.append(event)
+
+    def new_gradient(self) -> Tensor:
+        """Memory that nobody holds any more: an update may still be reading it."""
+        held = [*self.grads.values(), *(grad for some in self.core._gradients.values() for grad in some)]
+        free = [one for one in self.buffers if not any(one is other for other in held)]
+        if not free:
+            free.append(torch.zeros(2, dtype=torch.int64))
+            self.lanes.world.forget(free[0])
+            self.buffers += free
+        return self.random.choice(free)
 
     def note(self, before: set[Bucket]) -> None:
         for bucket in self.core.done.keys() - before:
@@ -133,18 +169,22 @@ class Trial:
     def iteration(self) -> None:  # noqa: C901  # one iteration, top to bottom
         rng, core = self.random, self.core
         order, self.events = list(range(self.groups)), []
+        self.grads.clear()
         if rng.random() < 0.1:
             rng.shuffle(order)
         for g in order:
             self.gather(g)
         if rng.random() < 0.4:
-            core.cache.resize(self.pool, rng.randint(1, self.groups + 1))
+            self.resize()
+        if rng.random() < 0.2:  # an evaluation of a part
+            for g in rng.sample(order, rng.randint(0, len(order))):
+                self.gather(g, counts=False)
         for g in reversed(order):
             self.gather(g)
             self.reduce(g)
         self.lanes.compute.wait(*self.events)
         for g in order:  # clipping: gradients of what has not been updated are written on compute
-            if self.overlap != "iteration" and rng.random() < 0.3:
+            if g in self.grads and self.overlap != "iteration" and rng.random() < 0.3:
                 grad = self.grads[g]
                 self.lanes.compute.run(lambda grad=grad: grad.mul_(1), reads=[grad], writes=[grad])
         if self.elsewhere:
@@ -160,7 +200,7 @@ class Trial:
             assert self.weights[ELSEWHERE].tolist() == [self.counts[ELSEWHERE]] * 2
         if self.overlap == "step":
             for g in order:
-                assert self.weights[g].tolist() == [self.counts[g]] * 2
+                assert self.updates.place(g).tolist() == [self.counts[g]] * 2 or g in self.streams
         if rng.random() < 0.3:
             core.cache.flush()
         if rng.random() < 0.3:
@@ -170,7 +210,11 @@ class Trial:
         if rng.random() < 0.2:
             core.cache.release()
         elif rng.random() < 0.3:
-            core.cache.resize(self.pool, rng.randint(1, self.groups + 1))
+            self.resize()
+
+    def resize(self) -> None:
+        pool = self.random.choice(self.pools)
+        self.core.cache.resize(pool, self.random.randint(pool.least, self.groups + 2))
 
     def look(self) -> None:
         """Somebody reads homes on the host, and may write them, at once or later."""
@@ -185,6 +229,15 @@ class Trial:
                 self.versions[bucket.number] += 1
                 if self.random.random() < 0.5:
                     self.core.prefetch()
+        for g in self.streams:
+            if self.random.random() < 0.3:
+                self.core.wait_home([self.marks[g]])
+                assert self.weights[g].tolist() == [self.counts[g]] * 2, (self.seed, g)
+                if self.random.random() < 0.5:
+                    home = self.weights[g]
+                    self.lanes.world.on_host(lambda home=home: home.add_(100), [home])
+                    self.counts[g] += 100
+                    self.weight_versions[g] += 1
 
     def save(self) -> None:
         """A checkpoint's writer reads homes while training goes on."""
@@ -207,7 +260,7 @@ class Trial:
         for _ in range(self.random.randint(2, 6)):
             self.iteration()
         self.core.wait_updated()
-        self.core.wait_home(bucket.state for bucket in self.core.buckets)
+        self.core.wait_home([*(bucket.state for bucket in self.core.buckets), *self.marks.values()])
         for number in range(len(self.homes)):
             self.check_home(number)
         for g, weights in self.weights.items():
@@ -225,6 +278,17 @@ def test_random_programs_have_no_race_and_every_number_is_right(first):
 
 MUTANTS = {
     "R1: a load does not wait for the last users of its block": ("cache", "load.wait(*block.free)", "pass"),
+    "R1: the memory of a gradient may still be read": ("engine", "self.lanes.compute.wait(mark)", "pass"),
+    "R1: a gradient is let go before its update has ended": (
+        "engine",
+        "self.lanes.compute.wait(item.updated)\n                del",
+        "pass\n                del",
+    ),
+    "what somebody wrote at home is not gathered": (
+        "engine",
+        "            self.cache.fetch(item)\n        if item.ready",
+        "            item.block or self.cache.fetch(item)\n        if item.ready",
+    ),
     "R1: an update does not wait for readers": ("engine", "lane.wait(*item.used.values())", "pass"),
     "R1: a gather's read is not noted": ("engine", "item.used[lane.name] = lane.mark()", "lane.mark()"),
     "R1: a store's read is not noted": (
@@ -240,8 +304,8 @@ MUTANTS = {
     "R2: whoever looks does not wait": ("engine", "item.at_home.synchronize()", "pass"),
     "R3: a gather does not wait for the update": (
         "engine",
-        "lane.wait(item.ready)  # R3: an update may",
-        "pass  # may",
+        "lane.wait(item.ready)  # R3: an update",
+        "pass  # an update",
     ),
     "R3: an update does not wait for the load": ("engine", "lane.wait(item.ready)  # R3: loads", "pass  # loads"),
     "R3: a store does not wait for the update": ("cache", "store.wait(item.ready)", "pass"),
@@ -253,7 +317,7 @@ MUTANTS = {
     "an update in step() does not wait for clipping": ("engine", "lane.wait(self.stepping)", "pass"),
     "step() does not wait for updates": (
         "engine",
-        "self.lanes.compute.wait(item.ready)\n\n    def end",
+        "self.lanes.compute.wait(item.updated)\n\n    def end",
         "pass\n\n    def end",
     ),
     "what somebody wrote at home is not loaded": ("cache", "if item.is_fresh():", "if True:"),
