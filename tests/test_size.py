@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 LIMITS = {
-    "fsdp_offload": 26_200,  # on its way to 12,000; of it 1,900 are the new core, beside the old one until it does all
+    "fsdp_offload": 26_600,  # on its way to 12,000; of it 2,200 are the new core, beside the old one until it does all
     "fsdp_offload/api": 1_700,
     "fsdp_offload/checkpoint": 3_400,
     "fsdp_offload/core": 3_000,
@@ -23,10 +23,10 @@ LIMITS = {
     "fsdp_offload/plan": 2_350,  # on its way to 1,400
     "fsdp_offload/planning": 1_200,
     "fsdp_offload/state": 600,
-    "fsdp_offload/torch_compat": 1_650,
+    "fsdp_offload/torch_compat": 1_700,  # a gradient whose zeros are put off is a stand-in that can be cleared
     "checkpoint_tools": 12_500,  # on its way to 5,500
     "examples/benchmarks": 2_000,
-    "tests": 54_500,  # on its way to 22,000
+    "tests": 53_700,  # on its way to 22,000
 }
 FEWER = 0.9
 """A limit that is this far above what it limits is lowered."""
