@@ -422,9 +422,11 @@ def _misplaced(loop: Loop) -> list[str]:
     case, plan = loop.case, engine_of(loop.optimizer).plan
     if case.parameters:
         return not_at_home(loop.model, loop.optimizer)
-    # One bucket's worth is for state that the optimizer is just creating.
+    # One bucket's worth is for state that the optimizer is just creating. A range that may not be cut is never less.
     taken = plan.ring_bytes + BUCKET_BYTES + plan.resident_bytes
-    fits = case.device_bytes == "auto" or "whole" in case.made.traits or taken <= SMALL_BYTES
+    largest = max((plan[number].bucket.nbytes for number in range(plan.bucket_count)), default=0)
+    fits = case.device_bytes == "auto" or "whole" in case.made.traits
+    fits = fits or taken <= max(SMALL_BYTES, largest + BUCKET_BYTES)
     return [] if fits else [f"{taken} bytes of the device are taken"]
 
 
