@@ -33,7 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine": {"policy", "torch_compat", "planning", "device", "state", "optimizers"},
     "cpu_update": {"policy", "torch_compat", "planning", "device", "state", "optimizers", "engine"},
     "model": {"policy", "torch_compat", "planning", "device", "state", "optimizers", "engine"},
-    "core": {"policy", "torch_compat", "device", "state", "optimizers", "engine"},
+    "core": {"policy", "torch_compat", "device", "planning", "state", "optimizers", "engine"},
     "report": {"policy", "planning", "device", "state", "engine"},
     "api": {
         *("policy", "torch_compat", "planning", "device", "state", "optimizers"),
