@@ -53,6 +53,7 @@ class Pipeline:
         host: who updates those of them that are the host's. They never move, but everything here waits for them.
         iteration: how long iterations take, and how long the compute stream stands still in them.
         before_load: called with the number of a bucket when its load is about to be issued.
+        moved: from when on resident state is where it is: the end of its last copies to the host or back.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Pipeline:
         self.buckets: list[StagedBucket] = []
         self.host = host
         self.before_load: Callable[[int], None] | None = None
+        self.moved: Mark | None = None
         self.weights: Weights | None = None
         self._link = link
         self.number = next(_pipeline_numbers)
@@ -132,7 +134,8 @@ class Pipeline:
             store.wait(self._lanes["C"].mark())  # the user may have written state there
             for home, source in copies:
                 store.copy(home, source)
-            return store.mark()
+            self.moved = store.mark()
+        return self.moved
 
     def copy_up(self, copies: Iterable[tuple[Tensor, Tensor]]) -> Mark:
         """Load ``(to the device, from the host)``, all ``uint8``, ahead of the updates that are issued from now on.
@@ -145,9 +148,9 @@ class Pipeline:
             load.wait(self._lanes["S"].mark())
             for target, home in copies:
                 load.copy(target, home)
-            mark = load.mark()
-        self._before_updates.append(mark)
-        return mark
+            self.moved = load.mark()
+        self._before_updates.append(self.moved)
+        return self.moved
 
     def keep_aside(self, copies: Sequence[Copy], reuse: Mark | None, *, after_compute: bool) -> Mark:
         """Store ``(to the host, from parameters)`` as the updates that were issued have left them.

@@ -113,13 +113,16 @@ class Window:
         self._entries[number] = entry
         if in_backward and self.held_for_updates:
             entry.held = set(self._buckets(number))
-        if stream is None:
-            with self._pipeline.iteration.waiting():
-                self._lanes["C"].wait(entry.loaded)
-        else:
-            wait_on(stream, self._lanes["C"], entry.loaded)
-        for weights in self.groups[number]:
-            own = self._own(weights)
+        owned = [self._own(weights) for weights in self.groups[number]]
+        # What is not copied may be on its way back, with no update before this gather.
+        back = self._pipeline.moved if any(own is not None for own in owned) else None
+        for mark in (entry.loaded, back):
+            if mark is not None and stream is None:
+                with self._pipeline.iteration.waiting():
+                    self._lanes["C"].wait(mark)
+            elif mark is not None:
+                wait_on(stream, self._lanes["C"], mark)
+        for weights, own in zip(self.groups[number], owned, strict=True):
             weights.lend(entry.views[weights.param] if own is None else own)
 
     def take_back(self, number: int, stream: torch.Stream | None) -> None:
@@ -331,6 +334,8 @@ class Window:
         self._wait_until_free(begin, begin + nbytes)
         for bucket in self._buckets(number):
             self._wait_stored(bucket, loads)
+        if self._pipeline.moved is not None:  # resident parameters that have left may still be on their way
+            loads.wait(self._pipeline.moved)
         views, pieces, at = {}, [], begin - block
         for weights in inside:
             home = _flat(local_shard(weights.param))

@@ -21,6 +21,7 @@ from fsdp_offload.engine.bucket import StagedBucket
 from fsdp_offload.engine.executor import Pipeline
 from fsdp_offload.engine.window import Window
 from fsdp_offload.planning.device_share import DeviceShare
+from fsdp_offload.torch_compat.sharded_parameter import ShardedParameter
 from tests.cpu.test_pipeline_order import Access, History, RaceError, RecordedLane, RecordedMark, Stream, reads, writes
 from tests.overlapping import POLICIES, Loop, Net, adamw, look, same
 from tests.policies import with_share
@@ -127,6 +128,8 @@ def noted_update(history: Memories, plain: Callable[..., None]) -> Callable[...,
 
 def noted_gather(history: Memories, plain: Callable[..., None]) -> Callable[..., None]:
     def method(self: Window, number: int, stream: torch.Stream | None) -> None:
+        kept = (self._own(weights) for weights in self.groups[number])
+        history.note(f"gather {number}", [one for one in kept if one is not None], reads)
         history.note(f"gather {number}", list(self._entries[number].views.values()), reads)
         plain(self, number, stream)
 
@@ -184,6 +187,54 @@ def test_no_race_where_a_load_ahead_meets_the_update(
             loop.model.reshard()
             loop.step()
     assert same(*loops)
+
+
+def train_and_leave(loop: Loop, *, release: bool) -> Loop:
+    """What stays on the device leaves it, for evaluations; it comes back by itself, or beside one more."""
+    for step in range(8):
+        loop.backward(step, extra=step != 5)
+        loop.step()
+        if hasattr(loop.optimizer, "offload_states") and step % 2:
+            loop.optimizer.offload_states()
+            if release:
+                loop.optimizer.release_states()
+        look(loop)
+        if hasattr(loop.optimizer, "reload_states") and step % 4 == 3:
+            loop.optimizer.reload_states()
+        look(loop)
+    return loop
+
+
+@pytest.fixture(params=["gathers", "loads"])
+def read_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who reads the memory to which something has left: with an accelerator, loads into the window."""
+    own = Window._own
+
+    def copied(self: Window, weights: ShardedParameter) -> Tensor | None:
+        shard = self._plan.shards.get(weights.param)
+        return None if shard is not None and shard.home in shard.host_places else own(self, weights)
+
+    if request.param == "loads":
+        monkeypatch.setattr(Window, "_own", copied)
+
+
+@EVERY_POLICY
+@pytest.mark.parametrize(("release", "holds_all"), [(False, False), (True, False), (False, True)])
+@pytest.mark.usefixtures("read_by")
+def test_no_race_where_what_stays_leaves(
+    mesh: DeviceMesh,
+    history: Memories,
+    monkeypatch: pytest.MonkeyPatch,
+    fields: dict[str, Any],
+    release: bool,
+    holds_all: bool,
+) -> None:
+    """It is read where it is going, or where it comes back to; beside what the window has loaded before that, too."""
+    if holds_all:
+        monkeypatch.setattr(DeviceShare, "window_bytes", lambda self, nbytes: 2 * sum(nbytes))
+    policy = with_share(bucket_bytes=2048, passing=5 * 2048, staying=20_000, parameters=True, **fields)
+    loop = train_and_leave(Loop(mesh, adamw, policy, net=net), release=release)
+    assert same(train_and_leave(Loop(mesh, adamw, None, net=net), release=release), loop)
 
 
 # What each wait is for -------------------------------------------------------------------------------------------
