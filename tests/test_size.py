@@ -16,7 +16,7 @@ LIMITS = {
     "fsdp_offload/core": 3_000,
     "fsdp_offload/cpu_update": 1_300,
     "fsdp_offload/device": 1_300,
-    "fsdp_offload/engine": 5_000,
+    "fsdp_offload/engine": 5_050,  # one more wait: gathers of what comes back
     "fsdp_offload/integrations": 400,
     "fsdp_offload/model": 1_750,
     "fsdp_offload/optimizers": 3_300,
@@ -26,7 +26,7 @@ LIMITS = {
     "fsdp_offload/torch_compat": 1_700,  # a gradient whose zeros are put off is a stand-in that can be cleared
     "checkpoint_tools": 12_500,  # on its way to 5,500
     "examples/benchmarks": 2_000,
-    "tests": 53_700,  # on its way to 22,000
+    "tests": 53_800,  # on its way to 22,000
 }
 FEWER = 0.9
 """A limit that is this far above what it limits is lowered."""
