@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from ..state.store import StateStore
 from ..torch_compat.conversions import keep_in_place
 from ..torch_compat.fully_shard import abandon_backward, runs_in_backward, sharding_groups
-from ..torch_compat.spent_gradient import refuse_freed
+from ..torch_compat.spent_gradient import lift_zeroed, put_zeroed_back, refuse_freed
 from .attached import CoreEngine
 
 GetStates = Callable[[Optimizer], StateStore]
@@ -41,8 +41,8 @@ class ModelHooks:
             owners = [module for one in streamed for module, _ in one.places()]
             self._undo.append(keep_in_place(model, owners, [one.param for one in streamed], engine))
         if engine.policy.runs_on_into_forward or engine.policy.parameters:
-            for register in _state_dict_hooks(model):
-                self._undo.append(register(partial(_call, hooks, "_before_state_dict")).remove)
+            for register, name in _state_dict_hooks(model):
+                self._undo.append(register(partial(_call, hooks, name)).remove)
 
     def remove(self) -> None:
         """Take the hooks away."""
@@ -113,6 +113,11 @@ class ModelHooks:
         engine = self._engine()
         if engine is not None:
             engine.steps.check_whole("model.state_dict()")
+        self._before_load()
+
+    def _before_load(self, *_: object) -> None:
+        engine = self._engine()
+        if engine is not None:
             engine.core.wait_updated()
             if engine.weights is not None:
                 engine.wait_all_home()  # whoever reads parameters there does it on the host
@@ -122,8 +127,10 @@ class ModelHooks:
         if engine is not None and engine.core.done:
             engine.refuse_second_backward(number)
         refuse_freed(self._groups[number].params)
+        lift_zeroed(self._groups[number].params)
 
     def _reduced(self, number: int, event: object) -> None:
+        put_zeroed_back(self._groups[number].params)
         optimizer, engine = self._optimizer(), self._engine()
         if optimizer is None or engine is None:
             return
@@ -131,11 +138,11 @@ class ModelHooks:
         engine.reduced(number, event if engine.device.type != "cpu" else None, optimizer, self._get_states(optimizer))
 
 
-def _state_dict_hooks(model: nn.Module) -> Iterator[Callable[..., Any]]:
+def _state_dict_hooks(model: nn.Module) -> Iterator[tuple[Callable[..., Any], str]]:
     """Also of parts of the model, whose state dict may be asked for by itself."""
     for module in model.modules():
-        yield module.register_state_dict_pre_hook
-        yield module.register_load_state_dict_pre_hook
+        yield module.register_state_dict_pre_hook, "_before_state_dict"
+        yield module.register_load_state_dict_pre_hook, "_before_load"
 
 
 def _call(hooks: "weakref.ref[ModelHooks]", method: str, *args: Any) -> None:

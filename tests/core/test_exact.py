@@ -3,11 +3,17 @@
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
+from fsdp_offload import OffloadPolicy
 from fsdp_offload.core.switch import VARIABLE
-from tests.core.programs import check
+from fsdp_offload.engine.engine import engine_of
+from tests.core.programs import check, local
 from tests.distributed.launch import DEVICE_TYPE, spawn
+from tests.parity import attach
 
 
 @pytest.fixture(autouse=True)
@@ -18,6 +24,42 @@ def core(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("seed", range(40))
 def test_random_program(mesh: DeviceMesh, seed: int) -> None:
     check(seed, mesh)
+
+
+def trained(mesh: DeviceMesh, *, offloaded: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Two blocks that have trained for six steps; gradients are zeroed, and not cleared."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    for block in model:
+        fully_shard(block, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if offloaded:
+        policy = OffloadPolicy(parameters=True, overlap="iteration")
+        attach(optimizer, model=model, policy=policy)
+    for step in range(6):
+        model(torch.full((2, 8), float(step))).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    return model, optimizer
+
+
+def values(model: nn.Module) -> list[Tensor]:
+    return [local(value) for value in model.state_dict().values()]
+
+
+def test_gradients_may_be_zeroed_instead_of_cleared(mesh: DeviceMesh) -> None:
+    (plain, _), (ours, optimizer) = (trained(mesh, offloaded=one) for one in (False, True))
+    assert engine_of(optimizer)._clean_steps > 0, "updates have not begun in the backward"
+    assert all(map(torch.equal, values(plain), values(ours)))
+
+
+def test_after_a_failed_step_a_model_is_not_saved_but_loaded(mesh: DeviceMesh) -> None:
+    model, optimizer = trained(mesh, offloaded=True)
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    engine_of(optimizer).steps.failure = "an earlier step() stopped"
+    with pytest.raises(RuntimeError, match=r"model.state_dict\(\) refused"):
+        model.state_dict()
+    model.load_state_dict(saved)
 
 
 def run_programs(rank: int, world_size: int, first: int, last: int) -> None:
