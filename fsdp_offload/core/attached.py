@@ -2,7 +2,7 @@
 
 import logging
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ..device.bucket_times import StepTimes
 from ..device.host_limits import check_host_memory
-from ..engine.engine import Engine
+from ..engine.engine import Engine, is_frozen
 from ..engine.lending import Lending
 from ..engine.step import scaler_decides
 from ..optimizers import Capabilities
@@ -42,7 +42,7 @@ from .plan import (
 )
 from .room import Room, Stopwatch
 from .updates import BucketUpdates
-from .weights import Weights, own_groups
+from .weights import Weights
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +86,10 @@ class CoreEngine(Engine):
         self.policy = policy
         self.gathered = together.keys()
         self._together, self._bucket_bytes = together, bucket_bytes
+        self._params_of: dict[int, list[Tensor]] = defaultdict(list)
+        for param, number in together.items():
+            if param in names:
+                self._params_of[number].append(param)
         self._updates = BucketUpdates(cls, self.layouts, self.plan, copies_options=policy.runs_on_into_forward)
         lanes = Lanes(self._link, serial=policy.serial)
         self.core = Core(lanes, device, policy.overlap, self._updates)
@@ -115,7 +119,8 @@ class CoreEngine(Engine):
         Raises:
             MemoryError: host memory does not suffice.
         """
-        weights = Weights(list(own_groups(groups, self.names)), partial(_wait_parameter, weakref.ref(self)))
+        own = [[one for one in group if one.param in self.names or is_frozen(one)] for group in groups]
+        weights = Weights(own, partial(_wait_parameter, weakref.ref(self)))
         held_bytes = sum(region.nbytes for region in self.plan.regions)
         check_host_memory(weights.nbytes, self.policy.host_limit_bytes, held_bytes)
         weights.move_home(self.device, pin=self.pinned)
@@ -331,8 +336,7 @@ class CoreEngine(Engine):
             before = set(core.done)
             with torch.no_grad():
                 # A group may be reduced without some of its parameters: for these no other gradient comes.
-                group = [param for param in self.plan.shards if self._together.get(param) == number]
-                if core.frees_gradients and self._make_zeroed_gradients(group):
+                if core.frees_gradients and self._make_zeroed_gradients(self._params_of[number]):
                     core.lanes.compute.wait(core.lanes.event(event))
                     event = None  # but the point that compute has reached, which writes the zeros
                 core.reduced(number, event)
@@ -497,7 +501,7 @@ class CoreEngine(Engine):
         self.core.wait_home(self._items_of([] if shard is None else [shard]))
 
     def wait_parameter_home(self, param: Tensor) -> None:
-        """Block the host until a parameter is at home."""
+        """Block the host until the home of a parameter that streams is up to date."""
         if self.weights is not None:
             self.core.wait_home([self.weights.parts[param].item])
 

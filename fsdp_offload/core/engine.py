@@ -255,13 +255,12 @@ class Core:
         """Load what is used next, nearest first, as far as nothing has to leave that is needed sooner."""
         gathers = loads = 0
         for distance, use in self.timeline.upcoming(AHEAD):
-            gather = use.gathers
-            gathers += gather
+            gathers += use.gathers
             if gathers > GATHERS_AHEAD:
                 return
             for item in use.items:
                 if item.block is None and item.exists:
-                    loads += gather
+                    loads += use.gathers
                     if loads > LOADS_FOR_GATHERS or not self.cache.fetch(item, must=False, distance=distance):
                         return
 

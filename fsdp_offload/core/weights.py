@@ -1,18 +1,18 @@
 """Parameters that live on the host: for each group of ``fully_shard`` one item, whose place its gathers read.
 
-A group's parameters lie at home as they lie in the place, each padded as a gather reads it, so that a load is one copy.
+The home of a group has the layout of its place, each parameter padded as a gather reads it, so that a load is one copy.
 Frozen parameters of the model are among them; those that another optimizer updates stay where they are.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..device.arena import Region
-from ..planning.buckets import BREAK_BYTES, PAGE_BYTES, aligned
+from ..planning.buckets import HomeOffsets, ShardSpec
 from ..torch_compat.dtensor import local_shard, version_of
 from ..torch_compat.homed import uses_of
 from ..torch_compat.sharded_parameter import ShardedParameter
@@ -20,7 +20,7 @@ from .items import Item
 
 
 class Part(NamedTuple):
-    """Where in the place of ``item`` a parameter begins."""
+    """A parameter, and its offset in the place of ``item``."""
 
     item: Item
     offset: int
@@ -37,29 +37,25 @@ class Weights:
     """
 
     def __init__(self, groups: Sequence[Sequence[ShardedParameter]], wait: Callable[[Tensor], None]) -> None:
-        """Plan where ``groups`` will lie. ``wait``: blocks the host until a parameter is at home."""
+        """Plan the homes of ``groups``. ``wait`` blocks the host until that of a parameter is up to date."""
         self.items: dict[int, Item] = {}
         self.parts: dict[Tensor, Part] = {}
         self.groups = groups
         self.region: Region | None = None
-        self.breaks: list[int] = []
         self._begins: dict[int, int] = {}
-        end = 0
+        self._homes = homes = HomeOffsets([_spec(one) for group in groups for one in group])
+        shards = itertools.count()
         for number, group in enumerate(groups):
             if not group:
                 continue
-            begin = end = aligned(end)
             item = Item(f"parameters of group {number}", version=_versions([one.param for one in group]))
-            for one in group:
-                if end - (self.breaks or [0])[-1] >= BREAK_BYTES:
-                    end = aligned(end, PAGE_BYTES)
-                    self.breaks.append(end)
+            offsets = [homes.of_shard(next(shards))[0] for _ in group]
+            for one, offset in zip(group, offsets, strict=True):
                 one.wait = wait
-                self.parts[one.param] = Part(item, end - begin, one)
-                end += aligned(one.padded_numel * local_shard(one.param).itemsize)
-            item.nbytes = end - begin
-            self.items[number], self._begins[number] = item, begin
-        self.nbytes = end
+                self.parts[one.param] = Part(item, offset - offsets[0], one)
+            item.nbytes = homes.nbytes - offsets[0]
+            self.items[number], self._begins[number] = item, offsets[0]
+        self.nbytes = homes.nbytes
 
     def move_home(self, device: torch.device, *, pin: bool) -> None:
         """Take the host memory, and let the parameters live there.
@@ -67,10 +63,11 @@ class Weights:
         Raises:
             RuntimeError: the driver refuses to lock the memory; nothing has changed.
         """
-        self.region = region = Region(self.nbytes, device=device, pin=pin, breaks=self.breaks)
+        breaks = sorted(self._homes.breaks)
+        self.region = region = Region(self.nbytes, device=device, pin=pin, breaks=breaks)
         for number, item in self.items.items():
             begin = self._begins[number]
-            cuts = [begin, *(at for at in self.breaks if begin < at < begin + item.nbytes), begin + item.nbytes]
+            cuts = [begin, *(at for at in breaks if begin < at < begin + item.nbytes), begin + item.nbytes]
             item.home = [(region.bytes[a:b], a - begin) for a, b in itertools.pairwise(cuts)]
             for one in self.groups[number]:
                 local = local_shard(one.param)
@@ -115,14 +112,14 @@ def _padded(part: Part) -> Tensor:
     return part.item.block.memory[part.offset : part.offset + nbytes].view(dtype)
 
 
+def _spec(one: ShardedParameter) -> ShardSpec:
+    """Describe a parameter with the padding that a gather reads behind it."""
+    local = local_shard(one.param)
+    return ShardSpec(
+        local.numel(), (local.nbytes,), False, padding_nbytes=one.padded_numel * local.itemsize - local.nbytes
+    )
+
+
 def _versions(params: Sequence[Tensor]) -> Callable[[], object]:
     """Changes when somebody else writes one of them, or has been given it: not all writes are counted."""
     return lambda: [(version_of(param), uses_of(param)) for param in params]
-
-
-def own_groups(
-    groups: Sequence[Sequence[ShardedParameter]], own: Mapping[Tensor, object]
-) -> Iterator[list[ShardedParameter]]:
-    """Yield those parameters of each group that ``own`` has, or that nobody trains."""
-    for group in groups:
-        yield [one for one in group if one.param in own or (not one.param.requires_grad and one.is_plain)]

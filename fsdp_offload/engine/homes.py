@@ -541,7 +541,7 @@ class Plan:
         block: Tensor | None,
         weights_at: Callable[[Tensor, int, int], Tensor | None] | None = None,
     ) -> list[BoundRange]:
-        """What the optimizer sees of a bucket whose slot is in this block of the ring.
+        """Bind the ranges of a bucket whose slot is in this block of the ring, for the optimizer to see.
 
         ``weights_at``: the range of a parameter on the device, if that is not with its state.
         """

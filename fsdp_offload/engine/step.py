@@ -280,7 +280,7 @@ class Stepping:
         begun.group_count = len(optimizer.param_groups)
 
     def left_of(self, begun: BegunStep, needed: tuple[BucketStep, ...]) -> tuple[BucketStep, ...]:
-        """What ``step()`` has to update, and nothing has yet; or not all of it."""
+        """Select what ``step()`` still has to update, where no update came before, or one without a late gradient."""
         again = self.buckets_of(begun.late)
         return tuple(step for step in needed if step.bucket in again or step.bucket not in begun.done)
 
@@ -516,7 +516,7 @@ class Stepping:
         *,
         same_groups: bool,
     ) -> str:
-        """What was done since the backward has updated, so that this cannot stand; empty if nothing was."""
+        """Say why the updates of the backward cannot stand: what was done since. Empty if they can."""
         if not (same_groups and begun.shared.still_starts_from(optimizer)):
             return "hyperparameters have changed since then"
         if scaler_decides(optimizer, kwargs):

@@ -114,7 +114,7 @@ class Window:
         if in_backward and self.held_for_updates:
             entry.held = set(self._buckets(number))
         owned = [self._own(weights) for weights in self.groups[number]]
-        # What is not copied may be on its way back, with no update before this gather.
+        # After a reload, parameters that are kept may still be loading, and no update has waited for them.
         back = self._pipeline.moved if any(own is not None for own in owned) else None
         for mark in (entry.loaded, back):
             if mark is not None and stream is None:

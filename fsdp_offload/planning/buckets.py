@@ -83,7 +83,7 @@ def plan_buckets(shards: Sequence[ShardSpec], bucket_bytes: int) -> BucketPlan:
     Returns:
         The buckets, and offsets in bytes into an arena of ``home_nbytes`` bytes.
     """
-    homes = _HomeOffsets(shards)
+    homes = HomeOffsets(shards)
     buckets = tuple(_lay_out(ranges, shards, homes) for ranges in _Packer(shards, bucket_bytes).pack())
     home_offsets = tuple(homes.of_shard(index) for index in range(len(shards)))
     return BucketPlan(buckets, home_offsets, homes.nbytes, tuple(sorted(homes.breaks)))
@@ -153,7 +153,7 @@ class _Packer:
         return ranges
 
 
-def _lay_out(ranges: tuple[Range, ...], shards: Sequence[ShardSpec], homes: "_HomeOffsets") -> Bucket:
+def _lay_out(ranges: tuple[Range, ...], shards: Sequence[ShardSpec], homes: "HomeOffsets") -> Bucket:
     leaf_offsets: list[tuple[int, ...]] = []
     copies: list[tuple[int, Copy]] = []
     slot_end = 0
@@ -197,8 +197,13 @@ def join_copies(copies: Iterable[Copy], breaks: Container[int]) -> Iterator[Copy
         yield current
 
 
-class _HomeOffsets:
-    """Gives each shard its place in the arena when a bucket first asks for it."""
+class HomeOffsets:
+    """Gives each shard its place in the arena when it is first asked for.
+
+    Attributes:
+        breaks: page-aligned offsets that no leaf crosses.
+        nbytes: of the arena so far.
+    """
 
     def __init__(self, shards: Sequence[ShardSpec]) -> None:
         self._shards = shards

@@ -418,7 +418,7 @@ def _compare(case: Case, device: torch.device, habits: dict[str, Callable[[Loop,
 
 
 def _misplaced(loop: Loop) -> list[str]:
-    """What is not where the policy says, or takes more of the device than it says."""
+    """List what is not where the policy says, or takes more of the device than it says."""
     case, plan = loop.case, engine_of(loop.optimizer).plan
     if case.parameters:
         return not_at_home(loop.model, loop.optimizer)

@@ -207,7 +207,7 @@ class Program:
         return seen
 
     def limit(self, engine: CoreEngine) -> int:
-        """What may be on the device: or what the largest update needs, where that is more."""
+        """Return how many bytes the device may hold: the policy's, or those of the largest update."""
         if self.device_bytes == "auto":
             return 1 << 62
         return max(self.device_bytes, sum(pool.least * pool.nbytes for pool in engine.core.cache.pools))

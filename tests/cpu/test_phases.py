@@ -123,7 +123,7 @@ def take_step(optimizer: Optimizer, count: int = 1) -> None:
 
 
 class Hooks:
-    """What frameworks bind, beside the functions and partials of ``tests/seeds/test_bridge_4217.py``."""
+    """Frameworks bind more than the functions and partials of ``tests/seeds/test_bridge_4217.py``."""
 
     def __init__(self, calls: list[object]) -> None:
         self.calls = calls

@@ -190,7 +190,7 @@ def test_no_race_where_a_load_ahead_meets_the_update(
 
 
 def train_and_leave(loop: Loop, *, release: bool) -> Loop:
-    """What stays on the device leaves it, for evaluations; it comes back by itself, or beside one more."""
+    """Send kept state and parameters to the host for evaluations; a step or a reload brings them back."""
     for step in range(8):
         loop.backward(step, extra=step != 5)
         loop.step()
@@ -207,7 +207,7 @@ def train_and_leave(loop: Loop, *, release: bool) -> Loop:
 
 @pytest.fixture(params=["gathers", "loads"])
 def read_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who reads the memory to which something has left: with an accelerator, loads into the window."""
+    """Let gathers read parameters that have left where they are, or loads, as with an accelerator."""
     own = Window._own
 
     def copied(self: Window, weights: ShardedParameter) -> Tensor | None:
