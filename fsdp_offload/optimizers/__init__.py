@@ -6,12 +6,10 @@ from torch.optim import Optimizer
 
 from ..torch_compat.dtensor import has_inner_tensors
 from .base import Capabilities, Conventions, LogicalStep
-from .torch_optim import CAPABILITIES as _TORCH_CAPABILITIES
+from .table import capabilities_of
 from .transformer_engine import capabilities_of_fused_adam, is_fused_adam, keep_unread_masters
 
 __all__ = ["Capabilities", "Conventions", "LogicalStep", "capabilities_for", "capabilities_of", "keep_unread_masters"]
-
-_UNKNOWN = Capabilities(known=False)
 
 
 def capabilities_for(optimizer: Optimizer) -> Capabilities:
@@ -29,8 +27,3 @@ def capabilities_for(optimizer: Optimizer) -> Capabilities:
             capabilities, elementwise=False, cuttable=frozenset(), state_like_param=False, takes_masters=False
         )
     return capabilities
-
-
-def capabilities_of(cls: type[Optimizer]) -> Capabilities:
-    """Return the capabilities of exactly this class: a subclass may do anything in its ``step`` and inherits none."""
-    return _TORCH_CAPABILITIES.get(cls, _UNKNOWN)

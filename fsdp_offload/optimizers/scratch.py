@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..state.layout import is_trained, leaves_of
+from ..state.layout import is_trained
 from ..state.store import UserState
 from ..torch_compat.dtensor import compute_device, local_shard
 from ..torch_compat.optim import no_global_step_hooks
@@ -170,14 +170,6 @@ class Scratch:
         """All parameters, group by group."""
         return [param for of_group in self.params for param in of_group]
 
-    def tensors(self) -> Iterator[Tensor]:
-        """All that a next step may look at: parameters, state, and what attributes and groups hold."""
-        yield from self.flat
-        holders = [*self.states.values(), *self.values.param_groups, instance_attributes_of(self.values)]
-        for holder in holders:
-            for value in holder.values():
-                yield from _tensors_within(value, set())
-
     def step_whole(self) -> None:
         """One step as a plain optimizer makes it, which sees everything."""
         plain = object.__new__(self.cls)
@@ -220,22 +212,6 @@ class Scratch:
             ]
             shadow.run(shared, lists, {}, {}, counting=rest)
         shared.commit(self.values)  # type: ignore[arg-type]
-
-
-def _tensors_within(value: Any, seen: set[int]) -> Iterator[Tensor]:
-    if id(value) in seen:
-        return
-    seen.add(id(value))
-    if isinstance(value, Tensor):
-        yield from leaves_of(value)
-    elif isinstance(value, dict):
-        for one in value.values():
-            yield from _tensors_within(one, seen)
-    elif isinstance(value, list | tuple | set | frozenset | collections.deque):
-        for one in value:
-            yield from _tensors_within(one, seen)
-    elif is_counter(value):
-        yield from _tensors_within(vars(value), seen)
 
 
 def without_gradient(params: Sequence[Tensor]) -> list[Tensor]:

@@ -1,35 +1,35 @@
 """Whether an optimizer that no table knows updates each parameter independently of the others.
 
 Nothing that its step writes for one parameter may depend on another's values; nor on how many parameters a step has,
-or how often it is called. On scratch parameters (:mod:`scratch`):
+or how often it is called. That is tried on scratch parameters (:mod:`scratch`):
 
-1. a few steps are traced (:mod:`dependence`), which finds a mixture whatever the numbers are and names its line;
-2. the same steps are made whole and in buckets of one parameter each, and have to leave the same bits, the same
-   attributes and the same generators of random numbers: for what comes past the dispatcher, and for what counts;
-3. where Python looks at values, one parameter's gradient is changed by orders of magnitude, which no other may notice.
+1. operators that mix elements (:mod:`mixing_calls`) have to be called with the same shapes whole and in buckets of one
+   parameter each: a batch of several parameters may give the same bits here, and others for other shapes or devices;
+2. one parameter's gradient is changed by orders of magnitude, to infinity and to NaN, which no other may notice;
+3. the same steps, whole and in buckets, have to leave the same bits, the same attributes and the same generators of
+   random numbers.
 """
 
+import itertools
 import math
-import random
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 from unittest import mock
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from ..state.layout import leaves_of
 from ..torch_compat.dtensor import compute_device
-from .dependence import DependenceTrace, Mixture
+from .comparison import bits, difference, plain
+from .mixing_calls import Call, MixingCalls
 from .scratch import (
     Scratch,
     constructed_like,
     instance_attributes_of,
-    is_counter,
     like_optimizer,
     random_states,
     random_values,
@@ -97,17 +97,15 @@ class _Trial:
         self._random = random_states(device)
         self._construct = False
         self._all_groups = False
-        self._opaque = False
         dtypes = {param.dtype for group in optimizer.param_groups for param in group["params"]}
         self._narrow = torch.float16 in dtypes
 
     def verdict(self) -> Verdict:
         self._find_a_start()
-        trace = self._trace()
-        draws = self._has_drawn()
-        if trace is None or trace.reads or self._opaque:
-            self._perturb([] if trace is None else trace.reads)
+        draws = self._look()
+        self._compare_calls()
         self._compare_divided()
+        self._perturb()
         self._without_gradients()
         self._differentiate()
         return Verdict("", self._all_groups, draws)
@@ -157,45 +155,28 @@ class _Trial:
         for param in () if without is None else without(scratch):
             param.grad = None
 
-    # Traced ----------------------------------------------------------------------------------------------------------
+    # Whole ------------------------------------------------------------------------------------------------------------
 
-    def _trace(self) -> DependenceTrace | None:
-        """Steps under a trace, after each of which everything written has to come from its own parameter alone.
-
-        Returns:
-            What was seen on the way; ``None`` where the class does not run under a trace.
-        """
-        scratch, trace = self._start(), DependenceTrace()
-        self._traced = scratch
+    def _look(self) -> bool:
+        """Refuse what can be seen on whole steps alone; return whether they draw random numbers."""
+        scratch = self._start()
         layouts: dict[tuple[int, str], Any] = {}
-        moved = False
+        before = plain(scratch.flat)
         for step in self._steps_of(scratch, _STEPS):
             self._give_gradients(scratch, step)
-            before = [param.detach().clone() for param in scratch.flat]
-            for number, param in enumerate(scratch.flat):
-                trace.mark(param, number)
-                trace.mark(param.grad, number)  # type: ignore[arg-type]
             try:
-                with trace:
-                    scratch.step_whole()
-            except Exception:  # noqa: BLE001  # it runs without a trace, as was seen: some things cannot be traced
-                if step < _STEPS:
-                    return None
+                scratch.step_whole()
+            except Exception:  # noqa: BLE001  # counters have jumped, or plain training would fail as well
                 break
-            for param, old in zip(scratch.flat, before, strict=True):
-                changed = not _same_bits(param, old)
-                moved |= changed
-                self._opaque |= changed and not trace.was_written(param)
-            _check_origins(scratch, trace)
             _check_layouts(scratch, layouts)
-            trace.forget_all_but(scratch.tensors())
-        if not moved and not any(scratch.states.values()):
+        now = plain([random_states(self._device), scratch.generators])
+        if plain(scratch.flat) == before and not any(scratch.states.values()):
             raise _NotSeparableError(
                 "its step has changed none of the scratch parameters, so what it does to yours cannot be seen"
             )
         _check_bare(scratch)
         self._check_aliases(scratch)
-        return trace
+        return bool(now != plain([self._random, self._start().generators]))
 
     def _steps_of(self, scratch: Scratch, count: int) -> Iterator[int]:
         """Numbers of steps to make; between the last ones, counters jump ahead."""
@@ -207,12 +188,6 @@ class _Trial:
         for jump in _JUMPS:
             _advance(scratch, counters, jump)
             yield from (jump, jump + 1)
-
-    def _has_drawn(self) -> bool:
-        """Return whether the traced steps have moved any generator since they began."""
-        now = random_states(self._device)
-        moved = [self._traced.generators, self._start().generators]
-        return not _same(now, self._random) or not all(map(_same, *moved))
 
     def _check_aliases(self, scratch: Scratch) -> None:
         """Two names for one tensor would become two homes, and what is written to one would not show in the other."""
@@ -226,20 +201,43 @@ class _Trial:
                 if address in owners:
                     shared[number, name] = owners[address]
                 owners.setdefault(address, (number, f"its state {name!r}"))
-        before = {(number, name): _bits(leaves) for number, name, leaves in _state_leaves(scratch)}
+        before = {(number, name): bits(leaves) for number, name, leaves in _state_leaves(scratch)}
         self._give_gradients(scratch, 1)
         try:
             scratch.step_whole()
         except Exception:  # noqa: BLE001  # counters have jumped
             return
         for number, name, leaves in _state_leaves(scratch):
-            if (number, name) in shared and before.get((number, name)) != _bits(leaves):
+            if (number, name) in shared and before.get((number, name)) != bits(leaves):
                 whose, what = shared[number, name]
                 raise _NotSeparableError(
                     f"its state {name!r} shares memory with {what}{'' if whose == number else ' of another one'}"
                 )
 
     # In buckets ------------------------------------------------------------------------------------------------------
+
+    def _compare_calls(self) -> None:
+        """Refuse operators that get several parameters at once, by the shapes that they get in no bucket."""
+        whole = self._calls(Scratch.step_whole)
+        for all_groups in (False, True):
+            divided = self._calls(partial(Scratch.step_divided, all_groups=all_groups))
+            steps = zip(whole, divided, strict=False)
+            left = [line for one, other in steps for call, line in one.items() if call not in other]
+            if not left:
+                return
+        raise _NotSeparableError(f"what it writes to a parameter depends on other parameters: {left[0]}")
+
+    def _calls(self, make_step: Callable[[Scratch], object]) -> list[dict[Call, str]]:
+        scratch, of_steps = self._start(), list[dict[Call, str]]()
+        for step in self._steps_of(scratch, 3):
+            self._give_gradients(scratch, step)
+            try:
+                with MixingCalls() as calls:
+                    make_step(scratch)
+            except Exception:  # noqa: BLE001  # some do not run in a mode
+                break
+            of_steps.append(calls.seen)
+        return of_steps
 
     def _compare_divided(self) -> None:
         """Compare steps whole with the same steps divided, for gradients of several sizes, each from the start."""
@@ -264,7 +262,7 @@ class _Trial:
                 whole.step_whole()
             except Exception:  # noqa: BLE001  # plain training would fail as well
                 break
-            seen.append((_bits_of(whole), random_states(self._device)))
+            seen.append((_bits_of(whole), plain(random_states(self._device))))
         divided = self._start()
         for number, step in enumerate(self._steps_of(divided, steps) if jump else range(steps)):
             if number == len(seen):
@@ -275,8 +273,8 @@ class _Trial:
             except Exception as error:  # noqa: BLE001  # likewise
                 return f"its step fails when parameters are updated one at a time ({type(error).__name__}: {error})"
             bits, random_after = seen[number]
-            for library, state in random_states(self._device).items():
-                if not _same(state, random_after.get(library)):
+            for library, state in plain(random_states(self._device)).items():
+                if state != random_after.get(library):
                     return f"its step draws numbers from {library} for each call, and not for each parameter"
             if _bits_of(divided) != bits:
                 return "updating its parameters one at a time gives another result than updating them together"
@@ -287,14 +285,14 @@ class _Trial:
         """A parameter without a gradient is in no bucket: nothing may happen to it, now or later. Nor to its group."""
         plans = [_every_second, _every_second, _last_group, _nobody, _nobody]
         whole = self._start()
-        seen: list[list[Tensor]] = []
+        seen: list[Any] = []
         for step, without in enumerate(plans):
             self._give_gradients(whole, step, without=without)
             try:
                 whole.step_whole()
             except Exception:  # noqa: BLE001  # it wants gradients for all: its user has them
                 return
-            seen.append([param.detach().clone() for param in whole.flat])
+            seen.append(plain(whole.flat))
         divided = self._start()
         for step, (without, expected) in enumerate(zip(plans, seen, strict=True)):
             self._give_gradients(divided, step, without=without)
@@ -303,48 +301,71 @@ class _Trial:
             except Exception as error:  # likewise
                 message = f"its step fails where a group has no gradient ({type(error).__name__}: {error})"
                 raise _NotSeparableError(message) from error
-            if not all(map(_same_bits, divided.flat, expected)):
+            if plain(divided.flat) != expected:
                 raise _NotSeparableError("its step also changes parameters that have no gradient, or their state")
         place = _difference_of(whole, divided)
         if place:
             raise _NotSeparableError(f"{place} ends elsewhere where a group has no gradient")
 
-    def _perturb(self, reads: Sequence[Mixture]) -> None:
+    def _perturb(self) -> None:
         """Change an element of some parameters' gradients, and see whether what is written for the others changes.
 
-        Parameters are changed in sets: those whose number has a certain bit, and those that have it not. Of any two
-        parameters each is in a set without the other, so that few sets see what each one does to every other.
+        NaN goes through all sums and products, so it also shows what is rounded away, and is tried in all steps.
         """
-        places = ", ".join(dict.fromkeys(map(str, reads[:3])))
-        seen_at = f" (values are read on the host: {places})" if places else ""
-        ordinary = [1e3 if self._narrow else 1e12, 0.0, math.inf, math.nan]
-        for scale, factors in ((1.0, ordinary), (1e-30, [1.0])):  # what is below a threshold with tiny gradients
-            plain = self._perturbed((), 1.0, scale)
-            for numbers in _separating_sets(len(plain or ())):
-                for factor in factors:
-                    found = self._perturbed(numbers, factor, scale)
-                    if found is None:
-                        continue  # it refuses such gradients
-                    pairs = enumerate(zip(plain or (), found, strict=True))
-                    if any(one != other for place, (one, other) in pairs if place not in numbers):
-                        raise _NotSeparableError(
-                            f"the size of one parameter's gradient changes what it does to other parameters{seen_at}"
-                        )
+        changes = [_Change(factor) for factor in (1e3 if self._narrow else 1e12, 0.0, math.inf)]
+        changes.append(_Change(1.0, scale=1e-30))  # what is below a threshold with tiny gradients
+        for change in (*changes, _Change(math.nan, in_all_steps=True)):
+            expected = list(self._bits_with(change, ()))
+            for numbers in _separating_sets(len(self._start().flat)):
+                for one, other in zip(expected, self._bits_with(change, numbers), strict=False):
+                    if isinstance(one, Exception):
+                        break
+                    if isinstance(other, Exception):
+                        self._check_failure(change, numbers, other)
+                        break
+                    pairs = enumerate(zip(one, other, strict=True))
+                    if any(a != b for number, (a, b) in pairs if number not in numbers):
+                        raise _NotSeparableError("one parameter's gradient changes what it does to other parameters")
         problem = self._difference(math.nan, steps=2, jump=False)
         if problem:
-            raise _NotSeparableError(problem + seen_at)
+            raise _NotSeparableError(problem)
 
-    def _perturbed(self, numbers: Collection[int], factor: float, scale: float) -> list[Any] | None:
+    def _changed(self, change: "_Change", numbers: Collection[int]) -> Iterator[Scratch]:
+        """A scratch optimizer, each time that it has the gradients of another step."""
         scratch = self._start()
-        try:
-            for step in range(2):
-                self._give_gradients(scratch, step, scale)
-                for number in numbers if step == 0 else ():
-                    scratch.flat[number].grad.view(-1)[:1].fill_(factor)  # type: ignore[union-attr]
+        for step in self._steps_of(scratch, _STEPS) if change.in_all_steps else range(2):
+            self._give_gradients(scratch, step, change.scale)
+            for param in (scratch.flat[number] for number in numbers if step == 0 or change.in_all_steps):
+                if takes_fractions(param):
+                    param.grad.view(-1)[:1].fill_(change.factor)  # type: ignore[union-attr]
+            yield scratch
+
+    def _bits_with(self, change: "_Change", numbers: Collection[int]) -> Iterator[Any]:
+        """The bits after each step, or how it fails: some look for numbers that are not finite."""
+        for scratch in self._changed(change, numbers):
+            try:
                 scratch.step_whole()
-        except Exception:  # noqa: BLE001  # some look for numbers that are not finite
-            return None
-        return _bits_of(scratch)
+            except Exception as error:  # noqa: BLE001
+                yield error
+                return
+            yield _bits_of(scratch)
+
+    def _check_failure(self, change: "_Change", numbers: Collection[int], error: Exception) -> None:
+        """A step that fails must not have written more, or less, in buckets: its user may go on from there."""
+        left: list[Any] = []
+        for make_step in (Scratch.step_whole, partial(Scratch.step_divided, all_groups=self._all_groups)):
+            left.append(None)
+            for scratch in self._changed(change, numbers):
+                try:
+                    make_step(scratch)
+                except Exception:  # noqa: BLE001
+                    left[-1] = plain(scratch.flat)
+                    break
+        if left[0] != left[1]:
+            raise _NotSeparableError(
+                f"its step fails with some gradients ({type(error).__name__}: {error}), and has not written the same "
+                "by then when parameters are updated one at a time"
+            )
 
     def _differentiate(self) -> None:
         """Give gradients that have a graph, as after ``backward(create_graph=True)``: a step may not go through it.
@@ -372,13 +393,20 @@ def _note_call(calls: list[object], *args: object, **kwargs: object) -> NoReturn
     raise RuntimeError("a scratch step does not differentiate")
 
 
+class _Change(NamedTuple):
+    """Of the first element of a gradient."""
+
+    factor: float
+    scale: float = 1.0  # of all gradients
+    in_all_steps: bool = False
+
+
 def _separating_sets(count: int) -> list[set[int]]:
-    """Sets of the numbers below ``count``; each number is in one of them that lacks any other given one."""
-    sets = [
-        {number for number in range(count) if (number >> bit & 1) == value}
-        for bit in range(max(1, (count - 1).bit_length()))
-        for value in (0, 1)
-    ]
+    """Sets of the numbers below ``count``, few of them; of any two numbers, each is in one without the other."""
+    size = next(size for size in itertools.count() if math.comb(size, size // 2) >= count)
+    codes = itertools.islice(itertools.combinations(range(size), size // 2), count)
+    places = [set(code) for code in codes]
+    sets = [{number for number, code in enumerate(places) if place in code} for place in range(size)]
     return [numbers for numbers in sets if numbers]
 
 
@@ -404,20 +432,6 @@ def _check_layouts(scratch: Scratch, known: dict[tuple[int, str], Any]) -> None:
             raise _NotSeparableError(f"its state {name!r} changes from {before} to {layout} between steps")
 
 
-def _check_origins(scratch: Scratch, trace: DependenceTrace) -> None:
-    if trace.mixed_reads:
-        raise _NotSeparableError(f"its step looks at a value of several parameters at once: {trace.mixed_reads[0]}")
-    for number, param in enumerate(scratch.flat):
-        written = [("what is written to a parameter", [param.detach()])]
-        for name, value in scratch.states.get(param, {}).items():
-            if isinstance(value, Tensor):
-                written.append((f"its state {name!r}", leaves_of(value)))
-        for what, leaves in written:
-            where = trace.foreign_origin(leaves, number)
-            if where is not None:
-                raise _NotSeparableError(f"{what} depends on other parameters: {where}")
-
-
 def _check_bare(scratch: Scratch) -> None:
     """Refuse what hangs on a plain state tensor: it does not move with it. Wrapper types say what they are made of."""
     for param in scratch.flat:
@@ -440,37 +454,7 @@ def _state_leaves(scratch: Scratch) -> Iterator[tuple[int, str, list[Tensor]]]:
 
 def _bits_of(scratch: Scratch) -> list[Any]:
     """Take each parameter's bits and those of its state, to be compared."""
-    return [
-        (
-            _bits([param.detach()]),
-            [(name, _comparable(value)) for name, value in scratch.states.get(param, {}).items()],
-        )
-        for param in scratch.flat
-    ]
-
-
-def _comparable(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return _bits(leaves_of(value))
-    if isinstance(value, list | tuple):
-        return [_comparable(one) for one in value]
-    if isinstance(value, dict):
-        return {key: _comparable(one) for key, one in value.items() if not isinstance(key, Tensor)}
-    if isinstance(value, float) and math.isnan(value):
-        return "nan"
-    return value if isinstance(value, bool | int | float | str) else None
-
-
-def _bits(tensors: Sequence[Tensor]) -> list[tuple[torch.Size, torch.dtype, bytes]]:
-    dense = [one if one.layout == torch.strided else one.to_dense() for one in tensors]
-    return [
-        (one.shape, one.dtype, one.resolve_conj().contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes())
-        for one in dense
-    ]
-
-
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    return _bits([one.detach()]) == _bits([other.detach()])
+    return [plain([param, scratch.states.get(param, {})]) for param in scratch.flat]
 
 
 def _address(tensor: Tensor) -> int:
@@ -478,17 +462,22 @@ def _address(tensor: Tensor) -> int:
     return tensor.data_ptr() if tensor.layout == torch.strided and tensor.numel() else 0
 
 
-_Place = tuple[str, Any, Any]
+_Place = tuple[str, Any]
+
+
+def _holders(scratch: Scratch) -> dict[str, Any]:
+    """What a step may count in: the optimizer, its groups, the state of parameters."""
+    return {
+        "object": vars(scratch.values),
+        **{f"group {number}": group for number, group in enumerate(scratch.values.param_groups)},
+        **{f"state {number}": scratch.states.get(param, {}) for number, param in enumerate(scratch.flat)},
+    }
 
 
 def _numbers_in(scratch: Scratch) -> dict[_Place, float]:
-    """Whole numbers that a step may count in: of parameters, groups and the optimizer."""
-    holders: dict[tuple[str, Any], Mapping[str, Any]] = {("object", 0): vars(scratch.values)}
-    holders.update({("group", number): group for number, group in enumerate(scratch.values.param_groups)})
-    holders.update({("state", number): scratch.states.get(p, {}) for number, p in enumerate(scratch.flat)})
     return {
-        (*place, name): float(value)
-        for place, holder in holders.items()
+        (place, name): float(value)
+        for place, holder in _holders(scratch).items()
         for name, value in holder.items()
         if _is_number(value)
     }
@@ -501,73 +490,18 @@ def _is_number(value: Any) -> bool:
 
 
 def _advance(scratch: Scratch, counters: Sequence[_Place], to: int) -> None:
-    for kind, number, name in counters:
-        holder: Any = vars(scratch.values)
-        if kind == "group":
-            holder = scratch.values.param_groups[number]
-        elif kind == "state":
-            holder = scratch.states[scratch.flat[number]]
-        value = holder[name]
-        holder[name] = torch.full_like(value, to) if isinstance(value, Tensor) else type(value)(to)
+    holders = _holders(scratch)
+    for place, name in counters:
+        value = holders[place][name]
+        holders[place][name] = torch.full_like(value, to) if isinstance(value, Tensor) else type(value)(to)
 
 
 def _difference_of(one: Scratch, other: Scratch) -> str:
     """Find where attributes or groups of two scratch optimizers are not equal; empty if they are."""
-    seen: set[int] = set()
-    for number, (a, b) in enumerate(zip(one.values.param_groups, other.values.param_groups, strict=True)):
-        place = _difference_in(a, b, f"param_groups[{number}]", seen)
-        if place:
-            return place
-    attributes, others = (instance_attributes_of(scratch.values) for scratch in (one, other))
-    for name in attributes.keys() | others.keys():
-        place = _difference_in(attributes.get(name), others.get(name), f"optimizer.{name}", seen)
-        if place:
-            return place
-    return ""
+    return difference(*map(_held_by, (one, other)))
 
 
-def _difference_in(one: Any, other: Any, place: str, seen: set[int]) -> str:
-    """Numbers, texts, tensors and generators are compared, however deep; other objects by their attributes."""
-    if one is other or id(one) in seen:
-        return ""
-    if isinstance(one, dict) and isinstance(other, dict):
-        seen.add(id(one))
-        if any(isinstance(key, Tensor) for key in one):  # by parameter: each has scratch parameters of its own
-            pairs: Any = zip(one.values(), other.values(), strict=False)
-            found = (_difference_in(a, b, f"{place}[a parameter]", seen) for a, b in pairs)
-            return place if len(one) != len(other) else next(filter(None, found), "")
-        if one.keys() != other.keys():
-            return place
-        return next(filter(None, (_difference_in(one[k], other[k], f"{place}[{k!r}]", seen) for k in one)), "")
-    if isinstance(one, list | tuple | set | frozenset) or type(one).__name__ == "deque":
-        seen.add(id(one))
-        if len(one) != len(other):
-            return place
-        if isinstance(one, set | frozenset):
-            return ""
-        return next(filter(None, (_difference_in(a, b, place, seen) for a, b in zip(one, other, strict=True))), "")
-    if is_counter(one) and not isinstance(one, Tensor) and type(one) is type(other):
-        seen.add(id(one))
-        return _difference_in(vars(one), vars(other), f"{place} ({type(one).__name__})", seen)
-    return "" if _same(one, other) else place
-
-
-def _same(one: Any, other: Any) -> bool:
-    """Return whether two values are equal; objects that hold no numbers of their own are if they are of one type."""
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, Tensor):
-        return len(leaves_of(one)) == len(leaves_of(other)) and _bits(leaves_of(one)) == _bits(leaves_of(other))
-    if isinstance(one, torch.Generator):
-        return torch.equal(one.get_state(), other.get_state())
-    if isinstance(one, random.Random):
-        return bool(one.getstate() == other.getstate())
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
-    if isinstance(one, np.random.Generator):
-        return _same(one.bit_generator.state, other.bit_generator.state)
-    if isinstance(one, np.ndarray | np.generic):
-        return bool(one.shape == other.shape and one.tobytes() == other.tobytes())
-    if isinstance(one, float):
-        return one == other or (math.isnan(one) and math.isnan(other))
-    return not isinstance(one, bool | int | str | bytes | tuple) or bool(one == other)
+def _held_by(scratch: Scratch) -> dict[str, Any]:
+    held = {f"param_groups[{number}]": group for number, group in enumerate(scratch.values.param_groups)}
+    held.update((f"optimizer.{name}", value) for name, value in instance_attributes_of(scratch.values).items())
+    return {place: plain(value) for place, value in held.items()}

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor, nn, optim
 
 from fsdp_offload.optimizers import capabilities_of
-from fsdp_offload.optimizers.torch_optim import CAPABILITIES
+from fsdp_offload.optimizers.table import rows
 from fsdp_offload.planning.buckets import CUT_NUMEL
 from tests.cpu.test_parity_optimizers import FLAGS
 from tests.parity import Zoo, make_pair, same_bits
+
+CLASSES = [getattr(optim, row.name.partition(":")[2]) for row in rows().values() if row.name.startswith("torch.optim:")]
 
 # Sizes, and the range in units of CUT_NUMEL: small ranges of what is small, or it would take minutes.
 CUTS = [((1, 63, 64, 65, 1000), 1), ((129, 4096 + 7), 9), ((4096 + 7, 40000 + 3), 50)]
@@ -37,8 +39,8 @@ def two_threads() -> Iterator[None]:
 
 def entries(device_type: str) -> Iterator[Any]:
     """Every entry of the table for this kind of device, as parameters of a test."""
-    for cls, capabilities in CAPABILITIES.items():
-        for implementation, kind, dtype in sorted(capabilities.cuttable, key=str):
+    for cls in CLASSES:
+        for implementation, kind, dtype in sorted(capabilities_of(cls).cuttable, key=str):
             if kind == device_type:
                 yield pytest.param(cls, implementation, dtype, id=f"{cls.__name__}-{implementation}-{dtype}")
 
@@ -159,7 +161,7 @@ def test_parameters_that_threads_share(dtype: torch.dtype) -> None:
 
 
 def test_only_elementwise_optimizers_are_cut() -> None:
-    assert all(capabilities.elementwise for capabilities in CAPABILITIES.values() if capabilities.cuttable)
+    assert all(capabilities_of(cls).elementwise for cls in CLASSES if capabilities_of(cls).cuttable)
     assert not capabilities_of(optim.Muon).cuttable
     assert not capabilities_of(optim.Adafactor).cuttable
 

@@ -5,7 +5,10 @@ Every class of every library in ``tests/zoo/requirements.txt``: ``python -m pyte
 
 import json
 import random
+import tomllib
 from collections.abc import Callable, Iterator
+from datetime import date
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,8 @@ import torch
 import typer
 
 from fsdp_offload import offload_optimizer
+from fsdp_offload.optimizers import capabilities_of
+from fsdp_offload.optimizers.table import row_of, rows
 from tests.zoo.__main__ import main
 from tests.zoo.libraries import find, known_libraries, load
 from tests.zoo.local import Closure, Diverging, Idle, Matrices, Momentum, NeedsMore, Noisy, SharedNorm, Unrepeatable
@@ -33,8 +38,9 @@ from tests.zoo.outcomes import (
     Row,
 )
 from tests.zoo.pool import rows_of
-from tests.zoo.table import problems_to_markdown, prose_of, to_markdown
+from tests.zoo.table import TOML_MARK, problems_to_markdown, prose_of, to_markdown, to_toml
 from tests.zoo.training import judge
+from tests.zoo.verdicts import traced_verdict
 
 ONE = (Combination(1, 0, "small", 5),)
 HERE = "tests.zoo.local"
@@ -93,6 +99,50 @@ def test_refused_with_a_reason(key: str) -> None:
     row = judged(load(key), ONE)
     assert {one.outcome for one in row.outcomes} == {REFUSED}, row.detail
     assert "cannot be" in row.detail
+
+
+# The package's table ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [name for name in rows() if name.startswith("torch.optim:")])
+def test_the_tracer_says_of_torch_what_the_table_says(name: str) -> None:
+    divides = rows()[name].verdict in ("elementwise", "parameters")
+    assert (traced_verdict(name) == "parameters") == divides
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("name", [name for name, row in rows().items() if row.library != "torch"])
+def test_the_tracer_says_of_other_libraries_what_the_table_says(name: str) -> None:
+    pytest.importorskip(name.split(":")[0].split(".")[0])
+    assert traced_verdict(name).partition(":")[0] == rows()[name].verdict
+
+
+def test_a_mixture_is_traced_to_its_line() -> None:
+    where = traced_verdict(f"{HERE}:SharedNorm")
+    assert where.startswith("mixed: linalg_vector_norm in local.py:")
+
+
+def test_a_row_is_true_of_exactly_its_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    of_adamw = row_of(torch.optim.AdamW)
+    assert of_adamw is not None
+    assert (of_adamw.name, of_adamw.verdict) == ("torch.optim:AdamW", "elementwise")
+    same_name = type("AdamW", (torch.optim.AdamW,), {"__module__": "torch.optim"})
+    assert row_of(same_name) is None
+    assert not capabilities_of(same_name).known
+    monkeypatch.setattr(torch.optim, "AdamW", same_name)
+    assert row_of(same_name.__mro__[1]) is None
+
+
+def test_the_table_is_written_from_what_was_found(tmp_path: Path) -> None:
+    mixed = Row("b-lib", "2", "b_lib:Mixed", "", [Outcome(ONE[0], REFUSED, "depends on other parameters: bmm")])
+    some = Row("b-lib", "2", "b_lib:Some", "", [Outcome(ONE[0], REFUSED, "other parameters"), Outcome(ONE[0], SAME)])
+    text = to_toml([mixed, some, row_with(SAME), Row("torch", "2", "torch.optim:Adam")], "2026-11-25")
+    assert tomllib.loads(text) == {
+        "b-lib": {"versions": "2", "date": date(2026, 11, 25), "classes": {"b_lib:Mixed": "mixed"}},
+        "lib": {"versions": "1.0", "date": date(2026, 11, 25), "classes": {"lib.mod:Cls": "parameters"}},
+    }
+    written = resources.files("fsdp_offload.optimizers") / "table.toml"
+    assert prose_of(Path(str(written)), TOML_MARK).endswith('"elementwise" }\n\n')
 
 
 # What the harness has to notice ---------------------------------------------------------------------------------------

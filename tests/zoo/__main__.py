@@ -1,5 +1,6 @@
 """Command line: ``python -m tests.zoo``."""
 
+import datetime
 import fnmatch
 import json
 import os
@@ -14,7 +15,7 @@ from rich.table import Table
 from .libraries import Found, known_libraries
 from .outcomes import COMBINATIONS, DO_NOT_COUNT, FROM_BEST_TO_WORST, REFUSED, SAME, Row
 from .pool import run_all
-from .table import count, problems_to_markdown, prose_of, to_markdown
+from .table import TOML_MARK, count, problems_to_markdown, prose_of, to_markdown, to_toml
 
 console = Console(emoji=False, soft_wrap=True)
 
@@ -32,6 +33,7 @@ def main(
     run: Annotated[bool, typer.Option(help="--no-run only reads and writes.")] = True,
     json_file: Annotated[Path | None, typer.Option("--json", help="Where to write the results.")] = None,
     markdown: Annotated[Path | None, typer.Option(help="A page of the documentation: its table is replaced.")] = None,
+    table: Annotated[Path | None, typer.Option(help="The package's table.toml: rows of others are replaced.")] = None,
     problems: Annotated[Path | None, typer.Option(help="Where to write defects, and why classes are refused.")] = None,
     processes: Annotated[int, typer.Option(help="How many run at the same time.")] = os.cpu_count() or 1,
     limit_s: Annotated[float, typer.Option(help="CPU seconds that a worker may take for one answer.")] = 300.0,
@@ -47,6 +49,9 @@ def main(
             json_file.write_text(json.dumps([row.to_json() for row in of_all], indent=1) + "\n")
         if markdown:
             markdown.write_text(prose_of(markdown) + to_markdown(of_all), encoding="utf-8")
+        if table:
+            date = datetime.date.today().isoformat()
+            table.write_text(prose_of(table, TOML_MARK) + to_toml(of_all, date), encoding="utf-8")
         if problems:
             problems.write_text(problems_to_markdown(of_all), encoding="utf-8")
 

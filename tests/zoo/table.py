@@ -1,4 +1,4 @@
-"""What came out, as text: for the terminal, and for the documentation."""
+"""What came out, as text: for the terminal, for the documentation, and for the package's table of optimizers."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -38,10 +38,10 @@ def count(rows: Iterable[Row]) -> Counter[str]:
     return Counter(row.outcome for row in rows)
 
 
-def prose_of(page: Path) -> str:
+def prose_of(page: Path, mark: str = MARK) -> str:
     """What somebody has written above the table of ``page``."""
     text = page.read_text(encoding="utf-8") if page.exists() else ""
-    return text.partition(MARK)[0] if MARK in text else ""
+    return text.partition(mark)[0] if mark in text else ""
 
 
 def to_markdown(rows: Sequence[Row]) -> str:
@@ -60,6 +60,29 @@ def to_markdown(rows: Sequence[Row]) -> str:
     if defects:
         lines += ["", "Defects:", "", *(f"- {_name(row)} ({row.library}): {row.outcome}" for row in defects)]
     return "\n".join(lines) + "\n"
+
+
+TOML_MARK = "# Below this line: `python -m tests.zoo --table fsdp_offload/optimizers/table.toml`. Do not edit it.\n"
+
+
+def to_toml(rows: Sequence[Row], date: str) -> str:
+    """Rows of the package's table: classes of other libraries that train with the same bits, or mix parameters."""
+    lines = [TOML_MARK]
+    for library, version in sorted({(row.library, row.version) for row in rows if row.library != "torch"}):
+        of_library = sorted((row for row in rows if row.library == library), key=lambda row: row.cls.lower())
+        verdicts = {row.cls: _verdict(row) for row in of_library}
+        if any(verdicts.values()):
+            lines += [f"[{library}]", f'versions = "{version}"', f"date = {date}", "", f"[{library}.classes]"]
+            lines += [*(f'"{cls}" = "{verdict}"' for cls, verdict in verdicts.items() if verdict), ""]
+    return "\n".join(lines)
+
+
+def _verdict(row: Row) -> str:
+    """Empty where the outcomes say neither: not run, refused for another reason or in some combinations only."""
+    outcomes = {one.outcome for one in row.outcomes} - {*DO_NOT_COUNT}
+    if outcomes == {SAME}:
+        return "parameters"
+    return "mixed" if outcomes == {REFUSED} and _letter(row) == "m" else ""
 
 
 def problems_to_markdown(rows: Sequence[Row]) -> str:
@@ -83,10 +106,13 @@ def _name(row: Row) -> str:
 
 def _refusal(row: Row) -> str:
     """The class with the letter of its reason, and in how many combinations, if not in all that ran."""
-    letter = next((letter for words, letter in _REASONS if words in row.detail), "o")
     compared = [one.outcome for one in row.outcomes if one.outcome not in DO_NOT_COUNT]
     some = f" in {compared.count(REFUSED)}" if set(compared) != {REFUSED} else ""
-    return f"{_name(row)} *{letter}*{some}"
+    return f"{_name(row)} *{_letter(row)}*{some}"
+
+
+def _letter(row: Row) -> str:
+    return next((letter for words, letter in _REASONS if words in row.detail), "o")
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -6,14 +6,11 @@ move elements (``stack``), do so for each element; ``foreach`` and ``fused`` one
 others mix what they read. So a dependence shows whatever the numbers are, also where its effect is rounded away.
 
 What Python computes from numbers it has read (``.item()``) is out of sight, and so is a kernel that is not called
-through torch's dispatcher; both are noted.
+through torch's dispatcher. A number that several parameters have gone into is noted where it is read.
 """
 
 import functools
-import linecache
 import operator
-import os
-import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -24,7 +21,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..state.layout import tensors_in
+from fsdp_offload.optimizers.mixing_calls import line_of_step
+from fsdp_offload.state.layout import tensors_in
 
 _Masks = int | npt.NDArray[np.int64]
 """Origins of a tensor: for all elements alike, or for each of them. Bit ``n`` stands for parameter ``n``."""
@@ -50,10 +48,6 @@ _READ_ON_HOST = frozenset({"_local_scalar_dense", "equal", "allclose", "is_nonze
 _TO_PYTHON = frozenset({Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.data_ptr})
 """Ways around the dispatcher to the values of a tensor."""
 
-_TORCH = os.path.dirname(torch.__file__) + os.sep
-_TORCH_OPTIM = os.path.join(_TORCH, "optim") + os.sep
-_HERE = os.path.dirname(__file__) + os.sep
-
 
 class Mixture(NamedTuple):
     """Line at which values of several parameters come together; prints as a reader of a message wants it."""
@@ -70,17 +64,14 @@ class DependenceTrace(TorchDispatchMode):
 
     Attributes:
         mixed_reads: reads on the host of a number that several parameters have gone into.
-        reads: reads on the host of numbers of a single parameter each.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.mixed_reads: list[Mixture] = []
-        self.reads: list[Mixture] = []
         self._masks: dict[int, _Masks] = {}  # by the address of a storage; an array has all of its elements
         self._itemsizes: dict[int, int] = {}  # of those elements
         self._kept: dict[int, Any] = {}  # those storages, so that no address is used twice
-        self._written: set[int] = set()
         self._mixtures: dict[int, Mixture] = {}
         self._host_reads = _HostReads(self)
 
@@ -110,25 +101,13 @@ class DependenceTrace(TorchDispatchMode):
         mask = _join(self._read(tensor))
         return {origin for origin in range(_BITS) if mask >> origin & 1}
 
-    def was_written(self, tensor: Tensor) -> bool:
-        """Return whether an operator has written into ``tensor``; a change without one came past the dispatcher."""
-        return _address(tensor) in self._written
-
-    def forget_all_but(self, tensors: Iterable[Tensor]) -> None:
-        """Let go of what is no longer reachable from ``tensors``: a trace keeps all that it has seen alive."""
-        alive = set(map(_address, tensors))
-        for kept in (self._masks, self._itemsizes, self._kept):
-            for address in kept.keys() - alive:
-                del kept[address]
-        self._written &= alive
-
     def note_read(self, name: str, tensors: Iterable[Tensor], *, joined: bool) -> None:
         """Note that elements of these tensors leave for the host: as one number that is computed from all, or each."""
         masks = {mask for tensor in tensors for mask in _different(self._read(tensor))}
         if joined:
             masks = {functools.reduce(operator.or_, masks, 0)}
-        for mask in masks - {0}:
-            (self.mixed_reads if mask & (mask - 1) else self.reads).append(Mixture(name, _line_of_step()))
+        if any(mask & (mask - 1) for mask in masks):
+            self.mixed_reads.append(Mixture(name, line_of_step(__file__)))
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -163,7 +142,6 @@ class DependenceTrace(TorchDispatchMode):
             for tensor in tensors_in(_written_arguments(func, args, kwargs))
             if not any(tensor is other for other in unwritten)
         ]
-        self._written.update(map(_address, written))
         outputs = [*written, *(one for one in tensors_in(result) if not any(one is other for other in written))]
         if not written and any(_address(one) and _address(one) == _address(t) for one in outputs for t in inputs):
             return  # a view: the elements have their origins
@@ -192,7 +170,6 @@ class DependenceTrace(TorchDispatchMode):
         single = _join(*(self._read(value) for value in values if isinstance(value, Tensor)))
         written = _written_arguments(func, args, kwargs)
         outputs = [value for value in (*written, result) if isinstance(value, list | tuple)]
-        self._written.update(map(_address, tensors_in(written)))
         found = [
             _join(single, *(self._read(one[place]) for one in lists if place < len(one)))
             for place in range(max(map(len, lists), default=0))
@@ -219,7 +196,7 @@ class DependenceTrace(TorchDispatchMode):
             return
         for mask in _different(masks):
             if mask & (mask - 1) and mask not in self._mixtures:
-                self._mixtures[mask] = Mixture(name, _line_of_step())
+                self._mixtures[mask] = Mixture(name, line_of_step(__file__))
         storage = tensor.untyped_storage()
         known, itemsize = self._masks.get(address, 0), tensor.element_size()
         if isinstance(masks, int) and tensor.numel() * itemsize == storage.nbytes():
@@ -301,16 +278,3 @@ def _written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
         if argument.alias_info is not None and argument.alias_info.is_write:
             found.append(args[place] if place < len(args) else kwargs.get(argument.name))
     return found
-
-
-def _line_of_step() -> str:
-    """The innermost line outside of torch and of this package that runs now: ``file:number: source``."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        foreign = not name.startswith((_TORCH, _HERE)) or name.startswith(_TORCH_OPTIM)
-        if foreign and not name.startswith("<"):
-            source = linecache.getline(name, frame.f_lineno).strip()
-            return f"{os.path.basename(name)}:{frame.f_lineno}" + (f" (`{source}`)" if source else "")
-        frame = frame.f_back  # type: ignore[assignment]
-    return ""
