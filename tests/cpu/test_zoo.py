@@ -101,7 +101,7 @@ def test_refused_with_a_reason(key: str) -> None:
     assert "cannot be" in row.detail
 
 
-# The package's table ---------------------------------------------------------------------------------------------------
+# The package's table --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", [name for name in rows() if name.startswith("torch.optim:")])
