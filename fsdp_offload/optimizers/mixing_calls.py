@@ -15,10 +15,10 @@ from ..state.layout import tensors_in
 _MOVING = frozenset({"clone", "_to_copy", "copy_", "stack", "cat", "_unsafe_view", "_reshape_alias"})
 """Operators that write elements elsewhere, each as it is."""
 
-_FOR_EACH = ("_foreach_", "_fused_", "_amp_foreach_")
+FOR_EACH = ("_foreach_", "_fused_", "_amp_foreach_")
 """Beginnings of the names of operators that take a list of tensors, each of which for itself."""
 
-_FILLING = ("zero", "ones", "empty", "full", "fill", "rand", "normal_", "uniform_", "bernoulli_", "new_")
+FILLING = ("zero", "ones", "empty", "full", "fill", "rand", "normal_", "uniform_", "bernoulli_", "new_")
 """Beginnings of the names of operators that write what no element has been read for."""
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -48,7 +48,7 @@ class MixingCalls(TorchDispatchMode):
         if any(issubclass(kind, Tensor) and hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented
         name = func.overloadpacket.__name__
-        harmless = name in _MOVING or name.startswith((*_FOR_EACH, *_FILLING))
+        harmless = name in _MOVING or name.startswith((*FOR_EACH, *FILLING))
         if not (harmless or func.is_view or torch.Tag.pointwise in func.tags):
             call = name, tuple(tuple(one.shape) for one in tensors_in((args, kwargs or {})))
             if call not in self.seen:

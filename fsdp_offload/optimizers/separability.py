@@ -272,11 +272,11 @@ class _Trial:
                 divided.step_divided(all_groups=self._all_groups)
             except Exception as error:  # noqa: BLE001  # likewise
                 return f"its step fails when parameters are updated one at a time ({type(error).__name__}: {error})"
-            bits, random_after = seen[number]
+            expected, random_after = seen[number]
             for library, state in plain(random_states(self._device)).items():
                 if state != random_after.get(library):
                     return f"its step draws numbers from {library} for each call, and not for each parameter"
-            if _bits_of(divided) != bits:
+            if _bits_of(divided) != expected:
                 return "updating its parameters one at a time gives another result than updating them together"
         place = _difference_of(whole, divided)
         return f"its step counts in place, in {place}, how often it is called" if place else ""

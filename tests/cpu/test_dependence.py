@@ -93,9 +93,9 @@ def test_the_first_place_where_values_meet_is_named(trace: DependenceTrace, tens
     with trace:
         total = tensors[0] + tensors[1]  # here
         result = total.mul(2).sum()
-    assert str(trace.foreign_origin([result], 0)).endswith("(`total = tensors[0] + tensors[1]  # here`)")
-    assert str(trace.foreign_origin([result], 0)).startswith("add in test_dependence.py:")
-    assert trace.foreign_origin([tensors[0]], 0) is None
+    assert trace.foreign_origin([result], 0).endswith("(`total = tensors[0] + tensors[1]  # here`)")
+    assert trace.foreign_origin([result], 0).startswith("add in test_dependence.py:")
+    assert not trace.foreign_origin([tensors[0]], 0)
 
 
 READS: dict[str, Callable[[Tensor], object]] = {

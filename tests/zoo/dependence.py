@@ -12,7 +12,7 @@ through torch's dispatcher. A number that several parameters have gone into is n
 import functools
 import operator
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp_offload.optimizers.mixing_calls import line_of_step
+from fsdp_offload.optimizers.mixing_calls import FILLING, FOR_EACH, line_of_step
 from fsdp_offload.state.layout import tensors_in
 
 _Masks = int | npt.NDArray[np.int64]
@@ -30,49 +30,20 @@ _Masks = int | npt.NDArray[np.int64]
 _BITS = 62
 """More parameters than these share bits, which may hide a dependence among them and never makes one up."""
 
-_NEW_VALUES = ("zeros", "ones", "empty", "full", "rand", "randn", "randint")
-_SHAPE_ONLY = frozenset(
-    [f"{name}_like" for name in _NEW_VALUES] + [f"new_{name}" for name in _NEW_VALUES] + ["new_empty_strided"]
-)
-"""Operators that look at the shape of a tensor and not at its values."""
-
-_OVERWRITING = frozenset({"zero_", "fill_", "normal_", "uniform_", "bernoulli_", "random_"})
-"""Operators that write all of a tensor, from nothing that it holds."""
-
-_COPYING = frozenset({"clone", "_to_copy", "copy_"})
-"""Operators whose result has the elements of one tensor, each in its place."""
-
-_READ_ON_HOST = frozenset({"_local_scalar_dense", "equal", "allclose", "is_nonzero"})
-"""Operators whose result is a Python number."""
-
-_TO_PYTHON = frozenset({Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.data_ptr})
-"""Ways around the dispatcher to the values of a tensor."""
-
-
-class Mixture(NamedTuple):
-    """Line at which values of several parameters come together; prints as a reader of a message wants it."""
-
-    operator: str
-    line: str
-
-    def __str__(self) -> str:
-        return f"{self.operator} in {self.line}" if self.line else self.operator
+_READ_ON_HOST = {"_local_scalar_dense", "equal", "allclose", "is_nonzero"}
+_TO_PYTHON = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.data_ptr}  # around the dispatcher
 
 
 class DependenceTrace(TorchDispatchMode):
-    """Follows origins through all operators that run within it.
-
-    Attributes:
-        mixed_reads: reads on the host of a number that several parameters have gone into.
-    """
+    """Follows origins through all operators that run within it; ``mixed_reads`` has what several have gone into."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.mixed_reads: list[Mixture] = []
+        self.mixed_reads: list[str] = []
         self._masks: dict[int, _Masks] = {}  # by the address of a storage; an array has all of its elements
         self._itemsizes: dict[int, int] = {}  # of those elements
         self._kept: dict[int, Any] = {}  # those storages, so that no address is used twice
-        self._mixtures: dict[int, Mixture] = {}
+        self._mixtures: dict[int, str] = {}
         self._host_reads = _HostReads(self)
 
     def __enter__(self) -> "DependenceTrace":
@@ -88,26 +59,21 @@ class DependenceTrace(TorchDispatchMode):
         """Say that ``tensor`` belongs to a parameter; what it holds comes from there."""
         self._write(tensor, 1 << origin % _BITS, "")
 
-    def foreign_origin(self, tensors: Iterable[Tensor], origin: int) -> "Mixture | None":
-        """Find where another parameter has gone into ``tensors``, which are to come from ``origin`` alone."""
-        for tensor in tensors:
-            for mask in _different(self._read(tensor)):
-                if mask & ~(1 << origin % _BITS):
-                    return self._mixtures.get(mask, Mixture("a copy", ""))
-        return None
+    def foreign_origin(self, tensors: Iterable[Tensor], origin: int) -> str:
+        """Where another parameter has gone into ``tensors``, which are to come from ``origin`` alone; or nothing."""
+        masks = {mask for tensor in tensors for mask in _different(self._read(tensor))}
+        return next((self._mixtures.get(mask, "a copy") for mask in masks if mask & ~(1 << origin % _BITS)), "")
 
     def origins_of(self, tensor: Tensor) -> set[int]:
-        """Return the parameters that have gone into any element of ``tensor``."""
+        """The parameters that have gone into any element of ``tensor``."""
         mask = _join(self._read(tensor))
         return {origin for origin in range(_BITS) if mask >> origin & 1}
 
     def note_read(self, name: str, tensors: Iterable[Tensor], *, joined: bool) -> None:
         """Note that elements of these tensors leave for the host: as one number that is computed from all, or each."""
         masks = {mask for tensor in tensors for mask in _different(self._read(tensor))}
-        if joined:
-            masks = {functools.reduce(operator.or_, masks, 0)}
-        if any(mask & (mask - 1) for mask in masks):
-            self.mixed_reads.append(Mixture(name, line_of_step(__file__)))
+        if any(mask & (mask - 1) for mask in ({_join(*masks)} if joined else masks)):
+            self.mixed_reads.append(f"{name} in {line_of_step(__file__)}")
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -116,41 +82,33 @@ class DependenceTrace(TorchDispatchMode):
         if any(issubclass(kind, Tensor) and hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented
         kwargs = kwargs or {}
-        result, unwritten = _run(func, args, kwargs)
+        written = _written_arguments(func, args, kwargs)
+        before = [] if func.namespace == "aten" else [tensor.clone() for tensor in tensors_in(written)]
+        result = func(*args, **kwargs)
         name = func.overloadpacket.__name__
         if name in _READ_ON_HOST:
             self.note_read("item" if name == "_local_scalar_dense" else name, tensors_in(args), joined=True)
-        elif name.startswith(("_foreach_", "_fused_", "_amp_foreach_")):
-            self._pair(func, name, args, kwargs, result)
+        elif name.startswith(FOR_EACH):
+            self._pair(name, args, kwargs, written, result)
         else:
-            self._hand_on(func, name, args, kwargs, result, unwritten)
+            changed = list(tensors_in(written))
+            if before:  # schemas of custom operators may promise more than these do
+                changed = [one for one, old in zip(changed, before, strict=True) if not torch.equal(one, old)]
+            unchanged = {id(one) for one in tensors_in(written)} - {id(one) for one in changed}
+            self._hand_on(func, name, args, kwargs, changed, [t for t in tensors_in(result) if id(t) not in unchanged])
         return result
 
     def _hand_on(
-        self,
-        func: Any,
-        name: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        result: Any,
-        unwritten: Sequence[Tensor],
+        self, func: Any, name: str, args: Any, kwargs: dict[str, Any], written: list[Tensor], results: list[Tensor]
     ) -> None:
         """Give what an operator has written, or returns, the origins of what it has read."""
         inputs = [*tensors_in(args), *tensors_in({key: value for key, value in kwargs.items() if key != "out"})]
-        written = [
-            tensor
-            for tensor in tensors_in(_written_arguments(func, args, kwargs))
-            if not any(tensor is other for other in unwritten)
-        ]
-        outputs = [*written, *(one for one in tensors_in(result) if not any(one is other for other in written))]
-        if not written and any(_address(one) and _address(one) == _address(t) for one in outputs for t in inputs):
+        if not written and any(_address(one) and _address(one) == _address(t) for one in results for t in inputs):
             return  # a view: the elements have their origins
         masks: _Masks
-        if name in _SHAPE_ONLY:
-            masks = 0
-        elif name in _OVERWRITING:
+        if name.startswith(FILLING):
             masks = _join(*map(self._read, tensors_in((args[1:], kwargs))))
-        elif name in _COPYING:
+        elif name in ("clone", "_to_copy", "copy_"):
             masks = self._read(inputs[1] if name == "copy_" else inputs[0])
         elif name in ("stack", "cat"):
             masks = _moved(name, [(self._read(one), tuple(one.shape)) for one in inputs], args, kwargs)
@@ -158,28 +116,23 @@ class DependenceTrace(TorchDispatchMode):
             masks = functools.reduce(operator.or_, map(self._read, inputs), 0)
         else:
             masks = _join(*map(self._read, inputs))
-        for tensor in outputs:
+        for tensor in (*written, *results):
             self._write(tensor, masks, name)
 
-    def _pair(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    def _pair(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[Any], result: Any) -> None:
         """Elements of lists belong together by their place; a single tensor goes with each of them."""
         values = [*args, *kwargs.values()]
-        lists = [
-            value for value in values if isinstance(value, list | tuple) and next(tensors_in(value), None) is not None
-        ]
+        lists = [one for one in values if isinstance(one, list | tuple) and next(tensors_in(one), None) is not None]
         single = _join(*(self._read(value) for value in values if isinstance(value, Tensor)))
-        written = _written_arguments(func, args, kwargs)
-        outputs = [value for value in (*written, result) if isinstance(value, list | tuple)]
         found = [
             _join(single, *(self._read(one[place]) for one in lists if place < len(one)))
             for place in range(max(map(len, lists), default=0))
         ]
-        for output in outputs:
-            for tensor, mask in zip(output, found, strict=False):
+        for output in (*written, result):
+            if isinstance(output, Tensor):
+                self._write(output, _join(single, *found), name)
+            for tensor, mask in zip(output if isinstance(output, list | tuple) else (), found, strict=False):
                 self._write(tensor, mask, name)
-        for value in written:
-            if isinstance(value, Tensor):
-                self._write(value, _join(single, *found), name)
 
     # Origins of elements ----------------------------------------------------------------------------------------------
 
@@ -196,7 +149,7 @@ class DependenceTrace(TorchDispatchMode):
             return
         for mask in _different(masks):
             if mask & (mask - 1) and mask not in self._mixtures:
-                self._mixtures[mask] = Mixture(name, line_of_step(__file__))
+                self._mixtures[mask] = f"{name} in {line_of_step(__file__)}"
         storage = tensor.untyped_storage()
         known, itemsize = self._masks.get(address, 0), tensor.element_size()
         if isinstance(masks, int) and tensor.numel() * itemsize == storage.nbytes():
@@ -228,7 +181,7 @@ class _HostReads(TorchFunctionMode):
 
 
 def _elements(masks: npt.NDArray[np.int64], tensor: Tensor) -> npt.NDArray[np.int64]:
-    """Return those elements of a storage that ``tensor`` shows, as it shows them."""
+    """Those elements of a storage that ``tensor`` shows, as it shows them."""
     strides = [stride * masks.itemsize for stride in tensor.stride()]
     return np.lib.stride_tricks.as_strided(masks[tensor.storage_offset() :], tuple(tensor.shape), strides)
 
@@ -261,20 +214,10 @@ def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Tensor]]:
-    """Run an operator; also returns what it says it writes and has not, as schemas of custom operators may."""
-    if func.namespace == "aten":
-        return func(*args, **kwargs), []
-    written = list(tensors_in(_written_arguments(func, args, kwargs)))
-    before = [tensor.clone() for tensor in written]
-    result = func(*args, **kwargs)
-    return result, [tensor for tensor, old in zip(written, before, strict=True) if torch.equal(tensor, old)]
-
-
 def _written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """Arguments that the operator's schema says it writes."""
-    found = []
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            found.append(args[place] if place < len(args) else kwargs.get(argument.name))
-    return found
+    return [
+        args[place] if place < len(args) else kwargs.get(argument.name)
+        for place, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]

@@ -62,7 +62,7 @@ def _traced(trial: _Trial) -> str:
             return f"mixed: {trace.mixed_reads[0]}"
         for number, param in enumerate(scratch.flat):
             where = trace.foreign_origin(_written_for(scratch, param), number)
-            if where is not None:
+            if where:
                 return f"mixed: {where}"
     return ""
 
