@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 LIMITS = {
-    "fsdp_offload": 26_600,  # on its way to 12,000; of it 2,200 are the new core, beside the old one until it does all
+    "fsdp_offload": 26_350,  # on its way to 12,000; of it 2,200 are the new core, beside the old one until it does all
     "fsdp_offload/api": 1_700,
     "fsdp_offload/checkpoint": 3_400,
     "fsdp_offload/core": 3_000,
@@ -19,14 +19,14 @@ LIMITS = {
     "fsdp_offload/engine": 5_050,  # one more wait: gathers of what comes back
     "fsdp_offload/integrations": 400,
     "fsdp_offload/model": 1_750,
-    "fsdp_offload/optimizers": 3_300,
+    "fsdp_offload/optimizers": 3_050,
     "fsdp_offload/plan": 2_350,  # on its way to 1,400
     "fsdp_offload/planning": 1_200,
     "fsdp_offload/state": 600,
     "fsdp_offload/torch_compat": 1_700,  # a gradient whose zeros are put off is a stand-in that can be cleared
     "checkpoint_tools": 12_500,  # on its way to 5,500
     "examples/benchmarks": 2_000,
-    "tests": 53_800,  # on its way to 22,000
+    "tests": 54_150,  # on its way to 22,000; 300 are the tracer, which the package had
 }
 FEWER = 0.9
 """A limit that is this far above what it limits is lowered."""

@@ -562,6 +562,17 @@ class NotedOnParameters(Plain):
         super().update(group, param, state, context)
 
 
+class Whitens(Plain):
+    """Decomposes matrices before it writes any parameter; that fails where one is not finite, as plain training."""
+
+    def before(self) -> dict[Tensor, Tensor]:
+        matrices = [param for param in self.trained() if param.dim() == 2]
+        return {param: torch.linalg.svd(param.grad).U for param in matrices}  # type: ignore[arg-type]
+
+    def update(self, group: dict[str, Any], param: Tensor, state: dict[str, Any], context: Any) -> None:
+        param.sub_((context[param] @ param if param in context else state["momentum"]) * group["lr"])
+
+
 class CountsInEachGroup(Plain):
     def before(self) -> None:
         for group in self.param_groups:
@@ -573,6 +584,7 @@ SEPARABLE: list[tuple[type[Plain], dict[str, Any]]] = [
     (HalvesItsRate, {"betas": (0.9, 0.99)}),
     (ReadsItsOwnNorm, {}),
     (StacksNorms, {}),
+    (Whitens, {}),
     (DrawsForEach, {}),
     (StateInTheConstructor, {}),
     (FlagOfAGroup, {}),

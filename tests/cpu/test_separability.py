@@ -15,24 +15,6 @@ from tests.parity import Zoo, attach, make_pair, params_of
 from tests.policies import with_share
 
 
-class ClippedAboveThreshold(optim.Optimizer):
-    """Looks separable as long as gradients are small."""
-
-    def __init__(self, params: Any, threshold: float) -> None:
-        super().__init__(params, {"lr": 0.1, "threshold": threshold})
-
-    @torch.no_grad()
-    def step(self) -> None:
-        grads = [param.grad for param in params_of(self) if param.grad is not None]
-        norm = torch.stack([grad.norm() for grad in grads]).norm() if grads else torch.tensor(0.0)
-        for group in self.param_groups:
-            scale = torch.clamp(group["threshold"] / (norm + 1e-6), max=1.0)
-            for param in group["params"]:
-                if param.grad is not None:
-                    self.state[param].setdefault("sum", torch.zeros_like(param)).add_(param.grad)
-                    param.sub_(param.grad * scale * group["lr"])
-
-
 class KeepsStateOfItsOwn(optim.SGD):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         self.state["k"] = self.state.get("k", 0) + 1  # type: ignore[index]
@@ -46,12 +28,6 @@ class Lookahead(optim.Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         return self.inner.step(closure)
-
-
-@pytest.mark.parametrize("threshold", [1.0, 200.0, 1e3])
-def test_a_norm_that_acts_only_on_large_gradients_is_refused(threshold: float) -> None:
-    with pytest.raises(ValueError, match=r"depends on other parameters: linalg_vector_norm in test_separability\.py"):
-        attach(ClippedAboveThreshold(Zoo().parameters(), threshold))
 
 
 def test_state_that_belongs_to_no_parameter_is_refused() -> None:
