@@ -41,6 +41,8 @@ from .scratch import (
     untouched,
 )
 
+_LinAlgError: type[Exception] = torch.linalg.LinAlgError  # type: ignore[attr-defined]
+
 _STEPS = 12
 _JUMPS = (99, 2_519, 9_999, 65_535)
 """Counters of steps are set to these, as some classes begin something after a warm-up or do it every so often: 2,520 is
@@ -322,7 +324,7 @@ class _Trial:
                     if isinstance(one, Exception):
                         break
                     if isinstance(other, Exception):
-                        if not isinstance(other, torch.linalg.LinAlgError):  # of its own matrix, whoever else steps
+                        if not isinstance(other, _LinAlgError):  # of its own matrix, whoever else steps
                             self._check_failure(change, numbers, other)
                         break
                     pairs = enumerate(zip(one, other, strict=True))
