@@ -276,13 +276,17 @@ def rule(why: str, when: Callable[[Case], bool], *ways: Mapping[str, Any], habit
     return Rule(why, when, ways, frozenset(habits.split()))
 
 
-def legal(case: Case, fixed: frozenset[str] = frozenset(), rules: tuple[Rule, ...] = ()) -> Case | None:
-    """The case with as little changed as its rules ask for; ``None`` if only what is fixed could be."""
+def legal(case: Case, axes: Mapping[str, tuple[Any, ...]], fixed: frozenset[str] = frozenset()) -> Case | None:
+    """The case with as little changed as its rules ask for, within the axes; ``None`` if only what is fixed could be."""
     for _ in range(40):
-        broken = next((one for one in rules or RULES if one.broken(case)), None)
+        broken = next((one for one in RULES if one.broken(case)), None)
         if broken is None:
             return case
-        free = [way for way in broken.ways if not fixed & way.keys()]
+        free = [
+            way
+            for way in broken.ways
+            if not fixed & way.keys() and all(value in axes[axis] for axis, value in way.items())
+        ]
         if free:
             case = replace(case, **free[0])
         elif broken.habits and "program" not in fixed:
@@ -438,7 +442,7 @@ def _filled(
     program = (*["usual"] * lead, *some[:3], "usual", *some[3:])
     chosen = {axis: drawn.choice(of_axis) for axis, of_axis in axes.items()}
     given = {axis: value for axis, value in wanted.items() if axis != "habit"}
-    case = legal(Case(**{**chosen, **given, "program": program}), frozenset(given))
+    case = legal(Case(**{**chosen, **given, "program": program}), axes, frozenset(given))
     if case is None or ("habit" in wanted and wanted["habit"] not in case.program):
         return None
     return case

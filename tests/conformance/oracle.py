@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsdp_offload import OffloadPolicy, offload_model, reload_model
@@ -96,8 +97,7 @@ class Loop:
         """As the case says; the first steps show that this loop clips."""
         if self.case.clip != "never":
             binds = self.steps > 3 and (self.case.clip == "always" or self.steps % 3 == 2)
-            norm = nn.utils.clip_grad_norm_(list(self.params.values()), ALWAYS if binds else NEVER)
-            self.seen.append(getattr(norm, "full_tensor", lambda: norm)().item())
+            self.seen.append(_clip(list(self.params.values()), ALWAYS if binds else NEVER))
 
     def update(self, closure: Callable[[], Tensor] | None = None) -> Any:
         return self.optimizer.step(closure)  # type: ignore[arg-type]
@@ -237,10 +237,7 @@ class Twin(Loop):
                 for key, value in state.items()
             }
         if self.case.host:
-            # torch's fused SGD does not update bf16 on the CPU.
-            fused = not (
-                self.case.optimizer == "sgd-momentum" and any(s.dtype == torch.bfloat16 for s in self.shadows.values())
-            )
+            fused = self.case.optimizer != "sgd-momentum" or self.case.dtype != "bf16"  # there torch's trains nothing
             empty = [{**group, "params": [], "fused": fused, "foreach": None} for group in self.optimizer.param_groups]
             self.of_host = self.case.made(empty)
         rates, scheduled = [group["lr"] for group in before.param_groups], self.schedulers[0].state_dict()
@@ -374,6 +371,24 @@ class _Scaled(torch.optim.SGD):
 
     def step(self, closure: Any = None) -> Any:
         return self.twin.update(closure)
+
+
+def _clip(params: list[nn.Parameter], limit: float) -> float:
+    """Return the norm. Torch's takes DTensors of one mesh; with several it is put together, as torchtitan does."""
+    of_mesh: dict[Any, list[nn.Parameter]] = {}
+    for param in params:
+        of_mesh.setdefault(getattr(param, "device_mesh", None), []).append(param)
+    if len(of_mesh) == 1:
+        return _whole(nn.utils.clip_grad_norm_(params, limit)).item()
+    grads = [[param.grad for param in one if param.grad is not None] for one in of_mesh.values()]
+    norm = torch.stack([_whole(nn.utils.get_total_norm(one)) for one in grads if one]).norm()
+    for one in of_mesh.values():
+        nn.utils.clip_grads_with_norm_(one, limit, norm)
+    return norm.item()
+
+
+def _whole(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def _schedule(optimizer: Optimizer) -> Any:

@@ -223,6 +223,6 @@ def programs(draw: st.DrawFn, axes: Mapping[str, tuple[Any, ...]], lead: int = 2
     """A case with a program of up to ten habits after ``lead`` usual steps."""
     chosen = {axis: draw(st.sampled_from(values)) for axis, values in axes.items()}
     drawn = draw(st.lists(st.sampled_from(list(HABITS)), min_size=3, max_size=10))
-    case = legal(Case(**chosen, program=("usual",) * lead + tuple(drawn)))
+    case = legal(Case(**chosen, program=("usual",) * lead + tuple(drawn)), axes)
     assert case is not None, "every rule says what to change"
     return case

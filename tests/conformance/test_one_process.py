@@ -26,6 +26,15 @@ def test_every_pair(case: Case) -> None:
     assert not compare(case, CPU, HABITS)
 
 
+WRONG_ONCE = [Case(optimizer="sgd-momentum", dtype="bf16", host=1.0, program=("usual",) * 3)]
+"""Of three values that no pair of them shows."""
+
+
+@pytest.mark.parametrize("case", WRONG_ONCE, ids=lambda case: str(case).replace(" ", "-"))
+def test_what_was_wrong_once(case: Case) -> None:
+    assert not compare(case, CPU, HABITS)
+
+
 @pytest.mark.long
 @settings(max_examples=300, suppress_health_check=list(HealthCheck))
 @given(case=programs(AXES))
