@@ -277,7 +277,7 @@ def rule(why: str, when: Callable[[Case], bool], *ways: Mapping[str, Any], habit
 
 
 def legal(case: Case, axes: Mapping[str, tuple[Any, ...]], fixed: frozenset[str] = frozenset()) -> Case | None:
-    """The case with as little changed as its rules ask for, within the axes; ``None`` if only what is fixed could be."""
+    """The case with as little changed, within the axes, as its rules ask for; ``None`` if only what is fixed could."""
     for _ in range(40):
         broken = next((one for one in RULES if one.broken(case)), None)
         if broken is None:

@@ -4,14 +4,15 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, seed, settings
 
 from tests.conformance.axes import AXES, LAYOUTS, Case, all_pairs
 from tests.conformance.oracle import compare
 from tests.conformance.programs import HABITS, programs
 from tests.distributed.launch import agree, attempt, run_cases, spawn, this_device
+from tests.tiers import some_cases
 
-pytestmark = [pytest.mark.distributed, pytest.mark.long]  # minutes on two cores
+pytestmark = pytest.mark.distributed
 
 SOME_HABITS = ("evaluate", "unreduced", "unused", "skip", "scaler", "read-state", "write-parameters", "freeze")
 SOME: dict[str, tuple[object, ...]] = {
@@ -31,15 +32,15 @@ def axes_of(ranks: int, *, every: bool = False) -> dict[str, tuple[object, ...]]
     return {**AXES, **({} if every else SOME), "layout": layouts}
 
 
-def run_pairs(rank: int, ranks: int) -> None:
+def run_pairs(rank: int, ranks: int, every: int) -> None:
     del rank
     cases = all_pairs(axes_of(ranks), SOME_HABITS)
-    run_cases({str(case): partial(compare, case, this_device(), HABITS) for case in cases})
+    run_cases({str(case): partial(compare, case, this_device(), HABITS) for case in cases}, every)
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
-def test_every_pair(ranks: int, tmp_path: Path) -> None:
-    spawn(run_pairs, ranks, tmp_path)
+@some_cases({2: 6, 4: 0})
+def test_every_pair(world_size: int, every: int, tmp_path: Path) -> None:
+    spawn(run_pairs, world_size, tmp_path, every)
 
 
 def run_layouts(rank: int, ranks: int) -> None:
@@ -54,15 +55,17 @@ def run_layouts(rank: int, ranks: int) -> None:
     run_cases({str(case): partial(compare, case, this_device(), HABITS) for case in cases})
 
 
+@pytest.mark.long
 def test_every_layout_of_four(tmp_path: Path) -> None:
     spawn(run_layouts, 4, tmp_path)
 
 
-def run_programs(rank: int, ranks: int) -> None:
+def run_programs(rank: int, ranks: int, number: int) -> None:
     """All ranks draw the same programs: what they find is the same on all of them."""
     del rank
 
-    @settings(max_examples=60, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+    @seed(number)
+    @settings(max_examples=15, database=None, suppress_health_check=list(HealthCheck))
     @given(case=programs(axes_of(ranks, every=True)))
     def check(case: Case) -> None:
         assert not attempt(partial(compare, case, this_device(), HABITS)), str(case)
@@ -72,6 +75,7 @@ def run_programs(rank: int, ranks: int) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("number", range(4))  # minutes each
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_any_program(ranks: int, tmp_path: Path) -> None:
-    spawn(run_programs, ranks, tmp_path)
+def test_any_program(ranks: int, number: int, tmp_path: Path) -> None:
+    spawn(run_programs, ranks, tmp_path, number)
