@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -33,6 +34,9 @@ from tests.twins import master_of, rounded
 NEVER, ALWAYS = 1e9, 1e-3
 """Norms to clip by: beyond reach, and below every gradient."""
 BUCKET_BYTES, SMALL_BYTES = 2048, 4096
+
+
+PHASES = ("offload", "release", "reload")
 
 
 class Loop:
@@ -83,8 +87,7 @@ class Loop:
 
     def batch(self, seed: int) -> Tensor:
         sharing = LAYOUTS[self.case.layout].sharing
-        rank = dist.get_rank() // sharing if dist.is_initialized() else 0
-        generator = torch.Generator().manual_seed(100 * seed + rank)
+        generator = torch.Generator().manual_seed(100 * seed + _rank() // sharing)
         return torch.randint(0, 20, (2, 5), generator=generator).to(self.device)
 
     def backward(self, at: int, **options: Any) -> None:
@@ -98,6 +101,12 @@ class Loop:
         if self.case.clip != "never":
             binds = self.steps > 3 and (self.case.clip == "always" or self.steps % 3 == 2)
             self.seen.append(_clip(list(self.params.values()), ALWAYS if binds else NEVER))
+
+    def look(self) -> None:
+        self.model.eval()
+        with torch.no_grad():
+            self.seen.append(self.model(self.batch(999)).item())
+        self.model.train()
 
     def update(self, closure: Callable[[], Tensor] | None = None) -> Any:
         return self.optimizer.step(closure)  # type: ignore[arg-type]
@@ -159,11 +168,14 @@ class Loop:
             self.states(), checkpoint_id=folder, async_stager=stager, process_group=group
         )
 
-    def resume(self, folder: Path) -> None:
-        """In new objects, as a new process would."""
+    def finish_saving(self) -> None:
         if "future" in self.kept:
             self.kept.pop("future").result()
             self.kept.pop("stager").close()
+
+    def resume(self, folder: Path) -> None:
+        """In new objects, as a new process would."""
+        self.finish_saving()
         schedules = [scheduler.state_dict() for scheduler in self.schedulers]
         self.make()
         self.attach()
@@ -220,6 +232,7 @@ class Twin(Loop):
         self.of_host: Optimizer | None = None
 
     def attach(self) -> None:
+        self.sleep()
         if self.case.masters == "none" and not self.case.host:
             return
         for name, param in self.params.items():
@@ -391,6 +404,15 @@ def _whole(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _collectives() -> int:
+    """How many there have been, on all process groups."""
+    return sum(group._get_sequence_number_for_group() for group in distributed_c10d._world.pg_map)
+
+
 def _schedule(optimizer: Optimizer) -> Any:
     return torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, 1.0, 5)
 
@@ -407,12 +429,14 @@ def _compare(case: Case, device: torch.device, habits: dict[str, Callable[[Loop,
     runs = (loop, Twin(case, device, loop.hosted))
     folder = _shared_folder()
     try:
-        for at in range(2 if case.attached == "late" else 0):
+        for at in range(0 if case.attached == "first" else 2):
             for run in runs:
                 run.backward(at)
                 run.optimizer.step()
                 run.clear()
         for run in runs:
+            if case.attached == "behind a look":
+                run.look()  # the root stays gathered, until somebody attaches
             run.attach()
         for at, habit in enumerate(case.program):
             for run in runs:
@@ -424,9 +448,7 @@ def _compare(case: Case, device: torch.device, habits: dict[str, Callable[[Loop,
                 if problems:
                     return [f"after step {at} ({habit}): {', '.join(problems[:6])}"]
     finally:
-        if "future" in loop.kept:
-            loop.kept["future"].result()
-            loop.kept["stager"].close()
+        loop.finish_saving()
         if not dist.is_initialized() or dist.get_rank() == 0:
             shutil.rmtree(folder)
     return []
@@ -452,7 +474,14 @@ def _one_step(run: Loop, at: int, habit: Callable[[Loop, int], None], folder: Pa
         with torch.no_grad():
             run.seen.append(run.model(run.batch(10 * at + 9)).item())
         run.phase("release")
+    if case.phases == "own":  # of each rank: no collective is in them
+        run.phase(*PHASES[: (_rank() + at) % 4])
+    before = _collectives()
     habit(run, at)
+    if case.save != "async":  # whose writer has some of its own, whenever it comes to them
+        run.seen.append(_collectives() - before)
+    if case.phases == "own":
+        run.phase(*PHASES[_rank() % 3 :])
     if case.phases == "between" and at % 2:
         run.phase("offload", "release", *(["reload"] if at % 4 == 1 else []))
     if case.sleep and at in (5, 7):

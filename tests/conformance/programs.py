@@ -19,21 +19,14 @@ def usual(loop: Loop, at: int) -> None:
     loop.step()
 
 
-def look(loop: Loop) -> None:
-    loop.model.eval()
-    with torch.no_grad():
-        loop.seen.append(loop.model(loop.batch(999)).item())
-    loop.model.train()
-
-
 def evaluate(loop: Loop, at: int) -> None:
     usual(loop, at)
-    look(loop)
+    loop.look()
 
 
 def evaluate_before_step(loop: Loop, at: int) -> None:
     loop.backward(at)
-    look(loop)
+    loop.look()
     loop.step()
 
 
@@ -146,6 +139,7 @@ def read_state(loop: Loop, at: int) -> None:
 
 def write_state(loop: Loop, at: int) -> None:
     """Between the backward and the step, when loads may have begun."""
+    loop.finish_saving()  # a checkpoint that is being written would have some of the new values
     loop.backward(at)
     for name in list(loop.params)[at % 3 :: 3]:
         for key, value in loop.state_of(name).items():
