@@ -37,7 +37,7 @@ def run_pairs(rank: int, ranks: int, every: int) -> None:
     run_cases({str(case): partial(compare, case, this_device(), HABITS) for case in cases}, every)
 
 
-@some_cases({2: 8, 3: 0, 4: 0})
+@some_cases({2: 9, 3: 0, 4: 0})
 def test_every_pair(world_size: int, every: int, tmp_path: Path) -> None:
     spawn(run_pairs, world_size, tmp_path, every)
 
