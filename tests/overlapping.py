@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
 from fsdp_offload import OffloadPolicy
+from fsdp_offload.engine.executor import Pipeline
 from tests.parity import attach, leaves, same_bits
 
 POLICIES: dict[str, dict[str, Any]] = {
@@ -134,6 +135,19 @@ def plain_steps(
     """
     loop = Loop(mesh, make, None, **options)
     return [[value.clone() for value in loop.train(1, habit, step).everything()] for step, habit in enumerate(program)]
+
+
+def slow_down(kind: str, cycles: int, patch: Callable[[Any, str, Any], object] = setattr) -> None:
+    """Put a busy kernel before every action of that kind, on its own stream: who does not wait for it is found."""
+    issue = Pipeline._issue
+
+    def slowed(self: Pipeline, action: Any, update: Any) -> None:
+        if action.kind == kind:
+            with self._lanes[kind].running():
+                torch.cuda._sleep(cycles)
+        issue(self, action, update)
+
+    patch(Pipeline, "_issue", slowed)
 
 
 # Habits --------------------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from fsdp_offload.checkpoint import ArenaStager
 from fsdp_offload.engine.engine import engine_of
 from tests.at_home import dropped_is_spoilt, not_at_home
 from tests.conformance.axes import LAYOUTS, Case, build
-from tests.parity import attach, leaves, local, same_bits
+from tests.parity import assert_at_home, attach, leaves, local, same_bits
 from tests.twins import master_of, rounded
 
 NEVER, ALWAYS = 1e9, 1e-3
@@ -457,6 +457,10 @@ def _compare(case: Case, device: torch.device, habits: dict[str, Callable[[Loop,
 def _misplaced(loop: Loop) -> list[str]:
     """List what is not where the policy says, or takes more of the device than it says."""
     case, plan = loop.case, engine_of(loop.optimizer).plan
+    try:
+        assert_at_home(loop.optimizer)
+    except AssertionError as error:
+        return [str(error)]
     if case.parameters:
         return not_at_home(loop.model, loop.optimizer)
     # One bucket's worth is for state that the optimizer is just creating. A range that may not be cut is never less.
@@ -469,6 +473,7 @@ def _misplaced(loop: Loop) -> list[str]:
 
 def _one_step(run: Loop, at: int, habit: Callable[[Loop, int], None], folder: Path) -> None:
     case, run.steps = run.case, at
+    before = _collectives()
     if case.phases == "within":  # the call sites of Megatron's loop
         run.phase("offload")
         with torch.no_grad():
@@ -476,14 +481,13 @@ def _one_step(run: Loop, at: int, habit: Callable[[Loop, int], None], folder: Pa
         run.phase("release")
     if case.phases == "own":  # of each rank: no collective is in them
         run.phase(*PHASES[: (_rank() + at) % 4])
-    before = _collectives()
     habit(run, at)
-    if case.save != "async":  # whose writer has some of its own, whenever it comes to them
-        run.seen.append(_collectives() - before)
     if case.phases == "own":
         run.phase(*PHASES[_rank() % 3 :])
     if case.phases == "between" and at % 2:
         run.phase("offload", "release", *(["reload"] if at % 4 == 1 else []))
+    if case.save != "async":  # whose writer has some of its own, whenever it comes to them
+        run.seen.append(_collectives() - before)
     if case.sleep and at in (5, 7):
         run.sleep()
     if case.save == "memory" and at in (4, 7):

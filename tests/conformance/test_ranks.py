@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, seed, settings
 from tests.conformance.axes import AXES, LAYOUTS, Case, all_pairs
 from tests.conformance.oracle import compare
 from tests.conformance.programs import HABITS, programs
-from tests.distributed.launch import agree, attempt, run_cases, spawn, this_device
+from tests.distributed.launch import agree, attempt, run_cases, slow_updates, spawn, this_device
 from tests.tiers import some_cases
 
 pytestmark = pytest.mark.distributed
@@ -33,6 +33,7 @@ def axes_of(ranks: int, *, every: bool = False) -> dict[str, tuple[object, ...]]
 
 def run_pairs(rank: int, ranks: int, every: int) -> None:
     del rank
+    slow_updates()
     cases = all_pairs(axes_of(ranks), SOME_HABITS)
     run_cases({str(case): partial(compare, case, this_device(), HABITS) for case in cases}, every)
 
@@ -42,26 +43,10 @@ def test_every_pair(world_size: int, every: int, tmp_path: Path) -> None:
     spawn(run_pairs, world_size, tmp_path, every)
 
 
-def run_layouts(rank: int, ranks: int) -> None:
-    """Each layout once, with all that usually comes with it."""
-    del rank
-    program = ("usual", "usual", "evaluate", "unused", "usual")
-    cases = [
-        Case(layout=layout, parameters=parameters, overlap=overlap, save="sync", program=program)
-        for layout in axes_of(ranks)["layout"]
-        for parameters, overlap in ((False, "forward"), (True, "iteration"))
-    ]
-    run_cases({str(case): partial(compare, case, this_device(), HABITS) for case in cases})
-
-
-@pytest.mark.long
-def test_every_layout_of_four(tmp_path: Path) -> None:
-    spawn(run_layouts, 4, tmp_path)
-
-
 def run_programs(rank: int, ranks: int, number: int) -> None:
     """All ranks draw the same programs: what they find is the same on all of them."""
     del rank
+    slow_updates()
 
     @seed(number)
     @settings(max_examples=15, deadline=None, database=None, suppress_health_check=list(HealthCheck))

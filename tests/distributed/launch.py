@@ -27,6 +27,7 @@ from torch import multiprocessing as torch_multiprocessing
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tests.distributed import nursery
+from tests.overlapping import slow_down
 
 DEVICE_TYPE = os.environ.get("FSDP_OFFLOAD_TEST_DEVICE", "cpu")
 
@@ -115,6 +116,12 @@ def this_device(rank: int | None = None) -> torch.device:
     if DEVICE_TYPE == "cpu":
         return torch.device("cpu")
     return torch.device(DEVICE_TYPE, dist.get_rank() if rank is None else rank)
+
+
+def slow_updates() -> None:
+    """On streams, what does not wait for an update reads what was there before; in this process, which ends with it."""
+    if DEVICE_TYPE != "cpu":
+        slow_down("U", 2_000_000)
 
 
 def mesh(*sizes: int, names: tuple[str, ...] = ("dp",)) -> DeviceMesh:

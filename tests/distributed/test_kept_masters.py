@@ -1,32 +1,27 @@
-"""Sharded low-precision models with masters train as fp32 ones fed the same gradients; also saved and resumed.
-
-The fp32 side is sharded in the same way.
-"""
+"""Sharded low-precision models with masters go on from checkpoints as fp32 ones, which are sharded in the same way."""
 
 import io
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn, optim
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict as torch_get_optimizer_state_dict
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fsdp_offload.checkpoint import get_optimizer_state_dict, load, set_optimizer_state_dict
 from fsdp_offload.torch_compat.dtensor import local_shard, over_local
 from tests.distributed import models
 from tests.distributed.launch import DEVICE_TYPE, agree, mesh, run_cases, spawn
-from tests.distributed.models import Net, batch, build
-from tests.distributed.test_sharded_training import TINY, state_not_at_home
+from tests.distributed.models import batch, build
+from tests.distributed.test_sharded_checkpoints import TINY
 from tests.parity import MakeOptimizer, Run, attach
-from tests.tiers import some_cases, world_sizes
+from tests.tiers import world_sizes
 from tests.twins import Twins, twins_of
 
 pytestmark = pytest.mark.distributed
@@ -54,7 +49,6 @@ def train(twins: Twins, steps: int) -> Iterator[str]:
     for _ in range(steps):
         twins.update(gradients)
         found = [f"after {twins.steps} steps: {problem}" for problem in twins.differences()]
-        found += [f"{problem} has state on a device" for problem in state_not_at_home(twins.low)]
         problems = agree(found)
         if problems:
             yield from problems[:4]
@@ -63,68 +57,6 @@ def train(twins: Twins, steps: int) -> Iterator[str]:
 
 def adamw(params: Iterable[nn.Parameter], **options: bool) -> optim.Optimizer:
     return optim.AdamW(params, lr=1e-2, **options)
-
-
-def sgd(params: Iterable[nn.Parameter]) -> optim.Optimizer:
-    """Without momentum: its only state is a master."""
-    return optim.SGD(params, lr=1e-2)
-
-
-# Training ------------------------------------------------------------------------------------------------------------
-
-
-def trains(
-    shard: models.ShardNet, optimizer: MakeOptimizer, kind: str, dtype: torch.dtype = torch.bfloat16
-) -> Iterator[str]:
-    twins = make_twins(shard, optimizer, kind, dtype)
-    yield from train(twins, 6)
-    twins.assert_trained()
-
-
-def shard_reduced_in_fp32(net: Net) -> None:
-    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
-    models.shard_groups(net, mesh=mesh(dist.get_world_size()), mp_policy=policy)
-
-
-Case = Callable[[], Iterator[str]]
-Cases = dict[str, Case]
-
-
-def for_each_kind(name: str, shard: models.ShardNet, optimizer: MakeOptimizer) -> Cases:
-    return {f"{name}, {kind}": partial(trains, shard, optimizer, kind) for kind in KINDS}
-
-
-EVERYWHERE = {
-    **for_each_kind("AdamW", models.shard_even, adamw),
-    **for_each_kind("AdamW fused", models.shard_even, partial(adamw, fused=True)),
-}
-"""For every world size; at 3 and 4 ranks shards are uneven and empty."""
-
-CASES: dict[int, Cases] = {
-    1: EVERYWHERE,
-    2: {
-        **EVERYWHERE,
-        **for_each_kind("AdamW foreach, Shard(1)", models.shard_columns, partial(adamw, foreach=True)),
-        **for_each_kind("reduced in fp32", shard_reduced_in_fp32, adamw),
-        "fp16": partial(trains, models.shard_even, adamw, "fp32", torch.float16),
-    },
-    3: {**EVERYWHERE, **for_each_kind("SGD", models.shard_even, sgd)},
-    4: {
-        **EVERYWHERE,
-        **for_each_kind("HSDP", models.shard_hybrid, adamw),
-        **for_each_kind("TP and FSDP", models.shard_tensor_parallel, partial(adamw, foreach=True)),
-    },
-}
-
-
-def run_training(rank: int, world_size: int, every: int) -> None:
-    del rank
-    run_cases(CASES[world_size], every)
-
-
-@some_cases({1: 0, 2: 4, 3: 0, 4: 0})
-def test_training_is_that_of_an_fp32_model(world_size: int, every: int, tmp_path: Path) -> None:
-    spawn(run_training, world_size, tmp_path, every)
 
 
 # Checkpoints ---------------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
-"""Overlap with forward and backward on several ranks: gathers and reductions run on streams of their own."""
+"""Overlap on several ranks, where they differ in what they have room for, and optimizers that see more than a shard."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,82 +11,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from fsdp_offload.engine.executor import Pipeline
+from fsdp_offload import OffloadPolicy
 from tests.cpu.test_elastic import Device
-from tests.distributed.launch import DEVICE_TYPE, mesh, run_cases, spawn
-from tests.overlapping import HABITS, NOT_IN_BACKWARD, POLICIES, SIZES, Loop, Net, adamw, same
+from tests.distributed.launch import mesh, run_cases, slow_updates, spawn
+from tests.overlapping import POLICIES, SIZES, Habit, Loop, Net, adamw, look, same
 from tests.policies import with_share
-from tests.tiers import some_cases, world_sizes
 
 pytestmark = pytest.mark.distributed
 
-
-def prefetch_forward(model: nn.Module) -> None:
-    """Explicitly: each block gathers the next two before it runs."""
-    blocks = list(model.blocks)
-    for number, block in enumerate(blocks):
-        block.set_modules_to_forward_prefetch(blocks[number + 1 : number + 3])
-        block.set_modules_to_backward_prefetch(blocks[max(0, number - 2) : number][::-1])
-
-
-def compare(device_mesh: DeviceMesh, fields: dict[str, Any], habit: str, **kwargs: Any) -> list[str]:
-    if fields.get("overlap") == "iteration" and (habit in NOT_IN_BACKWARD or habit == "evaluate-before-step"):
-        habit = "evaluate"
-    steps = 8
-    plain = Loop(device_mesh, adamw, None, **kwargs).train(steps, HABITS.get(habit))
-    offloaded = Loop(device_mesh, adamw, with_share(**{**SIZES, **fields}), **kwargs).train(steps, HABITS.get(habit))
-    return [] if same(plain, offloaded) else ["other bits"]
-
-
-def slow_updates() -> None:
-    """On streams, whoever does not wait for an update reads old parameters."""
-    if DEVICE_TYPE == "cpu":
-        return
-    issue = Pipeline._issue
-
-    def slowed(self: Pipeline, action: Any, update: Any) -> None:
-        if action.kind == "U":
-            with self._lanes["U"].running():
-                torch.cuda._sleep(2_000_000)
-        issue(self, action, update)
-
-    Pipeline._issue = slowed  # type: ignore[method-assign]  # in this process, which ends with the test
-
-
-def run_policies(rank: int, world_size: int, names: tuple[str, ...], habits: tuple[str, ...], every: int = 1) -> None:
-    del rank
-    slow_updates()
-    device_mesh = mesh(world_size)
-    cases = {
-        f"{name}, {habit}, {how}": partial(compare, device_mesh, POLICIES[name], habit, prepare=prepare)
-        for name in names
-        for habit in habits
-        for how, prepare in (("implicit", lambda model: None), ("explicit", prefetch_forward))
-    }
-    run_cases(cases, every)
-
-
-@world_sizes(2, 3)
-def test_every_policy(world_size: int, tmp_path: Path) -> None:
-    spawn(run_policies, world_size, tmp_path, tuple(POLICIES), ("usual",))
-
-
-@some_cases({2: 5})
-def test_habits(world_size: int, every: int, tmp_path: Path) -> None:
-    habits = "evaluate", "clip", "save-and-load"
-    spawn(run_policies, world_size, tmp_path, ("forward", "iteration"), habits, every)
-
-
-def run_hsdp(rank: int, world_size: int) -> None:
-    del rank, world_size
-    slow_updates()
-    device_mesh = mesh(2, 2, names=("replicate", "shard"))
-    run_cases({name: partial(compare, device_mesh, fields, "usual") for name, fields in POLICIES.items()})
-
-
-@pytest.mark.long
-def test_hsdp(tmp_path: Path) -> None:
-    spawn(run_hsdp, 4, tmp_path)
+Make = Callable[[Any], Optimizer]
 
 
 def run_wide(rank: int, world_size: int) -> None:
@@ -98,7 +31,7 @@ def run_wide(rank: int, world_size: int) -> None:
     sizes = {"bucket_bytes": 128 << 10, "passing": 640 << 10}
     run_cases(
         {
-            name: partial(compare, device_mesh, {**fields, **sizes}, "usual", net=wide, micro_batches=2)
+            name: partial(compare, device_mesh, adamw, with_share(**fields, **sizes), net=wide, micro_batches=2)
             for name, fields in POLICIES.items()
         }
     )
@@ -109,22 +42,67 @@ def test_wide_model_with_micro_batches(tmp_path: Path) -> None:
     spawn(run_wide, 2, tmp_path)
 
 
+def compare(
+    device_mesh: DeviceMesh, make: Make, policy: OffloadPolicy, habit: Habit | None = None, **kwargs: Any
+) -> list[str]:
+    plain, offloaded = (Loop(device_mesh, make, one, **kwargs).train(8, habit) for one in (None, policy))
+    return [] if same(plain, offloaded) else ["other bits"]
+
+
+# Updates that are collectives: all ranks have to come to them between the same two reductions ------------------------
+
+
 def muon(params: Sequence[nn.Parameter]) -> Optimizer:
     return torch.optim.Muon([param for param in params if param.dim() == 2], lr=0.02, ns_steps=1)
 
 
-def whole_parameters_with_other_room_on_each_rank(rank: int, device_mesh: DeviceMesh) -> list[str]:
+def other_room_on_each_rank(rank: int, device_mesh: DeviceMesh) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         Device(patch, group_bytes=60_000 if rank else 2_000)
-        policy = with_share(passing="auto", bucket_bytes=1024, overlap="iteration")
-        plain, offloaded = (Loop(device_mesh, muon, one).train(8) for one in (None, policy))
-    return [] if same(plain, offloaded) else ["other bits"]
+        return compare(device_mesh, muon, with_share(passing="auto", bucket_bytes=1024, overlap="iteration"))
+
+
+def other_state_stays_on_each_rank(device_mesh: DeviceMesh) -> list[str]:
+    """Of 51 rows one rank has 26, and 25 the other, whose momentum is 3,200 bytes."""
+    return compare(device_mesh, muon, with_share(bucket_bytes=1024, passing=5 * 8192, staying=3_300))
 
 
 def run_muon(rank: int, world_size: int) -> None:
-    """Its updates are collectives: all ranks have to come to them between the same two reductions."""
-    run_cases({"muon": partial(whole_parameters_with_other_room_on_each_rank, rank, mesh(world_size))})
+    device_mesh = mesh(world_size)
+    run_cases(
+        {
+            "room": partial(other_room_on_each_rank, rank, device_mesh),
+            "staying": partial(other_state_stays_on_each_rank, device_mesh),
+        }
+    )
 
 
-def test_collective_updates_where_ranks_have_different_room(tmp_path: Path) -> None:
+def test_collective_updates_where_ranks_differ(tmp_path: Path) -> None:
     spawn(run_muon, 2, tmp_path)
+
+
+# An optimizer that is evaluated with, too ---------------------------------------------------------------------------
+
+
+def schedule_free(params: Sequence[nn.Parameter]) -> Optimizer:
+    optimizer = pytest.importorskip("schedulefree").AdamWScheduleFree(params, lr=1e-2, warmup_steps=3)
+    optimizer.train()
+    return optimizer
+
+
+def evaluate(loop: Loop, step: int) -> None:
+    loop.backward(step)
+    loop.step()
+    if step in (2, 5):
+        loop.optimizer.eval()  # type: ignore[attr-defined]
+        look(loop)
+        loop.optimizer.train()  # type: ignore[attr-defined]
+
+
+def run_schedule_free(rank: int, world_size: int) -> None:
+    del rank
+    run_cases({"schedulefree": partial(compare, mesh(world_size), schedule_free, with_share(**SIZES), evaluate)})
+
+
+def test_a_schedule_free_optimizer(tmp_path: Path) -> None:
+    spawn(run_schedule_free, 3, tmp_path)

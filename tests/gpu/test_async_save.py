@@ -20,7 +20,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 from fsdp_offload import OffloadPolicy, offload_optimizer
 from fsdp_offload.checkpoint import ArenaStager, get_optimizer_state_dict, set_optimizer_state_dict
 from fsdp_offload.checkpoint.writer_loan import Loan
-from fsdp_offload.engine.executor import Pipeline
+from tests.overlapping import slow_down
 from tests.policies import with_share
 
 MIB = 1 << 20
@@ -104,20 +104,8 @@ class HeldWriter(FileSystemWriter):
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
-    """``slow("S")`` puts a busy kernel before every action of that kind, on its own stream."""
-
-    def install(kind: str) -> None:
-        issue = Pipeline._issue
-
-        def slowed(self: Pipeline, action: Any, update: Any) -> None:
-            if action.kind == kind:
-                with self._lanes[kind].running():
-                    torch.cuda._sleep(SLEEP_CYCLES)
-            issue(self, action, update)
-
-        monkeypatch.setattr(Pipeline, "_issue", slowed)
-
-    yield install
+    """As ``slow_down``, for one test."""
+    yield lambda kind: slow_down(kind, SLEEP_CYCLES, monkeypatch.setattr)
     torch.cuda.synchronize()
 
 

@@ -1,4 +1,6 @@
-"""Plain and offloaded training have the same bits: every pair of the axes' values, on a device."""
+"""Plain and offloaded training have the same bits: every pair of the axes' values, on a device with slow updates."""
+
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -8,6 +10,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from tests.conformance.axes import AXES, Case, all_pairs
 from tests.conformance.oracle import compare
 from tests.conformance.programs import HABITS, programs
+from tests.overlapping import slow_down
+
+
+@pytest.fixture(scope="module", autouse=True)
+def slow_updates() -> Iterator[None]:
+    """What does not wait for an update reads what was there before."""
+    with pytest.MonkeyPatch.context() as patch:
+        slow_down("U", 1_000_000, patch.setattr)
+        yield
 
 
 @pytest.mark.parametrize("case", all_pairs(AXES, tuple(HABITS)), ids=lambda case: str(case).replace(" ", "-"))

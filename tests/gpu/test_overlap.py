@@ -12,7 +12,7 @@ from fsdp_offload.device.lanes import Copy, TurnsLane
 from fsdp_offload.device.link import Allocated, DeviceLink
 from fsdp_offload.engine.executor import Pipeline
 from fsdp_offload.model import tune_staging as elastic
-from tests.overlapping import HABITS, NOT_IN_BACKWARD, POLICIES, Loop, Net, adamw, same
+from tests.overlapping import POLICIES, Loop, Net, adamw, same, slow_down
 from tests.policies import with_share
 
 SLEEP_CYCLES = 2_000_000  # about 1 ms: longer than anything else that a group does here
@@ -23,20 +23,8 @@ EVERY_POLICY = pytest.mark.parametrize("fields", POLICIES.values(), ids=POLICIES
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """``slow("U")`` puts a busy kernel before every action of that kind, on its own stream."""
-
-    def install(kind: str, cycles: int = SLEEP_CYCLES) -> None:
-        issue = Pipeline._issue
-
-        def slowed(self: Pipeline, action: Any, update: Any) -> None:
-            if action.kind == kind:
-                with self._lanes[kind].running():
-                    torch.cuda._sleep(cycles)
-            issue(self, action, update)
-
-        monkeypatch.setattr(Pipeline, "_issue", slowed)
-
-    yield install
+    """As ``slow_down``, for one test."""
+    yield lambda kind, cycles=SLEEP_CYCLES: slow_down(kind, cycles, monkeypatch.setattr)
     torch.cuda.synchronize()
 
 
@@ -65,16 +53,6 @@ def test_same_bits_whichever_lane_is_slow(
 @EVERY_POLICY
 def test_same_bits_serially(mesh: DeviceMesh, expected: Loop, fields: dict[str, Any]) -> None:
     assert same(expected, Loop(mesh, adamw, policy_of(fields, serial=True), net=net).train(8))
-
-
-@pytest.mark.parametrize("habit", HABITS)
-@EVERY_POLICY
-def test_habits(mesh: DeviceMesh, slow: Callable[..., None], fields: dict[str, Any], habit: str) -> None:
-    if fields.get("overlap") == "iteration" and (habit in NOT_IN_BACKWARD or habit == "evaluate-before-step"):
-        habit = "evaluate"
-    plain = Loop(mesh, adamw, None, net=net).train(9, HABITS[habit])
-    slow("U")
-    assert same(plain, Loop(mesh, adamw, policy_of(fields), net=net).train(9, HABITS[habit]))
 
 
 @pytest.mark.parametrize("capturable", [False, True])

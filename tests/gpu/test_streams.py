@@ -18,6 +18,7 @@ from fsdp_offload import OffloadPolicy, offload_optimizer
 from fsdp_offload.device.copy_queues import VARIABLE
 from fsdp_offload.device.lanes import StreamLane
 from fsdp_offload.engine.executor import Pipeline
+from tests.overlapping import slow_down
 from tests.policies import with_share
 
 SLEEP_CYCLES = 4_000_000  # about 2 ms: longer than a copy of any bucket here
@@ -62,20 +63,8 @@ def expected() -> list[torch.Tensor]:
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
-    """``slow("L")`` puts a busy kernel before every action of that kind, on its own stream."""
-
-    def install(kind: str) -> None:
-        issue = Pipeline._issue
-
-        def slowed(self: Pipeline, action, update) -> None:
-            if action.kind == kind:
-                with self._lanes[kind].running():
-                    torch.cuda._sleep(SLEEP_CYCLES)
-            issue(self, action, update)
-
-        monkeypatch.setattr(Pipeline, "_issue", slowed)
-
-    yield install
+    """As ``slow_down``, for one test."""
+    yield lambda kind: slow_down(kind, SLEEP_CYCLES, monkeypatch.setattr)
     torch.cuda.synchronize()
 
 

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import random
 import signal
 from functools import partial
 from pathlib import Path
@@ -15,16 +16,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.optim import Optimizer
 
 from fsdp_offload import OffloadPolicy
 from fsdp_offload.checkpoint import ArenaStager, get_optimizer_state_dict
 from fsdp_offload.engine import speculation
 from fsdp_offload.engine.executor import Pipeline
 from fsdp_offload.engine.speculation import Speculation
-from tests.clipping import NEVER, OPERATIONS, Operation, clip, within_bounds
+from tests.clipping import NEVER, OPERATIONS, Operation, clip, speculation_of, within_bounds
 from tests.cpu.test_speculation import policy_of, small_net
-from tests.distributed.launch import spawn
-from tests.distributed.test_speculation import run_programs
+from tests.distributed.launch import mesh as mesh_of_ranks
+from tests.distributed.launch import run_cases, slow_updates, spawn
 from tests.overlapping import SIZES, Loop, Net, adamw, same
 from tests.parity import leaves, same_bits
 from tests.policies import with_share
@@ -72,10 +74,55 @@ def pair_with_reference(mesh: DeviceMesh, policy: OffloadPolicy, **kwargs: Any) 
     return Loop(mesh, adamw, reference, **kwargs), Loop(mesh, adamw, policy, **kwargs)
 
 
+# On several ranks the norm is that of all of them, and so is what follows -------------------------------------------
+
+OF_RANKS: dict[str, dict[str, Any]] = {"iteration": {}, "resident": {"staying": 5_000}, "auto": {"passing": "auto"}}
+
+
+def in_two_groups(params: Any) -> Optimizer:
+    groups = [{"params": params[::2], "weight_decay": 0.1}, {"params": params[1::2], "lr": 0.01}]
+    return torch.optim.AdamW(groups, lr=0.02, fused=params[0].device.type != "cpu" or None)
+
+
+def compare(device_mesh: DeviceMesh, fields: dict[str, Any], seed: int) -> list[str]:
+    """A random program, the same on every rank."""
+    chosen = random.Random(seed)
+    program = [within_bounds, within_bounds, within_bounds, *chosen.choices(OPERATIONS, k=8), within_bounds]
+    policy = with_share(**{**SIZES, "overlap": "iteration", **fields})
+    make = chosen.choice([adamw, in_two_groups])
+    net = partial(Net, width=16, layers=2)
+    loops = [Loop(device_mesh, make, one, net=net, micro_batches=1 + seed % 2) for one in (None, policy)]
+    found = []
+    for at, operation in enumerate(program):
+        for loop in loops:
+            operation(loop, at)
+        if not same(*loops):
+            found.append(f"other bits after {operation.__name__} ({at})")
+            break
+    if not speculation_of(loops[1]).committed:
+        found.append("nothing was updated in a backward")
+    return found
+
+
+def run_programs(rank: int, world_size: int, sizes: tuple[int, ...]) -> None:
+    del rank
+    slow_updates()
+    device_mesh = mesh_of_ranks(world_size) if len(sizes) == 1 else mesh_of_ranks(*sizes, names=("replicate", "shard"))
+    for threshold in ("_STOPS_ABOVE", "_GOES_ON_BELOW"):
+        setattr(speculation, threshold, 1.0)  # else a program like these would soon stop it
+    run_cases(
+        {
+            f"{name}, {seed}": partial(compare, device_mesh, fields, 100 * number + seed)
+            for number, (name, fields) in enumerate(OF_RANKS.items())
+            for seed in range(12)
+        }
+    )
+
+
 @pytest.mark.distributed
 @pytest.mark.parametrize("sizes", [(1,), (2,), (3,), (4,), (2, 2)], ids=str)
 def test_any_program_on_several_ranks(sizes: tuple[int, ...], tmp_path: Path) -> None:
-    spawn(run_programs, 4 if len(sizes) > 1 else sizes[0], tmp_path, sizes, 12)
+    spawn(run_programs, 4 if len(sizes) > 1 else sizes[0], tmp_path, sizes)
 
 
 # Killed ---------------------------------------------------------------------------------------------------------------
