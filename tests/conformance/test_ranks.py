@@ -10,7 +10,6 @@ from tests.conformance.axes import AXES, LAYOUTS, Case, all_pairs
 from tests.conformance.oracle import compare
 from tests.conformance.programs import HABITS, programs
 from tests.distributed.launch import agree, attempt, run_cases, slow_updates, spawn, this_device
-from tests.tiers import some_cases
 
 pytestmark = pytest.mark.distributed
 
@@ -31,16 +30,20 @@ def axes_of(ranks: int, *, every: bool = False) -> dict[str, tuple[object, ...]]
     return {**AXES, **({} if every else SOME), "layout": layouts}
 
 
-def run_pairs(rank: int, ranks: int, every: int) -> None:
+def run_pairs(rank: int, ranks: int, first: int, every: int) -> None:
     del rank
     slow_updates()
-    cases = all_pairs(axes_of(ranks), SOME_HABITS)
-    run_cases({str(case): partial(compare, case, this_device(), HABITS) for case in cases}, every)
+    cases = all_pairs(axes_of(ranks), SOME_HABITS)[first::every]
+    run_cases({str(case): partial(compare, case, this_device(), HABITS) for case in cases})
 
 
-@some_cases({2: 9, 3: 0, 4: 0})
-def test_every_pair(world_size: int, every: int, tmp_path: Path) -> None:
-    spawn(run_pairs, world_size, tmp_path, every)
+HALVES = [pytest.param(ranks, first, 2, marks=pytest.mark.long) for ranks in (2, 3, 4) for first in (0, 1)]
+"""A case of a few minutes each, on two cores."""
+
+
+@pytest.mark.parametrize(("ranks", "first", "every"), [(2, 0, 9), *HALVES])
+def test_every_pair(ranks: int, first: int, every: int, tmp_path: Path) -> None:
+    spawn(run_pairs, ranks, tmp_path, first, every)
 
 
 def run_programs(rank: int, ranks: int, number: int) -> None:
