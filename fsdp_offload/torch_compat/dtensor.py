@@ -121,6 +121,10 @@ class _GatheredByBits(DTensor):
         """As DTensor's."""
         return cast(Tensor, _by_bits(_plain(self).detach()))
 
+    def clone(self, *args: Any, **kwargs: Any) -> Tensor:
+        """As DTensor's; ``copy.deepcopy`` wants the class that it copies."""
+        return cast(Tensor, _by_bits(_plain(self).clone(*args, **kwargs)))
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _plain(self).__reduce_ex__(protocol)  # files are to be read without this class
 

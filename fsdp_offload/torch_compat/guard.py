@@ -90,6 +90,10 @@ class Guard:
         """
         raise RuntimeError(self._message.format(what=what))
 
+    def attribute(self, name: str) -> property:
+        """Return the attribute of guarded tensors that is one of ``attributes``."""
+        return past_torch_function(name)
+
     def _class_for(self, cls: type[Tensor]) -> type[Tensor]:
         # The same every time: a new one for each use would grow torch's tables of subclasses.
         if cls not in self._classes:
@@ -170,7 +174,7 @@ def _derive(cls: Any, guard: Guard) -> type[Tensor]:
     for name in _METHODS_IN_PYTHON & set(dir(cls)):
         setattr(Guarded, name, method(name))
     for name in guard.attributes:
-        setattr(Guarded, name, past_torch_function(name))
+        setattr(Guarded, name, guard.attribute(name))
     Guarded.__name__, Guarded.__qualname__ = f"{guard.name}{cls.__name__}", f"{guard.name}{cls.__qualname__}"
     return Guarded
 

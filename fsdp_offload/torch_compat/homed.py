@@ -64,6 +64,22 @@ class _Homed(Guard):
             other = over_local(tensor, local_shard(tensor).detach().to(device))
         return getattr(other, name)(*args, **kwargs)
 
+    def attribute(self, name: str) -> property:
+        """As without a home; a gradient made from host memory (``zeros_like``) goes to where autograd's gradients are.
+
+        torch.distributed.checkpoint gives such gradients to a fresh optimizer, so its first step creates the state.
+        """
+        attribute = super().attribute(name)
+        if name != "grad":
+            return attribute
+
+        def put(param: Tensor, value: Any) -> None:
+            if isinstance(value, Tensor) and local_shard(value).device != param.device:
+                value = over_local(value, local_shard(value).to(param.device))
+            attribute.__set__(param, value)
+
+        return property(attribute.__get__, put, attribute.__delete__)
+
 
 _WHERE = (
     "This parameter lives on the host (OffloadPolicy(parameters=True)): between its uses, functions work on its host "
