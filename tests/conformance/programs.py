@@ -134,7 +134,7 @@ def read_state(loop: Loop, at: int) -> None:
     for name in loop.params:
         for value in loop.state_of(name).values():
             if isinstance(value, torch.Tensor):
-                loop.seen += [leaf.double().sum().item() for leaf in leaves(value) if leaf.numel()]
+                loop.seen += [leaf.double().cpu().sum().item() for leaf in leaves(value) if leaf.numel()]
 
 
 def write_state(loop: Loop, at: int) -> None:
