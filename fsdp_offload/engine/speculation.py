@@ -349,12 +349,8 @@ class Speculation:
         """Gradients of these have been reduced."""
         for param in params:
             grad = param.grad
-            if (
-                grad is not None
-                and param in self._plan.shards
-                and not is_watched(grad)
-                and not isinstance(grad, SpentGradient)
-            ):
+            known = is_watched(grad) or isinstance(grad, SpentGradient)
+            if grad is not None and param in self._plan.shards and not known:
                 watch(grad, self)
                 self._watched.append(TensorWeakRef(grad))
                 if grad in self._shared:

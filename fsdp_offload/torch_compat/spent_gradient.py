@@ -45,7 +45,9 @@ class SpentGradient(Tensor):
         freed = any(one.freed_of is not None for one in spent)
         if freed and func in _ZEROING:
             (self,) = spent
-            _forget(self) if func is Tensor.zero_ else None
+            param = self.freed_of() if func is Tensor.zero_ and self.freed_of is not None else None
+            if param is not None and param.grad is self:
+                zero_spent(param)
             return None if func is _GRAD_FN else self
         raise RuntimeError(_FREED if freed else _MESSAGE)
 
@@ -66,10 +68,7 @@ class SpentGradient(Tensor):
 
 
 class ZeroedGradient(SpentGradient):
-    """A gradient that was gone when it was zeroed. It needs no memory until a step finds that no other has come.
-
-    It is the parameter's ``grad``, so that whoever clears or exchanges that need not tell anybody.
-    """
+    """A gradient that was gone when it was zeroed: it has no memory until a step finds that no other has come."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -101,14 +100,8 @@ _FREED = (
 )
 
 
-def _forget(stand_in: SpentGradient) -> None:
-    param = None if stand_in.freed_of is None else stand_in.freed_of()
-    if param is not None and param.grad is stand_in:
-        zero_spent(param)
-
-
 def zero_spent(param: Tensor) -> None:
-    """Zero a gradient that is gone."""
+    """Zero a gradient that is gone. Whoever clears or exchanges it then need not tell anybody."""
     param.grad = ZeroedGradient(param)
 
 
