@@ -59,6 +59,29 @@ class FailingWriter(HeldWriter):
         raise OSError("no space left on device")
 
 
+class Reading:
+    """Reads homes, in place of a writer, until somebody waits for it or says that it has finished.
+
+    Attributes:
+        reading: whether it still does.
+        waited: how often somebody waited for it while it did.
+    """
+
+    def __init__(self) -> None:
+        self.reading = True
+        self.waited = 0
+
+    def when_over(self, look: Callable[[], object]) -> None:
+        """It has written nothing that anybody could have spoilt."""
+
+    def is_reading(self) -> bool:
+        return self.reading
+
+    def wait(self) -> None:
+        self.waited += self.reading
+        self.reading = False
+
+
 class Waits:
     """Lets writers go when the library waits for them, and no sooner: what must not wait for them is seen not to.
 

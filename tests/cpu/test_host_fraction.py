@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -35,6 +35,7 @@ from fsdp_offload.optimizers import capabilities_of
 from fsdp_offload.planning.cpu_share import host_bucket_bytes
 from fsdp_offload.state.shard import StateShard
 from tests import host_worker_gate
+from tests.async_writers import Reading
 from tests.cpu.test_grad_scaler import scaled_step
 from tests.cpu.test_parity_optimizers import FLAGS
 from tests.forks import in_forked_child
@@ -481,24 +482,6 @@ def test_the_share_is_the_same_each_time_and_the_last_in_the_forward() -> None:
     assert names == [["7.weight", "8.weight", "9.weight"]] * 2
 
 
-class Holding:
-    """Reads homes until it is told not to."""
-
-    def __init__(self) -> None:
-        self.reading = True
-        self.waited = 0
-
-    def is_reading(self) -> bool:
-        return self.reading
-
-    def wait(self) -> None:
-        self.waited += self.reading
-        self.reading = False
-
-    def when_over(self, look: Callable[[], object]) -> None:
-        """It has written nothing that anybody could have spoilt."""
-
-
 @spread(snapshot_bytes={"spare": 1 << 20, "none": 0}, fraction=BOTH)
 def test_homes_that_are_read_are_not_written(fraction: float, snapshot_bytes: int) -> None:
     """The update runs in a spare home; where there is none, the step waits for the reader."""
@@ -506,7 +489,7 @@ def test_homes_that_are_read_are_not_written(fraction: float, snapshot_bytes: in
     pair.train(2)
     engine = engine_of(pair.offloaded.optimizer)
     for _ in range(3):
-        reader = Holding()
+        reader = Reading()
         homes = [shard.home for shard in engine.plan.shards.values()]
         lent = [leaf for home in homes for leaves in home.leaves.values() for leaf in leaves]
         before = [leaf.clone() for leaf in lent]

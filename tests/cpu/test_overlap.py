@@ -24,6 +24,7 @@ from fsdp_offload.model.tune_resident import Rehearsal
 from fsdp_offload.planning.resident import IterationTimes
 from fsdp_offload.planning.schedule import Action
 from fsdp_offload.torch_compat import fully_shard as fully_shard_compat
+from tests.async_writers import Reading
 from tests.overlapping import HABITS, NOT_IN_BACKWARD, POLICIES, SIZES, Loop, adamw, same
 from tests.parity import attach
 from tests.policies import with_share
@@ -246,22 +247,6 @@ def test_a_torch_with_other_hook_points(mesh: DeviceMesh, monkeypatch: pytest.Mo
         Loop(mesh, adamw, policy_of({"overlap": "forward"}))
 
 
-class Writer:
-    """Reads homes until somebody waits for it."""
-
-    def __init__(self) -> None:
-        self.reading = True
-
-    def when_over(self, look: Callable[[], object]) -> None:
-        """It has written nothing that anybody could have spoilt."""
-
-    def is_reading(self) -> bool:
-        return self.reading
-
-    def wait(self) -> None:
-        self.reading = False
-
-
 def test_a_load_between_backward_and_step_while_homes_are_read(mesh: DeviceMesh) -> None:
     """The backward has stored into spare homes, and nothing of that counts: later steps store where the state lives."""
     plain, offloaded = pair(mesh, policy_of({"overlap": "iteration"}, snapshot_bytes=1 << 20))
@@ -272,7 +257,7 @@ def test_a_load_between_backward_and_step_while_homes_are_read(mesh: DeviceMesh)
         engine = engine_of(loop.optimizer)
         if engine is not None:
             engine.wait_all_home()
-            engine.lending.lend(Writer(), [shard.home for shard in engine.plan.shards.values()])
+            engine.lending.lend(Reading(), [shard.home for shard in engine.plan.shards.values()])
         loop.backward(3)
         loop.model.load_state_dict(weights)
         loop.optimizer.load_state_dict(saved)

@@ -25,6 +25,7 @@ from fsdp_offload.engine.speculation import OwnCounters, Speculation
 from fsdp_offload.engine.step import Stepping
 from fsdp_offload.engine.way_back import WayBack
 from fsdp_offload.torch_compat.dtensor import local_shard
+from tests.async_writers import Reading
 from tests.clipping import (
     ALWAYS,
     LOOKS,
@@ -213,22 +214,6 @@ def test_asynchronous_saves(mesh: DeviceMesh, tmp_path: Path) -> None:
     found = loaded.optimizer.state_dict()["state"]
     for number, one in wanted.items():
         assert all(torch.equal(leaves(one[name])[0], leaves(found[number][name])[0]) for name in one), number
-
-
-class Reading:
-    """Reads homes until it is told that it has finished."""
-
-    def __init__(self) -> None:
-        self.reading = True
-
-    def when_over(self, look: Callable[[], object]) -> None:
-        """It has written nothing that anybody could have spoilt."""
-
-    def is_reading(self) -> bool:
-        return self.reading
-
-    def wait(self) -> None:
-        self.reading = False
 
 
 def test_a_home_that_is_read_is_not_written(mesh: DeviceMesh) -> None:
