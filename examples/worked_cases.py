@@ -13,8 +13,8 @@ import torch
 
 from fsdp_offload.plan import Forecast, Plan, model_of, plan
 
-MODELS = ("Llama-3.1-8B", "Qwen3-14B", "Qwen3-32B", "Mixtral-8x7B")
-DEVICES = {"H100": 4, "H200": 4, "RTX4090": 1}  # and sequences of each device in a step
+MODELS = ("Llama-3.1-8B", "Qwen3-14B", "Qwen3-32B")
+DEVICES = {"H100": 4, "H200": 4, "RTX5090": 1}  # and sequences of each device in a step
 RANKS = (1, 2, 4, 8)
 LENGTH = 4096
 HEAD = f"| model | GPUs | {' | '.join(DEVICES)} |\n| --- |{' --- |' * (1 + len(DEVICES))}"
@@ -49,7 +49,7 @@ def cell(made: Plan) -> str:
     """What a table says of one training."""
     best = made.best()
     if best is None:
-        least = max(made.forecasts, key=lambda one: one.spare_bytes)
+        least = min(made.forecasts, key=lambda one: one.needed_bytes)
         return f"no; {least.why_not}" if not least.fits else "no; host memory"
     return f"{best.name}: {_tokens(best)}/s, {best.needed_bytes / 1e9:.0f} GB, {_host(best)}"
 

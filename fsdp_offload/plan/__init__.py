@@ -1,6 +1,6 @@
 """What training will cost in memory and time, before it runs, and which policy to choose."""
 
-from .choices import CHOICES, OVERLAPS, Choice
+from .choices import CHOICES, Choice
 from .forecast import Forecast, Plan, plan
 from .machine import Machine, builtin_machines, machine_of
 from .model import Model, builtin_models, model_of
@@ -8,7 +8,6 @@ from .training import Training
 
 __all__ = [
     "CHOICES",
-    "OVERLAPS",
     "Choice",
     "Forecast",
     "Machine",

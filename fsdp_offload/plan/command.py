@@ -1,25 +1,26 @@
-"""The command ``fsdp-offload plan``."""
+"""The command ``fsdp-offload plan``: a table for the terminal with what its words mean, or JSON."""
 
 import json
-import math
 import sys
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 try:
     import typer
     from rich.console import Console
+    from rich.table import Table
 except ImportError:
     sys.stderr.write("The plan's command needs the extra 'plan': pip install 'fsdp-offload[plan]'\n")
     sys.exit(2)
 
-from .choices import Loop
-from .forecast import plan
+from .choices import Overlap
+from .forecast import Plan, plan
 from .machine import builtin_machines
 from .model import builtin_models
-from .table import show
 from .trace import Checkpointing
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+_MODELS = f"{', '.join(builtin_models())}; a config.json or its folder; or package.module:function for a module."
 
 
 @app.command(
@@ -27,17 +28,10 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
     "and no GPU is needed. Exit code: 0 something fits, 1 nothing fits, 2 not planned."
 )
 def main(
-    model: Annotated[
-        str,
-        typer.Argument(
-            help=f"{', '.join(builtin_models())}; a config.json or its folder; a model type of transformers; or "
-            "package.module:function, which makes a module."
-        ),
-    ],
+    ctx: typer.Context,
+    model: Annotated[str, typer.Argument(help=_MODELS)],
     tokens_per_step: Annotated[int, typer.Option(help="Of all ranks together.")],
-    machine: Annotated[
-        str, typer.Option(help=f"{', '.join(builtin_machines())}, a TOML file, or 'this', which is measured once.")
-    ] = "H200",
+    machine: Annotated[str, typer.Option(help=f"{', '.join(builtin_machines())}, or a TOML file.")] = "H200",
     ranks: Annotated[int, typer.Option(help="Devices in all.")] = 1,
     replicas: Annotated[int, typer.Option(help="Of these, replicas of the model (HSDP).")] = 1,
     sequence_length: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 4096,
@@ -48,52 +42,79 @@ def main(
     master_weights: Annotated[str, typer.Option(help="OffloadPolicy.master_weights.")] = "none",
     checkpointing: Annotated[Checkpointing, typer.Option(help="What is recomputed in the backward.")] = "none",
     clip: Annotated[bool, typer.Option(help="Whether gradients are clipped by their global norm.")] = True,
-    loop: Annotated[
-        Loop | None, typer.Option(help="What the loop allows; by default, anything but for --clip.")
+    overlap: Annotated[
+        Overlap | None, typer.Option(help="The most that your loop allows (see docs/policy.md).")
     ] = None,
-    device_gb: Annotated[float | None, typer.Option(help="GB of a device that may be used, if less than all.")] = None,
+    device_gb: Annotated[float | None, typer.Option(help="GB of a device that may be used, if not all.")] = None,
+    link_gb_per_s: Annotated[float | None, typer.Option(help="One way, as `fsdp-offload doctor` measures it.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON; sizes in bytes.")] = False,
 ) -> None:
     """Print the plan."""
+    asked = {name: value for name, value in ctx.params.items() if name not in ("overlap", "as_json")}
     try:
-        device_bytes = None if device_gb is None else _device_bytes(device_gb)
-        with Console(stderr=True).status("measuring this machine, once" if machine == "this" else "tracing the model"):
-            made = plan(
-                model,
-                machine=machine,
-                ranks=ranks,
-                replicas=replicas,
-                tokens_per_step=tokens_per_step,
-                sequence_length=sequence_length,
-                micro_batches=micro_batches,
-                dtype=dtype,
-                compute_dtype=compute_dtype,
-                optimizer=optimizer,
-                master_weights=master_weights,
-                checkpointing=checkpointing,
-                clip=clip,
-            )
-        if device_bytes is not None:
-            made = made.within(device_bytes)
-        best = made.best(loop=loop)
-    except ValueError as error:
-        _fail(str(error))
-    except OSError as error:
-        _fail(f"{error.filename}: {error.strerror}")
+        with Console(stderr=True).status("tracing the model"):
+            made = plan(**asked)
+    except (ValueError, OSError) as error:
+        typer.echo(f"error: {' '.join(str(error).split())}", err=True)
+        raise typer.Exit(2) from None
     if as_json:
-        typer.echo(json.dumps({**made.as_dict(), "best": None if best is None else best.name}, indent=1))
+        typer.echo(json.dumps(made.as_dict(overlap), indent=1))
     else:
-        show(made, best, Console(), loop)
-    if best is None:
+        _show(made, Console(), overlap)
+    if made.best(overlap) is None:
         raise typer.Exit(1)
 
 
-def _device_bytes(device_gb: float) -> int:
-    if not 0 < device_gb < math.inf:
-        raise ValueError(f"--device-gb must be a positive number, got {device_gb}")
-    return int(device_gb * 1e9)
+COLUMNS = ("policy", "device\nGB", "host\nGB", "ms", "bound\nms", "tokens/s", "limit", "not")
+
+LEGEND = {
+    "keeping": 'device_bytes="auto" keeps on the GPU what cannot be hidden',
+    "parameters": "the parameters live on the host too",
+    "device": "needed on each GPU: the peak, 5 % for the allocator, and the driver's share",
+    "host": "pinned by each rank",
+    "ms": "one iteration, estimated",
+    "bound": "one iteration takes at least this",
+    "tokens/s": "of all ranks",
+    "limit": "what decides ms",
+    "compute": "the GPU computes all the time",
+    "gathers": "gathers and reductions take longer than computing",
+    "link": "copies between host and GPU",
+    "launches": "the host launches kernels more slowly than the GPU runs them",
+    "not": "why this policy, which is faster or does not fit, was passed over",
+}
+"""What the table prints → what it means; a word that is not printed is not explained."""
 
 
-def _fail(message: str) -> NoReturn:
-    typer.echo(f"error: {' '.join(message.split())}", err=True)
-    raise typer.Exit(2)
+def _show(made: Plan, console: Console, overlap: Overlap | None) -> None:
+    def say(line: str) -> None:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    training, best = made.training, made.best(overlap)
+    say(
+        f"{made.model.name}, {made.model.numel / 1e9:.2f} G parameters, on {training.ranks} × {made.machine.name}: "
+        f"{training.sequences} × {training.sequence_length:,} tokens on each, {training.micro_batches} "
+        f"micro-batch(es), {training.dtype} parameters, {training.compute_dtype} computation, {training.optimizer}, "
+        f"checkpointing {training.checkpointing}"
+    )
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for number, name in enumerate(COLUMNS):
+        table.add_column(name, justify="right" if 0 < number < 6 else "left", no_wrap=True)
+    words, notes = {name.partition("\n")[0] for name in COLUMNS}, []
+    for one in made.forecasts:
+        sizes = (f"{nbytes / 1e9:.1f}" for nbytes in (one.needed_bytes, one.host_bytes))
+        rates = (f"{number:,.0f}" for number in (one.iteration_ms, one.bound_ms, one.tokens_per_s))
+        if why := made.passed_over(one, overlap):
+            notes.append(f"{one.name} is passed over ({why})")
+        style = "bold" if one is best else None if one.fits else "dim"
+        table.add_row(one.name, *sizes, *rates, one.limit, why.partition(":")[0], style=style)
+        words |= {one.limit, *one.name.split(", ")}
+    console.print(table)
+    for line in (*(f"{word}: {LEGEND[word]}" for word in LEGEND if word in words), *notes):
+        say(line)
+    if best is None:
+        say(f"Nothing fits. {made.what_would_fit(overlap)}")
+        return
+    terms = ", ".join(f"{name} {nbytes / 1e9:.1f}" for name, nbytes in best.device.terms.items())
+    say(f"Best: {best.name}, with {(made.machine.device_bytes - best.needed_bytes) / 1e9:.1f} GB to spare.")
+    say(f"Its peak, in the {best.device.when}, in GB: {terms}")
+    say(best.lines or "Nothing to write: it fits without offload, which is never slower.")

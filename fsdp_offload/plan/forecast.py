@@ -1,58 +1,48 @@
 """Put together what each policy costs in memory and in time, and choose."""
 
-import functools
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args
 
 from torch import nn
 
-from ..planning.bound import Bound, Times
-from .choices import CHOICES, OVERLAPS, Choice, Loop, lines_to_write
-from .machine import Machine, machine_of
-from .memory import SLACK, DeviceMemory, Sizes, Window, device_memory, sizes_of
+from ..planning.bound import Times
+from .choices import CHOICES, Choice, Overlap, lines_to_write
+from .machine import CONTEXT_BYTES, Machine, machine_of
+from .memory import DeviceMemory, Sizes, device_memory
 from .model import Model, model_of
-from .timing import Estimate, Parts, estimate, parts_of
+from .timing import Parts, estimate, kept_share, parts_of
 from .trace import Trace
 from .training import DTYPES, Training
-from .waits import Waits, kept_with_parameters, waits_of
+
+# Share of the peak that an allocator cannot use when nearly full. With room to spare it reserves more, and needs less:
+# records of an H200 have 5 % with 78 % of the device in use, and up to 15 % with a third in use.
+SLACK = 0.05
+RESERVE = 0.05  # share of a device that "auto" leaves free: as fsdp_offload/device/link.py has it
+MOST_OF_HOST = 0.8  # may be pinned: the rest is for the processes, the data and the page cache
+SAME = 1.01  # estimates do not tell closer ones apart
+MORE_RANKS = (1, 2, 4, 8)  # times as many, which are tried if nothing fits
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """Cost of one policy, in memory and in time.
+    """Cost of one policy, in memory and in time."""
 
-    Attributes:
-        choice: ``None`` is training without offload.
-        device: the peak of a device, with its terms.
-        needed_bytes: what a device has to have: the peak, what the driver takes, and what the allocator cannot use.
-        spare_bytes: what it has beyond that; negative if it has less.
-        host_bytes: pinned memory of one rank.
-        host_bytes_per_host: of all ranks of a host.
-        resident_bytes: state that stays on the device, with its parameters where they would live on the host.
-        bound_ms, bound: what an iteration takes at least, and the formula.
-        iteration_ms: what it is estimated to take.
-        tokens_per_s: of all ranks.
-        limit: what decides how long it takes: compute, gathers, the host link, or the host, which launches it all.
-        why_not: what does not fit; empty if everything does.
-        lines: what to write.
-    """
-
-    choice: Choice | None
+    choice: Choice | None  # None is training without offload
     device: DeviceMemory
-    needed_bytes: int
-    spare_bytes: int
-    host_bytes: int
+    needed_bytes: int  # what a device has to have: the peak, the driver's share, and what the allocator cannot use
+    host_bytes: int  # pinned memory of one rank
     host_bytes_per_host: int
-    resident_bytes: int
-    bound_ms: float
+    resident_bytes: int  # state that stays on the device, with its parameters if they would live on the host
+    bound_ms: float  # what an iteration takes at least, and the formula
     bound: str
     iteration_ms: float
-    tokens_per_s: float
-    limit: str
-    why_not: str
-    lines: str
+    tokens_per_s: float  # of all ranks
+    limit: str  # what decides how long it takes: compute, gathers, the link, or launches of the host
+    why_not: str  # what does not fit: "device: ..." or "host: ..."; empty if everything does
+    lines: str  # what to write
 
     @property
     def name(self) -> str:
@@ -66,121 +56,91 @@ class Forecast:
 
 
 @dataclass(frozen=True)
-class Known:
-    """Model, sizes, trace and parts of an iteration: the share of a plan that no device's memory changes."""
+class Plan:
+    """Costs of each policy for one training on one machine."""
 
     model: Model
-    sizes: Sizes
-    trace: Trace
-    parts: Parts
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Costs of each policy for one training on one machine.
-
-    Attributes:
-        model: its name.
-        numel: its parameters.
-        training: what was asked.
-        machine: where.
-        times: the parts of an iteration, each alone; copies are of all of the state.
-        forecasts: one for each policy, training without offload first.
-        known: what they were made of.
-    """
-
-    model: str
-    numel: int
     training: Training
     machine: Machine
-    times: Times
-    forecasts: tuple[Forecast, ...]
-    known: Known = field(repr=False, compare=False)
+    times: Times  # the parts of an iteration, each alone; copies are of all of the state
+    forecasts: tuple[Forecast, ...]  # one for each policy, training without offload first
+    trace: Trace = field(repr=False)
 
-    def within(self, device_bytes: int) -> "Plan":
-        """Make the plan for devices of which only so much may be used, or that have so much more.
-
-        Raises:
-            ValueError: that is no size.
-        """
-        if device_bytes < 1:
-            raise ValueError(f"device_bytes must be positive, got {device_bytes!r}")
-        machine = replace(self.machine, device_bytes=device_bytes)
-        choices = [one.choice for one in self.forecasts]
-        forecasts = tuple(_forecast(choice, self.known, self.training, machine) for choice in choices)
-        return replace(self, machine=machine, forecasts=forecasts)
-
-    def best(self, *, device_bytes: int | None = None, loop: Loop | None = None) -> Forecast | None:
+    def best(self, overlap: Overlap | None = None) -> Forecast | None:
         """Choose the fastest policy that fits; ``None`` if none does.
 
         Args:
-            device_bytes: memory of a device; that of the machine by default.
-            loop: what the training loop allows, see ``fsdp_offload.plan.OVERLAPS``. ``None``: anything, but for
-                updates before a clipping that was asked for.
+            overlap: the most that the loop allows; else "forward" if gradients are clipped, which come too late for
+                updates in the backward, and "iteration" if they are not.
         """
-        if device_bytes is not None:
-            return self.within(device_bytes).best(loop=loop)
-        fitting = [one for one in self._allowed(loop) if one.fits]
+        fitting = [one for one in self._allowed(overlap) if one.fits]
         fastest_ms = min((one.iteration_ms for one in fitting), default=0.0)
-        same = [one for one in fitting if one.iteration_ms <= _SAME * fastest_ms]
-        return min(same, key=_preferred, default=None)
+        close = [one for one in fitting if one.iteration_ms <= SAME * fastest_ms]
+        # With parameters on the host, the link has more to do that may come late.
+        order = {one.name: (one.choice is not None, "parameters" in one.name, one.needed_bytes) for one in close}
+        return min(close, key=lambda one: order[one.name], default=None)
 
-    def what_would_fit(self, *, loop: Loop | None = None) -> str:
-        """Name the policy that needs the least of a device, the memory with which it would fit, and options that do."""
-        least = min(self._allowed(loop), key=lambda one: one.needed_bytes)
-        device_gb, host_gb = least.needed_bytes / 1e9, least.host_bytes_per_host / _MOST_OF_HOST / 1e9
-        machine = self.machine
-        return (
-            f"{least.name} would, with {device_gb:.1f} GB of each device ({machine.device_bytes / 1e9:.1f} GB here) "
-            f"and {host_gb:.0f} GB of each host ({machine.host_bytes / 1e9:.0f} GB here). {self._remedies(loop)}"
-        )
+    def passed_over(self, one: Forecast, overlap: Overlap | None = None) -> str:
+        """Say why a row that is faster than the best, or does not fit, is not the best; empty if it is neither."""
+        best = self.best(overlap)
+        if not one.fits:
+            return one.why_not
+        if best is not None and one.iteration_ms >= best.iteration_ms:
+            return ""
+        if one in self._allowed(overlap):
+            return "close: the best is as fast within 1 %, and simpler or in less memory"
+        if overlap is None:
+            return "clip: it updates before gradients can be clipped by their norm; --no-clip allows it"
+        return f"loop: --overlap {overlap} does not allow it"
 
-    def _remedies(self, loop: Loop | None) -> str:
-        """Options with which something fits: recomputation, and more ranks with as many tokens on each."""
-        found = []
-        for checkpointing in dict.fromkeys((self.training.checkpointing, "full")):
-            trace = self.known.trace if checkpointing == self.training.checkpointing else None
-            for times in (1, *_MORE_RANKS):
-                ranks, tokens = times * self.training.ranks, times * self.training.tokens_per_step
-                training = replace(self.training, checkpointing=checkpointing, ranks=ranks, tokens_per_step=tokens)
-                made = _plan(self.known.model, training, self.machine, [one.choice for one in self.forecasts], trace)
-                trace = made.known.trace
-                if best := made.best(loop=loop):
-                    options = (
-                        [f"--checkpointing {checkpointing}"] if checkpointing != self.training.checkpointing else []
-                    )
-                    options += [f"--ranks {ranks} --tokens-per-step {tokens}"] if times > 1 else []
+    def what_would_fit(self, overlap: Overlap | None = None) -> str:
+        """Name the policy that needs least and the memory that it needs, and options with which something fits."""
+        least = min(self._allowed(overlap), key=lambda one: one.needed_bytes)
+        asked, machine, host_gb = self.training, self.machine, least.host_bytes_per_host / MOST_OF_HOST / 1e9
+        choices, found = [one.choice for one in self.forecasts if one.choice is not None], []
+        for checkpointing in dict.fromkeys((asked.checkpointing, "full")):
+            trace = self.trace if checkpointing == asked.checkpointing else None
+            for times in MORE_RANKS:
+                ranks, tokens = times * asked.ranks, times * asked.tokens_per_step
+                changes = {"checkpointing": checkpointing, "ranks": ranks, "tokens_per_step": tokens}
+                made = plan(self.model, machine=machine, trace=trace, choices=choices, **asdict(asked) | changes)
+                trace = made.trace  # of one rank, which has as much to do beside more of them
+                if best := made.best(overlap):
+                    options = [f"--checkpointing {checkpointing}"] * (checkpointing != asked.checkpointing)
+                    options += [f"--ranks {ranks} --tokens-per-step {tokens}"] * (times > 1)
                     found.append(f"{best.name} with {' '.join(options)}")
                     break
-        if found:
-            return f"What fits: {'; '.join(found)}."
-        most = f"{_MORE_RANKS[-1]} times the ranks with --checkpointing full"
-        return f"{most} are not enough: fewer tokens on each need less."
+        most = f"{MORE_RANKS[-1]} times the ranks with --checkpointing full"
+        fits = f"What fits: {'; '.join(found)}." if found else f"{most} are not enough: fewer tokens on each need less."
+        return (
+            f"{least.name} would, with {least.needed_bytes / 1e9:.1f} GB of each device ({machine.memory_gb:.1f} GB "
+            f"here) and {host_gb:.0f} GB of each host ({machine.host_gb:.0f} GB here). {fits}"
+        )
 
-    def _allowed(self, loop: Loop | None) -> list[Forecast]:
-        loop = loop or ("synchronizes" if self.training.clip else "no_clipping")
-        if loop not in get_args(Loop):
-            raise ValueError(f"loop must be one of {', '.join(get_args(Loop))}; got {loop!r}")
-        return [one for one in self.forecasts if one.choice is None or one.choice.overlap in OVERLAPS[loop]]
+    def _allowed(self, overlap: Overlap | None) -> list[Forecast]:
+        order = get_args(Overlap)
+        allowed = order[: 1 + order.index(overlap or ("forward" if self.training.clip else "iteration"))]
+        return [one for one in self.forecasts if one.choice is None or one.choice.overlap in allowed]
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self, overlap: Overlap | None = None) -> dict[str, Any]:
         """Plain values, for JSON."""
-        best = self.best()
-        return {
-            "model": self.model,
-            "parameters": self.numel,
-            "training": asdict(self.training),
-            "machine": asdict(self.machine),
-            "parts_ms": {name.removesuffix("_ms"): ms for name, ms in asdict(self.times).items()},
-            "best": None if best is None else best.name,
-            "policies": [_plain(one) for one in self.forecasts],
-        }
+        best = self.best(overlap)
+        names = {"model": self.model.name, "parameters": self.model.numel, "best": best and best.name}
+        settings = {name: asdict(getattr(self, name)) for name in ("training", "machine", "times")}
+        policies = [
+            {"policy": one.name, "peak_bytes": one.device.peak_bytes, "passed_over": self.passed_over(one, overlap)}
+            | asdict(one)
+            for one in self.forecasts
+        ]
+        return {**names, **settings, "policies": policies}
 
 
 def plan(
     model: Model | nn.Module | str | Path,
     *,
     machine: Machine | str | Path = "H200",
+    device_gb: float | None = None,
+    link_gb_per_s: float | None = None,
     trace: Trace | None = None,
     choices: Sequence[Choice] = CHOICES,
     **training: Any,
@@ -189,172 +149,56 @@ def plan(
 
     Args:
         model: a module, a config, or a name; see :func:`model_of`.
-        machine: a profile's name or path, or ``"this"``; see :func:`machine_of`.
+        machine: a built-in name or a TOML file; see :func:`machine_of`.
+        device_gb: of a device that may be used, if not all of it.
+        link_gb_per_s: what pinned copies reach one way on your host, if it is not what the machine says.
         trace: of this model and batch, if there is one already.
         choices: policies to compare.
         training: the fields of :class:`Training`; ``tokens_per_step`` is needed.
-
-    Raises:
-        ValueError: something is unknown or impossible; the message says what to do.
     """
-    if "tokens_per_step" not in training:
-        raise ValueError("plan needs tokens_per_step: how many tokens all ranks together train on in one step")
-    if unknown := sorted(training.keys() - Training.__dataclass_fields__.keys()):
-        raise ValueError(f"plan knows no {', '.join(unknown)}; there are {', '.join(Training.__dataclass_fields__)}")
-    wanted, there = Training(**training), machine_of(machine)
-    return _plan(model_of(model), wanted, there, (None, *choices), trace)
-
-
-def _plan(
-    model: Model, training: Training, machine: Machine, choices: Sequence[Choice | None], trace: Trace | None
-) -> Plan:
+    changes: dict[str, Any] = {"memory_gb": device_gb, "link_gb_per_s": link_gb_per_s}
+    if not all(value is None or 0 < value < math.inf for value in changes.values()):
+        raise ValueError(f"device_gb and link_gb_per_s must be positive, got {device_gb!r} and {link_gb_per_s!r}")
+    there = replace(machine_of(machine), **{name: value for name, value in changes.items() if value is not None})
+    wanted, of = Training(**training), model_of(model)
     if trace is None:
-        dtype = DTYPES[training.compute_dtype]
-        trace = model.trace(training.sequences, training.sequence_length, dtype, training.checkpointing)
-    sizes = sizes_of(model.shapes(), training)
-    known = Known(model, sizes, trace, parts_of(sizes, trace, training, machine))
-    forecasts = tuple(_forecast(choice, known, training, machine) for choice in choices)
-    return Plan(model.name, model.numel, training, machine, known.parts.times, forecasts, known)
+        dtype = DTYPES[wanted.compute_dtype]
+        trace = of.trace(wanted.sequences, wanted.sequence_length, dtype, wanted.checkpointing)
+    sizes = Sizes.of(of.shapes(), wanted)
+    parts = parts_of(sizes, trace, wanted, there)
+    forecasts = tuple(_forecast(choice, sizes, trace, parts, wanted, there) for choice in (None, *choices))
+    return Plan(of, wanted, there, parts.times, forecasts, trace)
 
 
-def _forecast(choice: Choice | None, known: Known, training: Training, machine: Machine) -> Forecast:
-    if choice is not None and choice.parameters:
-        return _forecast_with_parameters(choice, known, training, machine)
-    sizes, parts = known.sizes, known.parts
-    memory = functools.partial(device_memory, sizes, known.trace, training, machine)
-    staging_bytes = 0 if choice is None else choice.staging_bytes(sizes.state)
-    waits = Waits(kept=1.0, stall_ms=0.0)
-    if choice is not None:
-        lowest = memory(resident_bytes=0, staging_bytes=min(sizes.state, staging_bytes))
-        waits = waits_of(choice, parts, machine, room_bytes=_room_bytes(lowest, machine))
-    resident_bytes = int(waits.kept * sizes.state)
-    moving_bytes = sizes.state - resident_bytes
-    staging_bytes = min(moving_bytes, staging_bytes)
-    device = memory(resident_bytes=resident_bytes, staging_bytes=staging_bytes)
-    staged = staging_bytes / moving_bytes if moving_bytes else 0.0
-    if choice is None:
-        times = parts.times
-        formula, bound_ms = "F + B + clip + U", times.forward_ms + times.backward_ms + times.clip_ms + times.update_ms
-    else:
-        formula, bound_ms = choice.bound(parts.times, sizes.state, waits.kept, staged)
-    ms, limit = estimate(choice, parts, kept=waits.kept, staged=staged, stall_ms=waits.stall_ms)
-    host_bytes = 0 if choice is None else sizes.host
-    if choice is not None and choice.overlap == "step":
-        host_bytes -= resident_bytes  # it stays from the beginning, and has no place there
-    return _put_together(
-        choice,
-        known,
-        training,
-        machine,
-        device=device,
-        host_bytes=host_bytes,
-        resident_bytes=resident_bytes,
-        bound=Bound(formula, bound_ms),
-        estimate=Estimate(ms, limit),
-    )
-
-
-def _forecast_with_parameters(choice: Choice, known: Known, training: Training, machine: Machine) -> Forecast:
-    """The model's parameters pass through the device too, in a window of its groups."""
-    sizes, parts = known.sizes, known.parts
-    all_bytes = sum(sizes.params) + sizes.state
-    window_bytes = choice.share(all_bytes).window_bytes(sizes.params)
-    frees_gradients = choice.overlap == "iteration" and not training.clip  # which may change them
-
-    def memory(kept: float) -> DeviceMemory:
-        moving_bytes = all_bytes - int(kept * all_bytes)
-        return device_memory(
-            sizes,
-            known.trace,
-            training,
-            machine,
-            resident_bytes=int(kept * sizes.state),
-            staging_bytes=min(moving_bytes, choice.staging_bytes(sizes.state, sum(sizes.params))),
-            window=Window(min(moving_bytes, window_bytes), int(kept * sum(sizes.params)), frees_gradients),
-        )
-
-    kept = kept_with_parameters(choice, parts, room_bytes=_room_bytes(memory(0.0), machine))
-    resident_bytes = int(kept * all_bytes)
-    unhomed_bytes = 0 if choice.share(all_bytes).staying_is_learnt else resident_bytes  # it stays from the beginning
-    return _put_together(
-        choice,
-        known,
-        training,
-        machine,
-        device=memory(kept),
-        host_bytes=sizes.host_with_params - unhomed_bytes,
-        resident_bytes=resident_bytes,
-        bound=choice.bound(parts.times_with_parameters(choice.overlap), sizes.state, kept, 0.0),
-        estimate=estimate(choice, parts, kept=kept),
-    )
-
-
-def _room_bytes(lowest: DeviceMemory, machine: Machine) -> int:
-    """What "auto" may fill beside a peak without anything kept."""
-    return max(0, int((1 - _RESERVE) * machine.device_bytes) - machine.context_bytes - lowest.peak_bytes)
-
-
-def _put_together(
-    choice: Choice | None,
-    known: Known,
-    training: Training,
-    machine: Machine,
-    *,
-    device: DeviceMemory,
-    host_bytes: int,
-    resident_bytes: int,
-    bound: Bound,
-    estimate: Estimate,
+def _forecast(
+    choice: Choice | None, sizes: Sizes, trace: Trace, parts: Parts, training: Training, machine: Machine
 ) -> Forecast:
+    kept = 1.0
+    if choice is not None:
+        lowest = device_memory(sizes, trace, training, choice, kept=0.0)
+        room_bytes = int((1 - RESERVE) * machine.device_bytes) - CONTEXT_BYTES - lowest.peak_bytes
+        kept = kept_share(choice, parts, max(0, room_bytes))
+    device, least = device_memory(sizes, trace, training, choice, kept), parts.bound(choice, kept)
+    (iteration_ms, limit), host_bytes = estimate(choice, parts, kept), sizes.host_bytes(choice, kept)
     per_host = host_bytes * min(training.ranks, machine.devices_per_host)
-    needed_bytes = int(device.peak_bytes * (1 + SLACK)) + machine.context_bytes
-    spare_bytes = machine.device_bytes - needed_bytes
+    needed_bytes = int(device.peak_bytes * (1 + SLACK)) + CONTEXT_BYTES
+    why_not = ""
+    if needed_bytes > machine.device_bytes:
+        why_not = f"device: {(needed_bytes - machine.device_bytes) / 1e9:.1f} GB too little"
+    elif per_host > MOST_OF_HOST * machine.host_gb * 1e9:
+        why_not = f"host: {per_host / 1e9:.0f} GB of {machine.host_gb:.0f} GB would be pinned"
     return Forecast(
         choice=choice,
         device=device,
         needed_bytes=needed_bytes,
-        spare_bytes=spare_bytes,
         host_bytes=host_bytes,
         host_bytes_per_host=per_host,
-        resident_bytes=resident_bytes,
-        bound_ms=bound.ms,
-        bound=bound.formula,
-        iteration_ms=estimate.ms,
-        tokens_per_s=training.tokens_per_step / estimate.ms * 1e3,
-        limit=estimate.limit,
-        why_not=_why_not(spare_bytes, per_host, machine),
-        lines=lines_to_write(choice, known.sizes.state, training.master_weights),
+        resident_bytes=int(kept * sizes.offloaded(choice)),
+        bound_ms=least.ms,
+        bound=least.formula,
+        iteration_ms=iteration_ms,
+        tokens_per_s=training.tokens_per_step / iteration_ms * 1e3,
+        limit=limit,
+        why_not=why_not,
+        lines=lines_to_write(choice, sizes.state, training.master_weights),
     )
-
-
-def _preferred(one: Forecast) -> tuple[bool, bool, int]:
-    """Order of those that take as long: with parameters on the host, the link has more to do that may come late."""
-    return one.choice is not None, one.choice is not None and one.choice.parameters, one.needed_bytes
-
-
-def _why_not(spare_bytes: int, host_bytes: int, machine: Machine) -> str:
-    if spare_bytes < 0:
-        return f"device: {-spare_bytes / 1e9:.1f} GB too little"
-    if host_bytes > _MOST_OF_HOST * machine.host_bytes:
-        return f"host: {host_bytes / 1e9:.0f} GB of {machine.host_bytes / 1e9:.0f} GB would be pinned"
-    return ""
-
-
-_MOST_OF_HOST = 0.8
-"""Share of the host's memory that may be pinned: the rest is for the processes, the data and the page cache."""
-
-_MORE_RANKS = (2, 4, 8)
-"""Times as many ranks, which are tried where nothing fits."""
-
-_RESERVE = 0.05
-"""Share of a device that "auto" leaves free: as ``fsdp_offload/device/link.py`` has it."""
-
-_SAME = 1.01
-"""Estimates do not tell closer ones apart. Then no offload is best, after it state alone, and then what needs least of
-the device."""
-
-
-def _plain(one: Forecast) -> dict[str, Any]:
-    device: Mapping[str, Any] = {"peak_bytes": one.device.peak_bytes, "when": one.device.when, **one.device.terms}
-    rest = {name: getattr(one, name) for name in one.__dataclass_fields__ if name not in ("choice", "device")}
-    return {"policy": one.name, "fits": one.fits, "device": dict(device), **rest}

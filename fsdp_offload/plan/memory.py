@@ -13,33 +13,20 @@ With one shard nothing is gathered, but parameters are still copied to their com
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from ..planning.buckets import ShardSpec, plan_buckets
-from .machine import Machine
-from .model import local_shapes
+from .choices import Choice
+from .machine import WORKSPACE_BYTES
 from .trace import Trace
 from .training import DTYPES, Training
 
-Shapes = Sequence[Sequence[tuple[int, ...]]]
-
-SLACK = 0.05
-"""Share of the peak that an allocator cannot use when nearly full. With room to spare it reserves more, and needs less:
-records of an H200 have 5 % with 78 % of the device in use, and up to 15 % where a third is."""
-
-
 GRADIENTS_BEHIND = 5
-"""Groups whose gradients are there at once, where they are freed in the backward: one at work, and four behind it."""
+"""Groups whose gradients exist at once, if updates free them in the backward: one at work, and four behind it."""
 
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """The most that is allocated on a device, with its terms, which add up to it.
-
-    Attributes:
-        terms: what → bytes.
-        when: the part of the iteration in which that is.
-    """
+    """The most that is allocated on a device: terms that add up to it, and the part of the iteration with the peak."""
 
     terms: Mapping[str, int]
     when: str
@@ -52,115 +39,92 @@ class DeviceMemory:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes of one rank that depend neither on the policy nor on activations, by group.
+    """Bytes of the first rank, whose shards are the largest, by group."""
 
-    Attributes:
-        params: parameter shards, padded, and so their gradients.
-        gathered: all parameters of the group in the compute dtype.
-        state: of the optimizer.
-        host: the arena, if all of the state is in it.
-        host_with_params: the same with the parameters in it.
-        tensors: how many parameters are trained.
+    params: tuple[int, ...]  # parameter shards, padded; their gradients take the same
+    gathered: tuple[int, ...]  # all parameters of the group in the compute dtype
+    state: int  # of the optimizer
+    host: int  # the arena with all of the state
+    host_with_params: int  # and with the parameters beside it
+    tensors: int  # how many parameters are trained
+
+    @staticmethod
+    def of(shapes: Sequence[Sequence[tuple[int, ...]]], training: Training) -> "Sizes":
+        """Compute them from the shapes of each group's parameters."""
+        itemsize, shards = DTYPES[training.dtype].itemsize, training.shards
+        local = [[-(-shape[0] // shards) * math.prod(shape[1:]) if shape else 1 for shape in one] for one in shapes]
+        sizes = training.state_itemsizes()
+
+        def host_bytes(itemsizes: tuple[int, ...]) -> int:
+            specs = [ShardSpec(n, tuple(size * n for size in itemsizes), True) for group in local for n in group]
+            return plan_buckets(specs, 1 << 62).home_nbytes if itemsizes else 0
+
+        return Sizes(
+            params=tuple(itemsize * sum(group) for group in local),
+            gathered=tuple(DTYPES[training.compute_dtype].itemsize * shards * sum(group) for group in local),
+            state=sum(sizes) * sum(map(sum, local)),
+            host=host_bytes(sizes),
+            host_with_params=host_bytes((itemsize, *sizes)),
+            tensors=sum(map(len, local)),
+        )
+
+    def offloaded(self, choice: Choice | None) -> int:
+        """What a policy offloads, or would: the state, and with it the parameters."""
+        return self.state + (sum(self.params) if choice is not None and choice.parameters else 0)
+
+    def host_bytes(self, choice: Choice | None, kept: float) -> int:
+        """Pinned memory: what stays from the beginning has no place there, what is learnt to stay has."""
+        if choice is None:
+            return 0
+        all_bytes, offloaded = self.host_with_params if choice.parameters else self.host, self.offloaded(choice)
+        return all_bytes - (0 if choice.share(offloaded).staying_is_learnt else int(kept * offloaded))
+
+
+def device_memory(sizes: Sizes, trace: Trace, training: Training, choice: Choice | None, kept: float) -> DeviceMemory:
+    """Find the turn at which most is allocated, if that share of what is offloaded stays on the device.
+
+    With updates in the backward, a gradient is freed in ``step()``, or ``GRADIENTS_BEHIND`` groups later if parameters
+    live on the host. What comes in the backward and goes in the forward, of staging and of the window, adds nothing.
     """
-
-    params: tuple[int, ...]
-    gathered: tuple[int, ...]
-    state: int
-    host: int
-    host_with_params: int
-    tensors: int
-
-
-class Window(NamedTuple):
-    """Device memory for parameters that live on the host, and for those that stay on the device nevertheless.
-
-    ``frees_gradients``: in the backward, a few groups after their update.
-    """
-
-    nbytes: int
-    staying_bytes: int
-    frees_gradients: bool
-
-
-def sizes_of(shapes: Shapes, training: Training) -> Sizes:
-    """Compute them for the first rank, whose shards are the largest."""
-    itemsize, compute_itemsize = DTYPES[training.dtype].itemsize, DTYPES[training.compute_dtype].itemsize
-    local = [[math.prod(shape) for shape in local_shapes(group, training.shards)] for group in shapes]
-    state_itemsizes = training.state_itemsizes()
-    numels = [n for group in local for n in group]
-    specs = [ShardSpec(n, tuple(size * n for size in state_itemsizes), True) for n in numels]
-    with_params = [ShardSpec(n, tuple(size * n for size in (itemsize, *state_itemsizes)), True) for n in numels]
-    return Sizes(
-        params=tuple(itemsize * sum(group) for group in local),
-        gathered=tuple(compute_itemsize * training.shards * sum(group) for group in local),
-        state=sum(sum(spec.leaf_nbytes) for spec in specs),
-        host=plan_buckets(specs, 1 << 62).home_nbytes if state_itemsizes else 0,
-        host_with_params=plan_buckets(with_params, 1 << 62).home_nbytes,
-        tensors=len(specs),
-    )
-
-
-def device_memory(
-    sizes: Sizes,
-    trace: Trace,
-    training: Training,
-    machine: Machine,
-    *,
-    resident_bytes: int,
-    staging_bytes: int,
-    window: Window | None = None,
-) -> DeviceMemory:
-    """Find the turn at which most is allocated.
-
-    With updates in the backward too: a gradient that one has used goes in ``step()``, or ``GRADIENTS_BEHIND`` groups
-    later where parameters live on the host. What comes in the backward and goes in the forward, of staging and of the
-    window, adds nothing.
-
-    Args:
-        sizes: of the model's shards.
-        trace: of one micro-batch.
-        training: for what it is.
-        machine: for what its libraries take.
-        resident_bytes: state that stays on the device.
-        staging_bytes: what the rest passes through.
-        window: of parameters that live on the host.
-    """
-    always = {
-        "parameters": sum(sizes.params) if window is None else window.staying_bytes,
-        "window": 0 if window is None else window.nbytes,
-        "optimizer state": resident_bytes,
-        "staging": staging_bytes,
-        "workspace": machine.workspace_bytes,
+    params, window, staging, frees = sum(sizes.params), 0, 0, False
+    moving = sizes.offloaded(choice) - int(kept * sizes.offloaded(choice))
+    if choice is not None:
+        staging = min(moving, choice.staging_bytes(sizes.state, params if choice.parameters else 0))
+    if choice is not None and choice.parameters:
+        window = min(moving, choice.share(params + sizes.state).window_bytes(sizes.params))
+        # Clipping may change gradients, and those of all but one micro-batch are alive until the last backward.
+        frees = choice.overlap == "iteration" and not training.clip and training.micro_batches == 1
+        params = int(kept * params)
+    root = len(sizes.params) - 1
+    reduced = [one.group for one in trace if one.phase == "backward" and one.group != root]  # the root at the very end
+    last = {*reduced[-GRADIENTS_BEHIND:], root} if frees else range(root + 1)
+    moments = [_moment(sizes, trace, training, number, frees=frees) for number in range(len(trace))]
+    moments.append(DeviceMemory({"gradients": sum(sizes.params[group] for group in last)}, "step"))
+    highest = max(moments, key=lambda one: one.peak_bytes)
+    terms = {
+        "parameters": params,
+        "window": window,
+        "optimizer state": int(kept * sizes.state),
+        "staging": staging,
+        "workspace": WORKSPACE_BYTES,
         "other": training.other_device_bytes,
+        **highest.terms,
     }
-    # Of all but one micro-batch they are alive until the last backward.
-    frees = window is not None and window.frees_gradients and training.micro_batches == 1
-    moments = [_moment(sizes, trace, training, number, frees=frees) for number in range(len(trace.segments))]
-    order = [one.group for one in trace.segments if one.phase == "backward"]
-    last = {*order[-GRADIENTS_BEHIND:], len(sizes.params) - 1} if frees else range(len(sizes.params))
-    step = DeviceMemory({"gradients": sum(sizes.params[group] for group in last)}, "step")
-    highest = max([*moments, step], key=lambda one: one.peak_bytes)
-    return DeviceMemory({name: n for name, n in {**always, **highest.terms}.items() if n}, highest.when)
+    return DeviceMemory({name: nbytes for name, nbytes in terms.items() if nbytes}, highest.when)
 
 
 def _moment(sizes: Sizes, trace: Trace, training: Training, number: int, *, frees: bool) -> DeviceMemory:
-    segment = trace.segments[number]
-    root = len(sizes.gathered) - 1
-    gathered = sizes.gathered[root]
-    if segment.group != root:
-        gathered += sizes.gathered[segment.group]
-    reducing = gradients = 0
+    segment, root = trace[number], len(sizes.gathered) - 1
+    gathered = sum(sizes.gathered[group] for group in {segment.group, root})
+    gradients = sum(sizes.params) if training.micro_batches > 1 else 0  # of the micro-batches before
     if segment.phase == "backward":
-        if number + 1 < len(trace.segments) and training.shards > 1:
-            gathered += sizes.gathered[trace.segments[number + 1].group]  # prefetched
-        turns = [one.group for one in trace.segments[:number] if one.phase == "backward"]
-        done = [group for group in turns if group != root]  # which is reduced at the very end
-        gradients = sum(sizes.params[group] for group in (done[-GRADIENTS_BEHIND:] if frees else done))
-        reducing = sizes.gathered[done[-1]] if done else 0
+        if number + 1 < len(trace) and training.shards > 1:
+            gathered += sizes.gathered[trace[number + 1].group]  # prefetched
+        done = [one.group for one in trace[:number] if one.phase == "backward" and one.group != root]
+        there = done[-GRADIENTS_BEHIND:] if frees else done
+        gradients = gradients or sum(sizes.params[group] for group in there)
+        gradients += sizes.gathered[done[-1]] if done else 0  # on its way into the reduction
     elif training.shards > 1:
         gathered += sizes.gathered[segment.group]  # the flat buffer
-    if training.micro_batches > 1:
-        gradients = sum(sizes.params)  # of the micro-batches before
-    labels = segment.peak_bytes_by_label
-    terms = {"gathered": gathered, "gradients": gradients + reducing, **labels}
+    terms = {"gathered": gathered, "gradients": gradients, "activations": segment.peak_bytes}
     return DeviceMemory(terms, f"{segment.phase} of group {segment.group}")

@@ -1,16 +1,19 @@
-"""A model as a plan sees it: the parameters of each ``fully_shard`` group, and a way to run it on the meta device."""
+"""A model as a plan sees it: the parameters of each ``fully_shard`` group, and a way to run it on the meta device.
+
+Where only a config is known, a plain decoder stands for the model. Fused kernels of a framework need less memory than
+its plain torch operations.
+"""
 
 import importlib
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .decoder import Decoder, DecoderConfig
 from .trace import Checkpointing, Trace, trace
 
 Loss = Callable[[nn.Module, Tensor], Tensor]
@@ -19,18 +22,11 @@ Loss = Callable[[nn.Module, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Model:
-    """A model whose forward and backward can be traced.
-
-    Attributes:
-        name: for messages and tables.
-        module: usually on the meta device; its values are never read.
-        groups: what ``fully_shard`` is applied to, in forward order; the root comes last.
-        loss: how to run it.
-    """
+    """A model whose forward and backward can be traced."""
 
     name: str
-    module: nn.Module
-    groups: tuple[nn.Module, ...]
+    module: nn.Module  # usually on the meta device; its values are never read
+    groups: tuple[nn.Module, ...]  # what ``fully_shard`` is applied to, in forward order; the root comes last
     loss: Loss
 
     @property
@@ -51,19 +47,11 @@ class Model:
     def trace(
         self, sequences: int, length: int, compute_dtype: torch.dtype, checkpointing: Checkpointing = "none"
     ) -> Trace:
-        """Trace one micro-batch of one rank.
-
-        Raises:
-            ValueError: it cannot be run on the meta device; the error that it raised is the cause.
-        """
+        """Trace one micro-batch of one rank; a ``ValueError`` says that it cannot be run on the meta device."""
         tokens = torch.empty(sequences, length + 1, dtype=torch.long, device="meta")
         try:
             return trace(
-                self.module,
-                self.groups,
-                lambda module: self.loss(module, tokens),
-                compute_dtype=compute_dtype,
-                checkpointing=checkpointing,
+                self.module, self.groups, lambda module: self.loss(module, tokens), compute_dtype, checkpointing
             )
         except Exception as error:
             first_line = next(iter(str(error).splitlines()), "")
@@ -77,11 +65,10 @@ def model_of(model: "Model | nn.Module | str | Path") -> Model:
     """Find out what is meant.
 
     Args:
-        model: a module; a path of a ``config.json``, or of a folder that has one; the name of a built-in config
-            (``builtin_models()``), or of a model type of the installed transformers, such as ``"llama"``; or
-            ``"package.module:name"`` of a function without arguments that makes a module or a :class:`Model`, which
-            runs with the meta device as default. A module that returns something else than its loss for token numbers
-            comes as a :class:`Model`.
+        model: a module; the path of a ``config.json``, or of a folder that has one; the name of a built-in config
+            (``builtin_models()``); or ``"package.module:name"`` of a function without arguments that makes a module or
+            a :class:`Model` and runs with the meta device as default. If the module returns something else than its
+            loss for token numbers, give a :class:`Model`.
 
     Raises:
         ValueError: there is no such model, or its config is not that of a decoder.
@@ -89,25 +76,14 @@ def model_of(model: "Model | nn.Module | str | Path") -> Model:
     if isinstance(model, Model):
         return model
     if isinstance(model, nn.Module):
-        return Model(type(model).__name__, model, groups_of(model), _loss)
+        lists = [one for one in model.modules() if isinstance(one, nn.ModuleList) and len(one) > 0]
+        blocks = max(lists, key=lambda one: sum(param.numel() for param in one.parameters()), default=())
+        return Model(type(model).__name__, model, (*blocks, model), _loss)
     if not isinstance(model, str | Path):
         raise ValueError(f"model must be a module, a name or a path; got {type(model).__name__}")
     if ":" in str(model) and not Path(model).exists():
         return model_of(_made(str(model)))
-    name, config = _config(model)
-    try:
-        with torch.device("meta"):
-            decoder = Decoder(DecoderConfig.of(config))
-    except ValueError as error:
-        raise ValueError(f"model {str(model)!r}: {error}") from None
-    return Model(name, decoder, groups_of(decoder), _loss)
-
-
-def groups_of(module: nn.Module) -> tuple[nn.Module, ...]:
-    """The usual groups: each element of the largest list of modules, then the module itself."""
-    lists = [one for one in module.modules() if isinstance(one, nn.ModuleList) and len(one) > 0]
-    largest = max(lists, key=lambda one: sum(param.numel() for param in one.parameters()), default=())
-    return (*largest, module)
+    return _of_config(str(model))
 
 
 def builtin_models() -> dict[str, Path]:
@@ -127,40 +103,25 @@ def _made(target: str) -> "Model | nn.Module":
     return made
 
 
-def _config(model: str | Path) -> tuple[str, dict[str, Any]]:
-    builtin = {name.lower(): (name, path) for name, path in builtin_models().items()}
-    path = Path(model)
-    name = str(model)
-    if name.lower() in builtin:
-        name, path = builtin[name.lower()]
-    elif path.is_dir():
-        path = path / "config.json"
-    elif not path.is_file() and path.suffix != ".json":
-        return name, _transformers_config(name)
+def _of_config(model: str) -> Model:
+    path = {name.lower(): path for name, path in builtin_models().items()}.get(model.lower(), Path(model))
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        raise ValueError(
+            f"no model {model!r}: built in are {', '.join(builtin_models())}; or give a config.json, its folder, or "
+            "package.module:function"
+        )
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"model {name!r}: {path} cannot be read: {error}") from None
-    if not isinstance(config, dict):
-        raise ValueError(f"model {name!r}: {path} does not hold a JSON object")
-    return name if path.stem != "config" else path.resolve().parent.name, config
-
-
-def _transformers_config(name: str) -> dict[str, Any]:
-    there = f"built in are {', '.join(builtin_models())}"
-    try:
-        mapping = importlib.import_module("transformers.models.auto.configuration_auto").CONFIG_MAPPING
-    except ImportError:
-        raise ValueError(f"no model {name!r}: {there}; transformers, which knows others, is not installed") from None
-    if name not in mapping:
-        raise ValueError(f"no model {name!r}: {there}; or give a config.json, or a model type of transformers: llama")
-    config: dict[str, Any] = mapping[name]().to_dict()
-    return config
+        with torch.device("meta"):
+            decoder = model_of(Decoder(dict(json.loads(path.read_text(encoding="utf-8")))))
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(f"model {model!r}: {path}: {error}") from None
+    return replace(decoder, name=path.resolve().parent.name if path.stem == "config" else path.stem)
 
 
 def _loss(module: nn.Module, tokens: Tensor) -> Tensor:
     """Compute the loss of a module that returns it, or of one of transformers."""
-    if hasattr(module, "config") and hasattr(module, "forward") and hasattr(module, "generation_config"):
+    if hasattr(module, "config") and hasattr(module, "generation_config"):
         inputs = tokens[:, :-1]
         loss: Tensor = module(input_ids=inputs, labels=inputs, use_cache=False).loss
         return loss
@@ -173,6 +134,101 @@ def _loss(module: nn.Module, tokens: Tensor) -> Tensor:
     return returned
 
 
-def local_shapes(shapes: Sequence[tuple[int, ...]], shards: int) -> list[tuple[int, ...]]:
-    """Compute the shapes on the first rank: the largest shards, which all others pad theirs to."""
-    return [(-(-shape[0] // shards), *shape[1:]) if shape else shape for shape in shapes]
+FAMILIES = (
+    *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "granite", "olmo2", "olmo3"),
+    *("smollm3", "glm4", "seed_oss", "cohere2", "ernie4_5"),
+)
+"""Values of ``model_type`` for which :class:`Decoder` has as many parameters as transformers' model; tested."""
+
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+
+
+def _checked(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Complete the fields of a config; a ``ValueError`` says what is missing, or why this is no plain decoder."""
+    if config.get("model_type") not in FAMILIES:
+        raise ValueError(
+            f"model_type is {config.get('model_type')!r}, of which the config does not say what a token costs. Configs "
+            f"are enough for {', '.join(FAMILIES)}; otherwise give package.module:function, which makes the module"
+        )
+    if missing := [name for name in _SIZES if not isinstance(config.get(name), int) or config[name] < 1]:
+        raise ValueError(f"not the config of a decoder: {', '.join(missing)} must be positive integers in it")
+    heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    key_heads = config.get("num_key_value_heads") or heads
+    if heads % key_heads:
+        raise ValueError(f"num_attention_heads={heads} is not a multiple of num_key_value_heads={key_heads}")
+    return {**config, "num_key_value_heads": key_heads, "head_dim": config.get("head_dim") or hidden // heads}
+
+
+class Decoder(nn.Module):
+    """RMSNorm, rotary attention with grouped heads, SwiGLU, made from what a ``config.json`` has.
+
+    Returns the loss of the next token for ``(batch, length + 1)`` tokens.
+    """
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__()
+        config = _checked(config)
+        self.embed = nn.Embedding(config["vocab_size"], config["hidden_size"])
+        self.layers = nn.ModuleList(_Layer(config) for _ in range(config["num_hidden_layers"]))
+        self.norm = nn.RMSNorm(config["hidden_size"])
+        self.head = nn.Linear(config["hidden_size"], config["vocab_size"], bias=False)
+        if config.get("tie_word_embeddings"):
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """The mean cross entropy."""
+        x = self.embed(tokens[:, :-1])
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.head(self.norm(x))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+class _Layer(nn.Module):
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__()
+        hidden, self.head_dim = config["hidden_size"], config["head_dim"]
+        wide, narrow = (self.head_dim * config[name] for name in ("num_attention_heads", "num_key_value_heads"))
+        bias = bool(config.get("attention_bias") or config["model_type"] == "qwen2")
+        self.norms = nn.ModuleList(nn.RMSNorm(hidden) for _ in range(2))
+        self.query, self.key, self.value = (nn.Linear(hidden, size, bias=bias) for size in (wide, narrow, narrow))
+        self.head_norms = nn.ModuleList(nn.RMSNorm(self.head_dim) for _ in range(2 * (config["model_type"] == "qwen3")))
+        self.out = nn.Linear(wide, hidden, bias=False)
+        self.mlp = _MLP(hidden, config["intermediate_size"])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self._attend(self.norms[0](x))
+        out: Tensor = x + self.mlp(self.norms[1](x))
+        return out
+
+    def _attend(self, x: Tensor) -> Tensor:
+        layers = (self.query, self.key, self.value)
+        query, key, value = (layer(x).unflatten(-1, (-1, self.head_dim)) for layer in layers)
+        if self.head_norms:
+            query, key = self.head_norms[0](query), self.head_norms[1](key)
+        angles = torch.outer(
+            torch.arange(x.shape[1], device=x.device),
+            10_000.0 ** -torch.linspace(0, 1, self.head_dim // 2, device=x.device),
+        )[:, None]
+        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        query, key, value = (one.transpose(1, 2) for one in (_rotated(query, cos, sin), _rotated(key, cos, sin), value))
+        is_grouped = key.shape[1] != query.shape[1]
+        mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=is_grouped)
+        out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return out
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+
+class _MLP(nn.Module):
+    def __init__(self, outer: int, inner: int) -> None:
+        super().__init__()
+        self.gate, self.up = (nn.Linear(outer, inner, bias=False) for _ in range(2))
+        self.down = nn.Linear(inner, outer, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+        return out

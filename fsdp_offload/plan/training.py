@@ -10,59 +10,42 @@ from .trace import Checkpointing
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
-OPTIMIZERS = {
-    "adamw": 2,
-    "adam": 2,
-    "amsgrad": 3,
-    "rmsprop": 1,
-    "adagrad": 1,
-    "sgd-momentum": 1,
-    "sgd": 0,
-}
+OPTIMIZERS = {"adamw": 2, "adam": 2, "amsgrad": 3, "rmsprop": 1, "adagrad": 1, "sgd-momentum": 1, "sgd": 0}
 """Tensors of state that have the parameter's shape and dtype."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """One training run.
-
-    Attributes:
-        ranks: devices in all.
-        replicas: of these, the replicas of ``HSDP``; each group of ``ranks / replicas`` shards the model.
-        tokens_per_step: of all ranks together.
-        sequence_length: tokens of one sequence.
-        micro_batches: forwards and backwards before one ``step()``.
-        dtype: of the sharded parameters, which is also that of their gradients and of the optimizer's state.
-        compute_dtype: of the gathered parameters, as ``MixedPrecisionPolicy.param_dtype``.
-        optimizer: a name of ``OPTIMIZERS``.
-        master_weights: as ``OffloadPolicy.master_weights``.
-        checkpointing: ``"full"`` recomputes every block in the backward.
-        clip: whether gradients are clipped by their global norm, wherever the policy allows it.
-        other_device_bytes: what else is on each device all the time.
-    """
+    """One training run."""
 
     ranks: int = 1
-    replicas: int = 1
-    tokens_per_step: int
+    replicas: int = 1  # of the ranks, as in HSDP: each group of ranks / replicas shards the model
+    tokens_per_step: int  # of all ranks together
     sequence_length: int = 4096
     micro_batches: int = 1
-    dtype: Literal["fp32", "bf16"] = "fp32"
-    compute_dtype: Literal["fp32", "bf16"] = "bf16"
+    dtype: Literal["fp32", "bf16"] = "fp32"  # of the sharded parameters, their gradients and the optimizer's state
+    compute_dtype: Literal["fp32", "bf16"] = "bf16"  # of gathered parameters: MixedPrecisionPolicy.param_dtype
     optimizer: str = "adamw"
-    master_weights: MasterKind = "none"
-    checkpointing: Checkpointing = "none"
-    clip: bool = True
-    other_device_bytes: int = 0
+    master_weights: MasterKind = "none"  # as OffloadPolicy.master_weights
+    checkpointing: Checkpointing = "none"  # "full" recomputes every block in the backward
+    clip: bool = True  # whether gradients are clipped by their global norm, if the policy allows it
+    other_device_bytes: int = 0  # what else is on each device all the time
 
     def __post_init__(self) -> None:
         for name in ("ranks", "replicas", "tokens_per_step", "sequence_length", "micro_batches"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a positive integer, got {value!r}")
+        for name, values in {
+            **dict.fromkeys(("dtype", "compute_dtype"), tuple(DTYPES)),
+            "optimizer": tuple(OPTIMIZERS),
+            "master_weights": get_args(MasterKind),
+            "checkpointing": get_args(Checkpointing),
+        }.items():
+            if getattr(self, name) not in values:
+                raise ValueError(f"{name} must be one of {', '.join(values)}; got {getattr(self, name)!r}")
         if self.ranks % self.replicas:
-            raise ValueError(
-                f"an impossible mesh: {self.ranks} ranks cannot be {self.replicas} replicas of equally many shards"
-            )
+            raise ValueError(f"{self.ranks} ranks cannot be {self.replicas} replicas of equally many shards")
         unit = self.ranks * self.sequence_length * self.micro_batches
         if self.tokens_per_step % unit:
             several = max(unit, round(self.tokens_per_step / unit) * unit)
@@ -70,15 +53,6 @@ class Training:
                 f"tokens_per_step={self.tokens_per_step} is not a multiple of ranks × sequence_length × micro_batches "
                 f"= {unit}, so the ranks cannot have equally many sequences; {several} is"
             )
-        for name, allowed in (
-            ("dtype", DTYPES),
-            ("compute_dtype", DTYPES),
-            ("optimizer", OPTIMIZERS),
-            ("master_weights", get_args(MasterKind)),
-            ("checkpointing", get_args(Checkpointing)),
-        ):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {getattr(self, name)!r}")
 
     @property
     def shards(self) -> int:
@@ -92,6 +66,7 @@ class Training:
 
     def state_itemsizes(self) -> tuple[int, ...]:
         """Bytes for each element of a parameter, of each tensor of state."""
+        count = OPTIMIZERS[self.optimizer]
         if self.master_weights == "none" or self.dtype == "fp32":
-            return (DTYPES[self.dtype].itemsize,) * OPTIMIZERS[self.optimizer]
-        return (*(4,) * OPTIMIZERS[self.optimizer], 4 if self.master_weights == "fp32" else 2)
+            return (DTYPES[self.dtype].itemsize,) * count
+        return (*(4,) * count, 4 if self.master_weights == "fp32" else 2)

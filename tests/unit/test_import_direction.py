@@ -59,7 +59,7 @@ PRIVATE_TORCH_ATTRIBUTE_PREFIX = "_fsdp_param"
 
 OPTIONAL_PACKAGES = {
     *("transformer_engine", "torchao", "schedulefree", "bitsandbytes"),
-    *("typer", "rich", "matplotlib", "safetensors", "platformdirs"),
+    *("typer", "rich", "matplotlib", "safetensors"),
     *("accelerate", "transformers", "trl", "lightning", "torchtitan", "verl", "megatron_fsdp"),
     *("pytest", "hypothesis"),
 }
