@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..device.arena import Region
 from ..device.bucket_times import StepTimes
 from ..device.host_limits import check_host_memory
 from ..engine.engine import Engine, is_frozen
@@ -27,7 +28,7 @@ from ..torch_compat.sharded_parameter import ShardedParameter
 from ..torch_compat.spent_gradient import is_freed, is_spent, note_freed, spend
 from ..torch_compat.watched_gradient import unwatch, watch
 from .engine import Core
-from .items import Item, Pool
+from .items import Item
 from .lanes import Lanes
 from .plan import (
     ELSEWHERE,
@@ -36,10 +37,10 @@ from .plan import (
     Bucket,
     bucket_bytes_for,
     joined_groups,
-    make_pools,
-    need,
+    pools_for,
     share_out,
 )
+from .readers import SpareHomes
 from .room import Room, Stopwatch
 from .updates import BucketUpdates
 from .weights import Weights
@@ -90,21 +91,23 @@ class CoreEngine(Engine):
         for param, number in together.items():
             if param in names:
                 self._params_of[number].append(param)
-        self._updates = BucketUpdates(cls, self.layouts, self.plan, copies_options=policy.runs_on_into_forward)
+        mover: Any = _Mover(self._pipeline.buckets)
+        self._pipeline = mover
+        self.lending = Lending(self.plan, mover)
+        self._spare_homes = SpareHomes(self.plan, self.conventions)
+        self._updates = BucketUpdates(
+            cls, self.layouts, self.plan, self._spare_homes, copies_options=policy.runs_on_into_forward
+        )
         lanes = Lanes(self._link, serial=policy.serial)
-        self.core = Core(lanes, device, policy.overlap, self._updates)
+        self.core = mover.core = Core(lanes, device, policy.overlap, self._updates)
         self.steps: Any = Steps(self.core)
         self.phases: Any = Phases(self.core)
-        self._pipeline: Any = _Mover(self._pipeline.buckets, self.core)
-        mover: Any = self._pipeline
-        self.lending = Lending(self.plan, mover)
         self._taken = -1  # the generation of the plan that the core is about
         self._clean_steps = 0
         self._touches = _Touches()
         self._early: dict[Tensor, tuple[Tensor, tuple[int, int], tuple[int, int]]] = {}
         self._spent: dict[Tensor, tuple[int, int]] = {}
         self._used_up: set[int] = set()
-        self._pools: list[Pool] = []
         self._room: Room | None = None
         self.weights: Weights | None = None
         waits = policy.runs_on_into_forward or policy.parameters
@@ -120,16 +123,29 @@ class CoreEngine(Engine):
             MemoryError: host memory does not suffice.
         """
         own = [[one for one in group if one.param in self.names or is_frozen(one)] for group in groups]
-        weights = Weights(own, partial(_wait_parameter, weakref.ref(self)))
-        held_bytes = sum(region.nbytes for region in self.plan.regions)
-        check_host_memory(weights.nbytes, self.policy.host_limit_bytes, held_bytes)
-        weights.move_home(self.device, pin=self.pinned)
+        weights = Weights(
+            own,
+            partial(_wait_parameter, weakref.ref(self)),
+            self._take_region,
+            self.policy.snapshot_bytes - self.plan.spare_bytes,
+        )
         self.weights = self._updates.weights = weights
+        self.lending.homes_of_parameters = weights.homes
+        self._count_weights(weights)
         self._taken = -1
 
-    def streams(self, number: int) -> bool:
-        """Return whether parameters of a group of ``fully_shard`` live on the host."""
-        return self.weights is not None and number in self.weights.items
+    def _take_region(self, nbytes: int, breaks: Sequence[int]) -> Region:
+        held_bytes = sum(region.nbytes for region in self.plan.regions)
+        check_host_memory(nbytes, self.policy.host_limit_bytes, held_bytes)
+        return Region(nbytes, device=self.device, pin=self.pinned, breaks=breaks)
+
+    def _count_weights(self, weights: Weights) -> None:
+        self.plan.regions += [region for region in weights.regions if region.nbytes]
+        self.plan.frozen_bytes, self.plan.spare_bytes = weights.nbytes, self.plan.spare_bytes + weights.spare_bytes
+
+    def weights_of(self, number: int) -> Weights | None:
+        """Those of which a group of ``fully_shard`` has some; ``None``: its parameters stay on the device."""
+        return self.weights if self.weights is not None and number in self.weights.items else None
 
     # The plan ---------------------------------------------------------------------------------------------------------
 
@@ -144,20 +160,15 @@ class CoreEngine(Engine):
             weights = {number: Item(f"parameters of group {number}") for number in numbers} | streamed
             buckets = [self._bucket(number, weights) for number in range(self.plan.bucket_count)]
             core.take(buckets, weights)
-            of_state = make_pools([one.state for one in buckets if one.state.nbytes], self._bucket_bytes)
-            sizes = sorted(item.nbytes for item in streamed.values())
-            of_weights = make_pools(list(streamed.values()), sizes[len(sizes) // 2] if sizes else 0)
-            core.cache.pools = [*of_state, *of_weights]
-            # Parameters are loaded twice an iteration and stored once: they profit more than state.
-            self._pools = [*of_weights, *of_state]
-            limit = self.policy.device_bytes
-            need(self._pools, buckets)
-            share_out(self._pools, None if limit == "auto" else limit)
+            limit = None if self.policy.device_bytes == "auto" else self.policy.device_bytes
+            state = [bucket.state for bucket in buckets if bucket.state.nbytes]
+            pools = core.cache.pools = pools_for(state, [*streamed.values()], buckets, self._bucket_bytes, limit)
+            share_out(pools, limit)
             core.choose_kept()
             self._room = None
-            wanted_bytes = sum((pool.most - pool.count) * pool.nbytes for pool in self._pools)
+            wanted_bytes = sum((pool.most - pool.count) * pool.nbytes for pool in pools)
             if core.stopwatch is not None and wanted_bytes:
-                unit_bytes = max(pool.nbytes for pool in self._pools if pool.most > pool.count)
+                unit_bytes = max(pool.nbytes for pool in pools if pool.most > pool.count)
                 self._room = Room(unit_bytes, -(-wanted_bytes // unit_bytes), _TWO_WAY_BYTES_PER_MS)
         if states is not None:
             for bucket in self.core.buckets:
@@ -174,10 +185,10 @@ class CoreEngine(Engine):
             f"state {number}",
             planned.bucket.nbytes if home else 0,
             home=home,
-            wait_unread=partial(_wait_unread, shards),
             version=lambda: (sum(sum(version_of(value)) for value in watched), sum(leaf._version for leaf in leaves)),
             exists=False,
         )
+        self._spare_homes.serve(number, item)
         groups = tuple(dict.fromkeys(self._together.get(shard.param, ELSEWHERE) for shard in shards))
         marks = tuple(weights[group] for group in groups)
         return Bucket(number, item, groups, marks, tuple(shard.param for shard in shards))
@@ -235,10 +246,10 @@ class CoreEngine(Engine):
             updates.start(optimizer, states, kwargs)
             core.begun = True
         wanted = [bucket for bucket in core.buckets if bucket.number in numbers]
-        without, creates = updates.without_state, any(not bucket.state.exists for bucket in wanted)
+        without, creates = updates.without_state, [bucket.state for bucket in wanted if not bucket.state.exists]
         made = core.cache.nbytes
         if creates:
-            core.cache.leave_room()  # what the optimizer creates takes as much as a block
+            core.cache.leave_room(creates[0].pool)  # what the optimizer creates takes as much as a block
         try:
             core.step(wanted)
             self._take_results(optimizer, [param for param in without if states.get(param)], states)
@@ -295,7 +306,6 @@ class CoreEngine(Engine):
             )
         core.abandon()
         core.cache.restore_room()
-        self._updates.finish()
         self._forget_early()
 
     def _names_in(self, buckets: list[Bucket]) -> str:
@@ -308,7 +318,7 @@ class CoreEngine(Engine):
             return
         if room.end(core.stopwatch.end(), steady=steady, free_bytes=self._free_at_peak):
             left_bytes = room.extra * room.block_bytes
-            for pool in self._pools:
+            for pool in core.cache.pools:
                 more = min(pool.most - pool.least, left_bytes // pool.nbytes)
                 core.cache.resize(pool, pool.least + more)
                 left_bytes -= more * pool.nbytes
@@ -390,7 +400,6 @@ class CoreEngine(Engine):
         """Note that the state is half updated for ever, and say why."""
         self.steps.failure = failure
         self.core.abandon()
-        self._updates.finish()
         self._forget_early()
         raise RuntimeError(message)
 
@@ -462,7 +471,6 @@ class CoreEngine(Engine):
         """As :meth:`Engine.install`; a step that the backward has begun is forgotten."""
         self._used_up = {bucket.number for bucket in self.core.done}
         self.core.abandon()
-        self._updates.finish()
         self._forget_early()
         super().install(optimizer, states, loaded)
 
@@ -483,10 +491,12 @@ class CoreEngine(Engine):
             self.weights = None
 
     def clear(self) -> None:
-        """Drop all homes, after the last store."""
+        """Drop all homes of state, after the last store."""
         self.core.settle()
         self.core.cache.release()
         super().clear()
+        if self.weights is not None:
+            self._count_weights(self.weights)
 
     # Looking at it ----------------------------------------------------------------------------------------------------
 
@@ -531,12 +541,6 @@ def _wait_parameter(engine: "weakref.ref[CoreEngine]", param: Tensor) -> None:
     found = engine()
     if found is not None:
         found.wait_parameter_home(param)
-
-
-def _wait_unread(shards: Sequence[StateShard]) -> None:
-    for shard in shards:
-        if shard.home.readers:
-            shard.home.wait_unread()
 
 
 class _Touches:
@@ -675,11 +679,12 @@ class _Unmeasured:
 class _Mover:
     """Stands where the old engine has its executor."""
 
-    def __init__(self, buckets: Any, core: Core) -> None:
-        self.buckets, self._core = buckets, core
-        self.iteration = _Unmeasured()
+    core: Core
+
+    def __init__(self, buckets: Any) -> None:
+        self.buckets, self.iteration = buckets, _Unmeasured()
 
     def synchronize(self) -> None:
         """Bring everything home: homes are about to be written, or planned anew."""
-        self._core.wait_updated()
-        self._core.settle()
+        self.core.wait_updated()
+        self.core.settle()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .items import Block, Item, Pool
-from .lanes import Lanes
+from .lanes import Lanes, Mark
 from .timeline import Timeline
 
 
@@ -29,7 +29,7 @@ class Cache:
     """All places of one optimizer.
 
     Attributes:
-        pools: of all items.
+        pools: of all items, those that profit most from another block in front.
         held: items that have a place.
         pinned: items that an update is about to use; nobody evicts them.
         overflowed: an update could not do without one block more than allowed.
@@ -43,7 +43,7 @@ class Cache:
         self.pinned: tuple[Item, ...] = ()
         self.overflowed = False
         self.moved = Moved()
-        self._left = False
+        self._left: Pool | None = None
 
     @property
     def nbytes(self) -> int:
@@ -79,9 +79,18 @@ class Cache:
         self.held[item] = None
         return True
 
+    def changed(self, item: Item, mark: Mark) -> None:
+        """Note that an update has changed the place of ``item``, up to ``mark``."""
+        spare = item.spare_home()
+        if spare is not None:
+            # R4: a checkpoint's writer reads the home, and this one may be written. Loads and stores of its own ended
+            # before the update, which has waited for them.
+            item.home, item.home_read = spare, {}
+        item.written(mark)
+
     def put(self, item: Item) -> None:
         """Store ``item`` home."""
-        item.wait_unread()  # R4: a checkpoint's writer may still be reading this home, on the host
+        item.wait_unread()  # R4: a checkpoint's writer may still be reading this home, and there is no spare one
         store = self.lanes.store
         store.wait(item.ready)  # R3: the update may still be writing the place
         store.wait(*item.home_read.values())  # R4: a load, or a checkpoint, may still be reading this home
@@ -135,17 +144,17 @@ class Cache:
             while pool.made < pool.count:
                 self._take(pool)
 
-    def leave_room(self) -> None:
-        """Have a block less than allowed while an optimizer creates state, which takes as much."""
-        if self.pools and not self._left and self.pools[0].count > self.pools[0].least:
-            self._left = True
-            self.resize(self.pools[0], self.pools[0].count - 1)
+    def leave_room(self, pool: Pool | None) -> None:
+        """Have a block less in ``pool`` than allowed while an optimizer creates state, which takes as much."""
+        if pool is not None and self._left is None and pool.count > pool.least:
+            self._left = pool
+            self.resize(pool, pool.count - 1)
 
     def restore_room(self) -> None:
         """Undo :meth:`leave_room`."""
-        if self._left:
-            self._left = False
-            self.pools[0].count += 1
+        if self._left is not None:
+            self._left.count += 1
+            self._left = None
 
     def resize(self, pool: Pool, count: int) -> None:
         """Let ``pool`` have ``count`` blocks from now on; those that must go are the ones needed last.

@@ -48,6 +48,9 @@ class Updates(Protocol):
     def job(self, bucket: Bucket) -> tuple[list[Tensor], Callable[[], None]]:
         """Bind what an update of ``bucket`` needs now; returns the gradients that it reads, and the update."""
 
+    def abandon(self, buckets: Sequence[Bucket], done: Iterable[Bucket]) -> None:
+        """The step has ended when these of all ``buckets`` were ``done``."""
+
 
 class Core:
     """What happens to the items of one optimizer at four events: gather, reduced, step, and somebody looks.
@@ -168,7 +171,7 @@ class Core:
         try:
             self.pump()
             for item in list(self.cache.held):
-                if item.dirty and not item.kept:
+                if item.dirty and not item.stays:
                     self.cache.put(item)
         finally:
             self.stepping = None
@@ -176,6 +179,8 @@ class Core:
         for number, item in self.weights.items():
             if waits or number == ELSEWHERE:
                 self.lanes.compute.wait(item.updated)
+            if waits and item.exposed and item.at_home is not None:
+                item.at_home.synchronize()  # R2, on the host, for whoever still has tensors over the home
 
     def end(self) -> bool:
         """End the iteration, its step being complete; returns whether it repeated the one before."""
@@ -238,11 +243,11 @@ class Core:
             # Compute waits for the update in the next gather; reductions wait for compute.
             self._gradients[bucket.number] = gradients
         for item in items:
-            item.written(mark)
+            cache.changed(item, mark)
         cache.pinned, self.torn = (), None
         self.done[bucket] = None
         for item in bucket.streamed:
-            if not item.kept and (item is state or self._is_updated(item)):
+            if not item.stays and (item is state or self._is_updated(item)):
                 cache.put(item)
         if bucket.streamed:
             self.timeline.note(bucket.use)
@@ -267,10 +272,9 @@ class Core:
     # Those who look ---------------------------------------------------------------------------------------------------
 
     def wait_updated(self) -> None:
-        """Let the current stream wait for all updates."""
+        """Let the current stream wait for all updates: each marks the parameters that it has written."""
         for item in self.weights.values():
             self.lanes.compute.wait(item.updated)
-        self.lanes.compute.wait(self.updated)
         self._gradients.clear()
 
     def wait_home(self, items: Iterable[Item]) -> None:
@@ -298,6 +302,7 @@ class Core:
         written = {item for bucket in self.done for item in bucket.streamed}
         self.cache.forget([item for item in self.cache.held if item in self.cache.pinned and item not in written])
         self.cache.pinned, self.torn = (), None
+        self.updates.abandon(self.buckets, self.done)
         self.cache.flush()
         self.reset()
 

@@ -81,7 +81,7 @@ class ModelHooks:
 
     def _before_gather(self, number: int, stream: torch.Stream | None) -> None:
         engine = self._engine()
-        if engine is not None and not engine.streams(number):
+        if engine is not None and engine.weights_of(number) is None:
             engine.core.gather(number, stream)
 
     def _before_use(self, number: int, in_backward: bool) -> None:
@@ -94,20 +94,20 @@ class ModelHooks:
 
     def _before_read(self, number: int, stream: torch.Stream | None, in_backward: bool) -> None:
         engine = self._engine()
-        if engine is not None and engine.streams(number):
-            assert engine.weights is not None
+        weights = None if engine is None else engine.weights_of(number)
+        if engine is not None and weights is not None:
             engine.core.gather(number, stream)
-            engine.weights.lend(number)
+            weights.lend(number)
             self._trains = in_backward or torch.is_grad_enabled()
 
     def _after_read(self, number: int, stream: torch.Stream | None) -> None:
         engine = self._engine()
-        if engine is not None and engine.streams(number):
-            assert engine.weights is not None
-            engine.weights.take_back(number)
-            engine.core.gathered(number, stream, counts=self._trains)
-        elif engine is not None:
-            engine.core.gathered(number, stream)
+        if engine is None:
+            return
+        weights = engine.weights_of(number)
+        if weights is not None:
+            weights.take_back(number)
+        engine.core.gathered(number, stream, counts=weights is None or self._trains)
 
     def _before_state_dict(self, *_: object) -> None:
         engine = self._engine()

@@ -11,6 +11,9 @@ from torch import Tensor
 
 from .lanes import Mark
 
+BytesAtHome = Sequence[tuple[Tensor, int]]
+"""Host bytes, and the offset in the place to which they belong."""
+
 
 @dataclass(eq=False)
 class Block:
@@ -55,9 +58,13 @@ class Item:
         name: for people.
         nbytes: of its place.
         pool: whose blocks it fits.
-        home: host bytes, and the offset in the place to which they belong.
+        home: its host bytes.
         fixed: parameters that stay, for lanes that look for races.
         wait_unread: blocks the host until no checkpoint's writer reads the home (R4, on the host).
+        spare_home: asked when an update has changed the place; returns another home, which is the home from then on,
+            where a checkpoint's writer reads this one and there is a spare one (R4, without a wait).
+        is_held: asked when an update has changed the place: whether somebody still has tensors over the home that stay
+            valid (those of a parameter, not those of state). Then it is stored at once, and writes there count.
         version: counts what others have written into the home. Our own copies do not count.
         exists: there is something at home or in the place; before the first step there is no state.
         block: its place; ``None``: it is not on the device.
@@ -69,16 +76,18 @@ class Item:
         home_read: R4, by lane: who still reads the home.
         used: by lane: who has read the place since it was filled or changed.
         known_to: lanes that have waited for ``ready`` already.
-        exposed: somebody has looked at the home since the last update, and may have written it.
+        exposed: somebody has looked at the home since the last update, or still can, and may have written it.
         seen: the version when the home was looked at, or the place was filled or stored after that.
     """
 
     name: str
     nbytes: int = 0
     pool: Pool | None = None
-    home: Sequence[tuple[Tensor, int]] = ()
+    home: BytesAtHome = ()
     fixed: Sequence[Tensor] = ()
     wait_unread: Callable[[], None] = lambda: None
+    spare_home: Callable[[], BytesAtHome | None] = lambda: None
+    is_held: Callable[[], bool] = lambda: False
     version: Callable[[], object] = lambda: None
     exists: bool = True
     block: Block | None = None
@@ -92,6 +101,11 @@ class Item:
     known_to: set[str] = field(default_factory=set)
     exposed: bool = False
     seen: object = None
+
+    @property
+    def stays(self) -> bool:
+        """Whether it is not stored behind its update."""
+        return self.kept and not self.exposed
 
     def is_fresh(self) -> bool:
         """Return whether nobody has written the home since the place was filled."""
@@ -110,7 +124,8 @@ class Item:
     def written(self, mark: Mark) -> None:
         """Note that an update has changed the place, up to ``mark``: its home is older now, if it has one."""
         self.ready = self.updated = mark
-        self.dirty, self.exists, self.exposed = bool(self.nbytes), True, False
+        self.dirty, self.exists = bool(self.nbytes), True
+        self.exposed = self.exposed and self.is_held()
         self.used.clear()  # the update has waited for all of them
         self.known_to.clear()
 

@@ -93,6 +93,24 @@ def make_pools(items: Sequence[Item], usual_bytes: int) -> list[Pool]:
     return pools
 
 
+def pools_for(
+    state: Sequence[Item], weights: Sequence[Item], buckets: Sequence[Bucket], bucket_bytes: int, nbytes: int | None
+) -> list[Pool]:
+    """Plan blocks for all items, within ``nbytes`` if that is possible; those that profit most in front.
+
+    Parameters are loaded twice an iteration and stored once: they profit more than state.
+    """
+    sizes = sorted(item.nbytes for item in weights)
+    usual_bytes = sizes[len(sizes) // 2] if sizes else 0
+    pools = [*make_pools(weights, usual_bytes), *make_pools(state, bucket_bytes)]
+    need(pools, buckets)
+    if nbytes is not None and nbytes < sum(pool.least * pool.nbytes for pool in pools):
+        # One block that fits everything of a kind takes less than one of each size.
+        pools = [*make_pools(weights, sizes[-1] if sizes else 0), *make_pools(state, 1 << 62)]
+        need(pools, buckets)
+    return pools
+
+
 def need(pools: Sequence[Pool], buckets: Iterable[Bucket]) -> None:
     """Have as many blocks at least as one update needs: of parameters it may be about several groups."""
     for bucket in buckets:

@@ -23,7 +23,6 @@ def uses_core(capabilities: Capabilities, policy: OffloadPolicy, model: nn.Modul
     not_yet = (
         policy.parameters and not capabilities.elementwise,  # its updates see DTensors
         policy.host_fraction != 0,
-        policy.snapshot_bytes != 0,
         policy.runs_on_into_forward and not in_groups,  # refused by the old engine, in its words
         policy.updates_in_backward and not capabilities.elementwise,  # collectives in the order of the reductions
         policy.updates_in_backward and not capabilities.conventions.reads_param_grad,

@@ -1,6 +1,6 @@
 """The user's own optimizer, run on one bucket after the other of a logical step."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from ..state.store import StateStore
 from ..torch_compat.dtensor import local_shard
 from ..torch_compat.watched_gradient import bare
 from .plan import Bucket
+from .readers import SpareHomes
 from .weights import Weights
 
 
@@ -33,9 +34,12 @@ class BucketUpdates:
         first: tells whether the first update of this step has written anything.
     """
 
-    def __init__(self, cls: type[Optimizer], layouts: Layouts, plan: Plan, *, copies_options: bool) -> None:
+    def __init__(
+        self, cls: type[Optimizer], layouts: Layouts, plan: Plan, spare_homes: SpareHomes, *, copies_options: bool
+    ) -> None:
         """Take the class. ``copies_options``: a scheduler may write hyperparameters before an update has read them."""
         self._layouts, self._plan, self._copies_options = layouts, plan, copies_options
+        self._spare_homes = spare_homes
         self.weights: Weights | None = None
         self._conventions: Conventions = layouts.capabilities.conventions
         self.shadow = Shadow(cls)
@@ -62,8 +66,16 @@ class BucketUpdates:
 
     def finish(self) -> None:
         """The step is over, and its values have been taken."""
+        if self._states is not None:
+            self._spare_homes.commit(self._states)
         self.shared = self.logical = self._states = self.first = None
         self.without_state = []
+
+    def abandon(self, buckets: Sequence[Bucket], done: Iterable[Bucket]) -> None:
+        """The step has ended when these were ``done``."""
+        if self._states is not None:
+            self._spare_homes.commit_done(buckets, done, self._states)
+        self.finish()
 
     def begin(self) -> bool:
         """Begin a step before ``step()`` is called, if that may be."""

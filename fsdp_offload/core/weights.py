@@ -5,7 +5,8 @@ Frozen parameters of the model are among them; those that another optimizer upda
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -13,68 +14,91 @@ from torch import Tensor
 
 from ..device.arena import Region
 from ..planning.buckets import HomeOffsets, ShardSpec
+from ..state.shard import Home
 from ..torch_compat.dtensor import local_shard, version_of
-from ..torch_compat.homed import uses_of
+from ..torch_compat.homed import holders_of, uses_of
 from ..torch_compat.sharded_parameter import ShardedParameter
-from .items import Item
+from .items import BytesAtHome, Item
 
 
 class Part(NamedTuple):
-    """A parameter, and its offset in the place of ``item``."""
+    """A parameter, its offset in the place of ``item``, and its home, with a spare one where there is room for it."""
 
     item: Item
     offset: int
     sharded: ShardedParameter
+    homes: list[Home]
 
 
 class Weights:
     """The parameters of one model for one optimizer.
 
     Attributes:
-        items: by number of the group, those that have any of them.
+        groups: those that have any of them, by number.
+        items: likewise.
         parts: by parameter.
-        region: their host memory.
+        regions: their host memory, and that of their spare homes.
+        spare_bytes: of these, what is spare homes.
     """
 
-    def __init__(self, groups: Sequence[Sequence[ShardedParameter]], wait: Callable[[Tensor], None]) -> None:
-        """Plan the homes of ``groups``. ``wait`` blocks the host until that of a parameter is up to date."""
+    def __init__(
+        self,
+        groups: Sequence[Sequence[ShardedParameter]],
+        wait: Callable[[Tensor], None],
+        take: Callable[[int, Sequence[int]], Region],
+        spare_bytes: int,
+    ) -> None:
+        """Move the parameters of ``groups`` home. After an exception they are where they were.
+
+        Args:
+            groups: of ``fully_shard``.
+            wait: blocks the host until the home of a parameter is up to date.
+            take: takes host memory of so many bytes, with offsets that no copy crosses.
+            spare_bytes: as many at most are for spare homes.
+        """
+        self.groups = {number: group for number, group in enumerate(groups) if group}
+        homes = HomeOffsets([_spec(one) for group in groups for one in group])
+        shards = itertools.count()
+        offsets, ends = {}, {}
+        for number, group in self.groups.items():
+            offsets[number] = [homes.of_shard(next(shards))[0] for _ in group]
+            ends[number] = homes.nbytes
+        spare_end = max((end for end in ends.values() if end <= spare_bytes), default=0)
+        breaks = sorted(homes.breaks)
+        self.regions = [take(n, [at for at in breaks if at < n]) for n in (homes.nbytes, spare_end)]
+        self.spare_bytes = spare_end
         self.items: dict[int, Item] = {}
         self.parts: dict[Tensor, Part] = {}
-        self.groups = groups
-        self.region: Region | None = None
-        self._begins: dict[int, int] = {}
-        self._homes = homes = HomeOffsets([_spec(one) for group in groups for one in group])
-        shards = itertools.count()
-        for number, group in enumerate(groups):
-            if not group:
-                continue
-            item = Item(f"parameters of group {number}", version=_versions([one.param for one in group]))
-            offsets = [homes.of_shard(next(shards))[0] for _ in group]
-            for one, offset in zip(group, offsets, strict=True):
-                one.wait = wait
-                self.parts[one.param] = Part(item, offset - offsets[0], one)
-            item.nbytes = homes.nbytes - offsets[0]
-            self.items[number], self._begins[number] = item, offsets[0]
-        self.nbytes = homes.nbytes
-
-    def move_home(self, device: torch.device, *, pin: bool) -> None:
-        """Take the host memory, and let the parameters live there.
-
-        Raises:
-            RuntimeError: the driver refuses to lock the memory; nothing has changed.
-        """
-        breaks = sorted(self._homes.breaks)
-        self.region = region = Region(self.nbytes, device=device, pin=pin, breaks=breaks)
-        for number, item in self.items.items():
-            begin = self._begins[number]
-            cuts = [begin, *(at for at in breaks if begin < at < begin + item.nbytes), begin + item.nbytes]
-            item.home = [(region.bytes[a:b], a - begin) for a, b in itertools.pairwise(cuts)]
-            for one in self.groups[number]:
+        for number, group in self.groups.items():
+            begin, end = offsets[number][0], ends[number]
+            regions = [region for region in self.regions if end <= region.nbytes]
+            cuts = list(itertools.pairwise([begin, *(at for at in breaks if begin < at < end), end]))
+            homes_of_item = [[(region.bytes[a:b], a - begin) for a, b in cuts] for region in regions]
+            version = _versions([one.param for one in group])
+            item = Item(f"parameters of group {number}", end - begin, home=homes_of_item[0], version=version)
+            self.items[number] = item
+            for one, offset in zip(group, offsets[number], strict=True):
                 local = local_shard(one.param)
-                offset = begin + self.parts[one.param].offset
-                home = region.range(offset, local.nbytes, local.dtype, tuple(local.shape), local.stride())
-                home.copy_(local)
-                one.live_at(home)
+                layout = local.nbytes, local.dtype, tuple(local.shape), local.stride()
+                places = [Home({}, {}, region.range(offset, *layout)) for region in regions]
+                self.parts[one.param] = Part(item, offset - begin, one, places)
+                one.wait = wait
+                assert places[0].weights is not None
+                one.live_at(places[0].weights.copy_(local))
+            parts = [self.parts[one.param] for one in group]
+            holders = [holders_of(local_shard(one.param)) for one in group]
+            item.is_held = partial(_is_held, group, holders)
+            item.wait_unread = partial(_wait_unread, parts)
+            item.spare_home = partial(_spare_home, parts, homes_of_item)
+
+    def homes(self) -> Iterator[tuple[Home, bool]]:
+        """All homes, and whether parameters live there now."""
+        return ((home, number == 0) for part in self.parts.values() for number, home in enumerate(part.homes))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the parameters."""
+        return sum(local_shard(param).nbytes for param in self.parts)
 
     def place(self, param: Tensor, start: int, stop: int) -> Tensor | None:
         """The elements ``[start, stop)`` of a parameter on the device, where it is now; ``None``: it does not stream.
@@ -100,8 +124,8 @@ class Weights:
 
     def return_to_device(self, device: torch.device) -> None:
         """Let all of them live on the device again, out of their homes, which are up to date."""
-        for _, _, one in self.parts.values():
-            one.live_on(device)
+        for part in self.parts.values():
+            part.sharded.live_on(device)
 
 
 def _padded(part: Part) -> Tensor:
@@ -123,3 +147,25 @@ def _spec(one: ShardedParameter) -> ShardSpec:
 def _versions(params: Sequence[Tensor]) -> Callable[[], object]:
     """Changes when somebody else writes one of them, or has been given it: not all writes are counted."""
     return lambda: [(version_of(param), uses_of(param)) for param in params]
+
+
+def _is_held(group: Sequence[ShardedParameter], holders: Sequence[int]) -> bool:
+    """Return whether anybody else has tensors over the homes of these, which have so many ``holders`` among us."""
+    return any(holders_of(local_shard(one.param)) > count for one, count in zip(group, holders, strict=True))
+
+
+def _wait_unread(parts: Sequence[Part]) -> None:
+    for part in parts:
+        part.homes[0].wait_unread()
+
+
+def _spare_home(parts: Sequence[Part], homes: list[BytesAtHome]) -> BytesAtHome | None:
+    if len(homes) == 1 or not any(part.homes[0].is_read() for part in parts):
+        return None
+    homes.reverse()
+    for part in parts:
+        part.homes.reverse()
+        part.homes[0].wait_unread()
+        assert part.homes[0].weights is not None
+        part.sharded.live_at(part.homes[0].weights)
+    return homes[0]

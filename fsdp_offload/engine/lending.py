@@ -9,7 +9,7 @@ costs nothing. Without a spare place, or where that is read as well, the step wa
 """
 
 import logging
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 
 from ..planning.schedule import BucketStep
@@ -31,22 +31,31 @@ _SPOILED = (
 
 
 class Lending:
-    """Who reads which homes of one plan."""
+    """Who reads which homes of one plan.
+
+    Attributes:
+        homes_of_parameters: homes of parameters that do not live with their state, and whether they are there now.
+    """
 
     def __init__(self, plan: Plan, pipeline: Pipeline) -> None:
         self._plan = plan
         self._pipeline = pipeline
         self._readers: list[Reader] = []  # some of them may have finished
         self._is_spoiled = False
+        self.homes_of_parameters: Callable[[], Iterable[tuple[Home, bool]]] = tuple
 
     def homes_by_address(self) -> dict[int, tuple[Home, bool]]:
         """The place that begins a tensor at an address, and whether the state lives there now. Host memory only."""
-        return {
-            leaf.data_ptr(): (place, place is shard.home)
+        of_state = (
+            (place, place is shard.home)
             for shard in self._plan.shards.values()
             # Resident state that is away is copied, since it may leave again at any time.
             for place in (shard.host_places if shard.resident else shard.places)
             if not (shard.resident and place is shard.home)
+        )
+        return {
+            leaf.data_ptr(): (place, is_home)
+            for place, is_home in (*of_state, *self.homes_of_parameters())
             for leaf in place.all_leaves()
             if leaf.numel()
         }
@@ -124,17 +133,18 @@ class Lending:
 
     def commit_moves(self, moved: Sequence[StateShard], steps: Sequence[BucketStep], states: StateStore) -> None:
         """The state of ``moved`` lives in their other place from now on."""
-        self._move(moved, states)
+        self.move(moved, states)
         self.store_home(steps)
 
     def move_back(self, moved: Sequence[StateShard], states: StateStore) -> None:
         """The inverse of :meth:`commit_moves`."""
-        self._move(moved, states)
+        self.move(moved, states)
         for number in {number for shard in moved for number in shard.buckets}:
             self._pipeline.buckets[number].live_at(*self._plan[number].live_copies())
 
     @staticmethod
-    def _move(moved: Sequence[StateShard], states: StateStore) -> None:
+    def move(moved: Iterable[StateShard], states: StateStore) -> None:
+        """The state of ``moved`` lives in their other place from now on, and ``states`` says so. Nothing is copied."""
         for shard in moved:
             state, old = states.get(shard.param), shard.homes
             shard.flip()

@@ -118,6 +118,13 @@ def uses_of(param: Tensor) -> int:
     return uses
 
 
+def holders_of(local: Tensor) -> int:
+    """Count the tensors over the memory of ``local``: what was once taken from a parameter may still be looked at."""
+    storage = local.untyped_storage()
+    holders: int = torch._C._storage_Use_Count(storage._cdata)
+    return holders
+
+
 def _stand_in_for(param: Tensor, func: Any) -> Tensor:
     vars(param)[_WAIT](param)
     vars(param)[_USES] = vars(param).get(_USES, 0) + 1

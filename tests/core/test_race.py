@@ -9,6 +9,7 @@ import random
 import sys
 import types
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -77,13 +78,21 @@ class Trial:
             self.weights[ELSEWHERE] = torch.zeros(2, dtype=torch.int64)
         self.streams = {g for g in range(self.groups) if rng.random() < 0.8} if rng.random() < 0.6 else set()
         self.marks = marks = self.updates.marks = {
-            g: Item(f"w{g}", 16, home=[(weights.view(torch.uint8), 0)], version=lambda g=g: self.weight_versions[g])
+            g: Item(
+                *(f"w{g}", 16),
+                home=[(weights.view(torch.uint8), 0)],
+                is_held=lambda g=g: g in self.holders,
+                version=lambda g=g: self.weight_versions[g],
+            )
             if g in self.streams
             else Item(f"w{g}", fixed=[weights])
             for g, weights in self.weights.items()
         }
+        self.holders = {g for g in self.streams if rng.random() < 0.4}  # whose homes stay with somebody who has looked
         self.weight_versions = dict.fromkeys(self.weights, 0)
         self.homes, buckets = [], []
+        self.spares: dict[int, Tensor] = {}
+        self.reading: dict[int, Any] = {}  # by address of a home: the mark of a save that reads it
         for g in range(self.groups + self.elsewhere):
             home = torch.zeros(16, dtype=torch.uint8)
             self.homes.append(home)
@@ -92,6 +101,10 @@ class Trial:
             joined = (g, g - 1) if g and rng.random() < 0.2 else (g,)
             joined = joined if g < self.groups else (ELSEWHERE,)
             item = Item(f"s{g}", 16, home=pieces, exists=False, version=lambda g=g: self.versions[g])
+            if rng.random() < 0.5:
+                spare = torch.zeros(16, dtype=torch.uint8)
+                self.spares[g] = spare
+                item.spare_home = partial(self.spare_home, g, item)
             buckets.append(Bucket(g, item, joined, tuple(marks[one] for one in joined)))
         self.versions = [0] * len(buckets)
         self.counts = dict.fromkeys(self.weights, 0)  # updates of each group's parameters
@@ -109,6 +122,15 @@ class Trial:
         self.state = [0] * len(buckets)
         self.buffers: list[Tensor] = []
         self.saves: list[tuple[Tensor, int, Any]] = []
+
+    def spare_home(self, g: int, item: Item) -> list[tuple[Tensor, int]] | None:
+        """As a save that is being written has it: the home is turned to the other one, which nobody reads any more."""
+        if (home := self.homes[g]).data_ptr() not in self.reading:
+            return None
+        if (before := self.reading.pop(self.spares[g].data_ptr(), None)) is not None:
+            before.synchronize()
+        self.homes[g], self.spares[g] = self.spares[g], home
+        return [(self.homes[g], 0)]
 
     def gather(self, g: int, *, counts: bool = True) -> None:
         stream = object() if self.random.random() < (0.6 if g in self.streams else 0.2) else None
@@ -201,6 +223,10 @@ class Trial:
         if self.overlap == "step":
             for g in order:
                 assert self.updates.place(g).tolist() == [self.counts[g]] * 2 or g in self.streams
+        for g in sorted(self.holders):
+            if self.overlap == "step" and self.marks[g].exposed:
+                self.lanes.world.check("host", self.lanes.world.host, [self.weights[g]], [])
+                assert self.weights[g].tolist() == [self.counts[g]] * 2, (self.seed, g)
         if rng.random() < 0.3:
             core.cache.flush()
         if rng.random() < 0.3:
@@ -232,12 +258,16 @@ class Trial:
         for g in self.streams:
             if self.random.random() < 0.3:
                 self.core.wait_home([self.marks[g]])
-                assert self.weights[g].tolist() == [self.counts[g]] * 2, (self.seed, g)
-                if self.random.random() < 0.5:
-                    home = self.weights[g]
-                    self.lanes.world.on_host(lambda home=home: home.add_(100), [home])
-                    self.counts[g] += 100
-                    self.weight_versions[g] += 1
+                self.look_at_weights(g)
+
+    def look_at_weights(self, g: int) -> None:
+        """Somebody reads the home of parameters on the host, and may write it."""
+        assert self.weights[g].tolist() == [self.counts[g]] * 2, (self.seed, g)
+        home = self.weights[g]
+        written = 100 if self.random.random() < 0.5 else 0
+        self.lanes.world.on_host(lambda: home.add_(written), [home])
+        self.counts[g] += written
+        self.weight_versions[g] += written
 
     def save(self) -> None:
         """A checkpoint's writer reads homes while training goes on."""
@@ -251,6 +281,7 @@ class Trial:
                 self.lanes.world.forget(copy)
                 reader.copy([(copy, self.homes[bucket.number])])
                 item.home_read["reader"] = mark = reader.mark()
+                self.reading[self.homes[bucket.number].data_ptr()] = mark
                 self.saves.append((copy, self.state[bucket.number], mark))
 
     def check_home(self, number: int) -> None:
@@ -301,7 +332,17 @@ MUTANTS = {
     ),
     "R1: a block is given back too early": ("cache", "self.lanes.compute.wait(*block.free)", "pass"),
     "R2: a load does not wait for the last store": ("cache", "load.wait(item.at_home)", "pass"),
-    "R2: whoever looks does not wait": ("engine", "item.at_home.synchronize()", "pass"),
+    "R2: whoever looks does not wait": ("engine", "item.at_home.synchronize()  # R2, on the host\n", "pass\n"),
+    "R2: whoever still holds a home is not waited for": (
+        "engine",
+        "item.at_home.synchronize()  # R2, on the host, for",
+        "pass  # for",
+    ),
+    "what somebody still holds is kept and not stored": (
+        "engine",
+        "if item.dirty and not item.stays",
+        "if item.dirty and not item.kept",
+    ),
     "R3: a gather does not wait for the update": (
         "engine",
         "lane.wait(item.ready)  # R3: an update",
@@ -310,6 +351,9 @@ MUTANTS = {
     "R3: an update does not wait for the load": ("engine", "lane.wait(item.ready)  # R3: loads", "pass  # loads"),
     "R3: a store does not wait for the update": ("cache", "store.wait(item.ready)", "pass"),
     "R4: a store does not wait for readers of its home": ("cache", "store.wait(*item.home_read.values())", "pass"),
+    "R4: what a save reads is written, beside a spare home": (
+        *("cache", "item.home, item.home_read = spare, {}", "item.home_read = {}"),
+    ),
     "R4: whoever looks does not wait for readers": ("engine", "mark.synchronize()  # R4", "pass  # R4"),
     "an update does not wait for its gradient": (
         *("engine", "lane.wait(*(self._reduced_at[group] for group in bucket.groups))", "pass"),
@@ -317,8 +361,8 @@ MUTANTS = {
     "an update in step() does not wait for clipping": ("engine", "lane.wait(self.stepping)", "pass"),
     "step() does not wait for updates": (
         "engine",
-        "self.lanes.compute.wait(item.updated)\n\n    def end",
-        "pass\n\n    def end",
+        "self.lanes.compute.wait(item.updated)\n            if waits",
+        "pass\n            if waits",
     ),
     "what somebody wrote at home is not loaded": ("cache", "if item.is_fresh():", "if True:"),
     "what is dirty is dropped without a store": (

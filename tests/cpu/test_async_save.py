@@ -28,6 +28,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.optim import Optimizer
 
+import fsdp_offload.core.updates
 import fsdp_offload.engine.step
 from fsdp_offload import OffloadPolicy, remove_offload
 from fsdp_offload.checkpoint import ArenaStager, get_optimizer_state_dict, set_optimizer_state_dict, with_chunks
@@ -726,7 +727,8 @@ def fail_in_bucket(patch: pytest.MonkeyPatch, number: int) -> None:
             raise ValueError("kernel failed")
         update(*args)
 
-    patch.setattr(fsdp_offload.engine.step, "update_bucket", failing)
+    for room in (fsdp_offload.engine.step, fsdp_offload.core.updates):
+        patch.setattr(room, "update_bucket", failing)
 
 
 def set_plain_rates(training: Training, step: int) -> None:

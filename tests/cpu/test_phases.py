@@ -29,7 +29,6 @@ from torch.optim import Optimizer
 from fsdp_offload import OffloadedOptimizer, OffloadPolicy, reload_before, remove_offload
 from fsdp_offload.checkpoint import ArenaStager
 from fsdp_offload.device import link as device_links
-from fsdp_offload.engine import step as stepping
 from fsdp_offload.engine.engine import Engine
 from fsdp_offload.engine.executor import Pipeline
 from fsdp_offload.engine.homes import Plan
@@ -704,18 +703,6 @@ def test_a_state_dict_from_before_it_came_back_is_refused(tmp_path: Path) -> Non
 # Exceptions ----------------------------------------------------------------------------------------------------------
 
 
-def fail_in_bucket(patch: pytest.MonkeyPatch, number: int) -> None:
-    update, calls = stepping.update_bucket, [0]
-
-    def failing(*args: Any) -> None:
-        calls[0] += 1
-        if calls[0] > number:
-            raise ValueError("kernel failed")
-        update(*args)
-
-    patch.setattr(stepping, "update_bucket", failing)
-
-
 @pytest.mark.usefixtures("mesh")
 @SEQUENCES_AND_RESIDENCIES
 def test_a_step_that_fails(
@@ -728,7 +715,7 @@ def test_a_step_that_fails(
     go_through(optimizer, ("offload", "release", "reload"))
     saving.set_gradients(training.net, 3)
     with monkeypatch.context() as patch:
-        fail_in_bucket(patch, 4)
+        saving.fail_in_bucket(patch, 4)
         with pytest.raises(ValueError, match="kernel failed"):
             optimizer.step()
     go_through(optimizer, phases)
