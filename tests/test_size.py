@@ -23,7 +23,7 @@ LIMITS = {
     "fsdp_offload/plan": 1_470,  # on its way to 1,400
     "fsdp_offload/planning": 1_200,
     "fsdp_offload/state": 600,
-    "fsdp_offload/torch_compat": 1_700,  # a gradient whose zeros are put off is a stand-in that can be cleared
+    "fsdp_offload/torch_compat": 1_750,  # what hooks know without their optimizer is the same for both engines
     "checkpoint_tools": 12_500,  # on its way to 5,500
     "examples/benchmarks": 2_000,
     "tests": 54_000,  # on its way to 22,000; 300 are the tracer, which the package had

@@ -118,7 +118,7 @@ def offload_optimizer(
     host = HostUpdates(type(target), capabilities, policy, device) if policy.host_fraction else None
     on_core = uses_core(capabilities, policy, model, device)
     engine = (
-        CoreEngine(type(target), capabilities, policy, device, names, together, sharded)
+        CoreEngine(type(target), capabilities, policy, device, names, together, sharded, host)
         if on_core
         else Engine(type(target), capabilities, policy, device, names, together, sharded, host)
     )

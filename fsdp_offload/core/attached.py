@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from ..device.arena import Region
 from ..device.bucket_times import StepTimes
 from ..device.host_limits import check_host_memory
+from ..engine.cpu_updates import CpuUpdates
 from ..engine.engine import Engine, is_frozen
 from ..engine.lending import Lending
 from ..engine.step import scaler_decides
@@ -28,6 +29,7 @@ from ..torch_compat.sharded_parameter import ShardedParameter
 from ..torch_compat.spent_gradient import is_freed, is_spent, note_freed, spend
 from ..torch_compat.watched_gradient import unwatch, watch
 from .engine import Core
+from .host_lane import HostLane
 from .items import Item
 from .lanes import Lanes
 from .plan import (
@@ -70,6 +72,7 @@ class CoreEngine(Engine):
         names: dict[Tensor, str],
         together: Mapping[Tensor, int],
         sharded: Mapping[Tensor, ShardedParameter],
+        host: CpuUpdates | None,
     ) -> None:
         group_bytes: Counter[int] = Counter()
         for param in names:
@@ -83,7 +86,7 @@ class CoreEngine(Engine):
         joined = joined_groups(together, group_bytes, min(JOINED_BYTES, bucket_bytes))
         # The plan makes homes and buckets; nothing stays on the device by it, and no ring is taken.
         planned = replace(policy, overlap="step", device_bytes="auto", bucket_bytes=bucket_bytes)
-        super().__init__(cls, capabilities, planned, device, names, joined, {}, None)
+        super().__init__(cls, capabilities, planned, device, names, joined, {}, host)
         self.policy = policy
         self.gathered = together.keys()
         self._together, self._bucket_bytes = together, bucket_bytes
@@ -91,16 +94,18 @@ class CoreEngine(Engine):
         for param, number in together.items():
             if param in names:
                 self._params_of[number].append(param)
-        mover: Any = _Mover(self._pipeline.buckets)
+        mover: Any = _Mover(self._pipeline.buckets, host)
         self._pipeline = mover
         self.lending = Lending(self.plan, mover)
         self._spare_homes = SpareHomes(self.plan, self.conventions)
         self._updates = BucketUpdates(
             cls, self.layouts, self.plan, self._spare_homes, copies_options=policy.runs_on_into_forward
         )
+        if host is not None:
+            self._updates.host = HostLane(host, self.plan.host_shards)
         lanes = Lanes(self._link, serial=policy.serial)
         self.core = mover.core = Core(lanes, device, policy.overlap, self._updates)
-        self.steps: Any = Steps(self.core)
+        self.steps: Any = Steps(self.core, host)
         self.phases: Any = Phases(self.core)
         self._taken = -1  # the generation of the plan that the core is about
         self._clean_steps = 0
@@ -191,7 +196,7 @@ class CoreEngine(Engine):
         self._spare_homes.serve(number, item)
         groups = tuple(dict.fromkeys(self._together.get(shard.param, ELSEWHERE) for shard in shards))
         marks = tuple(weights[group] for group in groups)
-        return Bucket(number, item, groups, marks, tuple(shard.param for shard in shards))
+        return Bucket(number, item, groups, marks, tuple(shard.param for shard in shards), planned.on_host)
 
     def take_staging(self) -> None:
         """Have the blocks before there are activations, so that they do not lie among them."""
@@ -249,9 +254,12 @@ class CoreEngine(Engine):
         without, creates = updates.without_state, [bucket.state for bucket in wanted if not bucket.state.exists]
         made = core.cache.nbytes
         if creates:
-            core.cache.leave_room(creates[0].pool)  # what the optimizer creates takes as much as a block
+            pool = next((item.pool for item in creates if item.pool is not None), None)
+            core.cache.leave_room(pool)  # what the optimizer creates takes as much as a block
         try:
             core.step(wanted)
+            if self.host is not None:
+                self._take_created(self.host, states)
             self._take_results(optimizer, [param for param in without if states.get(param)], states)
         except BaseException as error:
             self._note_failure(error, wanted)
@@ -268,6 +276,11 @@ class CoreEngine(Engine):
         self._measure(steady)
         self._count_clean(optimizer, kwargs)
         return had
+
+    def _take_created(self, host: CpuUpdates, states: StateStore) -> None:
+        for param, state in host.take_created().items():
+            homes = self.plan.shards[param].homes
+            states.of(param).update({name: homes.get(name, value) for name, value in state.items()})
 
     def _take_results(self, optimizer: Optimizer, created: list[Tensor], states: StateStore) -> None:  # type: ignore[override]
         updates = self._updates
@@ -575,19 +588,26 @@ class _Sentence(NamedTuple):
 
 
 class Steps:
-    """What others ask about the steps of a core.
+    """What others ask about the steps of a core."""
 
-    Attributes:
-        failure: what an exception has left unfinished.
-    """
-
-    def __init__(self, core: Core) -> None:
-        self._core = core
-        self.failure = ""
+    def __init__(self, core: Core, host: CpuUpdates | None) -> None:
+        self._core, self._host = core, host
+        self._failure = ""
         self.speculation = _Sentence()
         self.backward_order: list[int] = []
         self.measured_order: list[int] = []
         self.last = ()
+
+    @property
+    def failure(self) -> str:
+        """Why the state is only half updated, by the device or by the CPU; empty if it is whole."""
+        return self._failure or (self._host.failure if self._host is not None else "")
+
+    @failure.setter
+    def failure(self, failure: str) -> None:
+        self._failure = failure
+        if self._host is not None and not failure:
+            self._host.failure = ""
 
     @property
     def begun(self) -> "Steps | None":
@@ -598,6 +618,8 @@ class Steps:
 
     def check_whole(self, what: str) -> None:
         """Refuse to hand out, or to go on with, what an earlier step has half updated."""
+        if self._host is not None:
+            self._host.raise_failure()
         if self.failure:
             raise RuntimeError(
                 f"{what} refused: {self.failure}. Load a checkpoint of the model and of this optimizer "
@@ -630,10 +652,15 @@ class Steps:
         """Let what follows on the current stream see all parameters and counters new."""
         self._core.wait_updated()
 
+    def forget_places(self) -> None:
+        """Buckets are others from now on."""
+        if self._host is not None:
+            self._host.forget()
+
     def drop(self) -> None:
         """Nothing: what has been loaded ahead is used or replaced."""
 
-    forget_places = take_back = forget_bound = drop
+    take_back = forget_bound = drop
 
 
 class Phases:
@@ -681,10 +708,12 @@ class _Mover:
 
     core: Core
 
-    def __init__(self, buckets: Any) -> None:
-        self.buckets, self.iteration = buckets, _Unmeasured()
+    def __init__(self, buckets: Any, host: CpuUpdates | None) -> None:
+        self.buckets, self.iteration, self._host = buckets, _Unmeasured(), host
 
     def synchronize(self) -> None:
-        """Bring everything home: homes are about to be written, or planned anew."""
+        """Bring everything home: homes are about to be written, or planned anew. A failure of the CPU is not raised."""
+        if self._host is not None:
+            self._host.wait_quietly()
         self.core.wait_updated()
         self.core.settle()

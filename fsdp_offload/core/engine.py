@@ -48,6 +48,9 @@ class Updates(Protocol):
     def job(self, bucket: Bucket) -> tuple[list[Tensor], Callable[[], None]]:
         """Bind what an update of ``bucket`` needs now; returns the gradients that it reads, and the update."""
 
+    def on_host(self, bucket: Bucket, after: Sequence[Mark]) -> Mark:
+        """Have the CPU update ``bucket`` once ``after`` have passed; returns at once."""
+
     def abandon(self, buckets: Sequence[Bucket], done: Iterable[Bucket]) -> None:
         """The step has ended when these of all ``buckets`` were ``done``."""
 
@@ -109,10 +112,11 @@ class Core:
         lane = self.lanes.on(stream)
         if item.nbytes:
             self.cache.fetch(item)
-        if item.ready is not None and lane.name not in item.known_to:
+        if lane.name not in item.known_to and (item.ready is not None or item.beside):
             watch = self.stopwatch.waiting(stream) if self.stopwatch is not None else contextlib.nullcontext()
             with watch:
                 lane.wait(item.ready)  # R3: an update, or a load, may write them. This wait *is* overlap="forward"
+                lane.wait(*item.beside.values())  # R3: so may what comes up from the CPU
             item.known_to.add(lane.name)
         lane.touch(reads=item.place())
 
@@ -167,7 +171,8 @@ class Core:
     def step(self, wanted: Sequence[Bucket]) -> None:
         """Update those of ``wanted`` that have not been updated, and end the iteration."""
         self.stepping = self.lanes.compute.mark()
-        self._ready = [bucket for bucket in wanted if bucket not in self.done]
+        # What needs no load goes first: the CPU is at it meanwhile.
+        self._ready = sorted((one for one in wanted if one not in self.done), key=lambda bucket: not bucket.on_host)
         try:
             self.pump()
             for item in list(self.cache.held):
@@ -178,7 +183,7 @@ class Core:
         waits = self.mode.waits == "step"
         for number, item in self.weights.items():
             if waits or number == ELSEWHERE:
-                self.lanes.compute.wait(item.updated)
+                self.lanes.compute.wait(item.updated, *item.beside.values())
             if waits and item.exposed and item.at_home is not None:
                 item.at_home.synchronize()  # R2, on the host, for whoever still has tensors over the home
 
@@ -216,6 +221,13 @@ class Core:
 
     def update(self, bucket: Bucket) -> None:
         """Run the user's optimizer on one bucket, and send home what changed."""
+        if self.stepping is not None:
+            ready = [self.stepping]  # clipping, or the user, may still be changing the gradients on the compute stream
+        else:
+            ready = [self._reduced_at[group] for group in bucket.groups]  # they may still be being reduced
+        if bucket.on_host:
+            self._update_on_host(bucket, ready)
+            return
         state, cache = bucket.state, self.cache
         creates = not state.exists
         # What an optimizer creates it allocates itself, in the memory of the stream it runs in: that of compute.
@@ -223,10 +235,7 @@ class Core:
         cache.pinned = bucket.streamed
         for item in bucket.streamed:
             cache.fetch(item)
-        if self.stepping is not None:
-            lane.wait(self.stepping)  # clipping, or the user, may still be changing the gradients on the compute stream
-        else:
-            lane.wait(*(self._reduced_at[group] for group in bucket.groups))  # they may still be being reduced
+        lane.wait(*ready)
         items = (state, *bucket.weights)
         watch = self.stopwatch if lane is self.lanes.compute else None
         with watch.waiting(None) if watch is not None else contextlib.nullcontext():
@@ -252,6 +261,18 @@ class Core:
         if bucket.streamed:
             self.timeline.note(bucket.use)
 
+    def _update_on_host(self, bucket: Bucket, ready: Sequence[Mark]) -> None:
+        """Let the CPU update a bucket: its state has no place but its home, and its part of the parameters comes up.
+
+        Gathers that read them have been waited for by whoever made the gradients.
+        """
+        bucket.state.at_home = mark = self.updates.on_host(bucket, ready)  # R2: the update is the store
+        bucket.state.exists, bucket.state.exposed = True, False
+        for item in bucket.weights:
+            item.beside[bucket.number] = mark
+            item.known_to.clear()
+        self.done[bucket] = None
+
     def _is_updated(self, weights: Item) -> bool:
         """Return whether no other update of this step will write these parameters, as far as it is known."""
         return all(one in self.done for one in self._of_weights[weights])
@@ -274,12 +295,12 @@ class Core:
     def wait_updated(self) -> None:
         """Let the current stream wait for all updates: each marks the parameters that it has written."""
         for item in self.weights.values():
-            self.lanes.compute.wait(item.updated)
+            self.lanes.compute.wait(item.updated, *item.beside.values())
         self._gradients.clear()
 
     def wait_home(self, items: Iterable[Item]) -> None:
         """Block the host until these are at home; whoever asked may write there."""
-        items = [item for item in items if item.nbytes]
+        items = list(items)
         self.cache.flush(items)
         for item in items:
             if item.at_home is not None:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from ..state.store import StateStore
 from ..torch_compat.conversions import keep_in_place
 from ..torch_compat.fully_shard import abandon_backward, runs_in_backward, sharding_groups
+from ..torch_compat.left_behind import LeftBehind
 from ..torch_compat.spent_gradient import lift_zeroed, put_zeroed_back, refuse_freed
 from .attached import CoreEngine
 
@@ -31,10 +32,15 @@ class ModelHooks:
         self._groups = sharding_groups(model)
         self.in_groups = {param for group in self._groups for param in group.params}
         hooks = weakref.ref(self)
+        # All that the hooks keep: what the device does is waited for when the engine goes, what the CPU does is not.
+        last = self._left_behind = LeftBehind(
+            self._model, None if engine.host is None else engine.host.last.wait_without_owner
+        )
+        self._steps = engine.steps  # the engine may go first
         self._undo: list[Callable[[], None]] = []
         names = ("_before_gather", "_before_use", "_before_reduce", "_reduced", "_before_read", "_after_read")
         for number, group in enumerate(self._groups):
-            self._undo.append(group.hook(*(partial(_call, hooks, name, number) for name in names)))
+            self._undo.append(group.hook(*(partial(_call, hooks, last, name, number) for name in names)))
         self._trains = True  # the gather under way is part of training
         if engine.weights is not None:
             streamed = [part.sharded for part in engine.weights.parts.values()]
@@ -42,7 +48,11 @@ class ModelHooks:
             self._undo.append(keep_in_place(model, owners, [one.param for one in streamed], engine))
         if engine.policy.runs_on_into_forward or engine.policy.parameters:
             for register, name in _state_dict_hooks(model):
-                self._undo.append(register(partial(_call, hooks, name)).remove)
+                self._undo.append(register(partial(_call, hooks, last, name)).remove)
+
+    def __del__(self) -> None:
+        if self._steps.begun is not None and self._undo:
+            self._left_behind.is_half_updated = True
 
     def remove(self) -> None:
         """Take the hooks away."""
@@ -145,10 +155,12 @@ def _state_dict_hooks(model: nn.Module) -> Iterator[tuple[Callable[..., Any], st
         yield module.register_load_state_dict_pre_hook, "_before_load"
 
 
-def _call(hooks: "weakref.ref[ModelHooks]", method: str, *args: Any) -> None:
+def _call(hooks: "weakref.ref[ModelHooks]", left_behind: LeftBehind, method: str, *args: Any) -> None:
     target = hooks()
     if target is not None:
         target.call(method, *args)
+    else:
+        left_behind.call(method, *args)
 
 
 def hook_model(

@@ -73,6 +73,7 @@ class Item:
         at_home: R2: the last store.
         ready: R3: whoever filled or changed the place.
         updated: the last update, wherever its bytes are by now.
+        beside: by bucket: updates on the CPU, whose parts of the parameters are others than those of ``updated``.
         home_read: R4, by lane: who still reads the home.
         used: by lane: who has read the place since it was filled or changed.
         known_to: lanes that have waited for ``ready`` already.
@@ -96,6 +97,7 @@ class Item:
     at_home: Mark | None = None
     ready: Mark | None = None
     updated: Mark | None = None
+    beside: dict[int, Mark] = field(default_factory=dict)
     home_read: dict[str, Mark] = field(default_factory=dict)
     used: dict[str, Mark] = field(default_factory=dict)
     known_to: set[str] = field(default_factory=set)

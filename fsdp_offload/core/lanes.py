@@ -14,6 +14,7 @@ from torch import Tensor
 from ..device.lanes import EventMark, Mark, stream_mark, wait_on
 from ..device.lanes import Lane as DeviceLane
 from ..device.link import DeviceLink
+from .host_lane import CpuMark
 
 __all__ = ["Lane", "Lanes", "Mark", "StreamLane"]
 
@@ -54,8 +55,9 @@ class StreamLane:
     def wait(self, *marks: Mark | None) -> None:
         """Let what follows here start only after ``marks``."""
         for mark in marks:
-            if mark is not None:
-                wait_on(self._stream, self._lane, mark)
+            known = mark.resolved() if isinstance(mark, CpuMark) else mark
+            if known is not None:
+                wait_on(self._stream, self._lane, known)
 
     def copy(self, pairs: Sequence[Pair]) -> None:
         """Copy, in turns."""

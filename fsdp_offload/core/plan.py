@@ -28,6 +28,7 @@ class Bucket:
         groups: numbers of the groups of ``fully_shard`` that have their parameters.
         weights: what marks the parameters of these groups.
         params: the parameters of which it has a range.
+        on_host: the CPU updates it: its state is updated in its home, and never moves.
         streamed: what its update needs on the device: its state, and parameters that live on the host.
         bound: what the optimizer sees of it, by the blocks of these.
     """
@@ -37,6 +38,7 @@ class Bucket:
     groups: tuple[int, ...]
     weights: tuple[Item, ...]
     params: tuple[Tensor, ...] = ()
+    on_host: bool = False
     streamed: tuple[Item, ...] = field(init=False)
     use: Use = field(init=False)
     bound: dict[object, object] = field(default_factory=dict)

@@ -36,13 +36,17 @@ class SpareHomes:
         item.spare_home = partial(self._spare_home, number)
         item.wait_unread = partial(self._wait_unread, number)
 
-    def _spare_home(self, number: int) -> BytesAtHome | None:
+    def turn(self, number: int) -> list[StateShard]:
+        """An update is about to change a bucket; returns which of its shards live in their other home afterwards."""
         shards = list(self._plan[number].covers())
         for shard in shards:
             if shard not in self.moving and shard.home.is_read() and self._may_move(shard):
                 shard.places[1 - shard.side].wait_unread()
                 self.moving[shard] = None
-        return self._plan[number].copies(self._side_of) if any(shard in self.moving for shard in shards) else None
+        return [shard for shard in shards if shard in self.moving]
+
+    def _spare_home(self, number: int) -> BytesAtHome | None:
+        return self._plan[number].copies(self._side_of) if self.turn(number) else None
 
     def _may_move(self, shard: StateShard) -> bool:
         # Without a gradient, its other buckets may not be updated in this step, and their bytes would stay behind.

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..device.lanes import Mark
 from ..engine.homes import Plan
 from ..engine.step import pinned_implementations
 from ..optimizers import Conventions
@@ -19,6 +20,7 @@ from ..optimizers.shared_values import SharedValues
 from ..state.store import StateStore
 from ..torch_compat.dtensor import local_shard
 from ..torch_compat.watched_gradient import bare
+from .host_lane import HostLane
 from .plan import Bucket
 from .readers import SpareHomes
 from .weights import Weights
@@ -31,6 +33,7 @@ class BucketUpdates:
         shared: what the buckets of this step share; ``None`` between steps.
         without_state: parameters that had none when the step began.
         weights: parameters that live on the host.
+        host: updates buckets on the CPU, if it has any.
         first: tells whether the first update of this step has written anything.
     """
 
@@ -40,6 +43,7 @@ class BucketUpdates:
         """Take the class. ``copies_options``: a scheduler may write hyperparameters before an update has read them."""
         self._layouts, self._plan, self._copies_options = layouts, plan, copies_options
         self._spare_homes = spare_homes
+        self.host: HostLane | None = None
         self.weights: Weights | None = None
         self._conventions: Conventions = layouts.capabilities.conventions
         self.shadow = Shadow(cls)
@@ -61,6 +65,8 @@ class BucketUpdates:
             copy_scheduled=self._copies_options,
             all_groups=self._layouts.needs_all_groups,
         )
+        if self.host is not None:
+            self.host.begin(optimizer)
         self._states, self._groups = states, len(optimizer.param_groups)
         self.without_state = [param for param in self._plan.shards if not states.get(param)]
 
@@ -81,9 +87,8 @@ class BucketUpdates:
         """Begin a step before ``step()`` is called, if that may be."""
         return self.shared is not None or self.may_begin()
 
-    def job(self, bucket: Bucket) -> tuple[list[Tensor], Callable[[], None]]:
-        """Bind what an update needs now: when it runs, the user may have gone on."""
-        assert self.shared is not None and self.logical is not None and self._states is not None
+    def _bind(self, bucket: Bucket) -> list[BoundRange]:
+        """What the optimizer sees of a bucket, where it is now."""
         block = bucket.state.block
         blocks = tuple(item.block for item in bucket.streamed)
         bound: list[BoundRange] | None = bucket.bound.get(blocks)  # type: ignore[assignment]
@@ -93,6 +98,20 @@ class BucketUpdates:
             place = None if self.weights is None else self.weights.place
             bound = self._plan.bind(bucket.number, None if block is None else block.memory, place)
             bucket.bound[blocks] = bound
+        return bound
+
+    def on_host(self, bucket: Bucket, after: Sequence[Mark]) -> Mark:
+        """Have the CPU update ``bucket`` once ``after`` have passed; returns at once."""
+        assert self.host is not None and self._states is not None
+        self.host.wait(*after)
+        moving = self._spare_homes.turn(bucket.number)
+        bucket.state.wait_unread()  # R4: a save may still be reading this home, and there is no spare one
+        return self.host.update(bucket.number, self._bind(bucket), self._states, moving)
+
+    def job(self, bucket: Bucket) -> tuple[list[Tensor], Callable[[], None]]:
+        """Bind what an update needs now: when it runs, the user may have gone on."""
+        assert self.shared is not None and self.logical is not None and self._states is not None
+        bound = self._bind(bucket)
         read: list[Tensor] = []
         for one in bound:
             grad = self._conventions.gradient(one.shard.param)

@@ -73,7 +73,7 @@ class Weights:
             begin, end = offsets[number][0], ends[number]
             regions = [region for region in self.regions if end <= region.nbytes]
             cuts = list(itertools.pairwise([begin, *(at for at in breaks if begin < at < end), end]))
-            homes_of_item = [[(region.bytes[a:b], a - begin) for a, b in cuts] for region in regions]
+            homes_of_item: list[BytesAtHome] = [[(region.bytes[a:b], a - begin) for a, b in cuts] for region in regions]
             version = _versions([one.param for one in group])
             item = Item(f"parameters of group {number}", end - begin, home=homes_of_item[0], version=version)
             self.items[number] = item

@@ -10,7 +10,6 @@ from their memory. Everything here refers to the optimizer weakly, so that the h
 
 import weakref
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,13 +18,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from ..engine.cpu_updates import LastUpdates
 from ..engine.engine import Engine
 from ..policy import OffloadPolicy
 from ..state.store import StateStore
 from ..torch_compat.conversions import keep_in_place
 from ..torch_compat.fully_shard import abandon_backward, runs_in_backward, sharding_groups
-from ..torch_compat.spent_gradient import is_spent, lift_zeroed, put_zeroed_back, refuse_freed
+from ..torch_compat.left_behind import LeftBehind
+from ..torch_compat.spent_gradient import lift_zeroed, put_zeroed_back, refuse_freed
 from .alone import Alone
 from .clock import Clock
 from .peak import Peak
@@ -35,50 +34,6 @@ from .tune_staging import Elastic
 _ELSEWHERE = -1
 
 GetStates = Callable[[Optimizer], StateStore]
-
-
-@dataclass(eq=False)
-class _LeftBehind:
-    """What the hooks still know when the optimizer is gone.
-
-    Attributes:
-        model: that they are on.
-        updates: of the CPU, which may still run.
-        problem: why its parameters are half updated; empty if they are not.
-    """
-
-    model: "weakref.ref[nn.Module]"
-    updates: LastUpdates | None
-    problem: str = ""
-
-    def call(self, method: str, *args: Any) -> None:
-        """One of the hooks is called.
-
-        Raises:
-            RuntimeError: the model is about to be used, or saved, half updated.
-        """
-        model, problem = self.model(), self.problem if method in _USES else ""
-        if method == "_before_load":
-            self.problem = ""
-        if method == "_before_reduce" and model is not None:
-            params = sharding_groups(model)[args[0]].params
-            problem = problem or (_DROPPED if any(map(is_spent, params)) else "")
-            lift_zeroed(params)
-        if problem:
-            if model is not None and runs_in_backward():
-                abandon_backward(model)
-            raise RuntimeError(problem)
-        if self.updates is not None:
-            self.updates.wait_without_owner()  # dropped right after its last step
-
-
-_USES = ("_before_gather", "_before_use", "_before_reduce", "_before_state_dict")
-_DROPPED = (
-    "the optimizer was dropped (garbage collected) behind a backward that had updated parameters "
-    "(OffloadPolicy(overlap='iteration')), before step() or before zero_grad(): gradients are gone, and without step() "
-    "the parameters are half updated. Keep the optimizer until both have been called. To go on with this model, load "
-    "its weights (model.load_state_dict()) and clear its gradients (model.zero_grad())."
-)
 
 
 class Overlap:
@@ -109,7 +64,9 @@ class Overlap:
         self._alone = Alone(self._clock, self._peak)
         overlap = weakref.ref(self)
         # All that the hooks keep: what the device does is waited for when the engine goes, what the host does is not.
-        last = self._left_behind = _LeftBehind(self._model, None if engine.host is None else engine.host.last)
+        last = self._left_behind = LeftBehind(
+            self._model, None if engine.host is None else engine.host.last.wait_without_owner
+        )
         self._steps = engine.steps  # the engine may go first
         self._undo: list[Callable[[], None]] = []
         for number, group in enumerate(self._groups):
@@ -136,7 +93,7 @@ class Overlap:
     def __del__(self) -> None:
         begun = self._steps.begun
         if begun is not None and begun.has_updated and self._undo:
-            self._left_behind.problem = _DROPPED
+            self._left_behind.is_half_updated = True
 
     def remove(self) -> None:
         """Take the hooks away."""
@@ -346,7 +303,7 @@ class Overlap:
             engine.gradients_reduced(optimizer, self._get_states(optimizer), self._final, device_event, room_bytes)
 
 
-def _call(overlap: "weakref.ref[Overlap]", left_behind: _LeftBehind, method: str, *args: Any) -> None:
+def _call(overlap: "weakref.ref[Overlap]", left_behind: LeftBehind, method: str, *args: Any) -> None:
     target = overlap()
     if target is not None:
         target.call(method, *args)

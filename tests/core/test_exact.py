@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from fsdp_offload import OffloadPolicy
+from fsdp_offload.core.attached import CoreEngine
 from fsdp_offload.core.switch import VARIABLE
 from fsdp_offload.engine.engine import engine_of
 from tests.core.programs import check, local
@@ -60,6 +61,39 @@ def test_after_a_failed_step_a_model_is_not_saved_but_loaded(mesh: DeviceMesh) -
     with pytest.raises(RuntimeError, match=r"model.state_dict\(\) refused"):
         model.state_dict()
     model.load_state_dict(saved)
+
+
+def updated_on_cpu(mesh: DeviceMesh, policy: OffloadPolicy, *, on_core: bool) -> list[list[Tensor]]:
+    """What there is after each of six steps, in one of which only some parameters have gradients."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(VARIABLE, str(int(on_core)))
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(24, 24) for _ in range(4)))
+        for block in model:
+            fully_shard(block, mesh=mesh)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+        attach(optimizer, model=model, policy=policy)
+    assert isinstance(engine_of(optimizer), CoreEngine) is on_core
+    seen = []
+    for step in range(6):
+        model(torch.full((2, 24), float(step))).square().sum().backward()
+        if step == 4 and policy.overlap != "iteration":
+            model[1].weight.grad = None
+        optimizer.step()
+        optimizer.zero_grad()
+        states = [state for param in model.parameters() for state in optimizer.state[param].values()]
+        seen.append([value.clone() for value in (*values(model), *map(local, states))])
+    assert optimizer.offload_report().host_updated_bytes > 0
+    return seen
+
+
+@pytest.mark.parametrize("overlap", ["step", "forward", "iteration"])
+@pytest.mark.parametrize("fraction", [0.4, 1.0])
+def test_the_cpu_updates_the_same_share_with_the_same_bits(mesh: DeviceMesh, overlap: str, fraction: float) -> None:
+    policy = OffloadPolicy(overlap=overlap, host_fraction=fraction, bucket_bytes=2048, device_bytes=8192)
+    before, ours = (updated_on_cpu(mesh, policy, on_core=one) for one in (False, True))
+    for one, other in zip(before, ours, strict=True):
+        assert all(map(torch.equal, one, other))
 
 
 def run_programs(rank: int, world_size: int, first: int, last: int) -> None:

@@ -317,8 +317,8 @@ MUTANTS = {
     ),
     "what somebody wrote at home is not gathered": (
         "engine",
-        "            self.cache.fetch(item)\n        if item.ready",
-        "            item.block or self.cache.fetch(item)\n        if item.ready",
+        "            self.cache.fetch(item)\n        if lane",
+        "            item.block or self.cache.fetch(item)\n        if lane",
     ),
     "R1: an update does not wait for readers": ("engine", "lane.wait(*item.used.values())", "pass"),
     "R1: a gather's read is not noted": ("engine", "item.used[lane.name] = lane.mark()", "lane.mark()"),
@@ -356,12 +356,12 @@ MUTANTS = {
     ),
     "R4: whoever looks does not wait for readers": ("engine", "mark.synchronize()  # R4", "pass  # R4"),
     "an update does not wait for its gradient": (
-        *("engine", "lane.wait(*(self._reduced_at[group] for group in bucket.groups))", "pass"),
+        *("engine", "ready = [self._reduced_at[group] for group in bucket.groups]", "ready = []"),
     ),
-    "an update in step() does not wait for clipping": ("engine", "lane.wait(self.stepping)", "pass"),
+    "an update in step() does not wait for clipping": ("engine", "ready = [self.stepping]", "ready = []"),
     "step() does not wait for updates": (
         "engine",
-        "self.lanes.compute.wait(item.updated)\n            if waits",
+        "self.lanes.compute.wait(item.updated, *item.beside.values())\n            if waits",
         "pass\n            if waits",
     ),
     "what somebody wrote at home is not loaded": ("cache", "if item.is_fresh():", "if True:"),
