@@ -4,6 +4,7 @@ import logging
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -84,6 +85,10 @@ class CoreEngine(Engine):
         default = policy.bucket_bytes == OffloadPolicy().bucket_bytes
         bucket_bytes = bucket_bytes_for(group_bytes.values(), limit) if default else policy.bucket_bytes
         joined = joined_groups(together, group_bytes, min(JOINED_BYTES, bucket_bytes))
+        if policy.updates_in_backward and (policy.parameters or not capabilities.elementwise):
+            # Gradients that must go are not to wait for those of a neighbour, which may get none in this step. And
+            # sizes differ between ranks, while collectives of updates come in one order.
+            joined = dict(together)
         # The plan makes homes and buckets; nothing stays on the device by it, and no ring is taken.
         planned = replace(policy, overlap="step", device_bytes="auto", bucket_bytes=bucket_bytes)
         super().__init__(cls, capabilities, planned, device, names, joined, {}, host)
@@ -251,31 +256,35 @@ class CoreEngine(Engine):
             updates.start(optimizer, states, kwargs)
             core.begun = True
         wanted = [bucket for bucket in core.buckets if bucket.number in numbers]
-        without, creates = updates.without_state, [bucket.state for bucket in wanted if not bucket.state.exists]
-        made = core.cache.nbytes
-        if creates:
-            pool = next((item.pool for item in creates if item.pool is not None), None)
-            core.cache.leave_room(pool)  # what the optimizer creates takes as much as a block
+        without, made = updates.without_state, core.cache.nbytes
+        self._leave_room(wanted)
         try:
             core.step(wanted)
             if self.host is not None:
                 self._take_created(self.host, states)
-            self._take_results(optimizer, [param for param in without if states.get(param)], states)
+            new = [param for param in without if states.get(param)]
+            self._take_results(optimizer, new, states)
         except BaseException as error:
             self._note_failure(error, wanted)
             raise
-        if creates:
-            core.cache.restore_room()
+        if core.cache.restore_room() or new:
             self._take_blocks()
         had = bool(wanted)
         updates.finish()
         for param in self._spent:
             note_freed(param)
         self._spent = {}
-        steady = core.end() and not creates and core.cache.nbytes == made
+        steady = core.end() and not new and core.cache.nbytes == made
         self._measure(steady)
         self._count_clean(optimizer, kwargs)
         return had
+
+    def _leave_room(self, buckets: Iterable[Bucket]) -> None:
+        """Leave out a block where state is created, which takes as much."""
+        pools = (one.state.pool for one in buckets if not one.state.exists and one.state.pool is not None)
+        pool = next(pools, None)
+        if pool is not None:
+            self.core.cache.leave_room(pool)
 
     def _take_created(self, host: CpuUpdates, states: StateStore) -> None:
         for param, state in host.take_created().items():
@@ -352,7 +361,7 @@ class CoreEngine(Engine):
         if not core.begun and not self.steps.failure:
             stale = self._taken != self.plan.generation or not self._groups_as_before(optimizer)
             stale = stale or any(map(is_trained, self._unplanned))  # step() will take them over
-            core.may_begin_early = self._clean_steps >= _CLEAN_STEPS and not stale
+            core.may_begin_early = (self.frees_all_gradients or self._clean_steps >= _CLEAN_STEPS) and not stale
             if not stale:
                 self._updates.may_begin = lambda: self._begin(optimizer, states)
         try:
@@ -374,6 +383,25 @@ class CoreEngine(Engine):
         else:
             self._watch(new)
 
+    def expect_gradients(self, optimizer: Optimizer, states: StateStore) -> None:
+        """Ahead of the first gradients of a step: where they do not fit together, none may wait for ``step()``.
+
+        Then what was edited since the last step is followed now, as it may divide state anew.
+        """
+        core = self.core
+        if not core.frees_gradients or self.steps.failure or core.done:
+            return
+        if self._clean_steps < _CLEAN_STEPS and self.layouts.capabilities.elementwise:
+            self.frees_all_gradients = self.frees_all_gradients or not self._gradients_fit()
+        if not self.frees_all_gradients:
+            return
+        core.reductions.expect_one()
+        with suppress(ValueError):  # step() says it: an error here would cost the gradients of this backward
+            self._follow_groups(optimizer, states)
+            self.add(optimizer, [param for param in self._unplanned if is_trained(param)], states)
+            self._follow_groups(optimizer, states)
+            self._take_plan(states)
+
     def _spend(self, params: Iterable[Tensor]) -> None:
         """Let go of gradients whose updates have all been issued."""
         done = {bucket.number for bucket in self.core.done}
@@ -385,6 +413,7 @@ class CoreEngine(Engine):
     def _begin(self, optimizer: Optimizer, states: StateStore) -> bool:
         if self.core.frees_gradients and any(map(is_freed, self.plan.shards)):
             return False  # this backward, or step(), will refuse these: nothing may have been updated by then
+        self._leave_room(self.core.buckets)
         self.lending.adopt_user_tensors(self.plan.shards.values(), states)
         self._updates.start(optimizer, states, {})
         return True
@@ -396,7 +425,8 @@ class CoreEngine(Engine):
                 "a backward came after the one whose gradients had been updated with already",
                 "a second backward before step(), with OffloadPolicy(overlap='iteration'): parameters have been "
                 "updated with the gradients of the first one. The number of backwards before each step must not change "
-                "(it was learnt in the first steps); use overlap='forward', or one step for each backward.",
+                "(it was learnt in the first steps; one is expected where not all gradients fit on the device); use "
+                "overlap='forward', or one step for each backward.",
             )
 
     def refuse_recomputation(self, number: int) -> None:
@@ -448,7 +478,8 @@ class CoreEngine(Engine):
 
     def note_gradients(self, params: Iterable[Tensor]) -> None:
         """Watch gradients in a step that updates nothing early, to see whether somebody changes them."""
-        if self.policy.updates_in_backward and 0 <= self._clean_steps < _CLEAN_STEPS:
+        begins = 0 <= self._clean_steps < _CLEAN_STEPS and not self.frees_all_gradients
+        if self.policy.updates_in_backward and begins:
             self._watch(params)
 
     def _watch(self, params: Iterable[Tensor]) -> None:

@@ -144,17 +144,19 @@ class Cache:
             while pool.made < pool.count:
                 self._take(pool)
 
-    def leave_room(self, pool: Pool | None) -> None:
+    def leave_room(self, pool: Pool) -> None:
         """Have a block less in ``pool`` than allowed while an optimizer creates state, which takes as much."""
-        if pool is not None and self._left is None and pool.count > pool.least:
+        if self._left is None and pool.count > pool.least:
             self._left = pool
             self.resize(pool, pool.count - 1)
 
-    def restore_room(self) -> None:
-        """Undo :meth:`leave_room`."""
-        if self._left is not None:
-            self._left.count += 1
-            self._left = None
+    def restore_room(self) -> bool:
+        """Undo :meth:`leave_room`; returns whether there is anything to undo."""
+        if self._left is None:
+            return False
+        self._left.count += 1
+        self._left = None
+        return True
 
     def resize(self, pool: Pool, count: int) -> None:
         """Let ``pool`` have ``count`` blocks from now on; those that must go are the ones needed last.

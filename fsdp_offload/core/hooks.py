@@ -133,7 +133,9 @@ class ModelHooks:
                 engine.wait_all_home()  # whoever reads parameters there does it on the host
 
     def _before_reduce(self, number: int) -> None:
-        engine = self._engine()
+        optimizer, engine = self._optimizer(), self._engine()
+        if optimizer is not None and engine is not None and not engine.core.reductions.have_begun:
+            engine.expect_gradients(optimizer, self._get_states(optimizer))
         if engine is not None and engine.core.done:
             engine.refuse_second_backward(number)
         refuse_freed(self._groups[number].params)

@@ -21,9 +21,7 @@ def uses_core(capabilities: Capabilities, policy: OffloadPolicy, model: nn.Modul
     except NotImplementedError:  # this torch's fully_shard has other hook points
         return False
     not_yet = (
-        policy.parameters and not capabilities.elementwise,  # its updates see DTensors
         (policy.parameters or policy.runs_on_into_forward) and not in_groups,  # refused by the old engine, in its words
-        policy.updates_in_backward and not capabilities.elementwise,  # collectives in the order of the reductions
         policy.updates_in_backward and not capabilities.conventions.reads_param_grad,
         not capabilities.known,  # a class that nobody has judged may do anything with its groups
         device.type not in ("cpu", "cuda"),

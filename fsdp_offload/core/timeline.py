@@ -72,6 +72,16 @@ class Reductions:
     def __init__(self) -> None:
         self._counts: dict[int, int] = defaultdict(int)
         self._before: deque[dict[int, int]] = deque(maxlen=4)
+        self._least = 0
+
+    @property
+    def have_begun(self) -> bool:
+        """Whether there has been a reduction since the last step."""
+        return bool(self._counts)
+
+    def expect_one(self) -> None:
+        """From now on, what has not been reduced before is final after one reduction: there is no room to keep it."""
+        self._least = 1
 
     def count(self, group: int) -> None:
         """Note one reduction of the gradients of ``group``."""
@@ -79,7 +89,7 @@ class Reductions:
 
     def is_final(self, group: int) -> bool:
         """Return whether no further reduction is expected. In the first step, nobody knows."""
-        expected = max((counts.get(group, 0) for counts in self._before), default=0)
+        expected = max((counts.get(group, 0) for counts in self._before), default=0) or self._least
         return 0 < expected <= self._counts.get(group, 0)
 
     def end(self, *, stepped: bool = True) -> None:

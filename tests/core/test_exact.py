@@ -12,6 +12,7 @@ from fsdp_offload import OffloadPolicy
 from fsdp_offload.core.attached import CoreEngine
 from fsdp_offload.core.switch import VARIABLE
 from fsdp_offload.engine.engine import engine_of
+from fsdp_offload.torch_compat.homed import is_homed
 from tests.core.programs import check, local
 from tests.distributed.launch import DEVICE_TYPE, spawn
 from tests.parity import attach
@@ -94,6 +95,31 @@ def test_the_cpu_updates_the_same_share_with_the_same_bits(mesh: DeviceMesh, ove
     before, ours = (updated_on_cpu(mesh, policy, on_core=one) for one in (False, True))
     for one, other in zip(before, ours, strict=True):
         assert all(map(torch.equal, one, other))
+
+
+@pytest.mark.parametrize("overlap", ["step", "forward", "iteration"])
+def test_an_optimizer_that_sees_dtensors_sees_streamed_ones(mesh: DeviceMesh, overlap: str) -> None:
+    policy = OffloadPolicy(parameters=True, overlap=overlap, bucket_bytes=1024, device_bytes=4096)
+    sides = []
+    for offloaded in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(12, 12, bias=False) for _ in range(5)))
+        for block in model:
+            fully_shard(block, mesh=mesh)
+        optimizer = torch.optim.Muon(model.parameters(), lr=1e-2)
+        if offloaded:
+            attach(optimizer, model=model, policy=policy)
+            assert isinstance(engine_of(optimizer), CoreEngine)
+            assert all(map(is_homed, model.parameters()))
+        for step in range(6):
+            model(torch.full((2, 12), 1.0 + step)).square().sum().backward()
+            if offloaded and overlap == "iteration" and step > 2:
+                assert engine_of(optimizer).core.done, "the backward has updated nothing"
+            optimizer.step()
+            optimizer.zero_grad()
+        states = [optimizer.state[param] for param in model.parameters()]
+        sides.append([*values(model), *(local(state[name]) for state in states for name in sorted(state))])
+    assert all(map(torch.equal, *sides))
 
 
 def run_programs(rank: int, world_size: int, first: int, last: int) -> None:

@@ -1,0 +1,132 @@
+"""Gradients that do not fit on the device together: each backward, also the first, updates and lets them go."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from fsdp_offload import OffloadPolicy
+from fsdp_offload.core.attached import CoreEngine
+from fsdp_offload.core.engine import REDUCTIONS_BEHIND
+from fsdp_offload.core.hooks import ModelHooks
+from fsdp_offload.core.switch import VARIABLE
+from fsdp_offload.engine.engine import Engine, engine_of
+from tests.core.programs import local
+from tests.parity import attach
+
+LAYERS = 12
+
+
+class Loop:
+    """A model of many small groups, and a part that only some steps use."""
+
+    def __init__(self, mesh: DeviceMesh, *, offloaded: bool) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(LAYERS)))
+        for block in self.model:
+            fully_shard(block, mesh=mesh)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        if offloaded:
+            policy = OffloadPolicy(parameters=True, overlap="iteration", bucket_bytes=1024, device_bytes=4096)
+            attach(self.optimizer, model=self.model, policy=policy)
+            assert isinstance(engine_of(self.optimizer), CoreEngine)
+
+    def backward(self, step: int) -> None:
+        x = torch.full((2, 8), 0.1 * step)
+        for block in self.model[: LAYERS - 2] if step % 3 == 2 else self.model:
+            x = torch.tanh(block(x)) + x
+        x.square().sum().backward()
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def values(self) -> list[Tensor]:
+        params = [local(value) for value in self.model.state_dict().values()]
+        states = [self.optimizer.state[param] for param in self.model.parameters()]
+        return [*params, *(local(state[name]) for state in states for name in sorted(state))]
+
+
+def freeze(loop: Loop, step: int) -> None:
+    loop.model[4].bias.requires_grad_(step < 4)
+    loop.model[7].requires_grad_(step % 2 == 0)
+
+
+def more_state(loop: Loop, step: int) -> None:
+    if step == 3:
+        loop.optimizer.param_groups[0]["amsgrad"] = True
+        for state in loop.optimizer.state.values():
+            state["max_exp_avg_sq"] = torch.zeros_like(state["exp_avg_sq"])
+
+
+def evaluate(loop: Loop, step: int) -> None:
+    with torch.no_grad():
+        loop.model(torch.full((2, 8), 0.3))
+
+
+@pytest.fixture
+def loops(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> tuple[Loop, Loop]:
+    monkeypatch.setenv(VARIABLE, "1")
+    monkeypatch.setattr(Engine, "_gradients_fit", lambda _: False)
+    return Loop(mesh, offloaded=False), Loop(mesh, offloaded=True)
+
+
+@pytest.mark.parametrize("habit", [None, freeze, more_state, evaluate])
+def test_they_never_are_there_together(
+    loops: tuple[Loop, Loop], monkeypatch: pytest.MonkeyPatch, habit: Callable[[Loop, int], None] | None
+) -> None:
+    plain, ours = loops
+    plain_reduced, made, held = ModelHooks._reduced, [], []
+
+    def reduced(hooks: ModelHooks, number: int, event: object) -> None:
+        made.extend(
+            StorageWeakRef(local(grad).untyped_storage())
+            for param in hooks._groups[number].params
+            if (grad := param.grad) is not None
+        )
+        held.append(sum(not one.expired() for one in made))
+        plain_reduced(hooks, number, event)
+
+    monkeypatch.setattr(ModelHooks, "_reduced", reduced)
+    for step in range(8):
+        for loop in loops:
+            if habit is not None:
+                habit(loop, step)
+            loop.backward(step)
+            if loop is ours:
+                assert engine_of(loop.optimizer).core.done, f"the backward of step {step} has updated nothing"
+            loop.step()
+        assert all(map(torch.equal, plain.values(), ours.values())), f"after step {step}"
+        assert max(held) <= 2 * (REDUCTIONS_BEHIND + 2), f"in step {step}: {held}"
+        made.clear()
+        held.clear()
+
+
+def test_what_needs_all_of_them_is_refused(loops: tuple[Loop, Loop]) -> None:
+    _, loop = loops
+    loop.backward(0)
+    with pytest.raises(RuntimeError, match=r"from the first step on, and needs room for all of them"):
+        nn.utils.clip_grad_norm_(loop.model.parameters(), 1.0)
+    with pytest.raises(RuntimeError, match=r"second backward.* one is expected where not all gradients fit"):
+        loop.backward(1)
+
+
+def test_a_loop_goes_on_from_a_checkpoint(mesh: DeviceMesh, loops: tuple[Loop, Loop]) -> None:
+    plain, _ = loops
+    for step in range(3):
+        plain.backward(step)
+        plain.step()
+    ours = Loop(mesh, offloaded=True)
+    ours.model.load_state_dict(plain.model.state_dict())
+    ours.optimizer.load_state_dict(plain.optimizer.state_dict())
+    for step in range(3, 6):
+        for loop in (plain, ours):
+            loop.backward(step)
+        assert engine_of(ours.optimizer).core.done
+        for loop in (plain, ours):
+            loop.step()
+        assert all(map(torch.equal, plain.values(), ours.values())), f"after step {step}"
