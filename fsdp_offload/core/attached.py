@@ -26,6 +26,7 @@ from ..state.layout import is_trained
 from ..state.shard import StateShard
 from ..state.store import StateStore, UserState
 from ..torch_compat.dtensor import local_shard, version_of
+from ..torch_compat.homed import is_homed
 from ..torch_compat.sharded_parameter import ShardedParameter
 from ..torch_compat.spent_gradient import is_freed, is_spent, note_freed, spend
 from ..torch_compat.watched_gradient import unwatch, watch
@@ -132,7 +133,11 @@ class CoreEngine(Engine):
         Raises:
             MemoryError: host memory does not suffice.
         """
-        own = [[one for one in group if one.param in self.names or is_frozen(one)] for group in groups]
+
+        def is_own(one: ShardedParameter) -> bool:  # what nobody trains is moved by whoever comes first
+            return one.param in self.names or (is_frozen(one) and not is_homed(one.param))
+
+        own = [list(filter(is_own, group)) for group in groups]
         weights = Weights(
             own,
             partial(_wait_parameter, weakref.ref(self)),
@@ -234,7 +239,7 @@ class CoreEngine(Engine):
         steps.check_usable("step()", mid_step=True)
         self._make_zeroed_gradients(self.plan.shards)
         self._unwatch()
-        self.phases.away = False
+        core.away = False
         if core.begun:
             self._check_early(optimizer, kwargs)
         try:
@@ -357,7 +362,7 @@ class CoreEngine(Engine):
     def reduced(self, number: int, event: object, optimizer: Optimizer, states: StateStore) -> None:
         """Gradients of a group have been reduced: load, and update what may be updated."""
         core = self.core
-        self.phases.away = False
+        core.away = False
         if not core.begun and not self.steps.failure:
             stale = self._taken != self.plan.generation or not self._groups_as_before(optimizer)
             stale = stale or any(map(is_trained, self._unplanned))  # step() will take them over
@@ -695,21 +700,21 @@ class Steps:
 
 
 class Phases:
-    """Everything leaves the device, and comes back.
-
-    Attributes:
-        away: everything has left the device, or is on its way.
-    """
+    """Everything leaves the device, and comes back."""
 
     def __init__(self, core: Core) -> None:
         self._core = core
-        self.away = False
+
+    @property
+    def away(self) -> bool:
+        """Whether everything has left the device, or is on its way."""
+        return self._core.away
 
     def offload(self, states: StateStore) -> None:
         """Start storing what is newer on the device than at home."""
         if not self._core.done:
             self._core.cache.flush()
-            self.away = True
+            self._core.away = True
 
     def release(self) -> None:
         """Free the device memory, in the order of the current stream; the host does not wait."""
@@ -719,7 +724,7 @@ class Phases:
 
     def reload(self, states: StateStore) -> None:
         """Let items come back."""
-        self.away = False
+        self._core.away = False
 
     def free_host_memory(self, *_: object) -> None:
         """Nothing: homes are always there."""

@@ -68,6 +68,7 @@ class Core:
         updated: the end of the last update.
         torn: the bucket whose update runs; after an exception, it may be half updated.
         may_begin_early: updates may begin in the backward.
+        away: everything has left the device, or is on its way: only what is used comes back.
     """
 
     def __init__(self, lanes: Lanes, device: torch.device, overlap: str, updates: Updates) -> None:
@@ -83,7 +84,7 @@ class Core:
         self.last_moved = Moved()
         self.stopwatch: Stopwatch | None = None
         self.torn: Bucket | None = None
-        self.may_begin_early = True
+        self.may_begin_early, self.away = True, False
         self.frees_gradients = False
         self._gathers: dict[int, Use] = {}
         self._used_by: deque[tuple[Mark | None, list[int]]] = deque()  # updates since the reduction before, in order
@@ -279,6 +280,8 @@ class Core:
 
     def prefetch(self) -> None:
         """Load what is used next, nearest first, as far as nothing has to leave that is needed sooner."""
+        if self.away:
+            return
         gathers = loads = 0
         for distance, use in self.timeline.upcoming(AHEAD):
             gathers += use.gathers

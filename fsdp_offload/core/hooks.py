@@ -91,16 +91,18 @@ class ModelHooks:
 
     def _before_gather(self, number: int, stream: torch.Stream | None) -> None:
         engine = self._engine()
-        if engine is not None and engine.weights_of(number) is None:
+        if engine is None:
+            return
+        if engine.weights_of(number) is None:
             engine.core.gather(number, stream)
+        if stream is None:
+            engine.core.uses(number)
 
     def _before_use(self, number: int, in_backward: bool) -> None:
         engine = self._engine()
         if engine is not None and not in_backward and engine.core.done and runs_in_backward():
             engine.refuse_recomputation(number)
         self._before_gather(number, None)
-        if engine is not None:
-            engine.core.uses(number)
 
     def _before_read(self, number: int, stream: torch.Stream | None, in_backward: bool) -> None:
         engine = self._engine()

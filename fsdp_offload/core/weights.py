@@ -124,8 +124,9 @@ class Weights:
 
     def return_to_device(self, device: torch.device) -> None:
         """Let all of them live on the device again, out of their homes, which are up to date."""
-        for part in self.parts.values():
-            part.sharded.live_on(device)
+        for param, part in self.parts.items():
+            if local_shard(param) is part.homes[0].weights:  # another optimizer may have taken over what nobody trained
+                part.sharded.live_on(device)
 
 
 def _padded(part: Part) -> Tensor:

@@ -1,0 +1,176 @@
+"""The core beside others: sleep of the model, several optimizers on one model, and models one after the other."""
+
+import gc
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from fsdp_offload import OffloadPolicy, offload_model, reload_model, remove_offload
+from fsdp_offload.core.attached import CoreEngine
+from fsdp_offload.core.switch import VARIABLE
+from fsdp_offload.engine.engine import engine_of
+from tests.core.programs import local
+from tests.parity import attach
+
+OVERLAPS = ["step", "forward", "iteration"]
+
+
+@pytest.fixture(autouse=True)
+def core(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "1")
+
+
+def every(model: nn.Module) -> list[list[Tensor]]:
+    """All parameters by one optimizer."""
+    return [list(model.parameters())]
+
+
+def by_kind(model: nn.Module) -> list[list[Tensor]]:
+    """Matrices by one, vectors of the same groups by another."""
+    params = list(model.parameters())
+    return [[one for one in params if one.dim() == 2], [one for one in params if one.dim() == 1]]
+
+
+def by_layer(model: nn.Module) -> list[list[Tensor]]:
+    """Whole groups by each."""
+    return [list(model[:2].parameters()), list(model[2:].parameters())]
+
+
+class Side:
+    """A model with its optimizers; ``policies`` is empty for the plain one."""
+
+    def __init__(
+        self, mesh: DeviceMesh, split: Callable[[nn.Module], list[list[Tensor]]], policies: list[OffloadPolicy]
+    ) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(*(nn.Linear(12, 12) for _ in range(4)))
+        self.model[1].bias.requires_grad_(False)
+        for block in self.model:
+            fully_shard(block, mesh=mesh)
+        classes = [AdamW, SGD] if split is by_kind else [AdamW, Adam]
+        self.optimizers: list[Optimizer] = [
+            cls(params, lr=1e-2) for cls, params in zip(classes, split(self.model), strict=False)
+        ]
+        for optimizer, policy in zip(self.optimizers, policies, strict=False):
+            attach(optimizer, model=self.model, policy=policy)
+            assert isinstance(engine_of(optimizer), CoreEngine)
+
+    def train(self, step: int) -> Tensor:
+        loss = self.model(torch.full((2, 12), 1.0 + step)).square().mean()
+        loss.backward()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        return loss.detach()
+
+    def values(self) -> list[Tensor]:
+        values = [local(value) for value in self.model.state_dict().values()]
+        for optimizer in self.optimizers:
+            for state in optimizer.state.values():
+                values += [local(state[name]) for name in sorted(state) if isinstance(state[name], Tensor)]
+        return values
+
+
+def assert_same(plain: Side, ours: Side, step: int) -> None:
+    assert torch.equal(plain.train(step), ours.train(step)), f"loss of step {step}"
+    if step % 2:  # looking changes what is where
+        assert all(map(torch.equal, plain.values(), ours.values())), f"after step {step}"
+
+
+def policy(overlap: str, *, parameters: bool) -> OffloadPolicy:
+    return OffloadPolicy(overlap=overlap, parameters=parameters, bucket_bytes=1024, device_bytes=4096)
+
+
+@pytest.mark.parametrize("overlap", OVERLAPS)
+@pytest.mark.parametrize("split", [by_kind, by_layer])
+@pytest.mark.parametrize("parameters", [(False, False), (True, True), (False, True)])
+def test_several_optimizers_of_one_model(
+    mesh: DeviceMesh, overlap: str, split: Callable[[nn.Module], list[list[Tensor]]], parameters: tuple[bool, bool]
+) -> None:
+    plain = Side(mesh, split, [])
+    ours = Side(mesh, split, [policy(overlap, parameters=one) for one in parameters])
+    for step in range(6):
+        assert_same(plain, ours, step)
+    ours.model[1].bias.requires_grad_(True)  # which the first had moved home, where both stream
+    plain.model[1].bias.requires_grad_(True)
+    for step in range(6, 10):
+        assert_same(plain, ours, step)
+    for gone in range(2):  # the other one goes on with what is left
+        remove_offload(ours.optimizers[gone])
+        for step in range(10 + 3 * gone, 13 + 3 * gone):
+            assert_same(plain, ours, step)
+
+
+def test_one_of_two_optimizers_streams(mesh: DeviceMesh) -> None:
+    """The other one's parameters stay, in the same groups."""
+    sides = []
+    for policies in ([], [policy("forward", parameters=True), policy("forward", parameters=False)]):
+        side = Side(mesh, every, [])
+        side.optimizers = [AdamW(params, lr=1e-2) for params in by_kind(side.model)]
+        side.model[1].bias.requires_grad_(True)
+        for optimizer, chosen in zip(side.optimizers, policies, strict=False):
+            attach(optimizer, model=side.model, policy=chosen)
+        sides.append(side)
+    for step in range(6):
+        assert_same(*sides, step)
+
+
+@pytest.mark.parametrize("overlap", OVERLAPS)
+@pytest.mark.parametrize("parameters", [False, True])
+def test_two_models_in_turns_and_one_after_the_other(mesh: DeviceMesh, overlap: str, parameters: bool) -> None:
+    chosen = policy(overlap, parameters=parameters)
+    plain, ours = ([Side(mesh, every, policies) for _ in range(2)] for policies in ([], [chosen]))
+    for step in range(6):
+        for one, other in zip(plain, ours, strict=True):
+            assert_same(one, other, step)
+    engine = weakref.ref(engine_of(ours[0].optimizers[0]))
+    del ours[0], plain[0]
+    gc.collect()
+    assert engine() is None, "what the first model had is gone with it"
+    ours.append(Side(mesh, every, [chosen]))
+    plain.append(Side(mesh, every, []))
+    for step in range(6, 12):
+        for one, other in zip(plain, ours, strict=True):
+            assert_same(one, other, step)
+
+
+@pytest.mark.parametrize("overlap", OVERLAPS)
+@pytest.mark.parametrize("parameters", [False, True])
+@pytest.mark.parametrize("gradients", ["offload", "drop"])
+def test_a_model_sleeps(mesh: DeviceMesh, overlap: str, parameters: bool, gradients: str) -> None:
+    plain, ours = Side(mesh, every, []), Side(mesh, every, [policy(overlap, parameters=parameters)])
+    (optimizer,) = ours.optimizers
+    for step in range(8):
+        assert_same(plain, ours, step)
+        optimizer.offload_states()
+        optimizer.release_states()
+        offload_model(ours.model, gradients=gradients)
+        assert engine_of(optimizer).staging_bytes() == 0
+        if step % 2:
+            optimizer.reload_states()
+        reload_model(ours.model)
+        with torch.no_grad():
+            seen = [side.model(torch.full((1, 12), 0.5)) for side in (plain, ours)]
+        assert torch.equal(*seen)
+
+
+def test_while_all_is_away_only_what_is_used_comes_back(mesh: DeviceMesh) -> None:
+    ours = Side(mesh, every, [policy("forward", parameters=True)])
+    (optimizer,) = ours.optimizers
+    for step in range(3):
+        ours.train(step)
+    optimizer.offload_states()
+    optimizer.release_states()
+    with torch.no_grad():
+        ours.model(torch.full((1, 12), 0.5))
+    core = engine_of(optimizer).core
+    assert set(core.cache.held) <= set(core.weights.values()), "state has come back for an evaluation"
+    optimizer.release_states()
+    assert engine_of(optimizer).staging_bytes() == 0
