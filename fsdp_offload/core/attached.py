@@ -18,6 +18,7 @@ from ..device.bucket_times import StepTimes
 from ..device.host_limits import check_host_memory
 from ..engine.cpu_updates import CpuUpdates
 from ..engine.engine import Engine, is_frozen
+from ..engine.homes import Plan
 from ..engine.lending import Lending
 from ..engine.step import scaler_decides
 from ..optimizers import Capabilities
@@ -112,7 +113,7 @@ class CoreEngine(Engine):
         lanes = Lanes(self._link, serial=policy.serial)
         self.core = mover.core = Core(lanes, device, policy.overlap, self._updates)
         self.steps: Any = Steps(self.core, host)
-        self.phases: Any = Phases(self.core)
+        self.phases: Any = Phases(self.core, self.plan, self.lending)
         self._taken = -1  # the generation of the plan that the core is about
         self._clean_steps = 0
         self._touches = _Touches()
@@ -423,26 +424,24 @@ class CoreEngine(Engine):
         self._updates.start(optimizer, states, {})
         return True
 
-    def refuse_second_backward(self, number: int) -> None:
-        """A backward is about to add to gradients that an update may have used."""
-        if any(number in bucket.groups for bucket in self.core.done):
-            self.refuse(
-                "a backward came after the one whose gradients had been updated with already",
-                "a second backward before step(), with OffloadPolicy(overlap='iteration'): parameters have been "
-                "updated with the gradients of the first one. The number of backwards before each step must not change "
-                "(it was learnt in the first steps; one is expected where not all gradients fit on the device); use "
-                "overlap='forward', or one step for each backward.",
-            )
+    def refuse_second_backward(self) -> None:
+        """A backward is about to add to gradients that an update has used, or comes from parameters that it wrote."""
+        self.refuse(
+            "a backward came after the one whose gradients had been updated with already",
+            "a second backward before step(), with OffloadPolicy(overlap='iteration'): parameters have been updated "
+            "with the gradients of the first one. The number of backwards before each step must not change (it was "
+            "learnt in the first steps; one is expected where not all gradients fit on the device); use "
+            "overlap='forward', or one step for each backward.",
+        )
 
-    def refuse_recomputation(self, number: int) -> None:
+    def refuse_recomputation(self) -> None:
         """A backward is about to compute again what it has updated: a block that was used twice, checkpointed."""
-        if any(number in bucket.groups for bucket in self.core.done):
-            self.refuse(
-                "a backward computed a block again whose parameters it had updated already",
-                "activation checkpointing of a block that runs twice before one backward, with "
-                "OffloadPolicy(overlap='iteration'): it is computed again with parameters that have been updated "
-                "since. Use overlap='forward', use_reentrant=False, or one backward for each forward.",
-            )
+        self.refuse(
+            "a backward computed a block again whose parameters it had updated already",
+            "activation checkpointing of a block that runs twice before one backward, with "
+            "OffloadPolicy(overlap='iteration'): it is computed again with parameters that have been updated since. "
+            "Use overlap='forward', use_reentrant=False, or one backward for each forward.",
+        )
 
     def refuse(self, failure: str, message: str) -> None:
         """Note that the state is half updated for ever, and say why."""
@@ -652,6 +651,11 @@ class Steps:
 
     has_updated = True
 
+    @property
+    def done(self) -> list[int]:
+        """The buckets that it has updated, in order."""
+        return [bucket.number for bucket in self._core.done]
+
     def check_whole(self, what: str) -> None:
         """Refuse to hand out, or to go on with, what an earlier step has half updated."""
         if self._host is not None:
@@ -702,8 +706,8 @@ class Steps:
 class Phases:
     """Everything leaves the device, and comes back."""
 
-    def __init__(self, core: Core) -> None:
-        self._core = core
+    def __init__(self, core: Core, plan: Plan, lending: Lending) -> None:
+        self._core, self._plan, self._lending = core, plan, lending
 
     @property
     def away(self) -> bool:
@@ -711,8 +715,9 @@ class Phases:
         return self._core.away
 
     def offload(self, states: StateStore) -> None:
-        """Start storing what is newer on the device than at home."""
-        if not self._core.done:
+        """Start storing what is newer on the device than at home; what users have put beside it moves home as well."""
+        if not (self._core.done or self.away):
+            self._lending.adopt_user_tensors(self._plan.shards.values(), states)
             self._core.cache.flush()
             self._core.away = True
 
@@ -724,7 +729,9 @@ class Phases:
 
     def reload(self, states: StateStore) -> None:
         """Let items come back."""
-        self._core.away = False
+        if self.away:
+            self._lending.adopt_user_tensors(self._plan.shards.values(), states)
+            self._core.away = False
 
     def free_host_memory(self, *_: object) -> None:
         """Nothing: homes are always there."""

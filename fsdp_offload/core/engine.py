@@ -64,6 +64,7 @@ class Core:
         frees_gradients: in the backward, where they are used: there is no room for all of them.
         done: buckets that this step has updated, in order.
         begun: updates of this step have begun.
+        is_seen: a forward has used parameters that this step has updated before ``step()``.
         stepping: the point of compute at which ``step()`` was called.
         updated: the end of the last update.
         torn: the bucket whose update runs; after an exception, it may be half updated.
@@ -78,7 +79,7 @@ class Core:
         self.buckets: list[Bucket] = []
         self.weights: dict[int, Item] = {}
         self.done: dict[Bucket, None] = {}
-        self.begun = False
+        self.begun = self.is_seen = False
         self.stepping: Mark | None = None
         self.updated: Mark | None = None
         self.last_moved = Moved()
@@ -132,6 +133,10 @@ class Core:
             if counts:
                 self.timeline.note(self._gathers[number])
             self.prefetch()
+
+    def has_updated(self, number: int) -> bool:
+        """Return whether this step has updated parameters of a group already."""
+        return any(number in bucket.groups for bucket in self.done)
 
     def uses(self, number: int) -> None:
         """Compute is about to use what has been gathered: gradients that its update has read need not be held."""
@@ -194,7 +199,8 @@ class Core:
         self.timeline.end()
         self.reductions.end()
         self.last_moved, self.cache.moved = self.cache.moved, Moved()
-        self.done, self.begun, self._ready = {}, False, []
+        self.done, self._ready = {}, []
+        self.begun = self.is_seen = False
         self._used_by.clear()
         if first:
             self.choose_kept()
@@ -332,7 +338,8 @@ class Core:
 
     def reset(self) -> None:
         """Begin anew, with whatever is at home."""
-        self._ready, self.begun, self.done = [], False, {}
+        self.done, self._ready = {}, []
+        self.begun = self.is_seen = False
         self.reductions.end(stepped=False)
 
     def wait_moved(self) -> None:

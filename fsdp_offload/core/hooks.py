@@ -100,8 +100,10 @@ class ModelHooks:
 
     def _before_use(self, number: int, in_backward: bool) -> None:
         engine = self._engine()
-        if engine is not None and not in_backward and engine.core.done and runs_in_backward():
-            engine.refuse_recomputation(number)
+        if engine is not None and not in_backward and engine.core.has_updated(number):
+            if runs_in_backward():
+                engine.refuse_recomputation()
+            engine.core.is_seen = True
         self._before_gather(number, None)
 
     def _before_read(self, number: int, stream: torch.Stream | None, in_backward: bool) -> None:
@@ -138,8 +140,8 @@ class ModelHooks:
         optimizer, engine = self._optimizer(), self._engine()
         if optimizer is not None and engine is not None and not engine.core.reductions.have_begun:
             engine.expect_gradients(optimizer, self._get_states(optimizer))
-        if engine is not None and engine.core.done:
-            engine.refuse_second_backward(number)
+        if engine is not None and (engine.core.is_seen or engine.core.has_updated(number)):
+            engine.refuse_second_backward()
         refuse_freed(self._groups[number].params)
         lift_zeroed(self._groups[number].params)
 
