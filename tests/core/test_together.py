@@ -1,8 +1,9 @@
 """The core beside others: sleep of the model, several optimizers on one model, and models one after the other."""
 
 import gc
+import random
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from fsdp_offload import OffloadPolicy, offload_model, reload_model, remove_offload
+from fsdp_offload import OffloadedOptimizer, OffloadPolicy, offload_model, reload_model, remove_offload
 from fsdp_offload.core.attached import CoreEngine
 from fsdp_offload.core.switch import VARIABLE
 from fsdp_offload.engine.engine import engine_of
@@ -174,3 +175,80 @@ def test_while_all_is_away_only_what_is_used_comes_back(mesh: DeviceMesh) -> Non
     assert set(core.cache.held) <= set(core.weights.values()), "state has come back for an evaluation"
     optimizer.release_states()
     assert engine_of(optimizer).staging_bytes() == 0
+
+
+def random_split(rng: random.Random, model: nn.Module) -> list[list[int]]:
+    """Each parameter, by number, to one of up to three optimizers."""
+    count = rng.randint(1, 3)
+    owners = [rng.randrange(count) for _ in model.parameters()]
+    return [mine for one in range(count) if (mine := [at for at, owner in enumerate(owners) if owner == one])]
+
+
+class RandomSide:
+    """Up to two models, each with up to three optimizers of several classes; drawn from the seed."""
+
+    def __init__(self, seed: int, mesh: DeviceMesh, *, offloaded: bool) -> None:
+        rng = random.Random(seed)
+        torch.manual_seed(seed)
+        self.models, self.optimizers = [], []
+        self.early = False
+        for _ in range(rng.randint(1, 2)):
+            sizes = [rng.choice([4, 8, 20]) for _ in range(rng.randint(2, 5))]
+            model = nn.Sequential(*(nn.Sequential(nn.Linear(6, size), nn.Linear(size, 6)) for size in sizes))
+            for block in model:
+                fully_shard(block, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+            self.models.append(model)
+            streams, overlap = rng.random() < 0.5, rng.choice(OVERLAPS)
+            params = list(model.parameters())
+            for numbers in random_split(rng, model):
+                cls = rng.choice([AdamW, Adam, SGD])
+                optimizer = cls([params[at] for at in numbers], lr=1e-2, **({"momentum": 0.9} if cls is SGD else {}))
+                self.optimizers.append(optimizer)
+                chosen = OffloadPolicy(
+                    overlap=overlap,
+                    parameters=streams,
+                    device_bytes=rng.choice(["auto", 2048, 5000]),
+                    bucket_bytes=1024,
+                )
+                self.early = self.early or overlap == "iteration"
+                if offloaded:
+                    attach(optimizer, model=model, policy=chosen)
+
+    def run(self, seed: int) -> Iterator[list[Tensor]]:
+        """What can be seen after each of some steps."""
+        rng = random.Random(seed + 1)
+        for step in range(rng.randint(4, 8)):
+            roll = [rng.random() for _ in range(6)]
+            seen = []
+            for model in self.models:
+                if roll[0] < 0.3:
+                    with torch.no_grad():
+                        seen.append(model(torch.full((1, 6), 0.3)))
+                for micro in range(2 if roll[1] < 0.2 and not self.early else 1):
+                    model(torch.full((2, 6), 1.0 + step + micro)).square().mean().backward()
+            if not (roll[2] < 0.15 and not self.early):  # else the step is skipped
+                for optimizer in self.optimizers:
+                    optimizer.step()
+            for optimizer in self.optimizers:
+                optimizer.zero_grad()
+            sleeper = rng.choice(self.optimizers)
+            if roll[3] < 0.4 and isinstance(sleeper, OffloadedOptimizer):
+                sleeper.offload_states()
+                sleeper.release_states()
+            if roll[4] < 0.2:
+                offload_model(self.models[0])
+                reload_model(self.models[0])
+            if roll[5] < 0.5:
+                seen += [local(value).clone() for model in self.models for value in model.state_dict().values()]
+                states = [state for optimizer in self.optimizers for state in optimizer.state.values()]
+                seen += [local(one[name]).clone() for one in states for name in sorted(one) if one[name] is not None]
+            yield seen
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_random_optimizers_of_random_models(mesh: DeviceMesh, seed: int) -> None:
+    plain, ours = (RandomSide(seed, mesh, offloaded=one) for one in (False, True))
+    for step, (one, other) in enumerate(zip(plain.run(seed), ours.run(seed), strict=True)):
+        assert len(one) == len(other)
+        assert all(map(torch.equal, one, other)), f"after step {step}"

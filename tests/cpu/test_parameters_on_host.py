@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 
 from fsdp_offload import OffloadPolicy, offload_optimizer, remove_offload
 from fsdp_offload.checkpoint import ArenaStager
+from fsdp_offload.core import updates as core_updates
 from fsdp_offload.engine import step as step_room
 from fsdp_offload.engine.engine import Engine, engine_of
 from fsdp_offload.engine.window import Window
@@ -1051,7 +1052,8 @@ def test_half_updated_weights_are_not_handed_out(mesh: DeviceMesh, name: str, mo
         update(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(step_room, "update_bucket", fail)
+        for room in (step_room, core_updates):
+            patch.setattr(room, "update_bucket", fail)
         with pytest.raises(ArithmeticError):
             loop.train(1, first=2)
     assert engine.steps.failure
