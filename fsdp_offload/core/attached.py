@@ -207,7 +207,9 @@ class CoreEngine(Engine):
         self._spare_homes.serve(number, item)
         groups = tuple(dict.fromkeys(self._together.get(shard.param, ELSEWHERE) for shard in shards))
         marks = tuple(weights[group] for group in groups)
-        return Bucket(number, item, groups, marks, tuple(shard.param for shard in shards), planned.on_host)
+        params = tuple(shard.param for shard in shards)
+        after = frozenset(other for shard in shards for other in shard.buckets if other < number)
+        return Bucket(number, item, groups, marks, params, planned.on_host, after)
 
     def take_staging(self) -> None:
         """Have the blocks before there are activations, so that they do not lie among them."""

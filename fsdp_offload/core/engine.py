@@ -91,6 +91,7 @@ class Core:
         self._used_by: deque[tuple[Mark | None, list[int]]] = deque()  # updates since the reduction before, in order
         self._ready: list[Bucket] = []
         self._of_group: dict[int, list[Bucket]] = {}
+        self._followers: dict[int, list[Bucket]] = {}  # by number, those that come after it
         self._of_weights: dict[Item, list[Bucket]] = {}
         self._reduced_at: dict[int, Mark] = {}
         self._gradients: dict[int, list[Tensor]] = {}  # by bucket
@@ -99,6 +100,7 @@ class Core:
         """Be about these from now on. Nothing is under way."""
         self.buckets, self.weights = list(buckets), weights
         self._of_group = {number: [one for one in buckets if number in one.groups] for number in weights}
+        self._followers = {n: [one for one in buckets if n in one.after] for one in buckets for n in one.after}
         self._of_weights = {item: [one for one in buckets if item in one.weights] for item in weights.values()}
         streamed = {number: item for number, item in weights.items() if item.nbytes}
         self._gathers = {number: Use(f"gather {number}", (item,), gathers=True) for number, item in streamed.items()}
@@ -153,9 +155,14 @@ class Core:
             self.prefetch()
             return
         self._reduced_at[number] = self.lanes.event(event)
-        for bucket in self._of_group[number]:
-            if bucket not in self.done and all(map(self.reductions.is_final, bucket.groups)):
+        updated = {bucket.number for bucket in self.done}
+        looked_at = list(self._of_group[number])
+        for bucket in looked_at:
+            final = all(map(self.reductions.is_final, bucket.groups))
+            if final and bucket.number not in updated and updated >= bucket.after:
                 self._ready.append(bucket)
+                updated.add(bucket.number)
+                looked_at += self._followers.get(bucket.number, ())
         before = len(self.done)
         self.pump()
         if self.frees_gradients:

@@ -29,6 +29,8 @@ class Bucket:
         weights: what marks the parameters of these groups.
         params: the parameters of which it has a range.
         on_host: the CPU updates it: its state is updated in its home, and never moves.
+        after: numbers of the buckets with earlier ranges of its parameters. Ranges are updated in order: the last one
+            commits the parameter's counters, from which all of them start.
         streamed: what its update needs on the device: its state, and parameters that live on the host.
         bound: what the optimizer sees of it, by the blocks of these.
     """
@@ -39,6 +41,7 @@ class Bucket:
     weights: tuple[Item, ...]
     params: tuple[Tensor, ...] = ()
     on_host: bool = False
+    after: frozenset[int] = frozenset()
     streamed: tuple[Item, ...] = field(init=False)
     use: Use = field(init=False)
     bound: dict[object, object] = field(default_factory=dict)
