@@ -244,7 +244,7 @@ class CoreEngine(Engine):
         self._unwatch()
         core.away = False
         if core.begun:
-            self._check_early(optimizer, kwargs)
+            self._check_early(optimizer, states, kwargs)
         try:
             if not core.begun:
                 self._follow_groups(optimizer, states)
@@ -264,10 +264,11 @@ class CoreEngine(Engine):
             updates.start(optimizer, states, kwargs)
             core.begun = True
         wanted = [bucket for bucket in core.buckets if bucket.number in numbers]
+        late = {bucket for bucket in core.done if any(updates.is_late(param, bucket) for param in bucket.params)}
         without, made = updates.without_state, core.cache.nbytes
         self._leave_room(wanted)
         try:
-            core.step(wanted)
+            core.step(wanted, late)
             if self.host is not None:
                 self._take_created(self.host, states)
             new = [param for param in without if states.get(param)]
@@ -456,31 +457,48 @@ class CoreEngine(Engine):
         self._unwatch()
         self._early, self._spent, self._touches.written = {}, {}, False
 
-    def _check_early(self, optimizer: Optimizer, kwargs: Mapping[str, Any]) -> None:
+    def _check_early(self, optimizer: Optimizer, states: StateStore, kwargs: Mapping[str, Any]) -> None:
         """Refuse a step whose updates in the backward were of something else than it is about."""
+        problem = self._problem_of_early(optimizer, states, kwargs)
+        if problem:
+            self.refuse(
+                f"the update began in the backward, and {problem}",
+                f"step(), with OffloadPolicy(overlap='iteration'): parameters have been updated in the backward, and "
+                f"{problem}. A loop that does so has to do it from the first step on, or use overlap='forward'.",
+            )
+
+    def _problem_of_early(self, optimizer: Optimizer, states: StateStore, kwargs: Mapping[str, Any]) -> str:
         shared = self._updates.shared
         assert shared is not None
-        what = ""
-        states = [bucket.state for bucket in self.core.done]
-        changed = any(p.grad is not g or version_of(g) != v for p, (g, v, _) in self._early.items())
-        versions = [*((p, version) for p, (_, _, version) in self._early.items()), *self._spent.items()]
-        if self._touches.written or changed or not all(map(is_spent, self._spent)):
-            what = "gradients were changed between the backward and step()"
-        elif any(version_of(param) != version for param, version in versions):
-            what = "parameters were written between the backward and step()"
-        elif any(item.exposed and item.seen != item.version() for item in states):
-            what = "optimizer.state has changed between the backward and step()"
-        elif scaler_decides(optimizer, kwargs):
-            what = "a GradScaler decides on this step, or step() was given arguments"
-        elif not (shared.still_starts_from(optimizer) and self._groups_as_before(optimizer)):
-            what = "param_groups changed between the backward and step()"
-        if what:
-            self.refuse(
-                f"{what}, after the backward had updated parameters",
-                f"step(): {what}, and the backward has updated parameters already "
-                "(OffloadPolicy(overlap='iteration')). A loop that does so has to do it from the first step on, or use "
-                "overlap='forward'.",
-            )
+        exchanged = [param for param in self._spent if not is_spent(param)]
+        exchanged += [
+            p for p, (grad, version, _) in self._early.items() if p.grad is not grad or version_of(grad) != version
+        ]
+        if exchanged:
+            return f"the gradient of {self.names.get(exchanged[0], 'a parameter')} has been exchanged since then"
+        if self._touches.written:
+            return "gradients have been changed since then"
+        versions = [*((param, version) for param, (_, _, version) in self._early.items()), *self._spent.items()]
+        written = [param for param, version in versions if version_of(param) != version]
+        if written:
+            return f"{self.names.get(written[0], 'a parameter')} has been written since then"
+        items = (bucket.state for bucket in self.core.done)
+        used = {param for params in self._updates.used.values() for param in params}
+        if any(item.exposed and item.seen != item.version() for item in items) or self._is_exchanged(used, states):
+            return "optimizer.state has changed since then"
+        if scaler_decides(optimizer, kwargs):
+            return "a GradScaler decides only now whether there is a step"
+        if not (shared.still_starts_from(optimizer) and self._groups_as_before(optimizer)):
+            return "hyperparameters have changed since then"
+        return ""
+
+    def _is_exchanged(self, params: Iterable[Tensor], states: StateStore) -> bool:
+        """Return whether somebody has put other tensors in the place of homes."""
+        return any(
+            states.get(param).get(name, home) is not home
+            for param in params
+            for name, home in self.plan.shards[param].homes.items()
+        )
 
     def note_gradients(self, params: Iterable[Tensor]) -> None:
         """Watch gradients in a step that updates nothing early, to see whether somebody changes them."""

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Literal, NamedTuple, Protocol
 
 import torch
@@ -181,11 +181,12 @@ class Core:
             for number in numbers:
                 self._gradients.pop(number, None)
 
-    def step(self, wanted: Sequence[Bucket]) -> None:
-        """Update those of ``wanted`` that have not been updated, and end the iteration."""
+    def step(self, wanted: Sequence[Bucket], again: Container[Bucket] = ()) -> None:
+        """Update those of ``wanted`` that have not been, or not with a late gradient, and end the iteration."""
         self.stepping = self.lanes.compute.mark()
+        left = (one for one in wanted if one not in self.done or one in again)
         # What needs no load goes first: the CPU is at it meanwhile.
-        self._ready = sorted((one for one in wanted if one not in self.done), key=lambda bucket: not bucket.on_host)
+        self._ready = sorted(left, key=lambda bucket: not bucket.on_host)
         try:
             self.pump()
             for item in list(self.cache.held):

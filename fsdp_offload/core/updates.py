@@ -32,6 +32,7 @@ class BucketUpdates:
     Attributes:
         shared: what the buckets of this step share; ``None`` between steps.
         without_state: parameters that had none when the step began.
+        used: by bucket, parameters whose gradients this step has used.
         weights: parameters that live on the host.
         host: updates buckets on the CPU, if it has any.
         first: tells whether the first update of this step has written anything.
@@ -52,6 +53,7 @@ class BucketUpdates:
         self.without_state: list[Tensor] = []
         self.first: FirstUpdate | None = None
         self._states: StateStore | None = None
+        self.used: dict[int, set[Tensor]] = {}
         self._groups = 0
         self.may_begin: Callable[[], bool] = lambda: False
 
@@ -75,7 +77,7 @@ class BucketUpdates:
         if self._states is not None:
             self._spare_homes.commit(self._states)
         self.shared = self.logical = self._states = self.first = None
-        self.without_state = []
+        self.without_state, self.used = [], {}
 
     def abandon(self, buckets: Sequence[Bucket], done: Iterable[Bucket]) -> None:
         """The step has ended when these were ``done``."""
@@ -100,20 +102,32 @@ class BucketUpdates:
             bucket.bound[blocks] = bound
         return bound
 
+    def is_late(self, param: Tensor, bucket: Bucket) -> bool:
+        """Return whether the gradient of ``param`` came after the update of ``bucket``, which has it."""
+        used = self.used.get(bucket.number)
+        return used is not None and param not in used and self._conventions.gradient(param) is not None
+
+    def _to_update(self, bucket: Bucket) -> list[BoundRange]:
+        """The ranges of a bucket whose gradients this step has not used: all, unless some came late."""
+        used = self.used.setdefault(bucket.number, set())
+        ranges = [one for one in self._bind(bucket) if one.shard.param not in used]
+        used |= {param for one in ranges if self._conventions.gradient(param := one.shard.param) is not None}
+        return ranges
+
     def on_host(self, bucket: Bucket, after: Sequence[Mark]) -> Mark:
         """Have the CPU update ``bucket`` once ``after`` have passed; returns at once."""
         assert self.host is not None and self._states is not None
         self.host.wait(*after)
         moving = self._spare_homes.turn(bucket.number)
         bucket.state.wait_unread()  # R4: a save may still be reading this home, and there is no spare one
-        return self.host.update(bucket.number, self._bind(bucket), self._states, moving)
+        return self.host.update(bucket.number, self._to_update(bucket), self._states, moving)
 
     def job(self, bucket: Bucket) -> tuple[list[Tensor], Callable[[], None]]:
         """Bind what an update needs now: when it runs, the user may have gone on."""
         assert self.shared is not None and self.logical is not None and self._states is not None
-        bound = self._bind(bucket)
+        ranges = self._to_update(bucket)
         read: list[Tensor] = []
-        for one in bound:
+        for one in ranges:
             grad = self._conventions.gradient(one.shard.param)
             if grad is None:
                 one.gradient = None
@@ -123,9 +137,9 @@ class BucketUpdates:
             if one.is_alias and one.shard.on_locals:
                 one.gradient = local if one.whole else local_range(local, one.start, one.stop)
         if self.first is None:
-            self.first = FirstUpdate(self.shadow, self.shared, bound, self._states)
-        seen = [one.shard.param for one in bound if not one.is_alias]
-        ranges, shared, logical, states = bound, self.shared, self.logical, self._states
+            self.first = FirstUpdate(self.shadow, self.shared, ranges, self._states)
+        seen = [one.shard.param for one in ranges if not one.is_alias]
+        shared, logical, states = self.shared, self.logical, self._states
         conventions, groups, shadow = self._conventions, self._groups, self.shadow
 
         def job() -> None:

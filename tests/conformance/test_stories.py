@@ -701,6 +701,8 @@ def test_parameters_outside_every_group(mesh: DeviceMesh, fields: dict[str, Any]
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.detach())
+        if policy is not None:
+            optimizer.synchronize()  # type: ignore[attr-defined]
         results.append([*losses, *values_of(model)])
     assert all(map(torch.equal, *results))
 
