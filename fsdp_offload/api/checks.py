@@ -77,14 +77,16 @@ def check_attachable(optimizer: Optimizer) -> None:
 
 
 def check_no_other_updates(params: Collection[Tensor], names: Mapping[Tensor, str], policy: OffloadPolicy) -> None:
-    """Refuse parameters of two offloaded optimizers of which one updates in the backward, whoever calls ``step()``."""
-    if _offloaded_with(params, any_overlap=policy.updates_in_backward):
+    """Refuse parameters of two offloaded optimizers of which one updates in the backward, or has them on the host."""
+    alone = policy.updates_in_backward or policy.parameters
+    if _offloaded_with(params, any_policy=alone):
         gc.collect()  # an optimizer that only refers to itself is on its way out
-    for both, _ in _offloaded_with(params, any_overlap=policy.updates_in_backward):
+    for both, _ in _offloaded_with(params, any_policy=alone):
         raise RuntimeError(
             f"offload_optimizer: {len(both)} of these parameters ({names[both[0]]}, ...) are also of another offloaded "
-            "optimizer, and overlap='iteration' updates them in the backward, whoever calls step(). Call "
-            "remove_offload() on that one first, or let nothing refer to it any more: schedulers and scalers do, too."
+            "optimizer. With overlap='iteration' they are updated in the backward, whoever calls step(), and with "
+            "parameters=True they live with one optimizer's state. Call remove_offload() on the other one first, or "
+            "let nothing refer to it any more: schedulers and scalers do, too."
         )
     if policy.updates_in_backward and not _pre_hook:
         _pre_hook.append(register_optimizer_step_pre_hook(_refuse_step_beside))
@@ -114,13 +116,16 @@ def _refuse_step_beside(other: Optimizer, args: object, kwargs: object) -> None:
         )
 
 
-def _offloaded_with(params: Collection[Tensor], *, any_overlap: bool = False) -> list[tuple[list[Tensor], Engine]]:
-    """Which of ``params`` offloaded optimizers have: those that update in the backward, or all."""
+def _offloaded_with(params: Collection[Tensor], *, any_policy: bool | None = None) -> list[tuple[list[Tensor], Engine]]:
+    """Which of ``params`` offloaded optimizers have.
+
+    All of these, or those that update in the backward or have parameters on the host; ``None``: the former of the two.
+    """
     engines = [attachment.engine for attachment in map(attachment_of, list(offloaded)) if attachment is not None]
     found = [
         ([param for param in params if param in engine.names], engine)
         for engine in engines
-        if any_overlap or engine.policy.updates_in_backward
+        if any_policy or engine.policy.updates_in_backward or (any_policy is not None and engine.policy.parameters)
     ]
     return [(both, engine) for both, engine in found if both]
 

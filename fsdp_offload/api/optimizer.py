@@ -141,6 +141,14 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
         parked = _parked_by(self)
         if parked is not None:
             parked.bring_back()
+        begun = engine.steps.begun
+        if begun is not None and begun.has_updated:
+            warnings.warn(
+                "load_state_dict() between a backward and step(), with overlap='iteration': the backward has updated "
+                "parameters with its gradients already, and step() will not use them again. Load the model as well, "
+                "and go on with another backward.",
+                stacklevel=3,
+            )
         states = states_of(self, engine)
         groups, before_load = self.param_groups, dict(states.items())
         loaded: dict[Tensor, UserState] = {}

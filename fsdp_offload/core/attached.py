@@ -464,7 +464,8 @@ class CoreEngine(Engine):
             self.refuse(
                 f"the update began in the backward, and {problem}",
                 f"step(), with OffloadPolicy(overlap='iteration'): parameters have been updated in the backward, and "
-                f"{problem}. A loop that does so has to do it from the first step on, or use overlap='forward'.",
+                f"{problem}. Load a checkpoint. A loop that does so has to do it from the first step on, or use "
+                "overlap='forward'.",
             )
 
     def _problem_of_early(self, optimizer: Optimizer, states: StateStore, kwargs: Mapping[str, Any]) -> str:
@@ -583,15 +584,15 @@ class CoreEngine(Engine):
         if self.weights is not None:
             self.core.wait_home([self.weights.parts[param].item])
 
-    def wait_all_home(self) -> None:
+    def wait_all_home(self, *, may_write: bool = True) -> None:
         """Block the host until every home is up to date."""
         streamed = [] if self.weights is None else self.weights.items.values()
-        self.core.wait_home([*self._items_of(self.plan.shards.values()), *streamed])
+        self.core.wait_home([*self._items_of(self.plan.shards.values()), *streamed], may_write=may_write)
 
     def synchronize(self) -> None:
         """Block the host until every transfer and every update has finished."""
         self.core.wait_updated()
-        self.wait_all_home()
+        self.wait_all_home(may_write=False)
         if self.core.updated is not None:
             self.core.updated.synchronize()
 

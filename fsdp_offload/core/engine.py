@@ -315,8 +315,11 @@ class Core:
             self.lanes.compute.wait(item.updated, *item.beside.values())
         self._gradients.clear()
 
-    def wait_home(self, items: Iterable[Item]) -> None:
-        """Block the host until these are at home; whoever asked may write there."""
+    def wait_home(self, items: Iterable[Item], *, may_write: bool = True) -> None:
+        """Block the host until these are at home; whoever asked may write there, unless ``may_write`` is false.
+
+        Not all writes are counted (``torch._foreach_*`` on DTensors), so that places are given up for what is written.
+        """
         items = list(items)
         self.cache.flush(items)
         for item in items:
@@ -325,6 +328,8 @@ class Core:
             for mark in item.home_read.values():
                 mark.synchronize()  # R4, on the host: whoever looks may write
             item.expose()
+            if may_write and item.block is not None and item not in self.cache.pinned:
+                self.cache.drop(item)
         if self.updated is not None:
             self.updated.synchronize()  # counters, which are written where they are
 

@@ -58,6 +58,7 @@ class BegunStep:
         without_state: shards that had none, resident ones and the host's included. Neighbours in a bucket may have been
             loaded.
         versions: of the homes of both at that time.
+        looks: how often somebody had asked for homes by then, and for parameters that live there.
         used: parameters with a gradient that an update has used; and that gradient, with its version, where updates of
             other buckets are yet to come.
         late: parameters whose gradients came only after the updates of their buckets: these are made once more.
@@ -83,6 +84,7 @@ class BegunStep:
     watched: list[StateShard] = field(default_factory=list)
     without_state: list[StateShard] = field(default_factory=list)
     versions: list[object] = field(default_factory=list)
+    looks: list[int] = field(default_factory=list)
     used: dict[Tensor, tuple[Tensor, tuple[int, int]] | None] = field(default_factory=dict)
     late: list[Tensor] = field(default_factory=list)
     spent: dict[Tensor, tuple[Tensor | None, tuple[int, int]]] = field(default_factory=dict)

@@ -839,7 +839,8 @@ class Engine:
     # Looking at it -----------------------------------------------------------------------------------------------
 
     def wait_home(self, param: Tensor) -> None:
-        """Block the host until the home of this parameter's state is up to date."""
+        """Block the host until the home of this parameter's state is up to date. Whoever asked may write there."""
+        self.steps.looks += 1
         shard = self.plan.shards.get(param)
         if shard is not None:
             for number in shard.buckets:
@@ -848,7 +849,8 @@ class Engine:
         self.steps.wait_counted()
 
     def wait_all_home(self) -> None:
-        """Block the host until every home is up to date."""
+        """Block the host until every home is up to date. Whoever asked may write there."""
+        self.steps.looks += 1
         for number in range(len(self._pipeline.buckets)):
             self._pipeline.wait_home(number)
         for shard in self.plan.resident_shards():

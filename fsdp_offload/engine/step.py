@@ -31,6 +31,7 @@ from ..policy import OffloadPolicy
 from ..state.shard import StateShard
 from ..state.store import StateStore
 from ..torch_compat.dtensor import version_of
+from ..torch_compat.homed import uses_of
 from ..torch_compat.optim import foreach_supports
 from ..torch_compat.spent_gradient import is_spent, note_freed, restore, spend, without_gradients
 from ..torch_compat.watched_gradient import bare
@@ -70,6 +71,7 @@ class Stepping:
         pin: bool,
     ) -> None:
         self.begun: BegunStep | None = None
+        self.looks = 0  # how often somebody has asked for homes
         self._failure = ""
         self.last: tuple[BucketStep, ...] = ()
         self.backward_order: list[int] = []
@@ -132,7 +134,7 @@ class Stepping:
             shards = self._plan.shards.values()
             begun.watched = [shard for shard in shards if _is_offloaded(shard) and states.get(shard.param)]
             begun.without_state = [shard for shard in shards if not states.get(shard.param)]
-            begun.versions = self._home_versions(begun, states)
+            begun.versions, begun.looks = self._home_versions(begun, states), self._looks_of(begun)
             self._pipeline.updates_after_compute()
             begun.speculated = self.speculation.begin(states)
             self.begun = begun
@@ -252,7 +254,10 @@ class Stepping:
 
     def fits(self, begun: BegunStep, steps: Sequence[BucketStep], states: StateStore) -> bool:
         """Whether what has been loaded is what a step over these buckets needs."""
-        return sorted(begun.steps) == sorted(steps) and begun.versions == self._home_versions(begun, states)
+        # Whoever has looked since may have written, and torch._foreach_* counts no write into DTensors.
+        looked = not begun.has_updated and begun.looks != self._looks_of(begun)
+        same = not looked and begun.versions == self._home_versions(begun, states)
+        return same and sorted(begun.steps) == sorted(steps)
 
     def count_rest(self, begun: BegunStep, optimizer: Optimizer) -> None:
         """Let groups of which no bucket was updated count the step: a plain step sees them as well."""
@@ -503,7 +508,7 @@ class Stepping:
             self._refuse(
                 f"the update began in the backward, and {problem}",
                 f"step(), with OffloadPolicy(overlap='iteration'): parameters have been updated in the backward, and "
-                f"{problem}. Use overlap='forward' for a loop that does this.",
+                f"{problem}. Load a checkpoint, and use overlap='forward' for a loop that does this.",
             )
         return begun
 
@@ -549,7 +554,7 @@ class Stepping:
                 self._refuse(
                     f"the update began in the backward, and {written}",
                     f"step(), with OffloadPolicy(overlap='iteration'): parameters have been updated in the backward, "
-                    f"and {written}. Use overlap='forward' for a loop that does this.",
+                    f"and {written}. Load a checkpoint, and use overlap='forward' for a loop that does this.",
                 )
         if problem:
             self.take_back()
@@ -599,6 +604,9 @@ class Stepping:
             homes = shard.homes
             found.append(made and all(state.get(name) is None or state[name] is homes[name] for name in homes))
         return found
+
+    def _looks_of(self, begun: BegunStep) -> list[int]:
+        return [self.looks, *(uses_of(shard.param) for shard in begun.watched if shard.weights is not None)]
 
     # New parameters ----------------------------------------------------------------------------------------------
 

@@ -61,7 +61,10 @@ class _Homed(Guard):
         other = _stand_in_for(tensor, getattr(type(tensor), name))
         if name in _COMMUNICATES:
             device = tensor.device_mesh.device_type  # type: ignore[attr-defined]
+            followed = other.requires_grad
             other = over_local(tensor, local_shard(tensor).detach().to(device))
+            if followed:
+                other.requires_grad_().register_hook(_refuse_gradient)
         return getattr(other, name)(*args, **kwargs)
 
     def attribute(self, name: str) -> property:

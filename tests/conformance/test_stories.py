@@ -1069,3 +1069,68 @@ def test_weights_written_through_a_view_that_is_older_are_refused(mesh: DeviceMe
         view.mul_(0.5)
     with pytest.raises(RuntimeError, match=r"head\.weight has been written since then"):
         loop.step()
+
+
+# Writes that no version counts ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("parameters", [False, True])
+@pytest.mark.parametrize("overlap", ["step", "forward"])
+def test_state_written_by_foreach_between_backward_and_step(mesh: DeviceMesh, overlap: str, parameters: bool) -> None:
+    """By then loads have begun; torch counts no such write into DTensors."""
+
+    def halved(loop: Loop, step: int) -> None:
+        loop.backward(step)
+        if step % 2:
+            torch._foreach_mul_([state["exp_avg"] for state in loop.optimizer.state.values()], 0.5)
+        loop.step()
+
+    plain, loop = pair(mesh, policy_of({"overlap": overlap}, parameters=parameters))
+    assert_same_each_step(plain, loop, 8, halved)
+
+
+@pytest.mark.parametrize("overlap", ["step", "forward"])
+def test_parameters_written_by_foreach_between_backward_and_step(mesh: DeviceMesh, overlap: str) -> None:
+    """Weights that are edited where they are on the host."""
+
+    def shrunk(loop: Loop, step: int) -> None:
+        loop.backward(step)
+        if step % 2:
+            torch._foreach_mul_([param.data for param in loop.model.parameters()], 0.9)
+        loop.step()
+
+    plain, loop = pair(mesh, on_host({"overlap": overlap}))
+    assert_same_each_step(plain, loop, 8, shrunk)
+
+
+@EVERY_POLICY
+def test_two_optimizers_of_parameters_on_the_host_are_refused(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
+    """Whichever of the two has them there: each would have its own newest bytes."""
+    for first, second in ((True, False), (False, True), (True, True)):
+        loop = Loop(mesh, adamw, policy_of(fields, parameters=first))
+        other = adamw(list(loop.model.parameters()))
+        with pytest.raises((RuntimeError, ValueError), match=r"also of another offloaded|another optimizer has put it"):
+            attach(other, model=loop.model, policy=policy_of(fields, parameters=second))
+
+
+@EVERY_POLICY
+@pytest.mark.parametrize(
+    "penalty",
+    [lambda p: p.pow(2).sum().full_tensor(), lambda p: p.full_tensor().pow(2).sum()],
+    ids=["itself", "full tensor"],
+)
+def test_a_penalty_on_weights_on_the_host_is_refused(mesh: DeviceMesh, fields: dict[str, Any], penalty: Any) -> None:
+    """Autograd cannot follow a parameter to the host."""
+    loop = Loop(mesh, adamw, on_host(fields)).train(2)
+    loss = loop.model(loop.batch(2)) + 0.01 * penalty(loop.model.blocks[0].up.weight)
+    with pytest.raises(RuntimeError, match="past the modules that fully_shard gathers"):
+        loss.backward()
+
+
+def test_a_load_between_backward_and_step_says_what_it_forgets(mesh: DeviceMesh) -> None:
+    """The backward has updated with its gradients."""
+    loop = Loop(mesh, adamw, policy_of({"overlap": "iteration"})).train(4)
+    saved = copy.deepcopy(loop.optimizer.state_dict())
+    loop.backward(4)
+    with pytest.warns(UserWarning, match="go on with another backward"):
+        loop.optimizer.load_state_dict(saved)
