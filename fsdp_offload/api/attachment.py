@@ -37,6 +37,7 @@ class Attachment:
     parked: ParkedParameters | None = None  # parameters that leave the device with the state
     stepping: bool = False
     told_no_gradient: bool = False
+    has_loaded_inside_step: bool = False
     has_updated: bool = False
     until_first_step: list[Callable[[], None]] = field(default_factory=list)
     hook_steps: int | None = None

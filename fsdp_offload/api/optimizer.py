@@ -141,14 +141,9 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
         parked = _parked_by(self)
         if parked is not None:
             parked.bring_back()
-        begun = engine.steps.begun
-        if begun is not None and begun.has_updated:
-            warnings.warn(
-                "load_state_dict() between a backward and step(), with overlap='iteration': the backward has updated "
-                "parameters with its gradients already, and step() will not use them again. Load the model as well, "
-                "and go on with another backward.",
-                stacklevel=3,
-            )
+        begun, attachment = engine.steps.begun, attachment_of(self)
+        if begun is not None and begun.has_updated and attachment is not None:
+            attachment.has_loaded_inside_step = True
         states = states_of(self, engine)
         groups, before_load = self.param_groups, dict(states.items())
         loaded: dict[Tensor, UserState] = {}
@@ -220,6 +215,8 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
             RuntimeError: with ``overlap="iteration"``, the backward has updated with them, and there was no ``step()``.
         """
         engine_of(self).steps.skip()
+        if (attachment := attachment_of(self)) is not None:
+            attachment.has_loaded_inside_step = False
         if False in (*args, *kwargs.values()):
             engine_of(self).steps.wait_for_all()
             for param in filter(is_spent, _params_of(self)):
@@ -379,6 +376,15 @@ def _explain_no_gradient(optimizer: Optimizer) -> None:
     _check_still_of_model(optimizer)
     attachment = attachment_of(optimizer)
     assert attachment is not None
+    if attachment.has_loaded_inside_step:
+        attachment.has_loaded_inside_step = False
+        warnings.warn(
+            "step() updates nothing: load_state_dict() came between the backward and step(), and with "
+            "overlap='iteration' the backward had updated parameters with its gradients already. After a load (of the "
+            "model as well), go on with zero_grad() and another backward.",
+            stacklevel=2,
+        )
+        return
     if attachment.told_no_gradient:
         return
     attachment.told_no_gradient = True

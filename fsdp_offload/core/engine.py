@@ -318,7 +318,7 @@ class Core:
     def wait_home(self, items: Iterable[Item], *, may_write: bool = True) -> None:
         """Block the host until these are at home; whoever asked may write there, unless ``may_write`` is false.
 
-        Not all writes are counted (``torch._foreach_*`` on DTensors), so that places are given up for what is written.
+        Not all writes are counted (``torch._foreach_*`` on DTensors): what is used next is loaded again.
         """
         items = list(items)
         self.cache.flush(items)
@@ -328,8 +328,8 @@ class Core:
             for mark in item.home_read.values():
                 mark.synchronize()  # R4, on the host: whoever looks may write
             item.expose()
-            if may_write and item.block is not None and item not in self.cache.pinned:
-                self.cache.drop(item)
+            if may_write and not any(item in bucket.streamed for bucket in self.done):  # after these it is too late
+                item.seen = None
         if self.updated is not None:
             self.updated.synchronize()  # counters, which are written where they are
 
