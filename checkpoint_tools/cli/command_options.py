@@ -28,7 +28,6 @@ Values = Annotated[
     typer.Option("--value", metavar="NAME=NUMBER", help="A value of the model's config that the rules name."),
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show what would be written.")]
-Restart = Annotated[bool, typer.Option("--restart", help="Begin anew, whatever an earlier run has left.")]
 WriteThreads = Annotated[int, typer.Option("--threads", min=1, help="How many blocks are in work at the same time.")]
 
 

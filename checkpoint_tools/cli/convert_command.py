@@ -8,7 +8,7 @@ import typer
 from ..core.errors import CheckpointError
 from ..core.sizes import counted, parse_bytes
 from ..stored.formats import CASTABLE, is_torch_file
-from .command_options import Destination, DryRun, Json, MaxMemory, Restart, WriteThreads, parse_memory
+from .command_options import Destination, DryRun, Json, MaxMemory, WriteThreads, parse_memory
 from .output import check_json, say_plan, say_written, write_progress
 
 
@@ -55,7 +55,6 @@ def convert_checkpoint(
     threads: WriteThreads = 4,
     max_memory: MaxMemory = "2GiB",
     dry_run: DryRun = False,
-    restart: Restart = False,
     as_json: Json = False,
 ) -> None:
     """Make safetensors of a checkpoint of DCP, or a checkpoint of safetensors, bit by bit.
@@ -64,7 +63,7 @@ def convert_checkpoint(
     tensors are in optimizer-*.safetensors under the keys of the checkpoint, and what is no tensor is in optimizer.json.
     The way back gives the same checkpoint. A file of torch.save becomes a checkpoint of DCP, and --to torch makes one,
     in memory. SRC is only read. DST is there when it is complete, and not before: run the same command again after a
-    kill, and it goes on where it was. Exit code: 0 done, 2 not done, 130 interrupted.
+    kill, and it begins anew. Exit code: 0 done, 2 not done, 130 interrupted.
     """
     begin = time.monotonic()
     memory_bytes = parse_memory(max_memory, threads, 4)
@@ -102,14 +101,13 @@ def convert_checkpoint(
         shown = convert.as_json(planned) if as_json else convert.as_table(planned)
         say_plan(shown, notes, convert.headline(opened, planned))
         return
-    with write_progress(destination, "convert", planned.rewrite.nbytes) as advance:
+    with write_progress("convert", planned.rewrite.nbytes) as advance:
         convert.write(
             opened,
             planned,
             destination,
             threads=threads,
             max_memory_bytes=memory_bytes,
-            restart=restart,
             advance=advance,
         )
     say_written(destination, convert.headline(opened, planned), notes, begin)

@@ -69,16 +69,8 @@ def progress(what: str, total_bytes: int) -> Iterator[Callable[[int], object]]:
 
 
 @contextmanager
-def write_progress(
-    destination: str, what: str, total_bytes: int, kept_in: str | None = None
-) -> Iterator[Callable[[int], object]]:
-    """Show progress of writing, and after an interrupt say where the unfinished result stays.
-
-    Args:
-        destination: where to.
-        what: is done, for the bar.
-        total_bytes: to be written.
-        kept_in: where an unfinished result stays, if not in the partial folder alone.
+def write_progress(what: str, total_bytes: int) -> Iterator[Callable[[int], object]]:
+    """Show progress of writing, and say so if it is interrupted.
 
     Yields:
         A function to be told of bytes that are written, from any thread.
@@ -87,9 +79,7 @@ def write_progress(
         with progress(what, total_bytes) as advance:
             yield advance
     except KeyboardInterrupt:
-        from ..write import rewrite
-
-        say(f"interrupted. {rewrite.after_interrupt(destination, kept_in)}", err=True)
+        say("interrupted: nothing is left of what was written", err=True)
         raise
 
 

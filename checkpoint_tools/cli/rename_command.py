@@ -1,13 +1,12 @@
 """The command rename."""
 
-import functools
 import time
 from typing import Annotated
 
 import typer
 
 from ..core.sizes import counted
-from .command_options import Destination, MaxMemory, Restart, Source, Values, WriteThreads, parse_memory, parse_values
+from .command_options import Destination, MaxMemory, Source, Values, WriteThreads, parse_memory, parse_values
 from .output import say_written, write_progress
 
 
@@ -25,14 +24,13 @@ def rename_weights(
     ] = None,
     threads: WriteThreads = 4,
     max_memory: MaxMemory = "2GiB",
-    restart: Restart = False,
 ) -> None:
     """Give the weights of a model, and their state by FQN, the names that another framework has for them.
 
     Weights that one of the two has fused, stacked or in another order of rows are split, merged and put in order on the
     way. SRC and DST are checkpoints of DCP; convert makes these of safetensors, and the other way round. What is in
-    between takes as much disk as DST, in DST.steps-*, until DST is there: run the same command again after a kill, and
-    it goes on where it was.
+    between takes as much disk as DST, in DST.steps, until DST is there: run the same command again after a kill, and it
+    begins anew.
     Exit code: 0 done, 2 not done, 130 interrupted.
     """
     begin = time.monotonic()
@@ -41,14 +39,12 @@ def rename_weights(
     from ..convert.translate import Translation, translate
 
     asked = Translation(family, from_framework, to_framework, numbers, excluded or [])
-    kept_in = f"{destination}.steps-* and {destination}.partial"
     keys, notes = translate(
         source,
         destination,
         asked,
         threads=threads,
         max_memory_bytes=memory_bytes,
-        progress=functools.partial(write_progress, destination, kept_in=kept_in),
-        restart=restart,
+        progress=write_progress,
     )
     say_written(destination, f"{counted(keys, 'key')} as {to_framework} has them", notes, begin)

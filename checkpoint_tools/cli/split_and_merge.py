@@ -17,7 +17,6 @@ from .command_options import (
     DryRun,
     Json,
     MaxMemory,
-    Restart,
     Source,
     Values,
     WriteThreads,
@@ -58,18 +57,17 @@ def split_fused(
     threads: WriteThreads = 4,
     max_memory: MaxMemory = "2GiB",
     dry_run: DryRun = False,
-    restart: Restart = False,
     as_json: Json = False,
 ) -> None:
     """Exchange fused weights (SwiGLU, QKV and others) for their parts, with all of the optimizer's state.
 
     SRC is only read. DST is there when it is complete, and not before: run the same command again after a kill, and it
-    goes on where it was. (Behind a URL, files are sent as they are ready, the metadata last, and nothing is resumed.)
+    begins anew. (Behind a URL, files are made in a temporary folder and sent at the end, the metadata last.)
     DST says in split_record.json what was taken apart, so that merge can undo it.
     Exit code: 0 done, 2 not done, 130 interrupted.
     """
     asked = Asked(presets, rule_files, values, excluded, only)
-    _rewrite("split", source, destination, asked, Doing(threads, max_memory, dry_run, restart, as_json))
+    _rewrite("split", source, destination, asked, Doing(threads, max_memory, dry_run, as_json))
 
 
 def merge_parts(
@@ -86,7 +84,6 @@ def merge_parts(
     threads: WriteThreads = 4,
     max_memory: MaxMemory = "2GiB",
     dry_run: DryRun = False,
-    restart: Restart = False,
     as_json: Json = False,
 ) -> None:
     """Exchange the parts of fused weights for these: the inverse of split, with the same rules.
@@ -97,7 +94,7 @@ def merge_parts(
     split. Exit code: 0 done, 2 not done, 130 interrupted.
     """
     asked = Asked(presets, rule_files, values, excluded, only, yes)
-    _rewrite("merge", source, destination, asked, Doing(threads, max_memory, dry_run, restart, as_json))
+    _rewrite("merge", source, destination, asked, Doing(threads, max_memory, dry_run, as_json))
 
 
 class Asked(NamedTuple):
@@ -117,7 +114,6 @@ class Doing(NamedTuple):
     threads: int
     max_memory: str
     dry_run: bool
-    restart: bool
     as_json: bool
 
 
@@ -143,16 +139,13 @@ def _rewrite(way: "Way", source: str, destination: str, asked: Asked, doing: Doi
         return
     if not completed.is_known:
         raise CheckpointError(not_known(checkpoint, planned.exchange.matched))
-    fingerprint = rewrite.fingerprint_of(checkpoint, way, completed)
-    with write_progress(destination, way, planned.nbytes) as advance:
+    with write_progress(way, planned.nbytes) as advance:
         rewrite.write(
             checkpoint,
             planned,
             destination,
-            fingerprint,
             threads=doing.threads,
             max_memory_bytes=memory_bytes,
-            restart=doing.restart,
             advance=advance,
             sidecars=sidecars.files,
             record=rewrite.record_after(checkpoint, way, completed, planned),

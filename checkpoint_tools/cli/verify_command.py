@@ -47,7 +47,6 @@ def verify_checkpoint(
     if algorithm not in ("sha256", "blake2b"):
         raise CheckpointError(f"--algorithm is sha256 or blake2b, not {algorithm}")
     from ..look import checksums, verify
-    from ..look.data_checks import DataChecks
     from ..stored.opening import open_checkpoint
 
     expected = None if list_to_check is None else checksums.read_checksums(list_to_check)
@@ -56,14 +55,14 @@ def verify_checkpoint(
     checkpoint = open_checkpoint(path)
     problems, found = verify.check_structure(checkpoint, threads)
     checked = ["structure", "files"]
-    checks, notes = DataChecks(checkpoint), [*found.notes]
+    notes = [*found.notes]
     if finite:
         with progress("finite values", verify.finite_bytes(checkpoint)) as advance:
-            problems += verify.check_finite(checkpoint, found.sound, threads, memory_bytes, advance, checks)
+            problems += verify.check_finite(checkpoint, found.sound, threads, memory_bytes, advance)
         checked.append("finite values")
     if data:
-        with progress("data", checks.left_bytes(found.sound)) as advance:
-            problems += checks.check_files(found.sound, threads, advance)
+        with progress("data", verify.data_bytes(checkpoint, found.sound)) as advance:
+            problems += verify.check_data(checkpoint, found.sound, threads, advance)
         checked.append("data")
         notes += verify.notes_on_checksums(checkpoint)
     if expected is not None:

@@ -14,9 +14,10 @@ no tensor in ``optimizer.json``, as :mod:`checkpoint_tools.stored.json_values` w
 """
 
 import base64
+import functools
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -28,16 +29,13 @@ from ..core.regions import Index, TensorRegion, stretches, whole_of
 from ..core.sizes import counted, natural_order
 from ..fused.fusions import Exchange, Fusion
 from ..fused.keys import sorted_out
-from ..stored.envelope import Envelope, bare, envelope_of
 from ..stored.formats import CASTABLE
 from ..stored.items import ItemReader
 from ..stored.json_values import NotPlainError, to_json
-from ..stored.metadata import METADATA_FILE
 from ..stored.reading import Checkpoint, StoredTensor
 from ..stored.safetensors_file import METADATA_KEY, SUFFIX, FileTensor, has_dtype, header_of, in_file_order
 from ..stored.safetensors_folder import INDEX_SUFFIX, MODEL, OBJECTS_FILE, OBJECTS_FORMAT, OPTIMIZER, Folders, path_of
-from ..write.new_metadata import first_metadata_bytes
-from ..write.rewrite_plan import Entry, MergeTask, NewItem, NewTensor, Rewrite, place_items
+from ..write.rewrite_plan import NewTensor, Piece, Rewrite, gathered, in_files
 
 What = Literal["model", "optimizer", "all"]
 
@@ -69,13 +67,13 @@ class ConversionPlan(NamedTuple):
 
     Attributes:
         rewrite: files with data.
-        last_files: those without, which are written when the others are there; to be made of where they will be.
+        beside: those without.
         key_prefix: that the model's keys have in the checkpoint, and not in safetensors.
         notes: what people should know.
     """
 
     rewrite: Rewrite
-    last_files: Callable[[str], Mapping[str, bytes]] | None
+    beside: Mapping[str, bytes]
     key_prefix: str
     notes: tuple[str, ...]
 
@@ -108,7 +106,7 @@ def to_safetensors(checkpoint: Checkpoint, wanted: Wanted) -> ConversionPlan:
             last_files[f"{part}{INDEX_SUFFIX}"] = content.encode() + b"\n"
     if wanted.what != "model" and (parts.objects or parts.others or parts.odd_paths(checkpoint)):
         last_files = {OBJECTS_FILE: _objects_file(checkpoint, parts), **last_files}
-    return ConversionPlan(builder.rewrite({}, ()), lambda destination: last_files, parts.prefix, tuple(parts.notes))
+    return ConversionPlan(builder.rewrite({}, ()), last_files, parts.prefix, tuple(parts.notes))
 
 
 class _Parts:
@@ -178,17 +176,17 @@ def _check_tensors(checkpoint: Checkpoint, names: Mapping[str, str]) -> None:
 def _objects_file(checkpoint: Checkpoint, parts: _Parts) -> bytes:
     """Write objects as JSON; those that JSON cannot hold, as their stored bytes, unopened."""
     objects, stored = {}, {}
-    with ItemReader(checkpoint) as reader:
-        for key in sorted(parts.objects, key=natural_order):
-            item = checkpoint.objects[key]
-            if item.transforms:
-                raise CheckpointError(f"{key} was written through {', '.join(item.transforms)}; {_LEAVE_OUT}")
-            try:
-                objects[key] = to_json(reader.read_object(item))
-            except (NotPlainError, UnreadableObjectError):
-                stored[key] = base64.b64encode(reader.read_bytes(item)).decode()
-            except CheckpointError as error:
-                raise CheckpointError(f"{key}: {error}; {_LEAVE_OUT}") from error
+    reader = ItemReader(checkpoint)
+    for key in sorted(parts.objects, key=natural_order):
+        item = checkpoint.objects[key]
+        if item.transforms:
+            raise CheckpointError(f"{key} was written through {', '.join(item.transforms)}; {_LEAVE_OUT}")
+        try:
+            objects[key] = to_json(reader.read_object(item))
+        except (NotPlainError, UnreadableObjectError):
+            stored[key] = base64.b64encode(reader.view(item)).decode()
+        except CheckpointError as error:
+            raise CheckpointError(f"{key}: {error}; {_LEAVE_OUT}") from error
     if stored:
         parts.notes.append(f"{counted(len(stored), 'object')} of more than plain values, kept as torch.save wrote it")
     known = {key: path for key, path in checkpoint.paths.items() if path != (key,)}
@@ -224,11 +222,7 @@ def to_dcp(folders: Folders, wanted: Wanted) -> ConversionPlan:
     builder.add_dcp(keys, wanted.shard_bytes)
     objects = tuple(key for key in keys if key in checkpoint.objects)
     rewrite = builder.rewrite({key: checkpoint.paths[key] for key in keys}, objects)
-
-    def last_files(destination: str) -> Mapping[str, bytes]:
-        return {METADATA_FILE: first_metadata_bytes(rewrite, destination)}
-
-    return ConversionPlan(rewrite, last_files, folders.key_prefix, ())
+    return ConversionPlan(rewrite, {}, folders.key_prefix, ())
 
 
 def _is_wanted(key: str, folders: Folders, wanted: Wanted) -> bool:
@@ -241,15 +235,14 @@ def _is_wanted(key: str, folders: Folders, wanted: Wanted) -> bool:
 
 
 class _ConversionBuilder:
-    """Files of items, each with the task that fills it."""
+    """Files of pieces, each with how it is put together."""
 
     def __init__(self, checkpoint: Checkpoint, model_keys: Set[str], dtype: torch.dtype | None) -> None:
         self._checkpoint = checkpoint
         self._model_keys = model_keys
         self._dtype = dtype
-        self._sources: dict[str, Index[Any]] = {}
-        self._files: dict[str, list[NewItem]] = {}
-        self._tasks: dict[str, list[MergeTask]] = {}
+        self._files: dict[str, list[Piece]] = {}
+        self._heads: dict[str, bytes] = {}
         self._tensors: dict[str, NewTensor] = {}
 
     def dtype_of(self, tensor: StoredTensor) -> torch.dtype:
@@ -264,80 +257,57 @@ class _ConversionBuilder:
     def add_safetensors(self, part: str, names: Mapping[str, str], shard_bytes: int) -> dict[str, str]:
         """Whole tensors; the names are those in the files. Returns name → file."""
         weight_map = {}
-        tensors = [self._checkpoint.tensors[key] for key in names]
-        shards = list(_shards(tensors, self.nbytes_of, shard_bytes))
+        wholes = (self._checkpoint.tensors[key] for key in names)
+        sized = (Piece(each.key, None, self.nbytes_of(each), lambda reader: b"") for each in wholes)
+        shards = list(in_files(sized, shard_bytes))
         for number, shard in enumerate(shards, start=1):
             file = f"{part}-{number:05}-of-{len(shards):05}{SUFFIX}"
-            by_name = {names[tensor.key]: tensor for tensor in shard}
+            by_name = {names[piece.key]: self._checkpoint.tensors[piece.key] for piece in shard}
             placed = in_file_order(
                 FileTensor(name, tensor.shape, self.dtype_of(tensor)) for name, tensor in by_name.items()
             )
-            self._files[file] = [NewItem((), header_of(placed))]
-            for entry in placed:
-                tensor = by_name[entry.key]
-                region = whole_of(tensor.shape)
-                self._fill(file, tensor, region, bare(tensor.shape, self.dtype_of(tensor)))
+            self._heads[file] = header_of(placed)
+            tensors = [by_name[entry.key] for entry in placed]
+            self._files[file] = [piece for each in tensors for piece in self._pieces(each, [whole_of(each.shape)])]
             weight_map.update(dict.fromkeys(by_name, file))
         return dict(sorted(weight_map.items(), key=lambda each: natural_order(each[0])))
 
     def add_dcp(self, keys: Sequence[str], shard_bytes: int) -> None:
         """Chunks as they are stored, and rows of those that are larger than a file may be."""
+        tensors = (tensor for key in keys if (tensor := self._checkpoint.tensors.get(key)) is not None)
         pieces = [
-            (tensor, region)
-            for key in keys
-            if (tensor := self._checkpoint.tensors.get(key)) is not None
+            piece
+            for tensor in tensors
             for chunk in tensor.chunks
-            for region in stretches(
-                TensorRegion(chunk.offsets, chunk.sizes), max(shard_bytes // self.dtype_of(tensor).itemsize, 1)
+            for piece in self._pieces(
+                tensor,
+                stretches(
+                    TensorRegion(chunk.offsets, chunk.sizes), max(shard_bytes // self.dtype_of(tensor).itemsize, 1)
+                ),
             )
         ]
-        file = "__0_0.distcp"
-        for number, shard in enumerate(
-            _shards(pieces, lambda piece: piece[1].numel * self.dtype_of(piece[0]).itemsize, shard_bytes)
-        ):
-            file = f"__0_{number}.distcp"
-            for tensor, region in shard:
-                self._fill(file, tensor, region, envelope_of(region.sizes, self.dtype_of(tensor)))
+        for number, shard in enumerate(in_files(pieces, shard_bytes)):
+            self._files[f"__{number}_0.distcp"] = shard
         for key in keys:
             if key in self._checkpoint.objects:
                 content = self._checkpoint.objects[key].content
                 assert content is not None
-                self._files.setdefault(file, []).append(NewItem((Entry(key, None),), content))
+                file = f"__{max(len(self._files) - 1, 0)}_0.distcp"
+                piece = Piece(key, None, len(content), functools.partial(_given, content))
+                self._files.setdefault(file, []).append(piece)
 
-    def _fill(self, file: str, tensor: StoredTensor, region: TensorRegion, content: Envelope) -> None:
-        item = NewItem((Entry(tensor.key, region),), content)
-        self._files.setdefault(file, []).append(item)
-        self._tensors[tensor.key] = NewTensor(tensor.key, tensor.shape, self.dtype_of(tensor), tensor.key)
-        if math.prod(region.sizes):
-            if tensor.key not in self._sources:
-                self._sources[tensor.key] = Index(tensor.chunks)
-            fusion = Fusion(tensor.key, (tensor.key,), tensor.shape, tensor.dtype, 0, (whole(tensor.shape),))
-            dtype = self.dtype_of(tensor)
-            cast = None if dtype == tensor.dtype else dtype
-            task = MergeTask(fusion, region, (self._sources[tensor.key],), item, cast)
-            self._tasks.setdefault(file, []).append(task)
+    def _pieces(self, tensor: StoredTensor, regions: Iterable[TensorRegion]) -> Iterator[Piece]:
+        dtype = self.dtype_of(tensor)
+        self._tensors[tensor.key] = NewTensor(tensor.key, tensor.shape, dtype)
+        fusion = Fusion(tensor.key, (tensor.key,), tensor.shape, tensor.dtype, 0, (whole(tensor.shape),))
+        sources = (Index(tensor.chunks),)
+        for region in regions:
+            yield from gathered(fusion, region, sources, dtype)
 
     def rewrite(self, paths: Mapping[str, tuple[str | int, ...]], objects: tuple[str, ...]) -> Rewrite:
-        place_items(self._files)
-        return Rewrite(
-            tensors=self._tensors,
-            objects=objects,
-            files={file: tuple(items) for file, items in self._files.items()},
-            tasks={file: tuple(tasks) for file, tasks in self._tasks.items()},
-            exchange=Exchange((), {}, {}, paths, 0),
-        )
+        return Rewrite(self._tensors, objects, self._files, paths, Exchange((), {}, {}, {}, 0), self._heads)
 
 
-def _shards(things: Iterable[Any], nbytes_of: Callable[[Any], int], shard_bytes: int) -> Iterator[list[Any]]:
-    """Things in their order, as many as fit together."""
-    shard: list[Any] = []
-    filled = 0
-    for thing in things:
-        nbytes = nbytes_of(thing)
-        if shard and filled + nbytes > shard_bytes:
-            yield shard
-            shard, filled = [], 0
-        shard.append(thing)
-        filled += nbytes
-    if shard:
-        yield shard
+def _given(content: bytes, reader: ItemReader) -> bytes:
+    del reader
+    return content

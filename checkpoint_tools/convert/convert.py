@@ -4,20 +4,16 @@
 
     SRC ──open──▶ Source ──plan──▶ ConversionPlan ──rewrite.write──▶ DST
 
-The same folders, journals and threads as for split and merge; see :mod:`checkpoint_tools.write.rewrite`.
+Written as split and merge write; see :mod:`checkpoint_tools.write.rewrite`.
 """
 
-import hashlib
 from collections.abc import Callable, Mapping
 from pathlib import PurePath
 from typing import Any, Literal, NamedTuple
 
-import torch
-
 from ..core.errors import CheckpointError
 from ..core.sizes import counted, human_bytes
 from ..core.tables import Table
-from ..stored.metadata import METADATA_FILE
 from ..stored.opening import open_checkpoint
 from ..stored.reading import Checkpoint
 from ..stored.safetensors_folder import Folders, is_safetensors, open_safetensors
@@ -38,7 +34,6 @@ class Source(NamedTuple):
         folders: the same as safetensors, if it is that.
         to: the format that it gets.
         notes: what there is to be said about it.
-        digest: of everything but data.
         sidecars: files beside the data, which are copied.
     """
 
@@ -46,7 +41,6 @@ class Source(NamedTuple):
     folders: Folders | None
     to: Format
     notes: tuple[str, ...]
-    digest: str
     sidecars: tuple[str, ...]
 
 
@@ -67,16 +61,14 @@ def open_source(source: str, to: str | None, key_prefix: str | None, threads: in
         is_file = PurePath(source).suffix == ".safetensors"
         sidecars = Sidecars((), ()) if is_file else sidecars_of(folders.checkpoint, folders.own_files)
         notes = rewrite.notes_on(folders.checkpoint, sidecars)
-        return Source(folders.checkpoint, folders, "dcp", tuple(notes), folders.digest, sidecars.files)
+        return Source(folders.checkpoint, folders, "dcp", tuple(notes), sidecars.files)
     if flat and to == "safetensors":
         raise CheckpointError("--flat-to-nd gives a checkpoint of DCP; convert that to safetensors afterwards")
     if not flat:
         _check_changes("safetensors", to, source)
     checkpoint, sidecars = rewrite.open_whole(source, threads)
-    with checkpoint.folder.open(METADATA_FILE) as stream:
-        digest = hashlib.sha256(stream.read()).hexdigest()
     notes = rewrite.notes_on(checkpoint, sidecars)
-    return Source(checkpoint, None, "dcp" if flat else "safetensors", tuple(notes), digest, sidecars.files)
+    return Source(checkpoint, None, "dcp" if flat else "safetensors", tuple(notes), sidecars.files)
 
 
 def _check_changes(expected: Format, to: str | None, source: str) -> None:
@@ -103,7 +95,7 @@ def plan_flat(source: Source, shapes_from: str | None, wanted: Wanted) -> Conver
         CheckpointError: it is not known which shapes the state should have.
     """
     other = None if shapes_from is None else open_checkpoint(shapes_from)
-    return ConversionPlan(flat_to_nd(source.checkpoint, other, wanted.excluded), None, "", ())
+    return ConversionPlan(flat_to_nd(source.checkpoint, other, wanted.excluded), {}, "", ())
 
 
 def write(
@@ -113,44 +105,23 @@ def write(
     *,
     threads: int,
     max_memory_bytes: int,
-    restart: bool = False,
     advance: Callable[[int], object] = lambda done: None,
 ) -> None:
     """Write it.
 
     Raises:
         CheckpointError: the source cannot be read, or the destination not be written.
-        KeyboardInterrupt: as it came. What was written so far is there to go on with.
     """
     rewrite.write(
         source.checkpoint,
         planned.rewrite,
         destination,
-        _fingerprint(source, planned),
         threads=threads,
         max_memory_bytes=max_memory_bytes,
-        restart=restart,
         advance=advance,
-        last_files=None if planned.last_files is None else planned.last_files(destination),
+        beside=planned.beside,
         sidecars=source.sidecars,
     )
-
-
-def _fingerprint(source: Source, planned: ConversionPlan) -> dict[str, object]:
-    """Identify everything that the new files depend on. The plan shows what was asked for."""
-    plan_digest = hashlib.sha256()
-    for file, items in planned.rewrite.files.items():
-        plan_digest.update(repr((file, [(item.entries, item.length_bytes) for item in items])).encode())
-    plan_digest.update(repr([(tensor.key, tensor.dtype) for tensor in planned.rewrite.tensors.values()]).encode())
-    if planned.last_files is not None:
-        plan_digest.update(repr(sorted(planned.last_files("").items())).encode())
-    return {
-        "format": rewrite.FORMAT,
-        "torch": torch.__version__,
-        "metadata": source.digest,
-        "files": rewrite.stamps_of(source.checkpoint),
-        "asked": plan_digest.hexdigest(),
-    }
 
 
 # --- shown -----------------------------------------------------------------------------------------------------------
@@ -178,8 +149,8 @@ def as_table(planned: ConversionPlan) -> Table:
 
 def _keys_by_file(rewrite: Rewrite) -> Mapping[str, dict[str, None]]:
     return {
-        file: {entry.key: None for item in items for entry in item.entries if entry.region is not None}
-        for file, items in rewrite.files.items()
+        file: {piece.key: None for piece in pieces if piece.region is not None}
+        for file, pieces in rewrite.files.items()
     }
 
 

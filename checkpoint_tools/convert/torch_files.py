@@ -8,11 +8,9 @@
 Nothing that either contains is run: what consists of more than tensors and plain values is refused.
 """
 
-import contextlib
 import os
-import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +22,13 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from ..core.errors import CheckpointError
 from ..core.patterns import check_excluded, is_excluded
-from ..core.regions import TensorRegion, whole_of
+from ..core.regions import whole_of
 from ..core.sizes import human_bytes, shortened
 from ..core.values import MAX_VALUES, has_more_values
-from ..look.data_checks import DataChecks
-from ..look.diff import read_block
-from ..stored.archive import DamagedError, check_contents, check_pickle, open_archive
-from ..stored.items import ItemReader
+from ..stored.items import Archive, DamagedError, ItemReader
 from ..stored.reading import Checkpoint
-from ..stored.storage import Window, open_folder
+from ..stored.storage import LocalFolder
+from ..write.save import appearing
 from ..write.seal import seal
 
 _MAX_DIGITS = 10  # of a parameter's number
@@ -52,7 +48,7 @@ def to_dcp(source: str, destination: str, max_memory_bytes: int) -> tuple[int, l
     has_crcs = _check(source)
     state = _loaded(source)
     _check_values(source, state, max_memory_bytes)
-    with _partial(destination) as made:
+    with appearing(destination, 0) as made:
         try:
             with warnings.catch_warnings(action="ignore"):  # that there is no process group
                 save(state, storage_writer=FileSystemWriter(made, sync_files=True), no_dist=True)
@@ -63,30 +59,12 @@ def to_dcp(source: str, destination: str, max_memory_bytes: int) -> tuple[int, l
     return len(state), [] if has_crcs else [f"the data of {source} cannot be compared with checksums: {_WITHOUT}"]
 
 
-@contextlib.contextmanager
-def _partial(destination: str) -> Iterator[Path]:
-    """Give a temporary file that becomes the destination on success, and is removed otherwise."""
-    made = Path(f"{destination}.partial")
-    if os.path.lexists(made):
-        raise CheckpointError(f"{made} is there; another process writes it, or has left it: remove it then")
-    try:
-        yield made
-        made.rename(destination)
-    except BaseException:
-        shutil.rmtree(made, ignore_errors=True)
-        made.unlink(missing_ok=True)
-        raise
-
-
 def _check(source: str) -> bool:
     """Compare all of the file with its checksums, which mapping it does not. Whether it has any."""
     try:
-        size_bytes = open_folder(os.path.dirname(source) or ".").size_bytes(os.path.basename(source))
-        with open(source, "rb") as stream:
-            window = Window(stream, 0, size_bytes)
-            archive = open_archive(window)
-            check_contents(window, archive)
-            check_pickle(window, archive)
+        folder, name = LocalFolder(os.path.dirname(source) or "."), os.path.basename(source)
+        archive = Archive(folder.view(name, 0, folder.size_bytes(name)))
+        archive.check()
     except FileNotFoundError as error:
         raise CheckpointError(f"{source} is not there") from error
     except DamagedError as error:
@@ -147,27 +125,23 @@ def to_torch(checkpoint: Checkpoint, destination: str, excluded: tuple[str, ...]
             "that much, or convert to safetensors"
         )
     values: dict[str, Any] = {}
-    checks = DataChecks(checkpoint)
-    with ItemReader(checkpoint, max_memory_bytes, checks.note) as reader:
-        for key, tensor in tensors.items():
-            whole = whole_of(tensor.shape)
-            is_empty = whole.numel == 0
-            values[key] = torch.empty(tensor.shape, dtype=tensor.dtype) if is_empty else _own(reader, tensor, whole)
-        values.update((key, reader.read_object(item)) for key, item in objects.items())
-    checks.check_read(1)
+    reader = ItemReader(checkpoint, max_memory_bytes)
+    for key, tensor in tensors.items():
+        values[key] = reader.read_region(tensor, whole_of(tensor.shape))
+    values.update((key, reader.read_object(item)) for key, item in objects.items())
     nested = _nested(checkpoint, values)
-    with _partial(destination) as made, made.open("xb") as stream:
-        try:
+    made = Path(f"{destination}.partial")
+    try:
+        with made.open("wb") as stream:
             torch.save(nested, stream)
-        except RecursionError as error:
-            raise CheckpointError(f"{checkpoint.path} has an object that is nested too deeply to be saved") from error
-        stream.flush()
-        os.fsync(stream.fileno())
+            stream.flush()
+            os.fsync(stream.fileno())
+        made.rename(destination)
+    except RecursionError as error:
+        raise CheckpointError(f"{checkpoint.path} has an object that is nested too deeply to be saved") from error
+    finally:
+        made.unlink(missing_ok=True)
     return len(values)
-
-
-def _own(reader: ItemReader, tensor: Any, whole: TensorRegion) -> Tensor:
-    return read_block(reader, tensor, whole).clone()
 
 
 class _Nest(dict[Any, Any]):

@@ -1,11 +1,9 @@
 """Translate one framework's names and fused weights to another's, by the steps of its data files in turn.
 
-What a step gives lies in a folder beside the destination until the next one is done, and each step goes on after a kill
-as split and merge do.
+What a step gives lies in a folder beside the destination until the next one is done.
 """
 
 import contextlib
-import hashlib
 import io
 import json
 import shutil
@@ -22,8 +20,8 @@ from ..exchange.config_values import COMMON_FILE, FORMAT_FILE, with_told
 from ..exchange.request import Request, complete
 from ..stored.reading import Checkpoint
 from ..write import rewrite
-from ..write.partial import locked_folder, partial_of, steps_beside
 from ..write.rewrite_plan import Rewrite, plan_rewrite
+from ..write.save import held
 from .families import Fuse, Rename, Step, steps, value_names
 from .renaming import rename_exchange
 
@@ -56,50 +54,40 @@ def translate(
     threads: int,
     max_memory_bytes: int,
     progress: Progress = _unseen,
-    restart: bool = False,
 ) -> tuple[int, list[str]]:
     """Write it; how many keys there are then, and what there is to be said.
 
     Raises:
         CheckpointError: a key or a value is not known, the source cannot be read, or the destination not be written.
-        KeyboardInterrupt: as it came. What was written so far is there to go on with.
     """
     rewrite.check_destination(source, destination)
+    to = source
     checkpoint, sidecars = rewrite.open_whole(source, threads)
     values, notes = with_told(checkpoint, value_names(asked.family), asked.values)
     notes += rewrite.notes_on(checkpoint, sidecars)
     work = steps(asked.family, asked.source, asked.target, values)
     _check_values(work, values)
     first_rename = next(number for number, step in enumerate(work) if isinstance(step, Rename))
-    request = repr((asked, sorted(values.items()), work))
-    identity = hashlib.sha256(f"{request} {rewrite.stamps_of(checkpoint)}".encode()).hexdigest()[:16]
     planned: Rewrite | None = None
-    with _room_for(destination, identity, restart=restart) as room:
-        others = [] if "://" in destination else [each for each in steps_beside(Path(destination)) if each != room]
-        notes += [f"{each} is left from another rename; remove it if nobody goes on with that" for each in others]
-        made = [number for number in range(len(work) - 1) if (room / f"{number}").is_dir()]
-        at, begin = (f"{room}/{made[-1]}", made[-1] + 1) if made else (source, 0)
-        for number, step in list(enumerate(work))[begin:]:
-            to = destination if number + 1 == len(work) else f"{room}/{number}"
+    with _room_for(destination) as room:
+        for number, step in enumerate(work):
             if number:
-                checkpoint, sidecars = rewrite.open_whole(at, threads)
+                checkpoint, sidecars = rewrite.open_whole(to, threads)
+            before, to = room / f"{number - 1}", destination if number + 1 == len(work) else f"{room}/{number}"
             planned = _plan(checkpoint, step, values, asked.excluded if number <= first_rename else ())
+            is_megatron = to == destination and asked.target == "megatron"
             with progress(f"rename, {number + 1} of {len(work)}", planned.nbytes) as advance:
                 rewrite.write(
                     checkpoint,
                     planned,
                     to,
-                    {"step": number, "files": rewrite.stamps_of(checkpoint), "asked": request},
                     threads=threads,
                     max_memory_bytes=max_memory_bytes,
-                    restart=restart,
                     advance=advance,
                     sidecars=sidecars.files,
-                    record=_format_files(sidecars.files) if to == destination and asked.target == "megatron" else None,
+                    beside=_format_files(sidecars.files) if is_megatron else None,
                 )
-            if number:
-                shutil.rmtree(at)
-            at = to
+            shutil.rmtree(before, ignore_errors=True)
     assert planned is not None
     return len(planned.tensors) + len(planned.objects), notes
 
@@ -135,25 +123,14 @@ def _format_files(there: Sequence[str]) -> dict[str, bytes]:
 
 
 @contextlib.contextmanager
-def _room_for(destination: str, identity: str, *, restart: bool) -> Iterator[Path]:
-    """Hold a folder for what is between the steps, on the destination's disk if that is local.
-
-    There, it has the identity of what is asked for in its name, and stays for somebody who can go on with it.
-    """
+def _room_for(destination: str) -> Iterator[Path]:
+    """Give a folder for what is between the steps, on the destination's disk if that is local."""
     if "://" in destination:
         with tempfile.TemporaryDirectory(prefix="checkpoint-tools-") as folder:
             yield Path(folder)
         return
-    room = Path(f"{destination}.steps-{identity}")
-    with locked_folder(room):
-        if restart:
-            for each in room.iterdir():
-                if each.is_dir():
-                    shutil.rmtree(each)
+    with held(Path(f"{destination}.steps")) as mark:
         try:
-            yield room
-        except Exception:
-            if not any(each.exists() for each in (*room.glob("*.partial"), partial_of(Path(destination)))):
-                shutil.rmtree(room)
-            raise
-        shutil.rmtree(room)
+            yield mark.parent
+        finally:
+            shutil.rmtree(mark.parent)

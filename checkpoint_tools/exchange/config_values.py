@@ -10,7 +10,7 @@ where                                 what
 ``config.json``                       Hugging Face's: whatever numbers it has
 ====================================  =================================================================================
 
-Neither is run: names in pickles stand for nothing here (:func:`checkpoint_tools.stored.unpickle.unpickle_plain`).
+Neither is run: names in pickles stand for nothing here (:func:`checkpoint_tools.stored.items.plain_pickle`).
 """
 
 import json
@@ -20,10 +20,10 @@ from typing import Any, NamedTuple, TypeGuard
 from ..core.errors import CheckpointError
 from ..core.sizes import MAX_INT64
 from ..fused.rules import DENSE_RANKS, EXPERT_RANKS
-from ..stored.archive import PICKLE, DamagedError, open_archive, read_pickle
+from ..stored.items import Archive, DamagedError, plain_pickle
 from ..stored.reading import Checkpoint
-from ..stored.storage import Window, read_small
-from ..stored.unpickle import PickledObject, unpickle_plain
+from ..stored.storage import read_small
+from ..stored.unpickle import PickledObject
 
 COMMON_FILE = "common.pt"
 FORMAT_FILE = "metadata.json"
@@ -170,10 +170,9 @@ def _json(checkpoint: Checkpoint, file: str) -> Any:
 def _common_args(checkpoint: Checkpoint) -> Any:
     try:
         size_bytes = checkpoint.folder.size_bytes(COMMON_FILE)
-        with checkpoint.folder.open(COMMON_FILE) as stream:
-            common = _unpickled(Window(stream, 0, size_bytes))
     except OSError:
         return None
+    common = _unpickled(checkpoint, COMMON_FILE, 0, size_bytes)
     return common.get(_ARGS) if isinstance(common, dict) else None
 
 
@@ -181,20 +180,12 @@ def _object_args(checkpoint: Checkpoint) -> Any:
     stored = checkpoint.objects.get(_ARGS)
     if stored is None or stored.transforms or stored.content is not None:
         return None
-    try:
-        with checkpoint.folder.open(stored.file) as stream:
-            return _unpickled(Window(stream, stored.offset_bytes, stored.length_bytes))
-    except OSError:
-        return None
+    return _unpickled(checkpoint, stored.file, stored.offset_bytes, stored.length_bytes)
 
 
-def _unpickled(window: Window) -> Any:
+def _unpickled(checkpoint: Checkpoint, file: str, offset_bytes: int, length_bytes: int) -> Any:
     try:
-        archive = open_archive(window)
-        if sum(record.stored_bytes for record in archive.records if record.name == PICKLE) > _MAX_BYTES:
-            return None
-        return unpickle_plain(read_pickle(window, archive))
-    except DamagedError:
-        return None
-    except Exception:  # noqa: BLE001  # bytes that are no pickle can raise anything; then nothing is said there
+        content = Archive(checkpoint.folder.view(file, offset_bytes, length_bytes)).pickled()
+        return plain_pickle(content) if len(content) <= _MAX_BYTES else None
+    except (OSError, ValueError, DamagedError):  # nothing is said there
         return None

@@ -77,9 +77,9 @@ class Merging(ExchangeWork):
                 of = (name.before, role.fused)
                 roles[of] = role
                 entries.setdefault(of, {}).setdefault(name.after, {})[role.number] = name
-        with ItemReader(self.checkpoint) as reader:
-            for of, by_entry in entries.items():
-                self._merge_state(roles[of], by_entry, reader)
+        reader = ItemReader(self.checkpoint)
+        for of, by_entry in entries.items():
+            self._merge_state(roles[of], by_entry, reader)
 
     def _merge_state(self, role: Role, by_entry: Mapping[str, Mapping[int, StateName]], reader: ItemReader) -> None:
         for by_number in by_entry.values():
@@ -148,7 +148,7 @@ class Merging(ExchangeWork):
         tensor = self.checkpoint.tensors[key]
         if tensor.shape != ():
             raise CheckpointError(f"{key} has shape {tensor.shape}, and other parts have a number there")
-        return reader.read_chunk(tensor.chunks[0])
+        return reader.read_chunk(tensor.chunks[0], tensor.dtype)
 
 
 def _fused_shape(match: Match, shapes: Sequence[Shape], where: str) -> tuple[Shape, int]:

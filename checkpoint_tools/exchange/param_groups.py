@@ -24,10 +24,8 @@ def read_groups(checkpoint: Checkpoint, names: Iterable[GroupName]) -> Groups:
     Raises:
         CheckpointError: one cannot be read.
     """
-    with ItemReader(checkpoint) as reader:
-        return {
-            name: reader.read_object(checkpoint.objects[name.key]) for name in names if name.key in checkpoint.objects
-        }
+    reader = ItemReader(checkpoint)
+    return {name: reader.read_object(checkpoint.objects[name.key]) for name in names if name.key in checkpoint.objects}
 
 
 def listed(content: Any, name: GroupName) -> list[Any]:

@@ -70,12 +70,11 @@ class Splitting(ExchangeWork):
                 self._split_state(name, role, shape, shapes if param is None else None)
 
     def _check_object(self, name: StateName) -> None:
-        with ItemReader(self.checkpoint) as reader:
-            if holds_tensors(reader.read_object(self.checkpoint.objects[name.key])):
-                raise CheckpointError(
-                    f"{name.key} is an object with tensors in it, and it is not known how to split that; leave its "
-                    "parameter out, with --exclude"
-                )
+        if holds_tensors(ItemReader(self.checkpoint).read_object(self.checkpoint.objects[name.key])):
+            raise CheckpointError(
+                f"{name.key} is an object with tensors in it, and it is not known how to split that; leave its "
+                "parameter out, with --exclude"
+            )
 
     def _split_state(
         self, name: StateName, role: Role, shape: Shape, siblings: Mapping[tuple[str, str], Shape] | None

@@ -9,24 +9,17 @@ A block is a range of elements of the whole tensor in row-major order that is al
 rows, or a part of one row where a row is too large. So every chunk is read once, from start to end.
 """
 
-import contextlib
 import dataclasses
-import threading
 from collections.abc import Callable, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
 from ..core.errors import CheckpointError
-from ..core.regions import TensorRegion, common, position_in, stretches, whole_of
+from ..core.regions import stretches, whole_of
 from ..core.sizes import MAX_ITEM_BYTES, block_bounds, counted, human_shape, natural_order, short_repr, thread_bytes
 from ..core.tables import Table
-from ..core.values import Comparison, compare_each, compare_values, same_values
+from ..core.values import Comparison, compare_values, same_values
 from ..fused.keys import sorted_out
-from ..stored.envelope import envelope_of
-from ..stored.item_archive import crc32
 from ..stored.items import ItemReader
 from ..stored.reading import Checkpoint, StoredTensor
 from .verify import check_coverage
@@ -36,7 +29,8 @@ LEAST_THREAD_BYTES = 16 * MAX_ITEM_BYTES
 
 MAX_BLOCK_BYTES = 32 << 20
 _SMALL_BYTES = 64 << 10
-_BATCH_BYTES = 1 << 20  # of small tensors that are compared at once
+
+Readers = tuple[ItemReader, ...]
 
 
 class Difference(NamedTuple):
@@ -87,49 +81,25 @@ def diff(
         CheckpointError: one of the two is damaged, or does not fit into the memory.
     """
     memory_bytes = thread_bytes(max_memory_bytes, threads, LEAST_THREAD_BYTES)
-    readers = _Readers(first, second, memory_bytes // 4)
+    readers = tuple(ItemReader(checkpoint, memory_bytes // 4) for checkpoint in (first, second))
 
     def compare(some: Sequence[str]) -> list[Difference]:
-        found: dict[str, Difference | None] = {}
-        small = _Small(readers, tolerance, min(_BATCH_BYTES, memory_bytes // 4))
+        found = []
         for key in some:
-            found[key] = _diff_entries(first, second, key)
-            if found[key] is None and key in first.objects:
-                found[key] = _diff_objects(readers, key)
-            elif found[key] is not None or small.takes(key):
-                advance(_bytes_of(first, key) + _bytes_of(second, key))
-            else:
-                found[key] = _diff_tensors(readers, key, tolerance, memory_bytes, advance)
-        found |= small.differences()
-        return [each for each in found.values() if each is not None]
+            difference = _diff_entries(first, second, key)
+            if difference is None and key in first.objects:
+                difference = _diff_objects(readers, first, second, key)
+            elif difference is None:
+                difference = _diff_tensors(readers, first, second, key, tolerance, memory_bytes)
+            advance(_bytes_of(first, key) + _bytes_of(second, key))
+            if difference is not None:
+                found.append(difference)
+        return found
 
     # Many keys at a time: with a hundred thousand small tensors, handing each to a thread would take longest.
     parts = [keys[start:stop] for start, stop in block_bounds(len(keys), max(1, min(512, len(keys) // (4 * threads))))]
-    with contextlib.closing(readers), ThreadPoolExecutor(max_workers=threads) as pool:
+    with ThreadPoolExecutor(max_workers=threads) as pool:
         return [found for part in pool.map(compare, parts) for found in part]
-
-
-class _Readers:
-    """Keeps both checkpoints' files open, for each thread its own."""
-
-    def __init__(self, first: Checkpoint, second: Checkpoint, max_whole_bytes: int) -> None:
-        self.checkpoints = first, second
-        self._max_whole_bytes = max_whole_bytes
-        self._local = threading.local()
-        self._all: list[ItemReader] = []
-
-    def mine(self) -> tuple[ItemReader, ItemReader]:
-        """Return the calling thread's readers."""
-        if not hasattr(self._local, "readers"):
-            a, b = (ItemReader(checkpoint, self._max_whole_bytes) for checkpoint in self.checkpoints)
-            self._local.readers = a, b
-            self._all += [a, b]
-        mine: tuple[ItemReader, ItemReader] = self._local.readers
-        return mine
-
-    def close(self) -> None:
-        for reader in self._all:
-            reader.close()
 
 
 def aligned(
@@ -229,84 +199,27 @@ def _kind(checkpoint: Checkpoint, key: str) -> str | None:
 
 
 def _diff_tensors(
-    readers: _Readers, key: str, tolerance: Tolerance, memory_bytes: int, advance: Callable[[int], object]
+    readers: Readers, first: Checkpoint, second: Checkpoint, key: str, tolerance: Tolerance, memory_bytes: int
 ) -> Difference | None:
-    a, b = (checkpoint.tensors[key] for checkpoint in readers.checkpoints)
-    for checkpoint, tensor in zip(readers.checkpoints, (a, b), strict=True):
-        for _, text in check_coverage(tensor):
-            raise CheckpointError(f"{tensor.key} in {checkpoint.path}: {text}; see the command verify")
-    # A quarter for two blocks, and for the parts of them that are read. The rest is for items that can only be read as
-    # a whole: one side's is kept while the other side's is there twice, as stored and in row-major order.
+    a, b = first.tensors[key], second.tensors[key]
+    if _is_one_small_item(a) and _is_one_small_item(b) and a.chunks[0][5:] == b.chunks[0][5:]:
+        if readers[0].view(a.chunks[0]) == readers[1].view(b.chunks[0]):
+            return None
+    else:
+        for checkpoint, tensor in ((first, a), (second, b)):
+            for _, text in check_coverage(tensor):
+                raise CheckpointError(f"{tensor.key} in {checkpoint.path}: {text}; see the command verify")
+    # A quarter for two blocks, and for their parts. The rest is for items that can only be read as a whole: one side's
+    # is kept while the other side's is there twice, as stored and in row-major order.
     block_numel = min(MAX_BLOCK_BYTES, memory_bytes // 16) // a.dtype.itemsize
     total = Comparison(0, 0, None)
-    reader_a, reader_b = readers.mine()
     for block in stretches(whole_of(a.shape), block_numel) if a.nbytes else ():
-        here = compare_values(read_block(reader_a, a, block), read_block(reader_b, b, block), *tolerance)
+        here = compare_values(readers[0].read_region(a, block), readers[1].read_region(b, block), *tolerance)
         total = total.plus(here)
-        advance(2 * block.numel * a.dtype.itemsize)
-    for reader in (reader_a, reader_b):
-        reader.forget()
-    return _of_values(key, total)
-
-
-def _of_values(key: str, total: Comparison) -> Difference | None:
     if not total.differing:
         return None
     detail = f"{total.differing:,} of {total.numel:,} differ"
     return Difference(key, "values", detail, total.differing, total.numel, total.max_abs_diff)
-
-
-class _Small:
-    """Small tensors that are in one item in both checkpoints: their bytes are compared, and many of them at once.
-
-    Args:
-        readers: of both.
-        tolerance: of their values.
-        most_bytes: so much is collected before it is compared.
-    """
-
-    def __init__(self, readers: _Readers, tolerance: Tolerance, most_bytes: int) -> None:
-        self._readers = readers
-        self._tolerance = tolerance
-        self._most_bytes = most_bytes
-        self._bytes = 0
-        self._waiting: dict[torch.dtype, list[tuple[str, bytes, bytes]]] = {}
-        self._found: dict[str, Difference | None] = {}
-
-    def takes(self, key: str) -> bool:
-        """Take a tensor if it is small; its differences then come with :meth:`differences`."""
-        tensors = [checkpoint.tensors[key] for checkpoint in self._readers.checkpoints]
-        if not all(map(_is_one_small_item, tensors)):
-            return False
-        chunks = [tensor.chunks[0] for tensor in tensors]
-        if chunks[0].transforms != chunks[1].transforms or chunks[0].bare_dtype != chunks[1].bare_dtype:
-            return False
-        a, b = (reader.read_bytes(chunk) for reader, chunk in zip(self._readers.mine(), chunks, strict=True))
-        if a == b:
-            return True
-        of_a, of_b = _elements(a, tensors[0]), _elements(b, tensors[1])
-        if of_a is None or of_b is None:
-            return False
-        self._waiting.setdefault(tensors[0].dtype, []).append((key, of_a, of_b))
-        self._bytes += len(of_a) + len(of_b)
-        if self._bytes > self._most_bytes:
-            self._compare()
-        return True
-
-    def differences(self) -> dict[str, Difference | None]:
-        """Compare all that were taken."""
-        self._compare()
-        return self._found
-
-    def _compare(self) -> None:
-        for dtype, waiting in self._waiting.items():
-            _, *sides = zip(*waiting, strict=True)
-            a, b = (torch.frombuffer(bytearray().join(side), dtype=dtype) for side in sides)
-            numels = [len(each[1]) // dtype.itemsize for each in waiting]
-            for (key, _, _), found in zip(waiting, compare_each(a, b, numels, *self._tolerance), strict=True):
-                self._found[key] = _of_values(key, found)
-        self._waiting.clear()
-        self._bytes = 0
 
 
 def _is_one_small_item(tensor: StoredTensor) -> bool:
@@ -316,61 +229,15 @@ def _is_one_small_item(tensor: StoredTensor) -> bool:
     return chunk.sizes == tensor.shape and not any(chunk.offsets) and chunk.length_bytes <= _SMALL_BYTES
 
 
-def _elements(item: bytes, tensor: StoredTensor) -> bytes | None:
-    """Return the elements of an item, if it begins as ``torch.save`` does and their CRC-32 follows them."""
-    chunk = tensor.chunks[0]
-    if chunk.transforms or not tensor.nbytes or chunk.bare_dtype not in (None, tensor.dtype):
-        return None
-    if chunk.bare_dtype is not None:
-        return item if len(item) == tensor.nbytes else None
-    around = envelope_of(tensor.shape, tensor.dtype)
-    stop = len(around.head) + around.data_bytes
-    if len(item) != around.length_bytes or not item.startswith(around.head):
-        return None
-    elements = item[len(around.head) : stop]
-    return elements if item.startswith(around.descriptor(crc32(elements)), stop) else None
-
-
-def read_block(reader: ItemReader, tensor: StoredTensor, block: TensorRegion) -> Tensor:
-    """Read the elements of a block from all chunks that it meets.
-
-    Raises:
-        CheckpointError: they cannot be read, or are of another dtype than the metadata say.
-    """
-    result: Tensor | None = None
-    for chunk in tensor.chunks:
-        met = common(chunk, block)
-        if met is None:
-            continue
-        first = position_in(chunk, met.offsets)
-        part = reader.read_elements(chunk, first, first + met.numel)
-        if part.dtype != tensor.dtype:
-            raise CheckpointError(
-                f"{tensor.key} is stored as {part.dtype}, not as {tensor.dtype}; see the command verify"
-            )
-        if met == block:
-            return part.reshape(block.sizes)
-        if result is None:
-            result = torch.empty(block.sizes, dtype=tensor.dtype)
-        at = tuple(
-            slice(offset - start, offset - start + size)
-            for offset, start, size in zip(met.offsets, block.offsets, met.sizes, strict=True)
-        )
-        result[at] = part.reshape(met.sizes)
-    assert result is not None  # no block is empty, and all elements are in chunks
-    return result
-
-
 # --- objects ---------------------------------------------------------------------------------------------------------
 
 
-def _diff_objects(readers: _Readers, key: str) -> Difference | None:
-    a, b = (checkpoint.objects[key] for checkpoint in readers.checkpoints)
-    reader_a, reader_b = readers.mine()
-    if reader_a.read_bytes(a) == reader_b.read_bytes(b):
+def _diff_objects(readers: Readers, first: Checkpoint, second: Checkpoint, key: str) -> Difference | None:
+    a, b = first.objects[key], second.objects[key]
+    if readers[0].view(a) == readers[1].view(b):
         return None
     try:
-        objects = reader_a.read_object(a), reader_b.read_object(b)
+        objects = readers[0].read_object(a), readers[1].read_object(b)
         is_same = same_values(*objects)
     except (CheckpointError, RecursionError):
         return Difference(key, "object", "their bytes differ; they cannot be looked into")

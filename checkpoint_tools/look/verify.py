@@ -4,7 +4,7 @@
 
     Checkpoint ──check_structure──▶ problems of metadata, coverage, files and items; no large contents are read
                ──check_finite─────▶ problems of values; all floating-point data are read, in blocks
-               ──DataChecks───────▶ data that are not those that were written
+               ──check_data───────▶ data that are not those that were written
 
 Files are looked at in parallel. The checks of checksums are in :mod:`checkpoint_tools.look.checksums`.
 """
@@ -22,12 +22,11 @@ from torch import Tensor
 from fsdp_offload.checkpoint.load_checks import ReadPart, overlapping
 
 from ..core.errors import CheckpointError
-from ..core.sizes import MAX_ITEM_BYTES, block_bounds, counted, thread_bytes
-from ..stored.items import ItemReader
+from ..core.sizes import MAX_ITEM_BYTES, counted, thread_bytes
+from ..stored.items import ItemReader, typed
 from ..stored.manifest import MANIFEST_FILE
 from ..stored.opening import open_checkpoint
 from ..stored.reading import Checkpoint, CheckpointProblem, StoredChunk, StoredObject, StoredTensor
-from .data_checks import DataChecks
 
 Advance = Callable[[int], object]
 """Called with the number of bytes that are done since the last call, from any thread."""
@@ -73,7 +72,7 @@ def verify(path: str | os.PathLike[str], *, data: bool = True, threads: int = 4)
     checkpoint = open_checkpoint(path)
     problems, files = check_structure(checkpoint, threads)
     if data:
-        problems += DataChecks(checkpoint).check_files(files.sound, threads)
+        problems += check_data(checkpoint, files.sound, threads)
     return list(dict.fromkeys(problems))
 
 
@@ -181,9 +180,10 @@ def check_items(checkpoint: Checkpoint, files: Sequence[str], threads: int = 4) 
     """Check that every item of these files is from ``torch.save``, with the right shape and dtype."""
     by_file = checkpoint.items_by_file()
 
+    reader = ItemReader(checkpoint)
+
     def check(file: str) -> list[CheckpointProblem]:
-        with ItemReader(checkpoint) as reader:
-            return [problem for key, item in by_file[file] for problem in _check_item(checkpoint, reader, key, item)]
+        return [problem for key, item in by_file[file] for problem in _check_item(checkpoint, reader, key, item)]
 
     return _in_parallel(check, files, threads)
 
@@ -195,7 +195,7 @@ def check_manifest(checkpoint: Checkpoint, files: Sequence[str]) -> list[Checkpo
     problems = []
     by_file, known = checkpoint.items_by_file(), checkpoint.manifest.files
     for file in sorted({*known, *by_file}):
-        expected = {(item.offset_bytes, item.length_bytes): item.directory_crc for item in known.get(file, ())}
+        expected = {(item.offset_bytes, item.length_bytes): item.around_crc for item in known.get(file, ())}
         keys = {(item.offset_bytes, item.length_bytes): key for key, item in by_file.get(file, ())}
         if expected.keys() != keys.keys():
             problems.append(CheckpointProblem(file, f"{MANIFEST_FILE} tells of other items in it than the metadata"))
@@ -203,7 +203,7 @@ def check_manifest(checkpoint: Checkpoint, files: Sequence[str]) -> list[Checkpo
             others = [
                 keys[place]
                 for place, crc in expected.items()
-                if (opened := checkpoint.opened.get((file, place[0]))) is not None and opened.directory_crc != crc
+                if (opened := checkpoint.opened.get((file, *place))) is not None and opened.around_crc != crc
             ]
             if others:
                 also = f" and {len(others) - 1:,} more" if len(others) > 1 else ""
@@ -216,7 +216,7 @@ def notes_on_checksums(checkpoint: Checkpoint) -> list[str]:
     """Note what has no checksum to be compared with; the items have been checked before."""
     bare, transformed, without = 0, 0, 0
     for _key, item in checkpoint.items():  # noqa: PERF102  # no dict: a key has many items
-        opened = checkpoint.opened.get((item.file, item.offset_bytes))
+        opened = checkpoint.opened.get(item.place)
         if isinstance(item, StoredChunk) and item.bare_dtype is not None:
             bare += 1
         elif item.transforms:
@@ -256,6 +256,35 @@ def _in_parallel(
         return [problem for problems in pool.map(check, files) for problem in problems]
 
 
+# --- data ------------------------------------------------------------------------------------------------------------
+
+
+def data_bytes(checkpoint: Checkpoint, files: Sequence[str]) -> int:
+    """Return the bytes that :func:`check_data` reads."""
+    by_file = checkpoint.items_by_file()
+    return sum(item.length_bytes for file in files for _, item in by_file[file])
+
+
+def check_data(
+    checkpoint: Checkpoint, files: Sequence[str], threads: int = 4, advance: Advance = lambda done: None
+) -> list[CheckpointProblem]:
+    """Compare all data in these files with their CRC-32."""
+    by_file = checkpoint.items_by_file()
+    reader = ItemReader(checkpoint)
+
+    def check(file: str) -> list[CheckpointProblem]:
+        problems = []
+        for key, item in by_file[file]:
+            try:
+                reader.check_data(item)
+            except CheckpointError as error:
+                problems.append(CheckpointProblem(key, str(error)))
+            advance(item.length_bytes)
+        return problems
+
+    return _in_parallel(check, files, threads)
+
+
 # --- values ----------------------------------------------------------------------------------------------------------
 
 
@@ -270,43 +299,37 @@ def check_finite(
     threads: int = 4,
     max_memory_bytes: int = 2 << 30,
     advance: Advance = lambda done: None,
-    checks: DataChecks | None = None,
 ) -> list[CheckpointProblem]:
     """Check that floating-point values in these files are finite, and were read as written.
 
-    Each thread holds one block. Whoever gives ``checks`` need not read the same data again.
+    Each thread holds one block.
 
     Raises:
         CheckpointError: the memory is too small.
     """
     by_file = checkpoint.items_by_file()
-    checks = DataChecks(checkpoint) if checks is None else checks
     memory_bytes = thread_bytes(max_memory_bytes, threads, LEAST_THREAD_BYTES)
     block_bytes = min(_BLOCK_BYTES, memory_bytes // 2)
 
+    reader = ItemReader(checkpoint, max_whole_bytes=memory_bytes // 2)
+
     def check(file: str) -> list[CheckpointProblem]:
         problems: list[CheckpointProblem] = []
-        memory = torch.empty(block_bytes, dtype=torch.uint8)
-        with ItemReader(checkpoint, max_whole_bytes=memory_bytes // 2, note=checks.note) as reader:
-            for key, item in by_file[file]:
-                dtype = checkpoint.tensors[key].dtype if isinstance(item, StoredChunk) else None
-                if isinstance(item, StoredChunk) and dtype is not None and may_be_infinite(dtype):
-                    problems += _check_values(reader, key, item, dtype, memory, advance)
+        for key, item in by_file[file]:
+            if isinstance(item, StoredChunk) and may_be_infinite(checkpoint.tensors[key].dtype):
+                problems += _check_values(reader, key, item, checkpoint.tensors[key].dtype, block_bytes, advance)
         return problems
 
     return _in_parallel(check, files, threads)
 
 
 def _check_values(
-    reader: ItemReader, key: str, chunk: StoredChunk, dtype: torch.dtype, memory: Tensor, advance: Advance
+    reader: ItemReader, key: str, chunk: StoredChunk, dtype: torch.dtype, block_bytes: int, advance: Advance
 ) -> Iterator[CheckpointProblem]:
     bad = 0
-    itemsize = dtype.itemsize
     try:
-        for start, stop in block_bounds(chunk.numel, memory.nbytes // itemsize):
-            out = memory[: (stop - start) * itemsize].view(dtype)
-            block = reader.read_elements(chunk, start, stop, out)
-            bad += count_not_finite(block)
+        for block in reader.bits(chunk, dtype).split(block_bytes // dtype.itemsize) if chunk.numel else ():
+            bad += count_not_finite(typed(block.clone(), dtype))  # a copy, which is aligned
             advance(block.nbytes)
     except CheckpointError as error:
         yield CheckpointProblem(key, str(error))

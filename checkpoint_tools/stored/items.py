@@ -1,132 +1,360 @@
-"""Reading what is stored: whole, or a range of elements at a time.
+"""Reading what is stored: an item is a range of a file that ``torch.save`` wrote, or the bare elements of a tensor.
 
-A chunk lies in its byte range as a zip file by ``torch.save``: a small pickle that says what the tensor is, and the
-memory of the tensor, uncompressed. Mostly that memory is the elements in row-major order, and any part of them can be
-read with one ``read``. What is stored otherwise (strided, compressed, of another byte order) is read as a whole, by
-``torch.load``, and then the part is taken.
-
-Items begin wherever the last one ended, so the elements are not aligned in the file, and are not mapped into memory.
+The zip file that ``torch.save`` makes has a small pickle that says what the tensor is, and the memory of the tensor,
+uncompressed. Mostly that memory is the elements in row-major order: those are looked at where they are, in the mapped
+file, and compared with their CRC-32 before anybody gets them. Items begin wherever the last one ended, so elements are
+not aligned, and are handled as bytes. What is stored otherwise (strided, compressed, of another byte order) is read by
+``torch.load``.
 """
 
+import functools
 import io
+import math
+import struct
+import sys
+import zipfile
 from collections.abc import Callable
-from typing import Any, BinaryIO, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
+from fsdp_offload.checkpoint.rectangles import contiguous_strides
+
 from ..core.errors import CheckpointError, UnreadableObjectError
-from ..core.sizes import human_bytes
+from ..core.regions import Placed, TensorRegion, common
+from ..core.sizes import MAX_DIMS, MAX_INT64, human_bytes, shortened
 from ..core.values import MAX_VALUES, has_more_values
-from .archive import DamagedError, Layout, check_contents, check_pickle, open_archive, read_layout
-from .item_archive import SMALL_BYTES, STORED
-from .reading import Checkpoint, Content, Opened, StoredChunk, StoredObject
-from .storage import Window, read_into
+from .reading import Checkpoint, Content, Layout, Opened, StoredChunk, StoredObject, StoredTensor
+from .unpickle import TENSOR_NAMES, ForbiddenNameError, PickledObject, unpickle
 
-Note = Callable[[str, int, memoryview], object]
+try:
+    from isal.isal_zlib import crc32 as _crc32  # ten times as fast as most builds of zlib
+except ImportError:
+    from zlib import crc32 as _crc32
 
-_OPEN_FILES = 8
-_KNOWN_LAYOUTS = 256
+crc32: Callable[..., int] = _crc32
+"""The CRC-32 of bytes, after that of those before: as ``zlib.crc32``."""
+
+_SMALL_BYTES = 64 << 10  # contents of at most so many bytes are compared as soon as an item is opened
+_MAX_INFLATED_BYTES = 256 << 20  # of an item; torch.save does not compress
+_PICKLE = "data.pkl"
+_END_BYTES = 22  # of a zip file's last record
+_KNOWN_HEADS = 1024
+
+Stored = StoredChunk | StoredObject
+
+
+class DamagedError(Exception):
+    """Not what ``torch.save`` writes; the message says in which way."""
+
+
+# --- the zip file of an item -----------------------------------------------------------------------------------------
+
+
+class _View(io.RawIOBase):
+    """Memory as a file, without a copy."""
+
+    def __init__(self, view: memoryview) -> None:
+        self._view = view
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = max((0, self._at, len(self._view))[whence] + offset, 0)
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        part = self._view[self._at : self._at + len(buffer)]
+        buffer[: len(part)] = part
+        self._at += len(part)
+        return len(part)
+
+
+class _Record(NamedTuple):
+    """A file in the zip file; its content is from ``start`` to ``stop``."""
+
+    name: str
+    info: zipfile.ZipInfo
+    start: int
+    stop: int
+
+    @property
+    def is_stored(self) -> bool:
+        return self.info.compress_type == zipfile.ZIP_STORED
+
+
+class Archive:
+    """The zip file that ``torch.save`` made, with its directory compared with the headers.
+
+    Raises:
+        DamagedError: it is none, or not all of it is there.
+    """
+
+    def __init__(self, view: memoryview) -> None:
+        self._view = view
+        if bytes(view[-_END_BYTES : -_END_BYTES + 4]) != b"PK\5\6":
+            raise DamagedError("its end is not that of a zip file")
+        try:
+            self._zip = zipfile.ZipFile(cast(Any, _View(view)))
+            infos = sorted(self._zip.infolist(), key=lambda info: info.header_offset)
+            if not infos or infos[0].header_offset:
+                raise DamagedError("its records are not where its directory says")
+            prefix = infos[0].orig_filename.partition("/")[0] + "/"
+            self.records = {record.name: record for record in (self._record(info, prefix) for info in infos)}
+        except DamagedError:
+            raise
+        except Exception as error:  # bytes that are no zip file can raise anything
+            raise DamagedError(f"it is no zip file: {shortened(str(error))}") from error
+        if len(self.records) < len(infos) or _PICKLE not in self.records:
+            raise DamagedError(f"it has two records of one name, or no {_PICKLE}")
+        inflated = sum(record.info.file_size for record in self.records.values() if not record.is_stored)
+        if inflated > _MAX_INFLATED_BYTES:
+            raise DamagedError(f"it would be inflated to {inflated:,} bytes; torch.save compresses nothing")
+        # torch.serialization.set_crc32_options(False) leaves zeros.
+        self.has_crcs = any(record.info.CRC for record in self.records.values())
+
+    def _record(self, info: zipfile.ZipInfo, prefix: str) -> _Record:
+        at, name = info.header_offset, info.orig_filename
+        if bytes(self._view[at : at + 4]) != b"PK\3\4":
+            raise DamagedError(f"its record {name} is not where it should be")
+        name_bytes, extra_bytes = struct.unpack_from("<2H", self._view, at + 26)
+        if not name.startswith(prefix) or bytes(self._view[at + 30 : at + 30 + name_bytes]) != name.encode():
+            raise DamagedError(f"the header of its record {name} and its directory say two things")
+        start = at + 30 + name_bytes + extra_bytes
+        stop = start + info.compress_size
+        if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) or info.flag_bits & 1:
+            raise DamagedError(f"its record {name} is compressed or encrypted in an unknown way")
+        if stop > len(self._view) or (info.compress_type == zipfile.ZIP_STORED and stop - start != info.file_size):
+            raise DamagedError(f"its record {name} is cut short")
+        return _Record(name.removeprefix(prefix), info, start, stop)
+
+    def read(self, record: _Record) -> bytes | memoryview:
+        """Return a record's content, compared with its CRC-32.
+
+        Raises:
+            DamagedError: it is another one.
+        """
+        try:
+            content = self._view[record.start : record.stop] if record.is_stored else self._zip.read(record.info)
+        except Exception as error:  # what cannot be inflated can raise anything
+            raise DamagedError(f"its record {record.name} cannot be inflated: {error}") from error
+        if self.has_crcs and crc32(content) != record.info.CRC:
+            text = f"the content of its record {record.name} has another CRC-32: its bytes have changed"
+            raise DamagedError(text)
+        return content
+
+    def pickled(self) -> bytes:
+        """Return the pickle, without the bytes of tensors."""
+        return bytes(self.read(self.records[_PICKLE]))
+
+    def check(self) -> None:
+        """Compare all contents, and check that ``torch.load`` can take the pickle without harm to this process.
+
+        Raises:
+            DamagedError: one is another, or the pickle would take more memory or a deeper stack than there is.
+        """
+        for record in self.records.values():
+            self.read(record)
+        plain_pickle(self.pickled())
+
+
+def plain_pickle(content: bytes) -> Any:
+    """Unpickle plain values beside objects of any class, of which nothing is run.
+
+    Raises:
+        DamagedError: it is no pickle.
+    """
+    try:
+        return unpickle(content, None)
+    except Exception as error:  # bytes that are no pickle can raise anything
+        raise DamagedError(f"its {_PICKLE} is no pickle: {shortened(str(error))}") from error
+
+
+# --- the pickle of a tensor ------------------------------------------------------------------------------------------
+
+_STORAGE_DTYPES = {
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+    "ComplexDoubleStorage": torch.complex128,
+    "ComplexFloatStorage": torch.complex64,
+}
+"""By the class of storage that ``torch.save`` names; storages of other dtypes count bytes."""
+
+
+class _Tensor(NamedTuple):
+    record: str
+    storage_bytes: int
+    dtype: torch.dtype
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    is_view_of_bits: bool  # conjugated or negated lazily
+
+    def is_row_major(self) -> bool:
+        expected = contiguous_strides(self.shape)
+        pairs = zip(self.shape, self.strides, expected, strict=True)
+        return 0 in self.shape or all(size == 1 or one == other for size, one, other in pairs)
+
+
+@functools.lru_cache(256)
+def _tensor_in(content: bytes) -> _Tensor | None:
+    """Read what a ``data.pkl`` says; that of each layer's tensors is the same."""
+    try:
+        return _tensor_of(unpickle(content, TENSOR_NAMES, lambda pid: pid))
+    except ForbiddenNameError:
+        return None
+    except DamagedError:
+        raise
+    except Exception as error:  # bytes that are no pickle can raise anything
+        raise DamagedError(f"its {_PICKLE} is no pickle: {shortened(str(error))}") from error
+
+
+def _tensor_of(pickled: object) -> _Tensor | None:
+    if isinstance(pickled, PickledObject) and pickled.name == "_rebuild_parameter":
+        pickled = pickled.arguments[0]
+    if not isinstance(pickled, PickledObject) or not pickled.name.startswith("_rebuild_tensor"):
+        return None
+    (kind, storage_class, name, _, numel), offset, shape, strides, _, _, *rest = pickled.arguments
+    storage_dtype = _STORAGE_DTYPES.get(storage_class.name)
+    dtype = storage_dtype if pickled.name == "_rebuild_tensor_v2" else rest.pop(0)
+    if not isinstance(dtype, torch.dtype) or len(shape) != len(strides):
+        return None
+    if kind != "storage" or not isinstance(name, str) or max(len(shape), len(strides)) > MAX_DIMS:
+        raise DamagedError("it refers to something that is no storage, or its shape is none")
+    if not all(type(each) is int and 0 <= each <= MAX_INT64 for each in (numel, offset, *shape, *strides)):
+        raise DamagedError("a size in it is not one")
+    nbytes = numel * (storage_dtype.itemsize if storage_dtype else 1)
+    return _Tensor(f"data/{name}", nbytes, dtype, offset, tuple(shape), tuple(strides), bool(rest and rest[0]))
+
+
+def _layout_in(archive: Archive) -> Layout | None:
+    tensor = _tensor_in(archive.pickled())
+    if tensor is None:
+        return None
+    record = archive.records.get(tensor.record)
+    if record is None:
+        raise DamagedError(f"it has no {tensor.record}")
+    if record.info.file_size != tensor.storage_bytes:
+        sizes = f"{record.info.file_size} bytes where {tensor.storage_bytes} are expected"
+        raise DamagedError(f"its record {record.name} has {sizes}")
+    order = archive.records.get("byteorder")  # torch writes it since 2.1
+    is_ours = order is None or bytes(archive.read(order)) == sys.byteorder.encode()
+    if not tensor.is_row_major() or tensor.is_view_of_bits or not record.is_stored or not is_ours:
+        return Layout(tensor.dtype, tensor.shape, None)
+    first = tensor.offset * tensor.dtype.itemsize
+    if first + math.prod(tensor.shape) * tensor.dtype.itemsize > tensor.storage_bytes:
+        raise DamagedError(f"its record {record.name} is smaller than the tensor in it")
+    return Layout(tensor.dtype, tensor.shape, record.start + first)
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
 
 
 class ItemReader:
-    """Reads from one checkpoint. One for each thread: it keeps files open, and the last item that it read as a whole.
+    """Reads from one checkpoint; any thread may.
 
     Args:
         checkpoint: to read from.
-        max_whole_bytes: items that cannot be read in parts, and are larger than this, are an error.
-        note: is told of elements that were read: the file, from which byte on, and the bytes.
+        max_whole_bytes: items that are not stored row by row, and are larger than this, are an error.
     """
 
-    def __init__(self, checkpoint: Checkpoint, max_whole_bytes: int | None = None, note: Note | None = None) -> None:
-        self._note = note
+    def __init__(self, checkpoint: Checkpoint, max_whole_bytes: int | None = None) -> None:
         self._checkpoint = checkpoint
         self._max_whole_bytes = max_whole_bytes
-        self._streams: dict[str, BinaryIO] = {}
-        self._layouts: dict[StoredChunk, Layout | None] = {}
-        self._whole: tuple[StoredChunk, Tensor] | None = None
+        self._compared: set[tuple[str, int, int]] = set()
+        self._heads: dict[tuple[tuple[int, ...], torch.dtype, int], tuple[bytes, int]] = {}
 
-    def __enter__(self) -> "ItemReader":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the files and forget what was read."""
-        for stream in self._streams.values():
-            stream.close()
-        self._streams.clear()
-        self._layouts.clear()
-        self._whole = None
-
-    def forget(self) -> None:
-        """Give back the memory of the last item that was read as a whole."""
-        self._whole = None
-
-    def layout(self, chunk: StoredChunk) -> Layout | None:
-        """Read the layout of a stored tensor, without its elements; None where only ``torch.load`` knows.
-
-        Raises:
-            CheckpointError: it is not a whole file of ``torch.save``, or not of the chunk's sizes.
-        """
-        if chunk.bare_dtype is not None:
-            return Layout(chunk.bare_dtype, chunk.sizes, chunk.offset_bytes)
-        if chunk not in self._layouts:
-            layout = self._look_into(chunk)
-            if layout is not None:
-                self._check_sizes(chunk, layout.shape)
-            if len(self._layouts) >= _KNOWN_LAYOUTS:
-                self._layouts.clear()
-            self._layouts[chunk] = layout
-        return self._layouts[chunk]
-
-    def read_rows(self, chunk: StoredChunk, start: int, stop: int) -> Tensor:
-        """Read rows ``start`` to ``stop`` of the chunk's first dimension; a scalar is one row.
+    def view(self, item: Stored) -> memoryview:
+        """Return an item's bytes as stored.
 
         Raises:
             CheckpointError: they cannot be read.
-            IndexError: there are no such rows.
         """
-        rows, inner = (chunk.sizes[0], chunk.sizes[1:]) if chunk.sizes else (1, ())
-        if not 0 <= start <= stop <= rows:
-            raise IndexError(f"rows {start} to {stop} of a chunk of {rows}")
-        row_numel = torch.Size(inner).numel()
-        elements = self.read_elements(chunk, start * row_numel, stop * row_numel)
-        return elements.reshape((stop - start, *inner) if chunk.sizes else ())
+        if isinstance(item, StoredObject) and item.content is not None:
+            return memoryview(bytearray(item.content))
+        try:
+            return self._checkpoint.folder.view(item.file, item.offset_bytes, item.length_bytes)
+        except (OSError, ValueError) as error:
+            text = getattr(error, "strerror", None) or str(error)
+            raise CheckpointError(
+                f"{self._file(item)} cannot be read: {text}; fetch it again, or use another checkpoint"
+            ) from error
 
-    def read_elements(self, chunk: StoredChunk, start: int, stop: int, out: Tensor | None = None) -> Tensor:
-        """Read elements ``start`` to ``stop`` in row-major order.
+    def check(self, item: Stored) -> Layout | None:
+        """Check that an item is a whole file of ``torch.save``, without reading large contents.
 
-        Args:
-            chunk: of which.
-            start: the first element.
-            stop: the one after the last.
-            out: where to put them: one-dimensional, contiguous, of so many elements of the chunk's dtype. Without it,
-                new memory of this size is taken.
+        Returns:
+            The layout of a tensor; ``None`` where only ``torch.load`` knows, and for objects, into which nobody looks.
 
         Raises:
-            CheckpointError: they cannot be read, or are of another dtype than ``out``.
+            CheckpointError: it is not, or not of the chunk's sizes.
         """
-        layout = self.layout(chunk)
-        if layout is None or layout.start_bytes is None:
-            elements = self._whole_item(chunk).flatten()[start:stop]
-            return self._into(chunk, elements.dtype, len(elements), out).copy_(elements)
-        elements = self._into(chunk, layout.dtype, stop - start, out)
-        if start < stop:
-            # Any dtype can be viewed as bytes; numpy does not have all of them.
-            view = elements.view(torch.uint8).numpy().data
-            stream = self._open(chunk.file)
-            stream.seek(layout.start_bytes + start * layout.dtype.itemsize)
-            if read_into(stream, view) < len(view):
-                raise CheckpointError(f"{self._file(chunk)} is cut short; fetch it again, or use another checkpoint")
-            if self._note is not None:
-                self._note(chunk.file, layout.start_bytes + start * layout.dtype.itemsize, view)
-        return elements
+        if isinstance(item, StoredChunk) and item.bare_dtype is not None:
+            return Layout(item.bare_dtype, item.sizes, 0)
+        return None if item.transforms else self._opened(item, self.view(item)).layout
 
-    def read_chunk(self, chunk: StoredChunk) -> Tensor:
+    def check_data(self, item: Stored) -> None:
+        """Check an item as :meth:`check` does, and compare its large contents with their CRC-32.
+
+        Raises:
+            CheckpointError: they are damaged.
+        """
+        if not item.transforms and getattr(item, "bare_dtype", None) is None:
+            view = self.view(item)
+            self._compare(item, view, self._opened(item, view))
+
+    def bits(self, chunk: StoredChunk, dtype: torch.dtype) -> Tensor:
+        """Return the bytes of a chunk's elements in row-major order, one row for each element; not to be written to.
+
+        Raises:
+            CheckpointError: they are damaged, cannot be read, or are of another dtype.
+        """
+        numel, itemsize = chunk.numel, dtype.itemsize
+        layout, view = self._compared_layout(chunk, dtype)
+        if layout is not None and layout.dtype != dtype:
+            raise self._damaged(chunk, f"stored as {layout.dtype}, not as {dtype}; see the command verify")
+        if layout is None or layout.start_bytes is None:
+            return self._whole(chunk, dtype).contiguous().view(-1).view(torch.uint8).view(numel, itemsize)
+        if not numel:
+            return torch.empty(0, itemsize, dtype=torch.uint8)
+        flat = torch.frombuffer(view, dtype=torch.uint8, count=numel * itemsize, offset=layout.start_bytes)
+        return flat.view(numel, itemsize)
+
+    def read_region(self, tensor: StoredTensor, region: Placed) -> Tensor:
+        """Read the elements of a rectangle from all chunks that it meets.
+
+        Raises:
+            CheckpointError: they cannot be read, or are of another dtype than the metadata say.
+        """
+        bits = torch.empty(*region.sizes, tensor.dtype.itemsize, dtype=torch.uint8)
+        for chunk in tensor.chunks:
+            self.paste(chunk, tensor.dtype, region, bits)
+        return typed(bits, tensor.dtype)
+
+    def paste(self, chunk: StoredChunk, dtype: torch.dtype, region: Placed, bits: Tensor) -> None:
+        """Copy what a chunk has of a rectangle into the bytes of its elements."""
+        met = common(chunk, region)
+        if met is not None:
+            found = self.bits(chunk, dtype).view(*chunk.sizes, dtype.itemsize)
+            bits[_inside(met, region)].copy_(found[_inside(met, chunk)])
+
+    def read_chunk(self, chunk: StoredChunk, dtype: torch.dtype) -> Tensor:
         """Read a whole chunk."""
-        return self.read_elements(chunk, 0, chunk.numel).reshape(chunk.sizes)
+        return typed(self.bits(chunk, dtype).clone().view(*chunk.sizes, dtype.itemsize), dtype)
 
     def read_object(self, stored: StoredObject) -> Any:
         """Read an object that ``torch.load(weights_only=True)`` accepts.
@@ -139,97 +367,82 @@ class ItemReader:
             raise CheckpointError(f"an object in {self._file(stored)} has more than {MAX_VALUES:,} values")
         return value
 
-    def read_bytes(self, item: StoredChunk | StoredObject) -> bytes:
-        """Read an item's bytes as stored."""
-        if isinstance(item, StoredChunk) and item.length_bytes <= SMALL_BYTES:
-            stream = self._open(item.file)  # without a window, in a third of the time
-            stream.seek(item.offset_bytes)
-            content = stream.read(item.length_bytes)
-        else:
-            content = self._window(item).read()  # which takes memory for what is there, whatever the length
-        if len(content) < item.length_bytes:
-            raise CheckpointError(f"{self._file(item)} is cut short; fetch it again, or use another checkpoint")
-        return content
-
-    def check(self, item: StoredChunk | StoredObject) -> Layout | None:
-        """Check that an item is a whole file of ``torch.save``, without reading its large contents.
-
-        Returns:
-            As :meth:`layout`; nothing for objects: what they are is not looked at.
-
-        Raises:
-            CheckpointError: it is not.
-        """
-        if isinstance(item, StoredChunk):
-            return self.layout(item)
-        self._look_into(item)
-        return None
-
     # --- inside ---
 
-    def _look_into(self, item: StoredChunk | StoredObject) -> Layout | None:
-        if item.transforms:
-            return None
-        window, layout = self._window(item), None
-        try:
-            if isinstance(item, StoredChunk):
-                layout, archive = read_layout(window)
-            else:
-                archive = open_archive(window)
-            if any(record.method != STORED for record in archive.records):
-                check_contents(window, archive)  # what cannot be compared in parts
-        except DamagedError as error:
-            raise self._damaged(item, str(error)) from error
-        if isinstance(item, StoredChunk) or item.content is None:
-            contents = tuple(
-                Content(start, start + record.stored_bytes, record.crc)
-                for record in archive.records
-                if record.size_bytes > SMALL_BYTES and record.method == STORED and archive.has_crcs
-                for start in (item.offset_bytes + record.start_bytes,)
-            )
-            known = Opened(contents, archive.has_crcs, archive.directory_crc)
-            self._checkpoint.opened[item.file, item.offset_bytes] = known
-        return layout
+    def _opened(self, item: Stored, view: memoryview) -> Opened:
+        place = item.place
+        known = self._checkpoint.opened.get(place)
+        if known is None or (isinstance(item, StoredObject) and item.content is not None):
+            try:
+                known = _look_into(Archive(view), view, is_tensor=isinstance(item, StoredChunk))
+            except DamagedError as error:
+                raise self._damaged(item, str(error)) from error
+            self._checkpoint.opened[place] = known
+        if isinstance(item, StoredChunk) and known.layout is not None:
+            self._check_sizes(item, known.layout.shape)
+        return known
 
-    def _into(self, chunk: StoredChunk, dtype: torch.dtype, numel: int, out: Tensor | None) -> Tensor:
-        if out is None:
-            return torch.empty(numel, dtype=dtype)
-        if out.dtype != dtype:
-            raise self._damaged(chunk, f"{dtype} where {out.dtype} is expected")
-        assert out.shape == (numel,)
-        return out
-
-    def _whole_item(self, chunk: StoredChunk) -> Tensor:
-        if self._whole is None or self._whole[0] != chunk:
-            if self._max_whole_bytes is not None and chunk.length_bytes > self._max_whole_bytes:
+    def _compare(self, item: Stored, view: memoryview, opened: Opened) -> None:
+        place = item.place
+        if place in self._compared:
+            return
+        for start, stop, crc in opened.contents:
+            if crc32(view[start:stop]) != crc:
+                begin, end = item.offset_bytes + start, item.offset_bytes + stop
                 raise CheckpointError(
-                    f"an item of {human_bytes(chunk.length_bytes)} in {self._file(chunk)} is not stored row by row, "
-                    f"and can only be read as a whole; allow more than {human_bytes(self._max_whole_bytes)} for it"
+                    f"bytes {begin} to {end} of {self._file(item)} are damaged: their CRC-32 is not the one that was "
+                    "written with them; fetch the file again, or use another checkpoint"
                 )
-            self._whole = None  # before the next one is read
-            tensor = self._load(chunk)
-            if not isinstance(tensor, Tensor):
-                raise self._damaged(chunk, f"a {type(tensor).__name__} where a tensor is expected")
-            self._check_sizes(chunk, tuple(tensor.shape))
-            self._whole = chunk, tensor.detach().contiguous()
-        return self._whole[1]
+        self._compared.add(place)
 
-    def _load(self, item: StoredChunk | StoredObject) -> Any:
+    def _compared_layout(self, chunk: StoredChunk, dtype: torch.dtype) -> tuple[Layout | None, memoryview]:
+        view = self.view(chunk)
+        if chunk.bare_dtype is not None:
+            return Layout(chunk.bare_dtype, chunk.sizes, 0), view
+        if chunk.transforms:
+            return None, view
+        # Small tensors of one shape begin with the same bytes, and behind the elements is their CRC-32.
+        shape = chunk.sizes, dtype, chunk.length_bytes
+        head, stop = self._heads.get(shape, (b"", 0))
+        if head and view[: len(head)] == head:
+            crc = struct.pack("<4sI", b"PK\7\10", crc32(view[len(head) : stop]))
+            if view[stop : stop + len(crc)] == crc:
+                return Layout(dtype, chunk.sizes, len(head)), view
+        opened = self._opened(chunk, view)
+        self._compare(chunk, view, opened)
+        layout = opened.layout
+        if layout is not None and layout.start_bytes and layout.dtype == dtype and chunk.length_bytes <= _SMALL_BYTES:
+            if len(self._heads) >= _KNOWN_HEADS:
+                self._heads.clear()
+            begin = layout.start_bytes
+            self._heads[shape] = bytes(view[:begin]), begin + chunk.numel * dtype.itemsize
+        return layout, view
+
+    def _whole(self, chunk: StoredChunk, dtype: torch.dtype) -> Tensor:
+        if self._max_whole_bytes is not None and chunk.length_bytes > self._max_whole_bytes:
+            raise CheckpointError(
+                f"an item of {human_bytes(chunk.length_bytes)} in {self._file(chunk)} is not stored row by row, "
+                f"and can only be read as a whole; allow more than {human_bytes(self._max_whole_bytes)} for it"
+            )
+        tensor = self._load(chunk)
+        if not isinstance(tensor, Tensor) or tensor.dtype != dtype:
+            raise self._damaged(chunk, f"a {type(tensor).__name__} where a tensor of {dtype} is expected")
+        self._check_sizes(chunk, tuple(tensor.shape))
+        return tensor.detach().resolve_conj().resolve_neg()
+
+    def _load(self, item: Stored) -> Any:
         if item.transforms:
             raise CheckpointError(
                 f"an item in {self._file(item)} was written through {', '.join(item.transforms)}, which these tools do "
                 "not undo; load the checkpoint with DCP and save it without"
             )
-        window = self._window(item)
+        view = self.view(item)
         try:
-            archive = open_archive(window)
-            check_contents(window, archive)
-            check_pickle(window, archive)
+            Archive(view).check()
         except DamagedError as error:
             raise self._damaged(item, str(error)) from error
-        window.seek(0)
         try:
-            return torch.load(cast(Any, window), map_location="cpu", weights_only=True)
+            return torch.load(cast(Any, _View(view)), map_location="cpu", weights_only=True)
         except Exception as error:  # a damaged archive can raise anything
             text = str(error)
             if "weights_only" in text or "Weights only" in text:
@@ -239,27 +452,10 @@ class ItemReader:
                 ) from error
             raise self._damaged(item, text.partition("\n")[0]) from error
 
-    def _window(self, item: StoredChunk | StoredObject) -> Window:
-        if isinstance(item, StoredObject) and item.content is not None:
-            return Window(io.BytesIO(item.content), 0, len(item.content))
-        return Window(self._open(item.file), item.offset_bytes, item.length_bytes)
-
-    def _open(self, file: str) -> BinaryIO:
-        stream = self._streams.pop(file, None)
-        if stream is None:
-            if len(self._streams) >= _OPEN_FILES:
-                self._streams.pop(next(iter(self._streams))).close()
-            try:
-                stream = self._checkpoint.folder.open(file)
-            except OSError as error:
-                raise CheckpointError(f"{self._checkpoint.path}/{file} cannot be opened: {error}") from error
-        self._streams[file] = stream  # the last one is the one to be closed last
-        return stream
-
-    def _file(self, item: StoredChunk | StoredObject) -> str:
+    def _file(self, item: Stored) -> str:
         return f"{self._checkpoint.path}/{item.file}"
 
-    def _damaged(self, item: StoredChunk | StoredObject, what: str) -> CheckpointError:
+    def _damaged(self, item: Stored, what: str) -> CheckpointError:
         return CheckpointError(
             f"bytes {item.offset_bytes} to {item.offset_bytes + item.length_bytes} of {self._file(item)} are not what "
             f"torch.save writes ({what}); fetch the file again, or use another checkpoint"
@@ -268,3 +464,27 @@ class ItemReader:
     def _check_sizes(self, chunk: StoredChunk, shape: tuple[int, ...]) -> None:
         if shape != chunk.sizes:
             raise self._damaged(chunk, f"a tensor of shape {shape} where one of {chunk.sizes} is expected")
+
+
+def _look_into(archive: Archive, view: memoryview, *, is_tensor: bool) -> Opened:
+    contents, at, around = [], 0, 0
+    for record in archive.records.values():  # in the order of their bytes
+        if record.is_stored and archive.has_crcs and record.info.file_size > _SMALL_BYTES:
+            contents.append(Content(record.start, record.stop, record.info.CRC))
+            around, at = crc32(view[at : record.start], around), record.stop
+        else:
+            archive.read(record)
+    pickled = archive.records[_PICKLE]
+    layout = _layout_in(archive) if is_tensor and pickled.info.file_size <= _SMALL_BYTES else None
+    return Opened(layout, tuple(contents), archive.has_crcs, crc32(view[at:], around))
+
+
+def typed(bits: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return elements of which ``bits`` has the bytes along its last dimension."""
+    *sizes, _ = bits.shape
+    return bits.view(-1).view(dtype).view(sizes) if bits.numel() else torch.empty(sizes, dtype=dtype)
+
+
+def _inside(region: TensorRegion, outer: Placed) -> tuple[slice, ...]:
+    starts = (at - first for at, first in zip(region.offsets, outer.offsets, strict=True))
+    return tuple(slice(start, start + size) for start, size in zip(starts, region.sizes, strict=True))

@@ -4,10 +4,10 @@
 
     .checksums    {"format": ..., "sha256": of the next line}
                   {"metadata": {"nbytes": ..., "sha256": ...},
-                   "files": {"__0_0.distcp": [[offset, length, CRC-32 of the item's directory], ...]}}
+                   "files": {"__0_0.distcp": [[offset, length, CRC-32 of all but large contents], ...]}}
 
 The directory of an item has the CRC-32 of all its contents, which ``torch.save`` has taken from memory. So the manifest
-tells every byte of the checkpoint, and nobody has to read the data once more to write it.
+tells every byte of the checkpoint, and nobody has to read large contents once more to write it.
 """
 
 import hashlib
@@ -16,15 +16,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 MANIFEST_FILE = ".checksums"
-FORMAT = "fsdp_offload checksums 1"
+FORMAT = "fsdp_offload checksums 2"
 
 
 class Item(NamedTuple):
-    """An item of a file, and the CRC-32 of its directory and end."""
+    """An item of a file, and the CRC-32 of all of it but large contents."""
 
     offset_bytes: int
     length_bytes: int
-    directory_crc: int
+    around_crc: int
 
 
 class Manifest(NamedTuple):
@@ -81,5 +81,5 @@ def parse_manifest(content: bytes) -> Manifest:
 
 
 def _item(found: Any) -> Item:
-    offset_bytes, length_bytes, directory_crc = map(int, found)
-    return Item(offset_bytes, length_bytes, directory_crc)
+    offset_bytes, length_bytes, around_crc = map(int, found)
+    return Item(offset_bytes, length_bytes, around_crc)

@@ -29,6 +29,10 @@ from .unpickle import PickledObject, without_collections
 _MAX_NAME = 4096
 _MAX_DEPTH = 256  # of a nested state dict
 _INT = frozenset((int,))
+_FLATTENED = (
+    "its optimizer state is flattened in the way of Megatron-Core before 0.16; save it there with "
+    "distrib_optim_sharding_type='fully_reshardable'"
+)
 _VERSIONS = ("1",)  # the major numbers that are understood; torch before 2.6 wrote none
 
 
@@ -51,6 +55,11 @@ class StoredChunk(NamedTuple):
     def numel(self) -> int:
         """Count the elements."""
         return math.prod(self.sizes)
+
+    @property
+    def place(self) -> tuple[str, int, int]:
+        """Return file, offset and length."""
+        return self[2:5]
 
 
 class StoredTensor(NamedTuple):
@@ -80,9 +89,28 @@ class StoredObject(NamedTuple):
     transforms: tuple[str, ...] = ()
     content: bytes | None = None
 
+    @property
+    def place(self) -> tuple[str, int, int]:
+        """Return file, offset and length."""
+        return self[1:4]
+
+
+class Layout(NamedTuple):
+    """Dtype, shape and place of a stored tensor.
+
+    Attributes:
+        dtype: of its elements.
+        shape: as stored.
+        start_bytes: of the first element in the item, if all follow in row-major order; else ``None``.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start_bytes: int | None
+
 
 class Content(NamedTuple):
-    """A range of bytes of a file with the CRC-32 that was written with it."""
+    """A range of bytes of an item with the CRC-32 that was written with it."""
 
     start_bytes: int
     stop_bytes: int
@@ -93,14 +121,16 @@ class Opened(NamedTuple):
     """Findings of a look into an item that is whole.
 
     Attributes:
-        contents: of it that were not read; all others have been compared with their CRC-32.
+        layout: of a tensor; ``None`` where only ``torch.load`` knows.
+        contents: that were not read; all others have been compared with their CRC-32.
         has_crcs: whether there was anything to compare with.
-        directory_crc: the item's identity; see :mod:`checkpoint_tools.stored.item_archive`.
+        around_crc: the CRC-32 of all but these contents, whose own CRC-32 are among it: the item's identity.
     """
 
+    layout: Layout | None
     contents: tuple[Content, ...]
     has_crcs: bool
-    directory_crc: int
+    around_crc: int
 
 
 class CheckpointProblem(NamedTuple):
@@ -124,7 +154,8 @@ class Checkpoint:
         version: of the format, or ``None`` as of torch before 2.6.
         notes: what nobody can find out about it, and people should know.
         manifest: of checksums, if there is one; ``problems`` say if it is for other metadata.
-        opened: by file and offset: the items that somebody has looked into, so that nobody needs to do it again.
+        refusal: why it cannot be rewritten, if so.
+        opened: by file, offset and length: the items that somebody has looked into already.
     """
 
     path: str
@@ -136,7 +167,8 @@ class Checkpoint:
     version: str | None
     notes: tuple[str, ...] = ()
     manifest: Manifest | None = None
-    opened: dict[tuple[str, int], Opened] = field(default_factory=dict, repr=False, compare=False)
+    refusal: str = ""
+    opened: dict[tuple[str, int, int], Opened] = field(default_factory=dict, repr=False, compare=False)
 
     def items(self) -> Iterator[tuple[str, StoredChunk | StoredObject]]:
         """Yield every stored item with its key."""
@@ -222,6 +254,7 @@ class _CheckpointBuilder:
         self._note_unused(set(entries))
         paths = _planner_paths(self.metadata.get("planner_data"), set(entries))
         self._note_other_paths(paths)
+        flattened = self.metadata.get("mcore_data")
         return Checkpoint(
             path=folder.path,
             folder=folder,
@@ -230,6 +263,7 @@ class _CheckpointBuilder:
             paths=paths,
             problems=tuple(self.problems),
             version=version,
+            refusal=_FLATTENED if isinstance(flattened, dict) and any(flattened.values()) else "",
         )
 
     def _add_place(self, index: PickledObject, info: PickledObject) -> None:

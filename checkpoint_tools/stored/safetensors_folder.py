@@ -11,7 +11,6 @@ left the parts of tensors as its ranks had them, each header says where they bel
 """
 
 import base64
-import hashlib
 import io
 import json
 import os
@@ -48,14 +47,12 @@ class Folders(NamedTuple):
         model_keys: which of its keys are tensors of the model.
         key_prefix: what these begin with, and in the files do not.
         own_files: without data.
-        digest: of everything but data.
     """
 
     checkpoint: Checkpoint
     model_keys: frozenset[str]
     key_prefix: str
     own_files: tuple[str, ...]
-    digest: str
 
 
 def is_safetensors(path: str | os.PathLike[str]) -> bool:
@@ -100,7 +97,6 @@ class _Opening:
         self._single = name if name.endswith(SUFFIX) else None
         self._folder: Folder = open_folder((parent.rstrip("/") or parent or ".") if self._single else path)
         self._path = path
-        self._digest = hashlib.sha256()
         self._json_files: list[str] = []
         self._headers: dict[str, Header] = {}
         self._places: dict[_Name, list[tuple[StoredChunk, torch.dtype]]] = {}
@@ -139,7 +135,7 @@ class _Opening:
             notes=tuple(_notes_on_parts(self._headers)) if self._is_sharded else (),
         )
         own_files = tuple(self._json_files)
-        return Folders(checkpoint, model_keys, key_prefix, own_files, self._digest.hexdigest())
+        return Folders(checkpoint, model_keys, key_prefix, own_files)
 
     # --- which files ---
 
@@ -219,7 +215,6 @@ class _Opening:
 
     def _add(self, file: str, *, is_model: bool) -> None:
         header = self._header(file)
-        self._digest.update(repr((file, header)).encode())
         starts = self._starts(file, header)
         for tensor in header.tensors:
             name = _Name(is_model, tensor.key)
@@ -273,7 +268,6 @@ class _Opening:
         try:
             with self._folder.open(file) as stream:
                 content = stream.read()
-            self._digest.update(content)
             return json.loads(content)
         except OSError as error:
             raise CheckpointError(f"{self._folder.path}/{file} cannot be read: {error}") from error

@@ -4,14 +4,18 @@ The same two ways as DCP's ``FileSystemReader`` and ``FsspecReader``, and the sa
 """
 
 import errno
-import io
+import mmap
 import os
 import stat
+import threading
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, cast
 
 from ..core.errors import CheckpointError
 from ..core.sizes import human_bytes
+
+_SMALL_BYTES = 64 << 10  # are read rather than mapped
+_OPEN_FILES = 8
 
 
 class Folder(Protocol):
@@ -48,6 +52,26 @@ class Folder(Protocol):
         """
         ...
 
+    def view(self, file: str, offset_bytes: int, length_bytes: int) -> memoryview:
+        """Return a range of a file: mapped where that can be, so that its size is no matter. Changes stay in memory.
+
+        Raises:
+            OSError: the file is not there, or ends before.
+        """
+        ...
+
+
+class _Descriptor:
+    """An open file, closed when nobody has it."""
+
+    def __init__(self, path: Path) -> None:
+        self.number = -1
+        self.number = os.open(path, os.O_RDONLY)
+
+    def __del__(self) -> None:
+        if self.number >= 0:
+            os.close(self.number)
+
 
 class LocalFolder:
     """A folder on this machine."""
@@ -55,6 +79,7 @@ class LocalFolder:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
         self._path = Path(path)
+        self._known = threading.local()  # each thread's open files: opening one for each item takes long elsewhere
 
     def open(self, file: str) -> BinaryIO:
         """See :class:`Folder`."""
@@ -75,6 +100,24 @@ class LocalFolder:
         """See :class:`Folder`."""
         found = (self._path / file).stat()
         return f"{found.st_size} {found.st_mtime_ns}"
+
+    def view(self, file: str, offset_bytes: int, length_bytes: int) -> memoryview:
+        """See :class:`Folder`."""
+        known: dict[str, _Descriptor] = vars(self._known)
+        if file not in known:
+            self.size_bytes(file)  # a pipe would be waited for
+            if len(known) >= _OPEN_FILES:
+                del known[next(iter(known))]
+            known[file] = _Descriptor(self._path / file)
+        descriptor, end = known[file].number, offset_bytes + length_bytes
+        if end > os.fstat(descriptor).st_size:
+            raise _cut_short(file)
+        if length_bytes <= _SMALL_BYTES:
+            return memoryview(bytearray(os.pread(descriptor, length_bytes, offset_bytes)))
+        begin = offset_bytes - offset_bytes % mmap.ALLOCATIONGRANULARITY
+        # Copied when it is written to: torch has no tensors that are only read.
+        mapped = mmap.mmap(descriptor, end - begin, access=mmap.ACCESS_COPY, offset=begin)
+        return memoryview(mapped)[offset_bytes - begin :]
 
 
 class RemoteFolder:
@@ -115,8 +158,18 @@ class RemoteFolder:
         times = [found[name] for name in ("mtime", "LastModified", "updated", "created") if name in found]
         return f"{found.get('size')} {times[:1]} {found.get('ETag', '')}"
 
+    def view(self, file: str, offset_bytes: int, length_bytes: int) -> memoryview:
+        """See :class:`Folder`."""
+        if offset_bytes + length_bytes > self.size_bytes(file):
+            raise _cut_short(file)
+        return memoryview(bytearray(self._fs.cat_file(self._at(file), offset_bytes, offset_bytes + length_bytes)))
+
     def _at(self, file: str) -> str:
         return f"{self._root.rstrip('/')}/{file}"
+
+
+def _cut_short(file: str) -> OSError:
+    return OSError(errno.ENODATA, "it is cut short", file)
 
 
 def _slash(entry: dict[str, Any]) -> str:
@@ -145,59 +198,3 @@ def read_small(folder: Folder, file: str, max_bytes: int) -> bytes:
     if len(content) > max_bytes:
         raise OSError(errno.EFBIG, f"it has more than {human_bytes(max_bytes)}", file)
     return content
-
-
-class Window(io.RawIOBase):
-    """A byte range of an open file, as a file of its own, for one thread at a time.
-
-    Attributes:
-        offset_bytes: where in the file it begins.
-        length_bytes: how long it is.
-    """
-
-    def __init__(self, stream: BinaryIO, offset_bytes: int, length_bytes: int) -> None:
-        self._stream = stream
-        self.offset_bytes = offset_bytes
-        self.length_bytes = length_bytes
-        self._at = 0
-
-    def readable(self) -> bool:
-        """Return True."""
-        return True
-
-    def seekable(self) -> bool:
-        """Return True."""
-        return True
-
-    def tell(self) -> int:
-        """Return the position from the start of the range."""
-        return self._at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Also past the end, as in any file."""
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self.length_bytes}[whence]
-        if base + offset < 0:
-            raise OSError("seek before the start")
-        self._at = base + offset
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        """Up to the end of the range."""
-        view = memoryview(buffer).cast("B")
-        count = max(0, min(len(view), self.length_bytes - self._at))
-        self._stream.seek(self.offset_bytes + self._at)
-        # Both open() and fsspec give a readinto; what typing calls BinaryIO does not.
-        got: int = self._stream.readinto(view[:count])  # type: ignore[attr-defined]
-        self._at += got
-        return got
-
-
-def read_into(stream: BinaryIO | Window, view: memoryview) -> int:
-    """Fill ``view`` from where the stream is; fewer bytes are returned only at its end."""
-    done = 0
-    while done < len(view):
-        got: int = stream.readinto(view[done:])  # type: ignore[union-attr]  # see Window.readinto
-        if not got:
-            break
-        done += got
-    return done

@@ -2,16 +2,14 @@
 
 ::
 
-    open_checkpoint ──check──▶ Exchange ──plan──▶ Rewrite ──units──▶ perform ──▶ files ──▶ .metadata ──▶ DST
+    open_checkpoint ──check──▶ Exchange ──plan──▶ Rewrite ──save──▶ DST.partial ──rename──▶ DST
 
 Nothing of the source is changed, and nothing is written before the source was found to be whole.
 """
 
-import contextlib
-import errno
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,21 +23,14 @@ from ..exchange.request import Complete, Way
 from ..fused.fusions import Exchange, Fusion
 from ..fused.split_record import RECORD_FILE, Split, read_record, record_bytes, without
 from ..look.verify import check_structure, notes_on_checksums
-from ..stored.manifest import MANIFEST_FILE, manifest_bytes
-from ..stored.metadata import METADATA_FILE, read_metadata
+from ..stored.items import ItemReader
+from ..stored.manifest import MANIFEST_FILE
+from ..stored.metadata import METADATA_FILE
 from ..stored.reading import Checkpoint, open_checkpoint
-from .execute import perform
-from .new_metadata import metadata_bytes
-from .partial import Partial, open_partial, partial_of, steps_beside
-from .rewrite_plan import Rewrite, Unit, plan_rewrite, unit_bytes_of, units_of
+from .rewrite_plan import LARGEST_PIECE_BYTES, Rewrite, plan_rewrite
+from .save import appearing, check_empty_remote, partial_of, save, write_file, written
+from .seal import seal
 from .sidecars import Sidecars, read_sidecar, sidecars_of
-from .sinks import LocalSink, Sink, check_empty_remote, remote_sink
-
-FORMAT = 1
-"""Version of a partial folder's content; a run continues only from its own."""
-
-_MAY_END = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
-"""Write errors after which a run can continue, once there is room again."""
 
 _ROUND_NOTES = 3
 _NAMES_IN_NOTES = 8
@@ -119,20 +110,6 @@ def record_after(checkpoint: Checkpoint, way: Way, asked: Complete, rewrite: Rew
     return {RECORD_FILE: record_bytes(splits)} if splits else {}
 
 
-def fingerprint_of(checkpoint: Checkpoint, way: Way, asked: Complete) -> dict[str, object]:
-    """Identify everything that the files of the new checkpoint depend on."""
-    folder = checkpoint.folder
-    with folder.open(METADATA_FILE) as stream:
-        metadata = stream.read()
-    return {
-        "format": FORMAT,
-        "torch": torch.__version__,
-        "metadata": hashlib.sha256(metadata).hexdigest(),
-        "files": stamps_of(checkpoint),
-        "asked": hashlib.sha256(f"{way} {asked.asked}".encode()).hexdigest(),
-    }
-
-
 def stamps_of(checkpoint: Checkpoint) -> str:
     """Hash lengths and times of the data files: a change of any of them changes this."""
     files = {file: checkpoint.folder.stamp(file) for file in checkpoint.items_by_file()}
@@ -155,9 +132,7 @@ def check_destination(source: str, destination: str) -> None:
         return
     path = Path(destination)
     if os.path.lexists(path):
-        left = [str(each) for each in (partial_of(path), *steps_beside(path)) if each.exists()]
-        also = f". Beside it, an interrupted run has left {', '.join(left)}, which can be removed" if left else ""
-        raise CheckpointError(f"{destination} exists; give a name that is not taken, or remove it first{also}")
+        raise CheckpointError(f"{destination} exists; give a name that is not taken, or remove it first")
     if not path.name or path.name in (".", ".."):
         raise CheckpointError(f"{destination!r} is not the name of a new folder")
     if not path.parent.is_dir():
@@ -194,133 +169,53 @@ def write(
     checkpoint: Checkpoint,
     rewrite: Rewrite,
     destination: str,
-    fingerprint: Mapping[str, object],
     *,
     threads: int,
     max_memory_bytes: int,
-    restart: bool = False,
     advance: Callable[[int], object] = lambda done: None,
-    last_files: Mapping[str, bytes] | None = None,
+    beside: Mapping[str, bytes] | None = None,
     sidecars: Sequence[str] = (),
     record: Mapping[str, bytes] | None = None,
 ) -> None:
-    """Write the new checkpoint.
+    """Write the new checkpoint, and seal it if it is one of DCP.
 
     Args:
         checkpoint: to read from.
         rewrite: the plan.
         destination: where to, checked.
-        fingerprint: of everything that the files depend on.
-        threads: how many units are done at the same time.
-        max_memory_bytes: for data, over all threads.
-        restart: begin anew, whatever an earlier run has left.
+        threads: how many files are written at the same time.
+        max_memory_bytes: for pieces that are put together, over all threads.
         advance: is told of bytes that are written, from any thread.
-        last_files: what is written when all else is there, by name; without it, the metadata.
+        beside: other files, by name.
         sidecars: files of the old checkpoint that are copied, unless there is a new one of that name.
         record: :func:`record_after`; without it, the old one goes on.
 
     Raises:
-        CheckpointError: the source cannot be read, or the destination not be written. What was written so far is gone,
-            unless it says otherwise.
-        KeyboardInterrupt: as it came. What was written so far is there to go on with.
+        CheckpointError: the source cannot be read, or the destination not be written. Nothing is left of it then.
     """
-    if last_files is None:
-        last_files = {METADATA_FILE: metadata_bytes(read_metadata(checkpoint.folder), rewrite, destination)}
-    if record is not None:
-        last_files = {**record, **last_files}
-        sidecars = [file for file in sidecars if file != RECORD_FILE]
-    beside = [file for file in sidecars if file not in rewrite.files and file not in last_files]
-    units = units_of(rewrite, unit_bytes_of(rewrite.nbytes))
-    options: dict[str, Any] = {"threads": threads, "max_memory_bytes": max_memory_bytes, "advance": advance}
-    if "://" in destination:
-        with _errors_named(destination), remote_sink(destination) as sink:
-            _fill(
-                checkpoint,
-                rewrite,
-                units,
-                sink,
-                beside,
-                last_files,
-                done={},
-                record=lambda unit, filled: None,
-                **options,
+    # A thread has one piece, and an item of the old checkpoint mapped; one thread can always go on.
+    mapped_bytes = max((item.length_bytes for _, item in checkpoint.items()), default=0)
+    each_bytes = min(LARGEST_PIECE_BYTES, rewrite.nbytes) + mapped_bytes + 1
+    threads = max(min(threads, max_memory_bytes // each_bytes), 1)
+    stamps = stamps_of(checkpoint)
+    others = {**(beside or {}), **(record or {})}
+    reader = ItemReader(checkpoint, max_memory_bytes // 4)
+    with appearing(destination, rewrite.nbytes) as folder:
+        try:
+            save(rewrite, reader, folder, destination, threads, advance)
+            for file in sidecars:
+                if file not in others and (record is None or file != RECORD_FILE):
+                    others[file] = read_sidecar(checkpoint.folder, file)
+            for file, content in others.items():
+                write_file(folder / file, content)
+        except (OSError, RuntimeError) as error:
+            raise written(error) from error
+        if not rewrite.heads and (folder / METADATA_FILE).exists():
+            seal(folder, threads=threads)
+        if stamps_of(checkpoint) != stamps:
+            raise CheckpointError(
+                f"{checkpoint.path} was changed while it was read; run this again when nobody writes it"
             )
-        return
-    path = Path(destination)
-    with open_partial(path, fingerprint, restart=restart) as partial, _removed_unless_of_use(partial):
-        local = LocalSink(partial.files)
-        _check_what_is_done(partial, units, rewrite.file_bytes())
-        options |= {"done": partial.done, "record": partial.record}
-        _fill(checkpoint, rewrite, units, local, beside, last_files, **options)
-        _check_unchanged(checkpoint, fingerprint)
-        partial.publish()
-
-
-def _fill(
-    checkpoint: Checkpoint,
-    rewrite: Rewrite,
-    units: Sequence[Unit],
-    sink: Sink,
-    beside: Iterable[str],
-    last_files: Mapping[str, bytes],
-    **options: Any,
-) -> None:
-    sink.prepare(rewrite.file_bytes())
-    items = perform(checkpoint, rewrite, units, sink, **options)
-    for file in beside:
-        sink.write_metadata(read_sidecar(checkpoint.folder, file), file)
-    if METADATA_FILE in last_files and len(items) == len(rewrite.files):
-        sink.write_metadata(manifest_bytes(last_files[METADATA_FILE], items), MANIFEST_FILE)
-    for file, content in last_files.items():
-        sink.write_metadata(content, file)
-
-
-def _check_what_is_done(partial: Partial, units: Sequence[Unit], file_bytes: Mapping[str, int]) -> None:
-    for file in {file for number in partial.done for file in units[number].files}:
-        path = partial.files / file
-        if not path.is_file() or path.stat().st_size != file_bytes[file]:
-            raise CheckpointError(f"{path} is not as it was left, so that all is begun anew; run the command again")
-
-
-def _check_unchanged(checkpoint: Checkpoint, fingerprint: Mapping[str, object]) -> None:
-    if stamps_of(checkpoint) != fingerprint["files"]:
-        raise CheckpointError(f"{checkpoint.path} was changed while it was read; run this again when nobody writes it")
-
-
-@contextlib.contextmanager
-def _removed_unless_of_use(partial: Partial) -> Iterator[None]:
-    """Keep what was written if it can be continued: after an interrupt, or when there is room again."""
-    try:
-        yield
-    except CheckpointError:
-        partial.remove()
-        raise
-    except OSError as error:
-        if error.errno not in _MAY_END or not partial.is_of_use:
-            partial.remove()
-            raise CheckpointError(f"the new checkpoint cannot be written: {error.strerror or error}") from error
-        raise CheckpointError(
-            f"the new checkpoint cannot be written: {error.strerror or error}. What there is stays in "
-            f"{partial.folder}: run the same command again to go on with it, or remove it"
-        ) from error
-
-
-@contextlib.contextmanager
-def _errors_named(destination: str) -> Iterator[None]:
-    try:
-        yield
-    except (CheckpointError, KeyboardInterrupt):
-        raise
-    except Exception as error:  # file systems have errors of their own
-        raise CheckpointError(f"{destination} cannot be written: {type(error).__name__}: {error}") from error
-
-
-def after_interrupt(destination: str, kept_in: str | None = None) -> str:
-    """Say what to do after an interrupt; ``kept_in`` is where the unfinished result stays, if elsewhere."""
-    if "://" in destination:
-        return "What was sent is removed again"
-    kept_in = kept_in or f"{partial_of(Path(destination))}"
-    return f"What there is stays in {kept_in}: run the same command again to go on with it, or remove it"
 
 
 # --- shown -----------------------------------------------------------------------------------------------------------
@@ -372,11 +267,8 @@ def as_table(rewrite: Rewrite, way: Way) -> Table:
 
 def _chunk_counts(rewrite: Rewrite) -> dict[str, int]:
     counts = dict.fromkeys(rewrite.tensors, 0)
-    for items in rewrite.files.values():
-        for item in items:
-            for entry in item.entries:
-                if entry.region is not None:
-                    counts[entry.key] += 1
+    for piece in (piece for pieces in rewrite.files.values() for piece in pieces if piece.region is not None):
+        counts[piece.key] += 1
     return counts
 
 

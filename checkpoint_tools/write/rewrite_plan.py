@@ -1,40 +1,42 @@
-"""The plan of a new checkpoint: every item with its place in a file, and what it is made of. No data are read.
+"""The plan of a new checkpoint: pieces of its tensors and objects, each with how it is read from the old one.
 
 ::
 
-    Checkpoint, Exchange ──plan_rewrite──▶ Rewrite: files ─▶ items ─▶ kept bytes, given bytes, or filled by tasks
-                                                    tasks: rectangles of fused tensors, between old items and new ones
-
-A file of the new checkpoint has the name of the old file whose items it takes, in their order: so who reads and writes
-which file stays as it was. Lengths (:mod:`checkpoint_tools.stored.envelope`) and offsets are known beforehand.
+    Checkpoint, Exchange ──plan_rewrite──▶ Rewrite: files ─▶ pieces: key, rectangle, read(ItemReader) ─▶ tensor or bytes
 
 =========  ============================================================================================================
-direction  task
+direction  piece
 =========  ============================================================================================================
-split      what one stored item has of the fused tensor: read once, row by row, and taken apart into items of the parts
-merge      one new item of the fused tensor: put together from items of the parts, wherever they are, written once
+split      what one stored item has of a part: a view of the bytes of the fused elements
+merge      a rectangle of the fused tensor, put together from the items of the parts, wherever they are
 =========  ============================================================================================================
+
+What ranks have written stays apart: a rank's files become one file of the new checkpoint. No data are read here.
 """
 
+import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from fsdp_offload.checkpoint import Chunk, ShardChunks, chunks_of
 from fsdp_offload.checkpoint.rectangles import contiguous_strides
 
+from ..core.errors import CheckpointError
 from ..core.parts import part_chunks
-from ..core.regions import Index, TensorRegion, contains, fused_regions, joined, stretches
+from ..core.regions import Index, TensorRegion, fused_regions, joined, stretches
 from ..fused.fusions import Exchange, Fusion
 from ..look.inspect import rank_of
-from ..stored.envelope import Envelope, envelope_of
+from ..stored.items import ItemReader, typed
 from ..stored.reading import Checkpoint, StoredChunk, StoredObject
 
 Shape = tuple[int, ...]
-Stored = StoredChunk | StoredObject
+
+LARGEST_PIECE_BYTES = 128 << 20
+"""Pieces that are put together in memory are not larger."""
 
 
 class NewTensor(NamedTuple):
@@ -43,99 +45,15 @@ class NewTensor(NamedTuple):
     key: str
     shape: Shape
     dtype: torch.dtype
-    like: str  # a key of the old checkpoint with its other properties
-
-
-class Entry(NamedTuple):
-    """Metadata of an item: the key, and for tensors the rectangle that it holds."""
-
-    key: str
-    region: TensorRegion | None
-
-
-@dataclass(eq=False)
-class NewItem:
-    """A stretch of bytes of a new file.
-
-    Attributes:
-        entries: what it is; old checkpoints have several empty chunks in one item.
-        content: the old item whose bytes it has; other bytes; or what comes around elements that tasks fill in.
-        number: of all items, in the order of the files.
-        file: where it is; set when the files are laid out, like ``number`` and ``offset_bytes``.
-        offset_bytes: where in the file.
-    """
-
-    entries: tuple[Entry, ...]
-    content: Stored | bytes | Envelope
-    number: int = -1
-    file: str = ""
-    offset_bytes: int = 0
-
-    @property
-    def length_bytes(self) -> int:
-        """Return the length of the whole item."""
-        return len(self.content) if isinstance(self.content, bytes) else self.content.length_bytes
-
-    @property
-    def region(self) -> TensorRegion:
-        """Return the rectangle that it holds."""
-        (entry,) = self.entries
-        assert entry.region is not None
-        return entry.region
-
-    @property
-    def offsets(self) -> Shape:
-        """Return the rectangle's offsets."""
-        return self.region.offsets
-
-    @property
-    def sizes(self) -> Shape:
-        """Return the rectangle's sizes."""
-        return self.region.sizes
-
-
-class SplitTask(NamedTuple):
-    """A rectangle of a fused tensor that is read from one item, in the order of its memory.
-
-    ``first`` is its first element there, and ``targets`` are the items of each part.
-    """
-
-    fusion: Fusion
-    region: TensorRegion
-    source: StoredChunk
-    first: int
-    targets: tuple[tuple[NewItem, ...], ...]
-
-    def items(self) -> list[NewItem]:
-        """List the items that it fills."""
-        return [item for items in self.targets for item in items]
-
-
-class MergeTask(NamedTuple):
-    """A rectangle of a fused tensor that is one new item; ``sources`` are the stored chunks of each part.
-
-    ``dtype`` is that of the new item, if it is another one.
-    """
-
-    fusion: Fusion
-    region: TensorRegion
-    sources: tuple[Index[StoredChunk], ...]
-    target: NewItem
-    dtype: torch.dtype | None = None
-
-    def items(self) -> list[NewItem]:
-        """List the items that it fills."""
-        return [self.target]
-
-
-Task = SplitTask | MergeTask
 
 
 class Piece(NamedTuple):
-    """Share of one part in a rectangle of a fused tensor, as places in that rectangle's memory."""
+    """Something to write: a rectangle of a tensor, or an object."""
 
-    part: int
-    chunk: Chunk
+    key: str
+    region: TensorRegion | None
+    nbytes: int
+    read: Callable[[ItemReader], Tensor | bytes | memoryview]
 
 
 class Rewrite(NamedTuple):
@@ -144,169 +62,137 @@ class Rewrite(NamedTuple):
     Attributes:
         tensors: of the new checkpoint.
         objects: keys of the new checkpoint that are not tensors.
-        files: name → items, in the order of their bytes.
-        tasks: by the file of which they fill items.
+        files: name → pieces.
+        paths: key → where the value is in the nested state dict, if that is known.
         exchange: of which it is the plan.
+        heads: name of a file → bytes at its start, for files of safetensors.
     """
 
     tensors: Mapping[str, NewTensor]
     objects: tuple[str, ...]
-    files: Mapping[str, tuple[NewItem, ...]]
-    tasks: Mapping[str, tuple[Task, ...]]
+    files: Mapping[str, Sequence[Piece]]
+    paths: Mapping[str, tuple[str | int, ...]]
     exchange: Exchange
+    heads: Mapping[str, bytes] = {}
 
     @property
     def nbytes(self) -> int:
-        """Return the size of all files in bytes."""
-        return sum(item.length_bytes for items in self.files.values() for item in items)
+        """Return the size of all pieces in bytes."""
+        return sum(self.file_bytes().values())
 
     def file_bytes(self) -> dict[str, int]:
-        """File → its length."""
-        return {file: sum(item.length_bytes for item in items) for file, items in self.files.items()}
-
-
-def pieces_of(fusion: Fusion, region: TensorRegion) -> Iterator[Piece]:
-    """Divide a rectangle of a fused tensor into its parts; strides and starts are of its row-major buffer."""
-    chunk = Chunk(region.offsets, region.sizes, 0, contiguous_strides(region.sizes))
-    if not fusion.shape:  # a single element, and no dimension that parts would lie along
-        yield Piece(0, chunk)
-        return
-    shard = ShardChunks(fusion.shape, region.sizes, (chunk,))
-    for part, comb in enumerate(fusion.combs):
-        for piece in part_chunks(shard, fusion.dim, comb).chunks:
-            if piece.numel:
-                yield Piece(part, piece)
+        """File → the size of its pieces in bytes; of files of DCP, without what is around them."""
+        heads = self.heads
+        return {
+            file: len(heads.get(file, b"")) + sum(piece.nbytes for piece in pieces)
+            for file, pieces in self.files.items()
+        }
 
 
 def plan_rewrite(checkpoint: Checkpoint, exchange: Exchange) -> Rewrite:
-    """Lay out the new checkpoint."""
-    builder = _RewriteBuilder(checkpoint, exchange)
-    for file, entries in checkpoint.items_by_file().items():
-        for key, item in entries:
-            builder.add(file, key, item)
-    return builder.rewrite()
+    """Plan the new checkpoint.
+
+    Raises:
+        CheckpointError: Megatron-Core has kept more in its metadata than they say.
+    """
+    if checkpoint.refusal:
+        raise CheckpointError(checkpoint.refusal)
+    return _RewriteBuilder(checkpoint, exchange).rewrite()
 
 
 class _RewriteBuilder:
     def __init__(self, checkpoint: Checkpoint, exchange: Exchange) -> None:
         self._exchange = exchange
         self._checkpoint = checkpoint
-        self._files: dict[str, list[NewItem]] = {}
-        self._tasks: dict[str, list[Task]] = {}
-        self._kept: dict[tuple[str, str, int], NewItem] = {}
+        self._pieces: dict[str, list[Piece]] = {}
         self._split: dict[str, Fusion] = {}
-        self._merged: dict[str, _Merging] = {}
-        self._nothing: dict[str, dict[str, bool]] = {}  # part → rank → whether it has something
+        self._merged: dict[str, Fusion] = {}
         self._tensors: dict[str, NewTensor] = {}
         self._objects: list[str] = []
         for fusion in exchange.fusions:
-            self._add_fusion(fusion)
-
-    def _add_fusion(self, fusion: Fusion) -> None:
-        if fusion.fused in self._checkpoint.tensors:
-            self._split[fusion.fused] = fusion
-            for key, comb in zip(fusion.parts, fusion.combs, strict=True):
-                shape = comb.part_shape(fusion.shape, fusion.dim)
-                self._tensors[key] = NewTensor(key, shape, fusion.dtype, fusion.fused)
-        else:
-            merging = _Merging(fusion, self._checkpoint)
-            self._merged.update(dict.fromkeys(fusion.parts, merging))
-            self._tensors[fusion.fused] = NewTensor(fusion.fused, fusion.shape, fusion.dtype, fusion.parts[0])
-
-    def add(self, file: str, key: str, item: Stored) -> None:
-        """Plan the next item of an old file."""
-        if key in self._split and isinstance(item, StoredChunk):
-            self._add_split(file, self._split[key], item)
-        elif key in self._merged:
-            self._add_merged(file, self._merged[key])
-        elif key in self._exchange.objects:
-            self._objects.append(key)
-            self._append(file, NewItem((Entry(key, None),), self._exchange.objects[key]))
-        else:
-            for new_key in self._exchange.copies.get(key, (key,)):
-                self._keep(file, key, new_key, item)
-
-    def _append(self, file: str, item: NewItem) -> None:
-        self._files.setdefault(file, []).append(item)
-
-    def _keep(self, file: str, key: str, new_key: str, item: Stored) -> None:
-        region = TensorRegion(item.offsets, item.sizes) if isinstance(item, StoredChunk) else None
-        if region is None:
-            self._objects.append(new_key)
-        else:
-            tensor = self._checkpoint.tensors[key]
-            self._tensors[new_key] = NewTensor(new_key, tensor.shape, tensor.dtype, key)
-        entry = Entry(new_key, region)
-        known = self._kept.get((new_key, file, item.offset_bytes))
-        if known is None:
-            self._kept[new_key, file, item.offset_bytes] = made = NewItem((entry,), item)
-            self._append(file, made)
-        else:
-            known.entries += (entry,)
-
-    # --- splitting ---
-
-    def _add_split(self, file: str, fusion: Fusion, source: StoredChunk) -> None:
-        targets: list[list[NewItem]] = [[] for _ in fusion.parts]
-        tasks = []
-        for region, first in _rectangles(fusion, source):
-            of_region: list[list[NewItem]] = [[] for _ in fusion.parts]
-            for piece in pieces_of(fusion, region):
-                entry = Entry(fusion.parts[piece.part], TensorRegion(piece.chunk.offsets, piece.chunk.sizes))
-                of_region[piece.part].append(NewItem((entry,), envelope_of(piece.chunk.sizes, fusion.dtype)))
-            if region.numel:
-                tasks.append(SplitTask(fusion, region, source, first, tuple(map(tuple, of_region))))
-            for all_items, items in zip(targets, of_region, strict=True):
-                all_items += items
-        for key, items in zip(fusion.parts, targets, strict=True):
-            for item in items:
-                self._append(file, item)
-            had = self._nothing.setdefault(key, {})
-            had[_writer_of(file)] = bool(items) or had.get(_writer_of(file), False)
-        self._tasks.setdefault(file, []).extend(tasks)
-
-    def _add_nothings(self) -> None:
-        """Add an empty chunk where a rank holds fused rows but none of a part.
-
-        As the ranks would have saved it themselves; DCP keeps one of those that several ranks have.
-        """
-        for fusion in self._split.values():
-            for key, comb in zip(fusion.parts, fusion.combs, strict=True):
-                without = [writer for writer, has in self._nothing.get(key, {}).items() if not has]
-                shape = comb.part_shape(fusion.shape, fusion.dim)
-                if without and shape:
-                    file = next(
-                        chunk.file
-                        for chunk in self._checkpoint.tensors[fusion.fused].chunks
-                        if _writer_of(chunk.file) == without[0]
-                    )
-                    region = TensorRegion((shape[0], *(0 for _ in shape[1:])), (0, *shape[1:]))
-                    self._append(file, NewItem((Entry(key, region),), envelope_of(region.sizes, fusion.dtype)))
-
-    # --- merging ---
-
-    def _add_merged(self, file: str, merging: "_Merging") -> None:
-        fusion = merging.fusion
-        for region in merging.regions.pop(file, ()):
-            entry = Entry(fusion.fused, region)
-            item = NewItem((entry,), envelope_of(region.sizes, fusion.dtype))
-            self._append(file, item)
-            if region.numel:
-                self._tasks.setdefault(file, []).append(MergeTask(fusion, region, merging.sources, item))
-
-    # --- the end ---
+            if fusion.fused in checkpoint.tensors:
+                self._split[fusion.fused] = fusion
+                for key, comb in zip(fusion.parts, fusion.combs, strict=True):
+                    self._tensors[key] = NewTensor(key, comb.part_shape(fusion.shape, fusion.dim), fusion.dtype)
+            else:
+                self._merged.update(dict.fromkeys(fusion.parts, fusion))
+                self._tensors[fusion.fused] = NewTensor(fusion.fused, fusion.shape, fusion.dtype)
 
     def rewrite(self) -> Rewrite:
-        """Return the plan, with every item placed."""
-        self._add_nothings()
-        place_items(self._files)
-        return Rewrite(
-            tensors=self._tensors,
-            objects=tuple(dict.fromkeys(self._objects)),
-            files={file: tuple(items) for file, items in self._files.items()},
-            tasks={file: tuple(tasks) for file, tasks in self._tasks.items()},
-            exchange=self._exchange,
-        )
+        for file, entries in self._checkpoint.items_by_file().items():
+            for key, item in entries:
+                if key in self._merged or key in self._split:
+                    continue
+                if key in self._exchange.objects:
+                    content = self._exchange.objects[key]
+                    self._add_object(file, key, len(content), functools.partial(_given, content))
+                else:
+                    for new_key in self._exchange.copies.get(key, (key,)):
+                        self._keep(file, key, new_key, item)
+        for fusion in self._split.values():
+            self._add_split(fusion)
+        for fusion in dict.fromkeys(self._merged.values()):
+            for file, piece in merged_pieces(fusion, self._checkpoint):
+                self._add(file, piece)
+        new = {*self._tensors, *self._objects}
+        paths = {key: path for key, path in self._checkpoint.paths.items() if key in new}
+        paths |= {key: path for key, path in self._exchange.paths.items() if key in new}
+        files = {f"__{number}_0.distcp": pieces for number, pieces in enumerate(self._pieces.values())}
+        return Rewrite(self._tensors, tuple(dict.fromkeys(self._objects)), files, paths, self._exchange)
+
+    def _add(self, file: str, piece: Piece) -> None:
+        self._pieces.setdefault(_writer_of(file), []).append(piece)
+
+    def _add_object(self, file: str, key: str, nbytes: int, read: Callable[[ItemReader], bytes | memoryview]) -> None:
+        self._objects.append(key)
+        self._add(file, Piece(key, None, nbytes, read))
+
+    def _keep(self, file: str, key: str, new_key: str, item: StoredChunk | StoredObject) -> None:
+        if item.transforms:
+            raise CheckpointError(
+                f"{key} was written through {', '.join(item.transforms)}, which these tools do not undo; load the "
+                "checkpoint with DCP and save it without"
+            )
+        if isinstance(item, StoredObject):
+            self._add_object(file, new_key, item.length_bytes, functools.partial(_bytes_of, item))
+            return
+        tensor = self._checkpoint.tensors[key]
+        self._tensors[new_key] = NewTensor(new_key, tensor.shape, tensor.dtype)
+        nbytes = item.numel * tensor.dtype.itemsize
+        region = TensorRegion(item.offsets, item.sizes)
+        self._add(file, Piece(new_key, region, nbytes, functools.partial(_kept, item, tensor.dtype)))
+
+    def _add_split(self, fusion: Fusion) -> None:
+        has: dict[str, dict[str, str]] = {key: {} for key in fusion.parts}  # part → writer → a file of it
+        writers: dict[str, str] = {}
+        for source in self._checkpoint.tensors[fusion.fused].chunks:
+            writers.setdefault(_writer_of(source.file), source.file)
+            for region, first in _rectangles(fusion, source):
+                for part, chunk in pieces_of(fusion, region):
+                    key = fusion.parts[part]
+                    has[key][_writer_of(source.file)] = source.file
+                    for small in _cut(chunk, fusion.dtype):
+                        read = functools.partial(_carved, fusion.dtype, source, first, small)
+                        nbytes = small.numel * fusion.dtype.itemsize
+                        self._add(source.file, Piece(key, TensorRegion(small.offsets, small.sizes), nbytes, read))
+        for key, own in has.items():
+            # A rank that holds fused rows but none of a part has an empty chunk, as it would have saved it itself; DCP
+            # keeps one of those that several ranks have.
+            without = [file for writer, file in writers.items() if writer not in own]
+            shape = self._tensors[key].shape
+            if without and shape:
+                nothing = nothing_of(shape)
+                self._add(without[0], Piece(key, nothing, 0, functools.partial(_empty, nothing.sizes, fusion.dtype)))
+
+
+def _writer_of(file: str) -> str:
+    rank = rank_of(file)
+    return file if rank is None else str(rank)
+
+
+def nothing_of(shape: Shape) -> TensorRegion:
+    """Return an empty rectangle as torch's empty shards have it: at the end of dimension 0."""
+    return TensorRegion((shape[0], *(0 for _ in shape[1:])), (0, *shape[1:]))
 
 
 def _rectangles(fusion: Fusion, source: StoredChunk) -> Iterator[tuple[TensorRegion, int]]:
@@ -319,26 +205,52 @@ def _rectangles(fusion: Fusion, source: StoredChunk) -> Iterator[tuple[TensorReg
         yield TensorRegion(chunk.offsets, chunk.sizes), chunk.local_start
 
 
-def _writer_of(file: str) -> str:
-    rank = rank_of(file)
-    return file if rank is None else str(rank)
+def pieces_of(fusion: Fusion, region: TensorRegion) -> Iterator[tuple[int, Chunk]]:
+    """Divide a rectangle of a fused tensor into its parts; strides and starts are of its row-major buffer."""
+    chunk = Chunk(region.offsets, region.sizes, 0, contiguous_strides(region.sizes))
+    if not fusion.shape:  # a single element, and no dimension that parts would lie along
+        yield 0, chunk
+        return
+    shard = ShardChunks(fusion.shape, region.sizes, (chunk,))
+    for part, comb in enumerate(fusion.combs):
+        for piece in part_chunks(shard, fusion.dim, comb).chunks:
+            if piece.numel:
+                yield part, piece
 
 
-class _Merging:
-    """Future places of a fused tensor made of parts."""
+def _cut(chunk: Chunk, dtype: torch.dtype) -> Iterator[Chunk]:
+    for small in stretches(TensorRegion(chunk.offsets, chunk.sizes), LARGEST_PIECE_BYTES // dtype.itemsize):
+        moved = zip(small.offsets, chunk.offsets, chunk.local_strides, strict=True)
+        start = chunk.local_start + sum((at - first) * stride for at, first, stride in moved)
+        yield Chunk(small.offsets, small.sizes, start, chunk.local_strides)
 
-    def __init__(self, fusion: Fusion, checkpoint: Checkpoint) -> None:
-        self.fusion = fusion
-        chunks = [checkpoint.tensors[part].chunks for part in fusion.parts]
-        self.sources = tuple(map(Index, chunks))
-        self.regions = _merged_regions(fusion, chunks)
+
+# --- merging ---------------------------------------------------------------------------------------------------------
+
+
+def merged_pieces(fusion: Fusion, checkpoint: Checkpoint) -> Iterator[tuple[str, Piece]]:
+    """Yield the pieces of a tensor made of parts, each with the old file that has its beginning."""
+    chunks = [checkpoint.tensors[part].chunks for part in fusion.parts]
+    sources = tuple(map(Index, chunks))
+    for file, regions in _merged_regions(fusion, chunks).items():
+        for region in regions:
+            yield from ((file, piece) for piece in gathered(fusion, region, sources))
+
+
+def gathered(
+    fusion: Fusion, region: TensorRegion, sources: Sequence[Index[StoredChunk]], cast: torch.dtype | None = None
+) -> Iterator[Piece]:
+    """Yield a rectangle of a fused tensor in pieces that are put together from the chunks of its parts."""
+    dtype = cast or fusion.dtype
+    for small in stretches(region, LARGEST_PIECE_BYTES // fusion.dtype.itemsize):
+        read = functools.partial(_gathered, fusion, small, sources, dtype)
+        yield Piece(fusion.fused, small, small.numel * dtype.itemsize, read)
 
 
 def _merged_regions(fusion: Fusion, chunks: Sequence[Sequence[StoredChunk]]) -> dict[str, list[TensorRegion]]:
     """File → rectangles of the fused tensor, which together are all of it."""
     if not math.prod(fusion.shape):
-        nothing = TensorRegion((fusion.shape[0], *(0 for _ in fusion.shape[1:])), (0, *fusion.shape[1:]))
-        return {chunks[0][0].file: [nothing]} if chunks[0] else {}
+        return {chunks[0][0].file: [nothing_of(fusion.shape)]} if chunks[0] else {}
     takes_turns = all(comb.length == 1 and comb.blocks > 1 for comb in fusion.combs)
     by_file: dict[str, list[TensorRegion]] = {}
     # Where the parts take turns along the dimension, the first one says what is stored where: one row each would be
@@ -359,144 +271,61 @@ def _turns(chunk: StoredChunk, fusion: Fusion) -> Iterable[TensorRegion]:
         )
 
 
-# --- units of work ---------------------------------------------------------------------------------------------------
+# --- reading a piece -------------------------------------------------------------------------------------------------
 
 
-class ByteCopy(NamedTuple):
-    """Bytes of an old file that are taken over."""
-
-    source_file: str
-    source_bytes: int
-    file: str
-    offset_bytes: int
-    length_bytes: int
+def _given(content: bytes, reader: ItemReader) -> bytes:
+    del reader
+    return content
 
 
-class Write(NamedTuple):
-    """Bytes that are known."""
-
-    file: str
-    offset_bytes: int
-    content: bytes
+def _bytes_of(item: StoredObject, reader: ItemReader) -> memoryview:
+    reader.check_data(item)
+    return reader.view(item)
 
 
-class Work(NamedTuple):
-    """A rectangle of a task. ``closes``: it fills its items alone, so that it also writes what is around them."""
-
-    task: Task
-    region: TensorRegion
-    closes: bool
+def _empty(sizes: Shape, dtype: torch.dtype, reader: ItemReader) -> Tensor:
+    del reader
+    return torch.empty(sizes, dtype=dtype)
 
 
-Step = ByteCopy | Write | Work
+def _kept(chunk: StoredChunk, dtype: torch.dtype, reader: ItemReader) -> Tensor:
+    # A view of the file, which is not aligned: it is only written.
+    return typed(reader.bits(chunk, dtype).view(*chunk.sizes, dtype.itemsize), dtype)
 
 
-class Unit(NamedTuple):
-    """Work of one thread, recorded when it is safe on the disk."""
-
-    number: int
-    steps: tuple[Step, ...]
-    files: frozenset[str]
-    nbytes: int
+def _carved(dtype: torch.dtype, source: StoredChunk, first: int, part: Chunk, reader: ItemReader) -> Tensor:
+    bits = reader.bits(source, dtype)
+    view = _view(bits, part, first * dtype.itemsize + int(bits.storage_offset()))
+    return typed(torch.empty(view.shape, dtype=torch.uint8).copy_(view), dtype)
 
 
-_UNIT_BYTES = 256 << 20
-_MIN_UNIT_BYTES = 4 << 20
-_UNITS = 64
+def _gathered(
+    fusion: Fusion, region: TensorRegion, sources: Sequence[Index[StoredChunk]], dtype: torch.dtype, reader: ItemReader
+) -> Tensor:
+    whole = torch.empty(*region.sizes, fusion.dtype.itemsize, dtype=torch.uint8)
+    for part, piece in pieces_of(fusion, region) if region.numel else ():
+        into = _view(whole.view(-1, fusion.dtype.itemsize), piece, 0)
+        for source in sources[part].overlapping(piece):
+            reader.paste(source, fusion.dtype, TensorRegion(piece.offsets, piece.sizes), into)
+    return typed(whole, fusion.dtype).to(dtype)
 
 
-def unit_bytes_of(nbytes: int) -> int:
-    """Choose the size of units: enough units for all threads, and never too many to record."""
-    return max(min(nbytes // _UNITS, _UNIT_BYTES), _MIN_UNIT_BYTES)
+def _view(bits: Tensor, chunk: Chunk, start: int) -> Tensor:
+    itemsize = bits.shape[-1]
+    strides = (stride * itemsize for stride in chunk.local_strides)
+    return bits.as_strided((*chunk.sizes, itemsize), (*strides, 1), start + chunk.local_start * itemsize)
 
 
-def units_of(rewrite: Rewrite, unit_bytes: int) -> list[Unit]:
-    """List all work in the order of the files; it depends on the plan alone, not on memory or threads."""
-    units: list[Unit] = []
-    steps: list[Step] = []
+def in_files(pieces: Iterable[Piece], shard_bytes: int) -> Iterator[list[Piece]]:
+    """Divide pieces into files, in their order, as many as fit together."""
+    shard: list[Piece] = []
     filled = 0
-
-    def close() -> None:
-        nonlocal steps, filled
-        if steps:
-            units.append(Unit(len(units), tuple(steps), frozenset(_files_of(steps)), filled))
-        steps, filled = [], 0
-
-    for file, items in rewrite.files.items():
-        for step, nbytes in [*_byte_steps(items, unit_bytes), *_work_steps(rewrite.tasks.get(file, ()), unit_bytes)]:
-            if filled and filled + nbytes > unit_bytes:
-                close()
-            steps.append(step)
-            filled += nbytes
-    close()
-    return units
-
-
-def _files_of(steps: Iterable[Step]) -> Iterator[str]:
-    for step in steps:
-        if isinstance(step, Work):
-            yield from (item.file for item in step.task.items())
-        else:
-            yield step.file
-
-
-def _work_steps(tasks: Iterable[Task], unit_bytes: int) -> Iterator[tuple[Work, int]]:
-    for task in tasks:
-        itemsize = task.fusion.dtype.itemsize
-        regions = list(stretches(task.region, unit_bytes // itemsize))
-        for region in regions:
-            yield Work(task, region, closes=len(regions) == 1), region.numel * itemsize
-
-
-def _byte_steps(items: Iterable[NewItem], unit_bytes: int) -> Iterator[tuple[Step, int]]:
-    """Known and kept bytes; kept items that follow each other in both files are one step, up to the size of a unit."""
-    run: ByteCopy | None = None
-    for item in items:
-        content = item.content
-        if isinstance(content, Stored):
-            step = ByteCopy(content.file, content.offset_bytes, item.file, item.offset_bytes, content.length_bytes)
-            if run is not None and _follows(run, step):
-                run = run._replace(length_bytes=run.length_bytes + step.length_bytes)
-            else:
-                yield from _cut(run, unit_bytes)
-                run = step
-        elif isinstance(content, bytes):
-            yield Write(item.file, item.offset_bytes, content), len(content)
-        elif content.data_bytes == 0:
-            whole = content.head + content.tail(0)
-            yield Write(item.file, item.offset_bytes, whole), len(whole)
-    yield from _cut(run, unit_bytes)
-
-
-def _follows(run: ByteCopy, step: ByteCopy) -> bool:
-    return (
-        run.source_file == step.source_file
-        and run.source_bytes + run.length_bytes == step.source_bytes
-        and run.offset_bytes + run.length_bytes == step.offset_bytes
-    )
-
-
-def _cut(run: ByteCopy | None, unit_bytes: int) -> Iterator[tuple[ByteCopy, int]]:
-    if run is None:
-        return
-    for start in range(0, run.length_bytes, unit_bytes):
-        length = min(unit_bytes, run.length_bytes - start)
-        moved = run._replace(
-            source_bytes=run.source_bytes + start, offset_bytes=run.offset_bytes + start, length_bytes=length
-        )
-        yield moved, length
-
-
-def target_of(items: Sequence[NewItem], piece: Chunk) -> NewItem:
-    """Return the task's item for the part that has ``piece``."""
-    return items[0] if len(items) == 1 else next(item for item in items if contains(item, piece))
-
-
-def place_items(files: Mapping[str, Sequence[NewItem]]) -> None:
-    """Give every item its number, and its place behind the others of its file."""
-    number = 0
-    for file, items in files.items():
-        offset = 0
-        for item in items:
-            item.number, item.file, item.offset_bytes = number, file, offset
-            number, offset = number + 1, offset + item.length_bytes
+    for piece in pieces:
+        if shard and filled + piece.nbytes > shard_bytes:
+            yield shard
+            shard, filled = [], 0
+        shard.append(piece)
+        filled += piece.nbytes
+    if shard:
+        yield shard

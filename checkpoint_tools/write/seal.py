@@ -2,10 +2,10 @@
 
 ::
 
-    dcp.save ──▶ checkpoint ──check_structure──▶ the directory of each item: the CRC-32 of its contents ──▶ .checksums
+    dcp.save ──▶ checkpoint ──check_structure──▶ each item, with the CRC-32 of its contents ──▶ .checksums
 
-``torch.save`` has taken the CRC-32 of all contents from memory. So no data are read here, and those that were damaged
-between the save and the seal are found as well.
+``torch.save`` has taken the CRC-32 of all contents from memory. So large contents are not read here, and those that
+were damaged between the save and the seal are found as well.
 """
 
 import os
@@ -19,8 +19,7 @@ from ..stored.metadata import read_content
 from ..stored.opening import open_checkpoint
 from ..stored.safetensors_folder import is_safetensors
 from ..stored.storage import open_folder
-from .partial import sync_folder
-from .sinks import LocalSink, RemoteSink
+from .save import write_file
 
 
 def seal(path: str | os.PathLike[str], *, threads: int = 4) -> list[str]:
@@ -63,13 +62,13 @@ def seal(path: str | os.PathLike[str], *, threads: int = 4) -> list[str]:
         )
     files: dict[str, set[Item]] = {}
     for key, item in checkpoint.items():
-        opened = checkpoint.opened.get((item.file, item.offset_bytes))
+        opened = checkpoint.opened.get(item.place)
         if opened is None:
             raise CheckpointError(
                 f"{key} in {checkpoint.path}/{item.file} was written through an extension of DCP, and has no "
                 "checksums; save without it"
             )
-        files.setdefault(item.file, set()).add(Item(item.offset_bytes, item.length_bytes, opened.directory_crc))
+        files.setdefault(item.file, set()).add(Item(item.offset_bytes, item.length_bytes, opened.around_crc))
     if read_content(checkpoint.folder) != content:
         raise CheckpointError(f"{checkpoint.path} was changed while it was read; seal it when nobody writes it")
     _write(checkpoint.path, manifest_bytes(content, {file: list(items) for file, items in files.items()}))
@@ -80,11 +79,13 @@ def _write(path: str, content: bytes) -> None:
     """There as a whole, or not at all."""
     try:
         if "://" in path:
-            RemoteSink(path, Path()).write_metadata(content, MANIFEST_FILE)
+            from fsspec.core import url_to_fs
+
+            fs, root = url_to_fs(path)
+            fs.pipe_file(f"{root.rstrip('/')}/{MANIFEST_FILE}", content)
             return
-        folder, unfinished = Path(path), f"{MANIFEST_FILE}.unfinished-{os.getpid()}"
-        LocalSink(folder).write_metadata(content, unfinished)
-        (folder / unfinished).rename(folder / MANIFEST_FILE)
-        sync_folder(folder)
+        unfinished = Path(path) / f"{MANIFEST_FILE}.unfinished-{os.getpid()}"
+        write_file(unfinished, content)
+        unfinished.rename(Path(path) / MANIFEST_FILE)
     except OSError as error:
         raise CheckpointError(f"{path}/{MANIFEST_FILE} cannot be written: {error}") from error

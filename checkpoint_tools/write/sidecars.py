@@ -5,7 +5,6 @@ and of trainers: everything that is no tensor data. Data that are not the checkp
 here before, other formats of the same weights) stay behind, and are named.
 """
 
-import io
 import itertools
 import math
 import re
@@ -13,10 +12,10 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from ..core.errors import CheckpointError
-from ..stored.archive import DamagedError, check_contents, open_archive
 from ..stored.formats import TORCH_SUFFIXES
+from ..stored.items import Archive, DamagedError
 from ..stored.reading import Checkpoint
-from ..stored.storage import Folder, Window, open_folder, read_small
+from ..stored.storage import Folder, open_folder, read_small
 
 MAX_BYTES = 256 << 20
 """Total size up to which files beside the data are copied."""
@@ -119,9 +118,10 @@ def _check(folder: Folder, file: str, content: bytes) -> None:
     is_zip = content.startswith(b"PK\3\4") or content[-_END_BYTES:].startswith(b"PK\5\6")
     if not is_zip or not file.endswith(TORCH_SUFFIXES):
         return
-    window = Window(io.BytesIO(content), 0, len(content))
     try:
-        check_contents(window, open_archive(window))
+        archive = Archive(memoryview(content))
+        for record in archive.records.values():
+            archive.read(record)
     except DamagedError as error:
         raise CheckpointError(
             f"{folder.path}/{file} is not what torch.save writes ({error}), and would be copied as it is; fetch it "

@@ -1,8 +1,11 @@
 """Single bits that are flipped in a checkpoint, and what notices that."""
 
+import io
 import random
 import shutil
+import struct
 import warnings
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -166,11 +169,26 @@ def random_flip(folder: Path, where: str, choose: random.Random) -> Flip:
     """In the data of a tensor, in what is around them, or in a file of metadata."""
     if where in (METADATA, MANIFEST):
         return Flip(where, choose.randrange((folder / where).stat().st_size), choose.randrange(8))
-    items = [item for _, item in open_checkpoint(folder).items()]
-    item = choose.choice(items)
-    if where == "data":
+    item = choose.choice([item for _, item in open_checkpoint(folder).items()])
+    if where == "contents":
+        at = choose.choice(contents_in(folder / item.file, item.offset_bytes, item.length_bytes))
+    elif where == "data":
         at = choose.randrange(item.length_bytes)
     else:  # the headers and small records of a tensor are within these ends
         ends = [*range(min(item.length_bytes, 800)), *range(max(item.length_bytes - 1000, 0), item.length_bytes)]
         at = choose.choice(ends)
     return Flip(item.file, item.offset_bytes + at, choose.randrange(8))
+
+
+def contents_in(file: Path, offset: int, length: int) -> list[int]:
+    """Where in an item the contents of the zip file are, which have a CRC-32."""
+    with file.open("rb") as stream:
+        stream.seek(offset)
+        content = stream.read(length)
+    found: list[int] = []
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        for record in archive.infolist():
+            name, extra = struct.unpack_from("<2H", content, record.header_offset + 26)
+            start = record.header_offset + 30 + name + extra
+            found += range(start, start + record.file_size)
+    return found

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from checkpoint_tools.core.parts import Comb
+from checkpoint_tools.core.regions import whole_of
 from checkpoint_tools.exchange.config_values import with_told
 from checkpoint_tools.exchange.request import Request, Way, complete
 from checkpoint_tools.fused.rules import Rule
@@ -42,22 +43,18 @@ def rewritten(
     is_sure: bool = False,
     threads: int = 2,
     max_memory_bytes: int = 1 << 20,
-    restart: bool = False,
 ) -> Checkpoint:
     """The new checkpoint, and it is whole."""
     rewrite.check_destination(str(source), str(destination))
     checkpoint, sidecars = rewrite.open_whole(str(source), 1)
     asked = complete(checkpoint, way, Request(rules, values or {}, excluded, only, is_sure))
     planned = rewrite.plan(checkpoint, way, asked)
-    fingerprint = rewrite.fingerprint_of(checkpoint, way, asked)
     rewrite.write(
         checkpoint,
         planned,
         str(destination),
-        fingerprint,
         threads=threads,
         max_memory_bytes=max_memory_bytes,
-        restart=restart,
         sidecars=sidecars.files,
         record=rewrite.record_after(checkpoint, way, asked, planned),
     )
@@ -104,15 +101,21 @@ def part_of(whole: Tensor, dim: int, comb: Comb) -> Tensor:
 
 def values_of(checkpoint: Checkpoint) -> dict[str, Any]:
     """Everything, by flat key."""
-    with ItemReader(checkpoint) as reader:
-        found: dict[str, Any] = {key: reader.read_object(item) for key, item in checkpoint.objects.items()}
-        for key, tensor in checkpoint.tensors.items():
-            whole = torch.empty(tensor.shape, dtype=tensor.dtype)
-            for chunk in tensor.chunks:
-                place = tuple(slice(at, at + n) for at, n in zip(chunk.offsets, chunk.sizes, strict=True))
-                whole[place] = reader.read_chunk(chunk)
-            found[key] = whole
+    reader = ItemReader(checkpoint)
+    found: dict[str, Any] = {key: reader.read_object(item) for key, item in checkpoint.objects.items()}
+    for key, tensor in checkpoint.tensors.items():
+        whole = torch.empty(tensor.shape, dtype=tensor.dtype)
+        for chunk in tensor.chunks:
+            place = tuple(slice(at, at + n) for at, n in zip(chunk.offsets, chunk.sizes, strict=True))
+            whole[place] = reader.read_chunk(chunk, tensor.dtype)
+        found[key] = whole
     return found
+
+
+def tensor_of(checkpoint: Checkpoint, key: str) -> Tensor:
+    """One of these."""
+    tensor = checkpoint.tensors[key]
+    return ItemReader(checkpoint).read_region(tensor, whole_of(tensor.shape))
 
 
 def chunks_of_keys(checkpoint: Checkpoint) -> dict[str, list[Rectangle]]:
@@ -141,7 +144,7 @@ def assert_same(a: Checkpoint, b: Checkpoint) -> None:
 
 def check_zip_files(checkpoint: Checkpoint) -> None:
     """Every item is a zip file whose checksums are right."""
-    with ItemReader(checkpoint) as reader:
-        for key, item in checkpoint.items():
-            with zipfile.ZipFile(io.BytesIO(reader.read_bytes(item))) as archive:
-                assert archive.testzip() is None, key
+    reader = ItemReader(checkpoint)
+    for key, item in checkpoint.items():
+        with zipfile.ZipFile(io.BytesIO(reader.view(item))) as archive:
+            assert archive.testzip() is None, key

@@ -271,9 +271,6 @@ def test_folders_that_are_wrong(source: Path, tmp_path: Path) -> None:
     assert run_here("convert", no_optimizer, tmp_path / "new").returncode == 0
 
 
-# Kills ---------------------------------------------------------------------------------------------------------------
-
-
 # Other places, and memory --------------------------------------------------------------------------------------------
 
 

@@ -151,12 +151,3 @@ def test_a_url(tmp_path: Path) -> None:
     back = converted("memory://made", tmp_path / "back")
     assert_same(back, open_checkpoint(source))
     assert values_of(back)
-
-
-def test_many_at_a_time_change_nothing(tmp_path: Path) -> None:
-    source = save(tmp_path / "source", STATE)
-    made = []
-    for threads in (1, 5):
-        converted(source, tmp_path / f"{threads}", threads=threads, max_memory_bytes=10_000 * threads)
-        made.append({file.name: file.read_bytes() for file in (tmp_path / f"{threads}").iterdir()})
-    assert made[0] == made[1]

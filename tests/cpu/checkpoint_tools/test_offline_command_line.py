@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,12 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from checkpoint_tools import preset, split_state_dict
 from checkpoint_tools.core.errors import CheckpointError
-from checkpoint_tools.exchange.request import Request, Way, complete
 from checkpoint_tools.fused.rules import preset_names
 from checkpoint_tools.look.diff import diff
 from checkpoint_tools.look.verify import check_finite
 from checkpoint_tools.stored.reading import open_checkpoint
 from checkpoint_tools.write import rewrite
-from checkpoint_tools.write.partial import open_partial, partial_of
+from checkpoint_tools.write.save import held, partial_of
 from tests.checkpoint_tools.checkpoints import changed, run_here, run_tool, save
 from tests.checkpoint_tools.offline import (
     DOWN,
@@ -32,9 +30,6 @@ from tests.checkpoint_tools.offline import (
     assert_same,
     rewritten,
     rule,
-    same_bits,
-    tiled,
-    values_of,
 )
 from tests.cpu.checkpoint_tools.test_command_line import assert_one_line, run_all
 
@@ -200,70 +195,26 @@ def test_an_item_of_another_order_that_does_not_fit_into_memory(tmp_path: Path) 
     assert split.tensors[f"model.{GATE}"].shape == (200, 300)
 
 
-# Kills ---------------------------------------------------------------------------------------------------------------
-
-
-def test_what_was_begun_with_something_else(source: Path, tmp_path: Path) -> None:
-    with open_partial(tmp_path / "new", {"another": "source"}):
-        pass
-    arguments = ("split", source, tmp_path / "new", "--rules", tmp_path / "rules.toml")
-    (tmp_path / "new.partial" / "checkpoint").mkdir(exist_ok=True)
-    assert_one_line(run_here(*arguments), "was begun with another source, rules or version")
-    assert partial_of(tmp_path / "new").exists()
-    assert run_here(*arguments, "--restart").returncode == 0
-    assert not partial_of(tmp_path / "new").exists()
-
-
-def test_what_makes_a_difference(source: Path) -> None:
-    """To go on with it would make a checkpoint of two halves that do not belong together."""
-    checkpoint = open_checkpoint(source)
-
-    def fingerprint(way: Way, *request: Any) -> dict[str, object]:
-        return rewrite.fingerprint_of(checkpoint, way, complete(checkpoint, way, Request(*request)))
-
-    others: list[tuple[Any, ...]] = [
-        ("merge", [rule()], {"a": 1}, ["x"]),
-        ("split", [rule(dim=1)], {"a": 1}, ["x"]),
-        ("split", [rule()], {"a": 2}, ["x"]),
-        ("split", [rule()], {"a": 1}),
-        ("split", [rule()], {"a": 1}, ["x"], ["y"]),
-    ]
-    wanted: tuple[Any, ...] = ("split", [rule()], {"a": 1}, ["x"])
-    first = fingerprint(*wanted)
-    assert fingerprint(*wanted) == first
-    assert all(fingerprint(*other) != first for other in others)
-    os.utime(source / "__0_0.distcp", ns=(1, 1))
-    assert fingerprint(*wanted) != first
-
-
-def test_a_source_that_is_written_to_meanwhile(source: Path, tmp_path: Path) -> None:
-    checkpoint = open_checkpoint(source)
-    asked = complete(checkpoint, "split", Request([rule()], {}))
-    planned = rewrite.plan(checkpoint, "split", asked)
-    before = rewrite.fingerprint_of(checkpoint, "split", asked)
-    os.utime(source / "__0_0.distcp", ns=(1, 1))
-    with pytest.raises(CheckpointError, match="was changed while it was read"):
-        rewrite.write(checkpoint, planned, str(tmp_path / "new"), before, threads=1, max_memory_bytes=1 << 20)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["rules.toml", "source"]
-
-
-def test_what_is_left_of_a_checkpoint_that_was_finished(source: Path, tmp_path: Path) -> None:
-    """Killed between the last two steps, and the checkpoint removed since: its journal says that all is done."""
-    with open_partial(tmp_path / "new", {"same": 1}) as partial:
-        partial.record(0, [])
-        shutil.rmtree(partial.files)
-    with open_partial(tmp_path / "new", {"same": 1}) as partial:
-        assert partial.done == {}
-
-
 def test_two_at_the_same_place(source: Path, tmp_path: Path) -> None:
-    with open_partial(tmp_path / "new", {}):
-        run = run_tool("split", source, tmp_path / "new", "--rules", tmp_path / "rules.toml")
-        assert_one_line(run, "another process is writing to")
-    assert run_here("split", source, tmp_path / "new", "--rules", tmp_path / "rules.toml", "--restart").returncode == 0
+    arguments = ("split", source, tmp_path / "new", "--rules", tmp_path / "rules.toml")
+    with held(tmp_path / "new.partial"):
+        assert_one_line(run_tool(*arguments), "another process is writing to")
+    assert run_here(*arguments).returncode == 0
 
 
-# Full disks ----------------------------------------------------------------------------------------------------------
+def test_a_folder_of_somebody_else(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "new.partial").mkdir()
+    (tmp_path / "new.partial" / "thesis.tex").write_text("")
+    run = run_here("split", source, tmp_path / "new", "--rules", tmp_path / "rules.toml")
+    assert_one_line(run, "is there, and not of these tools")
+    assert (tmp_path / "new.partial" / "thesis.tex").exists()
+
+
+def test_a_source_that_is_written_to_meanwhile(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rewrite, "seal", lambda *args, **options: os.utime(source / "__0_0.distcp", ns=(1, 1)))
+    with pytest.raises(CheckpointError, match="was changed while it was read"):
+        rewritten("split", source, tmp_path / "new", rule())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rules.toml", "source"]
 
 
 # Other places --------------------------------------------------------------------------------------------------------
@@ -295,56 +246,12 @@ def test_nothing_is_left_behind_a_url_after_an_error(tmp_path: Path) -> None:
 # Memory --------------------------------------------------------------------------------------------------------------
 
 
-def test_the_least_memory_is_enough_for_the_largest_elements(tmp_path: Path) -> None:
-    """Of complex128; also where parts take turns, so that they have to be packed, and where chunks are columns."""
-    (tmp_path / "rules.toml").write_text(RULES + "layout = 'interleaved'\n")
-    whole = torch.arange(48.0).double().view(8, 6) * (1 - 2j)
-    columns = tiled(whole, [((0, at), (8, 3)) for at in (0, 3)])
-    flat = tiled(whole.view(-1), [((0,), (17,)), ((17,), (31,))])
-    save(tmp_path / "source", {"model": {FUSED: columns}, "optim": {"state": {FUSED: {"exp_avg": flat}}}})
-    save(tmp_path / "small", {"model": {DOWN: torch.arange(6.0).view(2, 3)}})
-
-    def run(*arguments: object, least: int, threads: int = 3) -> None:
-        options = ("--threads", threads, "--max-memory")
-        less = run_here(*arguments, *options, least * threads - 1)
-        assert_one_line(less, f"--max-memory is at least {least * threads} bytes for {threads} threads")
-        done = run_here(*arguments, *options, least * threads)
-        assert done.returncode == 0, done.stdout + done.stderr
-
-    def at(name: str) -> Path:
-        return tmp_path / name
-
-    rules = ("--rules", tmp_path / "rules.toml")
-    run("split", at("source"), at("split"), *rules, least=64)
-    run("merge", at("split"), at("merged"), *rules, least=64)
-    run("convert", at("source"), at("nd"), "--flat-to-nd", least=64)
-    run("convert", at("small"), at("safetensors"), least=64)
-    run("diff", at("nd"), at("merged"), least=256)
-    run("verify", at("merged"), "--finite", least=32)
-    assert same_bits(values_of(open_checkpoint(at("merged")))[f"model.{FUSED}"], whole)
-
-
 def test_too_little_memory_is_refused_inside_too(source: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="at least 128 bytes for 2 threads, not 127"):
-        rewritten("split", source, tmp_path / "new", rule(), max_memory_bytes=127)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["rules.toml", "source"]
     checkpoint = open_checkpoint(source)
     with pytest.raises(CheckpointError, match="at least 64 bytes for 2 threads"):
         check_finite(checkpoint, ["__0_0.distcp"], threads=2, max_memory_bytes=63)
     with pytest.raises(CheckpointError, match="at least 256 bytes for 1 threads"):
         diff(checkpoint, checkpoint, [], max_memory_bytes=255, threads=1)
-
-
-def test_many_at_a_time_change_nothing(source: Path, tmp_path: Path) -> None:
-    names = (".metadata", ".checksums")  # which say where it is, and what the other one contains
-
-    def make(number: int) -> dict[str, bytes]:
-        rewritten("split", source, tmp_path / f"{number}", rule(), threads=number, max_memory_bytes=64 * number)
-        return {name: text for name, text in contents(tmp_path / f"{number}").items() if name not in names}
-
-    with ThreadPoolExecutor() as pool:
-        first, *others = pool.map(make, (1, 2, 7))
-    assert all(other == first for other in others)
 
 
 def test_help_and_errors_name_the_presets(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from checkpoint_tools.write.sidecars import MAX_BYTES, sidecars_of
 from tests.checkpoint_tools.checkpoints import run_here, save
 from tests.checkpoint_tools.converted import converted
 from tests.checkpoint_tools.flips import save_alone
-from tests.checkpoint_tools.offline import DOWN, FUSED, rewritten, rule, told
+from tests.checkpoint_tools.offline import DOWN, FUSED, rewritten, rule, tensor_of, told
 
 STATE = {"model": {FUSED: torch.arange(24.0).view(8, 3), DOWN: torch.ones(3, 4)}}
 
@@ -134,10 +134,10 @@ def test_objects_of_more_than_plain_values_pass_through_safetensors(tmp_path: Pa
     made = converted(source, tmp_path / "made")
     back = converted(tmp_path / "made", tmp_path / "back")
     before = open_checkpoint(source)
-    with ItemReader(before) as old, ItemReader(back) as new:
-        for key in objects.keys() - {"plain"}:
-            assert new.read_bytes(back.objects[key]) == old.read_bytes(before.objects[key])
-        assert new.read_object(back.objects["plain"]) == (1, 2)
+    old, new = ItemReader(before), ItemReader(back)
+    for key in objects.keys() - {"plain"}:
+        assert new.view(back.objects[key]) == old.view(before.objects[key])
+    assert new.read_object(back.objects["plain"]) == (1, 2)
     assert made.objects.keys() == back.objects.keys() == before.objects.keys()
     assert not trap.exists()
     shown = run_here("convert", source, tmp_path / "new", "--dry-run").stdout
@@ -155,8 +155,7 @@ def test_values_come_from_args_in_the_checkpoint(tmp_path: Path) -> None:
     given, said = told(open_checkpoint(source), preset("megatron-swiglu"), {"tp_size": 4})
     assert (given, said) == ({"tp_size": 4}, ["tp_size = 4 as given; args in the object args has 2"])
     split = rewritten("split", source, tmp_path / "split", *preset("megatron-swiglu"))
-    with ItemReader(split) as reader:
-        gate = torch.cat([reader.read_chunk(chunk) for chunk in split.tensors[f"model.{fused}_w"].chunks])
+    gate = tensor_of(split, f"model.{fused}_w")
     assert torch.equal(gate, model[fused][[0, 1, 4, 5]])
     assert not (tmp_path / "trap").exists()
     merged = rewritten("merge", tmp_path / "split", tmp_path / "merged", *preset("megatron-swiglu"))
@@ -204,9 +203,7 @@ def test_experts_are_divided_by_their_own_ranks(
             parts = [part.chunk(2) for part in whole.chunk(ranks[is_expert])]
             for half, suffix in enumerate(("_w", "_v")):
                 expected = torch.cat([part[half] for part in parts])
-                with ItemReader(split) as reader:
-                    chunks = [reader.read_chunk(chunk) for chunk in split.tensors[f"model.{key}{suffix}"].chunks]
-                assert torch.equal(torch.cat(chunks), expected)
+                assert torch.equal(tensor_of(split, f"model.{key}{suffix}"), expected)
                 assert torch.equal(live[key + suffix], expected)
     merged = rewritten("merge", tmp_path / "split", tmp_path / "merged", *rules, values=values)
     assert not diff(open_checkpoint(source), merged, all_keys(open_checkpoint(source), merged))
