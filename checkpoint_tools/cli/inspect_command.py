@@ -19,7 +19,7 @@ def inspect_checkpoint(
     groups: Annotated[bool, typer.Option("--groups", help="Only the totals by group, without each key.")] = False,
     files: Annotated[bool, typer.Option("--files", help="Also the files, and which rank wrote each of them.")] = False,
     tiling_key: Annotated[
-        str | None, typer.Option("--tiling", metavar="KEY", help="Draw which file has which part of this tensor.")
+        str | None, typer.Option("--tiling", metavar="KEY", help="List which file has which part of this tensor.")
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -42,7 +42,7 @@ def inspect_checkpoint(
 
 
 def _show_tiling(checkpoint: "Checkpoint", key: str, as_json: bool) -> None:
-    from ..look import tiling
+    from ..look import inspect
 
     if key not in checkpoint.tensors:
         what = "an object, and in one piece" if key in checkpoint.objects else "not in the checkpoint"
@@ -52,4 +52,4 @@ def _show_tiling(checkpoint: "Checkpoint", key: str, as_json: bool) -> None:
         chunks = [chunk._asdict() for chunk in tensor.chunks]
         say_json({"key": key, "shape": tensor.shape, "dtype": str(tensor.dtype)[6:], "chunks": chunks})
     else:
-        console().print(tiling.as_picture(tensor, tiling.tile(tensor)))
+        console().print(inspect.chunk_table(tensor))

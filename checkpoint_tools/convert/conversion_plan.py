@@ -10,7 +10,7 @@
 
 The model's tensors have their own names in safetensors, without the prefix that they have in the checkpoint, so that
 transformers finds them. Everything else keeps its key: tensors of any shape in ``optimizer-*.safetensors``, and what is
-no tensor in ``optimizer.json``, as :mod:`checkpoint_tools.stored.json_values` writes it.
+no tensor in ``optimizer.json``, as ``torch.save`` wrote it.
 """
 
 import base64
@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from ..core.errors import CheckpointError, UnreadableObjectError
+from ..core.errors import CheckpointError
 from ..core.parts import Comb
 from ..core.patterns import check_excluded, is_excluded
 from ..core.regions import Index, TensorRegion, stretches, whole_of
@@ -31,7 +31,6 @@ from ..fused.fusions import Exchange, Fusion
 from ..fused.keys import sorted_out
 from ..stored.formats import CASTABLE
 from ..stored.items import ItemReader
-from ..stored.json_values import NotPlainError, to_json
 from ..stored.reading import Checkpoint, StoredTensor
 from ..stored.safetensors_file import METADATA_KEY, SUFFIX, FileTensor, has_dtype, header_of, in_file_order
 from ..stored.safetensors_folder import INDEX_SUFFIX, MODEL, OBJECTS_FILE, OBJECTS_FORMAT, OPTIMIZER, Folders, path_of
@@ -174,29 +173,24 @@ def _check_tensors(checkpoint: Checkpoint, names: Mapping[str, str]) -> None:
 
 
 def _objects_file(checkpoint: Checkpoint, parts: _Parts) -> bytes:
-    """Write objects as JSON; those that JSON cannot hold, as their stored bytes, unopened."""
-    objects, stored = {}, {}
+    """Write objects in base64, as ``torch.save`` wrote them, unopened."""
+    stored = {}
     reader = ItemReader(checkpoint)
     for key in sorted(parts.objects, key=natural_order):
         item = checkpoint.objects[key]
         if item.transforms:
             raise CheckpointError(f"{key} was written through {', '.join(item.transforms)}; {_LEAVE_OUT}")
         try:
-            objects[key] = to_json(reader.read_object(item))
-        except (NotPlainError, UnreadableObjectError):
-            stored[key] = base64.b64encode(reader.view(item)).decode()
+            reader.check_data(item)
         except CheckpointError as error:
             raise CheckpointError(f"{key}: {error}; {_LEAVE_OUT}") from error
-    if stored:
-        parts.notes.append(f"{counted(len(stored), 'object')} of more than plain values, kept as torch.save wrote it")
+        stored[key] = base64.b64encode(reader.view(item)).decode()
     known = {key: path for key, path in checkpoint.paths.items() if path != (key,)}
     listed = {*parts.others, *parts.objects}
     kept = sorted(listed & known.keys() | parts.odd_paths(checkpoint), key=natural_order)
     paths = {key: list(known.get(key, (key,))) for key in kept}
     head = f'{{"format": {json.dumps(OBJECTS_FORMAT)},\n"key_prefix": {json.dumps(parts.prefix)},\n'
-    return (
-        f'{head}"objects": {_by_line(objects)},\n"stored": {_by_line(stored)},\n"paths": {_by_line(paths)}}}\n'.encode()
-    )
+    return f'{head}"stored": {_by_line(stored)},\n"paths": {_by_line(paths)}}}\n'.encode()
 
 
 def _by_line(values: Mapping[str, Any]) -> str:

@@ -15,7 +15,7 @@ from ..core.patterns import matches
 from ..core.sizes import counted, human_bytes, human_shape, natural_order
 from ..core.tables import Table, shown
 from ..fused.keys import KINDS
-from ..stored.reading import Checkpoint
+from ..stored.reading import Checkpoint, StoredTensor
 
 
 class KeyRow(NamedTuple):
@@ -154,6 +154,15 @@ def as_tables(summary: Summary, *, keys: bool = True, files: bool = False) -> Re
     if summary.problems:
         parts.append(shown(f"The metadata contradict themselves ({summary.problems} times): see the command verify."))
     return Group(*parts)
+
+
+def chunk_table(tensor: StoredTensor) -> Table:
+    """Return a table with a row for each chunk: which file has which part of a tensor."""
+    table = Table("offsets", "sizes", "file", numbers=("size",))
+    for chunk in tensor.chunks:
+        nbytes = human_bytes(chunk.numel * tensor.dtype.itemsize)
+        table.add_row(", ".join(map(str, chunk.offsets)), human_shape(chunk.sizes), chunk.file, nbytes)
+    return table
 
 
 def _headline(summary: Summary) -> str:

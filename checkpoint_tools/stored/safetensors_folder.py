@@ -11,7 +11,6 @@ left the parts of tensors as its ranks had them, each header says where they bel
 """
 
 import base64
-import io
 import json
 import os
 import re
@@ -23,7 +22,6 @@ import torch
 
 from ..core.errors import CheckpointError
 from ..core.sizes import MAX_INT64, natural_order
-from .json_values import from_json
 from .reading import Checkpoint, StoredChunk, StoredObject, StoredTensor, is_name, leaves_the_folder
 from .safetensors_file import SUFFIX, Header, read_header
 from .storage import Folder, open_folder
@@ -31,7 +29,7 @@ from .storage import Folder, open_folder
 INDEX_SUFFIX = f"{SUFFIX}.index.json"
 MODEL, OPTIMIZER = "model", "optimizer"
 OBJECTS_FILE = f"{OPTIMIZER}.json"
-OBJECTS_FORMAT = "checkpoint_tools 1"
+OBJECTS_FORMAT = "checkpoint_tools 2"
 
 _SHARDING = "DCP_SHARDING_INFO"  # of torch.distributed.checkpoint, in the headers
 _SHARD_FILE = re.compile(rf"shard-(\d+)-model-(\d+)-of-(\d+){re.escape(SUFFIX)}")  # its names of files
@@ -282,7 +280,7 @@ class _Opening:
                 "it away to convert the tensors alone"
             )
         try:
-            objects = dict(_stored_objects(found["objects"], found.get("stored", {})))
+            objects = dict(_stored_objects(found["stored"]))
             paths = {key: _path(path) for key, path in found["paths"].items()}
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise CheckpointError(
@@ -317,18 +315,10 @@ def _notes_on_parts(files: Iterable[str]) -> Iterator[str]:
             yield f"there is no {gone[0]}{SUFFIX}{more}: nothing was to be written there, or it is missing"
 
 
-def _stored_objects(found: Mapping[str, Any], stored: Mapping[str, Any]) -> Iterator[tuple[str, StoredObject]]:
-    """Objects as ``torch.save`` writes them; those in ``stored`` are that already."""
+def _stored_objects(found: Mapping[str, str]) -> Iterator[tuple[str, StoredObject]]:
+    """Objects, as ``torch.save`` wrote them."""
     for key in sorted(found, key=natural_order):
-        try:
-            value = from_json(found[key])
-        except ValueError as error:
-            raise ValueError(f"{key}: {error}") from error
-        buffer = io.BytesIO()
-        torch.save(value, buffer)
-        yield key, StoredObject(key, OBJECTS_FILE, 0, 0, (), buffer.getvalue())
-    for key in sorted(stored, key=natural_order):
-        yield key, StoredObject(key, OBJECTS_FILE, 0, 0, (), base64.b64decode(stored[key], validate=True))
+        yield key, StoredObject(key, OBJECTS_FILE, 0, 0, (), base64.b64decode(found[key], validate=True))
 
 
 def _path(found: Any) -> Path:

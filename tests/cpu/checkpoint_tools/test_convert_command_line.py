@@ -180,25 +180,26 @@ def tensor(begin: int, end: int, shape: Any = (2,), dtype: Any = "F32") -> dict[
     return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
 
 
+_NOT_WHOLE = "is not a whole safetensors file"
 HEADERS: dict[str, tuple[Any, bytes, str]] = {
-    "not-json": (b"{'a'", b"", "its header is no JSON"),
-    "not-utf8": (b"\xff\xfe{}", b"", "its header is no JSON"),
-    "nested": (b"[" * 100_000, b"", "its header is no JSON"),
-    "a-list": ([], b"", "its header is no JSON object"),
-    "repeated": (b'{"a": {}, "a": {}}', b"", "a name is there twice"),
-    "no-fields": ({"a": {}}, b"", "a has no dtype, shape and data_offsets"),
-    "negative": ({"a": tensor(0, 8, [-2])}, b"", "a has shape [-2]"),
-    "not-whole": ({"a": tensor(0, 8, [True])}, b"", "a has shape [True]"),
-    "three-offsets": ({"a": tensor(0, 8) | {"data_offsets": [0, 8, 9]}}, b"", "data_offsets [0, 8, 9]"),
-    "unknown-dtype": ({"a": tensor(0, 8, dtype="F6_E2M3")}, bytes(8), "'F6_E2M3', which torch does not have"),
-    "odd-float4": ({"a": tensor(0, 8, [3], "F4")}, bytes(8), "two float4 are one byte"),
-    "short": ({"a": tensor(0, 7)}, bytes(7), "a has 7 bytes where 8 are expected"),
-    "backwards": ({"a": tensor(8, 0)}, bytes(8), "a has -8 bytes where 8 are expected"),
-    "overlapping": ({"a": tensor(0, 8), "b": tensor(4, 12)}, bytes(12), "b begins at 4, and so overlaps with a"),
-    "a-gap": ({"a": tensor(0, 8), "b": tensor(9, 17)}, bytes(17), "b begins at 9, and so does not follow a"),
-    "cut-short": ({"a": tensor(0, 8)}, bytes(7), "and its header tells of"),
-    "too-long": ({"a": tensor(0, 8)}, bytes(9), "and its header tells of"),
-    "metadata": ({"__metadata__": {"a": 3}}, b"", "its __metadata__ are not strings by name"),
+    "not-json": (b"{'a'", b"", _NOT_WHOLE),
+    "not-utf8": (b"\xff\xfe{}", b"", _NOT_WHOLE),
+    "nested": (b"[" * 100_000, b"", _NOT_WHOLE),
+    "a-list": ([], b"", _NOT_WHOLE),
+    "repeated": (b'{"a": {}, "a": {}}', b"", _NOT_WHOLE),
+    "no-fields": ({"a": {}}, b"", _NOT_WHOLE),
+    "negative": ({"a": tensor(0, 8, [-2])}, b"", _NOT_WHOLE),
+    "not-whole": ({"a": tensor(0, 8, [True])}, b"", _NOT_WHOLE),
+    "three-offsets": ({"a": tensor(0, 8) | {"data_offsets": [0, 8, 9]}}, b"", _NOT_WHOLE),
+    "unknown-dtype": ({"a": tensor(0, 8, dtype="F6_E2M3")}, bytes(8), _NOT_WHOLE),
+    "odd-float4": ({"a": tensor(0, 8, [3], "F4")}, bytes(8), _NOT_WHOLE),
+    "short": ({"a": tensor(0, 7)}, bytes(7), _NOT_WHOLE),
+    "backwards": ({"a": tensor(8, 0)}, bytes(8), _NOT_WHOLE),
+    "overlapping": ({"a": tensor(0, 8), "b": tensor(4, 12)}, bytes(12), _NOT_WHOLE),
+    "a-gap": ({"a": tensor(0, 8), "b": tensor(9, 17)}, bytes(17), _NOT_WHOLE),
+    "cut-short": ({"a": tensor(0, 8)}, bytes(7), _NOT_WHOLE),
+    "too-long": ({"a": tensor(0, 8)}, bytes(9), _NOT_WHOLE),
+    "metadata": ({"__metadata__": {"a": 3}}, b"", _NOT_WHOLE),
     "other-dimensions": (
         {"__metadata__": {"DCP_SHARDING_INFO": '{"a": {"saved_offsets": [0, 0]}}'}, "a": tensor(0, 8)},
         bytes(8),
@@ -259,10 +260,10 @@ def test_folders_that_are_wrong(source: Path, tmp_path: Path) -> None:
         folder("outside", **{index: {"weight_map": {"a": "../made/x.safetensors"}}}): "which is outside of the folder",
         folder("lost", **{index: {"weight_map": {"lost": first}}}): "does not have lost, which",
         folder("other-json", **{objects: {}}): f"{objects} is not what these tools write",
-        folder("damaged", **{objects: {"format": "checkpoint_tools 1"}}): "optimizer.json is damaged (KeyError",
+        folder("damaged", **{objects: {"format": "checkpoint_tools 2"}}): "optimizer.json is damaged (KeyError",
         folder(
-            "no-value", **{objects: {"format": "checkpoint_tools 1", "objects": {"a": {"$tuple": 3}}, "paths": {}}}
-        ): "optimizer.json is damaged (ValueError: a: TypeError",
+            "no-value", **{objects: {"format": "checkpoint_tools 2", "stored": {"a": "?"}, "paths": {}}}
+        ): "optimizer.json is damaged (Error: ",
     }
     before = sorted(path.name for path in tmp_path.iterdir())
     for path, match in cases.items():

@@ -10,8 +10,17 @@ from rich.console import Console, RenderableType
 
 from checkpoint_tools.core.errors import CheckpointError
 from checkpoint_tools.core.sizes import block_bounds, human_bytes, natural_order, parse_bytes
-from checkpoint_tools.look.inspect import FileRow, GroupRow, KeyRow, as_json, as_tables, group_of, rank_of, summarize
-from checkpoint_tools.look.tiling import as_picture, tile
+from checkpoint_tools.look.inspect import (
+    FileRow,
+    GroupRow,
+    KeyRow,
+    as_json,
+    as_tables,
+    chunk_table,
+    group_of,
+    rank_of,
+    summarize,
+)
 from checkpoint_tools.stored.reading import Checkpoint, StoredChunk, StoredTensor, open_checkpoint
 from tests.checkpoint_tools.checkpoints import STATE, save
 
@@ -117,46 +126,13 @@ def tensor(shape: tuple[int, ...], *chunks: tuple[tuple[int, ...], tuple[int, ..
     return StoredTensor("key", shape, torch.float32, tuple(stored))
 
 
-def test_rows_and_columns() -> None:
-    tiling = tile(tensor((6, 4), ((0, 0), (2, 4)), ((2, 0), (4, 3)), ((2, 3), (4, 1))))
-    assert tiling.dims == (0, 1)
-    assert tiling.rows == ((0, 2), (2, 6))
-    assert tiling.columns == ((0, 3), (3, 4))
-    assert tiling.cells == (("f0", "f0"), ("f1", "f2"))
-
-
-def test_one_dimension() -> None:
-    tiling = tile(tensor((6,), ((0,), (2,)), ((2,), (4,)), ((3,), (0,))))
-    assert (tiling.rows, tiling.cells) == (((0, 2), (2, 6)), (("f0",), ("f1",)))
-
-
-def test_holes_and_overlaps() -> None:
-    tiling = tile(tensor((1000,), ((0,), (400,)), ((399,), (1,)), ((401,), (599,))))
-    assert tiling.rows == ((0, 399), (399, 400), (400, 401), (401, 1000))
-    assert tiling.cells == (("f0",), ("f0 and f1 (twice)",), ("(nothing)",), ("f2",))
-
-
-def test_more_dimensions_are_inside() -> None:
-    chunks = (((0, i, j, 0), (3, 1, 1, 5)) for i in range(2) for j in range(2))
-    tiling = tile(tensor((3, 2, 2, 5), *chunks))
-    assert tiling.dims == (1, 2)
-    assert tiling.cells == (("f0", "f1"), ("f2", "f3"))
-    tiling = tile(tensor((2, 2, 2), ((0, 0, 0), (1, 2, 2)), ((1, 0, 0), (1, 1, 2)), ((1, 1, 0), (1, 1, 1))))
-    assert tiling.cells == (("f0", "f0"), ("f1", "f2 (in part)"))
-
-
-def test_no_dimension_and_no_element() -> None:
-    assert tile(tensor((), ((), ()))).cells == (("f0",),)
-    assert tile(tensor((0, 3), ((0, 0), (0, 3)))).cells == (("(empty)",),)
-
-
-def test_pictures_say_what_they_leave_out() -> None:
-    many = tensor((100,), *(((i,), (1,)) for i in range(100)))
-    shown = text_of(as_picture(many, tile(many)))
-    assert "100 of float32 in 100 chunks" in shown
-    assert "… and 68 more rows" in shown
-    assert "31:32" in shown
-    assert "32:33" not in shown
+def test_each_chunk_is_a_row() -> None:
+    shown = text_of(chunk_table(tensor((6, 4), ((0, 0), (2, 4)), ((2, 0), (4, 4))))).splitlines()
+    rows = [line.split() for line in shown]
+    assert rows[1:] == [
+        ["0,", "0", "2", "×", "4", "f0", "32", "bytes"],
+        ["2,", "0", "4", "×", "4", "f1", "64", "bytes"],
+    ]
 
 
 # Sizes ---------------------------------------------------------------------------------------------------------------
