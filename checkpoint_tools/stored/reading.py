@@ -62,6 +62,14 @@ class StoredChunk(NamedTuple):
         return self[2:5]
 
 
+class Properties(NamedTuple):
+    """What the metadata say of a tensor beside its dtype; torch keeps it, and needs none of it."""
+
+    requires_grad: bool = False
+    memory_format: int = 0
+    pin_memory: bool = False
+
+
 class StoredTensor(NamedTuple):
     """A tensor; its chunks are in the order of their offsets."""
 
@@ -69,6 +77,7 @@ class StoredTensor(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     chunks: tuple[StoredChunk, ...]
+    properties: Properties = Properties()
 
     @property
     def nbytes(self) -> int:
@@ -292,7 +301,7 @@ class _CheckpointBuilder:
         shape = _counts(entry.get("size"))
         if math.prod(shape) > MAX_INT64:
             raise ValueError(f"{shortened(key)} would have more elements than can be counted")
-        dtype = _dtype(_record(entry.get("properties"), "TensorProperties"))
+        dtype, properties = _properties(_record(entry.get("properties"), "TensorProperties"))
         chunks = []
         stored = entry.get("chunks")
         if not isinstance(stored, list | tuple):
@@ -306,7 +315,7 @@ class _CheckpointBuilder:
                 )
             elif (place := self._place(key, offsets)) is not None:
                 chunks.append(StoredChunk(offsets, sizes, *place))
-        return StoredTensor(key, shape, dtype, tuple(sorted(chunks)))
+        return StoredTensor(key, shape, dtype, tuple(sorted(chunks)), properties)
 
     def _place(self, key: str, offsets: tuple[int, ...] | None) -> _Place | None:
         place = self.places.get((key, offsets))
@@ -383,23 +392,22 @@ def _are_counts(values: tuple[Any, ...]) -> bool:
     return not values or (_INT.issuperset(map(type, values)) and min(values) >= 0 and max(values) <= MAX_INT64)
 
 
-def _dtype(properties: PickledObject) -> torch.dtype:
-    # A tuple that begins with the dtype; or a dict of attributes, as torch before 2.3 wrote it.
-    state = properties.state
-    dtype = state[0] if isinstance(state, tuple) and state else properties.get("dtype")
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"a dtype is a {type(dtype).__name__}")
-    if isinstance(state, tuple):
-        _check_properties(state)
-    return dtype
-
-
 _LAYOUTS = {(str(value),) for value in vars(torch).values() if isinstance(value, torch.layout)}
 _MEMORY_FORMATS = range(4)  # of torch's enum
+_MEMORY_FORMAT_NAMES = ("TORCH_CONTIGUOUS_FORMAT", "TORCH_CHANNELS_LAST", "TORCH_PRESERVE_FORMAT")
 
 
-def _check_properties(state: tuple[Any, ...]) -> None:
-    """Check what is beside a dtype as torch does when it loads the metadata, though nothing here needs it."""
+def _properties(record: PickledObject) -> tuple[torch.dtype, Properties]:
+    """Read a tensor's properties, checked as torch does when it loads the metadata.
+
+    They are a tuple that begins with the dtype; or a dict of attributes, as torch before 2.3 wrote it.
+    """
+    state = record.state
+    dtype = state[0] if isinstance(state, tuple) and state else record.get("dtype")
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"a dtype is a {type(dtype).__name__}")
+    if not isinstance(state, tuple):
+        return dtype, Properties()
     if len(state) != 5:
         raise TypeError(f"TensorProperties of {len(state)} values, of which there are 5")
     _, layout, requires_grad, memory_format, pin_memory = state
@@ -407,13 +415,12 @@ def _check_properties(state: tuple[Any, ...]) -> None:
         raise TypeError("a layout is none of torch's")
     if type(requires_grad) is not bool or type(pin_memory) is not bool:
         raise TypeError("requires_grad or pin_memory is no bool")
-    is_number = isinstance(memory_format, PickledObject) and memory_format.name.endswith("MEM_FORMAT_ENCODING")
-    if is_number and memory_format.arguments and memory_format.arguments[0] in _MEMORY_FORMATS:
-        return
-    if (
-        not isinstance(memory_format, PickledObject) or memory_format.name != "getattr"
-    ):  # as Python before 3.11.4 has it
-        raise TypeError("a memory format is none of torch's")
+    arguments = memory_format.arguments if isinstance(memory_format, PickledObject) else ()
+    if arguments and memory_format.name.endswith("MEM_FORMAT_ENCODING") and arguments[0] in _MEMORY_FORMATS:
+        return dtype, Properties(requires_grad, arguments[0], pin_memory)
+    if arguments and memory_format.name == "getattr" and arguments[-1] in _MEMORY_FORMAT_NAMES:  # before Python 3.11.4
+        return dtype, Properties(requires_grad, _MEMORY_FORMAT_NAMES.index(arguments[-1]), pin_memory)
+    raise TypeError("a memory format is none of torch's")
 
 
 def leaves_the_folder(file: str) -> bool:

@@ -31,7 +31,7 @@ from ..core.regions import Index, TensorRegion, fused_regions, joined, stretches
 from ..fused.fusions import Exchange, Fusion
 from ..look.inspect import rank_of
 from ..stored.items import ItemReader, typed
-from ..stored.reading import Checkpoint, StoredChunk, StoredObject
+from ..stored.reading import Checkpoint, Properties, StoredChunk, StoredObject
 
 Shape = tuple[int, ...]
 
@@ -45,6 +45,7 @@ class NewTensor(NamedTuple):
     key: str
     shape: Shape
     dtype: torch.dtype
+    properties: Properties = Properties()
 
 
 class Piece(NamedTuple):
@@ -112,11 +113,13 @@ class _RewriteBuilder:
         for fusion in exchange.fusions:
             if fusion.fused in checkpoint.tensors:
                 self._split[fusion.fused] = fusion
+                like = checkpoint.tensors[fusion.fused].properties
                 for key, comb in zip(fusion.parts, fusion.combs, strict=True):
-                    self._tensors[key] = NewTensor(key, comb.part_shape(fusion.shape, fusion.dim), fusion.dtype)
+                    self._tensors[key] = NewTensor(key, comb.part_shape(fusion.shape, fusion.dim), fusion.dtype, like)
             else:
                 self._merged.update(dict.fromkeys(fusion.parts, fusion))
-                self._tensors[fusion.fused] = NewTensor(fusion.fused, fusion.shape, fusion.dtype)
+                like = checkpoint.tensors[fusion.parts[0]].properties
+                self._tensors[fusion.fused] = NewTensor(fusion.fused, fusion.shape, fusion.dtype, like)
 
     def rewrite(self) -> Rewrite:
         for file, entries in self._checkpoint.items_by_file().items():
@@ -157,7 +160,7 @@ class _RewriteBuilder:
             self._add_object(file, new_key, item.length_bytes, functools.partial(_bytes_of, item))
             return
         tensor = self._checkpoint.tensors[key]
-        self._tensors[new_key] = NewTensor(new_key, tensor.shape, tensor.dtype)
+        self._tensors[new_key] = NewTensor(new_key, tensor.shape, tensor.dtype, tensor.properties)
         nbytes = item.numel * tensor.dtype.itemsize
         region = TensorRegion(item.offsets, item.sizes)
         self._add(file, Piece(new_key, region, nbytes, functools.partial(_kept, item, tensor.dtype)))

@@ -12,6 +12,7 @@ import dataclasses
 import errno
 import fcntl
 import io
+import itertools
 import os
 import shutil
 import tempfile
@@ -39,7 +40,7 @@ from ..core.errors import CheckpointError
 from ..core.sizes import human_bytes
 from ..stored.items import ItemReader
 from ..stored.metadata import METADATA_FILE
-from .rewrite_plan import Piece, Rewrite
+from .rewrite_plan import NewTensor, Piece, Rewrite
 
 Advance = Callable[[int], object]
 
@@ -54,6 +55,13 @@ class _Planner(SavePlanner):
         self._reader = reader
         self._advance = advance
         self._pieces: dict[MetadataIndex, Piece] = {}
+        # DCP looks for a chunk first at the number that its index has.
+        regions = sorted(piece[:2] for pieces in rewrite.files.values() for piece in pieces if piece.region is not None)
+        self._numbers = {
+            each: number
+            for _, same_key in itertools.groupby(regions, key=lambda each: each[0])
+            for number, each in enumerate(same_key)
+        }
         self.stop = threading.Event()
 
     def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
@@ -69,8 +77,8 @@ class _Planner(SavePlanner):
             item = WriteItem(index, WriteItemType.BYTE_IO)
         else:
             chunk, tensor = _chunk(piece), self._rewrite.tensors[piece.key]
-            index = MetadataIndex(piece.key, chunk.offsets)
-            data = TensorWriteData(chunk, TensorProperties(dtype=tensor.dtype), torch.Size(tensor.shape))
+            index = MetadataIndex(piece.key, chunk.offsets, self._numbers[piece[:2]])
+            data = TensorWriteData(chunk, _properties(tensor), torch.Size(tensor.shape))
             item = WriteItem(index, WriteItemType.SHARD, tensor_data=data)
         self._pieces[index] = piece
         return item
@@ -78,9 +86,10 @@ class _Planner(SavePlanner):
     def metadata(self) -> Metadata:
         """Return the metadata of all plans."""
         entries: dict[str, Any] = {key: BytesStorageMetadata() for key in self._rewrite.objects}
-        for key, shape, dtype in self._rewrite.tensors.values():
-            entries[key] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), [])
-        for piece in sorted((each for each in self._pieces.values() if each.region), key=lambda each: each[:2]):
+        for tensor in self._rewrite.tensors.values():
+            entries[tensor.key] = TensorStorageMetadata(_properties(tensor), torch.Size(tensor.shape), [])
+        tensors = (piece for piece in self._pieces.values() if piece.region is not None)
+        for piece in sorted(tensors, key=lambda each: each[:2]):
             entries[piece.key].chunks.append(_chunk(piece))
         return Metadata(state_dict_metadata=entries, planner_data=dict(self._rewrite.paths))
 
@@ -104,6 +113,19 @@ class _Planner(SavePlanner):
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """Not asked for."""
         return new_plan
+
+
+_MEMORY_FORMATS = (torch.contiguous_format, torch.channels_last, torch.preserve_format)
+
+
+def _properties(tensor: NewTensor) -> TensorProperties:
+    requires_grad, memory_format, pin_memory = tensor.properties
+    return TensorProperties(
+        dtype=tensor.dtype,
+        requires_grad=requires_grad,
+        memory_format=_MEMORY_FORMATS[memory_format % len(_MEMORY_FORMATS)],
+        pin_memory=pin_memory,
+    )
 
 
 def _chunk(piece: Piece) -> ChunkStorageMetadata:
