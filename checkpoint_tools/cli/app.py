@@ -7,14 +7,9 @@ from typing import Annotated
 import typer
 
 from ..core.printing import be_printable
-from .convert_command import convert_checkpoint
-from .diff_command import compare_checkpoints
 from .error_lines import with_error_lines
-from .inspect_command import inspect_checkpoint
-from .rename_command import rename_weights
-from .seal_command import seal_checkpoint
-from .split_and_merge import PRESETS_EPILOG, merge_parts, split_fused
-from .verify_command import verify_checkpoint
+from .look_commands import compare_checkpoints, inspect_checkpoint, seal_checkpoint, verify_checkpoint
+from .write_commands import PRESETS_EPILOG, convert_checkpoint, merge_parts, rename_weights, split_fused
 
 app = typer.Typer(
     help="Look into checkpoints of torch.distributed.checkpoint, check them and compare them. No GPU is needed, and "

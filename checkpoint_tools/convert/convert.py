@@ -7,21 +7,388 @@
 Written as split and merge write; see :mod:`checkpoint_tools.write.rewrite`.
 """
 
-from collections.abc import Callable, Mapping
+import base64
+import functools
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import PurePath
 from typing import Any, Literal, NamedTuple
 
+import torch
+
 from ..core.errors import CheckpointError
-from ..core.sizes import counted, human_bytes
+from ..core.parts import Comb
+from ..core.patterns import check_excluded, is_excluded
+from ..core.regions import Index, TensorRegion, stretches, whole_of
+from ..core.sizes import counted, human_bytes, natural_order
 from ..core.tables import Table
+from ..fused.keys import Exchange, Fusion, Owners, StateName, sorted_out
+from ..stored.formats import CASTABLE
+from ..stored.items import ItemReader
 from ..stored.opening import open_checkpoint
-from ..stored.reading import Checkpoint
-from ..stored.safetensors_folder import Folders, is_safetensors, open_safetensors
+from ..stored.reading import Checkpoint, StoredTensor
+from ..stored.safetensors_folder import (
+    INDEX_SUFFIX,
+    METADATA_KEY,
+    MODEL,
+    OBJECTS_FILE,
+    OBJECTS_FORMAT,
+    OPTIMIZER,
+    SUFFIX,
+    FileTensor,
+    Folders,
+    has_dtype,
+    header_of,
+    in_file_order,
+    is_safetensors,
+    open_safetensors,
+    path_of,
+)
 from ..write import rewrite
-from ..write.rewrite_plan import Rewrite
+from ..write.rewrite_plan import NewTensor, Piece, Rewrite, gathered, in_files, plan_rewrite
 from ..write.sidecars import Sidecars, sidecars_of
-from .conversion_plan import ConversionPlan, Wanted, to_dcp, to_safetensors
-from .flat_to_nd import flat_to_nd
+
+# The plan -------------------------------------------------------------------------------------------------------------
+
+
+What = Literal["model", "optimizer", "all"]
+
+_CASTABLE = {getattr(torch, name) for name in CASTABLE.values()}
+_DEFAULT_PREFIX = f"{MODEL}."
+_LEAVE_OUT = "leave it out with --exclude"
+
+
+class Wanted(NamedTuple):
+    """Selection of what is converted, and its options.
+
+    Attributes:
+        what: the model, everything else, or all.
+        key_prefix: of the model's keys in the checkpoint; ``None``, to find out.
+        excluded: patterns of keys that are left out.
+        shard_bytes: about how large the new files are.
+        dtype: of the model's floating-point tensors, if they get another one.
+    """
+
+    what: What
+    key_prefix: str | None
+    excluded: Sequence[str]
+    shard_bytes: int
+    dtype: torch.dtype | None = None
+
+
+class ConversionPlan(NamedTuple):
+    """Files of a conversion, planned and not yet written.
+
+    Attributes:
+        rewrite: files with data.
+        beside: those without.
+        key_prefix: that the model's keys have in the checkpoint, and not in safetensors.
+        notes: what people should know.
+    """
+
+    rewrite: Rewrite
+    beside: Mapping[str, bytes]
+    key_prefix: str
+    notes: tuple[str, ...]
+
+
+def whole(shape: Sequence[int]) -> Comb:
+    """Return the comb of a tensor that is its own only part; a scalar counts as one dropped index."""
+    return Comb(0, shape[0], shape[0], 1) if shape else Comb(0, 1, 1, 1, is_dropped=True)
+
+
+# --- to safetensors --------------------------------------------------------------------------------------------------
+
+
+def to_safetensors(checkpoint: Checkpoint, wanted: Wanted) -> ConversionPlan:
+    """Plan the conversion of a DCP checkpoint to safetensors.
+
+    Raises:
+        CheckpointError: safetensors, or JSON, cannot have what is in it.
+    """
+    parts = _Parts(checkpoint, wanted)
+    builder = _ConversionBuilder(checkpoint, frozenset(parts.model), wanted.dtype)
+    last_files: dict[str, bytes] = {}
+    for part, keys in ((MODEL, parts.model), (OPTIMIZER, parts.others)):
+        names = {key: key.removeprefix(parts.prefix) if part == MODEL else key for key in keys}
+        _check_tensors(checkpoint, names)
+        weight_map = builder.add_safetensors(part, names, wanted.shard_bytes)
+        if weight_map:
+            nbytes = sum(builder.nbytes_of(checkpoint.tensors[key]) for key in names)
+            metadata = {"total_size": nbytes, **({"key_prefix": parts.prefix} if part == MODEL else {})}
+            content = json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2)
+            last_files[f"{part}{INDEX_SUFFIX}"] = content.encode() + b"\n"
+    if wanted.what != "model" and (parts.objects or parts.others or parts.odd_paths(checkpoint)):
+        last_files = {OBJECTS_FILE: _objects_file(checkpoint, parts), **last_files}
+    return ConversionPlan(builder.rewrite({}, ()), last_files, parts.prefix, tuple(parts.notes))
+
+
+class _Parts:
+    """Keys of a checkpoint, sorted by the file that they go to."""
+
+    def __init__(self, checkpoint: Checkpoint, wanted: Wanted) -> None:
+        everything = [*checkpoint.tensors, *checkpoint.objects]
+        check_excluded(wanted.excluded, everything)
+        keys = [key for key in everything if not is_excluded(key, wanted.excluded)]
+        neither = [key for key in sorted_out(keys, checkpoint.paths).others if key in checkpoint.tensors]
+        self.notes: list[str] = []
+        self.prefix = _prefix_of(checkpoint, neither) if wanted.key_prefix is None else wanted.key_prefix
+        model = {key for key in neither if key.startswith(self.prefix)}
+        if not model and (wanted.what == "model" or wanted.key_prefix):
+            raise CheckpointError(
+                f"{checkpoint.path} has no tensor of a model whose key begins with {self.prefix!r}; look at the keys "
+                "with the command inspect, and give --key-prefix"
+            )
+        self.model = [key for key in checkpoint.tensors if key in model] if wanted.what != "optimizer" else []
+        self.others, self.objects = [], []
+        left = [key for key in keys if key not in model]
+        if wanted.what == "model":
+            self._leave(checkpoint, left)
+            return
+        self.others = [key for key in left if key in checkpoint.tensors]
+        self.objects = [key for key in left if key in checkpoint.objects]
+        if not (self.model or self.others or self.objects):
+            raise CheckpointError(f"{checkpoint.path} has nothing that would be converted")
+        if wanted.what == "optimizer" and not (self.others or self.objects):
+            raise CheckpointError(f"{checkpoint.path} has nothing but a model")
+
+    def odd_paths(self, checkpoint: Checkpoint) -> set[str]:
+        """Tensors of the model that were nested in a way that their keys do not tell."""
+        known = checkpoint.paths
+        return {key for key in self.model if known.get(key, (key,)) != path_of(key, self.prefix)}
+
+    def _leave(self, checkpoint: Checkpoint, keys: Sequence[str]) -> None:
+        for key in keys:
+            is_models = bool(self.prefix) and key.startswith(self.prefix)
+            if key in checkpoint.objects and (is_models or "_extra_state" in key):
+                raise CheckpointError(f"{key} is an object of the model, and safetensors have tensors; {_LEAVE_OUT}")
+        if keys:
+            self.notes.append(f"{counted(len(keys), 'key')} not of the model, left out")
+
+
+def _prefix_of(checkpoint: Checkpoint, keys: Sequence[str]) -> str:
+    """Return the prefix of the model's keys, which is known where the model was nested."""
+    inside = [key for key in keys if key.startswith(_DEFAULT_PREFIX)]
+    paths = [path for key in inside if (path := checkpoint.paths.get(key))]
+    if paths:
+        return _DEFAULT_PREFIX if any(len(path) > 1 and path[0] == MODEL for path in paths) else ""
+    return _DEFAULT_PREFIX if inside and len(inside) == len(keys) else ""
+
+
+def _check_tensors(checkpoint: Checkpoint, names: Mapping[str, str]) -> None:
+    for key, name in names.items():
+        tensor = checkpoint.tensors[key]
+        if not has_dtype(tensor.dtype):
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            raise CheckpointError(f"{key} is {dtype}, which safetensors do not have; {_LEAVE_OUT}")
+        if tensor.dtype.itemsize == 1 and "float4" in str(tensor.dtype) and not tensor.shape:
+            raise CheckpointError(f"{key} is a float4 without dimensions, which safetensors do not have; {_LEAVE_OUT}")
+        if name in (METADATA_KEY, ""):
+            raise CheckpointError(f"{key} would be named {name!r}, which safetensors do not allow; {_LEAVE_OUT}")
+
+
+def _objects_file(checkpoint: Checkpoint, parts: _Parts) -> bytes:
+    """Write objects in base64, as ``torch.save`` wrote them, unopened."""
+    stored = {}
+    reader = ItemReader(checkpoint)
+    for key in sorted(parts.objects, key=natural_order):
+        item = checkpoint.objects[key]
+        if item.transforms:
+            raise CheckpointError(f"{key} was written through {', '.join(item.transforms)}; {_LEAVE_OUT}")
+        try:
+            reader.check_data(item)
+        except CheckpointError as error:
+            raise CheckpointError(f"{key}: {error}; {_LEAVE_OUT}") from error
+        stored[key] = base64.b64encode(reader.view(item)).decode()
+    known = {key: path for key, path in checkpoint.paths.items() if path != (key,)}
+    listed = {*parts.others, *parts.objects}
+    kept = sorted(listed & known.keys() | parts.odd_paths(checkpoint), key=natural_order)
+    paths = {key: list(known.get(key, (key,))) for key in kept}
+    head = f'{{"format": {json.dumps(OBJECTS_FORMAT)},\n"key_prefix": {json.dumps(parts.prefix)},\n'
+    return f'{head}"stored": {_by_line(stored)},\n"paths": {_by_line(paths)}}}\n'.encode()
+
+
+def _by_line(values: Mapping[str, Any]) -> str:
+    lines = (f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in values.items())
+    return "{" + ",".join(f"\n  {line}" for line in lines) + "}"
+
+
+# --- to DCP ----------------------------------------------------------------------------------------------------------
+
+
+def to_dcp(folders: Folders, wanted: Wanted) -> ConversionPlan:
+    """Plan the conversion of safetensors to a DCP checkpoint.
+
+    Raises:
+        CheckpointError: nothing of what is wanted is there.
+    """
+    checkpoint = folders.checkpoint
+    check_excluded(wanted.excluded, [*checkpoint.tensors, *checkpoint.objects])
+    keys = [key for key in (*checkpoint.tensors, *checkpoint.objects) if _is_wanted(key, folders, wanted)]
+    if not keys:
+        raise CheckpointError(f"{checkpoint.path} has nothing that would be converted; see --what and --exclude")
+    builder = _ConversionBuilder(checkpoint, folders.model_keys, wanted.dtype)
+    builder.add_dcp(keys, wanted.shard_bytes)
+    objects = tuple(key for key in keys if key in checkpoint.objects)
+    rewrite = builder.rewrite({key: checkpoint.paths[key] for key in keys}, objects)
+    return ConversionPlan(rewrite, {}, folders.key_prefix, ())
+
+
+def _is_wanted(key: str, folders: Folders, wanted: Wanted) -> bool:
+    if is_excluded(key, wanted.excluded):
+        return False
+    return wanted.what == "all" or (wanted.what == MODEL) == (key in folders.model_keys)
+
+
+# --- what both share -------------------------------------------------------------------------------------------------
+
+
+class _ConversionBuilder:
+    """Files of pieces, each with how it is put together."""
+
+    def __init__(self, checkpoint: Checkpoint, model_keys: Set[str], dtype: torch.dtype | None) -> None:
+        self._checkpoint = checkpoint
+        self._model_keys = model_keys
+        self._dtype = dtype
+        self._files: dict[str, list[Piece]] = {}
+        self._heads: dict[str, bytes] = {}
+        self._tensors: dict[str, NewTensor] = {}
+
+    def dtype_of(self, tensor: StoredTensor) -> torch.dtype:
+        """Return the dtype that the new tensor has."""
+        is_cast = self._dtype is not None and tensor.key in self._model_keys and tensor.dtype in _CASTABLE
+        return self._dtype if is_cast and self._dtype is not None else tensor.dtype
+
+    def nbytes_of(self, tensor: StoredTensor) -> int:
+        """Return the size of the new tensor in bytes."""
+        return math.prod(tensor.shape) * self.dtype_of(tensor).itemsize
+
+    def add_safetensors(self, part: str, names: Mapping[str, str], shard_bytes: int) -> dict[str, str]:
+        """Whole tensors; the names are those in the files. Returns name → file."""
+        weight_map = {}
+        wholes = (self._checkpoint.tensors[key] for key in names)
+        sized = (Piece(each.key, None, self.nbytes_of(each), lambda reader: b"") for each in wholes)
+        shards = list(in_files(sized, shard_bytes))
+        for number, shard in enumerate(shards, start=1):
+            file = f"{part}-{number:05}-of-{len(shards):05}{SUFFIX}"
+            by_name = {names[piece.key]: self._checkpoint.tensors[piece.key] for piece in shard}
+            placed = in_file_order(
+                FileTensor(name, tensor.shape, self.dtype_of(tensor)) for name, tensor in by_name.items()
+            )
+            self._heads[file] = header_of(placed)
+            tensors = [by_name[entry.key] for entry in placed]
+            self._files[file] = [piece for each in tensors for piece in self._pieces(each, [whole_of(each.shape)])]
+            weight_map.update(dict.fromkeys(by_name, file))
+        return dict(sorted(weight_map.items(), key=lambda each: natural_order(each[0])))
+
+    def add_dcp(self, keys: Sequence[str], shard_bytes: int) -> None:
+        """Chunks as they are stored, and rows of those that are larger than a file may be."""
+        tensors = (tensor for key in keys if (tensor := self._checkpoint.tensors.get(key)) is not None)
+        pieces = [
+            piece
+            for tensor in tensors
+            for chunk in tensor.chunks
+            for piece in self._pieces(
+                tensor,
+                stretches(
+                    TensorRegion(chunk.offsets, chunk.sizes), max(shard_bytes // self.dtype_of(tensor).itemsize, 1)
+                ),
+            )
+        ]
+        for number, shard in enumerate(in_files(pieces, shard_bytes)):
+            self._files[f"__{number}_0.distcp"] = shard
+        for key in keys:
+            if key in self._checkpoint.objects:
+                content = self._checkpoint.objects[key].content
+                assert content is not None
+                file = f"__{max(len(self._files) - 1, 0)}_0.distcp"
+                piece = Piece(key, None, len(content), functools.partial(_given, content))
+                self._files.setdefault(file, []).append(piece)
+
+    def _pieces(self, tensor: StoredTensor, regions: Iterable[TensorRegion]) -> Iterator[Piece]:
+        dtype = self.dtype_of(tensor)
+        self._tensors[tensor.key] = NewTensor(tensor.key, tensor.shape, dtype)
+        fusion = Fusion(tensor.key, (tensor.key,), tensor.shape, tensor.dtype, 0, (whole(tensor.shape),))
+        sources = (Index(tensor.chunks),)
+        for region in regions:
+            yield from gathered(fusion, region, sources, dtype)
+
+    def rewrite(self, paths: Mapping[str, tuple[str | int, ...]], objects: tuple[str, ...]) -> Rewrite:
+        return Rewrite(self._tensors, objects, self._files, paths, Exchange((), {}, {}, {}, 0), self._heads)
+
+
+def _given(content: bytes, reader: ItemReader) -> bytes:
+    del reader
+    return content
+
+
+# Flat state -----------------------------------------------------------------------------------------------------------
+
+
+Shape = tuple[int, ...]
+
+
+def flat_to_nd(checkpoint: Checkpoint, shapes_from: Checkpoint | None, excluded: Sequence[str]) -> Rewrite:
+    """Plan a checkpoint in which flat optimizer state has its parameter's shape.
+
+    Args:
+        checkpoint: with the state.
+        shapes_from: with the model, if that is another one.
+        excluded: patterns of keys that stay as they are.
+
+    Raises:
+        CheckpointError: state of which it is not known what its shape should be, or nothing that is flat.
+    """
+    model = shapes_from or checkpoint
+    names = sorted_out([*model.tensors, *model.objects], model.paths)
+    shapes = {key: model.tensors[key].shape for key in names.others if key in model.tensors}
+    if not shapes:
+        raise CheckpointError(
+            f"{model.path} has no model, whose shapes are needed; give --shapes-from a checkpoint that has it"
+        )
+    check_excluded(excluded, [*checkpoint.tensors, *checkpoint.objects])
+    owners = Owners(shapes)
+    fusions = []
+    for name in sorted_out([*checkpoint.tensors, *checkpoint.objects], checkpoint.paths).states:
+        if name.is_state and name.key in checkpoint.tensors and not is_excluded(name.key, excluded):
+            tensor = checkpoint.tensors[name.key]
+            shape = _shape_of(name, tensor.shape, owners, shapes)
+            if shape != tensor.shape:
+                parts = (name.key,)
+                fusions.append(Fusion(name.key, parts, shape, tensor.dtype, 0, (whole(shape),), is_flat=True))
+    if not fusions:
+        raise CheckpointError(f"{checkpoint.path} has no flat state: all is of its parameters' shapes, or excluded")
+    return plan_rewrite(checkpoint, Exchange(tuple(fusions), {}, {}, {}, 0))
+
+
+def _shape_of(name: StateName, shape: Shape, owners: Owners, shapes: Mapping[str, Shape]) -> Shape:
+    """Return the shape that an entry of state gets."""
+    if len(shape) != 1:
+        return shape
+    try:
+        owner = owners.of(name.fqn, lambda one, other: shapes[one] == shapes[other])
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{name.key} may belong to several tensors of the model, which have different shapes; give --shapes-from a "
+            "checkpoint of that model alone, or leave it as it is with --exclude"
+        ) from error
+    if owner is None:
+        raise CheckpointError(
+            f"{name.key} has one dimension, and no tensor of the model is called {name.fqn}; give --shapes-from a "
+            "checkpoint that has it, or leave it as it is with --exclude"
+        )
+    wanted = shapes[owner.key]
+    if math.prod(wanted) != shape[0]:
+        raise CheckpointError(
+            f"{name.key} has {shape[0]:,} elements, and {owner.key} has shape {wanted}, {math.prod(wanted):,} "
+            "elements; leave it as it is with --exclude, if it is not flat"
+        )
+    return wanted
+
+
+# Doing it -------------------------------------------------------------------------------------------------------------
+
 
 Format = Literal["safetensors", "dcp"]
 

@@ -1,7 +1,6 @@
 """Two tensors, element by element: their bits, or within a tolerance. Two objects: their types and bits."""
 
 import struct
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -43,26 +42,15 @@ def compare_values(a: Tensor, b: Tensor, rtol: float = 0.0, atol: float = 0.0) -
     if a.numel() == 0 or torch.equal(_bits(a), _bits(b)):
         return total
     for part_a, part_b in zip(a.split(_COMPARED_NUMEL), b.split(_COMPARED_NUMEL), strict=True):
-        (found,) = compare_each(part_a, part_b, [part_a.numel()], rtol, atol)
-        total = total.plus(found._replace(numel=0))
+        differs = _differs_in_bits(part_a, part_b)
+        part_a, part_b = part_a[differs], part_b[differs]
+        gaps = _gaps(part_a, part_b)
+        apart = (
+            ~_is_close(part_a, part_b, gaps, rtol, atol) if rtol or atol else torch.ones(len(part_a), dtype=torch.bool)
+        )
+        largest = float(gaps[apart].max()) if gaps is not None and bool(apart.any()) else None
+        total = total.plus(Comparison(int(apart.sum()), 0, largest))
     return total
-
-
-def compare_each(a: Tensor, b: Tensor, numels: Sequence[int], rtol: float = 0.0, atol: float = 0.0) -> list[Comparison]:
-    """Compare many small tensors at once, which follow each other in ``a`` and in ``b``; see :func:`compare_values`."""
-    differs = _differs_in_bits(a, b)
-    a, b = a[differs], b[differs]
-    owners = torch.arange(len(numels)).repeat_interleave(torch.tensor(numels))[differs]
-    gaps = _gaps(a, b)
-    if rtol or atol:
-        apart = ~_is_close(a, b, gaps, rtol, atol)
-        owners, gaps = owners[apart], None if gaps is None else gaps[apart]
-    counts = torch.bincount(owners, minlength=len(numels)).tolist()
-    largest: list[float | None] = [None] * len(numels)
-    if gaps is not None:
-        maxima = torch.zeros(len(numels), dtype=torch.float64).scatter_reduce_(0, owners, gaps, "amax").tolist()
-        largest = [gap if count else None for gap, count in zip(maxima, counts, strict=True)]
-    return [Comparison(*each) for each in zip(counts, numels, largest, strict=True)]
 
 
 def _gaps(a: Tensor, b: Tensor) -> Tensor | None:

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 from ..core.errors import CheckpointError
 from ..core.patterns import idle_patterns, is_excluded
 from ..core.sizes import shortened
-from ..fused.fusions import Exchange
+from ..fused.keys import Exchange
 from ..fused.preset_files import preset_names
 from ..fused.rules import ALL, DENSE_RANKS, EXPERT_RANKS, Match, Rule, Wanted
 from ..fused.split_record import RECORD_FILE, read_record

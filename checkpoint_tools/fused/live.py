@@ -26,8 +26,7 @@ from fsdp_offload.optimizers.masters import MASTER, is_duplicate
 from fsdp_offload.torch_compat.dtensor import is_dtensor, local_shard, over_part
 
 from ..core.parts import Comb, part_chunks, span_of
-from .options import check_same_options, holds_tensors
-from .owners import Owner, Owners
+from .keys import Owner, Owners, check_same_options, holds_tensors
 from .rules import DENSE_RANKS, EXPERT_RANKS, Match, Rule, find_matches, find_parts
 
 StateDict = dict[str, Any]

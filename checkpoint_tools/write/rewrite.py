@@ -20,7 +20,7 @@ from ..core.sizes import counted, human_bytes, human_shape
 from ..core.tables import Table
 from ..exchange.exchange import find_exchange
 from ..exchange.request import Complete, Way
-from ..fused.fusions import Exchange, Fusion
+from ..fused.keys import Exchange, Fusion
 from ..fused.split_record import RECORD_FILE, Split, read_record, record_bytes, without
 from ..look.verify import check_structure, notes_on_checksums
 from ..stored.items import ItemReader

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from checkpoint_tools.convert import convert
-from checkpoint_tools.convert.conversion_plan import Wanted
+from checkpoint_tools.convert.convert import Wanted
 from checkpoint_tools.look.verify import check_structure
 from checkpoint_tools.stored.opening import open_checkpoint
 from checkpoint_tools.stored.reading import Checkpoint

@@ -12,7 +12,7 @@ from safetensors import safe_open
 
 from checkpoint_tools.look.diff import all_keys, diff
 from checkpoint_tools.stored.reading import open_checkpoint
-from checkpoint_tools.stored.safetensors_file import DTYPES
+from checkpoint_tools.stored.safetensors_folder import DTYPES
 from tests.checkpoint_tools.checkpoints import STATE, save, save_on_two_ranks
 from tests.checkpoint_tools.converted import converted
 from tests.checkpoint_tools.offline import assert_same, check_zip_files, same_bits, tiled, values_of

@@ -28,7 +28,7 @@ from checkpoint_tools.look.diff import all_keys, diff
 from checkpoint_tools.look.inspect import as_json, summarize
 from checkpoint_tools.look.verify import check_structure
 from checkpoint_tools.stored.opening import open_checkpoint
-from checkpoint_tools.stored.safetensors_file import read_header
+from checkpoint_tools.stored.safetensors_folder import read_header
 from checkpoint_tools.stored.storage import LocalFolder
 from tests.checkpoint_tools.checkpoints import FUSED, save
 from tests.checkpoint_tools.converted import converted

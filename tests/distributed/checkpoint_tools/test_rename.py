@@ -11,8 +11,7 @@ import transformers as hf
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from checkpoint_tools.convert.families import family_names
-from checkpoint_tools.convert.translate import Translation, translate
+from checkpoint_tools.convert.translate import Translation, family_names, translate
 from checkpoint_tools.core.errors import CheckpointError
 from checkpoint_tools.look.diff import all_keys, diff
 from checkpoint_tools.look.verify import check_structure

@@ -23,9 +23,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "__main__": {"core", "cli"},
 }
 
-EXCHANGE = ["param_groups", "roles", "draft", "splitting", "merging", "exchange"]
-"""The files of an exchange: each may import those before it, except that the two ways do not know each other."""
-
 
 def module_files() -> dict[str, Path]:
     """Dotted module name → file."""
@@ -69,21 +66,6 @@ def test_the_table_points_downwards_only() -> None:
 
 def test_modules_form_no_cycle() -> None:
     tuple(graphlib.TopologicalSorter(import_graph()).static_order())  # CycleError names the modules
-
-
-def test_the_files_of_an_exchange_are_in_one_order() -> None:
-    graph = import_graph()
-    for number, file in enumerate(EXCHANGE):
-        later = {f"checkpoint_tools.exchange.{other}" for other in EXCHANGE[number:]}
-        assert graph[f"checkpoint_tools.exchange.{file}"] & later == set()
-    assert "checkpoint_tools.exchange.splitting" not in graph["checkpoint_tools.exchange.merging"]
-
-
-def test_only_the_exchange_knows_how_it_is_found() -> None:
-    """And renaming, which drafts an exchange of names alone."""
-    inside = {f"checkpoint_tools.exchange.{file}" for file in ("roles", "draft", "splitting", "merging")}
-    outside = {module for module, found in import_graph().items() if found & inside} - inside
-    assert outside == {"checkpoint_tools.exchange.exchange", "checkpoint_tools.convert.renaming"}
 
 
 def test_what_is_used_in_memory_needs_no_other_package() -> None:

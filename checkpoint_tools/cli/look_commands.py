@@ -1,0 +1,224 @@
+"""The commands that look at checkpoints: inspect, verify, diff and seal."""
+
+import gc
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..core.errors import CheckpointError
+from ..core.patterns import idle_patterns, matches
+from ..core.sizes import counted, human_bytes
+from .command_options import Folder, Json, MaxMemory, Patterns, Threads, parse_memory
+from .output import console, progress, say, say_json, say_notes, say_written
+
+if TYPE_CHECKING:  # when a command runs: torch takes longer than all that help and wrong options need
+    from ..look.verify import Files
+    from ..stored.reading import Checkpoint, CheckpointProblem
+
+
+# inspect --------------------------------------------------------------------------------------------------------------
+
+
+def inspect_checkpoint(
+    path: Folder,
+    patterns: Patterns = None,
+    groups: Annotated[bool, typer.Option("--groups", help="Only the totals by group, without each key.")] = False,
+    files: Annotated[bool, typer.Option("--files", help="Also the files, and which rank wrote each of them.")] = False,
+    tiling_key: Annotated[
+        str | None, typer.Option("--tiling", metavar="KEY", help="List which file has which part of this tensor.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """List keys, shapes, dtypes, chunks and sizes. Only the metadata are read."""
+    from ..look import inspect
+    from ..stored.opening import open_checkpoint
+
+    checkpoint = open_checkpoint(path)
+    if tiling_key is not None:
+        _show_tiling(checkpoint, tiling_key, as_json)
+        return
+    idle = idle_patterns(patterns or (), [*checkpoint.tensors, *checkpoint.objects])
+    if idle:
+        raise CheckpointError(f"no key of {path} is like {' or '.join(idle)}; without a pattern, all are listed")
+    summary = inspect.summarize(checkpoint, patterns or ())
+    if as_json:
+        say_json(inspect.as_json(summary))
+    else:
+        console().print(inspect.as_tables(summary, keys=not groups, files=files))
+
+
+def _show_tiling(checkpoint: "Checkpoint", key: str, as_json: bool) -> None:
+    from ..look import inspect
+
+    if key not in checkpoint.tensors:
+        what = "an object, and in one piece" if key in checkpoint.objects else "not in the checkpoint"
+        raise CheckpointError(f"{key} is {what}; give the key of a tensor, as inspect lists them")
+    tensor = checkpoint.tensors[key]
+    if as_json:
+        chunks = [chunk._asdict() for chunk in tensor.chunks]
+        say_json({"key": key, "shape": tensor.shape, "dtype": str(tensor.dtype)[6:], "chunks": chunks})
+    else:
+        console().print(inspect.chunk_table(tensor))
+
+
+# verify ---------------------------------------------------------------------------------------------------------------
+
+
+def verify_checkpoint(
+    path: Folder,
+    data: Annotated[
+        bool, typer.Option("--data", help="Also read all data, and compare them with their CRC-32.")
+    ] = False,
+    finite: Annotated[
+        bool, typer.Option("--finite", help="Also read floating-point data: no infinity, no NaN, and as written.")
+    ] = False,
+    list_to_check: Annotated[
+        Path | None, typer.Option("--checksums", metavar="FILE", help="Also compare the files with this list.")
+    ] = None,
+    list_to_write: Annotated[
+        Path | None,
+        typer.Option("--write-checksums", metavar="FILE", help="Write such a list, if nothing is wrong."),
+    ] = None,
+    algorithm: Annotated[str, typer.Option(help="Of the list to write: sha256 or blake2b.")] = "sha256",
+    threads: Threads = 4,
+    max_memory: MaxMemory = "2GiB",
+    as_json: Json = False,
+) -> None:
+    """List everything that is wrong with a checkpoint.
+
+    It is whole if every element of every tensor is in exactly one chunk, all files are there and long enough, and every
+    item in them is of the right shape and dtype, with all that is around the data as it was written. Whether the data
+    are as written takes --data, which reads all of them. The lists are those of sha256sum and b2sum. Exit code: 0
+    whole, 1 something is wrong, 2 it could not be checked.
+    """
+    memory_bytes = parse_memory(max_memory, threads, 2)
+    if algorithm not in ("sha256", "blake2b"):
+        raise CheckpointError(f"--algorithm is sha256 or blake2b, not {algorithm}")
+    from ..look import checksums, verify
+    from ..stored.opening import open_checkpoint
+
+    expected = None if list_to_check is None else checksums.read_checksums(list_to_check)
+    if list_to_write is not None and list_to_write.exists():
+        raise CheckpointError(f"{list_to_write} exists; compare with it (--checksums), or remove it first")
+    checkpoint = open_checkpoint(path)
+    problems, found = verify.check_structure(checkpoint, threads)
+    checked = ["structure", "files"]
+    notes = [*found.notes]
+    if finite:
+        with progress("finite values", verify.finite_bytes(checkpoint)) as advance:
+            problems += verify.check_finite(checkpoint, found.sound, threads, memory_bytes, advance)
+        checked.append("finite values")
+    if data:
+        with progress("data", verify.data_bytes(checkpoint, found.sound)) as advance:
+            problems += verify.check_data(checkpoint, found.sound, threads, advance)
+        checked.append("data")
+        notes += verify.notes_on_checksums(checkpoint)
+    if expected is not None:
+        with progress("checksums", found.nbytes) as advance:
+            problems += checksums.check_checksums(checkpoint, *expected, found.sound, threads, advance)
+        checked.append("checksums")
+    problems = list(dict.fromkeys(problems))
+    if list_to_write is not None and not problems:
+        with progress("checksums", found.nbytes) as advance:
+            files = checksums.files_of(checkpoint)
+            digests = checksums.checksums_of(checkpoint, files, algorithm, threads, advance)  # type: ignore[arg-type]
+        checksums.write_checksums(list_to_write, digests)
+    _report(checkpoint, problems, found._replace(notes=tuple(notes)), checked, as_json)
+    raise typer.Exit(1 if problems else 0)
+
+
+def _report(
+    checkpoint: "Checkpoint",
+    problems: "Sequence[CheckpointProblem]",
+    found: "Files",
+    checked: Sequence[str],
+    as_json: bool,
+) -> None:
+    if as_json:
+        say_json(
+            {
+                "path": checkpoint.path,
+                "whole": not problems,
+                "checked": checked,
+                "problems": [problem._asdict() for problem in problems],
+                "notes": found.notes,
+            }
+        )
+        return
+    for where, text in problems:
+        say(f"{where}: {text}")
+    say_notes(found.notes)
+    what = f"{counted(len(checkpoint.tensors), 'tensor')}, {counted(len(checkpoint.objects), 'object')}"
+    result = counted(len(problems), "problem") if problems else "whole"
+    if "data" not in checked:
+        checked = [*checked, "not whether data are as written: see --data"]
+    say(f"{checkpoint.path}: {result} ({what}, {human_bytes(found.nbytes)}; checked: {', '.join(checked)})")
+
+
+# diff -----------------------------------------------------------------------------------------------------------------
+
+
+def compare_checkpoints(
+    path_a: Annotated[str, typer.Argument(metavar="A", help="A checkpoint: its folder or its fsspec URL.")],
+    path_b: Annotated[str, typer.Argument(metavar="B", help="The other one.")],
+    patterns: Patterns = None,
+    rtol: Annotated[float, typer.Option(min=0, help="Values of tensors may differ by this much of B's.")] = 0.0,
+    atol: Annotated[float, typer.Option(min=0, help="Values of tensors may differ by this much.")] = 0.0,
+    key_prefix: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT",
+            help="What the model's keys begin with on one side alone; '' for nothing. Without it, that is found out "
+            "where no key is on both sides.",
+        ),
+    ] = None,
+    threads: Annotated[int, typer.Option(min=1, help="How many keys are compared at the same time.")] = 2,
+    max_memory: MaxMemory = "2GiB",
+    as_json: Json = False,
+) -> None:
+    """Compare keys, shapes, dtypes and values of two checkpoints.
+
+    Values are compared bit by bit unless a tolerance is given. How tensors are divided into chunks is no difference.
+    Exit code: 0 the same, 1 different, 2 it could not be found out.
+    """
+    memory_bytes = parse_memory(max_memory, threads, 16)
+    from ..look import diff
+    from ..stored.opening import open_checkpoint
+
+    first, second, notes = diff.aligned(open_checkpoint(path_a), open_checkpoint(path_b), key_prefix)
+    gc.freeze()  # what describes them stays to the end, and may be millions of objects that no collection has to visit
+    all_keys = diff.all_keys(first, second)
+    idle = idle_patterns(patterns or (), all_keys)
+    if idle:
+        raise CheckpointError(f"no key of either is like {' or '.join(idle)}; see the command inspect")
+    keys = [key for key in all_keys if matches(key, patterns or ())]
+    with progress("values", diff.bytes_to_compare(first, second, keys)) as advance:
+        differences = diff.diff(first, second, keys, diff.Tolerance(rtol, atol), memory_bytes, threads, advance)
+    if as_json:
+        found = [difference._asdict() for difference in differences]
+        say_json({"a": path_a, "b": path_b, "keys": len(keys), "notes": notes, "differences": found})
+    else:
+        if differences:
+            console().print(diff.as_table(differences))
+        say_notes(notes)
+        say(diff.headline(differences, len(keys), exact=not (rtol or atol)))
+    raise typer.Exit(1 if differences else 0)
+
+
+# seal -----------------------------------------------------------------------------------------------------------------
+
+
+def seal_checkpoint(path: Folder, threads: Threads = 4) -> None:
+    """Write the checksums of a finished checkpoint of DCP beside it, into the file .checksums.
+
+    verify --data then finds every bit that has changed. Only what is around the data is read, whose checksums the save
+    has taken from memory. Exit code: 0 sealed, 2 it is not whole, or sealed already.
+    """
+    from ..write.seal import seal  # torch takes longer than all that help and wrong options need
+
+    begin_s = time.monotonic()
+    notes = seal(path, threads=threads)
+    say_written(path, "sealed", notes, begin_s)
