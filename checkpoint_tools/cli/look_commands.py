@@ -10,7 +10,7 @@ import typer
 
 from ..core.errors import CheckpointError
 from ..core.patterns import idle_patterns, matches
-from ..core.sizes import counted, human_bytes
+from ..core.sizes import counted, human_bytes, human_shape
 from .command_options import Folder, Json, MaxMemory, Patterns, Threads, parse_memory
 from .output import console, progress, say, say_json, say_notes, say_written
 
@@ -61,6 +61,8 @@ def _show_tiling(checkpoint: "Checkpoint", key: str, as_json: bool) -> None:
         chunks = [chunk._asdict() for chunk in tensor.chunks]
         say_json({"key": key, "shape": tensor.shape, "dtype": str(tensor.dtype)[6:], "chunks": chunks})
     else:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        say(f"{key}: {human_shape(tensor.shape)} of {dtype} in {counted(len(tensor.chunks), 'chunk')}")
         console().print(inspect.chunk_table(tensor))
 
 

@@ -66,7 +66,7 @@ def test_tiling_and_diff_on_two_ranks(tmp_path: Path) -> None:
         ("verify", rows, "--finite", "--threads", 1),
     )
     assert "model.fused: 7 × 6 of float32 in 2 chunks" in picture.stdout
-    assert "4:7 │ __1_0.distcp" in picture.stdout
+    assert "4, 0     3 × 6  __1_0.distcp" in picture.stdout
     assert [chunk["offsets"] for chunk in json.loads(as_json.stdout)["chunks"]] == [[0, 0], [0, 3]]
     assert (same.returncode, same.stdout) == (0, "the same: 3 keys, bit by bit\n")
     assert_one_line(nothing, "model.nothing is not in the checkpoint")
@@ -156,7 +156,7 @@ def test_errors_are_one_line(saved: Path, tmp_path: Path) -> None:
         ("inspect", hostile): "asks for posix.system",
         ("verify", hostile): "asks for posix.system",
         ("diff", saved, hostile): "asks for posix.system",
-        ("diff", saved, gone): "__0_0.distcp cannot be opened",
+        ("diff", saved, gone): "__0_0.distcp cannot be read",
         ("inspect", saved, "no.such.*"): "no key of",
         ("diff", saved, saved, "no.such.*"): "no key of either",
         ("inspect", saved, "model.*", "no.such.*"): "is like no.such.*;",
