@@ -13,10 +13,8 @@ elements follow each other in the row-major memory of the larger one::
 import bisect
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Generic, NamedTuple, Protocol, TypeVar
-
-from fsdp_offload.checkpoint.rectangles import contiguous_strides
 
 from .parts import Comb
 
@@ -64,18 +62,6 @@ def stretches(region: TensorRegion, max_numel: int) -> Iterator[TensorRegion]:
         for start in range(0, sizes[dim], step):
             at = (*map(int.__add__, offsets, outer), offsets[dim] + start, *offsets[dim + 1 :])
             yield TensorRegion(at, (*(1 for _ in outer), min(step, sizes[dim] - start), *sizes[dim + 1 :]))
-
-
-def position_in(outer: Placed, offsets: Sequence[int]) -> int:
-    """Count the elements before the one at ``offsets`` in the row-major memory of ``outer``."""
-    strides = contiguous_strides(outer.sizes)
-    return sum((at - first) * step for at, first, step in zip(offsets, outer.offsets, strides, strict=True))
-
-
-def contains(outer: Placed, inner: Placed) -> bool:
-    """Tell whether all of ``inner`` is in ``outer``."""
-    ends = zip(outer.offsets, outer.sizes, inner.offsets, inner.sizes, strict=True)
-    return all(first <= at and at + size <= first + whole for first, whole, at, size in ends)
 
 
 def common(one: Placed, other: Placed) -> TensorRegion | None:

@@ -50,7 +50,6 @@ class Complete(NamedTuple):
         rules, values, excluded: with which.
         wanted: which of the matches.
         is_known: a record or a person says which; otherwise the rules alone do.
-        asked: all of it, for a fingerprint.
         notes: what a person should know.
     """
 
@@ -59,7 +58,6 @@ class Complete(NamedTuple):
     excluded: Sequence[str]
     wanted: Wanted
     is_known: bool
-    asked: str
     notes: list[str]
 
 
@@ -79,7 +77,6 @@ def complete(checkpoint: Checkpoint, way: Way, request: Request) -> Complete:
     if not rules:
         hint = f", and {checkpoint.path} has no {RECORD_FILE}" if way == "merge" else ""
         raise CheckpointError(f"no rules{hint}; give --preset ({', '.join(preset_names())}) or --rules FILE")
-    chosen = (sorted(request.excluded), sorted(request.only), None if fused is None else sorted(fused))
     values, notes = with_told(checkpoint, {name for rule in rules for name in rule.value_names}, given)
     notes += _notes_on_experts(checkpoint, way, rules, values)
     return Complete(
@@ -88,7 +85,6 @@ def complete(checkpoint: Checkpoint, way: Way, request: Request) -> Complete:
         request.excluded,
         _wanted(fused, request.only),
         fused is not None or bool(request.only) or request.is_sure or way == "split",
-        repr((list(rules), sorted(values.items()), *chosen)),
         notes,
     )
 

@@ -1,6 +1,7 @@
 """Rectangles: stretches of memory, what two have in common, joining, and from a part to the whole."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 from hypothesis import given
@@ -11,16 +12,26 @@ from checkpoint_tools.core.regions import (
     Index,
     TensorRegion,
     common,
-    contains,
     fused_regions,
     joined,
-    position_in,
     stretches,
 )
 from fsdp_offload.checkpoint import Chunk, ShardChunks
 from fsdp_offload.checkpoint.rectangles import contiguous_strides
 
 SIZES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
+
+
+def position_in(outer: TensorRegion, offsets: Sequence[int]) -> int:
+    """Count the elements before the one at ``offsets`` in the row-major memory of ``outer``."""
+    strides = contiguous_strides(outer.sizes)
+    return sum((at - first) * step for at, first, step in zip(offsets, outer.offsets, strides, strict=True))
+
+
+def contains(outer: TensorRegion, inner: TensorRegion) -> bool:
+    """Tell whether all of ``inner`` is in ``outer``."""
+    ends = zip(outer.offsets, outer.sizes, inner.offsets, inner.sizes, strict=True)
+    return all(first <= at and at + size <= first + whole for first, whole, at, size in ends)
 
 
 @given(sizes=SIZES, max_numel=st.integers(0, 40), shift=st.integers(0, 3))
