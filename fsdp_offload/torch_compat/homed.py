@@ -122,7 +122,10 @@ def uses_of(param: Tensor) -> int:
 
 
 def holders_of(local: Tensor) -> int:
-    """Count the tensors over the memory of ``local``: what was once taken from a parameter may still be looked at."""
+    """Count the tensors over the memory of ``local``: what was once taken from a parameter may still be looked at.
+
+    ``torch._C._storage_Use_Count`` is there in torch 2.11 to 2.13.
+    """
     storage = local.untyped_storage()
     holders: int = torch._C._storage_Use_Count(storage._cdata)
     return holders
