@@ -367,6 +367,7 @@ class CoreEngine(Engine):
         """Gradients of a group have been reduced: load, and update what may be updated."""
         core = self.core
         core.away = False
+        self._used_up = set()  # these gradients are of another backward than those that a load has overtaken
         if not core.begun and not self.steps.failure:
             stale = self._taken != self.plan.generation or not self._groups_as_before(optimizer)
             stale = stale or any(map(is_trained, self._unplanned))  # step() will take them over
