@@ -1,6 +1,6 @@
 """Translate one framework's names and fused weights to another's, by the steps of its data files in turn.
 
-What a step gives lies in a folder beside the destination until the next one is done.
+Each step writes into a folder beside the destination, which is removed when the next one is done.
 """
 
 import contextlib

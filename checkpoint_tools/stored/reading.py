@@ -63,7 +63,7 @@ class StoredChunk(NamedTuple):
 
 
 class Properties(NamedTuple):
-    """What the metadata say of a tensor beside its dtype; torch keeps it, and needs none of it."""
+    """Properties of a tensor beside its dtype, as metadata have them: torch keeps them, and needs none."""
 
     requires_grad: bool = False
     memory_format: int = 0

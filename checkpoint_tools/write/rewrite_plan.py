@@ -11,7 +11,7 @@ split      what one stored item has of a part: a view of the bytes of the fused 
 merge      a rectangle of the fused tensor, put together from the items of the parts, wherever they are
 =========  ============================================================================================================
 
-What ranks have written stays apart: a rank's files become one file of the new checkpoint. No data are read here.
+Each rank keeps a file of its own: its files become one of the new checkpoint. No data are read here.
 """
 
 import functools

@@ -65,7 +65,7 @@ class _Planner(SavePlanner):
         self.stop = threading.Event()
 
     def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
-        """There is no state dict."""
+        """Take nothing: plans are made of pieces, without a state dict."""
 
     def plan_of(self, pieces: Sequence[Piece]) -> SavePlan:
         """Return the plan of a file."""

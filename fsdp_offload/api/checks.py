@@ -1,7 +1,7 @@
 """Checks of an optimizer, its parameters and its model before it is offloaded, and the parameters' names."""
 
 import gc
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -78,10 +78,16 @@ def check_attachable(optimizer: Optimizer) -> None:
 
 def check_no_other_updates(params: Collection[Tensor], names: Mapping[Tensor, str], policy: OffloadPolicy) -> None:
     """Refuse parameters of two offloaded optimizers of which one updates in the backward, or has them on the host."""
-    alone = policy.updates_in_backward or policy.parameters
-    if _offloaded_with(params, any_policy=alone):
+
+    def tolerates_no_other(one: OffloadPolicy) -> bool:
+        return one.updates_in_backward or one.parameters
+
+    def conflicts(other: OffloadPolicy) -> bool:
+        return tolerates_no_other(policy) or tolerates_no_other(other)
+
+    if _offloaded_with(params, conflicts):
         gc.collect()  # an optimizer that only refers to itself is on its way out
-    for both, _ in _offloaded_with(params, any_policy=alone):
+    for both, _ in _offloaded_with(params, conflicts):
         raise RuntimeError(
             f"offload_optimizer: {len(both)} of these parameters ({names[both[0]]}, ...) are also of another offloaded "
             "optimizer. With overlap='iteration' they are updated in the backward, whoever calls step(), and with "
@@ -103,7 +109,7 @@ def _refuse_step_beside(other: Optimizer, args: object, kwargs: object) -> None:
     if find_offloaded(other) is not None:
         return
     params = [param for group in other.param_groups for param in group["params"] if param.grad is not None]
-    for both, engine in _offloaded_with(params):
+    for both, engine in _offloaded_with(params, lambda policy: policy.updates_in_backward):
         engine.steps.take_back()
         begun = engine.steps.begun
         used = begun is not None and begun.has_updated
@@ -116,16 +122,13 @@ def _refuse_step_beside(other: Optimizer, args: object, kwargs: object) -> None:
         )
 
 
-def _offloaded_with(params: Collection[Tensor], *, any_policy: bool | None = None) -> list[tuple[list[Tensor], Engine]]:
-    """Which of ``params`` offloaded optimizers have.
-
-    All of these, or those that update in the backward or have parameters on the host; ``None``: the former of the two.
-    """
+def _offloaded_with(
+    params: Collection[Tensor], which: Callable[[OffloadPolicy], bool]
+) -> list[tuple[list[Tensor], Engine]]:
+    """List which of ``params`` offloaded optimizers have, of those with ``which`` policies."""
     engines = [attachment.engine for attachment in map(attachment_of, list(offloaded)) if attachment is not None]
     found = [
-        ([param for param in params if param in engine.names], engine)
-        for engine in engines
-        if any_policy or engine.policy.updates_in_backward or (any_policy is not None and engine.policy.parameters)
+        ([param for param in params if param in engine.names], engine) for engine in engines if which(engine.policy)
     ]
     return [(both, engine) for both, engine in found if both]
 

@@ -354,7 +354,7 @@ def _logical_step(self: OffloadedOptimizer, closure: Callable[[], Any] | None = 
         if engine.conventions.reads_param_grad:
             check_gradients_are_read(self, engine.names)
         if engine.step(self, states, kwargs):
-            attachment.has_updated = True
+            attachment.has_updated, attachment.has_loaded_inside_step = True, False
         else:
             _explain_no_gradient(self)
         if attachment.overlap is not None:

@@ -473,9 +473,7 @@ class CoreEngine(Engine):
         shared = self._updates.shared
         assert shared is not None
         exchanged = [param for param in self._spent if not is_spent(param)]
-        exchanged += [
-            p for p, (grad, version, _) in self._early.items() if p.grad is not grad or version_of(grad) != version
-        ]
+        exchanged += _exchanged_gradients(self._early)
         if exchanged:
             return f"the gradient of {self.names.get(exchanged[0], 'a parameter')} has been exchanged since then"
         if self._touches.written:
@@ -523,8 +521,7 @@ class CoreEngine(Engine):
         self._touches.written = False
         if not early or not 0 <= self._clean_steps < _CLEAN_STEPS:
             return
-        changed = any(p.grad is not grad or version_of(grad) != version for p, (grad, version, _) in early.items())
-        if touched or changed or scaler_decides(optimizer, kwargs):
+        if touched or _exchanged_gradients(early) or scaler_decides(optimizer, kwargs):
             logger.info("gradients are changed between the backward and step(): all updates stay in step()")
             self._clean_steps = -1
         else:
@@ -613,6 +610,11 @@ def _wait_parameter(engine: "weakref.ref[CoreEngine]", param: Tensor) -> None:
         found.wait_parameter_home(param)
 
 
+def _exchanged_gradients(early: Mapping[Tensor, tuple[Tensor, tuple[int, int], object]]) -> list[Tensor]:
+    """List the parameters whose gradient is another one, or another version of it, than was noted."""
+    return [p for p, (grad, version, _) in early.items() if p.grad is not grad or version_of(grad) != version]
+
+
 class _Touches:
     """Notes that somebody writes watched gradients, or may.
 
@@ -645,7 +647,7 @@ class _Sentence(NamedTuple):
 
 
 class Steps:
-    """What others ask about the steps of a core."""
+    """Answer others who ask about the steps of a core."""
 
     def __init__(self, core: Core, host: CpuUpdates | None) -> None:
         self._core, self._host = core, host
@@ -733,11 +735,11 @@ class Phases:
 
     @property
     def away(self) -> bool:
-        """Whether everything has left the device, or is on its way."""
+        """Return whether everything has left the device, or is on its way."""
         return self._core.away
 
     def offload(self, states: StateStore) -> None:
-        """Start storing what is newer on the device than at home; what users have put beside it moves home as well."""
+        """Start storing state that is newer on the device than at home; tensors put there by users move home, too."""
         if not (self._core.done or self.away):
             self._lending.adopt_user_tensors(self._plan.shards.values(), states)
             self._core.cache.flush()

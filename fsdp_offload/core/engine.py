@@ -320,7 +320,7 @@ class Core:
 
         Not all writes are counted (``torch._foreach_*`` on DTensors): what is used next is loaded again.
         """
-        items = list(items)
+        items, updated = list(items), self._updated_items()
         self.cache.flush(items)
         for item in items:
             if item.at_home is not None:
@@ -328,7 +328,7 @@ class Core:
             for mark in item.home_read.values():
                 mark.synchronize()  # R4, on the host: whoever looks may write
             item.expose()
-            if may_write and not any(item in bucket.streamed for bucket in self.done):  # after these it is too late
+            if may_write and item not in updated:  # after an update it is too late
                 item.seen = None
         if self.updated is not None:
             self.updated.synchronize()  # counters, which are written where they are
@@ -342,12 +342,15 @@ class Core:
         """An exception has ended a step: forget what is on the device of buckets that were not updated."""
         if self.updated is not None:
             self.updated.synchronize()
-        written = {item for bucket in self.done for item in bucket.streamed}
-        self.cache.forget([item for item in self.cache.held if item in self.cache.pinned and item not in written])
+        updated = self._updated_items()
+        self.cache.forget([item for item in self.cache.held if item in self.cache.pinned and item not in updated])
         self.cache.pinned, self.torn = (), None
         self.updates.abandon(self.buckets, self.done)
         self.cache.flush()
         self.reset()
+
+    def _updated_items(self) -> set[Item]:
+        return {item for bucket in self.done for item in bucket.streamed}
 
     def reset(self) -> None:
         """Begin anew, with whatever is at home."""

@@ -106,7 +106,7 @@ class Item:
 
     @property
     def stays(self) -> bool:
-        """Whether it is not stored behind its update."""
+        """Return whether it is not stored behind its update."""
         return self.kept and not self.exposed
 
     def is_fresh(self) -> bool:

@@ -76,7 +76,7 @@ class Reductions:
 
     @property
     def have_begun(self) -> bool:
-        """Whether there has been a reduction since the last step."""
+        """Return whether there has been a reduction since the last step."""
         return bool(self._counts)
 
     def expect_one(self) -> None:

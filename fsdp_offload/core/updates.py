@@ -90,7 +90,7 @@ class BucketUpdates:
         return self.shared is not None or self.may_begin()
 
     def _bind(self, bucket: Bucket) -> list[BoundRange]:
-        """What the optimizer sees of a bucket, where it is now."""
+        """Bind the ranges of a bucket where they are now, for the optimizer to see."""
         block = bucket.state.block
         blocks = tuple(item.block for item in bucket.streamed)
         bound: list[BoundRange] | None = bucket.bound.get(blocks)  # type: ignore[assignment]

@@ -31,7 +31,7 @@ _SPOILED = (
 
 
 class Lending:
-    """Who reads which homes of one plan.
+    """Knows who reads which homes of one plan.
 
     Attributes:
         homes_of_parameters: homes of parameters that do not live with their state, and whether they are there now.

@@ -1,4 +1,4 @@
-"""What scratch optimizers hold, as plain data that ``==`` compares: bits of tensors, states of generators, counters."""
+"""Turns scratch optimizers into plain data that ``==`` compares: bits of tensors, states of generators, counters."""
 
 import collections
 import random
