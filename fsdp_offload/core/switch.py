@@ -14,7 +14,7 @@ VARIABLE = "_FSDP_OFFLOAD_CORE"
 
 def uses_core(capabilities: Capabilities, policy: OffloadPolicy, model: nn.Module | None, device: torch.device) -> bool:
     """Return whether the core moves the state of such an optimizer; everything else is the old engine's."""
-    if os.environ.get(VARIABLE, "0") != "1":
+    if os.environ.get(VARIABLE, "1") != "1":
         return False
     try:
         in_groups = model is not None and any(group.params for group in sharding_groups(model))
