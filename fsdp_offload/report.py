@@ -1,19 +1,15 @@
 """The report on an offloaded optimizer: bytes by place, times of the last iteration, and what the user should know."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from .core.attached import Engine
+from .cpu_update.updates import HostTimes
 from .device import HAS_COPY_QUEUES
-from .device.bucket_times import StepTimes
 from .device.copy_queues import TOO_FEW
-from .engine.cpu_updates import HostTimes
-from .engine.engine import Engine
-from .planning.bound import Bound, bound, bound_of_step, staged_share, what_would_help
-from .policy import OffloadPolicy
 from .state.layout import leaves_of
 from .state.shard import StateShard
 from .state.store import StateStore, UserState
@@ -173,10 +169,9 @@ def _bytes(nbytes: int) -> str:
 
 def report_of(engine: Engine, states: StateStore) -> OffloadReport:
     """Report bytes by place, and the times of the last step; waits for that step."""
-    times = engine.step_times()
+    moved = engine.core.last_moved
     on_host = engine.host.last_times() if engine.host is not None else HostTimes()
     shards = list(engine.plan.shards.values())
-    on_device = {shard for shard in shards if shard.resident and not engine.phases.away}
     on_cpu = engine.device.type == "cpu"
     exchanged_bytes = sum(_exchanged_bytes(shard, states.get(shard.param)) for shard in shards)
     exchanged = (
@@ -186,26 +181,24 @@ def report_of(engine: Engine, states: StateStore) -> OffloadReport:
     queues = [] if HAS_COPY_QUEUES or on_cpu or not engine.loads_in_backward else [TOO_FEW]
     return OffloadReport(
         optimizer=engine.cls.__name__,
-        host_state_bytes=sum(shard.nbytes for shard in shards if shard not in on_device),
-        resident_state_bytes=sum(shard.nbytes for shard in on_device),
+        host_state_bytes=sum(shard.nbytes for shard in shards),
+        resident_state_bytes=0,
         other_state_bytes=exchanged_bytes + sum(_other_bytes(shard, states.get(shard.param)) for shard in shards),
         left_out=tuple(dict.fromkeys(name for shard in shards for name in shard.layout.left_out)),
-        host_parameter_bytes=sum(s.weights_nbytes for s in shards if s not in on_device) + engine.plan.frozen_bytes,
-        resident_parameter_bytes=sum(shard.weights_nbytes for shard in on_device),
-        window_bytes=0 if engine.window is None else engine.window.nbytes,
+        host_parameter_bytes=0 if engine.weights is None else engine.weights.nbytes,
         host_bytes=sum(region.nbytes for region in engine.plan.regions),
         snapshot_bytes=engine.plan.spare_bytes,
         pinned=engine.pinned,
         ring_bytes=0 if engine.phases.away else engine.staging_bytes(),
-        buckets=engine.plan.moving_buckets,
+        buckets=len(engine.core.buckets),
         device_peak_bytes=0 if on_cpu else torch.accelerator.max_memory_allocated(engine.device),
-        loaded_bytes=times.loaded_bytes,
-        stored_bytes=times.stored_bytes,
-        load_gb_per_s=_gb_per_s(times.loaded_bytes, times.load_ms),
-        store_gb_per_s=_gb_per_s(times.stored_bytes, times.store_ms),
-        step_ms=times.step_ms,
-        update_ms=times.update_ms,
-        exposed_ms=times.exposed_ms,
+        loaded_bytes=moved.loaded_bytes,
+        stored_bytes=moved.stored_bytes,
+        load_gb_per_s=0.0,
+        store_gb_per_s=0.0,
+        step_ms=0.0,
+        update_ms=0.0,
+        exposed_ms=0.0,
         host_updated_bytes=on_host.state_bytes,
         host_update_ms=on_host.update_ms,
         host_update_gb_per_s=_gb_per_s(on_host.state_bytes, on_host.update_ms),
@@ -214,11 +207,10 @@ def report_of(engine: Engine, states: StateStore) -> OffloadReport:
         host_span_ms=on_host.span_ms,
         host_weights_down_bytes=on_host.weights_down_bytes,
         host_buffer_bytes=engine.host.buffer_bytes if engine.host is not None else 0,
-        **_against_bound(engine, times),
         tuning=tuple(
             filter(
                 None,
-                (engine.tuning_of_residents, engine.tuning_of_staging, engine.steps.speculation.sentence),
+                (engine.tuning_of_staging,),
             )
         ),
         notes=(*notes_of(engine), *([exchanged] if exchanged_bytes else []), *queues),
@@ -228,12 +220,9 @@ def report_of(engine: Engine, states: StateStore) -> OffloadReport:
 def notes_of(engine: Engine) -> Iterable[str]:
     """Yield what the user should know about this offload, most important first."""
     shards = engine.plan.shards.values()
-    if not any(shard.nbytes or shard.weights_nbytes for shard in shards if not shard.resident):
-        if any(shard.resident for shard in shards):
-            yield "NOTHING IS OFFLOADED: all of the state fits into device_bytes and stays on the device."
-        else:
-            no_state = f"{engine.cls.__name__} keeps no state for these parameters"
-            yield f"NOTHING IS OFFLOADED: {no_state if shards else 'no parameter is trained'}."
+    if not engine.weights and not any(shard.nbytes for shard in shards):
+        no_state = f"{engine.cls.__name__} keeps no state for these parameters"
+        yield f"NOTHING IS OFFLOADED: {no_state if shards else 'no parameter is trained'}."
     if engine.device.type == "cpu":
         yield "The parameters are on the CPU: offloading works, but there is nothing to gain."
     largest_bytes = engine.largest_bytes()
@@ -243,68 +232,11 @@ def notes_of(engine: Engine) -> Iterable[str]:
             f"The largest bucket that cannot be cut needs {largest_bytes} bytes of the device, more than "
             f"device_bytes={engine.policy.device_bytes!r} leaves to pass through ({ring_bytes})."
         )
-    limit_bytes = engine.share.window_limit_bytes
-    if engine.window is not None and limit_bytes is not None and engine.window.capacity_bytes > limit_bytes:
-        yield (
-            f"The largest group that fully_shard gathers needs {engine.window.capacity_bytes} bytes of the device for "
-            f"its parameters, more than device_bytes={engine.policy.device_bytes!r} leaves for them ({limit_bytes})."
-        )
     left_out = list(dict.fromkeys(name for shard in shards for name in shard.layout.left_out))
     if left_out:
         yield f"State {left_out} is not made of dense tensors and stays where the optimizer put it."
     if engine.steps.failure:
         yield f"Not usable: {engine.steps.failure}."
-
-
-# Bounds -------------------------------------------------------------------------------------------------------------
-
-
-def _against_bound(engine: Engine, step: StepTimes) -> dict[str, Any]:
-    """Compare the last iteration, or ``step()`` where nothing overlaps, with its bound: the report's fields on both."""
-    if step == StepTimes():
-        return {}
-    policy, copies = engine.policy, {"load_ms": step.load_ms, "store_ms": step.store_ms}
-    # On the CPU there is nothing that transfers could hide behind.
-    advised = policy if engine.device.type != "cpu" else None
-    if not engine.loads_in_backward:
-        at_least = bound_of_step(update_ms=step.update_ms, **copies)
-        # What has taken no longer has hidden the rest elsewhere: the first loads behind what the device was still to do
-        # when step() was called.
-        return _bound_fields(advised, at_least._replace(ms=min(at_least.ms, step.step_ms)), step.update_ms)
-    last = engine.iteration.last()
-    if last is None:
-        return {}
-    # Updates in the compute stream itself wait there for their loads.
-    waited_ms = 0.0 if policy.runs_on_into_forward else step.exposed_ms
-    stalled_ms = min(last.ms, last.stalled_ms + waited_ms)
-    fields: dict[str, Any] = {"iteration_ms": last.ms, "stalled_ms": stalled_ms}
-    if not last.repeats or engine.alone is None:
-        return fields  # its transfers were those of two different steps, or nothing is known yet
-    speculation = engine.steps.speculation
-    clips = policy.updates_in_backward and speculation.announced
-    if clips and not speculation.is_ready:
-        policy, clips = replace(policy, overlap="forward"), False  # updates wait for step()
-    times = engine.alone.moving(step.loaded_bytes, step.stored_bytes + speculation.kept_bytes)
-    times = times.within(last.ms - stalled_ms, updates=not policy.runs_on_into_forward)
-    given_back = engine.share.passing_is_learnt
-    staged = staged_share(engine.plan.ring_bytes, engine.plan.moving_bytes())
-    at_least = bound(policy, times, staged=staged, ring_is_given_back=given_back, clips=clips)
-    unmoved = bound(policy, times, offloaded=0.0, ring_is_given_back=given_back, clips=clips)
-    computes_ms = times.forward_ms + times.backward_ms + (0.0 if policy.runs_on_into_forward else times.update_ms)
-    return {
-        **fields,
-        **_bound_fields(advised, at_least, unmoved.ms),
-        "contention_ms": max(0.0, last.ms - stalled_ms - computes_ms),
-        "forward_alone_ms": times.forward_ms,
-        "backward_alone_ms": times.backward_ms,
-        "update_alone_ms": times.update_ms,
-        "transfers_alone_ms": times.two_way_ms,
-    }
-
-
-def _bound_fields(advised: OffloadPolicy | None, at_least: Bound, without_transfers_ms: float) -> dict[str, Any]:
-    advice = "" if advised is None else what_would_help(advised, at_least.ms, without_transfers_ms)
-    return {"bound_ms": at_least.ms, "bound": at_least.formula, "advice": advice}
 
 
 def _other_bytes(shard: StateShard, state: UserState) -> int:

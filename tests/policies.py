@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from fsdp_offload import OffloadPolicy
-from fsdp_offload.planning.device_share import DeviceShare, device_share
+from fsdp_offload.plan.device_share import DeviceShare, device_share
 
 Auto = Literal["auto"]
 

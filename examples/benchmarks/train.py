@@ -32,8 +32,8 @@ from torch.distributed.fsdp import OffloadPolicy as FSDPOffloadPolicy
 
 from fsdp_offload import OffloadPolicy, offload_optimizer, remove_offload
 from fsdp_offload.device.link import device_link
-from fsdp_offload.planning.bound import Times, bound, staged_share
-from fsdp_offload.planning.device_share import device_share
+from fsdp_offload.plan.bound import Times, bound, staged_share
+from fsdp_offload.plan.device_share import device_share
 from fsdp_offload.torch_compat.dtensor import local_shard
 from fsdp_offload.torch_compat.fully_shard import fsdp_modules
 

@@ -12,9 +12,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from ..engine.engine import Engine, inside
-from ..engine.engine import engine_of as find_engine
-from ..model.hooks import Overlap
+from ..core.attached import Engine, inside
+from ..core.attached import engine_of as find_engine
+from ..core.hooks import ModelHooks
 from ..model.parking import ParkedParameters
 from ..optimizers.shared_values import ENGINE_ATTRIBUTE
 from ..state.mapping import OffloadedState, UnwaitedStates
@@ -33,7 +33,7 @@ class Attachment:
     model: "weakref.ref[nn.Module] | None"
     undo_step: list[Callable[[], None]]
     bypass_guard: RemovableHandle
-    overlap: Overlap | None = None
+    hooks: ModelHooks | None = None
     parked: ParkedParameters | None = None  # parameters that leave the device with the state
     stepping: bool = False
     told_no_gradient: bool = False

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from ..engine.engine import Engine, find_offloaded
+from ..core.attached import Engine, find_offloaded
 from ..optimizers import Capabilities
 from ..optimizers.shared_values import ENGINE_ATTRIBUTE
 from ..policy import OffloadPolicy
@@ -17,7 +17,6 @@ from ..state.layout import leaves_of
 from ..torch_compat.dtensor import has_inner_tensors, is_dtensor, is_host_offloaded, local_shard
 from ..torch_compat.fully_shard import parameter_names, sharding_groups, uses_cpu_offload_policy
 from ..torch_compat.homed import is_homed
-from ..torch_compat.sharded_parameter import ShardedParameter
 from .attachment import attachment_of, offloaded
 from .wrapped import updated_on_host
 
@@ -110,9 +109,7 @@ def _refuse_step_beside(other: Optimizer, args: object, kwargs: object) -> None:
         return
     params = [param for group in other.param_groups for param in group["params"] if param.grad is not None]
     for both, engine in _offloaded_with(params, lambda policy: policy.updates_in_backward):
-        engine.steps.take_back()
-        begun = engine.steps.begun
-        used = begun is not None and begun.has_updated
+        used = engine.steps.begun
         raise RuntimeError(
             f"{type(other).__name__}.step(): {engine.names[both[0]]} is also a parameter of an {engine.cls.__name__} "
             "that is offloaded with overlap='iteration' and updates it in the backward, whoever calls step(). "
@@ -226,8 +223,8 @@ def names_of_parameters(optimizer: Optimizer, model: nn.Module | None) -> dict[T
     return {param: name for param, name in of_model.items() if param in by_place}
 
 
-def streamable(model: nn.Module | None, names: Mapping[Tensor, str]) -> dict[Tensor, ShardedParameter]:
-    """Select the parameters that can live on the host: those of the optimizer that the model's ``fully_shard`` gathers.
+def check_streamable(model: nn.Module | None, names: Mapping[Tensor, str]) -> None:
+    """Refuse parameters that cannot have their home on the host: only what ``fully_shard`` gathers can.
 
     Raises:
         ValueError: there are none, or one is of a type that says itself how it is gathered.
@@ -249,7 +246,6 @@ def streamable(model: nn.Module | None, names: Mapping[Tensor, str]) -> dict[Ten
                 "is gathered; OffloadPolicy(parameters=True) is for dense parameters. Leave it out to offload only the "
                 "state."
             )
-    return found
 
 
 def names_by_place(optimizer: Optimizer) -> dict[Tensor, str]:

@@ -8,12 +8,9 @@ from typing import TypeVar
 from torch import nn
 from torch.optim import Optimizer
 
-from ..core.attached import CoreEngine
-from ..core.hooks import hook_model
-from ..core.switch import uses_core
+from ..core.attached import Engine, find_offloaded
+from ..core.hooks import group_numbers, hook_model
 from ..cpu_update.updates import HostUpdates
-from ..engine.engine import Engine, find_offloaded
-from ..model.hooks import group_numbers, make_overlap
 from ..optimizers import capabilities_for
 from ..policy import OffloadPolicy
 from ..report import OffloadReport, notes_of
@@ -35,9 +32,9 @@ from .checks import (
     check_lists,
     check_no_other_updates,
     check_params,
+    check_streamable,
     check_types,
     names_of_parameters,
-    streamable,
 )
 from .offloaded_class import attach, detach
 from .optimizer import OffloadedOptimizer
@@ -114,14 +111,10 @@ def offload_optimizer(
             "None, which pins where that is of use."
         )
     together = group_numbers(model, policy)
-    sharded = streamable(model, names) if policy.parameters else {}
+    if policy.parameters:
+        check_streamable(model, names)
     host = HostUpdates(type(target), capabilities, policy, device) if policy.host_fraction else None
-    on_core = uses_core(capabilities, policy, model, device)
-    engine = (
-        CoreEngine(type(target), capabilities, policy, device, names, together, sharded, host)
-        if on_core
-        else Engine(type(target), capabilities, policy, device, names, together, sharded, host)
-    )
+    engine = Engine(type(target), capabilities, policy, device, names, together, host)
     states = OffloadedState(engine, target.state)
     # A frozen parameter gets room when it first has a gradient: reserving it would pin memory that nothing uses.
     eager = capabilities.conventions.state_without_gradient
@@ -139,8 +132,7 @@ def offload_optimizer(
     try:
         if wrappers:
             attachment.undo_step += redirect_captured_step(target, plain_step, type(target).step, wrappers)
-        hook = hook_model if isinstance(engine, CoreEngine) else make_overlap
-        attachment.overlap = hook(model, target, engine, unwaited_states)  # type: ignore[arg-type,assignment]
+        attachment.hooks = hook_model(model, target, engine, unwaited_states)
         _watch_until_first_step(target, attachment, model)
     except BaseException:
         remove_offload(target)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..engine.engine import Engine
+from ..core.attached import Engine
 from ..optimizers.shared_values import ENGINE_ATTRIBUTE
 from ..state.mapping import OffloadedState
 from .attachment import Attachment, attachment_of, offloaded, redirect_captured_step
@@ -87,8 +87,8 @@ def attach(optimizer: Optimizer, engine: Engine, states: OffloadedState, model: 
 def detach(optimizer: Optimizer, attachment: Attachment) -> None:
     """Make ``optimizer`` an instance of its own class again, and take off whatever was put on it."""
     attachment.unwatch()
-    if attachment.overlap is not None:
-        attachment.overlap.remove()
+    if attachment.hooks is not None:
+        attachment.hooks.remove()
     attachment.bypass_guard.remove()
     for undo in attachment.undo_step:
         undo()

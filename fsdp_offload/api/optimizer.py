@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..engine.engine import find_offloaded, inside
-from ..engine.loading import check_loadable
-from ..model.asleep import is_asleep
+from ..core.attached import find_offloaded, inside
+from ..core.loading import check_loadable
 from ..model.parking import ParkedParameters
 from ..report import OffloadReport, report_of
 from ..state.layout import is_trained
@@ -141,8 +140,8 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
         parked = _parked_by(self)
         if parked is not None:
             parked.bring_back()
-        begun, attachment = engine.steps.begun, attachment_of(self)
-        if begun is not None and begun.has_updated and attachment is not None:
+        attachment = attachment_of(self)
+        if engine.steps.begun and attachment is not None:
             attachment.has_loaded_inside_step = True
         states = states_of(self, engine)
         groups, before_load = self.param_groups, dict(states.items())
@@ -261,8 +260,6 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
         """
         engine = engine_of(self)
         engine.phases.release()
-        if engine.window is not None:
-            engine.window.release()
         parked = _parked_by(self)
         if parked is not None:
             parked.release()
@@ -278,17 +275,12 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
             free_host_memory: give back the pinned memory that resident state was kept in, instead of keeping it for
                 the next :meth:`offload_states`. The host waits for the copies then.
         """
-        engine, attachment = engine_of(self), attachment_of(self)
-        if attachment is not None and attachment.overlap is not None:
-            attachment.overlap.before_reload()
-        parked = _parked_by(self)
+        engine, parked = engine_of(self), _parked_by(self)
         if parked is not None:
             parked.reload()
-        engine.reload(self, states_of(self, engine).unwaited, awake=not any(map(is_asleep, engine.plan.shards)))
-        if free_host_memory:
-            engine.phases.free_host_memory()
-            if parked is not None:
-                parked.free_host_memory()
+        engine.reload(states_of(self, engine).unwaited)
+        if free_host_memory and parked is not None:
+            parked.free_host_memory()
 
     @_of_the_real_optimizer
     def offload_report(self) -> OffloadReport:
@@ -321,8 +313,8 @@ def _params_of(optimizer: Optimizer) -> Iterator[Tensor]:
 
 def _forget_reductions(optimizer: Optimizer) -> None:
     attachment = attachment_of(optimizer)
-    if attachment is not None and attachment.overlap is not None:
-        attachment.overlap.forget_reductions()
+    if attachment is not None and attachment.hooks is not None:
+        attachment.hooks.forget_reductions()
 
 
 def _logical_step(self: OffloadedOptimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
@@ -349,16 +341,12 @@ def _logical_step(self: OffloadedOptimizer, closure: Callable[[], Any] | None = 
             _check_still_of_model(self)
             attachment.unwatch()
         states = states_of(self, engine).unwaited
-        if attachment.overlap is not None:
-            attachment.overlap.before_step()
         if engine.conventions.reads_param_grad:
             check_gradients_are_read(self, engine.names)
         if engine.step(self, states, kwargs):
             attachment.has_updated, attachment.has_loaded_inside_step = True, False
         else:
             _explain_no_gradient(self)
-        if attachment.overlap is not None:
-            attachment.overlap.after_step(states)
         attachment.tell_if_never_reloaded()
     return loss
 

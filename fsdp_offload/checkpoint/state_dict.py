@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..api.wrapped import is_wrapped, optimizers_in
-from ..engine.engine import Engine, engine_of, find_offloaded
-from ..engine.loading import check_loadable
+from ..core.attached import Engine, engine_of, find_offloaded
+from ..core.loading import check_loadable
 from ..optimizers.masters import MASTER, is_duplicate
 from ..state.layout import leaves_of
 from ..state.mapping import OffloadedState

@@ -1,40 +1,39 @@
-"""An engine whose bytes the core moves: homes, layouts and loads are those of :class:`~..engine.engine.Engine`."""
+"""One offloaded optimizer: its contents, its steps, and the core that moves its bytes."""
 
 import logging
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..cpu_update.updates import HostUpdates
 from ..device.arena import Region
-from ..device.bucket_times import StepTimes
 from ..device.host_limits import check_host_memory
-from ..engine.cpu_updates import CpuUpdates
-from ..engine.engine import Engine, is_frozen
-from ..engine.homes import Plan
-from ..engine.lending import Lending
-from ..engine.step import scaler_decides
 from ..optimizers import Capabilities
+from ..optimizers.shared_values import ENGINE_ATTRIBUTE
 from ..policy import OffloadPolicy
 from ..state.layout import is_trained
 from ..state.shard import StateShard
 from ..state.store import StateStore, UserState
 from ..torch_compat.dtensor import local_shard, version_of
 from ..torch_compat.homed import is_homed
+from ..torch_compat.optim import scaler_decides
 from ..torch_compat.sharded_parameter import ShardedParameter
 from ..torch_compat.spent_gradient import is_freed, is_spent, note_freed, spend
 from ..torch_compat.watched_gradient import unwatch, watch
+from .contents import Contents
 from .engine import Core
+from .homes import Plan
 from .host_lane import HostLane
 from .items import Item
 from .lanes import Lanes
+from .lending import Lending
 from .plan import (
     ELSEWHERE,
     JOINED_BYTES,
@@ -59,11 +58,18 @@ _CLEAN_STEPS = 2
 """Steps in which nobody touched gradients before ``step()``, until updates move into the backward."""
 
 
-class CoreEngine(Engine):
-    """The engine of an optimizer whose items the core moves.
+class Engine(Contents):
+    """The engine of one offloaded optimizer.
 
     Attributes:
         core: the loop.
+        steps: answers others who ask about its steps.
+        phases: everything leaves the device, and comes back.
+        gathered: parameters that ``fully_shard`` gathers.
+        weights: those that live on the host; ``None``: all stay on the device.
+        loads_in_backward: hooks on a model tell when a backward begins.
+        frees_all_gradients: each in the backward of every step, the first one included: they would not fit together.
+        tuning_of_staging: what ``"auto"`` has chosen, and why, in a sentence.
     """
 
     def __init__(
@@ -74,14 +80,13 @@ class CoreEngine(Engine):
         device: torch.device,
         names: dict[Tensor, str],
         together: Mapping[Tensor, int],
-        sharded: Mapping[Tensor, ShardedParameter],
-        host: CpuUpdates | None,
+        host: HostUpdates | None,
     ) -> None:
         group_bytes: Counter[int] = Counter()
         for param in names:
             group_bytes[together.get(param, ELSEWHERE)] += 2 * local_shard(param).nbytes
         limit = None if policy.device_bytes == "auto" else policy.device_bytes
-        if limit is not None and sharded:  # parameters pass through it as well, in whole groups
+        if limit is not None and policy.parameters:  # parameters pass through it as well, in whole groups
             usual = sorted(group_bytes.values())[len(group_bytes) // 2] // 2
             limit = max(limit // 4, limit - (PASSING + 1) * usual)
         default = policy.bucket_bytes == OffloadPolicy().bucket_bytes
@@ -91,19 +96,15 @@ class CoreEngine(Engine):
             # Gradients that must go are not to wait for those of a neighbour, which may get none in this step. And
             # sizes differ between ranks, while collectives of updates come in one order.
             joined = dict(together)
-        # The plan makes homes and buckets; nothing stays on the device by it, and no ring is taken.
-        planned = replace(policy, overlap="step", device_bytes="auto", bucket_bytes=bucket_bytes)
-        super().__init__(cls, capabilities, planned, device, names, joined, {}, host)
-        self.policy = policy
+        super().__init__(cls, capabilities, policy, device, names, joined, bucket_bytes, host)
+        self.loads_in_backward = self.frees_all_gradients = False
+        self.tuning_of_staging = ""
         self.gathered = together.keys()
         self._together, self._bucket_bytes = together, bucket_bytes
         self._params_of: dict[int, list[Tensor]] = defaultdict(list)
         for param, number in together.items():
             if param in names:
                 self._params_of[number].append(param)
-        mover: Any = _Mover(self._pipeline.buckets, host)
-        self._pipeline = mover
-        self.lending = Lending(self.plan, mover)
         self._spare_homes = SpareHomes(self.plan, self.conventions)
         self._updates = BucketUpdates(
             cls, self.layouts, self.plan, self._spare_homes, copies_options=policy.runs_on_into_forward
@@ -111,9 +112,9 @@ class CoreEngine(Engine):
         if host is not None:
             self._updates.host = HostLane(host, self.plan.host_shards)
         lanes = Lanes(self._link, serial=policy.serial)
-        self.core = mover.core = Core(lanes, device, policy.overlap, self._updates)
-        self.steps: Any = Steps(self.core, host)
-        self.phases: Any = Phases(self.core, self.plan, self.lending)
+        self.core = Core(lanes, device, policy.overlap, self._updates)
+        self.steps = Steps(self.core, host)
+        self.phases = Phases(self.core, self.plan, self.lending)
         self._taken = -1  # the generation of the plan that the core is about
         self._clean_steps = 0
         self._touches = _Touches()
@@ -157,13 +158,20 @@ class CoreEngine(Engine):
 
     def _count_weights(self, weights: Weights) -> None:
         self.plan.regions += [region for region in weights.regions if region.nbytes]
-        self.plan.frozen_bytes, self.plan.spare_bytes = weights.nbytes, self.plan.spare_bytes + weights.spare_bytes
+        self.plan.spare_bytes += weights.spare_bytes
 
     def weights_of(self, number: int) -> Weights | None:
         """Those of which a group of ``fully_shard`` has some; ``None``: its parameters stay on the device."""
         return self.weights if self.weights is not None and number in self.weights.items else None
 
     # The plan ---------------------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Bring everything home: homes are about to be written, or planned anew. A failure of the CPU is not raised."""
+        if self.host is not None:
+            self.host.wait_quietly()
+        self.core.wait_updated()
+        self.core.settle()
 
     def _take_plan(self, states: StateStore | None = None) -> None:
         """Be about the buckets that there are now. Where they have changed, everything has been brought home before."""
@@ -196,7 +204,7 @@ class CoreEngine(Engine):
         shards = list(planned.covers())
         watched = [value for shard in shards for value in shard.homes.values()]
         leaves = [leaf for shard in shards for some in shard.home_leaves.values() for leaf in some]
-        home = planned.live_copies()[0]
+        home = planned.home()
         item = Item(
             f"state {number}",
             planned.bucket.nbytes if home else 0,
@@ -237,7 +245,11 @@ class CoreEngine(Engine):
     # A step -----------------------------------------------------------------------------------------------------------
 
     def step(self, optimizer: Optimizer, states: StateStore, kwargs: Mapping[str, Any]) -> bool:
-        """Update every parameter that has a gradient; as :meth:`Engine.step`."""
+        """Update every parameter that has a gradient, and count the step as the optimizer would.
+
+        Returns when everything is issued: whether there was any gradient. Parameters are new in the order of the
+        current stream; where updates run on into the forward, each gather waits for those that it reads.
+        """
         steps, core, updates = self.steps, self.core, self._updates
         steps.check_usable("step()", mid_step=True)
         self._make_zeroed_gradients(self.plan.shards)
@@ -295,12 +307,12 @@ class CoreEngine(Engine):
         if pool is not None:
             self.core.cache.leave_room(pool)
 
-    def _take_created(self, host: CpuUpdates, states: StateStore) -> None:
+    def _take_created(self, host: HostUpdates, states: StateStore) -> None:
         for param, state in host.take_created().items():
             homes = self.plan.shards[param].homes
             states.of(param).update({name: homes.get(name, value) for name, value in state.items()})
 
-    def _take_results(self, optimizer: Optimizer, created: list[Tensor], states: StateStore) -> None:  # type: ignore[override]
+    def _take_results(self, optimizer: Optimizer, created: list[Tensor], states: StateStore) -> None:
         updates = self._updates
         assert updates.shared is not None and updates.logical is not None
         if created:
@@ -411,6 +423,13 @@ class CoreEngine(Engine):
             self.add(optimizer, [param for param in self._unplanned if is_trained(param)], states)
             self._follow_groups(optimizer, states)
             self._take_plan(states)
+
+    def _gradients_fit(self) -> bool:
+        if self.device.type == "cpu":
+            return True
+        trained = (shard.param for shard in self.plan.shards.values() if shard.param.requires_grad)
+        room_bytes = self._link.room_beside(self._link.taken_bytes().now)
+        return sum(local_shard(param).nbytes for param in trained) <= room_bytes
 
     def _spend(self, params: Iterable[Tensor]) -> None:
         """Let go of gradients whose updates have all been issued."""
@@ -529,26 +548,31 @@ class CoreEngine(Engine):
 
     # By hand ----------------------------------------------------------------------------------------------------------
 
-    def load_ahead(self, optimizer: Optimizer, states: StateStore, room_bytes: float = 0.0) -> None:
-        """Begin to load what the next step needs first."""
+    def reload(self, states: StateStore) -> None:
+        """Let items come back, and begin to load what the next step needs first."""
+        self.phases.reload(states)
         if self._taken == self.plan.generation:
             self.core.prefetch()
 
     def install(self, optimizer: Optimizer, states: StateStore, loaded: Mapping[Tensor, UserState]) -> None:
-        """As :meth:`Engine.install`; a step that the backward has begun is forgotten."""
+        """As :meth:`Contents.install`; a step that the backward has begun is forgotten."""
         self._used_up = {bucket.number for bucket in self.core.done}
         self.core.abandon()
         self._forget_early()
         super().install(optimizer, states, loaded)
+        self.steps.failure = ""
 
     def add(self, optimizer: Optimizer, params: Iterable[Tensor], states: StateStore) -> None:
-        """As :meth:`Engine.add`."""
+        """As :meth:`Contents.add`."""
+        params = list(params)
+        if params:
+            self.steps.check_usable("taking over more parameters")
         super().add(optimizer, params, states)
         if self._taken >= 0:
             self._take_plan(states)
 
     def return_to_device(self, states: StateStore) -> None:
-        """As :meth:`Engine.return_to_device`, with the memory of the places."""
+        """As :meth:`Contents.return_to_device`, with the memory of the places."""
         self.core.wait_updated()
         self.core.settle()
         self.core.cache.release()
@@ -599,12 +623,8 @@ class CoreEngine(Engine):
         self.core.wait_updated()
         self.core.wait_moved()
 
-    def step_times(self) -> StepTimes:
-        """Of the last step."""
-        return StepTimes(self.core.last_moved.loaded_bytes, self.core.last_moved.stored_bytes)
 
-
-def _wait_parameter(engine: "weakref.ref[CoreEngine]", param: Tensor) -> None:
+def _wait_parameter(engine: "weakref.ref[Engine]", param: Tensor) -> None:
     found = engine()
     if found is not None:
         found.wait_parameter_home(param)
@@ -639,23 +659,12 @@ class _Touches:
         return ()
 
 
-class _Sentence(NamedTuple):
-    sentence: str = ""
-    announced: bool = False
-    is_ready: bool = False
-    kept_bytes: int = 0
-
-
 class Steps:
     """Answer others who ask about the steps of a core."""
 
-    def __init__(self, core: Core, host: CpuUpdates | None) -> None:
+    def __init__(self, core: Core, host: HostUpdates | None) -> None:
         self._core, self._host = core, host
         self._failure = ""
-        self.speculation = _Sentence()
-        self.backward_order: list[int] = []
-        self.measured_order: list[int] = []
-        self.last = ()
 
     @property
     def failure(self) -> str:
@@ -669,16 +678,9 @@ class Steps:
             self._host.failure = ""
 
     @property
-    def begun(self) -> "Steps | None":
-        """This, if the backward has begun a step."""
-        return self if self._core.done else None
-
-    has_updated = True
-
-    @property
-    def done(self) -> list[int]:
-        """The buckets that it has updated, in order."""
-        return [bucket.number for bucket in self._core.done]
+    def begun(self) -> bool:
+        """Whether the backward has updated something of a step."""
+        return bool(self._core.done)
 
     def check_whole(self, what: str) -> None:
         """Refuse to hand out, or to go on with, what an earlier step has half updated."""
@@ -716,16 +718,6 @@ class Steps:
         """Let what follows on the current stream see all parameters and counters new."""
         self._core.wait_updated()
 
-    def forget_places(self) -> None:
-        """Buckets are others from now on."""
-        if self._host is not None:
-            self._host.forget()
-
-    def drop(self) -> None:
-        """Nothing: what has been loaded ahead is used or replaced."""
-
-    take_back = forget_bound = drop
-
 
 class Phases:
     """Everything leaves the device, and comes back."""
@@ -757,30 +749,29 @@ class Phases:
             self._lending.adopt_user_tensors(self._plan.shards.values(), states)
             self._core.away = False
 
-    def free_host_memory(self, *_: object) -> None:
-        """Nothing: homes are always there."""
 
-    park_new_state = forget = wait = free_host_memory
-
-
-class _Unmeasured:
-    """The times of an iteration, which nobody has taken yet."""
-
-    def last(self) -> None:
-        """Nothing is known."""
+def engine_of(optimizer: object) -> Engine | None:
+    """The engine of an offloaded optimizer; ``None`` for anything else."""
+    attachment = getattr(optimizer, "__dict__", {}).get(ENGINE_ATTRIBUTE)
+    engine: Engine | None = None if attachment is None else attachment.engine
+    return engine
 
 
-class _Mover:
-    """Stands where the old engine has its executor."""
+def find_offloaded(optimizer: object) -> Optimizer | None:
+    """The offloaded optimizer that ``optimizer`` is or wraps, whoever made the wrapper; ``None`` if there is none."""
+    target = optimizer
+    while target is not None and engine_of(target) is None:
+        target = inside(target)
+    return target if isinstance(target, Optimizer) else None
 
-    core: Core
 
-    def __init__(self, buckets: Any, host: CpuUpdates | None) -> None:
-        self.buckets, self.iteration, self._host = buckets, _Unmeasured(), host
+def inside(wrapper: object) -> Optimizer | None:
+    """The optimizer that ``wrapper`` holds under one of the usual names."""
+    attributes = getattr(wrapper, "__dict__", {})
+    held = (attributes.get(name) for name in ("optimizer", "_optimizer"))
+    return next((optimizer for optimizer in held if isinstance(optimizer, Optimizer)), None)
 
-    def synchronize(self) -> None:
-        """Bring everything home: homes are about to be written, or planned anew. A failure of the CPU is not raised."""
-        if self._host is not None:
-            self._host.wait_quietly()
-        self.core.wait_updated()
-        self.core.settle()
+
+def is_frozen(sharded: ShardedParameter) -> bool:
+    """Whether a parameter is one that nobody trains, of a type that can live on the host."""
+    return not is_trained(sharded.param) and sharded.is_plain

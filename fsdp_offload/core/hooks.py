@@ -6,15 +6,16 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..policy import OffloadPolicy
 from ..state.store import StateStore
 from ..torch_compat.conversions import keep_in_place
 from ..torch_compat.fully_shard import abandon_backward, runs_in_backward, sharding_groups
 from ..torch_compat.left_behind import LeftBehind
 from ..torch_compat.spent_gradient import lift_zeroed, put_zeroed_back, refuse_freed
-from .attached import CoreEngine
+from .attached import Engine
 
 GetStates = Callable[[Optimizer], StateStore]
 
@@ -26,7 +27,7 @@ class ModelHooks:
         in_groups: parameters that ``fully_shard`` gathers.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, engine: CoreEngine, get_states: GetStates) -> None:
+    def __init__(self, model: nn.Module, optimizer: Optimizer, engine: Engine, get_states: GetStates) -> None:
         self._model, self._optimizer, self._engine = weakref.ref(model), weakref.ref(optimizer), weakref.ref(engine)
         self._get_states = get_states
         self._groups = sharding_groups(model)
@@ -51,7 +52,7 @@ class ModelHooks:
                 self._undo.append(register(partial(_call, hooks, last, name)).remove)
 
     def __del__(self) -> None:
-        if self._steps.begun is not None and self._undo:
+        if self._steps.begun and self._undo:
             self._left_behind.is_half_updated = True
 
     def remove(self) -> None:
@@ -60,22 +61,11 @@ class ModelHooks:
             undo()
         self._undo = []
 
-    def unguard(self) -> None:
-        """Nothing is guarded."""
-
     def forget_reductions(self) -> None:
         """Gradients have been cleared without a step: what has been reduced counts for nothing."""
         engine = self._engine()
         if engine is not None:
             engine.core.reductions.end(stepped=False)
-
-    def before_step(self) -> None:
-        """Nothing: ``step()`` tells the engine itself."""
-
-    before_reload = before_step
-
-    def after_step(self, states: StateStore) -> None:
-        """Nothing, likewise."""
 
     # Called by the hooks ----------------------------------------------------------------------------------------------
 
@@ -170,12 +160,49 @@ def _call(hooks: "weakref.ref[ModelHooks]", left_behind: LeftBehind, method: str
 
 
 def hook_model(
-    model: nn.Module | None, optimizer: Optimizer, engine: CoreEngine, get_states: GetStates
+    model: nn.Module | None, optimizer: Optimizer, engine: Engine, get_states: GetStates
 ) -> ModelHooks | None:
-    """Hook into a model's forward and backward; ``None`` where there is nothing to hook into."""
-    if model is None or not engine.gathered & engine.names.keys():
-        return None
+    """Hook into a model's forward and backward; ``None`` where the policy can do without, and there is no place.
+
+    Raises:
+        ValueError: the policy needs a model, and there is none to hook into, or it is not sharded.
+        NotImplementedError: the same, and this torch's ``fully_shard`` has other hook points.
+    """
+    policy = engine.policy
+    if policy.updates_in_backward and not engine.conventions.reads_param_grad:
+        raise ValueError(
+            "offload_optimizer: overlap='iteration' uses gradients as fully_shard makes them, and this optimizer reads "
+            "param.decoupled_grad, which is made later. Use overlap='forward'."
+        )
+    is_gathered = bool(engine.gathered & engine.names.keys())
+    if not (policy.runs_on_into_forward or policy.parameters or is_gathered):
+        return None  # nothing to hook into: loads begin in step()
+    wanted = f"OffloadPolicy({'parameters=True' if policy.parameters else f'overlap={policy.overlap!r}'})"
+    if model is None:
+        raise ValueError(f"offload_optimizer: {wanted} needs model=..., into whose forward and backward it hooks.")
+    if policy.runs_on_into_forward and not is_gathered:
+        raise ValueError(
+            f"offload_optimizer: {wanted} hooks into fully_shard, and none of the optimizer's parameters is sharded by "
+            "it. Shard the model first, or leave overlap at its default."
+        )
     engine.loads_in_backward = True
-    if engine.policy.parameters:
+    if policy.parameters:
         engine.stream_parameters([group.sharded() for group in sharding_groups(model)])
     return ModelHooks(model, optimizer, engine, get_states)
+
+
+def group_numbers(model: nn.Module | None, policy: OffloadPolicy) -> dict[Tensor, int]:
+    """Of the model's sharded parameters, in the order in which a forward gathers them; none without groups to hook.
+
+    Raises:
+        NotImplementedError: this torch's ``fully_shard`` has other hook points, and the policy cannot do without.
+    """
+    if model is None:
+        return {}
+    try:
+        groups = sharding_groups(model)
+    except NotImplementedError:
+        if policy.runs_on_into_forward or policy.parameters:
+            raise
+        return {}
+    return {param: number for number, group in enumerate(groups) for param in group.params}

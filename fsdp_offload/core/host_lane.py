@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from torch.optim import Optimizer
 
+from ..cpu_update.updates import HostUpdates, Submit
 from ..device.lanes import Mark
-from ..engine.cpu_updates import CpuUpdates, Submit
 from ..optimizers.bound_range import BoundRange
 from ..state.shard import StateShard
 from ..state.store import StateStore
@@ -18,7 +18,7 @@ from ..state.store import StateStore
 class CpuMark:
     """The end of the last update of one bucket, and of the way up of its parameters."""
 
-    def __init__(self, host: CpuUpdates, number: int) -> None:
+    def __init__(self, host: HostUpdates, number: int) -> None:
         self._host, self._number = host, number
 
     def resolved(self) -> Mark | None:
@@ -47,7 +47,7 @@ class CpuMark:
 class HostLane:
     """Updates of one optimizer on the CPU."""
 
-    def __init__(self, host: CpuUpdates, shards: Callable[[], Iterable[StateShard]]) -> None:
+    def __init__(self, host: HostUpdates, shards: Callable[[], Iterable[StateShard]]) -> None:
         """Take who updates, and what yields all shards that the CPU updates."""
         self._host, self._shards = host, shards
         self._submit: Submit | None = None

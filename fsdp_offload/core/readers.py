@@ -11,12 +11,12 @@ them have been updated when the step is complete: then the shard lives there.
 from collections.abc import Iterable
 from functools import partial
 
-from ..engine.homes import Plan
-from ..engine.lending import Lending
 from ..optimizers import Conventions
 from ..state.shard import StateShard
 from ..state.store import StateStore
+from .homes import Plan
 from .items import BytesAtHome, Item
+from .lending import Lending
 from .plan import Bucket
 
 

@@ -8,8 +8,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..device.lanes import Mark
-from ..engine.homes import Plan
-from ..engine.step import pinned_implementations
 from ..optimizers import Conventions
 from ..optimizers.base import LogicalStep
 from ..optimizers.bound_range import BoundRange, local_range
@@ -19,7 +17,9 @@ from ..optimizers.shadow import Shadow
 from ..optimizers.shared_values import SharedValues
 from ..state.store import StateStore
 from ..torch_compat.dtensor import local_shard
+from ..torch_compat.optim import pinned_implementations
 from ..torch_compat.watched_gradient import bare
+from .homes import Plan
 from .host_lane import HostLane
 from .plan import Bucket
 from .readers import SpareHomes

@@ -10,7 +10,8 @@ whatever means. Everything but :meth:`HostUpdates.submit` and the waits runs in 
 
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,7 +20,6 @@ from torch.optim import Optimizer
 
 from ..device.lanes import Mark
 from ..device.link import device_link
-from ..engine.cpu_updates import HostTimes, Submit
 from ..optimizers import Capabilities
 from ..optimizers.bound_range import BoundRange, local_range
 from ..policy import OffloadPolicy
@@ -38,6 +38,31 @@ _LOOK_SECONDS = 5
 """So often a wait looks whether there is anything to wait for."""
 
 
+@dataclass(frozen=True)
+class HostTimes:
+    """Times of the host in one step.
+
+    Attributes:
+        state_bytes: updated.
+        update_ms: in which the optimizer ran.
+        waited_ms: in which the main thread stood still for it.
+        arrival_ms: in which the thread that updates stood still for what comes down.
+        span_ms: from the beginning of its first bucket to the end of its last one.
+        weights_down_bytes: of parameters that were brought down, as somebody else had written them.
+    """
+
+    state_bytes: int = 0
+    update_ms: float = 0.0
+    waited_ms: float = 0.0
+    arrival_ms: float = 0.0
+    span_ms: float = 0.0
+    weights_down_bytes: int = 0
+
+
+Submit = Callable[[int, Sequence[BoundRange], StateStore, Sequence[StateShard]], None]
+"""Has a bucket updated in one logical step: :meth:`HostUpdates.submit`."""
+
+
 def _moves(bound: BoundRange, states: StateStore) -> list[tuple[Tensor, Tensor]]:
     """State that exists, to the place that ``bound`` has, from where it is."""
     existing = states.get(bound.shard.param)
@@ -46,7 +71,7 @@ def _moves(bound: BoundRange, states: StateStore) -> list[tuple[Tensor, Tensor]]
 
 
 class LastJobs:
-    """The jobs of an optimizer's last step: its :class:`LastUpdates`."""
+    """The jobs of an optimizer's last step. Hooks on a model have them, and so wait for them when it is gone."""
 
     def __init__(self, worker: HostWorker) -> None:
         self.jobs: list[HostJob] = []
@@ -63,7 +88,11 @@ class LastJobs:
                 raise RuntimeError("the thread that updates on the host has ended before its work was done")
 
     def wait_without_owner(self) -> None:
-        """As :class:`LastUpdates`."""
+        """Block until all parameters are new; at once from the second time on.
+
+        Raises:
+            RuntimeError: the update has failed, and there is no optimizer left that would say so.
+        """
         jobs, self.jobs = self.jobs, []
         for job in jobs:
             self.wait_done(job)
@@ -79,7 +108,12 @@ class LastJobs:
 
 
 class HostUpdates:
-    """The :class:`CpuUpdates` of one optimizer."""
+    """The CPU's side of one optimizer: what has been submitted, and the waits for it.
+
+    Attributes:
+        failure: why its part of the state is only half updated; empty if it is whole.
+        last: the updates of the last step, and behind them those of all steps before it.
+    """
 
     def __init__(
         self, cls: type[Optimizer], capabilities: Capabilities, policy: OffloadPolicy, device: torch.device
@@ -105,16 +139,23 @@ class HostUpdates:
         leave_with(self, self._worker)
 
     def missing_bytes(self, gradient_nbytes: Sequence[Sequence[int]]) -> int:
-        """As :class:`CpuUpdates`."""
+        """Count the bytes of host memory that :meth:`reserve` would take."""
         return self._worker.missing_bytes(max(map(passing_bytes, gradient_nbytes), default=0))
 
     def reserve(self, gradient_nbytes: Sequence[Sequence[int]]) -> None:
-        """As :class:`CpuUpdates`."""
+        """Take the memory through which buckets pass, and 24 MiB of the device.
+
+        Args:
+            gradient_nbytes: of each bucket, those of its gradients.
+
+        Raises:
+            RuntimeError: the driver refuses to page-lock the memory, or the device is full.
+        """
         self._worker.reserve(max(map(passing_bytes, gradient_nbytes)), pin=self._pin)
         self._hashers = (self._worker.hasher(self._lanes[0]), self._worker.hasher(self._lanes[1]))
 
     def begin(self, optimizer: Optimizer, shards: Iterable[StateShard]) -> Submit:
-        """As :class:`CpuUpdates`."""
+        """Note where a logical step starts; ``shards`` are all that the CPU updates. What it returns submits to it."""
         self._waited_seconds, self._after, self._submitted = 0.0, (), []
         step = HostStep(self._cls, self._capabilities, optimizer, shards)
         self._created = step.created
@@ -125,7 +166,7 @@ class HostUpdates:
         return submit
 
     def after(self, mark: Mark) -> None:
-        """As :class:`CpuUpdates`.
+        """Start what is submitted in this step from now on only after ``mark``.
 
         Its copies wait when they are issued, and not their stream now: what was submitted before is issued later, as
         buffers become free, and would wait for the whole backward.
@@ -140,7 +181,15 @@ class HostUpdates:
         states: StateStore,
         moving: Sequence[StateShard],
     ) -> None:
-        """As :class:`Submit`, for ``step``."""
+        """Have a bucket updated in ``step``. Returns at once; gradients are held until they have been read.
+
+        Args:
+            number: of the bucket.
+            ranges: all of its ranges.
+            step: what the buckets of this step share.
+            states: of the optimizer.
+            moving: shards whose state is to be in their other place afterwards.
+        """
         conventions = self._capabilities.conventions
         bucket = self._mirror(number, ranges)
         sides = [1 - b.shard.side if b.shard in moving else b.shard.side for b in ranges]
@@ -208,7 +257,14 @@ class HostUpdates:
     # Waiting -----------------------------------------------------------------------------------------------------
 
     def wait(self, number: int) -> Mark | None:
-        """As :class:`CpuUpdates`."""
+        """Block until the last update of a bucket is done: its state is at home. ``None``: it is not the CPU's.
+
+        Returns:
+            A mark behind which its parameters are new on the device.
+
+        Raises:
+            RuntimeError: it has failed, or another one of its step before it.
+        """
         job = self._jobs.get(number)
         if job is None:
             return None
@@ -218,7 +274,7 @@ class HostUpdates:
         return job.uploaded
 
     def wait_all(self) -> Mark | None:
-        """As :class:`CpuUpdates`: no job of an earlier step is done after one of the last step."""
+        """Wait as :meth:`wait` does, for all buckets: no job of an earlier step is done after one of the last step."""
         self.wait_quietly()
         self.raise_failure()
         uploaded = (job for job in self.last.jobs if job.uploaded is not None)
@@ -226,12 +282,12 @@ class HostUpdates:
         return None if last is None else last.uploaded
 
     def wait_quietly(self) -> None:
-        """As :class:`CpuUpdates`."""
+        """Block until nothing is under way; a failure is kept for who asks next."""
         for job in self.last.jobs:
             self._wait_for(job)
 
     def take_created(self) -> dict[Tensor, UserState]:
-        """As :class:`CpuUpdates`."""
+        """Return state that updates have made where there was none; waits for them all if there may be some."""
         if not self._creates:
             return {}
         self._creates = False
@@ -240,7 +296,7 @@ class HostUpdates:
         return created
 
     def forget(self) -> None:
-        """As :class:`CpuUpdates`."""
+        """Wait for what is under way: buckets have other numbers from now on."""
         self.wait_quietly()
         for bucket in self._mirrored.values():
             if bucket.uploaded is not None:
@@ -256,7 +312,11 @@ class HostUpdates:
             self._waited_seconds += time.perf_counter() - begin
 
     def raise_failure(self) -> None:
-        """As :class:`CpuUpdates`."""
+        """Raise what has failed by now, if nobody has been told yet; then nothing is under way any more.
+
+        Raises:
+            RuntimeError: an update has failed; says which.
+        """
         if not self._errors:
             return
         # Who is told may load weights at once, and what was updated before would still come up over them.
@@ -271,7 +331,7 @@ class HostUpdates:
         raise RuntimeError(f"step(), with OffloadPolicy(host_fraction=...): {self.failure}.") from error
 
     def counters_as_made(self, shards: Iterable[StateShard], states: StateStore) -> None:
-        """As :class:`CpuUpdates`."""
+        """Put 0-dim tensors of their state where the optimizer made them, as an update on the device wants them."""
         for shard in shards:
             state = states.get(shard.param)
             for name, example in shard.layout.scalars.items():
@@ -283,11 +343,11 @@ class HostUpdates:
 
     @property
     def buffer_bytes(self) -> int:
-        """As :class:`CpuUpdates`."""
+        """Host memory through which gradients pass; shared by all optimizers of the device."""
         return self._worker.buffer_bytes
 
     def last_times(self) -> HostTimes:
-        """As :class:`CpuUpdates`."""
+        """Return the times of the last updates; waits for them."""
         self.wait_quietly()
         jobs = self._jobs.values()
         return HostTimes(

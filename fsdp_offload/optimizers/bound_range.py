@@ -76,7 +76,7 @@ def slot_values(shard: StateShard, start: int, stop: int, take: Callable[[int, i
     ``take(leaf, nbytes)`` is a flat ``uint8`` tensor over the first ``nbytes`` bytes of that leaf's place.
     """
     whole = start == 0 and stop == shard.local_numel
-    numbers = itertools.count(0 if shard.weights is None else 1)
+    numbers = itertools.count()
     values = {}
     for name, value in shard.layout.values.items():
         parts = []
@@ -86,17 +86,6 @@ def slot_values(shard: StateShard, start: int, stop: int, take: Callable[[int, i
             parts.append(typed.as_strided(layout.shape, layout.stride) if whole else typed)
         values[name] = parts[0] if shard.on_locals else value.build(parts)
     return values
-
-
-def slot_weights(shard: StateShard, start: int, stop: int, take: Callable[[int, int], Tensor]) -> Tensor | None:
-    """The parameter's elements over the slot, as :func:`slot_values`; ``None``: it does not live with its state."""
-    layout = shard.weights
-    if layout is None:
-        return None
-    whole = start == 0 and stop == shard.local_numel
-    nbytes = layout.nbytes if whole else (stop - start) * layout.dtype.itemsize
-    typed = take(0, nbytes).view(layout.dtype)
-    return typed.as_strided(layout.shape, layout.stride) if whole else typed
 
 
 def _alias(local: Tensor, start: int, stop: int, *, whole: bool) -> Tensor:

@@ -104,7 +104,6 @@ class FirstUpdate:
         self._counters: list[tuple[Tensor, Tensor]] = []
         if self._can_tell:
             self._watched = [bound.param for bound in ranges]
-            self._watched += [value for bound in ranges if bound.shard.resident for value in bound.values.values()]
             self._counters = [
                 (value, value.clone())
                 for bound in ranges

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ..planning.device_share import DeviceShare, device_share
 from ..policy import MIB, MasterKind, OffloadPolicy
+from .device_share import DeviceShare, device_share
 
 Overlap = Literal["step", "forward", "iteration"]  # each asks more of a loop than the one before: docs/policy.md
 

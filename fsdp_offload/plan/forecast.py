@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from torch import nn
 
-from ..planning.bound import Times
+from .bound import Times
 from .choices import CHOICES, Choice, Overlap, lines_to_write
 from .machine import CONTEXT_BYTES, Machine, machine_of
 from .memory import DeviceMemory, Sizes, device_memory

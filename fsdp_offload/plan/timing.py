@@ -19,8 +19,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from ..planning.bound import Bound, Times, bound, staged_share
 from . import machine as reached
+from .bound import Bound, Times, bound, staged_share
 from .choices import Choice, Overlap
 from .machine import Machine
 from .memory import Sizes

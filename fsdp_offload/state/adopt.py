@@ -5,7 +5,6 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from ..torch_compat.dtensor import local_shard
 from .layout import leaves_of
 from .shard import StateShard
 from .store import UserState
@@ -46,17 +45,6 @@ def adopt(entries: Iterable[tuple[StateShard, UserState]]) -> None:
         target.copy_(source)
     for shard, state, name, _ in exchanged:
         state[name] = shard.homes[name]
-
-
-def adopt_weights(shards: Iterable[StateShard]) -> None:
-    """Copy parameters that are to live with their state into its home, wherever they are, and let them live there."""
-    for shard in shards:
-        home = shard.home.weights
-        if home is not None:
-            local = local_shard(shard.param)
-            if local.data_ptr() != home.data_ptr():
-                home.copy_(local)
-            shard.point_param()
 
 
 def _check_fits(shard: StateShard, name: str, value: object) -> None:

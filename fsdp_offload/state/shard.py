@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ..policy import MasterKind
 from ..torch_compat.dtensor import local_shard, over_local
-from ..torch_compat.sharded_parameter import ShardedParameter
 from .layout import LeafLayout, Reader, StateLayout
 
 
@@ -23,7 +22,7 @@ class Home:
     Attributes:
         leaves: dense tensors over it, by state name.
         values: what ``optimizer.state[param]`` holds for each name, over ``leaves``.
-        weights: the parameter's local shard, if it lives with its state.
+        weights: the parameter's local shard, where this is the home of a parameter and of no state.
         readers: whoever was given it to read; some of them may have finished.
     """
 
@@ -33,7 +32,7 @@ class Home:
     readers: list[Reader] = field(default_factory=list)
 
     def all_leaves(self) -> Iterator[Tensor]:
-        """The dense tensors over it, the parameter's own included, in the order in which they lie there."""
+        """The dense tensors over it."""
         if self.weights is not None:
             yield self.weights
         for leaves in self.leaves.values():
@@ -65,16 +64,12 @@ class StateShard:
         group: which of ``optimizer.param_groups`` the parameter is in.
         master: which master we keep for it: the optimizer then updates that instead of the parameter.
         together: only state of one number shares buckets: parameters whose gradients are final at the same time.
-        resident: its home is on the device, except between ``offload_states()`` and ``reload_states()``.
         on_host: it is updated on the host, in its home.
         mirror: host memory for this rank's part of the parameter, which is updated there then; ``uint8``, in its order.
-        sharded: the parameter as ``fully_shard`` knows it, if it lives with its state.
-        weights: the layout of its local shard then: the first leaf.
         places: its home, and a spare one if there is room for it.
         side: which of ``places`` is the home now.
         spare_region: which region of its arena the second of ``places`` is in.
         existed: there has been state, whose dtypes are what they are from then on.
-        host_places: for state that is resident, where it goes when everything is to leave the device, if that is known.
     """
 
     param: Tensor
@@ -85,15 +80,11 @@ class StateShard:
     group: int
     master: MasterKind = "none"
     together: int = 0
-    resident: bool = False
     on_host: bool = False
     places: list[Home] = field(default_factory=list)
     side: int = 0
     spare_region: int = 1
-    host_places: list[Home] = field(default_factory=list)
     mirror: Tensor | None = None
-    sharded: ShardedParameter | None = None
-    weights: LeafLayout | None = None
     existed: bool = False
     buckets: list[int] = field(default_factory=list)
 
@@ -109,26 +100,13 @@ class StateShard:
 
     @property
     def leaf_layouts(self) -> list[LeafLayout]:
-        """All leaves, the parameter's and then value by value: the order in which they lie in a bucket."""
-        own = [] if self.weights is None else [self.weights]
-        return own + [leaf for value in self.layout.values.values() for leaf in value.leaves]
+        """All leaves, value by value: the order in which they lie in a bucket."""
+        return [leaf for value in self.layout.values.values() for leaf in value.leaves]
 
     @property
     def nbytes(self) -> int:
         """Bytes of the state, without padding."""
-        return sum(leaf.nbytes for leaf in self.leaf_layouts) - self.weights_nbytes
-
-    @property
-    def weights_nbytes(self) -> int:
-        """Bytes of the parameter, if it lives with its state."""
-        return 0 if self.weights is None else self.weights.nbytes
-
-    @property
-    def padding_nbytes(self) -> int:
-        """Bytes that a gather reads behind the parameter's own, if it lives with its state."""
-        if self.sharded is None or self.weights is None:
-            return 0
-        return self.sharded.padded_numel * self.weights.dtype.itemsize - self.weights.nbytes
+        return sum(leaf.nbytes for leaf in self.leaf_layouts)
 
     @property
     def home(self) -> Home:
@@ -157,32 +135,16 @@ class StateShard:
     def home_over(self, leaves: Sequence[Tensor]) -> Home:
         """A home of this state over ``leaves``, one for each leaf layout."""
         remaining = iter(leaves)
-        home = Home({}, {}, None if self.weights is None else next(remaining))
+        home = Home({}, {})
         for name, value in self.layout.values.items():
             home.leaves[name] = [next(remaining) for _ in value.leaves]
             built = value.build(home.leaves[name])
             home.values[name] = over_local(self.param, built) if self.on_locals else built
         return home
 
-    def move(self, places: list[Home]) -> None:
-        """Live in the first of ``places`` from now on. Nothing is copied."""
-        self.places, self.side = places, 0
-
     def flip(self) -> None:
         """Live in the other one of two places from now on. Nothing is copied."""
         self.side = 1 - self.side
-        self.point_param()
-
-    def point_param(self) -> None:
-        """Let the parameter be what the home holds of it, if it lives there."""
-        if self.sharded is not None:
-            assert self.home.weights is not None, "a parameter that lives with its state has a leaf there"
-            self.sharded.live_at(self.home.weights)
-
-    def leave_host(self) -> None:
-        """It is to live on the device; settle it there. What it had on the host is kept for it."""
-        self.resident, self.host_places = True, self.places
-        self.move([])
 
     def on_device(self, name: str, device: torch.device) -> Tensor:
         """A copy of the value ``name`` on ``device``, of the type that the optimizer made."""

@@ -1,13 +1,14 @@
 """Workings of torch.optim around a step: hooks, the choice of an implementation, gradients it cannot use."""
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from .dtensor import local_shard
 from .guard import unguarded_class
@@ -99,3 +100,22 @@ def is_called_compiled() -> bool:
             break
         frame = frame.f_back
     return wrappers > 1  # one is that of disable()
+
+
+def scaler_decides(optimizer: Optimizer, kwargs: Mapping[str, Any]) -> bool:
+    """Whether this step depends on what a GradScaler has found."""
+    return bool(kwargs) or getattr(optimizer, "grad_scale", None) is not None or hasattr(optimizer, "found_inf")
+
+
+def pinned_implementations(optimizer: Optimizer) -> list[dict[str, object]]:
+    """For each group what keeps torch from choosing another implementation for a shadow than for the real optimizer.
+
+    Left to itself (``foreach=None, fused=None``) torch takes foreach on accelerators if it supports the types of all
+    parameters with a gradient; the shadow has plain tensors where the user's optimizer may have other types.
+    """
+    pinned: list[dict[str, object]] = []
+    for group in optimizer.param_groups:
+        undecided = "foreach" in group and group["foreach"] is None and not group.get("fused")
+        supported = not undecided or foreach_supports(param for param in group["params"] if param.grad is not None)
+        pinned.append({} if supported else {"foreach": False})
+    return pinned

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from fsdp_offload import OffloadPolicy, remove_offload
-from fsdp_offload.core.attached import CoreEngine
+from fsdp_offload.core.attached import Engine
 from fsdp_offload.engine.engine import engine_of
 from tests.parity import attach
 
@@ -135,7 +135,7 @@ class Program:
             )
             attach(optimizer, model=model, policy=policy)
             engine = engine_of(optimizer)
-            assert isinstance(engine, CoreEngine)
+            assert isinstance(engine, Engine)
         scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.3, 1.0, 4) if self.schedules else None
         seen: list[dict[str, Any]] = []
         saved: Any = None
@@ -206,7 +206,7 @@ class Program:
             }
         return seen
 
-    def limit(self, engine: CoreEngine) -> int:
+    def limit(self, engine: Engine) -> int:
         """Return how many bytes the device may hold: the policy's, or those of the largest update."""
         if self.device_bytes == "auto":
             return 1 << 62

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from fsdp_offload import OffloadPolicy
-from fsdp_offload.core.attached import CoreEngine
+from fsdp_offload.core.attached import Engine
 from fsdp_offload.core.switch import VARIABLE
 from fsdp_offload.engine.engine import engine_of
 from fsdp_offload.torch_compat.homed import is_homed
@@ -74,7 +74,7 @@ def updated_on_cpu(mesh: DeviceMesh, policy: OffloadPolicy, *, on_core: bool) ->
             fully_shard(block, mesh=mesh)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
         attach(optimizer, model=model, policy=policy)
-    assert isinstance(engine_of(optimizer), CoreEngine) is on_core
+    assert isinstance(engine_of(optimizer), Engine) is on_core
     seen = []
     for step in range(6):
         model(torch.full((2, 24), float(step))).square().sum().backward()
@@ -109,7 +109,7 @@ def test_an_optimizer_that_sees_dtensors_sees_streamed_ones(mesh: DeviceMesh, ov
         optimizer = torch.optim.Muon(model.parameters(), lr=1e-2)
         if offloaded:
             attach(optimizer, model=model, policy=policy)
-            assert isinstance(engine_of(optimizer), CoreEngine)
+            assert isinstance(engine_of(optimizer), Engine)
             assert all(map(is_homed, model.parameters()))
         for step in range(6):
             model(torch.full((2, 12), 1.0 + step)).square().sum().backward()

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fsdp_offload import OffloadPolicy
-from fsdp_offload.core.attached import CoreEngine
+from fsdp_offload.core.attached import Engine
 from fsdp_offload.core.engine import REDUCTIONS_BEHIND
 from fsdp_offload.core.hooks import ModelHooks
 from fsdp_offload.core.switch import VARIABLE
@@ -33,7 +33,7 @@ class Loop:
         if offloaded:
             policy = OffloadPolicy(parameters=True, overlap="iteration", bucket_bytes=1024, device_bytes=4096)
             attach(self.optimizer, model=self.model, policy=policy)
-            assert isinstance(engine_of(self.optimizer), CoreEngine)
+            assert isinstance(engine_of(self.optimizer), Engine)
 
     def backward(self, step: int) -> None:
         x = torch.full((2, 8), 0.1 * step)

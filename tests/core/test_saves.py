@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 
 from fsdp_offload import OffloadPolicy
 from fsdp_offload.checkpoint import ArenaStager, get_optimizer_state_dict
-from fsdp_offload.core.attached import CoreEngine
+from fsdp_offload.core.attached import Engine
 from fsdp_offload.core.switch import VARIABLE
 from fsdp_offload.engine.engine import engine_of
 from tests.async_writers import Waits, copied, loaded, not_the_same
@@ -42,7 +42,7 @@ class Side:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         if policy is not None:
             attach(self.optimizer, model=self.model, policy=policy)
-            assert isinstance(engine_of(self.optimizer), CoreEngine)
+            assert isinstance(engine_of(self.optimizer), Engine)
         self.steps = 0
 
     def train(self, steps: int) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn, optim
 
 from fsdp_offload import OffloadPolicy
-from fsdp_offload.planning.device_share import device_share
+from fsdp_offload.plan.device_share import device_share
 from tests.parity import SMALL, Net, Run, Zoo, make_pair, params_of
 from tests.policies import with_share
 

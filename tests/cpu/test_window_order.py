@@ -20,7 +20,7 @@ from fsdp_offload.engine import window
 from fsdp_offload.engine.bucket import StagedBucket
 from fsdp_offload.engine.executor import Pipeline
 from fsdp_offload.engine.window import Window
-from fsdp_offload.planning.device_share import DeviceShare
+from fsdp_offload.plan.device_share import DeviceShare
 from fsdp_offload.torch_compat.sharded_parameter import ShardedParameter
 from tests.cpu.test_pipeline_order import Access, History, RaceError, RecordedLane, RecordedMark, Stream, reads, writes
 from tests.overlapping import POLICIES, Loop, Net, adamw, look, same

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdp_offload import OffloadPolicy
-from fsdp_offload.planning.device_share import DeviceShare, device_share
+from fsdp_offload.plan.device_share import DeviceShare, device_share
 
 KIB = 1024
 OVERLAPS = ("step", "forward", "iteration")

@@ -1,1 +1,0 @@
-"""One optimizer's state and its steps: homes, the step and its phases, the executor, lending to writers, loads."""
