@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from fsdp_offload.engine.speculation import Speculation
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
 
-from fsdp_offload.engine.engine import engine_of
-from fsdp_offload.engine.speculation import Speculation
+from fsdp_offload.core.attached import engine_of
 from fsdp_offload.torch_compat.dtensor import local_shard
 from tests.overlapping import Loop, look
 from tests.parity import leaves

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
 from fsdp_offload import OffloadPolicy
-from fsdp_offload.engine.executor import Pipeline
+from fsdp_offload.core.lanes import StreamLane
 from tests.parity import attach, leaves, same_bits
 
 POLICIES: dict[str, dict[str, Any]] = {
@@ -138,16 +138,19 @@ def plain_steps(
 
 
 def slow_down(kind: str, cycles: int, patch: Callable[[Any, str, Any], object] = setattr) -> None:
-    """Put a busy kernel before every action of that kind, on its own stream: who does not wait for it is found."""
-    issue = Pipeline._issue
+    """Put a busy kernel before all that is issued to the lane of that name: who does not wait for it is found."""
 
-    def slowed(self: Pipeline, action: Any, update: Any) -> None:
-        if action.kind == kind:
-            with self._lanes[kind].running():
-                torch.cuda._sleep(cycles)
-        issue(self, action, update)
+    def slowed(issue: Callable[..., None]) -> Callable[..., None]:
+        def later(self: StreamLane, *args: Any, **kwargs: Any) -> None:
+            if self.name == kind:
+                with self._lane.running():
+                    torch.cuda._sleep(cycles)
+            issue(self, *args, **kwargs)
 
-    patch(Pipeline, "_issue", slowed)
+        return later
+
+    for method in ("copy", "run"):
+        patch(StreamLane, method, slowed(getattr(StreamLane, method)))
 
 
 # Habits --------------------------------------------------------------------------------------------------------------

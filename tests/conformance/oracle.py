@@ -25,8 +25,7 @@ from torch.optim import Optimizer
 
 from fsdp_offload import OffloadPolicy, offload_model, reload_model
 from fsdp_offload.checkpoint import ArenaStager
-from fsdp_offload.core.attached import Engine
-from fsdp_offload.engine.engine import engine_of
+from fsdp_offload.core.attached import Engine, engine_of
 from tests.at_home import dropped_is_spoilt, not_at_home
 from tests.conformance.axes import LAYOUTS, Case, build
 from tests.parity import assert_at_home, attach, leaves, local, same_bits

@@ -23,7 +23,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_offload import OffloadPolicy, offload_optimizer, remove_offload
-from fsdp_offload.engine.step import Stepping
 from fsdp_offload.torch_compat.dtensor import local_shard
 from tests import overlapping, parity
 from tests.async_writers import read_checkpoint
@@ -882,33 +881,9 @@ def test_a_gradient_that_is_set_by_hand_after_the_backward(mesh: DeviceMesh, mor
     assert_same_each_step(plain, loop, 11, partial(set_by_hand, clips))
 
 
-@pytest.fixture
-def half_updated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last bucket of ``tail.weight`` has no room in the backward."""
-    may_update = Stepping.may_update_early
-
-    def with_room(steps: Any, begun: Any, number: int) -> bool:
-        tail = next(shard for shard in steps._plan.shards.values() if shard.name == "tail.weight")
-        assert len(tail.buckets) > 1
-        return number != tail.buckets[-1] and may_update(steps, begun, number)
-
-    monkeypatch.setattr(Stepping, "may_update_early", with_room)
-
-
-@pytest.mark.usefixtures("half_updated")
-@pytest.mark.parametrize("parameters", [False, True])
-def test_a_gradient_that_comes_between_the_buckets_of_a_weight(mesh: DeviceMesh, parameters: bool) -> None:
-    """No update may use it in the one and not in the other."""
-    policy = clipping(parameters=parameters, bucket_bytes=2048)
-    plain, loop = pair(mesh, policy, net=PartOfRoot)
-    assert_same_each_step(plain, loop, 11, partial(set_by_hand, False))
-
-
-@pytest.mark.usefixtures("half_updated")
 @pytest.mark.parametrize("parameters", [False, True])
 @pytest.mark.parametrize("weight", ["tail.weight", "head.bias"])
 def test_a_gradient_that_is_replaced_after_its_update(mesh: DeviceMesh, weight: str, parameters: bool) -> None:
-    """``tail.weight`` is half updated by then."""
     loop = Loop(mesh, adamw, clipping(parameters=parameters, bucket_bytes=2048), net=PartOfRoot).train(3)
     loop.backward(3)
     param = loop.model.get_parameter(weight)

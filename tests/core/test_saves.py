@@ -12,17 +12,9 @@ from torch.distributed.fsdp import fully_shard
 
 from fsdp_offload import OffloadPolicy
 from fsdp_offload.checkpoint import ArenaStager, get_optimizer_state_dict
-from fsdp_offload.core.attached import Engine
-from fsdp_offload.core.switch import VARIABLE
-from fsdp_offload.engine.engine import engine_of
 from tests.async_writers import Waits, copied, loaded, not_the_same
 from tests.core.programs import local
 from tests.parity import attach
-
-
-@pytest.fixture(autouse=True)
-def core(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, "1")
 
 
 @pytest.fixture
@@ -42,7 +34,6 @@ class Side:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         if policy is not None:
             attach(self.optimizer, model=self.model, policy=policy)
-            assert isinstance(engine_of(self.optimizer), Engine)
         self.steps = 0
 
     def train(self, steps: int) -> None:

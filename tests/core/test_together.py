@@ -13,18 +13,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from fsdp_offload import OffloadedOptimizer, OffloadPolicy, offload_model, reload_model, remove_offload
-from fsdp_offload.core.attached import Engine
-from fsdp_offload.core.switch import VARIABLE
-from fsdp_offload.engine.engine import engine_of
+from fsdp_offload.core.attached import engine_of
 from tests.core.programs import local
 from tests.parity import attach
 
 OVERLAPS = ["step", "forward", "iteration"]
-
-
-@pytest.fixture(autouse=True)
-def core(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, "1")
 
 
 def every(model: nn.Module) -> list[list[Tensor]]:
@@ -60,7 +53,6 @@ class Side:
         ]
         for optimizer, policy in zip(self.optimizers, policies, strict=False):
             attach(optimizer, model=self.model, policy=policy)
-            assert isinstance(engine_of(optimizer), Engine)
 
     def train(self, step: int) -> Tensor:
         loss = self.model(torch.full((2, 12), 1.0 + step)).square().mean()

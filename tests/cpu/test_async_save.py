@@ -29,7 +29,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.optim import Optimizer
 
 import fsdp_offload.core.updates
-import fsdp_offload.engine.step
+import fsdp_offload.core.updates
 from fsdp_offload import OffloadPolicy, remove_offload
 from fsdp_offload.checkpoint import ArenaStager, get_optimizer_state_dict, set_optimizer_state_dict, with_chunks
 from tests.async_writers import Expected, FailingWriter, HeldWriter, Waits, copied, loaded, not_the_same, runs_within
@@ -719,7 +719,7 @@ def test_a_step_that_fails_during_a_save(
 
 
 def fail_in_bucket(patch: pytest.MonkeyPatch, number: int) -> None:
-    update, calls = fsdp_offload.engine.step.update_bucket, [0]
+    update, calls = fsdp_offload.core.updates.update_bucket, [0]
 
     def failing(*args: Any) -> None:
         calls[0] += 1
@@ -727,8 +727,7 @@ def fail_in_bucket(patch: pytest.MonkeyPatch, number: int) -> None:
             raise ValueError("kernel failed")
         update(*args)
 
-    for room in (fsdp_offload.engine.step, fsdp_offload.core.updates):
-        patch.setattr(room, "update_bucket", failing)
+    patch.setattr(fsdp_offload.core.updates, "update_bucket", failing)
 
 
 def set_plain_rates(training: Training, step: int) -> None:

@@ -190,7 +190,7 @@ def test_an_optimizer_that_does_not_fit_stays_plain_and_trains(
     monkeypatch: pytest.MonkeyPatch, steps_before: int
 ) -> None:
     taken: list[int] = []
-    monkeypatch.setattr("fsdp_offload.engine.homes.Region", lambda nbytes, **_: taken.append(nbytes))
+    monkeypatch.setattr("fsdp_offload.core.homes.Region", lambda nbytes, **_: taken.append(nbytes))
     ours, theirs = parameter(), parameter()
     optimizer, plain = torch.optim.AdamW([ours]), torch.optim.AdamW([theirs])
     train(optimizer, steps_before)

@@ -14,9 +14,9 @@ from fsdp_offload.cpu_update.updates import HostUpdates
 from fsdp_offload.device import link
 from fsdp_offload.device.bucket_times import BucketTimes
 from fsdp_offload.engine import step as stepping
-from fsdp_offload.engine.engine import engine_of
+from fsdp_offload.core.attached import engine_of
 from fsdp_offload.engine.executor import Pipeline
-from fsdp_offload.engine.homes import Plan
+from fsdp_offload.core.homes import Plan
 from fsdp_offload.engine.step import Stepping
 from fsdp_offload.model import tune_resident as rehearsal
 from fsdp_offload.model.hooks import Overlap

@@ -32,7 +32,7 @@ from fsdp_offload import OffloadPolicy, offload_optimizer, remove_offload
 from fsdp_offload.checkpoint import ArenaStager
 from fsdp_offload.core import updates as core_updates
 from fsdp_offload.engine import step as step_room
-from fsdp_offload.engine.engine import Engine, engine_of
+from fsdp_offload.core.attached import Engine, engine_of
 from fsdp_offload.engine.window import Window
 from fsdp_offload.model import tune_resident
 from fsdp_offload.model.hooks import Overlap

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from examples import worked_cases
 from examples.benchmarks.train import GPT
 from fsdp_offload import OffloadPolicy
-from fsdp_offload.engine.engine import engine_of
+from fsdp_offload.core.attached import engine_of
 from fsdp_offload.plan import CHOICES, Choice, Plan, builtin_machines, machine_of, model_of, plan
 from fsdp_offload.plan.choices import lines_to_write
 from fsdp_offload.plan.machine import MACHINES

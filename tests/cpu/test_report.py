@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from fsdp_offload import OffloadPolicy, OffloadReport, offload_optimizer
-from fsdp_offload.engine.engine import engine_of
+from fsdp_offload.core.attached import engine_of
 from fsdp_offload.engine.executor import Pipeline
 from fsdp_offload.report import _bytes
 from fsdp_offload.torch_compat.fully_shard import fsdp_modules

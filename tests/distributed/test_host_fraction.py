@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_offload import OffloadPolicy
-from fsdp_offload.engine.engine import engine_of
+from fsdp_offload.core.attached import engine_of
 from tests.distributed import models
 from tests.distributed.launch import run_cases, spawn
 from tests.distributed.models import build

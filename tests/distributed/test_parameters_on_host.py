@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from fsdp_offload.engine.engine import Engine, engine_of
+from fsdp_offload.core.attached import Engine, engine_of
 from fsdp_offload.torch_compat.dtensor import local_shard
 from tests.distributed import models
 from tests.distributed.launch import mesh, run_cases, spawn

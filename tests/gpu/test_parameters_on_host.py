@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_offload import OffloadPolicy
 from fsdp_offload.device.lanes import TurnsLane
-from fsdp_offload.engine.engine import Engine
+from fsdp_offload.core.attached import Engine
 from fsdp_offload.engine.executor import Pipeline
 from fsdp_offload.engine.window import Window
 from fsdp_offload.model.hooks import Overlap

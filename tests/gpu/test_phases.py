@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from fsdp_offload import OffloadPolicy
 from fsdp_offload.device.link import DeviceLink
-from fsdp_offload.engine.engine import Engine
+from fsdp_offload.core.attached import Engine
 from fsdp_offload.engine.executor import Pipeline
 from tests.overlapping import POLICIES, Loop, Net, adamw, same
 from tests.parity import attach, leaves

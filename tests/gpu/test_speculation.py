@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_offload import OffloadPolicy
 from fsdp_offload.device.lanes import StreamLane
-from fsdp_offload.engine.engine import engine_of
+from fsdp_offload.core.attached import engine_of
 from fsdp_offload.engine.executor import Pipeline
 from fsdp_offload.engine.speculation import Speculation
 from fsdp_offload.engine.way_back import WayBack
