@@ -264,8 +264,6 @@ def assert_at_home(optimizer: Optimizer) -> None:
     engine = vars(optimizer)["_offload_engine"].engine
     regions = [(region.bytes.data_ptr(), region.nbytes) for region in engine.plan.regions]
     for param, shard in engine.plan.shards.items():
-        if shard.resident:
-            continue
         for name, value in optimizer.state.get(param, {}).items():
             if name not in shard.homes:
                 continue

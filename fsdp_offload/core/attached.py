@@ -338,7 +338,8 @@ class Engine(Contents):
     def _note_failure(self, error: BaseException, wanted: list[Bucket]) -> None:
         core = self.core
         torn, first = core.torn, self._updates.first
-        if not core.done and torn is not None and first is not None and first.undo():
+        is_undone = not core.done and torn is not None and first is not None and first.undo()
+        if is_undone:
             torn = None  # nothing has been written: nothing is lost
         if core.done or torn is not None:
             done = list(core.done)
@@ -347,7 +348,7 @@ class Engine(Contents):
                 f"had been updated (parameters {self._names_in(done)}); {self._names_in([torn] if torn else [])} may "
                 "be half updated; the others are as before that step"
             )
-        core.abandon()
+        core.abandon(is_undone=is_undone)
         core.cache.restore_room()
         self._forget_early()
 

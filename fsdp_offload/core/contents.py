@@ -7,6 +7,7 @@ import itertools
 import logging
 import weakref
 from collections.abc import Container, Iterable, Mapping, Sequence, Set
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -67,7 +68,7 @@ class Contents:
         self.plan = Plan(
             self.layouts, policy, device, bucket_bytes=bucket_bytes, pin=self.pinned, together=together, host=host
         )
-        self.lending = Lending(self.plan, self.settle)
+        self.lending = Lending(self.plan, partial(_settle, weakref.ref(self)))
         self._param_ids: list[list[int]] = []  # of each group
         self._unplanned: list[Tensor] = []  # in the groups, but without room: they never had a gradient
         self._layout_keys: list[LayoutKey] = []  # of each group, when its state was last planned
@@ -76,10 +77,6 @@ class Contents:
 
     def settle(self) -> None:
         """Bring everything home: homes are about to be written, or planned anew. A failure of the CPU is not raised."""
-        raise NotImplementedError
-
-    def forget_step(self) -> None:
-        """Nothing of a step that has begun may go on: what it is about changes."""
         raise NotImplementedError
 
     def add(self, optimizer: Optimizer, params: Iterable[Tensor], states: StateStore) -> None:
@@ -380,6 +377,12 @@ def _changed_entries(before: Sequence[LayoutKey], after: Sequence[LayoutKey], op
 
 def _zero_like(example: object) -> object:
     return torch.zeros_like(example) if isinstance(example, Tensor) else type(example)()
+
+
+def _settle(contents: "weakref.ref[Contents]") -> None:
+    found = contents()
+    if found is not None:
+        found.settle()
 
 
 def _let_go(link: DeviceLink) -> None:

@@ -338,12 +338,16 @@ class Core:
         self.wait_home([*(bucket.state for bucket in self.buckets), *self.weights.values()])
         self.cache.forget(list(self.cache.held))
 
-    def abandon(self) -> None:
-        """An exception has ended a step: forget what is on the device of buckets that were not updated."""
+    def abandon(self, *, is_undone: bool = False) -> None:
+        """An exception has ended a step: forget what it has left on the device of a bucket that is half updated.
+
+        ``is_undone``: nothing was written of what is newer there than at home.
+        """
         if self.updated is not None:
             self.updated.synchronize()
-        updated = self._updated_items()
-        self.cache.forget([item for item in self.cache.held if item in self.cache.pinned and item not in updated])
+        updated, torn = self._updated_items(), () if self.torn is None else self.torn.streamed
+        held = (item for item in torn if item.block is not None and item not in updated)
+        self.cache.forget([item for item in held if not (is_undone and item.dirty)])
         self.cache.pinned, self.torn = (), None
         self.updates.abandon(self.buckets, self.done)
         self.cache.flush()

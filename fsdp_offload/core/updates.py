@@ -137,7 +137,9 @@ class BucketUpdates:
             if one.is_alias and one.shard.on_locals:
                 one.gradient = local if one.whole else local_range(local, one.start, one.stop)
         if self.first is None:
-            self.first = FirstUpdate(self.shadow, self.shared, ranges, self._states)
+            # What is newer in the place than at home cannot be loaded again.
+            watched = [value for one in ranges for value in one.values.values()] if bucket.state.dirty else []
+            self.first = FirstUpdate(self.shadow, self.shared, ranges, self._states, watched)
         seen = [one.shard.param for one in ranges if not one.is_alias]
         shared, logical, states = self.shared, self.logical, self._states
         conventions, groups, shadow = self._conventions, self._groups, self.shadow

@@ -95,7 +95,15 @@ class FirstUpdate:
     but for counters: optimizers count before they compute.
     """
 
-    def __init__(self, shadow: Shadow, shared: SharedValues, ranges: Sequence[BoundRange], states: StateStore) -> None:
+    def __init__(
+        self,
+        shadow: Shadow,
+        shared: SharedValues,
+        ranges: Sequence[BoundRange],
+        states: StateStore,
+        watched: Sequence[Tensor],
+    ) -> None:
+        """``watched``: tensors of state that must not have been written either."""
         numbers = {bound.shard.group for bound in ranges if bound.shard.group >= 0}
         uncounted = any(shared.group(number).get("fused") for number in numbers)
         of_torch = shadow.cls.__module__.startswith("torch.optim.")
@@ -103,7 +111,7 @@ class FirstUpdate:
         self._watched: list[Tensor] = []
         self._counters: list[tuple[Tensor, Tensor]] = []
         if self._can_tell:
-            self._watched = [bound.param for bound in ranges]
+            self._watched = [*(bound.param for bound in ranges), *watched]
             self._counters = [
                 (value, value.clone())
                 for bound in ranges
