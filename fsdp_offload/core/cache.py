@@ -5,11 +5,13 @@ where nothing is to do.
 """
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ..device.lanes import recorded
 from .items import Block, Item, Pool
 from .lanes import Lanes, Mark
 from .timeline import Timeline
@@ -67,7 +69,8 @@ class Cache:
         item.block = block
         if item.exists:
             load.wait(item.at_home)  # R2: the last store into this home may still be running
-            load.copy([(target, source) for source, target in item.copies()])
+            with _recorded("L", item):
+                load.copy([(target, source) for source, target in item.copies()])
             item.ready = item.home_read["load"] = load.mark()
             self.moved.loads += len(item.home)
             self.moved.loaded_bytes += item.nbytes
@@ -94,7 +97,8 @@ class Cache:
         store = self.lanes.store
         store.wait(item.ready)  # R3: the update may still be writing the place
         store.wait(*item.home_read.values())  # R4: a load, or a checkpoint, may still be reading this home
-        store.copy(item.copies())
+        with _recorded("S", item):
+            store.copy(item.copies())
         item.at_home = item.used["store"] = store.mark()
         item.home_read.clear()
         item.dirty = False
@@ -213,3 +217,8 @@ class Cache:
             return False
         self.drop(victim)
         return True
+
+
+def _recorded(kind: str, item: Item) -> AbstractContextManager[object]:
+    """Show in a trace which item is loaded or stored."""
+    return recorded(f"fsdp_offload {kind}{item.name.rpartition(' ')[2]}")

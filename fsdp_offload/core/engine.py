@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..device.lanes import Mark
+from ..device.lanes import Mark, recorded
 from .cache import Cache, Moved
 from .items import Item, Use
 from .lanes import Lanes
@@ -260,7 +260,8 @@ class Core:
             lane.wait(*item.used.values())  # R1: gathers, or a store, may still be reading it
         gradients, job = self.updates.job(bucket)
         self.torn = bucket
-        lane.run(job, reads=gradients, writes=[memory for item in items for memory in item.place()])
+        with recorded(f"fsdp_offload U{bucket.number}"):
+            lane.run(job, reads=gradients, writes=[memory for item in items for memory in item.place()])
         self.updated = mark = lane.mark()
         if self.mode.lane == "update":
             # Gradients of a group share one buffer of the reduce-scatter stream, freed with its last reference.

@@ -1,6 +1,7 @@
 """Parameters, state, losses and counters are bitwise those of plain training, whatever the loop does."""
 
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.distributed.fsdp import fully_shard
 
 from fsdp_offload import OffloadPolicy
 from fsdp_offload.core.attached import engine_of
+from fsdp_offload.core.updates import BucketUpdates
 from fsdp_offload.torch_compat.homed import is_homed
 from tests.core.programs import check, local
 from tests.distributed.launch import DEVICE_TYPE, spawn
@@ -55,6 +57,38 @@ def test_after_a_failed_step_a_model_is_not_saved_but_loaded(mesh: DeviceMesh) -
     with pytest.raises(RuntimeError, match=r"model.state_dict\(\) refused"):
         model.state_dict()
     model.load_state_dict(saved)
+
+
+def test_a_step_that_fails_before_its_first_update_loses_nothing_that_is_kept(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The state on the device is newer than at home, and there is no other."""
+    sides = []
+    for offloaded in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(12, 12) for _ in range(3)))
+        for block in model:
+            fully_shard(block, mesh=mesh)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        if offloaded:
+            attach(optimizer, model=model, policy=OffloadPolicy(bucket_bytes=2048, device_bytes=1 << 20))
+        for step in range(5):
+            model(torch.full((2, 12), 1.0 + step)).square().sum().backward()
+            if offloaded and step == 3:
+                assert any(bucket.state.dirty for bucket in engine_of(optimizer).core.buckets), "nothing is kept"
+                with monkeypatch.context() as patch:
+                    patch.setattr(BucketUpdates, "job", no_room)
+                    with pytest.raises(torch.OutOfMemoryError):
+                        optimizer.step()
+            optimizer.step()
+            optimizer.zero_grad()
+        states = [state for param in model.parameters() for state in optimizer.state[param].values()]
+        sides.append([*values(model), *map(local, states)])
+    assert all(map(torch.equal, *sides))
+
+
+def no_room(*_: object) -> NoReturn:
+    raise torch.OutOfMemoryError("full")
 
 
 def updated_on_cpu(mesh: DeviceMesh, policy: OffloadPolicy, *, offloaded: bool) -> list[list[Tensor]]:

@@ -29,7 +29,6 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.optim import Optimizer
 
 import fsdp_offload.core.updates
-import fsdp_offload.core.updates
 from fsdp_offload import OffloadPolicy, remove_offload
 from fsdp_offload.checkpoint import ArenaStager, get_optimizer_state_dict, set_optimizer_state_dict, with_chunks
 from tests.async_writers import Expected, FailingWriter, HeldWriter, Waits, copied, loaded, not_the_same, runs_within

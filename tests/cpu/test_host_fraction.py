@@ -30,7 +30,6 @@ from fsdp_offload.cpu_update.job import HostJob
 from fsdp_offload.cpu_update.updates import HostUpdates
 from fsdp_offload.cpu_update.worker import HostWorker, host_worker
 from fsdp_offload.device.lanes import HostMark
-from fsdp_offload.model import tune_resident as rehearsal
 from fsdp_offload.optimizers import capabilities_of
 from fsdp_offload.planning.cpu_share import host_bucket_bytes
 from fsdp_offload.state.shard import StateShard

@@ -31,12 +31,7 @@ from torch.optim import Optimizer
 from fsdp_offload import OffloadPolicy, offload_optimizer, remove_offload
 from fsdp_offload.checkpoint import ArenaStager
 from fsdp_offload.core import updates as core_updates
-from fsdp_offload.engine import step as step_room
 from fsdp_offload.core.attached import Engine, engine_of
-from fsdp_offload.engine.window import Window
-from fsdp_offload.model import tune_resident
-from fsdp_offload.model.hooks import Overlap
-from fsdp_offload.planning.update_order import update_order
 from fsdp_offload.torch_compat import sharded_parameter
 from fsdp_offload.torch_compat.dtensor import local_shard
 from fsdp_offload.torch_compat.optim import foreach_supports
@@ -409,7 +404,6 @@ def links_take(monkeypatch: pytest.MonkeyPatch, ms: float) -> None:
     def order(final_ms: dict[int, float], move_ms: dict[int, float], *others: Any) -> list[int]:
         return update_order(final_ms, dict.fromkeys(move_ms, ms), *others)
 
-    monkeypatch.setattr(tune_resident, "update_order", order)
 
 
 @pytest.mark.parametrize("link_ms", [0.0, 1e6])

@@ -28,11 +28,9 @@ from torch.optim import Optimizer
 
 from fsdp_offload import OffloadedOptimizer, OffloadPolicy, reload_before, remove_offload
 from fsdp_offload.checkpoint import ArenaStager
-from fsdp_offload.device import link as device_links
 from fsdp_offload.core.attached import Engine
-from fsdp_offload.engine.executor import Pipeline
 from fsdp_offload.core.homes import Plan
-from fsdp_offload.planning.schedule import Action
+from fsdp_offload.device import link as device_links
 from tests.async_writers import HeldWriter, Waits, copied
 from tests.cpu import test_async_save as saving
 from tests.cpu import test_state_edits as edits

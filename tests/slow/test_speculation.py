@@ -12,6 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from fsdp_offload.engine import speculation
+from fsdp_offload.engine.executor import Pipeline
+from fsdp_offload.engine.speculation import Speculation
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
@@ -20,9 +23,6 @@ from torch.optim import Optimizer
 
 from fsdp_offload import OffloadPolicy
 from fsdp_offload.checkpoint import ArenaStager, get_optimizer_state_dict
-from fsdp_offload.engine import speculation
-from fsdp_offload.engine.executor import Pipeline
-from fsdp_offload.engine.speculation import Speculation
 from tests.clipping import NEVER, OPERATIONS, Operation, clip, speculation_of, within_bounds
 from tests.cpu.test_speculation import policy_of, small_net
 from tests.distributed.launch import mesh as mesh_of_ranks
