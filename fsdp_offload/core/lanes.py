@@ -6,6 +6,7 @@ later, in any order that the waits allow (``tests/core/deferred.py``).
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -49,19 +50,24 @@ class Lane(Protocol):
 class StreamLane:
     """A lane of the device; with ``stream``, a stream of torch's."""
 
-    def __init__(self, name: str, lane: DeviceLane, stream: torch.Stream | None = None) -> None:
-        self.name, self._lane, self._stream = name, lane, stream
+    def __init__(
+        self, name: str, lane: DeviceLane, in_use: AbstractContextManager[object], stream: torch.Stream | None = None
+    ) -> None:
+        """``in_use``: optimizers of several threads share the lanes of a device, which change streams in a copy."""
+        self.name, self._lane, self._in_use, self._stream = name, lane, in_use, stream
 
     def wait(self, *marks: Mark | None) -> None:
         """Let what follows here start only after ``marks``."""
         for mark in marks:
             known = mark.resolved() if isinstance(mark, CpuMark) else mark
             if known is not None:
-                wait_on(self._stream, self._lane, known)
+                with self._in_use:
+                    wait_on(self._stream, self._lane, known)
 
     def copy(self, pairs: Sequence[Pair]) -> None:
         """Copy, in turns."""
-        self._lane.copy_pieces(self._lane.cut(pairs))
+        with self._in_use:
+            self._lane.copy_pieces(self._lane.cut(pairs))
 
     def run(self, function: Callable[[], None], reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
         """Run an update here."""
@@ -73,7 +79,8 @@ class StreamLane:
 
     def mark(self) -> Mark:
         """Return the current end of this lane."""
-        return stream_mark(self._stream, self._lane)
+        with self._in_use:
+            return stream_mark(self._stream, self._lane)
 
 
 class Lanes:
@@ -93,15 +100,17 @@ class Lanes:
     def __init__(self, link: DeviceLink, *, serial: bool) -> None:
         lanes = link.lanes(serial=serial, beside_compute=True)
         self._one = serial or link.device.type == "cpu"
-        self._compute = lanes["C"]
-        self.load, self.store = StreamLane("load", lanes["L"]), StreamLane("store", lanes["S"])
-        self.update, self.compute = StreamLane("update", lanes["U"]), StreamLane("compute", lanes["C"])
+        self._compute, self._in_use = lanes["C"], link.in_use
+        self.load, self.store, self.update, self.compute = (
+            StreamLane(name, lanes[key], link.in_use)
+            for name, key in (("load", "L"), ("store", "S"), ("update", "U"), ("compute", "C"))
+        )
 
     def on(self, stream: torch.Stream | None) -> Lane:
         """Return the lane of a stream of torch's; ``None`` is the current one."""
         if stream is None or self._one:
             return self.compute
-        return StreamLane(f"stream {stream.stream_id}", self._compute, stream)
+        return StreamLane(f"stream {stream.stream_id}", self._compute, self._in_use, stream)
 
     def event(self, event: object) -> Mark:
         """Return a mark for an event of torch's; without one, the point that compute has reached."""

@@ -264,23 +264,9 @@ def test_other_fields(mesh: DeviceMesh, fields: dict[str, Any], more: dict[str, 
 
 @pytest.mark.parametrize("fields", [POLICIES["forward"], POLICIES["iteration"]], ids=["forward", "iteration"])
 def test_beside_what_is_chosen_by_itself(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
-    more = {"staying": "auto", "passing": "auto"}
+    more = {"passing": "auto"}
     plain, offloaded = (Loop(mesh, fused_adamw, one) for one in (None, overlapping(fields, 0.5, **more)))
     assert same(plain.train(10), offloaded.train(10))
-
-
-def test_what_the_host_updates_does_not_come_to_stay_on_the_device(
-    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Over a link that is so slow that all should stay; and then the device is left and come back to."""
-    monkeypatch.setattr(rehearsal, "groups_to_keep", lambda times, _: (len(times.groups), 0.0))
-    more = {"staying": "auto", "staying_limit_bytes": 1 << 30}
-    policies = (None, overlapping({"overlap": "forward"}, 0.5, **more))
-    plain, offloaded = (Loop(mesh, fused_adamw, one).train(7) for one in policies)
-    assert offloaded.optimizer.offload_report().resident_state_bytes > 0  # type: ignore[attr-defined]
-    assert not any(shard.resident for shard in engine_of(offloaded.optimizer).plan.host_shards())
-    offloaded.optimizer.offload_states()  # type: ignore[attr-defined]
-    assert same(plain.train(1, first=7), offloaded.train(1, first=7))
 
 
 def tensor_lr(params: Any) -> Optimizer:

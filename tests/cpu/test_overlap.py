@@ -49,7 +49,7 @@ def test_updates_and_loads_really_begin_in_the_backward(mesh: DeviceMesh, fields
     if fields.get("overlap") == "iteration":
         assert core.done.keys() == set(core.buckets)
     else:
-        assert core.cache.moved.loads >= 3  # as many as there is room for
+        assert sum(bucket.state.block is not None for bucket in core.buckets) >= 3  # as many as there is room for
         assert not core.done
 
 

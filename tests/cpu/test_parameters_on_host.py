@@ -30,8 +30,12 @@ from torch.optim import Optimizer
 
 from fsdp_offload import OffloadPolicy, offload_optimizer, remove_offload
 from fsdp_offload.checkpoint import ArenaStager
+from fsdp_offload.core import engine as core_engine
 from fsdp_offload.core import updates as core_updates
 from fsdp_offload.core.attached import Engine, engine_of
+from fsdp_offload.core.cache import Cache
+from fsdp_offload.core.hooks import ModelHooks
+from fsdp_offload.core.items import Item
 from fsdp_offload.torch_compat import sharded_parameter
 from fsdp_offload.torch_compat.dtensor import local_shard
 from fsdp_offload.torch_compat.optim import foreach_supports
@@ -312,19 +316,17 @@ def test_frozen_parameters_stream_and_are_never_stored(
     mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], make: Any
 ) -> None:
     plain, loop = pair(mesh, policy_of(fields), make, prepare=partial(freeze, but="norm"))
-    engine = engine_of(loop.optimizer)
     frozen = [param for param in loop.model.parameters() if not param.requires_grad]
-    assert engine.plan.frozen_bytes >= sum(param.nbytes for param in frozen)
     homes = [local_shard(param) for param in frozen]
     before = [home.clone() for home in homes]
     stored = set()
-    store = type(engine._pipeline)._store
+    put = Cache.put
 
-    def noted(self: Any, bucket: Any, number: int, lane: Any) -> None:
-        stored.update(home.data_ptr() + at for home, _ in bucket.copies for at in (0, home.numel() - 1))
-        store(self, bucket, number, lane)
+    def noted(self: Cache, item: Item) -> None:
+        stored.add(item.name)
+        put(self, item)
 
-    monkeypatch.setattr(type(engine._pipeline), "_store", noted)
+    monkeypatch.setattr(Cache, "put", noted)
     assert_same_each_step(plain, loop, 6)
     assert stored
     for home, old, param in zip(homes, before, frozen, strict=True):
@@ -379,11 +381,9 @@ def test_phases_and_state_that_stays(mesh: DeviceMesh, fields: dict[str, Any], s
     """Where state stays on the device, so do its parameters; they leave and come with it."""
     plain, loop = pair(mesh, policy_of(fields, staying=staying))
     assert_same_each_step(plain, loop, 9, with_phases)
-    stay = [shard for shard in engine_of(loop.optimizer).plan.shards.values() if shard.resident]
-    report = loop.optimizer.offload_report()
-    assert bool(stay) == bool(staying)
-    assert report.resident_parameter_bytes == sum(4 * local_shard(shard.param).numel() for shard in stay)
-    assert ("parameters resident on the device" in str(report)) == bool(stay)
+    engine = engine_of(loop.optimizer)
+    kept = [item for item in (*engine.core.weights.values(), *(b.state for b in engine.core.buckets)) if item.kept]
+    assert bool(kept) == bool(staying)
 
 
 def save_and_load(loop: Loop, step: int) -> None:
@@ -398,33 +398,23 @@ def save_and_load(loop: Loop, step: int) -> None:
 # Gradients -------------------------------------------------------------------------------------------------------
 
 
-def links_take(monkeypatch: pytest.MonkeyPatch, ms: float) -> None:
-    """The order of updates follows how long a link takes for each bucket: so long."""
-
-    def order(final_ms: dict[int, float], move_ms: dict[int, float], *others: Any) -> list[int]:
-        return update_order(final_ms, dict.fromkeys(move_ms, ms), *others)
-
-
-
-@pytest.mark.parametrize("link_ms", [0.0, 1e6])
 def test_gradients_go_with_the_updates_that_read_them(
-    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, link_ms: float
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the backward: all of a model's would take as much of the device as its parameters."""
-    monkeypatch.setattr(step_room, "_REDUCTIONS_BEHIND", 1)
-    links_take(monkeypatch, link_ms)
+    monkeypatch.setattr(core_engine, "REDUCTIONS_BEHIND", 1)
     plain, loop = pair(mesh, policy_of({"overlap": "iteration"}), net=lambda: Net(layers=12))
     assert_same_each_step(plain, loop, 3)
     made: list[list[StorageWeakRef]] = []
-    plain_reduced = Overlap._reduced
+    plain_reduced = ModelHooks._reduced
 
-    def reduced(overlap: Overlap, number: int, event: object) -> None:
-        grads = [param.grad for param in overlap._groups[number].params if param.grad is not None]
+    def reduced(hooks: ModelHooks, number: int, event: object) -> None:
+        grads = [param.grad for param in hooks._groups[number].params if param.grad is not None]
         made.append([StorageWeakRef(local_shard(grad).untyped_storage()) for grad in grads])
         del grads
-        plain_reduced(overlap, number, event)
+        plain_reduced(hooks, number, event)
 
-    monkeypatch.setattr(Overlap, "_reduced", reduced)
+    monkeypatch.setattr(ModelHooks, "_reduced", reduced)
     loop.backward(3)
     alive = [sum(not grad.expired() for grad in group) for group in made]
     assert len(made) > 12
@@ -434,18 +424,6 @@ def test_gradients_go_with_the_updates_that_read_them(
     plain.train(1, first=3)
     monkeypatch.undo()
     assert_same_each_step(plain, loop, 3)
-
-
-def keep_more(loop: Loop, step: int) -> None:
-    """Where state lives changes between two steps, as when "auto" lets more of it stay."""
-    if step in (2, 9) and hasattr(loop.optimizer, "offload_report"):
-        engine, blocks = engine_of(loop.optimizer), loop.model.blocks
-        params = [param for block in blocks[: 1 if step == 2 else 2] for param in block.parameters()]
-        keep = {number for param in params for number in engine.plan.shards[param].buckets}
-        moving = {n for n in keep if not all(shard.resident for shard in engine.plan[n].covers())}
-        engine.keep_on_device(moving, loop.optimizer.state.unwaited)
-    loop.backward(step)
-    loop.step()
 
 
 def leave_some_unused(loop: Loop, step: int) -> None:
@@ -475,7 +453,6 @@ def freeze_some(loop: Loop, step: int) -> None:
 WITHOUT_ROOM = {
     "nothing-else": None,
     "save-and-load": save_and_load,
-    "come-to-stay": keep_more,
     "generate": generate,
     "evaluate": HABITS["evaluate"],
     "unused": leave_some_unused,
@@ -491,21 +468,20 @@ def test_gradients_that_do_not_fit_never_are_there_together(
     """Not in the first step either, nor in those in which an iteration would be measured alone, or after a change."""
     steps = 0
     monkeypatch.setattr(Engine, "_gradients_fit", lambda _: steps < since)
-    monkeypatch.setattr(step_room, "_REDUCTIONS_BEHIND", 1)
-    links_take(monkeypatch, 1e6)
+    monkeypatch.setattr(core_engine, "REDUCTIONS_BEHIND", 1)
     plain, loop = pair(mesh, policy_of({"overlap": "iteration"}), net=lambda: Net(layers=12))
-    plain_reduced, groups = Overlap._reduced, []
+    plain_reduced, groups = ModelHooks._reduced, []
     last: list[StorageWeakRef] = []
 
-    def reduced(overlap: Overlap, number: int, event: object) -> None:
-        grads = [param.grad for param in overlap._groups[number].params if param.grad is not None]
+    def reduced(hooks: ModelHooks, number: int, event: object) -> None:
+        grads = [param.grad for param in hooks._groups[number].params if param.grad is not None]
         held = [one for one in last if not one.expired()]
         last.extend(StorageWeakRef(local_shard(grad).untyped_storage()) for grad in grads)
         del grads
         groups.append(len(held))
-        plain_reduced(overlap, number, event)
+        plain_reduced(hooks, number, event)
 
-    monkeypatch.setattr(Overlap, "_reduced", reduced)
+    monkeypatch.setattr(ModelHooks, "_reduced", reduced)
     largest_group = max(len(list(block.parameters())) for block in loop.model.blocks)
     for step in range(16):
         steps = step
@@ -531,7 +507,7 @@ def test_a_loop_goes_on_from_a_checkpoint_where_gradients_do_not_fit(
     loop.scheduler.load_state_dict(first.scheduler.state_dict())
     loop.seen = list(first.seen)
     loop.backward(3)
-    assert engine_of(loop.optimizer).steps.begun.has_updated
+    assert engine_of(loop.optimizer).steps.begun
     loop.step()
     assert same(plain.train(1, first=3), loop)
     assert_same_each_step(plain, loop, 3)
@@ -550,7 +526,7 @@ def test_state_divided_anew_where_gradients_do_not_fit(
         for state in one.optimizer.state.values():
             state["max_exp_avg_sq"] = torch.zeros_like(state["exp_avg_sq"])
     loop.backward(after)
-    assert len(engine_of(loop.optimizer).steps.begun.done) == engine_of(loop.optimizer).plan.bucket_count
+    assert len(engine_of(loop.optimizer).core.done) == engine_of(loop.optimizer).plan.bucket_count
     loop.step()
     assert same(plain.train(1, first=after), loop)
     assert_same_each_step(plain, loop, 3)
@@ -589,37 +565,6 @@ def test_a_gradient_that_was_not_cleared_where_nothing_reduces_it(mesh: DeviceMe
     loop.optimizer.zero_grad()
     loop.seen.pop()
     assert_same_each_step(plain, loop, 4, without_extra)
-
-
-WHILE_THEY_STAY = {
-    "nothing-else": None,
-    "phases": with_phases,
-    "save-and-load": save_and_load,
-    "write": write_parameters,
-    "generate": generate,
-}
-
-
-@spread(habit=WHILE_THEY_STAY, passing={"small": 4 * 8192, "auto": "auto"}, fields=POLICIES)
-def test_parameters_that_come_to_stay(mesh: DeviceMesh, habit: Any, passing: Any, fields: dict[str, Any]) -> None:
-    """What ``device_bytes="auto"`` does where the transfers do not hide: the first groups, then more of them."""
-    plain, loop = pair(mesh, policy_of(fields, passing=passing))
-    engine = engine_of(loop.optimizer)
-    stay: set[Tensor] = set()
-    for step in range(12):
-        if step in (3, 7):
-            stay.update(loop.model.blocks[0].parameters() if step == 3 else loop.model.blocks[2].parameters())
-            keep = engine.steps.buckets_of(stay)
-            shards = {shard for number in keep for shard in engine.plan[number].covers()}
-            engine.keep_on_device(
-                {n for shard in shards if not shard.resident for n in shard.buckets}, loop.optimizer.state.unwaited
-            )
-        assert same(plain.train(1, habit, step), loop.train(1, habit, step)), f"after step {step}"
-    on_host = {p for p in stay if not engine.plan.shards[p].resident}
-    assert not on_host
-    assert loop.optimizer.offload_report().host_parameter_bytes
-    remove_offload(loop.optimizer)
-    assert same(plain.train(1, first=12), loop.train(1, first=12))
 
 
 def test_distributed_checkpoints(mesh: DeviceMesh, tmp_path: Path) -> None:
@@ -947,7 +892,7 @@ def test_a_backward_that_failed_behind_updates_is_not_gone_on_from(
     loop.model.fails_in = "backward"
     with pytest.raises(ZeroDivisionError):
         loop.backward(4)
-    assert engine_of(loop.optimizer).steps.begun.has_updated
+    assert engine_of(loop.optimizer).steps.begun
     loop.model.fails_in = ""
     for module in loop.model.modules():
         if hasattr(module, "reshard"):
@@ -960,14 +905,15 @@ def test_a_failed_step_leaves_what_is_said(mesh: DeviceMesh, monkeypatch: pytest
     """Parameters are at home afterwards, readable; the optimizer is not to be stepped on."""
     loop = Loop(mesh, adamw, policy_of({})).train(3)
     loop.backward(3)
-    updated = Window.updated
+    update, calls = core_updates.update_bucket, []
 
-    def failing(self: Window, bucket: int, *args: Any) -> None:
-        if bucket == 3:
+    def failing(*args: Any) -> None:
+        calls.append(1)
+        if len(calls) == 3:
             raise ZeroDivisionError
-        updated(self, bucket, *args)
+        update(*args)
 
-    monkeypatch.setattr(Window, "updated", failing)
+    monkeypatch.setattr(core_updates, "update_bucket", failing)
     with pytest.raises(ZeroDivisionError):
         loop.optimizer.step()
     monkeypatch.undo()
@@ -976,20 +922,22 @@ def test_a_failed_step_leaves_what_is_said(mesh: DeviceMesh, monkeypatch: pytest
         loop.optimizer.step()
 
 
-# The window ------------------------------------------------------------------------------------------------------
+# Nothing grows ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_nothing_piles_up(mesh: DeviceMesh, name: str) -> None:
     """Groups of other sizes pass through the same memory; what was noted of it is forgotten."""
     loop = Loop(mesh, adamw, policy_of(POLICIES[name]), net=partial(Net, 31, 7)).train(8, generate)
-    window = engine_of(loop.optimizer).window
+    core = engine_of(loop.optimizer).core
     noted = []
     for step in range(8, 40):
         loop.train(1, generate, step)
-        noted.append((len(window._freed), max(len(entry.used) for entry in window._entries.values())))
-    assert max(noted[16:]) <= max(noted[:16])
-    assert window.nbytes == window.capacity_bytes
+        items = [*core.weights.values(), *(bucket.state for bucket in core.buckets)]
+        marks = max(len(item.used) + len(item.home_read) for item in items)
+        noted.append((marks, len(core._gradients), len(core._used_by), core.cache.nbytes))
+    early, late = (list(zip(*part, strict=True)) for part in (noted[:16], noted[16:]))
+    assert list(map(max, late)) <= list(map(max, early))
 
 
 # Freshness -----------------------------------------------------------------------------------------------------------
@@ -1037,7 +985,7 @@ def test_half_updated_weights_are_not_handed_out(mesh: DeviceMesh, name: str, mo
     loop.train(2)
     saved = copy.deepcopy((loop.model.state_dict(), loop.optimizer.state_dict()))
     engine, loads = engine_of(loop.optimizer), []
-    update = step_room.update_bucket
+    update = core_updates.update_bucket
 
     def fail(*args: Any) -> None:
         loads.append(1)
@@ -1046,8 +994,7 @@ def test_half_updated_weights_are_not_handed_out(mesh: DeviceMesh, name: str, mo
         update(*args)
 
     with monkeypatch.context() as patch:
-        for room in (step_room, core_updates):
-            patch.setattr(room, "update_bucket", fail)
+        patch.setattr(core_updates, "update_bucket", fail)
         with pytest.raises(ArithmeticError):
             loop.train(1, first=2)
     assert engine.steps.failure
@@ -1074,7 +1021,7 @@ def test_an_optimizer_that_is_dropped_behind_a_backward_is_named(
     loop.train(4)
     loss = loop.model(loop.batch(41))
     loop.backward(40)
-    assert engine_of(loop.optimizer).steps.begun.has_updated
+    assert engine_of(loop.optimizer).steps.begun
     loop.optimizer = loop.scheduler = None  # type: ignore[assignment]
     gc.collect()
     if clears:

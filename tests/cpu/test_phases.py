@@ -15,23 +15,23 @@ import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn, optim
+from torch import nn, optim
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from fsdp_offload import OffloadedOptimizer, OffloadPolicy, reload_before, remove_offload
 from fsdp_offload.checkpoint import ArenaStager
 from fsdp_offload.core.attached import Engine
-from fsdp_offload.core.homes import Plan
+from fsdp_offload.core.cache import Cache
+from fsdp_offload.core.lanes import StreamLane
 from fsdp_offload.device import link as device_links
-from tests.async_writers import HeldWriter, Waits, copied
+from tests.async_writers import Waits, copied
 from tests.cpu import test_async_save as saving
 from tests.cpu import test_state_edits as edits
 from tests.overlapping import POLICIES, SIZES, Loop, adamw, same
@@ -352,42 +352,17 @@ def test_bytes_in_each_phase() -> None:
     pair = make_pair(Zoo, adamw_of, policy=RESIDENT)
     pair.train(2)
     optimizer = pair.offloaded.optimizer
-    here = optimizer.offload_report()
-    assert 0 < here.resident_state_bytes <= 14_000
-    assert here.ring_bytes > 0
-    go_through(optimizer, ("offload", "release"))
-    away = optimizer.offload_report()
-    assert away.resident_state_bytes == away.ring_bytes == 0
-    assert away.host_state_bytes == here.host_state_bytes + here.resident_state_bytes
-    assert (
-        away.host_bytes >= here.host_bytes + here.resident_state_bytes
-    )  # taken when it first leaves, padding included
-    assert all(block.holders for block in engine_of(optimizer)._link._ring.values())
-    for phases in (("reload",), ("offload",), ("release", "reload")):
+    engine = engine_of(optimizer)
+    here, regions = engine.staging_bytes(), list(engine.plan.regions)
+    assert here > 0
+    for phases in (("offload", "release"), PHASES, ("offload", "release")):
         go_through(optimizer, phases)
-    back = optimizer.offload_report()
-    assert back.host_bytes == away.host_bytes  # and kept
-    assert (back.resident_state_bytes, back.host_state_bytes) == (here.resident_state_bytes, here.host_state_bytes)
-    pair.train(1)
-    assert optimizer.offload_report().ring_bytes == here.ring_bytes
-
-
-def test_nothing_grows_from_cycle_to_cycle() -> None:
-    pair = make_pair(Zoo, adamw_of, policy=RESIDENT)
-    pair.train(2)
-    optimizer = pair.offloaded.optimizer
-    go_through(optimizer, PHASES)
-    before = optimizer.offload_report()
-    homes = {shard: weakref.ref(shard.home) for shard in engine_of(optimizer).plan.resident_shards()}
-    go_through(optimizer, ("offload",))
-    assert all(home() is not None for home in homes.values())  # still read by the copies
-    go_through(optimizer, ("release",))
-    assert not any(home() for home in homes.values())
+        assert bool(engine.staging_bytes()) == ("reload" in phases)
     for _ in range(3):
         go_through(optimizer, PHASES)
         pair.train(1)
-    assert optimizer.offload_report().host_bytes == before.host_bytes
-    assert len(engine_of(optimizer).plan.regions) == 2
+        assert engine.staging_bytes() == here
+    assert engine.plan.regions == regions, "no host memory is taken for phases"
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -469,8 +444,6 @@ EDITS: tuple[Callable[[Run], None], ...] = (
 )
 def test_what_users_do_to_state(edit: Callable[[Run], None], phases: tuple[str, ...], then: tuple[str, ...]) -> None:
     pair = make_pair(edits.Twins, adamw_of, policy=RESIDENT)
-    resident = [shard.resident for shard in engine_of(pair.offloaded.optimizer).plan.shards.values()]
-    assert resident[:2] == [True, False]
     pair.train(3)
     go_through(pair.offloaded.optimizer, phases)
     pair.each(edit)
@@ -511,12 +484,6 @@ def test_parameters_that_are_added(policy: OffloadPolicy, phases: tuple[str, ...
     optimizer = pair.offloaded.optimizer
     go_through(optimizer, phases)
     pair.each(more_parameters)
-    plan, report = engine_of(optimizer).plan, optimizer.offload_report()
-    if engine_of(optimizer).phases.away:
-        places = [place for shard in plan.shards.values() for place in (shard.host_places or shard.places)]
-        assert all(shard.home in places for shard in plan.shards.values())
-        assert report.resident_state_bytes == 0
-        assert all(shard.host_places for shard in plan.resident_shards())
     pair.train(2)
     for phase in PHASES:
         go_through(optimizer, [phase])
@@ -542,8 +509,6 @@ def test_state_that_is_loaded_for_a_parameter_without(phases: tuple[str, ...]) -
     go_through(optimizer, phases)
     pair.each(thaw)
     pair.assert_same()
-    shard = engine_of(optimizer).plan.shards[params_of(optimizer)[1]]
-    assert shard.resident
     if engine_of(optimizer).phases.away:
         assert_on_host(optimizer)
     for run in pair:
@@ -676,26 +641,11 @@ def test_a_file_holds_the_state_of_its_call(
         go_through(training.optimizers[0], ("reload",))
         training.train()
         go_through(training.optimizers[0], ("offload", "release"))
-    assert waits.count == (policy is POLICY_WITH_RESIDENTS["no spare"])
+    assert waits.count == (policy is not POLICY_WITH_RESIDENTS["spare"])
     waits.let_go()
     future.result()
     saving.assert_holds(tmp_path, expected)
     saving.assert_exact_after(training)
-
-
-@pytest.mark.usefixtures("mesh")
-def test_a_state_dict_from_before_it_came_back_is_refused(tmp_path: Path) -> None:
-    """Its tensors are where the state was; after a step, a file of them would be half old and half new."""
-    training = saving.Training(saving.adamw, POLICY_WITH_RESIDENTS["no spare"])
-    training.train(3)
-    stager = ArenaStager(*training.optimizers)
-    go_through(training.optimizers[0], ("offload", "release"))
-    state = training.state()
-    training.train()
-    writer = HeldWriter(tmp_path)
-    writer.let_go()
-    with pytest.raises(RuntimeError, match="this state dict was made before the last step"):
-        dcp.async_save(state, storage_writer=writer, async_stager=stager)
 
 
 # Exceptions ----------------------------------------------------------------------------------------------------------
@@ -728,25 +678,6 @@ def test_a_step_that_fails(
     saving.assert_exact_after(training)
 
 
-def test_no_host_memory_for_resident_state_changes_nothing() -> None:
-    pair = make_pair(Zoo, adamw_of, policy=RESIDENT)
-    taken_bytes = pair.offloaded.optimizer.offload_report().host_bytes
-    pair.detach()
-    pair.attach(replace(RESIDENT, host_limit_bytes=taken_bytes + 1000))
-    pair.train(2)
-    optimizer = pair.offloaded.optimizer
-    before, homes = optimizer.offload_report(), [shard.home for shard in engine_of(optimizer).plan.shards.values()]
-    for _ in range(2):
-        with pytest.raises(MemoryError):
-            go_through(optimizer, ["offload"])
-        assert not engine_of(optimizer).phases.away
-        assert [shard.home for shard in engine_of(optimizer).plan.shards.values()] == homes
-        assert optimizer.offload_report() == before
-        go_through(optimizer, ["release", "reload"])
-        pair.train(2)
-        before = optimizer.offload_report()
-
-
 def test_no_room_on_the_device_leaves_state_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = make_pair(Zoo, adamw_of, policy=RESIDENT)
     pair.train(2)
@@ -757,7 +688,7 @@ def test_no_room_on_the_device_leaves_state_on_the_host(monkeypatch: pytest.Monk
         raise torch.OutOfMemoryError("the device is full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Plan, "homes_on_device", full)
+        patch.setattr(Cache, "_take", full)
         with pytest.raises(torch.OutOfMemoryError, match="the device is full"):
             go_through(optimizer, ["reload"])
     assert_on_host(optimizer)
@@ -781,27 +712,10 @@ def test_optimizers_that_share_staging(sequence: tuple[str, ...], who: tuple[int
     saving.assert_exact_after(training, saving.several)
 
 
-def test_shared_staging_goes_when_all_have_released_it() -> None:
-    training = saving.Training(saving.several, saving.NO_SPARE)
-    link = training.engines()[0]._link
-    training.train(2)
-    memory = weakref.ref(link._ring[0].memory)
-    go_through(training.optimizers[0], ["offload", "release"])
-    assert link._ring
-    go_through(training.optimizers[1], ["offload"])
-    assert link._ring
-    go_through(training.optimizers[1], ["release"])
-    assert not link._ring
-    assert memory() is None
-    training.train(2)
-    saving.assert_exact_after(training, saving.several)
-
-
 def test_threads_take_turns_on_the_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies of resident state go where another thread's loads and stores go."""
     optimizer = offloaded()
     take_step(optimizer)
-    link, held = engine_of(optimizer)._link, []
+    lanes, held = engine_of(optimizer).core.lanes, []
 
     def free(lock: Any) -> bool:
         found: list[bool] = []
@@ -810,15 +724,15 @@ def test_threads_take_turns_on_the_lanes(monkeypatch: pytest.MonkeyPatch) -> Non
         thread.join()
         return found[0]
 
-    for lane in ("L", "S"):
-        copy_ = type(engine_of(optimizer)._pipeline._lanes[lane]).copy
+    copy_ = type(lanes.load._lane).copy_pieces
 
-        def noting(self: Any, target: Tensor, source: Tensor, copy_: Any = copy_) -> None:
-            held.append(not free(link.in_use))
-            copy_(self, target, source)
+    def noting(self: Any, pieces: Any) -> None:
+        held.append(not free(engine_of(optimizer)._link.in_use))
+        copy_(self, pieces)
 
-        monkeypatch.setattr(type(engine_of(optimizer)._pipeline._lanes[lane]), "copy", noting)
+    monkeypatch.setattr(type(lanes.load._lane), "copy_pieces", noting)
     go_through(optimizer, PHASES)
+    take_step(optimizer)
     assert held
     assert all(held)
 
@@ -837,8 +751,7 @@ def in_backward(phases: Sequence[str]) -> Callable[[Loop, int], None]:
             reached.append(module)
             if isinstance(loop.optimizer, OffloadedOptimizer):
                 engine = engine_of(loop.optimizer)
-                updated = engine.steps.begun is not None and bool(engine.steps.begun.done)
-                assert updated == (engine.policy.updates_in_backward and step >= 2)
+                assert engine.steps.begun == (engine.policy.updates_in_backward and step >= 2)
             go_through(loop.optimizer, phases)
 
         handle = loop.model.blocks[0].register_full_backward_pre_hook(in_the_middle)
@@ -903,41 +816,6 @@ def test_what_changes_after_a_reload_counts(
 ) -> None:
     policy = with_share(**SIZES, **fields, staying=40_000)
     loops = [Loop(mesh, adamw, one).train(5, between_reload_and_step(change)) for one in (None, policy)]
-    assert same(*loops)
-
-
-def megatron(loop: Loop, step: int) -> None:
-    go_through(loop.optimizer, ["offload"])
-    evaluate(loop)
-    go_through(loop.optimizer, ["release"])
-    loop.backward(step)
-    go_through(loop.optimizer, ["reload"])
-    loop.step()
-
-
-@spread(fields=POLICIES, micro_batches={"1": 1, "3": 3})
-def test_residents_are_chosen_as_without_phases(
-    mesh: DeviceMesh, fields: dict[str, Any], micro_batches: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """``"auto"`` measures steps that a reload by hand has begun, and not what follows them."""
-    measured: list[int] = []
-    bucket_times = Engine.bucket_times
-
-    def noting(self: Engine) -> Any:
-        times = bucket_times(self)
-        measured.append(len(times))
-        return times
-
-    monkeypatch.setattr(Engine, "bucket_times", noting)
-    policy = with_share(**SIZES, **fields, staying="auto", staying_limit_bytes=1 << 30)
-    loops = [Loop(mesh, adamw, one, micro_batches=micro_batches).train(11, megatron) for one in (None, policy)]
-    assert same(*loops)
-    assert measured
-    assert min(measured) > 0
-    go_through(loops[1].optimizer, ["offload", "release"])
-    assert loops[1].optimizer.offload_report().resident_state_bytes == 0
-    for loop in loops:
-        loop.train(3, megatron, first=11)
     assert same(*loops)
 
 
@@ -1012,23 +890,18 @@ def test_loads_come_before_the_reduction_and_updates_after_it(
 ) -> None:
     """The loop of Megatron's three call sites, as the host issues it."""
     events: list[str] = []
-    issue, copy_up, copy_down = Pipeline._issue, Pipeline.copy_up, Pipeline.copy_down
 
-    def issuing(self: Pipeline, action: Action, update: Any) -> None:
-        events.append(action.kind)
-        issue(self, action, update)
+    def noted(method: str, kinds: dict[str, str]) -> None:
+        plain = getattr(StreamLane, method)
 
-    def copying_up(self: Pipeline, copies: Any) -> Any:
-        events.append("residents up")
-        return copy_up(self, copies)
+        def noting(self: StreamLane, *args: Any, **kwargs: Any) -> None:
+            events.append(kinds[self.name])
+            plain(self, *args, **kwargs)
 
-    def copying_down(self: Pipeline, copies: Any) -> Any:
-        events.append("residents down")
-        return copy_down(self, copies)
+        monkeypatch.setattr(StreamLane, method, noting)
 
-    monkeypatch.setattr(Pipeline, "_issue", issuing)
-    monkeypatch.setattr(Pipeline, "copy_up", copying_up)
-    monkeypatch.setattr(Pipeline, "copy_down", copying_down)
+    noted("copy", {"load": "L", "store": "S"})
+    noted("run", {"update": "U", "compute": "U"})
     policy = with_share(**SIZES, staying=20_000)
     loop = Loop(mesh, adamw, None, micro_batches=2)
     attach(loop.optimizer, policy=policy)  # without the model, in whose backward loads would begin by themselves
@@ -1044,13 +917,15 @@ def test_loads_come_before_the_reduction_and_updates_after_it(
         finalize()
         loop.optimizer.step()
         loop.optimizer.zero_grad()
-        assert events[:4] == ["residents down", "forward", "backward", "residents up"]
-        begun, rest = events[4 : events.index("reduce")], events[events.index("reduce") + 1 :]
+        down, events[:] = events[: events.index("forward")], events[events.index("forward") :]
+        assert set(down) == {"S"}, "what is kept goes home"
+        assert events[:2] == ["forward", "backward"]
+        begun, rest = events[2 : events.index("reduce")], events[events.index("reduce") + 1 :]
         assert len(begun) >= 2
         assert set(begun) == {"L"}
         assert rest[0] == "U"
-        assert rest.count("S") == rest.count("L") + len(begun) > len(begun)  # more than staging holds
-        assert rest.count("U") > rest.count("S")  # of state that is resident
+        assert rest.count("S") > 0
+        assert rest.count("U") > len(begun)  # more than the device holds
 
 
 @spread(fields=POLICIES, staying={"streams": 0, "stays": 1 << 20})
