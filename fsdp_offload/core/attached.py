@@ -145,6 +145,7 @@ class Engine(Contents):
             partial(_wait_parameter, weakref.ref(self)),
             self._take_region,
             self.policy.snapshot_bytes - self.plan.spare_bytes,
+            self.names,
         )
         self.weights = self._updates.weights = weights
         self.lending.homes_of_parameters = weights.homes

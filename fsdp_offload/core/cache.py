@@ -97,14 +97,15 @@ class Cache:
         store = self.lanes.store
         store.wait(item.ready)  # R3: the update may still be writing the place
         store.wait(*item.home_read.values())  # R4: a load, or a checkpoint, may still be reading this home
+        copies = item.copies(changed=True)
         with _recorded("S", item):
-            store.copy(item.copies())
+            store.copy(copies)
         item.at_home = item.used["store"] = store.mark()
         item.home_read.clear()
         item.dirty = False
         item.see()
-        self.moved.stores += len(item.home)
-        self.moved.stored_bytes += item.nbytes
+        self.moved.stores += len(copies)
+        self.moved.stored_bytes += sum(home.numel() for home, _ in copies)
 
     def drop(self, item: Item) -> None:
         """Give the place of ``item`` to another; what is newer there than at home is stored first."""

@@ -59,6 +59,7 @@ class Item:
         nbytes: of its place.
         pool: whose blocks it fits.
         home: its host bytes.
+        stored: asked for those of them that updates change, where they are not all.
         fixed: parameters that stay, for lanes that look for races.
         wait_unread: blocks the host until no checkpoint's writer reads the home (R4, on the host).
         spare_home: asked when an update has changed the place; returns another home, which is the home from then on,
@@ -85,6 +86,7 @@ class Item:
     nbytes: int = 0
     pool: Pool | None = None
     home: BytesAtHome = ()
+    stored: Callable[[], BytesAtHome] | None = None
     fixed: Sequence[Tensor] = ()
     wait_unread: Callable[[], None] = lambda: None
     spare_home: Callable[[], BytesAtHome | None] = lambda: None
@@ -131,11 +133,11 @@ class Item:
         self.used.clear()  # the update has waited for all of them
         self.known_to.clear()
 
-    def copies(self) -> list[tuple[Tensor, Tensor]]:
-        """Pairs of bytes at home and in the place."""
+    def copies(self, *, changed: bool = False) -> list[tuple[Tensor, Tensor]]:
+        """Pairs of bytes at home and in the place; ``changed``: those that an update may have changed."""
         assert self.block is not None, self.name
-        memory = self.block.memory
-        return [(home, memory[offset : offset + home.numel()]) for home, offset in self.home]
+        memory, home = self.block.memory, self.stored() if changed and self.stored is not None else self.home
+        return [(one, memory[offset : offset + one.numel()]) for one, offset in home]
 
     def place(self) -> Sequence[Tensor]:
         """The bytes that an update of it writes."""

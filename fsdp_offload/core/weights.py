@@ -5,7 +5,7 @@ Frozen parameters of the model are among them; those that another optimizer upda
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -47,6 +47,7 @@ class Weights:
         wait: Callable[[Tensor], None],
         take: Callable[[int, Sequence[int]], Region],
         spare_bytes: int,
+        trained: Container[Tensor],
     ) -> None:
         """Move the parameters of ``groups`` home. After an exception they are where they were.
 
@@ -55,6 +56,7 @@ class Weights:
             wait: blocks the host until the home of a parameter is up to date.
             take: takes host memory of so many bytes, with offsets that no copy crosses.
             spare_bytes: as many at most are for spare homes.
+            trained: those that updates may change; it may grow.
         """
         self.groups = {number: group for number, group in enumerate(groups) if group}
         homes = HomeOffsets([_spec(one) for group in groups for one in group])
@@ -72,8 +74,8 @@ class Weights:
         for number, group in self.groups.items():
             begin, end = offsets[number][0], ends[number]
             regions = [region for region in self.regions if end <= region.nbytes]
-            cuts = list(itertools.pairwise([begin, *(at for at in breaks if begin < at < end), end]))
-            homes_of_item: list[BytesAtHome] = [[(region.bytes[a:b], a - begin) for a, b in cuts] for region in regions]
+            within = [at for at in breaks if begin < at < end]
+            homes_of_item = [_bytes_in(region, [(begin, end)], within, begin) for region in regions]
             version = _versions([one.param for one in group])
             item = Item(f"parameters of group {number}", end - begin, home=homes_of_item[0], version=version)
             self.items[number] = item
@@ -90,6 +92,10 @@ class Weights:
             item.is_held = partial(_is_held, group, holders)
             item.wait_unread = partial(_wait_unread, parts)
             item.spare_home = partial(_spare_home, parts, homes_of_item)
+            if len(regions) == 1 and not all(one.param in trained for one in group):  # a spare home needs all of it
+                ends_of_group = [*offsets[number][1:], end]
+                ranges = list(zip((one.param for one in group), offsets[number], ends_of_group, strict=True))
+                item.stored = partial(_stored, regions[0], ranges, trained, within)
 
     def homes(self) -> Iterator[tuple[Home, bool]]:
         """All homes, and whether parameters live there now."""
@@ -127,6 +133,25 @@ class Weights:
         for param, part in self.parts.items():
             if local_shard(param) is part.homes[0].weights:  # another optimizer may have taken over what nobody trained
                 part.sharded.live_on(device)
+
+
+def _bytes_in(region: Region, ranges: Iterable[tuple[int, int]], breaks: Sequence[int], begin: int) -> BytesAtHome:
+    """Bytes of these ranges of offsets in a region, cut at its breaks; and offsets in a place that begins there."""
+    cuts = ((a, [at for at in breaks if a < at < b], b) for a, b in ranges)
+    pairs = (pair for a, between, b in cuts for pair in itertools.pairwise([a, *between, b]))
+    return [(region.bytes[a:b], a - begin) for a, b in pairs]
+
+
+def _stored(
+    region: Region,
+    ranges: Sequence[tuple[Tensor, int, int]],
+    trained: Container[Tensor],
+    breaks: Sequence[int],
+) -> BytesAtHome:
+    """The bytes of those of a group's parameters that updates may change; neighbours are one copy."""
+    runs = itertools.groupby(ranges, key=lambda one: one[0] in trained)
+    wanted = [list(run) for is_trained, run in runs if is_trained]
+    return _bytes_in(region, [(run[0][1], run[-1][2]) for run in wanted], breaks, ranges[0][1])
 
 
 def _padded(part: Part) -> Tensor:

@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 
 from fsdp_offload import OffloadPolicy, offload_optimizer, remove_offload
 from fsdp_offload.api import wrong_order
-from fsdp_offload.device.link import device_link
 
 pytestmark = pytest.mark.filterwarnings("ignore:offload_optimizer. The parameters are on the CPU:UserWarning")
 
@@ -234,32 +233,6 @@ def test_gradients_are_not_kept() -> None:
     gradient = weakref.ref(net[0].weight.grad)
     optimizer.zero_grad()
     assert gradient() is None
-
-
-def test_the_ring_goes_with_its_last_user() -> None:
-    link = device_link(torch.device("cpu"))
-    users = link.users
-    nets = [model(), model()]
-    first, second = (offloaded(net) for net in nets)
-    train(nets[0], first)
-    train(nets[1], second)
-    assert link.users == users + 2
-    assert link._ring
-    del first
-    assert link._ring
-    train(nets[1], second)
-    del second
-    assert link.users == users
-    assert users or not link._ring
-
-
-def test_an_attach_that_fails_leaves_no_user_of_the_ring() -> None:
-    link = device_link(torch.device("cpu"))
-    users = link.users
-    optimizer = torch.optim.AdamW(model().parameters())
-    with pytest.raises(MemoryError):
-        offload_optimizer(optimizer, policy=OffloadPolicy(host_limit_bytes=1))
-    assert link.users == users
 
 
 # Watching whether another optimizer steps instead ---------------------------------------------------------------------

@@ -142,5 +142,3 @@ def test_the_hooks_of_one_optimizer_survive_another(mesh: DeviceMesh, fields: di
     hooks = vars(loop.optimizer)["_offload_engine"].hooks
     assert engine_of(loop.optimizer).core.reductions.have_begun
     assert hasattr(hooks._groups[0]._group, "_fsdp_offload_points")
-
-

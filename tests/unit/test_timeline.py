@@ -281,7 +281,7 @@ def begun_in(timeline: Timeline, lane: Lane) -> set[str]:
 @pytest.mark.parametrize(
     ("fields", "phases", "loaded_in", "updated_in"),
     [
-        ({}, ["forward", "backward", "clip", "step"], {"backward", "step"}, {"step"}),
+        ({}, ["forward", "backward", "clip", "step"], {"step"}, {"step"}),
         ({"overlap": "iteration"}, ["forward", "backward", "step"], {"backward"}, {"backward"}),
     ],
     ids=["step", "iteration"],
@@ -301,10 +301,9 @@ def test_a_real_trace_says_when_each_bucket_was_loaded_updated_and_stored(
     assert begun_in(timeline, Lane.UPDATE) == updated_in
     found = {lane: [bar.bucket for bar in timeline.bars(lane, 0.0)] for lane in (Lane.LOAD, Lane.UPDATE, Lane.STORE)}
     buckets = set(found[Lane.LOAD])
-    assert buckets == set(range(len(buckets)))
     assert len(buckets) > 20
-    for lane, numbers in found.items():
-        assert set(numbers) - {None} == buckets, lane
+    assert set(found[Lane.STORE]) == buckets
+    assert set(found[Lane.UPDATE]) - {None} == set(range(max(buckets) + 1))  # some are kept
     # The host does one thing at a time: an op and what it consists of are not both there.
     assert all(one.end_ms <= after.begin_ms for one, after in itertools.pairwise(timeline.spans))
     for bucket in buckets:
