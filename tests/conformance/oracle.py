@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from fsdp_offload import OffloadPolicy, offload_model, reload_model
 from fsdp_offload.checkpoint import ArenaStager
-from fsdp_offload.core.attached import Engine, engine_of
+from fsdp_offload.core.attached import engine_of
 from tests.at_home import dropped_is_spoilt, not_at_home
 from tests.conformance.axes import LAYOUTS, Case, build
 from tests.parity import assert_at_home, attach, leaves, local, same_bits
@@ -464,13 +464,10 @@ def _misplaced(loop: Loop) -> list[str]:
         return [str(error)]
     if case.parameters:
         return not_at_home(loop.model, loop.optimizer)
-    # One bucket's worth is for state that the optimizer is just creating: the core leaves a block out for that. A range
-    # that may not be cut is never less.
-    created_bytes = 0 if isinstance(engine, Engine) else BUCKET_BYTES
-    taken = engine.staging_bytes() + created_bytes + plan.resident_bytes
+    # A range that may not be cut is never less.
+    taken = engine.staging_bytes()
     largest = max((plan[number].bucket.nbytes for number in range(plan.bucket_count)), default=0)
-    fits = case.device_bytes == "auto" or "whole" in case.made.traits
-    fits = fits or taken <= max(SMALL_BYTES, largest + created_bytes)
+    fits = case.device_bytes == "auto" or "whole" in case.made.traits or taken <= max(SMALL_BYTES, largest)
     return [] if fits else [f"{taken} bytes of the device are taken"]
 
 

@@ -134,7 +134,7 @@ class Program:
             )
             attach(optimizer, model=model, policy=policy)
             engine = engine_of(optimizer)
-            assert isinstance(engine, Engine)
+            assert engine is not None
         scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.3, 1.0, 4) if self.schedules else None
         seen: list[dict[str, Any]] = []
         saved: Any = None
