@@ -46,7 +46,10 @@ class Updates(Protocol):
         """Begin a step; ``False``: it may not begin before ``step()`` is called."""
 
     def job(self, bucket: Bucket) -> tuple[list[Tensor], Callable[[], None]]:
-        """Bind what an update of ``bucket`` needs now; returns the gradients that it reads, and the update."""
+        """Bind what an update of ``bucket`` needs now; returns what it reads beside its places, and the update.
+
+        That is gradients, and copies that were made for the step: their memory is not to be used for anything else yet.
+        """
 
     def on_host(self, bucket: Bucket, after: Sequence[Mark]) -> Mark:
         """Have the CPU update ``bucket`` once ``after`` have passed; returns at once."""
@@ -265,7 +268,8 @@ class Core:
         if self.mode.lane == "update":
             # Gradients of a group share one buffer of the reduce-scatter stream, freed with its last reference.
             # Compute waits for the update in the next gather; reductions wait for compute.
-            self._gradients[bucket.number] = gradients
+            before = self._gradients.get(bucket.number, []) if bucket in self.done else []  # others have come late
+            self._gradients[bucket.number] = [*before, *gradients]
         for item in items:
             cache.changed(item, mark)
         cache.pinned, self.torn = (), None
