@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
 from fsdp_offload import OffloadPolicy
-from fsdp_offload.engine.executor import Pipeline
+from fsdp_offload.core.lanes import StreamLane
 from tests.parity import attach, leaves, same_bits
 
 POLICIES: dict[str, dict[str, Any]] = {
@@ -138,16 +138,31 @@ def plain_steps(
 
 
 def slow_down(kind: str, cycles: int, patch: Callable[[Any, str, Any], object] = setattr) -> None:
-    """Put a busy kernel before every action of that kind, on its own stream: who does not wait for it is found."""
-    issue = Pipeline._issue
+    """Put a busy kernel before every load (``"L"``), update (``"U"``) or store (``"S"``), on its own stream.
 
-    def slowed(self: Pipeline, action: Any, update: Any) -> None:
-        if action.kind == kind:
-            with self._lanes[kind].running():
+    Who does not wait for it is found.
+    """
+    name, method = {"L": ("load", "copy"), "S": ("store", "copy"), "U": (None, "run")}.get(kind, ("", "copy"))
+    issue = getattr(StreamLane, method)
+
+    def slowed(self: StreamLane, *args: Any, **options: Any) -> None:
+        if name in (None, self.name):
+            with self._lane.running():
                 torch.cuda._sleep(cycles)
-        issue(self, action, update)
+        issue(self, *args, **options)
 
-    patch(Pipeline, "_issue", slowed)
+    patch(StreamLane, method, slowed)
+
+
+def deafen(name: str, patch: Callable[[Any, str, Any], object]) -> None:
+    """Leave out all waits of the core's lane of that name."""
+    wait = StreamLane.wait
+
+    def deaf_wait(self: StreamLane, *marks: Any) -> None:
+        if self.name != name:
+            wait(self, *marks)
+
+    patch(StreamLane, "wait", deaf_wait)
 
 
 # Habits --------------------------------------------------------------------------------------------------------------

@@ -46,10 +46,7 @@ class Updates(Protocol):
         """Begin a step; ``False``: it may not begin before ``step()`` is called."""
 
     def job(self, bucket: Bucket) -> tuple[list[Tensor], Callable[[], None]]:
-        """Bind what an update of ``bucket`` needs now; returns what it reads beside its places, and the update.
-
-        That is gradients, and copies that were made for the step: their memory is not to be used for anything else yet.
-        """
+        """Bind what an update of ``bucket`` needs now; returns gradients and whatever else it reads, and the update."""
 
     def on_host(self, bucket: Bucket, after: Sequence[Mark]) -> Mark:
         """Have the CPU update ``bucket`` once ``after`` have passed; returns at once."""

@@ -26,8 +26,8 @@ class SharedValues:
     """Changes by one logical step to param groups and optimizer, however many buckets it has.
 
     Attributes:
-        copies: tensors that were copied when the step began. Their memory is that of the stream which was current then:
-            whoever runs updates on another one keeps them until the updates have been waited for.
+        copies: made when the step began, in memory of the stream that was current. Whoever runs updates on another
+            stream keeps them until these have been waited for.
     """
 
     def __init__(
