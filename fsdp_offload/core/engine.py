@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..device.lanes import Mark
 from .cache import Cache, Moved
-from .items import Item, Use
+from .items import Block, Item, Use
 from .lanes import Lanes
 from .plan import ELSEWHERE, Bucket, choose_kept
 from .room import Stopwatch
@@ -76,6 +76,7 @@ class Core:
         self.lanes, self.mode, self.updates = lanes, MODES[overlap], updates
         self.timeline, self.reductions = Timeline(), Reductions()
         self.cache = Cache(device, lanes, self.timeline)
+        self.cache.gone = self._unbind
         self.buckets: list[Bucket] = []
         self.weights: dict[int, Item] = {}
         self.done: dict[Bucket, None] = {}
@@ -105,6 +106,10 @@ class Core:
         streamed = {number: item for number, item in weights.items() if item.nbytes}
         self._gathers = {number: Use(f"gather {number}", (item,), gathers=True) for number, item in streamed.items()}
         self.timeline.forget()
+
+    def _unbind(self, block: Block) -> None:
+        for bucket in self.buckets:
+            bucket.bound = {blocks: bound for blocks, bound in bucket.bound.items() if block not in blocks}
 
     # Events -----------------------------------------------------------------------------------------------------------
 

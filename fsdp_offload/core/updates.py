@@ -126,8 +126,7 @@ class BucketUpdates:
         """Bind what an update needs now: when it runs, the user may have gone on."""
         assert self.shared is not None and self.logical is not None and self._states is not None
         ranges = self._to_update(bucket)
-        # Compute may have written the memory of these copies again, if they went before the update has been waited for.
-        read = list(self.shared.copies)
+        read = list(self.shared.copies)  # if they went now, compute might write their memory before the update reads it
         for one in ranges:
             grad = self._conventions.gradient(one.shard.param)
             if grad is None:

@@ -18,17 +18,11 @@ _OWN_ATTRIBUTES = frozenset({"param_groups", "state", "step", ENGINE_ATTRIBUTE})
 _SCHEDULED = frozenset({"lr", "betas"})
 """Entries of param groups that schedulers write, perhaps into tensors, and that optimizers of torch only read."""
 
-_SCALERS = frozenset({"grad_scale", "found_inf"})
-"""Attributes that a GradScaler sets for one step. It writes its scale in place right after that."""
+_SCALERS = frozenset({"grad_scale", "found_inf"})  # a GradScaler sets them for one step, and writes them after it
 
 
 class SharedValues:
-    """Changes by one logical step to param groups and optimizer, however many buckets it has.
-
-    Attributes:
-        copies: made when the step began, in memory of the stream that was current. Whoever runs updates on another
-            stream keeps them until these have been waited for.
-    """
+    """Changes by one logical step to param groups and optimizer, however many buckets it has."""
 
     def __init__(
         self,
@@ -50,8 +44,7 @@ class SharedValues:
             by_param: names of attributes that are dicts with parameters as keys.
             writes_any_entry: a step of this class may write the learning rate or betas of a group, so that each bucket
                 needs its own. Otherwise buckets share those tensors.
-            copy_scheduled: copy them, and what a GradScaler gave, when the step begins: they may be written before the
-                last bucket has read them.
+            copy_scheduled: copy them, and a GradScaler's, when the step begins: they may be written before it ends.
             all_groups: show each bucket all param groups, those without parameters in it empty, and not only its own.
         """
         self._start = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
@@ -59,7 +52,7 @@ class SharedValues:
         self._groups = self._start
         self._attributes = instance_attributes(optimizer)
         self._scaler: dict[str, Any] = {}
-        self.copies: list[Tensor] = []
+        self.copies: list[Tensor] = []  # in memory of the current stream: kept until updates on others have read them
         if copy_scheduled:
             self._groups = [
                 {name: _own(value) if name in _SCHEDULED else value for name, value in group.items()}

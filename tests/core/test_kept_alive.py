@@ -1,6 +1,6 @@
-"""What an update on a stream of its own reads lives until compute has waited for it, whoever else lets go of it.
+"""What an update on a stream of its own reads lives until compute has waited for it; a block that is given back dies.
 
-On the CPU nothing is late: these look at what is alive. ``tests/gpu/test_overlap.py`` looks at the bits.
+On the CPU nothing is late: these look at what is alive. ``tests/gpu`` looks at bits and bytes.
 """
 
 import weakref
@@ -11,22 +11,27 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import AdamW
 
 from fsdp_offload import OffloadPolicy
+from fsdp_offload.core.attached import CoreEngine
 from fsdp_offload.core.updates import BucketUpdates
 from fsdp_offload.engine.engine import engine_of
 from tests.core.programs import local
 from tests.parity import attach
 
 
-def make(mesh: DeviceMesh, overlap: Any, lr: float | Tensor = 1e-2) -> tuple[nn.Module, AdamW]:
+def make(
+    mesh: DeviceMesh, overlap: Any, lr: float | Tensor = 1e-2, *, parameters: bool = False
+) -> tuple[nn.Module, AdamW]:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
     for block in model:
         fully_shard(block, mesh=mesh)
     optimizer = AdamW(model.parameters(), lr=lr, fused=True)
-    attach(optimizer, model=model, policy=OffloadPolicy(overlap=overlap, bucket_bytes=1024, device_bytes=4096))
+    policy = OffloadPolicy(overlap=overlap, parameters=parameters, bucket_bytes=1024, device_bytes=4096)
+    attach(optimizer, model=model, policy=policy)
     return model, optimizer
 
 
@@ -76,3 +81,25 @@ def test_gradients_of_which_some_came_late(mesh: DeviceMesh) -> None:
     optimizer.zero_grad()
     assert alive(refs) == len(refs)
     assert local(late).isfinite().all()
+
+
+@pytest.mark.parametrize("parameters", [False, True])
+@pytest.mark.parametrize("overlap", ["step", "forward", "iteration"])
+def test_blocks_that_are_released_are_gone(mesh: DeviceMesh, overlap: str, parameters: bool) -> None:
+    """Also from what updates were bound to."""
+    model, optimizer = make(mesh, overlap, parameters=parameters)
+    engine = engine_of(optimizer)
+    assert isinstance(engine, CoreEngine)
+    for _ in range(4):
+        backward(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        cache = engine.core.cache
+        blocks = [item.block for item in cache.held] + [block for pool in cache.pools for block in pool.free]
+        memory = [StorageWeakRef(block.memory.untyped_storage()) for block in blocks]
+        assert memory
+        del blocks
+        optimizer.offload_states()
+        optimizer.release_states()
+        assert all(one.expired() for one in memory)
+        optimizer.reload_states()
