@@ -74,8 +74,8 @@ DEVICE_BYTES, BUCKET_BYTES = 384 * MIB, 64 * MIB
 TEMPORARIES = {
     # First step: moments that are being created 8, gradient in fp32 4. Later one kernel does all.
     "fp32": (8 + 4, 0),
-    # First step: moments 8, gradient 4, master 4.
-    "remainder": (8 + 4 + 4, 0),
+    # First step: moments 8, gradient 4, master 4, and its rounding 3.
+    "remainder": (8 + 4 + 4 + 3, 0),
 }
 BYTES_PER_ELEMENT = {"fp32": 12, "remainder": 10}
 
