@@ -24,6 +24,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "iteration": {"overlap": "iteration"},
 }
 SIZES = {"bucket_bytes": 8192, "passing": 5 * 8192}
+SMALL = {"bucket_bytes": 8192, "device_bytes": 6 * 8192}
 
 Habit = Callable[["Loop", int], None]
 
