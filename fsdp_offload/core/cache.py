@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..device.lanes import recorded
 from .items import Block, Item, Pool
 from .lanes import Lanes, Mark
 from .timeline import Timeline
@@ -69,7 +70,8 @@ class Cache:
         item.block = block
         if item.exists:
             load.wait(item.at_home)  # R2: the last store into this home may still be running
-            load.copy([(target, source) for source, target in item.copies()])
+            with recorded(f"fsdp_offload L {item.name}"):
+                load.copy([(target, source) for source, target in item.copies()])
             item.ready = item.home_read["load"] = load.mark()
             self.moved.loads += len(item.home)
             self.moved.loaded_bytes += item.nbytes
@@ -96,7 +98,8 @@ class Cache:
         store = self.lanes.store
         store.wait(item.ready)  # R3: the update may still be writing the place
         store.wait(*item.home_read.values())  # R4: a load, or a checkpoint, may still be reading this home
-        store.copy(item.copies())
+        with recorded(f"fsdp_offload S {item.name}"):
+            store.copy(item.copies())
         item.at_home = item.used["store"] = store.mark()
         item.home_read.clear()
         item.dirty = False
@@ -115,8 +118,6 @@ class Cache:
         item.pool.free.append(item.block)
         del self.held[item]
         item.block = None
-
-    # Those who look at homes ----------------------------------------------------------------------------------------
 
     def flush(self, items: Iterable[Item] | None = None) -> None:
         """Store what is newer on the device than at home."""

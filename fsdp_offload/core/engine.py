@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..device.lanes import Mark
+from ..device.lanes import Mark, recorded
 from .cache import Cache, Moved
 from .items import Block, Item, Use
 from .lanes import Lanes
@@ -225,8 +225,6 @@ class Core:
         choose_kept([bucket.state for bucket in self.buckets if bucket.state.nbytes])
         choose_kept([item for item in self.weights.values() if item.nbytes])
 
-    # The loop ---------------------------------------------------------------------------------------------------------
-
     def pump(self) -> None:
         """Update what may be updated now; load what is used next."""
         while self._ready:
@@ -265,7 +263,8 @@ class Core:
             lane.wait(*item.used.values())  # R1: gathers, or a store, may still be reading it
         gradients, job = self.updates.job(bucket)
         self.torn = bucket
-        lane.run(job, reads=gradients, writes=[memory for item in items for memory in item.place()])
+        with recorded(f"fsdp_offload U {state.name}"):
+            lane.run(job, reads=gradients, writes=[memory for item in items for memory in item.place()])
         self.updated = mark = lane.mark()
         if self.mode.lane == "update":
             # Gradients of a group share one buffer of the reduce-scatter stream, freed with its last reference.

@@ -59,8 +59,8 @@ class SharedValues:
                 for group in self._start
             ]
             self._scaler = {name: _own(self._attributes[name]) for name in _SCALERS & self._attributes.keys()}
-            scheduled = [group[name] for group in self._groups for name in _SCHEDULED & group.keys()]
-            self.copies = list(tensors_in([*scheduled, *self._scaler.values()]))
+            scheduled = [group.get(name) for group in self._groups for name in _SCHEDULED]
+            self.copies = list(tensors_in([*scheduled, self._scaler]))
         self._pinned = pinned
         self._writes_any_entry = writes_any_entry
         self._all_groups = all_groups
