@@ -24,6 +24,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "iteration": {"overlap": "iteration"},
 }
 SIZES = {"bucket_bytes": 8192, "passing": 5 * 8192}
+SMALL = {"bucket_bytes": 8192, "device_bytes": 6 * 8192}
 
 Habit = Callable[["Loop", int], None]
 
@@ -138,19 +139,31 @@ def plain_steps(
 
 
 def slow_down(kind: str, cycles: int, patch: Callable[[Any, str, Any], object] = setattr) -> None:
-    """Put a busy kernel before all that is issued to the lane of that name: who does not wait for it is found."""
+    """Put a busy kernel before every load (``"L"``), update (``"U"``) or store (``"S"``), on its own stream.
 
-    def slowed(issue: Callable[..., None]) -> Callable[..., None]:
-        def later(self: StreamLane, *args: Any, **kwargs: Any) -> None:
-            if self.name == kind:
-                with self._lane.running():
-                    torch.cuda._sleep(cycles)
-            issue(self, *args, **kwargs)
+    Who does not wait for it is found.
+    """
+    name, method = {"L": ("load", "copy"), "S": ("store", "copy"), "U": (None, "run")}.get(kind, ("", "copy"))
+    issue = getattr(StreamLane, method)
 
-        return later
+    def slowed(self: StreamLane, *args: Any, **options: Any) -> None:
+        if name in (None, self.name):
+            with self._lane.running():
+                torch.cuda._sleep(cycles)
+        issue(self, *args, **options)
 
-    for method in ("copy", "run"):
-        patch(StreamLane, method, slowed(getattr(StreamLane, method)))
+    patch(StreamLane, method, slowed)
+
+
+def deafen(name: str, patch: Callable[[Any, str, Any], object]) -> None:
+    """Leave out all waits of the core's lane of that name."""
+    wait = StreamLane.wait
+
+    def deaf_wait(self: StreamLane, *marks: Any) -> None:
+        if self.name != name:
+            wait(self, *marks)
+
+    patch(StreamLane, "wait", deaf_wait)
 
 
 # Habits --------------------------------------------------------------------------------------------------------------

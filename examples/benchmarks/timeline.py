@@ -27,7 +27,7 @@ _Event = Mapping[str, Any]
 
 _DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 _PHASE = re.compile(r"train (\w+)")
-_ACTION = re.compile(r"fsdp_offload ([LUS])(\d+)")  # written by the library's pipeline
+_ACTION = re.compile(r"fsdp_offload ([LUS]) ?[a-z ]*(\d+)")  # written by the library's core
 _REDUCTION = re.compile(r"(FSDP::post_backward_reduce)")  # written by fully_shard
 _REDUCING_KERNEL = re.compile(r"nccl\w*Reduce")
 

@@ -4,8 +4,7 @@
 where nothing is to do.
 """
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -36,6 +35,7 @@ class Cache:
         pinned: items that an update is about to use; nobody evicts them.
         overflowed: an update could not do without one block more than allowed.
         moved: in this iteration.
+        gone: told of each block that is given back: nobody is to keep views of it.
     """
 
     def __init__(self, device: torch.device, lanes: Lanes, timeline: Timeline) -> None:
@@ -45,6 +45,7 @@ class Cache:
         self.pinned: tuple[Item, ...] = ()
         self.overflowed = False
         self.moved = Moved()
+        self.gone: Callable[[Block], None] = lambda block: None
         self._left: Pool | None = None
 
     @property
@@ -69,7 +70,7 @@ class Cache:
         item.block = block
         if item.exists:
             load.wait(item.at_home)  # R2: the last store into this home may still be running
-            with _recorded("L", item):
+            with recorded(f"fsdp_offload L {item.name}"):
                 load.copy([(target, source) for source, target in item.copies()])
             item.ready = item.home_read["load"] = load.mark()
             self.moved.loads += len(item.home)
@@ -98,7 +99,7 @@ class Cache:
         store.wait(item.ready)  # R3: the update may still be writing the place
         store.wait(*item.home_read.values())  # R4: a load, or a checkpoint, may still be reading this home
         copies = item.copies(changed=True)
-        with _recorded("S", item):
+        with recorded(f"fsdp_offload S {item.name}"):
             store.copy(copies)
         item.at_home = item.used["store"] = store.mark()
         item.home_read.clear()
@@ -118,8 +119,6 @@ class Cache:
         item.pool.free.append(item.block)
         del self.held[item]
         item.block = None
-
-    # Those who look at homes ----------------------------------------------------------------------------------------
 
     def flush(self, items: Iterable[Item] | None = None) -> None:
         """Store what is newer on the device than at home."""
@@ -179,6 +178,7 @@ class Cache:
         block = pool.free.pop(0)
         self.lanes.compute.wait(*block.free)
         self.lanes.freed(block.memory)
+        self.gone(block)
         pool.made -= 1
 
     def _room_for(self, item: Item, must: bool, distance: int) -> Block | None:
@@ -218,8 +218,3 @@ class Cache:
             return False
         self.drop(victim)
         return True
-
-
-def _recorded(kind: str, item: Item) -> AbstractContextManager[object]:
-    """Show in a trace which item is loaded or stored."""
-    return recorded(f"fsdp_offload {kind}{item.name.rpartition(' ')[2]}")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..device.lanes import Mark, recorded
 from .cache import Cache, Moved
-from .items import Item, Use
+from .items import Block, Item, Use
 from .lanes import Lanes
 from .plan import ELSEWHERE, Bucket, choose_kept
 from .room import Stopwatch
@@ -46,7 +46,7 @@ class Updates(Protocol):
         """Begin a step; ``False``: it may not begin before ``step()`` is called."""
 
     def job(self, bucket: Bucket) -> tuple[list[Tensor], Callable[[], None]]:
-        """Bind what an update of ``bucket`` needs now; returns the gradients that it reads, and the update."""
+        """Bind what an update of ``bucket`` needs now; returns gradients and whatever else it reads, and the update."""
 
     def on_host(self, bucket: Bucket, after: Sequence[Mark]) -> Mark:
         """Have the CPU update ``bucket`` once ``after`` have passed; returns at once."""
@@ -76,6 +76,7 @@ class Core:
         self.lanes, self.mode, self.updates = lanes, MODES[overlap], updates
         self.timeline, self.reductions = Timeline(), Reductions()
         self.cache = Cache(device, lanes, self.timeline)
+        self.cache.gone = self._unbind
         self.buckets: list[Bucket] = []
         self.weights: dict[int, Item] = {}
         self.done: dict[Bucket, None] = {}
@@ -105,6 +106,10 @@ class Core:
         streamed = {number: item for number, item in weights.items() if item.nbytes}
         self._gathers = {number: Use(f"gather {number}", (item,), gathers=True) for number, item in streamed.items()}
         self.timeline.forget()
+
+    def _unbind(self, block: Block) -> None:
+        for bucket in self.buckets:
+            bucket.bound = {blocks: bound for blocks, bound in bucket.bound.items() if block not in blocks}
 
     # Events -----------------------------------------------------------------------------------------------------------
 
@@ -220,8 +225,6 @@ class Core:
         choose_kept([bucket.state for bucket in self.buckets if bucket.state.nbytes])
         choose_kept([item for item in self.weights.values() if item.nbytes])
 
-    # The loop ---------------------------------------------------------------------------------------------------------
-
     def pump(self) -> None:
         """Update what may be updated now; load what is used next."""
         while self._ready:
@@ -260,13 +263,14 @@ class Core:
             lane.wait(*item.used.values())  # R1: gathers, or a store, may still be reading it
         gradients, job = self.updates.job(bucket)
         self.torn = bucket
-        with recorded(f"fsdp_offload U{bucket.number}"):
+        with recorded(f"fsdp_offload U {state.name}"):
             lane.run(job, reads=gradients, writes=[memory for item in items for memory in item.place()])
         self.updated = mark = lane.mark()
         if self.mode.lane == "update":
             # Gradients of a group share one buffer of the reduce-scatter stream, freed with its last reference.
             # Compute waits for the update in the next gather; reductions wait for compute.
-            self._gradients[bucket.number] = gradients
+            before = self._gradients.get(bucket.number, []) if bucket in self.done else []  # others have come late
+            self._gradients[bucket.number] = [*before, *gradients]
         for item in items:
             cache.changed(item, mark)
         cache.pinned, self.torn = (), None

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from ..policy import MIB
-from .items import Item, Pool, Use
+from .items import Block, Item, Pool, Use
 
 LARGEST_BYTES, JOINED_BYTES = 512 * MIB, 64 * MIB
 """State of small groups is joined up to the one and of large groups cut at the other: few and large operations."""
@@ -44,7 +44,7 @@ class Bucket:
     after: frozenset[int] = frozenset()
     streamed: tuple[Item, ...] = field(init=False)
     use: Use = field(init=False)
-    bound: dict[object, object] = field(default_factory=dict)
+    bound: dict[tuple[Block | None, ...], object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.streamed = tuple(item for item in (self.state, *self.weights) if item.nbytes)

@@ -126,7 +126,7 @@ class BucketUpdates:
         """Bind what an update needs now: when it runs, the user may have gone on."""
         assert self.shared is not None and self.logical is not None and self._states is not None
         ranges = self._to_update(bucket)
-        read: list[Tensor] = []
+        read = list(self.shared.copies)  # if they went now, compute might write their memory before the update reads it
         for one in ranges:
             grad = self._conventions.gradient(one.shard.param)
             if grad is None:

@@ -18,6 +18,8 @@ _OWN_ATTRIBUTES = frozenset({"param_groups", "state", "step", ENGINE_ATTRIBUTE})
 _SCHEDULED = frozenset({"lr", "betas"})
 """Entries of param groups that schedulers write, perhaps into tensors, and that optimizers of torch only read."""
 
+_SCALERS = frozenset({"grad_scale", "found_inf"})  # a GradScaler sets them for one step, and writes them after it
+
 
 class SharedValues:
     """Changes by one logical step to param groups and optimizer, however many buckets it has."""
@@ -42,24 +44,28 @@ class SharedValues:
             by_param: names of attributes that are dicts with parameters as keys.
             writes_any_entry: a step of this class may write the learning rate or betas of a group, so that each bucket
                 needs its own. Otherwise buckets share those tensors.
-            copy_scheduled: copy them when the step begins: a scheduler may write them before the last bucket has read
-                them.
+            copy_scheduled: copy them, and a GradScaler's, when the step begins: they may be written before it ends.
             all_groups: show each bucket all param groups, those without parameters in it empty, and not only its own.
         """
         self._start = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         self._start_versions = _versions(self._start)
         self._groups = self._start
+        self._attributes = instance_attributes(optimizer)
+        self._scaler: dict[str, Any] = {}
+        self.copies: list[Tensor] = []  # in memory of the current stream: kept until updates on others have read them
         if copy_scheduled:
             self._groups = [
                 {name: _own(value) if name in _SCHEDULED else value for name, value in group.items()}
                 for group in self._start
             ]
+            self._scaler = {name: _own(self._attributes[name]) for name in _SCALERS & self._attributes.keys()}
+            scheduled = [group.get(name) for group in self._groups for name in _SCHEDULED]
+            self.copies = list(tensors_in([*scheduled, self._scaler]))
         self._pinned = pinned
         self._writes_any_entry = writes_any_entry
         self._all_groups = all_groups
-        self._attributes = instance_attributes(optimizer)
         self._fresh_attributes = fresh_attributes
-        self._unwatched = {*fresh_attributes(), *by_param}
+        self._unwatched = {*fresh_attributes(), *self._scaler, *by_param}
         self.by_param: dict[str, dict[Tensor, Any]] = {name: self._attributes[name] for name in by_param}
         self._group_changes: list[dict[str, Any]] = [{} for _ in self._groups]
         self._replaced: set[tuple[int, str]] = set()  # entries that a step has exchanged, and not written into
@@ -104,7 +110,7 @@ class SharedValues:
     @property
     def attributes(self) -> dict[str, Any]:
         """The optimizer's own attributes, for a shadow."""
-        return {**self._attributes, **self._fresh_attributes()}
+        return {**self._attributes, **self._scaler, **self._fresh_attributes()}
 
     def collect(self, groups: Sequence[Mapping[str, Any]], attributes: Mapping[str, Any]) -> None:
         """Note what a bucket's step has changed. What it did to a group without parameters is nobody's.

@@ -26,16 +26,15 @@ from tests.distributed import models
 from tests.distributed.launch import agree, run_cases, spawn, this_device
 from tests.distributed.models import Net, batch, build, decay_groups
 from tests.parity import Pair, Run, attach, differences
-from tests.policies import with_share
 from tests.tiers import world_sizes
 
 pytestmark = pytest.mark.distributed
 
 ALL = 1 << 30
-NONE = with_share(bucket_bytes=1024, passing=5 * 1024)
-SPARE = with_share(bucket_bytes=1024, passing=5 * 1024, snapshot_bytes=ALL)
-HALF = with_share(bucket_bytes=1024, passing=5 * 1024, snapshot_bytes=6000)
-RESIDENT = with_share(bucket_bytes=1024, passing=4096, snapshot_bytes=ALL, staying=2600)
+NONE = OffloadPolicy(bucket_bytes=1024, device_bytes=5 * 1024)
+SPARE = OffloadPolicy(bucket_bytes=1024, device_bytes=5 * 1024, snapshot_bytes=ALL)
+HALF = OffloadPolicy(bucket_bytes=1024, device_bytes=5 * 1024, snapshot_bytes=6000)
+KEPT = OffloadPolicy(bucket_bytes=1024, device_bytes=9 * 1024, snapshot_bytes=ALL)
 
 MakeOptimizer = Callable[[Net], Optimizer]
 
@@ -208,7 +207,7 @@ def cases(folder: Path, world_size: int) -> dict[str, Callable[[], Iterator[str]
     if world_size == 2:
         found |= {
             "half": partial(saves_in_a_row, policy=HALF),
-            "resident": partial(saves_in_a_row, policy=RESIDENT),
+            "resident": partial(saves_in_a_row, policy=KEPT),
             "bfloat16": partial(saves_in_a_row, policy=SPARE, shard=models.shard_bfloat16),
             "tied": partial(saves_in_a_row, policy=SPARE, tied=True),
             "Muon": partial(saves_in_a_row, policy=SPARE, make=muon),

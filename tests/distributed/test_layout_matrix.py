@@ -4,6 +4,7 @@ All layouts of one world size share a start of processes: one that saves, one th
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,13 +13,16 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict as torch_get
 from torch.optim import Optimizer
 
+from fsdp_offload import OffloadPolicy
 from fsdp_offload.checkpoint import LoadPlanner, get_optimizer_state_dict, load, set_optimizer_state_dict
 from tests.distributed import models
 from tests.distributed.launch import DEVICE_TYPE, run_cases, spawn
-from tests.distributed.test_sharded_checkpoints import TINY, adamw, gathered, new_run, not_equal, train
+from tests.distributed.test_sharded_checkpoints import FULL, TINY, adamw, new_run, train
 from tests.parity import Run, assert_at_home
 from tests.tiers import some_cases
 
@@ -51,9 +55,37 @@ def is_flat(saved_by: str) -> bool:
     return list(LAYOUTS).index(saved_by) % 2 == 1
 
 
+def policy_of(name: str) -> OffloadPolicy:
+    """Parameters live on the host in some layouts."""
+    return replace(TINY, parameters=list(LAYOUTS).index(name) % 3 == 1)
+
+
 def state_of(run: Run, *, flat: bool, for_load: bool) -> dict[str, Any]:
     optimizer = get_optimizer_state_dict(run.model, run.optimizer, for_load=for_load, flatten_optimizer_state_dict=flat)
     return {"model": get_model_state_dict(run.model), "optimizer": optimizer}
+
+
+def gathered(run: Run) -> dict[str, Any]:
+    return {
+        "model": get_model_state_dict(run.model, options=FULL),
+        "optimizer": torch_get(run.model, run.optimizer, options=FULL),
+    }
+
+
+def not_equal(saved: Any, found: Any, where: str) -> Iterator[str]:
+    if isinstance(saved, dict):
+        if saved.keys() != found.keys():
+            yield f"{where} has {list(found)[:9]} instead of {list(saved)[:9]}"
+        for key in saved.keys() & found.keys():
+            yield from not_equal(saved[key], found[key], f"{where}/{key}")
+    elif isinstance(saved, list):
+        for number, (one, other) in enumerate(zip(saved, found, strict=True)):
+            yield from not_equal(one, other, f"{where}/{number}")
+    elif isinstance(saved, Tensor):
+        if saved.dtype != found.dtype or not torch.equal(saved, found):
+            yield f"{where} differs"
+    elif saved != found:
+        yield f"{where} is {found}, saved was {saved}"
 
 
 # Saving --------------------------------------------------------------------------------------------------------------
@@ -65,7 +97,7 @@ def run_save(rank: int, world_size: int, folder: Path) -> None:
 
 
 def saves(name: str, shard: models.ShardNet, folder: Path) -> Iterator[str]:
-    run = new_run(shard, adamw, TINY)
+    run = new_run(shard, adamw, policy_of(name))
     train(run, 0, 2)
     dcp.save(state_of(run, flat=is_flat(name), for_load=False), checkpoint_id=folder / name)
     full = gathered(run)
@@ -87,9 +119,9 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # Loading -------------------------------------------------------------------------------------------------------------
 
 
-def loads(shard: models.ShardNet, saved_by: str, folder: Path) -> Iterator[str]:
+def loads(name: str, shard: models.ShardNet, saved_by: str, folder: Path) -> Iterator[str]:
     """Into a fresh process that has other parameters and no state."""
-    run = new_run(shard, adamw, TINY, seed=1)
+    run = new_run(shard, adamw, policy_of(name), seed=1)
     state = state_of(run, flat=is_flat(saved_by), for_load=True)
     dcp.load(state, checkpoint_id=folder / saved_by)
     set_model_state_dict(run.model, state["model"])
@@ -105,7 +137,7 @@ def run_load(rank: int, world_size: int, folder: Path, every: int) -> None:
     pairs = [(name, saved_by) for name in layouts_of(world_size) for saved_by in LAYOUTS]
     run_cases(
         {
-            f"{saved_by} to {name}": partial(loads, layouts_of(world_size)[name], saved_by, folder)
+            f"{saved_by} to {name}": partial(loads, name, layouts_of(world_size)[name], saved_by, folder)
             for name, saved_by in pairs
         },
         every,

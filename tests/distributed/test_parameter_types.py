@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.two_tensor import TwoTensor
 
+from fsdp_offload import OffloadPolicy
 from tests.distributed.launch import mesh, run_cases, spawn
-from tests.overlapping import POLICIES, SIZES, Loop, Net, same
+from tests.overlapping import POLICIES, SMALL, Loop, Net, same
 from tests.parity import attach, leaves
-from tests.policies import with_share
 from tests.tiers import some_cases
 
 pytestmark = pytest.mark.distributed
@@ -67,7 +67,7 @@ MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 def compare(device_mesh: DeviceMesh, make: Callable[[Any], torch.optim.Optimizer], policy: dict[str, Any]) -> list[str]:
     plain = Loop(device_mesh, make, None, net=TwiceNet).train(5)
-    offloaded = Loop(device_mesh, make, with_share(**policy, **SIZES), net=TwiceNet).train(5)
+    offloaded = Loop(device_mesh, make, OffloadPolicy(**policy, **SMALL), net=TwiceNet).train(5)
     offloaded.optimizer.synchronize()
     values = [v for state in offloaded.optimizer.state.values() for v in state.values() if v.dim()]
     if not isinstance(offloaded.optimizer, torch.optim.SGD):  # its momentum begins as a gradient, which is no pair

@@ -23,17 +23,17 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict as torch_get
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict as torch_set
 
+from fsdp_offload import OffloadPolicy
 from fsdp_offload.checkpoint import get_optimizer_state_dict, set_optimizer_state_dict
 from tests.distributed import models
 from tests.distributed.launch import agree, run_cases, spawn
 from tests.distributed.test_sharded_checkpoints import TINY, MakeOptimizer, adamw, compared, new_run, train
 from tests.parity import Run
-from tests.policies import with_share
 from tests.tiers import some_cases
 
 pytestmark = pytest.mark.distributed
 
-ONE_BUCKET = with_share(bucket_bytes=1 << 20, passing=2 << 20)
+ONE_BUCKET = OffloadPolicy(bucket_bytes=1 << 20, device_bytes=2 << 20)
 
 # Saving and loading, by whoever --------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Saving and loading offloaded state as people do it: torch's state-dict functions, DCP, torch.save; and resharding.
+"""Saving and loading offloaded state as people do it: torch's state-dict functions, DCP, torch.save.
 
 What is loaded has to be what was saved, and training has to go on as if it had not been interrupted, bit by bit.
 """
@@ -29,13 +29,12 @@ from tests.distributed import models
 from tests.distributed.launch import agree, run_cases, spawn, this_device
 from tests.distributed.models import Net, batch, build, decay_groups
 from tests.parity import Pair, Run, assert_at_home, attach, differences
-from tests.policies import with_share
 from tests.tiers import some_cases
 
 pytestmark = pytest.mark.distributed
 
-TINY = with_share(bucket_bytes=1024, passing=5 * 1024)
-SOME_RESIDENT = with_share(bucket_bytes=1024, passing=4096, staying=2600)
+TINY = OffloadPolicy(bucket_bytes=1024, device_bytes=5 * 1024)
+SOME_KEPT = OffloadPolicy(bucket_bytes=1024, device_bytes=9 * 1024)
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
@@ -202,9 +201,9 @@ def cases(folder: Path) -> dict[str, Callable[[], Iterator[str]]]:
     for name in ("in memory", "dcp", "torch.save"):
         found[f"{name}, into one in use"] = partial(resumes, WAYS[name], target_steps=2)
     found["dcp, Shard(1)"] = partial(resumes, resume_dcp, shard=models.shard_columns)
-    found["dcp, some resident"] = partial(resumes, resume_dcp, source_policy=SOME_RESIDENT, target_policy=TINY)
-    found["dcp, to some resident"] = partial(resumes, resume_dcp, target_policy=SOME_RESIDENT)
-    found["full, some resident"] = partial(resumes, resume_full, source_policy=SOME_RESIDENT)
+    found["dcp, some kept"] = partial(resumes, resume_dcp, source_policy=SOME_KEPT, target_policy=TINY)
+    found["dcp, to some kept"] = partial(resumes, resume_dcp, target_policy=SOME_KEPT)
+    found["full, some kept"] = partial(resumes, resume_full, source_policy=SOME_KEPT)
     found["dcp, fused"] = partial(resumes, resume_dcp, make_optimizer=partial(adamw, fused=True))
     found["dcp, amsgrad"] = partial(resumes, resume_dcp, make_optimizer=partial(adamw, amsgrad=True, foreach=True))
     found["dcp, bfloat16"] = partial(resumes, resume_dcp, shard=models.shard_bfloat16)
@@ -241,75 +240,3 @@ def run_resume_several_dims(rank: int, world_size: int, folder: Path, every: int
 @some_cases({4: 3})
 def test_training_resumes_with_uneven_shards_and_several_mesh_dims(world_size: int, every: int, tmp_path: Path) -> None:
     spawn(run_resume_several_dims, world_size, tmp_path, tmp_path, every)
-
-
-# Another number of ranks ---------------------------------------------------------------------------------------------
-
-LAYOUTS: dict[str, models.ShardNet] = {"even": models.shard_even, "columns": models.shard_columns}
-
-
-def run_save(rank: int, world_size: int, folder: Path) -> None:
-    """A checkpoint and, gathered by torch, what it must contain; with and without offload."""
-    for name, shard in LAYOUTS.items():
-        for policy in (TINY, None) if name == "even" else (TINY,):
-            run = new_run(shard, adamw, policy)
-            train(run, 0, 3)
-            kind = f"{name}-{'plain' if policy is None else 'offloaded'}"
-            dcp_save(run, folder / kind)
-            full = gathered(run)
-            if rank == 0:
-                torch.save(full, folder / f"{kind}.pt")
-
-
-def gathered(run: Run) -> dict[str, Any]:
-    return {
-        "model": get_model_state_dict(run.model, options=FULL),
-        "optimizer": get_optimizer_state_dict(run.model, run.optimizer, options=FULL),
-    }
-
-
-def reshards(shard: models.ShardNet, folder: Path, saved_kind: str) -> Iterator[str]:
-    offloaded, plain = (new_run(shard, adamw, policy, seed=1) for policy in (TINY, None))
-    for run in (plain, offloaded):
-        dcp_load(run, folder / saved_kind)
-    found = gathered(offloaded)
-    if dist.get_rank() == 0:
-        saved = torch.load(folder / f"{saved_kind}.pt", weights_only=False)
-        yield from not_equal(saved, found, "")
-    yield from compared(plain, offloaded, "loaded")
-    for run in (plain, offloaded):
-        train(run, 3, 6)
-    yield from compared(plain, offloaded, "trained on")
-
-
-def not_equal(saved: Any, found: Any, where: str) -> Iterator[str]:
-    if isinstance(saved, dict):
-        if saved.keys() != found.keys():
-            yield f"{where} has {list(found)[:9]} instead of {list(saved)[:9]}"
-        for key in saved.keys() & found.keys():
-            yield from not_equal(saved[key], found[key], f"{where}/{key}")
-    elif isinstance(saved, list):
-        for number, (one, other) in enumerate(zip(saved, found, strict=True)):
-            yield from not_equal(one, other, f"{where}/{number}")
-    elif isinstance(saved, Tensor):
-        if saved.dtype != found.dtype or not torch.equal(saved, found):
-            yield f"{where} differs"
-    elif saved != found:
-        yield f"{where} is {found}, saved was {saved}"
-
-
-def run_reshard(rank: int, world_size: int, folder: Path) -> None:
-    del rank, world_size
-    pairs = [
-        ("even-offloaded", "even"),
-        ("even-plain", "even"),
-        ("columns-offloaded", "even"),
-        ("even-offloaded", "columns"),
-    ]
-    run_cases({f"{kind} into {layout}": partial(reshards, LAYOUTS[layout], folder, kind) for kind, layout in pairs})
-
-
-@pytest.mark.parametrize(("saved_by", "loaded_by"), [pytest.param(2, 4, marks=pytest.mark.long), (4, 2)])
-def test_a_checkpoint_is_loaded_by_another_number_of_ranks(saved_by: int, loaded_by: int, tmp_path: Path) -> None:
-    spawn(run_save, saved_by, tmp_path, tmp_path)
-    spawn(run_reshard, loaded_by, tmp_path, tmp_path)

@@ -18,13 +18,12 @@ from tests.distributed import models
 from tests.distributed.launch import DEVICE_TYPE, run_cases, spawn
 from tests.distributed.models import Net, batch, build, decay_groups
 from tests.parity import attach, local, params_of
-from tests.policies import with_share
 
 pytestmark = pytest.mark.distributed
 
-TINY = with_share(bucket_bytes=1024, passing=5 * 1024)
-# Which shards fit differs between ranks: the last ones are shorter or empty.
-SOME_RESIDENT = with_share(bucket_bytes=1024, passing=4096, staying=2600)
+TINY = OffloadPolicy(bucket_bytes=1024, device_bytes=5 * 1024)
+# What stays on the device differs between ranks: the last shards are shorter or empty.
+SOME_KEPT = OffloadPolicy(bucket_bytes=1024, device_bytes=9 * 1024)
 
 
 def backward(net: Net, step: int) -> None:
@@ -161,8 +160,8 @@ CASES = {
     "state, HSDP": partial(state_is_sharded_like_parameters, models.shard_hybrid),
     "state, TP": partial(state_is_sharded_like_parameters, models.shard_tensor_parallel),
     "same keys": partial(keys_are_the_same_on_every_rank, TINY),
-    "same keys, some resident": partial(keys_are_the_same_on_every_rank, SOME_RESIDENT),
-    "same keys, Muon, some resident": partial(keys_are_the_same_on_every_rank, SOME_RESIDENT, optim.Muon),
+    "same keys, some kept": partial(keys_are_the_same_on_every_rank, SOME_KEPT),
+    "same keys, Muon, some kept": partial(keys_are_the_same_on_every_rank, SOME_KEPT, optim.Muon),
     "nothing exists before": nothing_exists_before_the_first_step,
     "fused SGD": fused_sgd_works,
     "no collectives": partial(no_collectives, models.shard_even),

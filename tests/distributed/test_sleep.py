@@ -16,9 +16,7 @@ from fsdp_offload import offload_model, reload_model
 from tests.distributed import models
 from tests.distributed.launch import mesh, run_cases, spawn
 from tests.distributed.models import Net, ShardNet, batch, build
-from tests.overlapping import POLICIES, SIZES, Loop, adamw, same
 from tests.parity import same_bits
-from tests.policies import with_share
 from tests.tiers import world_sizes
 
 pytestmark = pytest.mark.distributed
@@ -181,30 +179,7 @@ def test_while_asleep(world_size: int, tmp_path: Path) -> None:
     spawn(run_while_asleep, world_size, tmp_path)
 
 
-# With an offloaded optimizer -----------------------------------------------------------------------------------------
-
-
-def with_optimizer(fields: dict[str, object]) -> Iterable[str]:
-    def sleep_around(loop: Loop, step: int) -> None:
-        loop.backward(step)
-        if fields.get("overlap") != "iteration":
-            nap(loop.model)
-        loop.step()
-        nap(loop.model)
-
-    device_mesh = mesh(dist.get_world_size())
-    plain = Loop(device_mesh, adamw, None).train(5)
-    offloaded = Loop(device_mesh, adamw, with_share(**{**SIZES, **fields})).train(5, sleep_around)  # type: ignore[arg-type]
-    return [] if same(plain, offloaded) else ["other bits"]
-
-
-def run_optimizers(rank: int, world_size: int) -> None:
-    del rank, world_size
-    run_cases({name: partial(with_optimizer, fields) for name, fields in {"default": {}, **POLICIES}.items()})
-
-
-def test_with_an_offloaded_optimizer(tmp_path: Path) -> None:
-    spawn(run_optimizers, 2, tmp_path)
+# Parameters that fully_shard leaves alone ----------------------------------------------------------------------------
 
 
 def run_plain_parameters(rank: int, world_size: int) -> None:

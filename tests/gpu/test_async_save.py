@@ -21,7 +21,6 @@ from fsdp_offload import OffloadPolicy, offload_optimizer
 from fsdp_offload.checkpoint import ArenaStager, get_optimizer_state_dict, set_optimizer_state_dict
 from fsdp_offload.checkpoint.writer_loan import Loan
 from tests.overlapping import slow_down
-from tests.policies import with_share
 
 MIB = 1 << 20
 SLEEP_CYCLES = 4_000_000  # about 2 ms: longer than a copy of any bucket here
@@ -46,7 +45,7 @@ def make(device: torch.device, policy: OffloadPolicy | None) -> tuple[nn.Module,
 
 
 def policy(**options: Any) -> OffloadPolicy:
-    return with_share(passing=5 * MIB, bucket_bytes=MIB, **options)
+    return OffloadPolicy(**{"device_bytes": 5 * MIB, "bucket_bytes": MIB, **options})
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
@@ -113,7 +112,7 @@ CASES = {
     "all": policy(snapshot_bytes=ALL),
     "half": policy(snapshot_bytes=6 * MIB),
     "none": policy(),
-    "some resident": policy(snapshot_bytes=ALL, staying=3 * MIB),
+    "some kept": policy(snapshot_bytes=ALL, device_bytes=9 * MIB),
 }
 
 

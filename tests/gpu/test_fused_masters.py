@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 
+from fsdp_offload import OffloadPolicy
 from fsdp_offload.optimizers import bucket_update as update
 from fsdp_offload.optimizers import fused_masters
 from fsdp_offload.optimizers.fused_masters import AdamWStep, MasterRange, is_exact
 from tests.parity import SMALL, Zoo, attach
-from tests.policies import with_share
 from tests.twins import make_twins
 
 pytest.importorskip("triton")
@@ -143,7 +143,7 @@ def test_no_temporaries() -> None:
     param = nn.Parameter(torch.randn(1 << 22, device="cuda", dtype=torch.bfloat16))
     optimizer = attach(
         optim.AdamW([param], lr=1e-3, fused=True),
-        policy=with_share(master_weights="remainder", passing=1 << 28),
+        policy=OffloadPolicy(master_weights="remainder", device_bytes=1 << 28),
     )
     for _ in range(4):
         param.grad = torch.randn_like(param)

@@ -19,15 +19,13 @@ from fsdp_offload.cpu_update.job import HostJob
 from fsdp_offload.cpu_update.mirror import MirroredPart
 from fsdp_offload.cpu_update.updates import HostUpdates
 from fsdp_offload.cpu_update.worker import host_worker
-from fsdp_offload.engine.executor import Pipeline
 from tests import host_worker_gate
-from tests.overlapping import POLICIES, Loop, Net
+from tests.overlapping import POLICIES, Loop, Net, deafen, slow_down
 from tests.parity import Run, Zoo, attach, make_pair, same_bits, train_step
-from tests.policies import with_share
 
 LONG_CYCLES = 40_000_000  # longer than the host takes to issue what follows, so that a missing wait is surely seen
 HELD_CYCLES = 2_000_000_000  # about 1 s
-SIZES = {"bucket_bytes": 256 << 10, "passing": 5 * (256 << 10)}
+SIZES = {"bucket_bytes": 256 << 10, "device_bytes": 6 * (256 << 10)}
 EVERY_POLICY = pytest.mark.parametrize("fields", POLICIES.values(), ids=POLICIES)
 FRACTIONS = pytest.mark.parametrize("fraction", [0.4, 1.0])
 
@@ -41,7 +39,7 @@ def adamw(params: Any) -> Optimizer:
 
 
 def policy_of(fields: dict[str, Any], fraction: float, **more: Any) -> OffloadPolicy:
-    return with_share(**{**SIZES, **fields, **more}, host_fraction=fraction)
+    return OffloadPolicy(**{**SIZES, **fields, **more}, host_fraction=fraction)
 
 
 def host_names(loop: Loop) -> list[str]:
@@ -147,14 +145,8 @@ def test_same_bits(
 def test_same_bits_with_a_slow_device(
     mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
 ) -> None:
-    issue = Pipeline._issue
-
-    def slowed(self: Pipeline, action: Any, update: Any) -> None:
-        with self._lanes[action.kind].running():
-            torch.cuda._sleep(LONG_CYCLES // 20)
-        issue(self, action, update)
-
-    monkeypatch.setattr(Pipeline, "_issue", slowed)
+    for kind in "LUS":
+        slow_down(kind, LONG_CYCLES // 20, monkeypatch.setattr)
     loop = Loop(mesh, adamw, policy_of(fields, 0.4), net=net).train(8)
     assert differences(reference(mesh, host_names(loop)), loop) == []
 
@@ -263,7 +255,7 @@ def test_fingerprints_on_the_device(device: torch.device, dtype: torch.dtype) ->
 def test_gradients_are_unscaled_as_without_offload(device: torch.device) -> None:
     sums = []
     for fraction in (0.0, 0.5, 1.0):
-        pair = make_pair(Zoo, adamw, device=device, policy=with_share(**SIZES, host_fraction=fraction))
+        pair = make_pair(Zoo, adamw, device=device, policy=OffloadPolicy(**SIZES, host_fraction=fraction))
         run = pair.offloaded
         scaler = torch.amp.GradScaler(device.type, init_scale=3000.0, growth_interval=100)
         run.optimizer.zero_grad()
@@ -277,7 +269,7 @@ def test_other_bits_without_the_wait_before_the_gather(
     mesh: DeviceMesh, slow_streams: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow_streams("up")
-    monkeypatch.setattr(Pipeline, "wait_updated", lambda *_: None)
+    deafen("compute", monkeypatch.setattr)
     loop = Loop(mesh, adamw, policy_of({"overlap": "forward"}, 1.0), net=net).train(8)
     assert differences(reference(mesh, host_names(loop)), loop) != []
 
@@ -323,7 +315,7 @@ def test_grad_scaler(device: torch.device, fraction: float) -> None:
     """Its scale and its verdict come down; a skipped step leaves parameters and counters."""
     results = []
     for skipping in (False, True):
-        pair = make_pair(Zoo, adamw, device=device, policy=with_share(**SIZES, host_fraction=fraction))
+        pair = make_pair(Zoo, adamw, device=device, policy=OffloadPolicy(**SIZES, host_fraction=fraction))
         run = pair.offloaded
         scaler = torch.amp.GradScaler(device.type, init_scale=2.0**10, growth_interval=100)
         for step in range(4):
@@ -357,7 +349,8 @@ def test_updates_begin_while_the_backward_runs(mesh: DeviceMesh) -> None:
     handle = loop.model.blocks[0].register_full_backward_pre_hook(hold)
     loop.model(loop.batch(4)).backward()
     engine = vars(loop.optimizer)["_offload_engine"].engine
-    jobs = [engine.host._jobs[number] for number in engine.steps.buckets_of(loop.model.blocks[-1].parameters())]
+    shards = [engine.plan.shards[param] for param in loop.model.blocks[-1].parameters()]
+    jobs = [engine.host._jobs[number] for shard in shards for number in shard.buckets]
     assert jobs
     assert all(job.done.wait(60) for job in jobs)
     assert not late.query(), "the updates waited for the whole backward"
@@ -393,7 +386,7 @@ def test_other_optimizers(device: torch.device, cls: type[Optimizer]) -> None:
     torch.manual_seed(0)
     run = Run(Zoo().to(device), None, device, torch.float32)  # type: ignore[arg-type]
     run.optimizer = cls(run.model.parameters(), lr=0.01, **options)
-    attach(run.optimizer, policy=with_share(**SIZES, host_fraction=1.0))
+    attach(run.optimizer, policy=OffloadPolicy(**SIZES, host_fraction=1.0))
     copies = {param: nn.Parameter(param.detach().cpu()) for param in run.params.values()}
     plain = cls(copies.values(), lr=0.01, **options, **({"fused": True} if fused else {}))
     for step in range(5):

@@ -9,15 +9,10 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_offload import OffloadPolicy
-from fsdp_offload.device.lanes import TurnsLane
-from fsdp_offload.core.attached import Engine
-from fsdp_offload.engine.executor import Pipeline
-from fsdp_offload.engine.window import Window
-from fsdp_offload.model.hooks import Overlap
+from fsdp_offload.core.attached import Engine, engine_of
+from fsdp_offload.core.hooks import ModelHooks
 from fsdp_offload.torch_compat.dtensor import local_shard
-from tests.overlapping import HABITS, POLICIES, Loop, Net, adamw, same, same_values
-from tests.policies import with_share
-from tests.window_mutants import gather_before_its_load, load_before_the_store
+from tests.overlapping import HABITS, POLICIES, Loop, Net, adamw, deafen, same, same_values, slow_down
 
 SLEEP_CYCLES = 2_000_000  # about 1 ms
 LONG_CYCLES = 40_000_000  # longer than the host takes to issue what follows, so that a missing wait is surely seen
@@ -27,27 +22,8 @@ Slow = Callable[..., None]
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Slow]:
-    """``slow("L")`` puts a busy kernel before every action of that kind; ``"W"``: before every load of the window."""
-
-    def install(kind: str, cycles: int = SLEEP_CYCLES) -> None:
-        issue, load = Pipeline._issue, Window._load
-
-        def slowed_issue(self: Pipeline, action: Any, update: Any) -> None:
-            if action.kind == kind:
-                with self._lanes[kind].running():
-                    torch.cuda._sleep(cycles)
-            issue(self, action, update)
-
-        def slowed_load(self: Window, *args: Any, **options: Any) -> Any:
-            if kind == "W":
-                with self._loads.running():
-                    torch.cuda._sleep(cycles)
-            return load(self, *args, **options)
-
-        monkeypatch.setattr(Pipeline, "_issue", slowed_issue)
-        monkeypatch.setattr(Window, "_load", slowed_load)
-
-    yield install
+    """As ``slow_down``, for one test."""
+    yield lambda kind, cycles=SLEEP_CYCLES: slow_down(kind, cycles, monkeypatch.setattr)
     torch.cuda.synchronize()
 
 
@@ -55,12 +31,12 @@ def net() -> Net:
     return Net(width=128, layers=5)
 
 
-def on_host(mesh: DeviceMesh, fields: dict[str, Any], **more: Any) -> Loop:
-    policy = with_share(bucket_bytes=256 << 10, passing=5 * (256 << 10), parameters=True, **fields, **more)
-    return Loop(mesh, adamw, policy, net=net)
+def on_host(mesh: DeviceMesh, fields: dict[str, Any]) -> Loop:
+    sizes = {"bucket_bytes": 256 << 10, "device_bytes": 10 * (256 << 10)}
+    return Loop(mesh, adamw, OffloadPolicy(**{**sizes, "parameters": True, **fields}), net=net)
 
 
-@pytest.mark.parametrize("kind", ["none", "W", "L", "U", "S"])
+@pytest.mark.parametrize("kind", ["none", "L", "U", "S"])
 @EVERY_POLICY
 def test_same_bits_whichever_lane_is_slow(mesh: DeviceMesh, slow: Slow, fields: dict[str, Any], kind: str) -> None:
     plain = Loop(mesh, adamw, None, net=net).train(8, HABITS["evaluate"])
@@ -71,30 +47,22 @@ def test_same_bits_whichever_lane_is_slow(mesh: DeviceMesh, slow: Slow, fields: 
 
 
 # Each slows down what somebody should wait for.
-@pytest.mark.parametrize(("kind", "mutant"), [("W", gather_before_its_load), ("S", load_before_the_store)])
+@pytest.mark.parametrize(("kind", "deaf"), [("L", "compute"), ("S", "load")])
 def test_other_bits_without_a_wait(
-    mesh: DeviceMesh, slow: Slow, monkeypatch: pytest.MonkeyPatch, kind: str, mutant: Callable[..., None]
+    mesh: DeviceMesh, slow: Slow, monkeypatch: pytest.MonkeyPatch, kind: str, deaf: str
 ) -> None:
     plain = Loop(mesh, adamw, None, net=net).train(6)
     slow(kind, LONG_CYCLES)
-    mutant(monkeypatch)
+    deafen(deaf, monkeypatch.setattr)
     loop = on_host(mesh, POLICIES["iteration"]).train(6)
     torch.cuda.synchronize()
     assert not same(plain, loop)
 
 
-def test_the_window_has_a_lane_of_its_own(mesh: DeviceMesh) -> None:
-    loop = on_host(mesh, POLICIES["iteration"])
-    window = vars(loop.optimizer)["_offload_engine"].engine.window
-    assert isinstance(window._loads, TurnsLane)
-    assert window._loads is not window._lanes["L"]
-
-
 @pytest.mark.parametrize("overlap", ["forward", "iteration"])
-def test_same_bits_where_the_window_comes_and_goes(mesh: DeviceMesh, overlap: Any) -> None:
-    plain = Loop(mesh, adamw, None, net=net).train(8)
-    policy = OffloadPolicy(parameters=True, bucket_bytes=256 << 10, overlap=overlap)
-    assert same(plain, Loop(mesh, adamw, policy, net=net).train(8))
+def test_same_bits_where_blocks_come_and_go(mesh: DeviceMesh, overlap: Any) -> None:
+    plain = Loop(mesh, adamw, None, net=net).train(12)
+    assert same(plain, on_host(mesh, {"overlap": overlap, "device_bytes": "auto"}).train(12))
 
 
 def deep() -> Net:
@@ -106,13 +74,13 @@ def test_gradients_go_however_late_the_link_is(mesh: DeviceMesh, slow: Slow, mon
     slow("S", SLEEP_CYCLES // 2)
     policy = OffloadPolicy(parameters=True, overlap="iteration", bucket_bytes=8 << 20, device_bytes=160 << 20)
     loop = Loop(mesh, adamw, policy, net=deep).train(6)
-    allocated, reduced = [torch.cuda.memory_allocated()], Overlap._reduced
+    allocated, reduced = [torch.cuda.memory_allocated()], ModelHooks._reduced
 
     def spy(*args: Any) -> None:
         reduced(*args)
         allocated.append(torch.cuda.memory_allocated())
 
-    monkeypatch.setattr(Overlap, "_reduced", spy)
+    monkeypatch.setattr(ModelHooks, "_reduced", spy)
     loop.train(1)
     group_bytes = sum(local_shard(param).nbytes for param in loop.model.blocks[0].parameters())
     assert len(allocated) > 48
@@ -183,9 +151,7 @@ def test_what_comes_to_stay_leaves_iterations_their_room(
         if step == 12:  # after which nothing is known of the last step
             loop.optimizer.load_state_dict(loop.optimizer.state_dict())
         loop.train(1, first=step)
-    engine = vars(loop.optimizer)["_offload_engine"].engine
-    assert engine.plan.resident_bytes < nbytes
-    assert engine.plan.resident_bytes > 0 or nbytes < 3 << 29
+    assert engine_of(loop.optimizer).staging_bytes() < nbytes
 
 
 @pytest.mark.parametrize("habit", ["clip", "save-and-load"])

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from fsdp_offload.engine.executor import Pipeline
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_offload.engine.executor import Pipeline
 from tests.overlapping import POLICIES, Loop, Net, adamw
 from tests.policies import with_share
 

@@ -15,14 +15,13 @@ from torch import multiprocessing as torch_multiprocessing
 from torch.distributed.fsdp import fully_shard
 
 import fsdp_offload.model.sleep as room
-from fsdp_offload import offload_model, offload_optimizer, reload_model
+from fsdp_offload import OffloadPolicy, offload_model, offload_optimizer, reload_model
 from fsdp_offload.device.lanes import StreamLane
 from tests.overlapping import POLICIES, Loop, Net, adamw, same
-from tests.policies import with_share
 
 MIB = 1 << 20
 LONG_CYCLES = 400_000_000  # about 0.2 s: longer than the host takes for what follows
-SIZES = {"bucket_bytes": 256 << 10, "passing": 5 * (256 << 10)}
+SIZES = {"bucket_bytes": 256 << 10, "device_bytes": 6 * (256 << 10)}
 ASLEEP = r"Call reload_model\(model\) first"
 
 
@@ -89,7 +88,7 @@ def test_the_memory_is_free_for_others(device):
 
 def test_all_memory_of_a_sharded_model_and_of_its_optimizer_is_free(device, mesh):
     def build() -> Loop:
-        policy = with_share(**SIZES)
+        policy = OffloadPolicy(**SIZES)
         return Loop(mesh, adamw, policy, net=lambda: Net(width=512)).train(2)
 
     build()  # what torch allocates once and keeps, as workspaces of cuBLAS
@@ -318,7 +317,7 @@ def test_training_with_an_offloaded_optimizer(mesh, fields):
         loop.optimizer.reload_states()
 
     plain = Loop(mesh, adamw, None, net=lambda: Net(width=128)).train(6)
-    policy = with_share(**{**SIZES, **fields})
+    policy = OffloadPolicy(**{**SIZES, **fields})
     assert same(plain, Loop(mesh, adamw, policy, net=lambda: Net(width=128)).train(6, sleep_around))
 
 

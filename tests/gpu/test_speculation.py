@@ -5,15 +5,15 @@ from typing import Any
 
 import pytest
 import torch
+from fsdp_offload.engine.executor import Pipeline
+from fsdp_offload.engine.speculation import Speculation
+from fsdp_offload.engine.way_back import WayBack
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_offload import OffloadPolicy
-from fsdp_offload.device.lanes import StreamLane
 from fsdp_offload.core.attached import engine_of
-from fsdp_offload.engine.executor import Pipeline
-from fsdp_offload.engine.speculation import Speculation
-from fsdp_offload.engine.way_back import WayBack
+from fsdp_offload.device.lanes import StreamLane
 from tests.overlapping import Loop, Net, adamw, same
 from tests.policies import with_share
 

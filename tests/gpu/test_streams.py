@@ -1,4 +1,4 @@
-"""Overlap on real streams: the same bits as without offload, and other bits as soon as one kind of wait is missing.
+"""A step on real streams: the same bits as without offload, and other bits as soon as one kind of wait is missing.
 
 Every lane is slowed down in turn by a busy kernel in front of each of its actions, so that whatever should have waited
 for that lane, and does not, reads old bytes.
@@ -12,53 +12,58 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import AdamW
 
 from fsdp_offload import OffloadPolicy, offload_optimizer
 from fsdp_offload.device.copy_queues import VARIABLE
-from fsdp_offload.device.lanes import StreamLane
-from fsdp_offload.engine.executor import Pipeline
-from tests.overlapping import slow_down
-from tests.policies import with_share
+from tests.overlapping import deafen, slow_down
 
 SLEEP_CYCLES = 4_000_000  # about 2 ms: longer than a copy of any bucket here
-POLICY = with_share(passing=5 << 20, bucket_bytes=1 << 20)
+POLICY = OffloadPolicy(device_bytes=5 << 20, bucket_bytes=1 << 20)
 STEPS = 6
+Trained = tuple[nn.Module, AdamW]
 
 
-def make(device: torch.device, *, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(seed)
+def make(policy: OffloadPolicy | None) -> Trained:
+    torch.manual_seed(0)
     sizes = [(512, 700), (64,), (300, 1100), (1, 1), (7, 12345), (128, 128), (1_000_003,)]
-    model = nn.ParameterList(nn.Parameter(torch.randn(size, device=device)) for size in sizes)
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    model = nn.ParameterList(nn.Parameter(torch.randn(size, device="cuda")) for size in sizes)
+    optimizer = AdamW(model.parameters(), lr=1e-2, fused=True)
+    return model, optimizer if policy is None else offload_optimizer(optimizer, model=model, policy=policy)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = STEPS) -> None:
+def train(pair: Trained, steps: int = STEPS, *, by_turns: bool = False) -> Trained:
+    """``by_turns``: other parameters in each step, so that buckets pass through other places."""
+    model, optimizer = pair
     for step in range(steps):
         for number, param in enumerate(model.parameters()):
-            generator = torch.Generator(param.device).manual_seed(100 * step + number)
-            param.grad = torch.randn(param.shape, device=param.device, generator=generator)
+            generator = torch.Generator("cuda").manual_seed(100 * step + number)
+            param.grad = torch.randn(param.shape, device="cuda", generator=generator)
+            if by_turns and step and (number + step) % 3 == 0:
+                param.grad = None
         optimizer.step()
         optimizer.zero_grad()
+    return pair
 
 
-def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+def everything(pair: Trained) -> list[Tensor]:
     """All parameters and state, on the host."""
+    model, optimizer = pair
     states = [
         optimizer.state[param][name] for param in model.parameters() for name in ("step", "exp_avg", "exp_avg_sq")
     ]
     return [tensor.detach().cpu() for tensor in [*model.parameters(), *states]]
 
 
-def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
 @functools.cache
-def expected() -> list[torch.Tensor]:
-    model, optimizer = make(torch.device("cuda"))
-    train(model, optimizer)
-    return everything(model, optimizer)
+def expected(*, by_turns: bool = False) -> list[Tensor]:
+    return everything(train(make(None), by_turns=by_turns))
+
+
+def same(pair: Trained, *, by_turns: bool = False) -> bool:
+    """As plain training; read at once, while stores may still run."""
+    return all(map(torch.equal, everything(pair), expected(by_turns=by_turns)))
 
 
 @pytest.fixture
@@ -68,144 +73,69 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
     torch.cuda.synchronize()
 
 
-def offloaded_result(device: torch.device, policy: OffloadPolicy = POLICY) -> list[torch.Tensor]:
-    model, optimizer = make(device)
-    offload_optimizer(optimizer, model=model, policy=policy)
-    train(model, optimizer)
-    return everything(model, optimizer)
-
-
 @pytest.mark.parametrize("kind", ["none", "L", "U", "S"])
-def test_same_bits_whichever_lane_is_slow(device, slow, kind):
+@pytest.mark.parametrize("by_turns", [False, True])
+def test_same_bits_whichever_lane_is_slow(slow: Callable[[str], None], kind: str, by_turns: bool) -> None:
+    expected(by_turns=by_turns)
     slow(kind)
-    assert same(offloaded_result(device), expected())
+    assert same(train(make(POLICY), by_turns=by_turns), by_turns=by_turns)
 
 
-def test_same_bits_serially(device):
-    policy = with_share(passing=5 << 20, bucket_bytes=1 << 20, serial=True)
-    assert same(offloaded_result(device, policy), expected())
-
-
-def test_same_bits_when_the_last_stores_meet_the_next_step(device, slow):
-    slow("S")
-    model, optimizer = make(device)
-    offload_optimizer(optimizer, model=model, policy=OffloadPolicy(bucket_bytes=8 << 20))
-    train(model, optimizer)
-    assert same(everything(model, optimizer), expected())
+def test_same_bits_serially() -> None:
+    assert same(train(make(OffloadPolicy(device_bytes=5 << 20, bucket_bytes=1 << 20, serial=True))))
 
 
 @pytest.mark.parametrize(
-    ("slow_kind", "deaf_kind"),
-    [("L", "U"), ("S", "L"), ("U", "S")],
+    ("slow_kind", "deaf"),
+    [("L", "compute"), ("S", "load"), ("U", "store")],
     ids=["update-before-load", "load-before-store", "store-before-update"],
 )
-def test_other_bits_without_a_wait(device, slow, monkeypatch, slow_kind, deaf_kind):
-    """The suite can fail: leave out the waits of one lane, and the result is wrong."""
+def test_other_bits_without_a_wait(
+    slow: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, slow_kind: str, deaf: str
+) -> None:
+    """The suite can fail."""
+    expected()
     slow(slow_kind)
-    wait = StreamLane.wait
-    deaf: list[StreamLane] = []
-
-    def deaf_wait(self: StreamLane, mark) -> None:
-        if self not in deaf:
-            wait(self, mark)
-
-    monkeypatch.setattr(StreamLane, "wait", deaf_wait)
-    model, optimizer = make(device)
-    offload_optimizer(optimizer, model=model, policy=POLICY)
-    train(model, optimizer, steps=2)  # the state exists, so all kinds of actions occur
-    engine = optimizer.__dict__["_offload_engine"].engine
-    deaf.append(engine._pipeline._lanes[deaf_kind])
-    train(model, optimizer)
+    deafen(deaf, monkeypatch.setattr)
+    trained = train(make(POLICY))
     torch.cuda.synchronize()
-    broken = everything(model, optimizer)
-    model, optimizer = make(device)
-    train(model, optimizer, steps=2)
-    train(model, optimizer)
-    assert not same(broken, everything(model, optimizer))
+    assert not same(trained)
 
 
-def train_by_turns(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Other parameters in each step, so that buckets pass through other places of the ring."""
-    train(model, optimizer, steps=1)
-    for step in range(STEPS):
-        for number, param in enumerate(model.parameters()):
-            param.grad = torch.full_like(param, 0.1 * step - number) if (number + step) % 3 else None
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-@pytest.mark.parametrize("kind", ["none", "L", "U", "S"])
-def test_same_bits_when_buckets_pass_through_other_places(device, slow, kind):
-    slow(kind)
-    runs = []
-    for policy in (None, POLICY):
-        model, optimizer = make(device)
-        if policy is not None:
-            offload_optimizer(optimizer, model=model, policy=policy)
-        train_by_turns(model, optimizer)
-        runs.append(everything(model, optimizer))
-    assert same(*runs)
-
-
-def test_other_bits_if_other_places_are_taken_at_once(device, slow, monkeypatch):
-    """Stores of the step before still read the ring."""
-    slow("S")
-    model, optimizer = make(device)
-    train_by_turns(model, optimizer)
-    plain = everything(model, optimizer)
-    monkeypatch.setattr(Pipeline, "_after_stores", lambda self: None)
-    model, optimizer = make(device)
-    offload_optimizer(optimizer, model=model, policy=POLICY)
-    train_by_turns(model, optimizer)
-    assert not same(plain, everything(model, optimizer))
-
-
-def test_reading_state_waits_for_its_store(device, slow):
-    slow("S")
-    model, optimizer = make(device)
-    offload_optimizer(optimizer, model=model, policy=POLICY)
-    train(model, optimizer)
-    assert same(everything(model, optimizer), expected())  # read at once, while stores still sleep
-
-
-def test_a_stream_of_the_users_own(device):
+def test_a_stream_of_the_users_own() -> None:
     """Whatever stream is current in step() is the one on which parameters become new."""
-    model, optimizer = make(device)
-    offload_optimizer(optimizer, model=model, policy=POLICY)
+    pair = make(POLICY)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        train(model, optimizer)
+        train(pair)
         torch.cuda._sleep(SLEEP_CYCLES)
     side.synchronize()
-    assert same(everything(model, optimizer), expected())
+    assert same(pair)
 
 
-def test_two_optimizers_share_streams_and_ring(device, slow):
+def test_two_optimizers_share_streams(slow: Callable[[str], None]) -> None:
+    expected()
     slow("S")
-    pairs = [make(device), make(device)]
-    for model, optimizer in pairs:
-        offload_optimizer(optimizer, model=model, policy=POLICY)
-    for _ in range(1):
-        for step in range(STEPS):
-            for model, optimizer in pairs:
-                for number, param in enumerate(model.parameters()):
-                    generator = torch.Generator(device).manual_seed(100 * step + number)
-                    param.grad = torch.randn(param.shape, device=device, generator=generator)
-                optimizer.step()
-    for model, optimizer in pairs:
-        assert same(everything(model, optimizer), expected())
+    pairs = [make(POLICY), make(POLICY)]
+    for step in range(STEPS):
+        for model, optimizer in pairs:
+            for number, param in enumerate(model.parameters()):
+                generator = torch.Generator("cuda").manual_seed(100 * step + number)
+                param.grad = torch.randn(param.shape, device="cuda", generator=generator)
+            optimizer.step()
+    assert all(map(same, pairs))
 
 
-def test_no_device_allocation_in_a_steady_step(device):
-    model, optimizer = make(device)
-    offload_optimizer(optimizer, model=model, policy=POLICY)
-    train(model, optimizer, steps=3)
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_stats()["num_device_alloc"], torch.cuda.host_memory_stats()["num_host_alloc"]
-    train(model, optimizer, steps=5)
-    torch.cuda.synchronize()
-    assert (torch.cuda.memory_stats()["num_device_alloc"], torch.cuda.host_memory_stats()["num_host_alloc"]) == before
+def test_a_steady_step_takes_no_memory() -> None:
+    """From the driver, neither on the device nor pinned."""
+    pair = make(POLICY)
+    taken = []
+    for _ in range(2):
+        train(pair, 5)
+        torch.cuda.synchronize()
+        taken.append((torch.cuda.memory_stats()["num_device_alloc"], torch.cuda.host_memory_stats()["num_host_alloc"]))
+    assert taken[0] == taken[1]
 
 
 # --- small copies of others ------------------------------------------------------------------------------------------
@@ -215,21 +145,18 @@ import torch
 from fsdp_offload.device.link import device_link
 
 device = torch.device("cuda", 0)
-link = device_link(device)
-state, parameters = link.lanes(serial=False)["L"], link.window_lane(serial=False)
+lanes = device_link(device).lanes(serial=False)
+loads = lanes["L"]
 host = torch.empty(256 << 20, dtype=torch.uint8, pin_memory=True)
 target = torch.empty_like(host, device=device)
 small_host = torch.empty(64 << 10, dtype=torch.uint8, pin_memory=True)
 small = torch.empty_like(small_host, device=device)
 copied, loaded = torch.Event(device, enable_timing=True), torch.Event(device, enable_timing=True)
 torch.cuda._sleep(40_000_000)
-begin = link.lanes(serial=False)["C"].mark()
-for lane, copies in ((parameters, 2), (state, 8)):
-    lane.wait(begin)
-    for _ in range(copies):
-        lane.copy(target, host)
-state.wait(parameters.mark())
-with state.running():
+loads.wait(lanes["C"].mark())
+for _ in range(10):
+    loads.copy(target, host)
+with loads.running():
     loaded.record()
 torch.cuda._sleep(20_000_000)  # about 10 ms of the 45 that the loads take
 small.copy_(small_host, non_blocking=True)

@@ -7,10 +7,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from fsdp_offload import OffloadedOptimizer, offload_optimizer
-from tests.policies import with_share
+from fsdp_offload import OffloadedOptimizer, OffloadPolicy, offload_optimizer
 
-POLICY = with_share(passing=2 << 20, bucket_bytes=1 << 18)
+POLICY = OffloadPolicy(device_bytes=2 << 20, bucket_bytes=1 << 18)
 
 
 def make(device: torch.device, **options) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -1,0 +1,115 @@
+"""Ranks of which one has more room, more rows, or no gradients that fit: the same bits, and nobody waits in vain."""
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+from torch.optim import AdamW, Muon, Optimizer
+
+from fsdp_offload import OffloadPolicy
+from fsdp_offload.checkpoint import get_optimizer_state_dict, set_optimizer_state_dict
+from fsdp_offload.core.attached import Engine, engine_of
+from tests.distributed import models
+from tests.distributed.launch import mesh, run_cases, slow_updates, spawn
+from tests.distributed.models import build
+from tests.overlapping import SMALL, Loop, adamw, same
+from tests.parity import attach
+from tests.tiers import world_sizes
+
+pytestmark = pytest.mark.distributed
+
+SOME_STEPS = 6
+
+
+def last_rank() -> bool:
+    return dist.get_rank() == dist.get_world_size() - 1
+
+
+def muon(params: Sequence[nn.Parameter]) -> Optimizer:
+    """Its updates are collectives: all ranks have to come to them between the same two reductions."""
+    return Muon([param for param in params if param.dim() == 2], lr=0.02, ns_steps=1)
+
+
+def compare(make: Any, policy: OffloadPolicy) -> list[str]:
+    device_mesh = mesh(dist.get_world_size())
+    plain, ours = (Loop(device_mesh, make, one).train(SOME_STEPS) for one in (None, policy))
+    return [] if same(plain, ours) else ["other bits"]
+
+
+def other_room(make: Any, overlap: Any, *, parameters: bool) -> list[str]:
+    """Of 51 rows one rank has 26, and 25 the other; what stays on the device differs more."""
+    device_bytes = 1 << 20 if last_rank() else 6 * 1024
+    return compare(
+        make, OffloadPolicy(overlap=overlap, parameters=parameters, bucket_bytes=1024, device_bytes=device_bytes)
+    )
+
+
+def gradients_without_room(overlap: Any) -> list[str]:
+    """Some update in their first backward, and free the gradients; the others do not."""
+    policy = OffloadPolicy(overlap=overlap, parameters=True, **SMALL)
+    device_mesh = mesh(dist.get_world_size())
+    plain = Loop(device_mesh, adamw, None).train(SOME_STEPS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, "_gradients_fit", lambda _: not last_rank())
+        ours = Loop(device_mesh, adamw, policy).train(SOME_STEPS)
+    frees = engine_of(ours.optimizer).frees_all_gradients
+    problems = [] if frees == last_rank() else ["gradients are freed from the first backward on, or not"]
+    return problems if same(plain, ours) else [*problems, "other bits"]
+
+
+def away_in_a_checkpoint() -> list[str]:
+    """Saved by ranks whose state is away, on its way or there, and loaded likewise."""
+    phases = ("offload_states", "release_states", "reload_states")
+    device_mesh, policy = mesh(dist.get_world_size()), OffloadPolicy(**SMALL)
+    expected, loop = (Loop(device_mesh, adamw, policy).train(steps) for steps in (6, 3))
+    for name in phases[: dist.get_rank() + 1]:
+        getattr(loop.optimizer, name)()
+    model = {name: value.clone() for name, value in loop.model.state_dict().items()}
+    saved = get_optimizer_state_dict(loop.model, loop.optimizer)
+    kept = {name: {key: one.clone() for key, one in state.items()} for name, state in saved["state"].items()}
+    scheduler = loop.scheduler.state_dict()
+    loop.train(2, first=10)
+    for name in phases[: (dist.get_rank() + 2) % 3]:
+        getattr(loop.optimizer, name)()
+    loop.model.load_state_dict(model)
+    set_optimizer_state_dict(loop.model, loop.optimizer, {**saved, "state": kept})
+    loop.scheduler.load_state_dict(scheduler)
+    del loop.seen[3:]
+    return [] if same(expected, loop.train(3, first=3)) else ["other bits"]
+
+
+def updated_on_the_cpu() -> list[str]:
+    """The same parameters on every rank, however uneven and empty their shards are."""
+    net = build(models.shard_even)
+    optimizer = attach(AdamW(net.parameters(), lr=0.02, fused=True), model=net, policy=OffloadPolicy(host_fraction=0.4))
+    names = [shard.name for shard in engine_of(optimizer).plan.host_shards()]
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, names)
+    return [] if names and all(one == names for one in everywhere) else [f"{everywhere}"]
+
+
+def run_all(rank: int, world_size: int) -> None:
+    del rank, world_size
+    slow_updates()
+    cases: dict[str, Any] = {
+        f"room, {make.__name__}, {overlap}": partial(other_room, make, overlap, parameters=parameters)
+        for make, overlap, parameters in (
+            (muon, "step", False),
+            (muon, "forward", True),
+            (muon, "iteration", False),
+            (adamw, "iteration", True),
+        )
+    }
+    cases["gradients without room"] = partial(gradients_without_room, "iteration")
+    cases["away in a checkpoint"] = away_in_a_checkpoint
+    cases["updated on the CPU"] = updated_on_the_cpu
+    run_cases(cases)
+
+
+@world_sizes(2, 3)
+def test_ranks_differ(world_size: int, tmp_path: Path) -> None:
+    spawn(run_all, world_size, tmp_path)
