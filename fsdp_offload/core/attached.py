@@ -470,9 +470,10 @@ class CoreEngine(Engine):
         self.forget_early()
         raise RuntimeError(message)
 
-    def forget_early(self) -> None:
+    def forget_early(self, *, unwatch: bool = True) -> None:
         """No update of this step has used a gradient, as far as ``step()`` is concerned."""
-        self._unwatch()
+        if unwatch:
+            self._unwatch()
         self._early, self._spent, self._touches.written = {}, {}, False
 
     def _check_early(self, optimizer: Optimizer, states: StateStore, kwargs: Mapping[str, Any]) -> None:
@@ -541,7 +542,7 @@ class CoreEngine(Engine):
 
     def _watch(self, params: Iterable[Tensor]) -> None:
         if self.guesses.made:
-            self.guesses.watch(param for param in params if self.weights is None or param not in self.weights.parts)
+            self.guesses.watch((), [p for p in params if self.weights is None or p not in self.weights.parts])
         for param in params:
             if (grad := param.grad) is not None:
                 if not self.guesses.made:

@@ -156,6 +156,10 @@ class Core:
         """Buckets that have parameters of a group."""
         return self._of_group.get(number, ())
 
+    def followers(self, bucket: Bucket) -> Sequence[Bucket]:
+        """Buckets with later ranges of the parameters in ``bucket``."""
+        return self._followers.get(bucket.number, ())
+
     def has_updated(self, number: int) -> bool:
         """Return whether this step has updated parameters of a group already."""
         return any(number in bucket.groups for bucket in self.done)

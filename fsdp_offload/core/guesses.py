@@ -64,7 +64,9 @@ class WayBack:
                 if item.dirty:
                     self.core.cache.put(item)
                 self._before[item] = item.home, item.home_read, item.version() if item.exposed else None
-        self.keep(bucket)
+        for one in (bucket, *self.core.followers(bucket)):  # the update counts as a write of its parameters
+            if one is bucket or one in self._kept:
+                self.keep(one)
 
     def keep(self, bucket: Bucket) -> None:
         """Store the old parameters of ``bucket``, unless that has been done and nobody has written them since."""
@@ -83,10 +85,9 @@ class WayBack:
 
     def updated(self, bucket: Bucket) -> None:
         """The update of ``bucket`` has written its parameters: for other ranges of these it is not a user's write."""
-        for other in self._kept:
-            if not bucket.params or set(other.params).isdisjoint(bucket.params):
-                continue
-            self._kept[other] = [version_of(param) for param in other.params]
+        for other in self.core.followers(bucket):
+            if other in self._kept:
+                self._kept[other] = [version_of(param) for param in other.params]
 
     def is_written(self) -> bool:
         """Return whether somebody has written a home since its update."""
@@ -200,7 +201,8 @@ class Guesses:
         self._flags = HostFlag(engine.device), HostFlag(engine.device)  # of this step, and of the one before
         self._all_one: Tensor | None = None  # the factors of this step
         self._put_off: list[tuple[list[Tensor], Scale]] = []
-        self._watched: list[TensorWeakRef] = []
+        self._watched: list[TensorWeakRef] = []  # gradients
+        self._written: list[TensorWeakRef] = []  # parameters
         self._shared = WeakTensorKeyDictionary()  # gradients of which somebody may have a view, from an earlier step
         self._generation = -1  # of the plan, for which there is memory
         self._takeable: frozenset[int] = frozenset()
@@ -264,8 +266,8 @@ class Guesses:
         # Updates with Nesterov's momentum write gradients, where they are those of torch._foreach_*.
         is_guess = self.may_begin() and not any(group.get("nesterov") for group in optimizer.param_groups)
         self.way_back.core.guess = self.way_back if is_guess else None
-        shards = self._engine.plan.shards
-        self._without_state = {param for param, one in shards.items() if one.homes and not states.get(param)}
+        shards = self._engine.plan.shards.items() if is_guess else ()
+        self._without_state = {param for param, shard in shards if shard.homes and not states.get(param)}
 
     def begin(self, states: StateStore) -> StateStore:
         """A step begins with guesses; returns what updates see of ``states``."""
@@ -323,8 +325,8 @@ class Guesses:
         self.way_back.roll_back()
         self._updates.drop_guesses()
         self._own = None
-        self._engine.forget_early()
-        self.unwatch()
+        self._engine.forget_early(unwatch=False)  # a view of a gradient is still noticed
+        _unwatch(self._written)
         self._scale_now()
 
     def step_ended(self) -> None:
@@ -394,19 +396,18 @@ class Guesses:
 
     # What is done with gradients and parameters (:class:`Watcher`) --------------------------------------------------
 
-    def watch(self, tensors: Iterable[Tensor]) -> None:
-        """Watch gradients that updates may use, or parameters that they have written."""
-        for tensor in tensors:
-            if not is_watched(tensor):
-                watch(tensor, self)
-                self._watched.append(TensorWeakRef(tensor))
+    def watch(self, gradients: Iterable[Tensor], written: Iterable[Tensor] = ()) -> None:
+        """Watch gradients that updates may use, and parameters that they have ``written``."""
+        for tensors, references in ((gradients, self._watched), (written, self._written)):
+            for tensor in tensors:
+                if not is_watched(tensor):
+                    watch(tensor, self)
+                    references.append(TensorWeakRef(tensor))
 
     def unwatch(self) -> None:
         """Watch nothing any more."""
-        for reference in self._watched:
-            if (tensor := reference()) is not None:
-                unwatch(tensor)
-        self._watched = []
+        _unwatch(self._watched)
+        _unwatch(self._written)
 
     def reads(self, tensors: Sequence[Tensor]) -> None:
         """As :class:`Watcher`: parameters are what they were before, and gradients what clipping has left."""
@@ -499,6 +500,13 @@ class Guesses:
                 at += aligned(param.numel())
             self._pairs[bucket.number] = addresses, pairs
         return pairs
+
+
+def _unwatch(references: list[TensorWeakRef]) -> None:
+    for reference in references:
+        if (tensor := reference()) is not None:
+            unwatch(tensor)
+    references.clear()
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:

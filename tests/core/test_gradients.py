@@ -109,7 +109,9 @@ def test_they_never_are_there_together(
 def test_what_needs_all_of_them_is_refused(loops: tuple[Loop, Loop]) -> None:
     _, loop = loops
     loop.backward(0)
-    with pytest.raises(RuntimeError, match=r"fsdp_offload\.clip_grad_norm_\(optimizer, max_norm\) from the first step on"):
+    with pytest.raises(
+        RuntimeError, match=r"fsdp_offload\.clip_grad_norm_\(optimizer, max_norm\) from the first step on"
+    ):
         nn.utils.clip_grad_norm_(loop.model.parameters(), 1.0)
     with pytest.raises(RuntimeError, match="needs room for all gradients"):
         clip_grad_norm_(loop.optimizer, 1.0)
