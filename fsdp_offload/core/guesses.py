@@ -31,7 +31,7 @@ from ..torch_compat.spent_gradient import USED_UP, is_spent
 from ..torch_compat.watched_gradient import is_watched, unwatch, watch
 from .engine import Core
 from .items import BytesAtHome, Item
-from .lanes import Mark, Pair
+from .lanes import Pair
 from .plan import Bucket
 from .updates import BucketUpdates
 
@@ -54,7 +54,7 @@ class WayBack:
 
     def __init__(self, core: Core, pairs_of: Callable[[Bucket], Sequence[Pair]], takes: Callable[[Bucket], bool]):
         self.core, self.pairs_of, self.takes = core, pairs_of, takes
-        self._before: dict[Item, tuple[BytesAtHome, dict[str, Mark], object]] = {}
+        self._before: dict[Item, tuple[BytesAtHome, object]] = {}  # homes, and their versions if users have looked
         self._kept: dict[Bucket, object] = {}  # buckets whose old parameters are on the host, or on their way
 
     def guard(self, bucket: Bucket) -> None:
@@ -63,7 +63,7 @@ class WayBack:
             if item not in self._before:
                 if item.dirty:
                     self.core.cache.put(item)
-                self._before[item] = item.home, item.home_read, item.version() if item.exposed else None
+                self._before[item] = item.home, item.version() if item.exposed else None
         for one in (bucket, *self.core.followers(bucket)):  # the update counts as a write of its parameters
             if one is bucket or one in self._kept:
                 self.keep(one)
@@ -74,9 +74,7 @@ class WayBack:
         if not pairs or self._kept.get(bucket) == versions:
             return
         lanes = self.core.lanes
-        lanes.store.wait(
-            lanes.compute.mark(), *(item.ready for item in bucket.weights)
-        )  # R3; the user writes there too
+        lanes.store.wait(lanes.compute.mark())  # R3: compute has waited for the last update; users write there, too
         lanes.store.copy(pairs)
         mark = lanes.store.mark()
         for item in bucket.weights:
@@ -91,17 +89,16 @@ class WayBack:
 
     def is_written(self) -> bool:
         """Return whether somebody has written a home since its update."""
-        return any(seen is not None and item.version() != seen for item, (*_, seen) in self._before.items())
+        return any(seen is not None and item.version() != seen for item, (_, seen) in self._before.items())
 
     def roll_back(self) -> None:
         """Undo all updates of this step, for what follows on the compute stream."""
         core, lanes = self.core, self.core.lanes
         core.wait_updated()  # updates read gradients that the user may write from now on
         core.cache.forget(self._before)
-        for item, (home, readers, _) in self._before.items():
-            # R4: loads may still be reading the spare home, which the next guess stores into.
-            lanes.store.wait(*item.home_read.values())
-            item.home, item.home_read, item.at_home = home, readers, lanes.store.mark()
+        for item, (home, _) in self._before.items():
+            item.home = home
+            item.home_read.clear()  # the update has waited for its loads, and the next one will for loads after them
             item.expose()  # tensors over this home are still the user's, and may be written before step()
         for bucket in filter(None, (*core.done, core.torn)):
             pairs = self.pairs_of(bucket)

@@ -112,9 +112,9 @@ class ModelHooks:
                 if runs_in_backward():
                     engine.refuse_recomputation()
                 engine.core.is_seen = True
-            if torch.is_grad_enabled() and not runs_in_backward():
-                engine.guesses.keep_ahead(number)
         self._before_gather(number, None)
+        if engine is not None and not in_backward and torch.is_grad_enabled() and not runs_in_backward():
+            engine.guesses.keep_ahead(number)
 
     def _before_read(self, number: int, stream: torch.Stream | None, in_backward: bool) -> None:
         engine = self._engine()
