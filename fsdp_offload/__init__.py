@@ -4,6 +4,7 @@ from .api.chain import offload_states, release_states, reload_states
 from .api.offload import is_offloaded, offload_optimizer, offload_report, remove_offload, synchronize
 from .api.optimizer import OffloadedOptimizer
 from .api.reload_before import reload_before
+from .clipping import clip_grad_norm_
 from .model.materialize import materialize_on_host
 from .model.sleep import offload_model, reload_model
 from .policy import OffloadPolicy
@@ -13,6 +14,7 @@ __all__ = [
     "OffloadPolicy",
     "OffloadReport",
     "OffloadedOptimizer",
+    "clip_grad_norm_",
     "is_offloaded",
     "materialize_on_host",
     "offload_model",

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from fsdp_offload.engine.speculation import Speculation
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
 
+from fsdp_offload import clip_grad_norm_, is_offloaded
 from fsdp_offload.core.attached import engine_of
+from fsdp_offload.core.guesses import Guesses
 from fsdp_offload.torch_compat.dtensor import local_shard
 from tests.overlapping import Loop, look
 from tests.parity import leaves
@@ -21,14 +22,19 @@ NEVER, ALWAYS = 1e9, 1e-3
 Operation = Callable[[Loop, int], None]
 
 
-def speculation_of(loop: Loop) -> Speculation:
+def guesses_of(loop: Loop) -> Guesses:
     engine = engine_of(loop.optimizer)
     assert engine is not None
-    return engine.steps.speculation
+    return engine.guesses
 
 
 def clip(loop: Loop, max_norm: float, **options: Any) -> None:
-    norm = nn.utils.clip_grad_norm_(loop.model.parameters(), max_norm, **options)
+    """By our function where the optimizer is offloaded; as torch's own does in plain training."""
+    optimizers = [loop.optimizer, *filter(None, [getattr(loop, "second", None)])]
+    if is_offloaded(loop.optimizer):
+        norm = clip_grad_norm_(optimizers, max_norm, **options)
+    else:
+        norm = nn.utils.clip_grad_norm_(loop.params, max_norm, **options)
     loop.seen.append(getattr(norm, "full_tensor", lambda: norm)().item())
 
 

@@ -79,7 +79,8 @@ class Loop:
             fully_shard(block, mesh=mesh)
         fully_shard(self.model, mesh=mesh)
         prepare(self.model)
-        self.optimizer = make(list(self.model.parameters()))
+        self.params = list(self.model.parameters())  # sharded; after an evaluation, the model's own may be gathered
+        self.optimizer = make(self.params)
         self.scheduler = torch.optim.lr_scheduler.LinearLR(self.optimizer, 0.5, 1.0, 5)
         self.micro_batches = micro_batches
         self.seen: list[float] = []

@@ -19,7 +19,7 @@ from ..optimizers import Capabilities
 from ..optimizers.shared_values import ENGINE_ATTRIBUTE
 from ..policy import OffloadPolicy
 from ..state.layout import is_trained
-from ..state.shard import StateShard
+from ..state.shard import Home, StateShard
 from ..state.store import StateStore, UserState
 from ..torch_compat.dtensor import local_shard, version_of
 from ..torch_compat.homed import is_homed
@@ -29,6 +29,7 @@ from ..torch_compat.spent_gradient import is_freed, is_spent, note_freed, spend
 from ..torch_compat.watched_gradient import unwatch, watch
 from .contents import Contents
 from .engine import Core
+from .guesses import Guesses
 from .homes import Plan
 from .host_lane import HostLane
 from .items import Item
@@ -115,6 +116,7 @@ class Engine(Contents):
         self.core = Core(lanes, device, policy.overlap, self._updates)
         self.steps = Steps(self.core, host)
         self.phases = Phases(self.core, self.plan, self.lending)
+        self.guesses = self.steps.speculation = self.phases.guesses = Guesses(self, self._updates)
         self._taken = -1  # the generation of the plan that the core is about
         self._clean_steps = 0
         self._touches = _Touches()
@@ -169,6 +171,7 @@ class Engine(Contents):
 
     def settle(self) -> None:
         """Bring everything home: homes are about to be written, or planned anew. A failure of the CPU is not raised."""
+        self.guesses.take_back()
         if self.host is not None:
             self.host.wait_quietly()
         self.core.wait_updated()
@@ -203,14 +206,12 @@ class Engine(Contents):
     def _bucket(self, number: int, weights: Mapping[int, Item]) -> Bucket:
         planned = self.plan[number]
         shards = list(planned.covers())
-        watched = [value for shard in shards for value in shard.homes.values()]
-        leaves = [leaf for shard in shards for some in shard.home_leaves.values() for leaf in some]
         home = planned.home()
         item = Item(
             f"state {number}",
             planned.bucket.nbytes if home else 0,
             home=home,
-            version=lambda: (sum(sum(version_of(value)) for value in watched), sum(leaf._version for leaf in leaves)),
+            version=lambda: sum(map(_versions_at, (place for shard in shards for place in shard.places))),
             exists=False,
         )
         self._spare_homes.serve(number, item)
@@ -253,11 +254,14 @@ class Engine(Contents):
         """
         steps, core, updates = self.steps, self.core, self._updates
         steps.check_usable("step()", mid_step=True)
+        guesses = self.guesses
         self._make_zeroed_gradients(self.plan.shards)
         self._unwatch()
         core.away = False
-        if core.begun:
+        if core.begun and not guesses.made:
             self._check_early(optimizer, states, kwargs)
+        elif core.begun and (self._problem_of_early(optimizer, states, kwargs) or guesses.way_back.is_written()):
+            guesses.take_back()
         try:
             if not core.begun:
                 self._follow_groups(optimizer, states)
@@ -266,7 +270,9 @@ class Engine(Contents):
             )
             updated = self._shards_with_grad(optimizer, states)
             self._take_plan(states)
+            guesses.settle()  # last, since it waits for the norm
         except BaseException:
+            guesses.take_back()
             if not core.begun:
                 updates.finish()
             raise
@@ -299,6 +305,7 @@ class Engine(Contents):
         steady = core.end() and not new and core.cache.nbytes == made
         self._measure(steady)
         self._count_clean(optimizer, kwargs)
+        guesses.step_ended()
         return had
 
     def _leave_room(self, buckets: Iterable[Bucket]) -> None:
@@ -338,6 +345,10 @@ class Engine(Contents):
 
     def _note_failure(self, error: BaseException, wanted: list[Bucket]) -> None:
         core = self.core
+        if self.guesses.made:
+            self.guesses.take_back()
+            core.reset()
+            return
         torn, first = core.torn, self._updates.first
         is_undone = not core.done and torn is not None and first is not None and first.undo()
         if is_undone:
@@ -351,7 +362,7 @@ class Engine(Contents):
             )
         core.abandon(is_undone=is_undone)
         core.cache.restore_room()
-        self._forget_early()
+        self.forget_early()
 
     def _names_in(self, buckets: list[Bucket]) -> str:
         names = list(dict.fromkeys(self.plan.shards[param].name for bucket in buckets for param in bucket.params))
@@ -385,7 +396,11 @@ class Engine(Contents):
         if not core.begun and not self.steps.failure:
             stale = self._taken != self.plan.generation or not self._groups_as_before(optimizer)
             stale = stale or any(map(is_trained, self._unplanned))  # step() will take them over
-            core.may_begin_early = (self.frees_all_gradients or self._clean_steps >= _CLEAN_STEPS) and not stale
+            may_begin = self.frees_all_gradients or self._clean_steps >= _CLEAN_STEPS
+            if self.guesses.announced and not self.frees_all_gradients:
+                self.guesses.choose(optimizer, states)
+                may_begin = core.guess is not None
+            core.may_begin_early = may_begin and not stale
             if not stale:
                 self._updates.may_begin = lambda: self._begin(optimizer, states)
         try:
@@ -402,6 +417,8 @@ class Engine(Contents):
         finally:
             self._updates.may_begin = lambda: False
         new = dict.fromkeys(param for bucket in core.done.keys() - before for param in bucket.params)
+        if new and self.guesses.made and self._updates.writes_gradients:
+            self.refuse("an update has written its gradients", _WRITES_GRADIENTS)
         if core.frees_gradients:
             self._spend(new)
         else:
@@ -446,7 +463,7 @@ class Engine(Contents):
             return False  # this backward, or step(), will refuse these: nothing may have been updated by then
         self._leave_room(self.core.buckets)
         self.lending.adopt_user_tensors(self.plan.shards.values(), states)
-        self._updates.start(optimizer, states, {})
+        self._updates.start(optimizer, states if self.core.guess is None else self.guesses.begin(states), {})
         return True
 
     def refuse_second_backward(self) -> None:
@@ -472,11 +489,13 @@ class Engine(Contents):
         """Note that the state is half updated for ever, and say why."""
         self.steps.failure = failure
         self.core.abandon()
-        self._forget_early()
+        self.forget_early()
         raise RuntimeError(message)
 
-    def _forget_early(self) -> None:
-        self._unwatch()
+    def forget_early(self, *, unwatch: bool = True) -> None:
+        """No update of this step has used a gradient, as far as ``step()`` is concerned."""
+        if unwatch:
+            self._unwatch()
         self._early, self._spent, self._touches.written = {}, {}, False
 
     def _check_early(self, optimizer: Optimizer, states: StateStore, kwargs: Mapping[str, Any]) -> None:
@@ -505,6 +524,8 @@ class Engine(Contents):
             return f"{self.names.get(written[0], 'a parameter')} has been written since then"
         items = (bucket.state for bucket in self.core.done)
         used = {param for params in self._updates.used.values() for param in params}
+        if self.guesses.made:  # all bytes of a bucket move to the spare home
+            used = {param for bucket in self.core.done for param in bucket.params}
         if any(item.exposed and item.seen != item.version() for item in items) or self._is_exchanged(used, states):
             return "optimizer.state has changed since then"
         if scaler_decides(optimizer, kwargs):
@@ -524,23 +545,41 @@ class Engine(Contents):
     def note_gradients(self, params: Iterable[Tensor]) -> None:
         """Watch gradients in a step that updates nothing early, to see whether somebody changes them."""
         begins = 0 <= self._clean_steps < _CLEAN_STEPS and not self.frees_all_gradients
-        if self.policy.updates_in_backward and begins:
+        if self.guesses.announced:
+            if not (self.frees_all_gradients or self.guesses.unavailable):
+                self.guesses.watch(
+                    param.grad for param in params if param in self.plan.shards and param.grad is not None
+                )
+        elif self.policy.updates_in_backward and begins:
             self._watch(params)
 
+    def used_gradients(self) -> list[Tensor]:
+        """Gradients that updates of this step have used, or may have."""
+        return [grad for grad, _, _ in self._early.values()]
+
+    def before_gather(self, number: int) -> None:
+        """Parameters of a group are about to be read: a guess must not show."""
+        if self.guesses.made and self.core.has_updated(number):
+            self.guesses.take_back()
+
     def _watch(self, params: Iterable[Tensor]) -> None:
+        if self.guesses.made:
+            self.guesses.watch((), [p for p in params if self.weights is None or p not in self.weights.parts])
         for param in params:
             if (grad := param.grad) is not None:
-                watch(grad, self._touches)
+                if not self.guesses.made:
+                    watch(grad, self._touches)
                 self._early[param] = grad, version_of(grad), version_of(param)
 
     def _unwatch(self) -> None:
+        self.guesses.unwatch()
         for grad, _, _ in self._early.values():
             unwatch(grad)
 
     def _count_clean(self, optimizer: Optimizer, kwargs: Mapping[str, Any]) -> None:
         early, self._early, touched = self._early, {}, self._touches.written
         self._touches.written = False
-        if not early or not 0 <= self._clean_steps < _CLEAN_STEPS:
+        if not early or not 0 <= self._clean_steps < _CLEAN_STEPS or self.guesses.announced:
             return
         if touched or _exchanged_gradients(early) or scaler_decides(optimizer, kwargs):
             logger.info("gradients are changed between the backward and step(): all updates stay in step()")
@@ -558,9 +597,10 @@ class Engine(Contents):
 
     def install(self, optimizer: Optimizer, states: StateStore, loaded: Mapping[Tensor, UserState]) -> None:
         """As :meth:`Contents.install`; a step that the backward has begun is forgotten."""
+        self.guesses.take_back()
         self._used_up = {bucket.number for bucket in self.core.done}
         self.core.abandon()
-        self._forget_early()
+        self.forget_early()
         super().install(optimizer, states, loaded)
         self.steps.failure = ""
 
@@ -575,6 +615,7 @@ class Engine(Contents):
 
     def return_to_device(self, states: StateStore) -> None:
         """As :meth:`Contents.return_to_device`, with the memory of the places."""
+        self.guesses.take_back()
         self.core.wait_updated()
         self.core.settle()
         self.core.cache.release()
@@ -600,21 +641,25 @@ class Engine(Contents):
 
     def wait_home(self, param: Tensor) -> None:
         """Block the host until the home of this parameter's state is up to date."""
+        self.guesses.take_back()
         shard = self.plan.shards.get(param)
         self.core.wait_home(self._items_of([] if shard is None else [shard]))
 
     def wait_parameter_home(self, param: Tensor) -> None:
         """Block the host until the home of a parameter that streams is up to date."""
+        self.guesses.take_back()
         if self.weights is not None:
             self.core.wait_home([self.weights.parts[param].item])
 
     def wait_all_home(self, *, may_write: bool = True) -> None:
         """Block the host until every home is up to date."""
+        self.guesses.take_back()
         streamed = [] if self.weights is None else self.weights.items.values()
         self.core.wait_home([*self._items_of(self.plan.shards.values()), *streamed], may_write=may_write)
 
     def synchronize(self) -> None:
         """Block the host until every transfer and every update has finished."""
+        self.guesses.take_back()
         self.core.wait_updated()
         self.wait_all_home(may_write=False)
         if self.core.updated is not None:
@@ -622,6 +667,7 @@ class Engine(Contents):
 
     def wait_moved(self) -> None:
         """Let what follows on the current stream start only after everything that was issued."""
+        self.guesses.take_back()
         self.core.wait_updated()
         self.core.wait_moved()
 
@@ -630,6 +676,18 @@ def _wait_parameter(engine: "weakref.ref[Engine]", param: Tensor) -> None:
     found = engine()
     if found is not None:
         found.wait_parameter_home(param)
+
+
+def _versions_at(home: Home) -> int:
+    """Change with every write into a home, past our own copies."""
+    values = sum(sum(version_of(value)) for value in home.values.values())
+    return values + sum(leaf._version for leaves in home.leaves.values() for leaf in leaves)
+
+
+_WRITES_GRADIENTS = (
+    "this optimizer has begun to write the gradients that it is given, so that an update in the backward "
+    "(OffloadPolicy(overlap='iteration')) cannot be repeated after fsdp_offload.clip_grad_norm_. Use overlap='forward'."
+)
 
 
 def _exchanged_gradients(early: Mapping[Tensor, tuple[Tensor, tuple[int, int], object]]) -> list[Tensor]:
@@ -664,6 +722,8 @@ class _Touches:
 class Steps:
     """Answer others who ask about the steps of a core."""
 
+    speculation: Guesses
+
     def __init__(self, core: Core, host: HostUpdates | None) -> None:
         self._core, self._host = core, host
         self._failure = ""
@@ -697,6 +757,8 @@ class Steps:
     def check_usable(self, what: str, *, mid_step: bool = False) -> None:
         """Refuse to go on with half updated state."""
         self.check_whole(what)
+        if not mid_step:
+            self.speculation.take_back()
         if not mid_step and self._core.done:
             raise RuntimeError(
                 f"{what} refused: the backward has updated part of the state (OffloadPolicy(overlap='iteration')). "
@@ -705,6 +767,7 @@ class Steps:
 
     def skip(self) -> None:
         """Gradients are about to be cleared: if there was no ``step()``, there is none for them."""
+        self.speculation.skip()
         if self._core.done:
             self.failure = (
                 "gradients were cleared instead of stepping, after the backward had updated parameters with them"
@@ -718,11 +781,18 @@ class Steps:
 
     def wait_for_all(self) -> None:
         """Let what follows on the current stream see all parameters and counters new."""
+        self.speculation.take_back()
         self._core.wait_updated()
+
+    def take_back(self) -> None:
+        """Take the guesses back, if there are any: somebody looks."""
+        self.speculation.take_back()
 
 
 class Phases:
     """Everything leaves the device, and comes back."""
+
+    guesses: Guesses
 
     def __init__(self, core: Core, plan: Plan, lending: Lending) -> None:
         self._core, self._plan, self._lending = core, plan, lending
@@ -734,6 +804,7 @@ class Phases:
 
     def offload(self, states: StateStore) -> None:
         """Start storing state that is newer on the device than at home; tensors put there by users move home, too."""
+        self.guesses.take_back()
         if not (self._core.done or self.away):
             self._lending.adopt_user_tensors(self._plan.shards.values(), states)
             self._core.cache.flush()

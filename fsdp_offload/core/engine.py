@@ -55,6 +55,19 @@ class Updates(Protocol):
         """The step has ended when these of all ``buckets`` were ``done``."""
 
 
+class WayBack(Protocol):
+    """What undoes updates that are guesses."""
+
+    def takes(self, bucket: Bucket) -> bool:
+        """Return whether the update of ``bucket`` may be a guess; if not, it waits for ``step()``."""
+
+    def guard(self, bucket: Bucket) -> None:
+        """Before the update: the host has to have what take-back will load."""
+
+    def updated(self, bucket: Bucket) -> None:
+        """The update has been issued."""
+
+
 class Core:
     """What happens to the items of one optimizer at four events: gather, reduced, step, and somebody looks.
 
@@ -70,6 +83,7 @@ class Core:
         torn: the bucket whose update runs; after an exception, it may be half updated.
         may_begin_early: updates may begin in the backward.
         away: everything has left the device, or is on its way: only what is used comes back.
+        guess: undoes the updates of this backward, which may be wrong; ``None``: they are certain.
     """
 
     def __init__(self, lanes: Lanes, device: torch.device, overlap: str, updates: Updates) -> None:
@@ -88,6 +102,8 @@ class Core:
         self.torn: Bucket | None = None
         self.may_begin_early, self.away = True, False
         self.frees_gradients = False
+        self.guess: WayBack | None = None
+        self._undone: set[Bucket] = set()  # guesses of this iteration that were taken back
         self._gathers: dict[int, Use] = {}
         self._used_by: deque[tuple[Mark | None, list[int]]] = deque()  # updates since the reduction before, in order
         self._ready: list[Bucket] = []
@@ -141,6 +157,14 @@ class Core:
                 self.timeline.note(self._gathers[number])
             self.prefetch()
 
+    def buckets_of(self, number: int) -> Sequence[Bucket]:
+        """Buckets that have parameters of a group."""
+        return self._of_group.get(number, ())
+
+    def followers(self, bucket: Bucket) -> Sequence[Bucket]:
+        """Buckets with later ranges of the parameters in ``bucket``."""
+        return self._followers.get(bucket.number, ())
+
     def has_updated(self, number: int) -> bool:
         """Return whether this step has updated parameters of a group already."""
         return any(number in bucket.groups for bucket in self.done)
@@ -164,7 +188,8 @@ class Core:
         looked_at = list(self._of_group[number])
         for bucket in looked_at:
             final = all(map(self.reductions.is_final, bucket.groups))
-            if final and bucket.number not in updated and updated >= bucket.after:
+            takes = self.guess is None or self.guess.takes(bucket)
+            if takes and final and bucket.number not in updated and updated >= bucket.after:
                 self._ready.append(bucket)
                 updated.add(bucket.number)
                 looked_at += self._followers.get(bucket.number, ())
@@ -212,7 +237,7 @@ class Core:
         self.timeline.end()
         self.reductions.end()
         self.last_moved, self.cache.moved = self.cache.moved, Moved()
-        self.done, self._ready = {}, []
+        self.done, self._ready, self._undone = {}, [], set()
         self.begun = self.is_seen = False
         self._used_by.clear()
         if first:
@@ -253,6 +278,9 @@ class Core:
         cache.pinned = bucket.streamed
         for item in bucket.streamed:
             cache.fetch(item)
+        guess = self.guess if self.stepping is None else None
+        if guess is not None:
+            guess.guard(bucket)
         lane.wait(*ready)
         items = (state, *bucket.weights)
         watch = self.stopwatch if lane is self.lanes.compute else None
@@ -275,10 +303,16 @@ class Core:
             cache.changed(item, mark)
         cache.pinned, self.torn = (), None
         self.done[bucket] = None
+        if guess is not None:
+            guess.updated(bucket)
+        self._send_home(bucket, guess)
+
+    def _send_home(self, bucket: Bucket, guess: WayBack | None) -> None:
+        """Store what an update has changed; what is kept as well if it was a guess: the next one needs it at home."""
         for item in bucket.streamed:
-            if not item.stays and (item is state or self._is_updated(item)):
-                cache.put(item)
-        if bucket.streamed:
+            if (guess is not None or not item.stays) and (item is bucket.state or self._is_updated(item)):
+                self.cache.put(item)
+        if bucket.streamed and bucket not in self._undone:
             self.timeline.note(bucket.use)
 
     def _update_on_host(self, bucket: Bucket, ready: Sequence[Mark]) -> None:
@@ -357,6 +391,14 @@ class Core:
         self.updates.abandon(self.buckets, self.done)
         self.cache.flush()
         self.reset()
+
+    def forget_updates(self) -> None:
+        """All updates of this step have been undone: ``step()`` runs them again."""
+        self._undone |= self.done.keys()
+        self.cache.pinned, self.torn = (), None
+        self.done, self._ready = {}, []
+        self.begun = self.is_seen = False
+        self._used_by.clear()
 
     def _updated_items(self) -> set[Item]:
         return {item for bucket in self.done for item in bucket.streamed}

@@ -61,6 +61,11 @@ class ModelHooks:
             undo()
         self._undo = []
 
+    @property
+    def model(self) -> nn.Module | None:
+        """The model, as long as somebody keeps it."""
+        return self._model()
+
     def forget_reductions(self) -> None:
         """Gradients have been cleared without a step: what has been reduced counts for nothing."""
         engine = self._engine()
@@ -83,6 +88,7 @@ class ModelHooks:
         engine = self._engine()
         if engine is None:
             return
+        engine.before_gather(number)
         if engine.weights_of(number) is None:
             engine.core.gather(number, stream)
         if stream is None:
@@ -90,16 +96,21 @@ class ModelHooks:
 
     def _before_use(self, number: int, in_backward: bool) -> None:
         engine = self._engine()
-        if engine is not None and not in_backward and engine.core.has_updated(number):
-            if runs_in_backward():
-                engine.refuse_recomputation()
-            engine.core.is_seen = True
+        if engine is not None and not in_backward:
+            engine.before_gather(number)
+            if engine.core.has_updated(number):
+                if runs_in_backward():
+                    engine.refuse_recomputation()
+                engine.core.is_seen = True
         self._before_gather(number, None)
+        if engine is not None and not in_backward and torch.is_grad_enabled() and not runs_in_backward():
+            engine.guesses.keep_ahead(number)
 
     def _before_read(self, number: int, stream: torch.Stream | None, in_backward: bool) -> None:
         engine = self._engine()
         weights = None if engine is None else engine.weights_of(number)
         if engine is not None and weights is not None:
+            engine.before_gather(number)
             engine.core.gather(number, stream)
             weights.lend(number)
             self._trains = in_backward or torch.is_grad_enabled()
@@ -122,6 +133,7 @@ class ModelHooks:
     def _before_load(self, *_: object) -> None:
         engine = self._engine()
         if engine is not None:
+            engine.guesses.take_back()
             engine.core.wait_updated()
             if engine.weights is not None:
                 engine.wait_all_home()  # whoever reads parameters there does it on the host
@@ -131,7 +143,10 @@ class ModelHooks:
         if optimizer is not None and engine is not None and not engine.core.reductions.have_begun:
             engine.expect_gradients(optimizer, self._get_states(optimizer))
         if engine is not None and (engine.core.is_seen or engine.core.has_updated(number)):
-            engine.refuse_second_backward()
+            if engine.guesses.made:
+                engine.guesses.take_back()
+            else:
+                engine.refuse_second_backward()
         refuse_freed(self._groups[number].params)
         lift_zeroed(self._groups[number].params)
 

@@ -25,11 +25,13 @@ class SpareHomes:
 
     Attributes:
         moving: shards that live in their other home once the step is complete.
+        guessing: updates may be taken back, so none of them may change a home.
     """
 
     def __init__(self, plan: Plan, conventions: Conventions) -> None:
         self._plan, self._conventions = plan, conventions
         self.moving: dict[StateShard, None] = {}
+        self.guessing = False
 
     def serve(self, number: int, item: Item) -> None:
         """Let the item of a bucket's state follow."""
@@ -40,7 +42,8 @@ class SpareHomes:
         """An update is about to change a bucket; returns which of its shards live in their other home afterwards."""
         shards = list(self._plan[number].covers())
         for shard in shards:
-            if shard not in self.moving and shard.home.is_read() and self._may_move(shard):
+            turns = shard not in self.moving and (self.guessing or shard.home.is_read())
+            if turns and self._may_move(shard):
                 shard.places[1 - shard.side].wait_unread()
                 self.moving[shard] = None
         return [shard for shard in shards if shard in self.moving]

@@ -92,6 +92,10 @@ class Reductions:
         expected = max((counts.get(group, 0) for counts in self._before), default=0) or self._least
         return 0 < expected <= self._counts.get(group, 0)
 
+    def next_is_final(self, group: int) -> bool:
+        """Return whether one more reduction is expected of ``group``."""
+        return self._counts.get(group, 0) + 1 == max((counts.get(group, 0) for counts in self._before), default=0)
+
     def end(self, *, stepped: bool = True) -> None:
         """Begin the next step; without ``stepped``, gradients were cleared, and what was reduced counts for nothing."""
         if stepped and self._counts:

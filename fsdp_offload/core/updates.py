@@ -16,7 +16,7 @@ from ..optimizers.kept_state import Layouts
 from ..optimizers.shadow import Shadow
 from ..optimizers.shared_values import SharedValues
 from ..state.store import StateStore
-from ..torch_compat.dtensor import local_shard
+from ..torch_compat.dtensor import local_shard, version_of
 from ..torch_compat.optim import pinned_implementations
 from ..torch_compat.watched_gradient import bare
 from .homes import Plan
@@ -36,6 +36,7 @@ class BucketUpdates:
         weights: parameters that live on the host.
         host: updates buckets on the CPU, if it has any.
         first: tells whether the first update of this step has written anything.
+        writes_gradients: an update has written the gradients that it was given, so none can be repeated.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class BucketUpdates:
         self.without_state: list[Tensor] = []
         self.first: FirstUpdate | None = None
         self._states: StateStore | None = None
+        self.writes_gradients = False
         self.used: dict[int, set[Tensor]] = {}
         self._groups = 0
         self.may_begin: Callable[[], bool] = lambda: False
@@ -83,6 +85,25 @@ class BucketUpdates:
         """The step has ended when these were ``done``."""
         if self._states is not None:
             self._spare_homes.commit_done(buckets, done, self._states)
+        self.finish()
+
+    def begin_guesses(self) -> None:
+        """Updates may be taken back: they change spare homes only."""
+        self._spare_homes.guessing = True
+        if self.weights is not None:
+            self.weights.guessed = {}
+
+    def commit_guesses(self, states: StateStore) -> None:
+        """They count, and the rest of the step updates ``states`` itself."""
+        self._spare_homes.guessing, self._states = False, states
+        if self.weights is not None:
+            self.weights.commit_guesses()
+
+    def drop_guesses(self) -> None:
+        """They have been taken back; the step may start again."""
+        self._spare_homes.guessing, self._spare_homes.moving = False, {}
+        if self.weights is not None:
+            self.weights.guessed = None
         self.finish()
 
     def begin(self) -> bool:
@@ -143,11 +164,13 @@ class BucketUpdates:
         seen = [one.shard.param for one in ranges if not one.is_alias]
         shared, logical, states = self.shared, self.logical, self._states
         conventions, groups, shadow = self._conventions, self._groups, self.shadow
+        versions = [version_of(grad) for grad in read]
 
         def job() -> None:
             with torch.no_grad(), bare([*seen, *(g for p in seen if (g := conventions.gradient(p)) is not None)]):
                 for part in same_order_on_ranks(ranges, group_by_group=conventions.group_by_group):
                     update_bucket(shadow, shared, conventions, part, groups, states, logical.kwargs)
+            self.writes_gradients |= versions != [version_of(grad) for grad in read]
             for one in ranges:
                 one.gradient = None  # keeps no gradient
 

@@ -5,7 +5,7 @@ Frozen parameters of the model are among them; those that another optimizer upda
 """
 
 import itertools
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..device.arena import Region
-from ..planning.buckets import HomeOffsets, ShardSpec
+from ..planning.buckets import PAGE_BYTES, HomeOffsets, ShardSpec
 from ..state.shard import Home
 from ..torch_compat.dtensor import local_shard, version_of
 from ..torch_compat.homed import holders_of, uses_of
@@ -39,6 +39,7 @@ class Weights:
         parts: by parameter.
         regions: their host memory, and that of their spare homes.
         spare_bytes: of these, what is spare homes.
+        guessed: groups that updates have changed which may be taken back; ``None``: there are no such updates.
     """
 
     def __init__(
@@ -66,16 +67,19 @@ class Weights:
             offsets[number] = [homes.of_shard(next(shards))[0] for _ in group]
             ends[number] = homes.nbytes
         spare_end = max((end for end in ends.values() if end <= spare_bytes), default=0)
-        breaks = sorted(homes.breaks)
+        breaks = self._breaks = sorted(homes.breaks)
+        self._take = take
         self.regions = [take(n, [at for at in breaks if at < n]) for n in (homes.nbytes, spare_end)]
         self.spare_bytes = spare_end
+        self.guessed: dict[Item, None] | None = None
+        self._begins = {number: offsets[number][0] for number in offsets}
+        self._homes: dict[int, list[BytesAtHome]] = {}  # of each group: where it is now, and a spare one
         self.items: dict[int, Item] = {}
         self.parts: dict[Tensor, Part] = {}
         for number, group in self.groups.items():
             begin, end = offsets[number][0], ends[number]
             regions = [region for region in self.regions if end <= region.nbytes]
-            within = [at for at in breaks if begin < at < end]
-            homes_of_item = [_bytes_in(region, [(begin, end)], within, begin) for region in regions]
+            homes_of_item = self._homes[number] = [self._bytes(region.bytes, 0, begin, end) for region in regions]
             version = _versions([one.param for one in group])
             item = Item(f"parameters of group {number}", end - begin, home=homes_of_item[0], version=version)
             self.items[number] = item
@@ -91,11 +95,78 @@ class Weights:
             holders = [holders_of(local_shard(one.param)) for one in group]
             item.is_held = partial(_is_held, group, holders)
             item.wait_unread = partial(_wait_unread, parts)
-            item.spare_home = partial(_spare_home, parts, homes_of_item)
-            if len(regions) == 1 and not all(one.param in trained for one in group):  # a spare home needs all of it
+            item.spare_home = partial(self._spare_home, item, parts, homes_of_item)
+            if len(regions) == 1 and not all(one.param in trained for one in group):
                 ends_of_group = [*offsets[number][1:], end]
                 ranges = list(zip((one.param for one in group), offsets[number], ends_of_group, strict=True))
-                item.stored = partial(_stored, regions[0], ranges, trained, within)
+                item.stored = partial(self._stored, ranges, trained)
+
+    def _bytes(self, memory: Tensor, shift: int, begin: int, end: int) -> BytesAtHome:
+        """Cut the home ``[begin, end)``, of which ``memory`` begins at ``shift``, into what one copy may be about."""
+        cuts = itertools.pairwise([begin, *(at for at in self._breaks if begin < at < end), end])
+        return [(memory[a - shift : b - shift], a - begin) for a, b in cuts]
+
+    def _stored(self, ranges: Sequence[tuple[Tensor, int, int]], trained: Container[Tensor]) -> BytesAtHome:
+        """The bytes of those of a group's parameters that updates may change; neighbours are one copy."""
+        begin, found = ranges[0][1], []
+        for is_trained, run in itertools.groupby(ranges, key=lambda one: one[0] in trained):
+            if is_trained:
+                (_, first, end), *rest = run
+                end = rest[-1][2] if rest else end
+                found += [(b, first - begin + at) for b, at in self._bytes(self.regions[0].bytes, 0, first, end)]
+        return found
+
+    @property
+    def missing_bytes(self) -> int:
+        """Host memory that :meth:`take_spare_homes` would take."""
+        first = self._first_without_spare()
+        return 0 if first is None else self.regions[0].nbytes - first
+
+    def _first_without_spare(self) -> int | None:
+        begins = [begin for number, begin in self._begins.items() if len(self._homes[number]) == 1]
+        return min(begins) // PAGE_BYTES * PAGE_BYTES if begins else None  # else breaks would not be pages
+
+    def take_spare_homes(self) -> Region | None:
+        """Give each group a second home, where it has none; returns their memory.
+
+        Raises:
+            RuntimeError: the driver refuses to lock it; nothing has been taken.
+        """
+        first = self._first_without_spare()
+        if first is None:
+            return None
+        region = self._take(self.missing_bytes, [at - first for at in self._breaks if at > first])
+        for number, homes in self._homes.items():
+            if len(homes) > 1:
+                continue
+            begin, nbytes = self._begins[number], self.items[number].nbytes
+            homes.append(self._bytes(region.bytes, first, begin, begin + nbytes))
+            self.items[number].stored = None  # parameters live in either, frozen ones too
+            for one in self.groups[number]:
+                part, local = self.parts[one.param], local_shard(one.param)
+                layout = local.nbytes, local.dtype, tuple(local.shape), local.stride()
+                part.homes.append(Home({}, {}, region.range(begin + part.offset - first, *layout)))
+        self.regions.append(region)
+        self.spare_bytes += region.nbytes
+        return region
+
+    def _spare_home(self, item: Item, parts: Sequence[Part], homes: list[BytesAtHome]) -> BytesAtHome | None:
+        """As :attr:`Item.spare_home`. Until a guess is committed, parameters live where they were."""
+        if self.guessed is not None:
+            known = item in self.guessed
+            self.guessed[item] = None
+            return None if known else homes[1]
+        if len(homes) == 1 or not any(part.homes[0].is_read() for part in parts):
+            return None
+        _flip(parts, homes)
+        return homes[0]
+
+    def commit_guesses(self) -> None:
+        """Let parameters live where updates have stored them."""
+        guessed, self.guessed = self.guessed or {}, None
+        for number, item in self.items.items():
+            if item in guessed:
+                _flip([self.parts[one.param] for one in self.groups[number]], self._homes[number])
 
     def homes(self) -> Iterator[tuple[Home, bool]]:
         """All homes, and whether parameters live there now."""
@@ -135,25 +206,6 @@ class Weights:
                 part.sharded.live_on(device)
 
 
-def _bytes_in(region: Region, ranges: Iterable[tuple[int, int]], breaks: Sequence[int], begin: int) -> BytesAtHome:
-    """Bytes of these ranges of offsets in a region, cut at its breaks; and offsets in a place that begins there."""
-    cuts = ((a, [at for at in breaks if a < at < b], b) for a, b in ranges)
-    pairs = (pair for a, between, b in cuts for pair in itertools.pairwise([a, *between, b]))
-    return [(region.bytes[a:b], a - begin) for a, b in pairs]
-
-
-def _stored(
-    region: Region,
-    ranges: Sequence[tuple[Tensor, int, int]],
-    trained: Container[Tensor],
-    breaks: Sequence[int],
-) -> BytesAtHome:
-    """The bytes of those of a group's parameters that updates may change; neighbours are one copy."""
-    runs = itertools.groupby(ranges, key=lambda one: one[0] in trained)
-    wanted = [list(run) for is_trained, run in runs if is_trained]
-    return _bytes_in(region, [(run[0][1], run[-1][2]) for run in wanted], breaks, ranges[0][1])
-
-
 def _padded(part: Part) -> Tensor:
     """A parameter in its place, as a gather reads it: flat."""
     assert part.item.block is not None, part.item.name
@@ -185,13 +237,11 @@ def _wait_unread(parts: Sequence[Part]) -> None:
         part.homes[0].wait_unread()
 
 
-def _spare_home(parts: Sequence[Part], homes: list[BytesAtHome]) -> BytesAtHome | None:
-    if len(homes) == 1 or not any(part.homes[0].is_read() for part in parts):
-        return None
+def _flip(parts: Sequence[Part], homes: list[BytesAtHome]) -> None:
+    """Let parameters live in their other home."""
     homes.reverse()
     for part in parts:
         part.homes.reverse()
         part.homes[0].wait_unread()
         assert part.homes[0].weights is not None
         part.sharded.live_at(part.homes[0].weights)
-    return homes[0]

@@ -82,10 +82,11 @@ _METADATA = frozenset(
     getattr(Tensor, name).__get__ for name in ("_version", "device", "dtype", "is_sparse", "layout", "shape")
 )
 
-_MESSAGE = (
+USED_UP = _MESSAGE = (
     "this gradient was used in the backward already (OffloadPolicy(overlap='iteration')), and whatever is done with it "
-    "before step() comes too late. A loop that clips, scales or looks at gradients has to do so from the first step "
-    "on, and needs room for all of them, so that updates can be taken back; or use overlap='forward'."
+    "before step() comes too late. A loop that clips has to call fsdp_offload.clip_grad_norm_(optimizer, max_norm) "
+    "from the first step on, and needs room for all gradients, so that updates can be taken back. A loop that does "
+    "anything else with gradients has to use overlap='forward'."
 )
 
 

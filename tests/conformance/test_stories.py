@@ -27,7 +27,7 @@ from fsdp_offload.torch_compat.dtensor import local_shard
 from tests import overlapping, parity
 from tests.async_writers import read_checkpoint
 from tests.at_home import not_at_home
-from tests.clipping import ALWAYS, NEVER, clip, clipped_step, speculation_of
+from tests.clipping import ALWAYS, NEVER, clip, clipped_step, guesses_of
 from tests.fused_adam_reference import FusedAdam
 from tests.overlapping import POLICIES, SIZES, Block, Loop, Net, adamw, look, same
 from tests.parity import attach, make_pair, same_value
@@ -1019,7 +1019,7 @@ def test_two_optimizers_that_are_clipped_together(mesh: DeviceMesh) -> None:
             clipped_step(each, at, ALWAYS if at == 7 else NEVER)
         assert same(plain, loop), at
     engines = [vars(optimizer)["_offload_engine"].engine for optimizer in (loop.optimizer, loop.second)]
-    assert [engine.steps.speculation.taken_back for engine in engines] == [1, 1]
+    assert [engine.guesses.taken_back for engine in engines] == [1, 1]
 
 
 @pytest.mark.parametrize("foreach", [False, True])
@@ -1033,12 +1033,12 @@ def test_gradients_that_are_not_finite(mesh: DeviceMesh, foreach: bool) -> None:
             clip(loop, NEVER, foreach=foreach)
             loop.step()
         assert same(*loops), at
-    assert speculation_of(loops[1]).taken_back
+    assert guesses_of(loops[1]).taken_back
 
 
 def test_weights_written_through_a_view_that_is_older_are_refused(mesh: DeviceMesh) -> None:
-    """As nobody is told of that."""
-    loop = train(Loop(mesh, adamw, clipping()), [NEVER] * 4)
+    """As nobody is told of that: updates have begun in the backward."""
+    loop = Loop(mesh, adamw, clipping()).train(4)
     view = local_shard(loop.model.head.weight)
     loop.backward(4)
     with torch.no_grad():

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fsdp_offload import OffloadPolicy
+from fsdp_offload import OffloadPolicy, clip_grad_norm_
 from fsdp_offload.core.attached import Engine, engine_of
 from fsdp_offload.core.engine import REDUCTIONS_BEHIND
 from fsdp_offload.core.hooks import ModelHooks
@@ -105,8 +105,12 @@ def test_they_never_are_there_together(
 def test_what_needs_all_of_them_is_refused(loops: tuple[Loop, Loop]) -> None:
     _, loop = loops
     loop.backward(0)
-    with pytest.raises(RuntimeError, match=r"from the first step on, and needs room for all of them"):
+    with pytest.raises(
+        RuntimeError, match=r"fsdp_offload\.clip_grad_norm_\(optimizer, max_norm\) from the first step on"
+    ):
         nn.utils.clip_grad_norm_(loop.model.parameters(), 1.0)
+    with pytest.raises(RuntimeError, match="needs room for all gradients"):
+        clip_grad_norm_(loop.optimizer, 1.0)
     with pytest.raises(RuntimeError, match=r"second backward.* one is expected where not all gradients fit"):
         loop.backward(1)
 

@@ -1,0 +1,105 @@
+"""``clip_grad_norm_`` of torch, bit for bit, which lets updates of ``overlap="iteration"`` run ahead of it.
+
+An update in the backward is a guess that the clipping factor will be 1 (``core/guesses.py``). This function computes
+the norm and the factor on the device. ``step()`` learns on the host whether the factor was 1.
+"""
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from .api.attachment import attachment_of
+from .api.wrapped import optimizers_in
+from .core.guesses import Guesses
+from .torch_compat.watched_gradient import bare
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    optimizer: Optimizer | Sequence[Optimizer],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """Clip the gradients of all parameters of ``optimizer`` by their common norm, as ``torch.nn.utils`` does.
+
+    Norm and gradients have the bits that ``torch.nn.utils.clip_grad_norm_(model.parameters(), ...)`` gives them, for
+    the parameters of the model that ``optimizer`` has. Without a model, the order is that of ``param_groups``, and the
+    last bit of the norm depends on the order. The collectives are torch's own.
+
+    Call it from the first step on. With ``OffloadPolicy(overlap="iteration")``, updates then run in the backward as
+    guesses that the factor is 1; ``step()`` takes them back where it is not. Gradients that an update has used are
+    multiplied when somebody reads them, or in ``step()``.
+
+    Args:
+        optimizer: offloaded or not; what frameworks wrap around one, chains of several, or a sequence of optimizers
+            that are clipped together.
+        max_norm: the largest norm that is left as it is.
+        norm_type: the order of the norm; may be ``inf``.
+        error_if_nonfinite: raise if the norm is not finite. The host waits for the norm then.
+        foreach: use torch's multi-tensor kernels; ``None``: where they are supported.
+
+    Returns:
+        The norm before clipping: 0-dim, on the device of the gradients; a DTensor for sharded ones.
+
+    Raises:
+        RuntimeError: the norm is not finite, and ``error_if_nonfinite``; or the backward has used up gradients, since
+            this function was not called from the first step on, or not all of them fit on the device.
+    """
+    several = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+    inner = list(dict.fromkeys(one for each in several for one in optimizers_in(each)))
+    params = list(_in_order_of_model(inner))
+    engines = [attachment.engine for one in inner if (attachment := attachment_of(one)) is not None]
+    guesses = [engine.guesses for engine in engines]
+    for one in guesses:
+        one.announce()
+    if not guesses:
+        return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
+    grads = [grad for param in params if (grad := param.grad) is not None]
+    with bare(grads):  # this is no touch of the user's
+        norm = torch.nn.utils.get_total_norm(grads, norm_type, error_if_nonfinite, foreach)
+        if grads:
+            _scale_or_put_off(grads, norm, float(max_norm), foreach, guesses)
+    return norm
+
+
+def _scale_or_put_off(
+    grads: Sequence[Tensor], norm: Tensor, max_norm: float, foreach: bool | None, guesses: Sequence[Guesses]
+) -> None:
+    # The norm of sharded gradients is reduced over the ranks once, here, as torch does for its factor.
+    total = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    is_one = torch.clamp(max_norm / (total + 1e-6), max=1.0) == 1
+    scale = partial(_scale, max_norm, total, foreach)
+    used = set().union(*(one.put_off(is_one, scale) for one in guesses))
+    scale([grad for grad in grads if id(grad) not in used])
+
+
+def _scale(max_norm: float, total: Tensor, foreach: bool | None, grads: Iterable[Tensor]) -> None:
+    grads = list(grads)
+    holders: Any = [SimpleNamespace(grad=grad) for grad in grads]
+    with bare(grads):
+        torch.nn.utils.clip_grads_with_norm_(holders, max_norm, total, foreach)
+
+
+def _in_order_of_model(optimizers: Sequence[Optimizer]) -> list[Tensor]:
+    """List the parameters of ``optimizers``, each once: as their models register them, and then all others.
+
+    Models are asked for names: after an evaluation, the root has gathered parameters in the place of the shards.
+    """
+    names: dict[Tensor, str] = {}
+    positions: dict[str, int] = {}
+    for attachment in filter(None, map(attachment_of, optimizers)):
+        names |= attachment.engine.names
+        of_hooks = getattr(attachment.hooks, "model", None)
+        model = attachment.model() if attachment.model is not None else of_hooks
+        for name, _ in () if model is None else model.named_parameters():
+            positions.setdefault(name, len(positions))
+    params = dict.fromkeys(param for one in optimizers for group in one.param_groups for param in group["params"])
+    return sorted(params, key=lambda param: positions.get(names.get(param, ""), len(positions)))
