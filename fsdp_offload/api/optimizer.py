@@ -12,14 +12,16 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..engine.engine import find_offloaded, inside
+from ..core import whole
+from ..core.attached import CoreEngine
+from ..engine.engine import Engine, find_offloaded, inside
 from ..engine.loading import check_loadable
 from ..model.asleep import is_asleep
 from ..model.parking import ParkedParameters
 from ..report import OffloadReport, report_of
 from ..state.layout import is_trained
 from ..state.store import UserState
-from ..torch_compat.optim import is_called_compiled, run_hooked
+from ..torch_compat.optim import is_called_compiled, plain_step_of, run_hooked, unhooked
 from ..torch_compat.spent_gradient import is_spent, is_zeroed, without_gradients, zero_spent
 from .attachment import attachment_of, engine_of, states_of
 from .checks import (
@@ -74,7 +76,7 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
 
         Raises:
             RuntimeError: an earlier step stopped half way, a gradient is sparse or has other placements than its
-                parameter, or the optimizer turns out not to be separable by bucket.
+                parameter, or the optimizer turns out not to be divisible although ``trust_separable`` said so.
         """
         attachment = attachment_of(self)
         if attachment is None:
@@ -90,7 +92,8 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
             )
         attachment.stepping = True
         try:
-            return run_hooked(self, self._plain_class.__name__, _logical_step, args, kwargs)
+            one_step = _whole_step if attachment.engine.layouts.capabilities.moves_whole else _logical_step
+            return run_hooked(self, self._plain_class.__name__, one_step, args, kwargs)
         finally:
             attachment.stepping = False
 
@@ -151,11 +154,13 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
 
         def check(_: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
             loaded.update(check_loadable(engine, self, saved))
-            return {**saved, "state": {}}
+            return {**saved, "state": {key: value for key, value in saved["state"].items() if isinstance(key, str)}}
 
         def install(_: Optimizer) -> None:
+            beside: Any = {key: value for key, value in self.state.items() if not isinstance(key, Tensor)}
             self.state = states
             states.clear()
+            states.update(beside)
             installed.append(True)
             try:
                 engine.install(self, states.unwaited, loaded)
@@ -175,7 +180,7 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
             else:
                 Optimizer.load_state_dict(self, state_dict)
             if not installed:  # the class loads in a way of its own, without hooks
-                loaded = {param: dict(state) for param, state in self.state.items()}
+                loaded = {key: dict(state) for key, state in self.state.items() if isinstance(key, Tensor)}
                 install(self)
         finally:
             last.remove()
@@ -327,12 +332,7 @@ def _forget_reductions(optimizer: Optimizer) -> None:
 
 def _logical_step(self: OffloadedOptimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
     """One step as the user counts them: the closure runs once."""
-    engine = engine_of(self)
-    engine.steps.check_usable("step()", mid_step=True)
-    refuse_capture(engine.device)
-    parked = _parked_by(self)
-    if parked is not None:
-        parked.bring_back()
+    engine = _begin_step(self)
     loss = None
     if closure is not None:
         if not engine.layouts.capabilities.known:
@@ -361,6 +361,40 @@ def _logical_step(self: OffloadedOptimizer, closure: Callable[[], Any] | None = 
             attachment.overlap.after_step(states)
         attachment.tell_if_never_reloaded()
     return loss
+
+
+def _begin_step(self: OffloadedOptimizer) -> Engine:
+    engine = engine_of(self)
+    engine.steps.check_usable("step()", mid_step=True)
+    refuse_capture(engine.device)
+    parked = _parked_by(self)
+    if parked is not None:
+        parked.bring_back()
+    return engine
+
+
+def _whole_step(self: OffloadedOptimizer, *args: Any, **kwargs: Any) -> Any:
+    """The plain step of a class that moves as a whole; it calls the closure itself."""
+    engine, attachment = _begin_step(self), attachment_of(self)
+    assert isinstance(engine, CoreEngine), "the old engine only divides"
+    assert attachment is not None
+    if attachment.until_first_step:
+        _check_still_of_model(self)
+        attachment.unwatch()
+
+    def run(between: Callable[[Callable[[], Any]], Callable[[], Any]]) -> Any:
+        seeing = [between(one) if callable(one) else one for one in args]
+        named = {name: between(one) if callable(one) else one for name, one in kwargs.items()}
+        with unhooked(self):
+            return plain_step_of(self._plain_class)(self, *seeing, **named)
+
+    result = whole.step(engine, self, lambda: states_of(self, engine).unwaited, run)
+    if not any(map(callable, (*args, *kwargs.values()))) and all(param.grad is None for param in _params_of(self)):
+        _explain_no_gradient(self)
+    else:
+        attachment.has_updated, attachment.has_loaded_inside_step = True, False
+    attachment.tell_if_never_reloaded()
+    return result
 
 
 def _check_still_of_model(optimizer: Optimizer) -> None:

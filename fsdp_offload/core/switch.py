@@ -14,6 +14,8 @@ VARIABLE = "_FSDP_OFFLOAD_CORE"
 
 def uses_core(capabilities: Capabilities, policy: OffloadPolicy, model: nn.Module | None, device: torch.device) -> bool:
     """Return whether the core moves the state of such an optimizer; everything else is the old engine's."""
+    if capabilities.moves_whole:
+        return True  # the old engine can only divide
     if os.environ.get(VARIABLE, "1") != "1":
         return False
     try:
@@ -23,7 +25,6 @@ def uses_core(capabilities: Capabilities, policy: OffloadPolicy, model: nn.Modul
     not_yet = (
         (policy.parameters or policy.runs_on_into_forward) and not in_groups,  # refused by the old engine, in its words
         policy.updates_in_backward and not capabilities.conventions.reads_param_grad,
-        not capabilities.known,  # a class that nobody has judged may do anything with its groups
         device.type not in ("cpu", "cuda"),
     )
     return not any(not_yet)

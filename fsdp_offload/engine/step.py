@@ -653,7 +653,6 @@ class Stepping:
             self._conventions.attributes_by_param,
             writes_any_entry=not self._layouts.capabilities.known,
             copy_scheduled=self._policy.runs_on_into_forward,
-            all_groups=self._layouts.needs_all_groups,
         )
 
     def _start_schedule(self, steps: tuple[BucketStep, ...]) -> None:
