@@ -30,8 +30,8 @@ from .attachment import (
 )
 from .chain import offload_each
 from .checks import (
-    check_attachable,
     as_whole,
+    check_attachable,
     check_capabilities,
     check_divisible,
     check_no_other_updates,
@@ -67,17 +67,18 @@ def offload_optimizer(
     built, before or after the first step, before or after making LR schedulers. Takes the host memory for all state at
     once. No collective of its own.
 
-    A class that is not in ``fsdp_offload/optimizers/table.toml`` moves as a whole: all of its state is loaded before its
-    own plain ``step()`` and stored after it. So any optimizer gives the same bits, LBFGS with its closures included, and
-    all of its state is on the device during ``step()``. Host memory is taken when it has made its state.
+    A class that is not in ``fsdp_offload/optimizers/table.toml`` moves as a whole: all of its state is loaded before
+    its own plain ``step()`` and stored after it. So any optimizer gives the same bits, LBFGS with its closures
+    included, and all of its state is on the device during ``step()``. Host memory is taken when it has made its state.
 
     The tensors in ``optimizer.state`` become tensors over host memory: DTensors with the mesh and placements of theirs
     for sharded parameters. Reading them through ``optimizer.state`` waits until they are up to date; a tensor fetched
     earlier is valid until the next ``step()``.
 
     Args:
-        optimizer: any except ``torch.optim.SparseAdam``. The wrappers of accelerate, Lightning and Fabric are seen through, and so are
-            Megatron's optimizers and chains of them: each of torch's in there is offloaded, or none.
+        optimizer: any except ``torch.optim.SparseAdam``. The wrappers of accelerate, Lightning and Fabric are seen
+            through, and so are Megatron's optimizers and chains of them: each of torch's in there is offloaded, or
+            none.
         model: the model whose parameters it has. Gives the order of the buckets, names for messages,
             more checks, and, where it is sharded by ``fully_shard``, the backward in which loads begin.
         policy: what is offloaded, how much of it may be on the device, and what hides its transfers.
@@ -116,8 +117,8 @@ def offload_optimizer(
     if capabilities.moves_whole:
         if policy.overlap != "step":
             warnings.warn(
-                f"offload_optimizer: overlap={policy.overlap!r} has no effect on {type(target).__name__}, which is not in "
-                "the table of optimizers and moves as a whole, in step().",
+                f"offload_optimizer: overlap={policy.overlap!r} has no effect on {type(target).__name__}, which is not "
+                "in the table of optimizers and moves as a whole, in step().",
                 stacklevel=2,
             )
         policy = as_whole(policy)

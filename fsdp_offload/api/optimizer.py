@@ -157,7 +157,8 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
             return {**saved, "state": {key: value for key, value in saved["state"].items() if isinstance(key, str)}}
 
         def install(_: Optimizer) -> None:
-            beside: Any = {key: value for key, value in self.state.items() if not isinstance(key, Tensor)}
+            loaded_state: dict[Any, Any] = self.state
+            beside = {key: value for key, value in loaded_state.items() if not isinstance(key, Tensor)}
             self.state = states
             states.clear()
             states.update(beside)
@@ -180,7 +181,8 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
             else:
                 Optimizer.load_state_dict(self, state_dict)
             if not installed:  # the class loads in a way of its own, without hooks
-                loaded = {key: dict(state) for key, state in self.state.items() if isinstance(key, Tensor)}
+                others: dict[Any, Any] = self.state
+                loaded = {key: dict(state) for key, state in others.items() if isinstance(key, Tensor)}
                 install(self)
         finally:
             last.remove()

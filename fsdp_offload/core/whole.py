@@ -1,5 +1,4 @@
-"""Steps of an optimizer that nobody may divide: all of its state is loaded, stepped plainly by the user's own
-``step()`` on the real parameters, and stored.
+"""Steps of an optimizer that nobody may divide: the user's own plain ``step()``, on all of its state at once.
 
 ::
 
@@ -157,22 +156,9 @@ class _Visit:
     def end(self, states: StateStore, error: BaseException | None) -> None:
         """Let ``optimizer.state`` hold the homes again, and send home what is on the device."""
         engine, core = self._engine, self._engine.core
-        shards = engine.plan.shards
         torn = error is not None and self._is_torn(states)
         borrowed = self._part_with_leaked(states)
-        stay = self._staying(states)
-        for one in self._bound:
-            state = states.get(one.shard.param)
-            for name, place in one.values.items():
-                value = state.get(name)
-                if value is None:
-                    continue
-                if value is not place and _fits(one.shard, name, state, stay):
-                    for source, target in zip(leaves_of(value), leaves_of(place), strict=True):
-                        target.copy_(source)
-                elif value is not place:
-                    continue
-                state[name] = one.shard.homes[name]
+        self._put_homes_back(states)
         core.updated = mark = core.lanes.compute.mark()
         for item in self._items:
             core.cache.changed(item, mark)
@@ -181,9 +167,7 @@ class _Visit:
             assert home is not None, "a parameter that streams has a home"
             part.sharded.live_at(home)
         engine.commit_moves(states)
-        for item in self._items:
-            if item.dirty:
-                core.cache.put(item)
+        core.cache.flush(self._items)
         for item in self._streamed:
             if item.exposed and item.at_home is not None:
                 item.at_home.synchronize()  # R2, on the host, for whoever still has tensors over the home
@@ -192,12 +176,25 @@ class _Visit:
         if torn or borrowed:
             engine.steps.failure = self._failure(error, borrowed)
         elif error is None:
-            engine.add(
-                self._optimizer, [p for p in _params(self._optimizer) if p not in shards and states.get(p)], states
-            )
+            params, known = _params(self._optimizer), engine.plan.shards
+            engine.add(self._optimizer, [p for p in params if p not in known and states.get(p)], states)
             take_over(engine, self._optimizer, states)
         if borrowed and error is None:
             raise RuntimeError(f"step(): {engine.steps.failure}.")
+
+    def _put_homes_back(self, states: StateStore) -> None:
+        """Where a value is its place, or was made anew and is laid out so: that goes into the place."""
+        stay = self._staying(states)
+        for one in self._bound:
+            state = states.get(one.shard.param)
+            for name, place in one.values.items():
+                value = state.get(name)
+                if value is not place and not (name in state and _fits(one.shard, name, state, stay)):
+                    continue
+                if value is not place:
+                    for source, target in zip(leaves_of(state[name]), leaves_of(place), strict=True):
+                        target.copy_(source)
+                state[name] = one.shard.homes[name]
 
     def _give_back(self) -> None:
         """Give back the memory that only a step needs, in the order of the compute stream."""

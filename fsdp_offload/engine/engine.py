@@ -262,8 +262,8 @@ class Engine:
         self._follow_groups(optimizer, states)
         if self.layouts.capabilities.moves_whole and not any(states.get(param) for param in self.plan.shards):
             raise ValueError(
-                f"for_load=True: {self.cls.__name__} has no state yet, and which it keeps is not known before its first "
-                "step, so there is nothing to load into. Call get_optimizer_state_dict of "
+                f"for_load=True: {self.cls.__name__} has no state yet, and which it keeps is not known before its "
+                "first step, so there is nothing to load into. Call get_optimizer_state_dict of "
                 "torch.distributed.checkpoint.state_dict once, which makes the state by a step that changes nothing; "
                 "or load with load_state_dict()."
             )

@@ -18,7 +18,7 @@ from ..state.store import UserState
 from ..torch_compat.dtensor import compute_device, has_inner_tensors, is_dtensor, local_shard, over_local, placements_of
 from . import Capabilities
 from .masters import MASTER, kept_dtype, kind_for
-from .scratch import constructor_options, like_optimizer, notes_on, random_values, randomness_kept
+from .scratch import constructor_options, notes_on, random_values, randomness_kept, values_like
 from .shadow import Shadow
 from .shared_values import SharedValues
 
@@ -196,7 +196,7 @@ class Layouts:
         index = next(number for number, other in enumerate(optimizer.param_groups) if other is group)
         lists: list[list[Tensor]] = [[] for _ in optimizer.param_groups]
         lists[index] = [scratch]
-        values: Any = like_optimizer(self._cls, optimizer, lists, {param: scratch}).values
+        values: Any = values_like(optimizer, {param: scratch})
         shared = SharedValues(values, [{} for _ in lists], writes_any_entry=True)
         after = Shadow(self._cls).run(shared, lists, {scratch: before} if before else {}, {})
         shared.commit(values)

@@ -85,8 +85,8 @@ def capabilities_of(cls: type[Optimizer], *, trust: bool = False) -> Capabilitie
             return Capabilities(known=False)
         if row is not None and row.verdict == "mixed":
             raise ValueError(
-                f"trust_separable=True: what the step of {cls.__name__} writes to a parameter depends on others (so says "
-                f"optimizers/table.toml, of {row.library} {row.versions}), so it cannot be divided. Leave it out."
+                f"trust_separable=True: what the step of {cls.__name__} writes to a parameter depends on others, says "
+                f"optimizers/table.toml of {row.library} {row.versions}. So it cannot be divided. Leave it out."
             )
         of_elements = row is None or row.verdict == "elementwise"
         cuttable = _cuttable(()) if of_elements else frozenset()

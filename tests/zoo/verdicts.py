@@ -4,14 +4,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fsdp_offload.optimizers.scratch import Scratch, random_states, restore_random_states, some_groups_of, untouched
-from fsdp_offload.optimizers.separability import _STEPS, _NotSeparableError, _Trial
+from fsdp_offload.optimizers.scratch import random_states, restore_random_states
 from fsdp_offload.state.layout import leaves_of
 from fsdp_offload.torch_compat.dtensor import compute_device
 
 from .dependence import DependenceTrace
 from .libraries import load
 from .recipes import recipes_for
+from .scratch import STEPS, NoStartError, Scratch, Trial, untouched
 from .training import Training
 
 
@@ -22,7 +22,7 @@ def traced_verdict(name: str) -> str:
         try:
             Training(load(name), recipe, groups=1).step()
             return mixture(load(name), Training(load(name), recipe, groups=1).optimizer) or "parameters"
-        except _NotSeparableError as reason:
+        except NoStartError as reason:
             return f"refused: {reason}"
         except Exception as error:  # noqa: BLE001  # whatever theirs raises
             problem = problem or f"does not run: {type(error).__name__}: {error}"
@@ -32,22 +32,21 @@ def traced_verdict(name: str) -> str:
 def mixture(cls: type[Optimizer], optimizer: Optimizer) -> str:
     """Where values of several parameters come together in a step of ``optimizer``; empty if they do not.
 
-    On the scratch parameters of the package's own trial, over the same steps.
+    On scratch parameters, over steps in which counters jump.
     """
     device = compute_device(optimizer.param_groups[0]["params"][0])
     before = random_states(device)
     with torch.no_grad(), torch.compiler.set_stance("force_eager"), untouched(optimizer):
         try:
-            return _traced(_Trial(cls, some_groups_of(cls, optimizer), device))
+            return _traced(Trial(cls, optimizer))
         finally:
             restore_random_states(device, before)
 
 
-def _traced(trial: _Trial) -> str:
-    trial._find_a_start()
-    scratch, trace = trial._start(), DependenceTrace()
-    for step in trial._steps_of(scratch, _STEPS):
-        trial._give_gradients(scratch, step)
+def _traced(trial: Trial) -> str:
+    scratch, trace = trial.start(), DependenceTrace()
+    for step in trial.steps_of(scratch, STEPS):
+        trial.give_gradients(scratch, step)
         for number, param in enumerate(scratch.flat):
             trace.mark(param, number)
             trace.mark(param.grad, number)  # type: ignore[arg-type]
@@ -55,7 +54,7 @@ def _traced(trial: _Trial) -> str:
             with trace:
                 scratch.step_whole()
         except Exception:  # counters have jumped
-            if step < _STEPS:
+            if step < STEPS:
                 raise
             break
         if trace.mixed_reads:
