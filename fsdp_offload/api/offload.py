@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from ..core.attached import CoreEngine
 from ..core.hooks import hook_model
 from ..core.switch import uses_core
+from ..core.whole import WholeEngine
 from ..cpu_update.updates import HostUpdates
 from ..engine.engine import Engine, find_offloaded
 from ..model.hooks import group_numbers, make_overlap
@@ -134,12 +135,9 @@ def offload_optimizer(
     together = group_numbers(model, policy)
     sharded = streamable(model, names) if policy.parameters else {}
     host = HostUpdates(type(target), capabilities, policy, device) if policy.host_fraction else None
-    on_core = uses_core(capabilities, policy, model, device)
-    engine = (
-        CoreEngine(type(target), capabilities, policy, device, names, together, sharded, host)
-        if on_core
-        else Engine(type(target), capabilities, policy, device, names, together, sharded, host)
-    )
+    kind = CoreEngine if uses_core(capabilities, policy, model, device) else Engine
+    kind = WholeEngine if capabilities.moves_whole else kind
+    engine = kind(type(target), capabilities, policy, device, names, together, sharded, host)
     states = OffloadedState(engine, target.state)
     # A frozen parameter gets room when it first has a gradient: reserving it would pin memory that nothing uses.
     eager = capabilities.conventions.state_without_gradient

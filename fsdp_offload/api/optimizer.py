@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..core import whole
-from ..core.attached import CoreEngine
+from ..core.whole import WholeEngine
 from ..engine.engine import Engine, find_offloaded, inside
 from ..engine.loading import check_loadable
 from ..model.asleep import is_asleep
@@ -92,7 +91,7 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
             )
         attachment.stepping = True
         try:
-            one_step = _whole_step if attachment.engine.layouts.capabilities.moves_whole else _logical_step
+            one_step = _whole_step if isinstance(attachment.engine, WholeEngine) else _logical_step
             return run_hooked(self, self._plain_class.__name__, one_step, args, kwargs)
         finally:
             attachment.stepping = False
@@ -378,7 +377,7 @@ def _begin_step(self: OffloadedOptimizer) -> Engine:
 def _whole_step(self: OffloadedOptimizer, *args: Any, **kwargs: Any) -> Any:
     """The plain step of a class that moves as a whole; it calls the closure itself."""
     engine, attachment = _begin_step(self), attachment_of(self)
-    assert isinstance(engine, CoreEngine), "the old engine only divides"
+    assert isinstance(engine, WholeEngine)
     assert attachment is not None
     if attachment.until_first_step:
         _check_still_of_model(self)
@@ -390,7 +389,7 @@ def _whole_step(self: OffloadedOptimizer, *args: Any, **kwargs: Any) -> Any:
         with unhooked(self):
             return plain_step_of(self._plain_class)(self, *seeing, **named)
 
-    result = whole.step(engine, self, lambda: states_of(self, engine).unwaited, run)
+    result = engine.step_whole(self, lambda: states_of(self, engine).unwaited, run)
     if not any(map(callable, (*args, *kwargs.values()))) and all(param.grad is None for param in _params_of(self)):
         _explain_no_gradient(self)
     else:

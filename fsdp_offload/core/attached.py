@@ -42,7 +42,6 @@ from .plan import (
     Bucket,
     bucket_bytes_for,
     joined_groups,
-    need,
     pools_for,
     share_out,
 )
@@ -50,7 +49,6 @@ from .readers import SpareHomes
 from .room import Room, Stopwatch
 from .updates import BucketUpdates
 from .weights import Weights
-from .whole import adopt_fitting, on_device, staying, take_over
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +64,6 @@ class CoreEngine(Engine):
 
     Attributes:
         core: the loop.
-        is_visited: a plain step of an optimizer that moves as a whole is under way: all is where it looks for it.
     """
 
     def __init__(
@@ -117,7 +114,6 @@ class CoreEngine(Engine):
         self.core = mover.core = Core(lanes, device, policy.overlap, self._updates)
         self.steps: Any = Steps(self.core, host)
         self.phases: Any = Phases(self.core, self.plan, self.lending)
-        self.is_visited = False
         self._taken = -1  # the generation of the plan that the core is about
         self._clean_steps = 0
         self._touches = _Touches()
@@ -126,7 +122,7 @@ class CoreEngine(Engine):
         self._used_up: set[int] = set()
         self._room: Room | None = None
         self.weights: Weights | None = None
-        waits = (policy.runs_on_into_forward or policy.parameters) and not capabilities.moves_whole
+        waits = policy.runs_on_into_forward or policy.parameters
         if policy.device_bytes == "auto" and waits and device.type != "cpu" and not policy.serial:
             self.core.stopwatch = Stopwatch(device)
         self.core.frees_gradients = policy.parameters and policy.updates_in_backward
@@ -183,13 +179,7 @@ class CoreEngine(Engine):
             limit = None if self.policy.device_bytes == "auto" else self.policy.device_bytes
             state = [bucket.state for bucket in buckets if bucket.state.nbytes]
             pools = core.cache.pools = pools_for(state, [*streamed.values()], buckets, self._bucket_bytes, limit)
-            passing = pools
-            if self.layouts.capabilities.moves_whole:  # all state at once, in step() alone
-                passing = [pool for pool in pools if not any(item.pool is pool for item in state)]
-                for pool in pools:
-                    pool.count = pool.least = 0
-                need(passing, buckets)
-            share_out(passing, limit)
+            self._share_out(limit)
             core.choose_kept()
             self._room = None
             wanted_bytes = sum((pool.most - pool.count) * pool.nbytes for pool in pools)
@@ -200,6 +190,9 @@ class CoreEngine(Engine):
             for bucket in self.core.buckets:
                 if not bucket.state.exists:
                     bucket.state.exists = any(states.get(param) for param in bucket.params)
+
+    def _share_out(self, limit_bytes: int | None) -> None:
+        share_out(self.core.cache.pools, limit_bytes)
 
     def _bucket(self, number: int, weights: Mapping[int, Item]) -> Bucket:
         planned = self.plan[number]
@@ -238,8 +231,7 @@ class CoreEngine(Engine):
 
     def largest_bytes(self) -> int:
         """Device memory that the largest bucket needs."""
-        sizes = [bucket.state.nbytes for bucket in self.core.buckets]
-        return sum(sizes) if self.layouts.capabilities.moves_whole else max(sizes, default=0)
+        return max((bucket.state.nbytes for bucket in self.core.buckets), default=0)
 
     def staging_bytes(self) -> int:
         """Device memory that is taken for what is offloaded."""
@@ -298,25 +290,6 @@ class CoreEngine(Engine):
         self._measure(steady)
         self._count_clean(optimizer, kwargs)
         return had
-
-    def make_ready(self, optimizer: Optimizer, states: StateStore) -> None:
-        """Ahead of a plain step on everything: be about what there is now."""
-        self._make_zeroed_gradients(self.plan.shards)
-        self.lending.check_unspoiled()
-        self.core.away = False
-        self._follow_groups(optimizer, states)
-        self.add(optimizer, [param for param in self._unplanned if states.get(param)], states)
-        adopt_fitting(self, states, lambda: staying(optimizer, states, self.plan.shards))
-        self._take_plan(states)
-
-    def commit_moves(self, states: StateStore) -> None:
-        """State that a checkpoint's writer reads lives in its other home from now on."""
-        self._spare_homes.commit(states)
-
-    def bring_home(self) -> None:
-        """Block the host until everything is at home, and nobody else reads it."""
-        self._pipeline.synchronize()
-        self.lending.wait()
 
     def _leave_room(self, buckets: Iterable[Bucket]) -> None:
         """Leave out a block where state is created, which takes as much."""
@@ -569,32 +542,10 @@ class CoreEngine(Engine):
         self._used_up = {bucket.number for bucket in self.core.done}
         self.core.abandon()
         self._forget_early()
-        if self.layouts.capabilities.moves_whole:
-            self._install_whole(optimizer, states, loaded)
-        else:
-            super().install(optimizer, states, loaded)
-
-    def _install_whole(self, optimizer: Optimizer, states: StateStore, loaded: Mapping[Tensor, UserState]) -> None:
-        self.bring_home()
-        self._follow_groups(optimizer, states)
-        for param, saved in loaded.items():
-            states.of(param).update(saved)
-        self.add(optimizer, [param for param in loaded if param not in self.plan.shards], states)
-        take_over(self, optimizer, states)
-        made: dict[int, Tensor] = {}
-        for group in optimizer.param_groups:  # what has no home is where a plain load would put it
-            stays = () if group.get("fused") or group.get("capturable") else ("step",)
-            for param in group["params"]:
-                homes, state = self.plan.shards[param].homes if param in loaded else {}, states.get(param)
-                others = [name for name, value in state.items() if value is not homes.get(name)]
-                state.update({n: on_device(state[n], self.device if n not in stays else None, made) for n in others})
-        self.steps.failure = ""
+        super().install(optimizer, states, loaded)
 
     def add(self, optimizer: Optimizer, params: Iterable[Tensor], states: StateStore) -> None:
         """As :meth:`Engine.add`."""
-        params = list(params)
-        if params and self.layouts.capabilities.moves_whole:
-            self.layouts.staying = staying(optimizer, states, [*self.plan.shards, *params])
         super().add(optimizer, params, states)
         if self._taken >= 0:
             self._take_plan(states)
@@ -626,20 +577,16 @@ class CoreEngine(Engine):
 
     def wait_home(self, param: Tensor) -> None:
         """Block the host until the home of this parameter's state is up to date."""
-        if self.is_visited:
-            return
         shard = self.plan.shards.get(param)
         self.core.wait_home(self._items_of([] if shard is None else [shard]))
 
     def wait_parameter_home(self, param: Tensor) -> None:
         """Block the host until the home of a parameter that streams is up to date."""
-        if self.weights is not None and not self.is_visited:
+        if self.weights is not None:
             self.core.wait_home([self.weights.parts[param].item])
 
     def wait_all_home(self, *, may_write: bool = True) -> None:
         """Block the host until every home is up to date."""
-        if self.is_visited:
-            return
         streamed = [] if self.weights is None else self.weights.items.values()
         self.core.wait_home([*self._items_of(self.plan.shards.values()), *streamed], may_write=may_write)
 

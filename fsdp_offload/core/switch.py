@@ -14,8 +14,6 @@ VARIABLE = "_FSDP_OFFLOAD_CORE"
 
 def uses_core(capabilities: Capabilities, policy: OffloadPolicy, model: nn.Module | None, device: torch.device) -> bool:
     """Return whether the core moves the state of such an optimizer; everything else is the old engine's."""
-    if capabilities.moves_whole:
-        return True  # the old engine can only divide
     if os.environ.get(VARIABLE, "1") != "1":
         return False
     try:

@@ -13,8 +13,8 @@ gone. What is not a dense tensor of its own (lists, what shares memory with some
 import functools
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,70 +27,145 @@ from ..state.layout import NotUnderstoodError, describe_value, is_wrapper, leave
 from ..state.shard import StateShard
 from ..state.store import StateStore, UserState
 from ..torch_compat.dtensor import local_shard, over_local, placements_of, version_of
-
-if TYPE_CHECKING:
-    from .attached import CoreEngine
+from .attached import CoreEngine
+from .plan import need, share_out
 
 Between = Callable[[Callable[[], Any]], Callable[[], Any]]
 """Makes a closure one that sees the parameters as they are in the middle of a step."""
 
 
-def step(
-    engine: "CoreEngine", optimizer: Optimizer, get_states: Callable[[], StateStore], run: Callable[[Between], Any]
-) -> Any:
-    """Have ``run`` make one plain step on everything; returns what that returns.
+class WholeEngine(CoreEngine):
+    """The engine of an optimizer that moves as a whole."""
 
-    Args:
-        engine: of an optimizer that moves as a whole.
-        optimizer: the user's.
-        get_states: returns its state; asked again after the step, which may exchange it.
-        run: calls the plain ``step()``, with its closure, if there is one, as the argument makes it.
-    """
-    with torch.no_grad():
-        states = get_states()
-        engine.steps.check_usable("step()")
-        engine.make_ready(optimizer, states)
-        visit = _Visit(engine, optimizer, states)
-    error: BaseException | None = None
-    engine.is_visited = True
-    try:
-        return run(visit.between)
-    except BaseException as raised:
-        error = raised
-        raise
-    finally:
-        engine.is_visited = False
+    _visited = False  # a plain step is under way: all is where it looks for it
+
+    def step_whole(
+        self, optimizer: Optimizer, get_states: Callable[[], StateStore], run: Callable[[Between], Any]
+    ) -> Any:
+        """Have ``run`` make one plain step on everything; returns what that returns.
+
+        Args:
+            optimizer: the user's.
+            get_states: returns its state; asked again after the step, which may exchange it.
+            run: calls the plain ``step()``, with its closure, if there is one, as the argument makes it.
+
+        Raises:
+            RuntimeError: an earlier step stopped half way. Or the optimizer keeps tensors over the memory of parameters
+                that live on the host.
+        """
         with torch.no_grad():
-            visit.end(get_states(), error)
+            states = get_states()
+            self.steps.check_usable("step()")
+            self._make_zeroed_gradients(self.plan.shards)
+            self.lending.check_unspoiled()
+            self.core.away = False
+            self._follow_groups(optimizer, states)
+            self.add(optimizer, [param for param in self._unplanned if states.get(param)], states)
+            self._adopt_fitting(optimizer, states)
+            self._take_plan(states)
+            visit = _Visit(self, optimizer, states)
+        error: BaseException | None = None
+        self._visited = True
+        try:
+            return run(visit.between)
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            self._visited = False
+            with torch.no_grad():
+                visit.end(get_states(), error)
 
+    # What is planned --------------------------------------------------------------------------------------------------
 
-def take_over(engine: "CoreEngine", optimizer: Optimizer, states: StateStore) -> None:
-    """Bring home what of the state is not there: into homes that fit, or into others that are planned anew."""
-    shards = engine.plan.shards
-    adopt_fitting(engine, states, lambda: staying(optimizer, states, shards))
-    if any(_outside(states.get(param), shard) - set(shard.layout.left_out) for param, shard in shards.items()):
-        engine.rebuild(optimizer, states, as_made=frozenset(shards))
-        engine.has_left_device()  # the memory of what is home now
+    def _share_out(self, limit_bytes: int | None) -> None:
+        pools = self.core.cache.pools
+        state = {bucket.state.pool for bucket in self.core.buckets}
+        for pool in pools:
+            pool.count = pool.least = 0  # all state comes at once, and in step() alone
+        streaming = [pool for pool in pools if pool not in state]
+        need(streaming, self.core.buckets)
+        share_out(streaming, limit_bytes)
+        self.core.stopwatch = None
 
+    def largest_bytes(self) -> int:
+        """As :meth:`CoreEngine.largest_bytes`: all of it is one."""
+        return sum(bucket.state.nbytes for bucket in self.core.buckets)
 
-def adopt_fitting(engine: "CoreEngine", states: StateStore, stay: Callable[[], frozenset[int]]) -> None:
-    """Copy what the states hold in the place of homes into these, where it is laid out as they are."""
-    exchanged = [shard for shard in engine.plan.shards.values() if is_exchanged(shard, states.get(shard.param))]
-    if not exchanged:
-        return
-    engine.bring_home()  # what is written there may still be being stored, or read by a checkpoint's writer
-    found = stay()
-    for shard in exchanged:
-        state = states.get(shard.param)
-        fitting = {name: state[name] for name in shard.homes if name in state and _fits(shard, name, state, found)}
-        adopt([(shard, fitting)])
-        state.update(fitting)
+    def add(self, optimizer: Optimizer, params: Iterable[Tensor], states: StateStore) -> None:
+        """As :meth:`CoreEngine.add`; state that exists is planned as it is, and there is no room for other."""
+        params = list(params)
+        if params:
+            self.layouts.staying = staying(optimizer, states, [*self.plan.shards, *params])
+        super().add(optimizer, params, states)
+
+    def take_over(self, optimizer: Optimizer, states: StateStore) -> None:
+        """Bring home what of the state is not there: into homes that fit, or into others that are planned anew."""
+        shards = self.plan.shards
+        known = _params(optimizer)
+        self.add(optimizer, [param for param in known if param not in shards and states.get(param)], states)
+        self._adopt_fitting(optimizer, states)
+        if any(_outside(states.get(param), shard) - set(shard.layout.left_out) for param, shard in shards.items()):
+            self.rebuild(optimizer, states, as_made=frozenset(shards))
+            self.has_left_device()  # the memory of what is home now
+
+    def _adopt_fitting(self, optimizer: Optimizer, states: StateStore) -> None:
+        """Copy what is in the place of homes into these, where it is laid out as they are."""
+        exchanged = [shard for shard in self.plan.shards.values() if is_exchanged(shard, states.get(shard.param))]
+        if not exchanged:
+            return
+        self._pipeline.synchronize()  # what is written there may still be being stored
+        self.lending.wait()
+        stay = staying(optimizer, states, self.plan.shards)
+        for shard in exchanged:
+            state = states.get(shard.param)
+            fitting = {name: state[name] for name in shard.homes if name in state and _fits(shard, name, state, stay)}
+            adopt([(shard, fitting)])
+            state.update(fitting)
+
+    def commit_moves(self, states: StateStore) -> None:
+        """State that a checkpoint's writer reads lives in its other home from now on."""
+        self._spare_homes.commit(states)
+
+    def install(self, optimizer: Optimizer, states: StateStore, loaded: Mapping[Tensor, UserState]) -> None:
+        """As :meth:`Engine.install`, whatever its layout is. What has no home comes to where a plain load puts it."""
+        self._pipeline.synchronize()
+        self.lending.wait()
+        self._follow_groups(optimizer, states)
+        for param, saved in loaded.items():
+            states.of(param).update(saved)
+        self.take_over(optimizer, states)
+        copies: dict[int, Tensor] = {}
+        for group in optimizer.param_groups:
+            stays = () if group.get("fused") or group.get("capturable") else ("step",)
+            for param in group["params"]:
+                homes, state = self.plan.shards[param].homes if param in loaded else {}, states.get(param)
+                others = [name for name, value in state.items() if value is not homes.get(name)]
+                state.update({n: _copied(state[n], None if n in stays else self.device, copies) for n in others})
+        self.steps.failure = ""
+
+    # Looking at it ----------------------------------------------------------------------------------------------------
+
+    def wait_home(self, param: Tensor) -> None:
+        """As :meth:`CoreEngine.wait_home`."""
+        if not self._visited:
+            super().wait_home(param)
+
+    def wait_parameter_home(self, param: Tensor) -> None:
+        """As :meth:`CoreEngine.wait_parameter_home`."""
+        if not self._visited:
+            super().wait_parameter_home(param)
+
+    def wait_all_home(self, *, may_write: bool = True) -> None:
+        """As :meth:`CoreEngine.wait_all_home`."""
+        if not self._visited:
+            super().wait_all_home(may_write=may_write)
 
 
 class _Visit:
     """All items are on the device, and ``optimizer.state`` holds their places."""
 
-    def __init__(self, engine: "CoreEngine", optimizer: Optimizer, states: StateStore) -> None:
+    def __init__(self, engine: WholeEngine, optimizer: Optimizer, states: StateStore) -> None:
         self._engine, self._optimizer = engine, optimizer
         core, weights = engine.core, engine.weights
         trained = {param for group in optimizer.param_groups for param in group["params"]}
@@ -176,9 +251,7 @@ class _Visit:
         if torn or borrowed:
             engine.steps.failure = self._failure(error, borrowed)
         elif error is None:
-            params, known = _params(self._optimizer), engine.plan.shards
-            engine.add(self._optimizer, [p for p in params if p not in known and states.get(p)], states)
-            take_over(engine, self._optimizer, states)
+            engine.take_over(self._optimizer, states)
         if borrowed and error is None:
             raise RuntimeError(f"step(): {engine.steps.failure}.")
 
@@ -373,7 +446,7 @@ def _span(leaf: Tensor) -> tuple[int, int]:
     return begin, begin + (last + 1) * leaf.element_size()
 
 
-def on_device(value: Any, device: torch.device | None, made: dict[int, Tensor]) -> Any:
+def _copied(value: Any, device: torch.device | None, made: dict[int, Tensor]) -> Any:
     """Return a copy of a loaded value, with its tensors on ``device``; ``None``: where they are.
 
     ``made`` has the copies so far, by the ``id`` of what was loaded: what was one tensor is one again.
@@ -384,5 +457,5 @@ def on_device(value: Any, device: torch.device | None, made: dict[int, Tensor]) 
             made[id(value)] = over_local(value, local.to(local.device if device is None else device, copy=True))
         return made[id(value)]
     if isinstance(value, list | tuple):
-        return type(value)(on_device(one, device, made) for one in value)
-    return {name: on_device(one, device, made) for name, one in value.items()} if isinstance(value, dict) else value
+        return type(value)(_copied(one, device, made) for one in value)
+    return {name: _copied(one, device, made) for name, one in value.items()} if isinstance(value, dict) else value
