@@ -1,5 +1,6 @@
-"""Optimizers whose step is not that of one parameter after the other: each is refused, or repeats exactly."""
+"""Optimizers whose step is not that of one parameter after the other, and several of them at once."""
 
+import copy
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -30,10 +31,18 @@ class Lookahead(optim.Optimizer):
         return self.inner.step(closure)
 
 
-def test_state_that_belongs_to_no_parameter_is_refused() -> None:
-    optimizer = KeepsStateOfItsOwn(Zoo().parameters(), lr=0.1, momentum=0.9)
-    with pytest.raises(ValueError, match="state beside that of parameters"):
-        attach(optimizer)
+def test_state_that_belongs_to_no_parameter_is_kept_saved_and_loaded() -> None:
+    pair = make_pair(Zoo, lambda params: KeepsStateOfItsOwn(params, lr=0.1, momentum=0.9))
+    pair.train(3)
+    pair.each(lambda run: run.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict())))
+    pair.train(2)
+    pair.detach()
+    pair.train(1)
+    assert [run.optimizer.state["k"] for run in pair] == [6, 6]
+
+
+def test_state_that_belongs_to_no_parameter_is_not_divided() -> None:
+    optimizer = optim.SGD(Zoo().parameters(), lr=0.1, momentum=0.9)
     optimizer.state["k"] = 3  # type: ignore[index]
     with pytest.raises(ValueError, match="'k', which is not a parameter"):
         attach(optimizer)
@@ -65,8 +74,8 @@ def test_random_numbers_are_drawn_in_the_order_of_the_groups() -> None:
     pair.train(10)
 
 
-def test_a_closure_of_an_unknown_class_is_refused() -> None:
-    optimizer = attach(Noisy(Zoo().parameters(), lr=0.1, momentum=0.9))
+def test_a_closure_of_a_trusted_class_is_refused() -> None:
+    optimizer = attach(Noisy(Zoo().parameters(), lr=0.1, momentum=0.9), trust_separable=True)
     with pytest.raises(RuntimeError, match=r"Call the closure yourself.*Nothing has been changed"):
         optimizer.step(lambda: 1.0)
 
