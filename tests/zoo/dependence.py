@@ -34,7 +34,6 @@ _FILLING = ("zero", "ones", "empty", "full", "fill", "rand", "normal_", "uniform
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _TORCH_OPTIM = os.path.join(_TORCH, "optim") + os.sep
-_HERE = os.path.dirname(__file__) + os.sep
 
 _Masks = int | npt.NDArray[np.int64]
 """Origins of a tensor: for all elements alike, or for each of them. Bit ``n`` stands for parameter ``n``."""
@@ -236,11 +235,11 @@ def _written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _line_of_step(*without: str) -> str:
-    """The innermost line that runs now outside of torch, of this folder and of files ``without``."""
+    """The innermost line that runs now outside of torch and of files ``without``."""
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        foreign = not name.startswith((_TORCH, _HERE, *without)) or name.startswith(_TORCH_OPTIM)
+        foreign = not name.startswith((_TORCH, *without)) or name.startswith(_TORCH_OPTIM)
         if foreign and not name.startswith("<"):
             source = linecache.getline(name, frame.f_lineno).strip()
             return f"{os.path.basename(name)}:{frame.f_lineno}" + (f" (`{source}`)" if source else "")
