@@ -22,6 +22,11 @@ from tests.core.programs import local
 from tests.parity import attach
 
 
+def own(value: Tensor) -> Tensor:
+    """This rank's part, where it is."""
+    return value.to_local() if hasattr(value, "to_local") else value
+
+
 class Own(Optimizer):
     """The beginning of a step of one's own."""
 
@@ -50,7 +55,7 @@ class Coupled(Own):
 
     def update(self, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         grads = [one.grad for group in self.param_groups for one in group["params"] if one.grad is not None]
-        norm = sum(local(grad).square().sum() for grad in grads)
+        norm = sum(own(grad).square().sum() for grad in grads)
         velocity = state.setdefault("velocity", torch.zeros_like(param))
         velocity.mul_(0.9).add_(param.grad / (1 + norm.item()))
         param.sub_(velocity, alpha=group["lr"])
@@ -84,7 +89,9 @@ class Lazy(Own):
         if state["step"] > 1:
             state.setdefault("mean", torch.zeros_like(param)).add_(param.grad)
         if state["step"] > 2:
-            state.setdefault("wide", torch.zeros(local(param).numel() + 3, dtype=torch.float64)).add_(1)
+            state.setdefault(
+                "wide", torch.zeros(own(param).numel() + 3, dtype=torch.float64, device=param.device)
+            ).add_(1)
         scale = 1 + state["wide"].sum().item() if "wide" in state else 1
         param.sub_(state.get("mean", param.grad), alpha=group["lr"] / scale)
 
@@ -93,8 +100,8 @@ class Growing(Own):
     """A tensor that changes its shape in each step."""
 
     def update(self, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        seen = state.get("seen", torch.zeros(1))
-        state["seen"] = torch.cat([seen, local(param.grad).sum().reshape(1)])
+        seen = state.get("seen", torch.zeros(1, device=param.device))
+        state["seen"] = torch.cat([seen, own(param.grad).sum().reshape(1)])
         param.sub_(param.grad, alpha=group["lr"] * (1 + state["seen"].mean().abs().item()))
 
 
@@ -128,19 +135,19 @@ class Factors(Own):
     """Statistics of rows and columns, and their inverse roots now and then, as Shampoo has them."""
 
     def update(self, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        grad = local(param.grad).reshape(len(local(param)), -1)
+        grad = own(param.grad).reshape(len(own(param)), -1)
         if not state:
             state["step"] = torch.zeros(())
-            state["rows"], state["columns"] = (torch.eye(size) for size in grad.shape)
-            state["root"] = torch.eye(len(grad))
+            state["rows"], state["columns"] = (torch.eye(size, device=grad.device) for size in grad.shape)
+            state["root"] = torch.eye(len(grad), device=grad.device)
         state["step"] += 1
         state["rows"].add_(grad @ grad.T)
         state["columns"].add_(grad.T @ grad)
         if state["step"] % 2 == 0 and len(grad):
             values, vectors = torch.linalg.eigh(state["rows"])
             state["root"] = vectors @ torch.diag(values.clamp(min=1e-3) ** -0.5) @ vectors.T
-        own = param.to_local() if hasattr(param, "to_local") else param
-        own.sub_((state["root"] @ grad @ state["columns"].diag().rsqrt().diag()).view_as(own), alpha=group["lr"])
+        own = param.to_own() if hasattr(param, "to_local") else param
+        own.sub_((state["root"] @ grad @ state["columns"].diag().rsqrt().diag()).view_as(own(param)), alpha=group["lr"])
 
 
 class Nesting(AdamW):
@@ -188,6 +195,7 @@ class Side:
         fully_shard(self.model, mesh=mesh)
         self.optimizer = make(self.model.parameters())
         self.policy, self.steps, self.seen = policy, 0, []
+        self.device_type = mesh.device_type
 
     def attach(self) -> "Side":
         if self.policy is not None:
@@ -199,7 +207,7 @@ class Side:
 
     def loss(self) -> Tensor:
         data = torch.Generator().manual_seed(self.steps)
-        x = torch.randn(4, 6, generator=data)
+        x = torch.randn(4, 6, generator=data).to(self.device_type)
         return (self.model(x) - x).square().mean()
 
     def closure(self) -> Tensor:
