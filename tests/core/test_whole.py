@@ -146,8 +146,9 @@ class Factors(Own):
         if state["step"] % 2 == 0 and len(grad):
             values, vectors = torch.linalg.eigh(state["rows"])
             state["root"] = vectors @ torch.diag(values.clamp(min=1e-3) ** -0.5) @ vectors.T
-        own = param.to_own() if hasattr(param, "to_local") else param
-        own.sub_((state["root"] @ grad @ state["columns"].diag().rsqrt().diag()).view_as(own(param)), alpha=group["lr"])
+        own(param).sub_(
+            (state["root"] @ grad @ state["columns"].diag().rsqrt().diag()).view_as(own(param)), alpha=group["lr"]
+        )
 
 
 class Nesting(AdamW):
