@@ -3,13 +3,14 @@
 import copy
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict as torchs_state_dict
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim import LBFGS, SGD, AdamW, Optimizer
 
@@ -19,6 +20,7 @@ from fsdp_offload.core.attached import CoreEngine
 from fsdp_offload.engine.engine import engine_of
 from fsdp_offload.torch_compat.homed import is_homed
 from tests.core.programs import local
+from tests.distributed.launch import DEVICE_TYPE, spawn
 from tests.parity import attach
 
 
@@ -474,3 +476,26 @@ def test_it_is_told_and_modes_that_have_no_effect_are(mesh: DeviceMesh) -> None:
     assert offload_optimizer(side.optimizer, model=side.model, policy=policy, exist_ok=True) is side.optimizer
     with pytest.raises(ValueError, match="host_fraction"):
         offload_optimizer(Coupled(side.model.parameters()), policy=OffloadPolicy(host_fraction=0.5))
+
+
+ON_RANKS = ["coupled", "replacing", "swapping", "lazy", "growing", "listing", "holding", "factors", "nesting"]
+
+
+def train_on_ranks(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh(DEVICE_TYPE, (world_size,))
+    for kind in ON_RANKS:
+        for policy in ("state", "all"):
+            plain, ours = both(mesh, kind, policy)
+            assert_same(plain.train(3), ours.train(3))
+            for side in (plain, ours):
+                saved = copy.deepcopy((side.model.state_dict(), side.optimizer.state_dict()))
+                side.train(2)
+                side.model.load_state_dict(saved[0])
+                side.optimizer.load_state_dict(saved[1])
+            assert_same(plain.train(2), ours.train(2))
+
+
+@pytest.mark.distributed
+def test_uneven_shards_on_two_ranks(tmp_path: Path) -> None:
+    """Of 7, 5 and 6 rows; a sum over ranks is the optimizer's own affair."""
+    spawn(train_on_ranks, 2, tmp_path)
