@@ -499,3 +499,38 @@ def train_on_ranks(rank: int, world_size: int) -> None:
 def test_uneven_shards_on_two_ranks(tmp_path: Path) -> None:
     """Of 7, 5 and 6 rows; a sum over ranks is the optimizer's own affair."""
     spawn(train_on_ranks, 2, tmp_path)
+
+
+def test_a_step_never_sees_what_lives_on_the_host(mesh: DeviceMesh) -> None:
+    """Nor tensors, wherever they are, that somebody has put in the place of homes."""
+    seen: list[int] = []
+
+    class Looking(Coupled):
+        def update(self, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+            super().update(param, state, group)
+            seen.append(own(state["velocity"]).data_ptr())
+
+    side = Side(mesh, Looking, POLICIES["state"]).attach().train(2)
+    for state in side.optimizer.state.values():
+        state["velocity"] = state["velocity"] * 2
+    exchanged = {own(state["velocity"]).data_ptr() for state in side.optimizer.state.values()}
+    seen.clear()
+    side.train(1)
+    assert seen
+    assert not exchanged.intersection(seen)
+
+
+@EVERY_POLICY
+def test_a_closure_may_save_the_model(mesh: DeviceMesh, policy: str) -> None:
+    plain, ours = both(mesh, "LBFGS", policy)
+    for side in (plain, ours):
+        saved: list[Tensor] = []
+
+        def closure(side: Side = side, saved: list[Tensor] = saved) -> Tensor:
+            saved += map(local, side.model.state_dict().values())
+            return side.closure()
+
+        for _ in range(3):
+            side.optimizer.step(closure)
+        side.seen = saved
+    assert_same(plain, ours)
