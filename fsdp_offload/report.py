@@ -220,7 +220,15 @@ def report_of(engine: Engine, states: StateStore) -> OffloadReport:
 def notes_of(engine: Engine) -> Iterable[str]:
     """Yield what the user should know about this offload, most important first."""
     shards = engine.plan.shards.values()
-    if not engine.weights and not any(shard.nbytes for shard in shards):
+    whole = engine.layouts.capabilities.moves_whole
+    if whole:
+        yield (
+            f"{engine.cls.__name__} is not in the table of optimizers and moves as a whole: all of its state is on the "
+            "device during step(). If each element's update depends on that element alone, "
+            "offload_optimizer(..., trust_separable=True) moves it in pieces; so does a row in the table."
+        )
+    no_state_yet = whole and shards and not any(shard.existed for shard in shards)
+    if not no_state_yet and not engine.weights and not any(shard.nbytes for shard in shards):
         no_state = f"{engine.cls.__name__} keeps no state for these parameters"
         yield f"NOTHING IS OFFLOADED: {no_state if shards else 'no parameter is trained'}."
     if engine.device.type == "cpu":
@@ -234,7 +242,8 @@ def notes_of(engine: Engine) -> Iterable[str]:
         )
     left_out = list(dict.fromkeys(name for shard in shards for name in shard.layout.left_out))
     if left_out:
-        yield f"State {left_out} is not made of dense tensors and stays where the optimizer put it."
+        own = " of its own" if whole else ""
+        yield f"State {left_out} is not made of dense tensors{own} and stays where the optimizer put it."
     if engine.steps.failure:
         yield f"Not usable: {engine.steps.failure}."
 

@@ -205,6 +205,8 @@ def state_differences(name: str, one: dict[str, Any], other: dict[str, Any]) -> 
 
 def same_value(one: Any, other: Any) -> bool:
     """The same type, shape and bits; of numbers the same type and value. Where it lives does not matter."""
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(same_value, one, other))
     if not isinstance(one, Tensor) or not isinstance(other, Tensor):
         return type(one) is type(other) and bool(one == other)
     if type(one) is not type(other) or one.shape != other.shape or one.dtype != other.dtype:

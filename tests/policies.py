@@ -26,4 +26,5 @@ def with_share(
     plain = OffloadPolicy(**{**given, **changed})
     if passing == "auto":
         return replace(plain, device_bytes="auto")
-    return replace(plain, device_bytes=(passing or 4 * plain.bucket_bytes) + staying)
+    passing = max(2 * plain.bucket_bytes, passing or 4 * plain.bucket_bytes)
+    return replace(plain, device_bytes=passing + staying)

@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -53,14 +54,7 @@ def check_attachable(optimizer: Optimizer) -> None:
     if inner:
         raise ValueError(
             f"offload_optimizer: {type(optimizer).__name__} wraps another optimizer (its attribute {inner[0]!r}), "
-            "whose step would run once for each bucket. Attach to the inner optimizer instead."
-        )
-    keys: list[object] = list(optimizer.state)
-    other = [key for key in keys if not isinstance(key, Tensor)]
-    if other:
-        raise ValueError(
-            f"offload_optimizer: optimizer.state has the key {other[0]!r}, which is not a parameter; such state cannot "
-            "be divided among buckets."
+            "which has the state. Attach to the inner optimizer instead."
         )
     for index, group in enumerate(optimizer.param_groups):
         if len(set(group["params"])) < len(group["params"]):
@@ -171,12 +165,24 @@ def check_gradients_are_read(optimizer: Optimizer, names: Mapping[Tensor, str]) 
                 )
 
 
-def check_lists(optimizer: Optimizer) -> None:
-    """Refuse list kernels over types that are made of several tensors, beside others.
+def as_whole(policy: OffloadPolicy) -> OffloadPolicy:
+    """The policy for an optimizer that moves as a whole: nothing of it can run before ``step()``, or after it."""
+    return replace(policy, overlap="step")
+
+
+def check_divisible(optimizer: Optimizer) -> None:
+    """Refuse state that belongs to no parameter, and list kernels over types of several tensors, beside others.
 
     Such a type takes a list apart once for each of its inner tensors, and whatever else is in the list is updated as
     often: what a step does depends on which parameters it has.
     """
+    keys: list[object] = list(optimizer.state)
+    other = [key for key in keys if not isinstance(key, Tensor)]
+    if other:
+        raise ValueError(
+            f"offload_optimizer: optimizer.state has the key {other[0]!r}, which is not a parameter; such state cannot "
+            "be divided among buckets."
+        )
     for index, group in enumerate(optimizer.param_groups):
         several = [len(leaves_of(local_shard(param))) > 1 for param in group["params"]]
         on_cpu = all(local_shard(param).device.type == "cpu" for param in group["params"])

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from ..core.attached import Engine, find_offloaded
 from ..core.hooks import group_numbers, hook_model
+from ..core.whole import WholeEngine
 from ..cpu_update.updates import HostUpdates
 from ..optimizers import capabilities_for
 from ..policy import OffloadPolicy
@@ -27,9 +28,10 @@ from .attachment import (
 )
 from .chain import offload_each
 from .checks import (
+    as_whole,
     check_attachable,
     check_capabilities,
-    check_lists,
+    check_divisible,
     check_no_other_updates,
     check_params,
     check_streamable,
@@ -54,28 +56,36 @@ def offload_optimizer(
     model: nn.Module | None = None,
     policy: OffloadPolicy | None = None,
     exist_ok: bool = False,
+    trust_separable: bool = False,
 ) -> _Optimizer:
     """Keep the state of ``optimizer`` in host memory from now on, and stream it through the device in each step.
 
     In place, like ``fully_shard``: the optimizer stays the same object, an instance of its own class as before and of
     :class:`OffloadedOptimizer`. Results stay the same bit for bit. Call it once the model is sharded and the optimizer
     built, before or after the first step, before or after making LR schedulers. Takes the host memory for all state at
-    once. No collective of its own; a class without a table entry is tried on scratch tensors, with whatever its step
-    does.
+    once. No collective of its own.
+
+    A class that is not in ``fsdp_offload/optimizers/table.toml`` moves as a whole: all of its state is loaded before
+    its own plain ``step()`` and stored after it. So any optimizer gives the same bits, LBFGS with its closures
+    included, and all of its state is on the device during ``step()``. Host memory is taken when it has made its state.
 
     The tensors in ``optimizer.state`` become tensors over host memory: DTensors with the mesh and placements of theirs
     for sharded parameters. Reading them through ``optimizer.state`` waits until they are up to date; a tensor fetched
     earlier is valid until the next ``step()``.
 
     Args:
-        optimizer: any ``torch.optim`` optimizer except LBFGS and SparseAdam, or another that updates its parameters
-            independently of each other. The wrappers of accelerate, Lightning and Fabric are seen through, and so are
-            Megatron's optimizers and chains of them: each of torch's in there is offloaded, or none.
+        optimizer: any except ``torch.optim.SparseAdam``. The wrappers of accelerate, Lightning and Fabric are seen
+            through, and so are Megatron's optimizers and chains of them: each of torch's in there is offloaded, or
+            none.
         model: the model whose parameters it has. Gives the order of the buckets, names for messages,
             more checks, and, where it is sharded by ``fully_shard``, the backward in which loads begin.
         policy: what is offloaded, how much of it may be on the device, and what hides its transfers.
         exist_ok: do nothing where it is offloaded already, for the same model and with the same policy: for code that
             runs once for each fit. Without ``policy``, whatever that is.
+        trust_separable: of a class that is not in the table, that each element's update depends on that element alone
+            and draws no random numbers: its step runs bucket by bucket, on ranges of local tensors, as those of Adam
+            do. Nothing checks it but the shapes of its state. No effect on classes that are in the table; those of
+            other libraries than torch's are updated parameter by parameter then, as their rows say.
 
     Returns:
         ``optimizer``.
@@ -86,7 +96,7 @@ def offload_optimizer(
         MemoryError: host memory does not suffice.
     """
     if is_wrapped(optimizer):
-        each = functools.partial(offload_optimizer, exist_ok=exist_ok)
+        each = functools.partial(offload_optimizer, exist_ok=exist_ok, trust_separable=trust_separable)
         offload_each(optimizer, each, remove_offload, model, policy)
         return optimizer
     given = policy
@@ -100,9 +110,18 @@ def offload_optimizer(
     check_attachable(target)
     params = [param for group in target.param_groups for param in group["params"]]
     names = names_of_parameters(target, model)
-    capabilities = capabilities_for(target)
+    capabilities = capabilities_for(target, trust=trust_separable)
     check_capabilities(target, capabilities, policy, names)
-    check_lists(target)
+    if capabilities.moves_whole:
+        if policy.overlap != "step":
+            warnings.warn(
+                f"offload_optimizer: overlap={policy.overlap!r} has no effect on {type(target).__name__}, which is not "
+                "in the table of optimizers and moves as a whole, in step().",
+                stacklevel=2,
+            )
+        policy = as_whole(policy)
+    else:
+        check_divisible(target)
     device = check_params(capabilities, params, names, on_host=policy.parameters)
     check_no_other_updates(params, names, policy)
     if policy.pin_memory and device.type == "cpu":
@@ -114,7 +133,8 @@ def offload_optimizer(
     if policy.parameters:
         check_streamable(model, names)
     host = HostUpdates(type(target), capabilities, policy, device) if policy.host_fraction else None
-    engine = Engine(type(target), capabilities, policy, device, names, together, host)
+    kind = WholeEngine if capabilities.moves_whole else Engine
+    engine = kind(type(target), capabilities, policy, device, names, together, host)
     states = OffloadedState(engine, target.state)
     # A frozen parameter gets room when it first has a gradient: reserving it would pin memory that nothing uses.
     eager = capabilities.conventions.state_without_gradient
@@ -217,6 +237,8 @@ def _check_same(optimizer: Optimizer, model: nn.Module | None, policy: OffloadPo
     attachment = attachment_of(optimizer)
     assert attachment is not None
     other = []
+    if policy is not None and attachment.engine.layouts.capabilities.moves_whole:
+        policy = as_whole(policy)
     if policy is not None and policy != attachment.engine.policy:
         other.append(f"with {attachment.engine.policy}")
     if model is not None and (attachment.model is None or attachment.model() is not model):

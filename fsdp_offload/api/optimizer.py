@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..core.attached import find_offloaded, inside
+from ..core.attached import Engine, find_offloaded, inside
 from ..core.loading import check_loadable
+from ..core.whole import WholeEngine
 from ..model.parking import ParkedParameters
 from ..report import OffloadReport, report_of
 from ..state.layout import is_trained
 from ..state.store import UserState
-from ..torch_compat.optim import is_called_compiled, run_hooked
+from ..torch_compat.optim import is_called_compiled, plain_step_of, run_hooked, unhooked
 from ..torch_compat.spent_gradient import is_spent, is_zeroed, without_gradients, zero_spent
 from .attachment import attachment_of, engine_of, states_of
 from .checks import (
@@ -73,7 +74,7 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
 
         Raises:
             RuntimeError: an earlier step stopped half way, a gradient is sparse or has other placements than its
-                parameter, or the optimizer turns out not to be separable by bucket.
+                parameter, or the optimizer turns out not to be divisible although ``trust_separable`` said so.
         """
         attachment = attachment_of(self)
         if attachment is None:
@@ -89,7 +90,8 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
             )
         attachment.stepping = True
         try:
-            return run_hooked(self, self._plain_class.__name__, _logical_step, args, kwargs)
+            one_step = _whole_step if isinstance(attachment.engine, WholeEngine) else _logical_step
+            return run_hooked(self, self._plain_class.__name__, one_step, args, kwargs)
         finally:
             attachment.stepping = False
 
@@ -150,11 +152,14 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
 
         def check(_: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
             loaded.update(check_loadable(engine, self, saved))
-            return {**saved, "state": {}}
+            return {**saved, "state": {key: value for key, value in saved["state"].items() if isinstance(key, str)}}
 
         def install(_: Optimizer) -> None:
+            loaded_state: dict[Any, Any] = self.state
+            beside = {key: value for key, value in loaded_state.items() if not isinstance(key, Tensor)}
             self.state = states
             states.clear()
+            states.update(beside)
             installed.append(True)
             try:
                 engine.install(self, states.unwaited, loaded)
@@ -174,7 +179,8 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
             else:
                 Optimizer.load_state_dict(self, state_dict)
             if not installed:  # the class loads in a way of its own, without hooks
-                loaded = {param: dict(state) for param, state in self.state.items()}
+                others: dict[Any, Any] = self.state
+                loaded = {key: dict(state) for key, state in others.items() if isinstance(key, Tensor)}
                 install(self)
         finally:
             last.remove()
@@ -319,12 +325,7 @@ def _forget_reductions(optimizer: Optimizer) -> None:
 
 def _logical_step(self: OffloadedOptimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
     """One step as the user counts them: the closure runs once."""
-    engine = engine_of(self)
-    engine.steps.check_usable("step()", mid_step=True)
-    refuse_capture(engine.device)
-    parked = _parked_by(self)
-    if parked is not None:
-        parked.bring_back()
+    engine = _begin_step(self)
     loss = None
     if closure is not None:
         if not engine.layouts.capabilities.known:
@@ -349,6 +350,40 @@ def _logical_step(self: OffloadedOptimizer, closure: Callable[[], Any] | None = 
             _explain_no_gradient(self)
         attachment.tell_if_never_reloaded()
     return loss
+
+
+def _begin_step(self: OffloadedOptimizer) -> Engine:
+    engine = engine_of(self)
+    engine.steps.check_usable("step()", mid_step=True)
+    refuse_capture(engine.device)
+    parked = _parked_by(self)
+    if parked is not None:
+        parked.bring_back()
+    return engine
+
+
+def _whole_step(self: OffloadedOptimizer, *args: Any, **kwargs: Any) -> Any:
+    """The plain step of a class that moves as a whole; it calls the closure itself."""
+    engine, attachment = _begin_step(self), attachment_of(self)
+    assert isinstance(engine, WholeEngine)
+    assert attachment is not None
+    if attachment.until_first_step:
+        _check_still_of_model(self)
+        attachment.unwatch()
+
+    def run(between: Callable[[Callable[[], Any]], Callable[[], Any]]) -> Any:
+        seeing = [between(one) if callable(one) else one for one in args]
+        named = {name: between(one) if callable(one) else one for name, one in kwargs.items()}
+        with unhooked(self):
+            return plain_step_of(self._plain_class)(self, *seeing, **named)
+
+    result = engine.step_whole(self, lambda: states_of(self, engine).unwaited, run)
+    if not any(map(callable, (*args, *kwargs.values()))) and all(param.grad is None for param in _params_of(self)):
+        _explain_no_gradient(self)
+    else:
+        attachment.has_updated, attachment.has_loaded_inside_step = True, False
+    attachment.tell_if_never_reloaded()
+    return result
 
 
 def _check_still_of_model(optimizer: Optimizer) -> None:

@@ -191,7 +191,7 @@ class Engine(Contents):
             limit = None if self.policy.device_bytes == "auto" else self.policy.device_bytes
             state = [bucket.state for bucket in buckets if bucket.state.nbytes]
             pools = core.cache.pools = pools_for(state, [*streamed.values()], buckets, self._bucket_bytes, limit)
-            share_out(pools, limit)
+            self._share_out(limit)
             core.choose_kept()
             self._room = None
             wanted_bytes = sum((pool.most - pool.count) * pool.nbytes for pool in pools)
@@ -202,6 +202,9 @@ class Engine(Contents):
             for bucket in self.core.buckets:
                 if not bucket.state.exists:
                     bucket.state.exists = any(states.get(param) for param in bucket.params)
+
+    def _share_out(self, limit_bytes: int | None) -> None:
+        share_out(self.core.cache.pools, limit_bytes)
 
     def _bucket(self, number: int, weights: Mapping[int, Item]) -> Bucket:
         planned = self.plan[number]

@@ -89,8 +89,6 @@ class Contents:
         params = list(params)
         if not params:
             return
-        self.layouts.judge(optimizer)
-        self._check_order_of_draws(optimizer, params)
         self._layout_keys += self._keys(optimizer)[len(self._layout_keys) :]
         self._param_ids = []  # look at the groups again
         for param in params:
@@ -104,23 +102,6 @@ class Contents:
         adopt((self.plan.shards[param], states.get(param)) for param in params)
         for param in params:
             self.plan.shards[param].existed = bool(states.get(param))
-
-    def _check_order_of_draws(self, optimizer: Optimizer, new: Sequence[Tensor]) -> None:
-        """Refuse what would draw an optimizer's random numbers in another order than a plain step does."""
-        if not self.layouts.draws:
-            return
-        if self.policy.updates_in_backward:
-            raise ValueError(
-                f"{self.cls.__name__} draws random numbers parameter by parameter, and "
-                "OffloadPolicy(overlap='iteration') updates parameters in another order. Use overlap='forward'."
-            )
-        planned = [id(param) for param in (*self.plan.shards, *new)]
-        if planned != [id(p) for group in optimizer.param_groups for p in group["params"] if id(p) in set(planned)]:
-            raise RuntimeError(
-                f"{self.cls.__name__} draws random numbers parameter by parameter, and parameters that were frozen, or "
-                "were in no group, would now get theirs behind all others. Call remove_offload() and "
-                "offload_optimizer() again, which puts them in order. Nothing has been changed."
-            )
 
     def clear(self) -> None:
         """Drop all homes, after the last store."""
@@ -198,6 +179,13 @@ class Contents:
         self._follow_groups(optimizer, states)
         self.add(optimizer, [param for param in self._unplanned if is_trained(param)], states)
         self._follow_groups(optimizer, states)
+        if self.layouts.capabilities.moves_whole and not any(states.get(param) for param in self.plan.shards):
+            raise ValueError(
+                f"for_load=True: {self.cls.__name__} has no state yet, and which it keeps is not known before its "
+                "first step, so there is nothing to load into. Call get_optimizer_state_dict of "
+                "torch.distributed.checkpoint.state_dict once, which makes the state by a step that changes nothing; "
+                "or load with load_state_dict()."
+            )
         return {
             param: {name: _zero_like(example) for name, example in shard.layout.scalars.items()} | shard.homes
             for param, shard in self.plan.shards.items()
@@ -292,7 +280,6 @@ class Contents:
             live = [shard for shard in self.plan.shards.values() if shard.group >= 0]
             try:
                 self._check_state_is_complete(optimizer, live, states)
-                self.layouts.judge(optimizer)
                 still_fit = all(self._still_fits(optimizer, shard) for shard in live)
             except ValueError as error:
                 cause = error.__cause__

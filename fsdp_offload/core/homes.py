@@ -147,7 +147,8 @@ class Plan:
             state = states.get(param)
             # State of a 0-dim parameter looks like a counter, so which of it is one is learnt.
             master = self._layouts.master_of(param)
-            described = bool(state) and param.dim() > 0 and master == "none"
+            is_clear = param.dim() > 0 or self._layouts.capabilities.moves_whole
+            described = bool(state) and is_clear and master == "none"
             layout = (
                 self._layouts.of_existing(param, state)
                 if described

@@ -45,7 +45,8 @@ def check_loadable(engine: Engine, optimizer: Optimizer, state_dict: Mapping[str
         )
     saved_ids = list(chain.from_iterable(group["params"] for group in saved_groups))
     params = list(chain.from_iterable(group["params"] for group in groups))
-    unknown = [key for key in state_dict["state"] if key not in set(saved_ids)]
+    whole = engine.layouts.capabilities.moves_whole
+    unknown = [key for key in state_dict["state"] if key not in set(saved_ids) and not (whole and isinstance(key, str))]
     if unknown:
         raise ValueError(f"load_state_dict: state for {unknown[:4]}, which none of its param groups lists.")
     loaded: dict[Tensor, UserState] = {}
@@ -53,13 +54,15 @@ def check_loadable(engine: Engine, optimizer: Optimizer, state_dict: Mapping[str
     for saved_id, param, index in zip(saved_ids, params, group_of, strict=True):
         saved = _without_none(state_dict["state"].get(saved_id), saved_id)
         saved = engine.conventions.without_dispensable(param, saved)
-        if saved:
+        if saved and whole:
+            loaded[param] = _of_whole(engine, param, saved)
+        elif saved:
             merged = {**groups[index], **{k: v for k, v in saved_groups[index].items() if k != "params"}}
             layout = _expected_layout(engine, optimizer, param, index, merged)
             name = engine.names.get(param, str(saved_id))
             loaded[param] = _checked(engine, name, param, layout, saved, optimizer.state.get(param, {}))
     param_of = dict(zip(saved_ids, params, strict=True))
-    return {param_of[key]: loaded[param_of[key]] for key in state_dict["state"] if param_of[key] in loaded}
+    return {param_of[key]: loaded[param_of[key]] for key in state_dict["state"] if param_of.get(key) in loaded}
 
 
 def _without_none(saved: object, saved_id: object) -> dict[str, Any]:
@@ -121,6 +124,15 @@ def _checked(
     }
 
 
+def _of_whole(engine: Engine, param: Tensor, saved: UserState) -> UserState:
+    """The saved state of a parameter whose optimizer moves as a whole: it may have any layout, as sharded as it was."""
+    homes = engine.plan.shards[param].homes if param in engine.plan.shards else {}
+    for key in homes.keys() & saved.keys():
+        place = f"{engine.names.get(param, 'a parameter')}, {key!r}"
+        _check_sharding(place, homes[key], saved[key])
+    return saved
+
+
 def _will_be_rebuilt(layout: StateLayout, name: str) -> bool:
     return name == MASTER and name in layout.values and can_rebuild(layout.values[name].leaves[0].dtype)
 
@@ -155,6 +167,19 @@ def _check_scalar(place: str, example: object, saved: object) -> None:
 def _check_value(place: str, home: Tensor, leaves: Sequence[LeafLayout], saved: object) -> None:
     if not isinstance(saved, Tensor):
         raise ValueError(f"load_state_dict: {place} should be a tensor, got {type(saved).__name__}.")
+    _check_sharding(place, home, saved)
+    got = [(tuple(leaf.shape), leaf.dtype) for leaf in leaves_of(saved)]
+    wanted = [(leaf.shape, leaf.dtype) for leaf in leaves]
+    if got != wanted:
+        raise ValueError(
+            f"load_state_dict: {place} should have local tensors of {wanted}, got {got}. Nothing is cast or resized on "
+            "load; convert the state dict first if that is what you want."
+        )
+
+
+def _check_sharding(place: str, home: Tensor, saved: object) -> None:
+    if not isinstance(saved, Tensor):
+        return
     wanted_sharding, found_sharding = placements_of(home), placements_of(saved)
     # A plain local tensor of the right size is refused too: nothing says which rank's shard it is.
     if wanted_sharding != found_sharding and (saved.shape == home.shape or found_sharding is None):
@@ -162,13 +187,6 @@ def _check_value(place: str, home: Tensor, leaves: Sequence[LeafLayout], saved: 
             f"load_state_dict: {place} should be a DTensor with mesh and placements {wanted_sharding}, got "
             f"{found_sharding}. Load sharded checkpoints with torch.distributed.checkpoint, which reshards them, or "
             "pass a full one to torch's set_optimizer_state_dict(..., options=StateDictOptions(full_state_dict=True))."
-        )
-    got = [(tuple(leaf.shape), leaf.dtype) for leaf in leaves_of(saved)]
-    wanted = [(leaf.shape, leaf.dtype) for leaf in leaves]
-    if got != wanted:
-        raise ValueError(
-            f"load_state_dict: {place} should have local tensors of {wanted}, got {got}. Nothing is cast or resized on "
-            "load; convert the state dict first if that is what you want."
         )
 
 

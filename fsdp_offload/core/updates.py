@@ -67,7 +67,6 @@ class BucketUpdates:
             *(optimizer, pinned, logical.attributes, self._conventions.attributes_by_param),
             writes_any_entry=not self._layouts.capabilities.known,
             copy_scheduled=self._copies_options,
-            all_groups=self._layouts.needs_all_groups,
         )
         if self.host is not None:
             self.host.begin(optimizer)

@@ -12,12 +12,12 @@ from .transformer_engine import capabilities_of_fused_adam, is_fused_adam, keep_
 __all__ = ["Capabilities", "Conventions", "LogicalStep", "capabilities_for", "capabilities_of", "keep_unread_masters"]
 
 
-def capabilities_for(optimizer: Optimizer) -> Capabilities:
-    """Look up how this optimizer may be run, with the parameters that it has."""
+def capabilities_for(optimizer: Optimizer, *, trust: bool = False) -> Capabilities:
+    """Look up how this optimizer may be run, with the parameters that it has; ``trust`` as :func:`capabilities_of`."""
     cls = type(optimizer)
     if is_fused_adam(cls):
         return capabilities_of_fused_adam(optimizer)
-    capabilities = capabilities_of(cls)
+    capabilities = capabilities_of(cls, trust=trust)
     if capabilities.elementwise and any(
         has_inner_tensors(p) for group in optimizer.param_groups for p in group["params"]
     ):

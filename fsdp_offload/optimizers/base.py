@@ -98,7 +98,8 @@ class Capabilities:
         wrong_if_fused: parameter dtypes with which its fused CPU kernel computes something else.
         refusal: why this class cannot be offloaded at all; empty if it can.
         refuses_dtensor: why it cannot be offloaded with sharded parameters; empty if it can.
-        known: the class is in a tested table. An unknown one has to prove at attach that parameters are separable.
+        known: a table that was tested says how the class may be divided.
+        trusted: the user says so, of a class that no table knows.
         conventions: in which way it differs from ``torch.optim``.
     """
 
@@ -110,7 +111,13 @@ class Capabilities:
     refusal: str = ""
     refuses_dtensor: str = ""
     known: bool = True
+    trusted: bool = False
     conventions: Conventions = field(default_factory=Conventions)
+
+    @property
+    def moves_whole(self) -> bool:
+        """Whether nobody has said how its step may be divided: all state is loaded, stepped plainly, and stored."""
+        return not (self.known or self.trusted)
 
     @property
     def takes_host(self) -> bool:

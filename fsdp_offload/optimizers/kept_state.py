@@ -13,13 +13,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..policy import MasterKind
-from ..state.layout import NotUnderstoodError, StateLayout, ValueLayout, describe_value
+from ..state.layout import NotUnderstoodError, StateLayout, ValueLayout, describe_value, tensors_in
 from ..state.store import UserState
 from ..torch_compat.dtensor import compute_device, has_inner_tensors, is_dtensor, local_shard, over_local, placements_of
 from . import Capabilities
 from .masters import MASTER, kept_dtype, kind_for
-from .scratch import constructor_options, like_optimizer, notes_on, random_values, randomness_kept
-from .separability import judge
+from .scratch import constructor_options, notes_on, random_values, randomness_kept, values_like
 from .shadow import Shadow
 from .shared_values import SharedValues
 
@@ -70,8 +69,7 @@ class Layouts:
     Attributes:
         capabilities: of its class.
         counters: entries of param groups that its own step changes.
-        needs_all_groups: a bucket's step has to see all param groups, and not only those of its parameters.
-        draws: its step draws random numbers, parameter by parameter.
+        staying: of a class that moves as a whole, by their ``id``: values that have to stay where they are.
     """
 
     def __init__(self, cls: type[Optimizer], capabilities: Capabilities, masters: MasterKind = "none") -> None:
@@ -79,13 +77,11 @@ class Layouts:
         self._cls = cls
         self._masters: MasterKind = masters
         self.counters: set[str] = set()
-        self.needs_all_groups = False
-        self.draws = False
+        self.staying: frozenset[int] = frozenset()
         self._new_entries: dict[str, object] = dict(
             capabilities.conventions.group_counters
         )  # of param groups, as a first step leaves them
         self._learnt: dict[Any, StateLayout] = {}
-        self._judged: set[Any] = set()
 
     def master_of(self, param: Tensor) -> MasterKind:
         """Return the kind of master that we keep for ``param``."""
@@ -108,33 +104,9 @@ class Layouts:
             if isinstance(value, int | float | Tensor)
         }
 
-    def judge(self, optimizer: Optimizer) -> None:
-        """Make sure that the step of a class that no table knows can be divided, with the groups that there are.
-
-        Raises:
-            ValueError: it cannot; says what mixes parameters.
-        """
-        if self.capabilities.known:
-            return
-        key = tuple(
-            (layout_key(group, self.counters), frozenset((param.dim(), param.dtype) for param in group["params"]))
-            for group in optimizer.param_groups
-        )
-        if key in self._judged:
-            return
-        verdict = judge(self._cls, optimizer)
-        if verdict.problem:
-            raise ValueError(
-                f"{self._cls.__name__} cannot be offloaded: {verdict.problem}. Only optimizers that update each "
-                "parameter independently of the others can be streamed bucket by bucket."
-            )
-        self.needs_all_groups |= verdict.all_groups
-        self.draws |= verdict.draws
-        self._judged.add(key)
-
     def of_existing(self, param: Tensor, state: UserState) -> StateLayout:
         """Describe the layout of state that the optimizer has created already."""
-        layout = describe_state(state)
+        layout = describe_state(state, self.staying)
         return layout_on_locals(layout, param) if self.capabilities.elementwise else layout
 
     def learn(self, optimizer: Optimizer, param: Tensor, group: Mapping[str, Any], name: str) -> StateLayout:
@@ -142,10 +114,13 @@ class Layouts:
 
         Classes whose state is known to look like the parameter are run on a few elements. Any other is run on a
         scratch tensor like ``param``, with its sharding; the device memory of that is free again when this returns.
+        Of a class that moves as a whole nothing is known before it has made state: that is planned as it is.
 
         Raises:
             ValueError: its step fails on scratch tensors.
         """
+        if self.capabilities.moves_whole:
+            return StateLayout({})
         local = local_shard(param)
         key = (
             layout_key(group, self.counters),
@@ -176,7 +151,8 @@ class Layouts:
             return describe_state(capabilities.conventions.without_dispensable(param, initial))
         generator = torch.Generator(compute_device(param)).manual_seed(0)
         dtype = local_shard(param).dtype if master == "none" else torch.float32
-        scratch = _small_like(param, dtype, generator) if capabilities.state_like_param else _like(param, generator)
+        seen = local_shard(param) if capabilities.trusted and capabilities.elementwise else param
+        scratch = _small_like(param, dtype, generator) if capabilities.state_like_param else _like(seen, generator)
         if not capabilities.known:  # it may look at anything that is true of a parameter
             scratch = nn.Parameter(scratch, param.requires_grad)
             scratch.__dict__.update(notes_on(param, tuple(param.shape)))
@@ -189,6 +165,14 @@ class Layouts:
         state = capabilities.conventions.without_dispensable(scratch, after[scratch])
         if capabilities.state_like_param:
             return _layout_like_param(state, scratch, param, wrap=not capabilities.elementwise)
+        if capabilities.trusted and capabilities.elementwise:
+            others = [
+                name
+                for name, one in state.items()
+                if isinstance(one, Tensor) and one.dim() and one.shape != scratch.shape
+            ]
+            if others:
+                raise ValueError(f"its state {others} has not one number for each element")
         return describe_state(state)
 
     def _first_step(
@@ -212,8 +196,8 @@ class Layouts:
         index = next(number for number, other in enumerate(optimizer.param_groups) if other is group)
         lists: list[list[Tensor]] = [[] for _ in optimizer.param_groups]
         lists[index] = [scratch]
-        values: Any = like_optimizer(self._cls, optimizer, lists, {param: scratch}).values
-        shared = SharedValues(values, [{} for _ in lists], writes_any_entry=True, all_groups=self.needs_all_groups)
+        values: Any = values_like(optimizer, {param: scratch})
+        shared = SharedValues(values, [{} for _ in lists], writes_any_entry=True)
         after = Shadow(self._cls).run(shared, lists, {scratch: before} if before else {}, {})
         shared.commit(values)
         return after, values.param_groups[index]
@@ -237,16 +221,21 @@ def _state_of_construction(
     return dict(made.state.get(scratch, {}))
 
 
-def describe_state(state: UserState) -> StateLayout:
-    """Describe the layout of state that exists."""
+def describe_state(state: UserState, staying: Container[int] = ()) -> StateLayout:
+    """Describe the layout of state that exists, without values whose ``id`` is among those that are ``staying``."""
     values: dict[str, ValueLayout] = {}
     scalars: dict[str, object] = {}
     left_out = []
     for name, value in state.items():
         if not isinstance(value, Tensor) or value.dim() == 0:
-            scalars[name] = value
+            if any(one.dim() for one in tensors_in(value)):
+                left_out.append(name)
+            else:
+                scalars[name] = value
             continue
         try:
+            if id(value) in staying:
+                raise NotUnderstoodError
             values[name] = describe_value(value)
         except NotUnderstoodError:
             left_out.append(name)

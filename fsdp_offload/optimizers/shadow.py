@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..state.store import UserState
-from ..torch_compat.optim import no_global_step_hooks
+from ..torch_compat.optim import no_global_step_hooks, plain_step_of
 from .shared_values import SharedValues, instance_attributes
 
 
@@ -30,9 +30,8 @@ class Shadow:
         """Take the class; ``without_hooks`` makes the context in which hooks for all optimizers do not fire."""
         self.cls = cls
         self._without_hooks = without_hooks
-        step = cls.step
         # torch wraps step() to fire hooks; for a bucket they must not fire, since the logical step fires them once.
-        self._step: Callable[..., object] = getattr(step, "__wrapped__", step) if hasattr(step, "hooked") else step
+        self._step = plain_step_of(cls)
         self._object: Optimizer = object.__new__(cls)
 
     def run(

@@ -33,7 +33,6 @@ class SharedValues:
         *,
         writes_any_entry: bool = False,
         copy_scheduled: bool = False,
-        all_groups: bool = False,
     ) -> None:
         """Note where the step starts.
 
@@ -45,7 +44,6 @@ class SharedValues:
             writes_any_entry: a step of this class may write the learning rate or betas of a group, so that each bucket
                 needs its own. Otherwise buckets share those tensors.
             copy_scheduled: copy them, and a GradScaler's, when the step begins: they may be written before it ends.
-            all_groups: show each bucket all param groups, those without parameters in it empty, and not only its own.
         """
         self._start = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         self._start_versions = _versions(self._start)
@@ -63,7 +61,6 @@ class SharedValues:
             self.copies = list(tensors_in([*scheduled, self._scaler]))
         self._pinned = pinned
         self._writes_any_entry = writes_any_entry
-        self._all_groups = all_groups
         self._fresh_attributes = fresh_attributes
         self._unwatched = {*fresh_attributes(), *self._scaler, *by_param}
         self.by_param: dict[str, dict[Tensor, Any]] = {name: self._attributes[name] for name in by_param}
@@ -77,7 +74,7 @@ class SharedValues:
     def groups_for(
         self, params: Sequence[list[Tensor]], counting: Collection[int] | None = None
     ) -> list[dict[str, Any]]:
-        """Param groups for one step: those that have some of ``params``; all of them where the class needs that.
+        """Param groups for one step: those that have some of ``params``.
 
         Args:
             params: for each group of the optimizer.
@@ -86,13 +83,12 @@ class SharedValues:
         """
         filled = {number for number, of_group in enumerate(params) if of_group}
         self._counting = filled if counting is None else set(counting)
-        shown = range(len(params)) if self._all_groups else sorted(self._counting)
         self._given = {
             number: {
                 name: _own(value) if self._may_write(name, value) else value
                 for name, value in self._groups[number].items()
             }
-            for number in shown
+            for number in sorted(self._counting)
         }
         return [
             {**given, **{name: _own(value) for name, value in self._pinned[number].items()}, "params": params[number]}
@@ -221,7 +217,7 @@ def _note(changes: dict[str, Any], name: str, value: Any, place: str) -> None:
     if name in changes and not same_values(changes[name], value):
         raise RuntimeError(
             f"{place} ended at {_short(changes[name])} in one bucket and at {_short(value)} in another of the same "
-            "step: this optimizer's step is not separable by parameter, and it cannot be offloaded."
+            "step: this optimizer's step cannot be divided by parameter. Leave out trust_separable=True."
         )
     changes[name] = value
 

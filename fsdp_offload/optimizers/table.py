@@ -70,11 +70,27 @@ def row_of(cls: type[Optimizer]) -> Row | None:
     return None
 
 
-def capabilities_of(cls: type[Optimizer]) -> Capabilities:
-    """Return the capabilities of exactly this class: a subclass may do anything in its ``step`` and inherits none."""
+def capabilities_of(cls: type[Optimizer], *, trust: bool = False) -> Capabilities:
+    """Return the capabilities of exactly this class: a subclass may do anything in its ``step`` and inherits none.
+
+    ``trust``: the user says that a class whose rows no test has proved here may be divided: as its row says, or each
+    element for itself if it has none.
+
+    Raises:
+        ValueError: the row of a class that is trusted says that it mixes parameters.
+    """
     row = row_of(cls)
-    if row is None or row.library != "torch":
-        return Capabilities(known=False)
+    if row is None or row.library != "torch" or row.verdict == "mixed":
+        if not trust:
+            return Capabilities(known=False)
+        if row is not None and row.verdict == "mixed":
+            raise ValueError(
+                f"trust_separable=True: what the step of {cls.__name__} writes to a parameter depends on others, says "
+                f"optimizers/table.toml of {row.library} {row.versions}. So it cannot be divided. Leave it out."
+            )
+        of_elements = row is None or row.verdict == "elementwise"
+        cuttable = _cuttable(()) if of_elements else frozenset()
+        return Capabilities(known=False, trusted=True, elementwise=of_elements, cuttable=cuttable)
     elementwise = row.verdict == "elementwise"
     return Capabilities(
         elementwise=elementwise,

@@ -1,6 +1,7 @@
 """Workings of torch.optim around a step: hooks, the choice of an implementation, gradients it cannot use."""
 
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -62,6 +63,25 @@ def no_global_step_hooks() -> Iterator[None]:
     finally:
         for table, hooks in zip(tables, kept, strict=True):
             table.update(hooks)
+
+
+def plain_step_of(cls: type[torch.optim.Optimizer]) -> Callable[..., Any]:
+    """Return the ``step`` of a class as it was written, without the hooks that torch wraps around it."""
+    step: Callable[..., Any] = cls.step
+    return getattr(step, "__wrapped__", step) if hasattr(step, "hooked") else step
+
+
+@contextmanager
+def unhooked(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Within it, no step hooks fire: a logical step has fired them already, and a parent's step may be hooked, too."""
+    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    kept = {name: optimizer.__dict__[name] for name in names}
+    optimizer.__dict__.update({name: OrderedDict() for name in names})
+    try:
+        with no_global_step_hooks():
+            yield
+    finally:
+        optimizer.__dict__.update(kept)
 
 
 def run_hooked(

@@ -88,6 +88,14 @@ class ShardedParameter:
             put_home(self.param, local, self.wait)
         else:
             take_from_home(self.param)
+        self._point_at(local)
+
+    def visit(self, local: Tensor) -> None:
+        """Let ``local``, its shard on the device, be the shard until :meth:`live_at` says otherwise."""
+        take_from_home(self.param)
+        self._point_at(local)
+
+    def _point_at(self, local: Tensor) -> None:
         self._fsdp_param.sharded_param._local_tensor = local
         # Of the same memory, though not padded: fully_shard makes a padded copy of its own where it is of another.
         self._fsdp_param._sharded_param_data = local.view(-1)

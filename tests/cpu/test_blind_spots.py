@@ -1,13 +1,8 @@
-"""Optimizers whose parameters depend on each other where a few random steps would not show it, and some that look so.
-
-Each class of :data:`COUPLED` gives other bits in buckets than in one step, and has to be refused when attaching, with
-the reason. Each of :data:`SEPARABLE` has to be accepted and to train with the same bits.
-"""
+"""Optimizers of one's own, of every kind that a step in buckets would change: each gives the bits of plain training."""
 
 import math
 import random
 import re
-import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -17,10 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fsdp_offload import OffloadPolicy, offload_optimizer
-from tests.parity import SMALL, Run, Zoo, attach, batch, make_pair, params_of
-from tests.policies import with_share
-from tests.tiers import spread
+from tests.parity import Run, Zoo, attach, batch, make_pair, params_of
 
 
 class Plain(Optimizer):
@@ -65,25 +57,6 @@ class TinyMean(Plain):
             param.add_(mean * 1e-12)
 
 
-class TinyMeanOnTheHost(Plain):
-    """The same through Python's numbers, which carry no origin."""
-
-    def before(self) -> float:
-        return math.fsum(param.grad.mean().item() for param in self.trained())
-
-    def update(self, group: dict[str, Any], param: Tensor, state: dict[str, Any], context: Any) -> None:
-        param.sub_(state["momentum"] * group["lr"] + context * 1e-12)
-
-
-class TinyMeanFromStep(Plain):
-    """The same, after a warm-up."""
-
-    def before(self) -> None:
-        steps = [self.state[param].get("step", 0) for param in self.trained()]
-        if steps and min(steps) >= 100:
-            TinyMean.before(self)  # type: ignore[arg-type]
-
-
 class BatchesProducts(Plain):
     """One kernel for all matrices of a shape: the same bits here, and others where it is chosen by the batch's size."""
 
@@ -107,11 +80,6 @@ class OneDrawOfNumpy(Plain):
         param.sub_(state["momentum"] * (group["lr"] * context))
 
 
-class OneDrawOfPython(OneDrawOfNumpy):
-    def before(self) -> float:
-        return 1 + 1e-3 * random.random()
-
-
 class OneDrawOfItsOwn(OneDrawOfNumpy):
     def __init__(self, params: Any) -> None:
         super().__init__(params)
@@ -119,30 +87,6 @@ class OneDrawOfItsOwn(OneDrawOfNumpy):
 
     def before(self) -> Tensor:
         return 1 + 1e-30 * torch.rand(1, generator=self.generator)
-
-
-class StacksEqualShapes(Plain):
-    """Parameters of one shape share a norm; those of the scratch tensors of old were all different."""
-
-    def before(self) -> None:
-        by_shape: dict[torch.Size, list[Tensor]] = {}
-        for param in self.trained():
-            by_shape.setdefault(param.shape, []).append(param)
-        for params in by_shape.values():
-            if len(params) > 1:
-                grads = torch.stack([param.grad for param in params])
-                grads /= 1 + grads.norm()
-                for param, grad in zip(params, grads, strict=True):
-                    param.grad.copy_(grad)
-
-
-class MixesImages(Plain):
-    """Kernels of convolutions are treated differently."""
-
-    def before(self) -> None:
-        kernels = [param.grad for param in self.trained() if param.dim() == 4]
-        for kernel in kernels:
-            kernel.mul_(1 / (1 + torch.cat([one.flatten() for one in kernels]).abs().max()))
 
 
 class MixesGroups(Plain):
@@ -154,19 +98,6 @@ class MixesGroups(Plain):
             for param in self.param_groups[1]["params"]:
                 if param.grad is not None:
                     param.grad.mul_(norms[0][0])
-
-
-class MixesFromStep(Plain):
-    """Begins after a warm-up."""
-
-    after = 100
-
-    def before(self) -> None:
-        steps = [self.state[param].get("step", 0) for param in self.trained()]
-        if steps and min(steps) >= self.after:
-            norm = torch.stack([param.grad.norm() for param in self.trained()]).norm()
-            for param in self.trained():
-                param.grad.div_(norm)
 
 
 class Helper:
@@ -236,32 +167,6 @@ class WritesAnothersState(Plain):
                 self.state[other]["momentum"].copy_(first.grad)
 
 
-class SharedFlag(Plain):
-    """Whether any gradient is large decides for all: a mixture in control flow."""
-
-    def before(self) -> None:
-        largest = [param.grad.abs().max() for param in self.trained()]
-        if largest and torch.stack(largest).max() > 1e30:
-            raise FloatingPointError("exploding")
-
-
-class FailsForAll(Plain):
-    """Before it has written anything, by one look at each parameter: a bucket would have been written."""
-
-    def before(self) -> None:
-        if any(param.grad.abs().max().item() > 1e30 for param in self.trained()):
-            raise FloatingPointError("exploding")
-
-
-class SharedFlagOnTheHost(Plain):
-    """The same with one host read for each parameter."""
-
-    def before(self) -> None:
-        if any(param.grad.abs().max().item() > 1e8 for param in self.trained()):
-            for param in self.trained():
-                param.grad.zero_()
-
-
 class SkipsTheStep(Plain):
     """If any gradient is not finite, with one look at each parameter."""
 
@@ -269,22 +174,6 @@ class SkipsTheStep(Plain):
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         if all(torch.isfinite(param.grad).all() for param in self.trained()):
             super().step(closure)
-
-
-class StopsBelowATolerance(Plain):
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
-        if sum(param.grad.norm().item() ** 2 for param in self.trained()) > 1e-10:
-            super().step(closure)
-
-
-class EveryFifteenSteps(MixesFromStep):
-    def before(self) -> None:
-        steps = {self.state[param].get("step", 0) for param in self.trained()}
-        if steps and max(steps) % 15 == 14:
-            norm = torch.stack([param.grad.norm() for param in self.trained()]).norm()
-            for param in self.trained():
-                param.grad.div_(norm)
 
 
 class TableOfIds(Plain):
@@ -324,12 +213,6 @@ class GrowingHistory(Plain):
         super().update(group, param, state, context)
 
 
-class WantsGradients(Plain):
-    def before(self) -> None:
-        if not self.trained():
-            raise RuntimeError("no gradients at all")
-
-
 class EstimatesTheHessian(Plain):
     """Goes through the graph of the gradients now and then, for all parameters; each bucket would do it anew."""
 
@@ -342,41 +225,6 @@ class EstimatesTheHessian(Plain):
             products = torch.autograd.grad(grads, trained, grad_outputs=[torch.ones_like(g) for g in grads])  # type: ignore[arg-type]
         for param, product in zip(trained, products, strict=True):
             self.state[param]["hessian"] = product.abs()
-
-
-COUPLED: list[tuple[type[Plain], str]] = [
-    (TinyMean, "other parameters|one at a time"),
-    (TinyMeanOnTheHost, "other parameters|one at a time"),
-    (TinyMeanFromStep, "other parameters"),
-    (BatchesProducts, r"depends on other parameters: bmm in test_blind_spots\.py:\d+ \(`products = torch\.bmm"),
-    (OneDrawOfNumpy, "draws numbers from numpy for each call"),
-    (OneDrawOfPython, "draws numbers from Python's random for each call"),
-    (OneDrawOfItsOwn, r"in optimizer\.generator"),
-    (StacksEqualShapes, r"linalg_vector_norm in test_blind_spots\.py"),
-    (MixesImages, r"max in test_blind_spots\.py"),
-    (MixesGroups, "one at a time"),
-    (MixesFromStep, r"linalg_vector_norm in test_blind_spots\.py"),
-    (CountsInAHelper, "another result|optimizer.helper"),
-    (DecaysAnyway, "parameters that have no gradient"),
-    (CountsAnyway, "parameters that have no gradient"),
-    (TwoNames, "state 'velocity' shares memory with its state 'momentum'"),
-    (SharesWithTheParameter, "state 'weights' shares memory with the parameter"),
-    (HangsAGradientOnItsState, "keeps a gradient on its state 'before'"),
-    (HangsANoteOnItsState, "keeps the attribute 'largest' on its state 'momentum'"),
-    (WritesAnothersState, "one at a time"),
-    (SharedFlag, r"max in test_blind_spots\.py:\d+ \(`if largest and torch\.stack"),
-    (FailsForAll, "fails with some gradients.* has not written the same"),
-    (SkipsTheStep, "changes what it does to other parameters"),
-    (StopsBelowATolerance, "changes what it does to other parameters"),
-    (EveryFifteenSteps, r"linalg_vector_norm in test_blind_spots\.py"),
-    (TableOfIds, r"linalg_vector_norm in test_blind_spots\.py"),
-    (BoundMethod, "changed none of the scratch parameters"),
-    (GradientAsState, "state 'before' is a gradient itself"),
-    (GrowingHistory, r"state 'history' changes from .*\(2,\).* to .*\(3,\)"),
-    (WantsGradients, "where a group has no gradient"),
-    (EstimatesTheHessian, "differentiates the gradients once more"),
-    (SharedFlagOnTheHost, "one parameter's gradient changes what it does to other parameters"),
-]
 
 
 class Twins(nn.Module):
@@ -405,24 +253,6 @@ def in_two_groups(cls: Callable[..., Optimizer]) -> Callable[[Iterable[nn.Parame
         return cls([{"params": params[::2]}, {"params": params[1::2], **({} if cls is LargestRate else {"lr": 0.01})}])
 
     return make
-
-
-GROUPS = {"one group": False, "two groups": True}
-
-
-@spread(case={case[0].__name__: case for case in COUPLED}, two_groups=GROUPS)
-def test_coupled_parameters_are_refused(case: tuple[type[Plain], str], *, two_groups: bool) -> None:
-    cls, reason = case
-    if cls in (MixesGroups, WantsGradients) and not two_groups:
-        return  # with one group there is nothing to mix, and it is accepted
-    optimizer = (in_two_groups(cls) if two_groups else cls)(Twins().parameters())
-    with pytest.raises(ValueError, match=reason):
-        attach(optimizer)
-    assert type(optimizer) is cls
-    assert not optimizer.state
-
-
-# Separable ------------------------------------------------------------------------------------------------------------
 
 
 class HalvesItsRate(Plain):
@@ -579,48 +409,46 @@ class CountsInEachGroup(Plain):
             group["k"] = group.get("k", 0) + 1
 
 
-SEPARABLE: list[tuple[type[Plain], dict[str, Any]]] = [
-    (Plain, {}),
-    (HalvesItsRate, {"betas": (0.9, 0.99)}),
-    (ReadsItsOwnNorm, {}),
-    (StacksNorms, {}),
-    (Whitens, {}),
-    (DrawsForEach, {}),
-    (StateInTheConstructor, {}),
-    (FlagOfAGroup, {}),
-    (ForeachOnly, {}),
-    (CountsInTheFirstGroup, {}),
-    (CountsInEachGroup, {}),
-    (LargestRate, {}),
-    (NotedOnParameters, {}),
-]
-
-
 def seeded(run: Run, step: int) -> float:
-    """A step of training in which every generator starts alike on both sides."""
+    """A step of training in which every generator starts alike on both sides, and some gradients are missing."""
     random.seed(step)
     np.random.seed(step)
     run.optimizer.zero_grad()
     loss = run.loss(step)
-    loss.backward()
+    loss.backward(create_graph=isinstance(run.optimizer, EstimatesTheHessian))
+    first, *_, last = params_of(run.optimizer)
+    if step % 4 == 3:
+        first.grad = None
+    if step == 6 and isinstance(run.optimizer, SkipsTheStep):
+        assert last.grad is not None
+        last.grad.fill_(math.nan)
     run.optimizer.step()
     return loss.item()
 
 
-@spread(case={case[0].__name__: case for case in SEPARABLE}, two_groups=GROUPS)
-def test_separable_classes_train_with_the_same_bits(
-    case: tuple[type[Plain], dict[str, Any]], *, two_groups: bool
-) -> None:
-    cls, options = case
+CLASSES: list[type[Plain]] = [
+    *(TinyMean, BatchesProducts, OneDrawOfNumpy, OneDrawOfItsOwn, MixesGroups, CountsInAHelper, DecaysAnyway),
+    *(CountsAnyway, TwoNames, SharesWithTheParameter, HangsAGradientOnItsState, HangsANoteOnItsState),
+    *(WritesAnothersState, SkipsTheStep, TableOfIds, BoundMethod, GradientAsState, GrowingHistory),
+    *(EstimatesTheHessian, Plain, ReadsItsOwnNorm, StacksNorms, Whitens, DrawsForEach, StateInTheConstructor),
+    *(FlagOfAGroup, ForeachOnly, CountsInTheFirstGroup, CountsInEachGroup, LargestRate, NotedOnParameters),
+]
 
-    def make(params: Any) -> Optimizer:
-        return cls(params, **options)
 
-    pair = make_pair(Twins, in_two_groups(make) if two_groups else make)
-    pair.train(10, train_apart if cls is LargestRate else seeded)
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+@pytest.mark.parametrize("two_groups", [False, True])
+@pytest.mark.parametrize("cls", CLASSES)
+def test_the_same_bits(cls: type[Plain], *, two_groups: bool) -> None:
+    pair = make_pair(Twins, in_two_groups(cls) if two_groups else cls)
+    pair.train(11, train_apart)
     pair.assert_trained()
     pair.detach()
     pair.train(2, seeded)
+
+
+def test_options_that_the_step_writes() -> None:
+    pair = make_pair(Twins, lambda params: HalvesItsRate(params, betas=(0.9, 0.99)))
+    pair.train(5)
 
 
 def test_a_rate_that_is_a_tensor_may_be_written_in_the_step() -> None:
@@ -702,82 +530,6 @@ def test_a_group_for_each_of_many_layers() -> None:
     pair.assert_trained()
 
 
-def test_another_text_in_a_group_is_judged_again() -> None:
-    class Modes(Plain):
-        def before(self) -> None:
-            if self.param_groups[0]["mode"] == "global":
-                torch.stack([param.grad.norm() for param in self.trained()]).norm()
-
-    optimizer = attach(Modes(Twins().parameters(), mode="local"))
-    optimizer.param_groups[0]["mode"] = "global"
-    for param in params_of(optimizer):
-        param.grad = torch.ones_like(param)
-    before = [param.detach().clone() for param in params_of(optimizer)]
-    with pytest.raises(ValueError, match="depends on other parameters"):
-        optimizer.step()
-    assert all(map(torch.equal, params_of(optimizer), before))
-
-
-# What attaching leaves alone ------------------------------------------------------------------------------------------
-
-
-class LargePreconditioner(Plain):
-    """A square matrix for each dimension, as Shampoo has it."""
-
-    largest = 0
-
-    def update(self, group: dict[str, Any], param: Tensor, state: dict[str, Any], context: Any) -> None:
-        for dim, size in enumerate(param.shape):
-            type(self).largest = max(type(self).largest, size)
-            state.setdefault(f"factor{dim}", torch.eye(size)).mul_(0.9)
-        super().update(group, param, state, context)
-
-
-def test_attaching_advances_no_generator_and_makes_nothing_huge() -> None:
-    model = Twins()
-    random.seed(5)
-    np.random.seed(5)
-    torch.manual_seed(5)
-    expected = random.random(), np.random.random(), torch.rand(1).item()
-    random.seed(5)
-    np.random.seed(5)
-    torch.manual_seed(5)
-    attach(DrawsForEach(model.parameters()))
-    assert (random.random(), np.random.random(), torch.rand(1).item()) == expected
-    LargePreconditioner.largest = 0
-    begin = time.process_time()
-    attach(LargePreconditioner([nn.Parameter(torch.randn(600, 8)) for _ in range(2)]))
-    assert LargePreconditioner.largest == 600  # its state is learnt as large as it is, once; nothing is larger
-    assert time.process_time() - begin < 60  # a hang, not a speed: speed is measured elsewhere
-
-
-def test_what_an_optimizer_refers_to_is_left_alone() -> None:
-    """A trial that reached the real parameters would train them."""
-    model = Twins()
-    optimizer = BoundMethod(model.parameters())
-    for param in model.parameters():
-        param.grad = torch.ones_like(param)
-    before = [param.detach().clone() for param in model.parameters()]
-    with pytest.raises(ValueError, match="changed none"):
-        attach(optimizer)
-    assert all(map(torch.equal, model.parameters(), before))
-    assert all(torch.equal(param.grad, torch.ones_like(param)) for param in model.parameters())
-
-
-def test_random_numbers_in_another_order_are_refused() -> None:
-    with pytest.raises(ValueError, match="draws random numbers parameter by parameter"):
-        attach(DrawsForEach(Twins().parameters()), policy=with_share(overlap="iteration"))
-    model = Twins()
-    for param in model.kernels:
-        param.requires_grad_(False)
-    optimizer = attach(DrawsForEach(model.parameters()))
-    for param in model.parameters():
-        param.requires_grad_(True)
-        param.grad = torch.ones_like(param)
-    with pytest.raises(RuntimeError, match=r"put.* them in order"):
-        optimizer.step()
-
-
 def test_a_parameter_that_is_listed_twice_is_refused() -> None:
     param = nn.Parameter(torch.randn(3))
     with pytest.warns(UserWarning, match="duplicate parameters"):
@@ -844,12 +596,3 @@ def test_a_compiled_step_says_that_it_runs_eagerly(caplog: pytest.LogCaptureFixt
     other = attach(torch.optim.AdamW(model.parameters()))
     other.step()
     assert not caplog.text
-
-
-def test_the_default_policy_takes_the_same_classes() -> None:
-    pair = make_pair(Twins, lambda params: HalvesItsRate(params, betas=(0.9, 0.9)), policy=None)
-    pair.attach(OffloadPolicy())
-    pair.train(3)
-    assert SMALL.bucket_bytes < OffloadPolicy().bucket_bytes
-    with pytest.raises(ValueError, match="linalg_vector_norm"):
-        offload_optimizer(StacksEqualShapes(Twins().parameters()))

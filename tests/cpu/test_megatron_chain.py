@@ -296,8 +296,8 @@ def test_removing_brings_masters_back(phases: tuple[Any, ...]) -> None:
 
 def test_one_that_cannot_be_offloaded_leaves_none_offloaded() -> None:
     loop = Loop(False)
-    loop.experts.optimizer = torch.optim.LBFGS(loop.experts.model_params)
-    with pytest.raises(ValueError, match="LBFGS"):
+    loop.experts.optimizer = torch.optim.SparseAdam(loop.experts.model_params)
+    with pytest.raises(ValueError, match="SparseAdam"):
         offload_optimizer(loop.optimizer, policy=POLICY)
     assert not isinstance(loop.dense.optimizer, OffloadedOptimizer)
     with pytest.raises(TypeError, match="is not offloaded"):

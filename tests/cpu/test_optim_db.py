@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
-from torch import nn, optim
+from torch import Tensor, nn, optim
 
-from tests.parity import Matrices, Pair, Zoo, make_pair, train_step
+from tests.parity import Matrices, Pair, Run, Zoo, make_pair, train_step
 from tests.tiers import every_nth
 
 pytest.importorskip("expecttest", reason="torch's own test helpers import it")
@@ -22,7 +22,6 @@ from torch.testing._internal.common_optimizers import OptimizerInfo, optim_db
 # Why we refuse a configuration, and what the error says.
 ALWAYS, DIFFERENTIABLE, CAPTURABLE = "always", "differentiable", "capturable"
 MESSAGES = {
-    "LBFGS": "one flat history over all parameters",
     "SparseAdam": "sparse gradients",
     DIFFERENTIABLE: "differentiable=True; a step that autograd follows",
     CAPTURABLE: "capturable=True, .* must be on supported devices",  # torch's own
@@ -36,7 +35,7 @@ REFUSED: dict[str, set[str]] = {
     "AdamW": {DIFFERENTIABLE, CAPTURABLE},
     "Adamax": {DIFFERENTIABLE, CAPTURABLE},
     "ASGD": {DIFFERENTIABLE, CAPTURABLE},
-    "LBFGS": {ALWAYS},
+    "LBFGS": set(),
     "Muon": set(),
     "NAdam": {DIFFERENTIABLE, CAPTURABLE},
     "RAdam": {DIFFERENTIABLE, CAPTURABLE},
@@ -72,6 +71,16 @@ def cases() -> list[Any]:
     ]
 
 
+def with_closure(run: Run, step: int) -> float:
+    def closure() -> Tensor:
+        run.optimizer.zero_grad()
+        loss = run.loss(step)
+        loss.backward()
+        return loss
+
+    return run.optimizer.step(closure).item()
+
+
 def refusal_of(info: OptimizerInfo, kwargs: dict[str, Any]) -> str:
     """Which of :data:`REFUSED` this is; empty if it has to train."""
     reasons = {
@@ -85,7 +94,7 @@ def refusal_of(info: OptimizerInfo, kwargs: dict[str, Any]) -> str:
 
 def pair_for(info: OptimizerInfo, kwargs: dict[str, Any]) -> Pair:
     def model() -> nn.Module:
-        if info.optim_cls is optim.Muon:
+        if info.optim_cls in (optim.Muon, optim.LBFGS):  # matrices only, or contiguous tensors only
             return Matrices()
         return Zoo(empty=info.optim_cls is not optim.Adafactor)  # which divides by the number of elements
 
@@ -114,12 +123,13 @@ def test_same_bits_or_refused(info: OptimizerInfo, kwargs: dict[str, Any]) -> No
         assert type(pair.offloaded.optimizer) is info.optim_cls
         pair.assert_same()
         return
+    action = with_closure if info.step_requires_closure else train_step
     pair.attach()
-    pair.train(2)
+    pair.train(2, action)
     pair.detach()
-    pair.train(1)
+    pair.train(1, action)
     pair.attach()
-    pair.train(2)
+    pair.train(2, action)
     pair.assert_trained()
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn, optim
 
 from fsdp_offload.optimizers import capabilities_of
+from fsdp_offload.optimizers.table import row_of
 from tests.parity import Matrices, Run, Zoo, attach, make_pair, params_of, train_step
 from tests.tiers import every_nth, spread
 
@@ -39,7 +40,7 @@ FLAGS: dict[type[optim.Optimizer], list[dict[str, Any]]] = {
         {},  # keeps no state at all
     ],
 }
-REFUSED = {optim.LBFGS: "one flat history over all parameters", optim.SparseAdam: "sparse gradients"}
+REFUSED = {optim.SparseAdam: "sparse gradients"}
 IMPLEMENTATIONS: dict[str, dict[str, bool]] = {
     "default": {},
     "for-loop": {"foreach": False},
@@ -180,11 +181,11 @@ def test_every_class_of_torch_has_an_answer() -> None:
         if isinstance(value, type) and issubclass(value, optim.Optimizer) and value is not optim.Optimizer
     }
     assert {cls.__name__ for cls in classes} <= set(optim.__all__)
-    without_answer = [cls.__name__ for cls in classes if not capabilities_of(cls).known]
-    assert not without_answer
+    assert not [cls.__name__ for cls in classes if row_of(cls) is None]
+    assert [cls for cls in classes if capabilities_of(cls).moves_whole] == [optim.LBFGS]
     refused = {cls for cls in classes if capabilities_of(cls).refusal}
     assert refused == set(REFUSED)
-    assert classes - refused == set(FLAGS)
+    assert classes - refused - {optim.LBFGS} == set(FLAGS)
 
 
 def test_every_flag_of_a_group_is_one_that_we_know() -> None:

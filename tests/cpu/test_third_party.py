@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,10 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fsdp_offload import OffloadPolicy, offload_optimizer
+from fsdp_offload import OffloadPolicy
+from fsdp_offload.core.attached import engine_of
 from tests.overlapping import Loop, Net, same
-from tests.parity import SMALL, Run, Zoo, attach, make_pair, offloaded_names, params_of, train_step
-from tests.policies import with_share
+from tests.parity import SMALL, Pair, Run, Zoo, attach, make_pair, offloaded_names, params_of, train_step
 
 torchao = pytest.importorskip("torchao.optim")
 schedulefree = pytest.importorskip("schedulefree")
@@ -120,13 +121,6 @@ def test_quantized_shards_that_are_written_after_they_were_loaded_are_loaded_aga
     assert same(plain, offloaded)
 
 
-@pytest.mark.usefixtures("eager")
-def test_quantized_shards_that_are_written_after_an_update_in_the_backward_are_an_error(mesh: DeviceMesh) -> None:
-    loop = train_until_quantized_shards_are_written(mesh, with_share(overlap="iteration"))
-    with pytest.raises(RuntimeError, match=r"optimizer\.state has changed since then"):
-        loop.step()
-
-
 def schedulefree_step(run: Run, step: int) -> tuple[float, float]:
     """Trains, and now and then evaluates with the averaged parameters, as its README says."""
     run.optimizer.train()
@@ -205,7 +199,7 @@ def test_counters_in_group_and_object_count_steps_not_buckets() -> None:
 
 
 class GlobalNorm(torch.optim.Optimizer):
-    """Not separable: every update depends on every gradient."""
+    """Every update depends on every gradient."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.1})
@@ -221,7 +215,7 @@ class GlobalNorm(torch.optim.Optimizer):
 
 
 class Tallying(torch.optim.Optimizer):
-    """Not separable: a group counter depends on how many parameters there are, while ``tallies`` is set."""
+    """A group counter depends on how many parameters there are, while ``tallies`` is set."""
 
     def __init__(self, params: Any, *, tallies: bool = True) -> None:
         super().__init__(params, {"lr": 0.1, "tally": 0})
@@ -238,35 +232,65 @@ class Tallying(torch.optim.Optimizer):
                     param.sub_(param.grad * group["lr"])
 
 
-class Failing(GlobalNorm):
-    def step(self) -> None:
-        raise LookupError("no such table")
+@pytest.mark.parametrize("cls", [GlobalNorm, Tallying])
+def test_what_cannot_be_divided_moves_as_a_whole(cls: type[torch.optim.Optimizer]) -> None:
+    pair = make_pair(Zoo, cls)
+    pair.train(5)
+    pair.assert_trained()
 
 
-@pytest.mark.parametrize(
-    ("cls", "message"),
-    [
-        (GlobalNorm, "one at a time gives another result"),
-        (Tallying, "'tally'"),
-        (Failing, "LookupError: no such table"),
-    ],
-)
-def test_not_separable_is_refused_when_attaching(cls: type[torch.optim.Optimizer], message: str) -> None:
-    model = Zoo()
-    before = copy.deepcopy(model.state_dict())
-    optimizer = cls(model.parameters())
-    with pytest.raises(ValueError, match=message):
-        attach(optimizer)
-    assert type(optimizer) is cls
-    assert not optimizer.state
-    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+# Trusted --------------------------------------------------------------------------------------------------------------
+
+
+class OneScale(torch.optim.SGD):
+    """Its state has not one number for each element."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        for param in params_of(self):
+            if param.grad is not None:
+                self.state[param].setdefault("scale", torch.zeros(2))
+        return super().step(closure)
+
+
+def trusting(make: Callable[[Any], torch.optim.Optimizer], **kwargs: Any) -> Pair:
+    pair = make_pair(Zoo, make, policy=None)
+    attach(pair.offloaded.optimizer, trust_separable=True, **kwargs)
+    return pair
+
+
+@pytest.mark.parametrize("cls", [Counting, partial(Tallying, tallies=False)])
+def test_a_trusted_class_moves_in_pieces(cls: Callable[[Any], torch.optim.Optimizer]) -> None:
+    pair = trusting(cls)
+    plan = engine_of(pair.offloaded.optimizer).plan
+    assert any(len(shard.buckets) > 1 for shard in plan.shards.values()), "nothing is cut"
+    assert any(shard.layout.values for shard in plan.shards.values()), "state is learnt when attaching"
+    pair.train(6)
+    pair.assert_trained()
+
+
+def test_trust_in_state_that_is_no_number_for_each_element_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"its state \['scale'\] has not one number for each element"):
+        trusting(lambda params: OneScale(params, lr=0.1))
+
+
+def test_trust_in_what_the_table_calls_mixed_is_an_error() -> None:
+    with pytest.raises(ValueError, match="depends on others"):
+        trusting(torch.optim.LBFGS)
+
+
+def test_a_listed_class_of_another_library_runs_as_its_row_says_if_trusted() -> None:
+    pair = trusting(lambda params: schedulefree.AdamWScheduleFree(params, lr=0.01))
+    capabilities = engine_of(pair.offloaded.optimizer).layouts.capabilities
+    assert (capabilities.elementwise, capabilities.moves_whole) == (False, False)
+    pair.train(6, schedulefree_step)
+    pair.assert_trained()
 
 
 def test_what_shows_later_stops_before_the_next_bucket() -> None:
-    """What somebody switches on later is beyond any trial."""
+    """Trust that was misplaced."""
     pair = make_pair(Zoo, lambda params: Tallying(params, tallies=False), policy=None)
     pair.train(2)
-    pair.attach()
+    attach(pair.offloaded.optimizer, trust_separable=True)
     pair.train(3)
     run = pair.offloaded
     saved = copy.deepcopy(pair.plain.optimizer.state_dict())
@@ -373,12 +397,12 @@ class CountsInPlace(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("where", ["tensor", "list"])
-def test_counting_in_place_is_refused_and_the_attempt_counts_nothing(where: str) -> None:
-    """Attributes belong to all buckets of a step."""
-    optimizer = CountsInPlace([nn.Parameter(torch.zeros(3))], where)
-    with pytest.raises(ValueError, match="counts in place"):
-        offload_optimizer(optimizer)
-    assert (optimizer.history, optimizer.steps.item(), optimizer.param_groups[0]["log"]) == ([0], 0, [0])
+def test_counting_in_place(where: str) -> None:
+    pair = make_pair(Zoo, lambda params: CountsInPlace(params, where))
+    pair.train(3)
+    counts = [(run.optimizer.history, run.optimizer.steps.item()) for run in pair]
+    assert counts[0] == counts[1]
+    assert counts[0] != ([0], 0)
 
 
 def test_what_a_step_adds_to_a_list_in_its_group_is_added_once() -> None:

@@ -10,7 +10,10 @@ through torch's dispatcher. A number that several parameters have gone into is n
 """
 
 import functools
+import linecache
 import operator
+import os
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -21,8 +24,16 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp_offload.optimizers.mixing_calls import FILLING, FOR_EACH, line_of_step
 from fsdp_offload.state.layout import tensors_in
+
+_FOR_EACH = ("_foreach_", "_fused_", "_amp_foreach_")
+"""Beginnings of the names of operators that take a list of tensors, each of which for itself."""
+
+_FILLING = ("zero", "ones", "empty", "full", "fill", "rand", "normal_", "uniform_", "bernoulli_", "new_")
+"""Beginnings of the names of operators that write what no element has been read for."""
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_TORCH_OPTIM = os.path.join(_TORCH, "optim") + os.sep
 
 _Masks = int | npt.NDArray[np.int64]
 """Origins of a tensor: for all elements alike, or for each of them. Bit ``n`` stands for parameter ``n``."""
@@ -73,7 +84,7 @@ class DependenceTrace(TorchDispatchMode):
         """Note that elements of these tensors leave for the host: as one number that is computed from all, or each."""
         masks = {mask for tensor in tensors for mask in _different(self._read(tensor))}
         if any(mask & (mask - 1) for mask in ({_join(*masks)} if joined else masks)):
-            self.mixed_reads.append(f"{name} in {line_of_step(__file__)}")
+            self.mixed_reads.append(f"{name} in {_line_of_step(__file__)}")
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -88,7 +99,7 @@ class DependenceTrace(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if name in _READ_ON_HOST:
             self.note_read("item" if name == "_local_scalar_dense" else name, tensors_in(args), joined=True)
-        elif name.startswith(FOR_EACH):
+        elif name.startswith(_FOR_EACH):
             self._pair(name, args, kwargs, written, result)
         else:
             changed = list(tensors_in(written))
@@ -106,7 +117,7 @@ class DependenceTrace(TorchDispatchMode):
         if not written and any(_address(one) and _address(one) == _address(t) for one in results for t in inputs):
             return  # a view: the elements have their origins
         masks: _Masks
-        if name.startswith(FILLING):
+        if name.startswith(_FILLING):
             masks = _join(*map(self._read, tensors_in((args[1:], kwargs))))
         elif name in ("clone", "_to_copy", "copy_"):
             masks = self._read(inputs[1] if name == "copy_" else inputs[0])
@@ -149,7 +160,7 @@ class DependenceTrace(TorchDispatchMode):
             return
         for mask in _different(masks):
             if mask & (mask - 1) and mask not in self._mixtures:
-                self._mixtures[mask] = f"{name} in {line_of_step(__file__)}"
+                self._mixtures[mask] = f"{name} in {_line_of_step(__file__)}"
         storage = tensor.untyped_storage()
         known, itemsize = self._masks.get(address, 0), tensor.element_size()
         if isinstance(masks, int) and tensor.numel() * itemsize == storage.nbytes():
@@ -221,3 +232,16 @@ def _written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
         for place, argument in enumerate(func._schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
+
+
+def _line_of_step(*without: str) -> str:
+    """The innermost line that runs now outside of torch and of files ``without``."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        foreign = not name.startswith((_TORCH, *without)) or name.startswith(_TORCH_OPTIM)
+        if foreign and not name.startswith("<"):
+            source = linecache.getline(name, frame.f_lineno).strip()
+            return f"{os.path.basename(name)}:{frame.f_lineno}" + (f" (`{source}`)" if source else "")
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""

@@ -57,6 +57,7 @@ class Row:
     recipe: str = ""
     outcomes: list[Outcome] = field(default_factory=list)
     problem: str = ""  # why the class does not count
+    verdict: str = ""  # of the tracer
 
     @property
     def worst(self) -> Outcome | None:
@@ -91,4 +92,6 @@ class Row:
     def from_json(data: dict[str, Any]) -> "Row":
         """The row that :meth:`to_json` has written."""
         outcomes = [Outcome(**{**one, "combination": Combination(**one["combination"])}) for one in data["outcomes"]]
-        return Row(data["library"], data["version"], data["cls"], data["recipe"], outcomes, data["problem"])
+        return Row(
+            data["library"], data["version"], data["cls"], data["recipe"], outcomes, data["problem"], data["verdict"]
+        )

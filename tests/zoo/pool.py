@@ -21,6 +21,7 @@ import torch.distributed as dist
 from .libraries import Found, find, load
 from .outcomes import ATTACH_CRASHED, CRASHED, Combination, Outcome, Row
 from .training import judge, say
+from .verdicts import traced_verdict
 
 # A fresh interpreter that has imported torch once, from which each worker is forked.
 _context = multiprocessing.get_context("forkserver")
@@ -141,6 +142,7 @@ def judge_class(cls: str, combinations: tuple[Combination, ...]) -> Iterator[Any
         return
     for message in judge(loaded, combinations):
         yield (str(message[0] or ""), message[1]) if isinstance(message, tuple) else message
+    yield traced_verdict(cls)
 
 
 def rows_of(
@@ -168,6 +170,8 @@ def _row_of(
                 running = None
             elif isinstance(message, Combination):
                 running = message
+            elif isinstance(message, str):
+                row.verdict = message
             else:
                 row.recipe, row.problem = message
     except WorkerDiedError as error:

@@ -8,13 +8,7 @@ from .outcomes import DO_NOT_COUNT, FULL, REFUSED, SAME, Row
 
 MARK = "<!-- Below this line: `python -m tests.zoo --markdown docs/optimizers.md`. Do not edit it. -->"
 
-_REASONS = (
-    ("wraps another optimizer", "w"),
-    ("step fails on scratch tensors", "f"),
-    ("other parameters", "m"),
-    ("several parameters", "m"),
-    ("one at a time", "m"),
-)
+_REASONS = (("wraps another optimizer", "w"),)
 """Words of a refusal, and its letter in the page; all others are ``o``."""
 
 _HEAD = """\
@@ -26,8 +20,9 @@ before the first step and after the third, default and smallest buckets, 10 and 
 training runs in all of them). It compares parameters bit by bit after each step, and state, param groups and random
 generators at the end. Of {classes} classes, {ran} run plain: {same} give the same bits, and {refused} are refused.
 
-Refused: *m* parameters mix; *w* it wraps another optimizer, so attach to the inner one; *f* its step fails in the
-trial, with the arguments of the zoo; *o* another reason, which the error says. *in K* means in K combinations only.
+All but those of torch move as a whole. *m*: what is written to a parameter depends on others, so `trust_separable` is
+refused. Refused: *w* it wraps another optimizer, so attach to the inner one; *o* another reason, which the error says.
+*in K* means in K combinations only.
 
 | library | same bits | refused |
 | --- | --- | --- |"""
@@ -52,7 +47,7 @@ def to_markdown(rows: Sequence[Row]) -> str:
     lines = [MARK, *head.splitlines()]
     for library, version in sorted({(row.library, row.version) for row in rows}, key=lambda one: one[0].lower()):
         of_library = sorted((row for row in rows if row.library == library), key=lambda row: row.cls.lower())
-        same = _listed(_name(row) for row in of_library if row.outcome == SAME)
+        same = _listed(_name(row) + _mixes(row) for row in of_library if row.outcome == SAME)
         refused = _listed(_refusal(row) for row in of_library if row.outcome == REFUSED)
         if same or refused:
             lines.append(f"| {library} {version} | {same} | {refused} |")
@@ -66,7 +61,7 @@ TOML_MARK = "# Below this line: `python -m tests.zoo --table fsdp_offload/optimi
 
 
 def to_toml(rows: Sequence[Row], date: str) -> str:
-    """Rows of the package's table: classes of other libraries that train with the same bits, or mix parameters."""
+    """Rows of the package's table: classes of other libraries that train with the same bits, and whether they mix."""
     lines = [TOML_MARK]
     for library, version in sorted({(row.library, row.version) for row in rows if row.library != "torch"}):
         of_library = sorted((row for row in rows if row.library == library), key=lambda row: row.cls.lower())
@@ -78,11 +73,14 @@ def to_toml(rows: Sequence[Row], date: str) -> str:
 
 
 def _verdict(row: Row) -> str:
-    """Empty where the outcomes say neither: not run, refused for another reason or in some combinations only."""
+    """Empty where there is none: not run, refused in some combinations, or not traced."""
     outcomes = {one.outcome for one in row.outcomes} - {*DO_NOT_COUNT}
-    if outcomes == {SAME}:
-        return "parameters"
-    return "mixed" if outcomes == {REFUSED} and _letter(row) == "m" else ""
+    word = row.verdict.partition(":")[0]
+    return word if outcomes == {SAME} and word in ("parameters", "mixed") else ""
+
+
+def _mixes(row: Row) -> str:
+    return " *m*" if _verdict(row) == "mixed" else ""
 
 
 def problems_to_markdown(rows: Sequence[Row]) -> str:

@@ -1,5 +1,6 @@
-"""Optimizers whose step is not that of one parameter after the other: each is refused, or repeats exactly."""
+"""Optimizers whose step is not that of one parameter after the other, and several of them at once."""
 
+import copy
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -10,7 +11,6 @@ import torch
 from torch import nn, optim
 
 from fsdp_offload import offload_optimizer
-from fsdp_offload.device import link
 from tests.parity import Zoo, attach, make_pair, params_of
 from tests.policies import with_share
 
@@ -30,10 +30,18 @@ class Lookahead(optim.Optimizer):
         return self.inner.step(closure)
 
 
-def test_state_that_belongs_to_no_parameter_is_refused() -> None:
-    optimizer = KeepsStateOfItsOwn(Zoo().parameters(), lr=0.1, momentum=0.9)
-    with pytest.raises(ValueError, match="state beside that of parameters"):
-        attach(optimizer)
+def test_state_that_belongs_to_no_parameter_is_kept_saved_and_loaded() -> None:
+    pair = make_pair(Zoo, lambda params: KeepsStateOfItsOwn(params, lr=0.1, momentum=0.9))
+    pair.train(3)
+    pair.each(lambda run: run.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict())))
+    pair.train(2)
+    pair.detach()
+    pair.train(1)
+    assert [run.optimizer.state["k"] for run in pair] == [6, 6]
+
+
+def test_state_that_belongs_to_no_parameter_is_not_divided() -> None:
+    optimizer = optim.SGD(Zoo().parameters(), lr=0.1, momentum=0.9)
     optimizer.state["k"] = 3  # type: ignore[index]
     with pytest.raises(ValueError, match="'k', which is not a parameter"):
         attach(optimizer)
@@ -65,8 +73,8 @@ def test_random_numbers_are_drawn_in_the_order_of_the_groups() -> None:
     pair.train(10)
 
 
-def test_a_closure_of_an_unknown_class_is_refused() -> None:
-    optimizer = attach(Noisy(Zoo().parameters(), lr=0.1, momentum=0.9))
+def test_a_closure_of_a_trusted_class_is_refused() -> None:
+    optimizer = attach(Noisy(Zoo().parameters(), lr=0.1, momentum=0.9), trust_separable=True)
     with pytest.raises(RuntimeError, match=r"Call the closure yourself.*Nothing has been changed"):
         optimizer.step(lambda: 1.0)
 
@@ -136,17 +144,9 @@ def test_threads_with_optimizers_of_their_own() -> None:
         pair.assert_same()
 
 
-def test_another_optimizer_needs_a_larger_ring(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They share one: what the first has loaded into it, or bound its state to, is no longer there."""
-    monkeypatch.setattr(link, "_links", {})  # where no other test has left a larger one
+def test_optimizers_take_turns() -> None:
     adamw = partial(optim.AdamW, lr=0.02)
-    small, large = (with_share(bucket_bytes=2048, passing=n << 11) for n in (3, 9))
-    first = make_pair(Zoo, adamw, policy=small)
-    first.train(3)
-    shared = link.device_link(torch.device("cpu"))
-    before_bytes = shared._ring[0].memory.numel()
-    second = make_pair(Zoo, adamw, policy=large)
-    assert shared._ring[0].memory.numel() > before_bytes
+    pairs = [make_pair(Zoo, adamw, policy=with_share(bucket_bytes=2048, passing=n << 11)) for n in (3, 9)]
     for _ in range(3):
-        for pair in (first, second):
+        for pair in pairs:
             pair.train(1)

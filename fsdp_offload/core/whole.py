@@ -1,0 +1,461 @@
+"""Steps of an optimizer that nobody may divide: the user's own plain ``step()``, on all of its state at once.
+
+::
+
+    fetch everything ──▶ optimizer.state holds the places ──▶ plain step() ──▶ it holds the homes again ──▶ store
+                                                                  │
+                                     tensors that it has made or exchanged: copied into the place, or planned anew
+
+Exact for any optimizer, and at a price: all of its state is on the device during ``step()``, where activations are
+gone. What is not a dense tensor of its own (lists, what shares memory with something else) stays on the device.
+"""
+
+import functools
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..optimizers.bound_range import BoundRange
+from ..optimizers.shared_values import instance_attributes
+from ..state.adopt import adopt, is_exchanged
+from ..state.layout import NotUnderstoodError, describe_value, is_wrapper, leaves_of, tensors_in
+from ..state.shard import StateShard
+from ..state.store import StateStore, UserState
+from ..torch_compat.dtensor import local_shard, over_local, placements_of, version_of
+from .attached import Engine
+from .plan import need, share_out
+
+Between = Callable[[Callable[[], Any]], Callable[[], Any]]
+"""Makes a closure one that sees the parameters as they are in the middle of a step."""
+
+
+class WholeEngine(Engine):
+    """The engine of an optimizer that moves as a whole."""
+
+    _visited = False  # a plain step is under way: all is where it looks for it
+
+    def step_whole(
+        self, optimizer: Optimizer, get_states: Callable[[], StateStore], run: Callable[[Between], Any]
+    ) -> Any:
+        """Have ``run`` make one plain step on everything; returns what that returns.
+
+        Args:
+            optimizer: the user's.
+            get_states: returns its state; asked again after the step, which may exchange it.
+            run: calls the plain ``step()``, with its closure, if there is one, as the argument makes it.
+
+        Raises:
+            RuntimeError: an earlier step stopped half way. Or the optimizer keeps tensors over the memory of parameters
+                that live on the host.
+        """
+        with torch.no_grad():
+            states = get_states()
+            self.steps.check_usable("step()")
+            self._make_zeroed_gradients(self.plan.shards)
+            self.lending.check_unspoiled()
+            self.core.away = False
+            self._follow_groups(optimizer, states)
+            self.add(optimizer, [param for param in self._unplanned if states.get(param)], states)
+            self._adopt_fitting(optimizer, states)
+            self._take_plan(states)
+            visit = _Visit(self, optimizer, states)
+        error: BaseException | None = None
+        self._visited = True
+        try:
+            return run(visit.between)
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            self._visited = False
+            with torch.no_grad():
+                visit.end(get_states(), error)
+
+    # What is planned --------------------------------------------------------------------------------------------------
+
+    def _share_out(self, limit_bytes: int | None) -> None:
+        pools = self.core.cache.pools
+        state = {bucket.state.pool for bucket in self.core.buckets}
+        for pool in pools:
+            pool.count = pool.least = 0  # all state comes at once, and in step() alone
+        streaming = [pool for pool in pools if pool not in state]
+        need(streaming, self.core.buckets)
+        share_out(streaming, limit_bytes)
+        self.core.stopwatch = None
+
+    def largest_bytes(self) -> int:
+        """As :meth:`Engine.largest_bytes`: all of it is one."""
+        return sum(bucket.state.nbytes for bucket in self.core.buckets)
+
+    def add(self, optimizer: Optimizer, params: Iterable[Tensor], states: StateStore) -> None:
+        """As :meth:`Engine.add`; state that exists is planned as it is, and there is no room for other."""
+        params = list(params)
+        if params:
+            self.layouts.staying = staying(optimizer, states, [*self.plan.shards, *params])
+        super().add(optimizer, params, states)
+
+    def take_over(self, optimizer: Optimizer, states: StateStore) -> None:
+        """Bring home what of the state is not there: into homes that fit, or into others that are planned anew."""
+        shards = self.plan.shards
+        known = _params(optimizer)
+        self.add(optimizer, [param for param in known if param not in shards and states.get(param)], states)
+        self._adopt_fitting(optimizer, states)
+        if any(_outside(states.get(param), shard) - set(shard.layout.left_out) for param, shard in shards.items()):
+            self.rebuild(optimizer, states, as_made=frozenset(shards))
+            self.has_left_device()  # the memory of what is home now
+
+    def _adopt_fitting(self, optimizer: Optimizer, states: StateStore) -> None:
+        """Copy what is in the place of homes into these, where it is laid out as they are."""
+        exchanged = [shard for shard in self.plan.shards.values() if is_exchanged(shard, states.get(shard.param))]
+        if not exchanged:
+            return
+        self.settle()  # what is written there may still be being stored
+        self.lending.wait()
+        stay = staying(optimizer, states, self.plan.shards)
+        for shard in exchanged:
+            state = states.get(shard.param)
+            fitting = {name: state[name] for name in shard.homes if name in state and _fits(shard, name, state, stay)}
+            adopt([(shard, fitting)])
+            state.update(fitting)
+
+    def commit_moves(self, states: StateStore) -> None:
+        """State that a checkpoint's writer reads lives in its other home from now on."""
+        self._spare_homes.commit(states)
+
+    def install(self, optimizer: Optimizer, states: StateStore, loaded: Mapping[Tensor, UserState]) -> None:
+        """As :meth:`Engine.install`, whatever its layout is. What has no home comes to where a plain load puts it."""
+        self.settle()
+        self.lending.wait()
+        self._follow_groups(optimizer, states)
+        for param, saved in loaded.items():
+            states.of(param).update(saved)
+        self.take_over(optimizer, states)
+        copies: dict[int, Tensor] = {}
+        for group in optimizer.param_groups:
+            stays = () if group.get("fused") or group.get("capturable") else ("step",)
+            for param in group["params"]:
+                homes, state = self.plan.shards[param].homes if param in loaded else {}, states.get(param)
+                others = [name for name, value in state.items() if value is not homes.get(name)]
+                state.update({n: _copied(state[n], None if n in stays else self.device, copies) for n in others})
+        self.steps.failure = ""
+
+    # Looking at it ----------------------------------------------------------------------------------------------------
+
+    def wait_home(self, param: Tensor) -> None:
+        """As :meth:`Engine.wait_home`."""
+        if not self._visited:
+            super().wait_home(param)
+
+    def wait_parameter_home(self, param: Tensor) -> None:
+        """As :meth:`Engine.wait_parameter_home`."""
+        if not self._visited:
+            super().wait_parameter_home(param)
+
+    def wait_all_home(self, *, may_write: bool = True) -> None:
+        """As :meth:`Engine.wait_all_home`."""
+        if not self._visited:
+            super().wait_all_home(may_write=may_write)
+
+
+class _Visit:
+    """All items are on the device, and ``optimizer.state`` holds their places."""
+
+    def __init__(self, engine: WholeEngine, optimizer: Optimizer, states: StateStore) -> None:
+        self._engine, self._optimizer = engine, optimizer
+        core, weights = engine.core, engine.weights
+        trained = {param for group in optimizer.param_groups for param in group["params"]}
+        parts = {} if weights is None else weights.parts
+        self._parts = [part for param, part in parts.items() if param in trained]
+        self._streamed = list(dict.fromkeys(part.item for part in self._parts))
+        self._counts = [(pool, pool.count) for pool in core.cache.pools]
+        self._items = [*(bucket.state for bucket in core.buckets if bucket.state.nbytes), *self._streamed]
+        try:
+            for pool in core.cache.pools:
+                pool.count = pool.most
+            core.cache.pinned = tuple(self._items)
+            for item in self._items:
+                core.cache.fetch(item)
+        except BaseException:
+            self._give_back()
+            raise
+        for item in self._items:
+            core.lanes.compute.wait(item.ready)  # R3: loads may still be writing the place
+            core.lanes.compute.wait(*item.used.values())  # R1: gathers, or a store, may still be reading it
+        for item in self._streamed:
+            item.dirty = True  # from now on the place counts, also for gathers inside of a closure
+        for part in self._parts:
+            param = part.sharded.param
+            place = weights.place(param, 0, local_shard(param).numel()) if weights is not None else None
+            assert place is not None, "a part has a place"
+            part.sharded.visit(place)
+        self._bound = [one for bucket in core.buckets for one in self._bind(bucket.number)]
+        for one in self._bound:
+            state = states.get(one.shard.param)
+            for name, home in one.shard.homes.items():
+                if state.get(name) is home:
+                    state[name] = one.values[name]
+        self._versions = self._written(states)
+
+    def _bind(self, number: int) -> list[BoundRange]:
+        block = self._engine.core.buckets[number].state.block
+        return self._engine.plan.bind(number, None if block is None else block.memory)
+
+    def between(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Let gathers inside of a closure read what the step has written so far."""
+        if not self._streamed:
+            return closure
+        compute = self._engine.core.lanes.compute
+
+        @functools.wraps(closure)
+        def seeing() -> Any:
+            mark = compute.mark()
+            for item in self._streamed:
+                item.ready = mark  # R3: the step may still be writing the place
+                item.known_to.clear()
+            try:
+                return closure()
+            finally:
+                for item in self._streamed:
+                    compute.wait(
+                        *item.used.values()
+                    )  # R1: a gather may still be reading what the step goes on to write
+                    item.used.clear()
+
+        return seeing
+
+    def end(self, states: StateStore, error: BaseException | None) -> None:
+        """Let ``optimizer.state`` hold the homes again, and send home what is on the device."""
+        engine, core = self._engine, self._engine.core
+        torn = error is not None and self._is_torn(states)
+        borrowed = self._part_with_leaked(states)
+        self._put_homes_back(states)
+        core.updated = mark = core.lanes.compute.mark()
+        for item in self._items:
+            core.cache.changed(item, mark)
+        for part in self._parts:
+            home = part.homes[0].weights
+            assert home is not None, "a parameter that streams has a home"
+            part.sharded.live_at(home)
+        engine.commit_moves(states)
+        core.cache.flush(self._items)
+        for item in self._streamed:
+            if item.exposed and item.at_home is not None:
+                item.at_home.synchronize()  # R2, on the host, for whoever still has tensors over the home
+        self._give_back()
+        core.end()
+        if torn or borrowed:
+            engine.steps.failure = self._failure(error, borrowed)
+        elif error is None:
+            engine.take_over(self._optimizer, states)
+        if borrowed and error is None:
+            raise RuntimeError(f"step(): {engine.steps.failure}.")
+
+    def _put_homes_back(self, states: StateStore) -> None:
+        """Where a value is its place, or was made anew and is laid out so: that goes into the place."""
+        stay = self._staying(states)
+        for one in self._bound:
+            state = states.get(one.shard.param)
+            for name, place in one.values.items():
+                value = state.get(name)
+                if value is not place and not (name in state and _fits(one.shard, name, state, stay)):
+                    continue
+                if value is not place:
+                    for source, target in zip(leaves_of(state[name]), leaves_of(place), strict=True):
+                        target.copy_(source)
+                state[name] = one.shard.homes[name]
+
+    def _give_back(self) -> None:
+        """Give back the memory that only a step needs, in the order of the compute stream."""
+        cache = self._engine.core.cache
+        cache.pinned = ()
+        for pool, count in self._counts:
+            cache.resize(pool, count)
+
+    def _failure(self, error: BaseException | None, borrowed: str) -> str:
+        engine = self._engine
+        if borrowed:
+            return (
+                f"{engine.cls.__name__} keeps tensors over the memory of {borrowed}, which it leaves after each step "
+                "with OffloadPolicy(parameters=True). Use parameters=False"
+            )
+        names = list(engine.names.values())
+        shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        return (
+            f"an earlier step() stopped with {type(error).__name__}: {error}. {engine.cls.__name__} moves as a whole; "
+            f"{shown} and their state may be half updated"
+        )
+
+    # What the step has done -------------------------------------------------------------------------------------------
+
+    def _is_torn(self, states: StateStore) -> bool:
+        """Return whether a step that failed has written anything.
+
+        Versions count most writes; where state is written together with parameters, its bits tell of all.
+        """
+        if self._versions != self._written(states):
+            return True
+        copies = (pair for item in self._items if item.exists for pair in item.copies())
+        return any(not torch.equal(home, place.to(home.device)) for home, place in copies)
+
+    def _written(self, states: StateStore) -> list[object]:
+        """Changes with what the step writes or exchanges."""
+        found: list[object] = []
+        for param in _params(self._optimizer):
+            found.append(version_of(param))
+            for name, value in states.get(param).items():
+                if isinstance(value, Tensor):
+                    found.append((name, id(value), version_of(value), [leaf._version for leaf in _dense(value)]))
+        return found
+
+    def _others(self, states: StateStore) -> Iterator[tuple[Tensor, str, Any]]:
+        """Yield values of the state that are not the places bound to them: of whom, their names."""
+        own = {(one.shard.param, name): place for one in self._bound for name, place in one.values.items()}
+        for param in _params(self._optimizer):
+            for name, value in states.get(param).items():
+                if value is not own.get((param, name)) and any(tensor.dim() for tensor in tensors_in(value)):
+                    yield param, name, value
+
+    def _staying(self, states: StateStore) -> frozenset[int]:
+        """As :func:`staying`, which takes a while, if there is anything new to look at."""
+        shards = self._engine.plan.shards
+        known = {(param, name) for param, shard in shards.items() for name in shard.layout.left_out}
+        is_new = any((param, name) not in known for param, name, _ in self._others(states))
+        return staying(self._optimizer, states, shards) if is_new else frozenset()
+
+    def _part_with_leaked(self, states: StateStore) -> str:
+        """Give places over whose memory the optimizer keeps other tensors, and these, memory of their own.
+
+        They stay on the device as long as the optimizer keeps them. Of a parameter's place that cannot be done: returns
+        its name.
+        """
+        kept = [*_kept_beside(self._optimizer), *(t for *_, value in self._others(states) for t in tensors_in(value))]
+        leaked = [leaf for tensor in kept for leaf in _dense(tensor) if leaf.numel()]
+        if not leaked:
+            return ""
+        spans: list[tuple[int, int, Tensor, BoundRange | None, str]] = []
+        for one in self._bound:
+            for name, place in one.values.items():
+                spans += [(*_span(leaf), leaf, one, name) for leaf in leaves_of(place) if leaf.numel()]
+        for part in self._parts:
+            local = local_shard(part.sharded.param)
+            spans += [(*_span(local), local, None, self._engine.names[part.sharded.param])] if local.numel() else []
+        spans.sort(key=lambda span: span[0])
+        begins = [span[0] for span in spans]
+        for leaf in leaked:
+            at = bisect_right(begins, leaf.data_ptr()) - 1
+            if at < 0 or leaf.data_ptr() >= spans[at][1]:
+                continue
+            begin, _, place, bound, name = spans[at]
+            if bound is None:
+                return name
+            offset = (leaf.data_ptr() - begin) // leaf.element_size()
+            if name in bound.values:
+                for inner in leaves_of(bound.values.pop(name)):
+                    inner.data = inner.clone()
+            if leaf is not place:
+                leaf.data = place.view(leaf.dtype).as_strided(leaf.shape, leaf.stride(), offset)
+        return ""
+
+
+# Which values move ----------------------------------------------------------------------------------------------------
+
+
+def staying(optimizer: Optimizer, states: StateStore, more: Iterable[Tensor] = ()) -> frozenset[int]:
+    """Values of the state, by their ``id``, that are not tensors of their own: moving them would divide what is one.
+
+    Those share memory with another value, a parameter, a gradient, or what the optimizer keeps beside; or autograd, or
+    somebody's attributes, hang on them.
+    """
+    owners: defaultdict[int, list[tuple[int, int, int]]] = defaultdict(list)  # by storage: begin, end, and whose
+    values: list[object] = [None]  # whose numbers these are; 0 are all others
+
+    def note(owner: int, tensors: Iterable[Tensor]) -> None:
+        for leaf in (leaf for tensor in tensors for leaf in _dense(tensor)):
+            if leaf.numel():
+                owners[leaf.untyped_storage().data_ptr()].append((*_span(leaf), owner))
+
+    found = set()
+    params = dict.fromkeys([*_params(optimizer), *more])
+    for tensor in (tensor for param in params for tensor in (param, param.grad) if tensor is not None):
+        note(0, [] if is_wrapper(local_shard(tensor)) else [tensor])
+    note(0, _kept_beside(optimizer))
+    for value in (value for param in params for value in states.get(param).values()):
+        values.append(value)
+        note(len(values) - 1, tensors_in(value))
+        if type(value) is Tensor and (value.requires_grad or value.grad is not None or vars(value)):
+            found.add(id(value))
+    for spans in owners.values():
+        last, whose = 0, 0
+        for begin, end, owner in sorted(spans) if len(spans) > 1 else ():
+            if begin < last and owner != whose:
+                found |= {id(values[owner]), id(values[whose])}
+            if end > last:
+                last, whose = end, owner
+    return frozenset(found)
+
+
+def _fits(shard: StateShard, name: str, state: UserState, stay: frozenset[int]) -> bool:
+    """Return whether a value is laid out as its home is."""
+    planned, value, home = shard.layout.values[name], state[name], shard.homes[name]
+    if not isinstance(value, Tensor) or value is home or id(value) in stay or is_wrapper(local_shard(value)):
+        return False  # what wrappers know beside their tensors is part of the layout
+    try:
+        found = describe_value(value)
+    except NotUnderstoodError:
+        return False
+    same = found.leaves == planned.leaves and found.type is planned.type and value.shape == home.shape
+    return same and placements_of(value) == placements_of(home)
+
+
+def _outside(state: UserState, shard: StateShard) -> set[str]:
+    """Names of what holds tensors and has no home."""
+    return {
+        name
+        for name, value in state.items()
+        if value is not shard.homes.get(name) and any(tensor.dim() for tensor in tensors_in(value))
+    }
+
+
+def _params(optimizer: Optimizer) -> list[Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _kept_beside(optimizer: Optimizer) -> Iterator[Tensor]:
+    """Tensors in attributes of the optimizer and in entries of its groups, parameters aside."""
+    params = {id(param) for param in _params(optimizer)}
+    groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    for tensor in tensors_in([list(instance_attributes(optimizer).values()), groups]):
+        if id(tensor) not in params:
+            yield tensor
+
+
+def _dense(tensor: Tensor) -> list[Tensor]:
+    """The plain tensors inside, as far as they have memory."""
+    return [leaf for leaf in leaves_of(tensor) if leaf.layout == torch.strided and not leaf.is_meta]
+
+
+def _span(leaf: Tensor) -> tuple[int, int]:
+    """The addresses between which the elements of a tensor lie."""
+    last = sum((size - 1) * stride for size, stride in zip(leaf.shape, leaf.stride(), strict=True))
+    begin = leaf.data_ptr()
+    return begin, begin + (last + 1) * leaf.element_size()
+
+
+def _copied(value: Any, device: torch.device | None, made: dict[int, Tensor]) -> Any:
+    """Return a copy of a loaded value, with its tensors on ``device``; ``None``: where they are.
+
+    ``made`` has the copies so far, by the ``id`` of what was loaded: what was one tensor is one again.
+    """
+    if isinstance(value, Tensor):
+        if id(value) not in made:
+            local = local_shard(value).detach()
+            made[id(value)] = over_local(value, local.to(local.device if device is None else device, copy=True))
+        return made[id(value)]
+    if isinstance(value, list | tuple):
+        return type(value)(_copied(one, device, made) for one in value)
+    return {name: _copied(one, device, made) for name, one in value.items()} if isinstance(value, dict) else value

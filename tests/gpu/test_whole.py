@@ -1,0 +1,61 @@
+"""An optimizer that moves as a whole, on a device: the programs of ``tests/core/test_whole.py``, and its memory."""
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_offload import OffloadPolicy
+from tests.core import test_whole as on_cpu
+from tests.parity import attach
+
+test_bits_are_those_of_plain_training = on_cpu.test_bits_are_those_of_plain_training
+test_save_load_and_go_on = on_cpu.test_save_load_and_go_on
+test_release_and_reload = on_cpu.test_release_and_reload
+test_a_closure_that_fails_costs_nothing = on_cpu.test_a_closure_that_fails_costs_nothing
+test_a_step_that_fails_half_way = on_cpu.test_a_step_that_fails_half_way_is_refused_until_a_load
+
+
+def test_state_is_on_the_device_during_the_step_alone(mesh: DeviceMesh) -> None:
+    numel = 1 << 22
+    param = nn.Parameter(torch.randn(numel, device="cuda"))
+    during: list[int] = []
+
+    class Momentum(on_cpu.Own):
+        def update(self, param: Tensor, state: dict[str, object], group: dict[str, object]) -> None:
+            velocity = state.setdefault("velocity", torch.zeros_like(param))
+            velocity.add_(param.grad)  # type: ignore[union-attr]
+            during.append(torch.cuda.memory_allocated())
+
+    optimizer = attach(Momentum([param]), policy=OffloadPolicy())
+    before: list[int] = []
+    for _ in range(4):
+        param.grad = torch.ones_like(param)
+        before.append(torch.cuda.memory_allocated())
+        optimizer.step()
+    assert all(one - other == 4 * numel for one, other in zip(during, before, strict=True))
+    assert len(set(before)) == 1
+    assert torch.equal(optimizer.state[param]["velocity"], torch.full((numel,), 4.0))  # type: ignore[index]
+
+
+def test_large_shards_with_much_under_way_at_once(mesh: DeviceMesh) -> None:
+    sides = []
+    for policy in (None, OffloadPolicy(parameters=True)):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(6))).cuda()
+        for block in model:
+            on_cpu.fully_shard(block, mesh=mesh)
+        on_cpu.fully_shard(model, mesh=mesh)
+        optimizer = on_cpu.LBFGS(model.parameters(), lr=0.5, max_iter=3, history_size=2)
+        if policy is not None:
+            attach(optimizer, model=model, policy=policy)
+
+        def closure(model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer) -> Tensor:
+            optimizer.zero_grad()
+            loss = model(torch.ones(8, 1024, device="cuda")).square().mean()
+            loss.backward()
+            return loss
+
+        losses = [optimizer.step(closure).item() for _ in range(5)]
+        sides.append((losses, [on_cpu.local(param.detach()) for param in model.parameters()]))
+    assert sides[0][0] == sides[1][0]
+    assert all(map(torch.equal, sides[0][1], sides[1][1]))
