@@ -107,8 +107,9 @@ def test_the_tracer_says_of_other_libraries_what_the_table_says(name: str) -> No
     assert traced_verdict(name).partition(":")[0] == rows()[name].verdict
 
 
-def test_a_mixture_is_traced_to_its_line() -> None:
-    where = traced_verdict(f"{HERE}:SharedNorm")
+@pytest.mark.parametrize("name", ["SharedNorm", "LateNorm"])
+def test_a_mixture_is_traced_to_its_line(name: str) -> None:
+    where = traced_verdict(f"{HERE}:{name}")
     assert where.startswith("mixed: linalg_vector_norm in local.py:")
 
 

@@ -54,6 +54,13 @@ class SharedNorm(Momentum):
         return grad / torch.stack([one.norm() for one in grads]).norm()
 
 
+class LateNorm(SharedNorm):
+    """Not separable after a warm-up."""
+
+    def direction(self, grad: Tensor) -> Tensor:
+        return super().direction(grad) if self.calls > 100 else grad
+
+
 class Closure(Momentum):
     """Its step needs one."""
 
