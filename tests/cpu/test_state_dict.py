@@ -297,6 +297,7 @@ class WideState(Optimizer):
                 param.copy_(state["master"])
 
 
+@pytest.mark.filterwarnings("ignore:offload_optimizer. WideState is not in the table")
 def test_state_keeps_its_dtype_where_torchs_own_load_would_cast_it() -> None:
     saver, loader = (Run(WideState, offload=True, dtype=torch.bfloat16) for _ in range(2))
     saver.train(0, 1)
