@@ -6,15 +6,20 @@
     model, optimizer, loader = prepare(accelerator, model, optimizer, loader, policy={"device_bytes": 1 << 28})
 
 Everything else stays: ``accumulate``, ``clip_grad_norm_``, schedulers, scalers, ``save_state``, ``load_state``.
+``accelerator.clip_grad_norm_`` calls that of this package for the parameters of an offloaded optimizer, so that
+``overlap="iteration"`` updates in the backward.
 """
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..api.offload import is_offloaded
+from ..clipping import clip_grad_norm_
 from ..policy import OffloadPolicy
 from .plain_values import offload, policy_from
 
@@ -41,7 +46,28 @@ def prepare(
     for optimizer in results:
         if isinstance(optimizer, Optimizer):
             offload(optimizer, _model_of(optimizer, models), policy)
+            clip_with(accelerator, optimizer)
     return prepared
+
+
+def clip_with(accelerator: Accelerator, optimizer: Optimizer) -> None:
+    """Let ``accelerator.clip_grad_norm_`` clip the parameters of ``optimizer``, all together, by our function."""
+    theirs = accelerator.clip_grad_norm_
+    own = {param for group in optimizer.param_groups for param in group["params"]}
+
+    @functools.wraps(theirs)
+    def clip(parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Any:
+        parameters = list(parameters)
+        meshes = {getattr(param, "device_mesh", None) for param in own}
+        if set(parameters) != own or len(meshes) > 1 or not is_offloaded(optimizer):
+            return theirs(parameters, max_norm, norm_type)
+        accelerator.unscale_gradients()
+        return clip_grad_norm_(optimizer, max_norm, norm_type)
+
+    if not is_offloaded(optimizer) or getattr(theirs, "_clips", None) == own:
+        return
+    clip._clips = own  # type: ignore[attr-defined]
+    accelerator.clip_grad_norm_ = clip
 
 
 def _model_of(optimizer: Optimizer, models: list[nn.Module]) -> nn.Module | None:

@@ -16,6 +16,7 @@ from typing import Any
 from transformers import Trainer
 
 from ..policy import OffloadPolicy
+from .accelerate import clip_with
 from .plain_values import metrics_of, offload, policy_from
 
 
@@ -54,6 +55,7 @@ class OffloadTrainer(Trainer):
         if optimizer is None:
             assert self.optimizer is not None, "Trainer makes its optimizer before its scheduler"
             offload(self.optimizer, self.model, self._offload_policy)
+            clip_with(self.accelerator, self.optimizer)
         return super().create_scheduler(num_training_steps, optimizer)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
