@@ -13,7 +13,7 @@ LIMITS = {
     "fsdp_offload": 20_600,  # on its way to 12,000
     "fsdp_offload/api": 1_720,
     "fsdp_offload/checkpoint": 3_340,
-    "fsdp_offload/core": 5_100,  # the loop of 3,000 lines, what joins it to an optimizer, guesses, and optimizers that move as a whole
+    "fsdp_offload/core": 5_100,  # 3,000 for the loop; beside it what joins it to an optimizer, guesses, whole steps
     "fsdp_offload/cpu_update": 1_370,
     "fsdp_offload/device": 940,
     "fsdp_offload/integrations": 420,

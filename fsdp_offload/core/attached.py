@@ -116,7 +116,8 @@ class Engine(Contents):
         self.core = Core(lanes, device, policy.overlap, self._updates)
         self.steps = Steps(self.core, host)
         self.phases = Phases(self.core, self.plan, self.lending)
-        self.guesses = self.steps.speculation = self.phases.guesses = Guesses(self, self._updates)
+        self.guesses = Guesses(self, capabilities, self._updates)
+        self.steps.speculation = self.phases.guesses = self.guesses
         self._taken = -1  # the generation of the plan that the core is about
         self._clean_steps = 0
         self._touches = _Touches()
@@ -263,6 +264,10 @@ class Engine(Contents):
         core.away = False
         if core.begun and not guesses.made:
             self._check_early(optimizer, states, kwargs)
+        elif core.begun and self._written_early():
+            problem = self._problem_of_early(optimizer, states, kwargs)
+            guesses.take_back()  # which has lost that write
+            self._refuse_step(problem)
         elif core.begun and (self._problem_of_early(optimizer, states, kwargs) or guesses.way_back.is_written()):
             guesses.take_back()
         try:
@@ -505,26 +510,33 @@ class Engine(Contents):
         """Refuse a step whose updates in the backward were of something else than it is about."""
         problem = self._problem_of_early(optimizer, states, kwargs)
         if problem:
-            self.refuse(
-                f"the update began in the backward, and {problem}",
-                f"step(), with OffloadPolicy(overlap='iteration'): parameters have been updated in the backward, and "
-                f"{problem}. Load a checkpoint. A loop that does so has to do it from the first step on, or use "
-                "overlap='forward'.",
-            )
+            self._refuse_step(problem)
+
+    def _refuse_step(self, problem: str) -> None:
+        self.refuse(
+            f"the update began in the backward, and {problem}",
+            f"step(), with OffloadPolicy(overlap='iteration'): parameters have been updated in the backward, and "
+            f"{problem}. Load a checkpoint. A loop that does so has to do it from the first step on, or use "
+            "overlap='forward'.",
+        )
+
+    def _written_early(self) -> list[Tensor]:
+        """List parameters that somebody else has written since their update, past what is watched."""
+        versions = [*((param, version) for param, (_, _, version) in self._early.items()), *self._spent.items()]
+        return [param for param, version in versions if version_of(param) != version]
 
     def _problem_of_early(self, optimizer: Optimizer, states: StateStore, kwargs: Mapping[str, Any]) -> str:
         shared = self._updates.shared
         assert shared is not None
+        written = self._written_early()
+        if written:
+            return f"{self.names.get(written[0], 'a parameter')} has been written since then"
         exchanged = [param for param in self._spent if not is_spent(param)]
         exchanged += _exchanged_gradients(self._early)
         if exchanged:
             return f"the gradient of {self.names.get(exchanged[0], 'a parameter')} has been exchanged since then"
         if self._touches.written:
             return "gradients have been changed since then"
-        versions = [*((param, version) for param, (_, _, version) in self._early.items()), *self._spent.items()]
-        written = [param for param, version in versions if version_of(param) != version]
-        if written:
-            return f"{self.names.get(written[0], 'a parameter')} has been written since then"
         items = (bucket.state for bucket in self.core.done)
         used = {param for params in self._updates.used.values() for param in params}
         if self.guesses.made:  # all bytes of a bucket move to the spare home

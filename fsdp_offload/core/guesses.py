@@ -12,8 +12,8 @@
 import logging
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,20 +23,21 @@ from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 from ..device.arena import Region
 from ..device.host_flag import HostFlag
 from ..device.host_limits import check_host_memory
+from ..optimizers import Capabilities
 from ..planning.buckets import aligned
+from ..policy import OffloadPolicy
 from ..state.shard import StateShard
-from ..state.store import StateStore, UserState
+from ..state.store import OwnCounters, StateStore
 from ..torch_compat.dtensor import has_inner_tensors, local_shard, version_of
 from ..torch_compat.spent_gradient import USED_UP, is_spent
 from ..torch_compat.watched_gradient import is_watched, unwatch, watch
 from .engine import Core
+from .homes import Plan
 from .items import BytesAtHome, Item
 from .lanes import Pair
 from .plan import Bucket
 from .updates import BucketUpdates
-
-if TYPE_CHECKING:
-    from .attached import Engine
+from .weights import Weights
 
 logger = logging.getLogger(__name__)
 
@@ -119,52 +120,22 @@ class WayBack:
         self.core.guess = None
 
 
-class OwnCounters:
-    """The entries of ``optimizer.state`` with copies of all that is not a home, for updates to write."""
+class Owner(Protocol):
+    """The engine of the optimizer."""
 
-    def __init__(self, states: StateStore, shards: Mapping[Tensor, StateShard]) -> None:
-        self.states, self._shards = states, shards
-        self._own: dict[Tensor, UserState] = {}
+    core: Core
+    plan: Plan
+    policy: OffloadPolicy
+    device: torch.device
+    pinned: bool
+    weights: Weights | None
+    frees_all_gradients: bool
 
-    def get(self, param: Tensor) -> UserState:
-        """Return the state of ``param``; an empty one that is not kept if there is none."""
-        if param not in self._own:
-            homes = self._shards[param].homes
-            copied = {
-                name: value.clone() if isinstance(value, Tensor) and value is not homes.get(name) else value
-                for name, value in self.states.get(param).items()
-            }
-            if not copied:
-                return copied
-            self._own[param] = copied
-        return self._own[param]
+    def used_gradients(self) -> list[Tensor]:
+        """Return the gradients that updates of this step have used, or may have."""
 
-    def of(self, param: Tensor) -> UserState:
-        """Return the state of ``param``, made if there is none."""
-        return self.get(param) or self._own.setdefault(param, {})
-
-    def move_last(self, params: Iterable[Tensor]) -> None:
-        """Never called: entries are put in order when the step counts."""
-        raise NotImplementedError
-
-    def commit(self) -> None:
-        """Give the user what updates have made of the copies."""
-        targets, sources = [], []
-        for param, own in self._own.items():
-            state, homes = self.states.of(param), self._shards[param].homes
-            for name in state.keys() - own.keys():
-                del state[name]
-            for name, value in own.items():
-                current = state.get(name)
-                if name in homes:
-                    state.setdefault(name, homes[name])
-                elif isinstance(value, Tensor) and isinstance(current, Tensor) and _alike(value, current):
-                    targets.append(current)
-                    sources.append(value)
-                else:
-                    state[name] = value
-        if targets:
-            torch._foreach_copy_(targets, sources)
+    def forget_early(self, *, unwatch: bool = True) -> None:
+        """No update of this step has used a gradient, as far as ``step()`` is concerned."""
 
 
 Scale = Callable[[Sequence[Tensor]], None]
@@ -180,12 +151,11 @@ class Guesses:
         committed, taken_back: steps.
     """
 
-    def __init__(self, engine: "Engine", updates: BucketUpdates) -> None:
+    def __init__(self, engine: Owner, capabilities: Capabilities, updates: BucketUpdates) -> None:
         """Belong to ``engine``, which is not kept alive, and to what runs its updates."""
         self._engine_ref, self._updates = weakref.ref(engine), updates
         self.announced = self.blocked = False
         self.committed = self.taken_back = 0
-        capabilities = engine.layouts.capabilities
         self.unavailable = ""
         if not (capabilities.elementwise and capabilities.known):
             self.unavailable = "this optimizer does not work element by element, or is not in the tested table"
@@ -208,7 +178,7 @@ class Guesses:
         self._pairs: dict[int, tuple[list[int], list[Pair]]] = {}
 
     @property
-    def _engine(self) -> "Engine":
+    def _engine(self) -> Owner:
         engine = self._engine_ref()
         assert engine is not None, "this is an attribute of its engine"
         return engine
@@ -504,7 +474,3 @@ def _unwatch(references: list[TensorWeakRef]) -> None:
         if (tensor := reference()) is not None:
             unwatch(tensor)
     references.clear()
-
-
-def _alike(one: Tensor, other: Tensor) -> bool:
-    return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)

@@ -58,7 +58,8 @@ def clip_with(accelerator: Accelerator, optimizer: Optimizer) -> None:
     @functools.wraps(theirs)
     def clip(parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Any:
         parameters = list(parameters)
-        if set(parameters) != own or len({getattr(param, "device_mesh", None) for param in own}) > 1:
+        meshes = {getattr(param, "device_mesh", None) for param in own}
+        if set(parameters) != own or len(meshes) > 1 or not is_offloaded(optimizer):
             return theirs(parameters, max_norm, norm_type)
         accelerator.unscale_gradients()
         return clip_grad_norm_(optimizer, max_norm, norm_type)

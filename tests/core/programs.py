@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from fsdp_offload import OffloadPolicy, remove_offload
+from fsdp_offload import OffloadPolicy, clip_grad_norm_, remove_offload
 from fsdp_offload.core.attached import Engine, engine_of
 from tests.parity import attach
 
@@ -85,11 +85,12 @@ class Program:
         self.warm = rng.choice([0, 0, 0, 1, 2])
         self.reshard = rng.choice([None, None, False])
         self.mixed, self.two_groups, self.bare_root = rng.random() < 0.2, rng.random() < 0.3, rng.random() < 0.15
-        self.clips, self.schedules = rng.random() < 0.25, rng.random() < 0.5
+        self.clips, self.schedules = rng.choice([None, None, 0.0, 0.3, 1.0]), rng.random() < 0.5
         self.parameters = rng.random() < 0.5
         if self.bare_root and (dist.get_world_size() > 1 or self.micro > 1):
             self.bare_root = False
         self.mixed = self.mixed and not self.bare_root
+        self.clips_ours = not self.bare_root and rng.random() < 0.8  # torch clips plain tensors and DTensors apart
 
     def build(self) -> tuple[nn.Module, torch.optim.Optimizer]:
         rng = random.Random(self.seed)
@@ -116,6 +117,7 @@ class Program:
         rng = random.Random(self.seed + 1)
         data = torch.Generator().manual_seed(self.seed + dist.get_rank())
         model, optimizer = self.build()
+        sharded = [param for param in model.parameters() if hasattr(param, "to_local")]
 
         def loss() -> Tensor:
             x = torch.randint(0, model.embed.num_embeddings, (3, 4), generator=data).to(self.mesh.device_type)
@@ -150,11 +152,14 @@ class Program:
                 one = loss()
                 (one / self.micro).backward()
                 values[f"loss {micro}"] = one.detach()
-            if self.clips:
-                torch.nn.utils.clip_grad_norm_(
-                    [p for p in model.parameters() if hasattr(p, "to_local")], 1e-3 if roll[1] < 0.5 else 1e6
-                )
-            if roll[2] < 0.15 and not (self.overlap == "iteration" and not self.clips):
+            if self.clips is not None:
+                limit = 1e-3 if roll[1] < self.clips else 1e6
+                if offloaded and self.clips_ours:
+                    norm = clip_grad_norm_(optimizer, limit)
+                else:
+                    norm = torch.nn.utils.clip_grad_norm_(sharded, limit)
+                values["norm"] = getattr(norm, "full_tensor", lambda norm=norm: norm)()
+            if roll[2] < 0.15 and not (self.overlap == "iteration" and self.clips is None):
                 optimizer.zero_grad()  # the step is skipped, as a GradScaler does
                 continue
             optimizer.step()

@@ -28,9 +28,10 @@ from fsdp_offload import OffloadPolicy, clip_grad_norm_
 from fsdp_offload.checkpoint import ArenaStager, get_optimizer_state_dict
 from fsdp_offload.core import guesses, updates
 from fsdp_offload.core.attached import Engine, engine_of
-from fsdp_offload.core.guesses import Guesses, OwnCounters, WayBack
+from fsdp_offload.core.guesses import Guesses, WayBack
 from fsdp_offload.core.readers import SpareHomes
 from fsdp_offload.core.updates import BucketUpdates
+from fsdp_offload.state.store import OwnCounters
 from fsdp_offload.torch_compat.dtensor import local_shard
 from tests.async_writers import Reading
 from tests.clipping import (

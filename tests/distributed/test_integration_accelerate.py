@@ -97,6 +97,9 @@ def script(
         if save is not None and step == SAVED_AT - 1:
             accelerator.save_state(save)
     if policy is not None:
+        report = offload_report(optimizer)
+        assert report.host_state_bytes > 0
+        assert ("the loop clips" in str(report)) == (policy.get("overlap") == "iteration")
         optimizer.optimizer.synchronize()
         assert_at_home(optimizer.optimizer)
     for module in model.modules():

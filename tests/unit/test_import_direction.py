@@ -39,10 +39,11 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("cpu_update", "model", "core", "report"),
     },
     "checkpoint": {"torch_compat", "planning", "device", "state", "optimizers", "cpu_update", "core", "api"},
-    "__init__": {"policy", "model", "report", "api"},
+    "clipping": {"torch_compat", "core", "api"},
+    "__init__": {"policy", "model", "report", "api", "clipping"},
     "doctor": {"__init__", "device"},
     "plan": {"policy", "planning"},
-    "integrations": {"policy", "api", "checkpoint"},
+    "integrations": {"policy", "api", "checkpoint", "clipping"},
     "__main__": {"__init__", "doctor", "plan"},
 }
 

@@ -20,8 +20,6 @@ from matplotlib.image import imread
 
 from examples.benchmarks.timeline import Lane, Phase, Span, Timeline, draw, read_trace, timeline_of
 from examples.benchmarks.train import (
-    CLIPPED,
-    RARELY,
     SETTLE_ITERATIONS,
     Bench,
     chosen_policies,
