@@ -3,7 +3,8 @@
 import functools
 import warnings
 from collections import defaultdict
-from typing import TypeVar
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 from torch import nn
 from torch.optim import Optimizer
@@ -13,10 +14,11 @@ from ..core.hooks import hook_model
 from ..core.switch import uses_core
 from ..cpu_update.updates import HostUpdates
 from ..engine.engine import Engine, find_offloaded
+from ..measured import notes_of
 from ..model.hooks import group_numbers, make_overlap
 from ..optimizers import capabilities_for
-from ..policy import OffloadPolicy
-from ..report import OffloadReport, notes_of
+from ..policy import OffloadPolicy, as_policy
+from ..report import OffloadReport
 from ..state.layout import is_trained
 from ..state.mapping import OffloadedState
 from .attachment import (
@@ -33,10 +35,11 @@ from .checks import (
     check_attachable,
     check_capabilities,
     check_lists,
+    check_model,
     check_no_other_updates,
     check_params,
-    check_types,
     names_of_parameters,
+    options_without_effect,
     streamable,
 )
 from .offloaded_class import attach, detach
@@ -55,7 +58,7 @@ def offload_optimizer(
     optimizer: _Optimizer,
     *,
     model: nn.Module | None = None,
-    policy: OffloadPolicy | None = None,
+    policy: OffloadPolicy | Mapping[str, Any] | None = None,
     exist_ok: bool = False,
 ) -> _Optimizer:
     """Keep the state of ``optimizer`` in host memory from now on, and stream it through the device in each step.
@@ -76,7 +79,8 @@ def offload_optimizer(
             Megatron's optimizers and chains of them: each of torch's in there is offloaded, or none.
         model: the model whose parameters it has. Gives the order of the buckets, names for messages,
             more checks, and, where it is sharded by ``fully_shard``, the backward in which loads begin.
-        policy: what is offloaded, how much of it may be on the device, and what hides its transfers.
+        policy: what is offloaded, how much of it may be on the device, and what hides its transfers; a dict has the
+            fields of :class:`OffloadPolicy`. An option that has no effect is warned of.
         exist_ok: do nothing where it is offloaded already, for the same model and with the same policy: for code that
             runs once for each fit. Without ``policy``, whatever that is.
 
@@ -88,14 +92,13 @@ def offload_optimizer(
         RuntimeError: it is offloaded already, or a CUDA graph is being captured.
         MemoryError: host memory does not suffice.
     """
+    given = None if policy is None else as_policy(policy)
     if is_wrapped(optimizer):
         each = functools.partial(offload_optimizer, exist_ok=exist_ok)
-        offload_each(optimizer, each, remove_offload, model, policy)
+        offload_each(optimizer, each, remove_offload, model, given)
         return optimizer
-    given = policy
-    if policy is None:
-        policy = OffloadPolicy()
-    check_types(model, policy)
+    policy = as_policy(given)
+    check_model(model)
     *wrappers, target = wrappers_around(optimizer)
     if exist_ok and attachment_of(target) is not None:
         _check_same(target, model, given)
@@ -147,7 +150,8 @@ def offload_optimizer(
         raise
     engine.has_left_device()
     engine.take_staging()
-    for note in filter(None, (*notes_of(engine), note_if_unsharded(params))):
+    groups = len({together[param] for param in names if param in together})
+    for note in filter(None, (*notes_of(engine), *options_without_effect(engine, groups), note_if_unsharded(params))):
         warnings.warn(f"offload_optimizer: {note}", stacklevel=2)
     return optimizer
 
@@ -171,11 +175,12 @@ def offload_report(optimizer: Optimizer) -> OffloadReport:
 def synchronize(optimizer: Optimizer) -> None:
     """Do what :meth:`OffloadedOptimizer.synchronize` does, through any framework's wrapper; of a chain, all of it.
 
-    Raises:
-        RuntimeError: it is not offloaded.
+    Nothing where it is not offloaded: a plain optimizer has nothing under way.
     """
     for inner in optimizers_in(optimizer) if is_wrapped(optimizer) else [optimizer]:
-        _offloaded(inner, "synchronize").synchronize()
+        target = find_offloaded(inner)
+        if isinstance(target, OffloadedOptimizer):
+            target.synchronize()
 
 
 def remove_offload(optimizer: _Optimizer) -> _Optimizer:

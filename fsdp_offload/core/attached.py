@@ -31,6 +31,7 @@ from ..torch_compat.homed import is_homed
 from ..torch_compat.sharded_parameter import ShardedParameter
 from ..torch_compat.spent_gradient import is_freed, is_spent, note_freed, spend
 from ..torch_compat.watched_gradient import unwatch, watch
+from .cache import Moved
 from .engine import Core
 from .host_lane import HostLane
 from .items import Item
@@ -64,6 +65,8 @@ class CoreEngine(Engine):
 
     Attributes:
         core: the loop.
+        weights: parameters that live on the host; ``None``: they stay on the device.
+        room: how many blocks stay, where iterations decide; ``None``: ``device_bytes`` is a number, or nothing waits.
     """
 
     def __init__(
@@ -120,11 +123,10 @@ class CoreEngine(Engine):
         self._early: dict[Tensor, tuple[Tensor, tuple[int, int], tuple[int, int]]] = {}
         self._spent: dict[Tensor, tuple[int, int]] = {}
         self._used_up: set[int] = set()
-        self._room: Room | None = None
+        self.room: Room | None = None
         self.weights: Weights | None = None
-        waits = policy.runs_on_into_forward or policy.parameters
-        if policy.device_bytes == "auto" and waits and device.type != "cpu" and not policy.serial:
-            self.core.stopwatch = Stopwatch(device)
+        if device.type != "cpu" and not policy.serial:  # else each mark waits for the device
+            self.core.cache.stopwatch = Stopwatch(device)
         self.core.frees_gradients = policy.parameters and policy.updates_in_backward
         self.core.may_begin_early = False
 
@@ -181,11 +183,12 @@ class CoreEngine(Engine):
             pools = core.cache.pools = pools_for(state, [*streamed.values()], buckets, self._bucket_bytes, limit)
             share_out(pools, limit)
             core.choose_kept()
-            self._room = None
+            self.room = None
             wanted_bytes = sum((pool.most - pool.count) * pool.nbytes for pool in pools)
-            if core.stopwatch is not None and wanted_bytes:
+            learns = limit is None and (self.policy.runs_on_into_forward or self.policy.parameters)
+            if learns and core.cache.stopwatch is not None and wanted_bytes:
                 unit_bytes = max(pool.nbytes for pool in pools if pool.most > pool.count)
-                self._room = Room(unit_bytes, -(-wanted_bytes // unit_bytes), _TWO_WAY_BYTES_PER_MS)
+                self.room = Room(unit_bytes, -(-wanted_bytes // unit_bytes), _TWO_WAY_BYTES_PER_MS)
         if states is not None:
             for bucket in self.core.buckets:
                 if not bucket.state.exists:
@@ -344,10 +347,11 @@ class CoreEngine(Engine):
         return (", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")) or "none"
 
     def _measure(self, steady: bool) -> None:
-        core, room = self.core, self._room
-        if core.stopwatch is None or room is None:
+        core, room = self.core, self.room
+        if core.cache.stopwatch is None:
             return
-        if room.end(core.stopwatch.end(), steady=steady, free_bytes=self._free_at_peak):
+        reading = core.cache.stopwatch.end()
+        if room is not None and room.end(reading, steady=steady, free_bytes=self._free_at_peak):
             left_bytes = room.extra * room.block_bytes
             for pool in core.cache.pools:
                 more = min(pool.most - pool.least, left_bytes // pool.nbytes)
@@ -355,7 +359,6 @@ class CoreEngine(Engine):
                 left_bytes -= more * pool.nbytes
             core.choose_kept()
             self._take_blocks()
-            self.tuning_of_staging = room.sentence
 
     def _free_at_peak(self) -> int:
         # Without resetting the statistics, which users read: the highest point so far is no less than an iteration's.
@@ -601,7 +604,8 @@ class CoreEngine(Engine):
 
     def step_times(self) -> StepTimes:
         """Of the last step."""
-        return StepTimes(self.core.last_moved.loaded_bytes, self.core.last_moved.stored_bytes)
+        moved = self.core.last_moved or Moved()
+        return StepTimes(moved.loaded_bytes, moved.stored_bytes)
 
 
 def _wait_parameter(engine: "weakref.ref[CoreEngine]", param: Tensor) -> None:
@@ -763,20 +767,13 @@ class Phases:
     park_new_state = forget = wait = free_host_memory
 
 
-class _Unmeasured:
-    """The times of an iteration, which nobody has taken yet."""
-
-    def last(self) -> None:
-        """Nothing is known."""
-
-
 class _Mover:
     """Stands where the old engine has its executor."""
 
     core: Core
 
     def __init__(self, buckets: Any, host: CpuUpdates | None) -> None:
-        self.buckets, self.iteration, self._host = buckets, _Unmeasured(), host
+        self.buckets, self._host = buckets, host
 
     def synchronize(self) -> None:
         """Bring everything home: homes are about to be written, or planned anew. A failure of the CPU is not raised."""

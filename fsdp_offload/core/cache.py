@@ -5,24 +5,27 @@ where nothing is to do.
 """
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from .items import Block, Item, Pool
-from .lanes import Lanes, Mark
+from .lanes import Lane, Lanes, Mark
+from .room import Stopwatch
 from .timeline import Timeline
 
 
 @dataclass
 class Moved:
-    """Bytes and operations in one iteration."""
+    """Bytes and operations in one iteration. ``updates``: of buckets, those on the CPU included."""
 
     loaded_bytes: int = 0
     stored_bytes: int = 0
     loads: int = 0
     stores: int = 0
+    updates: int = 0
 
 
 class Cache:
@@ -34,6 +37,7 @@ class Cache:
         pinned: items that an update is about to use; nobody evicts them.
         overflowed: an update could not do without one block more than allowed.
         moved: in this iteration.
+        stopwatch: times it; ``None``: nothing is timed.
     """
 
     def __init__(self, device: torch.device, lanes: Lanes, timeline: Timeline) -> None:
@@ -43,6 +47,7 @@ class Cache:
         self.pinned: tuple[Item, ...] = ()
         self.overflowed = False
         self.moved = Moved()
+        self.stopwatch: Stopwatch | None = None
         self._left: Pool | None = None
 
     @property
@@ -67,7 +72,8 @@ class Cache:
         item.block = block
         if item.exists:
             load.wait(item.at_home)  # R2: the last store into this home may still be running
-            load.copy([(target, source) for source, target in item.copies()])
+            with self._timed(load, item.nbytes):
+                load.copy([(target, source) for source, target in item.copies()])
             item.ready = item.home_read["load"] = load.mark()
             self.moved.loads += len(item.home)
             self.moved.loaded_bytes += item.nbytes
@@ -78,6 +84,9 @@ class Cache:
         item.known_to.clear()
         self.held[item] = None
         return True
+
+    def _timed(self, lane: Lane, nbytes: int) -> AbstractContextManager[None]:
+        return nullcontext() if self.stopwatch is None else self.stopwatch.copying(lane, nbytes)
 
     def changed(self, item: Item, mark: Mark) -> None:
         """Note that an update has changed the place of ``item``, up to ``mark``."""
@@ -94,7 +103,8 @@ class Cache:
         store = self.lanes.store
         store.wait(item.ready)  # R3: the update may still be writing the place
         store.wait(*item.home_read.values())  # R4: a load, or a checkpoint, may still be reading this home
-        store.copy(item.copies())
+        with self._timed(store, item.nbytes):
+            store.copy(item.copies())
         item.at_home = item.used["store"] = store.mark()
         item.home_read.clear()
         item.dirty = False

@@ -140,7 +140,8 @@ def share_out(pools: Sequence[Pool], nbytes: int | None) -> None:
             left -= more * pool.nbytes
     if nbytes is None:
         for pool in pools:
-            # Something leaves the device, however little there is.
+            # Something leaves the device, however little there is: also the only bucket. Then a block more keeps it.
+            pool.most = max(pool.most, pool.least + 1)
             pool.count = pool.least = max(pool.least, min(pool.count, pool.most - 1))
 
 

@@ -84,7 +84,7 @@ def updated_on_cpu(mesh: DeviceMesh, policy: OffloadPolicy, *, on_core: bool) ->
         optimizer.zero_grad()
         states = [state for param in model.parameters() for state in optimizer.state[param].values()]
         seen.append([value.clone() for value in (*values(model), *map(local, states))])
-    assert optimizer.offload_report().host_updated_bytes > 0
+    assert optimizer.offload_report().step.host_updated_bytes > 0
     return seen
 
 

@@ -117,7 +117,7 @@ def test_staging_stays_where_it_would_not_be_given_back_in_time(
     assert ("always there: the backward is short" in str(report)) == updates
     engine = vars(offloaded.optimizer)["_offload_engine"].engine
     assert (
-        report.ring_bytes <= engine.share.ring_bytes(policy.bucket_bytes)
+        report.memory.device_bytes <= engine.share.ring_bytes(policy.bucket_bytes)
     ) == updates  # there would be room for more
 
 
@@ -183,11 +183,11 @@ def test_same_bits(
     if room > 9_000:
         assert len(taken) > 50  # given back in each forward
         # Blocks that last stay as they were made, for buckets of any size.
-        assert report.ring_bytes <= max(there) <= report.ring_bytes + 3 * 1024 // 32
-        assert report.ring_bytes < report.host_state_bytes  # one group is enough beside what passes
+        assert report.memory.device_bytes <= max(there) <= report.memory.device_bytes + 3 * 1024 // 32
+        assert report.memory.device_bytes < report.memory.host_state_bytes  # one group is enough beside what passes
     else:
         ring = vars(offloaded.optimizer)["_offload_engine"].engine.plan.ring
-        assert 0 < ring.lasting_bytes <= report.host_state_bytes // 20
+        assert 0 < ring.lasting_bytes <= report.memory.host_state_bytes // 20
         assert max(there) <= room + ring.lasting_bytes
 
 
@@ -312,9 +312,9 @@ def test_block_by_block_below_the_peak(
     # What is there when the last gradients come has been taken by and by, and so it goes.
     last_backward = taken[len(taken) * (micro_batches - 1) // micro_batches :]
     assert last_backward == sorted(last_backward)
-    assert last_backward[0] == 0 < last_backward[-1] <= report.ring_bytes
+    assert last_backward[0] == 0 < last_backward[-1] <= report.memory.device_bytes
     assert kept == sorted(kept, reverse=True)
-    assert report.ring_bytes >= kept[0] > kept[-1] == 0
+    assert report.memory.device_bytes >= kept[0] > kept[-1] == 0
 
 
 def backward_without_gradients(loop: Loop, step: int) -> None:

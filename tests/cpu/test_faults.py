@@ -529,7 +529,7 @@ def test_another_layout_of_a_cut_parameter_is_refused_before_anything_changes() 
     offload_optimizer(optimizer, policy=policy)
     net(torch.ones(2, 64)).sum().backward()
     optimizer.step()
-    assert optimizer.offload_report().buckets > 1
+    assert optimizer.offload_report().kept.buckets > 1
     weight = net.weight
     contiguous, before = weight.data, weight.detach().clone()
     weight.data = contiguous.t().contiguous().t()
@@ -579,7 +579,7 @@ def test_a_scheduler_made_before_attaching_is_redirected() -> None:
     for step in range(2):
         train(net, optimizer, [step])
         scheduler.step()
-    assert optimizer.offload_report().stored_bytes > 0
+    assert optimizer.offload_report().step.stored_bytes > 0
     assert_equal(tensors_of(net, optimizer), plain_run(2))
 
 
@@ -613,4 +613,4 @@ def test_an_offload_that_moves_nothing_says_so_loudly(
     train(net, optimizer, range(2))
     report = optimizer.offload_report()
     assert "NOTHING IS OFFLOADED" in str(report).splitlines()[1]
-    assert (report.host_bytes, report.loaded_bytes, report.stored_bytes) == (0, 0, 0)
+    assert (report.memory.host_bytes, report.step.loaded_bytes, report.step.stored_bytes) == (0, 0, 0)

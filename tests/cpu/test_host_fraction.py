@@ -278,7 +278,7 @@ def test_what_the_host_updates_does_not_come_to_stay_on_the_device(
     more = {"staying": "auto", "staying_limit_bytes": 1 << 30}
     policies = (None, overlapping({"overlap": "forward"}, 0.5, **more))
     plain, offloaded = (Loop(mesh, fused_adamw, one).train(7) for one in policies)
-    assert offloaded.optimizer.offload_report().resident_state_bytes > 0  # type: ignore[attr-defined]
+    assert offloaded.optimizer.offload_report().memory.kept_state_bytes > 0  # type: ignore[attr-defined]
     assert not any(shard.resident for shard in engine_of(offloaded.optimizer).plan.host_shards())
     offloaded.optimizer.offload_states()  # type: ignore[attr-defined]
     assert same(plain.train(1, first=7), offloaded.train(1, first=7))
@@ -1054,10 +1054,10 @@ def test_report() -> None:
     report = pair.offloaded.optimizer.offload_report()
     of_host = list(engine_of(pair.offloaded.optimizer).plan.host_shards())
     with_gradient = [shard for shard in of_host if shard.param.grad is not None]
-    assert report.host_updated_bytes == sum(shard.nbytes for shard in with_gradient)
-    assert report.host_update_ms > 0
+    assert report.step.host_updated_bytes == sum(shard.nbytes for shard in with_gradient)
+    assert report.step.host_update_ms > 0
     assert report.host_buffer_bytes == host_worker(CPU).buffer_bytes > 0
-    assert report.loaded_bytes < report.host_state_bytes
+    assert report.step.loaded_bytes < report.memory.host_state_bytes
     assert "updated on the host" in str(report)
 
 

@@ -387,7 +387,7 @@ def test_phases_and_state_that_stays(mesh: DeviceMesh, fields: dict[str, Any], s
     stay = [shard for shard in engine_of(loop.optimizer).plan.shards.values() if shard.resident]
     report = loop.optimizer.offload_report()
     assert bool(stay) == bool(staying)
-    assert report.resident_parameter_bytes == sum(4 * local_shard(shard.param).numel() for shard in stay)
+    assert report.memory.kept_parameter_bytes == sum(4 * local_shard(shard.param).numel() for shard in stay)
     assert ("parameters resident on the device" in str(report)) == bool(stay)
 
 
@@ -623,7 +623,7 @@ def test_parameters_that_come_to_stay(mesh: DeviceMesh, habit: Any, passing: Any
         assert same(plain.train(1, habit, step), loop.train(1, habit, step)), f"after step {step}"
     on_host = {p for p in stay if not engine.plan.shards[p].resident}
     assert not on_host
-    assert loop.optimizer.offload_report().host_parameter_bytes
+    assert loop.optimizer.offload_report().memory.host_parameter_bytes
     remove_offload(loop.optimizer)
     assert same(plain.train(1, first=12), loop.train(1, first=12))
 

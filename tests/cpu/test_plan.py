@@ -155,7 +155,7 @@ def test_host_bytes_and_window_are_what_the_engine_takes(
     if one.choice.parameters:
         assert one.device.terms["window"] == engine.window.capacity_bytes
     else:
-        assert one.host_bytes == optimizer.offload_report().host_bytes
+        assert one.host_bytes == optimizer.offload_report().memory.host_bytes
 
 
 # Time ----------------------------------------------------------------------------------------------------------------

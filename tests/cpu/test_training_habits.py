@@ -76,11 +76,11 @@ def test_policies(policy: OffloadPolicy) -> None:
     pair.train(10)
     pair.assert_trained()
     report = pair.offloaded.optimizer.offload_report()
-    assert report.host_state_bytes + report.resident_state_bytes == STATE_BYTES
+    assert report.memory.host_state_bytes + report.memory.kept_state_bytes == STATE_BYTES
     staying_bytes = device_share(policy, elementwise=True).staying_bytes
-    assert report.resident_state_bytes <= staying_bytes
-    assert (report.resident_state_bytes > 0) == (staying_bytes > 0)
-    assert report.loaded_bytes >= report.host_state_bytes
-    assert report.stored_bytes >= report.host_state_bytes
+    assert report.memory.kept_state_bytes <= staying_bytes
+    assert (report.memory.kept_state_bytes > 0) == (staying_bytes > 0)
+    assert report.step.loaded_bytes >= report.memory.host_state_bytes
+    assert report.step.stored_bytes >= report.memory.host_state_bytes
     pair.detach()
     pair.train(2)

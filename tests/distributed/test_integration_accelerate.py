@@ -97,7 +97,7 @@ def script(
             accelerator.save_state(save)
     if policy is not None:
         report = offload_report(optimizer)
-        assert report.stored_bytes >= report.host_state_bytes > 0
+        assert report.step.stored_bytes >= report.memory.host_state_bytes > 0
         optimizer.optimizer.synchronize()
     for module in model.modules():
         if hasattr(module, "reshard"):

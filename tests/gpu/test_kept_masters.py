@@ -102,7 +102,7 @@ def test_device_peak_of_the_first_and_of_later_steps(kind: str, device: torch.de
         # Blocks of the allocator are up to 1 MiB larger than what is asked for.
         assert torch.cuda.max_memory_allocated() - before == pytest.approx(expected, abs=0.1 * policy.bucket_bytes)
     numel = sum(param.numel() for param in model.parameters())
-    assert optimizer.offload_report().host_state_bytes == BYTES_PER_ELEMENT[kind] * numel
+    assert optimizer.offload_report().memory.host_state_bytes == BYTES_PER_ELEMENT[kind] * numel
 
 
 @EVERY_KIND

@@ -59,7 +59,7 @@ def test_device_peak_of_the_first_and_of_later_steps(device, resident_bytes):
         + PARAM_BYTES  # their gradients, all alive until step() returns
         + RING_BYTES  # buckets in passing
         + policy.bucket_bytes  # state that the optimizer is just creating, before it is copied into the ring
-        + report.resident_state_bytes  # what never leaves
+        + report.memory.kept_state_bytes  # what never leaves
     )
     step(model, optimizer)
     assert peak_above(before) == pytest.approx(expected, rel=TOLERANCE)
@@ -68,7 +68,7 @@ def test_device_peak_of_the_first_and_of_later_steps(device, resident_bytes):
         step(model, optimizer)
     later = expected - policy.bucket_bytes  # nothing is created any more
     assert peak_above(before) == pytest.approx(later, rel=TOLERANCE)
-    assert resident_bytes * 0.5 <= report.resident_state_bytes <= resident_bytes
+    assert resident_bytes * 0.5 <= report.memory.kept_state_bytes <= resident_bytes
 
 
 def test_attaching_late_frees_the_state_and_removing_brings_it_back(device):
@@ -114,8 +114,8 @@ def test_host_memory_is_exact_pinned_and_freed(device):
     before = resident_set_bytes()
     offload_optimizer(optimizer, model=model)
     report = optimizer.offload_report()
-    assert report.host_state_bytes == STATE_BYTES
-    assert report.host_bytes == pytest.approx(STATE_BYTES, rel=0.01)
+    assert report.memory.host_state_bytes == STATE_BYTES
+    assert report.memory.host_bytes == pytest.approx(STATE_BYTES, rel=0.01)
     assert resident_set_bytes() - before == pytest.approx(STATE_BYTES, rel=0.02)
     assert all(optimizer.state[param]["exp_avg"].is_pinned() for param in model.parameters())
     step(model, optimizer)
