@@ -147,4 +147,4 @@ def _left_out(engine: Engine) -> tuple[str, ...]:
 
 def _bytes_of(values: Iterable[object]) -> int:
     tensors = (value for value in values if isinstance(value, Tensor))
-    return sum(leaf.nbytes for value in tensors for leaf in leaves_of(value))
+    return sum(leaf.numel() * leaf.element_size() for value in tensors for leaf in leaves_of(value))

@@ -596,20 +596,10 @@ def test_one_warning_on_the_cpu_that_there_is_nothing_to_gain() -> None:
     assert "nothing to gain" in str(optimizer.offload_report())
 
 
-@pytest.mark.parametrize(
-    ("make", "resident_bytes", "reason"),
-    [
-        (lambda params: torch.optim.SGD(params, lr=0.1), 0, "SGD keeps no state for these parameters"),
-        (torch.optim.AdamW, 1 << 20, "all of the state fits into device_bytes"),
-    ],
-)
-def test_an_offload_that_moves_nothing_says_so_loudly(
-    make: Callable[[Any], Optimizer], resident_bytes: int, reason: str
-) -> None:
-    policy = with_share(bucket_bytes=1024, passing=4096, staying=resident_bytes)
+def test_an_offload_that_moves_nothing_says_so_loudly() -> None:
     net = Net()
-    with pytest.warns(UserWarning, match=f"NOTHING IS OFFLOADED: .*{re.escape(reason)}"):
-        optimizer = offload_optimizer(make(net.parameters()), policy=policy)
+    with pytest.warns(UserWarning, match="NOTHING IS OFFLOADED: SGD keeps no state for these parameters"):
+        optimizer = offload_optimizer(torch.optim.SGD(net.parameters(), lr=0.1))
     train(net, optimizer, range(2))
     report = optimizer.offload_report()
     assert "NOTHING IS OFFLOADED" in str(report).splitlines()[1]

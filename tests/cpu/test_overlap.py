@@ -319,8 +319,8 @@ def test_state_that_comes_to_stay_on_the_device(mesh: DeviceMesh, fields: dict[s
         engine.keep_on_device(kept, offloaded.optimizer.state.unwaited)
         after = offloaded.optimizer.offload_report()  # type: ignore[attr-defined]
         nbytes = sum(8 * p.numel() for layer in layers for p in offloaded.model.blocks[layer].parameters())
-        assert after.resident_state_bytes == before.resident_state_bytes + nbytes
-        assert after.host_state_bytes == before.host_state_bytes - nbytes
+        assert after.memory.kept_state_bytes == before.memory.kept_state_bytes + nbytes
+        assert after.memory.host_state_bytes == before.memory.host_state_bytes - nbytes
     assert same(plain.train(4, first=8), offloaded.train(4, first=8))
     times = offloaded.optimizer.offload_report()  # type: ignore[attr-defined]
     assert times.loaded_bytes < times.host_state_bytes * 1.2
@@ -339,7 +339,7 @@ def test_staging_goes_where_less_state_passes_through_it(
         keep = {n for n in engine.steps.buckets_of(params) if engine._pipeline.buckets[n].copies}
         engine.keep_on_device(keep, offloaded.optimizer.state.unwaited)
         there = sum(block.memory.numel() for block in engine._link._ring.values())
-        assert there == offloaded.optimizer.offload_report().ring_bytes  # type: ignore[attr-defined]
+        assert there == offloaded.optimizer.offload_report().memory.device_bytes  # type: ignore[attr-defined]
     assert there == 0
     assert same(plain.train(4, first=8), offloaded.train(4, first=8))
 
@@ -356,8 +356,8 @@ def test_auto_says_what_does_not_fit(mesh: DeviceMesh, monkeypatch: pytest.Monke
     monkeypatch.setattr(rehearsal, "groups_to_keep", lambda times, tolerance_ms: (len(times.groups), 0.0))
     policy = policy_of({"overlap": "forward", "staying": "auto", "staying_limit_bytes": limit_bytes})
     report = Loop(mesh, adamw, policy).train(8).optimizer.offload_report()  # type: ignore[attr-defined]
-    assert 0 < report.resident_state_bytes <= limit_bytes
-    assert ("does not fit" in str(report)) == (report.host_state_bytes > 0) == (limit_bytes == 60_000)
+    assert 0 < report.memory.kept_state_bytes <= limit_bytes
+    assert ("does not fit" in str(report)) == (report.memory.host_state_bytes > 0) == (limit_bytes == 60_000)
 
 
 def _as_over_a_slow_link(bucket_times: Any) -> Any:
@@ -382,7 +382,7 @@ def test_state_comes_to_stay_although_some_had_no_gradient(mesh: DeviceMesh, mon
     policy = policy_of({"overlap": "forward", "staying": "auto", "staying_limit_bytes": 1 << 30})
     plain, offloaded = (FrozenWhileMeasured(mesh, adamw, one) for one in (None, policy))
     assert same(plain.train(11), offloaded.train(11))
-    assert offloaded.optimizer.offload_report().resident_state_bytes > 0  # type: ignore[attr-defined]
+    assert offloaded.optimizer.offload_report().memory.kept_state_bytes > 0  # type: ignore[attr-defined]
 
 
 def test_state_that_should_stay_is_laid_out_anew_in_the_same_step(
@@ -403,10 +403,10 @@ def test_state_that_should_stay_is_laid_out_anew_in_the_same_step(
     plain, offloaded = (Loop(mesh, adamw, one) for one in (None, policy))
     plain.train(11, more_state_in_the_fifth_step)
     offloaded.train(5, more_state_in_the_fifth_step)
-    assert offloaded.optimizer.offload_report().resident_state_bytes == 0  # type: ignore[attr-defined]
+    assert offloaded.optimizer.offload_report().memory.kept_state_bytes == 0  # type: ignore[attr-defined]
     offloaded.train(6, more_state_in_the_fifth_step, first=5)
     assert same(plain, offloaded)
-    assert offloaded.optimizer.offload_report().resident_state_bytes > 0  # type: ignore[attr-defined]
+    assert offloaded.optimizer.offload_report().memory.kept_state_bytes > 0  # type: ignore[attr-defined]
 
 
 def test_no_room_for_what_should_stay(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -355,23 +355,26 @@ def test_bytes_in_each_phase() -> None:
     pair.train(2)
     optimizer = pair.offloaded.optimizer
     here = optimizer.offload_report()
-    assert 0 < here.resident_state_bytes <= 14_000
-    assert here.ring_bytes > 0
+    assert 0 < here.memory.kept_state_bytes <= 14_000
+    assert here.memory.device_bytes > 0
     go_through(optimizer, ("offload", "release"))
     away = optimizer.offload_report()
-    assert away.resident_state_bytes == away.ring_bytes == 0
-    assert away.host_state_bytes == here.host_state_bytes + here.resident_state_bytes
+    assert away.memory.kept_state_bytes == away.memory.device_bytes == 0
+    assert away.memory.host_state_bytes == here.memory.host_state_bytes + here.memory.kept_state_bytes
     assert (
-        away.host_bytes >= here.host_bytes + here.resident_state_bytes
+        away.memory.host_bytes >= here.memory.host_bytes + here.memory.kept_state_bytes
     )  # taken when it first leaves, padding included
     assert all(block.holders for block in engine_of(optimizer)._link._ring.values())
     for phases in (("reload",), ("offload",), ("release", "reload")):
         go_through(optimizer, phases)
     back = optimizer.offload_report()
-    assert back.host_bytes == away.host_bytes  # and kept
-    assert (back.resident_state_bytes, back.host_state_bytes) == (here.resident_state_bytes, here.host_state_bytes)
+    assert back.memory.host_bytes == away.memory.host_bytes  # and kept
+    assert (back.memory.kept_state_bytes, back.memory.host_state_bytes) == (
+        here.memory.kept_state_bytes,
+        here.memory.host_state_bytes,
+    )
     pair.train(1)
-    assert optimizer.offload_report().ring_bytes == here.ring_bytes
+    assert optimizer.offload_report().memory.device_bytes == here.memory.device_bytes
 
 
 def test_nothing_grows_from_cycle_to_cycle() -> None:
@@ -388,7 +391,7 @@ def test_nothing_grows_from_cycle_to_cycle() -> None:
     for _ in range(3):
         go_through(optimizer, PHASES)
         pair.train(1)
-    assert optimizer.offload_report().host_bytes == before.host_bytes
+    assert optimizer.offload_report().memory.host_bytes == before.memory.host_bytes
     assert len(engine_of(optimizer).plan.regions) == 2
 
 
@@ -517,7 +520,7 @@ def test_parameters_that_are_added(policy: OffloadPolicy, phases: tuple[str, ...
     if engine_of(optimizer).phases.away:
         places = [place for shard in plan.shards.values() for place in (shard.host_places or shard.places)]
         assert all(shard.home in places for shard in plan.shards.values())
-        assert report.resident_state_bytes == 0
+        assert report.memory.kept_state_bytes == 0
         assert all(shard.host_places for shard in plan.resident_shards())
     pair.train(2)
     for phase in PHASES:
@@ -732,7 +735,7 @@ def test_a_step_that_fails(
 
 def test_no_host_memory_for_resident_state_changes_nothing() -> None:
     pair = make_pair(Zoo, adamw_of, policy=RESIDENT)
-    taken_bytes = pair.offloaded.optimizer.offload_report().host_bytes
+    taken_bytes = pair.offloaded.optimizer.offload_report().memory.host_bytes
     pair.detach()
     pair.attach(replace(RESIDENT, host_limit_bytes=taken_bytes + 1000))
     pair.train(2)
@@ -937,7 +940,7 @@ def test_residents_are_chosen_as_without_phases(
     assert measured
     assert min(measured) > 0
     go_through(loops[1].optimizer, ["offload", "release"])
-    assert loops[1].optimizer.offload_report().resident_state_bytes == 0
+    assert loops[1].optimizer.offload_report().memory.kept_state_bytes == 0
     for loop in loops:
         loop.train(3, megatron, first=11)
     assert same(*loops)

@@ -89,7 +89,7 @@ def test_always_clipped(mesh: DeviceMesh) -> None:
     assert same(train(plain, [ALWAYS] * 8), train(loop, [ALWAYS] * 8))
     found = speculation_of(loop)
     assert (found.committed, found.taken_back) == (0, 0)
-    assert loop.optimizer.offload_report().snapshot_bytes == 0  # type: ignore[attr-defined]
+    assert loop.optimizer.offload_report().memory.spare_home_bytes == 0  # type: ignore[attr-defined]
 
 
 def test_updates_really_run_in_the_backward(mesh: DeviceMesh) -> None:
@@ -165,16 +165,18 @@ def test_what_an_optimizer_does_with_gradients_is_not_the_loop(
 
 
 def test_host_memory_is_counted_and_asked_for(mesh: DeviceMesh) -> None:
-    state_bytes = Loop(mesh, adamw, policy_of()).optimizer.offload_report().host_bytes  # type: ignore[attr-defined]
+    state_bytes = Loop(mesh, adamw, policy_of()).optimizer.offload_report().memory.host_bytes  # type: ignore[attr-defined]
     for limit_bytes, speculates in ((2 * state_bytes, False), (3 * state_bytes, True)):
         plain, loop = pair(mesh, policy_of(host_limit_bytes=limit_bytes))
         assert same(train(plain, [NEVER] * 6), train(loop, [NEVER] * 6))
         report = loop.optimizer.offload_report()  # type: ignore[attr-defined]
-        assert report.host_bytes <= limit_bytes
-        assert (report.snapshot_bytes == state_bytes) == speculates == bool(speculation_of(loop).committed)
+        assert report.memory.host_bytes <= limit_bytes
+        assert (report.memory.spare_home_bytes == state_bytes) == speculates == bool(speculation_of(loop).committed)
         param_bytes = sum(param.to_local().nbytes for param in loop.model.parameters())
         if speculates:
-            assert 0 <= report.host_bytes - 2 * state_bytes - param_bytes < 64 * report.buckets * 4  # padding
+            assert (
+                0 <= report.memory.host_bytes - 2 * state_bytes - param_bytes < 64 * report.kept.buckets * 4
+            )  # padding
         else:
             assert "to take a step back needs" in str(report)
 
@@ -184,7 +186,7 @@ def test_spare_homes_are_shared_with_snapshots(mesh: DeviceMesh) -> None:
     for snapshot_bytes in (0, 30_000, 1 << 30):
         loop = train(Loop(mesh, adamw, policy_of(snapshot_bytes=snapshot_bytes)), [NEVER] * 5)
         assert speculation_of(loop).committed == 3
-        spare.append(loop.optimizer.offload_report().snapshot_bytes)  # type: ignore[attr-defined]
+        spare.append(loop.optimizer.offload_report().memory.spare_home_bytes)  # type: ignore[attr-defined]
     assert spare[0] == spare[2]
     assert spare[0] <= spare[1] <= spare[0] + 4 * 4096  # a page that both have
 
