@@ -483,8 +483,9 @@ def figures_of(run: Run, optimizers: list[torch.optim.Optimizer], device: torch.
     figures["shortest_step_ms"], figures["longest_step_ms"] = round(min(run.step_ms), 2), round(max(run.step_ms), 2)
     if is_offloaded(optimizers[0]):
         report = offload_report(optimizers[0])
-        figures |= {"host_bytes": report.host_bytes, "ring_bytes": report.ring_bytes}
-        figures |= {"resident_bytes": report.resident_state_bytes, "stalled_ms": round(report.stalled_ms, 2)}
+        figures |= {"host_bytes": report.memory.host_bytes, "ring_bytes": report.memory.device_bytes}
+        figures["resident_bytes"] = report.memory.kept_state_bytes
+        figures["stalled_ms"] = None if report.iteration is None else round(report.iteration.stalled_ms, 2)
     figures["first_loss"], figures["last_loss"] = run.losses[0], run.losses[-1]
     return figures
 

@@ -96,7 +96,7 @@ def train(kind: str, steps: int, device: torch.device) -> tuple[float, float, st
             first_difference = step
     with torch.no_grad():
         loss = loss_of(model, 0, device).item()
-    state_bytes = optimizer.offload_report().host_state_bytes / local_numel
+    state_bytes = optimizer.offload_report().memory.host_state_bytes / local_numel
     same = f"DIFFERENT from step {first_difference}" if first_difference else "the same bits in every step"
     return loss, state_bytes, "-" if kind == "none" else same
 

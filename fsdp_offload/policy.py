@@ -1,7 +1,9 @@
 """The policy by which an optimizer's state is offloaded: plain data, validated when made, used by every other room."""
 
-from dataclasses import dataclass
-from typing import Literal, get_args
+import difflib
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
 
 MIB = 1 << 20
 
@@ -125,6 +127,31 @@ class OffloadPolicy:
     def pins(self, device_type: str) -> bool:
         """Whether host memory is page-locked, for parameters on such a device."""
         return device_type != "cpu" if self.pin_memory is None else self.pin_memory
+
+
+def as_policy(values: OffloadPolicy | Mapping[str, Any] | None) -> OffloadPolicy:
+    """Make a policy from a dict of its fields; ``None`` is the default, and a policy is returned as it is.
+
+    Raises:
+        ValueError: There is no field of that name, or a field does not take that value.
+        TypeError: A field does not take that value, or ``values`` is something else.
+    """
+    if isinstance(values, OffloadPolicy):
+        return values
+    if values is not None and not isinstance(values, Mapping):
+        raise TypeError(f"offload_optimizer: policy must be an OffloadPolicy or a dict, got {type(values).__name__}.")
+    given = dict(values or {})
+    refuse_unknown(given, [field.name for field in fields(OffloadPolicy)])
+    return OffloadPolicy(**given)
+
+
+def refuse_unknown(names: Collection[str], known: Collection[str]) -> None:
+    """Raise a ValueError if one of ``names`` is not ``known``; it has the nearest name that is."""
+    for name in names:
+        if name not in known:
+            nearest = difflib.get_close_matches(str(name), known, n=1)
+            meant = f" Did you mean {nearest[0]}?" if nearest else ""
+            raise ValueError(f"OffloadPolicy has no {name}.{meant} It has {', '.join(known)}.")
 
 
 _CHOICES = {"overlap": get_args(OverlapKind), "master_weights": get_args(MasterKind)}

@@ -157,8 +157,9 @@ class _IterationRecorder:
     def placed(self) -> list[Moment]:
         """The samples, with what is known only in the end: state that stays, and staging."""
         if is_offloaded(self.optimizer):
-            report = offload_report(self.optimizer)
-            state = {"optimizer state": report.resident_state_bytes, "staging": report.ring_bytes}
+            memory = offload_report(self.optimizer).memory
+            passing_bytes = memory.device_bytes - memory.kept_state_bytes
+            state = {"optimizer state": memory.kept_state_bytes, "staging": passing_bytes}
         else:
             values = [value for one in self.optimizer.state.values() for value in one.values()]
             state = {"optimizer state": sum(_nbytes(local_shard(one)) for one in values if isinstance(one, Tensor))}

@@ -76,7 +76,7 @@ def _figures(model: nn.Module, optimizer: Any, link: Link, device: torch.device,
         reload_model(model)
         optimizer.reload_states()
 
-    resident_bytes = optimizer.offload_report().resident_state_bytes
+    resident_bytes = optimizer.offload_report().memory.kept_state_bytes
     first_ms = _ms(sleep, device)  # takes and pins the host memory
     wake()
     moved_bytes = resident_bytes + offload_model(model)

@@ -87,7 +87,8 @@ def measure(
         single += wall_ms(optimizer.step, device, repeats=1)
         queued += [ms / 3 for ms in wall_ms(partial(_steps, optimizer, 3), device, repeats=1, warmup=0)]
     report = offloaded.offload_report()
-    moved = report.loaded_bytes + report.stored_bytes
+    assert report.step is not None, "steps have been measured"
+    moved = report.step.loaded_bytes + report.step.stored_bytes
     rate = median(two_way)
     print_record(
         "step",
@@ -98,11 +99,11 @@ def measure(
         dtype=str(dtype).removeprefix("torch."),
         master_weights="its own" if own_masters else master_weights.value,
         sharded=sharded,
-        state_bytes=report.host_state_bytes,
-        state_bytes_per_param=report.host_state_bytes / sum(torch.Size(size).numel() for size in sizes),
-        host_bytes=report.host_bytes,
-        buckets=report.buckets,
-        ring_bytes=report.ring_bytes,
+        state_bytes=report.memory.host_state_bytes,
+        state_bytes_per_param=report.memory.host_state_bytes / sum(torch.Size(size).numel() for size in sizes),
+        host_bytes=report.memory.host_bytes,
+        buckets=report.kept.buckets,
+        ring_bytes=report.memory.device_bytes,
         two_way_gb_per_s=rate,
         copy_ms=moved / rate / 1e6,
         step_ms=median(single),
@@ -111,11 +112,9 @@ def measure(
         queued_step_ms=median(queued),
         queued_share_of_two_way=moved / median(queued) / 1e6 / rate,
         over_copy_ms=median(single) - moved / rate / 1e6,
-        one_way_copies_ms=report.loaded_bytes / report.load_gb_per_s / 1e6 * 2,
-        exposed_ms=report.exposed_ms,
-        update_ms=report.update_ms,
-        load_gb_per_s=report.load_gb_per_s,
-        store_gb_per_s=report.store_gb_per_s,
+        stalled_ms=None if report.iteration is None else report.iteration.stalled_ms,
+        load_gb_per_s=report.step.load_gb_per_s,
+        store_gb_per_s=report.step.store_gb_per_s,
         plain_step_ms=plain_ms,
         attach_ms=attach_ms,
         first_step_ms=first_ms,

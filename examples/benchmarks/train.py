@@ -292,12 +292,6 @@ def draw_all(folder: Path, policy_names: list[str]) -> None:
     draw(timelines, folder / "all-policies.png")
 
 
-_REPORTED = (
-    *("resident_state_bytes", "host_state_bytes", "ring_bytes", "tuning"),
-    *("host_updated_bytes", "host_update_ms", "host_waited_ms"),
-)
-
-
 @contextmanager
 def _process_group() -> Iterator[torch.device]:
     if "RANK" in os.environ:
@@ -447,9 +441,19 @@ class Bench:
 
     def _state_places(self, optimizer: torch.optim.Optimizer, policy: OffloadPolicy | None) -> dict[str, Any]:
         if policy is None:
-            return {**dict.fromkeys(_REPORTED, 0), "resident_state_bytes": self.state_bytes, "tuning": ()}
+            names = ("host_state_bytes", "ring_bytes", "host_updated_bytes", "host_update_ms", "host_waited_ms")
+            return {**dict.fromkeys(names, 0), "resident_state_bytes": self.state_bytes, "tuning": ()}
         report = optimizer.offload_report()  # type: ignore[attr-defined]
-        return {key: getattr(report, key) for key in _REPORTED}
+        memory, step = report.memory, report.step
+        return {
+            "resident_state_bytes": memory.kept_state_bytes,
+            "host_state_bytes": memory.host_state_bytes - memory.kept_state_bytes,
+            "ring_bytes": memory.device_bytes - memory.kept_state_bytes,
+            "tuning": (report.kept.reason,),
+            "host_updated_bytes": step.host_updated_bytes or 0,
+            "host_update_ms": step.host_update_ms or 0.0,
+            "host_waited_ms": step.host_waited_ms or 0.0,
+        }
 
     def trace(self, optimizer: torch.optim.Optimizer, path: Path, *, clip: bool) -> None:
         """Write a Chrome trace of an iteration between two others, on the first rank.

@@ -1,7 +1,7 @@
 """Checks of an optimizer, its parameters and its model before it is offloaded, and the parameters' names."""
 
 import gc
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -29,10 +29,8 @@ _HOST_OFFLOADED = (
 )
 
 
-def check_types(model: object, policy: object) -> None:
-    """Refuse arguments of another type with a TypeError."""
-    if not isinstance(policy, OffloadPolicy):
-        raise TypeError(f"offload_optimizer: policy must be an OffloadPolicy, got {type(policy).__name__}.")
+def check_model(model: object) -> None:
+    """Refuse a model of another type with a TypeError."""
     if model is not None and not isinstance(model, nn.Module):
         raise TypeError(f"offload_optimizer: model must be a torch.nn.Module, got {type(model).__name__}.")
 
@@ -89,6 +87,33 @@ def check_no_other_updates(params: Collection[Tensor], names: Mapping[Tensor, st
         )
     if policy.updates_in_backward and not _pre_hook:
         _pre_hook.append(register_optimizer_step_pre_hook(_refuse_step_beside))
+
+
+def options_without_effect(engine: Engine, groups: int) -> Iterator[str]:
+    """Yield a sentence for each option of the policy that changes nothing.
+
+    Args:
+        engine: of the optimizer, with its parameters added.
+        groups: how many groups of ``fully_shard`` have parameters of the optimizer.
+    """
+    policy, shards = engine.policy, engine.plan.shards.values()
+    if policy.master_weights != "none" and shards and all(shard.master == "none" for shard in shards):
+        yield (
+            f"master_weights={policy.master_weights!r} has no effect: no parameter is bf16 or fp16, and fp32 "
+            "parameters are their own masters."
+        )
+    if policy.runs_on_into_forward and groups == 1:
+        yield (
+            f"overlap={policy.overlap!r} hides nothing: fully_shard gathers all parameters at once, so the forward "
+            "waits for all updates. Apply fully_shard to each block, then to the model."
+        )
+    if policy.snapshot_bytes and not engine.plan.spare_bytes:
+        yield (
+            f"snapshot_bytes={policy.snapshot_bytes} has no effect: no state fits into it. With as many bytes as the "
+            "state, training never waits for a save."
+        )
+    if policy.host_fraction and shards and not any(shard.on_host for shard in shards):
+        yield f"host_fraction={policy.host_fraction} has no effect: no bucket is as small as that share of the state."
 
 
 _pre_hook: list[RemovableHandle] = []

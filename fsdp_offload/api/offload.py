@@ -3,7 +3,8 @@
 import functools
 import warnings
 from collections import defaultdict
-from typing import TypeVar
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 from torch import nn
 from torch.optim import Optimizer
@@ -12,9 +13,10 @@ from ..core.attached import Engine, find_offloaded
 from ..core.hooks import group_numbers, hook_model
 from ..core.whole import WholeEngine
 from ..cpu_update.updates import HostUpdates
+from ..measured import notes_of
 from ..optimizers import capabilities_for
-from ..policy import OffloadPolicy
-from ..report import OffloadReport, notes_of
+from ..policy import OffloadPolicy, as_policy
+from ..report import OffloadReport
 from ..state.layout import is_trained
 from ..state.mapping import OffloadedState
 from .attachment import (
@@ -32,11 +34,12 @@ from .checks import (
     check_attachable,
     check_capabilities,
     check_divisible,
+    check_model,
     check_no_other_updates,
     check_params,
     check_streamable,
-    check_types,
     names_of_parameters,
+    options_without_effect,
 )
 from .offloaded_class import attach, detach
 from .optimizer import OffloadedOptimizer
@@ -54,7 +57,7 @@ def offload_optimizer(
     optimizer: _Optimizer,
     *,
     model: nn.Module | None = None,
-    policy: OffloadPolicy | None = None,
+    policy: OffloadPolicy | Mapping[str, Any] | None = None,
     exist_ok: bool = False,
     trust_separable: bool = False,
 ) -> _Optimizer:
@@ -79,7 +82,8 @@ def offload_optimizer(
             none.
         model: the model whose parameters it has. Gives the order of the buckets, names for messages,
             more checks, and, where it is sharded by ``fully_shard``, the backward in which loads begin.
-        policy: what is offloaded, how much of it may be on the device, and what hides its transfers.
+        policy: what is offloaded, how much of it may be on the device, and what hides its transfers; a dict has the
+            fields of :class:`OffloadPolicy`. An option that has no effect is warned of.
         exist_ok: do nothing where it is offloaded already, for the same model and with the same policy: for code that
             runs once for each fit. Without ``policy``, whatever that is.
         trust_separable: of a class that is not in the table, that each element's update depends on that element alone
@@ -95,14 +99,13 @@ def offload_optimizer(
         RuntimeError: it is offloaded already, or a CUDA graph is being captured.
         MemoryError: host memory does not suffice.
     """
+    given = None if policy is None else as_policy(policy)
     if is_wrapped(optimizer):
         each = functools.partial(offload_optimizer, exist_ok=exist_ok, trust_separable=trust_separable)
-        offload_each(optimizer, each, remove_offload, model, policy)
+        offload_each(optimizer, each, remove_offload, model, given)
         return optimizer
-    given = policy
-    if policy is None:
-        policy = OffloadPolicy()
-    check_types(model, policy)
+    policy = as_policy(given)
+    check_model(model)
     *wrappers, target = wrappers_around(optimizer)
     if exist_ok and attachment_of(target) is not None:
         _check_same(target, model, given)
@@ -159,7 +162,8 @@ def offload_optimizer(
         raise
     engine.has_left_device()
     engine.take_staging()
-    for note in filter(None, (*notes_of(engine), note_if_unsharded(params))):
+    groups = len({together[param] for param in names if param in together})
+    for note in filter(None, (*notes_of(engine), *options_without_effect(engine, groups), note_if_unsharded(params))):
         warnings.warn(f"offload_optimizer: {note}", stacklevel=2)
     return optimizer
 
@@ -183,11 +187,12 @@ def offload_report(optimizer: Optimizer) -> OffloadReport:
 def synchronize(optimizer: Optimizer) -> None:
     """Do what :meth:`OffloadedOptimizer.synchronize` does, through any framework's wrapper; of a chain, all of it.
 
-    Raises:
-        RuntimeError: it is not offloaded.
+    Nothing where it is not offloaded: a plain optimizer has nothing under way.
     """
     for inner in optimizers_in(optimizer) if is_wrapped(optimizer) else [optimizer]:
-        _offloaded(inner, "synchronize").synchronize()
+        target = find_offloaded(inner)
+        if isinstance(target, OffloadedOptimizer):
+            target.synchronize()
 
 
 def remove_offload(optimizer: _Optimizer) -> _Optimizer:

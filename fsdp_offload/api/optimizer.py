@@ -5,7 +5,6 @@ import logging
 import warnings
 from abc import ABCMeta
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
 import torch
@@ -15,8 +14,9 @@ from torch.optim import Optimizer
 from ..core.attached import Engine, find_offloaded, inside
 from ..core.loading import check_loadable
 from ..core.whole import WholeEngine
+from ..measured import report_of
 from ..model.parking import ParkedParameters
-from ..report import OffloadReport, report_of
+from ..report import OffloadReport
 from ..state.layout import is_trained
 from ..state.store import UserState
 from ..torch_compat.optim import is_called_compiled, plain_step_of, run_hooked, unhooked
@@ -290,10 +290,9 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
 
     @_of_the_real_optimizer
     def offload_report(self) -> OffloadReport:
-        """Bytes by place, rates, and times of the last step; waits for that step. ``str()`` of it is a table."""
+        """Bytes by place, and what the last step moved and took; waits for that step. ``str()`` of it is a table."""
         engine, parked = engine_of(self), _parked_by(self)
-        report = report_of(engine, states_of(self, engine).unwaited)
-        return report if parked is None else replace(report, host_bytes=report.host_bytes + parked.host_bytes)
+        return report_of(engine, states_of(self, engine).unwaited, 0 if parked is None else parked.host_bytes)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise TypeError(_NO_COPY.format(name=type(self).__name__))

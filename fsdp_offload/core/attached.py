@@ -70,7 +70,7 @@ class Engine(Contents):
         weights: those that live on the host; ``None``: all stay on the device.
         loads_in_backward: hooks on a model tell when a backward begins.
         frees_all_gradients: each in the backward of every step, the first one included: they would not fit together.
-        tuning_of_staging: what ``"auto"`` has chosen, and why, in a sentence.
+        room: how many blocks stay, where iterations decide; ``None``: ``device_bytes`` is a number, or nothing waits.
     """
 
     def __init__(
@@ -124,11 +124,10 @@ class Engine(Contents):
         self._early: dict[Tensor, tuple[Tensor, tuple[int, int], tuple[int, int]]] = {}
         self._spent: dict[Tensor, tuple[int, int]] = {}
         self._used_up: set[int] = set()
-        self._room: Room | None = None
+        self.room: Room | None = None
         self.weights: Weights | None = None
-        waits = policy.runs_on_into_forward or policy.parameters
-        if policy.device_bytes == "auto" and waits and device.type != "cpu" and not policy.serial:
-            self.core.stopwatch = Stopwatch(device)
+        if device.type != "cpu" and not policy.serial:  # else each mark waits for the device
+            self.core.cache.stopwatch = Stopwatch(device)
         self.core.frees_gradients = policy.parameters and policy.updates_in_backward
         self.core.may_begin_early = False
 
@@ -194,11 +193,13 @@ class Engine(Contents):
             pools = core.cache.pools = pools_for(state, [*streamed.values()], buckets, self._bucket_bytes, limit)
             self._share_out(limit)
             core.choose_kept()
-            self._room = None
+            self.room = None
             wanted_bytes = sum((pool.most - pool.count) * pool.nbytes for pool in pools)
-            if core.stopwatch is not None and wanted_bytes:
+            learns = limit is None and (self.policy.runs_on_into_forward or self.policy.parameters)
+            learns = learns and not self.layouts.capabilities.moves_whole
+            if learns and core.cache.stopwatch is not None and wanted_bytes:
                 unit_bytes = max(pool.nbytes for pool in pools if pool.most > pool.count)
-                self._room = Room(unit_bytes, -(-wanted_bytes // unit_bytes), _TWO_WAY_BYTES_PER_MS)
+                self.room = Room(unit_bytes, -(-wanted_bytes // unit_bytes), _TWO_WAY_BYTES_PER_MS)
         if states is not None:
             for bucket in self.core.buckets:
                 if not bucket.state.exists:
@@ -377,10 +378,11 @@ class Engine(Contents):
         return (", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")) or "none"
 
     def _measure(self, steady: bool) -> None:
-        core, room = self.core, self._room
-        if core.stopwatch is None or room is None:
+        core, room = self.core, self.room
+        if core.cache.stopwatch is None:
             return
-        if room.end(core.stopwatch.end(), steady=steady, free_bytes=self._free_at_peak):
+        reading = core.cache.stopwatch.end()
+        if room is not None and room.end(reading, steady=steady, free_bytes=self._free_at_peak):
             left_bytes = room.extra * room.block_bytes
             for pool in core.cache.pools:
                 more = min(pool.most - pool.least, left_bytes // pool.nbytes)
@@ -388,7 +390,6 @@ class Engine(Contents):
                 left_bytes -= more * pool.nbytes
             core.choose_kept()
             self._take_blocks()
-            self.tuning_of_staging = room.sentence
 
     def _free_at_peak(self) -> int:
         # Without resetting the statistics, which users read: the highest point so far is no less than an iteration's.

@@ -5,6 +5,7 @@ where nothing is to do.
 """
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -12,18 +13,20 @@ from torch import Tensor
 
 from ..device.lanes import recorded
 from .items import Block, Item, Pool
-from .lanes import Lanes, Mark
+from .lanes import Lane, Lanes, Mark
+from .room import Stopwatch
 from .timeline import Timeline
 
 
 @dataclass
 class Moved:
-    """Bytes and operations in one iteration."""
+    """Bytes and operations in one iteration. ``updates``: of buckets, those on the CPU included."""
 
     loaded_bytes: int = 0
     stored_bytes: int = 0
     loads: int = 0
     stores: int = 0
+    updates: int = 0
 
 
 class Cache:
@@ -36,6 +39,7 @@ class Cache:
         overflowed: an update could not do without one block more than allowed.
         moved: in this iteration.
         gone: told of each block that is given back: nobody is to keep views of it.
+        stopwatch: times it; ``None``: nothing is timed.
     """
 
     def __init__(self, device: torch.device, lanes: Lanes, timeline: Timeline) -> None:
@@ -46,6 +50,7 @@ class Cache:
         self.overflowed = False
         self.moved = Moved()
         self.gone: Callable[[Block], None] = lambda block: None
+        self.stopwatch: Stopwatch | None = None
         self._left: Pool | None = None
 
     @property
@@ -70,7 +75,7 @@ class Cache:
         item.block = block
         if item.exists:
             load.wait(item.at_home)  # R2: the last store into this home may still be running
-            with recorded(f"fsdp_offload L {item.name}"):
+            with recorded(f"fsdp_offload L {item.name}"), self._timed(load, item.nbytes):
                 load.copy([(target, source) for source, target in item.copies()])
             item.ready = item.home_read["load"] = load.mark()
             self.moved.loads += len(item.home)
@@ -82,6 +87,9 @@ class Cache:
         item.known_to.clear()
         self.held[item] = None
         return True
+
+    def _timed(self, lane: Lane, nbytes: int) -> AbstractContextManager[None]:
+        return nullcontext() if self.stopwatch is None else self.stopwatch.copying(lane, nbytes)
 
     def changed(self, item: Item, mark: Mark) -> None:
         """Note that an update has changed the place of ``item``, up to ``mark``."""
@@ -99,14 +107,15 @@ class Cache:
         store.wait(item.ready)  # R3: the update may still be writing the place
         store.wait(*item.home_read.values())  # R4: a load, or a checkpoint, may still be reading this home
         copies = item.copies(changed=True)
-        with recorded(f"fsdp_offload S {item.name}"):
+        nbytes = sum(home.numel() for home, _ in copies)
+        with recorded(f"fsdp_offload S {item.name}"), self._timed(store, nbytes):
             store.copy(copies)
         item.at_home = item.used["store"] = store.mark()
         item.home_read.clear()
         item.dirty = False
         item.see()
         self.moved.stores += len(copies)
-        self.moved.stored_bytes += sum(home.numel() for home, _ in copies)
+        self.moved.stored_bytes += nbytes
 
     def drop(self, item: Item) -> None:
         """Give the place of ``item`` to another; what is newer there than at home is stored first."""

@@ -13,7 +13,6 @@ from .cache import Cache, Moved
 from .items import Block, Item, Use
 from .lanes import Lanes
 from .plan import ELSEWHERE, Bucket, choose_kept
-from .room import Stopwatch
 from .timeline import Reductions, Timeline
 
 
@@ -76,6 +75,7 @@ class Core:
         weights: by group: its parameters, or what marks them where they stay.
         frees_gradients: in the backward, where they are used: there is no room for all of them.
         done: buckets that this step has updated, in order.
+        last_moved: bytes and operations of the last step; ``None``: no step has ended yet.
         begun: updates of this step have begun.
         is_seen: a forward has used parameters that this step has updated before ``step()``.
         stepping: the point of compute at which ``step()`` was called.
@@ -97,8 +97,7 @@ class Core:
         self.begun = self.is_seen = False
         self.stepping: Mark | None = None
         self.updated: Mark | None = None
-        self.last_moved = Moved()
-        self.stopwatch: Stopwatch | None = None
+        self.last_moved: Moved | None = None
         self.torn: Bucket | None = None
         self.may_begin_early, self.away = True, False
         self.frees_gradients = False
@@ -138,12 +137,15 @@ class Core:
         if item.nbytes:
             self.cache.fetch(item)
         if lane.name not in item.known_to and (item.ready is not None or item.beside):
-            watch = self.stopwatch.waiting(stream) if self.stopwatch is not None else contextlib.nullcontext()
-            with watch:
+            with self._waiting(stream):
                 lane.wait(item.ready)  # R3: an update, or a load, may write them. This wait *is* overlap="forward"
                 lane.wait(*item.beside.values())  # R3: so may what comes up from the CPU
             item.known_to.add(lane.name)
         lane.touch(reads=item.place())
+
+    def _waiting(self, stream: torch.Stream | None) -> contextlib.AbstractContextManager[None]:
+        watch = self.cache.stopwatch
+        return contextlib.nullcontext() if watch is None else watch.waiting(stream)
 
     def gathered(self, number: int, stream: torch.Stream | None, *, counts: bool = True) -> None:
         """The read has been issued. ``counts``: it is part of training, and not of an evaluation."""
@@ -283,8 +285,7 @@ class Core:
             guess.guard(bucket)
         lane.wait(*ready)
         items = (state, *bucket.weights)
-        watch = self.stopwatch if lane is self.lanes.compute else None
-        with watch.waiting(None) if watch is not None else contextlib.nullcontext():
+        with self._waiting(None) if lane is self.lanes.compute else contextlib.nullcontext():
             for item in items:
                 lane.wait(item.ready)  # R3: loads, or the update before, may still be writing the place
         for item in items:
@@ -303,6 +304,7 @@ class Core:
             cache.changed(item, mark)
         cache.pinned, self.torn = (), None
         self.done[bucket] = None
+        cache.moved.updates += 1
         if guess is not None:
             guess.updated(bucket)
         self._send_home(bucket, guess)
@@ -326,6 +328,7 @@ class Core:
             item.beside[bucket.number] = mark
             item.known_to.clear()
         self.done[bucket] = None
+        self.cache.moved.updates += 1
 
     def _is_updated(self, weights: Item) -> bool:
         """Return whether no other update of this step will write these parameters, as far as it is known."""
@@ -408,6 +411,8 @@ class Core:
         self.done, self._ready = {}, []
         self.begun = self.is_seen = False
         self.reductions.end(stepped=False)
+        if self.cache.stopwatch is not None:
+            self.cache.stopwatch.forget()
 
     def wait_moved(self) -> None:
         """Let the current stream wait for all loads and stores."""

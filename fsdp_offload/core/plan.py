@@ -132,6 +132,8 @@ def share_out(pools: Sequence[Pool], nbytes: int | None) -> None:
     left = 1 << 62 if nbytes is None else nbytes - sum(pool.least * pool.nbytes for pool in pools)
     for pool in pools:
         pool.count = pool.least
+        if nbytes is None or left < 0:  # something leaves the device, also the only bucket; a block more would keep it
+            pool.most = max(pool.most, pool.least + 1)
     for limit in (PASSING, PASSING + 1) if nbytes is None else (PASSING, 1 << 30):
         for pool in pools:
             more = min(limit, pool.most) - pool.count
@@ -140,7 +142,6 @@ def share_out(pools: Sequence[Pool], nbytes: int | None) -> None:
             left -= more * pool.nbytes
     if nbytes is None:
         for pool in pools:
-            # Something leaves the device, however little there is.
             pool.count = pool.least = max(pool.least, min(pool.count, pool.most - 1))
 
 

@@ -8,11 +8,13 @@ measured alone.
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
-from ..device.lanes import StreamMark, current_stream
+from ..device.lanes import Mark, StreamMark, current_stream
+from .lanes import Lane
 
 TOLERATED = 0.01
 """Part of an iteration for which compute may stand still."""
@@ -25,22 +27,58 @@ CALM = 16
 
 
 class Reading(NamedTuple):
-    """One iteration, as the device has measured it."""
+    """One iteration, as the device has measured it.
+
+    Attributes:
+        stalled_ms: time for which compute stood still for items.
+        iteration_ms: from the end of the step before to the end of its own.
+        load_gb_per_s, store_gb_per_s: rates (10**9 bytes) of one large copy each way; ``None``: not measured.
+    """
 
     stalled_ms: float
     iteration_ms: float
+    load_gb_per_s: float | None = None
+    store_gb_per_s: float | None = None
+
+
+@dataclass
+class _Iteration:
+    """Marks of one iteration: two, two for each wait, and two for one load and one store."""
+
+    begin: StreamMark
+    end: StreamMark | None = None
+    waits: list[tuple[StreamMark, StreamMark]] = field(default_factory=list)
+    copies: dict[str, tuple[int, Mark, Mark]] = field(default_factory=dict)
+
+    def read(self) -> Reading:
+        """Block the host until the device has come to its end; returns its times."""
+        assert self.end is not None
+        self.end.synchronize()
+        stalled_ms = sum(end.elapsed_ms_since(begin) for begin, end in self.waits)
+        return Reading(stalled_ms, self.end.elapsed_ms_since(self.begin))
+
+    def gb_per_s(self, lane: str) -> float | None:
+        """Return the rate of the copy that was timed on ``lane``; blocks the host until it has ended."""
+        if lane not in self.copies:
+            return None
+        nbytes, begin, end = self.copies[lane]
+        end.synchronize()
+        return nbytes / max(1e-6, end.elapsed_ms_since(begin)) / 1e6
 
 
 class Stopwatch:
-    """Times waits on streams by pairs of events, which are read one iteration later so that nobody waits for them."""
+    """Times iterations, waits on streams, and a copy each way, by pairs of events.
+
+    Whoever trains reads them one iteration later, so that nobody waits for them; the report waits.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._waits: list[tuple[StreamMark, StreamMark]] = []
-        self._begun: StreamMark | None = None
-        self._ended: deque[tuple[StreamMark, StreamMark, list[tuple[StreamMark, StreamMark]]]] = deque()
+        self._now: _Iteration | None = None
+        self._ended: deque[_Iteration] = deque(maxlen=2)
+        self._largest_bytes: dict[str, int] = {}
 
-    def _now(self, stream: torch.Stream | None) -> StreamMark:
+    def _mark(self, stream: torch.Stream | None) -> StreamMark:
         mark = StreamMark(self._device)
         (current_stream(self._device) if stream is None else stream).record_event(mark.event)
         return mark
@@ -48,21 +86,44 @@ class Stopwatch:
     @contextmanager
     def waiting(self, stream: torch.Stream | None) -> Iterator[None]:
         """Time what ``stream`` waits for in between; ``None``: the current stream."""
-        begin = self._now(stream)
+        begin = self._mark(stream)
         yield
-        self._waits.append((begin, self._now(stream)))
+        if self._now is not None:
+            self._now.waits.append((begin, self._mark(stream)))
+
+    @contextmanager
+    def copying(self, lane: Lane, nbytes: int) -> Iterator[None]:
+        """Time the copy of ``nbytes`` that ``lane`` is given in between, if it is the iteration's first large one."""
+        name, now = lane.name, self._now
+        largest_bytes = self._largest_bytes.get(name, 0)
+        if now is None or name in now.copies or nbytes < largest_bytes:
+            yield
+            return
+        begin = lane.mark()
+        yield
+        now.copies[name] = nbytes, begin, lane.mark()
 
     def end(self) -> Reading | None:
-        """End an iteration; returns the latest one that the device has finished, if there is a new one."""
-        now = self._now(None)
-        if self._begun is not None:
-            self._ended.append((self._begun, now, self._waits))
-        self._begun, self._waits = now, []
-        if len(self._ended) < 2:
+        """End an iteration; returns the one before it, which the device has finished or will soon, if it is known."""
+        mark = self._mark(None)
+        if self._now is not None:
+            self._now.end = mark
+            self._ended.append(self._now)
+            self._largest_bytes = {name: nbytes for name, (nbytes, _, _) in self._now.copies.items()}
+        self._now = _Iteration(mark)
+        return self._ended[0].read() if len(self._ended) == 2 else None
+
+    def last(self) -> Reading | None:
+        """Return the last iteration, with rates, if it is known; blocks the host until the device has finished it."""
+        if not self._ended:
             return None
-        begin, end, waits = self._ended.popleft()
-        end.synchronize()  # of the iteration before the last: the host is not held up
-        return Reading(sum(one.elapsed_ms_since(b) for b, one in waits), end.elapsed_ms_since(begin))
+        last = self._ended[-1]
+        return last.read()._replace(load_gb_per_s=last.gb_per_s("load"), store_gb_per_s=last.gb_per_s("store"))
+
+    def forget(self) -> None:
+        """Forget all iterations, the one under way included: it did not end with a step."""
+        self._now = None
+        self._ended.clear()
 
 
 class Room:
@@ -107,9 +168,8 @@ class Room:
                 self.extra, self._calm = self.extra - 1, 0
         if free_bytes() < 0:
             self.extra = max(0, self.extra - 1)
-        self.sentence = (
-            f"{self.extra} blocks stay; compute waited {reading.stalled_ms:.1f} of {reading.iteration_ms:.1f} ms"
-        )
+        waited = f"compute waited {reading.stalled_ms:.1f} of {reading.iteration_ms:.1f} ms"
+        self.sentence = f"{waited}, with {self.extra} more blocks than there must be"
         if self.extra != before:
             self._rest = 3  # the readings of iterations that have begun already are of other blocks
         return self.extra != before

@@ -86,7 +86,6 @@ class WholeEngine(Engine):
         streaming = [pool for pool in pools if pool not in state]
         need(streaming, self.core.buckets)
         share_out(streaming, limit_bytes)
-        self.core.stopwatch = None
 
     def largest_bytes(self) -> int:
         """As :meth:`Engine.largest_bytes`: all of it is one."""

@@ -4,7 +4,7 @@ import ast
 import dataclasses
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from ..api.offload import is_offloaded, offload_optimizer, offload_report
 from ..api.wrong_order import RIGHT_ORDER
-from ..policy import OffloadPolicy
+from ..policy import OffloadPolicy, refuse_unknown
 
 _PREFIX = "FSDP_OFFLOAD_"
 _WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False, "none": None, "null": None}
@@ -35,9 +35,9 @@ def policy_from(values: OffloadPolicy | Mapping[str, Any] | str | None = None) -
     given = {variable.removeprefix(_PREFIX).lower(): text for variable, text in variables.items()}
     given = {name: text for name, text in given.items() if not name.startswith("test_")}  # our own tests' settings
     variable_names = [_PREFIX + name.upper() for name in given]
-    _refuse_unknown(variable_names, [_PREFIX + name.upper() for name in fields])
+    refuse_unknown(variable_names, [_PREFIX + name.upper() for name in fields])
     asked = _from_json(values) if isinstance(values, str) else dict(values or {})
-    _refuse_unknown(asked.keys(), fields)
+    refuse_unknown(asked, fields)
     given.update(asked)
     try:
         return OffloadPolicy(**{name: _value(name, value) for name, value in given.items()})
@@ -56,12 +56,6 @@ def offload(optimizer: Optimizer, model: nn.Module | None, policy: OffloadPolicy
         if not again:
             raise
         raise RuntimeError(f"{error} Or say in one place of the script what you want: {RIGHT_ORDER}.") from None
-
-
-def _refuse_unknown(names: Iterable[str], known: Iterable[str]) -> None:
-    unknown = sorted(set(names) - set(known))
-    if unknown:
-        raise ValueError(f"OffloadPolicy has no {', '.join(unknown)}; it has {', '.join(known)}.")
 
 
 def _from_json(text: str) -> dict[str, Any]:
@@ -97,19 +91,8 @@ def _literal(word: str) -> Any:
 def metrics_of(optimizer: Optimizer, prefix: str = "offload/") -> dict[str, float]:
     """Return numbers of the report, for a logger; empty where nothing is offloaded. Waits for the last step.
 
-    Bytes by place, what the last step waited for (``exposed_ms``), and the share of its bound that was reached.
+    Those of :meth:`OffloadReport.metrics`, with ``prefix`` before each name.
     """
     if not is_offloaded(optimizer):
         return {}
-    report = offload_report(optimizer)
-    took_ms = report.iteration_ms or report.step_ms
-    numbers: dict[str, float] = {
-        "host_bytes": report.host_bytes,
-        "resident_bytes": report.resident_state_bytes,
-        "staging_bytes": report.ring_bytes,
-        "step_ms": report.step_ms,
-        "exposed_ms": report.stalled_ms if report.iteration_ms else report.exposed_ms,
-    }
-    if report.bound_ms and took_ms:
-        numbers["share_of_bound"] = report.bound_ms / took_ms
-    return {prefix + name: value for name, value in numbers.items()}
+    return {prefix + name: value for name, value in offload_report(optimizer).metrics().items()}

@@ -1,4 +1,4 @@
-"""What an iteration takes at least under a policy (docs/policy.md). Pure arithmetic; all times in milliseconds.
+"""What an iteration takes at least under a policy (docs/plan.md). Pure arithmetic; all times in milliseconds.
 
 With forward F, backward B, clipping, update U; all loads L and all stores S of what is offloaded, both at once T; and
 r, the share of what is offloaded that staging holds::
@@ -11,8 +11,7 @@ r, the share of what is offloaded that staging holds::
     the same where gradients are clipped         max(F + B + clip + U, T)
 
 In the last one, T has the old parameters that go down beside the state. What staging holds is loaded behind the
-backward, as far as that lasts, and stored behind the next one, unless the forward needs its room. And ``step()`` alone,
-in which nothing but updates hides the transfers: max(U, T).
+backward, as far as that lasts, and stored behind the next one, unless the forward needs its room.
 """
 
 from dataclasses import dataclass, replace
@@ -99,11 +98,6 @@ def staged_share(ring_bytes: int, moving_bytes: int) -> float:
     return min(1.0, ring_bytes / moving_bytes) if moving_bytes else 0.0
 
 
-def bound_of_step(*, update_ms: float, load_ms: float, store_ms: float) -> Bound:
-    """What ``step()`` takes at least where everything happens in it: updates, and copies both ways at once."""
-    return Bound("max(U, T)", max(update_ms, load_ms, store_ms))
-
-
 @dataclass(frozen=True)
 class PartsAlone:
     """The parts of a live iteration in which nothing ran beside anything else, but loads beside stores.
@@ -147,33 +141,3 @@ def parts_alone(
         store_ms=store_ms,
         two_way_ms=max(load_ms, store_ms),  # they ran together
     )
-
-
-_TOLERANCE = 0.01
-"""Of the bound: transfers that are longer by less are not worth a change."""
-
-
-def what_would_help(policy: OffloadPolicy, at_least_ms: float, without_transfers_ms: float) -> str:
-    """What to change where the transfers decide how long an iteration takes, in one sentence.
-
-    Args:
-        policy: in force.
-        at_least_ms: the bound.
-        without_transfers_ms: the same if nothing were moved.
-
-    Returns:
-        Empty where there is enough to hide them behind.
-    """
-    left_ms = at_least_ms - without_transfers_ms
-    if left_ms <= _TOLERANCE * at_least_ms:
-        return ""
-    remedies = []
-    if policy.device_bytes != "auto" or not policy.runs_on_into_forward:
-        remedies.append("a larger device_bytes")
-    if policy.runs_on_into_forward:
-        remedies.append(f"a larger batch{' or more micro-batches' if policy.updates_in_backward else ''}")
-    else:
-        remedies.append('overlap="forward", which hides them behind the forward')
-    if not policy.updates_in_backward:
-        remedies.append('overlap="iteration", behind the whole iteration, where few steps are clipped by a norm')
-    return f"The transfers take {left_ms:.1f} ms longer than what hides them. What would help: {'; '.join(remedies)}."

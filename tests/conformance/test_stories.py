@@ -965,19 +965,19 @@ def test_steps_without_any_gradient(cls: type[torch.optim.Optimizer]) -> None:
 
 def test_frozen_parameters_take_no_host_memory_until_they_are_trained() -> None:
     """State that may never be."""
-    everything = make_pair(parity.Net, torch.optim.AdamW).offloaded.optimizer.offload_report().host_bytes
+    everything = make_pair(parity.Net, torch.optim.AdamW).offloaded.optimizer.offload_report().memory.host_bytes
     pair = make_pair(frozen_net, torch.optim.AdamW)
-    before = pair.offloaded.optimizer.offload_report().host_bytes
+    before = pair.offloaded.optimizer.offload_report().memory.host_bytes
     frozen_bytes = 8 * sum(param.numel() for param in pair.offloaded.model.up.parameters())
     assert before <= everything - frozen_bytes
     pair.train(5)
     pair.assert_trained("unused.weight", "unused.bias", "up.weight", "up.bias")
-    assert pair.offloaded.optimizer.offload_report().host_bytes == before
+    assert pair.offloaded.optimizer.offload_report().memory.host_bytes == before
     for run in pair:
         run.model.up.requires_grad_(True)
     pair.train(5)
     pair.assert_trained("unused.weight", "unused.bias")
-    assert pair.offloaded.optimizer.offload_report().host_bytes >= before + frozen_bytes
+    assert pair.offloaded.optimizer.offload_report().memory.host_bytes >= before + frozen_bytes
     for run in pair:
         run.model.up.requires_grad_(False)
     pair.train(3)

@@ -377,4 +377,4 @@ def test_offloading_takes_exactly_what_the_plan_says() -> None:
         warnings.simplefilter("ignore", UserWarning)
         optimizer = offload_optimizer(torch.optim.AdamW(params), policy=OffloadPolicy())
     padded = sum(2 * -(-4 * param.numel() // 64) * 64 for param in params)
-    assert optimizer.offload_report().host_bytes == padded
+    assert optimizer.offload_report().memory.host_bytes == padded

@@ -889,12 +889,14 @@ def test_neither_arena_nor_buffer_grows(tmp_path: Path) -> None:
         future = dcp.async_save(training.state(), checkpoint_id=tmp_path / str(number), async_stager=stager)
         training.train()
         future.result()
-        host_bytes.add(training.optimizers[0].offload_report().host_bytes)
+        host_bytes.add(training.optimizers[0].offload_report().memory.host_bytes)
     assert len(buffers) == 1
     assert len(host_bytes) == 1
     report = training.optimizers[0].offload_report()
-    assert report.host_bytes == pytest.approx(2 * report.host_state_bytes, rel=0.2)  # both homes, with their padding
-    assert report.snapshot_bytes == report.host_bytes // 2
+    assert report.memory.host_bytes == pytest.approx(
+        2 * report.memory.host_state_bytes, rel=0.2
+    )  # both homes, with their padding
+    assert report.memory.spare_home_bytes == report.memory.host_bytes // 2
 
 
 def test_what_is_at_home_is_not_copied() -> None:

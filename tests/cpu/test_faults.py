@@ -481,7 +481,7 @@ def test_another_layout_of_a_cut_parameter_is_refused_before_anything_changes() 
     offload_optimizer(optimizer, policy=policy)
     net(torch.ones(2, 64)).sum().backward()
     optimizer.step()
-    assert optimizer.offload_report().buckets > 1
+    assert optimizer.offload_report().kept.buckets > 1
     weight = net.weight
     contiguous, before = weight.data, weight.detach().clone()
     weight.data = contiguous.t().contiguous().t()
@@ -531,7 +531,7 @@ def test_a_scheduler_made_before_attaching_is_redirected() -> None:
     for step in range(2):
         train(net, optimizer, [step])
         scheduler.step()
-    assert optimizer.offload_report().stored_bytes > 0
+    assert optimizer.offload_report().step.stored_bytes > 0
     assert_equal(tensors_of(net, optimizer), plain_run(2))
 
 
@@ -548,21 +548,11 @@ def test_one_warning_on_the_cpu_that_there_is_nothing_to_gain() -> None:
     assert "nothing to gain" in str(optimizer.offload_report())
 
 
-@pytest.mark.parametrize(
-    ("make", "resident_bytes", "reason"),
-    [
-        (lambda params: torch.optim.SGD(params, lr=0.1), 0, "SGD keeps no state for these parameters"),
-        (torch.optim.AdamW, 1 << 20, "all of the state fits into device_bytes"),
-    ],
-)
-def test_an_offload_that_moves_nothing_says_so_loudly(
-    make: Callable[[Any], Optimizer], resident_bytes: int, reason: str
-) -> None:
-    policy = with_share(bucket_bytes=1024, passing=4096, staying=resident_bytes)
+def test_an_offload_that_moves_nothing_says_so_loudly() -> None:
     net = Net()
-    with pytest.warns(UserWarning, match=f"NOTHING IS OFFLOADED: .*{re.escape(reason)}"):
-        optimizer = offload_optimizer(make(net.parameters()), policy=policy)
+    with pytest.warns(UserWarning, match="NOTHING IS OFFLOADED: SGD keeps no state for these parameters"):
+        optimizer = offload_optimizer(torch.optim.SGD(net.parameters(), lr=0.1))
     train(net, optimizer, range(2))
     report = optimizer.offload_report()
     assert "NOTHING IS OFFLOADED" in str(report).splitlines()[1]
-    assert (report.host_bytes, report.loaded_bytes, report.stored_bytes) == (0, 0, 0)
+    assert (report.memory.host_bytes, report.step.loaded_bytes, report.step.stored_bytes) == (0, 0, 0)

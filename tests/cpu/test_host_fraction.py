@@ -1039,11 +1039,10 @@ def test_report() -> None:
     report = pair.offloaded.optimizer.offload_report()
     of_host = list(engine_of(pair.offloaded.optimizer).plan.host_shards())
     with_gradient = [shard for shard in of_host if shard.param.grad is not None]
-    assert report.host_updated_bytes == sum(shard.nbytes for shard in with_gradient)
-    assert report.host_update_ms > 0
-    assert report.host_buffer_bytes == host_worker(CPU).buffer_bytes > 0
-    assert report.loaded_bytes < report.host_state_bytes
-    assert "updated on the host" in str(report)
+    assert report.step.host_updated_bytes == sum(shard.nbytes for shard in with_gradient)
+    assert report.step.host_update_ms > 0
+    assert report.step.loaded_bytes < report.memory.host_state_bytes
+    assert "  on the CPU" in str(report)
 
 
 def test_a_worker_of_its_own_for_each_device() -> None:

@@ -209,14 +209,14 @@ def test_an_optimizer_that_does_not_fit_stays_plain_and_trains(
 def test_it_fits_exactly() -> None:
     optimizer = torch.optim.AdamW([parameter()])
     offload_optimizer(optimizer, policy=OffloadPolicy(host_limit_bytes=STATE_BYTES))
-    assert optimizer.offload_report().host_bytes == STATE_BYTES
+    assert optimizer.offload_report().memory.host_bytes == STATE_BYTES
 
 
 def test_resident_state_needs_no_host_memory() -> None:
     optimizer = torch.optim.AdamW([parameter(), parameter()])
     policy = with_share(host_limit_bytes=STATE_BYTES, staying=STATE_BYTES)
     offload_optimizer(optimizer, policy=policy)
-    assert optimizer.offload_report().host_bytes == STATE_BYTES
+    assert optimizer.offload_report().memory.host_bytes == STATE_BYTES
 
 
 def test_a_group_that_does_not_fit_is_not_added() -> None:

@@ -292,7 +292,7 @@ def test_its_memory_is_counted_and_goes_with_it() -> None:
         attach(fused_adamw([nn.Parameter(net.weight.detach().clone())]), policy=replace(SMALL, host_fraction=fraction))
         for fraction in (0.0, 1.0)
     )
-    of_plain, of_mirrored = (one.offload_report().host_bytes for one in (plain, mirrored))
+    of_plain, of_mirrored = (one.offload_report().memory.host_bytes for one in (plain, mirrored))
     assert of_mirrored - of_plain == net.weight.nbytes
     policy = replace(ALL_OF_IT, host_limit_bytes=of_plain + net.weight.nbytes // 2)
     with pytest.raises(MemoryError):

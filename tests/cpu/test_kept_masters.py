@@ -185,7 +185,7 @@ def test_bytes_of_state(kind: str, bytes_per_element: int) -> None:
     twins = make_twins(Zoo, adamw, kind)
     twins.train(1)
     numel = sum(param.numel() for param in twins.low.params.values())
-    assert twins.low.optimizer.offload_report().host_state_bytes == bytes_per_element * numel
+    assert twins.low.optimizer.offload_report().memory.host_state_bytes == bytes_per_element * numel
 
 
 def test_a_parameter_of_many_buckets_is_cut() -> None:

@@ -170,7 +170,7 @@ def test_room_for_mains_that_require_no_gradient_is_taken_at_once(recwarn: pytes
     warnings.simplefilter("always")
     loop = Loop(True)
     assert not any(main.requires_grad for main in loop.dense.mains)
-    taken = loop.dense.optimizer.offload_report().host_bytes
+    taken = loop.dense.optimizer.offload_report().memory.host_bytes
     assert taken >= 2 * sum(main.numel() * 4 for main in loop.dense.mains)
     assert not [warning for warning in recwarn if "NOTHING IS OFFLOADED" in str(warning.message)]
 
@@ -187,7 +187,7 @@ def test_masters_leave_the_device_with_the_state_and_come_back() -> None:
     assert [main.untyped_storage().nbytes() for main in mains] == nbytes  # copies may still read them
     release_states(loop.optimizer)
     assert [main.untyped_storage().nbytes() for main in mains] == [0 for _ in mains]
-    assert loop.dense.optimizer.offload_report().resident_state_bytes == 0
+    assert loop.dense.optimizer.offload_report().memory.kept_state_bytes == 0
     assert all(param.untyped_storage().nbytes() for param in loop.model.parameters())  # those of the model stay
     reload_states(loop.optimizer)
     assert [main.untyped_storage().nbytes() for main in mains] == nbytes
@@ -353,8 +353,7 @@ def test_functions_of_one_optimizer_reach_those_of_a_chain() -> None:
     offload_optimizer(loop.dense, policy=POLICY)
     assert is_offloaded(loop.dense)
     assert not is_offloaded(loop.optimizer)
-    with pytest.raises(RuntimeError, match="synchronize: this AdamW is not offloaded"):
-        synchronize(loop.optimizer)
+    synchronize(loop.optimizer)  # the plain one among them has nothing under way
     offload_optimizer(loop.optimizer, policy=POLICY, exist_ok=True)
     assert is_offloaded(loop.optimizer)
     loop.train_step(0)
@@ -363,7 +362,7 @@ def test_functions_of_one_optimizer_reach_those_of_a_chain() -> None:
     reload_states(loop.optimizer)
     synchronize(loop.optimizer)
     assert all(main.sum().isfinite() for main in loop.dense.mains)
-    assert offload_report(loop.dense).host_bytes
+    assert offload_report(loop.dense).memory.host_bytes
     with pytest.raises(RuntimeError, match=r"ChainedOptimizer has 2 optimizers, each of which has its own.*one by one"):
         offload_report(loop.optimizer)
 

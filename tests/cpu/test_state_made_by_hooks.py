@@ -68,11 +68,11 @@ def assert_in_bfloat16(pair: Pair) -> None:
 @pytest.mark.parametrize("policy", [SMALL, with_share(bucket_bytes=2048, passing=8192, staying=4000)])
 def test_it_keeps_its_dtype(make: Any, policy: OffloadPolicy) -> None:
     pair = make_pair(Net, make, policy=policy)
-    bytes_at_attach = pair.offloaded.optimizer.offload_report().host_bytes
+    bytes_at_attach = pair.offloaded.optimizer.offload_report().memory.host_bytes
     pair.train(6)
     assert_in_bfloat16(pair)
     if make is sgd:  # of the other nothing is reserved when attaching
-        assert pair.offloaded.optimizer.offload_report().host_bytes < bytes_at_attach
+        assert pair.offloaded.optimizer.offload_report().memory.host_bytes < bytes_at_attach
     saved = copy.deepcopy(pair.plain.optimizer.state_dict())
     pair.train(2)
     for run in pair:

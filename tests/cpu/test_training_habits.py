@@ -8,9 +8,7 @@ import torch
 from torch import Tensor, nn, optim
 
 from fsdp_offload import OffloadPolicy
-from fsdp_offload.plan.device_share import device_share
 from tests.parity import SMALL, Net, Run, Zoo, make_pair, params_of
-from tests.policies import with_share
 
 
 def adamw(params: Iterable[nn.Parameter]) -> optim.Optimizer:
@@ -63,24 +61,20 @@ STATE_BYTES = 8 * sum(param.numel() for param in Zoo().parameters())
     "policy",
     [
         dataclasses.replace(SMALL, serial=True),
-        with_share(SMALL, staying=12_000),
-        with_share(SMALL, staying=1 << 20),
-        with_share(bucket_bytes=1024, passing=2048),
-        with_share(bucket_bytes=3000, passing=7001),
+        dataclasses.replace(SMALL, device_bytes=12_000),
+        OffloadPolicy(bucket_bytes=1024, device_bytes=2048),
+        OffloadPolicy(bucket_bytes=3000, device_bytes=7001),
         OffloadPolicy(),
     ],
-    ids=["serial", "some resident", "all resident", "smallest", "odd sizes", "default"],
+    ids=["serial", "some kept", "smallest", "odd sizes", "default"],
 )
 def test_policies(policy: OffloadPolicy) -> None:
     pair = make_pair(Zoo, adamw, policy=policy)
     pair.train(10)
     pair.assert_trained()
     report = pair.offloaded.optimizer.offload_report()
-    assert report.host_state_bytes + report.resident_state_bytes == STATE_BYTES
-    staying_bytes = device_share(policy, elementwise=True).staying_bytes
-    assert report.resident_state_bytes <= staying_bytes
-    assert (report.resident_state_bytes > 0) == (staying_bytes > 0)
-    assert report.loaded_bytes >= report.host_state_bytes
-    assert report.stored_bytes >= report.host_state_bytes
+    assert report.memory.host_state_bytes == STATE_BYTES
+    for moved in (report.step.loaded_bytes, report.step.stored_bytes):
+        assert moved + report.memory.kept_state_bytes >= STATE_BYTES
     pair.detach()
     pair.train(2)

@@ -154,8 +154,8 @@ def script(
     assert is_offloaded(optimizer) == (policy is not None)
     if policy is not None:
         report = offload_report(optimizer)
-        assert report.stored_bytes >= report.host_state_bytes > 0
-        assert trainer.callback_metrics["offload/host_bytes"] == report.host_bytes
+        assert report.step.stored_bytes >= report.memory.host_state_bytes > 0
+        assert trainer.callback_metrics["offload/memory/host_bytes"] == report.memory.host_bytes
     finish(rank, folder, name, module.seen, module.net, optimizer)
 
 

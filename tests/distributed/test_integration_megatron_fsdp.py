@@ -121,8 +121,8 @@ def first_step(way: str) -> list[str]:
     """How much of the state is on the device, beside counters, when the optimizer is made."""
     _, optimizer, _ = made(way)
     report = offload_report(optimizer)
-    offloaded = report.host_state_bytes > 0 and report.other_state_bytes == 4 * len(optimizer.state)
-    stored = report.stored_bytes > 0 or way == "after"  # before, the first step itself was ours
+    offloaded = report.memory.host_state_bytes > 0 and report.memory.other_state_bytes == 4 * len(optimizer.state)
+    stored = report.step.stored_bytes > 0 or way == "after"  # before, the first step itself was ours
     return [] if offloaded and stored else [str(report)]
 
 

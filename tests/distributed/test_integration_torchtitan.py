@@ -100,7 +100,11 @@ def script(
     (optimizer,) = container.optimizers
     assert is_offloaded(optimizer) == (policy is not None)
     if policy is not None:
-        assert metrics_of_container(container)["offload/host_bytes"] == offload_report(optimizer).host_bytes > 0
+        assert (
+            metrics_of_container(container)["offload/memory/host_bytes"]
+            == offload_report(optimizer).memory.host_bytes
+            > 0
+        )
         optimizer.synchronize()
     for module in net.modules():
         if hasattr(module, "reshard"):

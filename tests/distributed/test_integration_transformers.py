@@ -144,7 +144,7 @@ def script(
     assert is_offloaded(trainer.optimizer) == (policy is not None)
     if policy is not None:
         report = offload_report(trainer.optimizer)
-        assert report.stored_bytes >= report.host_state_bytes > 0
+        assert report.step.stored_bytes >= report.memory.host_state_bytes > 0
     for module in trainer.model.modules():
         if hasattr(module, "reshard"):
             module.reshard()  # an evaluation leaves the root gathered

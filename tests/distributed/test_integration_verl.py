@@ -109,7 +109,7 @@ def reported() -> list[str]:
     before = offload_report(optimizer)
     with_verl.load_fsdp_optimizer(optimizer, this_device())
     after = offload_report(optimizer)
-    return [] if after.other_state_bytes == before.other_state_bytes else [str(after)]
+    return [] if after.memory.other_state_bytes == before.memory.other_state_bytes else [str(after)]
 
 
 def run_phases(rank: int, world_size: int, folder: Path) -> None:

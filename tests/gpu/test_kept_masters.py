@@ -101,7 +101,7 @@ def test_device_peak_of_the_first_and_of_later_steps(kind: str, device: torch.de
         limit = DEVICE_BYTES + temporary_bytes + 0.1 * BUCKET_BYTES
         assert torch.cuda.max_memory_allocated() - before <= limit
     numel = sum(param.numel() for param in model.parameters())
-    assert optimizer.offload_report().host_state_bytes == BYTES_PER_ELEMENT[kind] * numel
+    assert optimizer.offload_report().memory.host_state_bytes == BYTES_PER_ELEMENT[kind] * numel
 
 
 @EVERY_KIND

@@ -103,8 +103,8 @@ def test_host_memory_is_exact_pinned_and_freed(device):
     before = resident_set_bytes()
     offload_optimizer(optimizer, model=model)
     report = optimizer.offload_report()
-    assert report.host_state_bytes == STATE_BYTES
-    assert report.host_bytes == pytest.approx(STATE_BYTES, rel=0.01)
+    assert report.memory.host_state_bytes == STATE_BYTES
+    assert report.memory.host_bytes == pytest.approx(STATE_BYTES, rel=0.01)
     assert resident_set_bytes() - before == pytest.approx(STATE_BYTES, rel=0.02)
     assert all(optimizer.state[param]["exp_avg"].is_pinned() for param in model.parameters())
     step(model, optimizer)

@@ -1,23 +1,70 @@
-"""What the report says of an iteration on a device: how long the model's stream stood still, by marks that cost it
-nothing."""
+"""What the report says of an iteration on a device, where it is measured by events."""
 
 from typing import Any
 
 import pytest
 import torch
-from fsdp_offload.engine.executor import Pipeline
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp_offload import OffloadPolicy, OffloadReport
+from fsdp_offload.core.attached import Engine, engine_of
+from fsdp_offload.core.cache import Cache
+from fsdp_offload.core.items import Item
 from tests.overlapping import POLICIES, Loop, Net, adamw
-from tests.policies import with_share
 
 SLEEP_CYCLES = 10_000_000  # some milliseconds: longer than all that a group of this model computes
 FOREVER_CYCLES = 2_000_000_000  # about a second: longer than the host takes to issue an iteration
-SIZES = {"bucket_bytes": 256 << 10, "passing": 5 * (256 << 10)}
+BUCKET_BYTES = 256 << 10
+
+FIELDS = {
+    **POLICIES,
+    "a number": {"overlap": "iteration", "device_bytes": 5 * BUCKET_BYTES},
+    "parameters": {"overlap": "iteration", "parameters": True},
+}
+EVERY_POLICY = pytest.mark.parametrize("fields", FIELDS.values(), ids=FIELDS)
 
 
 def loop_of(mesh: DeviceMesh, fields: dict[str, Any], layers: int = 5) -> Loop:
-    return Loop(mesh, adamw, with_share(**{**SIZES, **fields}), net=lambda: Net(width=128, layers=layers))
+    policy = OffloadPolicy(**{"bucket_bytes": BUCKET_BYTES, **fields})
+    return Loop(mesh, adamw, policy, net=lambda: Net(width=128, layers=layers))
+
+
+def report_of(loop: Loop) -> OffloadReport:
+    report: OffloadReport = loop.optimizer.offload_report()  # type: ignore[attr-defined]
+    last = report.iteration
+    if last is not None:
+        assert 0 <= last.stalled_ms <= last.iteration_ms
+        assert last.iteration_ms - last.stalled_ms <= last.bound_ms <= last.iteration_ms
+    assert str(report)
+    return report
+
+
+@EVERY_POLICY
+def test_an_iteration_is_measured_from_the_second_step_on(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
+    loop = loop_of(mesh, fields)
+    assert report_of(loop).step is None
+    assert report_of(loop.train(1)).iteration is None, "one step ends no iteration"
+    for number in range(1, 8):
+        report = report_of(loop.train(1, first=number))
+        assert report.step is not None
+        assert report.iteration is not None
+        assert report.iteration.moved_bytes == report.step.loaded_bytes + report.step.stored_bytes
+    assert report.step.load_gb_per_s is not None
+    assert report.step.store_gb_per_s is not None
+    assert min(report.step.load_gb_per_s, report.step.store_gb_per_s) > 0
+
+
+def test_bytes_are_those_of_the_plan(mesh: DeviceMesh) -> None:
+    loop = loop_of(mesh, {"device_bytes": 5 * BUCKET_BYTES})
+    report = report_of(loop.train(4))
+    engine = engine_of(loop.optimizer)
+    assert isinstance(engine, Engine)
+    moving_bytes = sum(bucket.state.nbytes for bucket in engine.core.buckets if not bucket.state.kept)
+    assert report.step is not None
+    assert report.step.loaded_bytes == report.step.stored_bytes == moving_bytes == report.kept.moving_bytes
+    assert report.memory.device_bytes <= 5 * BUCKET_BYTES
+    assert report.memory.device_peak_bytes == torch.cuda.max_memory_allocated()
+    assert report.memory.pinned
 
 
 def sleep_ms(cycles: int) -> float:
@@ -30,61 +77,26 @@ def sleep_ms(cycles: int) -> float:
     return begin.elapsed_time(end)
 
 
-@pytest.mark.parametrize("name", POLICIES)
-def test_loads_that_are_late_stall_an_iteration(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    loop = loop_of(mesh, POLICIES[name]).train(10)  # whatever is to be learnt has been
-    issue, loads = Pipeline._issue, []
+@EVERY_POLICY
+def test_loads_that_are_late_stall_an_iteration(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
+) -> None:
+    """Every load begins some milliseconds late, one after the other; the model computes for less."""
+    loop = loop_of(mesh, fields).train(10)
+    fetch, loads = Cache.fetch, []
 
-    def issue_late(self: Pipeline, action: Any, update: Any) -> None:
-        if action.kind == "L":
-            loads.append(action.bucket)
-            with self._lanes["L"].running():
-                torch.cuda._sleep(SLEEP_CYCLES)
-        issue(self, action, update)
+    def fetch_late(self: Cache, item: Item, **options: Any) -> bool:
+        before = self.moved.loads
+        if item.block is None and item.exists:
+            self.lanes.load.run(lambda: torch.cuda._sleep(SLEEP_CYCLES))
+        found = fetch(self, item, **options)
+        loads.extend([item] * (self.moved.loads > before))
+        return found
 
-    monkeypatch.setattr(Pipeline, "_issue", issue_late)
-    loop.train(3, first=10)
-    report = loop.optimizer.offload_report()
-    late_ms = len(loads) / 3 * sleep_ms(SLEEP_CYCLES)
-    assert len(loads) == 3 * report.buckets
-    # Some loads begin while the backward computes, and the first in step() before its end.
-    assert late_ms / 2 < report.stalled_ms < report.iteration_ms
-    # What loads wait for before they begin is none of their own time.
-    assert 0 < report.transfers_alone_ms < late_ms / 2
-    assert 0 < report.bound_ms <= report.iteration_ms
-
-
-def test_a_transfer_that_takes_long_is_in_the_bound(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    loop = loop_of(mesh, {"overlap": "forward"})
-    load = Pipeline._load
-
-    def load_slowly(self: Pipeline, bucket: Any, number: int, lane: Any) -> None:
-        with lane.running():
-            torch.cuda._sleep(SLEEP_CYCLES)  # between the marks of the load
-        load(self, bucket, number, lane)
-
-    monkeypatch.setattr(Pipeline, "_load", load_slowly)
-    report = loop.train(7).optimizer.offload_report()
-    passing = 1 - report.ring_bytes / report.host_state_bytes  # the rest may be loaded behind the backward
-    loads_ms = passing * report.buckets * sleep_ms(SLEEP_CYCLES)
-    assert report.bound == "B + clip + max(F + U, (1 - r) T)"
-    assert 0.8 * loads_ms < report.bound_ms
-    assert "The transfers take" in report.advice
-    assert report.advice in str(report)
-
-
-@pytest.mark.parametrize("name", POLICIES)
-def test_what_slows_the_model_down_is_contention(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """And does not change what an iteration takes at least: its parts were measured alone."""
-    loop = loop_of(mesh, POLICIES[name]).train(19)
-    before = loop.optimizer.offload_report()
-    loop.model.register_forward_hook(lambda *_: torch.cuda._sleep(FOREVER_CYCLES))
-    after = loop.train(2, first=19).optimizer.offload_report()
-    assert after.bound_ms == pytest.approx(before.bound_ms)
-    # The host, which decides how long so small a model computes, issues behind the kernel that slows it down.
-    assert after.contention_ms > sleep_ms(FOREVER_CYCLES) - 2 * before.iteration_ms
-    assert after.forward_alone_ms > 0
-    assert after.backward_alone_ms > 0
+    monkeypatch.setattr(Cache, "fetch", fetch_late)
+    last = report_of(loop.train(3, first=10)).iteration
+    assert last is not None
+    assert last.stalled_ms > len(loads) / 3 * sleep_ms(SLEEP_CYCLES) / 4
 
 
 def test_the_host_does_not_wait_for_marks(mesh: DeviceMesh) -> None:
@@ -98,5 +110,5 @@ def test_the_host_does_not_wait_for_marks(mesh: DeviceMesh) -> None:
     loop.model(batch).backward()
     loop.optimizer.step()
     assert not behind_it.query()
-    assert loop.optimizer.offload_report().iteration_ms > 0
+    assert report_of(loop).iteration is not None
     assert behind_it.query()

@@ -3,9 +3,9 @@
 from typing import Any
 
 import pytest
+from fsdp_offload.planning.bound import PartsAlone, Times, bound, parts_alone
 
 from fsdp_offload import OffloadPolicy
-from fsdp_offload.plan.bound import PartsAlone, Times, bound, bound_of_step, parts_alone, what_would_help
 
 # Powers of two, so that a term that is missing, or counted twice, shows, and sums are exact.
 TIMES = Times(forward_ms=64, backward_ms=128, update_ms=2, clip_ms=1, load_ms=512, store_ms=256, two_way_ms=1024)
@@ -41,12 +41,6 @@ def test_the_formula_of_a_policy(
     given_back = fields is not None and fields.pop("ring_is_given_back", False)
     policy = None if fields is None else OffloadPolicy(**fields)
     assert bound(policy, TIMES, offloaded=offloaded, staged=staged, ring_is_given_back=given_back) == (formula, ms)
-
-
-@pytest.mark.parametrize(("update_ms", "load_ms", "store_ms"), [(9, 1, 2), (1, 9, 2), (1, 2, 9)])
-def test_a_step_takes_as_long_as_its_longest_part(update_ms: float, load_ms: float, store_ms: float) -> None:
-    found = bound_of_step(update_ms=update_ms, load_ms=load_ms, store_ms=store_ms)
-    assert found == ("max(U, T)", 9)
 
 
 # A live iteration -----------------------------------------------------------------------------------------------------
@@ -89,36 +83,3 @@ def test_no_part_takes_longer_alone_than_the_iteration_that_it_is_part_of() -> N
     assert alone.within(100, updates=False).backward_ms == 100 - 30 - 2
     assert alone.within(2000, updates=True) == alone
     assert alone.within(20, updates=True).backward_ms == 0
-
-
-# What would help ------------------------------------------------------------------------------------------------------
-
-
-MORE_MEMORY = "a larger device_bytes"
-IN_ITERATION = 'overlap="iteration", behind the whole iteration, where few steps are clipped by a norm'
-IN_FORWARD = 'overlap="forward", which hides them behind the forward'
-LARGER, LARGER_OR_MORE = "a larger batch", "a larger batch or more micro-batches"
-LIMITED: dict[str, Any] = {"device_bytes": 1 << 30}
-
-
-@pytest.mark.parametrize(
-    ("fields", "remedies"),
-    [
-        (STEP, [MORE_MEMORY, IN_FORWARD, IN_ITERATION]),
-        (STEP | LIMITED, [MORE_MEMORY, IN_FORWARD, IN_ITERATION]),
-        (FORWARD, [LARGER, IN_ITERATION]),
-        (FORWARD | LIMITED, [MORE_MEMORY, LARGER, IN_ITERATION]),
-        (ITERATION, [LARGER_OR_MORE]),
-        (ITERATION | LIMITED, [MORE_MEMORY, LARGER_OR_MORE]),
-    ],
-    ids=["step", "step-limited", "forward", "forward-limited", "iteration", "iteration-limited"],
-)
-def test_what_would_help(fields: dict[str, Any], remedies: list[str]) -> None:
-    sentence = what_would_help(OffloadPolicy(**fields), 424.04, 390.0)
-    longer = "The transfers take 34.0 ms longer than what hides them."
-    assert sentence == f"{longer} What would help: {'; '.join(remedies)}."
-
-
-@pytest.mark.parametrize("without_transfers_ms", [400.0, 396.5])
-def test_nothing_is_said_where_transfers_hide_or_nearly_so(without_transfers_ms: float) -> None:
-    assert what_would_help(OffloadPolicy(**FORWARD), 400.0, without_transfers_ms) == ""
