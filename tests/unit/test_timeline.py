@@ -20,8 +20,6 @@ from matplotlib.image import imread
 
 from examples.benchmarks.timeline import Lane, Phase, Span, Timeline, draw, read_trace, timeline_of
 from examples.benchmarks.train import (
-    CLIPPED,
-    RARELY,
     SETTLE_ITERATIONS,
     Bench,
     chosen_policies,
@@ -281,7 +279,7 @@ def begun_in(timeline: Timeline, lane: Lane) -> set[str]:
 @pytest.mark.parametrize(
     ("fields", "phases", "loaded_in", "updated_in"),
     [
-        ({}, ["forward", "backward", "clip", "step"], {"backward", "step"}, {"step"}),
+        ({}, ["forward", "backward", "clip", "step"], {"step"}, {"step"}),
         ({"overlap": "iteration"}, ["forward", "backward", "step"], {"backward"}, {"backward"}),
     ],
     ids=["step", "iteration"],
@@ -301,10 +299,10 @@ def test_a_real_trace_says_when_each_bucket_was_loaded_updated_and_stored(
     assert begun_in(timeline, Lane.UPDATE) == updated_in
     found = {lane: [bar.bucket for bar in timeline.bars(lane, 0.0)] for lane in (Lane.LOAD, Lane.UPDATE, Lane.STORE)}
     buckets = set(found[Lane.LOAD])
-    assert buckets == set(range(len(buckets)))
     assert len(buckets) > 20
-    for lane, numbers in found.items():
-        assert set(numbers) - {None} == buckets, lane
+    assert set(found[Lane.STORE]) == buckets
+    updated_buckets = set(found[Lane.UPDATE]) - {None}
+    assert updated_buckets == set(range(len(updated_buckets))) >= buckets  # some are kept
     # The host does one thing at a time: an op and what it consists of are not both there.
     assert all(one.end_ms <= after.begin_ms for one, after in itertools.pairwise(timeline.spans))
     for bucket in buckets:
@@ -312,7 +310,8 @@ def test_a_real_trace_says_when_each_bucket_was_loaded_updated_and_stored(
             [(span.begin_ms, span.end_ms) for span in timeline.spans if (span.lane, span.bucket) == (lane, bucket)]
             for lane in found
         )
-        assert loaded[-1][1] <= updated[0][0], bucket
+        for begin_ms, end_ms in loaded:  # for this update, or behind its store for the next
+            assert end_ms <= updated[0][0] or stored[-1][1] <= begin_ms, bucket
         assert updated[-1][1] <= stored[0][0], bucket
 
 
@@ -379,15 +378,6 @@ def test_a_policy_is_beside_plain_training_that_clips_as_often() -> None:
         "iteration_rarely": OffloadPolicy(overlap="iteration", bucket_bytes=1 << 20),
         "forward_limited_always": OffloadPolicy(overlap="forward", bucket_bytes=1 << 20, device_bytes=3 << 20),
     }
-
-
-def test_updates_in_the_backward_stand_where_the_norm_does_not_bind(bench: Bench) -> None:
-    with bench.settled(with_share(**SIZES, overlap="iteration"), CLIPPED["rarely"]) as (optimizer, clip):
-        assert clip
-        bench.iterate(optimizer, RARELY + 3 - SETTLE_ITERATIONS, clip=clip)
-        (sentence,) = [one for one in optimizer.offload_report().tuning if "clips" in one]  # type: ignore[attr-defined]
-    # Of the first two, the one that is measured alone and the rest.
-    assert f"1 of {RARELY + 3 - 3} such steps were taken back" in sentence
 
 
 def test_a_policy_that_does_not_exist_is_refused() -> None:
