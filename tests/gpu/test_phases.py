@@ -217,7 +217,7 @@ def test_state_is_right_in_every_phase(mesh: DeviceMesh, slow: Slow, fields: dic
 def test_a_wait_that_is_missing_is_seen(
     mesh: DeviceMesh, expected: Loop, slow: Slow, monkeypatch: pytest.MonkeyPatch, wait: str
 ) -> None:
-    """The suite can fail."""
+    """In the bits, or in memory that others have by then."""
     slow("S", LONG_CYCLES)
     if wait == "before memory is given back":
         give_back = Cache._give_back
@@ -229,7 +229,11 @@ def test_a_wait_that_is_missing_is_seen(
         monkeypatch.setattr(Cache, "_give_back", give_back_at_once)
     else:
         deafen("load", monkeypatch.setattr)
-    assert not same(expected, looped(mesh, POLICIES["step"]).train(8, megatron))
+    try:
+        seen = not same(expected, looped(mesh, POLICIES["step"]).train(8, megatron))
+    except AssertionError as error:
+        seen = "released memory was written" in str(error)
+    assert seen
 
 
 # Nothing blocks ------------------------------------------------------------------------------------------------------
