@@ -4,7 +4,7 @@
 where nothing is to do.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -38,7 +38,7 @@ class Cache:
         pinned: items that an update is about to use; nobody evicts them.
         overflowed: an update could not do without one block more than allowed.
         moved: in this iteration.
-        gone: told of each block that is given back: nobody is to keep views of it.
+        bound: of each bucket, what updates see of it, by blocks: views that go with their blocks.
         stopwatch: times it; ``None``: nothing is timed.
     """
 
@@ -49,7 +49,7 @@ class Cache:
         self.pinned: tuple[Item, ...] = ()
         self.overflowed = False
         self.moved = Moved()
-        self.gone: Callable[[Block], None] = lambda block: None
+        self.bound: list[dict[tuple[Block | None, ...], object]] = []
         self.stopwatch: Stopwatch | None = None
         self._left: Pool | None = None
 
@@ -187,7 +187,9 @@ class Cache:
         block = pool.free.pop(0)
         self.lanes.compute.wait(*block.free)
         self.lanes.freed(block.memory)
-        self.gone(block)
+        for bound in self.bound:
+            for blocks in [blocks for blocks in bound if block in blocks]:
+                del bound[blocks]
         pool.made -= 1
 
     def _room_for(self, item: Item, must: bool, distance: int) -> Block | None:

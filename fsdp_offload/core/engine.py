@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..device.lanes import Mark, recorded
 from .cache import Cache, Moved
-from .items import Block, Item, Use
+from .items import Item, Use
 from .lanes import Lanes
 from .plan import ELSEWHERE, Bucket, choose_kept
 from .timeline import Reductions, Timeline
@@ -90,7 +90,6 @@ class Core:
         self.lanes, self.mode, self.updates = lanes, MODES[overlap], updates
         self.timeline, self.reductions = Timeline(), Reductions()
         self.cache = Cache(device, lanes, self.timeline)
-        self.cache.gone = self._unbind
         self.buckets: list[Bucket] = []
         self.weights: dict[int, Item] = {}
         self.done: dict[Bucket, None] = {}
@@ -115,16 +114,13 @@ class Core:
     def take(self, buckets: Sequence[Bucket], weights: dict[int, Item]) -> None:
         """Be about these from now on. Nothing is under way."""
         self.buckets, self.weights = list(buckets), weights
+        self.cache.bound = [one.bound for one in buckets]
         self._of_group = {number: [one for one in buckets if number in one.groups] for number in weights}
         self._followers = {n: [one for one in buckets if n in one.after] for one in buckets for n in one.after}
         self._of_weights = {item: [one for one in buckets if item in one.weights] for item in weights.values()}
         streamed = {number: item for number, item in weights.items() if item.nbytes}
         self._gathers = {number: Use(f"gather {number}", (item,), gathers=True) for number, item in streamed.items()}
         self.timeline.forget()
-
-    def _unbind(self, block: Block) -> None:
-        for bucket in self.buckets:
-            bucket.bound = {blocks: bound for blocks, bound in bucket.bound.items() if block not in blocks}
 
     # Events -----------------------------------------------------------------------------------------------------------
 

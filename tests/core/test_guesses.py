@@ -299,16 +299,18 @@ def test_micro_batches_alone_are_no_touch(mesh: DeviceMesh) -> None:
 
 
 def test_host_memory_is_counted_and_asked_for(mesh: DeviceMesh) -> None:
-    state_bytes = Loop(mesh, adamw, policy_of()).optimizer.offload_report().host_bytes  # type: ignore[attr-defined]
+    state_bytes = Loop(mesh, adamw, policy_of()).optimizer.offload_report().memory.host_bytes  # type: ignore[attr-defined]
     for limit_bytes, guessed in ((2 * state_bytes, False), (3 * state_bytes, True)):
         loops = pair(mesh, policy_of(host_limit_bytes=limit_bytes))
         found = compare(loops, [NEVER] * 6)
         report = loops[1].optimizer.offload_report()  # type: ignore[attr-defined]
-        assert report.host_bytes <= limit_bytes
-        assert (report.snapshot_bytes == state_bytes) == guessed == bool(found.committed)
+        assert report.memory.host_bytes <= limit_bytes
+        assert (report.memory.spare_home_bytes == state_bytes) == guessed == bool(found.committed)
         param_bytes = sum(param.to_local().nbytes for param in loops[1].params)
         if guessed:
-            assert 0 <= report.host_bytes - 2 * state_bytes - param_bytes < 64 * report.buckets * 16  # padding
+            assert (
+                0 <= report.memory.host_bytes - 2 * state_bytes - param_bytes < 64 * report.kept.buckets * 16
+            )  # padding
         else:
             assert "to take a step back needs" in str(report)
 
@@ -320,7 +322,7 @@ def test_spare_homes_are_shared_with_snapshots(mesh: DeviceMesh, parameters: boo
         policy = policy_of(snapshot_bytes=snapshot_bytes, parameters=parameters)
         loop = train(Loop(mesh, adamw, policy), [NEVER] * 5)
         assert guesses_of(loop).committed == 4
-        spare.append(loop.optimizer.offload_report().snapshot_bytes)  # type: ignore[attr-defined]
+        spare.append(loop.optimizer.offload_report().memory.spare_home_bytes)  # type: ignore[attr-defined]
     assert spare[0] == spare[2]
     assert spare[0] <= spare[1] <= spare[0] + 8 * 4096  # pages that both have
 

@@ -3,6 +3,7 @@
 On the CPU nothing is late: these look at what is alive. ``tests/gpu`` looks at bits and bytes.
 """
 
+import gc
 import weakref
 from typing import Any
 
@@ -102,3 +103,24 @@ def test_blocks_that_are_released_are_gone(mesh: DeviceMesh, overlap: str, param
         optimizer.release_states()
         assert all(one.expired() for one in memory)
         optimizer.reload_states()
+
+
+def test_what_an_optimizer_has_goes_with_it() -> None:
+    """At once, without the collector: host memory is too much to wait for it."""
+    model = nn.ParameterList(nn.Parameter(torch.ones(64)) for _ in range(4))
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    attach(optimizer, model=model, policy=OffloadPolicy(bucket_bytes=1024, device_bytes=4096))
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    engine = engine_of(optimizer)
+    assert isinstance(engine, Engine)
+    core = weakref.ref(engine.core)  # with the homes of its items
+    del engine
+    gc.collect()
+    gc.disable()
+    try:
+        del optimizer
+        assert core() is None
+    finally:
+        gc.enable()

@@ -136,7 +136,7 @@ class Sparse(Optimizer):
 
 
 def test_state_that_is_not_understood_is_named() -> None:
-    with pytest.warns(UserWarning, match=r"State \['mask'\] is not made of dense tensors and stays"):
+    with pytest.warns(UserWarning, match=r"State \['mask'\] is not made of dense tensors"):
         optimizer = offloaded(OffloadPolicy(), Sparse)
     report = step(optimizer)
     assert report.left_out == ("mask",)

@@ -1,4 +1,4 @@
-"""What ``optimizer.state`` of a sharded model is while offloaded, and that offloading never speaks to other ranks."""
+"""What ``optimizer.state`` of a sharded model is while offloaded."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -10,10 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, optim
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.optim import Optimizer
 
-from fsdp_offload import OffloadPolicy, remove_offload
+from fsdp_offload import OffloadPolicy
 from tests.distributed import models
 from tests.distributed.launch import DEVICE_TYPE, run_cases, spawn
 from tests.distributed.models import Net, batch, build, decay_groups
@@ -123,37 +122,6 @@ def fused_sgd_works() -> Iterator[str]:
             yield f"{name} differs"
 
 
-# Collectives ---------------------------------------------------------------------------------------------------------
-
-
-def no_collectives(shard: models.ShardNet, **options: Any) -> Iterator[str]:
-    net = build(shard)
-    optimizer = optim.AdamW(decay_groups(net), **options)
-    with CommDebugMode() as counted_at_all:
-        backward(net, 0)
-    if not counted_at_all.get_total_counts():
-        yield "a backward pass without collectives: nothing is counted"
-    optimizer.zero_grad()
-
-    def count(what: str, action: Any) -> Iterator[str]:
-        with CommDebugMode() as comms:
-            action()
-        if comms.get_total_counts():
-            yield f"{what} has issued {dict(comms.get_comm_counts())}"
-
-    yield from count("attach", lambda: attach(optimizer, model=net, policy=TINY))
-    for step in range(3):
-        backward(net, step)
-        yield from count("step", optimizer.step)
-        optimizer.zero_grad()
-    yield from count("state_dict", optimizer.state_dict)
-    yield from count("load_state_dict", lambda: optimizer.load_state_dict(optimizer.state_dict()))
-    yield from count("synchronize", optimizer.synchronize)
-    yield from count("offload_report", optimizer.offload_report)
-    yield from count("remove", lambda: remove_offload(optimizer))
-    yield from count("attach again", lambda: attach(optimizer, model=net, policy=TINY))
-
-
 CASES = {
     "state, one dim": partial(state_is_sharded_like_parameters, models.shard_even),
     "state, Shard(1)": partial(state_is_sharded_like_parameters, models.shard_columns),
@@ -164,9 +132,6 @@ CASES = {
     "same keys, Muon, some kept": partial(keys_are_the_same_on_every_rank, SOME_KEPT, optim.Muon),
     "nothing exists before": nothing_exists_before_the_first_step,
     "fused SGD": fused_sgd_works,
-    "no collectives": partial(no_collectives, models.shard_even),
-    "no collectives, fused": partial(no_collectives, models.shard_hybrid, fused=True),
-    "no collectives, TP": partial(no_collectives, models.shard_tensor_parallel),
 }
 
 
@@ -175,5 +140,5 @@ def run_state(rank: int, world_size: int) -> None:
     run_cases(CASES)
 
 
-def test_state_is_sharded_like_the_parameters_and_needs_no_collectives(tmp_path: Path) -> None:
+def test_state_is_sharded_like_the_parameters(tmp_path: Path) -> None:
     spawn(run_state, 4, tmp_path)

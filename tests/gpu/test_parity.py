@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn, optim
+from torch import optim
 
 from fsdp_offload import OffloadPolicy
 from tests.cpu.test_cut_table import check_entry, entries
 from tests.cpu.test_parity_optimizers import cases, model_for, plain_cases
-from tests.parity import Net, Run, Zoo, batch, make_pair, train_step
+from tests.parity import Zoo, make_pair
 
 
 def on_device(case: Any) -> bool:
@@ -46,41 +46,3 @@ def test_capturable(cls: type[optim.Optimizer], foreach: bool) -> None:
     pair = make_pair(Zoo, lambda params: cls(params, lr=0.01, capturable=True, foreach=foreach), device="cuda")
     pair.train(10)
     pair.assert_trained()
-
-
-@pytest.mark.parametrize("kwargs", [{"fused": True}, {"foreach": True}, {}], ids=str)
-def test_a_network_with_clipping_schedule_and_late_attach(kwargs: dict[str, Any]) -> None:
-    def step(run: Run, number: int) -> float:
-        run.optimizer.zero_grad()
-        for micro in range(2):
-            (run.model(batch(2 * number + micro, run.device, run.dtype)) / 2).backward()
-        nn.utils.clip_grad_norm_(run.model.parameters(), 0.5)
-        run.optimizer.step()
-        run.parts["scheduler"].step()
-        return run.optimizer.param_groups[0]["lr"]
-
-    pair = make_pair(Net, lambda params: optim.AdamW(params, lr=0.02, **kwargs), device="cuda", policy=None)
-    for run in pair:
-        run.parts["scheduler"] = optim.lr_scheduler.CosineAnnealingLR(run.optimizer, 20)
-    pair.train(3, step)
-    pair.attach(with_model=True)
-    pair.train(5, step)
-    pair.detach()
-    pair.train(3, step)
-    pair.attach(ROOMY, with_model=True)
-    pair.train(3, step)
-
-
-def test_load_state_dict_between_the_sides() -> None:
-    pair = make_pair(Zoo, lambda params: optim.AdamW(params, lr=0.02, fused=True), device="cuda")
-    pair.train(4)
-    saved = pair.offloaded.optimizer.state_dict()
-    copied = {
-        "state": {key: {name: value.clone() for name, value in state.items()} for key, state in saved["state"].items()},
-        "param_groups": saved["param_groups"],
-    }
-    pair.train(2)
-    for run in pair:
-        run.optimizer.load_state_dict(copied)
-    pair.assert_same()
-    pair.train(4, train_step)

@@ -148,7 +148,7 @@ def take_what_is_released(optimizer: Optimizer) -> list[Tensor]:
     go_through(optimizer, ["release"])
     taken: list[Tensor] = []
     while any(not any(one.data_ptr() <= at < one.data_ptr() + one.numel() for one in taken) for at in addresses):
-        assert len(taken) < 64, "the allocator has not given the memory out again"
+        assert len(taken) < 2048, "the allocator has not given the memory out again"
         taken += [torch.full((nbytes,), 7, dtype=torch.uint8, device="cuda") for nbytes in addresses.values()]
     return taken
 
@@ -216,18 +216,23 @@ def test_state_is_right_in_every_phase(mesh: DeviceMesh, slow: Slow, fields: dic
 def test_a_wait_that_is_missing_is_seen(
     mesh: DeviceMesh, expected: Loop, slow: Slow, monkeypatch: pytest.MonkeyPatch, wait: str
 ) -> None:
-    """The suite can fail."""
+    """In the bits, or in memory that others have by then."""
     slow("S", LONG_CYCLES)
     if wait == "before memory is given back":
+        give_back = Cache._give_back
 
-        def at_once_given_back(self: Cache, pool: Pool) -> None:
-            pool.free.pop(0)
-            pool.made -= 1
+        def give_back_at_once(self: Cache, pool: Pool) -> None:
+            pool.free[0].free = []
+            give_back(self, pool)
 
-        monkeypatch.setattr(Cache, "_give_back", at_once_given_back)
+        monkeypatch.setattr(Cache, "_give_back", give_back_at_once)
     else:
         deafen("load", monkeypatch.setattr)
-    assert not same(expected, looped(mesh, POLICIES["step"]).train(8, megatron))
+    try:
+        seen = not same(expected, looped(mesh, POLICIES["step"]).train(8, megatron))
+    except AssertionError as error:
+        seen = "released memory was written" in str(error)
+    assert seen
 
 
 # Nothing blocks ------------------------------------------------------------------------------------------------------

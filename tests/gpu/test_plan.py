@@ -30,7 +30,7 @@ def test_peaks_and_host_bytes_are_as_predicted(mesh: torch.distributed.DeviceMes
             bench.iterate(optimizer, 3, clip=clip)
             peak_bytes = torch.accelerator.max_memory_allocated(device)
             host_bytes = 0 if policy is None else optimizer.offload_report().memory.host_bytes
-        if "keeping" not in name:
+        if policy is None or policy.device_bytes != "auto":  # how much "auto" takes is not foreseen
             assert one.device.peak_bytes == pytest.approx(peak_bytes, rel=0.03)
         assert one.host_bytes == pytest.approx(host_bytes, rel=0.01)
 

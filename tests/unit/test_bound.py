@@ -3,9 +3,9 @@
 from typing import Any
 
 import pytest
-from fsdp_offload.planning.bound import PartsAlone, Times, bound, parts_alone
 
 from fsdp_offload import OffloadPolicy
+from fsdp_offload.plan.bound import PartsAlone, Times, bound, parts_alone
 
 # Powers of two, so that a term that is missing, or counted twice, shows, and sums are exact.
 TIMES = Times(forward_ms=64, backward_ms=128, update_ms=2, clip_ms=1, load_ms=512, store_ms=256, two_way_ms=1024)

@@ -125,6 +125,7 @@ def reader(block: Block, mesh: DeviceMesh, path: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("block", RUN, ids=str)
 @pytest.mark.filterwarnings("ignore:.*The parameters are on the CPU:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*all of the state fits into device_bytes:UserWarning")
 @pytest.mark.filterwarnings("ignore:DTensor random operators:UserWarning")
 def test_python_runs(block: Block, mesh: DeviceMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And training goes on behind it, with an offloaded optimizer."""

@@ -301,7 +301,8 @@ def test_a_real_trace_says_when_each_bucket_was_loaded_updated_and_stored(
     buckets = set(found[Lane.LOAD])
     assert len(buckets) > 20
     assert set(found[Lane.STORE]) == buckets
-    assert set(found[Lane.UPDATE]) - {None} == set(range(max(buckets) + 1))  # some are kept
+    updated_buckets = set(found[Lane.UPDATE]) - {None}
+    assert updated_buckets == set(range(len(updated_buckets))) >= buckets  # some are kept
     # The host does one thing at a time: an op and what it consists of are not both there.
     assert all(one.end_ms <= after.begin_ms for one, after in itertools.pairwise(timeline.spans))
     for bucket in buckets:
@@ -309,7 +310,8 @@ def test_a_real_trace_says_when_each_bucket_was_loaded_updated_and_stored(
             [(span.begin_ms, span.end_ms) for span in timeline.spans if (span.lane, span.bucket) == (lane, bucket)]
             for lane in found
         )
-        assert all(end <= updated[0][0] or begin >= stored[-1][1] for begin, end in loaded), bucket
+        for begin_ms, end_ms in loaded:  # for this update, or behind its store for the next
+            assert end_ms <= updated[0][0] or stored[-1][1] <= begin_ms, bucket
         assert updated[-1][1] <= stored[0][0], bucket
 
 
