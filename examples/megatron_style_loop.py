@@ -159,8 +159,8 @@ def teller(step: int, optimizer: torch.optim.Optimizer, device: torch.device, *,
         allocated = torch.accelerator.memory_allocated(device) if device.type != "cpu" else 0
         print(
             f"step {step}, {phase + ':':<20}"
-            f"{report.memory.kept_state_bytes / KIB:10.0f} KiB of state on the device"
-            f"{report.memory.device_bytes / KIB:10.0f} KiB of staging"
+            f"{report.memory.kept_state_bytes / KIB:10.0f} KiB of state kept on the device"
+            f"{report.memory.device_bytes / KIB:10.0f} KiB there in all"
             f"{report.memory.host_state_bytes / KIB:12.0f} KiB of state on the host"
             f"{allocated / MIB:12.2f} MiB allocated"
         )
