@@ -105,8 +105,10 @@ class WholeEngine(Engine):
         self.add(optimizer, [param for param in known if param not in shards and states.get(param)], states)
         self._adopt_fitting(optimizer, states)
         if any(_outside(states.get(param), shard) - set(shard.layout.left_out) for param, shard in shards.items()):
+            is_first = not any(shard.homes for shard in shards.values())
             self.rebuild(optimizer, states, as_made=frozenset(shards))
-            self.has_left_device()  # the memory of what is home now
+            if is_first:
+                self.has_left_device()
 
     def _adopt_fitting(self, optimizer: Optimizer, states: StateStore) -> None:
         """Copy what is in the place of homes into these, where it is laid out as they are."""

@@ -8,16 +8,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict as torchs_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim import LBFGS, SGD, AdamW, Optimizer
 
 from fsdp_offload import OffloadPolicy, offload_optimizer, remove_offload
-from fsdp_offload.checkpoint import get_optimizer_state_dict, set_optimizer_state_dict
+from fsdp_offload.checkpoint import ArenaStager, get_optimizer_state_dict, set_optimizer_state_dict
 from fsdp_offload.core.attached import Engine, engine_of
 from fsdp_offload.torch_compat.homed import is_homed
+from tests.async_writers import Waits, copied, loaded, not_the_same
 from tests.core.programs import local
 from tests.distributed.launch import DEVICE_TYPE, spawn
 from tests.parity import attach
@@ -532,4 +535,31 @@ def test_a_closure_may_save_the_model(mesh: DeviceMesh, policy: str) -> None:
         for _ in range(3):
             side.optimizer.step(closure)
         side.seen = saved
+    assert_same(plain, ours)
+
+
+@pytest.mark.parametrize("kind", ["coupled", "replacing"])
+@EVERY_POLICY
+def test_a_save_holds_what_was_there_at_the_call(
+    mesh: DeviceMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, policy: str
+) -> None:
+    waits = Waits(monkeypatch)
+    plain, ours = both(mesh, kind, policy)
+    stager = ArenaStager(ours.optimizer)
+    for side in (plain, ours):
+        side.train(2)
+    state = {
+        "model": get_model_state_dict(ours.model),
+        "optimizer": get_optimizer_state_dict(ours.model, ours.optimizer),
+    }
+    expected, writer = copied(state), waits.hold(tmp_path)
+    future = dcp.async_save(state, storage_writer=writer, async_stager=stager)
+    writer.in_use = True
+    for side in (plain, ours):
+        side.train(2)
+    assert bool(waits.count) == (policy != "spare" or kind == "replacing")  # what changes its name is written at home
+    waits.let_go()
+    future.result()
+    assert not list(not_the_same(expected, loaded(tmp_path, expected)))
+    stager.close()
     assert_same(plain, ours)

@@ -105,7 +105,7 @@ class Run:
         self.model = Net()
         self.optimizer = make(self.model.parameters())
         if offload:
-            offload_optimizer(self.optimizer, model=self.model, policy=POLICY)
+            offload_optimizer(self.optimizer, model=self.model, policy=POLICY, trust_separable=True)
 
     def train(self, *steps: int) -> "Run":
         for step in steps:

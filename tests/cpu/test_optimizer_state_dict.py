@@ -97,7 +97,7 @@ class Run:
         prepare(self.model)
         self.optimizer = make(groups(self.model))
         if offload:
-            offload_optimizer(self.optimizer, model=self.model, policy=POLICY)
+            offload_optimizer(self.optimizer, model=self.model, policy=POLICY, trust_separable=True)
 
     def backward(self, step: int) -> None:
         batch = torch.randn(8, 16, generator=torch.Generator().manual_seed(step))
@@ -801,7 +801,7 @@ class RaggedRun:
         self.model.weight = weight
         self.model.scale = nn.Parameter(torch.ones(3))
         self.optimizer = adamw(self.model.parameters())
-        offload_optimizer(self.optimizer, model=self.model, policy=POLICY)
+        offload_optimizer(self.optimizer, model=self.model, policy=POLICY, trust_separable=True)
 
     def train(self, *steps: int) -> "RaggedRun":
         for step in steps:

@@ -136,8 +136,8 @@ class Sparse(Optimizer):
 
 
 def test_state_that_is_not_understood_is_named() -> None:
-    with pytest.warns(UserWarning, match=r"State \['mask'\] is not made of dense tensors"):
-        optimizer = offloaded(OffloadPolicy(), Sparse)
+    with pytest.warns(UserWarning, match="Sparse is not in the table of optimizers and moves as a whole"):
+        optimizer = offload_optimizer(Sparse(params()))
     report = step(optimizer)
     assert report.left_out == ("mask",)
     assert report.memory.other_state_bytes > 0
