@@ -17,7 +17,7 @@ from ..optimizers.bucket_update import FirstUpdate, same_order_on_ranks, update_
 from ..optimizers.kept_state import Layouts
 from ..optimizers.shadow import Shadow
 from ..optimizers.shared_values import SharedValues
-from ..state.store import StateStore
+from ..state.store import OwnCounters, StateStore
 from ..torch_compat.dtensor import local_shard, version_of
 from ..torch_compat.watched_gradient import bare
 from .host_lane import HostLane
@@ -87,9 +87,9 @@ class BucketUpdates:
             self._spare_homes.commit_done(buckets, done, self._states)
         self.finish()
 
-    def begin_guesses(self) -> None:
-        """Updates may be taken back: they change spare homes only."""
-        self._spare_homes.guessing = True
+    def begin_guesses(self, own: OwnCounters) -> None:
+        """Updates may be taken back: they change spare homes only, and copies of counters."""
+        self._spare_homes.guessing, self._states = True, own
         if self.weights is not None:
             self.weights.guessed = {}
 
@@ -157,7 +157,7 @@ class BucketUpdates:
             read.append(grad)
             if one.is_alias and one.shard.on_locals:
                 one.gradient = local if one.whole else local_range(local, one.start, one.stop)
-        if self.first is None:
+        if self.first is None and not isinstance(self._states, OwnCounters):  # a guess is taken back if it fails
             self.first = FirstUpdate(self.shadow, self.shared, ranges, self._states)
         seen = [one.shard.param for one in ranges if not one.is_alias]
         shared, logical, states = self.shared, self.logical, self._states
@@ -165,6 +165,8 @@ class BucketUpdates:
         versions = [version_of(grad) for grad in read]
 
         def job() -> None:
+            if isinstance(states, OwnCounters):
+                states.copy(one.shard.param for one in ranges)
             with torch.no_grad(), bare([*seen, *(g for p in seen if (g := conventions.gradient(p)) is not None)]):
                 for part in same_order_on_ranks(ranges, group_by_group=conventions.group_by_group):
                     update_bucket(shadow, shared, conventions, part, groups, states, logical.kwargs)
