@@ -472,7 +472,9 @@ class Engine(Contents):
             return False  # this backward, or step(), will refuse these: nothing may have been updated by then
         self._leave_room(self.core.buckets)
         self.lending.adopt_user_tensors(self.plan.shards.values(), states)
-        self._updates.start(optimizer, states if self.core.guess is None else self.guesses.begin(states), {})
+        self._updates.start(optimizer, states, {})
+        if self.core.guess is not None:
+            self.guesses.begin(states)
         return True
 
     def refuse_second_backward(self) -> None:

@@ -236,11 +236,10 @@ class Guesses:
         shards = self._engine.plan.shards.items() if is_guess else ()
         self._without_state = {param for param, shard in shards if shard.homes and not states.get(param)}
 
-    def begin(self, states: StateStore) -> StateStore:
-        """A step begins with guesses; returns what updates see of ``states``."""
-        self._updates.begin_guesses()
+    def begin(self, states: StateStore) -> None:
+        """A step begins with guesses: updates see copies of what they may write in ``states``."""
         self._own = OwnCounters(states, self._engine.plan.shards)
-        return self._own
+        self._updates.begin_guesses(self._own)
 
     def _takes(self, bucket: Bucket) -> bool:
         if self.blocked or bucket.number not in self._takeable or any(i.nbytes and i.is_held() for i in bucket.weights):
@@ -260,7 +259,7 @@ class Guesses:
     def keep_ahead(self, number: int) -> None:
         """A forward uses the parameters of a group: store them now if it is the last forward before its updates."""
         core = self.way_back.core
-        if core.begun or not core.reductions.next_is_final(number) or not self.may_begin():
+        if core.begun or self.blocked or not core.reductions.next_is_final(number) or not self.is_ready:
             return
         for bucket in core.buckets_of(number):
             if bucket.number in self._takeable:
@@ -276,6 +275,7 @@ class Guesses:
         core, own = self.way_back.core, self._own
         assert own is not None
         lane = core.lanes.update
+        lane.wait(core.lanes.compute.mark())  # R1: the user may still be reading counters there
         lane.run(own.commit)
         core.updated = lane.mark()
         self._updates.commit_guesses(own.states)

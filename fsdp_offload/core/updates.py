@@ -15,7 +15,7 @@ from ..optimizers.bucket_update import FirstUpdate, same_order_on_ranks, update_
 from ..optimizers.kept_state import Layouts
 from ..optimizers.shadow import Shadow
 from ..optimizers.shared_values import SharedValues
-from ..state.store import StateStore
+from ..state.store import OwnCounters, StateStore
 from ..torch_compat.dtensor import local_shard, version_of
 from ..torch_compat.optim import pinned_implementations
 from ..torch_compat.watched_gradient import bare
@@ -86,9 +86,9 @@ class BucketUpdates:
             self._spare_homes.commit_done(buckets, done, self._states)
         self.finish()
 
-    def begin_guesses(self) -> None:
-        """Updates may be taken back: they change spare homes only."""
-        self._spare_homes.guessing = True
+    def begin_guesses(self, own: OwnCounters) -> None:
+        """Updates may be taken back: they change spare homes only, and copies of counters."""
+        self._spare_homes.guessing, self._states = True, own
         if self.weights is not None:
             self.weights.guessed = {}
 
@@ -156,7 +156,7 @@ class BucketUpdates:
             read.append(grad)
             if one.is_alias and one.shard.on_locals:
                 one.gradient = local if one.whole else local_range(local, one.start, one.stop)
-        if self.first is None:
+        if self.first is None and not isinstance(self._states, OwnCounters):  # a guess is taken back if it fails
             # What is newer in the place than at home cannot be loaded again.
             watched = [value for one in ranges for value in one.values.values()] if bucket.state.dirty else []
             self.first = FirstUpdate(self.shadow, self.shared, ranges, self._states, watched)
@@ -166,6 +166,8 @@ class BucketUpdates:
         versions = [version_of(grad) for grad in read]
 
         def job() -> None:
+            if isinstance(states, OwnCounters):
+                states.copy(one.shard.param for one in ranges)
             with torch.no_grad(), bare([*seen, *(g for p in seen if (g := conventions.gradient(p)) is not None)]):
                 for part in same_order_on_ranks(ranges, group_by_group=conventions.group_by_group):
                     update_bucket(shadow, shared, conventions, part, groups, states, logical.kwargs)

@@ -34,15 +34,24 @@ class OwnCounters:
     def get(self, param: Tensor) -> UserState:
         """Return the state of ``param``; an empty one that is not kept if there is none."""
         if param not in self._own:
-            homes = self._shards[param].homes
-            copied = {
-                name: value.clone() if isinstance(value, Tensor) and value is not homes.get(name) else value
-                for name, value in self.states.get(param).items()
-            }
-            if not copied:
-                return copied
-            self._own[param] = copied
-        return self._own[param]
+            self.copy([param])
+        return self._own.get(param, {})
+
+    def copy(self, params: Iterable[Tensor]) -> None:
+        """Copy the counters of ``params``, all in one operation: updates of these come next on the current stream."""
+        copies, counters = [], []
+        for param in params:
+            state, homes = self.states.get(param), self._shards[param].homes
+            if param in self._own or not state:
+                continue
+            self._own[param] = own = dict(state)
+            for name, value in state.items():
+                if isinstance(value, Tensor) and value is not homes.get(name):
+                    own[name] = torch.empty_like(value)
+                    copies.append(own[name])
+                    counters.append(value)
+        if copies:
+            torch._foreach_copy_(copies, counters)
 
     def of(self, param: Tensor) -> UserState:
         """Return the state of ``param``, made if there is none."""

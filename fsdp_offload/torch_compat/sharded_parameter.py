@@ -4,6 +4,7 @@ Seen in torch 2.11 to 2.13: a gather reads ``FSDPParam._sharded_param_data``, th
 size of the largest one. Everybody else reads the DTensor ``sharded_param`` through its ``_local_tensor``.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -36,6 +37,7 @@ class ShardedParameter:
             )
         self._fsdp_param = fsdp_param
         self.wait: Callable[[Tensor], None] = _nothing
+        self._stand_ins: deque[tuple[Tensor, Tensor]] = deque(maxlen=2)  # of a home and a spare one
         self.padded_numel: int = fsdp_param.padded_sharded_param_size.numel()
 
     @property
@@ -85,9 +87,13 @@ class ShardedParameter:
         Nothing is copied. The parameter stays the same object, and its own ``device`` that of its mesh.
         """
         if local.device.type == "cpu":
-            put_home(self.param, local, self.wait)
+            known = next((other for of, other in self._stand_ins if of is local), None)
+            stand_in = put_home(self.param, local, self.wait, known)
+            if known is None:
+                self._stand_ins.append((local, stand_in))
         else:
             take_from_home(self.param)
+            self._stand_ins.clear()
         self._point_at(local)
 
     def visit(self, local: Tensor) -> None:
@@ -108,6 +114,7 @@ class ShardedParameter:
         own = padded.narrow(dim, 0, local.size(dim) if local.numel() else 0)
         own.copy_(local)
         take_from_home(self.param)
+        self._stand_ins.clear()
         self._fsdp_param.sharded_param._local_tensor = own
         self._fsdp_param._sharded_param_data = padded.view(-1)
 
