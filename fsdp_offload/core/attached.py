@@ -29,7 +29,7 @@ from ..torch_compat.spent_gradient import is_freed, is_spent, note_freed, spend
 from ..torch_compat.watched_gradient import unwatch, watch
 from .contents import Contents
 from .engine import Core
-from .guesses import Guesses
+from .guesses import Guesses, weakly
 from .homes import Plan
 from .host_lane import HostLane
 from .items import Item
@@ -145,7 +145,7 @@ class Engine(Contents):
         weights = Weights(
             own,
             partial(_wait_parameter, weakref.ref(self)),
-            self._take_region,
+            weakly(self._take_region),
             self.policy.snapshot_bytes - self.plan.spare_bytes,
             self.names,
         )

@@ -13,7 +13,7 @@ import logging
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -43,6 +43,23 @@ logger = logging.getLogger(__name__)
 
 REMEMBERED, STOPS_ABOVE, GOES_ON_BELOW = 20, 1 / 5, 1 / 10
 """Stop guessing above 20 % taken-back steps, resume at 10 %, over the last 20 steps."""
+
+
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
+
+
+def weakly(method: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
+    """Keep the object of a bound method from being kept alive by those who call it, which it has itself."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
+        bound = reference()
+        assert bound is not None, "its object has the caller"
+        result: _Result = bound(*args, **kwargs)
+        return result
+
+    return call
 
 
 class WayBack:
@@ -159,7 +176,7 @@ class Guesses:
         self.unavailable = ""
         if not (capabilities.elementwise and capabilities.known):
             self.unavailable = "this optimizer does not work element by element, or is not in the tested table"
-        self.way_back = WayBack(engine.core, self._pairs_of, self._takes)
+        self.way_back = WayBack(engine.core, weakly(self._pairs_of), weakly(self._takes))
         self._own: OwnCounters | None = None
         self._without_state: set[Tensor] = set()
         self._is_on = True

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import AdamW
 
-from fsdp_offload import OffloadPolicy
+from fsdp_offload import OffloadPolicy, clip_grad_norm_
 from fsdp_offload.core.attached import Engine, engine_of
 from fsdp_offload.core.updates import BucketUpdates
 from tests.core.programs import local
@@ -122,5 +122,27 @@ def test_what_an_optimizer_has_goes_with_it() -> None:
     try:
         del optimizer
         assert core() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("policy", [{"overlap": "iteration"}, {"parameters": True, "overlap": "iteration"}], ids=str)
+def test_what_a_clipping_loop_has_goes_with_its_optimizer(mesh: DeviceMesh, policy: dict[str, Any]) -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    for block in model:
+        fully_shard(block, mesh=mesh)
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    attach(optimizer, model=model, policy=OffloadPolicy(bucket_bytes=1024, device_bytes=4096, **policy))
+    for _ in range(4):
+        model(torch.ones(2, 8)).sum().backward()
+        clip_grad_norm_(optimizer, 1e9)
+        optimizer.step()
+        optimizer.zero_grad()
+    kept = [weakref.ref(one) for one in (engine_of(optimizer), engine_of(optimizer).core, engine_of(optimizer).guesses)]
+    gc.collect()
+    gc.disable()
+    try:
+        del optimizer
+        assert [one() for one in kept] == [None] * 3
     finally:
         gc.enable()
