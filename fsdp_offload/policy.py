@@ -35,16 +35,17 @@ class OffloadPolicy:
               ``state_dict`` or the optimizer. Needs a model.
             - ``"iteration"``: as ``"forward"``, and update each bucket as soon as its gradients are final, within the
               backward. For loops in which the number of backwards before a step does not change. A loop that clips by
-              a norm, or looks at gradients after the backward, is seen to do so in its first steps: updates are then
-              taken back in steps that change gradients, and wait for ``step()`` where more than a fifth do. That takes
-              as much host memory again as the state and the parameters have. Needs a model.
-        device_bytes: Limit the device memory for offloaded state, passing through or staying: a number is never
-            exceeded, unless one bucket that cannot be cut is larger (the report says so). ``"auto"`` takes four
-            buckets in ``"step"``; otherwise it measures some iterations, then keeps just what hides the transfers,
-            within what training leaves free. At least two ``bucket_bytes``, one of which is kept free for state that
-            the optimizer is just creating.
-        bucket_bytes: Load, update and store about this much state together. A parameter with more is cut into several
-            buckets if its optimizer works element by element, and is one large bucket otherwise.
+              a norm uses :func:`~fsdp_offload.clip_grad_norm_`: updates are then guesses, taken back in steps that
+              clip, and wait for ``step()`` where more than a fifth do. That takes as much host memory again as the
+              state and the parameters have. A loop that touches gradients otherwise is seen to do so in its first
+              steps, and its updates wait for ``step()``. Needs a model.
+        device_bytes: Limit the device memory for what is offloaded, passing through or kept: a number is never
+            exceeded, unless one update needs more (the report says so). ``"auto"`` begins with four blocks of state,
+            and of parameters; beside the model, or with ``parameters``, it takes more where compute waits for them,
+            within what training leaves free. At least two ``bucket_bytes``.
+        bucket_bytes: Load, update and store about this much state together. The default follows the groups of
+            ``fully_shard``: small ones are joined, and large ones cut at 512 MiB. A parameter with more is cut into
+            several buckets if its optimizer works element by element, and is one large bucket otherwise.
         master_weights: Keep masters for bf16 and fp16 parameters, as state under ``"master_param"``. ``"fp32"``: update
             an fp32 master, with fp32 state, and round the parameter from it, as the same optimizer does on an fp32
             copy of the model; 12 bytes of state per parameter with Adam. ``"remainder"``: the same, but keep only the

@@ -22,7 +22,7 @@ def offload_each(
 ) -> None:
     """Call ``offload`` with every optimizer inside ``optimizer``; if one fails, those before it are removed again.
 
-    They share streams and staging, as all on a device do. fp32 masters that are their parameters get a place to go to.
+    They share streams, as all on a device do. fp32 masters that are their parameters get a place to go to.
     """
     refuse_own_offload(optimizer)
     for inner in savers_of_all_masters(optimizer):

@@ -242,13 +242,10 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
 
     @_of_the_real_optimizer
     def offload_states(self) -> None:
-        """Start returning everything to the host: resident state, and the staging memory. Asynchronous.
+        """Start storing what is newer on the device than at home: state that is kept there. Asynchronous.
 
-        State that is not resident is at home already, or on its way since the step. Harmless when there is nothing to
-        do. Everything may be done while the state is away: ``step()`` reloads by itself.
-
-        Raises:
-            MemoryError: resident state needs host memory when it first leaves, and there is not enough.
+        Other state is at home already, or on its way since the step. Harmless when there is nothing to do. Everything
+        may be done while the state is away: ``step()`` reloads by itself.
         """
         engine = engine_of(self)
         engine.phases.offload(states_of(self, engine).unwaited)
@@ -261,8 +258,7 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
     def release_states(self) -> None:
         """Free the device memory of what :meth:`offload_states` has sent away: in the order of the current stream.
 
-        The memory goes to torch's allocator. Staging is shared by the offloaded optimizers of a device, and goes when
-        all of them have released it.
+        The memory goes to torch's allocator.
         """
         engine = engine_of(self)
         engine.phases.release()
@@ -272,14 +268,14 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
 
     @_of_the_real_optimizer
     def reload_states(self, *, free_host_memory: bool = False) -> None:
-        """Start loading what the policy allows: resident state, and the first buckets of the next step. Asynchronous.
+        """Start loading what the next step uses first, as much as the policy allows. Asynchronous.
 
         For the time when the last gradients are being reduced; see :func:`reload_before`. Harmless when all is there.
-        Before the first two steps it is not known what a step will need, and only resident state is loaded.
+        Before the first step it is not known what a step will need.
 
         Args:
-            free_host_memory: give back the pinned memory that resident state was kept in, instead of keeping it for
-                the next :meth:`offload_states`. The host waits for the copies then.
+            free_host_memory: give back the pinned memory that masters of parameters were parked in, instead of keeping
+                it for the next :meth:`offload_states`. The host waits for the copies then. Homes of state stay.
         """
         engine, parked = engine_of(self), _parked_by(self)
         if parked is not None:

@@ -51,7 +51,7 @@ class ArenaStager(AsyncStager):
         ...                                    # train on; the file gets the state of the call
         future.result()
 
-    ``async_save`` returns when everything else (the model's shards, counters, state that is resident on the device) is
+    ``async_save`` returns when everything else (the model's shards, counters, state that has no home on the host) is
     copied to host memory that the stager keeps for the next save. Put enough ``OffloadPolicy.snapshot_bytes`` aside for
     the state (as many bytes as the state has), or the first step during a save waits for its end.
 

@@ -41,9 +41,8 @@ def check_host_memory(needed_bytes: int, limit_bytes: int | None, held_bytes: in
         MemoryError: says what is needed, what there is, and what to do.
     """
     advice = (
-        "Keep more of the state on the device (a larger OffloadPolicy.device_bytes), shard over more ranks, or, if the "
-        "machine has memory that the kernel does not report yet, say how much may be used with "
-        "OffloadPolicy.host_limit_bytes."
+        "Shard over more ranks, or, if the machine has memory that the kernel does not report yet, say how much may be "
+        "used with OffloadPolicy.host_limit_bytes."
     )
     if limit_bytes is not None:
         if held_bytes + needed_bytes > limit_bytes:
