@@ -13,7 +13,7 @@ import logging
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -120,6 +120,9 @@ class WayBack:
         self.core.guess = None
 
 
+_Result = TypeVar("_Result")
+
+
 class Owner(Protocol):
     """The engine of the optimizer."""
 
@@ -159,7 +162,7 @@ class Guesses:
         self.unavailable = ""
         if not (capabilities.elementwise and capabilities.known):
             self.unavailable = "this optimizer does not work element by element, or is not in the tested table"
-        self.way_back = WayBack(engine.core, self._pairs_of, self._takes)
+        self.way_back = WayBack(engine.core, _weakly(self._pairs_of), _weakly(self._takes))
         self._own: OwnCounters | None = None
         self._without_state: set[Tensor] = set()
         self._is_on = True
@@ -467,6 +470,18 @@ class Guesses:
                 at += aligned(param.numel())
             self._pairs[bucket.number] = addresses, pairs
         return pairs
+
+
+def _weakly(method: Callable[[Bucket], _Result]) -> Callable[[Bucket], _Result]:
+    """Return a function that calls ``method`` without keeping its object alive: a cycle would keep all homes."""
+    reference = weakref.WeakMethod(method)
+
+    def call(bucket: Bucket) -> _Result:
+        bound = reference()
+        assert bound is not None, "the way back belongs to this object"
+        return bound(bucket)
+
+    return call
 
 
 def _unwatch(references: list[TensorWeakRef]) -> None:
