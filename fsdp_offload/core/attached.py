@@ -145,7 +145,7 @@ class CoreEngine(Engine):
         weights = Weights(
             own,
             partial(_wait_parameter, weakref.ref(self)),
-            self._take_region,
+            self.take_region,
             self.policy.snapshot_bytes - self.plan.spare_bytes,
         )
         self.weights = self._updates.weights = weights
@@ -153,7 +153,8 @@ class CoreEngine(Engine):
         self._count_weights(weights)
         self._taken = -1
 
-    def _take_region(self, nbytes: int, breaks: Sequence[int]) -> Region:
+    def take_region(self, nbytes: int, breaks: Sequence[int]) -> Region:
+        """Take host memory, with offsets that no copy crosses."""
         held_bytes = sum(region.nbytes for region in self.plan.regions)
         check_host_memory(nbytes, self.policy.host_limit_bytes, held_bytes)
         return Region(nbytes, device=self.device, pin=self.pinned, breaks=breaks)

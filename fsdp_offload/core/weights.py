@@ -5,6 +5,7 @@ Frozen parameters of the model are among them; those that another optimizer upda
 """
 
 import itertools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -66,10 +67,9 @@ class Weights:
             ends[number] = homes.nbytes
         spare_end = max((end for end in ends.values() if end <= spare_bytes), default=0)
         breaks = self._breaks = sorted(homes.breaks)
-        self._take = take
         self.regions = [take(n, [at for at in breaks if at < n]) for n in (homes.nbytes, spare_end)]
         self.spare_bytes = spare_end
-        self.guessed: dict[Item, None] | None = None
+        self.guessed: dict[int, None] | None = None
         self._begins = {number: offsets[number][0] for number in offsets}
         self._homes: dict[int, list[BytesAtHome]] = {}  # of each group: where it is now, and a spare one
         self.items: dict[int, Item] = {}
@@ -93,7 +93,7 @@ class Weights:
             holders = [holders_of(local_shard(one.param)) for one in group]
             item.is_held = partial(_is_held, group, holders)
             item.wait_unread = partial(_wait_unread, parts)
-            item.spare_home = partial(self._spare_home, item, parts, homes_of_item)
+            item.spare_home = partial(_spare_home, weakref.ref(self), number, parts, homes_of_item)
 
     def _bytes(self, memory: Tensor, shift: int, begin: int, end: int) -> BytesAtHome:
         """Cut the home ``[begin, end)``, of which ``memory`` begins at ``shift``, into what one copy may be about."""
@@ -110,7 +110,7 @@ class Weights:
         begins = [begin for number, begin in self._begins.items() if len(self._homes[number]) == 1]
         return min(begins) // PAGE_BYTES * PAGE_BYTES if begins else None  # else breaks would not be pages
 
-    def take_spare_homes(self) -> Region | None:
+    def take_spare_homes(self, take: Callable[[int, Sequence[int]], Region]) -> Region | None:
         """Give each group a second home, where it has none; returns their memory.
 
         Raises:
@@ -119,7 +119,7 @@ class Weights:
         first = self._first_without_spare()
         if first is None:
             return None
-        region = self._take(self.missing_bytes, [at - first for at in self._breaks if at > first])
+        region = take(self.missing_bytes, [at - first for at in self._breaks if at > first])
         for number, homes in self._homes.items():
             if len(homes) > 1:
                 continue
@@ -133,23 +133,11 @@ class Weights:
         self.spare_bytes += region.nbytes
         return region
 
-    def _spare_home(self, item: Item, parts: Sequence[Part], homes: list[BytesAtHome]) -> BytesAtHome | None:
-        """As :attr:`Item.spare_home`. Until a guess is committed, parameters live where they were."""
-        if self.guessed is not None:
-            known = item in self.guessed
-            self.guessed[item] = None
-            return None if known else homes[1]
-        if len(homes) == 1 or not any(part.homes[0].is_read() for part in parts):
-            return None
-        _flip(parts, homes)
-        return homes[0]
-
     def commit_guesses(self) -> None:
         """Let parameters live where updates have stored them."""
         guessed, self.guessed = self.guessed or {}, None
-        for number, item in self.items.items():
-            if item in guessed:
-                _flip([self.parts[one.param] for one in self.groups[number]], self._homes[number])
+        for number in guessed:
+            _flip([self.parts[one.param] for one in self.groups[number]], self._homes[number])
 
     def homes(self) -> Iterator[tuple[Home, bool]]:
         """All homes, and whether parameters live there now."""
@@ -218,6 +206,21 @@ def _is_held(group: Sequence[ShardedParameter], holders: Sequence[int]) -> bool:
 def _wait_unread(parts: Sequence[Part]) -> None:
     for part in parts:
         part.homes[0].wait_unread()
+
+
+def _spare_home(
+    weights: "weakref.ref[Weights]", number: int, parts: Sequence[Part], homes: list[BytesAtHome]
+) -> BytesAtHome | None:
+    """As :attr:`Item.spare_home`. Until a guess is committed, parameters live where they were."""
+    guessed = None if (owner := weights()) is None else owner.guessed
+    if guessed is not None:
+        known = number in guessed
+        guessed[number] = None
+        return None if known else homes[1]
+    if len(homes) == 1 or not any(part.homes[0].is_read() for part in parts):
+        return None
+    _flip(parts, homes)
+    return homes[0]
 
 
 def _flip(parts: Sequence[Part], homes: list[BytesAtHome]) -> None:
