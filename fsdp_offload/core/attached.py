@@ -29,7 +29,7 @@ from ..torch_compat.spent_gradient import is_freed, is_spent, note_freed, spend
 from ..torch_compat.watched_gradient import unwatch, watch
 from .contents import Contents
 from .engine import Core
-from .guesses import Guesses, weakly
+from .guesses import Guesses
 from .homes import Plan
 from .host_lane import HostLane
 from .items import Item
@@ -145,7 +145,7 @@ class Engine(Contents):
         weights = Weights(
             own,
             partial(_wait_parameter, weakref.ref(self)),
-            weakly(self._take_region),
+            self.take_region,
             self.policy.snapshot_bytes - self.plan.spare_bytes,
             self.names,
         )
@@ -154,7 +154,8 @@ class Engine(Contents):
         self._count_weights(weights)
         self._taken = -1
 
-    def _take_region(self, nbytes: int, breaks: Sequence[int]) -> Region:
+    def take_region(self, nbytes: int, breaks: Sequence[int]) -> Region:
+        """Take host memory, with offsets that no copy crosses."""
         held_bytes = sum(region.nbytes for region in self.plan.regions)
         check_host_memory(nbytes, self.policy.host_limit_bytes, held_bytes)
         return Region(nbytes, device=self.device, pin=self.pinned, breaks=breaks)

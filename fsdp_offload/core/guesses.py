@@ -148,6 +148,9 @@ class Owner(Protocol):
     weights: Weights | None
     frees_all_gradients: bool
 
+    def take_region(self, nbytes: int, breaks: Sequence[int]) -> Region:
+        """Take host memory, with offsets that no copy crosses."""
+
     def used_gradients(self) -> list[Tensor]:
         """Return the gradients that updates of this step have used, or may have."""
 
@@ -435,7 +438,7 @@ class Guesses:
             check_host_memory(needed_bytes, engine.policy.host_limit_bytes, sum(one.nbytes for one in plan.regions))
             plan.take_spare_homes()
             if engine.weights is not None:
-                spare = engine.weights.take_spare_homes()
+                spare = engine.weights.take_spare_homes(engine.take_region)
                 if spare is not None:
                     plan.regions.append(spare)
                     plan.spare_bytes += spare.nbytes

@@ -5,6 +5,7 @@ Frozen parameters of the model are among them; those that another optimizer upda
 """
 
 import itertools
+import weakref
 from collections.abc import Callable, Container, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -68,10 +69,9 @@ class Weights:
             ends[number] = homes.nbytes
         spare_end = max((end for end in ends.values() if end <= spare_bytes), default=0)
         breaks = self._breaks = sorted(homes.breaks)
-        self._take = take
         self.regions = [take(n, [at for at in breaks if at < n]) for n in (homes.nbytes, spare_end)]
         self.spare_bytes = spare_end
-        self.guessed: dict[Item, None] | None = None
+        self.guessed: dict[int, None] | None = None
         self._begins = {number: offsets[number][0] for number in offsets}
         self._homes: dict[int, list[BytesAtHome]] = {}  # of each group: where it is now, and a spare one
         self.items: dict[int, Item] = {}
@@ -95,26 +95,16 @@ class Weights:
             holders = [holders_of(local_shard(one.param)) for one in group]
             item.is_held = partial(_is_held, group, holders)
             item.wait_unread = partial(_wait_unread, parts)
-            item.spare_home = partial(self._spare_home, item, parts, homes_of_item)
+            item.spare_home = partial(_spare_home, weakref.ref(self), number, parts, homes_of_item)
             if len(regions) == 1 and not all(one.param in trained for one in group):
                 ends_of_group = [*offsets[number][1:], end]
                 ranges = list(zip((one.param for one in group), offsets[number], ends_of_group, strict=True))
-                item.stored = partial(self._stored, ranges, trained)
+                item.stored = partial(_stored, regions[0].bytes, ranges, trained, breaks)
 
     def _bytes(self, memory: Tensor, shift: int, begin: int, end: int) -> BytesAtHome:
         """Cut the home ``[begin, end)``, of which ``memory`` begins at ``shift``, into what one copy may be about."""
         cuts = itertools.pairwise([begin, *(at for at in self._breaks if begin < at < end), end])
         return [(memory[a - shift : b - shift], a - begin) for a, b in cuts]
-
-    def _stored(self, ranges: Sequence[tuple[Tensor, int, int]], trained: Container[Tensor]) -> BytesAtHome:
-        """The bytes of those of a group's parameters that updates may change; neighbours are one copy."""
-        begin, found = ranges[0][1], []
-        for is_trained, run in itertools.groupby(ranges, key=lambda one: one[0] in trained):
-            if is_trained:
-                (_, first, end), *rest = run
-                end = rest[-1][2] if rest else end
-                found += [(b, first - begin + at) for b, at in self._bytes(self.regions[0].bytes, 0, first, end)]
-        return found
 
     @property
     def missing_bytes(self) -> int:
@@ -126,7 +116,7 @@ class Weights:
         begins = [begin for number, begin in self._begins.items() if len(self._homes[number]) == 1]
         return min(begins) // PAGE_BYTES * PAGE_BYTES if begins else None  # else breaks would not be pages
 
-    def take_spare_homes(self) -> Region | None:
+    def take_spare_homes(self, take: Callable[[int, Sequence[int]], Region]) -> Region | None:
         """Give each group a second home, where it has none; returns their memory.
 
         Raises:
@@ -135,7 +125,7 @@ class Weights:
         first = self._first_without_spare()
         if first is None:
             return None
-        region = self._take(self.missing_bytes, [at - first for at in self._breaks if at > first])
+        region = take(self.missing_bytes, [at - first for at in self._breaks if at > first])
         for number, homes in self._homes.items():
             if len(homes) > 1:
                 continue
@@ -150,23 +140,11 @@ class Weights:
         self.spare_bytes += region.nbytes
         return region
 
-    def _spare_home(self, item: Item, parts: Sequence[Part], homes: list[BytesAtHome]) -> BytesAtHome | None:
-        """As :attr:`Item.spare_home`. Until a guess is committed, parameters live where they were."""
-        if self.guessed is not None:
-            known = item in self.guessed
-            self.guessed[item] = None
-            return None if known else homes[1]
-        if len(homes) == 1 or not any(part.homes[0].is_read() for part in parts):
-            return None
-        _flip(parts, homes)
-        return homes[0]
-
     def commit_guesses(self) -> None:
         """Let parameters live where updates have stored them."""
         guessed, self.guessed = self.guessed or {}, None
-        for number, item in self.items.items():
-            if item in guessed:
-                _flip([self.parts[one.param] for one in self.groups[number]], self._homes[number])
+        for number in guessed:
+            _flip([self.parts[one.param] for one in self.groups[number]], self._homes[number])
 
     def homes(self) -> Iterator[tuple[Home, bool]]:
         """All homes, and whether parameters live there now."""
@@ -235,6 +213,35 @@ def _is_held(group: Sequence[ShardedParameter], holders: Sequence[int]) -> bool:
 def _wait_unread(parts: Sequence[Part]) -> None:
     for part in parts:
         part.homes[0].wait_unread()
+
+
+def _stored(
+    memory: Tensor, ranges: Sequence[tuple[Tensor, int, int]], trained: Container[Tensor], breaks: Sequence[int]
+) -> BytesAtHome:
+    """The bytes of those of a group's parameters that updates may change; neighbours are one copy."""
+    found: list[tuple[Tensor, int]] = []
+    for is_trained, run in itertools.groupby(ranges, key=lambda one: one[0] in trained):
+        if is_trained:
+            spans = [(begin, end) for _, begin, end in run]
+            first, last = spans[0][0], spans[-1][1]
+            cuts = itertools.pairwise([first, *(at for at in breaks if first < at < last), last])
+            found += [(memory[a:b], a - ranges[0][1]) for a, b in cuts]
+    return found
+
+
+def _spare_home(
+    weights: "weakref.ref[Weights]", number: int, parts: Sequence[Part], homes: list[BytesAtHome]
+) -> BytesAtHome | None:
+    """As :attr:`Item.spare_home`. Until a guess is committed, parameters live where they were."""
+    guessed = None if (owner := weights()) is None else owner.guessed
+    if guessed is not None:
+        known = number in guessed
+        guessed[number] = None
+        return None if known else homes[1]
+    if len(homes) == 1 or not any(part.homes[0].is_read() for part in parts):
+        return None
+    _flip(parts, homes)
+    return homes[0]
 
 
 def _flip(parts: Sequence[Part], homes: list[BytesAtHome]) -> None:

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from fsdp_offload import OffloadPolicy, clip_grad_norm_
+from fsdp_offload import OffloadPolicy, clip_grad_norm_, remove_offload
 from fsdp_offload.checkpoint import ArenaStager, get_optimizer_state_dict
 from fsdp_offload.core import guesses, updates
 from fsdp_offload.core.attached import Engine, engine_of
@@ -641,13 +641,15 @@ def test_gradients_are_kept_alive_by_nobody(mesh: DeviceMesh, parameters: bool) 
     assert not any(reference() for reference in references)
 
 
-def test_nothing_keeps_an_optimizer_alive(mesh: DeviceMesh) -> None:
-    loop = train(Loop(mesh, adamw, policy_of(), net=small_net), [NEVER] * 4)
+@EVERYWHERE
+def test_nothing_keeps_an_engine_that_was_removed(mesh: DeviceMesh, parameters: bool) -> None:
+    loop = train(Loop(mesh, adamw, policy_of(parameters=parameters), net=small_net), [NEVER] * 4)
     engine: Any = engine_of(loop.optimizer)
     references = [
         weakref.ref(one) for one in (engine, engine.plan, engine.core, engine.guesses, engine.guesses.way_back)
     ]
-    del loop.optimizer, loop.scheduler, engine
+    del engine
+    remove_offload(loop.optimizer)
     assert not any(reference() for reference in references)
 
 

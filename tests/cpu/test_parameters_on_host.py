@@ -539,7 +539,7 @@ def test_what_needs_all_gradients_is_refused_where_they_do_not_fit(
     monkeypatch.setattr(Engine, "_gradients_fit", lambda _: False)
     loop = Loop(mesh, adamw, policy_of({"overlap": "iteration"}))
     loop.backward(0)
-    with pytest.raises(RuntimeError, match=r"from the first step on, and needs room for all of them"):
+    with pytest.raises(RuntimeError, match=r"from the first step on, and needs room for all gradients"):
         nn.utils.clip_grad_norm_(loop.model.parameters(), 1.0)
     with pytest.raises(RuntimeError, match=r"second backward.* one is expected where not all gradients fit"):
         loop.backward(1)
