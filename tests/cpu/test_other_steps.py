@@ -109,7 +109,7 @@ def test_the_offloaded_class_is_not_a_constructor() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"policy": {}}, "policy must be an OffloadPolicy"),
+        ({"policy": 3}, "policy must be an OffloadPolicy"),
         ({"model": [nn.Linear(1, 1)]}, "model must be a torch.nn.Mo"),
     ],
 )
