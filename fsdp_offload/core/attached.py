@@ -684,12 +684,6 @@ class Engine(Contents):
         if self.core.updated is not None:
             self.core.updated.synchronize()
 
-    def wait_moved(self) -> None:
-        """Let what follows on the current stream start only after everything that was issued."""
-        self.guesses.take_back()
-        self.core.wait_updated()
-        self.core.wait_moved()
-
 
 def _wait_parameter(engine: "weakref.ref[Engine]", param: Tensor) -> None:
     found = engine()

@@ -409,8 +409,3 @@ class Core:
         self.reductions.end(stepped=False)
         if self.cache.stopwatch is not None:
             self.cache.stopwatch.forget()
-
-    def wait_moved(self) -> None:
-        """Let the current stream wait for all loads and stores."""
-        for item in self.cache.held:
-            self.lanes.compute.wait(item.ready, *item.used.values())

@@ -216,11 +216,6 @@ class Guesses:
         return ready and bool(self._takeable) and self._generation == self._engine.plan.generation
 
     @property
-    def kept_bytes(self) -> int:
-        """Bytes of old parameters that go down in a step, beside the state."""
-        return self._region.nbytes if self._region is not None and self.is_ready else 0
-
-    @property
     def sentence(self) -> str:
         """For the report; empty where the loop does not clip with our function."""
         if not self.announced:

@@ -21,17 +21,12 @@ GetStates = Callable[[Optimizer], StateStore]
 
 
 class ModelHooks:
-    """The hooks on one model for one optimizer.
-
-    Attributes:
-        in_groups: parameters that ``fully_shard`` gathers.
-    """
+    """The hooks on one model for one optimizer."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, engine: Engine, get_states: GetStates) -> None:
         self._model, self._optimizer, self._engine = weakref.ref(model), weakref.ref(optimizer), weakref.ref(engine)
         self._get_states = get_states
         self._groups = sharding_groups(model)
-        self.in_groups = {param for group in self._groups for param in group.params}
         hooks = weakref.ref(self)
         # All that the hooks keep: what the device does is waited for when the engine goes, what the CPU does is not.
         last = self._left_behind = LeftBehind(

@@ -14,7 +14,7 @@ In the last one, T has the old parameters that go down beside the state. What st
 backward, as far as that lasts, and stored behind the next one, unless the forward needs its room.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..policy import OffloadPolicy
@@ -34,18 +34,6 @@ class Times:
     load_ms: float
     store_ms: float
     two_way_ms: float
-
-    def within(self, busy_ms: float, *, updates: bool) -> "Times":
-        """The same parts where an iteration computed for no longer than ``busy_ms``, so that none takes more alone.
-
-        The one that was measured alone may be the second of all, in which allocators and compilers were still busy.
-
-        Args:
-            busy_ms: in which the compute stream did not wait for state.
-            updates: whether updates ran in that stream.
-        """
-        rest_ms = self.forward_ms + self.clip_ms + (self.update_ms if updates else 0.0)
-        return replace(self, backward_ms=min(self.backward_ms, max(0.0, busy_ms - rest_ms)))
 
 
 class Bound(NamedTuple):
@@ -96,48 +84,3 @@ def bound(
 def staged_share(ring_bytes: int, moving_bytes: int) -> float:
     """r: the share of ``moving_bytes``, all that passes through, that a ring of ``ring_bytes`` holds."""
     return min(1.0, ring_bytes / moving_bytes) if moving_bytes else 0.0
-
-
-@dataclass(frozen=True)
-class PartsAlone:
-    """The parts of a live iteration in which nothing ran beside anything else, but loads beside stores.
-
-    Attributes:
-        times: ``backward_ms`` stands for B and clip and all else that is not the first forward; ``clip_ms`` is 0.
-        loaded_bytes, stored_bytes: what it moved.
-    """
-
-    times: Times
-    loaded_bytes: int
-    stored_bytes: int
-
-    def moving(self, loaded_bytes: int, stored_bytes: int) -> Times:
-        """The same parts where other amounts are moved."""
-        load_ms = self.times.load_ms * loaded_bytes / max(self.loaded_bytes, 1)
-        store_ms = self.times.store_ms * stored_bytes / max(self.stored_bytes, 1)
-        return replace(self.times, load_ms=load_ms, store_ms=store_ms, two_way_ms=max(load_ms, store_ms))
-
-
-def parts_alone(
-    *, busy_ms: float, forward_ms: float, update_ms: float, load_ms: float, store_ms: float, beside_compute: bool
-) -> Times:
-    """The parts of a measured iteration that had nothing beside the model.
-
-    Args:
-        busy_ms: of the compute stream: the iteration without the time in which it stood still for state.
-        forward_ms: of that, until the backward began: the first forward, and whatever came before it.
-        update_ms: in which the optimizer ran.
-        load_ms: in which copies to the device ran.
-        store_ms: in which copies to the host ran.
-        beside_compute: updates ran on a stream of their own, so that they are not in ``busy_ms``.
-    """
-    in_stream_ms = 0.0 if beside_compute else update_ms
-    return Times(
-        forward_ms=forward_ms,
-        backward_ms=max(0.0, busy_ms - forward_ms - in_stream_ms),
-        update_ms=update_ms,
-        clip_ms=0.0,
-        load_ms=load_ms,
-        store_ms=store_ms,
-        two_way_ms=max(load_ms, store_ms),  # they ran together
-    )

@@ -30,11 +30,6 @@ def is_dtensor_class(cls: type) -> bool:
     return issubclass(cls, DTensor)
 
 
-def is_replicated(tensor: Tensor) -> bool:
-    """Return whether this rank has all of ``tensor``, as it is."""
-    return not isinstance(tensor, DTensor) or all(placement.is_replicate() for placement in tensor.placements)
-
-
 LOCAL: Any = DTensor._local_tensor
 """The slot itself: a class derived from DTensor may tell somebody who reaches for the attribute."""
 

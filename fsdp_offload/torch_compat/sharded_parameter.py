@@ -73,14 +73,6 @@ class ShardedParameter:
         """Whether the shard is a dense tensor that is gathered as it is, rather than of a type that says how."""
         return type(local_shard(self.param)) is Tensor
 
-    def padded_shard(self) -> Tensor | None:
-        """The shard as a gather reads it: flat, padded; ``None`` if its memory ends where the shard does."""
-        local = local_shard(self.param)
-        end = local.storage_offset() + self.padded_numel
-        if local.untyped_storage().nbytes() < end * local.itemsize:
-            return None
-        return local.detach().as_strided((self.padded_numel,), (1,))
-
     def live_at(self, local: Tensor) -> None:
         """Let ``local``, of the shape and dtype of the shard, be the shard from now on; on any device.
 

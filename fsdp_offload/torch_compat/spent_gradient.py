@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -166,11 +165,3 @@ def without_gradients(params: Iterable[Tensor]) -> Iterator[None]:
     finally:
         for param, grad in kept:
             param.grad = grad
-
-
-def restore(grads: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Undo :func:`spend` for pairs of a parameter and its gradient, where nobody has exchanged that since."""
-    with torch.no_grad():
-        for param, grad in grads:
-            if is_spent(param):
-                param.grad = grad

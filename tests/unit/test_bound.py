@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from fsdp_offload import OffloadPolicy
-from fsdp_offload.plan.bound import PartsAlone, Times, bound, parts_alone
+from fsdp_offload.plan.bound import Times, bound
 
 # Powers of two, so that a term that is missing, or counted twice, shows, and sums are exact.
 TIMES = Times(forward_ms=64, backward_ms=128, update_ms=2, clip_ms=1, load_ms=512, store_ms=256, two_way_ms=1024)
@@ -45,41 +45,7 @@ def test_the_formula_of_a_policy(
 
 # A live iteration -----------------------------------------------------------------------------------------------------
 
-PARTS: dict[str, Any] = {"busy_ms": 100, "forward_ms": 30, "update_ms": 5, "load_ms": 40, "store_ms": 50}
-
-
-def test_all_that_is_not_the_first_forward_counts_as_backward() -> None:
-    times = parts_alone(**PARTS, beside_compute=False)
-    assert times == Times(30, 65, update_ms=5, clip_ms=0, load_ms=40, store_ms=50, two_way_ms=50)
-    assert bound(OffloadPolicy(**STEP), times, offloaded=0.0).ms == 100
-
-
-def test_updates_on_a_stream_of_their_own_are_not_in_that_of_the_model() -> None:
-    times = parts_alone(**PARTS, beside_compute=True)
-    assert times == Times(30, 70, update_ms=5, clip_ms=0, load_ms=40, store_ms=50, two_way_ms=50)
-    assert bound(OffloadPolicy(**ITERATION), times) == ("max(F + B + U, T)", 105)
-    assert bound(OffloadPolicy(**FORWARD), times) == ("B + clip + max(F + U, (1 - r) T)", 120)
-
-
-def test_what_else_is_moved_takes_as_much_longer() -> None:
-    parts = PartsAlone(parts_alone(**PARTS, beside_compute=True), loaded_bytes=200, stored_bytes=100)
-    assert parts.moving(200, 100) == parts.times
-    assert parts.moving(100, 300) == Times(30, 70, update_ms=5, clip_ms=0, load_ms=20, store_ms=150, two_way_ms=150)
-    assert parts.moving(0, 0).two_way_ms == 0
-
 
 def test_clipping_counts_where_updates_may_be_taken_back() -> None:
     found = bound(OffloadPolicy(**ITERATION), TIMES, offloaded=0.125, clips=True)
     assert found == ("max(F + B + clip + U, T)", 64 + 128 + 1 + 2)
-
-
-def test_parts_that_were_measured_longer_than_the_whole_leave_nothing() -> None:
-    assert parts_alone(**(PARTS | {"busy_ms": 33}), beside_compute=False).backward_ms == 0
-
-
-def test_no_part_takes_longer_alone_than_the_iteration_that_it_is_part_of() -> None:
-    alone = Times(30, 900, update_ms=5, clip_ms=2, load_ms=40, store_ms=50, two_way_ms=50)  # while compilers ran
-    assert alone.within(100, updates=True).backward_ms == 100 - 30 - 2 - 5
-    assert alone.within(100, updates=False).backward_ms == 100 - 30 - 2
-    assert alone.within(2000, updates=True) == alone
-    assert alone.within(20, updates=True).backward_ms == 0
