@@ -90,7 +90,7 @@ def test_gradients_go_however_late_the_link_is(mesh: DeviceMesh, slow: Slow, mon
 
 def test_what_the_first_steps_took_is_no_room(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
     """They keep all gradients; what comes and goes would fill that."""
-    monkeypatch.setattr(Engine, "room_bytes", lambda _: 0)  # else all would stay, as it cannot be hidden
+    monkeypatch.setattr(Engine, "_free_at_peak", lambda _: 0)  # else all would stay, as it cannot be hidden
     policy = OffloadPolicy(parameters=True, overlap="iteration", bucket_bytes=8 << 20)
     loop = Loop(mesh, adamw, policy, net=deep).train(20)
     torch.cuda.synchronize()

@@ -32,7 +32,8 @@ def test_state_is_on_the_device_during_the_step_alone(mesh: DeviceMesh) -> None:
         param.grad = torch.ones_like(param)
         before.append(torch.cuda.memory_allocated())
         optimizer.step()
-    assert all(one - other == 4 * numel for one, other in zip(during, before, strict=True))
+    # The allocator does not split off a rest of less than 1 MiB.
+    assert all(0 <= one - other - 4 * numel < 1 << 20 for one, other in zip(during, before, strict=True))
     assert len(set(before)) == 1
     assert torch.equal(optimizer.state[param]["velocity"], torch.full((numel,), 4.0))  # type: ignore[index]
 
