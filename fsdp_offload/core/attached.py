@@ -464,7 +464,10 @@ class Engine(Contents):
         """Let go of gradients whose updates have all been issued."""
         done = {bucket.number for bucket in self.core.done}
         for param in params:
-            if param.grad is not None and not is_spent(param) and done.issuperset(self.plan.shards[param].buckets):
+            shard = self.plan.shards[param]
+            if shard.group < 0:
+                continue  # it has left the param groups: its gradient has not been used, and goes on adding up
+            if param.grad is not None and not is_spent(param) and done.issuperset(shard.buckets):
                 self._spent[param] = version_of(param)
                 spend(param)
 

@@ -180,7 +180,10 @@ class Weights:
     def return_to_device(self, device: torch.device) -> None:
         """Let all of them live on the device again, out of their homes, which are up to date."""
         for param, part in self.parts.items():
-            if local_shard(param) is part.homes[0].weights:  # another optimizer may have taken over what nobody trained
+            local = local_shard(param)
+            # Another optimizer may have taken over what nobody trained. fully_shard exchanges the tensor of an empty
+            # shard at the first forward; that needs its padding again, or gathers of this rank are too short.
+            if local is part.homes[0].weights or not local.numel():
                 part.sharded.live_on(device)
 
 

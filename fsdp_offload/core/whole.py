@@ -118,11 +118,14 @@ class WholeEngine(Engine):
         self.settle()  # what is written there may still be being stored
         self.lending.wait()
         stay = staying(optimizer, states, self.plan.shards)
+        fitting: list[tuple[StateShard, UserState]] = []
         for shard in exchanged:
             state = states.get(shard.param)
-            fitting = {name: state[name] for name in shard.homes if name in state and _fits(shard, name, state, stay)}
-            adopt([(shard, fitting)])
-            state.update(fitting)
+            fits = {name: state[name] for name in shard.homes if name in state and _fits(shard, name, state, stay)}
+            fitting.append((shard, fits))
+        adopt(fitting)  # all at once: a value may be the home of another parameter, which is about to be written
+        for shard, adopted in fitting:
+            states.get(shard.param).update(adopted)
 
     def commit_moves(self, states: StateStore) -> None:
         """State that a checkpoint's writer reads lives in its other home from now on."""

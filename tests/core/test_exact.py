@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from fsdp_offload import OffloadPolicy
+from fsdp_offload import OffloadPolicy, remove_offload
 from fsdp_offload.core.attached import engine_of
 from fsdp_offload.core.updates import BucketUpdates
+from fsdp_offload.torch_compat.fully_shard import sharded_data
 from fsdp_offload.torch_compat.homed import is_homed
 from tests.core.programs import check, local
 from tests.distributed.launch import DEVICE_TYPE, spawn
@@ -156,3 +157,30 @@ def run_programs(rank: int, world_size: int, first: int, last: int) -> None:
 @pytest.mark.parametrize("first", range(100, 200, 20))
 def test_random_programs_on_two_ranks(tmp_path: Path, first: int) -> None:
     spawn(run_programs, 2, tmp_path, first, first + 20)
+
+
+def train_past_removal(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh(DEVICE_TYPE, (world_size,))
+    seen = []
+    for offloaded in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 1), nn.Linear(1, 8)).to(DEVICE_TYPE)
+        for block in model:
+            fully_shard(block, mesh=mesh)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        if offloaded:
+            attach(optimizer, model=model, policy=OffloadPolicy(parameters=True))
+        for step in range(4):
+            if offloaded and step == 2:
+                remove_offload(optimizer)
+                for data in sharded_data(model):
+                    assert data.numel(), f"rank {rank} has no padding to gather, and the others wait for it"
+            model(torch.ones(2, 8, device=DEVICE_TYPE)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        seen.append(values(model))
+    assert all(map(torch.equal, *seen))
+
+
+def test_an_empty_shard_is_gathered_after_removal(tmp_path: Path) -> None:
+    spawn(train_past_removal, 2, tmp_path)

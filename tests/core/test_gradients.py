@@ -53,6 +53,15 @@ def freeze(loop: Loop, step: int) -> None:
     loop.model[7].requires_grad_(step % 2 == 0)
 
 
+def leave(loop: Loop, step: int) -> None:
+    """A parameter leaves the param groups, and comes back with all gradients since then."""
+    group, one = loop.optimizer.param_groups[0], loop.model[5].bias
+    if step == 3:
+        group["params"] = [param for param in group["params"] if param is not one]
+    if step == 6:
+        group["params"] = [*group["params"], one]
+
+
 def more_state(loop: Loop, step: int) -> None:
     if step == 3:
         loop.optimizer.param_groups[0]["amsgrad"] = True
@@ -71,7 +80,7 @@ def loops(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> tuple[Loop, Loop
     return Loop(mesh, offloaded=False), Loop(mesh, offloaded=True)
 
 
-@pytest.mark.parametrize("habit", [None, freeze, more_state, evaluate])
+@pytest.mark.parametrize("habit", [None, freeze, leave, more_state, evaluate])
 def test_they_never_are_there_together(
     loops: tuple[Loop, Loop], monkeypatch: pytest.MonkeyPatch, habit: Callable[[Loop, int], None] | None
 ) -> None:

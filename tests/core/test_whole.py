@@ -349,6 +349,28 @@ def test_save_load_and_go_on(mesh: DeviceMesh, kind: str, policy: str) -> None:
         assert_same(*saved[-2:])
 
 
+@EVERY_POLICY
+def test_state_that_parameters_exchange(mesh: DeviceMesh, policy: str) -> None:
+    seen = []
+    for one in (None, POLICIES[policy]):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)).to(mesh.device_type)
+        for module in (model[0], model[2], model):
+            fully_shard(module, mesh=mesh)
+        optimizer = Coupled(model.parameters())
+        if one is not None:
+            attach(optimizer, model=model, policy=one)
+        for _ in range(3):
+            model(torch.ones(2, 6, device=mesh.device_type)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            state, first, last = optimizer.state, model[0].weight, model[2].weight
+            state[first], state[last] = state[last], state[first]
+        values = [*model.parameters(), *(state[param]["velocity"] for param in model.parameters())]
+        seen.append([local(value) for value in values])
+    assert all(map(torch.equal, *seen))
+
+
 @KINDS
 @EVERY_POLICY
 def test_release_and_reload(mesh: DeviceMesh, kind: str, policy: str) -> None:
