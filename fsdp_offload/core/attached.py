@@ -30,11 +30,10 @@ from ..torch_compat.watched_gradient import unwatch, watch
 from .contents import Contents
 from .engine import Core
 from .guesses import Guesses
-from .homes import Plan
 from .host_lane import HostLane
 from .items import Item
 from .lanes import Lanes
-from .lending import Lending
+from .phases import Phases
 from .plan import (
     ELSEWHERE,
     JOINED_BYTES,
@@ -47,6 +46,7 @@ from .plan import (
 )
 from .readers import SpareHomes
 from .room import Room, Stopwatch
+from .steps import Steps
 from .updates import BucketUpdates
 from .weights import Weights
 
@@ -117,7 +117,7 @@ class Engine(Contents):
         self.steps = Steps(self.core, host)
         self.phases = Phases(self.core, self.plan, self.lending)
         self.guesses = Guesses(self, capabilities, self._updates)
-        self.steps.speculation = self.phases.guesses = self.guesses
+        self.steps.guesses = self.phases.guesses = self.guesses
         self._taken = -1  # the generation of the plan that the core is about
         self._clean_steps = 0
         self._touches = _Touches()
@@ -733,110 +733,6 @@ class _Touches:
         """They are about to be multiplied; nothing of it is put off."""
         self.written = True
         return ()
-
-
-class Steps:
-    """Answer others who ask about the steps of a core."""
-
-    speculation: Guesses
-
-    def __init__(self, core: Core, host: HostUpdates | None) -> None:
-        self._core, self._host = core, host
-        self._failure = ""
-
-    @property
-    def failure(self) -> str:
-        """Why the state is only half updated, by the device or by the CPU; empty if it is whole."""
-        return self._failure or (self._host.failure if self._host is not None else "")
-
-    @failure.setter
-    def failure(self, failure: str) -> None:
-        self._failure = failure
-        if self._host is not None and not failure:
-            self._host.failure = ""
-
-    @property
-    def begun(self) -> bool:
-        """Whether the backward has updated something of a step."""
-        return bool(self._core.done)
-
-    def check_whole(self, what: str) -> None:
-        """Refuse to hand out, or to go on with, what an earlier step has half updated."""
-        if self._host is not None:
-            self._host.raise_failure()
-        if self.failure:
-            raise RuntimeError(
-                f"{what} refused: {self.failure}. Load a checkpoint of the model and of this optimizer "
-                "(load_state_dict) before going on."
-            )
-
-    def check_usable(self, what: str, *, mid_step: bool = False) -> None:
-        """Refuse to go on with half updated state."""
-        self.check_whole(what)
-        if not mid_step:
-            self.speculation.take_back()
-        if not mid_step and self._core.done:
-            raise RuntimeError(
-                f"{what} refused: the backward has updated part of the state (OffloadPolicy(overlap='iteration')). "
-                "Call step() first."
-            )
-
-    def skip(self) -> None:
-        """Gradients are about to be cleared: if there was no ``step()``, there is none for them."""
-        self.speculation.skip()
-        if self._core.done:
-            self.failure = (
-                "gradients were cleared instead of stepping, after the backward had updated parameters with them"
-            )
-            self._core.abandon()
-            raise RuntimeError(
-                "zero_grad() before step(), with OffloadPolicy(overlap='iteration'): parameters have been updated in "
-                "the backward, and a step cannot be skipped any more. A loop that skips steps, or clears the gradients "
-                "that another loss has left (GANs), has to use overlap='forward'."
-            )
-
-    def wait_for_all(self) -> None:
-        """Let what follows on the current stream see all parameters and counters new."""
-        self.speculation.take_back()
-        self._core.wait_updated()
-
-    def take_back(self) -> None:
-        """Take the guesses back, if there are any: somebody looks."""
-        self.speculation.take_back()
-
-
-class Phases:
-    """Everything leaves the device, and comes back."""
-
-    guesses: Guesses
-
-    def __init__(self, core: Core, plan: Plan, lending: Lending) -> None:
-        self._core, self._plan, self._lending = core, plan, lending
-
-    @property
-    def away(self) -> bool:
-        """Return whether everything has left the device, or is on its way."""
-        return self._core.away
-
-    def offload(self, states: StateStore) -> None:
-        """Start storing state that is newer on the device than at home; tensors put there by users move home, too."""
-        self.guesses.take_back()
-        if not (self._core.done or self.away):
-            self._lending.adopt_user_tensors(self._plan.shards.values(), states)
-            self._core.cache.flush()
-            self._core.away = True
-
-    def release(self) -> None:
-        """Free the device memory, in the order of the current stream; the host does not wait."""
-        if self.away:
-            self._core.wait_updated()
-            self._core.cache.release()
-
-    def reload(self, states: StateStore) -> None:
-        """Let items come back."""
-        if self.away:
-            self._lending.adopt_user_tensors(self._plan.shards.values(), states)
-            self._core.away = False
 
 
 def engine_of(optimizer: object) -> Engine | None:

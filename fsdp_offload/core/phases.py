@@ -1,0 +1,41 @@
+"""Everything leaves the device between steps, and comes back: the three calls of Megatron's loop, and those of RL."""
+
+from ..state.store import StateStore
+from .engine import Core
+from .guesses import Guesses
+from .homes import Plan
+from .lending import Lending
+
+
+class Phases:
+    """Everything leaves the device, and comes back."""
+
+    guesses: Guesses
+
+    def __init__(self, core: Core, plan: Plan, lending: Lending) -> None:
+        self._core, self._plan, self._lending = core, plan, lending
+
+    @property
+    def away(self) -> bool:
+        """Return whether everything has left the device, or is on its way."""
+        return self._core.away
+
+    def offload(self, states: StateStore) -> None:
+        """Start storing state that is newer on the device than at home; tensors put there by users move home, too."""
+        self.guesses.take_back()
+        if not (self._core.done or self.away):
+            self._lending.adopt_user_tensors(self._plan.shards.values(), states)
+            self._core.cache.flush()
+            self._core.away = True
+
+    def release(self) -> None:
+        """Free the device memory, in the order of the current stream; the host does not wait."""
+        if self.away:
+            self._core.wait_updated()
+            self._core.cache.release()
+
+    def reload(self, states: StateStore) -> None:
+        """Let items come back."""
+        if self.away:
+            self._lending.adopt_user_tensors(self._plan.shards.values(), states)
+            self._core.away = False
