@@ -306,14 +306,6 @@ def step_twice(loop: Loop, at: int) -> None:
     loop.step()
 
 
-def zeroed_in_place(loop: Loop, at: int) -> None:
-    loop.backward(at)
-    clip(loop, NEVER)
-    loop.optimizer.step()
-    loop.scheduler.step()
-    loop.optimizer.zero_grad(set_to_none=False)
-
-
 def synchronized(loop: Loop, at: int) -> None:
     """Between the backward and the step, with a look at the parameters themselves."""
     loop.backward(at)

@@ -12,18 +12,6 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 MUTANTS = tomllib.loads((ROOT / "tests" / "mutants.toml").read_text())["mutant"]
-FOUND_BY = {
-    "conformance": ["tests/conformance/test_one_process.py"],
-    "order": [
-        *("tests/cpu/test_pipeline_order.py", "tests/slow/test_pipeline_order_search.py", "--hypothesis-seed=0"),
-        *("-k", "not finds_what_is_broken"),
-    ],
-    "window": ["tests/cpu/test_window_order.py", "-k", "no_race"],
-    "phases": ["tests/cpu/test_phases.py"],
-    "masters": ["tests/cpu/test_kept_masters.py"],
-    "overlap": ["tests/cpu/test_overlap.py"],
-    "stories": ["tests/conformance/test_stories.py"],
-}
 
 
 def changed(mutant: dict[str, Any], root: Path) -> str:
@@ -65,7 +53,7 @@ def test_a_mistake_is_found(mutant: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / mutant["file"]).write_text(changed(mutant, ROOT))
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint"])
-    process = context.Process(target=run_tests, args=(tmp_path, FOUND_BY[mutant.get("found_by", "conformance")]))
+    process = context.Process(target=run_tests, args=(tmp_path, mutant["tests"]))
     process.start()
     process.join()
     output = (tmp_path / "output").read_text()
