@@ -1,6 +1,7 @@
 """One offloaded optimizer: its contents, its steps, and the core that moves its bytes."""
 
 import logging
+import warnings
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -120,6 +121,7 @@ class Engine(Contents):
         self.steps.guesses = self.phases.guesses = self.guesses
         self._taken = -1  # the generation of the plan that the core is about
         self._clean_steps = 0
+        self._lost: list[str] = []  # whose state somebody has written where that counts for nothing
         self._touches = _Touches()
         self._early: dict[Tensor, tuple[Tensor, tuple[int, int], tuple[int, int]]] = {}
         self._spent: dict[Tensor, tuple[int, int]] = {}
@@ -219,6 +221,7 @@ class Engine(Contents):
             home=home,
             version=lambda: sum(map(_versions_at, (place for shard in shards for place in shard.places))),
             exists=False,
+            lost_write=partial(self._lost.extend, [shard.name for shard in shards]),
         )
         self._spare_homes.serve(number, item)
         groups = tuple(dict.fromkeys(self._together.get(shard.param, ELSEWHERE) for shard in shards))
@@ -317,6 +320,18 @@ class Engine(Contents):
         self._count_clean(optimizer, kwargs)
         guesses.step_ended()
         return had
+
+    def _tell_lost_writes(self) -> None:
+        lost = list(dict.fromkeys(self._lost))
+        self._lost.clear()
+        shown = ", ".join(lost[:4]) + (f" and {len(lost) - 4} more" if len(lost) > 4 else "")
+        if lost:
+            warnings.warn(
+                f"State of {shown} was written through a tensor that was fetched from optimizer.state before the last "
+                "step. This state stays on the device, where it is newer, and the write is lost. Fetch it from "
+                "optimizer.state again before writing.",
+                stacklevel=2,
+            )
 
     def _leave_room(self, buckets: Iterable[Bucket]) -> None:
         """Leave out a block where state is created, which takes as much."""

@@ -80,6 +80,9 @@ class Item:
         known_to: lanes that have waited for ``ready`` already.
         exposed: somebody has looked at the home since the last update, or still can, and may have written it.
         seen: the version when the home was looked at, or the place was filled or stored after that.
+        lost_write: called where somebody has written the home, through a tensor fetched before the last update, while
+            the place was newer: that is lost.
+        left: the version at the first update after somebody had looked; ``None``: nobody has.
     """
 
     name: str
@@ -105,6 +108,8 @@ class Item:
     known_to: set[str] = field(default_factory=set)
     exposed: bool = False
     seen: object = None
+    lost_write: Callable[[], None] | None = None
+    left: object = None
 
     @property
     def stays(self) -> bool:
@@ -128,10 +133,20 @@ class Item:
     def written(self, mark: Mark) -> None:
         """Note that an update has changed the place, up to ``mark``: its home is older now, if it has one."""
         self.ready = self.updated = mark
+        self._look_for_lost_writes()
         self.dirty, self.exists = bool(self.nbytes), True
         self.exposed = self.exposed and self.is_held()
         self.used.clear()  # the update has waited for all of them
         self.known_to.clear()
+
+    def _look_for_lost_writes(self) -> None:
+        if self.lost_write is None or not self.kept:
+            return  # what streams is stored behind its update: a later write is to what the next one loads
+        if self.exposed:
+            self.left = self.version()
+        elif self.left is not None and self.dirty and self.left != (now := self.version()):
+            self.left = now
+            self.lost_write()
 
     def copies(self, *, changed: bool = False) -> list[tuple[Tensor, Tensor]]:
         """Pairs of bytes at home and in the place; ``changed``: those that an update may have changed."""
