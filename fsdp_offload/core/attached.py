@@ -319,6 +319,7 @@ class Engine(Contents):
         self._measure(steady)
         self._count_clean(optimizer, kwargs)
         guesses.step_ended()
+        self._tell_lost_writes()
         return had
 
     def _tell_lost_writes(self) -> None:

@@ -122,7 +122,8 @@ def first_step(way: str) -> list[str]:
     _, optimizer, _ = made(way)
     report = offload_report(optimizer)
     offloaded = report.memory.host_state_bytes > 0 and report.memory.other_state_bytes == 4 * len(optimizer.state)
-    stored = way == "after" or (report.step is not None and report.step.stored_bytes > 0)  # before, the first step itself was ours
+    # Before, the first step itself was ours.
+    stored = way == "after" or (report.step is not None and report.step.stored_bytes > 0)
     return [] if offloaded and stored else [str(report)]
 
 
