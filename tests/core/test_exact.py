@@ -60,8 +60,9 @@ def test_after_a_failed_step_a_model_is_not_saved_but_loaded(mesh: DeviceMesh) -
     model.load_state_dict(saved)
 
 
-def test_a_step_that_fails_before_its_first_update_loses_nothing_that_is_kept(
-    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("inside", [False, True], ids=["before the update", "in the update, before it writes"])
+def test_a_step_that_fails_before_it_writes_loses_nothing_that_is_kept(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, inside: bool
 ) -> None:
     """The state on the device is newer than at home, and there is no other."""
     sides = []
@@ -70,7 +71,7 @@ def test_a_step_that_fails_before_its_first_update_loses_nothing_that_is_kept(
         model = nn.Sequential(*(nn.Linear(12, 12) for _ in range(3)))
         for block in model:
             fully_shard(block, mesh=mesh)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0, foreach=True)
         if offloaded:
             attach(optimizer, model=model, policy=OffloadPolicy(bucket_bytes=2048, device_bytes=1 << 20))
         for step in range(5):
@@ -78,7 +79,10 @@ def test_a_step_that_fails_before_its_first_update_loses_nothing_that_is_kept(
             if offloaded and step == 3:
                 assert any(bucket.state.dirty for bucket in engine_of(optimizer).core.buckets), "nothing is kept"
                 with monkeypatch.context() as patch:
-                    patch.setattr(BucketUpdates, "job", no_room)
+                    if inside:
+                        patch.setattr(torch, "_foreach_lerp_", no_room)
+                    else:
+                        patch.setattr(BucketUpdates, "job", no_room)
                     with pytest.raises(torch.OutOfMemoryError):
                         optimizer.step()
             optimizer.step()
