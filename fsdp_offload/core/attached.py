@@ -14,8 +14,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..cpu_update.updates import HostUpdates
-from ..device.arena import Region
-from ..device.host_limits import check_host_memory
 from ..optimizers import Capabilities
 from ..optimizers.shared_values import ENGINE_ATTRIBUTE
 from ..policy import OffloadPolicy
@@ -100,7 +98,6 @@ class Engine(Contents):
             joined = dict(together)
         super().__init__(cls, capabilities, policy, device, names, joined, bucket_bytes, host)
         self.loads_in_backward = self.frees_all_gradients = False
-        self.tuning_of_staging = ""
         self.gathered = together.keys()
         self._together, self._bucket_bytes = together, bucket_bytes
         self._params_of: dict[int, list[Tensor]] = defaultdict(list)
@@ -115,10 +112,9 @@ class Engine(Contents):
             self._updates.host = HostLane(host, self.plan.host_shards)
         lanes = Lanes(self._link, serial=policy.serial)
         self.core = Core(lanes, device, policy.overlap, self._updates)
-        self.steps = Steps(self.core, host)
-        self.phases = Phases(self.core, self.plan, self.lending)
         self.guesses = Guesses(self, capabilities, self._updates)
-        self.steps.guesses = self.phases.guesses = self.guesses
+        self.steps = Steps(self.core, self.guesses, host)
+        self.phases = Phases(self.core, self.guesses, self.plan, self.lending)
         self._taken = -1  # the generation of the plan that the core is about
         self._clean_steps = 0
         self._lost: list[str] = []  # whose state somebody has written where that counts for nothing
@@ -147,7 +143,7 @@ class Engine(Contents):
         weights = Weights(
             own,
             partial(_wait_parameter, weakref.ref(self)),
-            self.take_region,
+            self.plan.take_region,
             self.policy.snapshot_bytes - self.plan.spare_bytes,
             self.names,
         )
@@ -155,12 +151,6 @@ class Engine(Contents):
         self.lending.homes_of_parameters = weights.homes
         self._count_weights(weights)
         self._taken = -1
-
-    def take_region(self, nbytes: int, breaks: Sequence[int]) -> Region:
-        """Take host memory, with offsets that no copy crosses."""
-        held_bytes = sum(region.nbytes for region in self.plan.regions)
-        check_host_memory(nbytes, self.policy.host_limit_bytes, held_bytes)
-        return Region(nbytes, device=self.device, pin=self.pinned, breaks=breaks)
 
     def _count_weights(self, weights: Weights) -> None:
         self.plan.regions += [region for region in weights.regions if region.nbytes]
@@ -653,9 +643,7 @@ class Engine(Contents):
 
     def return_to_device(self, states: StateStore) -> None:
         """As :meth:`Contents.return_to_device`, with the memory of the places."""
-        self.guesses.take_back()
-        self.core.wait_updated()
-        self.core.settle()
+        self.settle()
         self.core.cache.release()
         super().return_to_device(states)
         if self.weights is not None:
@@ -664,7 +652,7 @@ class Engine(Contents):
 
     def clear(self) -> None:
         """Drop all homes of state, after the last store."""
-        self.core.settle()
+        self.settle()
         self.core.cache.release()
         super().clear()
         if self.weights is not None:
@@ -774,5 +762,5 @@ def inside(wrapper: object) -> Optimizer | None:
 
 
 def is_frozen(sharded: ShardedParameter) -> bool:
-    """Whether a parameter is one that nobody trains, of a type that can live on the host."""
+    """Return whether nobody trains a parameter, and its type can live on the host."""
     return not is_trained(sharded.param) and sharded.is_plain

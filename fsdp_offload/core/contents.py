@@ -1,10 +1,9 @@
-"""What of an optimizer is offloaded: parameters whose state has homes, and how they follow its param groups.
+"""The parameters of an optimizer whose state has homes, and how they follow its param groups.
 
 It never refers to the optimizer (which is handed in on each call), so dropping the optimizer frees everything.
 """
 
 import itertools
-import logging
 import weakref
 from collections.abc import Container, Iterable, Mapping, Sequence, Set
 from functools import partial
@@ -29,8 +28,6 @@ from ..torch_compat.optim import unsupported_gradient
 from ..torch_compat.spent_gradient import is_zeroed
 from .homes import Plan
 from .lending import Lending
-
-logger = logging.getLogger(__name__)
 
 
 class Contents:
@@ -171,7 +168,7 @@ class Contents:
         return as_saved(self.conventions, optimizer, param, state, homes, empty=empty)
 
     def reserved_state(self, optimizer: Optimizer, states: StateStore) -> dict[Tensor, UserState]:
-        """What parameters without state have room for: their homes, and counters like those they will get, at zero.
+        """Return the room of parameters without state: their homes, and counters like those they will get, at zero.
 
         For a load to write into. Nothing of it is in ``states``, and what the homes hold means nothing. A parameter
         that was frozen when the optimizer was attached, and no longer is, gets room now.
@@ -300,7 +297,7 @@ class Contents:
             self.plan.shards[param].existed = True
 
     def _made_otherwise(self, shard: StateShard, states: StateStore) -> bool:
-        """Whether somebody made the first state of a parameter, in a step hook as torchtitan does, in other dtypes."""
+        """Return whether a hook of the step, as torchtitan has, made the first state of a parameter in other dtypes."""
         state = states.get(shard.param)
         if shard.group < 0 or shard.master != "none" or not is_exchanged(shard, state):
             return False
@@ -323,7 +320,7 @@ class Contents:
                 )
 
     def _mostly_dead(self, states: StateStore) -> bool:
-        """Whether most of the memory belongs to parameters that the user has taken out, with their state."""
+        """Return whether most of the memory belongs to parameters that the user has taken out, with their state."""
         shards = self.plan.shards.values()
         dead_bytes = sum(shard.nbytes for shard in shards if self._is_dead(shard, states))
         return 2 * dead_bytes > sum(shard.nbytes for shard in shards)
@@ -344,7 +341,7 @@ class Contents:
         return self.layouts.learn(optimizer, shard.param, optimizer.param_groups[shard.group], shard.name)
 
     def _groups_as_before(self, optimizer: Optimizer) -> bool:
-        """Whether param groups have the parameters, and the hyperparameters that decide on state, of the last plan."""
+        """Return whether parameters of groups, and hyperparameters that decide on state, are those of the last plan."""
         return _param_ids(optimizer) == self._param_ids and self._keys(optimizer) == self._layout_keys
 
 

@@ -55,7 +55,7 @@ class Updates(Protocol):
 
 
 class WayBack(Protocol):
-    """What undoes updates that are guesses."""
+    """Undoes updates that are guesses."""
 
     def takes(self, bucket: Bucket) -> bool:
         """Return whether the update of ``bucket`` may be a guess; if not, it waits for ``step()``."""

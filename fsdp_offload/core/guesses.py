@@ -22,7 +22,6 @@ from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from ..device.arena import Region
 from ..device.host_flag import HostFlag
-from ..device.host_limits import check_host_memory
 from ..optimizers import Capabilities
 from ..planning.buckets import aligned
 from ..policy import OffloadPolicy
@@ -63,7 +62,7 @@ def weakly(method: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
 
 
 class WayBack:
-    """What undoes the updates of one step, in the terms of the core.
+    """Undoes the updates of one step, in the terms of the core.
 
     Attributes:
         pairs_of: host bytes and device bytes of the parameters in a bucket, as far as they stay on the device.
@@ -147,9 +146,6 @@ class Owner(Protocol):
     pinned: bool
     weights: Weights | None
     frees_all_gradients: bool
-
-    def take_region(self, nbytes: int, breaks: Sequence[int]) -> Region:
-        """Take host memory, with offsets that no copy crosses."""
 
     def used_gradients(self) -> list[Tensor]:
         """Return the gradients that updates of this step have used, or may have."""
@@ -430,10 +426,10 @@ class Guesses:
         missing_bytes = 0 if engine.weights is None else engine.weights.missing_bytes
         needed_bytes = plan.spare_nbytes() + nbytes + missing_bytes
         try:
-            check_host_memory(needed_bytes, engine.policy.host_limit_bytes, sum(one.nbytes for one in plan.regions))
+            plan.check_host_memory(needed_bytes)
             plan.take_spare_homes()
             if engine.weights is not None:
-                spare = engine.weights.take_spare_homes(engine.take_region)
+                spare = engine.weights.take_spare_homes(plan.take_region)
                 if spare is not None:
                     plan.regions.append(spare)
                     plan.spare_bytes += spare.nbytes

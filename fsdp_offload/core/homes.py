@@ -202,7 +202,6 @@ class Plan:
         there = plan_buckets([_spec(shard) for shard in updated_there], there_bytes)
         there_gradients = [_gradient_nbytes(bucket, updated_there) for bucket in there.buckets]
         on_host = plan_buckets([_spec(shard) for shard in offloaded], self._bucket_bytes)
-        held_bytes = sum(region.nbytes for region in self.regions)
         with_spare = _shards_within(on_host, offloaded, self._policy.snapshot_bytes - self.spare_bytes)
         left_bytes = self._policy.snapshot_bytes - self.spare_bytes - with_spare.nbytes
         there_spare = _shards_within(there, updated_there, left_bytes)
@@ -211,7 +210,7 @@ class Plan:
         needed_bytes += mirrors.home_nbytes
         if self._host is not None:
             needed_bytes += self._host.missing_bytes(there_gradients)
-        check_host_memory(needed_bytes, self._policy.host_limit_bytes, held_bytes)
+        self.check_host_memory(needed_bytes)
         # First what may fail (the driver may refuse to lock pages), so that nothing has to be undone.
         if self._host is not None and there_gradients:
             self._host.reserve(there_gradients)
@@ -275,6 +274,20 @@ class Plan:
     def bucket_count(self) -> int:
         """How many there are, whether they move or not."""
         return len(self._buckets)
+
+    def check_host_memory(self, nbytes: int) -> None:
+        """Raise a MemoryError if there is no host memory for so much beside what is held."""
+        check_host_memory(nbytes, self._policy.host_limit_bytes, sum(region.nbytes for region in self.regions))
+
+    def take_region(self, nbytes: int, breaks: Sequence[int]) -> Region:
+        """Take host memory for parameters, with offsets that no copy crosses; whoever takes it adds it to ``regions``.
+
+        Raises:
+            MemoryError: host memory does not suffice.
+            RuntimeError: the driver refuses to lock it.
+        """
+        self.check_host_memory(nbytes)
+        return self._region(nbytes, breaks)
 
     def _region(self, nbytes: int, breaks: Sequence[int]) -> Region:
         within = [at for at in breaks if at < nbytes]

@@ -10,10 +10,8 @@ from .lending import Lending
 class Phases:
     """Everything leaves the device, and comes back."""
 
-    guesses: Guesses
-
-    def __init__(self, core: Core, plan: Plan, lending: Lending) -> None:
-        self._core, self._plan, self._lending = core, plan, lending
+    def __init__(self, core: Core, guesses: Guesses, plan: Plan, lending: Lending) -> None:
+        self._core, self._guesses, self._plan, self._lending = core, guesses, plan, lending
 
     @property
     def away(self) -> bool:
@@ -22,7 +20,7 @@ class Phases:
 
     def offload(self, states: StateStore) -> None:
         """Start storing state that is newer on the device than at home; tensors put there by users move home, too."""
-        self.guesses.take_back()
+        self._guesses.take_back()
         if not (self._core.done or self.away):
             self._lending.adopt_user_tensors(self._plan.shards.values(), states)
             self._core.cache.flush()

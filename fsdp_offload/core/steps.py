@@ -8,10 +8,8 @@ from .guesses import Guesses
 class Steps:
     """Answer others who ask about the steps of a core."""
 
-    guesses: Guesses
-
-    def __init__(self, core: Core, host: HostUpdates | None) -> None:
-        self._core, self._host = core, host
+    def __init__(self, core: Core, guesses: Guesses, host: HostUpdates | None) -> None:
+        self._core, self._guesses, self._host = core, guesses, host
         self._failure = ""
 
     @property
@@ -44,7 +42,7 @@ class Steps:
         """Refuse to go on with half updated state."""
         self.check_whole(what)
         if not mid_step:
-            self.guesses.take_back()
+            self._guesses.take_back()
         if not mid_step and self._core.done:
             raise RuntimeError(
                 f"{what} refused: the backward has updated part of the state (OffloadPolicy(overlap='iteration')). "
@@ -53,7 +51,7 @@ class Steps:
 
     def skip(self) -> None:
         """Gradients are about to be cleared: if there was no ``step()``, there is none for them."""
-        self.guesses.skip()
+        self._guesses.skip()
         if self._core.done:
             self.failure = (
                 "gradients were cleared instead of stepping, after the backward had updated parameters with them"
@@ -67,9 +65,5 @@ class Steps:
 
     def wait_for_all(self) -> None:
         """Let what follows on the current stream see all parameters and counters new."""
-        self.guesses.take_back()
+        self._guesses.take_back()
         self._core.wait_updated()
-
-    def take_back(self) -> None:
-        """Take the guesses back, if there are any: somebody looks."""
-        self.guesses.take_back()

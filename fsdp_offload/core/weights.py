@@ -103,8 +103,7 @@ class Weights:
 
     def _bytes(self, memory: Tensor, shift: int, begin: int, end: int) -> BytesAtHome:
         """Cut the home ``[begin, end)``, of which ``memory`` begins at ``shift``, into what one copy may be about."""
-        cuts = itertools.pairwise([begin, *(at for at in self._breaks if begin < at < end), end])
-        return [(memory[a - shift : b - shift], a - begin) for a, b in cuts]
+        return [(memory[a - shift : b - shift], a - begin) for a, b in _cuts(begin, end, self._breaks)]
 
     @property
     def missing_bytes(self) -> int:
@@ -218,6 +217,11 @@ def _wait_unread(parts: Sequence[Part]) -> None:
         part.homes[0].wait_unread()
 
 
+def _cuts(begin: int, end: int, breaks: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Cut ``[begin, end)`` into what one copy may be about."""
+    return itertools.pairwise([begin, *(at for at in breaks if begin < at < end), end])
+
+
 def _stored(
     memory: Tensor, ranges: Sequence[tuple[Tensor, int, int]], trained: Container[Tensor], breaks: Sequence[int]
 ) -> BytesAtHome:
@@ -226,9 +230,7 @@ def _stored(
     for is_trained, run in itertools.groupby(ranges, key=lambda one: one[0] in trained):
         if is_trained:
             spans = [(begin, end) for _, begin, end in run]
-            first, last = spans[0][0], spans[-1][1]
-            cuts = itertools.pairwise([first, *(at for at in breaks if first < at < last), last])
-            found += [(memory[a:b], a - ranges[0][1]) for a, b in cuts]
+            found += [(memory[a:b], a - ranges[0][1]) for a, b in _cuts(spans[0][0], spans[-1][1], breaks)]
     return found
 
 

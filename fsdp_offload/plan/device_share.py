@@ -1,6 +1,5 @@
 """How ``OffloadPolicy.device_bytes`` is divided between state that passes through the device and state that stays."""
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -55,9 +54,8 @@ class DeviceShare:
         return self.passing_bytes - bucket_bytes
 
 
-@functools.singledispatch
 def device_share(policy: OffloadPolicy, *, elementwise: bool, group_bytes: Sequence[int] = ()) -> DeviceShare:
-    """Divide what a policy allows on the device. By the policy's class, so that tests can divide it otherwise.
+    """Divide what a policy allows on the device.
 
     Args:
         policy: in force.
