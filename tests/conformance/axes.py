@@ -369,7 +369,12 @@ RULES: tuple[Rule, ...] = (
         {"layout": "unsharded", "overlap": "step", "parameters": False, "sleep": False},
         {"optimizer": "adamw"},
     ),
-    rule("CUDA unscales no gradients in bf16.", lambda case: case.dtype == "bf16", {"dtype": "mixed"}, habits="scaler"),
+    rule(
+        "CUDA unscales no gradients in bf16.",
+        lambda case: case.dtype == "bf16",
+        {"dtype": "mixed", "masters": "none"},
+        habits="scaler",
+    ),
     rule(
         "Transformer Engine's FusedAdam calls closures without gradients.",
         lambda c: c.optimizer == "fused-adam",
