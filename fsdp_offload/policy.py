@@ -42,10 +42,11 @@ class OffloadPolicy:
         device_bytes: Limit the device memory for what is offloaded, passing through or kept: a number is never
             exceeded, unless one update needs more (the report says so). ``"auto"`` begins with four blocks of state,
             and of parameters; beside the model, or with ``parameters``, it takes more where compute waits for them,
-            within what training leaves free. At least two ``bucket_bytes``.
-        bucket_bytes: Load, update and store about this much state together. The default follows the groups of
-            ``fully_shard``: small ones are joined, and large ones cut at 512 MiB. A parameter with more is cut into
-            several buckets if its optimizer works element by element, and is one large bucket otherwise.
+            within what training leaves free. At least two ``bucket_bytes``, where those are a number.
+        bucket_bytes: Load, update and store about this much state together. ``"auto"`` follows the groups of
+            ``fully_shard``: small ones are joined up to 64 MiB, and large ones cut at 512 MiB. A parameter
+            with more is cut into several buckets if its optimizer works element by element, and is one large bucket
+            otherwise.
         master_weights: Keep masters for bf16 and fp16 parameters, as state under ``"master_param"``. ``"fp32"``: update
             an fp32 master, with fp32 state, and round the parameter from it, as the same optimizer does on an fp32
             copy of the model; 12 bytes of state per parameter with Adam. ``"remainder"``: the same, but keep only the
@@ -73,7 +74,7 @@ class OffloadPolicy:
     parameters: bool = False
     overlap: OverlapKind = "step"
     device_bytes: int | Literal["auto"] = "auto"
-    bucket_bytes: int = 64 * MIB
+    bucket_bytes: int | Literal["auto"] = "auto"
     master_weights: MasterKind = "none"
     host_fraction: float = 0.0
     snapshot_bytes: int = 0
@@ -107,7 +108,7 @@ class OffloadPolicy:
             value = getattr(self, name)
             if not (value == "auto" and name in _MAY_BE_AUTO) and not (value is None and name in _MAY_BE_NONE):
                 _check_size(name, value, minimum=minimum)
-        if self.device_bytes != "auto" and self.device_bytes < 2 * self.bucket_bytes:
+        if self.device_bytes != "auto" and self.bucket_bytes != "auto" and self.device_bytes < 2 * self.bucket_bytes:
             raise ValueError(
                 "OffloadPolicy: device_bytes must hold at least two buckets, one that passes through and room for one "
                 f"that is being created; got device_bytes={self.device_bytes} with bucket_bytes={self.bucket_bytes}. "
@@ -162,7 +163,7 @@ _MINIMUM_BYTES = {
     "snapshot_bytes": 0,
     "host_limit_bytes": 0,
 }
-_MAY_BE_AUTO = ("device_bytes",)
+_MAY_BE_AUTO = ("device_bytes", "bucket_bytes")
 _MAY_BE_NONE = ("host_limit_bytes",)
 
 

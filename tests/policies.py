@@ -26,5 +26,6 @@ def with_share(
     plain = OffloadPolicy(**{**given, **changed})
     if passing == "auto":
         return replace(plain, device_bytes="auto")
-    passing = max(2 * plain.bucket_bytes, passing or 4 * plain.bucket_bytes)
+    bucket_bytes = 64 << 20 if plain.bucket_bytes == "auto" else plain.bucket_bytes
+    passing = max(2 * bucket_bytes, passing or 4 * bucket_bytes)
     return replace(plain, device_bytes=passing + staying)

@@ -89,8 +89,9 @@ class Engine(Contents):
         if limit is not None and policy.parameters:  # parameters pass through it as well, in whole groups
             usual = sorted(group_bytes.values())[len(group_bytes) // 2] // 2
             limit = max(limit // 4, limit - (PASSING + 1) * usual)
-        default = policy.bucket_bytes == OffloadPolicy().bucket_bytes
-        bucket_bytes = bucket_bytes_for(group_bytes.values(), limit) if default else policy.bucket_bytes
+        bucket_bytes = policy.bucket_bytes
+        if bucket_bytes == "auto":
+            bucket_bytes = bucket_bytes_for(group_bytes.values(), limit)
         joined = joined_groups(together, group_bytes, min(JOINED_BYTES, bucket_bytes))
         if policy.updates_in_backward and (policy.parameters or not capabilities.elementwise):
             # Gradients that must go are not to wait for those of a neighbour, which may get none in this step. And

@@ -171,8 +171,9 @@ class Core:
         """Compute is about to use what has been gathered: gradients that its update has read need not be held."""
         for bucket in self._of_group.get(number, ()):
             if bucket.number in self._gradients and bucket not in self.done:
-                for item in bucket.weights:
-                    self.lanes.compute.wait(item.updated)
+                with self._waiting(None):
+                    for item in bucket.weights:
+                        self.lanes.compute.wait(item.updated)
                 del self._gradients[bucket.number]
 
     def reduced(self, number: int, event: object) -> None:
@@ -205,7 +206,8 @@ class Core:
         while len(self._used_by) > REDUCTIONS_BEHIND:
             mark, numbers = self._used_by.popleft()
             if numbers:
-                self.lanes.compute.wait(mark)
+                with self._waiting(None):
+                    self.lanes.compute.wait(mark)
             for number in numbers:
                 self._gradients.pop(number, None)
 

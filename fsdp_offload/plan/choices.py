@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..policy import MIB, MasterKind, OffloadPolicy
-from .device_share import DeviceShare, device_share
+from .device_share import JOINED_BYTES, DeviceShare, device_share, planned_bucket_bytes
 
 Overlap = Literal["step", "forward", "iteration"]  # each asks more of a loop than the one before: docs/policy.md
 
@@ -39,7 +39,7 @@ class Choice:
         if isinstance(self.device_bytes, int):
             fields["device_bytes"] = self.device_bytes
         elif self.device_bytes is None and not self.parameters and (self.overlap != "step" or fields):
-            fields["device_bytes"] = _DEVICE_BUCKETS * fields.get("bucket_bytes", OffloadPolicy.bucket_bytes)
+            fields["device_bytes"] = _DEVICE_BUCKETS * fields.get("bucket_bytes", JOINED_BYTES)
         return fields
 
     def policy(self, state_bytes: int) -> OffloadPolicy:
@@ -52,7 +52,7 @@ class Choice:
 
     def ring_bytes(self, state_bytes: int) -> int:
         """Buckets that are on their way."""
-        return self.share(state_bytes).ring_bytes(self.policy(state_bytes).bucket_bytes)
+        return self.share(state_bytes).ring_bytes(planned_bucket_bytes(self.policy(state_bytes)))
 
     def staging_bytes(self, state_bytes: int, parameter_bytes: int = 0) -> int:
         """Staging that is there all the time, if so many bytes of parameters pass with the state."""

@@ -3,7 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ..policy import OffloadPolicy
+from ..policy import MIB, OffloadPolicy
+
+JOINED_BYTES = 64 * MIB
+"""Of a bucket whose size follows the groups of ``fully_shard``."""
 
 _BUCKETS_IN_STEP = 4
 """Three in the ring let loads, updates and stores overlap; room for a fourth is kept for state under creation."""
@@ -54,6 +57,11 @@ class DeviceShare:
         return self.passing_bytes - bucket_bytes
 
 
+def planned_bucket_bytes(policy: OffloadPolicy) -> int:
+    """Return the size of buckets that a plan reckons with."""
+    return JOINED_BYTES if policy.bucket_bytes == "auto" else policy.bucket_bytes
+
+
 def device_share(policy: OffloadPolicy, *, elementwise: bool, group_bytes: Sequence[int] = ()) -> DeviceShare:
     """Divide what a policy allows on the device.
 
@@ -62,21 +70,22 @@ def device_share(policy: OffloadPolicy, *, elementwise: bool, group_bytes: Seque
         elementwise: whether the optimizer works element by element; for others, nothing that stays is learnt.
         group_bytes: of the parameters that live on the host, by the groups that are gathered.
     """
+    bucket_bytes = planned_bucket_bytes(policy)
     buckets = _BUCKETS_BESIDE_COMPUTE if policy.runs_on_into_forward else _BUCKETS_IN_STEP
     if policy.device_bytes != "auto" and policy.parameters:
-        passing_bytes = max(2 * policy.bucket_bytes, min(policy.device_bytes // 3, buckets * policy.bucket_bytes))
+        passing_bytes = max(2 * bucket_bytes, min(policy.device_bytes // 3, buckets * bucket_bytes))
         # A group that stays saves 16 bytes of the link for 12 of the device; the one with which a forward begins saves
         # a load in the window, and the wait for all stores before it.
         share = DeviceShare(passing_bytes=passing_bytes, window_limit_bytes=policy.device_bytes - passing_bytes)
         rest_bytes = policy.device_bytes - passing_bytes - share.window_bytes(group_bytes)
         return replace(share, staying_bytes=max(0, rest_bytes))
     if policy.device_bytes != "auto":
-        passing_bytes = min(policy.device_bytes, buckets * policy.bucket_bytes)
+        passing_bytes = min(policy.device_bytes, buckets * bucket_bytes)
         rest_bytes = policy.device_bytes - passing_bytes
         if policy.runs_on_into_forward and elementwise:
             return DeviceShare(passing_bytes=passing_bytes, staying_is_learnt=True, staying_limit_bytes=rest_bytes)
         return DeviceShare(passing_bytes=passing_bytes, staying_bytes=rest_bytes)
     if policy.runs_on_into_forward:
-        begin_bytes = _BUCKETS_AT_FIRST * policy.bucket_bytes
+        begin_bytes = _BUCKETS_AT_FIRST * bucket_bytes
         return DeviceShare(passing_bytes=begin_bytes, passing_is_learnt=True, staying_is_learnt=elementwise)
-    return DeviceShare(passing_bytes=buckets * policy.bucket_bytes)
+    return DeviceShare(passing_bytes=buckets * bucket_bytes)

@@ -18,7 +18,7 @@ def test_its_fields_and_their_defaults() -> None:
         "parameters": False,
         "overlap": "step",
         "device_bytes": "auto",
-        "bucket_bytes": 64 * MIB,
+        "bucket_bytes": "auto",
         "master_weights": "none",
         "host_fraction": 0.0,
         "snapshot_bytes": 0,
