@@ -249,7 +249,8 @@ def names_of_parameters(optimizer: Optimizer, model: nn.Module | None) -> dict[T
         raise ValueError(
             f"offload_optimizer: {len(foreign)} of the {len(by_place)} parameters of the optimizer are not parameters "
             f"of the model ({', '.join(foreign[:4])}). fully_shard exchanges a model's parameters: call it first, then "
-            "build the optimizer, then attach."
+            "build the optimizer, then attach. A forward without a backward leaves parameters gathered: call "
+            "model.reshard() before the optimizer is built."
         )
     return {param: name for param, name in of_model.items() if param in by_place}
 

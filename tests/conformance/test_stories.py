@@ -1101,3 +1101,14 @@ def test_a_penalty_on_weights_on_the_host_is_refused(mesh: DeviceMesh, fields: d
     loss = loop.model(loop.batch(2)) + 0.01 * penalty(loop.model.blocks[0].up.weight)
     with pytest.raises(RuntimeError, match="past the modules that fully_shard gathers"):
         loss.backward()
+
+
+def test_an_optimizer_that_is_built_behind_an_evaluation(mesh: DeviceMesh) -> None:
+    """The root is still gathered then, and plain training would update what the next forward forgets."""
+    loop = Loop(mesh, adamw, None)
+    with torch.no_grad():
+        loop.model(loop.batch(0))
+    with pytest.raises(ValueError, match=r"call model\.reshard\(\) before"):
+        attach(adamw(list(loop.model.parameters())), model=loop.model)
+    loop.model.reshard()  # type: ignore[operator]
+    attach(adamw(list(loop.model.parameters())), model=loop.model)
