@@ -19,12 +19,12 @@ LIMITS = {
     "fsdp_offload/integrations": 420,  # torchtitan 0.3 wants a config class
     "fsdp_offload/model": 700,
     "fsdp_offload/optimizers": 2_160,
-    "fsdp_offload/plan": 1_640,  # on its way to 1,400
+    "fsdp_offload/plan": 1_490,  # on its way to 1,400
     "fsdp_offload/planning": 290,
     "fsdp_offload/state": 610,
     "fsdp_offload/torch_compat": 1_790,
     "checkpoint_tools": 9_500,  # on its way to 5,500
-    "examples/benchmarks": 2_000,
+    "examples/benchmarks": 2_070,  # 80 are the bound of an iteration, which the plan had
     "tests": 49_200,  # on its way to 22,000; 300 are the tracer, which the package had
 }
 FEWER = 0.9

@@ -3,7 +3,7 @@
 On several devices: ``torchrun --standalone --nproc-per-node 2 -m examples.benchmarks train``.
 
 The bound of a policy is what an iteration takes at least, from times of the same run, each part alone: the formulas are
-in ``fsdp_offload/plan/bound.py``.
+in ``examples/benchmarks/bound.py``.
 
 ``--only`` takes, beside the names of policies, names with an ending that says how often the loop clips by a norm that
 binds: ``iteration_never``, ``iteration_rarely`` (one step of 20), ``iteration_always``, and so on for all of them. Each
@@ -32,11 +32,10 @@ from torch.distributed.fsdp import OffloadPolicy as FSDPOffloadPolicy
 
 from fsdp_offload import OffloadPolicy, clip_grad_norm_, offload_optimizer, remove_offload
 from fsdp_offload.device.link import device_link
-from fsdp_offload.plan.bound import Times, bound, staged_share
-from fsdp_offload.plan.device_share import device_share
 from fsdp_offload.torch_compat.dtensor import local_shard
 from fsdp_offload.torch_compat.fully_shard import fsdp_modules
 
+from .bound import Times, bound, staged_share
 from .link import Link
 from .record import bench_device, median, print_record, run, wall_ms
 from .timeline import Lane, Timeline, check_matplotlib, draw, phase, read_trace, timeline_of
@@ -240,7 +239,6 @@ def _print(
         times,
         offloaded=moving_bytes / state_bytes,
         staged=staged_share(settled["ring_bytes"], moving_bytes),
-        ring_is_given_back=policy is not None and device_share(policy, elementwise=True).passing_is_learnt,
         clips=clips,
     )
     print_record(

@@ -35,11 +35,8 @@ from .lanes import Lanes
 from .phases import Phases
 from .plan import (
     ELSEWHERE,
-    JOINED_BYTES,
-    PASSING,
     Bucket,
-    bucket_bytes_for,
-    joined_groups,
+    bucketing,
     pools_for,
     share_out,
 )
@@ -50,9 +47,6 @@ from .updates import BucketUpdates
 from .weights import Weights
 
 logger = logging.getLogger(__name__)
-
-_TWO_WAY_BYTES_PER_MS = 80e6
-"""Of loads and stores together, over PCIe 5: only how fast ``"auto"`` grows depends on it."""
 
 
 class Engine(Contents):
@@ -82,18 +76,9 @@ class Engine(Contents):
         group_bytes: Counter[int] = Counter()
         for param in names:
             group_bytes[together.get(param, ELSEWHERE)] += 2 * local_shard(param).nbytes
-        limit = None if policy.device_bytes == "auto" else policy.device_bytes
-        if limit is not None and policy.parameters:  # parameters pass through it as well, in whole groups
-            usual = sorted(group_bytes.values())[len(group_bytes) // 2] // 2
-            limit = max(limit // 4, limit - (PASSING + 1) * usual)
-        bucket_bytes = policy.bucket_bytes
-        if bucket_bytes == "auto":
-            bucket_bytes = bucket_bytes_for(group_bytes.values(), limit)
-        joined = joined_groups(together, group_bytes, min(JOINED_BYTES, bucket_bytes))
-        if policy.updates_in_backward and (policy.parameters or not capabilities.elementwise):
-            # Gradients that must go are not to wait for those of a neighbour, which may get none in this step. And
-            # sizes differ between ranks, while collectives of updates come in one order.
-            joined = dict(together)
+        bucket_bytes, joined = bucketing(
+            policy, elementwise=capabilities.elementwise, together=together, group_bytes=group_bytes
+        )
         super().__init__(cls, capabilities, policy, device, names, joined, bucket_bytes, host)
         self.loads_in_backward = False
         self.gathered = together.keys()
@@ -180,13 +165,9 @@ class Engine(Contents):
             pools = core.cache.pools = pools_for(state, [*streamed.values()], buckets, self._bucket_bytes, limit)
             self._share_out(limit)
             core.choose_kept()
-            self.room = None
-            wanted_bytes = sum((pool.most - pool.count) * pool.nbytes for pool in pools)
             learns = limit is None and (self.policy.runs_on_into_forward or self.policy.parameters)
             learns = learns and not self.layouts.capabilities.moves_whole
-            if learns and core.cache.stopwatch is not None and wanted_bytes:
-                unit_bytes = max(pool.nbytes for pool in pools if pool.most > pool.count)
-                self.room = Room(unit_bytes, -(-wanted_bytes // unit_bytes), _TWO_WAY_BYTES_PER_MS)
+            self.room = Room.beside(pools) if learns and core.cache.stopwatch is not None else None
         if states is not None:
             for bucket in self.core.buckets:
                 if not bucket.state.exists:
@@ -378,11 +359,8 @@ class Engine(Contents):
             return
         reading = core.cache.stopwatch.end()
         if room is not None and room.end(reading, steady=steady, free_bytes=self._free_at_peak):
-            left_bytes = room.extra * room.block_bytes
-            for pool in core.cache.pools:
-                more = min(pool.most - pool.least, left_bytes // pool.nbytes)
-                core.cache.resize(pool, pool.least + more)
-                left_bytes -= more * pool.nbytes
+            for pool, count in zip(core.cache.pools, room.counts(core.cache.pools), strict=True):
+                core.cache.resize(pool, count)
             core.choose_kept()
             self._take_blocks()
 

@@ -2,10 +2,11 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from torch import Tensor
 
-from ..policy import MIB
+from ..policy import MIB, OffloadPolicy
 from .items import Block, Item, Pool, Use
 
 LARGEST_BYTES, JOINED_BYTES = 512 * MIB, 64 * MIB
@@ -16,6 +17,8 @@ PASSING = 3
 
 ELSEWHERE = -1
 """The group of parameters that ``fully_shard`` does not gather: they are new when ``step()`` returns."""
+
+Param = TypeVar("Param")
 
 
 @dataclass(eq=False)
@@ -69,7 +72,32 @@ def bucket_bytes_for(group_bytes: Iterable[int], device_bytes: int | None) -> in
     return max(1024, min(most, -(-usual // parts) * 9 // 8) if usual else most)
 
 
-def joined_groups(together: Mapping[Tensor, int], group_bytes: Mapping[int, int], most: int) -> dict[Tensor, int]:
+def bucketing(
+    policy: OffloadPolicy, *, elementwise: bool, together: Mapping[Param, int], group_bytes: Mapping[int, int]
+) -> tuple[int, dict[Param, int]]:
+    """Choose bytes of state per bucket, and number the groups anew: state of one number may share a bucket.
+
+    Args:
+        policy: in force.
+        elementwise: whether the optimizer works element by element.
+        together: numbers of the groups of ``fully_shard``, in forward order.
+        group_bytes: state of each group.
+    """
+    limit = None if policy.device_bytes == "auto" else policy.device_bytes
+    if limit is not None and policy.parameters:  # parameters pass through it as well, in whole groups
+        usual = sorted(group_bytes.values())[len(group_bytes) // 2] // 2
+        limit = max(limit // 4, limit - (PASSING + 1) * usual)
+    bucket_bytes = policy.bucket_bytes
+    if bucket_bytes == "auto":
+        bucket_bytes = bucket_bytes_for(group_bytes.values(), limit)
+    if policy.updates_in_backward and (policy.parameters or not elementwise):
+        # Gradients that must go are not to wait for those of a neighbour, which may get none in this step. And sizes
+        # differ between ranks, while collectives of updates come in one order.
+        return bucket_bytes, dict(together)
+    return bucket_bytes, joined_groups(together, group_bytes, min(JOINED_BYTES, bucket_bytes))
+
+
+def joined_groups(together: Mapping[Param, int], group_bytes: Mapping[int, int], most: int) -> dict[Param, int]:
     """Number the groups anew, with neighbours in forward order as one as long as their state stays within ``most``."""
     numbers: dict[int, int] = {}
     number, filled = -1, 0

@@ -6,7 +6,7 @@ measured alone.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from ..device.lanes import Mark, StreamMark, current_stream
+from .items import Pool
 from .lanes import Lane
 
 TOLERATED = 0.01
@@ -24,6 +25,9 @@ UNSETTLED = 3
 
 CALM = 16
 """Iterations without a wait after which a block less is tried."""
+
+TWO_WAY_BYTES_PER_MS = 80e6
+"""Of loads and stores together, over PCIe 5: only how fast ``"auto"`` grows depends on it."""
 
 
 class Reading(NamedTuple):
@@ -147,6 +151,25 @@ class Room:
         self._calm = 0
         self._iterations = 0
         self._rest = 0  # iterations whose readings are of other blocks
+
+    @classmethod
+    def beside(cls, pools: Sequence[Pool]) -> "Room | None":
+        """Make one for what ``pools`` do not have and would use; ``None``: they have all that is of use."""
+        wanting = [pool for pool in pools if pool.most > pool.count]
+        if not wanting:
+            return None
+        unit_bytes = max(pool.nbytes for pool in wanting)
+        wanted_bytes = sum((pool.most - pool.count) * pool.nbytes for pool in wanting)
+        return cls(unit_bytes, -(-wanted_bytes // unit_bytes), TWO_WAY_BYTES_PER_MS)
+
+    def counts(self, pools: Sequence[Pool]) -> list[int]:
+        """Divide ``extra`` among ``pools``, those that profit most in front; returns how many blocks each has."""
+        left_bytes, counts = self.extra * self.block_bytes, []
+        for pool in pools:
+            more = min(pool.most - pool.least, left_bytes // pool.nbytes)
+            counts.append(pool.least + more)
+            left_bytes -= more * pool.nbytes
+        return counts
 
     def end(self, reading: Reading | None, *, steady: bool, free_bytes: Callable[[], int]) -> bool:
         """End an iteration; returns whether ``extra`` has changed.

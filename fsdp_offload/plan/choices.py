@@ -1,20 +1,17 @@
 """The policies that a plan compares. The plan knows the fields of ``OffloadPolicy`` from nowhere else. Pure."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ..policy import MIB, MasterKind, OffloadPolicy
-from .device_share import JOINED_BYTES, DeviceShare, device_share, planned_bucket_bytes
-
-Overlap = Literal["step", "forward", "iteration"]  # each asks more of a loop than the one before: docs/policy.md
+from ..core.plan import JOINED_BYTES, LARGEST_BYTES, PASSING
+from ..policy import MIB, MasterKind, OffloadPolicy, OverlapKind
 
 
 @dataclass(frozen=True)
 class Choice:
     """One way to offload."""
 
-    overlap: Overlap  # what hides the transfers
+    overlap: OverlapKind  # what hides the transfers; each asks more of a loop than the one before: docs/policy.md
     device_bytes: Literal["auto"] | int | None = None  # "auto" keeps on the device what cannot be hidden; of a number,
     # buckets pass through some, and state may stay in the rest; None keeps nothing
     parameters: bool = False  # whether the model's parameters live on the host too
@@ -31,34 +28,19 @@ class Choice:
 
     def fields(self, state_bytes: int) -> dict[str, Any]:
         """What differs from ``OffloadPolicy()``."""
-        fields: dict[str, Any] = {"bucket_bytes": _LARGE_BUCKET_BYTES} if state_bytes >= _LARGE_BYTES else {}
-        if self.parameters:
-            fields["parameters"] = True
+        fields: dict[str, Any] = {"parameters": True} if self.parameters else {}
         if self.overlap != "step":
             fields["overlap"] = self.overlap
         if isinstance(self.device_bytes, int):
             fields["device_bytes"] = self.device_bytes
-        elif self.device_bytes is None and not self.parameters and (self.overlap != "step" or fields):
-            fields["device_bytes"] = _DEVICE_BUCKETS * fields.get("bucket_bytes", JOINED_BYTES)
+        elif self.device_bytes is None and not self.parameters and self.overlap != "step":
+            bucket_bytes = min(LARGEST_BYTES, max(JOINED_BYTES, state_bytes // 64 // MIB * MIB))
+            fields["device_bytes"] = (PASSING + 1) * bucket_bytes  # what passes, in few operations, and nothing kept
         return fields
 
     def policy(self, state_bytes: int) -> OffloadPolicy:
         """Make it."""
         return OffloadPolicy(**self.fields(state_bytes))
-
-    def share(self, state_bytes: int, group_bytes: Sequence[int] = ()) -> DeviceShare:
-        """How it divides device memory."""
-        return device_share(self.policy(state_bytes), elementwise=True, group_bytes=group_bytes)
-
-    def ring_bytes(self, state_bytes: int) -> int:
-        """Buckets that are on their way."""
-        return self.share(state_bytes).ring_bytes(planned_bucket_bytes(self.policy(state_bytes)))
-
-    def staging_bytes(self, state_bytes: int, parameter_bytes: int = 0) -> int:
-        """Staging that is there all the time, if so many bytes of parameters pass with the state."""
-        if self.share(state_bytes).passing_is_learnt:
-            return (state_bytes + parameter_bytes) // _LASTING_SHARE
-        return self.ring_bytes(state_bytes)
 
 
 CHOICES = (
@@ -70,10 +52,6 @@ CHOICES = (
     Choice("step", parameters=True),
     Choice("iteration", "auto", parameters=True),
 )
-
-_LASTING_SHARE = 25  # with device_bytes="auto", 1/25 of the state is permanent staging: as homes.py has it
-_LARGE_BYTES, _LARGE_BUCKET_BYTES = 4 << 30, 128 * MIB  # of so much state, buckets of the default size are very many
-_DEVICE_BUCKETS = 5  # on the device if nothing is kept to hide transfers: as many as the measured policies had
 
 
 def lines_to_write(choice: Choice | None, state_bytes: int, master_weights: MasterKind = "none") -> str:

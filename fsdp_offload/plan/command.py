@@ -12,7 +12,7 @@ except ImportError:
     sys.stderr.write("The plan's command needs the extra 'plan': pip install 'fsdp-offload[plan]'\n")
     sys.exit(2)
 
-from .choices import Overlap
+from ..policy import OverlapKind
 from .forecast import Plan, plan
 from .machine import builtin_machines
 from .model import builtin_models
@@ -43,7 +43,7 @@ def main(
     checkpointing: Annotated[Checkpointing, typer.Option(help="What is recomputed in the backward.")] = "none",
     clip: Annotated[bool, typer.Option(help="Whether gradients are clipped by their global norm.")] = True,
     overlap: Annotated[
-        Overlap | None, typer.Option(help="The most that your loop allows (see docs/policy.md).")
+        OverlapKind | None, typer.Option(help="The most that your loop allows (see docs/policy.md).")
     ] = None,
     device_gb: Annotated[float | None, typer.Option(help="GB of a device that may be used, if not all.")] = None,
     link_gb_per_s: Annotated[float | None, typer.Option(help="One way, as `fsdp-offload doctor` measures it.")] = None,
@@ -65,7 +65,7 @@ def main(
         raise typer.Exit(1)
 
 
-COLUMNS = ("policy", "device\nGB", "host\nGB", "ms", "bound\nms", "tokens/s", "limit", "not")
+COLUMNS = ("policy", "device\nGB", "host\nGB", "ms", "tokens/s", "limit", "not")
 
 LEGEND = {
     "keeping": 'device_bytes="auto" keeps on the GPU what cannot be hidden',
@@ -73,7 +73,6 @@ LEGEND = {
     "device": "needed on each GPU: the peak, 5 % for the allocator, and the driver's share",
     "host": "pinned by each rank",
     "ms": "one iteration, estimated",
-    "bound": "one iteration takes at least this",
     "tokens/s": "of all ranks",
     "limit": "what decides ms",
     "compute": "the GPU computes all the time",
@@ -85,7 +84,7 @@ LEGEND = {
 """What the table prints → what it means; a word that is not printed is not explained."""
 
 
-def _show(made: Plan, console: Console, overlap: Overlap | None) -> None:
+def _show(made: Plan, console: Console, overlap: OverlapKind | None) -> None:
     def say(line: str) -> None:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
@@ -98,11 +97,11 @@ def _show(made: Plan, console: Console, overlap: Overlap | None) -> None:
     )
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for number, name in enumerate(COLUMNS):
-        table.add_column(name, justify="right" if 0 < number < 6 else "left", no_wrap=True)
+        table.add_column(name, justify="right" if 0 < number < 5 else "left", no_wrap=True)
     words, notes = {name.partition("\n")[0] for name in COLUMNS}, []
     for one in made.forecasts:
         sizes = (f"{nbytes / 1e9:.1f}" for nbytes in (one.needed_bytes, one.host_bytes))
-        rates = (f"{number:,.0f}" for number in (one.iteration_ms, one.bound_ms, one.tokens_per_s))
+        rates = (f"{number:,.0f}" for number in (one.iteration_ms, one.tokens_per_s))
         if why := made.passed_over(one, overlap):
             notes.append(f"{one.name} is passed over ({why})")
         style = "bold" if one is best else None if one.fits else "dim"

@@ -8,12 +8,14 @@ from typing import Any, get_args
 
 from torch import nn
 
-from .bound import Times
-from .choices import CHOICES, Choice, Overlap, lines_to_write
+from ..core.room import Reading
+from ..policy import OverlapKind
+from .blocks import Blocks
+from .choices import CHOICES, Choice, lines_to_write
 from .machine import CONTEXT_BYTES, Machine, machine_of
 from .memory import DeviceMemory, Sizes, device_memory
 from .model import Model, model_of
-from .timing import Parts, estimate, kept_share, parts_of
+from .timing import Parts, estimate, parts_of
 from .trace import Trace
 from .training import DTYPES, Training
 
@@ -36,8 +38,6 @@ class Forecast:
     host_bytes: int  # pinned memory of one rank
     host_bytes_per_host: int
     resident_bytes: int  # state that stays on the device, with its parameters if they would live on the host
-    bound_ms: float  # what an iteration takes at least, and the formula
-    bound: str
     iteration_ms: float
     tokens_per_s: float  # of all ranks
     limit: str  # what decides how long it takes: compute, gathers, the link, or launches of the host
@@ -62,16 +62,16 @@ class Plan:
     model: Model
     training: Training
     machine: Machine
-    times: Times  # the parts of an iteration, each alone; copies are of all of the state
+    parts: Parts  # of an iteration
     forecasts: tuple[Forecast, ...]  # one for each policy, training without offload first
     trace: Trace = field(repr=False)
 
-    def best(self, overlap: Overlap | None = None) -> Forecast | None:
+    def best(self, overlap: OverlapKind | None = None) -> Forecast | None:
         """Choose the fastest policy that fits; ``None`` if none does.
 
         Args:
-            overlap: the most that the loop allows; else "forward" if gradients are clipped, which come too late for
-                updates in the backward, and "iteration" if they are not.
+            overlap: the most that the loop allows; else "forward" if gradients are clipped, as updates in the backward
+                need a loop that clips by ``fsdp_offload.clip_grad_norm_``, and "iteration" if they are not.
         """
         fitting = [one for one in self._allowed(overlap) if one.fits]
         fastest_ms = min((one.iteration_ms for one in fitting), default=0.0)
@@ -80,7 +80,7 @@ class Plan:
         order = {one.name: (one.choice is not None, "parameters" in one.name, one.needed_bytes) for one in close}
         return min(close, key=lambda one: order[one.name], default=None)
 
-    def passed_over(self, one: Forecast, overlap: Overlap | None = None) -> str:
+    def passed_over(self, one: Forecast, overlap: OverlapKind | None = None) -> str:
         """Say why a row that is faster than the best, or does not fit, is not the best; empty if it is neither."""
         best = self.best(overlap)
         if not one.fits:
@@ -90,10 +90,10 @@ class Plan:
         if one in self._allowed(overlap):
             return "close: the best is as fast within 1 %, and simpler or in less memory"
         if overlap is None:
-            return "clip: it updates before gradients can be clipped by their norm; --no-clip allows it"
+            return "clip: the loop has to clip by fsdp_offload.clip_grad_norm_; then --overlap iteration allows it"
         return f"loop: --overlap {overlap} does not allow it"
 
-    def what_would_fit(self, overlap: Overlap | None = None) -> str:
+    def what_would_fit(self, overlap: OverlapKind | None = None) -> str:
         """Name the policy that needs least and the memory that it needs, and options with which something fits."""
         least = min(self._allowed(overlap), key=lambda one: one.needed_bytes)
         asked, machine, host_gb = self.training, self.machine, least.host_bytes_per_host / MOST_OF_HOST / 1e9
@@ -117,16 +117,16 @@ class Plan:
             f"here) and {host_gb:.0f} GB of each host ({machine.host_gb:.0f} GB here). {fits}"
         )
 
-    def _allowed(self, overlap: Overlap | None) -> list[Forecast]:
-        order = get_args(Overlap)
+    def _allowed(self, overlap: OverlapKind | None) -> list[Forecast]:
+        order = get_args(OverlapKind)
         allowed = order[: 1 + order.index(overlap or ("forward" if self.training.clip else "iteration"))]
         return [one for one in self.forecasts if one.choice is None or one.choice.overlap in allowed]
 
-    def as_dict(self, overlap: Overlap | None = None) -> dict[str, Any]:
+    def as_dict(self, overlap: OverlapKind | None = None) -> dict[str, Any]:
         """Plain values, for JSON."""
         best = self.best(overlap)
         names = {"model": self.model.name, "parameters": self.model.numel, "best": best and best.name}
-        settings = {name: asdict(getattr(self, name)) for name in ("training", "machine", "times")}
+        settings = {name: asdict(getattr(self, name)) for name in ("training", "machine", "parts")}
         policies = [
             {"policy": one.name, "peak_bytes": one.device.peak_bytes, "passed_over": self.passed_over(one, overlap)}
             | asdict(one)
@@ -167,19 +167,29 @@ def plan(
     sizes = Sizes.of(of.shapes(), wanted)
     parts = parts_of(sizes, trace, wanted, there)
     forecasts = tuple(_forecast(choice, sizes, trace, parts, wanted, there) for choice in (None, *choices))
-    return Plan(of, wanted, there, parts.times, forecasts, trace)
+    return Plan(of, wanted, there, parts, forecasts, trace)
 
 
 def _forecast(
     choice: Choice | None, sizes: Sizes, trace: Trace, parts: Parts, training: Training, machine: Machine
 ) -> Forecast:
-    kept = 1.0
+    room_bytes = int((1 - RESERVE) * machine.device_bytes) - CONTEXT_BYTES
+    blocks, host_bytes = None, 0
     if choice is not None:
-        lowest = device_memory(sizes, trace, training, choice, kept=0.0)
-        room_bytes = int((1 - RESERVE) * machine.device_bytes) - CONTEXT_BYTES - lowest.peak_bytes
-        kept = kept_share(choice, parts, max(0, room_bytes))
-    device, least = device_memory(sizes, trace, training, choice, kept), parts.bound(choice, kept)
-    (iteration_ms, limit), host_bytes = estimate(choice, parts, kept), sizes.host_bytes(choice, kept)
+        blocks = Blocks(choice.policy(sizes.state), sizes)
+        guesses = choice.overlap == "iteration" and training.clip  # updates before the norm is known
+        host_bytes = blocks.host_bytes + (sizes.state + sum(sizes.params) if guesses else 0)
+
+    def memory() -> DeviceMemory:
+        return _memory(choice, blocks, sizes, trace, training, room_bytes)
+
+    def read() -> Reading:
+        found = estimate(choice, blocks, parts)
+        return Reading(found.stalled_ms, found.ms)
+
+    if blocks is not None:
+        blocks.learn(read, lambda: room_bytes - memory().peak_bytes)
+    device, found = memory(), estimate(choice, blocks, parts)
     per_host = host_bytes * min(training.ranks, machine.devices_per_host)
     needed_bytes = int(device.peak_bytes * (1 + SLACK)) + CONTEXT_BYTES
     why_not = ""
@@ -193,12 +203,25 @@ def _forecast(
         needed_bytes=needed_bytes,
         host_bytes=host_bytes,
         host_bytes_per_host=per_host,
-        resident_bytes=int(kept * sizes.offloaded(choice)),
-        bound_ms=least.ms,
-        bound=least.formula,
-        iteration_ms=iteration_ms,
-        tokens_per_s=training.tokens_per_step / iteration_ms * 1e3,
-        limit=limit,
+        resident_bytes=sizes.state if blocks is None else blocks.kept_state + blocks.kept_params,
+        iteration_ms=found.ms,
+        tokens_per_s=training.tokens_per_step / found.ms * 1e3,
+        limit=found.limit,
         why_not=why_not,
         lines=lines_to_write(choice, sizes.state, training.master_weights),
     )
+
+
+def _memory(
+    choice: Choice | None, blocks: Blocks | None, sizes: Sizes, trace: Trace, training: Training, room_bytes: int
+) -> DeviceMemory:
+    params = sum(sizes.params)
+    if choice is None or blocks is None:
+        return device_memory(sizes, trace, training, {"parameters": params, "optimizer state": sizes.state})
+    resident = {"parameters": 0 if choice.parameters else params, "blocks": blocks.nbytes}
+    # Clipping may change gradients, and those of all but one micro-batch are alive until the last backward.
+    frees = choice.parameters and choice.overlap == "iteration" and not training.clip and training.micro_batches == 1
+    settled = device_memory(sizes, trace, training, resident, frees=frees)
+    # In the first steps, in which no update runs in the backward, all gradients are there, unless they do not fit.
+    first = device_memory(sizes, trace, training, resident | {"blocks": blocks.least_bytes})
+    return first if settled.peak_bytes < first.peak_bytes <= room_bytes else settled

@@ -14,8 +14,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..planning.buckets import ShardSpec, plan_buckets
-from .choices import Choice
 from .machine import WORKSPACE_BYTES
 from .trace import Trace
 from .training import DTYPES, Training
@@ -39,77 +37,54 @@ class DeviceMemory:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes of the first rank, whose shards are the largest, by group."""
+    """Shards of the first rank, which are the largest, by group."""
 
-    params: tuple[int, ...]  # parameter shards, padded; their gradients take the same
-    gathered: tuple[int, ...]  # all parameters of the group in the compute dtype
-    state: int  # of the optimizer
-    host: int  # the arena with all of the state
-    host_with_params: int  # and with the parameters beside it
-    tensors: int  # how many parameters are trained
+    numels: tuple[tuple[int, ...], ...]  # elements of each parameter's shard; the root is the last group
+    itemsize: int  # of parameters; their gradients take the same
+    state_itemsizes: tuple[int, ...]  # of each tensor of the optimizer's state
+    params: tuple[int, ...]  # bytes of parameters
+    gathered: tuple[int, ...]  # bytes of all parameters of the group in the compute dtype
 
     @staticmethod
     def of(shapes: Sequence[Sequence[tuple[int, ...]]], training: Training) -> "Sizes":
         """Compute them from the shapes of each group's parameters."""
         itemsize, shards = DTYPES[training.dtype].itemsize, training.shards
-        local = [[-(-shape[0] // shards) * math.prod(shape[1:]) if shape else 1 for shape in one] for one in shapes]
-        sizes = training.state_itemsizes()
-
-        def host_bytes(itemsizes: tuple[int, ...]) -> int:
-            specs = [ShardSpec(n, tuple(size * n for size in itemsizes), True) for group in local for n in group]
-            return plan_buckets(specs, 1 << 62).home_nbytes if itemsizes else 0
-
+        numels = tuple(
+            tuple(-(-shape[0] // shards) * math.prod(shape[1:]) if shape else 1 for shape in group) for group in shapes
+        )
         return Sizes(
-            params=tuple(itemsize * sum(group) for group in local),
-            gathered=tuple(DTYPES[training.compute_dtype].itemsize * shards * sum(group) for group in local),
-            state=sum(sizes) * sum(map(sum, local)),
-            host=host_bytes(sizes),
-            host_with_params=host_bytes((itemsize, *sizes)),
-            tensors=sum(map(len, local)),
+            numels=numels,
+            itemsize=itemsize,
+            state_itemsizes=training.state_itemsizes(),
+            params=tuple(itemsize * sum(group) for group in numels),
+            gathered=tuple(DTYPES[training.compute_dtype].itemsize * shards * sum(group) for group in numels),
         )
 
-    def offloaded(self, choice: Choice | None) -> int:
-        """What a policy offloads, or would: the state, and with it the parameters."""
-        return self.state + (sum(self.params) if choice is not None and choice.parameters else 0)
-
-    def host_bytes(self, choice: Choice | None, kept: float) -> int:
-        """Pinned memory: what stays from the beginning has no place there, what is learnt to stay has."""
-        if choice is None:
-            return 0
-        all_bytes, offloaded = self.host_with_params if choice.parameters else self.host, self.offloaded(choice)
-        return all_bytes - (0 if choice.share(offloaded).staying_is_learnt else int(kept * offloaded))
+    @property
+    def state(self) -> int:
+        """Bytes of the optimizer's state."""
+        return sum(self.state_itemsizes) * sum(map(sum, self.numels))
 
 
-def device_memory(sizes: Sizes, trace: Trace, training: Training, choice: Choice | None, kept: float) -> DeviceMemory:
-    """Find the turn at which most is allocated, if that share of what is offloaded stays on the device.
+def device_memory(
+    sizes: Sizes, trace: Trace, training: Training, resident: Mapping[str, int], *, frees: bool = False
+) -> DeviceMemory:
+    """Find the turn at which most is allocated.
 
-    With updates in the backward, a gradient is freed in ``step()``, or ``GRADIENTS_BEHIND`` groups later if parameters
-    live on the host. What comes in the backward and goes in the forward, of staging and of the window, adds nothing.
+    Args:
+        sizes: of all groups.
+        trace: of one micro-batch.
+        training: which.
+        resident: bytes that are there all the time, by name.
+        frees: a gradient is freed in the backward, ``GRADIENTS_BEHIND`` groups later, rather than in ``step()``.
     """
-    params, window, staging, frees = sum(sizes.params), 0, 0, False
-    moving = sizes.offloaded(choice) - int(kept * sizes.offloaded(choice))
-    if choice is not None:
-        staging = min(moving, choice.staging_bytes(sizes.state, params if choice.parameters else 0))
-    if choice is not None and choice.parameters:
-        window = min(moving, choice.share(params + sizes.state).window_bytes(sizes.params))
-        # Clipping may change gradients, and those of all but one micro-batch are alive until the last backward.
-        frees = choice.overlap == "iteration" and not training.clip and training.micro_batches == 1
-        params = int(kept * params)
     root = len(sizes.params) - 1
     reduced = [one.group for one in trace if one.phase == "backward" and one.group != root]  # the root at the very end
     last = {*reduced[-GRADIENTS_BEHIND:], root} if frees else range(root + 1)
     moments = [_moment(sizes, trace, training, number, frees=frees) for number in range(len(trace))]
     moments.append(DeviceMemory({"gradients": sum(sizes.params[group] for group in last)}, "step"))
     highest = max(moments, key=lambda one: one.peak_bytes)
-    terms = {
-        "parameters": params,
-        "window": window,
-        "optimizer state": int(kept * sizes.state),
-        "staging": staging,
-        "workspace": WORKSPACE_BYTES,
-        "other": training.other_device_bytes,
-        **highest.terms,
-    }
+    terms = {**resident, "workspace": WORKSPACE_BYTES, "other": training.other_device_bytes, **highest.terms}
     return DeviceMemory({name: nbytes for name, nbytes in terms.items() if nbytes}, highest.when)
 
 

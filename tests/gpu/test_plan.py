@@ -25,12 +25,13 @@ def test_peaks_and_host_bytes_are_as_predicted(mesh: torch.distributed.DeviceMes
     for name in ("no offload", "step", "forward", "forward, keeping", "iteration"):
         (one,) = [one for one in made.forecasts if one.name == name]
         policy = None if one.choice is None else one.choice.policy(bench.state_bytes)
+        learns = policy is not None and policy.device_bytes == "auto" and policy.runs_on_into_forward
         with bench.settled(policy) as (optimizer, clip):
             torch.accelerator.reset_peak_memory_stats(device)
             bench.iterate(optimizer, 3, clip=clip)
             peak_bytes = torch.accelerator.max_memory_allocated(device)
             host_bytes = 0 if policy is None else optimizer.offload_report().memory.host_bytes
-        if policy is None or policy.device_bytes != "auto":  # how much "auto" takes is not foreseen
+        if not learns:  # else it depends on waits, and another machine is planned for
             assert one.device.peak_bytes == pytest.approx(peak_bytes, rel=0.03)
         assert one.host_bytes == pytest.approx(host_bytes, rel=0.01)
 

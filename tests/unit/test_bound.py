@@ -4,15 +4,14 @@ from typing import Any
 
 import pytest
 
+from examples.benchmarks.bound import Times, bound
 from fsdp_offload import OffloadPolicy
-from fsdp_offload.plan.bound import Times, bound
 
 # Powers of two, so that a term that is missing, or counted twice, shows, and sums are exact.
 TIMES = Times(forward_ms=64, backward_ms=128, update_ms=2, clip_ms=1, load_ms=512, store_ms=256, two_way_ms=1024)
 ITERATION: dict[str, Any] = {"overlap": "iteration"}
 STEP: dict[str, Any] = {}
 FORWARD: dict[str, Any] = {"overlap": "forward"}
-GIVEN_BACK: dict[str, Any] = {"ring_is_given_back": True}
 
 
 @pytest.mark.parametrize(
@@ -27,23 +26,15 @@ GIVEN_BACK: dict[str, Any] = {"ring_is_given_back": True}
         (FORWARD, 1 / 1024, 0.0, "B + clip + max(F + U, (1 - r) T)", 128 + 1 + 64 + 2),
         (STEP, 1.0, 0.25, "F + B + clip + max(U, (1 - r) T)", 64 + 128 + 1 + 768),
         (FORWARD, 0.25, 0.5, "B + clip + max(F + U, (1 - r) T)", 128 + 1 + 128),
-        (FORWARD | GIVEN_BACK, 1.0, 0.25, "B + clip + max(F + U, r S + (1 - r) T)", 128 + 1 + 64 + 768),
-        (FORWARD | GIVEN_BACK, 0.25, 1.0, "B + clip + max(F + U, r S + (1 - r) T)", 128 + 1 + 66),
         (ITERATION, 1.0, 1.0, "max(F + B + U, T)", 1024),
         (ITERATION, 0.125, 0.0, "max(F + B + U, T)", 64 + 128 + 2),
-        (ITERATION | GIVEN_BACK, 1.0, 0.5, "max(F + B + U, T)", 1024),
     ],
 )
 def test_the_formula_of_a_policy(
     fields: dict[str, Any] | None, offloaded: float, staged: float, formula: str, ms: float
 ) -> None:
-    fields = None if fields is None else dict(fields)
-    given_back = fields is not None and fields.pop("ring_is_given_back", False)
     policy = None if fields is None else OffloadPolicy(**fields)
-    assert bound(policy, TIMES, offloaded=offloaded, staged=staged, ring_is_given_back=given_back) == (formula, ms)
-
-
-# A live iteration -----------------------------------------------------------------------------------------------------
+    assert bound(policy, TIMES, offloaded=offloaded, staged=staged) == (formula, ms)
 
 
 def test_clipping_counts_where_updates_may_be_taken_back() -> None:

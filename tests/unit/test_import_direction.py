@@ -43,7 +43,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "clipping": {"torch_compat", "core", "api"},
     "__init__": {"policy", "model", "report", "api", "clipping"},
     "doctor": {"__init__", "device"},
-    "plan": {"policy", "planning"},
+    "plan": {"policy", "planning", "core"},
     "integrations": {"policy", "api", "checkpoint", "clipping"},
     "__main__": {"__init__", "doctor", "plan"},
 }

@@ -1,4 +1,4 @@
-"""What an iteration takes at least under a policy (docs/plan.md). Pure arithmetic; all times in milliseconds.
+"""What an iteration takes at least under a policy (docs/benchmarks.md). Pure arithmetic; all times in milliseconds.
 
 With forward F, backward B, clipping, update U; all loads L and all stores S of what is offloaded, both at once T; and
 r, the share of what is offloaded that staging holds::
@@ -6,25 +6,24 @@ r, the share of what is offloaded that staging holds::
     the plain optimizer                          F + B + clip + U
     in the step                                  F + B + clip + max(U, (1 - r) T)
     overlap="forward"                            B + clip + max(F + U, (1 - r) T)
-    the same, ring given back in the forward     B + clip + max(F + U, r S + (1 - r) T)
     overlap="iteration"                          max(F + B + U, T)
     the same where gradients are clipped         max(F + B + clip + U, T)
 
 In the last one, T has the old parameters that go down beside the state. What staging holds is loaded behind the
-backward, as far as that lasts, and stored behind the next one, unless the forward needs its room.
+backward, as far as that lasts, and stored behind the next one.
 """
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..policy import OffloadPolicy
+from fsdp_offload import OffloadPolicy
 
 
 @dataclass(frozen=True)
 class Times:
     """What an iteration consists of, in milliseconds; the copies of all of the state.
 
-    Each part alone, as a bench measures them, or as :func:`parts_alone` finds them in a live one.
+    Each part alone, as a bench measures them.
     """
 
     forward_ms: float
@@ -49,7 +48,6 @@ def bound(
     *,
     offloaded: float = 1.0,
     staged: float = 0.0,
-    ring_is_given_back: bool = False,
     clips: bool = False,
 ) -> Bound:
     """What an iteration takes at least.
@@ -59,11 +57,10 @@ def bound(
         times: of the parts.
         offloaded: the share of the copies of ``times`` that is made, from 0 to 1; the rest of the state is resident.
         staged: the share of what is offloaded that staging holds, from 0 to 1.
-        ring_is_given_back: whether the forward takes the memory of staging back.
         clips: with ``overlap="iteration"``, whether updates may be taken back, since gradients are clipped after them.
     """
     forward, backward, update, clip = times.forward_ms, times.backward_ms, times.update_ms, times.clip_ms
-    load, store, two_way = (offloaded * ms for ms in (times.load_ms, times.store_ms, times.two_way_ms))
+    load, two_way = offloaded * times.load_ms, offloaded * times.two_way_ms
     if policy is None:
         return Bound("F + B + clip + U", forward + backward + clip + update)
     if policy.updates_in_backward and clips:
@@ -75,9 +72,6 @@ def bound(
     two_way *= 1 - ahead
     if not policy.runs_on_into_forward:
         return Bound("F + B + clip + max(U, (1 - r) T)", forward + rest + max(update, two_way))
-    if ring_is_given_back:
-        hidden = max(forward + update, ahead * store + two_way)
-        return Bound("B + clip + max(F + U, r S + (1 - r) T)", rest + hidden)
     return Bound("B + clip + max(F + U, (1 - r) T)", rest + max(forward + update, two_way))
 
 

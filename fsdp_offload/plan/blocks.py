@@ -1,0 +1,98 @@
+"""Device memory for what is offloaded: the blocks that attaching makes, by the functions that make them.
+
+What ``device_bytes="auto"`` takes beyond them is learnt in training; here by the same :class:`~..core.room.Room`, from
+iterations whose waits are estimated.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+
+from ..core.items import Item
+from ..core.plan import PASSING, Bucket, bucketing, choose_kept, pools_for, share_out
+from ..core.room import TOLERATED, Reading, Room
+from ..planning.buckets import ShardSpec, aligned, plan_buckets
+from ..policy import OffloadPolicy
+from .memory import Sizes
+
+MOST_READINGS = 100
+"""After so many iterations "auto" has taken what there is, if compute still waits."""
+
+
+class Blocks:
+    """Buckets of state, groups of parameters and the blocks of both, of the first rank.
+
+    Attributes:
+        uses: updates of buckets in an iteration, and gathers of parameters that live on the host.
+        host_bytes: of all homes.
+        pools: as ``offload_optimizer`` makes them.
+        least_bytes: before anything was learnt.
+        kept_state, kept_params: bytes that stay on the device.
+        learns: "auto" takes more where compute waits.
+    """
+
+    def __init__(self, policy: OffloadPolicy, sizes: Sizes) -> None:
+        groups = (sizes.numels[-1], *sizes.numels[:-1])  # the root is gathered first
+        numels = [numel for group in groups for numel in group]
+        together = dict(enumerate(number for number, group in enumerate(groups) for _ in group))
+        group_bytes: Counter[int] = Counter()
+        for param, number in together.items():
+            group_bytes[number] += 2 * sizes.itemsize * numels[param]
+        bucket_bytes, joined = bucketing(policy, elementwise=True, together=together, group_bytes=group_bytes)
+        specs = [
+            ShardSpec(numel, tuple(size * numel for size in sizes.state_itemsizes), True, joined[param])
+            for param, numel in enumerate(numels)
+        ]
+        weights = [Item(f"parameters of group {number}") for number in range(len(groups))]
+        for param, number in together.items() if policy.parameters else ():
+            weights[number].nbytes += aligned(sizes.itemsize * numels[param])
+        planned, buckets = plan_buckets(specs, bucket_bytes), []
+        for number, one in enumerate(planned.buckets):
+            theirs = tuple(dict.fromkeys(together[piece.shard] for piece in one.ranges))
+            state = Item(f"state {number}", one.nbytes)
+            buckets.append(Bucket(number, state, theirs, tuple(weights[group] for group in theirs)))
+        self.uses = len(buckets) + 2 * len(groups) * policy.parameters
+        self._state = [bucket.state for bucket in buckets if bucket.state.nbytes]
+        self._weights = [item for item in weights if item.nbytes]
+        self.host_bytes = planned.home_nbytes + sum(item.nbytes for item in weights)
+        limit = None if policy.device_bytes == "auto" else policy.device_bytes
+        self.pools = pools_for(self._state, self._weights, buckets, bucket_bytes, limit)
+        share_out(self.pools, limit)
+        self.learns = limit is None and (policy.runs_on_into_forward or policy.parameters)
+        self.least_bytes = self.nbytes
+        self._choose_kept()
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory of all blocks."""
+        return sum(pool.count * pool.nbytes for pool in self.pools)
+
+    @property
+    def passing_bytes(self) -> int:
+        """Those through which state passes."""
+        pools = {item.pool for item in self._state}
+        return sum(min(PASSING, pool.count) * pool.nbytes for pool in pools if pool is not None)
+
+    def _choose_kept(self) -> None:
+        choose_kept(self._state)
+        choose_kept(self._weights)
+        self.kept_state, self.kept_params = (
+            sum(item.nbytes for item in items if item.kept) for items in (self._state, self._weights)
+        )
+
+    def learn(self, read: Callable[[], Reading], free_bytes: Callable[[], int]) -> None:
+        """Take more where compute waits, as training does.
+
+        Args:
+            read: estimates an iteration with the blocks that there are now.
+            free_bytes: what the device would have left at the peak, with these.
+        """
+        room = Room.beside(self.pools) if self.learns else None
+        reading = read()
+        for _ in range(MOST_READINGS):
+            if room is None or reading.stalled_ms <= TOLERATED * reading.iteration_ms:
+                return
+            if room.end(reading, steady=True, free_bytes=free_bytes):
+                for pool, count in zip(self.pools, room.counts(self.pools), strict=True):
+                    pool.count = count
+                self._choose_kept()
+                reading = read()
