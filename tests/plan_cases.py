@@ -107,7 +107,7 @@ CASES = {
     "decoder-bf16": Case(
         lambda: decoder(3072, 8192, 20, 24, 64_000),
         6,
-        {"sequence_length": 2048, "dtype": "bf16", "master_weights": "remainder"},
+        {"sequence_length": 2048, "dtype": "bf16", "masters": "remainder"},
         ("step", "iteration", "iteration, keeping"),
     ),
 }

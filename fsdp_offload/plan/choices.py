@@ -1,11 +1,12 @@
 """The policies that a plan compares. The plan knows the fields of ``OffloadPolicy`` from nowhere else. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ..policy import MIB, MasterKind, OffloadPolicy
+from ..policy import MIB, OffloadPolicy
 from .device_share import DeviceShare, device_share
+from .training import Masters
 
 Overlap = Literal["step", "forward", "iteration"]  # each asks more of a loop than the one before: docs/policy.md
 
@@ -76,13 +77,13 @@ _LARGE_BYTES, _LARGE_BUCKET_BYTES = 4 << 30, 128 * MIB  # of so much state, buck
 _DEVICE_BUCKETS = 5  # on the device if nothing is kept to hide transfers: as many as the measured policies had
 
 
-def lines_to_write(choice: Choice | None, state_bytes: int, master_weights: MasterKind = "none") -> str:
+def lines_to_write(choice: Choice | None, state_bytes: int, masters: Masters = "none") -> str:
     """The code of a choice; no offload needs none, unless masters are wanted."""
-    if choice is None and master_weights == "none":
-        return ""
-    fields: dict[str, Any] = {"device_bytes": 1 << 60} if choice is None else choice.fields(state_bytes)
-    if master_weights != "none":
-        fields["master_weights"] = master_weights
+    lines = [] if masters == "none" else [f'add_masters(optimizer, "{masters}")']
+    return "\n".join(lines if choice is None else [*lines, _line_of(choice.fields(state_bytes))])
+
+
+def _line_of(fields: Mapping[str, Any]) -> str:
     texts = {name: f'"{value}"' if isinstance(value, str) else str(value) for name, value in fields.items()}
     texts |= {name: f"{value // MIB} << 20" for name, value in fields.items() if name.endswith("bytes")}
     said = ", ".join(f"{name}={text}" for name, text in texts.items())

@@ -200,5 +200,5 @@ def _forecast(
         tokens_per_s=training.tokens_per_step / iteration_ms * 1e3,
         limit=limit,
         why_not=why_not,
-        lines=lines_to_write(choice, sizes.state, training.master_weights),
+        lines=lines_to_write(choice, sizes.state, training.masters),
     )

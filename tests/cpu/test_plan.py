@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,14 +13,13 @@ from torch.distributed.fsdp import fully_shard
 
 from examples import worked_cases
 from examples.benchmarks.train import GPT
-from fsdp_offload import OffloadPolicy
+from fsdp_offload import OffloadPolicy, add_masters
 from fsdp_offload.core.attached import engine_of
 from fsdp_offload.plan import CHOICES, Choice, Plan, builtin_machines, machine_of, model_of, plan
 from fsdp_offload.plan.choices import lines_to_write
 from fsdp_offload.plan.machine import MACHINES
 from fsdp_offload.plan.model import FAMILIES, builtin_models
-from fsdp_offload.plan.training import DTYPES
-from fsdp_offload.policy import MasterKind
+from fsdp_offload.plan.training import DTYPES, Masters
 from tests.parity import attach
 
 LAYERS, WIDTH, VOCABULARY, LENGTH = 3, 256, 1536, 96
@@ -109,8 +109,8 @@ def test_state_and_host_memory_are_those_of_the_largest_shard(ranks: int) -> Non
     ("training", "itemsize"),
     [
         ({"dtype": "bf16"}, 4),
-        ({"dtype": "bf16", "master_weights": "fp32"}, 12),
-        ({"dtype": "bf16", "master_weights": "remainder"}, 10),
+        ({"dtype": "bf16", "masters": "fp32"}, 12),
+        ({"dtype": "bf16", "masters": "remainder"}, 10),
         ({"optimizer": "sgd-momentum"}, 4),
     ],
     ids=str,
@@ -137,15 +137,16 @@ def test_a_window_of_the_largest_groups_stands_for_parameters_on_the_device() ->
 
 @pytest.mark.parametrize(("dtype", "masters"), [("fp32", "none"), ("bf16", "remainder"), ("bf16", "fp32")])
 @pytest.mark.parametrize("name", ["step", "forward, keeping", "iteration", "step, parameters"])
-def test_host_bytes_are_what_the_engine_takes(mesh: DeviceMesh, name: str, dtype: str, masters: MasterKind) -> None:
+def test_host_bytes_are_what_the_engine_takes(mesh: DeviceMesh, name: str, dtype: str, masters: Masters) -> None:
     model = GPT(LAYERS, 128, VOCABULARY).to(DTYPES[dtype])
-    training = {"tokens_per_step": LENGTH, "sequence_length": LENGTH, "dtype": dtype, "master_weights": masters}
+    training = {"tokens_per_step": LENGTH, "sequence_length": LENGTH, "dtype": dtype, "masters": masters}
     one = by_name(plan(model, **training))[name]
     for module in (*model.blocks, model):
         fully_shard(module, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    policy = dataclasses.replace(one.choice.policy(one.host_bytes), master_weights=masters)
-    attach(optimizer, model=model, policy=policy)
+    if masters != "none":
+        add_masters(optimizer, masters)
+    attach(optimizer, model=model, policy=one.choice.policy(one.host_bytes))
     model(torch.randint(VOCABULARY, (1, LENGTH + 1))).backward()
     optimizer.step()
     engine = engine_of(optimizer)
@@ -202,8 +203,8 @@ def test_a_host_that_launches_slowly_is_what_limits() -> None:
     [
         ({}, 16),
         ({"micro_batches": 2}, 24),  # two gathers more
-        ({"dtype": "bf16", "master_weights": "remainder"}, 14),
-        ({"dtype": "bf16", "master_weights": "fp32"}, 16),
+        ({"dtype": "bf16", "masters": "remainder"}, 14),
+        ({"dtype": "bf16", "masters": "fp32"}, 16),
         ({"optimizer": "sgd"}, 8),
     ],
     ids=str,
@@ -277,16 +278,18 @@ def _named(*overlaps: str) -> list[str]:
 
 @pytest.mark.parametrize("masters", ["none", "remainder"])
 @pytest.mark.parametrize("choice", [None, *CHOICES])
-def test_the_lines_to_write_make_the_policy(choice: Choice | None, masters: MasterKind) -> None:
-    seen = []
-    names = {"offload_optimizer": lambda *args, policy=None, **kwargs: seen.append(policy or OffloadPolicy())}
+def test_the_lines_to_write_make_the_policy(choice: Choice | None, masters: Masters) -> None:
+    seen: list[Any] = []
+    names = {
+        "add_masters": lambda optimizer, kind: seen.append(kind),
+        "offload_optimizer": lambda *args, policy=None, **kwargs: seen.append(policy or OffloadPolicy()),
+        "OffloadPolicy": OffloadPolicy,
+    }
     for state_bytes in (10**9, 10**11):
-        line = lines_to_write(choice, state_bytes, masters)
-        exec(line, {**names, "OffloadPolicy": OffloadPolicy}, {"optimizer": 0, "model": 0})
-        wanted = OffloadPolicy(device_bytes=1 << 60) if choice is None else choice.policy(state_bytes)
-        if line:  # no offload without masters needs none
-            assert seen.pop() == dataclasses.replace(wanted, master_weights=masters)
-    assert bool(line) == (choice is not None or masters != "none")
+        exec(lines_to_write(choice, state_bytes, masters), names, {"optimizer": 0, "model": 0})
+        wanted = [] if masters == "none" else [masters]
+        assert seen == (wanted if choice is None else [*wanted, choice.policy(state_bytes)])
+        seen.clear()
 
 
 # What is asked for ---------------------------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ def make_twins(
     low = build(shard, seed=seed, prepare=lambda net: net.to(dtype))
     full = build(shard, seed=seed, prepare=lambda net: net.to(dtype).float())
     twins = twins_of(full, low, optimizer, kind, dtype)
+    twins.add_masters()
     twins.attach(TINY, with_model=True)
     return twins
 

@@ -1,4 +1,4 @@
-"""Masters that we keep, on a device: the same bits as an fp32 model, and device memory against a formula."""
+"""Masters on a device: the same bits as an fp32 model, and device memory against a formula."""
 
 import gc
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn, optim
 
-from fsdp_offload import OffloadPolicy, offload_optimizer
+from fsdp_offload import OffloadPolicy, add_masters, offload_optimizer
 from tests.cpu.test_kept_masters import EVERY_FORMAT, EVERY_KIND, cases, check_remainders, load_own, of_bits
 from tests.gpu.test_parity import ROOMY, on_device
 from tests.parity import SMALL, Net, Run, Zoo, batch
@@ -89,7 +89,8 @@ def test_device_peak_of_the_first_and_of_later_steps(kind: str, device: torch.de
     gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
-    policy = OffloadPolicy(device_bytes=DEVICE_BYTES, bucket_bytes=BUCKET_BYTES, master_weights=kind)
+    add_masters(optimizer, kind)
+    policy = OffloadPolicy(device_bytes=DEVICE_BYTES, bucket_bytes=BUCKET_BYTES)
     offload_optimizer(optimizer, model=model, policy=policy)
     bucket_numel = BUCKET_BYTES / BYTES_PER_ELEMENT[kind]
     first = TEMPORARIES[kind][0] * bucket_numel - BUCKET_BYTES  # there is a block less
@@ -114,7 +115,8 @@ def test_attaching_late_frees_the_state(kind: str, device: torch.device) -> None
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     optimizer.step()
-    policy = OffloadPolicy(device_bytes=DEVICE_BYTES, bucket_bytes=BUCKET_BYTES, master_weights=kind)
+    add_masters(optimizer, kind)
+    policy = OffloadPolicy(device_bytes=DEVICE_BYTES, bucket_bytes=BUCKET_BYTES)
     offload_optimizer(optimizer, model=model, policy=policy)
     gc.collect()
     assert torch.cuda.memory_allocated() - before < DEVICE_BYTES + 2 * MIB  # counters only
