@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_offload import OffloadPolicy, add_masters, offload_optimizer, remove_offload
 from fsdp_offload.optimizers import with_masters
 from tests.cpu.test_kept_masters import EVERY_FORMAT, EVERY_KIND, cases, saved
+from tests.cpu.test_wrappers import accelerated, fabrics, lightnings  # noqa: F401  # a fixture
 from tests.parity import Net, Run, Zoo, same_value
 from tests.tiers import every_nth
 from tests.twins import MASTER, Twins, make_twins
@@ -43,10 +44,20 @@ def test_same_bits(cls: type[optim.Optimizer], kwargs: dict[str, Any], kind: str
 
 @EVERY_KIND
 def test_portions_give_the_same_bits(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[int] = []
+    update = with_masters._update_by_plain_class
+
+    def counted(optimizer: Any, group: Any, params: list[Tensor]) -> None:
+        opened.append(sum(param.numel() for param in params))
+        update(optimizer, group, params)
+
     monkeypatch.setattr(with_masters, "_OPEN_NUMEL", 1500)
+    monkeypatch.setattr(with_masters, "_update_by_plain_class", counted)
     twins = plain(kind)
     twins.train(3)
     twins.assert_trained()
+    largest = max(param.numel() for param in twins.low.params.values())
+    assert max(opened) < 1500 + largest < sum(opened) // 3
 
 
 def test_it_stays_the_same_object_of_its_class() -> None:
@@ -86,7 +97,8 @@ def test_schedulers_hooks_and_closures(early: bool) -> None:
         twins.low.loss(twins.steps).backward()
         twins.hand_over()
         closure = lambda: calls.append(torch.is_grad_enabled()) or 3.5  # noqa: E731
-        assert twins.low.optimizer.step(closure) == 3.5
+        with torch.no_grad():
+            assert twins.low.optimizer.step(closure) == 3.5
         twins.full.optimizer.step()
         twins.each(lambda run: run.parts["scheduler"].step())
         twins.steps += 1
@@ -121,6 +133,31 @@ def test_a_grad_scaler_skips_steps(fused: bool) -> None:
             run.parts["scaler"].update()
         twins.assert_same()
     assert twins.low.optimizer.state[twins.low.params["weight"]]["step"] == 4
+
+
+def test_a_compiled_step_runs_as_it_is() -> None:
+    twins = plain("remainder")
+    twins.low.optimizer.step = torch.compile(twins.low.optimizer.step, backend="eager")
+    twins.train(3)
+    twins.assert_trained()
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["wrapped-first", "masters-first"])
+@pytest.mark.parametrize("framework", ["accelerate", "lightning", "fabric"])
+def test_wrappers_are_seen_through(framework: str, first: bool, accelerated: Any) -> None:  # noqa: F811
+    wrap = {"accelerate": accelerated, "lightning": lightnings, "fabric": fabrics}[framework]
+    twins = make_without_masters("fp32")
+    optimizer = twins.low.optimizer
+    wrapper = wrap(optimizer) if first else None
+    assert add_masters(wrapper if first else optimizer, "fp32") is (wrapper if first else optimizer)
+    wrapper = wrapper if first else wrap(optimizer)
+    if framework == "accelerate":  # the step of the others asks a strategy, which calls that of the optimizer
+        twins.low.optimizer = wrapper
+    twins.train(2)
+    twins.low.optimizer = optimizer
+    twins.assert_trained()
+    with pytest.raises(RuntimeError, match="has masters already"):
+        add_masters(wrapper, "fp32")
 
 
 # State dicts ---------------------------------------------------------------------------------------------------------
