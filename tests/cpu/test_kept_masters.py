@@ -259,8 +259,9 @@ def test_frozen_parameters_and_a_group_that_is_added(kind: str) -> None:
 
 
 @pytest.mark.parametrize("chosen", [{"foreach": False}, {"fused": True}], ids=str)
-def test_grad_scaler_skips_steps_of_fp16(chosen: dict[str, bool]) -> None:
-    twins = make_twins(Net, lambda params: adamw(params, **chosen), "fp32", torch.float16)
+@pytest.mark.parametrize("policy", [SMALL, None], ids=["offloaded", "not"])
+def test_grad_scaler_skips_steps_of_fp16(chosen: dict[str, bool], policy: OffloadPolicy | None) -> None:
+    twins = make_twins(Net, lambda params: adamw(params, **chosen), "fp32", torch.float16, policy=policy)
     for run in twins:
         run.parts["scaler"] = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
         run.parts["scaler"].scale(torch.zeros(()))
