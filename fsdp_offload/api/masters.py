@@ -25,7 +25,7 @@ def add_masters(optimizer: _Optimizer, kind: MasterKind = "remainder") -> _Optim
 
     It works without :func:`offload_optimizer` and with it; call it before that. State that exists is widened, and its
     masters start at the parameters. Weights that somebody writes into parameters win over fp32 masters; of a remainder,
-    the lower 16 bits stay.
+    the lower 16 bits stay. A second call with the same ``kind`` changes nothing.
 
     Args:
         optimizer: an elementwise one of ``torch.optim``; the wrappers of accelerate and Lightning are seen through.
@@ -38,11 +38,13 @@ def add_masters(optimizer: _Optimizer, kind: MasterKind = "remainder") -> _Optim
     Raises:
         TypeError: ``optimizer`` is not an optimizer of torch.
         ValueError: the class cannot be run on masters or has its own, or ``"remainder"`` was asked for fp16.
-        RuntimeError: the optimizer is offloaded, or has masters already.
+        RuntimeError: the optimizer is offloaded without masters, or has masters of the other kind.
     """
     if kind not in get_args(MasterKind):
         raise ValueError(f"add_masters: kind must be one of {get_args(MasterKind)}, got {kind!r}")
     *wrappers, target = (optimizer,) if is_wrapped(optimizer) else wrappers_around(optimizer)
+    if isinstance(target, WithMasters) and target.master_kind == kind:
+        return optimizer
     _check(target, kind)
     params = [param for group in target.param_groups for param in group["params"]]
     if not any(map(has_master, params)):
@@ -62,6 +64,8 @@ def _check(optimizer: Optimizer, kind: MasterKind) -> None:
     name = type(optimizer).__name__
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"add_masters: expected a torch.optim.Optimizer, got {name}. Megatron's have masters already.")
+    if isinstance(optimizer, WithMasters):
+        raise RuntimeError(f"add_masters: this {name} has masters already, of kind {optimizer.master_kind!r}.")
     if attachment_of(optimizer) is not None:
         raise RuntimeError(
             f"add_masters: this {name} is offloaded already, without masters. Add them first:\n"
@@ -69,8 +73,6 @@ def _check(optimizer: Optimizer, kind: MasterKind) -> None:
             "    offload_optimizer(optimizer, ...)\n"
             "After training has begun, call remove_offload(optimizer) before these lines."
         )
-    if isinstance(optimizer, WithMasters):
-        raise RuntimeError(f"add_masters: this {name} has masters already, of kind {optimizer.master_kind!r}.")
     if not capabilities_for(optimizer).takes_masters:
         raise ValueError(
             f"add_masters is for the elementwise optimizers of torch.optim, and {name} is not one of them, or has "

@@ -72,10 +72,10 @@ SHAPES = [(4096, 4096), (4096,), (8192, 2048), (1000, 4099), (32000, 1024), (102
 DEVICE_BYTES, BUCKET_BYTES = 384 * MIB, 64 * MIB
 # Beside the blocks, in bytes for each element of one bucket: what there is at once when there is most.
 TEMPORARIES = {
-    # First step: moments that are being created 8, gradient in fp32 4. Later one kernel does all.
-    "fp32": (8 + 4, 0),
-    # First step: moments 8, gradient 4, master 4, and its rounding 3.
-    "remainder": (8 + 4 + 4 + 3, 0),
+    # First step: moments and master that are being created 8 + 4, gradient in fp32 4. Later one kernel does all.
+    "fp32": (8 + 4 + 4, 0),
+    # First step: moments and remainder 8 + 2, gradient 4, master 4, and its rounding 3.
+    "remainder": (8 + 2 + 4 + 4 + 3, 0),
 }
 BYTES_PER_ELEMENT = {"fp32": 12, "remainder": 10}
 
