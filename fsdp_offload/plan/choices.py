@@ -1,10 +1,12 @@
 """The policies that a plan compares. The plan knows the fields of ``OffloadPolicy`` from nowhere else. Pure."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..core.plan import JOINED_BYTES, LARGEST_BYTES, PASSING
-from ..policy import MIB, MasterKind, OffloadPolicy, OverlapKind
+from ..policy import MIB, OffloadPolicy, OverlapKind
+from .training import Masters
 
 
 @dataclass(frozen=True)
@@ -54,13 +56,13 @@ CHOICES = (
 )
 
 
-def lines_to_write(choice: Choice | None, state_bytes: int, master_weights: MasterKind = "none") -> str:
+def lines_to_write(choice: Choice | None, state_bytes: int, masters: Masters = "none") -> str:
     """The code of a choice; no offload needs none, unless masters are wanted."""
-    if choice is None and master_weights == "none":
-        return ""
-    fields: dict[str, Any] = {"device_bytes": 1 << 60} if choice is None else choice.fields(state_bytes)
-    if master_weights != "none":
-        fields["master_weights"] = master_weights
+    lines = [] if masters == "none" else [f'add_masters(optimizer, "{masters}")']
+    return "\n".join(lines if choice is None else [*lines, _line_of(choice.fields(state_bytes))])
+
+
+def _line_of(fields: Mapping[str, Any]) -> str:
     texts = {name: f'"{value}"' if isinstance(value, str) else str(value) for name, value in fields.items()}
     texts |= {name: f"{value // MIB} << 20" for name, value in fields.items() if name.endswith("bytes")}
     said = ", ".join(f"{name}={text}" for name, text in texts.items())

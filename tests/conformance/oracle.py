@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fsdp_offload import OffloadPolicy, clip_grad_norm_, is_offloaded, offload_model, reload_model
+from fsdp_offload import OffloadPolicy, add_masters, clip_grad_norm_, is_offloaded, offload_model, reload_model
 from fsdp_offload.checkpoint import ArenaStager
 from fsdp_offload.core.attached import engine_of
 from tests.at_home import dropped_is_spoilt, not_at_home
@@ -71,10 +71,11 @@ class Loop:
             device_bytes="auto" if case.device_bytes == "auto" else SMALL_BYTES,
             bucket_bytes=BUCKET_BYTES,
             parameters=case.parameters,
-            master_weights=case.masters,  # type: ignore[arg-type]
             host_fraction=case.host,
             snapshot_bytes=(1 << 20) if case.save == "async" else 0,
         )
+        if case.masters != "none":
+            add_masters(self.optimizer, case.masters)  # type: ignore[arg-type]
         attach(self.optimizer, model=self.model if LAYOUTS[case.layout].shard else None, policy=policy)
 
     def hosted(self) -> set[str]:

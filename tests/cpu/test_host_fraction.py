@@ -74,7 +74,7 @@ def fused_adamw(params: Any) -> Optimizer:
 def elementwise_cases() -> Iterator[Any]:
     for cls, all_flags in FLAGS.items():
         capabilities = capabilities_of(cls)
-        if not capabilities.takes_host:
+        if not capabilities.takes_masters:
             continue
         fused = ("fused", "cpu", torch.float32) in capabilities.cuttable
         for flags in all_flags:

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
-from fsdp_offload import OffloadPolicy, offload_optimizer, remove_offload
+from fsdp_offload import OffloadPolicy, add_masters, offload_optimizer, remove_offload
 from fsdp_offload.checkpoint import ArenaStager
 from fsdp_offload.core import engine as core_engine
 from fsdp_offload.core import updates as core_updates
@@ -357,7 +357,12 @@ def narrow(dtype: torch.dtype = torch.bfloat16) -> Net:
 def test_masters(mesh: DeviceMesh, fields: dict[str, Any], kind: Any) -> None:
     """As with masters and parameters that stay on the device."""
     loops = [
-        Loop(mesh, adamw, policy_of(fields, master_weights=kind, parameters=parameters), net=narrow)
+        Loop(
+            mesh,
+            lambda params: add_masters(adamw(params), kind),
+            policy_of(fields, parameters=parameters),
+            net=narrow,
+        )
         for parameters in (False, True)
     ]
     assert_same_each_step(*loops, 6, write_parameters)

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 from examples import worked_cases
 from examples.benchmarks.train import GPT
-from fsdp_offload import OffloadPolicy
+from fsdp_offload import OffloadPolicy, add_masters
 from fsdp_offload.core.attached import engine_of
 from fsdp_offload.plan import CHOICES, Choice, Plan, builtin_machines, machine_of, model_of, plan
 from fsdp_offload.plan.blocks import Blocks
@@ -20,8 +21,8 @@ from fsdp_offload.plan.choices import lines_to_write
 from fsdp_offload.plan.machine import CONTEXT_BYTES, MACHINES
 from fsdp_offload.plan.memory import Sizes
 from fsdp_offload.plan.model import FAMILIES, builtin_models
-from fsdp_offload.plan.training import DTYPES, Training
-from fsdp_offload.policy import MIB, MasterKind
+from fsdp_offload.plan.training import DTYPES, Masters, Training
+from fsdp_offload.policy import MIB
 from tests.parity import attach
 
 LAYERS, WIDTH, VOCABULARY, LENGTH = 3, 256, 1536, 96
@@ -111,8 +112,8 @@ def test_state_and_host_memory_are_those_of_the_largest_shard(ranks: int) -> Non
     ("training", "itemsize"),
     [
         ({"dtype": "bf16"}, 4),
-        ({"dtype": "bf16", "master_weights": "fp32"}, 12),
-        ({"dtype": "bf16", "master_weights": "remainder"}, 10),
+        ({"dtype": "bf16", "masters": "fp32"}, 12),
+        ({"dtype": "bf16", "masters": "remainder"}, 10),
         ({"optimizer": "sgd-momentum"}, 4),
     ],
     ids=str,
@@ -156,17 +157,19 @@ def test_blocks_and_homes_are_those_that_attaching_makes(
     parameters: bool,
     device_bytes: object,
     dtype: str,
-    masters: MasterKind,
+    masters: Masters,
     optimizer: str,
 ) -> None:
     model = GPT(6, 128, VOCABULARY).to(DTYPES[dtype])
-    training = Training(tokens_per_step=4096, dtype=dtype, master_weights=masters, optimizer=optimizer)
-    policy = OffloadPolicy(parameters=parameters, overlap=overlap, device_bytes=device_bytes, master_weights=masters)
+    training = Training(tokens_per_step=4096, dtype=dtype, masters=masters, optimizer=optimizer)
+    policy = OffloadPolicy(parameters=parameters, overlap=overlap, device_bytes=device_bytes)
     blocks = Blocks(policy, Sizes.of(model_of(model).shapes(), training))
     for module in (*model.blocks, model):
         fully_shard(module, mesh=mesh)
     options = {"momentum": 0.9} if optimizer != "adamw" else {}
     made = (torch.optim.AdamW if optimizer == "adamw" else torch.optim.SGD)(model.parameters(), fused=True, **options)
+    if masters != "none":
+        add_masters(made, masters)
     attach(made, model=model, policy=policy)
     engine = engine_of(made)
     assert blocks.pools
@@ -234,8 +237,8 @@ def test_a_host_that_launches_slowly_is_what_limits() -> None:
     [
         ({}, 16),
         ({"micro_batches": 2}, 24),  # two gathers more
-        ({"dtype": "bf16", "master_weights": "remainder"}, 14),
-        ({"dtype": "bf16", "master_weights": "fp32"}, 16),
+        ({"dtype": "bf16", "masters": "remainder"}, 14),
+        ({"dtype": "bf16", "masters": "fp32"}, 16),
         ({"optimizer": "sgd"}, 8),
     ],
     ids=str,
@@ -295,16 +298,18 @@ def _named(*overlaps: str) -> list[str]:
 
 @pytest.mark.parametrize("masters", ["none", "remainder"])
 @pytest.mark.parametrize("choice", [None, *CHOICES])
-def test_the_lines_to_write_make_the_policy(choice: Choice | None, masters: MasterKind) -> None:
-    seen = []
-    names = {"offload_optimizer": lambda *args, policy=None, **kwargs: seen.append(policy or OffloadPolicy())}
+def test_the_lines_to_write_make_the_policy(choice: Choice | None, masters: Masters) -> None:
+    seen: list[Any] = []
+    names = {
+        "add_masters": lambda optimizer, kind: seen.append(kind),
+        "offload_optimizer": lambda *args, policy=None, **kwargs: seen.append(policy or OffloadPolicy()),
+        "OffloadPolicy": OffloadPolicy,
+    }
     for state_bytes in (10**9, 10**11):
-        line = lines_to_write(choice, state_bytes, masters)
-        exec(line, {**names, "OffloadPolicy": OffloadPolicy}, {"optimizer": 0, "model": 0})
-        wanted = OffloadPolicy(device_bytes=1 << 60) if choice is None else choice.policy(state_bytes)
-        if line:  # no offload without masters needs none
-            assert seen.pop() == dataclasses.replace(wanted, master_weights=masters)
-    assert bool(line) == (choice is not None or masters != "none")
+        exec(lines_to_write(choice, state_bytes, masters), names, {"optimizer": 0, "model": 0})
+        wanted = [] if masters == "none" else [masters]
+        assert seen == (wanted if choice is None else [*wanted, choice.policy(state_bytes)])
+        seen.clear()
 
 
 # What is asked for ---------------------------------------------------------------------------------------------------

@@ -1,20 +1,21 @@
 """What ``bench step`` makes of its options, without an accelerator: figures come from one only."""
 
 import sys
+from typing import get_args
 
 import pytest
 import torch
 from torch import nn
 
-from examples.benchmarks.step import AdamKind, Implementation, MasterWeights, optimizer_maker, plain_model
-from fsdp_offload.policy import MasterKind
+from examples.benchmarks.step import AdamKind, Implementation, Masters, optimizer_maker, plain_model
+from fsdp_offload.optimizers.masters import MasterKind
 
 PARAMS = [nn.Parameter(torch.ones(2, dtype=torch.bfloat16))]
 
 
 def test_adamw_has_the_implementation_that_was_asked_for() -> None:
     fused, foreach = (
-        optimizer_maker(AdamKind.ADAMW, implementation, MasterWeights.FP32)(PARAMS) for implementation in Implementation
+        optimizer_maker(AdamKind.ADAMW, implementation, Masters.FP32)(PARAMS) for implementation in Implementation
     )
     assert (fused.defaults["fused"], fused.defaults["foreach"]) == (True, False)
     assert (foreach.defaults["fused"], foreach.defaults["foreach"]) == (False, True)
@@ -27,7 +28,7 @@ def test_parameters_and_gradients_have_one_dtype() -> None:
 
 
 def test_every_kind_of_master_can_be_asked_for() -> None:
-    assert [kind.value for kind in MasterWeights] == list(MasterKind.__args__)
+    assert {kind.value for kind in Masters} == {"none", *get_args(MasterKind)}
 
 
 def test_transformer_engine_that_is_not_installed_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,9 +36,9 @@ def test_transformer_engine_that_is_not_installed_is_one_line(monkeypatch: pytes
     with pytest.raises(
         SystemExit, match=r"--optimizer te needs Transformer Engine \(pip install 'fsdp-offload\[te\]'\)"
     ):
-        optimizer_maker(AdamKind.TE, Implementation.FUSED, MasterWeights.NONE)
+        optimizer_maker(AdamKind.TE, Implementation.FUSED, Masters.NONE)
 
 
 def test_transformer_engine_has_masters_of_its_own() -> None:
     with pytest.raises(SystemExit, match="masters of its own"):
-        optimizer_maker(AdamKind.TE, Implementation.FUSED, MasterWeights.FP32)
+        optimizer_maker(AdamKind.TE, Implementation.FUSED, Masters.FP32)
