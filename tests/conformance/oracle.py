@@ -95,6 +95,12 @@ class Loop:
             loss = self.model(self.batch(10 * at + micro), **options)
             loss.backward()
             self.seen.append(loss.item())
+            self.nap()
+
+    def nap(self) -> None:
+        """Sleep with gradients, where nothing has been updated with them."""
+        if self.case.sleep and self.steps in (5, 7) and self.case.overlap != "iteration":
+            self.sleep()
 
     def clip(self) -> None:
         """As the case says; the first steps show that this loop clips."""

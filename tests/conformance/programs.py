@@ -59,6 +59,7 @@ def unreduced(loop: Loop, at: int) -> None:
         loss = loop.model(loop.batch(10 * at + micro))
         loss.backward()
         loop.seen.append(loss.item())
+        loop.nap()
     loop.step()
 
 

@@ -1,7 +1,6 @@
 """Phases by hand: whatever is done in each of them, training is that of a plain optimizer, bit by bit.
 
-Random programs mix the phases with everything else (``tests/slow/test_long_programs.py``); here is what
-each of them promises.
+The conformance suite mixes the phases with everything else; here is what each of them promises.
 """
 
 import copy

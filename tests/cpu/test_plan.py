@@ -25,7 +25,6 @@ from tests.parity import attach
 LAYERS, WIDTH, VOCABULARY, LENGTH = 3, 256, 1536, 96
 H200 = machine_of("H200")
 HERE = Path(__file__).resolve().parent
-FAST = dataclasses.replace(H200, link_gb_per_s=1e6, host_gb_per_s=1e6, launch_us=0.0, contention=0.0)
 SLOW = dataclasses.replace(H200, link_gb_per_s=0.25, launch_us=0.0, contention=0.0)
 
 
@@ -120,21 +119,6 @@ def test_state_of_masters_and_of_other_optimizers(training: dict, itemsize: int)
     assert made.forecasts[0].device.terms["optimizer state"] == itemsize * made.model.numel
 
 
-def test_a_window_of_the_largest_groups_stands_for_parameters_on_the_device() -> None:
-    forecasts = by_name(large_plan(machine=FAST))
-    plain, step = forecasts["no offload"].device, forecasts["step, parameters"].device
-    numel, block_bytes = (sum(p.numel() for p in one.parameters()) for one in (gpt(8, 1024), gpt(8, 1024).blocks[0]))
-    block_bytes *= 4
-    assert step.terms["window"] == 3 * block_bytes  # the largest group, and two of the second largest
-    assert step.peak_bytes == plain.peak_bytes - 12 * numel + 3 * block_bytes + step.terms["staging"]
-    assert step.terms["gradients"] == plain.terms["gradients"] > 6 * block_bytes  # until step(), here as well
-    iteration = forecasts["iteration, parameters"].device
-    assert iteration.terms["staging"] == 12 * numel // 25
-    assert iteration.terms["gradients"] <= 6 * block_bytes  # of five groups, and of one on its way into the reduction
-    clipped = by_name(large_plan(machine=FAST, clip=True))["iteration, parameters"].device
-    assert clipped.peak_bytes > iteration.peak_bytes  # which may change gradients, so they stay
-
-
 @pytest.mark.parametrize(("dtype", "masters"), [("fp32", "none"), ("bf16", "remainder"), ("bf16", "fp32")])
 @pytest.mark.parametrize("name", ["step", "forward, keeping", "iteration", "step, parameters"])
 def test_host_bytes_are_what_the_engine_takes(mesh: DeviceMesh, name: str, dtype: str, masters: MasterKind) -> None:
@@ -155,13 +139,6 @@ def test_host_bytes_are_what_the_engine_takes(mesh: DeviceMesh, name: str, dtype
 # Time ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("micro_batches", [1, 3])
-def test_without_a_link_to_speak_of_offload_costs_nothing(micro_batches: int) -> None:
-    made = large_plan(machine=FAST, micro_batches=micro_batches, tokens_per_step=12 * LENGTH)
-    for one in made.forecasts:
-        assert one.iteration_ms == pytest.approx(made.forecasts[0].iteration_ms, rel=1e-3)
-
-
 def test_a_slow_link_is_what_limits_and_what_is_kept() -> None:
     made = large_plan(machine=SLOW, clip=True)
     forecasts, times = by_name(made), made.times
@@ -180,40 +157,6 @@ def test_no_more_is_kept_than_there_is_room_for(name: str) -> None:
     one = by_name(large_plan(machine=SLOW, device_gb=device_gb))[name]
     assert 0 < one.resident_bytes <= highest.resident_bytes / 2
     assert lowest.iteration_ms > one.iteration_ms > highest.iteration_ms
-
-
-def test_ranks_of_a_host_share_its_memory_bandwidth() -> None:
-    alone, together = (large_plan(ranks=ranks, tokens_per_step=ranks * LENGTH).times for ranks in (1, 8))
-    # An eighth of the state, on each of eight ranks that share.
-    slower = 1.831 * H200.link_gb_per_s / (H200.host_gb_per_s / 8)
-    assert together.two_way_ms == pytest.approx(alone.two_way_ms / 8 * slower, rel=0.01)
-
-
-def test_a_host_that_launches_slowly_is_what_limits() -> None:
-    one, other = (by_name(large_plan(machine=dataclasses.replace(FAST, launch_us=us))) for us in (100.0, 200.0))
-    for name in ("no offload", "forward", "iteration"):
-        assert other[name].limit == "launches"
-        assert other[name].iteration_ms == pytest.approx(2 * one[name].iteration_ms)
-    assert one["iteration"].iteration_ms > one["no offload"].iteration_ms  # issuing transfers takes its time too
-
-
-@pytest.mark.parametrize(
-    ("training", "up"),
-    [
-        ({}, 16),
-        ({"micro_batches": 2}, 24),  # two gathers more
-        ({"dtype": "bf16", "master_weights": "remainder"}, 14),
-        ({"dtype": "bf16", "master_weights": "fp32"}, 16),
-        ({"optimizer": "sgd"}, 8),
-    ],
-    ids=str,
-)
-def test_bytes_on_the_link_with_parameters_on_the_host(training: dict, up: int) -> None:
-    one = by_name(large_plan(machine=SLOW, device_gb=1e-9, **training))["iteration, parameters"]  # keeps nothing
-    numel = model_of(gpt(8, 1024)).numel
-    assert one.limit == "link"
-    assert one.bound_ms >= up * numel / 0.25e6 * 0.999
-    assert one.bound_ms <= one.iteration_ms
 
 
 def test_a_number_of_bytes_is_divided_as_the_engine_divides_it() -> None:

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 import fsdp_offload.model.sleep as room
 from fsdp_offload import offload_model, offload_optimizer, reload_model
 from fsdp_offload.model import parking
-from tests.overlapping import POLICIES, SIZES, Loop, adamw, same
+from tests.overlapping import SIZES, Loop, adamw
 from tests.parity import same_bits
 from tests.policies import with_share
 
@@ -370,31 +370,6 @@ def test_gradients_that_are_views_of_a_bucket(mesh: DeviceMesh) -> None:
 
 
 # Optimizers ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("fields", [{}, *POLICIES.values()], ids=["default", *POLICIES])
-def test_with_an_offloaded_optimizer(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
-    def sleep_around(loop: Loop, step: int) -> None:
-        nap(loop)
-        loop.backward(step)
-        if fields.get("overlap") != "iteration":
-            nap(loop)
-        loop.optimizer.step()
-        nap(loop)
-        loop.scheduler.step()
-        loop.optimizer.zero_grad()
-        nap(loop)
-
-    def nap(loop: Loop) -> None:
-        loop.optimizer.offload_states()
-        loop.optimizer.release_states()
-        offload_model(loop.model)
-        reload_model(loop.model)
-        loop.optimizer.reload_states()
-
-    plain = Loop(mesh, adamw, None).train(6)
-    offloaded = Loop(mesh, adamw, with_share(**{**SIZES, **fields})).train(6, sleep_around)
-    assert same(plain, offloaded)
 
 
 def test_gradients_that_an_update_holds_are_let_go(mesh: DeviceMesh) -> None:

@@ -16,7 +16,6 @@ from tests.overlapping import HABITS, POLICIES, Loop, Net, adamw, deafen, same, 
 
 SLEEP_CYCLES = 2_000_000  # about 1 ms
 LONG_CYCLES = 40_000_000  # longer than the host takes to issue what follows, so that a missing wait is surely seen
-EVERY_POLICY = pytest.mark.parametrize("fields", POLICIES.values(), ids=POLICIES)
 Slow = Callable[..., None]
 
 
@@ -36,16 +35,6 @@ def on_host(mesh: DeviceMesh, fields: dict[str, Any]) -> Loop:
     return Loop(mesh, adamw, OffloadPolicy(**{**sizes, "parameters": True, **fields}), net=net)
 
 
-@pytest.mark.parametrize("kind", ["none", "L", "U", "S"])
-@EVERY_POLICY
-def test_same_bits_whichever_lane_is_slow(mesh: DeviceMesh, slow: Slow, fields: dict[str, Any], kind: str) -> None:
-    plain = Loop(mesh, adamw, None, net=net).train(8, HABITS["evaluate"])
-    slow(kind)
-    loop = on_host(mesh, fields).train(8, HABITS["evaluate"])
-    assert same(plain, loop)
-    assert all(param.detach().to_local().device.type == "cpu" for param in loop.model.parameters())
-
-
 # Each slows down what somebody should wait for.
 @pytest.mark.parametrize(("kind", "deaf"), [("L", "compute"), ("S", "load")])
 def test_other_bits_without_a_wait(
@@ -57,12 +46,6 @@ def test_other_bits_without_a_wait(
     loop = on_host(mesh, POLICIES["iteration"]).train(6)
     torch.cuda.synchronize()
     assert not same(plain, loop)
-
-
-@pytest.mark.parametrize("overlap", ["forward", "iteration"])
-def test_same_bits_where_blocks_come_and_go(mesh: DeviceMesh, overlap: Any) -> None:
-    plain = Loop(mesh, adamw, None, net=net).train(12)
-    assert same(plain, on_host(mesh, {"overlap": overlap, "device_bytes": "auto"}).train(12))
 
 
 def deep() -> Net:
@@ -152,14 +135,6 @@ def test_what_comes_to_stay_leaves_iterations_their_room(
             loop.optimizer.load_state_dict(loop.optimizer.state_dict())
         loop.train(1, first=step)
     assert engine_of(loop.optimizer).staging_bytes() < nbytes
-
-
-@pytest.mark.parametrize("habit", ["clip", "save-and-load"])
-@EVERY_POLICY
-def test_habits(mesh: DeviceMesh, slow: Slow, fields: dict[str, Any], habit: str) -> None:
-    plain = Loop(mesh, adamw, None, net=net).train(9, HABITS[habit])
-    slow("S")
-    assert same(plain, on_host(mesh, fields).train(9, HABITS[habit]))
 
 
 def test_where_the_parameters_are(mesh: DeviceMesh) -> None:
