@@ -149,6 +149,27 @@ def write_state(loop: Loop, at: int) -> None:
     loop.step()
 
 
+def replace_state(loop: Loop, at: int) -> None:
+    """Other tensors in the place of some; and one parameter begins anew."""
+    names = list(loop.params)
+    for name in names[at % 3 :: 3]:
+        state = loop.live_state(name)
+        for key, value in list(state.items()):
+            if isinstance(value, torch.Tensor) and value.dim() and key != "master_param":
+                state[key] = value * 0.5
+    if loop.case.masters == "none":
+        loop.live_state(names[at % len(names)]).clear()
+    usual(loop, at)
+
+
+def reattach(loop: Loop, at: int) -> None:
+    """With a plain step in between."""
+    loop.finish_saving()
+    loop.remove()
+    usual(loop, at)
+    loop.attach_again()
+
+
 def write_group(loop: Loop, at: int) -> None:
     """Between the backward and the step."""
     loop.backward(at)
@@ -206,6 +227,8 @@ HABITS: dict[str, Habit] = {
     "closure": closure,
     "read-state": read_state,
     "write-state": write_state,
+    "replace-state": replace_state,
+    "reattach": reattach,
     "write-group": write_group,
     "write-parameters": write_parameters,
     "average": average,

@@ -359,19 +359,6 @@ def test_a_weight_without_gradient_now_and_then(mesh: DeviceMesh, fields: dict[s
         assert same(plain, offloaded.train(8, used_now_and_then))
 
 
-class FrozenNowAndThen(Loop):
-    def backward(self, step: int, **options: Any) -> None:
-        self.model.blocks[1].up.weight.requires_grad_(step not in (3, 4))
-        super().backward(step, **options)
-
-
-@EVERY_POLICY
-def test_a_weight_that_is_frozen_for_some_steps(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
-    """One of a group, which is cut into several buckets."""
-    plain, offloaded = (FrozenNowAndThen(mesh, adamw, policy) for policy in (None, policy_of(fields)))
-    assert same(plain.train(8), offloaded.train(8))
-
-
 @EVERY_POLICY
 def test_state_that_is_exchanged_for_a_weight_without_gradient(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
     """It shares buckets with others, which the first step after attaching loads and stores."""
@@ -641,25 +628,6 @@ def test_inference_mode_is_the_first_to_need_parameters(mesh: DeviceMesh, fields
     with torch.inference_mode():
         assert torch.equal(plain.model(plain.batch(0)), loop.model(loop.batch(0)))
     assert_same_each_step(plain, loop, 2)
-
-
-def freeze_in_turns(loop: Loop, step: int) -> None:
-    for name, param in loop.model.named_parameters():
-        param.requires_grad_("blocks.1" not in name or step in (0, 1, 2, 6, 7))
-    loop.backward(step)
-    loop.step()
-
-
-def freeze(model: nn.Module, *, but: str) -> None:
-    for name, param in model.named_parameters():
-        param.requires_grad_(but in name)
-
-
-def test_frozen_and_unfrozen_in_between(mesh: DeviceMesh) -> None:
-    """Whole blocks in turns, which stream all the same."""
-    for fields in ({}, {"overlap": "forward"}):
-        plain, loop = pair(mesh, on_host(fields), prepare=partial(freeze, but="blocks.0"))
-        assert_same_each_step(plain, loop, 9, freeze_in_turns)
 
 
 class Outside(Net):

@@ -298,26 +298,6 @@ def test_hyperparameters_that_change_the_layout() -> None:
     pair.train(4)
 
 
-def test_state_that_the_user_edits() -> None:
-    pair = make_pair(Net, fused_adamw, policy=policy(0.6))
-
-    def edit(run: Run, at: int) -> None:
-        for param in run.params.values():
-            state = run.optimizer.state.get(param, {})
-            if not state:
-                continue
-            state["exp_avg"].mul_(0.5)
-            if at == 2:
-                state["exp_avg_sq"] = state["exp_avg_sq"] * 2
-            if at == 3:
-                state["step"] = state["step"] + 5
-        if at == 4:
-            del run.optimizer.state[run.params["head.weight"]]
-        train_step(run, at)
-
-    pair.train(8, edit)
-
-
 def test_two_optimizers_share_the_thread(mesh: DeviceMesh) -> None:
     results = []
     for fraction in (None, 0.5):

@@ -33,13 +33,13 @@ from fsdp_offload.torch_compat.optim import foreach_supports
 from fsdp_offload.torch_compat.spent_gradient import note_freed, spend
 from tests.at_home import dropped_is_spoilt, not_at_home
 from tests.overlapping import (
-    HABITS,
     POLICIES,
     SIZES,
     Habit,
     Loop,
     Net,
     adamw,
+    evaluate,
     plain_steps,
     same,
     same_values,
@@ -155,14 +155,14 @@ def sync(loop: Loop) -> None:
         loop.optimizer.synchronize()
 
 
-MORE_HABITS: dict[str, Callable[[Loop, int], None]] = {
+HABITS: dict[str, Callable[[Loop, int], None]] = {
     "unsharded-between": keep_unsharded_between,
     "unshard-by-hand": unshard_by_hand,
     "read-everything": read_everything,
 }
 
 
-@spread(habit=MORE_HABITS, passing={"small": 2 * 8192, "large": 64 << 20}, fields=POLICIES)
+@spread(habit=HABITS, passing={"small": 2 * 8192, "large": 64 << 20}, fields=POLICIES)
 def test_more_habits(mesh: DeviceMesh, habit: Habit, passing: int, fields: dict[str, Any]) -> None:
     assert_as_plain(mesh, policy_of(fields, passing=passing), (habit,) * 7)
 
@@ -212,7 +212,7 @@ MODELS: dict[str, dict[str, Any]] = {
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad", "ignore:The .grad attribute of a Tensor")
 def test_models(mesh: DeviceMesh, fields: dict[str, Any], model: str) -> None:
     torch._dynamo.reset()
-    assert_as_plain(mesh, policy_of(fields, passing=2 * 8192), (HABITS["evaluate"],) * 6, **MODELS[model])
+    assert_as_plain(mesh, policy_of(fields, passing=2 * 8192), (evaluate,) * 6, **MODELS[model])
 
 
 class Reading(Net):

@@ -12,7 +12,6 @@ import sys
 import threading
 import warnings
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -341,58 +340,6 @@ def test_state_is_right_at_every_moment(
     pair.assert_trained("empty")
 
 
-def write_in_place(run: Run) -> None:
-    for state in run.optimizer.state.values():
-        state["exp_avg"].mul_(0.5)
-        state["exp_avg_sq"].add_(1.0)
-        state["step"].add_(3.0)
-
-
-def exchange_all(run: Run) -> None:
-    for state in run.optimizer.state.values():
-        state["exp_avg"] = state["exp_avg"] * 0.25
-
-
-def forget_all(run: Run) -> None:
-    run.optimizer.state.clear()
-
-
-def forget_one(run: Run) -> None:
-    del run.optimizer.state[params_of(run.optimizer)[0]]
-
-
-def put_another_mapping(run: Run) -> None:
-    state = {param: copied(state) for param, state in run.optimizer.state.items()}
-    run.optimizer.state = defaultdict(dict, state)
-
-
-def swap_with_the_next(run: Run) -> None:
-    """One of them is resident, and the other is not."""
-    one, other = params_of(run.optimizer)[:2]
-    state = run.optimizer.state
-    state[one], state[other] = state[other], state[one]
-
-
-EDITS: tuple[Callable[[Run], None], ...] = (
-    *(write_in_place, exchange_all, forget_all, forget_one, put_another_mapping, swap_with_the_next),
-    *(edits.rotate_one_name, edits.exchange_within_a_parameter, edits.load_permuted),
-)
-
-
-@spread(
-    edit={edit.__name__: edit for edit in EDITS},
-    phases=SEQUENCES,
-    then={str(then): then for then in ((), ("offload",), ("reload", "offload", "release"))},
-)
-def test_what_users_do_to_state(edit: Callable[[Run], None], phases: tuple[str, ...], then: tuple[str, ...]) -> None:
-    pair = make_pair(edits.Twins, adamw_of, policy=RESIDENT)
-    pair.train(3)
-    go_through(pair.offloaded.optimizer, phases)
-    pair.each(edit)
-    go_through(pair.offloaded.optimizer, then)
-    pair.train(2)
-
-
 @EVERY_SEQUENCE
 def test_state_of_another_shape_is_refused_as_in_a_step(phases: tuple[str, ...]) -> None:
     """A phase that moves state has to take over what the user has put there."""
@@ -456,18 +403,6 @@ def test_state_that_is_loaded_for_a_parameter_without(phases: tuple[str, ...]) -
     for run in pair:
         params_of(run.optimizer)[1].requires_grad_(True)
     go_through(optimizer, ["reload"])
-    pair.train(2)
-
-
-@EVERY_SEQUENCE
-def test_offload_is_removed_and_made_anew(phases: tuple[str, ...]) -> None:
-    pair = make_pair(Zoo, adamw_of, policy=RESIDENT)
-    pair.train(2)
-    go_through(pair.offloaded.optimizer, phases)
-    pair.detach()
-    pair.train(2)
-    pair.attach(ALL_RESIDENT)
-    go_through(pair.offloaded.optimizer, phases)
     pair.train(2)
 
 

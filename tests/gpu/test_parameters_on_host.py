@@ -12,7 +12,7 @@ from fsdp_offload import OffloadPolicy
 from fsdp_offload.core.attached import Engine, engine_of
 from fsdp_offload.core.hooks import ModelHooks
 from fsdp_offload.torch_compat.dtensor import local_shard
-from tests.overlapping import HABITS, POLICIES, Loop, Net, adamw, deafen, same, same_values, slow_down
+from tests.overlapping import POLICIES, Loop, Net, adamw, deafen, same, same_values, save_and_load, slow_down
 
 SLEEP_CYCLES = 2_000_000  # about 1 ms
 LONG_CYCLES = 40_000_000  # longer than the host takes to issue what follows, so that a missing wait is surely seen
@@ -112,12 +112,12 @@ def limited() -> Iterator[Callable[[int], None]]:
 
 def test_the_first_steps_need_no_room_for_all_gradients(mesh: DeviceMesh, limited: Callable[[int], None]) -> None:
     """Nor those that measure the model alone, and that come after a checkpoint."""
-    wanted = Loop(mesh, adamw, None, net=deep).train(20, HABITS["save-and-load"]).everything()
+    wanted = Loop(mesh, adamw, None, net=deep).train(20, save_and_load).everything()
     gc.collect()
     policy = OffloadPolicy(parameters=True, overlap="iteration")
     loop = Loop(mesh, adamw, policy, net=deep)
     limited(sum(local_shard(param).nbytes for param in loop.model.parameters()) * 2 // 3)
-    assert same_values(wanted, loop.train(20, HABITS["save-and-load"]).everything())
+    assert same_values(wanted, loop.train(20, save_and_load).everything())
 
 
 @pytest.mark.parametrize("nbytes", [1 << 30, 3 << 29])
