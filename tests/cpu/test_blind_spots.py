@@ -24,7 +24,6 @@ class Plain(Optimizer):
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is None:
-                    self.without_gradient(param)
                     continue
                 state = self.state[param]
                 if not state:
@@ -36,24 +35,11 @@ class Plain(Optimizer):
 
     def before(self) -> None: ...
 
-    def without_gradient(self, param: Tensor) -> None: ...
-
     def update(self, group: dict[str, Any], param: Tensor, state: dict[str, Any]) -> None:
         param.sub_(state["momentum"] * group["lr"])
 
     def trained(self) -> list[Tensor]:
         return [param for param in params_of(self) if param.grad is not None]
-
-
-class CountsAnyway(Plain):
-    """Counts steps of a parameter also where it has no gradient."""
-
-    def without_gradient(self, param: Tensor) -> None:
-        self.state[param].setdefault("momentum", torch.zeros_like(param))
-        self.state[param]["step"] = self.state[param].get("step", 0) + 1
-
-    def update(self, group: dict[str, Any], param: Tensor, state: dict[str, Any]) -> None:
-        param.sub_(state["momentum"] * (group["lr"] / state["step"]))
 
 
 class TwoNames(Plain):
@@ -82,24 +68,9 @@ class HangsANoteOnItsState(Plain):
         super().update(group, param, state)
 
 
-class WritesAnothersState(Plain):
-    def before(self) -> None:
-        first, *others = self.trained()
-        for other in others:
-            if other.shape == first.shape and "momentum" in self.state[other]:
-                self.state[other]["momentum"].copy_(first.grad)
-
-
 class GradientAsState(Plain):
     def update(self, group: dict[str, Any], param: Tensor, state: dict[str, Any]) -> None:
         state["before"] = param.grad
-        super().update(group, param, state)
-
-
-class GrowingHistory(Plain):
-    def update(self, group: dict[str, Any], param: Tensor, state: dict[str, Any]) -> None:
-        norm = param.grad.norm().view(1)
-        state["history"] = torch.cat([state["history"], norm])[-5:] if "history" in state else norm.repeat(2)
         super().update(group, param, state)
 
 
@@ -154,20 +125,6 @@ class StateInTheConstructor(Plain):
                     param.sub_(self.state[param]["momentum"] * group["lr"])
 
 
-class NotedOnParameters(Plain):
-    """What is written on a parameter decides what is kept for it."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params)
-        for number, param in enumerate(params_of(self)):
-            param.rank = 1 + number % 3  # type: ignore[attr-defined]
-
-    def update(self, group: dict[str, Any], param: Tensor, state: dict[str, Any]) -> None:
-        if param.requires_grad:
-            state.setdefault("factors", torch.zeros(param.rank, 4)).add_(1)  # type: ignore[attr-defined]
-        super().update(group, param, state)
-
-
 def without_some_gradients(run: Run, step: int) -> float:
     run.optimizer.zero_grad()
     loss = run.loss(step)
@@ -179,9 +136,8 @@ def without_some_gradients(run: Run, step: int) -> float:
 
 
 CLASSES: list[type[Plain]] = [
-    *(CountsAnyway, TwoNames, SharesWithTheParameter, HangsAGradientOnItsState, HangsANoteOnItsState),
-    *(WritesAnothersState, GradientAsState, GrowingHistory, EstimatesTheHessian, StateInTheConstructor),
-    NotedOnParameters,
+    *(TwoNames, SharesWithTheParameter, HangsAGradientOnItsState, HangsANoteOnItsState),
+    *(GradientAsState, EstimatesTheHessian, StateInTheConstructor),
 ]
 
 

@@ -338,25 +338,6 @@ def loaded(loader: tuple[Any, Any], path: Path) -> Iterator[str]:
     yield from different(described(nested(*loader)), expected, (path.name,))
 
 
-@pytest.mark.long
-def test_each_loads_at_another_size_what_the_other_saved(tmp_path: Path) -> None:
-    """dp 4 → 2 → 3: ours into Megatron's, that into ours, and the other way round."""
-    pytest.importorskip("megatron.core", reason="the round trips above are without it")
-    for number, (dp, kind) in enumerate(((4, "uneven"), (2, "empty first"), (3, "even"))):
-        spawn(run_crossed, dp, tmp_path, tmp_path, number, kind)
-
-
-def run_crossed(rank: int, world_size: int, folder: Path, number: int, kind: str) -> None:
-    del rank
-    warnings.filterwarnings("ignore")
-    ways = both(megatron_layout(world_size, 1, kind))
-    for way, (own, other) in enumerate((ways, ways[::-1])):
-        if number:
-            problems = [*loaded(other if number % 2 else own, folder / f"{number - 1} {way}")]
-            assert not problems, problems
-        dcp.save(nested(*(other if number % 2 else own)), checkpoint_id=folder / f"{number} {way}")
-
-
 def without_gdn(layout: Layout, model: Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
     values = {"tp_size": layout.tp}
     return split_state_dict(*live(model, optimizer), preset("megatron-swiglu"), values=values, model=model)
