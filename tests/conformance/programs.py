@@ -107,14 +107,15 @@ def by_value(loop: Loop, at: int) -> None:
 
 
 def scaler(loop: Loop, at: int) -> None:
-    """GradScaler, which finds ``inf`` in every third step and leaves that step out."""
+    """GradScaler, which finds ``inf`` in every third step and leaves it out. Without clipping, ``step()`` unscales."""
     scale = loop.kept.setdefault("scaler", torch.amp.GradScaler(loop.device.type, init_scale=4.0))
     for micro in range(loop.case.micro):
         loss = loop.model(loop.batch(10 * at + micro))
         scale.scale(loss * (math.inf if at % 3 == 0 else 1.0)).backward()
     optimizer = loop.scaled()
-    scale.unscale_(optimizer)
-    loop.clip()
+    if loop.case.clip != "never" or loop.case.optimizer == "fused-adam":  # which would be given the scaler itself
+        scale.unscale_(optimizer)
+        loop.clip()
     scale.step(optimizer)
     scale.update()
     loop.clear()

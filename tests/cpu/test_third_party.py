@@ -41,32 +41,6 @@ def eager() -> Iterator[None]:
     torch.compiler.set_stance("default")
 
 
-@pytest.mark.long
-@pytest.mark.usefixtures("eager")
-@pytest.mark.parametrize(
-    ("cls", "kwargs", "quantized"),
-    [
-        (torchao.AdamW8bit, {}, "OptimState8bit"),
-        (torchao.AdamW8bit, {"weight_decay": 0.1, "block_size": 128}, "OptimState8bit"),
-        (torchao.AdamW4bit, {}, "OptimState4bit"),
-        (torchao.AdamWFp8, {}, "OptimStateFp8"),
-        (torchao.Adam8bit, {}, "OptimState8bit"),
-    ],
-    ids=str,
-)
-def test_torchao(cls: type[torch.optim.Optimizer], kwargs: dict[str, Any], quantized: str) -> None:
-    pair = make_pair(Large, lambda params: cls(params, lr=1e-2, **kwargs))
-    pair.train(10)
-    pair.assert_trained()
-    optimizer = pair.offloaded.optimizer
-    kinds = {type(value).__name__ for state in optimizer.state.values() for value in state.values()}
-    assert quantized in kinds  # as their users see it
-    assert offloaded_names(optimizer) >= {"exp_avg", "exp_avg_sq"}
-    assert optimizer.offload_report().kept.buckets > 1
-    pair.detach()
-    pair.train(2)
-
-
 @pytest.mark.usefixtures("eager")
 def test_torchao_stochastic_rounding_draws_the_same_numbers() -> None:
     """One parameter, one bucket: several would share one sequence of random numbers, in the order of buckets."""
@@ -82,13 +56,6 @@ def test_torchao_stochastic_rounding_draws_the_same_numbers() -> None:
         return torchao.AdamW8bit(params, lr=1e-2, bf16_stochastic_round=True)
 
     pair = make_pair(One, make, dtype=torch.bfloat16)
-    pair.train(10)
-    pair.assert_trained()
-
-
-@pytest.mark.long
-def test_torchao_compiled() -> None:
-    pair = make_pair(Large, lambda params: torchao.AdamW8bit(params, lr=1e-2))
     pair.train(10)
     pair.assert_trained()
 

@@ -21,7 +21,7 @@ def decisions(device_mesh: DeviceMesh, parameters: bool) -> list[str]:
     """All ranks take back the same steps, although each has other gradients."""
     policy = with_share(**{**SIZES, "overlap": "iteration", "parameters": parameters})
     loops = [Loop(device_mesh, adamw, one, net=small_net) for one in (None, policy)]
-    for at, operation in enumerate([within_bounds] * 9 + [clipped, now_and_then] + [within_bounds] * 9):
+    for at, operation in enumerate([within_bounds] * 6 + [clipped, now_and_then] + [within_bounds] * 4):
         for loop in loops:
             operation(loop, at)
         if not same(*loops):
