@@ -410,8 +410,14 @@ RULES: tuple[Rule, ...] = (
         habits="by-value scaler",
     ),
     rule(
-        "With updates in the backward, parameters are new after it.",
-        lambda case: case.overlap == "iteration",
+        "Masters and what the CPU has updated have other bits than a plain step.",
+        lambda case: case.masters != "none" or case.host > 0,
+        {"masters": "none", "host": 0.0},
+        habits="reattach",
+    ),
+    rule(
+        "With updates in the backward that are no guesses, parameters are new after it.",
+        lambda case: case.overlap == "iteration" and case.clip == "never",
         habits="evaluate-before-step skip step-twice write-state write-group",
     ),
 )
