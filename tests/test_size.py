@@ -10,9 +10,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 LIMITS = {
-    "fsdp_offload": 20_800,  # on its way to 12,000
+    "fsdp_offload": 20_100,  # on its way to 12,000
     "fsdp_offload/api": 1_740,
-    "fsdp_offload/checkpoint": 3_340,
+    "fsdp_offload/checkpoint": 2_600,
     "fsdp_offload/core": 5_200,  # 3,000 for the loop; beside it what joins it to an optimizer, guesses, whole steps
     "fsdp_offload/cpu_update": 1_370,
     "fsdp_offload/device": 880,
@@ -22,10 +22,10 @@ LIMITS = {
     "fsdp_offload/plan": 1_640,  # on its way to 1,400
     "fsdp_offload/planning": 290,
     "fsdp_offload/state": 610,
-    "fsdp_offload/torch_compat": 1_790,
+    "fsdp_offload/torch_compat": 1_870,  # 90 are private names that checkpoints use, which their folder had
     "checkpoint_tools": 9_500,  # on its way to 5,500
     "examples/benchmarks": 2_000,
-    "tests": 49_200,  # on its way to 22,000; 300 are the tracer, which the package had
+    "tests": 48_800,  # on its way to 22,000; 300 are the tracer, which the package had
 }
 FEWER = 0.9
 """A limit that is this far above what it limits is lowered."""

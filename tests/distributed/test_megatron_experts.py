@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
 
 from checkpoint_tools import merge_state_dict, preset, split_state_dict
 from fsdp_offload import OffloadPolicy, offload_optimizer
@@ -110,12 +108,12 @@ class Model:
                 local = local_shard(self.optimizer.state[param][key])
                 local.copy_(self.own(name, number).view(local.shape))
 
-    def state(self, *, for_load: bool = False, numbered: bool = True) -> tuple[Any, Any]:
+    def state(self, *, for_load: bool = False) -> tuple[Any, Any]:
         """As Megatron has them, with more of ``module.`` in front of the optimizer's names."""
-        found = get_optimizer_state_dict(self.module, self.optimizer, for_load=for_load, fsdp_dtensor=True)
+        options: Any = {"for_load": for_load, "fsdp_dtensor": True, "experts": self.experts}
+        found = get_optimizer_state_dict(self.module, self.optimizer, **options)
         optim: Any = {part: {f"module.{name}": values for name, values in of.items()} for part, of in found.items()}
-        values = with_parameter_chunks(self.module, model_state(self.module))
-        return (self.experts.number(values), self.experts.number(optim)) if numbered else (values, optim)
+        return with_parameter_chunks(self.module, model_state(self.module), experts=self.experts), optim
 
     def wrong(self) -> Iterator[str]:
         for name, param in self.params.items():
@@ -148,7 +146,7 @@ def run_leg(
         load({"model": values, "optimizer": optim}, checkpoint_id=folder / str(number - 1))
         if parted:
             _, optim = merge_state_dict(values, optim, rules, values=sizes)
-        set_optimizer_state_dict(model.module, model.optimizer, model.experts.localize(optim))
+        set_optimizer_state_dict(model.module, model.optimizer, optim, experts=model.experts)
     problems = [*model.wrong()]
     assert not problems, problems
     values, optim = model.state()
@@ -156,18 +154,3 @@ def run_leg(
     if parted:
         values, optim = split_state_dict(values, optim, rules, values=sizes)
     save({"model": values, "optimizer": optim}, checkpoint_id=folder / str(number))
-
-
-def test_local_names_are_refused_by_both_saves(tmp_path: Path) -> None:
-    spawn(run_refused, 4, tmp_path, tmp_path)
-
-
-def run_refused(rank: int, world_size: int, folder: Path) -> None:
-    del rank, world_size
-    model = Model(2, 2, 1, "empty first", zeros=False, parted=False)
-    values, optim = model.state(numbered=False)
-    for which, function in {"ours": save, "torch's": dcp.save}.items():
-        for what, given in {"model": values, "optimizer": optim["state"]}.items():
-            with pytest.raises(CheckpointException, match=r"fsdp_offload.checkpoint.Experts"):
-                function({what: given}, checkpoint_id=folder / f"{which} {what}")
-            assert not list((folder / f"{which} {what}").glob("*.distcp"))
