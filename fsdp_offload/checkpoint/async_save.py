@@ -5,22 +5,15 @@
     state dict ──▶ tensors at home ─────▶ tensors over the same memory, lent to the writer ─┐
                ──▶ everything else ─copy─▶ one pinned buffer, kept from save to save ───────┴─▶ staged dict ──▶ writer
 
-=================  ====================================================================================================
-noun               meaning
-=================  ====================================================================================================
-staged dict        what ``dcp.async_save`` hands to its writing thread: it does not change, whatever training does
-Loan               the memory of one staged dict; it ends when the last tensor over it is gone, or the writing thread
-writing thread     whoever first looks into the staged dict from another thread than the one that staged it
-=================  ====================================================================================================
-
-A home that is lent is not written: the next steps store into a spare home (``OffloadPolicy.snapshot_bytes``), or wait.
+The staged dict is what ``dcp.async_save`` hands to its writing thread: it does not change, whatever training does. A
+home that is lent is not written: the next steps store into a spare home (``OffloadPolicy.snapshot_bytes``), or wait.
 """
 
 import copy
 import gc
 import logging
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
@@ -74,8 +67,14 @@ class ArenaStager(AsyncStager):
     def __init__(self, *optimizers: Optimizer, when_busy: Literal["wait", "error"] = "wait") -> None:
         if when_busy not in ("wait", "error"):
             raise ValueError(f"ArenaStager: when_busy must be 'wait' or 'error', got {when_busy!r}")
+        for optimizer in optimizers:
+            if find_offloaded(optimizer) is None:
+                raise ValueError(
+                    f"ArenaStager: expected an offloaded optimizer, got a {type(optimizer).__name__} that is not; call "
+                    "offload_optimizer() first."
+                )
         # Weakly, as everything of ours: dropping an optimizer frees its arena.
-        self._optimizers = [weakref.ref(_check_offloaded(optimizer)) for optimizer in optimizers]
+        self._optimizers = [weakref.ref(find_offloaded(optimizer)) for optimizer in optimizers]
         self._when_busy = when_busy
         self._buffer: Region | None = None
         self._loan: Loan | None = None
@@ -91,7 +90,7 @@ class ArenaStager(AsyncStager):
         """
         self._wait_for_writer()
         self._check_unspoiled()
-        engines = [engine for optimizer in self._optimizers if (engine := engine_of(optimizer())) is not None]
+        engines = self._engines()
         for engine in engines:
             engine.steps.check_usable("dcp.async_save()")
             engine.wait_all_home()
@@ -119,11 +118,12 @@ class ArenaStager(AsyncStager):
         self._loan = self._buffer = None
         self._check_unspoiled()
 
+    def _engines(self) -> list[Engine]:
+        return [engine for optimizer in self._optimizers if (engine := engine_of(optimizer())) is not None]
+
     def _check_unspoiled(self) -> None:
-        for optimizer in self._optimizers:
-            engine = engine_of(optimizer())
-            if engine is not None:
-                engine.lending.check_unspoiled()
+        for engine in self._engines():
+            engine.lending.check_unspoiled()
 
     def _wait_for_writer(self) -> None:
         if self._loan is None or not self._loan.is_reading():
@@ -220,7 +220,11 @@ class _Staging:
             targets[key] = buffer.range(offset, nbytes, leaf.dtype, tuple(leaf.shape), _dense_stride(leaf))
             targets[key].copy_(leaf, non_blocking=True)
             offset += aligned(nbytes)
-        for keys in self._counters():
+        counters: dict[tuple[torch.dtype, torch.device], list[_Key]] = {}
+        for key in self._copied:
+            if not key.shape:
+                counters.setdefault((key.dtype, key.device), []).append(key)
+        for keys in counters.values():
             # Thousands of single elements: one copy for all of a dtype and device.
             together = torch.stack([self._copied[key] for key in keys])
             nbytes = together.numel() * together.element_size()
@@ -229,13 +233,6 @@ class _Staging:
             targets.update(zip(keys, target.unbind(), strict=True))
             offset += aligned(nbytes)
         return {key: loan.tensor(target) for key, target in targets.items()}
-
-    def _counters(self) -> "Iterable[list[_Key]]":
-        kinds: dict[tuple[torch.dtype, torch.device], list[_Key]] = {}
-        for key in self._copied:
-            if not key.shape:
-                kinds.setdefault((key.dtype, key.device), []).append(key)
-        return kinds.values()
 
 
 class _Key(NamedTuple):
@@ -293,13 +290,3 @@ def _tensors_in(values: Any) -> Iterator[Tensor]:
     elif type(values) in (list, tuple):
         for value in values:
             yield from _tensors_in(value)
-
-
-def _check_offloaded(optimizer: Optimizer) -> Optimizer:
-    target = find_offloaded(optimizer)
-    if target is None:
-        raise ValueError(
-            f"ArenaStager: expected an offloaded optimizer, got a {type(optimizer).__name__} that is not; call "
-            "offload_optimizer() first."
-        )
-    return target
