@@ -13,7 +13,7 @@ import copy
 import gc
 import logging
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..core.attached import Engine, engine_of, find_offloaded
 from ..core.lending import Lending
@@ -95,11 +96,11 @@ class ArenaStager(AsyncStager):
             engine.steps.check_usable("dcp.async_save()")
             engine.wait_all_home()
         with _no_garbage_collection():
-            loan, staging = Loan(), _Staging(engines)
-            buffer = self._buffer_for(staging.look_into(state_dict), engines)
+            loan, staging = Loan(), _Staging(state_dict, engines)
+            buffer = self._buffer_for(staging.copied.values(), engines)
             loan.add(region for engine in engines for region in engine.plan.regions)
             loan.add([buffer])
-            staged = StagedDict(loan, staging.staged(state_dict, loan, buffer))
+            staged = StagedDict(loan, staging.staged(loan, buffer))
             loan.seal()
         self._loan = loan
         return staged
@@ -136,7 +137,7 @@ class ArenaStager(AsyncStager):
         logger.info("the last asynchronous save is still being written; waiting for it")
         self._loan.wait()
 
-    def _buffer_for(self, leaves: "list[Tensor]", engines: Sequence[Engine]) -> Region:
+    def _buffer_for(self, leaves: Collection[Tensor], engines: Sequence[Engine]) -> Region:
         """Host memory for copies of ``leaves``; the same as last time if it is large enough."""
         nbytes = sum(aligned(leaf.numel() * leaf.element_size()) for leaf in leaves)
         if self._buffer is None or self._buffer.nbytes < nbytes:
@@ -152,86 +153,77 @@ class _Staging:
 
     Thousands of tensors go through here while training stands still, so it looks at each of them three times only: to
     find its dense tensors (*leaves*), to stage those, and to put it together again.
+
+    Attributes:
+        copied: leaves that are not at home.
     """
 
-    def __init__(self, engines: Sequence[Engine]) -> None:
+    def __init__(self, state_dict: dict[str, Any], engines: Sequence[Engine]) -> None:
         self._homes = {
             address: (engine.lending, *found)
             for engine in engines
             for address, found in engine.lending.homes_by_address().items()
         }
         self._lent: dict[Lending, dict[int, Home]] = {}
-        self._leaves: list[Tensor] = []  # of all tensors, in the order in which they are found
-        self._copied: dict[_Key, Tensor] = {}
-        self._keys: list[_Key | None] = []  # of each leaf; None is at home
+        self.copied: dict[_Key, Tensor] = {}
+        self._values, self._structure = tree_flatten(state_dict)
+        self._leaves = [_leaves_of(value) for value in self._values]
+        self._keys = [[self._key_of(leaf) for leaf in leaves] for leaves in self._leaves]
 
-    def look_into(self, values: Any) -> list[Tensor]:
-        """Note every tensor inside ``values``. Returns what has to be copied."""
-        for value in _tensors_in(values):
-            local = local_shard(value)
-            for leaf in (local,) if type(local) in _PLAIN else leaves_of(value):
-                self._leaves.append(leaf)
-                self._keys.append(None if self._is_at_home(leaf) else self._to_copy(leaf))
-        return list(self._copied.values())
-
-    def _is_at_home(self, leaf: Tensor) -> bool:
+    def _key_of(self, leaf: Tensor) -> "_Key | None":
+        """``None``: it is at home."""
         found = self._homes.get(leaf.data_ptr()) if leaf.device.type == "cpu" else None
-        if found is None:
-            return False
-        lending, home, is_current = found
-        if not is_current:
+        if found is not None and not found[2]:
             raise RuntimeError(
                 "dcp.async_save: this state dict was made before the last step, and its tensors hold old state. Make "
                 "a new one with get_optimizer_state_dict() right before saving."
             )
-        if leaf.stride() != _dense_stride(leaf):
-            return False  # some columns of a home: they are read as they are, not from the home's first byte on
+        # Some columns of a home are read as they are, not from the home's first byte on.
+        if found is None or leaf.stride() != _dense_stride(leaf):
+            key = _Key(leaf.data_ptr(), leaf.shape, leaf.stride(), leaf.dtype, leaf.device)
+            self.copied.setdefault(key, leaf.detach())
+            return key
+        lending, home, _ = found
         self._lent.setdefault(lending, {})[id(home)] = home
-        return True
+        return None
 
-    def _to_copy(self, leaf: Tensor) -> "_Key":
-        key = _Key(leaf.data_ptr(), leaf.shape, leaf.stride(), leaf.dtype, leaf.device)
-        self._copied.setdefault(key, leaf.detach())
-        return key
-
-    def staged(self, values: Any, loan: Loan, buffer: Region) -> Any:
-        """Stage ``values`` as they are now; returns when all copies have arrived."""
+    def staged(self, loan: Loan, buffer: Region) -> dict[str, Any]:
+        """The state dict as it is now, over other memory; returns when all copies have arrived."""
         copies = self._issue_copies(loan, buffer)
-        leaves = iter(
-            [
-                loan.tensor(leaf) if key is None else copies[key]
-                for leaf, key in zip(self._leaves, self._keys, strict=True)
-            ]
-        )
-        replaced = _replaced(values, leaves)  # while the device copies
+        made: list[Any] = []  # while the device copies
+        for value, leaves, keys in zip(self._values, self._leaves, self._keys, strict=True):
+            parts = [loan.tensor(leaf) if key is None else copies[key] for leaf, key in zip(leaves, keys, strict=True)]
+            if isinstance(value, Tensor):
+                made.append(_over(value, parts))
+            else:
+                made.append(value if isinstance(value, _UNCHANGING) else copy.deepcopy(value))
         for lending, homes in self._lent.items():  # last: whoever could not stage has lent nothing
             lending.lend(loan, homes.values())
-        for device in {leaf.device for leaf in self._copied.values() if leaf.device.type != "cpu"}:
+        for device in {leaf.device for leaf in self.copied.values() if leaf.device.type != "cpu"}:
             torch.accelerator.current_stream(device).synchronize()
-        return replaced
+        staged: dict[str, Any] = tree_unflatten(made, self._structure)
+        return staged
 
     def _issue_copies(self, loan: Loan, buffer: Region) -> "dict[_Key, Tensor]":
         targets: dict[_Key, Tensor] = {}
-        offset = 0
-        for key, leaf in self._copied.items():
-            if not key.shape:
-                continue
-            nbytes = leaf.numel() * leaf.element_size()
-            targets[key] = buffer.range(offset, nbytes, leaf.dtype, tuple(leaf.shape), _dense_stride(leaf))
-            targets[key].copy_(leaf, non_blocking=True)
-            offset += aligned(nbytes)
         counters: dict[tuple[torch.dtype, torch.device], list[_Key]] = {}
-        for key in self._copied:
-            if not key.shape:
-                counters.setdefault((key.dtype, key.device), []).append(key)
-        for keys in counters.values():
-            # Thousands of single elements: one copy for all of a dtype and device.
-            together = torch.stack([self._copied[key] for key in keys])
-            nbytes = together.numel() * together.element_size()
-            target = buffer.range(offset, nbytes, together.dtype, tuple(together.shape), (1,))
-            target.copy_(together, non_blocking=True)
-            targets.update(zip(keys, target.unbind(), strict=True))
+        offset = 0
+
+        def copy_of(leaf: Tensor) -> Tensor:
+            nonlocal offset
+            nbytes = leaf.numel() * leaf.element_size()
+            target = buffer.range(offset, nbytes, leaf.dtype, tuple(leaf.shape), _dense_stride(leaf))
             offset += aligned(nbytes)
+            return target.copy_(leaf, non_blocking=True)
+
+        for key, leaf in self.copied.items():
+            if key.shape:
+                targets[key] = copy_of(leaf)
+            else:
+                counters.setdefault((key.dtype, key.device), []).append(key)
+        for keys in counters.values():  # thousands of single elements: one copy for all of a dtype and device
+            together = copy_of(torch.stack([self.copied[key] for key in keys]))
+            targets.update(zip(keys, together.unbind(), strict=True))
         return {key: loan.tensor(target) for key, target in targets.items()}
 
 
@@ -245,22 +237,23 @@ class _Key(NamedTuple):
     device: torch.device
 
 
-def _replaced(values: Any, leaves: Iterator[Tensor]) -> Any:
-    """``values`` with every tensor made anew of the next of ``leaves``, and with copies of what else may change."""
-    if isinstance(values, Tensor):
-        local = local_shard(values)
-        if type(local) not in _PLAIN:
-            return describe_value(values).build([next(leaves) for _ in leaves_of(values)])
-        return next(leaves) if local is values else over_local(values, next(leaves))
-    if isinstance(values, Mapping):
-        return {key: _replaced(value, leaves) for key, value in values.items()}
-    if type(values) in (list, tuple):
-        return type(values)([_replaced(value, leaves) for value in values])
-    return values if isinstance(values, _UNCHANGING) else copy.deepcopy(values)
-
-
 _PLAIN = (Tensor, torch.nn.Parameter)
 _UNCHANGING = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
+
+
+def _leaves_of(value: Any) -> Sequence[Tensor]:
+    if not isinstance(value, Tensor):
+        return ()
+    local = local_shard(value)
+    return (local,) if type(local) in _PLAIN else leaves_of(value)
+
+
+def _over(value: Tensor, leaves: Sequence[Tensor]) -> Tensor:
+    """``value`` over other ``leaves``."""
+    local = local_shard(value)
+    if type(local) not in _PLAIN:
+        return describe_value(value).build(leaves)
+    return leaves[0] if local is value else over_local(value, leaves[0])
 
 
 def _dense_stride(leaf: Tensor) -> tuple[int, ...]:
@@ -279,14 +272,3 @@ def _no_garbage_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-def _tensors_in(values: Any) -> Iterator[Tensor]:
-    if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, Mapping):
-        for value in values.values():
-            yield from _tensors_in(value)
-    elif type(values) in (list, tuple):
-        for value in values:
-            yield from _tensors_in(value)

@@ -67,14 +67,10 @@ class Loaded(NamedTuple):
     """Requested keys that were left as they were."""
 
 
-class LeftOut(Enum):
-    """Why a load has left a tensor of optimizer state as it was: noted on the tensor, as attribute ``LEFT_OUT``."""
-
-    HAD_NONE = "the checkpoint knows its parameter, which had no state"
-    ALLOWED = "it is not in the checkpoint, and the caller allows that"
-
-
 LEFT_OUT = "_fsdp_offload_left_out"
+"""Attribute of a tensor of optimizer state that a load has left as it was: ``HAD_NONE`` or ``ALLOWED``."""
+
+HAD_NONE, ALLOWED = "the checkpoint knows its parameter, which had no state", "the caller allows that"
 
 
 class Problem(Enum):
@@ -222,7 +218,7 @@ class LoadPlanner(DefaultLoadPlanner):
                 container[place] = self._shaped.get(key, filled)
             vars(value).pop(LEFT_OUT, None)
             if key not in self.state_dict and _is_state(key):
-                setattr(value, LEFT_OUT, LeftOut.HAD_NONE if key in self._had_none else LeftOut.ALLOWED)
+                setattr(value, LEFT_OUT, HAD_NONE if key in self._had_none else ALLOWED)
         self.loaded = Loaded((*self.state_dict,), tuple(key for key in self.mappings if key not in self.state_dict))
         return new_plan
 

@@ -36,7 +36,7 @@ from ..state.mapping import OffloadedState
 from ..state.store import UserState
 from ..torch_compat.dtensor import is_dtensor, local_shard, over_local, version_of
 from .chunks import chunks_of, flat_range_of, says_its_chunks
-from .loading import LEFT_OUT, LeftOut, listed
+from .loading import HAD_NONE, LEFT_OUT, listed
 from .names import Experts, SavedByFqn, StateDict, as_fsdp_dtensor, by_fqn, flattened, fqns_of, may_be_local
 from .shard_tensor import ShardTensor, memory_of, needs_chunks, with_chunks
 
@@ -339,7 +339,7 @@ class _Attached:
             state = {n: _as_loaded(param, v) for n, v in given.items() if n != MASTER or not hasattr(v, LEFT_OUT)}
             # The same on every rank, empty shards included.
             left_out = {getattr(value, LEFT_OUT, None) for value in given.values() if isinstance(value, Tensor)}
-            if left_out == {LeftOut.HAD_NONE}:
+            if left_out == {HAD_NONE}:
                 state = {}
             elif fqn not in saved.entries or (left_out and None not in left_out):
                 state = current.get(param)
