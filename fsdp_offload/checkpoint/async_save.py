@@ -13,7 +13,7 @@ import copy
 import gc
 import logging
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..core.attached import Engine, engine_of, find_offloaded
 from ..core.lending import Lending
@@ -166,9 +165,9 @@ class _Staging:
         }
         self._lent: dict[Lending, dict[int, Home]] = {}
         self.copied: dict[_Key, Tensor] = {}
-        self._values, self._structure = tree_flatten(state_dict)
-        self._leaves = [_leaves_of(value) for value in self._values]
-        self._keys = [[self._key_of(leaf) for leaf in leaves] for leaves in self._leaves]
+        self._state_dict = state_dict
+        self._tensors = [(tensor, _leaves_of(tensor)) for tensor in _tensors_in(state_dict)]
+        self._keys = [self._key_of(leaf) for _, leaves in self._tensors for leaf in leaves]
 
     def _key_of(self, leaf: Tensor) -> "_Key | None":
         """``None``: it is at home."""
@@ -189,19 +188,16 @@ class _Staging:
 
     def staged(self, loan: Loan, buffer: Region) -> dict[str, Any]:
         """The state dict as it is now, over other memory; returns when all copies have arrived."""
-        copies = self._issue_copies(loan, buffer)
-        made: list[Any] = []  # while the device copies
-        for value, leaves, keys in zip(self._values, self._leaves, self._keys, strict=True):
-            parts = [loan.tensor(leaf) if key is None else copies[key] for leaf, key in zip(leaves, keys, strict=True)]
-            if isinstance(value, Tensor):
-                made.append(_over(value, parts))
-            else:
-                made.append(value if isinstance(value, _UNCHANGING) else copy.deepcopy(value))
+        copies, keys = self._issue_copies(loan, buffer), iter(self._keys)
+        tensors = (
+            _over(tensor, [loan.tensor(leaf) if (key := next(keys)) is None else copies[key] for leaf in leaves])
+            for tensor, leaves in self._tensors
+        )
+        staged: dict[str, Any] = _replaced(self._state_dict, tensors)  # while the device copies
         for lending, homes in self._lent.items():  # last: whoever could not stage has lent nothing
             lending.lend(loan, homes.values())
         for device in {leaf.device for leaf in self.copied.values() if leaf.device.type != "cpu"}:
             torch.accelerator.current_stream(device).synchronize()
-        staged: dict[str, Any] = tree_unflatten(made, self._structure)
         return staged
 
     def _issue_copies(self, loan: Loan, buffer: Region) -> "dict[_Key, Tensor]":
@@ -241,9 +237,26 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 _UNCHANGING = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
 
 
-def _leaves_of(value: Any) -> Sequence[Tensor]:
-    if not isinstance(value, Tensor):
-        return ()
+def _tensors_in(values: Any) -> Iterator[Tensor]:
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, Mapping) or type(values) in (list, tuple):
+        for value in values.values() if isinstance(values, Mapping) else values:
+            yield from _tensors_in(value)
+
+
+def _replaced(values: Any, tensors: Iterator[Tensor]) -> Any:
+    """``values`` with the next of ``tensors`` for every tensor, and with copies of what else may change."""
+    if isinstance(values, Tensor):
+        return next(tensors)
+    if isinstance(values, Mapping):
+        return {key: _replaced(value, tensors) for key, value in values.items()}
+    if type(values) in (list, tuple):
+        return type(values)([_replaced(value, tensors) for value in values])
+    return values if isinstance(values, _UNCHANGING) else copy.deepcopy(values)
+
+
+def _leaves_of(value: Tensor) -> Sequence[Tensor]:
     local = local_shard(value)
     return (local,) if type(local) in _PLAIN else leaves_of(value)
 

@@ -22,7 +22,7 @@ the model in front:
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -147,33 +147,23 @@ class Experts:
         """
         return cls(expert_parallel_rank * num_local_experts, num_local_experts)
 
-    def number(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """Return ``state_dict`` with global numbers for local ones, to be saved or loaded into.
-
-        Args:
-            state_dict: of a model, of an optimizer in any layout (by FQN), or several of them nested in one. Not
-                changed; tensors are taken over as they are.
-
-        Raises:
-            ValueError: a number is not that of a local expert. Has it been renumbered already?
-        """
-        return _renamed(state_dict, self.global_name)
-
-    def localize(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """Undo :meth:`number`.
-
-        Raises:
-            ValueError: an expert is another rank's.
-        """
-        return _renamed(state_dict, self.local_name)
-
     def global_name(self, name: str) -> str:
-        """``name`` of a parameter with the global number of its expert; other names as they are."""
-        return _moved(name, range(self.count), self.first, "local experts are")
+        """``name`` of a parameter with the global number of its expert; other names as they are.
 
-    def local_name(self, name: str) -> str:
-        """The inverse of :meth:`global_name`."""
-        return _moved(name, range(self.first, self.first + self.count), -self.first, "this rank's experts are")
+        Raises:
+            ValueError: a number is not that of a local expert.
+        """
+        found = _NUMBERED.search(name)
+        if found is None:
+            return name
+        number = int(found["number"])
+        if number >= self.count:
+            raise ValueError(
+                f"{name}: local experts are 0 to {self.count - 1}. Has it been renumbered already, or is the number of "
+                "local experts another one?"
+            )
+        begin, end = found.span("number")
+        return f"{name[:begin]}{number + self.first}{name[end:]}"
 
 
 def fqns_of(model: nn.Module, experts: Experts | None) -> dict[Tensor, str]:
@@ -207,34 +197,3 @@ def may_be_local(name: str, value: object) -> bool:
     """Return whether ``name`` is a numbered expert's, and ``value`` on a mesh that does not span all ranks."""
     is_numbered = _NUMBERED.search(name) is not None
     return is_numbered and isinstance(value, Tensor) and is_dtensor(value) and may_be_another_ranks(value)
-
-
-def _renamed(values: Mapping[str, Any], rename: Callable[[str], str]) -> dict[str, Any]:
-    renamed: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            value = _renamed(value, rename)
-        elif key == "param_groups" and isinstance(value, list):
-            value = [_with_names(group, rename) for group in value]
-        renamed[rename(key)] = value
-    return renamed
-
-
-def _with_names(group: Mapping[str, Any], rename: Callable[[str], str]) -> dict[str, Any]:
-    """A param group whose lists of names are renamed."""
-    lists = {entry: group[entry] for entry in ("params", "param_names") if entry in group}
-    return {**group, **{k: [rename(n) if isinstance(n, str) else n for n in names] for k, names in lists.items()}}
-
-
-def _moved(name: str, known: range, by: int, what: str) -> str:
-    found = _NUMBERED.search(name)
-    if found is None:
-        return name
-    number = int(found["number"])
-    if number not in known:
-        raise ValueError(
-            f"{name}: {what} {known.start} to {known.stop - 1}. Has it been renumbered already, or is the number of "
-            "local experts another one?"
-        )
-    begin, end = found.span("number")
-    return f"{name[:begin]}{number + by}{name[end:]}"

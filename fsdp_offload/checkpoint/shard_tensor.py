@@ -257,8 +257,10 @@ def with_parameter_chunks(
     """
     check_experts(state_dict.items(), experts)
     params = {bare_name(name): param for param, name in parameter_names(model).items()}
-    carrying = {key: _carrying(key, value, params.get(bare_name(key))) for key, value in state_dict.items()}
-    return carrying if experts is None else experts.number(carrying)
+    return {
+        key if experts is None else experts.global_name(key): _carrying(key, value, params.get(bare_name(key)))
+        for key, value in state_dict.items()
+    }
 
 
 def _carrying(key: str, value: Any, param: Tensor | None) -> Any:
