@@ -298,6 +298,16 @@ def test_a_checkpoint_from_before_the_first_step_gives_no_state(
     assert len(run.optimizer.state) == 0
 
 
+def test_what_one_load_left_out_says_nothing_about_the_next(tmp_path: Path) -> None:
+    """Templates of existing state are the same tensors each time; DCP's own load knows of no notes on them."""
+    saver, run = Run(prepare=all_used).train(0, 1), Run(seed=1, prepare=all_used).train(0)
+    save(Run(prepare=all_used), tmp_path / "none")
+    save(saver, tmp_path / "good")
+    checked_load({"optimizer": run.get(for_load=True)}, checkpoint_id=tmp_path / "none")
+    load(run.weights_from(saver), tmp_path / "good")
+    assert_same_runs(run, saver)
+
+
 def test_a_load_goes_home_without_a_copy(tmp_path: Path) -> None:
     saver, resumed = Run(prepare=all_used).train(0), Run(seed=1, prepare=all_used)
     save(saver, tmp_path)
@@ -306,6 +316,7 @@ def test_a_load_goes_home_without_a_copy(tmp_path: Path) -> None:
     dcp.load(state, checkpoint_id=tmp_path)
     resumed.set(state["optimizer"])
     assert {fqn: resumed.state(fqn)["exp_avg"].data_ptr() for fqn in addresses} == addresses
+    assert not resumed.optimizer.state.offered  # what is noted keeps memory alive
 
 
 # Loads that would be silently wrong ----------------------------------------------------------------------------------
