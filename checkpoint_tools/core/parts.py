@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from fsdp_offload.checkpoint import Chunk, ShardChunks
-from fsdp_offload.checkpoint.rectangles import contiguous_strides
+from fsdp_offload.checkpoint.chunks import contiguous_strides
 
 Layout = Literal["concatenated", "interleaved", "grouped", "stacked"]
 

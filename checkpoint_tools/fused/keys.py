@@ -13,7 +13,7 @@ anything else                          a tensor of a model, or something that ha
 ====================================== ================================================================================
 
 DCP keeps the path of a value in the nested state dict; where another writer has not, the key's own dots are taken. FQNs
-have dots and names of state have none, as :mod:`fsdp_offload.checkpoint.layouts` reads them too.
+have dots and names of state have none, as :mod:`fsdp_offload.checkpoint.names` reads them too.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Set

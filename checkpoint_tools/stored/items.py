@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from fsdp_offload.checkpoint.rectangles import contiguous_strides
+from fsdp_offload.checkpoint.chunks import contiguous_strides
 
 from ..core.errors import CheckpointError, UnreadableObjectError
 from ..core.regions import Placed, TensorRegion, common

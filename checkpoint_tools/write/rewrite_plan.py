@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from fsdp_offload.checkpoint import Chunk, ShardChunks, chunks_of
-from fsdp_offload.checkpoint.rectangles import contiguous_strides
+from fsdp_offload.checkpoint.chunks import contiguous_strides
 
 from ..core.errors import CheckpointError
 from ..core.parts import part_chunks

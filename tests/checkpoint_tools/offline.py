@@ -19,7 +19,7 @@ from checkpoint_tools.stored.items import ItemReader
 from checkpoint_tools.stored.reading import Checkpoint, open_checkpoint
 from checkpoint_tools.write import rewrite
 from fsdp_offload.checkpoint import Chunk, ShardChunks, ShardTensor
-from fsdp_offload.checkpoint.rectangles import contiguous_strides
+from fsdp_offload.checkpoint.chunks import contiguous_strides
 
 FUSED, DOWN = "mlp.gate_up.weight", "mlp.down.weight"
 GATE, UP = "mlp.gate.weight", "mlp.up.weight"

@@ -24,7 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_offload.checkpoint import Chunk, ShardChunks, ShardTensor, chunks_of, with_chunks
-from fsdp_offload.checkpoint.rectangles import Cut, contiguous_strides, cut_chunks, ragged_chunks
+from fsdp_offload.checkpoint.chunks import Cut, contiguous_strides, cut_chunks, ragged_chunks
 from fsdp_offload.torch_compat.dtensor import local_shard, over_local
 
 Shape = tuple[int, ...]

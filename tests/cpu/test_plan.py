@@ -28,6 +28,7 @@ from tests.parity import attach
 LAYERS, WIDTH, VOCABULARY, LENGTH = 3, 256, 1536, 96
 H200 = machine_of("H200")
 HERE = Path(__file__).resolve().parent
+FAST = dataclasses.replace(H200, link_gb_per_s=1e6, host_gb_per_s=1e6, launch_us=0.0, contention=0.0)
 SLOW = dataclasses.replace(H200, link_gb_per_s=0.25, launch_us=0.0, contention=0.0)
 
 
@@ -182,6 +183,13 @@ def test_blocks_and_homes_are_those_that_attaching_makes(
 
 
 # Time ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_without_a_link_to_speak_of_offload_costs_nothing(micro_batches: int) -> None:
+    made = large_plan(machine=FAST, micro_batches=micro_batches, tokens_per_step=12 * LENGTH)
+    for one in made.forecasts:
+        assert one.iteration_ms == pytest.approx(made.forecasts[0].iteration_ms, rel=1e-3)
 
 
 def test_a_slow_link_is_what_limits_and_what_is_kept() -> None:

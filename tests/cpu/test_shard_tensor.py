@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from fsdp_offload.checkpoint import ShardChunks, ShardTensor, check_storage_writer, chunks_of, with_chunks
-from fsdp_offload.checkpoint.rectangles import Cut, cut_chunks
+from fsdp_offload.checkpoint.chunks import Cut, cut_chunks
 from fsdp_offload.torch_compat.dtensor import local_shard, over_local
 
 SHAPE = (5, 3, 2)

@@ -110,12 +110,12 @@ class Model:
                 local = local_shard(self.optimizer.state[param][key])
                 local.copy_(self.own(name, number).view(local.shape))
 
-    def state(self, *, for_load: bool = False, numbered: bool = True) -> tuple[Any, Any]:
+    def state(self, *, for_load: bool = False) -> tuple[Any, Any]:
         """As Megatron has them, with more of ``module.`` in front of the optimizer's names."""
-        found = get_optimizer_state_dict(self.module, self.optimizer, for_load=for_load, fsdp_dtensor=True)
+        options: Any = {"for_load": for_load, "fsdp_dtensor": True, "experts": self.experts}
+        found = get_optimizer_state_dict(self.module, self.optimizer, **options)
         optim: Any = {part: {f"module.{name}": values for name, values in of.items()} for part, of in found.items()}
-        values = with_parameter_chunks(self.module, model_state(self.module))
-        return (self.experts.number(values), self.experts.number(optim)) if numbered else (values, optim)
+        return with_parameter_chunks(self.module, model_state(self.module), experts=self.experts), optim
 
     def wrong(self) -> Iterator[str]:
         for name, param in self.params.items():
@@ -154,7 +154,7 @@ def run_leg(folder: Path, number: int, ep: int, dp: int, tp: int, kind: str, *, 
         load({"model": values, "optimizer": optim}, checkpoint_id=folder / str(number - 1))
         if parted:
             _, optim = merge_state_dict(values, optim, rules, values=sizes)
-        set_optimizer_state_dict(model.module, model.optimizer, model.experts.localize(optim))
+        set_optimizer_state_dict(model.module, model.optimizer, optim, experts=model.experts)
     problems = [*model.wrong()]
     assert not problems, problems
     values, optim = model.state()

@@ -52,7 +52,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 MAY_USE_PRIVATE_TORCH = {
     *("torch_compat/__init__.py", "torch_compat/dtensor.py", "torch_compat/fully_shard.py", "torch_compat/optim.py"),
     *("torch_compat/guard.py", "torch_compat/homed.py", "torch_compat/sharded_parameter.py"),
-    "checkpoint/torch_private.py",
+    "torch_compat/checkpoint.py",
 }
 
 PRIVATE_TORCH_ATTRIBUTES = {"_local_tensor", "_spec", "_get_fsdp_state", "_comm_ctx"}

@@ -16,7 +16,7 @@ from checkpoint_tools.fused.live import merge_state_dict, split_state_dict
 from checkpoint_tools.fused.rules import Rule, preset
 from checkpoint_tools.look.diff import Tolerance, diff
 from checkpoint_tools.stored.reading import open_checkpoint
-from fsdp_offload.checkpoint.rectangles import ragged_chunks
+from fsdp_offload.checkpoint.chunks import ragged_chunks
 from tests.checkpoint_tools.checkpoints import changed, save
 from tests.checkpoint_tools.offline import (
     DOWN,

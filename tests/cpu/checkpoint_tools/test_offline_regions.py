@@ -17,7 +17,7 @@ from checkpoint_tools.core.regions import (
     stretches,
 )
 from fsdp_offload.checkpoint import Chunk, ShardChunks
-from fsdp_offload.checkpoint.rectangles import contiguous_strides
+from fsdp_offload.checkpoint.chunks import contiguous_strides
 
 SIZES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 

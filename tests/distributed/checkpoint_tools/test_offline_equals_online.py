@@ -17,8 +17,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from checkpoint_tools.fused.live import split_state_dict
 from checkpoint_tools.fused.rules import Rule
 from checkpoint_tools.stored.reading import Checkpoint, open_checkpoint
-from fsdp_offload.checkpoint.layouts import flattened
-from fsdp_offload.checkpoint.rectangles import Cut, cut_chunks
+from fsdp_offload.checkpoint.chunks import Cut, cut_chunks
+from fsdp_offload.checkpoint.names import flattened
 from tests.checkpoint_tools.offline import DOWN, FUSED, GATE, UP, assert_same, chunks_of_keys, rewritten, rule
 from tests.distributed.launch import mesh, run_cases, spawn
 from tests.tiers import world_sizes

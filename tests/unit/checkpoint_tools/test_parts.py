@@ -11,7 +11,7 @@ from torch import Tensor
 
 from checkpoint_tools.core.parts import Comb, combs_of, part_chunks, span_of
 from fsdp_offload.checkpoint import ShardChunks
-from fsdp_offload.checkpoint.rectangles import Cut, cut_chunks, ragged_chunks
+from fsdp_offload.checkpoint.chunks import Cut, cut_chunks, ragged_chunks
 
 
 def indices(comb: Comb) -> list[int]:

@@ -1,4 +1,4 @@
-"""Private PyTorch names that chunk metadata and ShardTensor need; nowhere else in this folder.
+"""Private PyTorch names that checkpoints need: how placements cut, names as DCP has them, and its readers.
 
 ============================================  ==============  =========================================================
 private name                                  seen in         without it
@@ -7,23 +7,19 @@ private name                                  seen in         without it
 ``DTensor._spec.shard_order``                 2.11 to 2.13    mesh dimensions are taken from left to right
 ``DeviceMesh._shard_order``                   megatron-core   the same. No name of torch's: Megatron-FSDP sets it, and
                                               0.16.1          leaves the spec's order as it was
-``Tensor._make_wrapper_subclass``             2.11 to 2.13    required: AttributeError when a ShardTensor is made
 ``torch._C._disabled_torch_function_impl``    2.11 to 2.13    required: AttributeError at import
 ``checkpoint.state_dict._get_fqns``           2.11 to 2.13    the prefixes of torch.compile, activation checkpointing
                                                               and DDP are cut out of names wherever they occur
 ``state_dict_loader._storage_setup``          2.11 to 2.13    paths are read as local files; URLs need a
                                                               ``storage_reader``
 ============================================  ==============  =========================================================
-
-The three methods through which DCP asks a tensor for its chunks (``torch/distributed/_checkpointable.py``) are named in
-``shard_tensor.py``: they are looked up on the object, so nothing has to be imported.
 """
 
 import os
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint import state_dict as _state_dict
 from torch.distributed.checkpoint import state_dict_loader as _state_dict_loader
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -35,15 +31,10 @@ _GET_FQNS: Any = getattr(_state_dict, "_get_fqns", None)
 _STORAGE_SETUP: Any = getattr(_state_dict_loader, "_storage_setup", None)
 _WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
-_STRIDED_SHARD: type | None = getattr(_placement_types, "_StridedShard", None)
+_STRIDED_SHARD: type = getattr(_placement_types, "_StridedShard", type(None))
 
 # Operations on a wrapper reach __torch_dispatch__ as they are; torch would otherwise turn results into the wrapper.
 disabled_torch_function: Any = torch._C._disabled_torch_function_impl
-
-
-def is_strided_shard(placement: object) -> bool:
-    """Return whether ``placement`` gives a rank interleaved rows."""
-    return _STRIDED_SHARD is not None and isinstance(placement, _STRIDED_SHARD)
 
 
 def split_factor(placement: object) -> int:
@@ -52,7 +43,7 @@ def split_factor(placement: object) -> int:
     Raises:
         TypeError: a placement of a kind that is neither.
     """
-    if is_strided_shard(placement):
+    if isinstance(placement, _STRIDED_SHARD):
         return int(placement.split_factor)  # type: ignore[attr-defined]
     if isinstance(placement, Shard):
         return 1
@@ -69,7 +60,7 @@ def mesh_dims_in_order(tensor: DTensor) -> list[int]:
     the same in another way, and is always taken from left to right.
     """
     in_order = list(range(tensor.device_mesh.ndim))
-    if any(map(is_strided_shard, tensor.placements)):
+    if any(isinstance(placement, _STRIDED_SHARD) for placement in tensor.placements):
         return in_order
     by_tensor_dim = [list(entry.mesh_dims) for entry in getattr(tensor._spec, "shard_order", None) or ()]
     named = [mesh_dim for mesh_dims in by_tensor_dim for mesh_dim in mesh_dims]
@@ -89,17 +80,6 @@ def canonical_fqn(model: nn.Module, name: str) -> str:
     for prefix in _WRAPPER_PREFIXES:
         name = name.replace(prefix, "")
     return name.removeprefix("module.") if isinstance(model, nn.parallel.DistributedDataParallel) else name
-
-
-def make_wrapper(cls: type[Tensor], like: Tensor) -> Any:
-    """A tensor of class ``cls`` with the shape, strides, dtype and device of ``like``, and no memory of its own.
-
-    At storage offset 0 whatever ``like`` has: ``data_ptr()`` of the wrapper is then 0, by which torch's stager and
-    ``deepcopy`` recognise a tensor without memory.
-    """
-    return Tensor._make_wrapper_subclass(
-        cls, like.size(), strides=like.stride(), dtype=like.dtype, device=like.device, requires_grad=False
-    )
 
 
 def storage_reader_for(checkpoint_id: str | os.PathLike[str]) -> StorageReader:
