@@ -219,7 +219,7 @@ def seal_checkpoint(path: Folder, threads: Threads = 4) -> None:
     verify --data then finds every bit that has changed. Only what is around the data is read, whose checksums the save
     has taken from memory. Exit code: 0 sealed, 2 it is not whole, or sealed already.
     """
-    from ..write.seal import seal  # torch takes longer than all that help and wrong options need
+    from ..integrity.seal import seal  # torch takes longer than all that help and wrong options need
 
     begin_s = time.monotonic()
     notes = seal(path, threads=threads)

@@ -1,6 +1,6 @@
 """The commands that write checkpoints: split and merge, which have their options in common, convert and rename.
 
-Their errors come from where they are found, and their tables and last lines from ``checkpoint_tools/write/rewrite.py``.
+Errors come from where they are found; tables and last lines from ``checkpoint_tools/rewrite/rewrite.py``.
 """
 
 import time
@@ -12,7 +12,7 @@ import typer
 
 from ..core.errors import CheckpointError
 from ..core.sizes import counted, parse_bytes
-from ..fused.preset_files import preset_names, preset_subject
+from ..fuse.preset_files import preset_names, preset_subject
 from ..stored.formats import CASTABLE, is_torch_file
 from .command_options import (
     Destination,
@@ -28,8 +28,7 @@ from .command_options import (
 from .output import check_json, say_plan, say_written, write_progress
 
 if TYPE_CHECKING:  # when a command runs: torch takes longer than all that help and wrong options need
-    from ..exchange.request import Way
-    from ..fused.rules import Rule
+    from ..fuse.rules import Rule, Way
 
 
 # split and merge ------------------------------------------------------------------------------------------------------
@@ -128,8 +127,8 @@ def _rewrite(way: "Way", source: str, destination: str, asked: Asked, doing: Doi
     memory_bytes = parse_memory(doing.max_memory, doing.threads, 4)
     check_json(doing.as_json, doing.dry_run)
     numbers = parse_values(asked.values)
-    from ..exchange.request import Request, check_used, complete, not_known
-    from ..write import rewrite
+    from ..fuse.request import Request, check_used, complete, not_known
+    from ..rewrite import rewrite
 
     rules = _rules(asked.presets, asked.rule_files)
     request = Request(rules, numbers, asked.excluded or [], asked.only or [], asked.is_sure)
@@ -160,7 +159,7 @@ def _rewrite(way: "Way", source: str, destination: str, asked: Asked, doing: Doi
 
 
 def _rules(presets: Sequence[str] | None, files: Sequence[Path] | None) -> "list[Rule]":
-    from ..fused.rules import load_rules, preset
+    from ..fuse.rules import load_rules, preset
 
     try:
         rules = [rule for name in presets or () for rule in preset(name)]
@@ -250,7 +249,7 @@ def convert_checkpoint(
 
     from ..convert import convert
     from ..convert.convert import Wanted
-    from ..write import rewrite
+    from ..rewrite import rewrite
 
     cast_to = None if dtype is None else getattr(torch, CASTABLE[dtype])
     wanted = Wanted(what, key_prefix, excluded or (), shard_bytes, cast_to)  # type: ignore[arg-type]
@@ -286,8 +285,8 @@ def _convert_torch(
         raise CheckpointError("--exclude is not for files of torch.save; convert all, and leave out afterwards")
     from ..convert import torch_files
     from ..look.verify import notes_on_checksums
+    from ..rewrite import rewrite
     from ..stored.opening import open_checkpoint
-    from ..write import rewrite
 
     rewrite.check_destination(source, destination)
     if to == "torch":

@@ -4,7 +4,7 @@
 
     SRC ──open──▶ Source ──plan──▶ ConversionPlan ──rewrite.write──▶ DST
 
-Written as split and merge write; see :mod:`checkpoint_tools.write.rewrite`.
+Written as split and merge write; see :mod:`checkpoint_tools.rewrite.rewrite`.
 """
 
 import base64
@@ -23,7 +23,11 @@ from ..core.patterns import check_excluded, is_excluded
 from ..core.regions import Index, TensorRegion, stretches, whole_of
 from ..core.sizes import counted, human_bytes, natural_order
 from ..core.tables import Table
-from ..fused.keys import Exchange, Fusion, Owners, StateName, sorted_out
+from ..fuse.names import Owners, StateName, sorted_out
+from ..fuse.plan import Exchange, Fusion
+from ..rewrite import rewrite
+from ..rewrite.rewrite_plan import NewTensor, Piece, Rewrite, gathered, in_files, plan_rewrite
+from ..rewrite.sidecars import Sidecars, sidecars_of
 from ..stored.formats import CASTABLE
 from ..stored.items import ItemReader
 from ..stored.opening import open_checkpoint
@@ -45,9 +49,6 @@ from ..stored.safetensors_folder import (
     open_safetensors,
     path_of,
 )
-from ..write import rewrite
-from ..write.rewrite_plan import NewTensor, Piece, Rewrite, gathered, in_files, plan_rewrite
-from ..write.sidecars import Sidecars, sidecars_of
 
 # The plan -------------------------------------------------------------------------------------------------------------
 
@@ -368,7 +369,7 @@ def _shape_of(name: StateName, shape: Shape, owners: Owners, shapes: Mapping[str
         return shape
     try:
         owner = owners.of(name.fqn, lambda one, other: shapes[one] == shapes[other])
-    except CheckpointError as error:
+    except ValueError as error:
         raise CheckpointError(
             f"{name.key} may belong to several tensors of the model, which have different shapes; give --shapes-from a "
             "checkpoint of that model alone, or leave it as it is with --exclude"

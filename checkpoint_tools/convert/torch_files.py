@@ -25,11 +25,11 @@ from ..core.patterns import check_excluded, is_excluded
 from ..core.regions import whole_of
 from ..core.sizes import human_bytes, shortened
 from ..core.values import MAX_VALUES, has_more_values
+from ..integrity.seal import seal
+from ..rewrite.save import appearing
 from ..stored.items import Archive, DamagedError, ItemReader
 from ..stored.reading import Checkpoint
 from ..stored.storage import LocalFolder
-from ..write.save import appearing
-from ..write.seal import seal
 
 _MAX_DIGITS = 10  # of a parameter's number
 _WITHOUT = "torch.serialization.set_crc32_options(False) was in force"

@@ -19,7 +19,7 @@ from ..core.regions import stretches, whole_of
 from ..core.sizes import MAX_ITEM_BYTES, block_bounds, counted, human_shape, natural_order, short_repr, thread_bytes
 from ..core.tables import Table
 from ..core.values import Comparison, compare_values, same_values
-from ..fused.keys import sorted_out
+from ..fuse.names import sorted_out
 from ..stored.items import ItemReader
 from ..stored.reading import Checkpoint, StoredTensor
 from .verify import check_coverage

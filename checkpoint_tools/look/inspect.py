@@ -14,7 +14,7 @@ from rich.console import Group, RenderableType
 from ..core.patterns import matches
 from ..core.sizes import counted, human_bytes, human_shape, natural_order
 from ..core.tables import Table, shown
-from ..fused.keys import KINDS
+from ..fuse.names import KINDS
 from ..stored.reading import Checkpoint, StoredTensor
 
 

@@ -198,3 +198,12 @@ def read_small(folder: Folder, file: str, max_bytes: int) -> bytes:
     if len(content) > max_bytes:
         raise OSError(errno.EFBIG, f"it has more than {human_bytes(max_bytes)}", file)
     return content
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a whole file, safe on the disk."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())

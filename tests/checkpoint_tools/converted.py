@@ -10,9 +10,9 @@ import torch
 from checkpoint_tools.convert import convert
 from checkpoint_tools.convert.convert import Wanted
 from checkpoint_tools.look.verify import check_structure
+from checkpoint_tools.rewrite import rewrite
 from checkpoint_tools.stored.opening import open_checkpoint
 from checkpoint_tools.stored.reading import Checkpoint
-from checkpoint_tools.write import rewrite
 
 
 def converted(

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from checkpoint_tools.fused.live import split_state_dict
-from checkpoint_tools.fused.rules import Rule
+from checkpoint_tools.fuse.live import split_state_dict
+from checkpoint_tools.fuse.rules import Rule
 from checkpoint_tools.stored.reading import Checkpoint, open_checkpoint
 from fsdp_offload.checkpoint.layouts import flattened
 from fsdp_offload.checkpoint.rectangles import Cut, cut_chunks

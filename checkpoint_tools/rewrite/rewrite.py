@@ -18,18 +18,20 @@ import torch
 from ..core.errors import CheckpointError
 from ..core.sizes import counted, human_bytes, human_shape
 from ..core.tables import Table
-from ..exchange.exchange import find_exchange
-from ..exchange.request import Complete, Way
-from ..fused.keys import Exchange, Fusion
-from ..fused.split_record import RECORD_FILE, Split, read_record, record_bytes, without
+from ..fuse.files import find_exchange
+from ..fuse.plan import Exchange, Fusion
+from ..fuse.request import Complete
+from ..fuse.rules import Way
+from ..fuse.split_record import RECORD_FILE, Split, read_record, record_bytes, without
+from ..integrity.seal import seal
 from ..look.verify import check_structure, notes_on_checksums
 from ..stored.items import ItemReader
 from ..stored.manifest import MANIFEST_FILE
 from ..stored.metadata import METADATA_FILE
 from ..stored.reading import Checkpoint, open_checkpoint
+from ..stored.storage import write_file
 from .rewrite_plan import LARGEST_PIECE_BYTES, Rewrite, plan_rewrite
-from .save import appearing, check_empty_remote, partial_of, save, write_file, written
-from .seal import seal
+from .save import appearing, check_empty_remote, partial_of, save, written
 from .sidecars import Sidecars, read_sidecar, sidecars_of
 
 _ROUND_NOTES = 3

@@ -19,11 +19,11 @@ from typing import Any, NamedTuple, TypeGuard
 
 from ..core.errors import CheckpointError
 from ..core.sizes import MAX_INT64
-from ..fused.rules import DENSE_RANKS, EXPERT_RANKS
 from ..stored.items import Archive, DamagedError, plain_pickle
 from ..stored.reading import Checkpoint
 from ..stored.storage import read_small
 from ..stored.unpickle import PickledObject
+from .rules import DENSE_RANKS, EXPERT_RANKS
 
 COMMON_FILE = "common.pt"
 FORMAT_FILE = "metadata.json"

@@ -28,7 +28,7 @@ from fsdp_offload.checkpoint.rectangles import contiguous_strides
 from ..core.errors import CheckpointError
 from ..core.parts import part_chunks
 from ..core.regions import Index, TensorRegion, fused_regions, joined, stretches
-from ..fused.keys import Exchange, Fusion
+from ..fuse.plan import Exchange, Fusion
 from ..look.inspect import rank_of
 from ..stored.items import ItemReader, typed
 from ..stored.reading import Checkpoint, Properties, StoredChunk, StoredObject

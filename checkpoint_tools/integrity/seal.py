@@ -18,8 +18,7 @@ from ..stored.manifest import MANIFEST_FILE, Item, manifest_bytes
 from ..stored.metadata import read_content
 from ..stored.opening import open_checkpoint
 from ..stored.safetensors_folder import is_safetensors
-from ..stored.storage import open_folder
-from .save import write_file
+from ..stored.storage import open_folder, write_file
 
 
 def seal(path: str | os.PathLike[str], *, threads: int = 4) -> list[str]:

@@ -271,15 +271,6 @@ def held(folder: Path) -> Iterator[Path]:
         os.close(lock)
 
 
-def write_file(path: Path, content: bytes) -> None:
-    """Write a whole file, safe on the disk."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("wb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
-
-
 def _sync(folder: Path) -> None:
     """Make the names in a folder safe on the disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

@@ -8,19 +8,17 @@
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from ..core.errors import CheckpointError
 from ..core.patterns import idle_patterns, is_excluded
 from ..core.sizes import shortened
-from ..fused.keys import Exchange
-from ..fused.preset_files import preset_names
-from ..fused.rules import ALL, DENSE_RANKS, EXPERT_RANKS, Match, Rule, Wanted
-from ..fused.split_record import RECORD_FILE, read_record
 from ..stored.reading import Checkpoint
 from .config_values import with_told
-
-Way = Literal["split", "merge"]
+from .plan import Exchange
+from .preset_files import preset_names
+from .rules import ALL, DENSE_RANKS, EXPERT_RANKS, Match, Rule, Wanted, Way, match_of
+from .split_record import RECORD_FILE, read_record
 
 _NAMES_IN_ERRORS = 5
 
@@ -95,9 +93,8 @@ def _notes_on_experts(
     """Note that experts are taken to be divided as dense layers are, where nobody has said it."""
     if EXPERT_RANKS in values or DENSE_RANKS not in values:
         return []
-    match = Rule.match if way == "split" else Rule.match_part
     of_experts = [rule for rule in rules if rule.groups == EXPERT_RANKS]
-    if not any(match(rule, key) for rule in of_experts for key in checkpoint.tensors):
+    if not any(match_of(way, rule, key) for rule in of_experts for key in checkpoint.tensors):
         return []
     return [
         f"{EXPERT_RANKS} = {values[DENSE_RANKS]}, as {DENSE_RANKS}: the default, as nothing else is known of experts"
