@@ -14,7 +14,7 @@ from ..core.errors import CheckpointError
 from ..core.sizes import counted, parse_bytes
 from ..fuse.preset_files import preset_names, preset_subject
 from ..stored.formats import CASTABLE, is_torch_file
-from .command_options import (
+from .common import (
     Destination,
     DryRun,
     Json,
@@ -22,10 +22,13 @@ from .command_options import (
     Source,
     Values,
     WriteThreads,
+    check_json,
     parse_memory,
     parse_values,
+    say_plan,
+    say_written,
+    write_progress,
 )
-from .output import check_json, say_plan, say_written, write_progress
 
 if TYPE_CHECKING:  # when a command runs: torch takes longer than all that help and wrong options need
     from ..fuse.rules import Rule, Way

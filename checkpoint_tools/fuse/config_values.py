@@ -1,20 +1,13 @@
-"""Values of the model's config that a checkpoint itself tells, so that nobody has to give them.
+"""Values of the model's config that a checkpoint itself contains, so that users need not give them.
 
-====================================  =================================================================================
-where                                 what
-====================================  =================================================================================
-``metadata.json`` of ``torch_dist``   ``tp_size`` and ``etp_size`` are 1: gate and up are stored as if there were one
-                                      rank, however many wrote them
-``common.pt``, or the object          Megatron's ``args``: ``tp_size``, sizes and numbers of heads
-``args`` of the checkpoint
-``config.json``                       Hugging Face's: whatever numbers it has
-====================================  =================================================================================
-
-Neither is run: names in pickles stand for nothing here (:func:`checkpoint_tools.stored.items.plain_pickle`).
+``metadata.json`` of Megatron's ``torch_dist``: ``tp_size`` and ``etp_size`` are 1, as gate and up are stored as one
+rank has them. Megatron's ``args``, in ``common.pt`` or as an object: numbers of ranks, sizes and heads. Hugging Face's
+``config.json``: its numbers. No pickle is run (:func:`checkpoint_tools.stored.items.plain_pickle`).
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, TypeGuard
 
 from ..core.errors import CheckpointError
@@ -29,150 +22,114 @@ COMMON_FILE = "common.pt"
 FORMAT_FILE = "metadata.json"
 _CONFIG_FILE = "config.json"
 _ARGS = "args"
-_MAX_BYTES = 64 << 20  # of a file that says such values
+_MAX_BYTES = 64 << 20  # of a file with such values
+
+_MEGATRON = {
+    DENSE_RANKS: ("tensor_model_parallel_size",),
+    EXPERT_RANKS: ("expert_tensor_parallel_size",),
+    "num_attention_heads": ("num_attention_heads",),
+    "num_query_groups": ("num_query_groups",),
+    "kv_channels": ("kv_channels",),
+    "qk_dim": ("linear_num_key_heads", "linear_key_head_dim"),
+    "v_dim": ("linear_num_value_heads", "linear_value_head_dim"),
+    "num_value_heads": ("linear_num_value_heads",),
+}
+"""The presets' names of values → the arguments of Megatron whose product they are."""
 
 
-class Told(NamedTuple):
-    """A value, and where it was found.
-
-    Attributes:
-        value: of the name.
-        where: for people.
-        is_layout: how the checkpoint is stored, which nobody can know better.
-    """
+class _Known(NamedTuple):
+    """A value, where it was found, and whether it is how the checkpoint is stored, which users cannot know better."""
 
     value: float
     where: str
     is_layout: bool = False
 
 
-def told_values(checkpoint: Checkpoint, names: Iterable[str]) -> dict[str, Told]:
-    """Look up those of the names whose values the checkpoint tells."""
-    wanted = set(names)
-    found: dict[str, Told] = {}
-    if not wanted:
-        return found
-    for source in (_of_config, _of_args, _of_layout):  # the last one knows best
-        found.update({name: told for name, told in source(checkpoint).items() if name in wanted})
-    return found
-
-
 def with_told(
     checkpoint: Checkpoint, names: Iterable[str], given: Mapping[str, float]
 ) -> tuple[dict[str, float], list[str]]:
-    """Complete the given values with those that the checkpoint tells, and note where from.
+    """Complete the given values of these names with those that the checkpoint contains, and note their source.
 
     Raises:
         CheckpointError: a given one contradicts how the checkpoint is stored.
     """
+    found: dict[str, _Known] = {}
+    wanted = set(names)
+    for source in (_of_config, _of_args, _of_layout) if wanted else ():  # the last one knows best
+        found.update({name: known for name, known in source(checkpoint).items() if name in wanted})
     values, notes = dict(given), []
-    for name, told in sorted(told_values(checkpoint, names).items()):
+    for name, (value, where, is_layout) in sorted(found.items()):
         if name not in given:
-            values[name] = told.value
-            notes.append(f"{name} = {told.value}, from {told.where}")
-        elif given[name] != told.value and told.is_layout:
-            raise CheckpointError(
-                f"--value {name}={given[name]}, but it is {told.value} here ({told.where}); leave it out"
-            )
-        elif given[name] != told.value:
-            notes.append(f"{name} = {given[name]} as given; {told.where} has {told.value}")
+            values[name] = value
+            notes.append(f"{name} = {value}, from {where}")
+        elif given[name] != value and is_layout:
+            raise CheckpointError(f"--value {name}={given[name]}, but it is {value} here ({where}); leave it out")
+        elif given[name] != value:
+            notes.append(f"{name} = {given[name]} as given; {where} has {value}")
     return values, notes
 
 
-# --- where it may be said --------------------------------------------------------------------------------------------
-
-
-def _of_layout(checkpoint: Checkpoint) -> dict[str, Told]:
-    if not is_torch_dist(checkpoint):
-        return {}
-    told = Told(1, "torch_dist, which stores gate and up as one rank has them", is_layout=True)
-    return {DENSE_RANKS: told, EXPERT_RANKS: told}
-
-
-def is_torch_dist(checkpoint: Checkpoint) -> bool:
-    """Tell whether Megatron-Core has written it in its own format."""
+def _of_layout(checkpoint: Checkpoint) -> dict[str, _Known]:
     found = _json(checkpoint, FORMAT_FILE)
-    return isinstance(found, dict) and found.get("sharded_backend") == "torch_dist"
+    if not isinstance(found, dict) or found.get("sharded_backend") != "torch_dist":
+        return {}
+    known = _Known(1, "torch_dist, which stores gate and up as one rank has them", is_layout=True)
+    return {DENSE_RANKS: known, EXPERT_RANKS: known}
 
 
-def _of_args(checkpoint: Checkpoint) -> dict[str, Told]:
-    for where, read in ((COMMON_FILE, _common_args), (f"the object {_ARGS}", _object_args)):
-        args = read(checkpoint)
+def _of_args(checkpoint: Checkpoint) -> dict[str, _Known]:
+    for where, args in ((COMMON_FILE, _common_args(checkpoint)), (f"the object {_ARGS}", _object_args(checkpoint))):
         if isinstance(args, PickledObject) and isinstance(args.state, dict):
-            # Megatron itself divided the experts: no one else knows over how many ranks.
+            state = args.state
+            if state.get("group_query_attention") is False:  # then Megatron's argument is 1
+                state = {**state, "num_query_groups": state.get("num_attention_heads")}
+            counts: dict[str, list[Any]] = {name: [state.get(each) for each in of] for name, of in _MEGATRON.items()}
+            # Megatron itself divided the experts: nothing else tells over how many ranks.
             return {
-                name: Told(value, f"args in {where}", is_layout=name == EXPERT_RANKS)
-                for name, value in _of_megatron(args.get).items()
+                name: _Known(math.prod(factors), f"args in {where}", is_layout=name == EXPERT_RANKS)
+                for name, factors in counts.items()
+                if all(map(_is_count, factors)) and _is_count(math.prod(factors))
             }
     return {}
 
 
-def _of_megatron(get: Callable[[str], Any]) -> dict[str, int]:
-    """Read Megatron's args, under the names that the presets use."""
-
-    def product(*names: str) -> int | None:
-        factors = [get(name) for name in names]
-        result = 1
-        for factor in factors:
-            if not _is_count(factor):
-                return None
-            result *= factor
-        return result
-
-    heads = get("num_attention_heads")
-    # What is not used is 1, as Megatron's arguments have it.
-    groups = get("num_query_groups") if get("group_query_attention") is not False else heads
-    found = {
-        DENSE_RANKS: get("tensor_model_parallel_size"),
-        EXPERT_RANKS: get("expert_tensor_parallel_size"),
-        "num_attention_heads": heads,
-        "num_query_groups": groups,
-        "kv_channels": get("kv_channels"),
-        "qk_dim": product("linear_num_key_heads", "linear_key_head_dim"),
-        "v_dim": product("linear_num_value_heads", "linear_value_head_dim"),
-        "num_value_heads": get("linear_num_value_heads"),
-    }
-    return {name: value for name, value in found.items() if _is_count(value)}
+def _of_config(checkpoint: Checkpoint) -> dict[str, _Known]:
+    config = _json(checkpoint, _CONFIG_FILE)
+    if not isinstance(config, dict):
+        return {}
+    if isinstance(config.get("text_config"), dict):
+        config = {**config, **config["text_config"]}
+    found = {name: value for name, value in config.items() if _is_count(value)}
+    heads, hidden = found.get("num_attention_heads"), found.get("hidden_size")
+    if heads:
+        found.setdefault("num_key_value_heads", heads)
+        if hidden and hidden % heads == 0:
+            found.setdefault("head_dim", hidden // heads)
+    for other in ("num_local_experts", "n_routed_experts"):
+        if other in found:
+            found.setdefault("num_experts", found[other])
+    return {name: _Known(value, _CONFIG_FILE) for name, value in found.items()}
 
 
 def _is_count(value: object) -> TypeGuard[int]:
     return type(value) is int and 0 < value <= MAX_INT64
 
 
-def _of_config(checkpoint: Checkpoint) -> dict[str, Told]:
-    config = _json(checkpoint, _CONFIG_FILE)
-    if not isinstance(config, dict):
-        return {}
-    if isinstance(config.get("text_config"), dict):
-        config = {**config, **config["text_config"]}
-    found = {name: Told(value, _CONFIG_FILE) for name, value in config.items() if _is_count(value)}
-    heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
-    if "head_dim" not in found and _is_count(heads) and _is_count(hidden) and hidden % heads == 0:
-        found["head_dim"] = Told(hidden // heads, _CONFIG_FILE)
-    for other in ("num_local_experts", "n_routed_experts"):
-        if "num_experts" not in found and other in found:
-            found["num_experts"] = found[other]
-    if "num_key_value_heads" not in found and _is_count(heads):
-        found["num_key_value_heads"] = Told(heads, _CONFIG_FILE)
-    return found
-
-
-# --- reading ---------------------------------------------------------------------------------------------------------
+# --- reading: what cannot be read tells nothing ---
 
 
 def _json(checkpoint: Checkpoint, file: str) -> Any:
     try:
         return json.loads(read_small(checkpoint.folder, file, _MAX_BYTES))
-    except (OSError, ValueError, RecursionError):  # nothing is said there
+    except (OSError, ValueError, RecursionError):
         return None
 
 
 def _common_args(checkpoint: Checkpoint) -> Any:
     try:
-        size_bytes = checkpoint.folder.size_bytes(COMMON_FILE)
+        common = _unpickled(checkpoint, COMMON_FILE, 0, checkpoint.folder.size_bytes(COMMON_FILE))
     except OSError:
         return None
-    common = _unpickled(checkpoint, COMMON_FILE, 0, size_bytes)
     return common.get(_ARGS) if isinstance(common, dict) else None
 
 
@@ -187,5 +144,5 @@ def _unpickled(checkpoint: Checkpoint, file: str, offset_bytes: int, length_byte
     try:
         content = Archive(checkpoint.folder.view(file, offset_bytes, length_bytes)).pickled()
         return plain_pickle(content) if len(content) <= _MAX_BYTES else None
-    except (OSError, ValueError, DamagedError):  # nothing is said there
+    except (OSError, ValueError, DamagedError):
         return None

@@ -303,8 +303,8 @@ class _Planner:
         for optimizer, param in self.fqns:
             if param.isdecimal() and self.of_model:
                 raise ValueError(
-                    f"the parameters of the optimizer {optimizer or '(at the top)'} are numbered ({param}), so that nobody "
-                    "knows which state is of which; save it as torch.distributed.checkpoint.state_dict gives it"
+                    f"the parameters of the optimizer {optimizer or '(at the top)'} are numbered ({param}), and "
+                    "which state is of which is not known; save it as torch.distributed.checkpoint.state_dict gives it"
                 )
         for name in self.source.names.states:
             fqn = name.optimizer, name.fqn

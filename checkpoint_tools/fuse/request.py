@@ -1,4 +1,4 @@
-"""Requests to split or merge, completed by what the checkpoint itself tells.
+"""Requests to split or merge, completed by what the checkpoint itself contains.
 
 ::
 
@@ -47,8 +47,8 @@ class Complete(NamedTuple):
     Attributes:
         rules, values, excluded: with which.
         wanted: which of the matches.
-        is_known: a record or a person says which; otherwise the rules alone do.
-        notes: what a person should know.
+        is_known: a record or the user says which; otherwise the rules alone do.
+        notes: for the user.
     """
 
     rules: Sequence[Rule]
@@ -60,7 +60,7 @@ class Complete(NamedTuple):
 
 
 def complete(checkpoint: Checkpoint, way: Way, request: Request) -> Complete:
-    """Complete a request by what the checkpoint tells.
+    """Complete a request by what the checkpoint contains.
 
     Raises:
         CheckpointError: there are no rules, values contradict how the checkpoint is stored, or a pattern means nothing.
@@ -68,59 +68,37 @@ def complete(checkpoint: Checkpoint, way: Way, request: Request) -> Complete:
     rules, given, fused = request.rules, request.values, None
     splits = read_record(checkpoint) if way == "merge" else []
     if not rules and splits:
-        _check_bounded(checkpoint, splits[-1].rules)
         rules, given, fused = splits[-1].rules, {**splits[-1].values, **given}, splits[-1].fused
+        for rule in rules:
+            if not rule.is_bounded:  # its author may be hostile
+                raise CheckpointError(
+                    f"{checkpoint.path}/{RECORD_FILE} has a rule of its own for {shortened(rule.fused)}, whose pattern "
+                    "could take forever; if you trust it, give the rules that were used for split with --rules"
+                )
     elif splits and not request.is_sure:
         fused = frozenset[str]().union(*(split.fused for split in splits))
     if not rules:
         hint = f", and {checkpoint.path} has no {RECORD_FILE}" if way == "merge" else ""
         raise CheckpointError(f"no rules{hint}; give --preset ({', '.join(preset_names())}) or --rules FILE")
     values, notes = with_told(checkpoint, {name for rule in rules for name in rule.value_names}, given)
-    notes += _notes_on_experts(checkpoint, way, rules, values)
-    return Complete(
-        rules,
-        values,
-        request.excluded,
-        _wanted(fused, request.only),
-        fused is not None or bool(request.only) or request.is_sure or way == "split",
-        notes,
-    )
+    if EXPERT_RANKS not in values and DENSE_RANKS in values and _have_experts(checkpoint, way, rules):
+        notes.append(
+            f"{EXPERT_RANKS} = {values[DENSE_RANKS]}, as {DENSE_RANKS}: the default, since nothing else is known"
+        )
 
-
-def _notes_on_experts(
-    checkpoint: Checkpoint, way: Way, rules: Iterable[Rule], values: Mapping[str, float]
-) -> list[str]:
-    """Note that experts are taken to be divided as dense layers are, where nobody has said it."""
-    if EXPERT_RANKS in values or DENSE_RANKS not in values:
-        return []
-    of_experts = [rule for rule in rules if rule.groups == EXPERT_RANKS]
-    if not any(match_of(way, rule, key) for rule in of_experts for key in checkpoint.tensors):
-        return []
-    return [
-        f"{EXPERT_RANKS} = {values[DENSE_RANKS]}, as {DENSE_RANKS}: the default, as nothing else is known of experts"
-    ]
-
-
-def _check_bounded(checkpoint: Checkpoint, rules: Iterable[Rule]) -> None:
-    """Refuse a record's patterns that could take forever: its author may be hostile."""
-    for rule in rules:
-        if not rule.is_bounded:
-            raise CheckpointError(
-                f"{checkpoint.path}/{RECORD_FILE} has a rule of its own for {shortened(rule.fused)}, whose pattern "
-                "could take forever; if you trust it, give the rules that were used for split with --rules"
-            )
-
-
-def _wanted(fused: frozenset[str] | None, only: Sequence[str]) -> Wanted:
-    if fused is None and not only:
-        return ALL
-
-    def is_wanted(match: Match) -> bool:
+    def wanted(match: Match) -> bool:
         if fused is not None and match.fused not in fused:
             return False
-        return not only or any(is_excluded(name, only) for name in (match.fused, *match.parts))
+        return not request.only or any(is_excluded(name, request.only) for name in (match.fused, *match.parts))
 
-    return is_wanted
+    chooses = fused is not None or bool(request.only)
+    is_known = chooses or request.is_sure or way == "split"
+    return Complete(rules, values, request.excluded, wanted if chooses else ALL, is_known, notes)
+
+
+def _have_experts(checkpoint: Checkpoint, way: Way, rules: Iterable[Rule]) -> bool:
+    of_experts = [rule for rule in rules if rule.groups == EXPERT_RANKS]
+    return any(match_of(way, rule, key) for rule in of_experts for key in checkpoint.tensors)
 
 
 def check_used(request: Request, exchange: Exchange) -> None:
@@ -136,7 +114,7 @@ def check_used(request: Request, exchange: Exchange) -> None:
 
 
 def not_known(checkpoint: Checkpoint, matched: Sequence[str]) -> str:
-    """Say that nobody knows whether these parts were ever fused, and how to go on."""
+    """Format the error for parts of which no record says that they were ever fused, and how to go on."""
     more = len(matched) - _NAMES_IN_ERRORS
     names = ", ".join(matched[:_NAMES_IN_ERRORS]) + (f" and {more:,} more" if more > 0 else "")
     return (

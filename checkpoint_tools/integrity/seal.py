@@ -43,7 +43,7 @@ def seal(path: str | os.PathLike[str], *, threads: int = 4) -> list[str]:
     """
     if is_safetensors(path):
         raise CheckpointError(
-            f"{os.fspath(path)} has safetensors, which have no checksums; verify --write-checksums FILE"
+            f"{os.fspath(path)} has safetensors, which have no checksums; list those of the files, with sha256sum"
         )
     content = read_content(open_folder(path))
     checkpoint = open_checkpoint(path)
