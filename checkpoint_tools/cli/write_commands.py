@@ -236,6 +236,8 @@ def convert_checkpoint(
     if what not in ("model", "optimizer", "all"):
         raise CheckpointError(f"--what is model, optimizer or all, not {what}")
     check_json(as_json, dry_run)
+    if flat_to_nd and to == "safetensors":
+        raise CheckpointError("--flat-to-nd gives a checkpoint of DCP; convert that to safetensors afterwards")
     if flat_to_nd and (what != "all" or key_prefix is not None or dtype is not None):
         raise CheckpointError("--flat-to-nd changes state alone, and takes neither --what nor --key-prefix nor --dtype")
     if dtype is not None and dtype not in CASTABLE:
@@ -259,23 +261,25 @@ def convert_checkpoint(
     for each in (source, shapes_from):
         if each is not None:
             rewrite.check_destination(each, destination)
-    opened = convert.open_source(source, to, key_prefix, threads, flat=flat_to_nd)
-    planned = convert.plan_flat(opened, shapes_from, wanted) if flat_to_nd else convert.plan(opened, wanted)
-    notes = [*opened.notes, *planned.notes]
+    if flat_to_nd:
+        planned = convert.plan_flat(source, shapes_from, wanted.excluded, threads=threads)
+    else:
+        planned = convert.plan(source, wanted, to=to, threads=threads)
     if dry_run:
-        shown = convert.as_json(planned) if as_json else convert.as_table(planned)
-        say_plan(shown, notes, convert.headline(opened, planned))
+        say_plan(planned.as_json() if as_json else planned.as_table(), planned.notes, planned.headline)
         return
     with write_progress("convert", planned.rewrite.nbytes) as advance:
-        convert.write(
-            opened,
-            planned,
+        rewrite.write(
+            planned.checkpoint,
+            planned.rewrite,
             destination,
             threads=threads,
             max_memory_bytes=memory_bytes,
             advance=advance,
+            beside=planned.beside,
+            sidecars=planned.sidecars,
         )
-    say_written(destination, convert.headline(opened, planned), notes, begin)
+    say_written(destination, planned.headline, planned.notes, begin)
 
 
 def _convert_torch(

@@ -29,7 +29,7 @@ from ..integrity.seal import seal
 from ..rewrite.save import appearing
 from ..stored.items import Archive, DamagedError, ItemReader
 from ..stored.reading import Checkpoint
-from ..stored.storage import LocalFolder
+from ..stored.storage import Folder
 
 _MAX_DIGITS = 10  # of a parameter's number
 _WITHOUT = "torch.serialization.set_crc32_options(False) was in force"
@@ -62,7 +62,7 @@ def to_dcp(source: str, destination: str, max_memory_bytes: int) -> tuple[int, l
 def _check(source: str) -> bool:
     """Compare all of the file with its checksums, which mapping it does not. Whether it has any."""
     try:
-        folder, name = LocalFolder(os.path.dirname(source) or "."), os.path.basename(source)
+        folder, name = Folder(os.path.dirname(source) or "."), os.path.basename(source)
         archive = Archive(folder.view(name, 0, folder.size_bytes(name)))
         archive.check()
     except FileNotFoundError as error:

@@ -128,7 +128,7 @@ class _RewriteBuilder:
                     continue
                 if key in self._exchange.objects:
                     content = self._exchange.objects[key]
-                    self._add_object(file, key, len(content), functools.partial(_given, content))
+                    self._add_object(file, key, len(content), given(content))
                 else:
                     for new_key in self._exchange.copies.get(key, (key,)):
                         self._keep(file, key, new_key, item)
@@ -277,9 +277,9 @@ def _turns(chunk: StoredChunk, fusion: Fusion) -> Iterable[TensorRegion]:
 # --- reading a piece -------------------------------------------------------------------------------------------------
 
 
-def _given(content: bytes, reader: ItemReader) -> bytes:
-    del reader
-    return content
+def given(content: bytes) -> Callable[[ItemReader], bytes]:
+    """Return what gives these bytes, whatever is read."""
+    return lambda reader: content
 
 
 def _bytes_of(item: StoredObject, reader: ItemReader) -> memoryview:

@@ -10,6 +10,7 @@ Neither a process group nor a GPU is needed, and nothing that the checkpoint con
 not looked at here.
 """
 
+import functools
 import math
 import os
 import reprlib
@@ -28,7 +29,6 @@ from .unpickle import PickledObject, without_collections
 
 _MAX_NAME = 4096
 _MAX_DEPTH = 256  # of a nested state dict
-_INT = frozenset((int,))
 _FLATTENED = (
     "its optimizer state is flattened in the way of Megatron-Core before 0.16; save it there with "
     "distrib_optim_sharding_type='fully_reshardable'"
@@ -382,14 +382,12 @@ def _count(value: object) -> int:
 
 
 def _counts(values: object) -> tuple[int, ...]:
-    if type(values) is tuple and len(values) <= MAX_DIMS and _are_counts(values):
-        return values
-    return tuple(map(_count, _few(values)))
-
-
-def _are_counts(values: tuple[Any, ...]) -> bool:
-    # All at once: there are a million tuples of them.
-    return not values or (_INT.issuperset(map(type, values)) and min(values) >= 0 and max(values) <= MAX_INT64)
+    if type(values) is not tuple or len(values) > MAX_DIMS:
+        return tuple(map(_count, _few(values)))
+    for value in values:  # without a call for each: there are millions
+        if type(value) is not int or not 0 <= value <= MAX_INT64:
+            _count(value)
+    return values
 
 
 _LAYOUTS = {(str(value),) for value in vars(torch).values() if isinstance(value, torch.layout)}
@@ -423,12 +421,14 @@ def _properties(record: PickledObject) -> tuple[torch.dtype, Properties]:
     raise TypeError("a memory format is none of torch's")
 
 
+@functools.lru_cache
 def leaves_the_folder(file: str) -> bool:
     """Tell whether a file's name leads out of the checkpoint's folder."""
     parts = file.replace("\\", "/").split("/")
     return not file or ".." in parts or parts[0] == "" or ":" in parts[0]
 
 
+@functools.lru_cache
 def is_name(file: str) -> bool:
     """Tell whether a file can have this name."""
     return "\0" not in file and len(file) < _MAX_NAME and not any("\ud800" <= letter <= "\udfff" for letter in file)
