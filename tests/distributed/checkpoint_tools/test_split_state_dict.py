@@ -34,11 +34,6 @@ def states(fused: Tensor) -> tuple[dict[str, Any], dict[str, Any]]:
     return model, {"state": state, "param_groups": [{"lr": 0.1, "params": [FUSED, DOWN]}]}
 
 
-def flat(optim: dict[str, Any]) -> dict[str, Any]:
-    state = {f"state.{f}.{n}": v for f, values in optim["state"].items() for n, v in values.items()}
-    return state | {f"param_groups.{f}.lr": group["lr"] for group in optim["param_groups"] for f in group["params"]}
-
-
 # In one process ------------------------------------------------------------------------------------------------------
 
 
@@ -58,13 +53,6 @@ def test_parts_are_views_and_merging_gives_back_the_fused_tensors() -> None:
     assert merged_optim["state"][FUSED]["exp_avg"] is optim["state"][FUSED]["exp_avg"]
     assert merged_optim["param_groups"] == optim["param_groups"]
     assert list(model) == [FUSED, DOWN]  # the caller's own is untouched
-
-
-def test_flattened_optimizer_state() -> None:
-    model, optim = states(torch.randn(12, 3))
-    _, parts = split_state_dict(model, flat(optim), [rule()])
-    assert {"state.mlp.gate.weight.exp_avg", "param_groups.mlp.up.weight.lr"} <= parts.keys()
-    assert not any("gate_up" in key for key in parts)
 
 
 def test_counters_are_copies_and_have_to_agree_when_merged() -> None:
