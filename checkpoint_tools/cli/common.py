@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, ParamSpec
 import typer
 
 from ..core.errors import NEED_EXTRA, CheckpointError
-from ..core.printing import printable
-from ..core.sizes import MAX_ITEM_BYTES, parse_bytes, thread_bytes
+from ..core.text import MAX_ITEM_BYTES, parse_bytes, printable, thread_bytes
 
 if TYPE_CHECKING:  # when a command runs: rich takes longer than all that help and wrong options need
     import rich.console

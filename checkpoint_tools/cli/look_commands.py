@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..core.errors import CheckpointError
-from ..core.patterns import idle_patterns, matches
-from ..core.sizes import counted, human_bytes, human_shape
+from ..core.text import counted, human_bytes, human_shape, idle_patterns, matches
 from .common import (
     Folder,
     Json,

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from ..core.errors import CheckpointError
-from ..core.sizes import counted, parse_bytes
+from ..core.text import counted, parse_bytes
 from ..fuse.preset_files import preset_names, preset_subject
-from ..stored.formats import CASTABLE, is_torch_file
+from ..stored.storage import CASTABLE, is_torch_file
 from .common import (
     Destination,
     DryRun,

@@ -17,17 +17,14 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from ..core.errors import CheckpointError
-from ..core.parts import Comb
-from ..core.patterns import check_excluded, is_excluded
-from ..core.regions import Index, TensorRegion, stretches, whole_of
-from ..core.sizes import counted, human_bytes, natural_order
+from ..core.regions import Comb, Index, TensorRegion, stretches, whole_of
 from ..core.tables import Table
+from ..core.text import check_excluded, counted, human_bytes, is_excluded, natural_order
 from ..fuse.names import Owners, StateName, sorted_out
 from ..fuse.plan import Exchange, Fusion
 from ..rewrite import rewrite
 from ..rewrite.rewrite_plan import NewTensor, Piece, Rewrite, gathered, given, in_files, plan_rewrite
 from ..rewrite.sidecars import Sidecars, sidecars_of
-from ..stored.formats import CASTABLE
 from ..stored.items import ItemReader
 from ..stored.opening import open_checkpoint
 from ..stored.reading import Checkpoint, StoredTensor
@@ -48,6 +45,7 @@ from ..stored.safetensors_folder import (
     open_safetensors,
     path_of,
 )
+from ..stored.storage import CASTABLE
 
 What = Literal["model", "optimizer", "all"]
 Format = Literal["safetensors", "dcp"]

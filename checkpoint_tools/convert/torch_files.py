@@ -21,9 +21,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from ..core.errors import CheckpointError
-from ..core.patterns import check_excluded, is_excluded
 from ..core.regions import whole_of
-from ..core.sizes import human_bytes, shortened
+from ..core.text import check_excluded, human_bytes, is_excluded, shortened
 from ..core.values import MAX_VALUES, has_more_values
 from ..integrity.seal import seal
 from ..rewrite.save import appearing

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..core.errors import CheckpointError
-from ..core.patterns import is_excluded
+from ..core.text import is_excluded
 from ..fuse.config_values import COMMON_FILE, FORMAT_FILE, with_told
 from ..fuse.files import read_groups, relisted
 from ..fuse.names import sorted_out

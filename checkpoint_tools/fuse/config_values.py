@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, TypeGuard
 
 from ..core.errors import CheckpointError
-from ..core.sizes import MAX_INT64
+from ..core.text import MAX_INT64
 from ..stored.items import Archive, DamagedError, plain_pickle
 from ..stored.reading import Checkpoint
 from ..stored.storage import read_small

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..core.errors import CheckpointError
-from ..core.patterns import is_excluded
+from ..core.text import is_excluded
 from ..stored.items import ItemReader
 from ..stored.reading import Checkpoint
 from .names import GroupName, sorted_out

@@ -19,9 +19,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..core.parts import Comb
-from ..core.patterns import check_excluded, is_excluded
-from ..core.sizes import short_repr
+from ..core.regions import Comb
+from ..core.text import check_excluded, is_excluded, short_repr
 from ..core.values import same_values
 from .names import GroupName, Names, Owners, Path, StateName
 from .rules import ALL, Match, Rule, Shape, Wanted, Way, find_matches, match_of, nothing_matches

@@ -24,8 +24,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-from ..core.parts import Comb, Layout, combs_of
-from ..core.sizes import shortened
+from ..core.regions import Comb, Layout, combs_of
+from ..core.text import shortened
 from .preset_files import preset_names, preset_text
 
 Size = int | str

@@ -12,10 +12,9 @@ import os
 from pathlib import Path
 
 from ..core.errors import CheckpointError
-from ..core.sizes import counted
+from ..core.text import counted
 from ..look.verify import check_structure, notes_on_checksums
-from ..stored.manifest import MANIFEST_FILE, Item, manifest_bytes
-from ..stored.metadata import read_content
+from ..stored.metadata import MANIFEST_FILE, Item, manifest_bytes, read_content
 from ..stored.opening import open_checkpoint
 from ..stored.safetensors_folder import is_safetensors
 from ..stored.storage import open_folder, write_file

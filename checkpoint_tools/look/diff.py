@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 from ..core.errors import CheckpointError
 from ..core.regions import stretches, whole_of
-from ..core.sizes import MAX_ITEM_BYTES, block_bounds, counted, human_shape, natural_order, short_repr, thread_bytes
 from ..core.tables import Table
+from ..core.text import MAX_ITEM_BYTES, block_bounds, counted, human_shape, natural_order, short_repr, thread_bytes
 from ..core.values import Comparison, compare_values, same_values
 from ..fuse.names import sorted_out
 from ..stored.items import ItemReader

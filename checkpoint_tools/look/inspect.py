@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 
 from rich.console import Group, RenderableType
 
-from ..core.patterns import matches
-from ..core.sizes import counted, human_bytes, human_shape, natural_order
 from ..core.tables import Table, shown
+from ..core.text import counted, human_bytes, human_shape, matches, natural_order
 from ..fuse.names import KINDS
 from ..stored.reading import Checkpoint, StoredTensor
 

@@ -16,18 +16,16 @@ from typing import Any
 import torch
 
 from ..core.errors import CheckpointError
-from ..core.sizes import counted, human_bytes, human_shape
 from ..core.tables import Table
+from ..core.text import counted, human_bytes, human_shape
 from ..fuse.files import find_exchange
 from ..fuse.plan import Exchange, Fusion
-from ..fuse.request import Complete
+from ..fuse.request import RECORD_FILE, Complete, Split, read_record, record_bytes, without
 from ..fuse.rules import Way
-from ..fuse.split_record import RECORD_FILE, Split, read_record, record_bytes, without
 from ..integrity.seal import seal
 from ..look.verify import check_structure, notes_on_checksums
 from ..stored.items import ItemReader
-from ..stored.manifest import MANIFEST_FILE
-from ..stored.metadata import METADATA_FILE
+from ..stored.metadata import MANIFEST_FILE, METADATA_FILE
 from ..stored.reading import Checkpoint, open_checkpoint
 from ..stored.storage import write_file
 from .rewrite_plan import LARGEST_PIECE_BYTES, Rewrite, plan_rewrite

@@ -26,8 +26,7 @@ from fsdp_offload.checkpoint import Chunk, ShardChunks, chunks_of
 from fsdp_offload.checkpoint.rectangles import contiguous_strides
 
 from ..core.errors import CheckpointError
-from ..core.parts import part_chunks
-from ..core.regions import Index, TensorRegion, fused_regions, joined, stretches
+from ..core.regions import Index, TensorRegion, fused_regions, joined, part_chunks, stretches
 from ..fuse.plan import Exchange, Fusion
 from ..look.inspect import rank_of
 from ..stored.items import ItemReader, typed

@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from ..core.errors import CheckpointError
-from ..core.sizes import human_bytes
+from ..core.text import human_bytes
 from ..stored.items import ItemReader
 from ..stored.metadata import METADATA_FILE
 from .rewrite_plan import NewTensor, Piece, Rewrite

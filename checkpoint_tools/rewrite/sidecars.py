@@ -12,10 +12,9 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from ..core.errors import CheckpointError
-from ..stored.formats import TORCH_SUFFIXES
 from ..stored.items import Archive, DamagedError
 from ..stored.reading import Checkpoint
-from ..stored.storage import Folder, open_folder, read_small
+from ..stored.storage import TORCH_SUFFIXES, Folder, open_folder, read_small
 
 MAX_BYTES = 256 << 20
 """Total size up to which files beside the data are copied."""

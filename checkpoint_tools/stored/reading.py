@@ -21,9 +21,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ..core.errors import CheckpointError
-from ..core.sizes import MAX_DIMS, MAX_INT64, natural_order, shortened
-from .manifest import Manifest
-from .metadata import METADATA_FILE, damage, read_manifest, read_metadata
+from ..core.text import MAX_DIMS, MAX_INT64, natural_order, shortened
+from .metadata import METADATA_FILE, Manifest, damage, read_manifest, read_metadata
 from .storage import Folder, open_folder
 from .unpickle import PickledObject, without_collections
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from ..core.errors import CheckpointError
-from ..core.sizes import human_bytes
+from ..core.text import human_bytes
 
 _SMALL_BYTES = 64 << 10  # are read rather than mapped
 _OPEN_FILES = 8
@@ -173,3 +173,15 @@ def write_file(path: Path, content: bytes) -> None:
         stream.write(content)
         stream.flush()
         os.fsync(stream.fileno())
+
+
+TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+"""Suffixes of files that ``torch.save`` writes."""
+
+CASTABLE = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
+"""Dtypes that a model can be cast to, by the names of the command line: what torch calls them."""
+
+
+def is_torch_file(path: str) -> bool:
+    """Tell whether a path names one file of ``torch.save``."""
+    return path.endswith(TORCH_SUFFIXES) and not Path(path).is_dir()

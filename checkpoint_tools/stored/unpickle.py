@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ..core.errors import CheckpointError
-from ..core.sizes import MAX_DIMS
+from ..core.text import MAX_DIMS
 
 Allowed = Mapping[str, Set[str]]
 """Module → names in it."""

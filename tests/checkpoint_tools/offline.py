@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from checkpoint_tools.core.parts import Comb
-from checkpoint_tools.core.regions import whole_of
+from checkpoint_tools.core.regions import Comb, whole_of
 from checkpoint_tools.fuse.config_values import with_told
 from checkpoint_tools.fuse.request import Request, Way, complete
 from checkpoint_tools.fuse.rules import Rule

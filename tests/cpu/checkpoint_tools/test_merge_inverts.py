@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from checkpoint_tools import preset
 from checkpoint_tools.core.errors import CheckpointError
+from checkpoint_tools.fuse.request import RECORD_FILE, Split, read_record, record_bytes
 from checkpoint_tools.fuse.rules import preset_names
-from checkpoint_tools.fuse.split_record import RECORD_FILE, Split, read_record, record_bytes
 from checkpoint_tools.look.diff import all_keys, diff
 from checkpoint_tools.stored.reading import open_checkpoint
 from tests.checkpoint_tools.checkpoints import run_here, save

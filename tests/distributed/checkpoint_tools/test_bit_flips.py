@@ -25,11 +25,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 import checkpoint_tools
 from checkpoint_tools.convert import torch_files
 from checkpoint_tools.core.errors import CheckpointError
-from checkpoint_tools.fuse.split_record import RECORD_FILE
+from checkpoint_tools.fuse.request import RECORD_FILE
 from checkpoint_tools.integrity.seal import seal
 from checkpoint_tools.look.verify import check_structure, verify
 from checkpoint_tools.stored.items import ItemReader
-from checkpoint_tools.stored.manifest import Item, manifest_bytes
+from checkpoint_tools.stored.metadata import Item, manifest_bytes
 from checkpoint_tools.stored.opening import open_checkpoint
 from fsdp_offload.checkpoint import ArenaStager
 from tests.checkpoint_tools.checkpoints import run_here, save

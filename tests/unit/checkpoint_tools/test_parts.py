@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from checkpoint_tools.core.parts import Comb, combs_of, part_chunks, span_of
+from checkpoint_tools.core.regions import Comb, combs_of, part_chunks, span_of
 from fsdp_offload.checkpoint import ShardChunks
 from fsdp_offload.checkpoint.rectangles import Cut, cut_chunks, ragged_chunks
 

@@ -42,7 +42,7 @@ def import_graph() -> dict[str, set[str]]:
 
 
 def room_of(module: str) -> str:
-    """``checkpoint_tools.core.sizes`` → ``core``."""
+    """``checkpoint_tools.core.text`` → ``core``."""
     return module.removeprefix("checkpoint_tools").removeprefix(".").partition(".")[0]
 
 
