@@ -6,7 +6,7 @@
                ──check_finite─────▶ problems of values; all floating-point data are read, in blocks
                ──check_data───────▶ data that are not those that were written
 
-Files are looked at in parallel. The checks of checksums are in :mod:`checkpoint_tools.look.checksums`.
+Files are looked at in parallel.
 """
 
 import itertools
