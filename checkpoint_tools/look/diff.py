@@ -115,6 +115,8 @@ def aligned(
     Raises:
         CheckpointError: the given prefix tells no key of the one from a key of the other.
     """
+    if key_prefix is None and first.tensors.keys() == second.tensors.keys():
+        return first, second, []
     models = [_model_keys(checkpoint) for checkpoint in (first, second)]
     if key_prefix is None:
         key_prefix = None if models[0] & models[1] else _prefix_of(*models) or _prefix_of(*reversed(models))
