@@ -30,6 +30,7 @@ from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
 from fsdp_offload.checkpoint import Chunk, ShardChunks
 from fsdp_offload.checkpoint.rectangles import contiguous_strides
 
+Shape = tuple[int, ...]
 Layout = Literal["concatenated", "interleaved", "grouped", "stacked"]
 
 
@@ -100,7 +101,8 @@ def part_chunks(fused: ShardChunks, dim: int, comb: Comb) -> ShardChunks:
     if comb.is_dropped:
         chunks = tuple(_without(chunk, dim) for chunk in chunks)
     if not chunks and shape:  # a part without dimensions has no chunk without elements
-        chunks = (_nothing_of(shape),)
+        nothing = nothing_of(shape)
+        chunks = (Chunk(*nothing, 0, contiguous_strides(nothing.sizes)),)
     return ShardChunks(shape, fused.local_shape, chunks)
 
 
@@ -155,18 +157,14 @@ def _without(chunk: Chunk, dim: int) -> Chunk:
     return Chunk(offsets, sizes, chunk.local_start, strides)
 
 
-def _nothing_of(shape: Sequence[int]) -> Chunk:
-    """Return an empty chunk as torch's empty shards have it: at the end of dimension 0, so all are alike."""
-    sizes = (0, *shape[1:])
-    return Chunk((shape[0], *(0 for _ in shape[1:])), sizes, 0, contiguous_strides(sizes))
+def nothing_of(shape: Shape) -> "TensorRegion":
+    """Return an empty rectangle as torch's empty shards have it: at the end of dimension 0, so all are alike."""
+    return TensorRegion((shape[0], *(0 for _ in shape[1:])), (0, *shape[1:]))
 
 
 def _last_element(chunk: Chunk) -> int:
     extents = zip(chunk.sizes, chunk.local_strides, strict=True)
     return chunk.local_start + sum((size - 1) * stride for size, stride in extents)
-
-
-Shape = tuple[int, ...]
 
 
 class TensorRegion(NamedTuple):

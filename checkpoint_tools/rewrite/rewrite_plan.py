@@ -26,7 +26,7 @@ from fsdp_offload.checkpoint import Chunk, ShardChunks, chunks_of
 from fsdp_offload.checkpoint.rectangles import contiguous_strides
 
 from ..core.errors import CheckpointError
-from ..core.regions import Index, TensorRegion, fused_regions, joined, part_chunks, stretches
+from ..core.regions import Index, TensorRegion, fused_regions, joined, nothing_of, part_chunks, stretches
 from ..fuse.plan import Exchange, Fusion
 from ..look.inspect import rank_of
 from ..stored.items import ItemReader, typed
@@ -190,11 +190,6 @@ class _RewriteBuilder:
 def _writer_of(file: str) -> str:
     rank = rank_of(file)
     return file if rank is None else str(rank)
-
-
-def nothing_of(shape: Shape) -> TensorRegion:
-    """Return an empty rectangle as torch's empty shards have it: at the end of dimension 0."""
-    return TensorRegion((shape[0], *(0 for _ in shape[1:])), (0, *shape[1:]))
 
 
 def _rectangles(fusion: Fusion, source: StoredChunk) -> Iterator[tuple[TensorRegion, int]]:
