@@ -162,7 +162,7 @@ class _StateDicts(Source):
             if self._is_flat:
                 found: dict[tuple[str, ...], Any] = {(key,): value for key, value in optim_state.items()}
             else:
-                found = {("state", fqn, str(at)): v for fqn, of in saved.state.items() for at, v in of.items()}
+                found = {("state", str(fqn), str(at)): v for fqn, of in saved.state.items() for at, v in of.items()}
                 entries = [{**of, "params": [fqn]} for fqn, of in saved.entries.items()]
                 groups = {name: entries if GROUP_META in optim_state else optim_state["param_groups"]}
             for path, value in found.items():

@@ -176,6 +176,14 @@ def test_state_of_a_fused_parameter_that_the_model_does_not_have() -> None:
         split_state_dict(model, optim, [rule()])
 
 
+def test_parameters_that_are_numbered_are_refused() -> None:
+    """As ``optimizer.state_dict()`` has them: nothing tells which state is of which parameter."""
+    model, optim = states(torch.randn(12, 3))
+    numbered = {"state": {0: optim["state"][FUSED]}, "param_groups": [{"params": [0, 1]}]}
+    with pytest.raises(ValueError, match=r"are numbered \(0\)"):
+        split_state_dict(model, numbered, [rule()])
+
+
 def test_state_that_is_no_ordinary_tensor_is_refused() -> None:
     model, optim = states(torch.randn(12, 3))
     optim["state"][FUSED]["exp_avg"] = Quantized(torch.randn(12, 3))
