@@ -7,13 +7,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpoint_tools.core.parts import Comb, combs_of, part_chunks
 from checkpoint_tools.core.regions import (
+    Comb,
     Index,
     TensorRegion,
+    combs_of,
     common,
     fused_regions,
     joined,
+    part_chunks,
     stretches,
 )
 from fsdp_offload.checkpoint import Chunk, ShardChunks

@@ -26,9 +26,8 @@ from fsdp_offload.checkpoint import Chunk, ShardChunks, chunks_of
 from fsdp_offload.checkpoint.chunks import contiguous_strides
 
 from ..core.errors import CheckpointError
-from ..core.parts import part_chunks
-from ..core.regions import Index, TensorRegion, fused_regions, joined, stretches
-from ..fused.keys import Exchange, Fusion
+from ..core.regions import Index, TensorRegion, fused_regions, joined, nothing_of, part_chunks, stretches
+from ..fuse.plan import Exchange, Fusion
 from ..look.inspect import rank_of
 from ..stored.items import ItemReader, typed
 from ..stored.reading import Checkpoint, Properties, StoredChunk, StoredObject
@@ -128,7 +127,7 @@ class _RewriteBuilder:
                     continue
                 if key in self._exchange.objects:
                     content = self._exchange.objects[key]
-                    self._add_object(file, key, len(content), functools.partial(_given, content))
+                    self._add_object(file, key, len(content), given(content))
                 else:
                     for new_key in self._exchange.copies.get(key, (key,)):
                         self._keep(file, key, new_key, item)
@@ -191,11 +190,6 @@ class _RewriteBuilder:
 def _writer_of(file: str) -> str:
     rank = rank_of(file)
     return file if rank is None else str(rank)
-
-
-def nothing_of(shape: Shape) -> TensorRegion:
-    """Return an empty rectangle as torch's empty shards have it: at the end of dimension 0."""
-    return TensorRegion((shape[0], *(0 for _ in shape[1:])), (0, *shape[1:]))
 
 
 def _rectangles(fusion: Fusion, source: StoredChunk) -> Iterator[tuple[TensorRegion, int]]:
@@ -277,9 +271,9 @@ def _turns(chunk: StoredChunk, fusion: Fusion) -> Iterable[TensorRegion]:
 # --- reading a piece -------------------------------------------------------------------------------------------------
 
 
-def _given(content: bytes, reader: ItemReader) -> bytes:
-    del reader
-    return content
+def given(content: bytes) -> Callable[[ItemReader], bytes]:
+    """Return what gives these bytes, whatever is read."""
+    return lambda reader: content
 
 
 def _bytes_of(item: StoredObject, reader: ItemReader) -> memoryview:

@@ -1,10 +1,17 @@
-"""Sizes as people read and write them, and an order of keys in which layer 2 comes before layer 10."""
+"""Text that users write and read: sizes, an order of keys, patterns of keys, and what is safe to print.
 
+Keys and names of files may contain anything: escapes that move the cursor or set the title of a window, letters that
+turn the direction of what follows, halves of letters. :func:`printable` escapes them.
+"""
+
+import codecs
+import fnmatch
 import functools
 import math
 import re
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from .errors import CheckpointError
 
@@ -104,3 +111,69 @@ def _part_order(part: str) -> tuple[bool, int, str]:
 def block_bounds(total: int, size: int) -> list[tuple[int, int]]:
     """Yield the bounds of blocks of ``size`` out of ``total``; the last one may be smaller."""
     return [(start, min(start + size, total)) for start in range(0, total, size)] if math.prod((total, size)) else []
+
+
+def matches(key: str, patterns: Sequence[str]) -> bool:
+    """Tell whether any pattern matches, or there is none: people look at everything until they choose."""
+    return not patterns or is_excluded(key, patterns)
+
+
+def is_excluded(key: str, patterns: Sequence[str]) -> bool:
+    """Tell whether any pattern matches: nothing is left out until people choose."""
+    return any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)
+
+
+def idle_patterns(patterns: Iterable[str], keys: Iterable[str]) -> list[str]:
+    """List the patterns that match no key: typing errors, which would silently choose nothing."""
+    known = list(keys)
+    return [pattern for pattern in patterns if not any(fnmatch.fnmatchcase(key, pattern) for key in known)]
+
+
+def check_excluded(excluded: Iterable[str], keys: Iterable[str]) -> None:
+    """Check that each pattern of keys to leave out matches a key.
+
+    Raises:
+        CheckpointError: names those that have not.
+    """
+    idle = idle_patterns(excluded, keys)
+    if idle:
+        raise CheckpointError(
+            f"--exclude that matches nothing: {', '.join(idle)}. Look at the keys with the command inspect, and take "
+            "out what is not there"
+        )
+
+
+# Control characters but the line's end; marks of direction; halves of letters, which no encoding has.
+_UNPRINTABLE = re.compile("[\0-\x09\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ud800-\udfff\ufeff]")
+
+_PLAIN = {"×": "x", "–": "-", "…": "...", "│": "|", "─": "-", "•": "*"}
+"""ASCII replacements of the tools' own signs."""
+
+
+def printable(text: str) -> str:
+    """Escape the characters that must not reach a terminal."""
+    if text.isascii() and text.isprintable():  # nearly all are, in tables of a million cells
+        return text
+    return _UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape", "surrogatepass").decode(), text)
+
+
+def be_printable(*streams: Any) -> None:
+    """Have streams write something for what their encoding has not, instead of failing."""
+    codecs.register_error(_ERRORS, _replaced)
+    for stream in streams:
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors=_ERRORS)
+
+
+_ERRORS = "checkpoint_tools.plain"
+
+
+def _replaced(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    letters = error.object[error.start : error.end]
+    return "".join(_PLAIN.get(letter) or _escaped(letter) for letter in letters), error.end
+
+
+def _escaped(letter: str) -> str:
+    return letter.encode("ascii", "backslashreplace").decode()

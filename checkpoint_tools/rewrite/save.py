@@ -20,7 +20,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -34,10 +34,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from ..core.errors import CheckpointError
-from ..core.sizes import human_bytes
+from ..core.text import human_bytes
 from ..stored.items import ItemReader
 from ..stored.metadata import METADATA_FILE
 from .rewrite_plan import NewTensor, Piece, Rewrite
@@ -47,8 +47,8 @@ Advance = Callable[[int], object]
 _MARK = ".being-written"  # in a partial folder: it is one of these tools
 
 
-class _Planner(SavePlanner):
-    """Gives each piece when the writer asks for it."""
+class _Planner:
+    """Gives each piece when the writer asks for it: all that torch's writer calls of a ``SavePlanner``."""
 
     def __init__(self, rewrite: Rewrite, reader: ItemReader, advance: Advance) -> None:
         self._rewrite = rewrite
@@ -63,9 +63,6 @@ class _Planner(SavePlanner):
             for number, each in enumerate(same_key)
         }
         self.stop = threading.Event()
-
-    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
-        """Take nothing: plans are made of pieces, without a state dict."""
 
     def plan_of(self, pieces: Sequence[Piece]) -> SavePlan:
         """Return the plan of a file."""
@@ -101,18 +98,6 @@ class _Planner(SavePlanner):
         found = piece.read(self._reader)
         self._advance(piece.nbytes)
         return found if isinstance(found, Tensor) else io.BytesIO(found)
-
-    def create_local_plan(self) -> SavePlan:
-        """Not asked for: each file has a plan."""
-        raise NotImplementedError
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Not asked for: see :meth:`metadata`."""
-        raise NotImplementedError
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Not asked for."""
-        return new_plan
 
 
 _MEMORY_FORMATS = (torch.contiguous_format, torch.channels_last, torch.preserve_format)
@@ -160,7 +145,7 @@ def save(rewrite: Rewrite, reader: ItemReader, folder: Path, destination: str, t
     writer.set_up_storage_writer(True)
     plans = [writer.prepare_local_plan(planner.plan_of(pieces)) for pieces in rewrite.files.values()]
     plans = writer.prepare_global_plan(plans)
-    results = _in_threads(lambda plan: writer.write_data(plan, planner).wait(), plans, threads, planner.stop)
+    results = _in_threads(lambda plan: writer.write_data(plan, cast(Any, planner)).wait(), plans, threads, planner.stop)
     writer.finish(planner.metadata(), results)
 
 
@@ -269,15 +254,6 @@ def held(folder: Path) -> Iterator[Path]:
         yield mark
     finally:
         os.close(lock)
-
-
-def write_file(path: Path, content: bytes) -> None:
-    """Write a whole file, safe on the disk."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("wb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
 
 
 def _sync(folder: Path) -> None:

@@ -12,14 +12,12 @@ import os
 from pathlib import Path
 
 from ..core.errors import CheckpointError
-from ..core.sizes import counted
+from ..core.text import counted
 from ..look.verify import check_structure, notes_on_checksums
-from ..stored.manifest import MANIFEST_FILE, Item, manifest_bytes
-from ..stored.metadata import read_content
+from ..stored.metadata import MANIFEST_FILE, Item, manifest_bytes, read_content
 from ..stored.opening import open_checkpoint
 from ..stored.safetensors_folder import is_safetensors
-from ..stored.storage import open_folder
-from .save import write_file
+from ..stored.storage import open_folder, write_file
 
 
 def seal(path: str | os.PathLike[str], *, threads: int = 4) -> list[str]:
@@ -44,7 +42,7 @@ def seal(path: str | os.PathLike[str], *, threads: int = 4) -> list[str]:
     """
     if is_safetensors(path):
         raise CheckpointError(
-            f"{os.fspath(path)} has safetensors, which have no checksums; verify --write-checksums FILE"
+            f"{os.fspath(path)} has safetensors, which have no checksums; list those of the files, with sha256sum"
         )
     content = read_content(open_folder(path))
     checkpoint = open_checkpoint(path)

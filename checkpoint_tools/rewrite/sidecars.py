@@ -12,10 +12,9 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from ..core.errors import CheckpointError
-from ..stored.formats import TORCH_SUFFIXES
 from ..stored.items import Archive, DamagedError
 from ..stored.reading import Checkpoint
-from ..stored.storage import Folder, open_folder, read_small
+from ..stored.storage import TORCH_SUFFIXES, Folder, open_folder, read_small
 
 MAX_BYTES = 256 << 20
 """Total size up to which files beside the data are copied."""
@@ -51,40 +50,27 @@ class Sidecars(NamedTuple):
 
 def sidecars_of(checkpoint: Checkpoint, own: Iterable[str]) -> Sidecars:
     """List the files beside the data; ``own`` are the checkpoint's other files."""
-    known = {*own, *checkpoint.items_by_file()}
+    folder, known = checkpoint.folder, {*own, *checkpoint.items_by_file()}
     files: list[str] = []
     left: list[str] = []
     room_bytes: float = MAX_BYTES
-    for name in checkpoint.folder.files():
-        if name in known or _is_folder_of(name, known):
+    for name in folder.files():
+        if name in known or (name.endswith("/") and any(file.startswith(name) for file in known)):
             continue
-        inside = _sidecars_in(checkpoint.folder, name)
-        nbytes = _size_bytes(checkpoint.folder, inside)
+        is_data = _DATA.fullmatch(name.removesuffix("/"))
+        inside = [] if is_data else list(itertools.islice(_files_in(folder, name, _MAX_DEPTH), _MAX_FILES + 1))
+        if any(_DATA.fullmatch(file.rpartition("/")[2]) for file in inside):
+            inside = []  # a folder goes as a whole, or not at all
+        try:
+            nbytes: float = sum(map(folder.size_bytes, inside))
+        except OSError:
+            nbytes = math.inf
         if inside and nbytes <= room_bytes and len(files) + len(inside) <= _MAX_FILES:
             files += inside
             room_bytes -= nbytes
         else:
             left.append(name)
     return Sidecars(tuple(files), tuple(left))
-
-
-def _sidecars_in(folder: Folder, name: str) -> list[str]:
-    """List a file, or all files of a folder; none if one of them is no sidecar, or they are too many."""
-    if _DATA.fullmatch(name.removesuffix("/")):
-        return []
-    inside = list(itertools.islice(_files_in(folder, name, _MAX_DEPTH), _MAX_FILES + 1))
-    return [] if any(_DATA.fullmatch(file.rpartition("/")[2]) for file in inside) else inside
-
-
-def _size_bytes(folder: Folder, files: Iterable[str]) -> float:
-    try:
-        return sum(folder.size_bytes(file) for file in files)
-    except OSError:
-        return math.inf
-
-
-def _is_folder_of(name: str, files: set[str]) -> bool:
-    return name.endswith("/") and any(file.startswith(name) for file in files)
 
 
 def _files_in(folder: Folder, name: str, depth: int) -> Iterator[str]:
@@ -109,15 +95,10 @@ def read_sidecar(folder: Folder, file: str) -> bytes:
         content = read_small(folder, file, MAX_BYTES)
     except OSError as error:
         raise CheckpointError(f"{folder.path}/{file} cannot be read: {error.strerror or error}") from error
-    _check(folder, file, content)
-    return content
-
-
-def _check(folder: Folder, file: str, content: bytes) -> None:
     # One damaged bit cannot hide both ends of a zip file. Files of torch.save before 1.6 are none.
     is_zip = content.startswith(b"PK\3\4") or content[-_END_BYTES:].startswith(b"PK\5\6")
     if not is_zip or not file.endswith(TORCH_SUFFIXES):
-        return
+        return content
     try:
         archive = Archive(memoryview(content))
         for record in archive.records.values():
@@ -127,3 +108,4 @@ def _check(folder: Folder, file: str, content: bytes) -> None:
             f"{folder.path}/{file} is not what torch.save writes ({error}), and would be copied as it is; fetch it "
             "again, or move it away"
         ) from error
+    return content

@@ -17,16 +17,7 @@ have dots and names of state have none, as :mod:`fsdp_offload.checkpoint.names` 
 """
 
 from collections.abc import Callable, Iterable, Mapping, Set
-from typing import Any, NamedTuple
-
-import torch
-from torch import Tensor
-
-from ..core.errors import CheckpointError
-from ..core.parts import Comb
-
-# Keys -----------------------------------------------------------------------------------------------------------------
-
+from typing import NamedTuple
 
 Path = tuple[str | int, ...]
 
@@ -184,54 +175,6 @@ def _is_number(part: str) -> bool:
     return part.isdecimal() and len(part) < 10  # of param groups: nobody has a thousand million
 
 
-# Exchanges ------------------------------------------------------------------------------------------------------------
-
-
-Shape = tuple[int, ...]
-
-
-class Fusion(NamedTuple):
-    """One fused tensor and its parts, of which one or the other is in the checkpoint.
-
-    Attributes:
-        fused: its key.
-        parts: their keys, in the order in which they lie in the fused tensor.
-        shape: of the fused tensor.
-        dtype: of all.
-        dim: the fused dimension, not negative.
-        combs: where each part lies along it.
-        is_flat: it is stored as one dimension of all of its elements.
-    """
-
-    fused: str
-    parts: tuple[str, ...]
-    shape: Shape
-    dtype: torch.dtype
-    dim: int
-    combs: tuple[Comb, ...]
-    is_flat: bool = False
-
-
-class Exchange(NamedTuple):
-    """Fate of each key of a checkpoint; those that are not named here stay.
-
-    Attributes:
-        fusions: fused tensors that are split, or parts that are merged.
-        copies: key → the keys under which its bytes are in the new checkpoint: several, one or none.
-        objects: key → the bytes that are there instead.
-        paths: new key → where the value is in the nested state dict, if that is known.
-        parameters: how many of the fusions are tensors of a model; the others are state.
-        matched: the fused tensors by the names that the rules know them by: of the model, or of state without one.
-    """
-
-    fusions: tuple[Fusion, ...]
-    copies: Mapping[str, tuple[str, ...]]
-    objects: Mapping[str, bytes]
-    paths: Mapping[str, Path]
-    parameters: int
-    matched: tuple[str, ...] = ()
-
-
 # Whose state it is ----------------------------------------------------------------------------------------------------
 
 
@@ -243,9 +186,13 @@ class Owner(NamedTuple):
     own_lead: str
 
     def own(self, other_key: str, fqn: str) -> str:
-        """Return the state's name for another tensor of the same model."""
+        """Return the state's name for another tensor of the same model.
+
+        Raises:
+            ValueError: the rule changes the beginning of the key.
+        """
         if not other_key.startswith(self.lead):
-            raise CheckpointError(
+            raise ValueError(
                 f"state of {fqn} belongs to {self.key}, but what becomes of it, {other_key}, does not begin with "
                 f"{self.lead!r} as well; write the rule with a placeholder for the prefix"
             )
@@ -253,7 +200,7 @@ class Owner(NamedTuple):
 
 
 class Owners:
-    """Finds them."""
+    """Index of a model's keys by all of their endings, to find the owner of state."""
 
     def __init__(self, keys: Iterable[str]) -> None:
         self._by_end: dict[str, list[str]] = {}
@@ -268,7 +215,10 @@ class Owners:
 
         Args:
             fqn: as the optimizer has it; it may have ``module.`` in front more often than the model.
-            same: whether the same would become of two of the model's keys. If not, which is it?
+            same: whether the plan changes two of the model's keys alike; if not, either may be the owner.
+
+        Raises:
+            ValueError: several keys may be the owner.
         """
         own_lead, end = "", fqn
         while True:
@@ -277,7 +227,7 @@ class Owners:
                 depth = min(key.removesuffix(end).count(".") for key in found)
                 nearest = [key for key in found if key.removesuffix(end).count(".") == depth]
                 if not all(same(nearest[0], other) for other in nearest[1:]):
-                    raise CheckpointError(
+                    raise ValueError(
                         f"state of {fqn} may belong to {' or '.join(nearest[:3])}, of which not the same becomes; use "
                         "rules that match all of them, or --exclude them all"
                     )
@@ -285,48 +235,3 @@ class Owners:
             if not end.startswith("module."):
                 return None
             own_lead, end = own_lead + "module.", end.removeprefix("module.")
-
-
-# Options of param groups ----------------------------------------------------------------------------------------------
-
-
-def check_same_options(fused: str, options: Mapping[str, Mapping[str, Any] | None]) -> None:
-    """Check that parts may become one parameter, which has one learning rate and one weight decay.
-
-    Args:
-        fused: what they become, for messages.
-        options: the entries of the param group that lists each part; ``None`` where none does.
-
-    Raises:
-        ValueError: the groups differ, or list only some of the parts.
-    """
-    listed = {part: entries for part, entries in options.items() if entries is not None}
-    if listed and len(listed) < len(options):
-        missing = [part for part in options if part not in listed]
-        raise ValueError(f"{fused} cannot be merged: param groups list {list(listed)}, and not {missing}")
-    first, *others = listed.values() if listed else ({},)
-    for part, entries in zip(list(listed)[1:], others, strict=True):
-        if first.keys() != entries.keys() or not all(_equal(first[name], entries[name]) for name in first):
-            raise ValueError(
-                f"{fused} cannot be merged: {next(iter(listed))} and {part} are in param groups with different "
-                f"options, {_shown(first)} and {_shown(entries)}; one parameter has one of each. Exclude it"
-            )
-
-
-def holds_tensors(value: Any) -> bool:
-    """Tell whether an object of state contains tensors that may be shaped like the parameter."""
-    if isinstance(value, Tensor):
-        return value.dim() > 0
-    if isinstance(value, Mapping):
-        return any(map(holds_tensors, value.values()))
-    return isinstance(value, list | tuple | set) and any(map(holds_tensors, value))
-
-
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
-        return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
-    return bool(one == other)
-
-
-def _shown(entries: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={value}" for name, value in entries.items())

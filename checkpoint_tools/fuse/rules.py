@@ -18,16 +18,18 @@ import math
 import operator
 import re
 import tomllib
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
-from ..core.parts import Comb, Layout, combs_of
-from ..core.sizes import shortened
+from ..core.regions import Comb, Layout, combs_of
+from ..core.text import shortened
 from .preset_files import preset_names, preset_text
 
 Size = int | str
+Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,6 +209,44 @@ class Match(NamedTuple):
     parts: tuple[str, ...]
     texts: dict[str, str]
 
+    def divided(
+        self, shape: Shape, values: Mapping[str, float], siblings: Mapping[str, Sequence[int]]
+    ) -> tuple[int, tuple[Comb, ...]]:
+        """Return the fused dimension of a tensor of that shape, and where the parts lie along it.
+
+        Args:
+            shape: of the fused tensor.
+            values: of the model's config.
+            siblings: the shapes of the model's tensors, one of which ``same_size_as`` may name.
+
+        Raises:
+            ValueError: the rule does not fit the shape.
+        """
+        dim = self.rule.dim_of(shape, self.fused)
+        combs = self.rule.combs(shape[dim], values, self.fused)
+        self.check_sibling(siblings, combs[0].size)
+        return dim, combs
+
+    def joined(
+        self, shapes: Sequence[Shape], values: Mapping[str, float], where: str
+    ) -> tuple[Shape, int, tuple[Comb, ...]]:
+        """Return the shape of the fused tensor of parts of these shapes, its fused dimension, and where they lie.
+
+        Raises:
+            ValueError: the rule gives the parts other shapes.
+        """
+        first, stacked = shapes[0], self.rule.layout == "stacked"
+        dim = self.rule.dim_of((1,) * (len(first) + stacked), where)
+        if any(len(shape) != len(first) for shape in shapes):
+            raise ValueError(f"{where} cannot be merged: its parts have the shapes {list(shapes)}")
+        size = len(shapes) if stacked else sum(shape[dim] for shape in shapes)
+        fused = (*first[:dim], size, *first[dim + (not stacked) :])
+        combs = self.rule.combs(size, values, where)
+        expected = [comb.part_shape(fused, dim) for comb in combs]
+        if list(shapes) != expected:
+            raise ValueError(f"{where}: the rule gives its parts the shapes {expected}, and they have {list(shapes)}")
+        return fused, dim, combs
+
     def check_sibling(self, shapes: Mapping[str, Sequence[int]], first_size: int) -> None:
         """Hold the first part's size against the tensor that ``same_size_as`` names.
 
@@ -242,76 +282,66 @@ def excluding(rules: Iterable[Rule], *patterns: str) -> tuple[Rule, ...]:
     return tuple(dataclasses.replace(rule, exclude=(*rule.exclude, *patterns)) for rule in rules)
 
 
-def find_matches(keys: Iterable[str], rules: Sequence[Rule], wanted: Wanted = ALL) -> list[Match]:
-    """Find the wanted fused tensors among ``keys``.
+Way = Literal["split", "merge"]
+
+
+def match_of(way: Way, rule: Rule, key: str) -> Match | None:
+    """Match a key by a rule: as the fused tensor that is split, or as the first part of one that is merged."""
+    return rule.match(key) if way == "split" else rule.match_part(key)
+
+
+def find_matches(way: Way, keys: Iterable[str], rules: Sequence[Rule], wanted: Wanted = ALL) -> list[Match]:
+    """Find the wanted fused tensors among ``keys``, or those whose parts are among them.
 
     Raises:
-        ValueError: a rule matches nothing, two rules match one key, or a part's key is taken.
+        ValueError: two rules match one key, a new key is taken, or parts are missing.
     """
-    known = list(keys)
-    found = {key: [match for rule in rules if (match := rule.match(key)) and wanted(match)] for key in known}
-    return _checked([(key, matches) for key, matches in found.items() if matches], known, rules, Rule.match)
-
-
-def find_parts(keys: Iterable[str], rules: Sequence[Rule], wanted: Wanted = ALL) -> list[Match]:
-    """Find the wanted fused tensors whose parts are among ``keys``.
-
-    Raises:
-        ValueError: a rule matches nothing, two rules match one key, parts are missing, or the fused key is taken.
-    """
-    known = list(keys)
-    taken = set(known)
-    found = {key: [match for rule in rules if (match := rule.match_part(key)) and wanted(match)] for key in known}
-    matches = _checked([(key, matches) for key, matches in found.items() if matches], known, rules, Rule.match_part)
-    for match in matches:
-        missing = [part for part in match.parts if part not in taken]
-        if missing or match.fused in taken:
-            raise ValueError(
-                f"{match.fused} cannot be merged: " + (f"{missing} missing" if missing else "it is there already")
-            )
-    used = {part for match in matches for part in match.parts}
+    known = dict.fromkeys(keys)
+    matches = []
     for key in known:
-        for rule in rules:
-            for number in range(1, len(rule.parts)):
-                alone = rule.match_part(key, number) if key not in used else None
-                if alone is not None and wanted(alone):
-                    raise ValueError(
-                        f"{key} cannot be merged into {alone.fused}: {alone.parts[0]} is missing. Exclude it, if it is "
-                        "no part of anything"
-                    )
+        found = [match for rule in rules if (match := match_of(way, rule, key)) and wanted(match)]
+        if len(found) > 1:
+            raise ValueError(f"{key} is matched by several rules: {', '.join(match.rule.fused for match in found)}")
+        matches += found
+    parts = [part for match in matches for part in match.parts]
+    taken = {part for part, count in Counter(parts).items() if count > 1}
+    if way == "split":
+        taken |= {part for part in parts if part in known}
+    if taken:
+        raise ValueError(f"part names are taken already: {', '.join(sorted(taken)[:5])}")
+    if way == "merge":
+        active = [rule for rule in rules if any(match.rule is rule for match in matches)]
+        _check_parts(known, matches, active, wanted)
     return matches
 
 
-MatchKey = Callable[[Rule, str], Match | None]
-"""Match of a key by a rule: ``Rule.match`` for fused tensors, ``Rule.match_part`` for parts."""
+def _check_parts(known: Iterable[str], matches: Iterable[Match], rules: Iterable[Rule], wanted: Wanted) -> None:
+    used: set[str] = set()
+    for match in matches:
+        missing = [part for part in match.parts if part not in known]
+        if missing or match.fused in known:
+            why = f"{missing} missing" if missing else "it is there already"
+            raise ValueError(f"{match.fused} cannot be merged: {why}")
+        used.update(match.parts)
+    left = [key for key in known if key not in used]
+    for rule, number in ((each, number) for each in rules for number in range(1, len(each.parts))):
+        for key in left:
+            alone = rule.match_part(key, number)
+            if alone is not None and wanted(alone):
+                raise ValueError(
+                    f"{key} cannot be merged into {alone.fused}: {alone.parts[0]} is missing. Exclude it, if it is no "
+                    "part of anything"
+                )
 
 
-def nothing_matches(rules: Sequence[Rule], idle: Sequence[str], keys: Iterable[str], match: MatchKey) -> str:
-    """Say which rules match nothing, and which presets would match some of the keys."""
+def nothing_matches(way: Way, rules: Sequence[Rule], idle: Sequence[str], keys: Iterable[str]) -> str:
+    """Format the error for rules that match nothing, with the presets that would match some of the keys."""
     known = list(keys)
     others = [name for name in preset_names() if not set(preset(name)) <= set(rules)]
-    fit = [name for name in others if any(match(rule, key) for rule in preset(name) for key in known)]
+    fit = [name for name in others if any(match_of(way, rule, key) for rule in preset(name) for key in known)]
     hint = f"; presets that match some of them: {', '.join(fit)}" if fit else ""
     nothing = ", ".join(idle or dict.fromkeys(rule.fused for rule in rules))
     return f"rules that match nothing: {nothing}. Look at the keys, and take out what is not there{hint}"
-
-
-def _checked(
-    found: list[tuple[str, list[Match]]], keys: Sequence[str], rules: Sequence[Rule], match: MatchKey
-) -> list[Match]:
-    for key, matches in found:
-        if len(matches) > 1:
-            raise ValueError(f"{key} is matched by several rules: {', '.join(match.rule.fused for match in matches)}")
-    single = [matches[0] for _, matches in found]
-    idle = [rule.fused for rule in rules if all(one.rule is not rule for one in single) and not rule.optional]
-    if idle or not single:
-        raise ValueError(nothing_matches(rules, idle, keys, match))
-    names = [part for one in single for part in one.parts]
-    twice = {name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else set()
-    clash = sorted(twice | (set(names) & set(keys if match is Rule.match else ())))
-    if clash:
-        raise ValueError(f"part names are taken already: {', '.join(clash[:5])}")
-    return single
 
 
 # Files and presets ---------------------------------------------------------------------------------------------------

@@ -16,20 +16,20 @@ from typing import Any
 import torch
 
 from ..core.errors import CheckpointError
-from ..core.sizes import counted, human_bytes, human_shape
 from ..core.tables import Table
-from ..exchange.exchange import find_exchange
-from ..exchange.request import Complete, Way
-from ..fused.keys import Exchange, Fusion
-from ..fused.split_record import RECORD_FILE, Split, read_record, record_bytes, without
+from ..core.text import counted, human_bytes, human_shape
+from ..fuse.files import find_exchange
+from ..fuse.plan import Exchange, Fusion
+from ..fuse.request import RECORD_FILE, Complete, Split, read_record, record_bytes, without
+from ..fuse.rules import Way
+from ..integrity.seal import seal
 from ..look.verify import check_structure, notes_on_checksums
 from ..stored.items import ItemReader
-from ..stored.manifest import MANIFEST_FILE
-from ..stored.metadata import METADATA_FILE
+from ..stored.metadata import MANIFEST_FILE, METADATA_FILE
 from ..stored.reading import Checkpoint, open_checkpoint
+from ..stored.storage import write_file
 from .rewrite_plan import LARGEST_PIECE_BYTES, Rewrite, plan_rewrite
-from .save import appearing, check_empty_remote, partial_of, save, write_file, written
-from .seal import seal
+from .save import appearing, check_empty_remote, partial_of, save, written
 from .sidecars import Sidecars, read_sidecar, sidecars_of
 
 _ROUND_NOTES = 3
@@ -63,23 +63,14 @@ def check_whole(checkpoint: Checkpoint, threads: int) -> None:
 
 
 def notes_on(checkpoint: Checkpoint, sidecars: Sidecars) -> list[str]:
-    """Note what is copied beside the data, and what has no checksum to be compared with."""
-    return [*beside(sidecars), *checkpoint.notes, *notes_on_checksums(checkpoint)]
-
-
-def beside(sidecars: Sidecars) -> list[str]:
-    """Notes about files that have nothing of the data: those that are copied, and those that are not."""
-    notes = [f"copied as {'it is' if len(sidecars.files) == 1 else 'they are'}: {_some(sidecars.files)}"]
-    notes = notes if sidecars.files else []
+    """Note which files beside the data are copied and which are not, and what has no checksum to be compared with."""
+    more = len(sidecars.files) - _NAMES_IN_NOTES
+    names = ", ".join(sidecars.files[:_NAMES_IN_NOTES]) + (f" and {more:,} more" if more > 0 else "")
+    notes = [f"copied as {'it is' if len(sidecars.files) == 1 else 'they are'}: {names}"] if names else []
     notes += [f"{name} does not belong to the checkpoint, and is not copied" for name in sidecars.left[:_ROUND_NOTES]]
     if len(sidecars.left) > _ROUND_NOTES:
         notes.append(f"{len(sidecars.left) - _ROUND_NOTES} more files and folders do not belong to it either")
-    return notes
-
-
-def _some(names: Sequence[str]) -> str:
-    more = len(names) - _NAMES_IN_NOTES
-    return ", ".join(names[:_NAMES_IN_NOTES]) + (f" and {more:,} more" if more > 0 else "")
+    return [*notes, *checkpoint.notes, *notes_on_checksums(checkpoint)]
 
 
 def plan(checkpoint: Checkpoint, way: Way, asked: Complete) -> Rewrite:
@@ -127,8 +118,15 @@ def check_destination(source: str, destination: str) -> None:
     """
     if not destination.strip():
         raise CheckpointError("DST is empty; give the name of a new folder, or a URL")
+    old, new = _local_path(source), _local_path(destination)
     if "://" in destination:
-        _check_remote(source, destination)
+        ends = [each.rstrip("/") + "/" for each in (source, destination)]
+        is_inside = ends[0].startswith(ends[1]) or ends[1].startswith(ends[0])
+        if is_inside or (
+            old is not None and new is not None and (old == new or old in new.parents or new in old.parents)
+        ):
+            raise CheckpointError(f"{destination} and {source} lie inside of each other; choose another place")
+        check_empty_remote(destination)
         return
     path = Path(destination)
     if os.path.lexists(path):
@@ -137,23 +135,11 @@ def check_destination(source: str, destination: str) -> None:
         raise CheckpointError(f"{destination!r} is not the name of a new folder")
     if not path.parent.is_dir():
         raise CheckpointError(f"{path.parent} is not a folder; make it first, or choose another place")
-    old = _local_path(source)
-    if old is not None:
-        new = path.parent.resolve() / path.name
+    if old is not None and new is not None:
         if new == old or old in new.parents:
             raise CheckpointError(f"{destination} lies inside of {source}; choose a place outside of it")
         if new in old.parents or partial_of(new) in (old, *old.parents):
             raise CheckpointError(f"{source} lies inside of {destination}; choose another place")
-
-
-def _check_remote(source: str, destination: str) -> None:
-    ends = [each.rstrip("/") + "/" for each in (source, destination)]
-    if ends[0].startswith(ends[1]) or ends[1].startswith(ends[0]):
-        raise CheckpointError(f"{destination} and {source} lie inside of each other; choose another place")
-    old, new = _local_path(source), _local_path(destination)
-    if old is not None and new is not None and (old == new or old in new.parents or new in old.parents):
-        raise CheckpointError(f"{destination} and {source} lie inside of each other; choose another place")
-    check_empty_remote(destination)
 
 
 def _local_path(path: str) -> Path | None:
