@@ -1,14 +1,12 @@
 """What training will cost in memory and time, before it runs, and which policy to choose."""
 
-from .choices import CHOICES, Choice
 from .forecast import Forecast, Plan, plan
 from .machine import Machine, builtin_machines, machine_of
 from .model import Model, builtin_models, model_of
+from .policies import candidates
 from .training import Training
 
 __all__ = [
-    "CHOICES",
-    "Choice",
     "Forecast",
     "Machine",
     "Model",
@@ -16,6 +14,7 @@ __all__ = [
     "Training",
     "builtin_machines",
     "builtin_models",
+    "candidates",
     "machine_of",
     "model_of",
     "plan",

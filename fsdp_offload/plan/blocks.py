@@ -22,6 +22,7 @@ class Blocks:
     """Buckets of state, groups of parameters and the blocks of both, of the first rank.
 
     Attributes:
+        policy: in force.
         uses: updates of buckets in an iteration, and gathers of parameters that live on the host.
         host_bytes: of all homes.
         pools: as ``offload_optimizer`` makes them.
@@ -31,6 +32,7 @@ class Blocks:
     """
 
     def __init__(self, policy: OffloadPolicy, sizes: Sizes) -> None:
+        self.policy = policy
         groups = (sizes.numels[-1], *sizes.numels[:-1])  # the root is gathered first
         numels = [numel for group in groups for numel in group]
         together = dict(enumerate(number for number, group in enumerate(groups) for _ in group))

@@ -68,7 +68,7 @@ def main(
 COLUMNS = ("policy", "device\nGB", "host\nGB", "ms", "tokens/s", "limit", "not")
 
 LEGEND = {
-    "keeping": 'device_bytes="auto" keeps on the GPU what cannot be hidden',
+    "MiB": 'device_bytes, in MiB; "auto" where no number is said, which keeps on the GPU what compute would wait for',
     "parameters": "the parameters live on the host too",
     "device": "needed on each GPU: the peak, 5 % for the allocator, and the driver's share",
     "host": "pinned by each rank",
@@ -106,7 +106,7 @@ def _show(made: Plan, console: Console, overlap: OverlapKind | None) -> None:
             notes.append(f"{one.name} is passed over ({why})")
         style = "bold" if one is best else None if one.fits else "dim"
         table.add_row(one.name, *sizes, *rates, one.limit, why.partition(":")[0], style=style)
-        words |= {one.limit, *one.name.split(", ")}
+        words |= {one.limit, *one.name.replace(",", "").split()}
     console.print(table)
     for line in (*(f"{word}: {LEGEND[word]}" for word in LEGEND if word in words), *notes):
         say(line)

@@ -8,13 +8,12 @@ from typing import Any, get_args
 
 from torch import nn
 
-from ..core.room import Reading
-from ..policy import OverlapKind
+from ..policy import OffloadPolicy, OverlapKind
 from .blocks import Blocks
-from .choices import CHOICES, Choice, lines_to_write
 from .machine import CONTEXT_BYTES, Machine, machine_of
 from .memory import DeviceMemory, Sizes, device_memory
 from .model import Model, model_of
+from .policies import candidates, lines_to_write, name_of
 from .timing import Parts, estimate, parts_of
 from .trace import Trace
 from .training import DTYPES, Training
@@ -32,7 +31,7 @@ MORE_RANKS = (1, 2, 4, 8)  # times as many, which are tried if nothing fits
 class Forecast:
     """Cost of one policy, in memory and in time."""
 
-    choice: Choice | None  # None is training without offload
+    policy: OffloadPolicy | None  # None is training without offload
     device: DeviceMemory
     needed_bytes: int  # what a device has to have: the peak, the driver's share, and what the allocator cannot use
     host_bytes: int  # pinned memory of one rank
@@ -47,7 +46,7 @@ class Forecast:
     @property
     def name(self) -> str:
         """Name in tables."""
-        return "no offload" if self.choice is None else self.choice.name
+        return name_of(self.policy)
 
     @property
     def fits(self) -> bool:
@@ -77,7 +76,7 @@ class Plan:
         fastest_ms = min((one.iteration_ms for one in fitting), default=0.0)
         close = [one for one in fitting if one.iteration_ms <= SAME * fastest_ms]
         # With parameters on the host, the link has more to do that may come late.
-        order = {one.name: (one.choice is not None, "parameters" in one.name, one.needed_bytes) for one in close}
+        order = {one.name: (one.policy is not None, "parameters" in one.name, one.needed_bytes) for one in close}
         return min(close, key=lambda one: order[one.name], default=None)
 
     def passed_over(self, one: Forecast, overlap: OverlapKind | None = None) -> str:
@@ -97,13 +96,13 @@ class Plan:
         """Name the policy that needs least and the memory that it needs, and options with which something fits."""
         least = min(self._allowed(overlap), key=lambda one: one.needed_bytes)
         asked, machine, host_gb = self.training, self.machine, least.host_bytes_per_host / MOST_OF_HOST / 1e9
-        choices, found = [one.choice for one in self.forecasts if one.choice is not None], []
+        found = []
         for checkpointing in dict.fromkeys((asked.checkpointing, "full")):
             trace = self.trace if checkpointing == asked.checkpointing else None
             for times in MORE_RANKS:
                 ranks, tokens = times * asked.ranks, times * asked.tokens_per_step
                 changes = {"checkpointing": checkpointing, "ranks": ranks, "tokens_per_step": tokens}
-                made = plan(self.model, machine=machine, trace=trace, choices=choices, **asdict(asked) | changes)
+                made = plan(self.model, machine=machine, trace=trace, **asdict(asked) | changes)
                 trace = made.trace  # of one rank, which has as much to do beside more of them
                 if best := made.best(overlap):
                     options = [f"--checkpointing {checkpointing}"] * (checkpointing != asked.checkpointing)
@@ -120,7 +119,7 @@ class Plan:
     def _allowed(self, overlap: OverlapKind | None) -> list[Forecast]:
         order = get_args(OverlapKind)
         allowed = order[: 1 + order.index(overlap or ("forward" if self.training.clip else "iteration"))]
-        return [one for one in self.forecasts if one.choice is None or one.choice.overlap in allowed]
+        return [one for one in self.forecasts if one.policy is None or one.policy.overlap in allowed]
 
     def as_dict(self, overlap: OverlapKind | None = None) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -128,7 +127,7 @@ class Plan:
         names = {"model": self.model.name, "parameters": self.model.numel, "best": best and best.name}
         settings = {name: asdict(getattr(self, name)) for name in ("training", "machine", "parts")}
         policies = [
-            {"policy": one.name, "peak_bytes": one.device.peak_bytes, "passed_over": self.passed_over(one, overlap)}
+            {"name": one.name, "peak_bytes": one.device.peak_bytes, "passed_over": self.passed_over(one, overlap)}
             | asdict(one)
             for one in self.forecasts
         ]
@@ -142,7 +141,7 @@ def plan(
     device_gb: float | None = None,
     link_gb_per_s: float | None = None,
     trace: Trace | None = None,
-    choices: Sequence[Choice] = CHOICES,
+    policies: Sequence[OffloadPolicy] | None = None,
     **training: Any,
 ) -> Plan:
     """Say what training will cost in memory and time, before it runs.
@@ -153,7 +152,7 @@ def plan(
         device_gb: of a device that may be used, if not all of it.
         link_gb_per_s: what pinned copies reach one way on your host, if it is not what the machine says.
         trace: of this model and batch, if there is one already.
-        choices: policies to compare.
+        policies: to compare with no offload; ``None``: :func:`candidates`.
         training: the fields of :class:`Training`; ``tokens_per_step`` is needed.
     """
     changes: dict[str, Any] = {"memory_gb": device_gb, "link_gb_per_s": link_gb_per_s}
@@ -166,39 +165,34 @@ def plan(
         trace = of.trace(wanted.sequences, wanted.sequence_length, dtype, wanted.checkpointing)
     sizes = Sizes.of(of.shapes(), wanted)
     parts = parts_of(sizes, trace, wanted, there)
-    forecasts = tuple(_forecast(choice, sizes, trace, parts, wanted, there) for choice in (None, *choices))
+    if policies is None:
+        policies = candidates(sizes.state, sorted(sizes.params)[len(sizes.params) // 2])
+    forecasts = tuple(_forecast(policy, sizes, trace, parts, wanted, there) for policy in (None, *policies))
     return Plan(of, wanted, there, parts, forecasts, trace)
 
 
 def _forecast(
-    choice: Choice | None, sizes: Sizes, trace: Trace, parts: Parts, training: Training, machine: Machine
+    policy: OffloadPolicy | None, sizes: Sizes, trace: Trace, parts: Parts, training: Training, machine: Machine
 ) -> Forecast:
     room_bytes = int((1 - RESERVE) * machine.device_bytes) - CONTEXT_BYTES
-    blocks, host_bytes = None, 0
-    if choice is not None:
-        blocks = Blocks(choice.policy(sizes.state), sizes)
-        guesses = choice.overlap == "iteration" and training.clip  # updates before the norm is known
-        host_bytes = blocks.host_bytes + (sizes.state + sum(sizes.params) if guesses else 0)
-
-    def memory() -> DeviceMemory:
-        return _memory(choice, blocks, sizes, trace, training, room_bytes)
-
-    def read() -> Reading:
-        found = estimate(choice, blocks, parts)
-        return Reading(found.stalled_ms, found.ms)
-
+    blocks = None if policy is None else Blocks(policy, sizes)
     if blocks is not None:
-        blocks.learn(read, lambda: room_bytes - memory().peak_bytes)
-    device, found = memory(), estimate(choice, blocks, parts)
+        blocks.learn(
+            lambda: estimate(blocks, parts).reading,
+            lambda: room_bytes - _memory(blocks, sizes, trace, training, room_bytes).peak_bytes,
+        )
+    device, found = _memory(blocks, sizes, trace, training, room_bytes), estimate(blocks, parts)
+    host_bytes = 0 if blocks is None else blocks.host_bytes
+    if policy is not None and policy.updates_in_backward and training.clip:
+        host_bytes += sizes.state + sum(sizes.params)  # of before the updates, which the norm may take back
     per_host = host_bytes * min(training.ranks, machine.devices_per_host)
-    needed_bytes = int(device.peak_bytes * (1 + SLACK)) + CONTEXT_BYTES
-    why_not = ""
+    needed_bytes, why_not = int(device.peak_bytes * (1 + SLACK)) + CONTEXT_BYTES, ""
     if needed_bytes > machine.device_bytes:
         why_not = f"device: {(needed_bytes - machine.device_bytes) / 1e9:.1f} GB too little"
     elif per_host > MOST_OF_HOST * machine.host_gb * 1e9:
         why_not = f"host: {per_host / 1e9:.0f} GB of {machine.host_gb:.0f} GB would be pinned"
     return Forecast(
-        choice=choice,
+        policy=policy,
         device=device,
         needed_bytes=needed_bytes,
         host_bytes=host_bytes,
@@ -208,19 +202,17 @@ def _forecast(
         tokens_per_s=training.tokens_per_step / found.ms * 1e3,
         limit=found.limit,
         why_not=why_not,
-        lines=lines_to_write(choice, sizes.state, training.masters),
+        lines=lines_to_write(policy, training.masters),
     )
 
 
-def _memory(
-    choice: Choice | None, blocks: Blocks | None, sizes: Sizes, trace: Trace, training: Training, room_bytes: int
-) -> DeviceMemory:
-    params = sum(sizes.params)
-    if choice is None or blocks is None:
-        return device_memory(sizes, trace, training, {"parameters": params, "optimizer state": sizes.state})
-    resident = {"parameters": 0 if choice.parameters else params, "blocks": blocks.nbytes}
+def _memory(blocks: Blocks | None, sizes: Sizes, trace: Trace, training: Training, room_bytes: int) -> DeviceMemory:
+    if blocks is None:
+        return device_memory(sizes, trace, training, {"parameters": sum(sizes.params), "optimizer state": sizes.state})
+    streams = blocks.policy.parameters
+    resident = {"parameters": 0 if streams else sum(sizes.params), "blocks": blocks.nbytes}
     # Clipping may change gradients, and those of all but one micro-batch are alive until the last backward.
-    frees = choice.parameters and choice.overlap == "iteration" and not training.clip and training.micro_batches == 1
+    frees = streams and blocks.policy.updates_in_backward and not training.clip and training.micro_batches == 1
     settled = device_memory(sizes, trace, training, resident, frees=frees)
     # In the first steps, in which no update runs in the backward, all gradients are there, unless they do not fit.
     first = device_memory(sizes, trace, training, resident | {"blocks": blocks.least_bytes})

@@ -1,22 +1,16 @@
 """Milliseconds: the parts of an iteration, each alone, and what an iteration of each policy takes. Pure arithmetic.
 
-With forward F, backward B, update U, copies of what does not stay both ways at once T, a share r of the loads ahead of
-the step, contention c, and with parameters on the host their gathers G, an iteration takes, unless the host needs
-longer to launch it::
-
-    no offload                 F + B + clip + U
-    "step"                     max(F + B + c min(G, F + B), (1 + c) G) + clip + max(U, (1 - r) T)
-    "forward", "iteration"     F + B + clip + late + the share of U that is not in the wait for late state
-
-and, with parameters on the host, c min(T, F + B) and what loads take longer than the pass that they are for.
+Without offload, that is forwards, backwards, clipping and the update. ``"step"`` adds the time by which copies of state
+exceed the update; ``"forward"`` and ``"iteration"`` add the wait of a forward for updates. Parameters on the host add
+the time by which their loads exceed the passes that they are for. A host that launches more slowly sets the pace alone.
 """
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ..core.room import Reading
 from . import machine as reached
 from .blocks import Blocks
-from .choices import Choice
 from .machine import Machine
 from .memory import Sizes
 from .trace import Phase, Segment, Trace
@@ -58,22 +52,17 @@ class Parts:
         """So many bytes each way, at once."""
         return max(max(loaded, stored) * self.one_way, (loaded + stored) * self.two_way)
 
-    def late_ms(self, choice: Choice, kept: int, ahead_ms: float) -> float:
-        """How long a forward waits for updates, if so many bytes stay on the device: those of the first groups.
+    def late_ms(self, blocks: Blocks, ahead_ms: float) -> float:
+        """How long a forward waits for updates, where ``ahead_ms`` of the copies were made before.
 
         The link moves the groups in the order of the forward, from when their gradients are final: after the backward,
-        or in it. The forward waits for the group that is late by most.
-
-        Args:
-            choice: of the policy.
-            kept: bytes that stay.
-            ahead_ms: of the copies, what was made before that.
+        or in it. The first ones stay on the device. The forward waits for the group that is late by most.
         """
-        late, moved = 0.0, -kept
+        late, moved = 0.0, -blocks.kept_state - blocks.kept_params
         for group in self.groups:
-            moved += group.state_bytes + group.parameter_bytes * choice.parameters
+            moved += group.state_bytes + group.parameter_bytes * blocks.policy.parameters
             if moved > 0:
-                hidden_ms = ahead_ms + group.wanted_ms + group.early_ms * (choice.overlap == "iteration")
+                hidden_ms = ahead_ms + group.wanted_ms + group.early_ms * blocks.policy.updates_in_backward
                 late = max(late, moved * 2 * (1 + self.contention) * self.two_way - hidden_ms)
         return late
 
@@ -85,18 +74,24 @@ class Estimate(NamedTuple):
     limit: str  # compute, gathers, link, or launches
     stalled_ms: float = 0.0
 
+    @property
+    def reading(self) -> Reading:
+        """What training would measure."""
+        return Reading(self.stalled_ms, self.ms)
 
-def estimate(choice: Choice | None, blocks: Blocks | None, parts: Parts) -> Estimate:
+
+def estimate(blocks: Blocks | None, parts: Parts) -> Estimate:
     """Estimate an iteration with these blocks on the device; ``None``: without offload."""
-    if choice is None or blocks is None:
+    if blocks is None:
         ms = parts.passes_ms + parts.clip_ms + parts.update_ms
         return _launched(Estimate(ms, parts.limit), parts.launch_ms)
     state = sum(group.state_bytes for group in parts.groups) - blocks.kept_state
-    params = sum(group.parameter_bytes for group in parts.groups) - blocks.kept_params if choice.parameters else 0
+    params = sum(group.parameter_bytes for group in parts.groups) - blocks.kept_params
+    params *= blocks.policy.parameters
     host_ms = parts.launch_ms + parts.issue_ms * blocks.uses
-    if choice.overlap == "step":
+    if not blocks.policy.runs_on_into_forward:
         return _in_step(blocks, parts, state, params, host_ms)
-    return _launched(_beside_passes(choice, blocks, parts, state, params), host_ms)
+    return _launched(_beside_passes(blocks, parts, state, params), host_ms)
 
 
 def _in_step(blocks: Blocks, parts: Parts, state: int, params: int, host_ms: float) -> Estimate:
@@ -113,20 +108,20 @@ def _in_step(blocks: Blocks, parts: Parts, state: int, params: int, host_ms: flo
     return Estimate(ms, "link" if stalled_ms > 1e-4 * ms else parts.limit, stalled_ms)
 
 
-def _beside_passes(choice: Choice, blocks: Blocks, parts: Parts, state: int, params: int) -> Estimate:
+def _beside_passes(blocks: Blocks, parts: Parts, state: int, params: int) -> Estimate:
     """Updates run beside the forward, or beside the backward as well."""
-    passes, kept, stored = parts.passes_ms, blocks.kept_state + blocks.kept_params, state + params
-    if choice.overlap == "iteration" and parts.clip_ms:
+    policy, passes, stored = blocks.policy, parts.passes_ms, state + params
+    if policy.updates_in_backward and parts.clip_ms:
         # What may be taken back is stored although it stays, and the parameters from before beside it.
         stored = sum(group.state_bytes + group.parameter_bytes for group in parts.groups)
     copies_ms = parts.copy_ms(state + 2 * parts.micro_batches * params, stored)
     block_ms = 2 * (1 + parts.contention) * blocks.passing_bytes * parts.two_way
-    if choice.overlap == "forward":
-        late_ms = stalled_ms = parts.late_ms(choice, kept, min(block_ms, parts.backward_ms))
-    else:  # blocks are busy with the groups before: for the last ones, nothing is ahead
-        late_ms, stalled_ms = parts.late_ms(choice, kept, 0.0), parts.late_ms(choice, kept, -block_ms)
+    if policy.updates_in_backward:  # blocks are busy with the groups before: for the last ones, nothing is ahead
+        late_ms, stalled_ms = parts.late_ms(blocks, 0.0), parts.late_ms(blocks, -block_ms)
+    else:
+        late_ms = stalled_ms = parts.late_ms(blocks, min(block_ms, parts.backward_ms))
     excess_ms = beside_ms = 0.0
-    if choice.parameters:
+    if policy.parameters:
         excess_ms, beside_ms = _excess_ms(state, params, parts), parts.contention * min(copies_ms, passes)
     in_wait = min(1.0, late_ms / copies_ms) if copies_ms else 0.0
     ms = passes + beside_ms + parts.clip_ms + late_ms + excess_ms + (1 - in_wait) * parts.update_ms

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from examples.benchmarks.train import GPT
-from fsdp_offload.plan import Choice, Forecast, plan
+from fsdp_offload import OffloadPolicy
+from fsdp_offload.plan import Forecast, plan
 from fsdp_offload.plan.model import Decoder
 from fsdp_offload.policy import MIB
 
@@ -24,27 +25,30 @@ RECORDS = Path(__file__).resolve().parents[2] / "examples/benchmark_results"
 # Offload --------------------------------------------------------------------------------------------------------------
 
 CORE = (RECORDS / "2026-11-25-h100-core.txt").read_text(encoding="utf-8")
+ITERATION, PARAMETERS = {"overlap": "iteration"}, {"overlap": "iteration", "parameters": True}
 KINDS = {
     "plain": (None, False),
     "plainclip": (None, True),
-    "iter": (Choice("iteration", "auto"), False),
-    "iter640": (Choice("iteration", 640 * MIB), False),
-    "par": (Choice("iteration", "auto", parameters=True), False),
-    "par1536": (Choice("iteration", 1536 * MIB, parameters=True), False),
-    "clip1280": (Choice("iteration", 1280 * MIB), True),
-    "parclip": (Choice("iteration", "auto", parameters=True), True),
+    "iter": (OffloadPolicy(**ITERATION), False),
+    "iter640": (OffloadPolicy(**ITERATION, device_bytes=640 * MIB), False),
+    "par": (OffloadPolicy(**PARAMETERS), False),
+    "par1536": (OffloadPolicy(**PARAMETERS, device_bytes=1536 * MIB), False),
+    "clip1280": (OffloadPolicy(**ITERATION, device_bytes=1280 * MIB), True),
+    "parclip": (OffloadPolicy(**PARAMETERS), True),
 }
 """What the record's program trains with, and whether it clips."""
 
 
 @cache
-def forecasts(clip: bool, machine: str, ranks: int, tokens: int, other: int = 0) -> dict[Choice | None, Forecast]:
+def forecasts(
+    clip: bool, machine: str, ranks: int, tokens: int, other: int = 0
+) -> dict[OffloadPolicy | None, Forecast]:
     with torch.device("meta"):
         model = GPT(24, 2048, 32_768)
-    choices = {choice: None for choice, _ in KINDS.values() if choice is not None}
+    policies = list(dict.fromkeys(policy for policy, _ in KINDS.values() if policy is not None))
     training = {"tokens_per_step": ranks * tokens, "sequence_length": 2048, "other_device_bytes": other}
-    made = plan(model, machine=machine, ranks=ranks, clip=clip, choices=list(choices), **training)
-    return {one.choice: one for one in made.forecasts}
+    made = plan(model, machine=machine, ranks=ranks, clip=clip, policies=policies, **training)
+    return {one.policy: one for one in made.forecasts}
 
 
 def measured_by_the_core() -> list[dict]:
@@ -61,9 +65,9 @@ def test_the_record_has_all_kinds() -> None:
 
 @pytest.mark.parametrize("line", measured_by_the_core(), ids=lambda line: line["kind"])
 def test_the_core_as_measured(line: dict) -> None:
-    choice, clip = KINDS[line["kind"]]
-    one = forecasts(clip, "H100", 1, 12 * 2048)[choice]
-    learnt = choice is not None and choice.device_bytes == "auto"  # from waits, which differ from run to run
+    policy, clip = KINDS[line["kind"]]
+    one = forecasts(clip, "H100", 1, 12 * 2048)[policy]
+    learnt = policy is not None and policy.device_bytes == "auto"  # from waits, which differ from run to run
     low, high = (-0.03, 0.05) if learnt else (-0.0005, 0.0005)
     assert low <= one.device.peak_bytes / 1e9 / line["peak"] - 1 <= high
     assert one.iteration_ms == pytest.approx(line["median_ms"], rel=0.085)
@@ -176,6 +180,6 @@ def test_other_models_dtypes_and_batches_as_measured(line: dict) -> None:
     with torch.device("meta"):
         model = build()
     tokens = line["ranks"] * sequences * length * training.get("micro_batches", 1)
-    made = plan(model, ranks=line["ranks"], tokens_per_step=tokens, sequence_length=length, choices=[], **training)
+    made = plan(model, ranks=line["ranks"], tokens_per_step=tokens, sequence_length=length, policies=[], **training)
     assert made.forecasts[0].iteration_ms == pytest.approx(line["measured_ms"], rel=0.05)
     assert made.forecasts[0].device.peak_bytes == pytest.approx(line["measured_peak_bytes"], rel=0.004)
