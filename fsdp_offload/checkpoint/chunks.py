@@ -248,7 +248,7 @@ def _said_chunks(tensor: DTensor, said: Sequence[Any]) -> ShardChunks:
             f"the local tensor of a tensor of shape {global_shape} says that it is {len(said)} chunks, and not where "
             "each lies in it; wrap it with fsdp_offload.checkpoint.with_chunks"
         )
-    at_end = (global_shape[0], *(0 for _ in global_shape[1:]))
+    at_end = (*global_shape[:1], *(0 for _ in global_shape[1:]))
     offsets, sizes = at_end, (0, *global_shape[1:])
     for chunk in said:
         offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)

@@ -378,14 +378,17 @@ def load(
         storage_reader, HuggingFaceStorageReader
     )
     planner.reader = storage_reader if has_files else None  # type: ignore[assignment]  # mypy does not see through
-    dcp_loader.load(
-        state_dict,
-        checkpoint_id=checkpoint_id,
-        storage_reader=storage_reader,
-        planner=planner,
-        process_group=process_group,
-        no_dist=no_dist,
-    )
+    try:
+        dcp_loader.load(
+            state_dict,
+            checkpoint_id=checkpoint_id,
+            storage_reader=storage_reader,
+            planner=planner,
+            process_group=process_group,
+            no_dist=no_dist,
+        )
+    finally:
+        planner.reader = None  # it knows nothing of the planner's next load
     return planner.loaded
 
 

@@ -113,8 +113,9 @@ def test_a_planner_can_be_used_again(folder: Path):
     assert load({"a": zeros(), "b": 1}, checkpoint_id=folder, planner=planner) == Loaded(("a",), ("b",))
     refused({"a": torch.zeros(2), "b": 1}, folder, "Size mismatch", planner=planner)
     assert planner.loaded == Loaded()
-    dcp.load({"a": zeros()}, checkpoint_id=folder, planner=planner)
-    assert planner.loaded == Loaded(("a",))
+    dcp.save({"c": WHOLE}, checkpoint_id=folder / "other")
+    dcp.load({"c": zeros()}, checkpoint_id=folder / "other", planner=planner)
+    assert planner.loaded == Loaded(("c",))
 
 
 # --- keys -------------------------------------------------------------------------------------------------------------
