@@ -23,7 +23,7 @@ LIMITS = {
     "fsdp_offload/planning": 290,
     "fsdp_offload/state": 610,
     "fsdp_offload/torch_compat": 1_790,
-    "checkpoint_tools": 8_800,  # on its way to 5,500
+    "checkpoint_tools": 8_750,  # on its way to 5,500
     "examples/benchmarks": 2_000,
     "tests": 49_200,  # on its way to 22,000; 300 are the tracer, which the package had
 }
