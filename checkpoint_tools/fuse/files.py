@@ -2,7 +2,7 @@
 
 import functools
 import io
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,9 +14,6 @@ from ..stored.reading import Checkpoint
 from .names import GroupName, sorted_out
 from .plan import Exchange, Source, listed, plan_exchange
 from .rules import ALL, MissingValueError, Rule, Shape, Wanted, Way
-
-Groups = Mapping[GroupName, Any]
-"""Name → content, as it was read."""
 
 
 def find_exchange(
@@ -83,8 +80,8 @@ class _Files(Source):
             )
 
 
-def read_groups(checkpoint: Checkpoint, names: Iterable[GroupName]) -> Groups:
-    """Read the param groups that are stored as objects.
+def read_groups(checkpoint: Checkpoint, names: Iterable[GroupName]) -> dict[GroupName, Any]:
+    """Read the contents of the param groups that are stored as objects.
 
     Raises:
         CheckpointError: one cannot be read.
@@ -117,17 +114,11 @@ def _check_left(source: Source, found: Exchange, excluded: Sequence[str]) -> Non
     for key in others:
         if key in old or key not in source.tensors or is_excluded(key, excluded):
             continue
-        inside = next((name for name in _stretches_of(key) if name in known), None)
+        words = key.split(".")
+        ends = ((start, stop) for start in range(len(words)) for stop in range(start + 1, len(words)))
+        inside = next((name for start, stop in ends if (name := ".".join(words[start:stop])) in known), None)
         if inside is not None:
             raise CheckpointError(
                 f"{key} looks as if it belongs to {inside}, and it is not known how; --exclude the one to leave it as "
                 "it is, or the other"
             )
-
-
-def _stretches_of(key: str) -> Iterator[str]:
-    """Yield every stretch of a key's words, but for the key itself."""
-    words = key.split(".")
-    for start in range(len(words)):
-        for stop in range(start + 1, len(words)):
-            yield ".".join(words[start:stop])

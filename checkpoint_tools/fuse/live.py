@@ -219,9 +219,7 @@ class _StateDicts(Source):
 
 
 def _with_own_ranks(rule: Rule, ranks: int | None, values: Mapping[str, float], where: str) -> Mapping[str, float]:
-    """Divide by as many tensor-parallel ranks as the parameter's own mesh has, where that tells.
-
-    Experts have a mesh of their own, on which it may be another number than that of dense layers.
+    """Divide by as many tensor-parallel ranks as the parameter's own mesh has: that of experts may have another number.
 
     Raises:
         ValueError: the number given is another.

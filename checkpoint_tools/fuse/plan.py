@@ -14,7 +14,7 @@ without a model is matched by its own FQNs. The plan reads shapes, and only thos
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -78,14 +78,6 @@ class Exchange(NamedTuple):
     owners: Mapping[Fqn, str] = {}
 
 
-class _Sized(Protocol):
-    @property
-    def shape(self) -> Any: ...
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-
 Layout = tuple[Shape, int, tuple[Comb, ...]]
 """The shape of a fused tensor, its fused dimension, and where the parts lie along it."""
 
@@ -103,7 +95,7 @@ class Source:
     """
 
     names: Names
-    tensors: Mapping[str, _Sized]
+    tensors: Mapping[str, Any]
     paths: Mapping[str, Path]
     groups: Mapping[GroupName, Any]
     values: Mapping[str, float]
@@ -328,8 +320,12 @@ class _Planner:
             of_state = self.of_state.get((name.optimizer, name.fqn))
             if of_state is None:
                 continue
+            if name.key not in tensors and holds_tensors(self.source.value(name.key)):
+                raise ValueError(
+                    f"{name.key} is an object with tensors in it, and it is not known how to split that; --exclude its "
+                    "parameter"
+                )
             if name.key not in tensors or tensors[name.key].shape == ():
-                self._check_object(name)
                 self.draft.copy(name, of_state.parts)
             else:
                 self._split_state(name, of_state, alone[name.optimizer])
@@ -341,13 +337,6 @@ class _Planner:
         self.draft.fuse(Fusion(key, role.parts, shape, dtype, dim, combs, owner=key), [key])
         for part in role.parts:
             self.draft.path_beside(key, part)
-
-    def _check_object(self, name: StateName) -> None:
-        if name.key not in self.source.tensors and holds_tensors(self.source.value(name.key)):
-            raise ValueError(
-                f"{name.key} is an object with tensors in it, and it is not known how to split that; --exclude its "
-                "parameter"
-            )
 
     def _split_state(self, name: StateName, role: _Role, siblings: Mapping[str, Shape]) -> None:
         tensor = self.source.tensors[name.key]
