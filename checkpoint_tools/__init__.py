@@ -4,11 +4,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .fused.live import merge_state_dict, split_state_dict
-    from .fused.preset_files import preset_names
-    from .fused.rules import Rule, excluding, load_rules, preset
+    from .fuse.live import merge_state_dict, split_state_dict
+    from .fuse.preset_files import preset_names
+    from .fuse.rules import Rule, excluding, load_rules, preset
+    from .integrity.seal import seal
     from .look.verify import verify
-    from .write.seal import seal
 
 __all__ = [
     "Rule",
@@ -23,9 +23,9 @@ __all__ = [
 ]
 
 _ELSEWHERE = {
-    "merge_state_dict": ".fused.live",
-    "split_state_dict": ".fused.live",
-    "seal": ".write.seal",
+    "merge_state_dict": ".fuse.live",
+    "split_state_dict": ".fuse.live",
+    "seal": ".integrity.seal",
     "verify": ".look.verify",
 }
 
@@ -34,4 +34,4 @@ def __getattr__(name: str) -> Any:
     # When they are used: the command line shows its help without waiting for torch.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_ELSEWHERE.get(name, ".fused.rules"), __name__), name)
+    return getattr(importlib.import_module(_ELSEWHERE.get(name, ".fuse.rules"), __name__), name)

@@ -1,6 +1,6 @@
-"""Trainer, accelerate and torchtitan with a Llama-shaped model, plain and offloaded: memory, speed, and the same bits.
+"""Trainer and accelerate with a Llama-shaped model, plain and offloaded: memory, speed, and the same bits.
 
-    torchrun --standalone --nproc-per-node 2 examples/benchmark_frameworks.py trainer accelerate torchtitan
+    torchrun --standalone --nproc-per-node 2 examples/benchmark_frameworks.py trainer accelerate
     torchrun --standalone --nproc-per-node 2 examples/benchmark_frameworks.py trainer --size small --part save
     torchrun --standalone --nproc-per-node 2 examples/benchmark_frameworks.py trainer --size small --part resume
     python examples/benchmark_frameworks.py table --records runs/frameworks.jsonl
@@ -322,94 +322,9 @@ def train_with_accelerate(run: Run) -> list[torch.optim.Optimizer]:
     return [optimizer]
 
 
-def train_with_torchtitan(run: Run) -> list[torch.optim.Optimizer]:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torchtitan.components.checkpoint import CheckpointManager
-    from torchtitan.components.loss import cross_entropy_loss
-    from torchtitan.components.lr_scheduler import build_lr_schedulers
-    from torchtitan.components.optimizer import build_optimizers
-    from torchtitan.config.job_config import Checkpoint, LRScheduler, Optimizer
-    from torchtitan.distributed import ParallelDims
-    from torchtitan.distributed.utils import clip_grad_norm_
-    from torchtitan.models.llama3 import Transformer, TransformerModelArgs
-    from torchtitan.models.llama3.infra.parallelize import apply_fsdp
-
-    from fsdp_offload.integrations.torchtitan import offloaded
-
-    size, ranks = run.size, dist.get_world_size()
-    given = TransformerModelArgs(
-        dim=size.width,
-        n_layers=size.layers,
-        n_heads=size.heads,
-        vocab_size=size.vocabulary,
-        max_seq_len=size.length,
-        ffn_dim_multiplier=size.inner / (size.width * 8 / 3),
-    )
-    with torch.device("meta"):
-        model = Transformer(given)
-    apply_fsdp(model, init_device_mesh(run.device.type, (ranks,)), torch.bfloat16, torch.float32, pp_enabled=False)
-    for module in model.modules():
-        if run.device.type == "cpu" and isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no other that does not divide
-    model.to_empty(device=run.device)
-    torch.manual_seed(0)
-    with torch.no_grad():
-        model.init_weights(buffer_device=run.device)
-
-    build = build_optimizers if run.policy is None else offloaded(build_optimizers, run.policy)
-    container = build(
-        [model], Optimizer(lr=LEARNING_RATE, implementation="fused"), ParallelDims(1, ranks, *[1] * 5, ranks)
-    )
-    schedulers = build_lr_schedulers(container, LRScheduler(warmup_steps=2, decay_type="cosine"), run.steps)
-    manager = CheckpointManager(
-        None,
-        [model],
-        container,
-        schedulers,
-        {},
-        Checkpoint(
-            enable=bool(run.save_at or run.resume_at),
-            folder="checkpoint",
-            interval=run.save_at or run.steps,
-            keep_latest_k=0,
-            enable_ft_dataloader_checkpoints=False,
-        ),
-        None,
-        str(run.folder),
-    )
-    if run.resume_at:
-        manager.load(step=run.resume_at)
-    run.begin()
-
-    def loss_of(number: int) -> Tensor:
-        tokens = run.tokens(number)
-        return cross_entropy_loss(model(tokens)[:, :-1], tokens[:, 1:]) / (ranks * tokens.numel())
-
-    for step in range(run.resume_at, run.steps):
-        container.zero_grad()
-        for micro in range(ACCUMULATION):
-            loss = loss_of(ACCUMULATION * step + micro) / ACCUMULATION
-            loss.backward()
-            run.micro_batch(loss)
-        run.others.append(clip_grad_norm_(model.parameters(), CLIP_AT, foreach=True).item())
-        container.step()
-        schedulers.step()
-        run.step_over()
-        if (step + 1) % run.evaluate_every == 0:
-            with torch.no_grad():
-                run.others.append(loss_of(1 << 20).item())
-            run.disturbed()
-        if step + 1 == run.save_at:
-            manager.save(step + 1)
-            run.disturbed()
-    manager.close()
-    return list(container.optimizers)
-
-
 FRAMEWORKS: dict[str, tuple[Callable[[Run], list[torch.optim.Optimizer]], list[str]]] = {
     "trainer": (train_with_trainer, ["transformers", "accelerate"]),
     "accelerate": (train_with_accelerate, ["accelerate", "transformers"]),
-    "torchtitan": (train_with_torchtitan, ["torchtitan"]),
 }
 
 
@@ -448,11 +363,10 @@ class Records:
 
 def train(args: argparse.Namespace, device: torch.device, name: str, **how: Any) -> tuple[Run, list[Any]]:
     """One run of the framework, from nothing or from a checkpoint, and its optimizers at the end."""
-    if args.framework != "torchtitan":
-        from accelerate.state import AcceleratorState, GradientState
+    from accelerate.state import AcceleratorState, GradientState
 
-        AcceleratorState._reset_state(reset_partial_state=True)  # of the run before in this process
-        GradientState._reset_state()
+    AcceleratorState._reset_state(reset_partial_state=True)  # of the run before in this process
+    GradientState._reset_state()
     policy = None if name.startswith("plain") else {**POLICIES[name], **args.policy}
     how.setdefault("folder", args.folder / args.framework / name)
     run = Run(SIZES[args.size], args.steps, policy, device, **how)

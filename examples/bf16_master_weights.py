@@ -8,8 +8,8 @@ or the ranks by themselves:
     torchrun --standalone --nproc-per-node 2 examples/bf16_master_weights.py
 
 A bf16 number has 8 significant bits, so a weight of 0.1 has its neighbours 0.0005 away, and a smaller update is rounded
-off: without masters the loss stops falling early. With `OffloadPolicy(master_weights=...)` the optimizer updates fp32
-masters in host memory, and the bf16 weights are written from them. The reference is an fp32 model with a plain
+off: without masters the loss stops falling early. After `add_masters` the optimizer updates fp32 masters, here in host
+memory, and the bf16 weights are written from them. The reference is an fp32 model with a plain
 optimizer, which is given the gradients of the bf16 model in every step: its weights must be the masters, bit by bit.
 Exit code 0 means that they are. It runs on CUDA devices where there are enough, else on the CPU.
 """
@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from fsdp_offload import OffloadPolicy, offload_optimizer
+from fsdp_offload import OffloadPolicy, add_masters, offload_optimizer
 
 WIDTH = 48
 LR = 1e-4
@@ -79,7 +79,9 @@ def train(kind: str, steps: int, device: torch.device) -> tuple[float, float, st
     model, optimizer = build(device, torch.bfloat16)
     reference, reference_optimizer = build(device, torch.float32)
     # Small buckets, so that even this little state comes in several.
-    policy = OffloadPolicy(bucket_bytes=16384, master_weights=kind)
+    policy = OffloadPolicy(bucket_bytes=16384)
+    if kind != "none":
+        add_masters(optimizer, kind)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="offload_optimizer: ")  # on the CPU there is nothing to gain
         offload_optimizer(optimizer, model=model, policy=policy)

@@ -2,9 +2,9 @@
 
     torchrun --standalone --nproc-per-node 2 examples/with_torchtitan.py
 
-In a ``TrainSpec`` it is one line: ``build_optimizers_fn=offloaded(build_optimizers, policy)``. Here torchtitan's parts
-are put together by hand around a small model. Saves asynchronously from host memory while training goes on, and loads
-that into new parts: the losses have to be the same, bit by bit.
+In a ``Trainer.Config`` it is one line: ``config.optimizer = offloaded(config.optimizer, policy)``. Here torchtitan's
+parts are put together by hand around a small model. Saves asynchronously from host memory while training goes on, and
+loads that into new parts: the losses have to be the same, bit by bit.
 """
 
 from __future__ import annotations
@@ -20,10 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torchtitan.components.checkpoint import CheckpointManager
-from torchtitan.components.lr_scheduler import build_lr_schedulers
-from torchtitan.components.optimizer import build_optimizers
-from torchtitan.config.job_config import Checkpoint, LRScheduler, Optimizer
-from torchtitan.distributed import ParallelDims
+from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.distributed.utils import clip_grad_norm_
 
 from fsdp_offload import offload_report
@@ -51,19 +48,19 @@ def train(args: argparse.Namespace, device: torch.device, resume_at: int = 0) ->
     fully_shard(model, mesh=mesh)
 
     policy = {"bucket_bytes": 1 << 20, "device_bytes": 8 << 20, "snapshot_bytes": 1 << 30}
-    dims = ParallelDims(1, ranks, 1, 1, 1, 1, 1, ranks)
-    wanted = Optimizer(lr=1e-3, implementation="fused" if device.type == "cuda" else "foreach")
-    optimizers = offloaded(build_optimizers, policy)([model], wanted, dims)
-    schedulers = build_lr_schedulers(optimizers, LRScheduler(warmup_steps=4), args.steps)
-    config = Checkpoint(
-        enable=True,
-        folder="checkpoint",
-        interval=args.steps // 2,
-        async_mode="async",
-        keep_latest_k=0,
-        enable_ft_dataloader_checkpoints=False,
+    optimizers = offloaded(default_adamw(lr=1e-3), policy).build(model_parts=[model])
+    schedulers = LRSchedulersContainer.Config(warmup_steps=4).build(optimizers=optimizers, training_steps=args.steps)
+    manager = CheckpointManager.Config(
+        enable=True, interval=args.steps // 2, async_mode="async", keep_latest_k=0, last_save_model_only=False
+    ).build(
+        dataloader=None,
+        model_parts=[model],
+        optimizers=optimizers,
+        lr_schedulers=schedulers,
+        states={},
+        sd_adapter=None,
+        base_folder=args.folder,
     )
-    manager = CheckpointManager(None, [model], optimizers, schedulers, {}, config, None, args.folder)
     save_from_arena(manager)
     if resume_at:
         manager.load(step=resume_at)

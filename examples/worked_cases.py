@@ -20,7 +20,7 @@ LENGTH = 4096
 HEAD = f"| model | GPUs | {' | '.join(DEVICES)} |\n| --- |{' --- |' * (1 + len(DEVICES))}"
 
 
-def cases(name: str, dtype: str = "fp32", master_weights: str = "none") -> Iterator[str]:
+def cases(name: str, dtype: str = "fp32", masters: str = "none") -> Iterator[str]:
     """The rows of one model."""
     model = model_of(name)
     traces = {
@@ -39,7 +39,7 @@ def cases(name: str, dtype: str = "fp32", master_weights: str = "none") -> Itera
                 clip=False,
                 trace=traces[sequences],
                 dtype=dtype,
-                master_weights=master_weights,
+                masters=masters,
             )
             cells.append(cell(made))
         yield f"| {name}, {model.numel / 1e9:.1f} G | {ranks} | {' | '.join(cells)} |"
@@ -66,11 +66,11 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--models", nargs="*", default=MODELS)
     parser.add_argument("--dtype", default="fp32")
-    parser.add_argument("--master-weights", default="none")
+    parser.add_argument("--masters", default="none")
     args = parser.parse_args(argv)
     print(HEAD)
     for name in args.models:
-        for row in cases(name, args.dtype, args.master_weights):
+        for row in cases(name, args.dtype, args.masters):
             print(row, flush=True)
 
 

@@ -1,6 +1,7 @@
 """Optimizer-state offload for PyTorch FSDP2: pinned host memory, the user's own optimizer, bitwise the same result."""
 
 from .api.chain import offload_states, release_states, reload_states
+from .api.masters import add_masters
 from .api.offload import is_offloaded, offload_optimizer, offload_report, remove_offload, synchronize
 from .api.optimizer import OffloadedOptimizer
 from .api.reload_before import reload_before
@@ -14,6 +15,7 @@ __all__ = [
     "OffloadPolicy",
     "OffloadReport",
     "OffloadedOptimizer",
+    "add_masters",
     "clip_grad_norm_",
     "is_offloaded",
     "materialize_on_host",

@@ -7,9 +7,6 @@ from typing import Any, Literal, get_args
 
 MIB = 1 << 20
 
-MasterKind = Literal["none", "fp32", "remainder"]
-"""Masters kept for an optimizer that keeps none: whole ones, or the lower 16 bits of one in int16."""
-
 OverlapKind = Literal["step", "forward", "iteration"]
 """Part of an iteration that hides transfers and updates."""
 
@@ -47,11 +44,6 @@ class OffloadPolicy:
             ``fully_shard``: small ones are joined up to 64 MiB, and large ones cut at 512 MiB. A parameter
             with more is cut into several buckets if its optimizer works element by element, and is one large bucket
             otherwise.
-        master_weights: Keep masters for bf16 and fp16 parameters, as state under ``"master_param"``. ``"fp32"``: update
-            an fp32 master, with fp32 state, and round the parameter from it, as the same optimizer does on an fp32
-            copy of the model; 12 bytes of state per parameter with Adam. ``"remainder"``: the same, but keep only the
-            16 bits that a bf16 parameter does not have; 10 bytes. For elementwise optimizers of ``torch.optim``;
-            fp32 parameters are their own masters.
         host_fraction: Update this share of the state's bytes on the CPU, by the same class, while the device streams
             the rest; the same share on every rank. The result is bitwise that of the same optimizer on CPU copies of
             these parameters, which are mirrored in host memory. For elementwise optimizers of ``torch.optim``.
@@ -75,7 +67,6 @@ class OffloadPolicy:
     overlap: OverlapKind = "step"
     device_bytes: int | Literal["auto"] = "auto"
     bucket_bytes: int | Literal["auto"] = "auto"
-    master_weights: MasterKind = "none"
     host_fraction: float = 0.0
     snapshot_bytes: int = 0
     host_limit_bytes: int | None = None
@@ -156,7 +147,7 @@ def refuse_unknown(names: Collection[str], known: Collection[str]) -> None:
             raise ValueError(f"OffloadPolicy has no {name}.{meant} It has {', '.join(known)}.")
 
 
-_CHOICES = {"overlap": get_args(OverlapKind), "master_weights": get_args(MasterKind)}
+_CHOICES = {"overlap": get_args(OverlapKind)}
 _MINIMUM_BYTES = {
     "device_bytes": 1,
     "bucket_bytes": 1024,

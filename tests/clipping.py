@@ -86,14 +86,6 @@ def in_two_parts(loop: Loop, at: int) -> None:
     loop.step()
 
 
-def by_value(loop: Loop, at: int) -> None:
-    loop.backward(at)
-    for param in loop.model.parameters():
-        if param.grad is not None:
-            param.grad.clamp_(-0.01, 0.01)
-    loop.step()
-
-
 def norm_in_parts(loop: Loop, at: int) -> None:
     """As torchtitan does it."""
     loop.backward(at)
@@ -226,22 +218,6 @@ def looked_up_between(loop: Loop, at: int) -> None:
     loop.step()
 
 
-def state_written(loop: Loop, at: int) -> None:
-    loop.backward(at)
-    clip(loop, NEVER)
-    for state in list(loop.optimizer.state.values())[::3]:
-        state["exp_avg"].mul_(0.5)
-    loop.step()
-
-
-def rate_changed(loop: Loop, at: int) -> None:
-    """After the backward."""
-    loop.backward(at)
-    clip(loop, NEVER)
-    loop.optimizer.param_groups[0]["weight_decay"] = 0.01 * (at % 3)
-    loop.step()
-
-
 def loaded_between(loop: Loop, at: int) -> None:
     if not hasattr(loop, "saved"):
         model = {name: value.detach().clone() for name, value in loop.model.state_dict().items()}
@@ -251,12 +227,6 @@ def loaded_between(loop: Loop, at: int) -> None:
     loop.model.load_state_dict(loop.saved[0])
     loop.optimizer.load_state_dict(copy.deepcopy(loop.saved[1]))
     loop.step()
-
-
-def skipped(loop: Loop, at: int) -> None:
-    loop.backward(at)
-    clip(loop, NEVER)
-    loop.optimizer.zero_grad()
 
 
 def skipped_by_the_model(loop: Loop, at: int) -> None:
@@ -299,13 +269,6 @@ def one_backward_more(loop: Loop, at: int) -> None:
     loop.step()
 
 
-def step_twice(loop: Loop, at: int) -> None:
-    loop.backward(at)
-    clip(loop, NEVER)
-    loop.optimizer.step()
-    loop.step()
-
-
 def synchronized(loop: Loop, at: int) -> None:
     """Between the backward and the step, with a look at the parameters themselves."""
     loop.backward(at)
@@ -323,34 +286,12 @@ def away_between(loop: Loop, at: int) -> None:
     loop.step()
 
 
-def without_some(loop: Loop, at: int) -> None:
-    loop.backward(at, extra=False)
-    clip(loop, NEVER)
-    loop.step()
-
-
-def with_a_scaler(loop: Loop, at: int) -> None:
-    """In every third step it finds ``inf``, and there is none."""
-    if not hasattr(loop, "scaler"):
-        loop.scaler = torch.amp.GradScaler(loop.device.type, init_scale=4.0)  # type: ignore[attr-defined]
-    scaler: torch.amp.GradScaler = loop.scaler
-    loss: Tensor = loop.model(loop.batch(at))
-    scaler.scale(loss * (math.inf if at % 3 == 0 else 1.0)).backward()
-    scaler.unscale_(loop.optimizer)
-    clip(loop, NEVER)
-    scaler.step(loop.optimizer)
-    scaler.update()
-    loop.scheduler.step()
-    loop.optimizer.zero_grad()
-
-
 OPERATIONS: tuple[Operation, ...] = (
     *(within_bounds, within_bounds, within_bounds, within_bounds, clipped, now_and_then, one_by_one, by_the_largest),
     *(
         unclipped,
         twice,
         in_two_parts,
-        by_value,
         norm_in_parts,
         scaled_by_hand,
         scaled_locally,
@@ -358,7 +299,7 @@ OPERATIONS: tuple[Operation, ...] = (
         scaled_twice_at_once,
     ),
     *(logged, logged_past_torch_functions, parameters_looked_at, decayed_by_hand, evaluated),
-    *(saved_between, looked_up_between, state_written, rate_changed, loaded_between, skipped, skipped_by_the_model),
-    *(skipped_if_not_finite, without_one, with_another, one_backward_more, step_twice, synchronized, away_between),
-    *(without_some, with_a_scaler),
+    *(saved_between, looked_up_between, loaded_between, skipped_by_the_model),
+    *(skipped_if_not_finite, without_one, with_another, one_backward_more, synchronized, away_between),
+    *(),
 )

@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fsdp_offload.checkpoint import ShardTensor, chunks_of, with_chunks
-from fsdp_offload.checkpoint.load_planner import load
-from fsdp_offload.checkpoint.rectangles import ShardChunks
+from fsdp_offload.checkpoint.chunks import ShardChunks
+from fsdp_offload.checkpoint.loading import load
 from fsdp_offload.torch_compat.dtensor import local_shard
 
 WHOLE = torch.arange(24.0).view(6, 4)

@@ -177,25 +177,11 @@ def evaluate(loop: Loop, step: int) -> None:
         look(loop)
 
 
-def evaluate_before_step(loop: Loop, step: int) -> None:
-    loop.backward(step)
-    if step in (3, 4):
-        look(loop)
-    loop.step()
-
-
 def look(loop: Loop) -> None:
     loop.model.eval()
     with torch.no_grad():
         loop.seen.append(loop.model(loop.batch(999)).item())
     loop.model.train()
-
-
-def clip(loop: Loop, step: int) -> None:
-    loop.backward(step)
-    norm = nn.utils.clip_grad_norm_(loop.model.parameters(), 0.1)
-    loop.seen.append(norm.full_tensor().item())
-    loop.step()
 
 
 def skip(loop: Loop, step: int) -> None:
@@ -206,11 +192,6 @@ def skip(loop: Loop, step: int) -> None:
     if step == 5:
         loop.optimizer.step()
     loop.optimizer.zero_grad()
-
-
-def use_other_parameters(loop: Loop, step: int) -> None:
-    loop.backward(step, extra=step not in (3, 4, 5))
-    loop.step()
 
 
 def save_and_load(loop: Loop, step: int) -> None:
@@ -240,26 +221,6 @@ def write_state(loop: Loop, step: int) -> None:
     if step == 6:
         loop.optimizer.param_groups[0]["weight_decay"] = 0.3
     loop.step()
-
-
-def zero_in_place(loop: Loop, step: int) -> None:
-    loop.backward(step)
-    loop.optimizer.step()
-    loop.optimizer.zero_grad(set_to_none=False)
-
-
-HABITS: dict[str, Habit] = {
-    "evaluate": evaluate,
-    "evaluate-before-step": evaluate_before_step,
-    "clip": clip,
-    "skip": skip,
-    "other-parameters": use_other_parameters,
-    "save-and-load": save_and_load,
-    "write-state": write_state,
-    "zero-in-place": zero_in_place,
-}
-NOT_IN_BACKWARD = {"skip", "write-state"}
-"""Loops that overlap="iteration" is not for, and refuses."""
 
 
 def adamw(params: Any) -> Optimizer:

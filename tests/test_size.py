@@ -10,22 +10,22 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 LIMITS = {
-    "fsdp_offload": 20_800,  # on its way to 12,000
-    "fsdp_offload/api": 1_740,
-    "fsdp_offload/checkpoint": 3_340,
+    "fsdp_offload": 20_200,  # on its way to 12,000; 230 are masters without offload, which the policy had not
+    "fsdp_offload/api": 1_800,  # 87 are add_masters
+    "fsdp_offload/checkpoint": 2_500,
     "fsdp_offload/core": 5_200,  # 3,000 for the loop; beside it what joins it to an optimizer, guesses, whole steps
     "fsdp_offload/cpu_update": 1_370,
     "fsdp_offload/device": 880,
-    "fsdp_offload/integrations": 400,
+    "fsdp_offload/integrations": 420,  # torchtitan 0.3 wants a config class
     "fsdp_offload/model": 700,
-    "fsdp_offload/optimizers": 2_160,
-    "fsdp_offload/plan": 1_470,  # on its way to 1,400
+    "fsdp_offload/optimizers": 2_350,  # 270 are the step and the loading of an optimizer with masters
+    "fsdp_offload/plan": 1_490,  # on its way to 1,400
     "fsdp_offload/planning": 290,
     "fsdp_offload/state": 610,
-    "fsdp_offload/torch_compat": 1_790,
-    "checkpoint_tools": 9_500,  # on its way to 5,500
+    "fsdp_offload/torch_compat": 1_880,  # 90 are private names that checkpoints use, which their folder had
+    "checkpoint_tools": 8_800,  # on its way to 5,500
     "examples/benchmarks": 2_070,  # 80 are the bound of an iteration, which the plan had
-    "tests": 49_200,  # on its way to 22,000; 300 are the tracer, which the package had
+    "tests": 45_000,  # on its way to 22,000; 300 are the tracer, which the package had, and 320 add_masters
 }
 FEWER = 0.9
 """A limit that is this far above what it limits is lowered."""

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from ..core.printing import be_printable
-from .error_lines import with_error_lines
+from ..core.text import be_printable
+from .common import with_error_lines
 from .look_commands import compare_checkpoints, inspect_checkpoint, seal_checkpoint, verify_checkpoint
 from .write_commands import PRESETS_EPILOG, convert_checkpoint, merge_parts, rename_weights, split_fused
 

@@ -3,16 +3,26 @@
 import gc
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ..core.errors import CheckpointError
-from ..core.patterns import idle_patterns, matches
-from ..core.sizes import counted, human_bytes, human_shape
-from .command_options import Folder, Json, MaxMemory, Patterns, Threads, parse_memory
-from .output import console, progress, say, say_json, say_notes, say_written
+from ..core.text import counted, human_bytes, human_shape, idle_patterns, matches
+from .common import (
+    Folder,
+    Json,
+    MaxMemory,
+    Patterns,
+    Threads,
+    console,
+    parse_memory,
+    progress,
+    say,
+    say_json,
+    say_notes,
+    say_written,
+)
 
 if TYPE_CHECKING:  # when a command runs: torch takes longer than all that help and wrong options need
     from ..look.verify import Files
@@ -77,14 +87,6 @@ def verify_checkpoint(
     finite: Annotated[
         bool, typer.Option("--finite", help="Also read floating-point data: no infinity, no NaN, and as written.")
     ] = False,
-    list_to_check: Annotated[
-        Path | None, typer.Option("--checksums", metavar="FILE", help="Also compare the files with this list.")
-    ] = None,
-    list_to_write: Annotated[
-        Path | None,
-        typer.Option("--write-checksums", metavar="FILE", help="Write such a list, if nothing is wrong."),
-    ] = None,
-    algorithm: Annotated[str, typer.Option(help="Of the list to write: sha256 or blake2b.")] = "sha256",
     threads: Threads = 4,
     max_memory: MaxMemory = "2GiB",
     as_json: Json = False,
@@ -93,18 +95,13 @@ def verify_checkpoint(
 
     It is whole if every element of every tensor is in exactly one chunk, all files are there and long enough, and every
     item in them is of the right shape and dtype, with all that is around the data as it was written. Whether the data
-    are as written takes --data, which reads all of them. The lists are those of sha256sum and b2sum. Exit code: 0
-    whole, 1 something is wrong, 2 it could not be checked.
+    are as written takes --data, which reads all of them. Exit code: 0 whole, 1 something is wrong, 2 it could not be
+    checked.
     """
     memory_bytes = parse_memory(max_memory, threads, 2)
-    if algorithm not in ("sha256", "blake2b"):
-        raise CheckpointError(f"--algorithm is sha256 or blake2b, not {algorithm}")
-    from ..look import checksums, verify
+    from ..look import verify
     from ..stored.opening import open_checkpoint
 
-    expected = None if list_to_check is None else checksums.read_checksums(list_to_check)
-    if list_to_write is not None and list_to_write.exists():
-        raise CheckpointError(f"{list_to_write} exists; compare with it (--checksums), or remove it first")
     checkpoint = open_checkpoint(path)
     problems, found = verify.check_structure(checkpoint, threads)
     checked = ["structure", "files"]
@@ -118,16 +115,7 @@ def verify_checkpoint(
             problems += verify.check_data(checkpoint, found.sound, threads, advance)
         checked.append("data")
         notes += verify.notes_on_checksums(checkpoint)
-    if expected is not None:
-        with progress("checksums", found.nbytes) as advance:
-            problems += checksums.check_checksums(checkpoint, *expected, found.sound, threads, advance)
-        checked.append("checksums")
     problems = list(dict.fromkeys(problems))
-    if list_to_write is not None and not problems:
-        with progress("checksums", found.nbytes) as advance:
-            files = checksums.files_of(checkpoint)
-            digests = checksums.checksums_of(checkpoint, files, algorithm, threads, advance)  # type: ignore[arg-type]
-        checksums.write_checksums(list_to_write, digests)
     _report(checkpoint, problems, found._replace(notes=tuple(notes)), checked, as_json)
     raise typer.Exit(1 if problems else 0)
 
@@ -219,7 +207,7 @@ def seal_checkpoint(path: Folder, threads: Threads = 4) -> None:
     verify --data then finds every bit that has changed. Only what is around the data is read, whose checksums the save
     has taken from memory. Exit code: 0 sealed, 2 it is not whole, or sealed already.
     """
-    from ..write.seal import seal  # torch takes longer than all that help and wrong options need
+    from ..integrity.seal import seal  # torch takes longer than all that help and wrong options need
 
     begin_s = time.monotonic()
     notes = seal(path, threads=threads)

@@ -1,6 +1,6 @@
 """The commands that write checkpoints: split and merge, which have their options in common, convert and rename.
 
-Their errors come from where they are found, and their tables and last lines from ``checkpoint_tools/write/rewrite.py``.
+Errors come from where they are found; tables and last lines from ``checkpoint_tools/rewrite/rewrite.py``.
 """
 
 import time
@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from ..core.errors import CheckpointError
-from ..core.sizes import counted, parse_bytes
-from ..fused.preset_files import preset_names, preset_subject
-from ..stored.formats import CASTABLE, is_torch_file
-from .command_options import (
+from ..core.text import counted, parse_bytes
+from ..fuse.preset_files import preset_names, preset_subject
+from ..stored.storage import CASTABLE, is_torch_file
+from .common import (
     Destination,
     DryRun,
     Json,
@@ -22,14 +22,16 @@ from .command_options import (
     Source,
     Values,
     WriteThreads,
+    check_json,
     parse_memory,
     parse_values,
+    say_plan,
+    say_written,
+    write_progress,
 )
-from .output import check_json, say_plan, say_written, write_progress
 
 if TYPE_CHECKING:  # when a command runs: torch takes longer than all that help and wrong options need
-    from ..exchange.request import Way
-    from ..fused.rules import Rule
+    from ..fuse.rules import Rule, Way
 
 
 # split and merge ------------------------------------------------------------------------------------------------------
@@ -128,8 +130,8 @@ def _rewrite(way: "Way", source: str, destination: str, asked: Asked, doing: Doi
     memory_bytes = parse_memory(doing.max_memory, doing.threads, 4)
     check_json(doing.as_json, doing.dry_run)
     numbers = parse_values(asked.values)
-    from ..exchange.request import Request, check_used, complete, not_known
-    from ..write import rewrite
+    from ..fuse.request import Request, check_used, complete, not_known
+    from ..rewrite import rewrite
 
     rules = _rules(asked.presets, asked.rule_files)
     request = Request(rules, numbers, asked.excluded or [], asked.only or [], asked.is_sure)
@@ -160,7 +162,7 @@ def _rewrite(way: "Way", source: str, destination: str, asked: Asked, doing: Doi
 
 
 def _rules(presets: Sequence[str] | None, files: Sequence[Path] | None) -> "list[Rule]":
-    from ..fused.rules import load_rules, preset
+    from ..fuse.rules import load_rules, preset
 
     try:
         rules = [rule for name in presets or () for rule in preset(name)]
@@ -234,6 +236,8 @@ def convert_checkpoint(
     if what not in ("model", "optimizer", "all"):
         raise CheckpointError(f"--what is model, optimizer or all, not {what}")
     check_json(as_json, dry_run)
+    if flat_to_nd and to == "safetensors":
+        raise CheckpointError("--flat-to-nd gives a checkpoint of DCP; convert that to safetensors afterwards")
     if flat_to_nd and (what != "all" or key_prefix is not None or dtype is not None):
         raise CheckpointError("--flat-to-nd changes state alone, and takes neither --what nor --key-prefix nor --dtype")
     if dtype is not None and dtype not in CASTABLE:
@@ -250,30 +254,32 @@ def convert_checkpoint(
 
     from ..convert import convert
     from ..convert.convert import Wanted
-    from ..write import rewrite
+    from ..rewrite import rewrite
 
     cast_to = None if dtype is None else getattr(torch, CASTABLE[dtype])
     wanted = Wanted(what, key_prefix, excluded or (), shard_bytes, cast_to)  # type: ignore[arg-type]
     for each in (source, shapes_from):
         if each is not None:
             rewrite.check_destination(each, destination)
-    opened = convert.open_source(source, to, key_prefix, threads, flat=flat_to_nd)
-    planned = convert.plan_flat(opened, shapes_from, wanted) if flat_to_nd else convert.plan(opened, wanted)
-    notes = [*opened.notes, *planned.notes]
+    if flat_to_nd:
+        planned = convert.plan_flat(source, shapes_from, wanted.excluded, threads=threads)
+    else:
+        planned = convert.plan(source, wanted, to=to, threads=threads)
     if dry_run:
-        shown = convert.as_json(planned) if as_json else convert.as_table(planned)
-        say_plan(shown, notes, convert.headline(opened, planned))
+        say_plan(planned.as_json() if as_json else planned.as_table(), planned.notes, planned.headline)
         return
     with write_progress("convert", planned.rewrite.nbytes) as advance:
-        convert.write(
-            opened,
-            planned,
+        rewrite.write(
+            planned.checkpoint,
+            planned.rewrite,
             destination,
             threads=threads,
             max_memory_bytes=memory_bytes,
             advance=advance,
+            beside=planned.beside,
+            sidecars=planned.sidecars,
         )
-    say_written(destination, convert.headline(opened, planned), notes, begin)
+    say_written(destination, planned.headline, planned.notes, begin)
 
 
 def _convert_torch(
@@ -286,8 +292,8 @@ def _convert_torch(
         raise CheckpointError("--exclude is not for files of torch.save; convert all, and leave out afterwards")
     from ..convert import torch_files
     from ..look.verify import notes_on_checksums
+    from ..rewrite import rewrite
     from ..stored.opening import open_checkpoint
-    from ..write import rewrite
 
     rewrite.check_destination(source, destination)
     if to == "torch":

@@ -2,29 +2,29 @@
 
 ::
 
-    SRC ──open──▶ Source ──plan──▶ ConversionPlan ──rewrite.write──▶ DST
+    SRC ──plan──▶ Conversion ──rewrite.write──▶ DST
 
-Written as split and merge write; see :mod:`checkpoint_tools.write.rewrite`.
+Written as split and merge write; see :mod:`checkpoint_tools.rewrite.rewrite`.
 """
 
 import base64
-import functools
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import PurePath
 from typing import Any, Literal, NamedTuple
 
 import torch
 
 from ..core.errors import CheckpointError
-from ..core.parts import Comb
-from ..core.patterns import check_excluded, is_excluded
-from ..core.regions import Index, TensorRegion, stretches, whole_of
-from ..core.sizes import counted, human_bytes, natural_order
+from ..core.regions import Comb, Index, TensorRegion, stretches, whole_of
 from ..core.tables import Table
-from ..fused.keys import Exchange, Fusion, Owners, StateName, sorted_out
-from ..stored.formats import CASTABLE
+from ..core.text import check_excluded, counted, human_bytes, is_excluded, natural_order
+from ..fuse.names import Owners, StateName, sorted_out
+from ..fuse.plan import Exchange, Fusion
+from ..rewrite import rewrite
+from ..rewrite.rewrite_plan import NewTensor, Piece, Rewrite, gathered, given, in_files, plan_rewrite
+from ..rewrite.sidecars import Sidecars, sidecars_of
 from ..stored.items import ItemReader
 from ..stored.opening import open_checkpoint
 from ..stored.reading import Checkpoint, StoredTensor
@@ -45,18 +45,16 @@ from ..stored.safetensors_folder import (
     open_safetensors,
     path_of,
 )
-from ..write import rewrite
-from ..write.rewrite_plan import NewTensor, Piece, Rewrite, gathered, in_files, plan_rewrite
-from ..write.sidecars import Sidecars, sidecars_of
-
-# The plan -------------------------------------------------------------------------------------------------------------
-
+from ..stored.storage import CASTABLE
 
 What = Literal["model", "optimizer", "all"]
+Format = Literal["safetensors", "dcp"]
+Shape = tuple[int, ...]
 
 _CASTABLE = {getattr(torch, name) for name in CASTABLE.values()}
 _DEFAULT_PREFIX = f"{MODEL}."
 _LEAVE_OUT = "leave it out with --exclude"
+_NO_EXCHANGE = Exchange((), {}, {}, {}, 0)
 
 
 class Wanted(NamedTuple):
@@ -70,43 +68,89 @@ class Wanted(NamedTuple):
         dtype: of the model's floating-point tensors, if they get another one.
     """
 
-    what: What
-    key_prefix: str | None
-    excluded: Sequence[str]
-    shard_bytes: int
+    what: What = "all"
+    key_prefix: str | None = None
+    excluded: Sequence[str] = ()
+    shard_bytes: int = 5_000_000_000
     dtype: torch.dtype | None = None
 
 
-class ConversionPlan(NamedTuple):
-    """Files of a conversion, planned and not yet written.
+class Conversion(NamedTuple):
+    """A conversion, planned and not yet written.
 
     Attributes:
+        checkpoint: the source, found whole.
+        to: the format that it gets.
         rewrite: files with data.
-        beside: those without.
-        key_prefix: that the model's keys have in the checkpoint, and not in safetensors.
-        notes: what people should know.
+        notes: for the user.
+        sidecars: files beside the data, which are copied.
+        beside: new files without data.
+        key_prefix: that the model's keys have in DCP, and not in safetensors.
     """
 
+    checkpoint: Checkpoint
+    to: Format
     rewrite: Rewrite
-    beside: Mapping[str, bytes]
-    key_prefix: str
     notes: tuple[str, ...]
+    sidecars: tuple[str, ...]
+    beside: Mapping[str, bytes] = {}
+    key_prefix: str = ""
+
+    @property
+    def headline(self) -> str:
+        """What is written, in a line."""
+        new = self.rewrite
+        size = f"{human_bytes(new.nbytes)} in {counted(len(new.files), 'file')}"
+        flat = new.exchange.fusions
+        if flat:
+            return f"{counted(len(flat), 'flat state tensor')} given the shape of the parameter; {size}"
+        prefix = f"; keys of the model begin with {self.key_prefix!r} in DCP" if self.key_prefix else ""
+        return f"{counted(len(new.tensors), 'tensor')} as {self.to}, {size}{prefix}"
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the plan for JSON, with sizes in bytes."""
+        return {
+            "key_prefix": self.key_prefix,
+            "keys": len(self.rewrite.tensors) + len(self.rewrite.objects),
+            "files": self.rewrite.file_bytes(),
+            "nbytes": self.rewrite.nbytes,
+            "flat": [fusion.fused for fusion in self.rewrite.exchange.fusions],
+        }
+
+    def as_table(self) -> Table:
+        """Return a table with a row for each file: its first tensor, count and size."""
+        table = Table("file", "first", numbers=("tensors", "size"))
+        for file, nbytes in self.rewrite.file_bytes().items():
+            keys = list(dict.fromkeys(piece.key for piece in self.rewrite.files[file] if piece.region is not None))
+            table.add_row(file, keys[0] if keys else "", f"{len(keys):,}", human_bytes(nbytes))
+        return table
 
 
-def whole(shape: Sequence[int]) -> Comb:
-    """Return the comb of a tensor that is its own only part; a scalar counts as one dropped index."""
-    return Comb(0, shape[0], shape[0], 1) if shape else Comb(0, 1, 1, 1, is_dropped=True)
+def plan(source: str, wanted: Wanted, *, to: str | None = None, threads: int = 4) -> Conversion:
+    """Open a checkpoint, find it whole, and plan its conversion to the other format.
+
+    Raises:
+        CheckpointError: it is not whole, has that format already, or the other format cannot have what is in it.
+    """
+    if to not in (None, "safetensors", "dcp"):
+        raise CheckpointError(f"--to is safetensors or dcp, not {to}")
+    expected: Format = "dcp" if is_safetensors(source) else "safetensors"
+    if to not in (None, expected):
+        other = "safetensors" if expected == "dcp" else "a checkpoint of DCP"
+        raise CheckpointError(f"{source} is {other} already; give --to {expected}, or nothing")
+    if expected == "safetensors":
+        return _to_safetensors(*rewrite.open_whole(source, threads), wanted)
+    folders = open_safetensors(source, wanted.key_prefix)
+    rewrite.check_whole(folders.checkpoint, threads)
+    is_file = PurePath(source).suffix == SUFFIX
+    sidecars = Sidecars((), ()) if is_file else sidecars_of(folders.checkpoint, folders.own_files)
+    return _to_dcp(folders, sidecars, wanted)
 
 
 # --- to safetensors --------------------------------------------------------------------------------------------------
 
 
-def to_safetensors(checkpoint: Checkpoint, wanted: Wanted) -> ConversionPlan:
-    """Plan the conversion of a DCP checkpoint to safetensors.
-
-    Raises:
-        CheckpointError: safetensors, or JSON, cannot have what is in it.
-    """
+def _to_safetensors(checkpoint: Checkpoint, sidecars: Sidecars, wanted: Wanted) -> Conversion:
     parts = _Parts(checkpoint, wanted)
     builder = _ConversionBuilder(checkpoint, frozenset(parts.model), wanted.dtype)
     last_files: dict[str, bytes] = {}
@@ -121,7 +165,9 @@ def to_safetensors(checkpoint: Checkpoint, wanted: Wanted) -> ConversionPlan:
             last_files[f"{part}{INDEX_SUFFIX}"] = content.encode() + b"\n"
     if wanted.what != "model" and (parts.objects or parts.others or parts.odd_paths(checkpoint)):
         last_files = {OBJECTS_FILE: _objects_file(checkpoint, parts), **last_files}
-    return ConversionPlan(builder.rewrite({}, ()), last_files, parts.prefix, tuple(parts.notes))
+    notes = (*rewrite.notes_on(checkpoint, sidecars), *parts.notes)
+    new = builder.rewrite({}, ())
+    return Conversion(checkpoint, "safetensors", new, notes, sidecars.files, last_files, parts.prefix)
 
 
 class _Parts:
@@ -217,31 +263,32 @@ def _by_line(values: Mapping[str, Any]) -> str:
 # --- to DCP ----------------------------------------------------------------------------------------------------------
 
 
-def to_dcp(folders: Folders, wanted: Wanted) -> ConversionPlan:
-    """Plan the conversion of safetensors to a DCP checkpoint.
-
-    Raises:
-        CheckpointError: nothing of what is wanted is there.
-    """
+def _to_dcp(folders: Folders, sidecars: Sidecars, wanted: Wanted) -> Conversion:
     checkpoint = folders.checkpoint
-    check_excluded(wanted.excluded, [*checkpoint.tensors, *checkpoint.objects])
-    keys = [key for key in (*checkpoint.tensors, *checkpoint.objects) if _is_wanted(key, folders, wanted)]
+    everything = [*checkpoint.tensors, *checkpoint.objects]
+    check_excluded(wanted.excluded, everything)
+    keys = [
+        key
+        for key in everything
+        if not is_excluded(key, wanted.excluded)
+        and (wanted.what == "all" or (wanted.what == MODEL) == (key in folders.model_keys))
+    ]
     if not keys:
         raise CheckpointError(f"{checkpoint.path} has nothing that would be converted; see --what and --exclude")
     builder = _ConversionBuilder(checkpoint, folders.model_keys, wanted.dtype)
     builder.add_dcp(keys, wanted.shard_bytes)
     objects = tuple(key for key in keys if key in checkpoint.objects)
-    rewrite = builder.rewrite({key: checkpoint.paths[key] for key in keys}, objects)
-    return ConversionPlan(rewrite, {}, folders.key_prefix, ())
-
-
-def _is_wanted(key: str, folders: Folders, wanted: Wanted) -> bool:
-    if is_excluded(key, wanted.excluded):
-        return False
-    return wanted.what == "all" or (wanted.what == MODEL) == (key in folders.model_keys)
+    new = builder.rewrite({key: checkpoint.paths[key] for key in keys}, objects)
+    notes = tuple(rewrite.notes_on(checkpoint, sidecars))
+    return Conversion(checkpoint, "dcp", new, notes, sidecars.files, key_prefix=folders.key_prefix)
 
 
 # --- what both share -------------------------------------------------------------------------------------------------
+
+
+def _whole(shape: Sequence[int]) -> Comb:
+    """Return the comb of a tensor that is its own only part; a scalar counts as one dropped index."""
+    return Comb(0, shape[0], shape[0], 1) if shape else Comb(0, 1, 1, 1, is_dropped=True)
 
 
 class _ConversionBuilder:
@@ -303,44 +350,40 @@ class _ConversionBuilder:
                 content = self._checkpoint.objects[key].content
                 assert content is not None
                 file = f"__{max(len(self._files) - 1, 0)}_0.distcp"
-                piece = Piece(key, None, len(content), functools.partial(_given, content))
+                piece = Piece(key, None, len(content), given(content))
                 self._files.setdefault(file, []).append(piece)
 
     def _pieces(self, tensor: StoredTensor, regions: Iterable[TensorRegion]) -> Iterator[Piece]:
         dtype = self.dtype_of(tensor)
         self._tensors[tensor.key] = NewTensor(tensor.key, tensor.shape, dtype)
-        fusion = Fusion(tensor.key, (tensor.key,), tensor.shape, tensor.dtype, 0, (whole(tensor.shape),))
+        fusion = Fusion(tensor.key, (tensor.key,), tensor.shape, tensor.dtype, 0, (_whole(tensor.shape),))
         sources = (Index(tensor.chunks),)
         for region in regions:
             yield from gathered(fusion, region, sources, dtype)
 
     def rewrite(self, paths: Mapping[str, tuple[str | int, ...]], objects: tuple[str, ...]) -> Rewrite:
-        return Rewrite(self._tensors, objects, self._files, paths, Exchange((), {}, {}, {}, 0), self._heads)
+        return Rewrite(self._tensors, objects, self._files, paths, _NO_EXCHANGE, self._heads)
 
 
-def _given(content: bytes, reader: ItemReader) -> bytes:
-    del reader
-    return content
+# --- flat state ------------------------------------------------------------------------------------------------------
 
 
-# Flat state -----------------------------------------------------------------------------------------------------------
-
-
-Shape = tuple[int, ...]
-
-
-def flat_to_nd(checkpoint: Checkpoint, shapes_from: Checkpoint | None, excluded: Sequence[str]) -> Rewrite:
-    """Plan a checkpoint in which flat optimizer state has its parameter's shape.
+def plan_flat(source: str, shapes_from: str | None, excluded: Sequence[str], *, threads: int = 4) -> Conversion:
+    """Plan a checkpoint of DCP in which flat optimizer state has its parameter's shape.
 
     Args:
-        checkpoint: with the state.
-        shapes_from: with the model, if that is another one.
+        source: the checkpoint with the state.
+        shapes_from: the one with the model, if that is another.
         excluded: patterns of keys that stay as they are.
+        threads: how many files are read at the same time.
 
     Raises:
         CheckpointError: state of which it is not known what its shape should be, or nothing that is flat.
     """
-    model = shapes_from or checkpoint
+    if is_safetensors(source):
+        raise CheckpointError(f"--flat-to-nd is for checkpoints of DCP, and {source} has safetensors")
+    checkpoint, sidecars = rewrite.open_whole(source, threads)
+    model = checkpoint if shapes_from is None else open_checkpoint(shapes_from)
     names = sorted_out([*model.tensors, *model.objects], model.paths)
     shapes = {key: model.tensors[key].shape for key in names.others if key in model.tensors}
     if not shapes:
@@ -356,10 +399,11 @@ def flat_to_nd(checkpoint: Checkpoint, shapes_from: Checkpoint | None, excluded:
             shape = _shape_of(name, tensor.shape, owners, shapes)
             if shape != tensor.shape:
                 parts = (name.key,)
-                fusions.append(Fusion(name.key, parts, shape, tensor.dtype, 0, (whole(shape),), is_flat=True))
+                fusions.append(Fusion(name.key, parts, shape, tensor.dtype, 0, (_whole(shape),), is_flat=True))
     if not fusions:
         raise CheckpointError(f"{checkpoint.path} has no flat state: all is of its parameters' shapes, or excluded")
-    return plan_rewrite(checkpoint, Exchange(tuple(fusions), {}, {}, {}, 0))
+    new = plan_rewrite(checkpoint, _NO_EXCHANGE._replace(fusions=tuple(fusions)))
+    return Conversion(checkpoint, "dcp", new, tuple(rewrite.notes_on(checkpoint, sidecars)), sidecars.files)
 
 
 def _shape_of(name: StateName, shape: Shape, owners: Owners, shapes: Mapping[str, Shape]) -> Shape:
@@ -368,7 +412,7 @@ def _shape_of(name: StateName, shape: Shape, owners: Owners, shapes: Mapping[str
         return shape
     try:
         owner = owners.of(name.fqn, lambda one, other: shapes[one] == shapes[other])
-    except CheckpointError as error:
+    except ValueError as error:
         raise CheckpointError(
             f"{name.key} may belong to several tensors of the model, which have different shapes; give --shapes-from a "
             "checkpoint of that model alone, or leave it as it is with --exclude"
@@ -385,148 +429,3 @@ def _shape_of(name: StateName, shape: Shape, owners: Owners, shapes: Mapping[str
             "elements; leave it as it is with --exclude, if it is not flat"
         )
     return wanted
-
-
-# Doing it -------------------------------------------------------------------------------------------------------------
-
-
-Format = Literal["safetensors", "dcp"]
-
-
-class Source(NamedTuple):
-    """Checkpoint to be converted, opened and found whole.
-
-    Attributes:
-        checkpoint: of either format.
-        folders: the same as safetensors, if it is that.
-        to: the format that it gets.
-        notes: what there is to be said about it.
-        sidecars: files beside the data, which are copied.
-    """
-
-    checkpoint: Checkpoint
-    folders: Folders | None
-    to: Format
-    notes: tuple[str, ...]
-    sidecars: tuple[str, ...]
-
-
-def open_source(source: str, to: str | None, key_prefix: str | None, threads: int, *, flat: bool = False) -> Source:
-    """Open what is to be converted, and find it whole.
-
-    Raises:
-        CheckpointError: it is not, or it has that format already.
-    """
-    if to not in (None, "safetensors", "dcp"):
-        raise CheckpointError(f"--to is safetensors or dcp, not {to}")
-    if is_safetensors(source):
-        if flat:
-            raise CheckpointError(f"--flat-to-nd is for checkpoints of DCP, and {source} has safetensors")
-        _check_changes("dcp", to, source)
-        folders = open_safetensors(source, key_prefix)
-        rewrite.check_whole(folders.checkpoint, threads)
-        is_file = PurePath(source).suffix == ".safetensors"
-        sidecars = Sidecars((), ()) if is_file else sidecars_of(folders.checkpoint, folders.own_files)
-        notes = rewrite.notes_on(folders.checkpoint, sidecars)
-        return Source(folders.checkpoint, folders, "dcp", tuple(notes), sidecars.files)
-    if flat and to == "safetensors":
-        raise CheckpointError("--flat-to-nd gives a checkpoint of DCP; convert that to safetensors afterwards")
-    if not flat:
-        _check_changes("safetensors", to, source)
-    checkpoint, sidecars = rewrite.open_whole(source, threads)
-    notes = rewrite.notes_on(checkpoint, sidecars)
-    return Source(checkpoint, None, "dcp" if flat else "safetensors", tuple(notes), sidecars.files)
-
-
-def _check_changes(expected: Format, to: str | None, source: str) -> None:
-    if to not in (None, expected):
-        other = "safetensors" if expected == "dcp" else "a checkpoint of DCP"
-        raise CheckpointError(f"{source} is {other} already; give --to {expected}, or nothing")
-
-
-def plan(source: Source, wanted: Wanted) -> ConversionPlan:
-    """Plan the new checkpoint.
-
-    Raises:
-        CheckpointError: the other format cannot have it.
-    """
-    if source.folders is not None:
-        return to_dcp(source.folders, wanted)
-    return to_safetensors(source.checkpoint, wanted)
-
-
-def plan_flat(source: Source, shapes_from: str | None, wanted: Wanted) -> ConversionPlan:
-    """Plan the new checkpoint for ``--flat-to-nd``.
-
-    Raises:
-        CheckpointError: it is not known which shapes the state should have.
-    """
-    other = None if shapes_from is None else open_checkpoint(shapes_from)
-    return ConversionPlan(flat_to_nd(source.checkpoint, other, wanted.excluded), {}, "", ())
-
-
-def write(
-    source: Source,
-    planned: ConversionPlan,
-    destination: str,
-    *,
-    threads: int,
-    max_memory_bytes: int,
-    advance: Callable[[int], object] = lambda done: None,
-) -> None:
-    """Write it.
-
-    Raises:
-        CheckpointError: the source cannot be read, or the destination not be written.
-    """
-    rewrite.write(
-        source.checkpoint,
-        planned.rewrite,
-        destination,
-        threads=threads,
-        max_memory_bytes=max_memory_bytes,
-        advance=advance,
-        beside=planned.beside,
-        sidecars=source.sidecars,
-    )
-
-
-# --- shown -----------------------------------------------------------------------------------------------------------
-
-
-def as_json(planned: ConversionPlan) -> dict[str, Any]:
-    """Return the plan for JSON, with sizes in bytes."""
-    return {
-        "key_prefix": planned.key_prefix,
-        "keys": len(planned.rewrite.tensors) + len(planned.rewrite.objects),
-        "files": planned.rewrite.file_bytes(),
-        "nbytes": planned.rewrite.nbytes,
-        "flat": [fusion.fused for fusion in planned.rewrite.exchange.fusions],
-    }
-
-
-def as_table(planned: ConversionPlan) -> Table:
-    """Return a table with a row for each file: its first tensor, count and size."""
-    table = Table("file", "first", numbers=("tensors", "size"))
-    for file, nbytes in planned.rewrite.file_bytes().items():
-        keys = list(_keys_by_file(planned.rewrite)[file])
-        table.add_row(file, keys[0] if keys else "", f"{len(keys):,}", human_bytes(nbytes))
-    return table
-
-
-def _keys_by_file(rewrite: Rewrite) -> Mapping[str, dict[str, None]]:
-    return {
-        file: {piece.key: None for piece in pieces if piece.region is not None}
-        for file, pieces in rewrite.files.items()
-    }
-
-
-def headline(source: Source, planned: ConversionPlan) -> str:
-    """Say in a line what is done."""
-    new = planned.rewrite
-    size = f"{human_bytes(new.nbytes)} in {counted(len(new.files), 'file')}"
-    flat = new.exchange.fusions
-    if flat:
-        return f"{counted(len(flat), 'flat state tensor')} given the shape of the parameter; {size}"
-    prefix = f"; keys of the model begin with {planned.key_prefix!r} in DCP" if planned.key_prefix else ""
-    return f"{counted(len(new.tensors), 'tensor')} as {source.to}, {size}{prefix}"

@@ -21,15 +21,14 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from ..core.errors import CheckpointError
-from ..core.patterns import check_excluded, is_excluded
 from ..core.regions import whole_of
-from ..core.sizes import human_bytes, shortened
+from ..core.text import check_excluded, human_bytes, is_excluded, shortened
 from ..core.values import MAX_VALUES, has_more_values
+from ..integrity.seal import seal
+from ..rewrite.save import appearing
 from ..stored.items import Archive, DamagedError, ItemReader
 from ..stored.reading import Checkpoint
-from ..stored.storage import LocalFolder
-from ..write.save import appearing
-from ..write.seal import seal
+from ..stored.storage import Folder
 
 _MAX_DIGITS = 10  # of a parameter's number
 _WITHOUT = "torch.serialization.set_crc32_options(False) was in force"
@@ -62,7 +61,7 @@ def to_dcp(source: str, destination: str, max_memory_bytes: int) -> tuple[int, l
 def _check(source: str) -> bool:
     """Compare all of the file with its checksums, which mapping it does not. Whether it has any."""
     try:
-        folder, name = LocalFolder(os.path.dirname(source) or "."), os.path.basename(source)
+        folder, name = Folder(os.path.dirname(source) or "."), os.path.basename(source)
         archive = Archive(folder.view(name, 0, folder.size_bytes(name)))
         archive.check()
     except FileNotFoundError as error:

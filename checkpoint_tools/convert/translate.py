@@ -19,16 +19,17 @@ from typing import Any, NamedTuple
 import torch
 
 from ..core.errors import CheckpointError
-from ..core.patterns import is_excluded
-from ..exchange.config_values import COMMON_FILE, FORMAT_FILE, with_told
-from ..exchange.exchange import Draft, listed, read_groups, relisted
-from ..exchange.request import Request, Way, complete
-from ..fused.keys import Exchange, sorted_out
-from ..fused.rules import Rule, rules_of, template_filled, template_pattern
+from ..core.text import is_excluded
+from ..fuse.config_values import COMMON_FILE, FORMAT_FILE, with_told
+from ..fuse.files import read_groups, relisted
+from ..fuse.names import sorted_out
+from ..fuse.plan import Draft, Exchange, listed
+from ..fuse.request import Request, complete
+from ..fuse.rules import Rule, Way, rules_of, template_filled, template_pattern
+from ..rewrite import rewrite
+from ..rewrite.rewrite_plan import Rewrite, plan_rewrite
+from ..rewrite.save import held
 from ..stored.reading import Checkpoint
-from ..write import rewrite
-from ..write.rewrite_plan import Rewrite, plan_rewrite
-from ..write.save import held
 
 # Families of models ---------------------------------------------------------------------------------------------------
 
@@ -167,7 +168,8 @@ def rename_exchange(checkpoint: Checkpoint, rename: Rename, excluded: Sequence[s
     """
     names = sorted_out([*checkpoint.tensors, *checkpoint.objects], checkpoint.paths)
     prefix = _prefix_of([key for key in names.others if key in checkpoint.tensors], rename)
-    draft = Draft(checkpoint)
+    draft = Draft(frozenset((*checkpoint.tensors, *checkpoint.objects)), checkpoint.paths)
+    objects: dict[str, bytes] = {}
     unknown: list[str] = []
 
     def new_name(name: str) -> str | None:
@@ -181,28 +183,31 @@ def rename_exchange(checkpoint: Checkpoint, rename: Rename, excluded: Sequence[s
         is_left_out = is_excluded(key, excluded) or is_excluded(key.removeprefix(prefix), rename.ignored)
         if key in checkpoint.tensors or is_left_out:
             new = None if is_left_out else new_name(key)
-            draft.drop(key)
+            draft.copies[key] = ()
             if new is not None:
                 draft.copies[key] = (new,)
                 draft.paths[new] = (new,)
     for state in names.states:
         new = None if is_excluded(state.key, excluded) else new_name(state.fqn)
         if new is None:
-            draft.drop(state.key)
+            draft.copies[state.key] = ()
         else:
             draft.copy(state, [new])
     groups = read_groups(checkpoint, names.groups)
     for name, content in groups.items():
         if listed(content, name):
-            draft.objects[name.key] = relisted(content, name, lambda fqn: _as_list(fqn, new_name))
+            objects[name.key] = relisted(content, name, lambda fqn: _as_list(fqn, new_name))
     if unknown:
         more = f" and {len(unknown) - _NAMES_IN_ERRORS:,} more" if len(unknown) > _NAMES_IN_ERRORS else ""
         raise CheckpointError(
             f"no name is known for {', '.join(unknown[:_NAMES_IN_ERRORS])}{more}. Is it this family, and this "
             "framework? What is to be left out can be named with --exclude"
         )
-    draft.check_new_keys()
-    return draft.exchange(len(draft.copies), ())
+    try:
+        draft.check_new_keys()
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
+    return Exchange((), draft.copies, objects, draft.paths, len(draft.copies))
 
 
 def _as_list(fqn: Any, new_name: Any) -> Sequence[Any]:

@@ -1,7 +1,18 @@
-"""Rectangles of a tensor: divided into stretches, cut with each other, joined, and taken from a part to the whole.
+"""Rectangles of tensors, and the parts of fused tensors in them and in their shards. Integers in, integers out.
 
-Integers in, integers out, as in :mod:`checkpoint_tools.core.parts`. A *stretch* of a rectangle is a smaller one whose
-elements follow each other in the row-major memory of the larger one::
+Along one dimension, every layout that fused projections have is a *comb*: blocks of equal length at equal distances::
+
+    concatenated   gggguuuu    gate: 1 block of 4 at 0           up: 1 block of 4 at 4
+    grouped        gguugguu    gate: 2 blocks of 2, every 4      up: the same, from 2 on
+    interleaved    gugugugu    gate: 4 blocks of 1, every 2      up: the same, from 1 on
+    stacked        gu          gate: index 0                     up: index 1; the parts do not have the dimension
+
+::
+
+    sizes, layout ──combs_of──▶ Comb of each part ──▶ part_chunks(chunks of a shard, Comb) ──▶ chunks of the part,
+                                                                                             in the same local memory
+
+A *stretch* of a rectangle is a smaller one whose elements follow each other in the row-major memory of the larger one::
 
     rectangle 4 × 6      stretches of up to 12      of up to 4
     ┌────────────┐       ┌────────────┐ 1           ┌───────┬────┐
@@ -13,12 +24,147 @@ elements follow each other in the row-major memory of the larger one::
 import bisect
 import itertools
 import math
-from collections.abc import Iterable, Iterator
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
 
-from .parts import Comb
+from fsdp_offload.checkpoint import Chunk, ShardChunks
+from fsdp_offload.checkpoint.chunks import contiguous_strides
 
 Shape = tuple[int, ...]
+Layout = Literal["concatenated", "interleaved", "grouped", "stacked"]
+
+
+class Comb(NamedTuple):
+    """The indices of one part along the fused dimension: so many ``blocks`` of ``length``, ``distance`` apart.
+
+    ``is_dropped``: the part has one index there, and does not have the dimension.
+    """
+
+    start: int
+    length: int
+    distance: int
+    blocks: int
+    is_dropped: bool = False
+
+    @property
+    def size(self) -> int:
+        """Return the part's size along the dimension."""
+        return self.length * self.blocks
+
+    def part_shape(self, fused_shape: Sequence[int], dim: int) -> tuple[int, ...]:
+        """Return the part's shape for a fused tensor of that shape; ``dim`` is not negative."""
+        own = () if self.is_dropped else (self.size,)
+        return (*fused_shape[:dim], *own, *fused_shape[dim + 1 :])
+
+
+def combs_of(sizes: Sequence[int], layout: Layout, groups: int = 1) -> tuple[Comb, ...]:
+    """Return the comb of each part.
+
+    Args:
+        sizes: of the parts along the fused dimension, over all groups.
+        layout: how they are fused. Interleaved parts have equal sizes, and stacked ones size 1.
+        groups: for ``grouped``: how many; each has an equal share of every part.
+
+    Raises:
+        ValueError: sizes that the layout does not allow.
+    """
+    if layout == "interleaved":
+        if len(set(sizes)) > 1:
+            raise ValueError(f"interleaved parts have equal sizes, got {list(sizes)}")
+        return tuple(Comb(number, 1, len(sizes), size) for number, size in enumerate(sizes))
+    if layout == "stacked":
+        if set(sizes) != {1}:
+            raise ValueError(f"stacked parts have one index each, got {list(sizes)}")
+        return tuple(Comb(number, 1, len(sizes), 1, is_dropped=True) for number in range(len(sizes)))
+    count = groups if layout == "grouped" else 1
+    if count < 1 or any(size % count for size in sizes):
+        raise ValueError(f"part sizes {list(sizes)} do not divide into {count} groups")
+    starts = itertools.accumulate((size // count for size in sizes), initial=0)
+    distance = sum(sizes) // count
+    return tuple(Comb(start, size // count, distance, count) for start, size in zip(starts, sizes, strict=False))
+
+
+def part_chunks(fused: ShardChunks, dim: int, comb: Comb) -> ShardChunks:
+    """List a part's rectangles on this rank, as places in the memory of its shard of the fused tensor.
+
+    Args:
+        fused: this rank's chunks of the fused tensor.
+        dim: the fused dimension, not negative.
+        comb: the part.
+
+    Returns:
+        Chunks of the part's global shape over the whole local buffer of ``fused``. A rank that has nothing of the part
+        has one chunk without elements, at the end of dimension 0.
+    """
+    shape = comb.part_shape(fused.global_shape, dim)
+    chunks = tuple(piece for chunk in fused.chunks for piece in _cut(chunk, dim, comb) if piece.numel)
+    if comb.is_dropped:
+        chunks = tuple(_without(chunk, dim) for chunk in chunks)
+    if not chunks and shape:  # a part without dimensions has no chunk without elements
+        nothing = nothing_of(shape)
+        chunks = (Chunk(*nothing, 0, contiguous_strides(nothing.sizes)),)
+    return ShardChunks(shape, fused.local_shape, chunks)
+
+
+def span_of(part: ShardChunks) -> tuple[int, ShardChunks]:
+    """Return the range of local memory from the part's first element to its last, and its chunks in it.
+
+    Returns:
+        Where the stretch begins in the flat local buffer, and the chunks with the stretch as their buffer.
+    """
+    chunks = [chunk for chunk in part.chunks if chunk.numel]
+    if not chunks:
+        return 0, ShardChunks(part.global_shape, (0,), part.chunks)
+    begin = min(chunk.local_start for chunk in chunks)
+    end = max(_last_element(chunk) for chunk in chunks) + 1
+    moved = tuple(chunk._replace(local_start=chunk.local_start - begin) for chunk in chunks)
+    return begin, ShardChunks(part.global_shape, (end - begin,), moved)
+
+
+def _cut(chunk: Chunk, dim: int, comb: Comb) -> Iterator[Chunk]:
+    """Cut a rectangle to the part's elements, in the part's own coordinates."""
+    begin, end = chunk.offsets[dim], chunk.offsets[dim] + chunk.sizes[dim]
+    if comb.length == 1:  # one strided rectangle instead of many thin ones
+        first, last = (_blocks_before(comb, at) for at in (begin, end))
+        if first < last:
+            fused_at = comb.start + first * comb.distance
+            yield _piece(chunk, dim, first, last - first, fused_at - begin, comb.distance)
+        return
+    for block in range(_blocks_before(comb, begin - comb.length + 1), _blocks_before(comb, end)):
+        block_at = comb.start + block * comb.distance
+        lower, upper = max(begin, block_at), min(end, block_at + comb.length)
+        if lower < upper:
+            yield _piece(chunk, dim, block * comb.length + lower - block_at, upper - lower, lower - begin, 1)
+
+
+def _blocks_before(comb: Comb, index: int) -> int:
+    """Count the comb's blocks that begin before ``index``."""
+    return min(max(-(-(index - comb.start) // comb.distance), 0), comb.blocks) if comb.distance else 0
+
+
+def _piece(chunk: Chunk, dim: int, part_at: int, size: int, local_at: int, step: int) -> Chunk:
+    strides = list(chunk.local_strides)
+    start = chunk.local_start + local_at * strides[dim]
+    strides[dim] *= step
+    offsets = (*chunk.offsets[:dim], part_at, *chunk.offsets[dim + 1 :])
+    sizes = (*chunk.sizes[:dim], size, *chunk.sizes[dim + 1 :])
+    return Chunk(offsets, sizes, start, tuple(strides))
+
+
+def _without(chunk: Chunk, dim: int) -> Chunk:
+    """Drop a dimension that has one index."""
+    offsets, sizes, strides = ((*of[:dim], *of[dim + 1 :]) for of in (chunk.offsets, chunk.sizes, chunk.local_strides))
+    return Chunk(offsets, sizes, chunk.local_start, strides)
+
+
+def nothing_of(shape: Shape) -> "TensorRegion":
+    """Return an empty rectangle as torch's empty shards have it: at the end of dimension 0, so all are alike."""
+    return TensorRegion((shape[0], *(0 for _ in shape[1:])), (0, *shape[1:]))
+
+
+def _last_element(chunk: Chunk) -> int:
+    extents = zip(chunk.sizes, chunk.local_strides, strict=True)
+    return chunk.local_start + sum((size - 1) * stride for size, stride in extents)
 
 
 class TensorRegion(NamedTuple):
@@ -117,7 +263,7 @@ def _end(region: TensorRegion, dim: int) -> int:
 def fused_regions(part: Placed, dim: int, comb: Comb) -> Iterator[TensorRegion]:
     """Yield a part's rectangle in the fused tensor: one rectangle for each block of the comb that it touches.
 
-    The inverse of :func:`checkpoint_tools.core.parts.part_chunks`.
+    The inverse of :func:`checkpoint_tools.core.regions.part_chunks`.
     """
     if not math.prod(part.sizes):
         return

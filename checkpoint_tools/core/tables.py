@@ -8,7 +8,7 @@ from rich.segment import Segment
 from rich.style import Style
 from rich.text import Text
 
-from .printing import printable
+from .text import printable
 
 _GAP = "  "
 

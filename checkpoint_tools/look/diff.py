@@ -16,10 +16,10 @@ from typing import NamedTuple
 
 from ..core.errors import CheckpointError
 from ..core.regions import stretches, whole_of
-from ..core.sizes import MAX_ITEM_BYTES, block_bounds, counted, human_shape, natural_order, short_repr, thread_bytes
 from ..core.tables import Table
+from ..core.text import MAX_ITEM_BYTES, block_bounds, counted, human_shape, natural_order, short_repr, thread_bytes
 from ..core.values import Comparison, compare_values, same_values
-from ..fused.keys import sorted_out
+from ..fuse.names import sorted_out
 from ..stored.items import ItemReader
 from ..stored.reading import Checkpoint, StoredTensor
 from .verify import check_coverage
@@ -115,6 +115,8 @@ def aligned(
     Raises:
         CheckpointError: the given prefix tells no key of the one from a key of the other.
     """
+    if key_prefix is None and first.tensors.keys() == second.tensors.keys():
+        return first, second, []
     models = [_model_keys(checkpoint) for checkpoint in (first, second)]
     if key_prefix is None:
         key_prefix = None if models[0] & models[1] else _prefix_of(*models) or _prefix_of(*reversed(models))

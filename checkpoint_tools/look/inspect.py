@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 
 from rich.console import Group, RenderableType
 
-from ..core.patterns import matches
-from ..core.sizes import counted, human_bytes, human_shape, natural_order
 from ..core.tables import Table, shown
-from ..fused.keys import KINDS
+from ..core.text import counted, human_bytes, human_shape, matches, natural_order
+from ..fuse.names import KINDS
 from ..stored.reading import Checkpoint, StoredTensor
 
 
@@ -145,11 +144,22 @@ def as_json(summary: Summary) -> Mapping[str, Any]:
 
 def as_tables(summary: Summary, *, keys: bool = True, files: bool = False) -> RenderableType:
     """Return tables of the groups, and on request of every key and every file."""
-    parts: list[RenderableType] = [shown(_headline(summary)), _group_table(summary)]
+    groups = Table("group", numbers=("keys", "chunks", "size"))
+    for group in summary.groups:
+        groups.add_row(group.group, f"{group.keys:,}", f"{group.chunks:,}", human_bytes(group.nbytes))
+    parts: list[RenderableType] = [shown(_headline(summary)), groups]
     if keys:
-        parts.append(_key_table(summary))
+        table = Table("key", "shape", "dtype", numbers=("chunks", "size"))
+        for row in summary.keys:
+            shape = "object" if row.shape is None else human_shape(row.shape)
+            table.add_row(row.key, shape, row.dtype or "", f"{row.chunks:,}", human_bytes(row.nbytes))
+        parts.append(table)
     if files:
-        parts.append(_file_table(summary))
+        table = Table("file", numbers=("rank", "items", "size"))
+        for file in summary.files:
+            rank = "" if file.rank is None else str(file.rank)
+            table.add_row(file.file, rank, f"{file.items:,}", human_bytes(file.stored_bytes))
+        parts.append(table)
     parts += [shown(f"note: {note}") for note in summary.notes]
     if summary.problems:
         parts.append(shown(f"The metadata contradict themselves ({summary.problems} times): see the command verify."))
@@ -172,26 +182,3 @@ def _headline(summary: Summary) -> str:
         f"{summary.path}: {counted(tensors, 'tensor')}, {counted(len(summary.keys) - tensors, 'object')} in "
         f"{counted(len(summary.files), 'file')}, {total}"
     )
-
-
-def _group_table(summary: Summary) -> Table:
-    table = Table("group", numbers=("keys", "chunks", "size"))
-    for row in summary.groups:
-        table.add_row(row.group, f"{row.keys:,}", f"{row.chunks:,}", human_bytes(row.nbytes))
-    return table
-
-
-def _key_table(summary: Summary) -> Table:
-    table = Table("key", "shape", "dtype", numbers=("chunks", "size"))
-    for row in summary.keys:
-        shape = "object" if row.shape is None else human_shape(row.shape)
-        table.add_row(row.key, shape, row.dtype or "", f"{row.chunks:,}", human_bytes(row.nbytes))
-    return table
-
-
-def _file_table(summary: Summary) -> Table:
-    table = Table("file", numbers=("rank", "items", "size"))
-    for row in summary.files:
-        rank = "" if row.rank is None else str(row.rank)
-        table.add_row(row.file, rank, f"{row.items:,}", human_bytes(row.stored_bytes))
-    return table

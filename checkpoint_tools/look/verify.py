@@ -6,25 +6,25 @@
                ──check_finite─────▶ problems of values; all floating-point data are read, in blocks
                ──check_data───────▶ data that are not those that were written
 
-Files are looked at in parallel. The checks of checksums are in :mod:`checkpoint_tools.look.checksums`.
+Files are looked at in parallel.
 """
 
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fsdp_offload.checkpoint.load_checks import ReadPart, overlapping
+from fsdp_offload.checkpoint.loading import ReadPart, overlapping
 
 from ..core.errors import CheckpointError
-from ..core.sizes import MAX_ITEM_BYTES, counted, thread_bytes
+from ..core.text import MAX_ITEM_BYTES, counted, thread_bytes
 from ..stored.items import ItemReader, typed
-from ..stored.manifest import MANIFEST_FILE
+from ..stored.metadata import MANIFEST_FILE
 from ..stored.opening import open_checkpoint
 from ..stored.reading import Checkpoint, CheckpointProblem, StoredChunk, StoredObject, StoredTensor
 
@@ -178,14 +178,37 @@ def _check_ranges(file: str, entries: Sequence[Entry]) -> Iterator[CheckpointPro
 
 def check_items(checkpoint: Checkpoint, files: Sequence[str], threads: int = 4) -> list[CheckpointProblem]:
     """Check that every item of these files is from ``torch.save``, with the right shape and dtype."""
-    by_file = checkpoint.items_by_file()
-
     reader = ItemReader(checkpoint)
 
-    def check(file: str) -> list[CheckpointProblem]:
-        return [problem for key, item in by_file[file] for problem in _check_item(checkpoint, reader, key, item)]
+    def check(key: str, item: StoredChunk | StoredObject) -> Iterator[CheckpointProblem]:
+        layout = reader.check(item)
+        if layout is not None and layout.dtype != checkpoint.tensors[key].dtype:
+            expected = checkpoint.tensors[key].dtype
+            yield CheckpointProblem(key, f"is stored as {layout.dtype} in {item.file}, and not as {expected}")
 
-    return _in_parallel(check, files, threads)
+    return _in_parallel(checkpoint, check, files, threads)
+
+
+def _in_parallel(
+    checkpoint: Checkpoint,
+    check: Callable[[str, StoredChunk | StoredObject], Iterable[CheckpointProblem]],
+    files: Sequence[str],
+    threads: int,
+) -> list[CheckpointProblem]:
+    """Check every item of these files, several files at a time; an item that cannot be read is a problem of its key."""
+    by_file = checkpoint.items_by_file()
+
+    def check_file(file: str) -> list[CheckpointProblem]:
+        problems: list[CheckpointProblem] = []
+        for key, item in by_file[file]:
+            try:
+                problems += check(key, item)
+            except CheckpointError as error:
+                problems.append(CheckpointProblem(key, str(error)))
+        return problems
+
+    with ThreadPoolExecutor(max_workers=threads) as pool:
+        return [problem for problems in pool.map(check_file, files) for problem in problems]
 
 
 def check_manifest(checkpoint: Checkpoint, files: Sequence[str]) -> list[CheckpointProblem]:
@@ -235,27 +258,6 @@ def notes_on_checksums(checkpoint: Checkpoint) -> list[str]:
     ]
 
 
-def _check_item(
-    checkpoint: Checkpoint, reader: ItemReader, key: str, item: StoredChunk | StoredObject
-) -> Iterator[CheckpointProblem]:
-    try:
-        layout = reader.check(item)
-    except CheckpointError as error:
-        yield CheckpointProblem(key, str(error))
-        return
-    if layout is not None and layout.dtype != checkpoint.tensors[key].dtype:
-        yield CheckpointProblem(
-            key, f"is stored as {layout.dtype} in {item.file}, and not as {checkpoint.tensors[key].dtype}"
-        )
-
-
-def _in_parallel(
-    check: Callable[[str], list[CheckpointProblem]], files: Sequence[str], threads: int
-) -> list[CheckpointProblem]:
-    with ThreadPoolExecutor(max_workers=threads) as pool:
-        return [problem for problems in pool.map(check, files) for problem in problems]
-
-
 # --- data ------------------------------------------------------------------------------------------------------------
 
 
@@ -269,20 +271,15 @@ def check_data(
     checkpoint: Checkpoint, files: Sequence[str], threads: int = 4, advance: Advance = lambda done: None
 ) -> list[CheckpointProblem]:
     """Compare all data in these files with their CRC-32."""
-    by_file = checkpoint.items_by_file()
     reader = ItemReader(checkpoint)
 
-    def check(file: str) -> list[CheckpointProblem]:
-        problems = []
-        for key, item in by_file[file]:
-            try:
-                reader.check_data(item)
-            except CheckpointError as error:
-                problems.append(CheckpointProblem(key, str(error)))
-            advance(item.length_bytes)
-        return problems
+    def check(key: str, item: StoredChunk | StoredObject) -> Iterable[CheckpointProblem]:
+        del key
+        advance(item.length_bytes)
+        reader.check_data(item)
+        return ()
 
-    return _in_parallel(check, files, threads)
+    return _in_parallel(checkpoint, check, files, threads)
 
 
 # --- values ----------------------------------------------------------------------------------------------------------
@@ -307,36 +304,23 @@ def check_finite(
     Raises:
         CheckpointError: the memory is too small.
     """
-    by_file = checkpoint.items_by_file()
     memory_bytes = thread_bytes(max_memory_bytes, threads, LEAST_THREAD_BYTES)
     block_bytes = min(_BLOCK_BYTES, memory_bytes // 2)
-
     reader = ItemReader(checkpoint, max_whole_bytes=memory_bytes // 2)
 
-    def check(file: str) -> list[CheckpointProblem]:
-        problems: list[CheckpointProblem] = []
-        for key, item in by_file[file]:
-            if isinstance(item, StoredChunk) and may_be_infinite(checkpoint.tensors[key].dtype):
-                problems += _check_values(reader, key, item, checkpoint.tensors[key].dtype, block_bytes, advance)
-        return problems
-
-    return _in_parallel(check, files, threads)
-
-
-def _check_values(
-    reader: ItemReader, key: str, chunk: StoredChunk, dtype: torch.dtype, block_bytes: int, advance: Advance
-) -> Iterator[CheckpointProblem]:
-    bad = 0
-    try:
-        for block in reader.bits(chunk, dtype).split(block_bytes // dtype.itemsize) if chunk.numel else ():
+    def check(key: str, item: StoredChunk | StoredObject) -> Iterator[CheckpointProblem]:
+        dtype = checkpoint.tensors[key].dtype if isinstance(item, StoredChunk) else torch.bool
+        if not isinstance(item, StoredChunk) or not may_be_infinite(dtype) or not item.numel:
+            return
+        bad = 0
+        for block in reader.bits(item, dtype).split(block_bytes // dtype.itemsize):
             bad += count_not_finite(typed(block.clone(), dtype))  # a copy, which is aligned
             advance(block.nbytes)
-    except CheckpointError as error:
-        yield CheckpointProblem(key, str(error))
-        return
-    if bad:
-        at = f"in its chunk at {chunk.offsets} in {chunk.file}"
-        yield CheckpointProblem(key, f"{bad:,} of {chunk.numel:,} values are not finite, {at}")
+        if bad:
+            at = f"in its chunk at {item.offsets} in {item.file}"
+            yield CheckpointProblem(key, f"{bad:,} of {item.numel:,} values are not finite, {at}")
+
+    return _in_parallel(checkpoint, check, files, threads)
 
 
 def may_be_infinite(dtype: torch.dtype) -> bool:

@@ -19,11 +19,11 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from fsdp_offload.checkpoint.rectangles import contiguous_strides
+from fsdp_offload.checkpoint.chunks import contiguous_strides
 
 from ..core.errors import CheckpointError, UnreadableObjectError
 from ..core.regions import Placed, TensorRegion, common
-from ..core.sizes import MAX_DIMS, MAX_INT64, human_bytes, shortened
+from ..core.text import MAX_DIMS, MAX_INT64, human_bytes, shortened
 from ..core.values import MAX_VALUES, has_more_values
 from .reading import Checkpoint, Content, Layout, Opened, StoredChunk, StoredObject, StoredTensor
 from .unpickle import TENSOR_NAMES, ForbiddenNameError, PickledObject, unpickle

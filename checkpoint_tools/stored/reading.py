@@ -10,6 +10,7 @@ Neither a process group nor a GPU is needed, and nothing that the checkpoint con
 not looked at here.
 """
 
+import functools
 import math
 import os
 import reprlib
@@ -20,15 +21,13 @@ from typing import Any, NamedTuple
 import torch
 
 from ..core.errors import CheckpointError
-from ..core.sizes import MAX_DIMS, MAX_INT64, natural_order, shortened
-from .manifest import Manifest
-from .metadata import METADATA_FILE, damage, read_manifest, read_metadata
+from ..core.text import MAX_DIMS, MAX_INT64, natural_order, shortened
+from .metadata import METADATA_FILE, Manifest, damage, read_manifest, read_metadata
 from .storage import Folder, open_folder
 from .unpickle import PickledObject, without_collections
 
 _MAX_NAME = 4096
 _MAX_DEPTH = 256  # of a nested state dict
-_INT = frozenset((int,))
 _FLATTENED = (
     "its optimizer state is flattened in the way of Megatron-Core before 0.16; save it there with "
     "distrib_optim_sharding_type='fully_reshardable'"
@@ -245,21 +244,21 @@ class _CheckpointBuilder:
         self.used: set[tuple[str, tuple[int, ...] | None]] = set()
 
     def checkpoint(self, folder: Folder, version: str | None) -> Checkpoint:
-        storage = self.metadata.get("storage_data")
-        entries = self.metadata.get("state_dict_metadata")
+        metadata = self.metadata
+        storage, entries = metadata.get("storage_data"), metadata.get("state_dict_metadata")
         if not isinstance(entries, dict) or not isinstance(storage, dict):
             raise TypeError("it does not say which keys there are, or in which files")
         for index, info in storage.items():
-            self._add_place(_record(index, "MetadataIndex"), _record(info, "_StorageInfo"))
+            self._add_place(_state(index, "MetadataIndex"), _state(info, "_StorageInfo"))
         tensors, objects = {}, {}
         for key in sorted(map(_text, entries), key=natural_order):
-            entry = _record(entries[key])
-            if entry.name == "TensorStorageMetadata":
-                tensors[key] = self._tensor(key, entry)
-            elif entry.name == "BytesStorageMetadata" and (place := self._place(key, None)) is not None:
+            name = _record(entries[key]).name
+            if name == "TensorStorageMetadata":
+                tensors[key] = self._tensor(key, _state(entries[key], name))
+            elif name == "BytesStorageMetadata" and (place := self._place(key, None)) is not None:
                 objects[key] = StoredObject(key, *place)
-            elif entry.name != "BytesStorageMetadata":
-                raise TypeError(f"{key} is a {entry.name}")
+            elif name != "BytesStorageMetadata":
+                raise TypeError(f"{key} is a {name}")
         self._note_unused(set(entries))
         paths = _planner_paths(self.metadata.get("planner_data"), set(entries))
         self._note_other_paths(paths)
@@ -275,7 +274,7 @@ class _CheckpointBuilder:
             refusal=_FLATTENED if isinstance(flattened, dict) and any(flattened.values()) else "",
         )
 
-    def _add_place(self, index: PickledObject, info: PickledObject) -> None:
+    def _add_place(self, index: dict[str, Any], info: dict[str, Any]) -> None:
         offset = index.get("offset")
         place = _Place(
             _text(info.get("relative_path")),
@@ -297,7 +296,7 @@ class _CheckpointBuilder:
         else:
             self.places[where] = place
 
-    def _tensor(self, key: str, entry: PickledObject) -> StoredTensor:
+    def _tensor(self, key: str, entry: dict[str, Any]) -> StoredTensor:
         shape = _counts(entry.get("size"))
         if math.prod(shape) > MAX_INT64:
             raise ValueError(f"{shortened(key)} would have more elements than can be counted")
@@ -307,8 +306,8 @@ class _CheckpointBuilder:
         if not isinstance(stored, list | tuple):
             raise TypeError("a tensor has no list of chunks")
         for found in stored:
-            record = _record(found, "ChunkStorageMetadata")
-            offsets, sizes = _counts(record.get("offsets")), _counts(record.get("sizes"))
+            chunk = _state(found, "ChunkStorageMetadata")
+            offsets, sizes = _counts(chunk.get("offsets")), _counts(chunk.get("sizes"))
             if not len(offsets) == len(sizes) == len(shape):
                 self.problems.append(
                     CheckpointProblem(key, f"a chunk of {len(sizes)} dimensions in a tensor of {len(shape)}")
@@ -344,7 +343,6 @@ class _CheckpointBuilder:
 
 
 _ATTRIBUTES = {
-    "Metadata": {"state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"},
     "MetadataIndex": {"fqn", "offset", "index"},
     "_StorageInfo": {"relative_path", "offset", "length", "transform_descriptors"},
     "TensorStorageMetadata": {"properties", "size", "chunks"},
@@ -357,10 +355,15 @@ def _record(value: object, name: str | None = None) -> PickledObject:
     if not isinstance(value, PickledObject) or (name is not None and value.name != name):
         found = value.name if isinstance(value, PickledObject) else type(value).__name__
         raise TypeError(f"a {found} where {'an object' if name is None else f'a {name}'} is expected")
-    known = _ATTRIBUTES.get(value.name)
-    if known is not None and value.state and not (isinstance(value.state, dict) and value.state.keys() <= known):
-        raise TypeError(f"a {value.name} has other attributes than {', '.join(sorted(known))}")
     return value
+
+
+def _state(value: object, name: str) -> dict[str, Any]:
+    """Return the attributes of an object of this class."""
+    state, known = _record(value, name).state or {}, _ATTRIBUTES[name]
+    if not isinstance(state, dict) or not state.keys() <= known:
+        raise TypeError(f"a {name} has other attributes than {', '.join(sorted(known))}")
+    return state
 
 
 def _text(value: object) -> str:
@@ -382,14 +385,12 @@ def _count(value: object) -> int:
 
 
 def _counts(values: object) -> tuple[int, ...]:
-    if type(values) is tuple and len(values) <= MAX_DIMS and _are_counts(values):
-        return values
-    return tuple(map(_count, _few(values)))
-
-
-def _are_counts(values: tuple[Any, ...]) -> bool:
-    # All at once: there are a million tuples of them.
-    return not values or (_INT.issuperset(map(type, values)) and min(values) >= 0 and max(values) <= MAX_INT64)
+    if type(values) is not tuple or len(values) > MAX_DIMS:
+        return tuple(map(_count, _few(values)))
+    for value in values:  # without a call for each: there are millions
+        if type(value) is not int or not 0 <= value <= MAX_INT64:
+            _count(value)
+    return values
 
 
 _LAYOUTS = {(str(value),) for value in vars(torch).values() if isinstance(value, torch.layout)}
@@ -423,12 +424,14 @@ def _properties(record: PickledObject) -> tuple[torch.dtype, Properties]:
     raise TypeError("a memory format is none of torch's")
 
 
+@functools.lru_cache
 def leaves_the_folder(file: str) -> bool:
     """Tell whether a file's name leads out of the checkpoint's folder."""
     parts = file.replace("\\", "/").split("/")
     return not file or ".." in parts or parts[0] == "" or ":" in parts[0]
 
 
+@functools.lru_cache
 def is_name(file: str) -> bool:
     """Tell whether a file can have this name."""
     return "\0" not in file and len(file) < _MAX_NAME and not any("\ud800" <= letter <= "\udfff" for letter in file)

@@ -25,7 +25,7 @@ import torch
 from safetensors import safe_open
 
 from ..core.errors import CheckpointError
-from ..core.sizes import MAX_DIMS, MAX_INT64, human_bytes, natural_order, shortened
+from ..core.text import MAX_DIMS, MAX_INT64, human_bytes, natural_order, shortened
 from .reading import Checkpoint, StoredChunk, StoredObject, StoredTensor, is_name, leaves_the_folder
 from .storage import Folder, open_folder
 

@@ -9,56 +9,13 @@ import os
 import stat
 import threading
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, cast
+from typing import Any, BinaryIO, cast
 
 from ..core.errors import CheckpointError
-from ..core.sizes import human_bytes
+from ..core.text import human_bytes
 
 _SMALL_BYTES = 64 << 10  # are read rather than mapped
 _OPEN_FILES = 8
-
-
-class Folder(Protocol):
-    """Files by their name relative to the checkpoint."""
-
-    path: str
-
-    def open(self, file: str) -> BinaryIO:
-        """Open a file for reading, from the start.
-
-        Raises:
-            FileNotFoundError: there is no such file.
-            OSError: it cannot be opened.
-        """
-        ...
-
-    def size_bytes(self, file: str) -> int:
-        """Return the length of a file.
-
-        Raises:
-            FileNotFoundError: there is no such file.
-        """
-        ...
-
-    def files(self) -> list[str]:
-        """List what lies directly in the folder, sorted; folders end in ``/``."""
-        ...
-
-    def stamp(self, file: str) -> str:
-        """Return the file's length and, if known, its time: a change of the file changes this.
-
-        Raises:
-            OSError: there is no such file, or it cannot be looked at.
-        """
-        ...
-
-    def view(self, file: str, offset_bytes: int, length_bytes: int) -> memoryview:
-        """Return a range of a file: mapped where that can be, so that its size is no matter. Changes stay in memory.
-
-        Raises:
-            OSError: the file is not there, or ends before.
-        """
-        ...
 
 
 class _Descriptor:
@@ -73,8 +30,8 @@ class _Descriptor:
             os.close(self.number)
 
 
-class LocalFolder:
-    """A folder on this machine."""
+class Folder:
+    """Files of a checkpoint, by their names relative to it: here of a local folder."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
@@ -82,27 +39,43 @@ class LocalFolder:
         self._known = threading.local()  # each thread's open files: opening one for each item takes long elsewhere
 
     def open(self, file: str) -> BinaryIO:
-        """See :class:`Folder`."""
+        """Open a file for reading, from the start.
+
+        Raises:
+            OSError: it is not there (``FileNotFoundError``), or cannot be opened.
+        """
         return (self._path / file).open("rb")
 
     def size_bytes(self, file: str) -> int:
-        """See :class:`Folder`."""
+        """Return the length of a file.
+
+        Raises:
+            OSError: it is not there (``FileNotFoundError``), or no regular file.
+        """
         found = (self._path / file).stat()
         if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):  # a pipe would be waited for
             raise OSError(errno.EINVAL, "it is no regular file", file)
         return found.st_size
 
     def files(self) -> list[str]:
-        """See :class:`Folder`."""
+        """List what lies directly in the folder, sorted; folders end in ``/``."""
         return sorted(entry.name + ("/" if entry.is_dir() else "") for entry in os.scandir(self._path))
 
     def stamp(self, file: str) -> str:
-        """See :class:`Folder`."""
+        """Return the file's length and, if known, its time: a change of the file changes this.
+
+        Raises:
+            OSError: it is not there, or cannot be looked at.
+        """
         found = (self._path / file).stat()
         return f"{found.st_size} {found.st_mtime_ns}"
 
     def view(self, file: str, offset_bytes: int, length_bytes: int) -> memoryview:
-        """See :class:`Folder`."""
+        """Return a range of a file: mapped where possible, so that its size does not matter. Changes stay in memory.
+
+        Raises:
+            OSError: the file is not there, or ends before.
+        """
         known: dict[str, _Descriptor] = vars(self._known)
         if file not in known:
             self.size_bytes(file)  # a pipe would be waited for
@@ -120,8 +93,8 @@ class LocalFolder:
         return memoryview(mapped)[offset_bytes - begin :]
 
 
-class RemoteFolder:
-    """A folder behind an fsspec URL."""
+class RemoteFolder(Folder):
+    """The same behind an fsspec URL."""
 
     def __init__(self, url: str) -> None:
         self.path = url
@@ -138,28 +111,25 @@ class RemoteFolder:
                 f"{url} cannot be opened ({error}); is the file system's package installed?"
             ) from error
 
-    def open(self, file: str) -> BinaryIO:
-        """See :class:`Folder`."""
+    def open(self, file: str) -> BinaryIO:  # noqa: D102
         return cast(BinaryIO, self._fs.open(self._at(file), "rb"))
 
-    def size_bytes(self, file: str) -> int:
-        """See :class:`Folder`."""
+    def size_bytes(self, file: str) -> int:  # noqa: D102
         return int(self._fs.size(self._at(file)))
 
-    def files(self) -> list[str]:
-        """See :class:`Folder`."""
+    def files(self) -> list[str]:  # noqa: D102
         entries: list[dict[str, Any]] = self._fs.ls(self._root, detail=True)
-        names = (entry["name"].rstrip("/").rsplit("/", 1)[-1] + _slash(entry) for entry in entries)
-        return sorted(names)
+        slashes = ("/" if entry["type"] == "directory" else "" for entry in entries)
+        return sorted(
+            entry["name"].rstrip("/").rsplit("/", 1)[-1] + end for entry, end in zip(entries, slashes, strict=True)
+        )
 
-    def stamp(self, file: str) -> str:
-        """See :class:`Folder`."""
+    def stamp(self, file: str) -> str:  # noqa: D102
         found: dict[str, Any] = self._fs.info(self._at(file))
         times = [found[name] for name in ("mtime", "LastModified", "updated", "created") if name in found]
         return f"{found.get('size')} {times[:1]} {found.get('ETag', '')}"
 
-    def view(self, file: str, offset_bytes: int, length_bytes: int) -> memoryview:
-        """See :class:`Folder`."""
+    def view(self, file: str, offset_bytes: int, length_bytes: int) -> memoryview:  # noqa: D102
         if offset_bytes + length_bytes > self.size_bytes(file):
             raise _cut_short(file)
         return memoryview(bytearray(self._fs.cat_file(self._at(file), offset_bytes, offset_bytes + length_bytes)))
@@ -172,17 +142,13 @@ def _cut_short(file: str) -> OSError:
     return OSError(errno.ENODATA, "it is cut short", file)
 
 
-def _slash(entry: dict[str, Any]) -> str:
-    return "/" if entry["type"] == "directory" else ""
-
-
 def open_folder(path: str | os.PathLike[str]) -> Folder:
     """Open the folder at a local path or a URL.
 
     Raises:
         CheckpointError: a URL that nothing here can open.
     """
-    return RemoteFolder(path) if isinstance(path, str) and "://" in path else LocalFolder(path)
+    return RemoteFolder(path) if isinstance(path, str) and "://" in path else Folder(path)
 
 
 def read_small(folder: Folder, file: str, max_bytes: int) -> bytes:
@@ -198,3 +164,24 @@ def read_small(folder: Folder, file: str, max_bytes: int) -> bytes:
     if len(content) > max_bytes:
         raise OSError(errno.EFBIG, f"it has more than {human_bytes(max_bytes)}", file)
     return content
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a whole file, safe on the disk."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+"""Suffixes of files that ``torch.save`` writes."""
+
+CASTABLE = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
+"""Dtypes that a model can be cast to, by the names of the command line: what torch calls them."""
+
+
+def is_torch_file(path: str) -> bool:
+    """Tell whether a path names one file of ``torch.save``."""
+    return path.endswith(TORCH_SUFFIXES) and not Path(path).is_dir()

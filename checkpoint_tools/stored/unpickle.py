@@ -1,13 +1,13 @@
 """Reading pickles without running what they name.
 
-A pickle names functions and classes, and calls them; whoever wrote it chooses which. Python's own unpickler, in Python
-(that in C takes 64 GB for the memo of a pickle of five bytes), runs here with the opcodes that checkpoints have. Each
+A pickle names functions and classes, and calls them; its author chooses which. Python's unpickler in Python (the
+one in C takes 64 GB for the memo of a pickle of five bytes) runs here with the opcodes that checkpoints have. Each
 allowed name stands for a :class:`PickledObject` that keeps what it was called with, and any other name is an error::
 
-    .metadata ──allowed names──▶ Records ──▶ reading.py: tensors and chunks
-    data.pkl  ──allowed names──▶ Records ──▶ items.py: where the bytes of a tensor are
+    .metadata ──allowed names──▶ PickledObjects ──▶ reading.py: tensors and chunks
+    data.pkl  ──allowed names──▶ PickledObjects ──▶ items.py: where the bytes of a tensor are
 
-Memory is bounded by the size of what is read.
+The size of what is read bounds the memory.
 """
 
 import contextlib
@@ -20,17 +20,16 @@ from typing import Any
 import torch
 
 from ..core.errors import CheckpointError
-from ..core.sizes import MAX_DIMS
+from ..core.text import MAX_DIMS
 
 Allowed = Mapping[str, Set[str]]
 """Module → names in it."""
 
-_METADATA = "torch.distributed.checkpoint.metadata"
 _PATHS = {"Path", "PosixPath", "WindowsPath", "PurePath", "PurePosixPath", "PureWindowsPath"}
 
 # What DCP of torch 2.1 to 2.13, and torch_dist of Megatron-Core 0.13 to 0.16, write into .metadata.
 METADATA_NAMES: Allowed = {
-    _METADATA: {
+    "torch.distributed.checkpoint.metadata": {
         *("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "MetadataIndex"),
         *("TensorProperties", "_MEM_FORMAT_ENCODING", "StorageMeta"),
     },
@@ -80,7 +79,7 @@ class PickledObject:
 
 
 class _Opaque(PickledObject):
-    """Stand-in for an object of any class. Its items are of no interest."""
+    """Stand-in for an object of any class, whose items are dropped."""
 
     def extend(self, items: Any) -> None:
         pass
@@ -92,7 +91,7 @@ class _Opaque(PickledObject):
 
 
 class ForbiddenNameError(CheckpointError):
-    """The pickle asks for something that is not allowed."""
+    """The pickle asks for a name that is not allowed."""
 
 
 def unpickle(content: bytes, allowed: Allowed | None, persistent_load: Callable[[Any], Any] = lambda pid: None) -> Any:
@@ -105,7 +104,7 @@ def unpickle(content: bytes, allowed: Allowed | None, persistent_load: Callable[
 
     Raises:
         ForbiddenNameError: it names something that is not allowed; the message is that name.
-        Exception: whatever is met in bytes that are no pickle, or not one that checkpoints have.
+        Exception: any, for bytes that are no pickle, or not one that checkpoints have.
     """
     with without_collections():
         return _Unpickler(content, allowed, persistent_load).load()
@@ -113,7 +112,7 @@ def unpickle(content: bytes, allowed: Allowed | None, persistent_load: Callable[
 
 @contextlib.contextmanager
 def without_collections() -> Iterator[None]:
-    """Do something that makes millions of objects which stay: they would set off the garbage collector in vain."""
+    """Turn the garbage collector off: it would visit millions of new objects that all stay."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -132,22 +131,19 @@ _OPCODES = """
 """
 
 
-def _size(*arguments: Any) -> tuple[int, ...]:
+def _size(values: Any = ()) -> tuple[int, ...]:
     """Stand in for ``torch.Size``."""
-    (values,) = arguments or ((),)
     if type(values) not in (tuple, list) or len(values) > MAX_DIMS:
         raise pickle.UnpicklingError("a torch.Size is made of something else than a few numbers")
     return tuple(values)
 
 
-def _dict(*arguments: Any) -> dict[Any, Any]:
+def _dict() -> dict[Any, Any]:
     """Stand in for ``OrderedDict``, whose items follow; as arguments, few bytes would copy many."""
-    if arguments:
-        raise pickle.UnpicklingError("an OrderedDict is made of something")
     return {}
 
 
-class _Known(dict[int, Callable[[Any], None]]):
+class _Opcodes(dict[int, Callable[[Any], None]]):
     def __missing__(self, code: int) -> Any:
         raise pickle.UnpicklingError(f"opcode {code:#04x}, which no checkpoint has")
 
@@ -164,6 +160,20 @@ class _Unpickler(pickle._Unpickler):
         self._length = len(content)
         self._classes: dict[tuple[str, str], Any] = {}  # of this pickle alone: the next one starts afresh
         self._persistent_load = persistent_load
+
+    def load(self) -> Any:
+        # pickle's own loop reads each byte through a buffer of frames, which takes half of the time.
+        self.metastack: list[list[Any]] = []
+        self.stack, self.proto = [], 0
+        self.append = self.stack.append
+        read = self.read = self._stream.read
+        self.readline = self._stream.readline
+        dispatch = self.dispatch
+        try:
+            while True:
+                dispatch[read(1)[0]](self)
+        except pickle._Stop as stop:  # type: ignore[attr-defined]
+            return stop.value
 
     def persistent_load(self, pid: Any) -> Any:
         return self._persistent_load(pid)
@@ -206,17 +216,8 @@ class _Unpickler(pickle._Unpickler):
         elif type(target) is not dict:  # an OrderedDict may have attributes: a module's state dict has _metadata
             raise pickle.UnpicklingError(f"a {type(target).__name__} gets a state")
 
-    def checked(self, run: Callable[[Any], None], keys: slice) -> None:
-        """Run an opcode with keys at the top of the stack: the hash of one that is nested deeply overflows it."""
-        for key in self.stack[keys]:
-            if type(key) is not str:
-                for part in key if type(key) is tuple else (key,):
-                    if not isinstance(part, _SCALARS):
-                        raise pickle.UnpicklingError(f"a {type(key).__name__} is a key")
-        run(self)
-
     def frame(self) -> None:
-        # All is in memory: that its frame is there is checked for those who load it with Python's own unpickler in C.
+        # Nothing here needs the frame; Python's own unpickler in C refuses one that is cut short.
         if int.from_bytes(self.read(8), "little") > self._length - self._stream.tell():
             raise pickle.UnpicklingError("it is cut short")
 
@@ -227,14 +228,24 @@ class _Unpickler(pickle._Unpickler):
             raise pickle.UnpicklingError(f"its memo has {place} places")
         self.memo[place] = self.stack[-1]
 
-    dispatch = _Known(
+    dispatch = _Opcodes(
         {code: pickle._Unpickler.dispatch[code] for name in _OPCODES.split() for code in getattr(pickle, name)}
     )
 
 
-def _checked(opcode: bytes, keys: slice) -> Callable[[Any], None]:
+def _with_plain_keys(opcode: bytes, keys: slice) -> Callable[[Any], None]:
+    """Run an opcode with keys at the top of the stack: the hash of one that is nested deeply overflows the C stack."""
     run = pickle._Unpickler.dispatch[opcode[0]]
-    return lambda machine: machine.checked(run, keys)
+
+    def checked(machine: Any) -> None:
+        for key in machine.stack[keys]:
+            if type(key) is not str:
+                for part in key if type(key) is tuple else (key,):
+                    if not isinstance(part, _SCALARS):
+                        raise pickle.UnpicklingError(f"a {type(key).__name__} is a key")
+        run(machine)
+
+    return checked
 
 
 _Unpickler.dispatch |= {
@@ -243,7 +254,7 @@ _Unpickler.dispatch |= {
     pickle.BUILD[0]: _Unpickler.build,
     pickle.FRAME[0]: _Unpickler.frame,
     pickle.LONG_BINPUT[0]: _Unpickler.long_binput,
-    pickle.SETITEM[0]: _checked(pickle.SETITEM, slice(-2, None, 2)),
-    pickle.SETITEMS[0]: _checked(pickle.SETITEMS, slice(0, None, 2)),
-    pickle.ADDITEMS[0]: _checked(pickle.ADDITEMS, slice(0, None)),
+    pickle.SETITEM[0]: _with_plain_keys(pickle.SETITEM, slice(-2, None, 2)),
+    pickle.SETITEMS[0]: _with_plain_keys(pickle.SETITEMS, slice(0, None, 2)),
+    pickle.ADDITEMS[0]: _with_plain_keys(pickle.ADDITEMS, slice(0, None)),
 }

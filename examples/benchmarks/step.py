@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from fsdp_offload import OffloadedOptimizer, OffloadPolicy, offload_optimizer
+from fsdp_offload import OffloadedOptimizer, OffloadPolicy, add_masters, offload_optimizer
 
 from .link import Link
 from .record import bench_device, cpu_ms, device_bytes_of, median, print_record, run, wall_ms
@@ -29,8 +29,8 @@ class Implementation(StrEnum):
     FOREACH = "foreach"
 
 
-class MasterWeights(StrEnum):
-    """``OffloadPolicy.master_weights``."""
+class Masters(StrEnum):
+    """Kinds of ``add_masters``."""
 
     NONE = "none"
     FP32 = "fp32"
@@ -51,9 +51,9 @@ def measure(
     device_mib: Annotated[int | None, typer.Option(help="OffloadPolicy.device_bytes, in MiB, or auto.")] = None,
     bucket_mib: Annotated[int, typer.Option(help="OffloadPolicy.bucket_bytes, in MiB.")] = 64,
     implementation: Annotated[Implementation, typer.Option(help="AdamW's implementation.")] = Implementation.FUSED,
-    master_weights: Annotated[
-        MasterWeights, typer.Option(help="Masters that we keep; parameters and gradients are in bf16 then.")
-    ] = MasterWeights.NONE,
+    masters: Annotated[
+        Masters, typer.Option(help="Masters that are added; parameters and gradients are in bf16 then.")
+    ] = Masters.NONE,
     optimizer_kind: Annotated[
         AdamKind,
         typer.Option("--optimizer", help="torch's AdamW, or Transformer Engine's FusedAdam with masters of its own."),
@@ -62,15 +62,13 @@ def measure(
     repeats: Annotated[int, typer.Option(help="Measured steps; medians are printed.")] = 9,
 ) -> None:
     """Time of one step of Adam with fp32 moments, beside the two-way bandwidth of the same run."""
-    make_optimizer = optimizer_maker(optimizer_kind, implementation, master_weights)
+    make_optimizer = optimizer_maker(optimizer_kind, implementation, masters)
     device = bench_device()
     sizes = [(params // tensors,)] * tensors if equal else varied_sizes(params, tensors)
     own_masters = optimizer_kind is AdamKind.TE
-    dtype = torch.bfloat16 if own_masters or master_weights is not MasterWeights.NONE else torch.float32
+    dtype = torch.bfloat16 if own_masters or masters is not Masters.NONE else torch.float32
     make_model = partial(sharded_model if sharded else plain_model, sizes, device, dtype)
-    policy = OffloadPolicy(
-        device_bytes=device_bytes_of(device_mib), bucket_bytes=bucket_mib * _MIB, master_weights=master_weights.value
-    )
+    policy = OffloadPolicy(device_bytes=device_bytes_of(device_mib), bucket_bytes=bucket_mib * _MIB)
     model = make_model()
     plain_ms = _plain_step_ms(make_optimizer(model.parameters()), device, repeats=repeats)
     torch.accelerator.reset_peak_memory_stats(device)
@@ -97,7 +95,7 @@ def measure(
         optimizer=optimizer_kind.value,
         implementation=implementation.value if optimizer_kind is AdamKind.ADAMW else None,
         dtype=str(dtype).removeprefix("torch."),
-        master_weights="its own" if own_masters else master_weights.value,
+        masters="its own" if own_masters else masters.value,
         sharded=sharded,
         state_bytes=report.memory.host_state_bytes,
         state_bytes_per_param=report.memory.host_state_bytes / sum(torch.Size(size).numel() for size in sizes),
@@ -138,7 +136,7 @@ def _attach(optimizer: torch.optim.Optimizer, model: nn.Module, policy: OffloadP
 
 
 def optimizer_maker(
-    kind: AdamKind, implementation: Implementation, master_weights: MasterWeights
+    kind: AdamKind, implementation: Implementation, masters: Masters
 ) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
     """Return a function that makes the optimizer.
 
@@ -147,9 +145,10 @@ def optimizer_maker(
     """
     fused = implementation is Implementation.FUSED
     if kind is AdamKind.ADAMW:
-        return partial(torch.optim.AdamW, lr=1e-4, fused=fused, foreach=not fused)
-    if master_weights is not MasterWeights.NONE:
-        sys.exit("--optimizer te keeps masters of its own: leave out --master-weights.")
+        make = partial(torch.optim.AdamW, lr=1e-4, fused=fused, foreach=not fused)
+        return make if masters is Masters.NONE else lambda params: add_masters(make(params), masters.value)
+    if masters is not Masters.NONE:
+        sys.exit("--optimizer te keeps masters of its own: leave out --masters.")
     return partial(_fused_adam(), lr=1e-4, master_weights=True)
 
 
@@ -163,7 +162,7 @@ def _fused_adam() -> Any:
 
 
 def _plain_step_ms(optimizer: torch.optim.Optimizer, device: torch.device, *, repeats: int) -> float:
-    """The step of an optimizer that is not offloaded, where its state fits; with no masters but its own."""
+    """The step of an optimizer that is not offloaded, where its state fits."""
     return median(wall_ms(optimizer.step, device, repeats=repeats))
 
 

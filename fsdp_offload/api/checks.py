@@ -97,11 +97,6 @@ def options_without_effect(engine: Engine, groups: int) -> Iterator[str]:
         groups: how many groups of ``fully_shard`` have parameters of the optimizer.
     """
     policy, shards = engine.policy, engine.plan.shards.values()
-    if policy.master_weights != "none" and shards and all(shard.master == "none" for shard in shards):
-        yield (
-            f"master_weights={policy.master_weights!r} has no effect: no parameter is bf16 or fp16, and fp32 "
-            "parameters are their own masters."
-        )
     if policy.runs_on_into_forward and groups == 1:
         yield (
             f"overlap={policy.overlap!r} hides nothing: fully_shard gathers all parameters at once, so the forward "
@@ -149,31 +144,15 @@ def _offloaded_with(
     return [(both, engine) for both, engine in found if both]
 
 
-def check_capabilities(
-    optimizer: Optimizer, capabilities: Capabilities, policy: OffloadPolicy, names: Mapping[Tensor, str]
-) -> None:
-    """Refuse optimizers that cannot be offloaded, and masters where one cannot be run on them, or has its own."""
+def check_capabilities(optimizer: Optimizer, capabilities: Capabilities, policy: OffloadPolicy) -> None:
+    """Refuse optimizers that cannot be offloaded, and updates on the CPU where one has none."""
     if capabilities.refusal:
         raise ValueError(f"offload_optimizer: {capabilities.refusal}")
-    if policy.host_fraction and not capabilities.takes_host:
+    if policy.host_fraction and not capabilities.takes_masters:
         raise ValueError(
             f"offload_optimizer: host_fraction={policy.host_fraction!r} is for the elementwise optimizers of "
             f"torch.optim, which can update on the CPU, and {type(optimizer).__name__} is not one of them. Leave it 0"
             f"{capabilities.conventions.instead_of_host_fraction}."
-        )
-    if policy.master_weights == "none":
-        return
-    if not capabilities.takes_masters:
-        raise ValueError(
-            f"offload_optimizer: master_weights={policy.master_weights!r} is for the elementwise optimizers of "
-            f"torch.optim, and {type(optimizer).__name__} is not one of them. Leave it 'none', or shard an fp32 model "
-            "with MixedPrecisionPolicy(param_dtype=torch.bfloat16)."
-        )
-    fp16 = [names[param] for param in names if local_shard(param).dtype is torch.float16]
-    if policy.master_weights == "remainder" and fp16:
-        raise ValueError(
-            f"offload_optimizer: master_weights='remainder' is for bf16, whose 16 bits are the upper ones of fp32; "
-            f"{len(fp16)} parameters are fp16 ({', '.join(fp16[:4])}). Use 'fp32'."
         )
 
 
@@ -249,7 +228,8 @@ def names_of_parameters(optimizer: Optimizer, model: nn.Module | None) -> dict[T
         raise ValueError(
             f"offload_optimizer: {len(foreign)} of the {len(by_place)} parameters of the optimizer are not parameters "
             f"of the model ({', '.join(foreign[:4])}). fully_shard exchanges a model's parameters: call it first, then "
-            "build the optimizer, then attach."
+            "build the optimizer, then attach. A forward without a backward leaves parameters gathered: call "
+            "model.reshard() before the optimizer is built."
         )
     return {param: name for param, name in of_model.items() if param in by_place}
 

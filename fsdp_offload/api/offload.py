@@ -114,7 +114,7 @@ def offload_optimizer(
     params = [param for group in target.param_groups for param in group["params"]]
     names = names_of_parameters(target, model)
     capabilities = capabilities_for(target, trust=trust_separable)
-    check_capabilities(target, capabilities, policy, names)
+    check_capabilities(target, capabilities, policy)
     if capabilities.moves_whole:
         if policy.overlap != "step":
             warnings.warn(
@@ -215,12 +215,6 @@ def remove_offload(optimizer: _Optimizer) -> _Optimizer:
     engine.steps.check_usable("remove_offload()")
     if attachment.parked is not None:
         attachment.parked.bring_back()
-    if engine.policy.master_weights != "none":
-        warnings.warn(
-            "remove_offload: the masters of low-precision parameters go, and their state is rounded to the parameters' "
-            f"dtype; a plain {engine.cls.__name__} knows no masters.",
-            stacklevel=2,
-        )
     states = states_of(target, engine)
     engine.return_to_device(states.unwaited)
     detach(target, attachment)

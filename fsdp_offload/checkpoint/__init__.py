@@ -2,11 +2,10 @@
 
 from .async_save import ArenaStager
 from .chunks import Chunk, ShardChunks, chunks_of
-from .experts import Experts
-from .load_planner import LoadPlanner, load
-from .model_values import with_parameter_chunks
-from .save_planner import SavePlanner, save
-from .shard_tensor import ShardTensor, check_storage_writer, with_chunks
+from .loading import Loaded, LoadPlanner, load
+from .names import Experts
+from .saving import SavePlanner, check_storage_writer, save
+from .shard_tensor import ShardTensor, with_chunks, with_parameter_chunks
 from .state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 __all__ = [
@@ -14,6 +13,7 @@ __all__ = [
     "Chunk",
     "Experts",
     "LoadPlanner",
+    "Loaded",
     "SavePlanner",
     "ShardChunks",
     "ShardTensor",

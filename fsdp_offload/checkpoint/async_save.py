@@ -5,22 +5,15 @@
     state dict ──▶ tensors at home ─────▶ tensors over the same memory, lent to the writer ─┐
                ──▶ everything else ─copy─▶ one pinned buffer, kept from save to save ───────┴─▶ staged dict ──▶ writer
 
-=================  ====================================================================================================
-noun               meaning
-=================  ====================================================================================================
-staged dict        what ``dcp.async_save`` hands to its writing thread: it does not change, whatever training does
-Loan               the memory of one staged dict; it ends when the last tensor over it is gone, or the writing thread
-writing thread     whoever first looks into the staged dict from another thread than the one that staged it
-=================  ====================================================================================================
-
-A home that is lent is not written: the next steps store into a spare home (``OffloadPolicy.snapshot_bytes``), or wait.
+The staged dict is what ``dcp.async_save`` hands to its writing thread: it does not change, whatever training does. A
+home that is lent is not written: the next steps store into a spare home (``OffloadPolicy.snapshot_bytes``), or wait.
 """
 
 import copy
 import gc
 import logging
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
@@ -74,8 +67,14 @@ class ArenaStager(AsyncStager):
     def __init__(self, *optimizers: Optimizer, when_busy: Literal["wait", "error"] = "wait") -> None:
         if when_busy not in ("wait", "error"):
             raise ValueError(f"ArenaStager: when_busy must be 'wait' or 'error', got {when_busy!r}")
+        for optimizer in optimizers:
+            if find_offloaded(optimizer) is None:
+                raise ValueError(
+                    f"ArenaStager: expected an offloaded optimizer, got a {type(optimizer).__name__} that is not; call "
+                    "offload_optimizer() first."
+                )
         # Weakly, as everything of ours: dropping an optimizer frees its arena.
-        self._optimizers = [weakref.ref(_check_offloaded(optimizer)) for optimizer in optimizers]
+        self._optimizers = [weakref.ref(find_offloaded(optimizer)) for optimizer in optimizers]
         self._when_busy = when_busy
         self._buffer: Region | None = None
         self._loan: Loan | None = None
@@ -91,16 +90,16 @@ class ArenaStager(AsyncStager):
         """
         self._wait_for_writer()
         self._check_unspoiled()
-        engines = [engine for optimizer in self._optimizers if (engine := engine_of(optimizer())) is not None]
+        engines = self._engines()
         for engine in engines:
             engine.steps.check_usable("dcp.async_save()")
             engine.wait_all_home()
         with _no_garbage_collection():
-            loan, staging = Loan(), _Staging(engines)
-            buffer = self._buffer_for(staging.look_into(state_dict), engines)
+            loan, staging = Loan(), _Staging(state_dict, engines)
+            buffer = self._buffer_for(staging.copied.values(), engines)
             loan.add(region for engine in engines for region in engine.plan.regions)
             loan.add([buffer])
-            staged = StagedDict(loan, staging.staged(state_dict, loan, buffer))
+            staged = StagedDict(loan, staging.staged(loan, buffer))
             loan.seal()
         self._loan = loan
         return staged
@@ -119,11 +118,12 @@ class ArenaStager(AsyncStager):
         self._loan = self._buffer = None
         self._check_unspoiled()
 
+    def _engines(self) -> list[Engine]:
+        return [engine for optimizer in self._optimizers if (engine := engine_of(optimizer())) is not None]
+
     def _check_unspoiled(self) -> None:
-        for optimizer in self._optimizers:
-            engine = engine_of(optimizer())
-            if engine is not None:
-                engine.lending.check_unspoiled()
+        for engine in self._engines():
+            engine.lending.check_unspoiled()
 
     def _wait_for_writer(self) -> None:
         if self._loan is None or not self._loan.is_reading():
@@ -136,7 +136,7 @@ class ArenaStager(AsyncStager):
         logger.info("the last asynchronous save is still being written; waiting for it")
         self._loan.wait()
 
-    def _buffer_for(self, leaves: "list[Tensor]", engines: Sequence[Engine]) -> Region:
+    def _buffer_for(self, leaves: Collection[Tensor], engines: Sequence[Engine]) -> Region:
         """Host memory for copies of ``leaves``; the same as last time if it is large enough."""
         nbytes = sum(aligned(leaf.numel() * leaf.element_size()) for leaf in leaves)
         if self._buffer is None or self._buffer.nbytes < nbytes:
@@ -152,90 +152,75 @@ class _Staging:
 
     Thousands of tensors go through here while training stands still, so it looks at each of them three times only: to
     find its dense tensors (*leaves*), to stage those, and to put it together again.
+
+    Attributes:
+        copied: leaves that are not at home.
     """
 
-    def __init__(self, engines: Sequence[Engine]) -> None:
+    def __init__(self, state_dict: dict[str, Any], engines: Sequence[Engine]) -> None:
         self._homes = {
             address: (engine.lending, *found)
             for engine in engines
             for address, found in engine.lending.homes_by_address().items()
         }
         self._lent: dict[Lending, dict[int, Home]] = {}
-        self._leaves: list[Tensor] = []  # of all tensors, in the order in which they are found
-        self._copied: dict[_Key, Tensor] = {}
-        self._keys: list[_Key | None] = []  # of each leaf; None is at home
+        self.copied: dict[_Key, Tensor] = {}
+        self._state_dict = state_dict
+        self._tensors = [(tensor, _leaves_of(tensor)) for tensor in _tensors_in(state_dict)]
+        self._keys = [self._key_of(leaf) for _, leaves in self._tensors for leaf in leaves]
 
-    def look_into(self, values: Any) -> list[Tensor]:
-        """Note every tensor inside ``values``. Returns what has to be copied."""
-        for value in _tensors_in(values):
-            local = local_shard(value)
-            for leaf in (local,) if type(local) in _PLAIN else leaves_of(value):
-                self._leaves.append(leaf)
-                self._keys.append(None if self._is_at_home(leaf) else self._to_copy(leaf))
-        return list(self._copied.values())
-
-    def _is_at_home(self, leaf: Tensor) -> bool:
+    def _key_of(self, leaf: Tensor) -> "_Key | None":
+        """``None``: it is at home."""
         found = self._homes.get(leaf.data_ptr()) if leaf.device.type == "cpu" else None
-        if found is None:
-            return False
-        lending, home, is_current = found
-        if not is_current:
+        if found is not None and not found[2]:
             raise RuntimeError(
                 "dcp.async_save: this state dict was made before the last step, and its tensors hold old state. Make "
                 "a new one with get_optimizer_state_dict() right before saving."
             )
-        if leaf.stride() != _dense_stride(leaf):
-            return False  # some columns of a home: they are read as they are, not from the home's first byte on
+        # Some columns of a home are read as they are, not from the home's first byte on.
+        if found is None or leaf.stride() != _dense_stride(leaf):
+            key = _Key(leaf.data_ptr(), leaf.shape, leaf.stride(), leaf.dtype, leaf.device)
+            self.copied.setdefault(key, leaf.detach())
+            return key
+        lending, home, _ = found
         self._lent.setdefault(lending, {})[id(home)] = home
-        return True
+        return None
 
-    def _to_copy(self, leaf: Tensor) -> "_Key":
-        key = _Key(leaf.data_ptr(), leaf.shape, leaf.stride(), leaf.dtype, leaf.device)
-        self._copied.setdefault(key, leaf.detach())
-        return key
-
-    def staged(self, values: Any, loan: Loan, buffer: Region) -> Any:
-        """Stage ``values`` as they are now; returns when all copies have arrived."""
-        copies = self._issue_copies(loan, buffer)
-        leaves = iter(
-            [
-                loan.tensor(leaf) if key is None else copies[key]
-                for leaf, key in zip(self._leaves, self._keys, strict=True)
-            ]
+    def staged(self, loan: Loan, buffer: Region) -> dict[str, Any]:
+        """The state dict as it is now, over other memory; returns when all copies have arrived."""
+        copies, keys = self._issue_copies(loan, buffer), iter(self._keys)
+        tensors = (
+            _over(tensor, [loan.tensor(leaf) if (key := next(keys)) is None else copies[key] for leaf in leaves])
+            for tensor, leaves in self._tensors
         )
-        replaced = _replaced(values, leaves)  # while the device copies
+        staged: dict[str, Any] = _replaced(self._state_dict, tensors)  # while the device copies
         for lending, homes in self._lent.items():  # last: whoever could not stage has lent nothing
             lending.lend(loan, homes.values())
-        for device in {leaf.device for leaf in self._copied.values() if leaf.device.type != "cpu"}:
+        for device in {leaf.device for leaf in self.copied.values() if leaf.device.type != "cpu"}:
             torch.accelerator.current_stream(device).synchronize()
-        return replaced
+        return staged
 
     def _issue_copies(self, loan: Loan, buffer: Region) -> "dict[_Key, Tensor]":
         targets: dict[_Key, Tensor] = {}
+        counters: dict[tuple[torch.dtype, torch.device], list[_Key]] = {}
         offset = 0
-        for key, leaf in self._copied.items():
-            if not key.shape:
-                continue
-            nbytes = leaf.numel() * leaf.element_size()
-            targets[key] = buffer.range(offset, nbytes, leaf.dtype, tuple(leaf.shape), _dense_stride(leaf))
-            targets[key].copy_(leaf, non_blocking=True)
-            offset += aligned(nbytes)
-        for keys in self._counters():
-            # Thousands of single elements: one copy for all of a dtype and device.
-            together = torch.stack([self._copied[key] for key in keys])
-            nbytes = together.numel() * together.element_size()
-            target = buffer.range(offset, nbytes, together.dtype, tuple(together.shape), (1,))
-            target.copy_(together, non_blocking=True)
-            targets.update(zip(keys, target.unbind(), strict=True))
-            offset += aligned(nbytes)
-        return {key: loan.tensor(target) for key, target in targets.items()}
 
-    def _counters(self) -> "Iterable[list[_Key]]":
-        kinds: dict[tuple[torch.dtype, torch.device], list[_Key]] = {}
-        for key in self._copied:
-            if not key.shape:
-                kinds.setdefault((key.dtype, key.device), []).append(key)
-        return kinds.values()
+        def copy_of(leaf: Tensor) -> Tensor:
+            nonlocal offset
+            nbytes = leaf.numel() * leaf.element_size()
+            target = buffer.range(offset, nbytes, leaf.dtype, tuple(leaf.shape), _dense_stride(leaf))
+            offset += aligned(nbytes)
+            return target.copy_(leaf, non_blocking=True)
+
+        for key, leaf in self.copied.items():
+            if key.shape:
+                targets[key] = copy_of(leaf)
+            else:
+                counters.setdefault((key.dtype, key.device), []).append(key)
+        for keys in counters.values():  # thousands of single elements: one copy for all of a dtype and device
+            together = copy_of(torch.stack([self.copied[key] for key in keys]))
+            targets.update(zip(keys, together.unbind(), strict=True))
+        return {key: loan.tensor(target) for key, target in targets.items()}
 
 
 class _Key(NamedTuple):
@@ -248,22 +233,40 @@ class _Key(NamedTuple):
     device: torch.device
 
 
-def _replaced(values: Any, leaves: Iterator[Tensor]) -> Any:
-    """``values`` with every tensor made anew of the next of ``leaves``, and with copies of what else may change."""
+_PLAIN = (Tensor, torch.nn.Parameter)
+_UNCHANGING = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
+
+
+def _tensors_in(values: Any) -> Iterator[Tensor]:
     if isinstance(values, Tensor):
-        local = local_shard(values)
-        if type(local) not in _PLAIN:
-            return describe_value(values).build([next(leaves) for _ in leaves_of(values)])
-        return next(leaves) if local is values else over_local(values, next(leaves))
+        yield values
+    elif isinstance(values, Mapping) or type(values) in (list, tuple):
+        for value in values.values() if isinstance(values, Mapping) else values:
+            yield from _tensors_in(value)
+
+
+def _replaced(values: Any, tensors: Iterator[Tensor]) -> Any:
+    """``values`` with the next of ``tensors`` for every tensor, and with copies of what else may change."""
+    if isinstance(values, Tensor):
+        return next(tensors)
     if isinstance(values, Mapping):
-        return {key: _replaced(value, leaves) for key, value in values.items()}
+        return {key: _replaced(value, tensors) for key, value in values.items()}
     if type(values) in (list, tuple):
-        return type(values)([_replaced(value, leaves) for value in values])
+        return type(values)([_replaced(value, tensors) for value in values])
     return values if isinstance(values, _UNCHANGING) else copy.deepcopy(values)
 
 
-_PLAIN = (Tensor, torch.nn.Parameter)
-_UNCHANGING = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
+def _leaves_of(value: Tensor) -> Sequence[Tensor]:
+    local = local_shard(value)
+    return (local,) if type(local) in _PLAIN else leaves_of(value)
+
+
+def _over(value: Tensor, leaves: Sequence[Tensor]) -> Tensor:
+    """``value`` over other ``leaves``."""
+    local = local_shard(value)
+    if type(local) not in _PLAIN:
+        return describe_value(value).build(leaves)
+    return leaves[0] if local is value else over_local(value, leaves[0])
 
 
 def _dense_stride(leaf: Tensor) -> tuple[int, ...]:
@@ -282,24 +285,3 @@ def _no_garbage_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-def _tensors_in(values: Any) -> Iterator[Tensor]:
-    if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, Mapping):
-        for value in values.values():
-            yield from _tensors_in(value)
-    elif type(values) in (list, tuple):
-        for value in values:
-            yield from _tensors_in(value)
-
-
-def _check_offloaded(optimizer: Optimizer) -> Optimizer:
-    target = find_offloaded(optimizer)
-    if target is None:
-        raise ValueError(
-            f"ArenaStager: expected an offloaded optimizer, got a {type(optimizer).__name__} that is not; call "
-            "offload_optimizer() first."
-        )
-    return target

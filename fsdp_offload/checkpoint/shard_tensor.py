@@ -16,31 +16,37 @@ what would lose the chunks          what happens
 ``plain.copy_(shard_tensor)``       RuntimeError. A stager that replaces local tensors by plain ones ends here, before
                                     anything is written (``BlockingAsyncStager`` keeps them, as we answer
                                     ``zeros_like``)
-HuggingFaceStorageWriter            keeps one tensor per name and file: call :func:`check_storage_writer` before saving.
-                                    The tensor itself is never told which writer asks, so it cannot refuse by itself
+HuggingFaceStorageWriter            keeps one tensor per name and file: ``check_storage_writer`` refuses it before
+                                    saving. The tensor itself is never told which writer asks
 pointwise operations                keep them: the result is of the same elements of the global tensor
 other operations                    compute on the local data; their results are plain tensors
 a ShardTensor outside a DTensor     saves; cannot be loaded, as DCP compares its local shape with the global one
 ==================================  ===================================================================================
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import increment_version
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.storage import StorageWriter
-from torch.distributed.tensor import DTensor
 
-from ..torch_compat.dtensor import local_shard, may_be_another_ranks, over_local, over_part
-from .chunks import chunks_of, flat_range_of, is_placed_as_dcp_reads, says_its_chunks
-from .content_index import ContentIndex
-from .rectangles import Chunk, ShardChunks, ragged_chunks
-from .torch_private import disabled_torch_function, make_wrapper
+from ..torch_compat.checkpoint import disabled_torch_function
+from ..torch_compat.dtensor import is_dtensor, local_shard, over_local, over_part
+from ..torch_compat.fully_shard import parameter_names
+from .chunks import (
+    MEGATRON_INDEX,
+    Chunk,
+    ShardChunks,
+    chunks_of,
+    flat_range_of,
+    is_placed_as_dcp_reads,
+    ragged_chunks,
+    says_its_chunks,
+)
+from .names import Experts, bare_name, check_experts
 
 _aten = torch.ops.aten
 
@@ -79,7 +85,10 @@ class ShardTensor(Tensor):
             )
         if not local.is_contiguous():
             raise ValueError(f"expected a contiguous local tensor, got strides {local.stride()} for {local.shape}")
-        made: ShardTensor = make_wrapper(cls, local)
+        # Without memory of its own and at storage offset 0: torch's stager and deepcopy know it by data_ptr() == 0.
+        made: ShardTensor = Tensor._make_wrapper_subclass(
+            cls, local.size(), strides=local.stride(), dtype=local.dtype, device=local.device, requires_grad=False
+        )
         made.local = local
         made.shard_chunks = shard_chunks
         return made
@@ -90,24 +99,18 @@ class ShardTensor(Tensor):
     # --- for DCP (torch/distributed/_checkpointable.py) --------------------------------------------------------------
 
     def __create_write_items__(self, fqn: str, object: Tensor) -> list[WriteItem]:  # noqa: A002  # torch names it so
-        """One item per chunk. Called by ``DTensor`` with itself as ``object``, whose shape must be the chunks' own.
-
-        Chunks know their content where ranks outside of the mesh may have another tensor of that name.
-        """
+        """One item per chunk. Called by ``DTensor`` with itself as ``object``, whose shape must be the chunks' own."""
         global_shape = torch.Size(self.shard_chunks.global_shape)
         if object is not self and object.size() != global_shape:
             raise ValueError(f"{fqn} has shape {object.size()}, but its chunks are those of a tensor of {global_shape}")
         properties = TensorProperties.create_from_tensor(self.local)
-        may_collide = may_be_another_ranks(object)
         return [
             WriteItem(
-                index=ContentIndex.of(fqn, own.offsets, self._view(own))
-                if may_collide
-                else MetadataIndex(fqn, own.offsets),
+                index=MetadataIndex(fqn, chunk.offsets),
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=global_shape),
             )
-            for own, chunk in zip(self.shard_chunks.chunks, self.__create_chunk_list__(), strict=True)
+            for chunk in self.__create_chunk_list__()
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
@@ -121,13 +124,10 @@ class ShardTensor(Tensor):
         """The chunk at ``index.offset``, as a view of the local memory."""
         for chunk in self.shard_chunks.chunks:
             if chunk.offsets == index.offset:
-                return self._view(chunk)
+                start = self.local.storage_offset() + chunk.local_start
+                return self.local.detach().as_strided(chunk.sizes, chunk.local_strides, start)
         offsets = [chunk.offsets for chunk in self.shard_chunks.chunks]
         raise ValueError(f"{index.fqn} has no chunk at {index.offset} on this rank, only at {offsets}")
-
-    def _view(self, chunk: Chunk) -> Tensor:
-        start = self.local.storage_offset() + chunk.local_start
-        return self.local.detach().as_strided(chunk.sizes, chunk.local_strides, start)
 
     # --- as a tensor -------------------------------------------------------------------------------------------------
 
@@ -135,7 +135,12 @@ class ShardTensor(Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch's stub leaves out `func`
         cls, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        _refuse_to_lose_chunks(func, args)
+        if func is _aten.copy_.default and not isinstance(args[0], ShardTensor):
+            raise RuntimeError(
+                "a ShardTensor is being copied into a plain tensor, which would lose its chunks and, saved in its "
+                "place, make a checkpoint that cannot be loaded. If this is staging for an asynchronous save, use "
+                "torch's DefaultStager; to copy the bare data, copy from its `local`"
+            )
         result = func(*_unwrapped(args), **_unwrapped(kwargs or {}))
         return _rewrapped(func, args, result)
 
@@ -153,94 +158,6 @@ class ShardTensor(Tensor):
 
 # Pickling is torch's own for wrappers, attributes included. These are for torch.load(weights_only=True).
 torch.serialization.add_safe_globals([ShardTensor, ShardChunks, Chunk])
-
-
-def with_chunks(like: Tensor, local: Tensor | None = None, shard_chunks: ShardChunks | None = None) -> Tensor:
-    """Make a DTensor over ``local`` that saves and loads as the given chunks.
-
-    Args:
-        like: The DTensor whose mesh, placements and global shape it gets.
-        local: This rank's memory, shared; by default that of ``like``.
-        shard_chunks: By default ``chunks_of(like)``.
-
-    Raises:
-        TypeError: ``like`` is not a DTensor.
-        ValueError: the chunks are of another global shape, or do not fit ``local``.
-    """
-    if local_shard(like) is like:
-        raise TypeError(f"expected a DTensor, whose mesh the result gets; got {type(like).__name__}")
-    shard_chunks = chunks_of(like) if shard_chunks is None else shard_chunks
-    if tuple(like.shape) != shard_chunks.global_shape:
-        raise ValueError(f"expected chunks of a tensor of shape {tuple(like.shape)}, got {shard_chunks.global_shape}")
-    local = local_shard(like) if local is None else local
-    memory = local.local if isinstance(local, ShardTensor) else local
-    return over_local(like, ShardTensor(memory.detach(), shard_chunks))
-
-
-def needs_chunks(tensor: Tensor) -> bool:
-    """Return whether a DTensor has to carry its chunks to be saved as what it is.
-
-    Its placements do not say which part this rank has, or not as DCP reads them; or ranks outside of its mesh may save
-    another tensor under its name (experts have local numbers), which is noticed where both carry chunks.
-    """
-    assert isinstance(tensor, DTensor), "a plain tensor is whole"
-    return says_its_chunks(tensor) or not is_placed_as_dcp_reads(tensor) or may_be_another_ranks(tensor)
-
-
-def in_one_dimension(tensor: Tensor) -> Tensor | None:
-    """``tensor`` as one of its elements in a row, over the same memory; ``None`` if this rank has several ranges of it.
-
-    Loading into that fills ``tensor``.
-    """
-    local = local_shard(tensor)
-    memory = (local.local if isinstance(local, ShardTensor) else local).detach()
-    if not memory.is_contiguous():
-        return None
-    if local is tensor:
-        return memory.view(-1)
-    flat_range = flat_range_of(chunks_of(tensor))
-    if flat_range is None:
-        return None
-    shape = (tensor.numel(),)
-    part = ragged_chunks(shape, ((0,), shape), *flat_range)
-    return over_part(tensor, ShardTensor(memory.view(-1), part), shape)
-
-
-def check_storage_writer(state_dict: Mapping[str, Any], storage_writer: StorageWriter) -> None:
-    """Refuse a writer that would keep only some of the chunks. Call it before ``dcp.save`` and ``dcp.async_save``.
-
-    ``HuggingFaceStorageWriter`` keeps one tensor per name and file: of several chunks the last one.
-
-    Raises:
-        ValueError: names the tensors with several chunks on this rank.
-    """
-    if not isinstance(storage_writer, HuggingFaceStorageWriter):
-        return
-    ragged = [name for name, shard in _shard_tensors(state_dict) if len(shard.shard_chunks.chunks) > 1]
-    if ragged:
-        raise ValueError(
-            f"HuggingFaceStorageWriter keeps one chunk per tensor and rank, and would silently drop the others of "
-            f"{', '.join(ragged[:5])}{' ...' if len(ragged) > 5 else ''}. Save with FileSystemWriter"
-        )
-
-
-def _shard_tensors(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, ShardTensor]]:
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _shard_tensors(value, f"{prefix}{key}.")
-        elif isinstance(value, Tensor) and isinstance(local_shard(value), ShardTensor):
-            shard: Any = local_shard(value)
-            yield f"{prefix}{key}", shard
-
-
-def _refuse_to_lose_chunks(func: Any, args: tuple[Any, ...]) -> None:
-    if func is not _aten.copy_.default or isinstance(args[0], ShardTensor):
-        return
-    raise RuntimeError(
-        "a ShardTensor is being copied into a plain tensor, which would lose its chunks and, saved in its place, make "
-        "a checkpoint that cannot be loaded. If this is staging for an asynchronous save, use torch's DefaultStager; "
-        "to copy the bare data, copy from its `local`"
-    )
 
 
 def _rewrapped(func: Any, args: tuple[Any, ...], result: Any) -> Any:
@@ -267,3 +184,100 @@ def _unwrapped(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _unwrapped(item) for key, item in value.items()}
     return value
+
+
+# --- DTensors that carry chunks --------------------------------------------------------------------------------------
+
+
+def memory_of(tensor: Tensor) -> Tensor:
+    """This rank's memory of ``tensor``: plain, also if its local tensor carries chunks."""
+    local = local_shard(tensor)
+    return (local.local if isinstance(local, ShardTensor) else local).detach()
+
+
+def with_chunks(like: Tensor, local: Tensor | None = None, shard_chunks: ShardChunks | None = None) -> Tensor:
+    """Make a DTensor over ``local`` that saves and loads as the given chunks.
+
+    Args:
+        like: The DTensor whose mesh, placements and global shape it gets.
+        local: This rank's memory, shared; by default that of ``like``.
+        shard_chunks: By default ``chunks_of(like)``.
+
+    Raises:
+        TypeError: ``like`` is not a DTensor.
+        ValueError: the chunks are of another global shape, or do not fit ``local``.
+    """
+    if not is_dtensor(like):
+        raise TypeError(f"expected a DTensor, whose mesh the result gets; got {type(like).__name__}")
+    shard_chunks = chunks_of(like) if shard_chunks is None else shard_chunks
+    if tuple(like.shape) != shard_chunks.global_shape:
+        raise ValueError(f"expected chunks of a tensor of shape {tuple(like.shape)}, got {shard_chunks.global_shape}")
+    return over_local(like, ShardTensor(memory_of(like if local is None else local), shard_chunks))
+
+
+def needs_chunks(tensor: Tensor) -> bool:
+    """Return whether a DTensor's placements do not say which part this rank has, or not as DCP reads them."""
+    return says_its_chunks(tensor) or not is_placed_as_dcp_reads(tensor)
+
+
+def in_one_dimension(tensor: Tensor) -> Tensor | None:
+    """``tensor`` as one of its elements in a row, over the same memory; ``None`` if this rank has several ranges of it.
+
+    Loading into that fills ``tensor``.
+    """
+    memory = memory_of(tensor)
+    if not memory.is_contiguous():
+        return None
+    if not is_dtensor(tensor):
+        return memory.view(-1)
+    flat_range = flat_range_of(chunks_of(tensor))
+    if flat_range is None:
+        return None
+    shape = (tensor.numel(),)
+    return over_part(tensor, ShardTensor(memory.view(-1), ragged_chunks(shape, ((0,), shape), *flat_range)), shape)
+
+
+def with_parameter_chunks(
+    model: nn.Module, state_dict: Mapping[str, Any], *, experts: Experts | None = None
+) -> dict[str, Any]:
+    """Return ``state_dict`` with values that carry the chunks of their parameters, over the same memory.
+
+    For models whose placements are nominal, as those of Megatron-FSDP: what a parameter knows of its flat slice is lost
+    in ``model.state_dict()``, which detaches it. Other values are taken over as they are.
+
+    Args:
+        model: whose parameters they are.
+        state_dict: ``{fqn: value}``. Keys and names may have ``module.`` in front a different number of times, as
+            Megatron's have.
+        experts: gives the keys of local experts their global numbers.
+
+    Raises:
+        ValueError: a value is not of the global shape or the local size of its parameter; it is sharded unevenly, and
+            no parameter has its name; experts on a mesh that is not all ranks, and no ``experts``.
+    """
+    check_experts(state_dict.items(), experts)
+    params = {bare_name(name): param for param, name in parameter_names(model).items()}
+    return {
+        key if experts is None else experts.global_name(key): _carrying(key, value, params.get(bare_name(key)))
+        for key, value in state_dict.items()
+    }
+
+
+def _carrying(key: str, value: Any, param: Tensor | None) -> Any:
+    if not isinstance(value, Tensor) or not is_dtensor(value) or isinstance(local_shard(value), ShardTensor):
+        return value
+    if param is None or not says_its_chunks(param):
+        try:
+            return with_chunks(value) if needs_chunks(value) else value
+        except ValueError as error:
+            raise ValueError(f"{key}: no parameter of the model has this name, and {error}") from error
+    chunks = chunks_of(param)
+    if tuple(value.shape) != chunks.global_shape or local_shard(value).numel() != chunks.local_numel:
+        raise ValueError(
+            f"{key} has shape {tuple(value.shape)}, of which {tuple(local_shard(value).shape)} on this rank; its "
+            f"parameter has {chunks.global_shape}, of which {chunks.local_numel} elements are here"
+        )
+    carrying: Any = with_chunks(value, shard_chunks=chunks)
+    if hasattr(param, MEGATRON_INDEX):  # by which splitting knows the tensor-parallel ranks of experts
+        setattr(carrying, MEGATRON_INDEX, getattr(param, MEGATRON_INDEX))
+    return carrying

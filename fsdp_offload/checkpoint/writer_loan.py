@@ -1,7 +1,7 @@
 """Memory lent to the writer of an asynchronous save, and how to know that it has finished.
 
-``torch.distributed.checkpoint`` does not tell a stager when the writer is done, so it is seen by what the writer holds
-and where it runs.
+DCP does not tell a stager when the writer is done, so that is seen by what the writer holds and where it runs: in the
+*writing thread*, the first other one that looks into the staged dict.
 """
 
 import bisect
@@ -10,8 +10,9 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping
+from collections.abc import Callable, ItemsView, Iterable, Mapping
 from operator import itemgetter
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -38,7 +39,7 @@ class Loan:
         self._memory: list[tuple[int, Any]] = []  # where each begins, while the loan is made
         self._alive: list[weakref.ref[Any]] = []
         self._owner = threading.current_thread()
-        self._thread: threading.Thread | None = None
+        self.thread: threading.Thread | None = None  # that writes
         self._looks: list[Callable[[], object]] = []
         self._is_sealed = False
         self._is_over = False
@@ -82,12 +83,8 @@ class Loan:
     def is_looked_into(self) -> None:
         """Called in whatever thread looks into the staged dict."""
         thread = threading.current_thread()
-        if self._thread is None and thread is not self._owner and _is_called_by_dcp():
-            self._thread = thread
-
-    def is_writing_thread(self) -> bool:
-        """Return whether the caller runs in the thread that writes."""
-        return threading.current_thread() is self._thread
+        if self.thread is None and thread is not self._owner and _is_called_by_dcp():
+            self.thread = thread
 
     def is_reading(self) -> bool:
         """Return whether the writer may still look at what it was given."""
@@ -97,7 +94,7 @@ class Loan:
         return not self._is_over
 
     def _is_abandoned(self) -> bool:
-        return self._thread is not None and not self._thread.is_alive()
+        return self.thread is not None and not self.thread.is_alive()
 
     def wait(self) -> None:
         """Block until it no longer does.
@@ -107,16 +104,16 @@ class Loan:
         """
         give_up = time.monotonic() + _BEGIN_SECONDS
         while self.is_reading():
-            if self._thread is None and time.monotonic() > give_up:
+            if self.thread is None and time.monotonic() > give_up:
                 raise RuntimeError(
                     f"an asynchronous save was staged, but for {_BEGIN_SECONDS} s no thread has begun to write it, and "
                     "somebody keeps it. If dcp.async_save failed, let go of its future; ArenaStager.stage() alone "
                     "lends state until its result is written or dropped."
                 )
-            if self._thread is None or self._thread is threading.current_thread():
+            if self.thread is None or self.thread is threading.current_thread():
                 time.sleep(_POLL_SECONDS)
             else:
-                self._thread.join(_POLL_SECONDS)  # a thread of a pool outlives the save: its tensors tell then
+                self.thread.join(_POLL_SECONDS)  # a thread of a pool outlives the save: its tensors tell then
 
 
 class StagedDict(dict[str, Any]):
@@ -132,8 +129,8 @@ class StagedDict(dict[str, Any]):
         self._is_handed_over = False
 
     def __getattribute__(self, name: str) -> Any:
-        # The writing thread begins with isinstance(), which asks for __class__: so it is known also where the save
-        # fails before it looks at any value (no such folder, an unknown scheme).
+        # The writing thread begins with isinstance(), which asks for __class__: so it is known before it looks at any
+        # value, also where the save fails at once (no such folder, an unknown scheme).
         if name not in ("_loan", "_is_handed_over"):
             self._loan.is_looked_into()
         return super().__getattribute__(name)
@@ -146,20 +143,12 @@ class StagedDict(dict[str, Any]):
         """
         if self._is_handed_over:
             raise RuntimeError("a staged dict is written once; what it held has been handed to the writer")
-        if not self._loan.is_writing_thread():
+        if threading.current_thread() is not self._loan.thread:
             return super().items()
         handed = dict(super().items())
         self.clear()
         self._is_handed_over = True
         return handed.items()
-
-    def __iter__(self) -> Iterator[str]:
-        self._loan.is_looked_into()
-        return super().__iter__()
-
-    def __getitem__(self, key: str) -> Any:
-        self._loan.is_looked_into()
-        return super().__getitem__(key)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(
@@ -170,11 +159,9 @@ class StagedDict(dict[str, Any]):
 
 def _is_called_by_dcp() -> bool:
     """Return whether the call comes from ``torch.distributed``: a thread of a profiler may look at any object."""
-    frame = sys._getframe(2)
-    for _ in range(_LOOKED_AT_FRAMES):
-        if frame.f_globals.get("__name__", "").startswith("torch.distributed"):
-            return True
-        if frame.f_back is None:
-            return False
+    frame: FrameType | None = sys._getframe(2)
+    callers: list[str] = []
+    while frame is not None and len(callers) < _LOOKED_AT_FRAMES:
+        callers.append(frame.f_globals.get("__name__", ""))
         frame = frame.f_back
-    return False
+    return any(name.startswith("torch.distributed") for name in callers)

@@ -24,9 +24,9 @@ from ..torch_compat.dtensor import local_shard, version_of
 from ..torch_compat.homed import is_homed
 from ..torch_compat.optim import scaler_decides
 from ..torch_compat.sharded_parameter import ShardedParameter
-from ..torch_compat.spent_gradient import is_freed, is_spent, note_freed, spend
-from ..torch_compat.watched_gradient import unwatch, watch
+from ..torch_compat.spent_gradient import is_freed
 from .contents import Contents
+from .early import Early
 from .engine import Core
 from .guesses import Guesses
 from .host_lane import HostLane
@@ -48,9 +48,6 @@ from .weights import Weights
 
 logger = logging.getLogger(__name__)
 
-_CLEAN_STEPS = 2
-"""Steps in which nobody touched gradients before ``step()``, until updates move into the backward."""
-
 
 class Engine(Contents):
     """The engine of one offloaded optimizer.
@@ -62,7 +59,7 @@ class Engine(Contents):
         gathered: parameters that ``fully_shard`` gathers.
         weights: those that live on the host; ``None``: all stay on the device.
         loads_in_backward: hooks on a model tell when a backward begins.
-        frees_all_gradients: each in the backward of every step, the first one included: they would not fit together.
+        early: gradients with which the backward has updated.
         room: how many blocks stay, where iterations decide; ``None``: ``device_bytes`` is a number, or nothing waits.
     """
 
@@ -83,7 +80,7 @@ class Engine(Contents):
             policy, elementwise=capabilities.elementwise, together=together, group_bytes=group_bytes
         )
         super().__init__(cls, capabilities, policy, device, names, joined, bucket_bytes, host)
-        self.loads_in_backward = self.frees_all_gradients = False
+        self.loads_in_backward = False
         self.gathered = together.keys()
         self._together, self._bucket_bytes = together, bucket_bytes
         self._params_of: dict[int, list[Tensor]] = defaultdict(list)
@@ -99,15 +96,11 @@ class Engine(Contents):
         lanes = Lanes(self._link, serial=policy.serial)
         self.core = Core(lanes, device, policy.overlap, self._updates)
         self.guesses = Guesses(self, capabilities, self._updates)
+        self.early = Early(self.core, self.guesses, self._updates, self.plan, self.names)
         self.steps = Steps(self.core, self.guesses, host)
         self.phases = Phases(self.core, self.guesses, self.plan, self.lending)
         self._taken = -1  # the generation of the plan that the core is about
-        self._clean_steps = 0
         self._lost: list[str] = []  # whose state somebody has written where that counts for nothing
-        self._touches = _Touches()
-        self._early: dict[Tensor, tuple[Tensor, tuple[int, int], tuple[int, int]]] = {}
-        self._spent: dict[Tensor, tuple[int, int]] = {}
-        self._used_up: set[int] = set()
         self.room: Room | None = None
         self.weights: Weights | None = None
         if device.type != "cpu" and not policy.serial:  # else each mark waits for the device
@@ -233,25 +226,23 @@ class Engine(Contents):
         Returns when everything is issued: whether there was any gradient. Parameters are new in the order of the
         current stream; where updates run on into the forward, each gather waits for those that it reads.
         """
-        steps, core, updates = self.steps, self.core, self._updates
+        steps, core, early, updates = self.steps, self.core, self.early, self._updates
         steps.check_usable("step()", mid_step=True)
         guesses = self.guesses
         self._make_zeroed_gradients(self.plan.shards)
-        self._unwatch()
+        early.unwatch()
         core.away = False
-        if core.begun and not guesses.made:
-            self._check_early(optimizer, states, kwargs)
-        elif core.begun and self._written_early():
-            problem = self._problem_of_early(optimizer, states, kwargs)
+        problem = self._problem_of_early(optimizer, states, kwargs) if core.begun else ""
+        if problem and (not guesses.made or early.written()):
             guesses.take_back()  # which has lost that write
             self._refuse_step(problem)
-        elif core.begun and (self._problem_of_early(optimizer, states, kwargs) or guesses.way_back.is_written()):
+        elif problem or (core.begun and guesses.made and guesses.way_back.is_written()):
             guesses.take_back()
         try:
             if not core.begun:
                 self._follow_groups(optimizer, states)
             self._check_gradients(
-                self._spent, "Nothing has been changed." if not core.begun else "Put this right, and call step() again."
+                early.freed, "Nothing has been changed." if not core.begun else "Put this right, and call step() again."
             )
             updated = self._shards_with_grad(optimizer, states)
             self._take_plan(states)
@@ -261,9 +252,8 @@ class Engine(Contents):
             if not core.begun:
                 updates.finish()
             raise
-        # The gradients of a step that a load has ended have been used.
-        numbers = {number for shard in updated for number in shard.buckets} - self._used_up
-        self._used_up = set()
+        numbers = {number for shard in updated for number in shard.buckets} - early.ended
+        early.ended = set()
         if not core.begun:
             updates.start(optimizer, states, kwargs)
             core.begun = True
@@ -284,12 +274,9 @@ class Engine(Contents):
             self._take_blocks()
         had = bool(wanted)
         updates.finish()
-        for param in self._spent:
-            note_freed(param)
-        self._spent = {}
         steady = core.end() and not new and core.cache.nbytes == made
         self._measure(steady)
-        self._count_clean(optimizer, kwargs)
+        early.step_ended(scaler_decides(optimizer, kwargs))
         guesses.step_ended()
         self._tell_lost_writes()
         return had
@@ -360,7 +347,7 @@ class Engine(Contents):
             )
         core.abandon(is_undone=is_undone)
         core.cache.restore_room()
-        self.forget_early()
+        self.early.forget()
 
     def _names_in(self, buckets: list[Bucket]) -> str:
         names = list(dict.fromkeys(self.plan.shards[param].name for bucket in buckets for param in bucket.params))
@@ -387,12 +374,12 @@ class Engine(Contents):
         """Gradients of a group have been reduced: load, and update what may be updated."""
         core = self.core
         core.away = False
-        self._used_up = set()  # these gradients are of another backward than those that a load has overtaken
+        self.early.ended = set()  # these gradients are of another backward than those that a load has overtaken
         if not core.begun and not self.steps.failure:
             stale = self._taken != self.plan.generation or not self._groups_as_before(optimizer)
             stale = stale or any(map(is_trained, self._unplanned))  # step() will take them over
-            may_begin = self.frees_all_gradients or self._clean_steps >= _CLEAN_STEPS
-            if self.guesses.announced and not self.frees_all_gradients:
+            may_begin = self.early.frees_all or self.early.is_clean
+            if self.guesses.announced and not self.early.frees_all:
                 self.guesses.choose(optimizer, states)
                 may_begin = core.guess is not None
             core.may_begin_early = may_begin and not stale
@@ -415,9 +402,9 @@ class Engine(Contents):
         if new and self.guesses.made and self._updates.writes_gradients:
             self.refuse("an update has written its gradients", _WRITES_GRADIENTS)
         if core.frees_gradients:
-            self._spend(new)
+            self.early.spend(new)
         else:
-            self._watch(new)
+            self.early.watch(new)
 
     def expect_gradients(self, optimizer: Optimizer, states: StateStore) -> None:
         """Ahead of the first gradients of a step: where they do not fit together, none may wait for ``step()``.
@@ -427,9 +414,9 @@ class Engine(Contents):
         core = self.core
         if not core.frees_gradients or self.steps.failure or core.done:
             return
-        if self._clean_steps < _CLEAN_STEPS and self.layouts.capabilities.elementwise:
-            self.frees_all_gradients = self.frees_all_gradients or not self._gradients_fit()
-        if not self.frees_all_gradients:
+        if not self.early.is_clean and self.layouts.capabilities.elementwise:
+            self.early.frees_all = self.early.frees_all or not self._gradients_fit()
+        if not self.early.frees_all:
             return
         core.reductions.expect_one()
         with suppress(ValueError):  # step() says it: an error here would cost the gradients of this backward
@@ -444,17 +431,6 @@ class Engine(Contents):
         trained = (shard.param for shard in self.plan.shards.values() if shard.param.requires_grad)
         room_bytes = self._link.room_beside(self._link.taken_bytes().now)
         return sum(local_shard(param).nbytes for param in trained) <= room_bytes
-
-    def _spend(self, params: Iterable[Tensor]) -> None:
-        """Let go of gradients whose updates have all been issued."""
-        done = {bucket.number for bucket in self.core.done}
-        for param in params:
-            shard = self.plan.shards[param]
-            if shard.group < 0:
-                continue  # it has left the param groups: its gradient has not been used, and goes on adding up
-            if param.grad is not None and not is_spent(param) and done.issuperset(shard.buckets):
-                self._spent[param] = version_of(param)
-                spend(param)
 
     def _begin(self, optimizer: Optimizer, states: StateStore) -> bool:
         if self.core.frees_gradients and any(map(is_freed, self.plan.shards)):
@@ -489,20 +465,19 @@ class Engine(Contents):
         """Note that the state is half updated for ever, and say why."""
         self.steps.failure = failure
         self.core.abandon()
-        self.forget_early()
+        self.early.forget()
         raise RuntimeError(message)
 
-    def forget_early(self, *, unwatch: bool = True) -> None:
-        """No update of this step has used a gradient, as far as ``step()`` is concerned."""
-        if unwatch:
-            self._unwatch()
-        self._early, self._spent, self._touches.written = {}, {}, False
-
-    def _check_early(self, optimizer: Optimizer, states: StateStore, kwargs: Mapping[str, Any]) -> None:
-        """Refuse a step whose updates in the backward were of something else than it is about."""
-        problem = self._problem_of_early(optimizer, states, kwargs)
-        if problem:
-            self._refuse_step(problem)
+    def _problem_of_early(self, optimizer: Optimizer, states: StateStore, kwargs: Mapping[str, Any]) -> str:
+        """Say of what else than what the backward has updated this step is; empty: of the same."""
+        problem = self.early.problem(states)
+        if not problem and scaler_decides(optimizer, kwargs):
+            problem = "a GradScaler decides only now whether there is a step"
+        shared = self._updates.shared
+        assert shared is not None
+        if not problem and not (shared.still_starts_from(optimizer) and self._groups_as_before(optimizer)):
+            problem = "hyperparameters have changed since then"
+        return problem
 
     def _refuse_step(self, problem: str) -> None:
         self.refuse(
@@ -512,87 +487,10 @@ class Engine(Contents):
             "overlap='forward'.",
         )
 
-    def _written_early(self) -> list[Tensor]:
-        """List parameters that somebody else has written since their update, past what is watched."""
-        versions = [*((param, version) for param, (_, _, version) in self._early.items()), *self._spent.items()]
-        return [param for param, version in versions if version_of(param) != version]
-
-    def _problem_of_early(self, optimizer: Optimizer, states: StateStore, kwargs: Mapping[str, Any]) -> str:
-        shared = self._updates.shared
-        assert shared is not None
-        written = self._written_early()
-        if written:
-            return f"{self.names.get(written[0], 'a parameter')} has been written since then"
-        exchanged = [param for param in self._spent if not is_spent(param)]
-        exchanged += _exchanged_gradients(self._early)
-        if exchanged:
-            return f"the gradient of {self.names.get(exchanged[0], 'a parameter')} has been exchanged since then"
-        if self._touches.written:
-            return "gradients have been changed since then"
-        items = (bucket.state for bucket in self.core.done)
-        used = {param for params in self._updates.used.values() for param in params}
-        if self.guesses.made:  # all bytes of a bucket move to the spare home
-            used = {param for bucket in self.core.done for param in bucket.params}
-        if any(item.exposed and item.seen != item.version() for item in items) or self._is_exchanged(used, states):
-            return "optimizer.state has changed since then"
-        if scaler_decides(optimizer, kwargs):
-            return "a GradScaler decides only now whether there is a step"
-        if not (shared.still_starts_from(optimizer) and self._groups_as_before(optimizer)):
-            return "hyperparameters have changed since then"
-        return ""
-
-    def _is_exchanged(self, params: Iterable[Tensor], states: StateStore) -> bool:
-        """Return whether somebody has put other tensors in the place of homes."""
-        return any(
-            states.get(param).get(name, home) is not home
-            for param in params
-            for name, home in self.plan.shards[param].homes.items()
-        )
-
-    def note_gradients(self, params: Iterable[Tensor]) -> None:
-        """Watch gradients in a step that updates nothing early, to see whether somebody changes them."""
-        begins = 0 <= self._clean_steps < _CLEAN_STEPS and not self.frees_all_gradients
-        if self.guesses.announced:
-            if not (self.frees_all_gradients or self.guesses.unavailable):
-                self.guesses.watch(
-                    param.grad for param in params if param in self.plan.shards and param.grad is not None
-                )
-        elif self.policy.updates_in_backward and begins:
-            self._watch(params)
-
-    def used_gradients(self) -> list[Tensor]:
-        """Gradients that updates of this step have used, or may have."""
-        return [grad for grad, _, _ in self._early.values()]
-
     def before_gather(self, number: int) -> None:
         """Parameters of a group are about to be read: a guess must not show."""
         if self.guesses.made and self.core.has_updated(number):
             self.guesses.take_back()
-
-    def _watch(self, params: Iterable[Tensor]) -> None:
-        if self.guesses.made:
-            self.guesses.watch((), [p for p in params if self.weights is None or p not in self.weights.parts])
-        for param in params:
-            if (grad := param.grad) is not None:
-                if not self.guesses.made:
-                    watch(grad, self._touches)
-                self._early[param] = grad, version_of(grad), version_of(param)
-
-    def _unwatch(self) -> None:
-        self.guesses.unwatch()
-        for grad, _, _ in self._early.values():
-            unwatch(grad)
-
-    def _count_clean(self, optimizer: Optimizer, kwargs: Mapping[str, Any]) -> None:
-        early, self._early, touched = self._early, {}, self._touches.written
-        self._touches.written = False
-        if not early or not 0 <= self._clean_steps < _CLEAN_STEPS or self.guesses.announced:
-            return
-        if touched or _exchanged_gradients(early) or scaler_decides(optimizer, kwargs):
-            logger.info("gradients are changed between the backward and step(): all updates stay in step()")
-            self._clean_steps = -1
-        else:
-            self._clean_steps += 1
 
     # By hand ----------------------------------------------------------------------------------------------------------
 
@@ -605,9 +503,9 @@ class Engine(Contents):
     def install(self, optimizer: Optimizer, states: StateStore, loaded: Mapping[Tensor, UserState]) -> None:
         """As :meth:`Contents.install`; a step that the backward has begun is forgotten."""
         self.guesses.take_back()
-        self._used_up = {bucket.number for bucket in self.core.done}
+        self.early.ended = {bucket.number for bucket in self.core.done}
         self.core.abandon()
-        self.forget_early()
+        self.early.forget()
         super().install(optimizer, states, loaded)
         self.steps.failure = ""
 
@@ -687,35 +585,6 @@ _WRITES_GRADIENTS = (
     "this optimizer has begun to write the gradients that it is given, so that an update in the backward "
     "(OffloadPolicy(overlap='iteration')) cannot be repeated after fsdp_offload.clip_grad_norm_. Use overlap='forward'."
 )
-
-
-def _exchanged_gradients(early: Mapping[Tensor, tuple[Tensor, tuple[int, int], object]]) -> list[Tensor]:
-    """List the parameters whose gradient is another one, or another version of it, than was noted."""
-    return [p for p, (grad, version, _) in early.items() if p.grad is not grad or version_of(grad) != version]
-
-
-class _Touches:
-    """Notes that somebody writes watched gradients, or may.
-
-    Attributes:
-        written: it has happened in this step.
-    """
-
-    written = False
-
-    def reads(self, grads: Sequence[Tensor]) -> None:
-        """Looking at gradients changes nothing."""
-
-    def writes(self, grads: Sequence[Tensor]) -> None:
-        """They are about to be written."""
-        self.written = True
-
-    shares = writes
-
-    def scales(self, grads: Sequence[Tensor], factor: object, multiply: object) -> Sequence[Tensor]:
-        """They are about to be multiplied; nothing of it is put off."""
-        self.written = True
-        return ()
 
 
 def engine_of(optimizer: object) -> Engine | None:

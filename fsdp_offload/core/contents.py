@@ -16,8 +16,7 @@ from ..cpu_update.updates import HostUpdates
 from ..device.link import DeviceLink, device_link
 from ..optimizers import Capabilities
 from ..optimizers.kept_state import LayoutKey, Layouts, layout_key
-from ..optimizers.masters import MASTER
-from ..optimizers.saved_form import as_kept, as_saved, drop_master, rebuild_master
+from ..optimizers.saved_form import as_kept, as_saved, rebuild_master
 from ..policy import OffloadPolicy
 from ..state.adopt import adopt, is_exchanged
 from ..state.layout import StateLayout, in_dtypes_of, is_trained
@@ -58,7 +57,7 @@ class Contents:
         host: HostUpdates | None,
     ) -> None:
         self.cls, self.policy, self.device, self.names, self.host = cls, policy, device, names, host
-        self.layouts = Layouts(cls, capabilities, policy.master_weights)
+        self.layouts = Layouts(cls, capabilities)
         self.conventions = capabilities.conventions
         self.pinned = policy.pins(device.type)
         self._link: DeviceLink = device_link(device)
@@ -203,8 +202,6 @@ class Contents:
             state = states.get(param)
             for name in shard.homes.keys() & state.keys():
                 state[name] = shard.on_device(name, self.device)
-            if shard.master != "none":
-                drop_master(shard, state)
         self._make_zeroed_gradients(self.plan.shards)
         self._counters_as_made(states)
 
@@ -299,7 +296,7 @@ class Contents:
     def _made_otherwise(self, shard: StateShard, states: StateStore) -> bool:
         """Return whether a hook of the step, as torchtitan has, made the first state of a parameter in other dtypes."""
         state = states.get(shard.param)
-        if shard.group < 0 or shard.master != "none" or not is_exchanged(shard, state):
+        if shard.group < 0 or not is_exchanged(shard, state):
             return False
         return in_dtypes_of(shard.layout, state).dtypes != shard.layout.dtypes
 
@@ -309,9 +306,7 @@ class Contents:
             return
         for shard in shards:
             state = states.get(shard.param)
-            # A master of ours is made in the next step, whenever that is.
-            needed = self._learnt(optimizer, shard).values.keys() - ({MASTER} if shard.master != "none" else set())
-            missing = [name for name in needed if name not in state]
+            missing = [name for name in self._learnt(optimizer, shard).values if name not in state]
             if state and missing:
                 raise RuntimeError(
                     f"The hyperparameters of param_groups[{shard.group}] now need state {missing}, which {shard.name} "

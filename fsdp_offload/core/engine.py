@@ -171,9 +171,10 @@ class Core:
         """Compute is about to use what has been gathered: gradients that its update has read need not be held."""
         for bucket in self._of_group.get(number, ()):
             if bucket.number in self._gradients and bucket not in self.done:
-                with self._waiting(None):
-                    for item in bucket.weights:
-                        self.lanes.compute.wait(item.updated)
+                late = [item.updated for item in bucket.weights if self.lanes.compute.name not in item.known_to]
+                if late:
+                    with self._waiting(None):
+                        self.lanes.compute.wait(*late)
                 del self._gradients[bucket.number]
 
     def reduced(self, number: int, event: object) -> None:

@@ -136,6 +136,18 @@ class WayBack:
         self.core.guess = None
 
 
+class UsedGradients(Protocol):
+    """Gradients with which the backward has updated."""
+
+    frees_all: bool
+
+    def used(self) -> list[Tensor]:
+        """Return the gradients that updates of this step have used, or may have."""
+
+    def forget(self, *, unwatch: bool = True) -> None:
+        """No update of this step has used a gradient, as far as ``step()`` is concerned."""
+
+
 class Owner(Protocol):
     """The engine of the optimizer."""
 
@@ -145,13 +157,10 @@ class Owner(Protocol):
     device: torch.device
     pinned: bool
     weights: Weights | None
-    frees_all_gradients: bool
 
-    def used_gradients(self) -> list[Tensor]:
-        """Return the gradients that updates of this step have used, or may have."""
-
-    def forget_early(self, *, unwatch: bool = True) -> None:
-        """No update of this step has used a gradient, as far as ``step()`` is concerned."""
+    @property
+    def early(self) -> UsedGradients:
+        """Gradients with which the backward has updated."""
 
 
 Scale = Callable[[Sequence[Tensor]], None]
@@ -208,7 +217,7 @@ class Guesses:
     @property
     def is_ready(self) -> bool:
         """Return whether updates in the backward are guesses."""
-        ready = self.announced and self._is_on and not self.unavailable and not self._engine.frees_all_gradients
+        ready = self.announced and self._is_on and not self.unavailable and not self._engine.early.frees_all
         return ready and bool(self._takeable) and self._generation == self._engine.plan.generation
 
     @property
@@ -303,7 +312,7 @@ class Guesses:
         self.way_back.roll_back()
         self._updates.drop_guesses()
         self._own = None
-        self._engine.forget_early(unwatch=False)  # a view of a gradient is still noticed
+        self._engine.early.forget(unwatch=False)  # a view of a gradient is still noticed
         _unwatch(self._written)
         self._scale_now()
 
@@ -325,7 +334,7 @@ class Guesses:
         self._is_on = share <= (STOPS_ABOVE if was_on else GOES_ON_BELOW)
         if was_on != self._is_on:
             logger.info("%s", self.sentence)
-        if self._is_on and self._generation != self._engine.plan.generation and not self._engine.frees_all_gradients:
+        if self._is_on and self._generation != self._engine.plan.generation and not self._engine.early.frees_all:
             self._take_memory()
 
     def skip(self) -> None:
@@ -357,7 +366,7 @@ class Guesses:
         self._flags[0].put(self._all_one)
         if not self.made:
             return set()
-        used = self._engine.used_gradients()
+        used = self._engine.early.used()
         self._put_off.append((used, scale))
         return {id(grad) for grad in used}
 

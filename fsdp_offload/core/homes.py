@@ -146,19 +146,18 @@ class Plan:
             group, name = optimizer.param_groups[group_of[param]], names.get(param, "a parameter")
             state = states.get(param)
             # State of a 0-dim parameter looks like a counter, so which of it is one is learnt.
-            master = self._layouts.master_of(param)
             is_clear = param.dim() > 0 or self._layouts.capabilities.moves_whole
-            described = bool(state) and is_clear and master == "none"
+            described = bool(state) and is_clear
             layout = (
                 self._layouts.of_existing(param, state)
                 if described
                 else self._layouts.learn(optimizer, param, group, name)
             )
-            if state and not described and master == "none":
+            if state and not described:
                 layout = in_dtypes_of(layout, state)
             on_locals = self._layouts.capabilities.elementwise
             together = self._together.get(param, -1)
-            shards.append(StateShard(param, name, on_locals, False, layout, group_of[param], master, together))
+            shards.append(StateShard(param, name, on_locals, False, layout, group_of[param], together))
         self._choose_host(shards)
         for shard in shards:
             shard.cuttable = self.may_cut(shard, optimizer.param_groups[shard.group])
@@ -169,7 +168,7 @@ class Plan:
     def may_cut(self, shard: StateShard, group: Mapping[str, object]) -> bool:
         """Whether the tested table says that this shard gives the same bits in pieces, in this group."""
         local = local_shard(shard.param)
-        dtype = shard.updated_dtype
+        dtype = shard.param.dtype
         device_type = self._device.type
         if shard.on_host:
             group = {**group, **self._layouts.capabilities.host_options(group, {dtype})}

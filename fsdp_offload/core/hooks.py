@@ -150,7 +150,7 @@ class ModelHooks:
         optimizer, engine = self._optimizer(), self._engine()
         if optimizer is None or engine is None:
             return
-        engine.note_gradients(self._groups[number].params)
+        engine.early.note(self._groups[number].params)
         engine.reduced(number, event if engine.device.type != "cpu" else None, optimizer, self._get_states(optimizer))
 
 

@@ -121,8 +121,12 @@ class Stopwatch:
         """Return the last iteration, with rates, if it is known; blocks the host until the device has finished it."""
         if not self._ended:
             return None
-        last = self._ended[-1]
-        return last.read()._replace(load_gb_per_s=last.gb_per_s("load"), store_gb_per_s=last.gb_per_s("store"))
+
+        def rate(lane: str) -> float | None:  # of the iteration before, where this one's largest copy began before it
+            rates = (one.gb_per_s(lane) for one in reversed(self._ended))
+            return next((one for one in rates if one is not None), None)
+
+        return self._ended[-1].read()._replace(load_gb_per_s=rate("load"), store_gb_per_s=rate("store"))
 
     def forget(self) -> None:
         """Forget all iterations, the one under way included: it did not end with a step."""

@@ -37,7 +37,7 @@ class HostStep:
         dtypes: list[set[torch.dtype]] = [set() for _ in optimizer.param_groups]
         for shard in shards:
             if shard.group >= 0:
-                dtypes[shard.group].add(shard.updated_dtype)
+                dtypes[shard.group].add(shard.param.dtype)
         self.pinned = [
             capabilities.host_options(group, of_group)
             for group, of_group in zip(optimizer.param_groups, dtypes, strict=True)

@@ -1,37 +1,61 @@
-"""torchtitan: builders of optimizers that offload, and a checkpoint manager that saves from host memory.
+"""torchtitan (>= 0.3): a config of optimizers that offload, and a checkpoint manager that saves from host memory.
 
 ::
 
-    spec = replace(spec, build_optimizers_fn=offloaded(spec.build_optimizers_fn, {"snapshot_bytes": 9 << 30}))
+    config.optimizer = offloaded(config.optimizer, OffloadPolicy(overlap="forward"))  # in a function of the registry
 
     save_from_arena(trainer.checkpointer)  # with --checkpoint.async_mode async: nothing is copied but the model
 
-``LRSchedulersContainer`` and ``CheckpointManager`` in all of its modes work as they are, without the second line too.
+Fields of the policy are options then: ``--optimizer.offload.overlap iteration``. ``LRSchedulersContainer`` and
+``CheckpointManager`` in all of its modes work as they are, without the second line too.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
+from dataclasses import dataclass, field, fields
 from typing import Any
 
+from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save
 from torchtitan.components.checkpoint import OPTIMIZER, AsyncMode, CheckpointManager
-from torchtitan.components.optimizer import OptimizersContainer, OptimizersInBackwardContainer
+from torchtitan.components.optimizer import OptimizersContainer
 
 from ..api.offload import is_offloaded
 from ..checkpoint import ArenaStager
 from ..policy import OffloadPolicy
-from .plain_values import metrics_of, offload
+from .plain_values import metrics_of, offload, policy_from
+
+
+class OffloadedOptimizers(OptimizersContainer):
+    """A container whose optimizers are offloaded as soon as they are built."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(OptimizersContainer.Config):
+        """The container's fields, and ``offload``: the policy."""
+
+        offload: OffloadPolicy = field(default_factory=OffloadPolicy)
+
+    def __init__(self, config: Config, *, model_parts: list[nn.Module]) -> None:
+        super().__init__(config, model_parts=model_parts)
+        offload_container(self, config.offload)
 
 
 def offloaded(
-    build: Callable[..., OptimizersContainer], policy: OffloadPolicy | Mapping[str, Any] | None = None
-) -> Callable[..., OptimizersContainer]:
-    """Wrap ``build_optimizers_fn`` of a ``TrainSpec``: what it builds goes through :func:`offload_container`."""
+    config: OptimizersContainer.Config, policy: OffloadPolicy | Mapping[str, Any] | None = None
+) -> OffloadedOptimizers.Config:
+    """Return ``config`` as that of a container that offloads.
 
-    def build_offloaded(*args: Any, **kwargs: Any) -> OptimizersContainer:
-        return offload_container(build(*args, **kwargs), policy)
-
-    return build_offloaded
+    Raises:
+        TypeError: ``config`` is that of a container of your own, which calls :func:`offload_container` at the end of
+            its ``__init__`` instead.
+    """
+    if type(config) not in (OptimizersContainer.Config, OffloadedOptimizers.Config):
+        raise TypeError(
+            f"offloaded() takes an OptimizersContainer.Config, got {type(config).__qualname__}: call "
+            "offload_container(self, policy) at the end of that container's __init__."
+        )
+    given = {one.name: getattr(config, one.name) for one in fields(OptimizersContainer.Config)}
+    return OffloadedOptimizers.Config(**given, offload=policy_from(policy))
 
 
 def offload_container(
@@ -43,11 +67,6 @@ def offload_container(
         container: built for model parts that are sharded and initialized.
         policy: a policy, or its fields as plain values; ``FSDP_OFFLOAD_...`` variables fill in the rest.
     """
-    if isinstance(container, OptimizersInBackwardContainer):
-        raise ValueError(
-            "--optimizer.early_step_in_backward makes an optimizer for each parameter. Leave it off, and offload with "
-            "policy={'update': 'backward'}: each bucket is updated as soon as its gradients are final."
-        )
     for optimizer in container.optimizers:
         params = {param for group in optimizer.param_groups for param in group["params"]}
         part = next((part for part in container.model_parts if params <= set(part.parameters())), None)

@@ -8,6 +8,7 @@ from ..torch_compat.dtensor import has_inner_tensors
 from .base import Capabilities, Conventions, LogicalStep
 from .table import capabilities_of
 from .transformer_engine import capabilities_of_fused_adam, is_fused_adam, keep_unread_masters
+from .with_masters import capabilities_with_masters, plain_class_of
 
 __all__ = ["Capabilities", "Conventions", "LogicalStep", "capabilities_for", "capabilities_of", "keep_unread_masters"]
 
@@ -17,7 +18,10 @@ def capabilities_for(optimizer: Optimizer, *, trust: bool = False) -> Capabiliti
     cls = type(optimizer)
     if is_fused_adam(cls):
         return capabilities_of_fused_adam(optimizer)
-    capabilities = capabilities_of(cls, trust=trust)
+    plain = plain_class_of(cls)
+    capabilities = capabilities_of(plain, trust=trust)
+    if plain is not cls:
+        capabilities = capabilities_with_masters(capabilities)
     if capabilities.elementwise and any(
         has_inner_tensors(p) for group in optimizer.param_groups for p in group["params"]
     ):

@@ -39,10 +39,12 @@ class Conventions:
         attributes_by_param: names of attributes that are dicts with parameters as keys.
         reads_param_grad: gradients are in ``param.grad``, where autograd puts them.
         group_counters: what param groups get in the first step, as it is before that.
+        weights_win: its step itself lets weights that somebody wrote win over its masters.
         instead_of_host_fraction: what to use where the CPU is to update a share, for the message that this cannot.
     """
 
     instead_of_host_fraction = ""
+    weights_win = False
     keeps_raw_state = True
     state_without_gradient = False
     group_by_group = False
@@ -94,7 +96,8 @@ class Capabilities:
         cuttable: (implementation, device type, parameter dtype) for which flat ranges give the same bits as the whole.
             The implementation is ``"for-loop"``, ``"foreach"`` or ``"fused"``.
         state_like_param: every state tensor has the parameter's shape, so a small scratch tensor shows the layout.
-        takes_masters: it may be run on fp32 masters that we keep for low-precision parameters.
+        takes_masters: an elementwise class of ``torch.optim``: it may also update fp32 masters of low-precision
+            parameters (``add_masters``), and a share of the parameters on the CPU (``host_fraction``).
         wrong_if_fused: parameter dtypes with which its fused CPU kernel computes something else.
         refusal: why this class cannot be offloaded at all; empty if it can.
         refuses_dtensor: why it cannot be offloaded with sharded parameters; empty if it can.
@@ -118,11 +121,6 @@ class Capabilities:
     def moves_whole(self) -> bool:
         """Whether nobody has said how its step may be divided: all state is loaded, stepped plainly, and stored."""
         return not (self.known or self.trusted)
-
-    @property
-    def takes_host(self) -> bool:
-        """Whether its CPU implementation may update a share of the parameters."""
-        return self.elementwise and self.takes_masters
 
     def host_options(self, group: Mapping[str, Any], dtypes: Set[torch.dtype]) -> dict[str, Any]:
         """Entries that a param group has instead of its own where the host updates: the fused kernel if there is one.

@@ -15,8 +15,8 @@ class BoundRange:
     """A range of a shard, bound to what the optimizer sees while it is on the device.
 
     Attributes:
-        param: the parameter itself, or an alias of its local tensor, flat for a range of a cut shard. The optimizer
-            sees it, or the master of it that we keep.
+        param: what the optimizer sees: the parameter itself, or an alias of its local tensor, flat for a range of a
+            cut shard.
         values: the state tensors in the slot, by name.
         last: no later range of the same shard follows: this one commits the parameter's scalars.
         address: of the local shard when it was bound; another one means that the storage was exchanged.
@@ -46,11 +46,6 @@ class BoundRange:
         """Whether the gradient has to be handed over, since the optimizer does not see the user's own tensor."""
         return self.param is not self.shard.param
 
-    @property
-    def has_master(self) -> bool:
-        """Whether the optimizer updates a master that we keep, and ``param`` is written from it."""
-        return self.shard.master != "none"
-
 
 def bind_range(
     shard: StateShard, start: int, stop: int, values: dict[str, Tensor], weights: Tensor | None = None
@@ -65,7 +60,7 @@ def bind_range(
     if weights is not None:
         param = weights if shard.on_locals else over_local(shard.param, weights)
         return BoundRange(shard, start, stop, param, values, last, local.data_ptr())
-    own = not shard.on_locals or (whole and local is shard.param and shard.master == "none")
+    own = not shard.on_locals or (whole and local is shard.param)
     param = shard.param if own else _alias(local, start, stop, whole=whole)
     return BoundRange(shard, start, stop, param, values, last, local.data_ptr())
 

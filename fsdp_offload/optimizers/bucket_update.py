@@ -20,8 +20,7 @@ from ..state.store import StateStore, UserState
 from ..torch_compat.dtensor import local_shard, version_of
 from . import Conventions
 from .bound_range import BoundRange, local_range
-from .fused_masters import AdamWStep, MasterRange, fits, is_exact, step_of_group, update_masters
-from .masters import MASTER, close_master, is_only_copy, let_weights_win, open_master
+from .masters import MASTER, is_only_copy, let_weights_win
 from .shadow import Shadow
 from .shared_values import SharedValues
 
@@ -55,34 +54,31 @@ def update_bucket(
     """
     ranges = [bound for bound in ranges if bound.shard.group >= 0]  # the user may have taken others out of their group
     ranges = _with_gradient(ranges, conventions)
-    ranges = _update_in_one_pass(shadow, shared, conventions, ranges, user_states, kwargs)
     if not ranges:
         return
     params: list[list[Tensor]] = [[] for _ in range(group_count)]
     state: dict[Tensor, UserState] = {}
     existing = [user_states.get(bound.shard.param) for bound in ranges]
-    seen = [_seen_by_optimizer(bound, user_state) for bound, user_state in zip(ranges, existing, strict=True)]
-    for bound, param, user_state in zip(ranges, seen, existing, strict=True):
-        _hand_gradient(bound, param, conventions)
-        params[bound.shard.group].append(param)
+    for bound, user_state in zip(ranges, existing, strict=True):
+        _follow_weights(bound, user_state, conventions)
+        if bound.is_alias:
+            conventions.hand_gradient(bound.param, _gradient(bound, conventions))
+        params[bound.shard.group].append(bound.param)
         if user_state:
-            state[param] = _in_slot(bound, user_state)
-    by_param = _seen_by_param(shared, ranges, seen)
+            state[bound.param] = _in_slot(bound, user_state)
+    by_param = _seen_by_param(shared, ranges)
     try:
         after = shadow.run(shared, params, state, kwargs, by_param)
     finally:
-        for bound, param in zip(ranges, seen, strict=True):
+        for bound in ranges:
             if bound.is_alias:
-                conventions.hand_gradient(param, None)
+                conventions.hand_gradient(bound.param, None)
     for name, given in by_param.items():
-        for bound, param in zip(ranges, seen, strict=True):
-            if param in given:
-                shared.by_param[name][bound.shard.param] = given[param]
-    for bound, param, user_state in zip(ranges, seen, existing, strict=True):
-        result = after.get(param)
-        if bound.has_master:
-            close_master(bound.shard.master, param, bound.param, bound.values[MASTER])
-            result = {**(result or {}), MASTER: bound.values[MASTER]}
+        for bound in ranges:
+            if bound.param in given:
+                shared.by_param[name][bound.shard.param] = given[bound.param]
+    for bound, user_state in zip(ranges, existing, strict=True):
+        result = after.get(bound.param)
         if result is not None:
             result = conventions.without_dispensable(bound.param, result)
             _commit(bound, result, user_state or user_states.of(bound.shard.param))
@@ -107,7 +103,7 @@ class FirstUpdate:
         numbers = {bound.shard.group for bound in ranges if bound.shard.group >= 0}
         uncounted = any(shared.group(number).get("fused") for number in numbers)
         of_torch = shadow.cls.__module__.startswith("torch.optim.")
-        self._can_tell = of_torch and not uncounted and not any(bound.has_master for bound in ranges)
+        self._can_tell = of_torch and not uncounted
         self._watched: list[Tensor] = []
         self._counters: list[tuple[Tensor, Tensor]] = []
         if self._can_tell:
@@ -140,66 +136,12 @@ def _with_gradient(ranges: list[BoundRange], conventions: Conventions) -> list[B
     return [b for b in ranges if b.gradient is not None or conventions.gradient(b.shard.param) is not None]
 
 
-def _seen_by_param(
-    shared: SharedValues, ranges: Sequence[BoundRange], seen: Sequence[Tensor]
-) -> dict[str, dict[Tensor, Any]]:
+def _seen_by_param(shared: SharedValues, ranges: Sequence[BoundRange]) -> dict[str, dict[Tensor, Any]]:
     """Attributes that are dicts by parameter, with what the optimizer sees in place of the user's parameters."""
-    pairs = list(zip(ranges, seen, strict=True))
     return {
-        name: {param: real[bound.shard.param] for bound, param in pairs if bound.shard.param in real}
+        name: {bound.param: real[bound.shard.param] for bound in ranges if bound.shard.param in real}
         for name, real in shared.by_param.items()
     }
-
-
-def _update_in_one_pass(
-    shadow: Shadow,
-    shared: SharedValues,
-    conventions: Conventions,
-    ranges: Sequence[BoundRange],
-    user_states: StateStore,
-    kwargs: Mapping[str, Any],
-) -> list[BoundRange]:
-    """Update what has a master that we keep by one kernel, where there is one with the same bits. Returns the rest."""
-    if kwargs or not any(bound.has_master for bound in ranges):
-        return list(ranges)
-    rest = []
-    asked: dict[int, AdamWStep | None] = {}
-    for bound in ranges:
-        number, state = bound.shard.group, user_states.get(bound.shard.param)
-        if not bound.has_master or any(state.get(name) is None for name in (MASTER, *_MOMENTS, "step")):
-            rest.append(bound)
-            continue
-        if number not in asked:
-            asked[number] = step_of_group(shadow.cls, shared.group(number), shared.attributes)
-        step, grad = asked[number], _gradient(bound, conventions)
-        first, second = (bound.values[name] for name in _MOMENTS)
-        part = MasterRange(bound.param, grad, bound.values[MASTER], first, second, state["step"])  # type: ignore[arg-type]
-        if step is None or not fits(part) or not is_exact(step, bound.shard.master, part):
-            rest.append(bound)
-            continue
-        update_masters(step, bound.shard.master, [part])
-        shared.unvisited.discard(number)
-        if bound.last:
-            state["step"].add_(1)
-    return rest
-
-
-_MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-def _seen_by_optimizer(bound: BoundRange, user_state: UserState) -> Tensor:
-    """Return the tensor that the optimizer is to update: the bound parameter, or its master."""
-    if bound.has_master:
-        exists = user_state.get(MASTER) is not None
-        return open_master(bound.shard.master, bound.param, bound.values[MASTER], exists=exists)
-    _follow_weights(bound, user_state)
-    return bound.param
-
-
-def _hand_gradient(bound: BoundRange, param: Tensor, conventions: Conventions) -> None:
-    grad = _gradient(bound, conventions) if bound.is_alias else None
-    if grad is not None:
-        conventions.hand_gradient(param, grad.to(param.dtype) if bound.has_master else grad)
 
 
 def _gradient(bound: BoundRange, conventions: Conventions) -> Tensor | None:
@@ -216,8 +158,6 @@ def _gradient(bound: BoundRange, conventions: Conventions) -> Tensor | None:
 
 def _in_slot(bound: BoundRange, user_state: UserState) -> UserState:
     """Build the state that the shadow finds: the slot, and the user's scalars (copied if a later range needs them)."""
-    if bound.has_master:  # which the optimizer does not know of
-        user_state = {name: value for name, value in user_state.items() if name != MASTER}
     if bound.last:
         return user_state | {name: value for name, value in bound.values.items() if user_state.get(name) is not None}
     return {
@@ -226,8 +166,8 @@ def _in_slot(bound: BoundRange, user_state: UserState) -> UserState:
     }
 
 
-def _follow_weights(bound: BoundRange, user_state: UserState) -> None:
-    master = bound.values.get(MASTER)
+def _follow_weights(bound: BoundRange, user_state: UserState, conventions: Conventions) -> None:
+    master = None if conventions.weights_win else bound.values.get(MASTER)
     if master is not None and user_state.get(MASTER) is not None:
         param, slot = local_shard(bound.param).detach(), local_shard(master)
         if not is_wrapper(param) and is_only_copy(param, slot):

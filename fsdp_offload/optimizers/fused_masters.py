@@ -1,4 +1,4 @@
-"""AdamW with masters that we keep, in one pass: weights, gradient, master and moments are read once and written once.
+"""AdamW with masters, in one pass: weights, gradient, master and moments are read once and written once.
 
 The same bits as :func:`masters.open_master`, ``torch._fused_adamw_`` and :func:`masters.close_master` one after the
 other, which read and write the master three times and make temporaries of it. The arithmetic is that of torch's CUDA
@@ -24,8 +24,7 @@ import torch
 from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 
-from ..policy import MasterKind
-from .masters import close_master, open_master
+from .masters import MasterKind, close_master, open_master
 
 logger = logging.getLogger(__name__)
 
@@ -162,7 +161,7 @@ def _scratch(kind: MasterKind, weights: torch.dtype, grad: torch.dtype, device: 
 
 
 def _eager(step: AdamWStep, kind: MasterKind, part: MasterRange) -> None:
-    master = open_master(kind, part.weights, part.kept, exists=True)
+    master = open_master(kind, part.weights, part.kept)
     torch._fused_adamw_(
         [master],
         [part.grad.to(torch.float32)],

@@ -12,12 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..policy import MasterKind
 from ..state.layout import NotUnderstoodError, StateLayout, ValueLayout, describe_value, tensors_in
 from ..state.store import UserState
 from ..torch_compat.dtensor import compute_device, has_inner_tensors, is_dtensor, local_shard, over_local, placements_of
 from . import Capabilities
-from .masters import MASTER, kept_dtype, kind_for
 from .scratch import constructor_options, notes_on, random_values, randomness_kept, values_like
 from .shadow import Shadow
 from .shared_values import SharedValues
@@ -72,20 +70,15 @@ class Layouts:
         staying: of a class that moves as a whole, by their ``id``: values that have to stay where they are.
     """
 
-    def __init__(self, cls: type[Optimizer], capabilities: Capabilities, masters: MasterKind = "none") -> None:
+    def __init__(self, cls: type[Optimizer], capabilities: Capabilities) -> None:
         self.capabilities = capabilities
         self._cls = cls
-        self._masters: MasterKind = masters
         self.counters: set[str] = set()
         self.staying: frozenset[int] = frozenset()
         self._new_entries: dict[str, object] = dict(
             capabilities.conventions.group_counters
         )  # of param groups, as a first step leaves them
         self._learnt: dict[Any, StateLayout] = {}
-
-    def master_of(self, param: Tensor) -> MasterKind:
-        """Return the kind of master that we keep for ``param``."""
-        return kind_for(self._masters, local_shard(param).dtype)
 
     def count(self, names: set[str]) -> None:
         """Note entries of param groups that a step has changed: they decide no layout, now or in what was learnt."""
@@ -132,27 +125,24 @@ class Layouts:
             () if self.capabilities.known else _notes_key(param),
         )
         if key not in self._learnt:
-            kind = self.master_of(param)
             try:
-                layout = self._learn(optimizer, param, group, kind)
+                self._learnt[key] = self._learn(optimizer, param, group)
             except Exception as error:
                 raise ValueError(
                     f"{self._cls.__name__} cannot be offloaded: a step on a scratch tensor like {name} (shape "
                     f"{tuple(local.shape)}, {local.dtype}) failed, so what it keeps is not known "
                     f"({type(error).__name__}: {error})."
                 ) from error
-            self._learnt[key] = layout if kind == "none" else _with_master(layout, local, kind)
         return self._learnt[key]
 
-    def _learn(self, optimizer: Optimizer, param: Tensor, group: Mapping[str, Any], master: MasterKind) -> StateLayout:
+    def _learn(self, optimizer: Optimizer, param: Tensor, group: Mapping[str, Any]) -> StateLayout:
         capabilities = self.capabilities
         initial = capabilities.conventions.initial_state(optimizer, param)
         if initial is not None:
             return describe_state(capabilities.conventions.without_dispensable(param, initial))
         generator = torch.Generator(compute_device(param)).manual_seed(0)
-        dtype = local_shard(param).dtype if master == "none" else torch.float32
         seen = local_shard(param) if capabilities.trusted and capabilities.elementwise else param
-        scratch = _small_like(param, dtype, generator) if capabilities.state_like_param else _like(seen, generator)
+        scratch = _small_like(param, generator) if capabilities.state_like_param else _like(seen, generator)
         if not capabilities.known:  # it may look at anything that is true of a parameter
             scratch = nn.Parameter(scratch, param.requires_grad)
             scratch.__dict__.update(notes_on(param, tuple(param.shape)))
@@ -268,14 +258,9 @@ def _layout_like_param(state: UserState, scratch: Tensor, param: Tensor, *, wrap
     return StateLayout(values, scalars)
 
 
-def _with_master(layout: StateLayout, local: Tensor, kind: MasterKind) -> StateLayout:
-    master = describe_value(torch.empty_like(local, dtype=kept_dtype(kind), device="meta"))
-    return StateLayout({**layout.values, MASTER: master}, layout.scalars, layout.left_out)
-
-
-def _small_like(param: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+def _small_like(param: Tensor, generator: torch.Generator) -> Tensor:
     shape = (8, 8) if param.dim() == 2 else (_SCRATCH_NUMEL,)
-    return random_values(torch.empty(shape, dtype=dtype, device=compute_device(param)), generator)
+    return random_values(torch.empty(shape, dtype=local_shard(param).dtype, device=compute_device(param)), generator)
 
 
 def _gradient_of(scratch: Tensor, generator: torch.Generator) -> Tensor:

@@ -9,14 +9,20 @@ same dtype (fp32 and fp32)              a duplicate that no kernel reads nor upd
 integer master (the lower bits)         meaningless without the exact parameter: never rebuilt
 ======================================  ===============================================================================
 
-Some optimizers keep masters themselves. For those that do not, ``OffloadPolicy.master_weights`` adds them: the
+Some optimizers keep masters themselves. For those that do not, ``add_masters`` adds them (:mod:`with_masters`): the
 optimizer then updates the master, and the parameter is written from it.
 """
+
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from ..policy import MasterKind
+MasterKind = Literal["remainder", "fp32"]
+"""What ``add_masters`` keeps: the lower 16 bits of a master in int16, or all of it."""
+
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+"""Dtypes of parameters that need masters."""
 
 MASTER = "master_param"
 """The name under which Transformer Engine's FusedAdam and Megatron-LM keep it in ``optimizer.state[param]``."""
@@ -52,38 +58,42 @@ def let_weights_win(param: Tensor, master: Tensor) -> None:
     master.copy_(torch.where(written, param.to(master.dtype), master))
 
 
-# Masters that we keep ------------------------------------------------------------------------------------------------
-
-_DTYPES: dict[MasterKind, torch.dtype] = {"fp32": torch.float32, "remainder": torch.int16}
+# Masters that we add --------------------------------------------------------------------------------------------------
 
 
-def kind_for(kind: MasterKind, param_dtype: torch.dtype) -> MasterKind:
-    """Return which master a parameter of that dtype gets: fp32 and fp64 are their own."""
-    return kind if param_dtype in (torch.bfloat16, torch.float16) else "none"
+def kept_dtype(kind: MasterKind, param_dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of what is kept under ``master_param``.
+
+    Raises:
+        ValueError: the master of such a parameter has no remainder.
+    """
+    if kind == "fp32":
+        return torch.float32
+    if param_dtype is not torch.bfloat16:
+        raise ValueError(
+            "masters of kind 'remainder' are for bf16, whose 16 bits are the upper ones of fp32, and a parameter is "
+            f"{param_dtype}. Use add_masters(optimizer, 'fp32')."
+        )
+    return torch.int16
 
 
-def kept_dtype(kind: MasterKind) -> torch.dtype:
-    """Return the dtype of what is kept under ``master_param``."""
-    return _DTYPES[kind]
+def new_master(kind: MasterKind, weights: Tensor) -> Tensor:
+    """Return what is kept of a master that is what the local tensor ``weights`` is; dense."""
+    kept = torch.empty_like(weights, dtype=kept_dtype(kind, weights.dtype))
+    return kept.copy_(weights) if kind == "fp32" else kept.zero_()
 
 
-def open_master(kind: MasterKind, weights: Tensor, kept: Tensor, *, exists: bool) -> Tensor:
+def open_master(kind: MasterKind, weights: Tensor, kept: Tensor) -> Tensor:
     """The fp32 master that an optimizer may update: ``kept`` itself, or put together from it and ``weights``.
 
     Args:
         kind: ``"fp32"`` or ``"remainder"``.
         weights: the low-precision parameter, a local tensor.
         kept: what is kept for it, of the same shape, dense.
-        exists: whether ``kept`` says anything yet; if not, the master is what ``weights`` is.
     """
     if kind == "fp32":
-        if exists:
-            let_weights_win(weights, kept)
-        else:
-            kept.copy_(weights)
+        let_weights_win(weights, kept)
         return kept
-    if not exists:
-        kept.zero_()
     lower = _in_memory_order(kept)
     rounded = _in_memory_order(torch.empty_like(kept).view(weights.dtype).copy_(weights)).view(torch.int16)
     halves = torch.stack((lower, rounded - (lower < 0).to(torch.int16)), dim=-1)

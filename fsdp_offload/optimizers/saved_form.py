@@ -1,7 +1,6 @@
 """The forms of a parameter's state: as an optimizer keeps it, and as a state dict has it.
 
-They are the same for ``torch.optim``. Others scale what they keep (``FusedAdam`` with fp16 moments), or cannot go on
-with masters that we kept for them.
+They are the same for ``torch.optim``. Others scale what they keep (``FusedAdam`` with fp16 moments).
 """
 
 from collections.abc import Mapping
@@ -68,11 +67,3 @@ def rebuild_master(conventions: Conventions, optimizer: Optimizer, shard: StateS
     weights = local_shard(shard.param).detach().float()
     state[MASTER] = over_local(home, conventions.kept(optimizer, shard.param, MASTER, weights))
     return True
-
-
-def drop_master(shard: StateShard, state: UserState) -> None:
-    """Return state without a master, in the dtype of the parameter, for an optimizer that knows no masters."""
-    state.pop(MASTER, None)
-    for name in shard.homes.keys() & state.keys():
-        if state[name].is_floating_point():
-            state[name] = state[name].to(shard.param.dtype)

@@ -100,7 +100,7 @@ class FusedAdamConventions(Conventions):
     attributes_by_param = frozenset({"_scales"})
     instead_of_host_fraction = (
         ": its kernels are the device's, and nothing else has their rounding. torch.optim.AdamW(fused=True) with "
-        "master_weights='fp32' updates bf16 parameters on the CPU"
+        "add_masters(optimizer, 'fp32') updates bf16 parameters on the CPU"
     )
 
     def __init__(self, optimizer: Any, *, elementwise: bool) -> None:

@@ -39,7 +39,7 @@ def main(
     dtype: Annotated[str, typer.Option(help="Of the sharded parameters: fp32 or bf16.")] = "fp32",
     compute_dtype: Annotated[str, typer.Option(help="Of the gathered ones.")] = "bf16",
     optimizer: Annotated[str, typer.Option(help="adamw, sgd-momentum, ...")] = "adamw",
-    master_weights: Annotated[str, typer.Option(help="OffloadPolicy.master_weights.")] = "none",
+    masters: Annotated[str, typer.Option(help="Kind of add_masters: fp32 or remainder.")] = "none",
     checkpointing: Annotated[Checkpointing, typer.Option(help="What is recomputed in the backward.")] = "none",
     clip: Annotated[bool, typer.Option(help="Whether gradients are clipped by their global norm.")] = True,
     overlap: Annotated[

@@ -205,7 +205,7 @@ def _forecast(
         tokens_per_s=training.tokens_per_step / found.ms * 1e3,
         limit=found.limit,
         why_not=why_not,
-        lines=lines_to_write(policy, training.master_weights),
+        lines=lines_to_write(policy, training.masters),
     )
 
 

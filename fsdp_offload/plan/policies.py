@@ -1,10 +1,11 @@
 """The policies that a plan compares, their names, and the code that makes them. Pure."""
 
 import json
-from dataclasses import fields, replace
+from dataclasses import fields
 
 from ..core.plan import JOINED_BYTES, LARGEST_BYTES, PASSING
-from ..policy import MIB, MasterKind, OffloadPolicy
+from ..policy import MIB, OffloadPolicy
+from .training import Masters
 
 
 def candidates(state_bytes: int, group_bytes: int = 0) -> tuple[OffloadPolicy, ...]:
@@ -35,14 +36,16 @@ def name_of(policy: OffloadPolicy | None) -> str:
     return ", ".join([policy.overlap, *["parameters"] * policy.parameters, *size])
 
 
-def lines_to_write(policy: OffloadPolicy | None, master_weights: MasterKind = "none") -> str:
+def lines_to_write(policy: OffloadPolicy | None, masters: Masters = "none") -> str:
     """The code of a policy; no offload needs none, unless masters are wanted."""
-    if policy is None and master_weights == "none":
-        return ""
-    given = replace(policy or OffloadPolicy(device_bytes=1 << 60), master_weights=master_weights)
+    lines = [] if masters == "none" else [f'add_masters(optimizer, "{masters}")']
+    return "\n".join(lines if policy is None else [*lines, _line_of(policy)])
+
+
+def _line_of(policy: OffloadPolicy) -> str:
     texts = []
-    for field in fields(given):
-        value = getattr(given, field.name)
+    for field in fields(policy):
+        value = getattr(policy, field.name)
         if value != field.default:
             in_mib = field.name.endswith("bytes") and value != "auto" and value % MIB == 0
             text = f"{value // MIB} << 20" if in_mib else json.dumps(value) if isinstance(value, str) else str(value)

@@ -5,10 +5,12 @@ from typing import Literal, get_args
 
 import torch
 
-from ..policy import MasterKind
 from .trace import Checkpointing
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+Masters = Literal["none", "remainder", "fp32"]
+"""The kind that ``add_masters`` is given."""
 
 OPTIMIZERS = {"adamw": 2, "adam": 2, "amsgrad": 3, "rmsprop": 1, "adagrad": 1, "sgd-momentum": 1, "sgd": 0}
 """Tensors of state that have the parameter's shape and dtype."""
@@ -26,7 +28,7 @@ class Training:
     dtype: Literal["fp32", "bf16"] = "fp32"  # of the sharded parameters, their gradients and the optimizer's state
     compute_dtype: Literal["fp32", "bf16"] = "bf16"  # of gathered parameters: MixedPrecisionPolicy.param_dtype
     optimizer: str = "adamw"
-    master_weights: MasterKind = "none"  # as OffloadPolicy.master_weights
+    masters: Masters = "none"
     checkpointing: Checkpointing = "none"  # "full" recomputes every block in the backward
     clip: bool = True  # whether gradients are clipped by their global norm, if the policy allows it
     other_device_bytes: int = 0  # what else is on each device all the time
@@ -39,7 +41,7 @@ class Training:
         for name, values in {
             **dict.fromkeys(("dtype", "compute_dtype"), tuple(DTYPES)),
             "optimizer": tuple(OPTIMIZERS),
-            "master_weights": get_args(MasterKind),
+            "masters": get_args(Masters),
             "checkpointing": get_args(Checkpointing),
         }.items():
             if getattr(self, name) not in values:
@@ -67,6 +69,6 @@ class Training:
     def state_itemsizes(self) -> tuple[int, ...]:
         """Bytes for each element of a parameter, of each tensor of state."""
         count = OPTIMIZERS[self.optimizer]
-        if self.master_weights == "none" or self.dtype == "fp32":
+        if self.masters == "none" or self.dtype == "fp32":
             return (DTYPES[self.dtype].itemsize,) * count
-        return (*(4,) * count, 4 if self.master_weights == "fp32" else 2)
+        return (*(4,) * count, 4 if self.masters == "fp32" else 2)

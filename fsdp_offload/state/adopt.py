@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable
 
-import torch
 from torch import Tensor
 
 from .layout import leaves_of
@@ -51,16 +50,10 @@ def _check_fits(shard: StateShard, name: str, value: object) -> None:
     targets = leaves_of(shard.homes[name])
     sources = leaves_of(value) if isinstance(value, Tensor) else []
     wanted = [(tuple(leaf.shape), leaf.dtype) for leaf in targets]
-    got = [(tuple(leaf.shape), _kept_as(shard, leaf)) for leaf in sources] if sources else type(value).__name__
+    got = [(tuple(leaf.shape), leaf.dtype) for leaf in sources] if sources else type(value).__name__
     if got != wanted:
         raise ValueError(
             f"optimizer.state[{shard.name}][{name!r}]: expected local tensors {wanted}, got {got}. State is neither "
             "cast nor resized; put a tensor of that shape and dtype there, or delete the entry. Nothing has been "
             "changed."
         )
-
-
-def _kept_as(shard: StateShard, leaf: Tensor) -> torch.dtype:
-    """State of a low-precision parameter from before it had a master is widened, which loses nothing."""
-    widened = shard.master != "none" and leaf.dtype == shard.param.dtype
-    return torch.float32 if widened else leaf.dtype

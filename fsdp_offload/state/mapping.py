@@ -21,11 +21,16 @@ class Homes(Protocol):
 
 
 class OffloadedState(defaultdict[Tensor, UserState]):
-    """``optimizer.state`` of an offloaded optimizer: looking at a value waits until its home is up to date."""
+    """``optimizer.state`` of an offloaded optimizer: looking at a value waits until its home is up to date.
+
+    Attributes:
+        offered: tensors that were handed out to load into, by address (``checkpoint/state_dict.py``).
+    """
 
     def __init__(self, homes: Homes, items: Mapping[Tensor, UserState]) -> None:
         super().__init__(dict, items)
         self._homes = homes
+        self.offered: dict[int, Any] = {}
 
     @property
     def unwaited(self) -> "UnwaitedStates":

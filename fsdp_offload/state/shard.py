@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..policy import MasterKind
 from ..torch_compat.dtensor import local_shard, over_local
 from .layout import LeafLayout, Reader, StateLayout
 
@@ -62,7 +61,6 @@ class StateShard:
         cuttable: it may be updated in flat ranges.
         layout: names, shapes and dtypes, learnt before the state exists.
         group: which of ``optimizer.param_groups`` the parameter is in.
-        master: which master we keep for it: the optimizer then updates that instead of the parameter.
         together: only state of one number shares buckets: parameters whose gradients are final at the same time.
         on_host: it is updated on the host, in its home.
         mirror: host memory for this rank's part of the parameter, which is updated there then; ``uint8``, in its order.
@@ -78,7 +76,6 @@ class StateShard:
     cuttable: bool
     layout: StateLayout
     group: int
-    master: MasterKind = "none"
     together: int = 0
     on_host: bool = False
     places: list[Home] = field(default_factory=list)
@@ -92,11 +89,6 @@ class StateShard:
     def local_numel(self) -> int:
         """Elements of the parameter on this rank."""
         return local_shard(self.param).numel()
-
-    @property
-    def updated_dtype(self) -> torch.dtype:
-        """The dtype of what the optimizer updates: the parameter, or its master."""
-        return self.param.dtype if self.master == "none" else torch.float32
 
     @property
     def leaf_layouts(self) -> list[LeafLayout]:

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
@@ -126,7 +127,9 @@ class _GatheredByBits(DTensor):
 
 def _over(local: Tensor, spec: DTensorSpec) -> Tensor:
     cls: Any = _GatheredByBits if local.dtype in _NOT_CARRIED else DTensor
-    made: Tensor = cls(local, spec, requires_grad=False)
+    # An evaluation may be the first to need one: made under inference mode, it would never count writes.
+    with torch.inference_mode(mode=False) if torch.is_inference_mode_enabled() else nullcontext():
+        made: Tensor = cls(local, spec, requires_grad=False)
     return made
 
 

@@ -10,9 +10,9 @@ import torch
 from checkpoint_tools.convert import convert
 from checkpoint_tools.convert.convert import Wanted
 from checkpoint_tools.look.verify import check_structure
+from checkpoint_tools.rewrite import rewrite
 from checkpoint_tools.stored.opening import open_checkpoint
 from checkpoint_tools.stored.reading import Checkpoint
-from checkpoint_tools.write import rewrite
 
 
 def converted(
@@ -32,10 +32,21 @@ def converted(
     """The new one, and it is whole."""
     rewrite.check_destination(str(source), str(destination))
     wanted = Wanted(what, key_prefix, excluded, shard_bytes, dtype)  # type: ignore[arg-type]
-    opened = convert.open_source(str(source), None, key_prefix, 1, flat=flat)
     shapes = None if shapes_from is None else str(shapes_from)
-    planned = convert.plan_flat(opened, shapes, wanted) if flat else convert.plan(opened, wanted)
-    convert.write(opened, planned, str(destination), threads=threads, max_memory_bytes=max_memory_bytes)
+    planned = (
+        convert.plan_flat(str(source), shapes, excluded, threads=1)
+        if flat
+        else convert.plan(str(source), wanted, threads=1)
+    )
+    rewrite.write(
+        planned.checkpoint,
+        planned.rewrite,
+        str(destination),
+        threads=threads,
+        max_memory_bytes=max_memory_bytes,
+        beside=planned.beside,
+        sidecars=planned.sidecars,
+    )
     made = open_checkpoint(destination)
     problems, files = check_structure(made, 1)
     assert not problems

@@ -17,10 +17,10 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from checkpoint_tools.convert import torch_files, translate
 from checkpoint_tools.core.errors import CheckpointError
+from checkpoint_tools.integrity.seal import seal
 from checkpoint_tools.look.verify import verify as problems_of
+from checkpoint_tools.rewrite import rewrite
 from checkpoint_tools.stored.opening import open_checkpoint
-from checkpoint_tools.write import rewrite
-from checkpoint_tools.write.seal import seal
 from tests.checkpoint_tools.converted import converted
 from tests.checkpoint_tools.offline import DOWN, FUSED, rewritten, rule
 from tests.distributed.launch import mesh

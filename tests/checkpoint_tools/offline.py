@@ -9,17 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from checkpoint_tools.core.parts import Comb
-from checkpoint_tools.core.regions import whole_of
-from checkpoint_tools.exchange.config_values import with_told
-from checkpoint_tools.exchange.request import Request, Way, complete
-from checkpoint_tools.fused.rules import Rule
+from checkpoint_tools.core.regions import Comb, whole_of
+from checkpoint_tools.fuse.config_values import with_told
+from checkpoint_tools.fuse.request import Request, Way, complete
+from checkpoint_tools.fuse.rules import Rule
 from checkpoint_tools.look.verify import check_structure
+from checkpoint_tools.rewrite import rewrite
 from checkpoint_tools.stored.items import ItemReader
 from checkpoint_tools.stored.reading import Checkpoint, open_checkpoint
-from checkpoint_tools.write import rewrite
 from fsdp_offload.checkpoint import Chunk, ShardChunks, ShardTensor
-from fsdp_offload.checkpoint.rectangles import contiguous_strides
+from fsdp_offload.checkpoint.chunks import contiguous_strides
 
 FUSED, DOWN = "mlp.gate_up.weight", "mlp.down.weight"
 GATE, UP = "mlp.gate.weight", "mlp.up.weight"

@@ -23,7 +23,15 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fsdp_offload import OffloadPolicy, clip_grad_norm_, is_offloaded, offload_model, reload_model
+from fsdp_offload import (
+    OffloadPolicy,
+    add_masters,
+    clip_grad_norm_,
+    is_offloaded,
+    offload_model,
+    reload_model,
+    remove_offload,
+)
 from fsdp_offload.checkpoint import ArenaStager
 from fsdp_offload.core.attached import engine_of
 from tests.at_home import dropped_is_spoilt, not_at_home
@@ -71,10 +79,11 @@ class Loop:
             device_bytes="auto" if case.device_bytes == "auto" else SMALL_BYTES,
             bucket_bytes=BUCKET_BYTES,
             parameters=case.parameters,
-            master_weights=case.masters,  # type: ignore[arg-type]
             host_fraction=case.host,
             snapshot_bytes=(1 << 20) if case.save == "async" else 0,
         )
+        if case.masters != "none":
+            add_masters(self.optimizer, case.masters)  # type: ignore[arg-type]
         attach(self.optimizer, model=self.model if LAYOUTS[case.layout].shard else None, policy=policy)
 
     def hosted(self) -> set[str]:
@@ -95,6 +104,12 @@ class Loop:
             loss = self.model(self.batch(10 * at + micro), **options)
             loss.backward()
             self.seen.append(loss.item())
+            self.nap()
+
+    def nap(self) -> None:
+        """Sleep with gradients, where nothing has been updated with them."""
+        if self.case.sleep and self.steps in (5, 7) and self.case.overlap != "iteration":
+            self.sleep()
 
     def clip(self) -> None:
         """As the case says; the first steps show that this loop clips."""
@@ -189,7 +204,19 @@ class Loop:
         for scheduler, state in zip(self.schedulers, schedules, strict=True):
             scheduler.load_state_dict(state)
 
+    # -- without offload for a while ----------------------------------------------------------------
+
+    def remove(self) -> None:
+        remove_offload(self.optimizer)
+
+    def attach_again(self) -> None:
+        self.attach()
+
     # -- what can be seen ---------------------------------------------------------------------------
+
+    def live_state(self, name: str) -> dict[str, Any]:
+        """Of a parameter, to be changed."""
+        return self.optimizer.state.get(self.params[name], {})
 
     def state_of(self, name: str) -> dict[str, Any]:
         """Of a parameter; its master in fp32."""
@@ -289,9 +316,18 @@ class Twin(Loop):
         if old in before:
             after[new] = {key: value.to(device) for key, value in before.pop(old).items()}
 
+    def remove(self) -> None:
+        """It never had any."""
+
+    def attach_again(self) -> None:
+        self.sleep()
+
+    def live_state(self, name: str) -> dict[str, Any]:
+        shadow = self.shadows.get(name, self.params[name])
+        return next((one.state[shadow] for one in self.optimizers() if shadow in one.state), {})
+
     def state_in(self, name: str) -> dict[str, Any]:
-        shadow = self.shadows[name]
-        return next((dict(one.state[shadow]) for one in self.optimizers() if shadow in one.state), {})
+        return dict(self.live_state(name))
 
     def optimizers(self) -> list[Optimizer]:
         return [self.optimizer] if self.of_host is None else [self.optimizer, self.of_host]

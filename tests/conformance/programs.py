@@ -59,6 +59,7 @@ def unreduced(loop: Loop, at: int) -> None:
         loss = loop.model(loop.batch(10 * at + micro))
         loss.backward()
         loop.seen.append(loss.item())
+        loop.nap()
     loop.step()
 
 
@@ -106,14 +107,15 @@ def by_value(loop: Loop, at: int) -> None:
 
 
 def scaler(loop: Loop, at: int) -> None:
-    """GradScaler, which finds ``inf`` in every third step and leaves that step out."""
+    """GradScaler, which finds ``inf`` in every third step and leaves it out. Without clipping, ``step()`` unscales."""
     scale = loop.kept.setdefault("scaler", torch.amp.GradScaler(loop.device.type, init_scale=4.0))
     for micro in range(loop.case.micro):
         loss = loop.model(loop.batch(10 * at + micro))
         scale.scale(loss * (math.inf if at % 3 == 0 else 1.0)).backward()
     optimizer = loop.scaled()
-    scale.unscale_(optimizer)
-    loop.clip()
+    if loop.case.clip != "never" or loop.case.optimizer == "fused-adam":  # which would be given the scaler itself
+        scale.unscale_(optimizer)
+        loop.clip()
     scale.step(optimizer)
     scale.update()
     loop.clear()
@@ -146,6 +148,27 @@ def write_state(loop: Loop, at: int) -> None:
             if isinstance(value, torch.Tensor) and value.dim() and key != "master_param":
                 local(value).mul_(0.5)
     loop.step()
+
+
+def replace_state(loop: Loop, at: int) -> None:
+    """Other tensors in the place of some; and one parameter begins anew."""
+    names = list(loop.params)
+    for name in names[at % 3 :: 3]:
+        state = loop.live_state(name)
+        for key, value in list(state.items()):
+            if isinstance(value, torch.Tensor) and value.dim() and key != "master_param":
+                state[key] = value * 0.5
+    if loop.case.masters == "none":
+        loop.live_state(names[at % len(names)]).clear()
+    usual(loop, at)
+
+
+def reattach(loop: Loop, at: int) -> None:
+    """With a plain step in between."""
+    loop.finish_saving()
+    loop.remove()
+    usual(loop, at)
+    loop.attach_again()
 
 
 def write_group(loop: Loop, at: int) -> None:
@@ -205,6 +228,8 @@ HABITS: dict[str, Habit] = {
     "closure": closure,
     "read-state": read_state,
     "write-state": write_state,
+    "replace-state": replace_state,
+    "reattach": reattach,
     "write-group": write_group,
     "write-parameters": write_parameters,
     "average": average,

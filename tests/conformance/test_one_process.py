@@ -26,7 +26,13 @@ def test_every_pair(case: Case) -> None:
     assert not compare(case, CPU, HABITS)
 
 
-WRONG_ONCE = [Case(optimizer="sgd-momentum", dtype="bf16", host=1.0, program=("usual",) * 3)]
+WRONG_ONCE = [
+    Case(optimizer="sgd-momentum", dtype="bf16", host=1.0, program=("usual",) * 3),
+    *(
+        Case(optimizer="adamw-fused", host=host, program=("usual", "usual", "scaler", "scaler", "scaler", "usual"))
+        for host in (0.0, 0.5)
+    ),
+]
 """Of three values that no pair of them shows."""
 
 

@@ -17,7 +17,7 @@ OPTIONS = {
     "checkpoint": ["--params", "3000", "--tensors", "3", "--repeats", "1"],
     "link": ["--gib", "0.25", "--repeats", "2"],
     "sleep": ["--gigabytes", "0.01", "--no-sharded"],
-    "step": ["--params", "3000", "--implementation", "foreach", "--master-weights", "remainder"],
+    "step": ["--params", "3000", "--implementation", "foreach", "--masters", "remainder"],
     "train": ["--layers", "1", "--width", "128", "--only", "forward,iteration_always", "--no-clip"],
 }
 

@@ -24,7 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_offload.checkpoint import Chunk, ShardChunks, ShardTensor, chunks_of, with_chunks
-from fsdp_offload.checkpoint.rectangles import Cut, contiguous_strides, cut_chunks, ragged_chunks
+from fsdp_offload.checkpoint.chunks import Cut, contiguous_strides, cut_chunks, ragged_chunks
 from fsdp_offload.torch_compat.dtensor import local_shard, over_local
 
 Shape = tuple[int, ...]
@@ -282,7 +282,8 @@ def test_a_megatron_parameter_without_a_slice_goes_by_its_placements():
 def uneven(mesh: DeviceMesh, shape: Shape, offsets: Shape, sizes: Shape) -> DTensor:
     """As Megatron's ``update_uneven_dtensor_chunk_metadata`` leaves it: two functions on the local tensor."""
     stride = contiguous_strides(shape)
-    made = DTensor.from_local(torch.zeros(sizes), mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+    placement = Shard(0) if shape else Replicate()
+    made = DTensor.from_local(torch.zeros(sizes), mesh, [placement], run_check=False, shape=shape, stride=stride)
     local: Any = local_shard(made)
     chunk = ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
     local.__create_chunk_list__ = lambda: [chunk]
@@ -298,6 +299,8 @@ def test_what_a_local_tensor_says_wins_over_its_placements():
         parts.append(chunks_of(uneven(mesh, (12, 5), (begin, 0), (count, 5))))
         assert parts[-1].chunks == (Chunk((begin, 0), (count, 5), 0, (5, 1)),)
     assert_tile((12, 5), parts)
+    for mesh, _ in all_ranks((1,)):
+        assert chunks_of(uneven(mesh, (), (), ())) == chunks_of(())
 
 
 def test_an_empty_part_that_says_where_it_would_begin_collides_with_nothing():

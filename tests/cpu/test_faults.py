@@ -190,13 +190,6 @@ def test_a_copy_is_refused_while_offloaded(make_copy: Callable[[Optimizer], obje
     make_copy(remove_offload(optimizer))
 
 
-def test_a_copy_of_something_that_holds_an_offloaded_optimizer_is_refused() -> None:
-    net = Net()
-    optimizer = offload_optimizer(torch.optim.AdamW(net.parameters()), policy=POLICY)
-    with pytest.raises(TypeError, match="cannot be copied"):
-        copy.deepcopy({"trainer": [optimizer]})
-
-
 # Gradients -----------------------------------------------------------------------------------------------------------
 
 
@@ -216,19 +209,6 @@ def test_a_sparse_gradient_changes_nothing_and_the_next_step_works() -> None:
     assert_equal(tensors_of(net, optimizer), before)
     train(net, optimizer, [1])
     assert_equal(tensors_of(net, optimizer), plain_run(2))
-
-
-def test_complex_parameters_train_as_they_do_without_offload() -> None:
-    ours, theirs = (nn.Parameter(torch.linspace(-1, 1, 300).to(torch.complex64)) for _ in range(2))
-    optimizer = offload_optimizer(torch.optim.AdamW([ours]))
-    plain = torch.optim.AdamW([theirs])
-    for step in range(3):
-        ours.grad = torch.complex(torch.linspace(0, 1, 300), torch.full((300,), float(step)))
-        theirs.grad = ours.grad.clone()
-        optimizer.step()
-        plain.step()
-    assert torch.equal(ours, theirs)
-    assert torch.equal(optimizer.state[ours]["exp_avg"], plain.state[theirs]["exp_avg"])
 
 
 # An exception inside a bucket's update -------------------------------------------------------------------------------
@@ -330,7 +310,10 @@ def test_a_load_that_is_refused_does_not_heal() -> None:
         optimizer.step()
 
 
-def test_an_exception_from_torchs_own_step_is_noted_too(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
+def test_an_exception_from_torchs_own_step_is_noted_too(
+    monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
     net = Net()
     optimizer = offload_optimizer(torch.optim.AdamW(net.parameters(), foreach=False), model=net, policy=POLICY)
     calls: list[int] = []
@@ -338,31 +321,15 @@ def test_an_exception_from_torchs_own_step_is_noted_too(monkeypatch: pytest.Monk
 
     def adam(*args: Any, **kwargs: Any) -> None:
         calls.append(1)
+        real(*args, **kwargs)
         if len(calls) == 2:
-            raise torch.OutOfMemoryError("no room for temporaries")
-        real(*args, **kwargs)
+            raise error
 
     monkeypatch.setattr(adam_module, "adam", adam)
-    with pytest.raises(torch.OutOfMemoryError):
+    with pytest.raises(error):
         train(net, optimizer, [0])
-    with pytest.raises(RuntimeError, match=r"1 of 3 buckets had been updated \(parameters first\)"):
+    with pytest.raises(RuntimeError, match=rf"{error.__name__}.*1 of 3 buckets had been updated \(parameters first\)"):
         optimizer.state_dict()
-
-
-def test_a_keyboard_interrupt_is_a_fault_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    net = Net()
-    optimizer = offload_optimizer(torch.optim.AdamW(net.parameters()), model=net, policy=POLICY)
-    real = adam_module.adam
-
-    def adam(*args: Any, **kwargs: Any) -> None:
-        real(*args, **kwargs)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(adam_module, "adam", adam)
-    with pytest.raises(KeyboardInterrupt):
-        train(net, optimizer, [0])
-    with pytest.raises(RuntimeError, match=r"stopped with KeyboardInterrupt.*0 of 3 buckets"):
-        optimizer.step()
 
 
 # Before anything is written -------------------------------------------------------------------------------------------
@@ -521,18 +488,6 @@ def test_the_classes_own_step_is_refused_too() -> None:
     backward(net, 0)
     with pytest.raises(RuntimeError, match="past the offload"):
         torch.optim.AdamW.step(optimizer)
-
-
-def test_a_scheduler_made_before_attaching_is_redirected() -> None:
-    net = Net()
-    optimizer = torch.optim.AdamW(net.parameters())
-    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
-    offload_optimizer(optimizer, policy=POLICY)
-    for step in range(2):
-        train(net, optimizer, [step])
-        scheduler.step()
-    assert optimizer.offload_report().step.stored_bytes > 0
-    assert_equal(tensors_of(net, optimizer), plain_run(2))
 
 
 # Nothing to gain -----------------------------------------------------------------------------------------------------

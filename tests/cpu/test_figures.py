@@ -1,19 +1,15 @@
 """Iterations of any loop are recorded through hooks alone, and drawn."""
 
-import shutil
-import subprocess
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 import torch
-from matplotlib.image import imread
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from examples.benchmarks.figures import record_iterations
-from examples.benchmarks.memory import Moment, draw_memory
-from examples.benchmarks.timeline import Lane, Phase, Span, Timeline, read_trace
+from examples.benchmarks.timeline import Lane, read_trace
 from fsdp_offload import OffloadPolicy, offload_optimizer
 from tests.overlapping import Loop, adamw, same
 
@@ -51,18 +47,6 @@ def test_an_offloaded_loop_that_knows_nothing_of_it(tmp_path: Path) -> None:
     assert samples[0]["args"]["parameters"] == pytest.approx(3 * 65 * 64 * 4 / 1e6)
 
 
-def test_the_moments_are_those_of_one_iteration(tmp_path: Path) -> None:
-    model, optimizer = make()
-    with record_iterations(model, optimizer, tmp_path) as recording:
-        train(model, optimizer, micro_batches=2)
-        train(model, optimizer, micro_batches=2)
-    turns = ["forward", "model forward", "model backward"]
-    assert [one.name for one in recording.moments] == [*turns, *turns, "step"]
-    assert [one.places["gradients"] > 0 for one in recording.moments] == [False] * 3 + [True] * 4
-    assert recording.moments[-1].places["optimizer state"] >= 2 * recording.moments[-1].places["parameters"]
-    assert [one.name for one in recording.timeline.phases] == ["forward", "backward", "forward_2", "backward", "step"]
-
-
 def test_gradients_that_an_update_has_used_are_not_touched(mesh: DeviceMesh, tmp_path: Path) -> None:
     policy = OffloadPolicy(overlap="iteration", bucket_bytes=4096, device_bytes=5 * 4096)
     plain, offloaded = Loop(mesh, adamw, None), Loop(mesh, adamw, policy)
@@ -93,54 +77,3 @@ def test_hooks_are_gone_afterwards_also_after_an_error(tmp_path: Path) -> None:
         *(optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks),
     )
     assert not any(left)
-
-
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
-def test_a_browser_shows_the_pictures_without_a_complaint(tmp_path: Path) -> None:
-    model, optimizer = make()
-    with record_iterations(model, optimizer, tmp_path):
-        train(model, optimizer)
-        train(model, optimizer)
-    options = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", f"--user-data-dir={tmp_path}"]
-    for name in ("timeline", "memory"):
-        picture = tmp_path / f"{name}.png"
-        done = subprocess.run(
-            ["chromium", *options, f"--screenshot={picture}", (tmp_path / f"{name}.svg").as_uri()],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        assert "CONSOLE" not in done.stderr
-        assert len(set(imread(picture)[..., :3].reshape(-1, 3).sum(1))) > 10  # colours: not a blank page
-
-
-def test_nothing_trained_is_said(tmp_path: Path) -> None:
-    model, optimizer = make()
-    with (
-        pytest.raises(ValueError, match=r"no range 'train forward'|no kernels"),
-        record_iterations(model, optimizer, tmp_path),
-    ):
-        pass
-
-
-def test_waits_are_where_nothing_computes() -> None:
-    spans = (
-        Span(Lane.COMPUTE, 1, 4),
-        Span(Lane.LOAD, 3, 9, 0),
-        Span(Lane.COMPUTE, 3.5, 5),
-        Span(Lane.UPDATE, 7, 8, 0),
-    )
-    timeline = Timeline(10, (Phase("forward", 0, 10),), spans)
-    assert timeline.waits() == [(0.0, 1), (5, 2), (8, 2)]
-
-
-def test_memory_that_has_no_name_is_the_rest() -> None:
-    moment = Moment("step", {"parameters": 3, "gradients": 4}, 10)
-    assert moment.by_place() == {"parameters": 3, "gradients": 4, "activations, gathered": 3}
-
-
-def test_memory_is_drawn_as_png_too(tmp_path: Path) -> None:
-    draw_memory(
-        [Moment("forward", {"parameters": 1}, 2), Moment("step", {"parameters": 1}, 3)], tmp_path / "memory.png"
-    )
-    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")

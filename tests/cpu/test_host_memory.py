@@ -49,84 +49,57 @@ def v1(path: str, limit: int, used: int, cache: int = 0) -> dict[str, str]:
 MACHINE = meminfo(1024 * GB, 512 * GB)
 
 
-# What the kernel says ------------------------------------------------------------------------------------------------
+def self_cgroup(text: str) -> dict[str, str]:
+    return MACHINE | {"proc/self/cgroup": text}
 
 
-def test_without_cgroups_it_is_what_the_machine_has(tmp_path: Path) -> None:
-    assert host_memory.host_memory(tree(tmp_path, MACHINE)) == HostMemory(1024 * GB, 512 * GB)
+PARENTS = v2("slurm/job_1/step_0", "max", 10 * GB) | v2("slurm/job_1", str(200 * GB), 150 * GB)
+V1_OF_HOST = v1("docker/a", 48 * GB, 40 * GB, cache=8 * GB) | v1("", 9_223_372_036_854_771_712, 300 * GB)
+V1_LINES = "12:cpu,cpuacct:/docker/a\n4:memory:/docker/a\n1:name=systemd:/docker/a\n"
+CASES = {
+    "without cgroups": (MACHINE, HostMemory(1024 * GB, 512 * GB)),
+    # A container sees its own cgroup as the root.
+    "of a container": (self_cgroup("0::/\n") | v2("", str(64 * GB), 24 * GB), HostMemory(64 * GB, 40 * GB)),
+    "page cache is free": (
+        self_cgroup("0::/\n") | v2("", str(64 * GB), 60 * GB, cache=30 * GB),
+        HostMemory(64 * GB, 34 * GB),
+    ),
+    "every parent limits": (
+        self_cgroup("0::/slurm/job_1/step_0\n") | PARENTS | v2("slurm", str(100 * GB), 20 * GB),
+        HostMemory(100 * GB, 50 * GB),
+    ),
+    "the machine is the tightest": (
+        self_cgroup("0::/\n") | meminfo(32 * GB, 8 * GB) | v2("", str(64 * GB), 0),
+        HostMemory(32 * GB, 8 * GB),
+    ),
+    "no limit": (self_cgroup("0::/a\n") | v2("a", "max", 10 * GB), HostMemory(1024 * GB, 512 * GB)),
+    "over its limit": (self_cgroup("0::/\n") | v2("", str(64 * GB), 65 * GB), HostMemory(64 * GB, 0)),
+    "version 1": (self_cgroup(V1_LINES) | V1_OF_HOST, HostMemory(48 * GB, 16 * GB)),
+    # The path is the host's, and only the container's own cgroup is mounted.
+    "version 1 in a container": (
+        self_cgroup("4:memory:/docker/a\n") | v1("", 48 * GB, 40 * GB),
+        HostMemory(48 * GB, 8 * GB),
+    ),
+    "both versions": (self_cgroup("4:memory:/a\n0::/a\n") | v1("a", 48 * GB, 0), HostMemory(48 * GB, 48 * GB)),
+    "a limit without its companions": (
+        self_cgroup("0::/\n") | {"sys/fs/cgroup/memory.max": f"{64 * GB}\n"},
+        HostMemory(64 * GB, 64 * GB),
+    ),
+    **{
+        f"gone: {path!r}": (self_cgroup(f"0::{path}\n\nnonsense\n"), HostMemory(1024 * GB, 512 * GB))
+        for path in ("/gone", "/../outside", "", "/a/../../..")
+    },
+}
+
+
+@pytest.mark.parametrize(("files", "expected"), CASES.values(), ids=CASES)
+def test_what_the_kernel_says(files: dict[str, str], expected: HostMemory, tmp_path: Path) -> None:
+    assert host_memory.host_memory(tree(tmp_path, files)) == expected
 
 
 def test_without_proc_it_is_what_the_system_says(tmp_path: Path) -> None:
-    memory = host_memory.host_memory(tmp_path)
-    assert 0 < memory.available_bytes <= memory.total_bytes
-
-
-def test_this_machine_has_memory() -> None:
-    memory = host_memory.host_memory()
-    assert 0 < memory.available_bytes <= memory.total_bytes
-
-
-def test_the_limit_of_a_container(tmp_path: Path) -> None:
-    """A container sees its own cgroup as the root."""
-    root = tree(tmp_path, MACHINE | {"proc/self/cgroup": "0::/\n"} | v2("", str(64 * GB), 24 * GB))
-    assert host_memory.host_memory(root) == HostMemory(64 * GB, 40 * GB)
-
-
-def test_page_cache_counts_as_free(tmp_path: Path) -> None:
-    root = tree(tmp_path, MACHINE | {"proc/self/cgroup": "0::/\n"} | v2("", str(64 * GB), 60 * GB, cache=30 * GB))
-    assert host_memory.host_memory(root) == HostMemory(64 * GB, 34 * GB)
-
-
-def test_every_parent_limits(tmp_path: Path) -> None:
-    files = MACHINE | {"proc/self/cgroup": "0::/slurm/job_1/step_0\n"}
-    files |= v2("slurm/job_1/step_0", "max", 10 * GB)
-    files |= v2("slurm/job_1", str(200 * GB), 150 * GB)
-    files |= v2("slurm", str(100 * GB), 20 * GB)
-    assert host_memory.host_memory(tree(tmp_path, files)) == HostMemory(100 * GB, 50 * GB)
-
-
-def test_the_machine_itself_may_be_the_tightest(tmp_path: Path) -> None:
-    files = meminfo(32 * GB, 8 * GB) | {"proc/self/cgroup": "0::/\n"} | v2("", str(64 * GB), 0)
-    assert host_memory.host_memory(tree(tmp_path, files)) == HostMemory(32 * GB, 8 * GB)
-
-
-def test_no_limit_is_no_limit(tmp_path: Path) -> None:
-    files = MACHINE | {"proc/self/cgroup": "0::/a\n"} | v2("a", "max", 10 * GB)
-    assert host_memory.host_memory(tree(tmp_path, files)) == HostMemory(1024 * GB, 512 * GB)
-
-
-def test_a_cgroup_over_its_limit_has_nothing_left(tmp_path: Path) -> None:
-    files = MACHINE | {"proc/self/cgroup": "0::/\n"} | v2("", str(64 * GB), 65 * GB)
-    assert host_memory.host_memory(tree(tmp_path, files)) == HostMemory(64 * GB, 0)
-
-
-def test_version_1_of_cgroups(tmp_path: Path) -> None:
-    files = MACHINE | {"proc/self/cgroup": "12:cpu,cpuacct:/docker/a\n4:memory:/docker/a\n1:name=systemd:/docker/a\n"}
-    files |= v1("docker/a", 48 * GB, 40 * GB, cache=8 * GB)
-    files |= v1("", 9_223_372_036_854_771_712, 300 * GB)
-    assert host_memory.host_memory(tree(tmp_path, files)) == HostMemory(48 * GB, 16 * GB)
-
-
-def test_version_1_seen_from_within_a_container(tmp_path: Path) -> None:
-    """The path is the host's, and only the container's own cgroup is mounted."""
-    files = MACHINE | {"proc/self/cgroup": "4:memory:/docker/a\n"} | v1("", 48 * GB, 40 * GB)
-    assert host_memory.host_memory(tree(tmp_path, files)) == HostMemory(48 * GB, 8 * GB)
-
-
-def test_both_versions_at_once(tmp_path: Path) -> None:
-    files = MACHINE | {"proc/self/cgroup": "4:memory:/a\n0::/a\n"} | v1("a", 48 * GB, 0)
-    assert host_memory.host_memory(tree(tmp_path, files)) == HostMemory(48 * GB, 48 * GB)
-
-
-@pytest.mark.parametrize("path", ["/gone", "/../outside", "", "/a/../../.."])
-def test_files_that_are_not_there_are_no_limit(tmp_path: Path, path: str) -> None:
-    root = tree(tmp_path, MACHINE | {"proc/self/cgroup": f"0::{path}\n\nnonsense\n"})
-    assert host_memory.host_memory(root) == HostMemory(1024 * GB, 512 * GB)
-
-
-def test_a_limit_without_its_companions_still_limits(tmp_path: Path) -> None:
-    root = tree(tmp_path, MACHINE | {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": f"{64 * GB}\n"})
-    assert host_memory.host_memory(root) == HostMemory(64 * GB, 64 * GB)
+    for memory in (host_memory.host_memory(tmp_path), host_memory.host_memory()):
+        assert 0 < memory.available_bytes <= memory.total_bytes
 
 
 # What is refused -----------------------------------------------------------------------------------------------------

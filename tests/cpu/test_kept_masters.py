@@ -1,4 +1,4 @@
-"""``OffloadPolicy.master_weights``: a low-precision model trains as the same optimizer does on an fp32 copy of it.
+"""``add_masters``: a low-precision model trains as the same optimizer does on an fp32 copy of it, offloaded or not.
 
 What is compared, and with what: ``tests/twins.py``. Masters that an optimizer keeps itself: ``test_master_weights.py``.
 """
@@ -14,13 +14,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn, optim
 
-from fsdp_offload import OffloadPolicy, remove_offload
-from fsdp_offload.optimizers.masters import close_master, open_master
+from fsdp_offload import OffloadPolicy, add_masters, remove_offload
+from fsdp_offload.optimizers.masters import close_master, new_master, open_master
 from tests.cpu.test_parity_optimizers import FLAGS, implementations
-from tests.parity import SMALL, Net, Run, Zoo, assert_at_home, attach, params_of, same_bits, same_value
+from tests.parity import SMALL, Net, Run, Zoo, assert_at_home, attach, params_of, same_bits
 from tests.policies import with_share
 from tests.tiers import every_nth, spread
-from tests.twins import LOW, MASTER, Twins, gradients, make_twins, master_of, rounded, same_state
+from tests.twins import LOW, MASTER, Twins, gradients, make_twins, master_of, rounded, same_state, twins_of
 
 WHOLE = OffloadPolicy(bucket_bytes=1 << 20)
 KINDS = {kind: kind for kind in ("fp32", "remainder")}
@@ -50,7 +50,7 @@ def split(master: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor
 
 
 def join(weights: Tensor, kept: Tensor) -> Tensor:
-    return open_master("remainder", weights, kept, exists=True)
+    return open_master("remainder", weights, kept)
 
 
 def of_bits(*bits: int) -> Tensor:
@@ -123,8 +123,7 @@ def test_ties_are_rounded_by_the_format() -> None:
 @EVERY_FORMAT
 def test_a_new_master_is_the_parameter(kind: str, dtype: torch.dtype) -> None:
     weights = torch.randn(5, 7).to(dtype)
-    kept = torch.full((5, 7), 77, dtype=torch.float32 if kind == "fp32" else torch.int16)  # what a slot holds by chance
-    assert same_bits(open_master(kind, weights, kept, exists=False), weights.float())
+    assert same_bits(open_master(kind, weights, new_master(kind, weights)), weights.float())
 
 
 @settings(deadline=None, max_examples=60)
@@ -138,7 +137,7 @@ def test_a_whole_master_keeps_its_bits_where_nobody_has_written(
     for place in written:
         weights[place] = -2.5
     expected = [-2.5 if place in written else value for place, value in enumerate(kept.clone())]
-    opened = open_master("fp32", weights, kept, exists=True)
+    opened = open_master("fp32", weights, kept)
     assert opened is kept
     number = ~weights.isnan()
     assert torch.equal(opened[number], torch.tensor(expected)[number])
@@ -170,11 +169,12 @@ POLICIES = {
     "some resident": with_share(bucket_bytes=2048, passing=8192, staying=20_000),
     "all resident": with_share(bucket_bytes=2048, passing=8192, staying=1 << 20),
     "serial": OffloadPolicy(bucket_bytes=2048, serial=True),
+    "no offload": None,
 }
 
 
 @spread(policy=POLICIES, chosen=IMPLEMENTATIONS, kind=KINDS)
-def test_same_bits_with_other_policies(kind: str, chosen: dict[str, bool], policy: OffloadPolicy) -> None:
+def test_same_bits_with_other_policies(kind: str, chosen: dict[str, bool], policy: OffloadPolicy | None) -> None:
     twins = make_twins(Zoo, lambda params: adamw(params, **chosen), kind, policy=policy)
     twins.train()
     twins.assert_trained()
@@ -259,8 +259,9 @@ def test_frozen_parameters_and_a_group_that_is_added(kind: str) -> None:
 
 
 @pytest.mark.parametrize("chosen", [{"foreach": False}, {"fused": True}], ids=str)
-def test_grad_scaler_skips_steps_of_fp16(chosen: dict[str, bool]) -> None:
-    twins = make_twins(Net, lambda params: adamw(params, **chosen), "fp32", torch.float16)
+@pytest.mark.parametrize("policy", [SMALL, None], ids=["offloaded", "not"])
+def test_grad_scaler_skips_steps_of_fp16(chosen: dict[str, bool], policy: OffloadPolicy | None) -> None:
+    twins = make_twins(Net, lambda params: adamw(params, **chosen), "fp32", torch.float16, policy=policy)
     for run in twins:
         run.parts["scaler"] = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
         run.parts["scaler"].scale(torch.zeros(()))
@@ -308,9 +309,12 @@ EPS = {"eps": 1e-3}  # the usual one is zero in fp16, where an optimizer without
 
 
 def trained_before(kind: str, dtype: torch.dtype, cls: type[optim.Optimizer] = optim.AdamW, **options: float) -> Twins:
-    twins = make_twins(Zoo, lambda params: cls(params, lr=0.02, **options), kind, dtype, policy=None)
+    low = Zoo().to(dtype)
+    twins = twins_of(copy.deepcopy(low).float(), low, lambda params: cls(params, lr=0.02, **options), kind, dtype)
     train_alone(twins.low, 0, 1, 2)
     fp32_twin(twins)
+    twins.add_masters()
+    twins.updated = set(twins.low.params)
     return twins
 
 
@@ -340,30 +344,17 @@ def test_hyperparameters_may_change_between_a_late_attach_and_the_first_step(kin
 
 
 @spread(form=FORMATS, chosen=IMPLEMENTATIONS)
-def test_without_offload_it_is_a_plain_optimizer_of_the_parameters_dtype(
-    form: tuple[str, torch.dtype], chosen: dict[str, bool]
-) -> None:
-    _, dtype = form
-    twins = make_twins(Zoo, lambda params: adamw(params, **chosen, **EPS), *form)
-    twins.train(3)
-    low = twins.low
-    average = low.optimizer.state[low.params["long"]]["average"] = torch.ones(2500)  # the user's own
-    weights = {name: param.detach().clone() for name, param in low.params.items()}
-    with pytest.warns(UserWarning, match=r"masters .* go, .* rounded to the parameters' dtype"):
-        remove_offload(low.optimizer)
-    for name, param in low.params.items():
-        state, reference = low.optimizer.state[param], twins.full.optimizer.state[twins.full.params[name]]
-        assert same_bits(param.detach(), weights[name])
-        assert state.pop("average", average) is average
-        assert list(state) == ["step", "exp_avg", "exp_avg_sq"]
-        assert same_value(state["step"], reference["step"])
-        assert same_value(state["exp_avg"], reference["exp_avg"].to(dtype))
-        assert same_value(state["exp_avg_sq"], reference["exp_avg_sq"].to(dtype))
-    train_alone(low, 7, 8)
-    fp32_twin(twins)
-    twins.updated.clear()
+def test_masters_stay_when_the_offload_goes(form: tuple[str, torch.dtype], chosen: dict[str, bool]) -> None:
+    twins = make_twins(Zoo, lambda params: adamw(params, **chosen), *form, policy=None)
+    twins.train(2)
+    twins.attach()
+    twins.train(2)
+    remove_offload(twins.low.optimizer)
+    twins.assert_same()
+    twins.train(2)
     twins.attach()  # and once more
     twins.train(2)
+    twins.assert_trained()
 
 
 # Weights that somebody writes ----------------------------------------------------------------------------------------
@@ -561,27 +552,24 @@ class Unknown(optim.SGD):
     """A subclass may do anything in its step."""
 
 
-@pytest.mark.parametrize("kind", ["fp32", "remainder"])
 @pytest.mark.parametrize("cls", [optim.Muon, optim.Adafactor, Unknown], ids=lambda cls: cls.__name__)
-def test_optimizers_that_cannot_run_on_masters_are_refused(kind: str, cls: type[optim.Optimizer]) -> None:
+def test_optimizers_that_cannot_run_on_masters_are_refused(cls: type[optim.Optimizer]) -> None:
     optimizer = cls([nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))], lr=0.1)
-    with pytest.raises(ValueError, match=f"master_weights='{kind}'.*{cls.__name__}"):
-        attach(optimizer, policy=OffloadPolicy(master_weights=kind))
+    with pytest.raises(ValueError, match=f"add_masters .*{cls.__name__} is not one of them"):
+        add_masters(optimizer)
     assert type(optimizer) is cls
 
 
 def test_remainders_of_fp16_are_refused_by_name() -> None:
-    model = nn.Module()
-    model.low = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
-    model.of_fp16 = nn.Parameter(torch.ones(3, dtype=torch.float16))
+    params = {"low": nn.Parameter(torch.ones(3, dtype=torch.bfloat16)), "of_fp16": nn.Parameter(torch.ones(3).half())}
     with pytest.raises(ValueError, match=r"'remainder'.*1 parameters are fp16 \(of_fp16\).*'fp32'"):
-        attach(adamw(model.parameters()), model=model, policy=OffloadPolicy(master_weights="remainder"))
+        add_masters(adamw(params.items()), "remainder")
 
 
-@pytest.mark.parametrize("value", ["bf16", "", True, None, 32])
-def test_other_values_are_refused(value: Any) -> None:
-    with pytest.raises((ValueError, TypeError), match=r"master_weights must be one of .*'none', 'fp32', 'remainder'"):
-        OffloadPolicy(master_weights=value)
+@pytest.mark.parametrize("value", ["none", "bf16", "", True, None, 32])
+def test_other_kinds_are_refused(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"kind must be one of .*'remainder', 'fp32'"):
+        add_masters(adamw(Net().parameters()), value)
 
 
 # The harness ---------------------------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ import copy
 import functools
 import warnings
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -148,23 +147,6 @@ class Loop:
                 yield from (one.optimizer.state[main][name] for name in ("exp_avg", "exp_avg_sq", "step"))
 
 
-@pytest.mark.parametrize("policy", [POLICY, RESIDENT], ids=["streamed", "resident"])
-@pytest.mark.parametrize("nested", [False, True])
-def test_with_the_flag_and_without_it(policy: OffloadPolicy, nested: bool) -> None:
-    """Calls in order, both optimizers reached, the hook that was bound before still called, the same bits."""
-    on, off = Loop(True, policy, nested=nested), Loop(False, nested=nested)
-    for step in range(4):
-        for loop in (on, off):
-            loop.train_step(step)
-        for one, other in zip(on.values(), off.values(), strict=True):
-            assert torch.equal(one, other)
-    assert on.calls == 4 * ["offload_states", "release_states", "finalize 7 dp", "dense.step", "experts.step"]
-    assert off.calls == 4 * ["finalize 7 dp", "dense.step", "experts.step"]
-    for one in (on.dense, on.experts):
-        assert isinstance(one.optimizer, OffloadedOptimizer)
-        assert all(one.optimizer.state[main]["exp_avg"].any() for main in one.mains)
-
-
 def test_room_for_mains_that_require_no_gradient_is_taken_at_once(recwarn: pytest.WarningsRecorder) -> None:
     """As Megatron makes them: not in the first step, where host memory may have gone elsewhere."""
     warnings.simplefilter("always")
@@ -173,28 +155,6 @@ def test_room_for_mains_that_require_no_gradient_is_taken_at_once(recwarn: pytes
     taken = loop.dense.optimizer.offload_report().memory.host_bytes
     assert taken >= 2 * sum(main.numel() * 4 for main in loop.dense.mains)
     assert not [warning for warning in recwarn if "NOTHING IS OFFLOADED" in str(warning.message)]
-
-
-def test_masters_leave_the_device_with_the_state_and_come_back() -> None:
-    """All 12 bytes of a parameter: two moments and the master, whose storage is empty between the phases."""
-    loop = Loop(True, RESIDENT)
-    loop.train_step(0)
-    mains = loop.dense.mains
-    before = [main.detach().clone() for main in mains]
-    nbytes = [main.untyped_storage().nbytes() for main in mains]
-    assert all(nbytes)
-    offload_states(loop.optimizer)
-    assert [main.untyped_storage().nbytes() for main in mains] == nbytes  # copies may still read them
-    release_states(loop.optimizer)
-    assert [main.untyped_storage().nbytes() for main in mains] == [0 for _ in mains]
-    assert loop.dense.optimizer.offload_report().memory.kept_state_bytes == 0
-    assert all(param.untyped_storage().nbytes() for param in loop.model.parameters())  # those of the model stay
-    reload_states(loop.optimizer)
-    assert [main.untyped_storage().nbytes() for main in mains] == nbytes
-    loop.dense.optimizer.synchronize()
-    for main, saved in zip(mains, before, strict=True):
-        assert torch.equal(main, saved)
-    loop.train_step(1)
 
 
 def test_masters_whose_memory_has_been_exchanged_leave_as_well() -> None:
@@ -229,25 +189,6 @@ def test_a_master_that_is_away_refuses_to_be_read_and_takes_its_gradient() -> No
     loop.dense.optimizer.step()  # comes back by itself
     assert main.untyped_storage().nbytes()
     main.sum()
-
-
-def test_masters_are_right_until_they_are_released() -> None:
-    """Megatron copies them into the buffers of MXFP8 parameters between the two phases, in every step."""
-    on, off = Loop(True), Loop(False)
-    for step in range(4):
-        offload_states(on.optimizer)
-        on.optimizer.zero_grad()
-        for main, plain in zip(on.dense.mains, off.dense.mains, strict=True):
-            assert torch.equal(torch.empty(main.shape).copy_(main), plain)
-            assert torch.equal(main.data, plain)
-            results = main.view(-1), main.detach(), main * 2, main.data
-            assert {type(result) for result in results} == {Tensor}
-        release_states(on.optimizer)
-        for loop in (on, off):
-            loop.flag = False
-            loop.train_step(step)
-    for one, other in zip(on.values(), off.values(), strict=True):
-        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize(
@@ -308,28 +249,6 @@ def test_one_that_cannot_be_offloaded_leaves_none_offloaded() -> None:
             offload_states(other)
         with pytest.raises(TypeError, match=r"expected a torch.optim.Optimizer"):
             offload_optimizer(other)
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ({"offload_optimizer_states": True}, r"offload_optimizer_states=True moves the same state.*Leave it off"),
-        (
-            {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.25},
-            r"optimizer_cpu_offload=True, optimizer_offload_fraction=0\.25 .*OffloadPolicy\(host_fraction=0\.25\)",
-        ),
-    ],
-    ids=str,
-)
-def test_megatrons_own_offload_is_refused_by_its_flag(flags: dict[str, Any], message: str) -> None:
-    loop = Loop(False, nested=True)
-    off = dict.fromkeys(("offload_optimizer_states", "optimizer_cpu_offload"), False)
-    loop.dense.config, loop.experts.config = SimpleNamespace(**off), SimpleNamespace(**(off | flags))
-    with pytest.raises(ValueError, match=message):
-        offload_optimizer(loop.optimizer, policy=POLICY)
-    assert not isinstance(loop.dense.optimizer, OffloadedOptimizer)
-    loop.experts.config = SimpleNamespace(**off)
-    offload_optimizer(loop.optimizer, policy=POLICY)
 
 
 class HybridDeviceOptimizer(torch.optim.AdamW):

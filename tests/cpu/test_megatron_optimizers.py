@@ -4,8 +4,6 @@ They run as they are, on the CPU. What they make on ``device="cuda"`` while they
 made on the CPU, and bf16 parameters say that their type is that of the device, by which Megatron recognises them.
 """
 
-import copy
-import itertools
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -102,18 +100,3 @@ def test_masters_are_found_and_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [main.untyped_storage().nbytes() for main in masters] == [0, 0]
     run.step(1)
     assert all(main.untyped_storage().nbytes() for main in masters)
-
-
-def test_its_state_dict_is_loaded_by_a_plain_one_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    runs = [Run(monkeypatch, offload=offload) for offload in (True, False, True)]
-    for number in range(2):
-        runs[0].step(number)
-    for saver, loader in itertools.pairwise(runs):
-        for one, other in zip((*saver.dense, *saver.experts), (*loader.dense, *loader.experts), strict=True):
-            other.data.copy_(one)
-        # torch's optimizers keep what they load if it is on their device: here, the host memory of the other.
-        loader.chain.load_state_dict(copy.deepcopy(saver.chain.state_dict()))
-        assert all(map(torch.equal, saver.values(), loader.values()))
-    for run in runs:
-        run.step(2)
-    assert all(map(torch.equal, runs[0].values(), runs[2].values()))

@@ -5,52 +5,41 @@ import gc
 import pickle
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
-    get_optimizer_state_dict,
     set_model_state_dict,
-    set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
-from fsdp_offload import OffloadPolicy, offload_optimizer, remove_offload
-from fsdp_offload.checkpoint import ArenaStager
-from fsdp_offload.core import engine as core_engine
+from fsdp_offload import OffloadPolicy, add_masters, offload_optimizer, remove_offload
 from fsdp_offload.core import updates as core_updates
 from fsdp_offload.core.attached import Engine, engine_of
 from fsdp_offload.core.cache import Cache
-from fsdp_offload.core.hooks import ModelHooks
 from fsdp_offload.core.items import Item
 from fsdp_offload.torch_compat import sharded_parameter
 from fsdp_offload.torch_compat.dtensor import local_shard
 from fsdp_offload.torch_compat.optim import foreach_supports
 from fsdp_offload.torch_compat.spent_gradient import note_freed, spend
-from tests.async_writers import Expected, Waits
 from tests.at_home import dropped_is_spoilt, not_at_home
 from tests.overlapping import (
-    HABITS,
     POLICIES,
     SIZES,
     Habit,
     Loop,
     Net,
     adamw,
-    look,
+    evaluate,
     plain_steps,
     same,
     same_values,
@@ -106,12 +95,6 @@ def reshard_everything(model: nn.Module) -> None:
             module.set_reshard_after_forward(True, recurse=False)
 
 
-@EVERY_POLICY
-def test_the_root_is_resharded_after_the_forward_too(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
-    program = (None,) * 3 + (HABITS["evaluate"],) * 3
-    assert_as_plain(mesh, policy_of(fields), program, prepare=reshard_everything, micro_batches=2)
-
-
 def keep_unsharded_between(loop: Loop, step: int) -> None:
     loop.model.set_reshard_after_backward(False)
     loop.backward(step)
@@ -155,49 +138,6 @@ def write_parameters(loop: Loop, step: int) -> None:
                 torch._foreach_add_([param], 0.001)
 
 
-def write_through_data(loop: Loop, step: int) -> None:
-    loop.backward(step)
-    loop.step()
-    sync(loop)
-    for param in loop.model.parameters():
-        if step % 2:
-            param.data.mul_(0.99)
-        else:
-            param.data.copy_(param.data.clone() * 1.01)
-
-
-def write_through_locals(loop: Loop, step: int) -> None:
-    loop.backward(step)
-    loop.step()
-    sync(loop)
-    for param in loop.model.parameters():
-        param.detach().to_local().mul_(0.99)
-        if step % 2:
-            with torch.no_grad():
-                param.to_local().add_(0.001)
-
-
-def average(loop: Loop, step: int) -> None:
-    loop.backward(step)
-    loop.step()
-    sync(loop)
-    params = list(loop.model.parameters())
-    if not hasattr(loop, "mean"):
-        loop.mean = [param.detach().clone() for param in params]  # type: ignore[attr-defined]
-    mean: list[Tensor] = loop.mean  # type: ignore[attr-defined]
-    torch._foreach_lerp_(mean, [param.detach() for param in params], 0.3)
-    loop.seen.append(sum(one.to_local().sum().item() for one in mean))  # type: ignore[attr-defined]
-    if step % 4 == 3:  # evaluate with the mean, and go back
-        kept = [param.detach().clone() for param in params]
-        with torch.no_grad():
-            for param, one in zip(params, mean, strict=True):
-                param.copy_(one)
-        look(loop)
-        with torch.no_grad():
-            for param, one in zip(params, kept, strict=True):
-                param.copy_(one)
-
-
 def read_everything(loop: Loop, step: int) -> None:
     loop.backward(step)
     loop.step()
@@ -215,18 +155,14 @@ def sync(loop: Loop) -> None:
         loop.optimizer.synchronize()
 
 
-MORE_HABITS: dict[str, Callable[[Loop, int], None]] = {
+HABITS: dict[str, Callable[[Loop, int], None]] = {
     "unsharded-between": keep_unsharded_between,
     "unshard-by-hand": unshard_by_hand,
-    "write-parameters": write_parameters,
-    "write-through-data": write_through_data,
-    "write-through-locals": write_through_locals,
-    "average": average,
     "read-everything": read_everything,
 }
 
 
-@spread(habit=MORE_HABITS, passing={"small": 2 * 8192, "large": 64 << 20}, fields=POLICIES)
+@spread(habit=HABITS, passing={"small": 2 * 8192, "large": 64 << 20}, fields=POLICIES)
 def test_more_habits(mesh: DeviceMesh, habit: Habit, passing: int, fields: dict[str, Any]) -> None:
     assert_as_plain(mesh, policy_of(fields, passing=passing), (habit,) * 7)
 
@@ -264,6 +200,7 @@ def compile_blocks(model: Net) -> None:
 
 
 MODELS: dict[str, dict[str, Any]] = {
+    "root-resharded": {"prepare": reshard_everything, "micro_batches": 2},
     "checkpoint-inside": {"prepare": partial(checkpoint_blocks, impl=CheckpointImpl.NO_REENTRANT)},
     "checkpoint-inside-reentrant": {"prepare": partial(checkpoint_blocks, impl=CheckpointImpl.REENTRANT)},
     "checkpoint-reentrant": {"net": OuterCheckpoint},
@@ -275,7 +212,7 @@ MODELS: dict[str, dict[str, Any]] = {
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad", "ignore:The .grad attribute of a Tensor")
 def test_models(mesh: DeviceMesh, fields: dict[str, Any], model: str) -> None:
     torch._dynamo.reset()
-    assert_as_plain(mesh, policy_of(fields, passing=2 * 8192), (HABITS["evaluate"],) * 6, **MODELS[model])
+    assert_as_plain(mesh, policy_of(fields, passing=2 * 8192), (evaluate,) * 6, **MODELS[model])
 
 
 class Reading(Net):
@@ -341,14 +278,6 @@ def test_frozen_parameters_stream_and_are_never_stored(
 # Optimizers ------------------------------------------------------------------------------------------------------
 
 
-@EVERY_POLICY
-def test_a_rate_that_is_a_tensor(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
-    plain, loop = pair(
-        mesh, policy_of(fields), lambda params: torch.optim.AdamW(params, lr=torch.tensor(0.02), foreach=False)
-    )
-    assert_same_each_step(plain, loop, 6, HABITS["evaluate"])
-
-
 def narrow(dtype: torch.dtype = torch.bfloat16) -> Net:
     return Net().to(dtype)
 
@@ -357,192 +286,18 @@ def narrow(dtype: torch.dtype = torch.bfloat16) -> Net:
 def test_masters(mesh: DeviceMesh, fields: dict[str, Any], kind: Any) -> None:
     """As with masters and parameters that stay on the device."""
     loops = [
-        Loop(mesh, adamw, policy_of(fields, master_weights=kind, parameters=parameters), net=narrow)
+        Loop(
+            mesh,
+            lambda params: add_masters(adamw(params), kind),
+            policy_of(fields, parameters=parameters),
+            net=narrow,
+        )
         for parameters in (False, True)
     ]
     assert_same_each_step(*loops, 6, write_parameters)
 
 
-# Phases, saves, leaving ------------------------------------------------------------------------------------------
-
-
-def with_phases(loop: Loop, step: int) -> None:
-    offloaded = hasattr(loop.optimizer, "reload_states")
-    if offloaded and step in (3, 6):
-        loop.optimizer.offload_states()
-        if step == 6:
-            loop.optimizer.release_states()
-    look(loop)
-    if offloaded and step == 6:
-        loop.optimizer.reload_states()
-    loop.backward(step)
-    loop.step()
-
-
-@spread(fields=POLICIES, staying={str(nbytes): nbytes for nbytes in (0, 60_000, 1 << 20)})
-def test_phases_and_state_that_stays(mesh: DeviceMesh, fields: dict[str, Any], staying: int) -> None:
-    """Where state stays on the device, so do its parameters; they leave and come with it."""
-    plain, loop = pair(mesh, policy_of(fields, staying=staying))
-    assert_same_each_step(plain, loop, 9, with_phases)
-    engine = engine_of(loop.optimizer)
-    kept = [item for item in (*engine.core.weights.values(), *(b.state for b in engine.core.buckets)) if item.kept]
-    assert bool(kept) == bool(staying)
-
-
-def save_and_load(loop: Loop, step: int) -> None:
-    """Through torch's functions, into what is there."""
-    loop.backward(step)
-    loop.step()
-    model, optimizer = get_model_state_dict(loop.model), get_optimizer_state_dict(loop.model, loop.optimizer)
-    set_model_state_dict(loop.model, copy.deepcopy(model))
-    set_optimizer_state_dict(loop.model, loop.optimizer, copy.deepcopy(optimizer))
-
-
 # Gradients -------------------------------------------------------------------------------------------------------
-
-
-def test_gradients_go_with_the_updates_that_read_them(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the backward: all of a model's would take as much of the device as its parameters."""
-    monkeypatch.setattr(core_engine, "REDUCTIONS_BEHIND", 1)
-    plain, loop = pair(mesh, policy_of({"overlap": "iteration"}), net=lambda: Net(layers=12))
-    assert_same_each_step(plain, loop, 3)
-    made: list[list[StorageWeakRef]] = []
-    plain_reduced = ModelHooks._reduced
-
-    def reduced(hooks: ModelHooks, number: int, event: object) -> None:
-        grads = [param.grad for param in hooks._groups[number].params if param.grad is not None]
-        made.append([StorageWeakRef(local_shard(grad).untyped_storage()) for grad in grads])
-        del grads
-        plain_reduced(hooks, number, event)
-
-    monkeypatch.setattr(ModelHooks, "_reduced", reduced)
-    loop.backward(3)
-    alive = [sum(not grad.expired() for grad in group) for group in made]
-    assert len(made) > 12
-    assert not any(alive[:-2])
-    assert alive[-1]
-    loop.step()
-    plain.train(1, first=3)
-    monkeypatch.undo()
-    assert_same_each_step(plain, loop, 3)
-
-
-def leave_some_unused(loop: Loop, step: int) -> None:
-    loop.backward(step, extra=step % 3 == 2)
-    loop.step()
-
-
-def evaluate_all_but_train_a_part(loop: Loop, step: int) -> None:
-    """What only an evaluation uses gets no gradient, and holds nothing up."""
-    with torch.no_grad():
-        loop.seen.append(loop.model(loop.batch(99)).item())
-    loop.backward(step, extra=step % 3 == 2)
-    loop.step()
-
-
-def freeze_some(loop: Loop, step: int) -> None:
-    """For good, parts of groups and a whole one; and for one step each time."""
-    for name, param in loop.model.named_parameters():
-        if name.endswith("bias") or name.startswith("blocks.11"):
-            param.requires_grad_(step < 8)
-        if name.startswith("head"):
-            param.requires_grad_(step % 3 != 2)
-    loop.backward(step)
-    loop.step()
-
-
-WITHOUT_ROOM = {
-    "nothing-else": None,
-    "save-and-load": save_and_load,
-    "generate": generate,
-    "evaluate": HABITS["evaluate"],
-    "unused": leave_some_unused,
-    "unused, but evaluated": evaluate_all_but_train_a_part,
-    "frozen": freeze_some,
-}
-
-
-@spread(habit=WITHOUT_ROOM, since={"always": 0, "later": 5})
-def test_gradients_that_do_not_fit_never_are_there_together(
-    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, habit: Habit | None, since: int
-) -> None:
-    """Not in the first step either, nor in those in which an iteration would be measured alone, or after a change."""
-    steps = 0
-    monkeypatch.setattr(Engine, "_gradients_fit", lambda _: steps < since)
-    monkeypatch.setattr(core_engine, "REDUCTIONS_BEHIND", 1)
-    plain, loop = pair(mesh, policy_of({"overlap": "iteration"}), net=lambda: Net(layers=12))
-    plain_reduced, groups = ModelHooks._reduced, []
-    last: list[StorageWeakRef] = []
-
-    def reduced(hooks: ModelHooks, number: int, event: object) -> None:
-        grads = [param.grad for param in hooks._groups[number].params if param.grad is not None]
-        held = [one for one in last if not one.expired()]
-        last.extend(StorageWeakRef(local_shard(grad).untyped_storage()) for grad in grads)
-        del grads
-        groups.append(len(held))
-        plain_reduced(hooks, number, event)
-
-    monkeypatch.setattr(ModelHooks, "_reduced", reduced)
-    largest_group = max(len(list(block.parameters())) for block in loop.model.blocks)
-    for step in range(16):
-        steps = step
-        wanted = plain.train(1, habit, step).everything()
-        last.clear()
-        groups.clear()
-        assert same_values(wanted, loop.train(1, habit, step).everything()), f"after step {step}"
-        assert len(groups) > 12
-        assert step < since or max(groups) <= 2 * largest_group, f"in step {step}: {groups}"
-    assert_at_home(loop)
-
-
-def test_a_loop_goes_on_from_a_checkpoint_where_gradients_do_not_fit(
-    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plain, first = pair(mesh, policy_of({"overlap": "iteration"}))
-    assert_same_each_step(plain, first, 3)
-    states = copy.deepcopy(states_of(first))
-    monkeypatch.setattr(Engine, "_gradients_fit", lambda _: False)
-    loop = Loop(mesh, adamw, policy_of({"overlap": "iteration"}))
-    set_model_state_dict(loop.model, states["model"])
-    set_optimizer_state_dict(loop.model, loop.optimizer, states["optimizer"])
-    loop.scheduler.load_state_dict(first.scheduler.state_dict())
-    loop.seen = list(first.seen)
-    loop.backward(3)
-    assert engine_of(loop.optimizer).steps.begun
-    loop.step()
-    assert same(plain.train(1, first=3), loop)
-    assert_same_each_step(plain, loop, 3)
-
-
-@pytest.mark.parametrize("after", [0, 2])
-def test_state_divided_anew_where_gradients_do_not_fit(
-    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, after: int
-) -> None:
-    """Hyperparameters ask for more state: the backward updates with other buckets than there were, in their order."""
-    monkeypatch.setattr(Engine, "_gradients_fit", lambda _: False)
-    plain, loop = pair(mesh, policy_of({"overlap": "iteration"}))
-    assert_same_each_step(plain, loop, after)
-    for one in (plain, loop):
-        one.optimizer.param_groups[0]["amsgrad"] = True
-        for state in one.optimizer.state.values():
-            state["max_exp_avg_sq"] = torch.zeros_like(state["exp_avg_sq"])
-    loop.backward(after)
-    assert len(engine_of(loop.optimizer).core.done) == engine_of(loop.optimizer).plan.bucket_count
-    loop.step()
-    assert same(plain.train(1, first=after), loop)
-    assert_same_each_step(plain, loop, 3)
-
-
-def test_what_needs_all_gradients_is_refused_where_they_do_not_fit(
-    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Engine, "_gradients_fit", lambda _: False)
-    loop = Loop(mesh, adamw, policy_of({"overlap": "iteration"}))
-    loop.backward(0)
-    with pytest.raises(RuntimeError, match=r"from the first step on, and needs room for all gradients"):
-        nn.utils.clip_grad_norm_(loop.model.parameters(), 1.0)
-    with pytest.raises(RuntimeError, match=r"second backward.* one is expected where not all gradients fit"):
-        loop.backward(1)
 
 
 def test_a_gradient_that_was_not_cleared_where_nothing_reduces_it(mesh: DeviceMesh) -> None:
@@ -568,47 +323,6 @@ def test_a_gradient_that_was_not_cleared_where_nothing_reduces_it(mesh: DeviceMe
     assert_same_each_step(plain, loop, 4, without_extra)
 
 
-def test_distributed_checkpoints(mesh: DeviceMesh, tmp_path: Path) -> None:
-    """The files are those of plain training, and either side goes on from the other's."""
-    plain, loop = pair(mesh, policy_of({"overlap": "iteration"}))
-    assert_same_each_step(plain, loop, 4)
-    for name, one in (("plain", plain), ("host", loop)):
-        dcp.save(states_of(one), checkpoint_id=tmp_path / name)
-    for step in range(4, 7):
-        assert same(plain.train(1, first=step), loop.train(1, first=step))
-    for one, name in ((plain, "host"), (loop, "plain")):
-        states = states_of(one)
-        dcp.load(states, checkpoint_id=tmp_path / name)
-        set_model_state_dict(one.model, states["model"])
-        set_optimizer_state_dict(one.model, one.optimizer, optim_state_dict=states["optimizer"])
-        one.scheduler = torch.optim.lr_scheduler.LinearLR(one.optimizer, 0.5, 1.0, 5)
-    assert_same_each_step(plain, loop, 4)
-
-
-def states_of(loop: Loop) -> dict[str, Any]:
-    return {
-        "model": get_model_state_dict(loop.model),
-        "optimizer": get_optimizer_state_dict(loop.model, loop.optimizer),
-    }
-
-
-def load_in_place(loop: Loop, step: int, path: Path) -> None:
-    loop.backward(step)
-    loop.step()
-    if step == 2:
-        dcp.save(loop.model.state_dict(), checkpoint_id=path / str(hasattr(loop.optimizer, "synchronize")))
-    if step in (4, 6):
-        dcp.load(loop.model.state_dict(), checkpoint_id=path / str(hasattr(loop.optimizer, "synchronize")))
-
-
-@EVERY_POLICY
-def test_a_checkpoint_loaded_straight_into_the_parameters(
-    mesh: DeviceMesh, fields: dict[str, Any], tmp_path: Path
-) -> None:
-    plain, loop = pair(mesh, policy_of(fields))
-    assert_same_each_step(plain, loop, 8, partial(load_in_place, path=tmp_path))
-
-
 @EVERY_POLICY
 def test_full_state_dicts(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
     plain, loop = pair(mesh, policy_of(fields))
@@ -620,33 +334,6 @@ def test_full_state_dicts(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
         one.train(2, first=3)
         set_model_state_dict(one.model, {name: value.clone() for name, value in values.items()}, options=options)
     assert_same_each_step(plain, loop, 3)
-
-
-@spread(fields=POLICIES, snapshot_bytes={str(nbytes): nbytes for nbytes in (0, 60_000, 1 << 30)})
-def test_asynchronous_saves_hold_what_was_there_at_the_call(
-    mesh: DeviceMesh, waits: Waits, tmp_path: Path, fields: dict[str, Any], snapshot_bytes: int
-) -> None:
-    plain, loop = pair(mesh, policy_of(fields, snapshot_bytes=snapshot_bytes))
-    assert_same_each_step(plain, loop, 2)
-    stager, expected = ArenaStager(loop.optimizer), Expected()
-    for number in range(4):
-        states, path = states_of(loop), tmp_path / str(number)
-        expected.note(path, states)
-        writer = waits.hold(path)
-        assert isinstance(dcp.async_save(states, storage_writer=writer, async_stager=stager), Future)
-        writer.in_use = True
-        del states
-        assert_same_each_step(plain, loop, 1 + number % 2, HABITS["evaluate"])
-    waits.let_go()
-    stager.close()
-    assert not list(expected.problems())
-
-
-@pytest.fixture
-def waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[Waits]:
-    found = Waits(monkeypatch)
-    yield found
-    found.let_go()
 
 
 # Outside the uses ------------------------------------------------------------------------------------------------
@@ -668,13 +355,6 @@ def test_what_a_parameter_still_is(mesh: DeviceMesh) -> None:
         assert torch.equal(local_shard(pickle.loads(pickle.dumps(other.detach()))), local_shard(one))
         assert torch.equal((other * 2).to_local(), (one * 2).to_local())
         assert other.grad is None
-
-
-def test_a_loss_past_the_modules_is_refused(mesh: DeviceMesh) -> None:
-    loop = Loop(mesh, adamw, policy_of({})).train(3)
-    loss = loop.model(loop.batch(3)) + loop.model.blocks[1].up.weight.square().sum().full_tensor()
-    with pytest.raises(RuntimeError, match="a loss depends on a parameter past the modules"):
-        loss.backward()
 
 
 def test_setting_the_data_is_refused(mesh: DeviceMesh) -> None:
@@ -826,10 +506,6 @@ def test_refusals(mesh: DeviceMesh) -> None:
     fully_shard(on_host, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
     with pytest.raises(ValueError, match=r"CPUOffloadPolicy.*parameters=True"):
         offload_optimizer(torch.optim.AdamW(on_host.parameters()), model=on_host, policy=policy)
-    with pytest.raises(ValueError, match="parameters=True updates on the device"):
-        OffloadPolicy(parameters=True, host_fraction=0.5)
-    with pytest.raises(TypeError, match="parameters must be a bool"):
-        OffloadPolicy(parameters=1)  # type: ignore[arg-type]
 
 
 def test_a_torch_that_keeps_shards_otherwise(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -900,27 +576,6 @@ def test_a_backward_that_failed_behind_updates_is_not_gone_on_from(
             module.reshard()
     with pytest.raises(RuntimeError, match=r"a second backward before step\(\)"):
         loop.backward(4)
-
-
-def test_a_failed_step_leaves_what_is_said(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parameters are at home afterwards, readable; the optimizer is not to be stepped on."""
-    loop = Loop(mesh, adamw, policy_of({})).train(3)
-    loop.backward(3)
-    update, calls = core_updates.update_bucket, []
-
-    def failing(*args: Any) -> None:
-        calls.append(1)
-        if len(calls) == 3:
-            raise ZeroDivisionError
-        update(*args)
-
-    monkeypatch.setattr(core_updates, "update_bucket", failing)
-    with pytest.raises(ZeroDivisionError):
-        loop.optimizer.step()
-    monkeypatch.undo()
-    assert all(param.detach().to_local().isfinite().all() for param in loop.model.parameters())
-    with pytest.raises(RuntimeError, match="an earlier step"):
-        loop.optimizer.step()
 
 
 # Nothing grows ---------------------------------------------------------------------------------------------------

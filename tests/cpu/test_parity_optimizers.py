@@ -99,7 +99,8 @@ def test_same_bits_in_other_dtypes(case: tuple[type[optim.Optimizer], dict[str, 
         for cls, flags in [(optim.Adam, {}), (optim.AdamW, {"amsgrad": True}), (optim.SGD, {"momentum": 0.9})]
         for name, chosen in implementations(cls)
         if name != "foreach"  # torch takes no tensor lr there without capturable
-    ],
+    ]
+    + [pytest.param(optim.Adam, {"betas": (torch.tensor(0.9), torch.tensor(0.99)), "foreach": False}, id="betas")],
 )
 def test_tensor_lr(cls: type[optim.Optimizer], kwargs: dict[str, Any]) -> None:
     pair = make_pair(Zoo, lambda params: cls(params, lr=torch.tensor(0.01), **kwargs))

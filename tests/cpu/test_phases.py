@@ -1,7 +1,6 @@
 """Phases by hand: whatever is done in each of them, training is that of a plain optimizer, bit by bit.
 
-Random programs mix the phases with everything else (``tests/slow/test_long_programs.py``); here is what
-each of them promises.
+The conformance suite mixes the phases with everything else; here is what each of them promises.
 """
 
 import copy
@@ -13,7 +12,6 @@ import sys
 import threading
 import warnings
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,7 +33,7 @@ from tests.async_writers import Waits, copied
 from tests.cpu import test_async_save as saving
 from tests.cpu import test_state_edits as edits
 from tests.overlapping import POLICIES, SIZES, Loop, adamw, same
-from tests.parity import SMALL, Net, Run, Zoo, attach, leaves, make_pair, params_of
+from tests.parity import SMALL, Run, Zoo, attach, leaves, make_pair, params_of
 from tests.policies import with_share
 from tests.tiers import spread
 
@@ -135,49 +133,14 @@ class Hooks:
         return {"method": self.method, "object": self}
 
 
-@pytest.mark.parametrize("kind", Hooks([]).all())
-def test_a_callback_is_called_with_everything_after_the_reload(kind: str, calls: list[object]) -> None:
-    callback = Hooks(calls).all()[kind]
-    assert callback("model", None, grads=3) == "result"
-    expected = calls.pop()
+@pytest.mark.parametrize("kind", [*Hooks([]).all(), "nothing"])
+def test_what_was_bound_is_called_with_everything_after_the_reload(kind: str, calls: list[object]) -> None:
+    callback = {**Hooks(calls).all(), "nothing": None}[kind]
     optimizer = offloaded()
-    assert reload_before(callback, optimizer)("model", None, grads=3) == "result"
-    assert calls == [optimizer, expected]
-
-
-def test_an_object_that_has_every_attribute_is_fine(calls: list[object]) -> None:
-    class Anything:
-        def __getattr__(self, name: str) -> object:
-            if name.startswith("__"):
-                raise AttributeError(name)
-            return object()
-
-        def __call__(self) -> int:
-            return 7
-
-    optimizer = offloaded()
-    wrapped = reload_before(Anything(), optimizer)
-    assert wrapped() == 7
-    assert calls == [optimizer]
+    wrapped = reload_before(callback, optimizer)
     assert reload_before(wrapped, optimizer) is wrapped
-
-
-def test_nothing_bound_is_fine(calls: list[object]) -> None:
-    optimizer = offloaded()
-    wrapped = reload_before(None, optimizer)
-    assert wrapped("model", tokens=4) is None
-    assert calls == [optimizer]
-    assert reload_before(wrapped, optimizer) is wrapped
-
-
-@pytest.mark.parametrize("kind", Hooks([]).all())
-def test_wrapped_again_it_is_the_same(kind: str, calls: list[object]) -> None:
-    optimizer = offloaded()
-    wrapped = reload_before(Hooks(calls).all()[kind], optimizer)
-    assert reload_before(wrapped, optimizer) is wrapped
-    wrapped()
-    assert calls[0] is optimizer
-    assert len(calls) == 2
+    assert wrapped("model", None, grads=3) == (callback and "result")
+    assert calls == [optimizer, *([(("model", None), {"grads": 3})] if callback else [])]
 
 
 def test_a_method_of_a_class_can_be_wrapped(calls: list[object]) -> None:
@@ -206,14 +169,6 @@ def test_each_of_several_optimizers_reloads_once(order: tuple[int, ...], calls: 
     assert sorted(map(id, reloaded)) == sorted(map(id, optimizers))
 
 
-def test_a_hook_stays_the_same_for_a_second_optimizer(calls: list[object]) -> None:
-    first, second = offloaded(), offloaded()
-    wrapped = reload_before(Hooks(calls).method, first)
-    assert reload_before(wrapped, second) is wrapped
-    wrapped()
-    assert calls == [first, second, ((), {})]
-
-
 def test_a_wrapper_looks_like_what_it_wraps() -> None:
     def finalize_model_grads(model: list[nn.Module], num_tokens: int | None = None) -> None:
         """Sum over ranks."""
@@ -222,16 +177,6 @@ def test_a_wrapper_looks_like_what_it_wraps() -> None:
     assert wrapped.__name__ == "finalize_model_grads"
     assert wrapped.__doc__ == "Sum over ranks."
     assert inspect.signature(wrapped) == inspect.signature(finalize_model_grads)
-
-
-def test_what_a_callback_raises_passes(calls: list[object]) -> None:
-    def callback() -> None:
-        raise KeyError("model")
-
-    optimizer = offloaded()
-    with pytest.raises(KeyError, match="model"):
-        reload_before(callback, optimizer)()
-    assert calls == [optimizer]
 
 
 def test_a_wrapper_keeps_nothing_alive_and_works_without_it(calls: list[object]) -> None:
@@ -311,10 +256,6 @@ def test_a_hook_that_is_called_is_fine(first_call: int) -> None:
     wrapped = reload_before(None, optimizer)
     assert warned(optimizer, first_call - 1) == []
     assert warned(optimizer, 6, wrapped) == []
-
-
-def test_no_hook_no_warning() -> None:
-    assert warned(offloaded(), 6) == []
 
 
 def test_attached_anew_the_same_hook_is_watched_anew() -> None:
@@ -399,58 +340,6 @@ def test_state_is_right_at_every_moment(
     pair.assert_trained("empty")
 
 
-def write_in_place(run: Run) -> None:
-    for state in run.optimizer.state.values():
-        state["exp_avg"].mul_(0.5)
-        state["exp_avg_sq"].add_(1.0)
-        state["step"].add_(3.0)
-
-
-def exchange_all(run: Run) -> None:
-    for state in run.optimizer.state.values():
-        state["exp_avg"] = state["exp_avg"] * 0.25
-
-
-def forget_all(run: Run) -> None:
-    run.optimizer.state.clear()
-
-
-def forget_one(run: Run) -> None:
-    del run.optimizer.state[params_of(run.optimizer)[0]]
-
-
-def put_another_mapping(run: Run) -> None:
-    state = {param: copied(state) for param, state in run.optimizer.state.items()}
-    run.optimizer.state = defaultdict(dict, state)
-
-
-def swap_with_the_next(run: Run) -> None:
-    """One of them is resident, and the other is not."""
-    one, other = params_of(run.optimizer)[:2]
-    state = run.optimizer.state
-    state[one], state[other] = state[other], state[one]
-
-
-EDITS: tuple[Callable[[Run], None], ...] = (
-    *(write_in_place, exchange_all, forget_all, forget_one, put_another_mapping, swap_with_the_next),
-    *(edits.rotate_one_name, edits.exchange_within_a_parameter, edits.load_permuted),
-)
-
-
-@spread(
-    edit={edit.__name__: edit for edit in EDITS},
-    phases=SEQUENCES,
-    then={str(then): then for then in ((), ("offload",), ("reload", "offload", "release"))},
-)
-def test_what_users_do_to_state(edit: Callable[[Run], None], phases: tuple[str, ...], then: tuple[str, ...]) -> None:
-    pair = make_pair(edits.Twins, adamw_of, policy=RESIDENT)
-    pair.train(3)
-    go_through(pair.offloaded.optimizer, phases)
-    pair.each(edit)
-    go_through(pair.offloaded.optimizer, then)
-    pair.train(2)
-
-
 @EVERY_SEQUENCE
 def test_state_of_another_shape_is_refused_as_in_a_step(phases: tuple[str, ...]) -> None:
     """A phase that moves state has to take over what the user has put there."""
@@ -518,18 +407,6 @@ def test_state_that_is_loaded_for_a_parameter_without(phases: tuple[str, ...]) -
 
 
 @EVERY_SEQUENCE
-def test_offload_is_removed_and_made_anew(phases: tuple[str, ...]) -> None:
-    pair = make_pair(Zoo, adamw_of, policy=RESIDENT)
-    pair.train(2)
-    go_through(pair.offloaded.optimizer, phases)
-    pair.detach()
-    pair.train(2)
-    pair.attach(ALL_RESIDENT)
-    go_through(pair.offloaded.optimizer, phases)
-    pair.train(2)
-
-
-@EVERY_SEQUENCE
 def test_hyperparameters_that_make_more_state(phases: tuple[str, ...]) -> None:
     pair = make_pair(Zoo, lambda params: optim.SGD(params, lr=0.1), policy=RESIDENT)
     pair.train(2)
@@ -557,65 +434,12 @@ def test_an_optimizer_is_dropped_in_any_phase() -> None:
 # Checkpoints ---------------------------------------------------------------------------------------------------------
 
 
-@spread(phases=SEQUENCES, then={then: then for then in ("away", "gone-again", "none")})
-def test_a_state_dict_is_saved_and_loaded(phases: tuple[str, ...], then: str) -> None:
-    pair = make_pair(Zoo, adamw_of, policy=RESIDENT)
-    pair.train(2)
-    go_through(pair.offloaded.optimizer, phases)
-
-    def save(run: Run) -> None:
-        run.parts["saved"] = copy.deepcopy(run.optimizer.state_dict()), copy.deepcopy(run.model.state_dict())
-
-    def load(run: Run) -> None:
-        optimizer, model = run.parts["saved"]
-        run.model.load_state_dict(model)
-        run.optimizer.load_state_dict(optimizer)
-
-    pair.each(save)
-    pair.train(2)
-    go_through(pair.offloaded.optimizer, SEQUENCES[then])
-    pair.each(load)
-    pair.assert_same()
-    pair.train(2)
-
-
 POLICY_WITH_RESIDENTS = {
     "spare": with_share(saving.POLICY, staying=9_000),
     "no spare": with_share(saving.NO_SPARE, staying=9_000),
     "all resident": with_share(saving.NO_SPARE, staying=1 << 20),
 }
 SEQUENCES_AND_RESIDENCIES = spread(phases=SEQUENCES, policy=POLICY_WITH_RESIDENTS)
-
-
-@pytest.mark.usefixtures("mesh")
-@SEQUENCES_AND_RESIDENCIES
-def test_dcp_saves_and_loads(policy: OffloadPolicy, phases: tuple[str, ...], tmp_path: Path) -> None:
-    training = saving.Training(saving.adamw, policy)
-    training.train(saving.LATE_STEP + 1)
-    go_through(training.optimizers[0], phases)
-    expected = copied(training.state())
-    dcp.save(training.state(), checkpoint_id=tmp_path)
-    saving.assert_holds(tmp_path, expected)
-    training.train(2)
-    go_through(training.optimizers[0], phases)
-    training.load(tmp_path)
-    saving.assert_exact_after(training)
-    training.train(2)
-    saving.assert_exact_after(training)
-
-
-@pytest.mark.usefixtures("mesh")
-@EVERY_SEQUENCE
-def test_dcp_loads_into_an_optimizer_that_has_no_state_yet(phases: tuple[str, ...], tmp_path: Path) -> None:
-    policy = POLICY_WITH_RESIDENTS["spare"]
-    saved = saving.Training(saving.adamw, policy)
-    saved.train(3)
-    dcp.save(saved.state(), checkpoint_id=tmp_path)
-    training = saving.Training(saving.adamw, policy)
-    go_through(training.optimizers[0], phases)
-    training.load(tmp_path)
-    training.train(2)
-    saving.assert_exact_after(training)
 
 
 @pytest.fixture
@@ -771,98 +595,7 @@ def test_in_the_middle_of_a_backward(mesh: DeviceMesh, name: str, phases: tuple[
     assert same(*loops)
 
 
-def between_reload_and_step(change: Callable[[Loop], None]) -> Callable[[Loop, int], None]:
-    """Reloads right after the step, long before it is needed, and then changes something."""
-
-    def habit(loop: Loop, step: int) -> None:
-        loop.backward(step)
-        loop.optimizer.step()
-        go_through(loop.optimizer, PHASES)
-        change(loop)
-        loop.optimizer.zero_grad()
-
-    return habit
-
-
-def advance_schedule(loop: Loop) -> None:
-    loop.scheduler.step()
-
-
-def halve_moments(loop: Loop) -> None:
-    for state in loop.optimizer.state.values():
-        state["exp_avg"].mul_(0.5)
-
-
-def replace_moments(loop: Loop) -> None:
-    for state in loop.optimizer.state.values():
-        state["exp_avg"] = state["exp_avg"] * 0.5
-
-
-def evaluate(loop: Loop) -> None:
-    with torch.no_grad():
-        loop.seen.append(loop.model(loop.batch(999)).item())
-
-
-def load_own(loop: Loop) -> None:
-    loop.optimizer.load_state_dict(copy.deepcopy(loop.optimizer.state_dict()))
-
-
-CHANGES = (advance_schedule, halve_moments, replace_moments, evaluate, load_own)
-
-
-@spread(change={change.__name__: change for change in CHANGES}, fields=POLICIES)
-def test_what_changes_after_a_reload_counts(
-    mesh: DeviceMesh, fields: dict[str, Any], change: Callable[[Loop], None]
-) -> None:
-    policy = with_share(**SIZES, **fields, staying=40_000)
-    loops = [Loop(mesh, adamw, one).train(5, between_reload_and_step(change)) for one in (None, policy)]
-    assert same(*loops)
-
-
 # Steps that are not taken --------------------------------------------------------------------------------------------
-
-
-def scaled_step(run: Run, step: int) -> tuple[float, float]:
-    scaler = run.parts["scaler"]
-    run.optimizer.zero_grad()
-    loss = run.loss(step)
-    go_through(run.optimizer, ["release"])
-    scaler.scale(loss).backward()
-    if step in (3, 4, 8):
-        run.params["up.weight"].grad[0, 0] = float("inf")
-    go_through(run.optimizer, ["reload"])
-    scaler.step(run.optimizer)
-    scaler.update()
-    go_through(run.optimizer, ["offload"])
-    return loss.item(), scaler.get_scale()
-
-
-@spread(
-    kwargs={str(kwargs): kwargs for kwargs in ({"fused": True}, {"foreach": True}, {})},
-    cls={"AdamW": optim.AdamW, "SGD": optim.SGD},
-)
-def test_grad_scaler(cls: type[Optimizer], kwargs: dict[str, bool]) -> None:
-    """A fused optimizer is told in ``step()`` what to divide by, and whether to skip: after the reload."""
-    pair = make_pair(Net, lambda params: cls(params, lr=0.01, **kwargs), policy=RESIDENT)
-    for run in pair:
-        run.parts["scaler"] = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
-    pair.train(12, scaled_step)
-    pair.assert_trained("unused.weight", "unused.bias")
-
-
-@spread(phases=SEQUENCES, fields={name: POLICIES[name] for name in ("step", "forward")})
-def test_a_step_that_is_skipped(mesh: DeviceMesh, fields: dict[str, Any], phases: tuple[str, ...]) -> None:
-    def skipping(loop: Loop, step: int) -> None:
-        loop.backward(step)
-        go_through(loop.optimizer, ["reload"])
-        if step % 2:
-            loop.optimizer.step()
-        go_through(loop.optimizer, phases)
-        loop.optimizer.zero_grad()
-
-    policy = with_share(**SIZES, **fields, staying=40_000)
-    loops = [Loop(mesh, adamw, one).train(9, skipping) for one in (None, policy)]
-    assert same(*loops)
 
 
 def test_steps_without_any_gradient() -> None:
@@ -926,19 +659,3 @@ def test_loads_come_before_the_reduction_and_updates_after_it(
         assert rest[0] == "U"
         assert rest.count("S") > 0
         assert rest.count("U") > len(begun)  # more than the device holds
-
-
-@spread(fields=POLICIES, staying={"streams": 0, "stays": 1 << 20})
-def test_inference_mode_is_the_first_to_need_what_phases_have_freed(
-    mesh: DeviceMesh, fields: dict[str, Any], staying: int
-) -> None:
-    """Steps outside it write the memory that a reload inside it has taken, on the device and on the host."""
-    plain = Loop(mesh, adamw, None).train(3)
-    loop = Loop(mesh, adamw, with_share(**{**SIZES, **fields, "staying": staying})).train(3)
-    with torch.inference_mode():
-        for phase in PHASES:
-            getattr(loop.optimizer, f"{phase}_states")()
-        assert torch.equal(plain.model(plain.batch(0)), loop.model(loop.batch(0)))
-    assert same(plain.train(3, first=3), loop.train(3, first=3))
-    go_through(loop.optimizer, PHASES)
-    assert same(plain.train(2, first=6), loop.train(2, first=6))

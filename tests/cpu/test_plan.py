@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 from examples import worked_cases
 from examples.benchmarks.train import GPT
-from fsdp_offload import OffloadPolicy
+from fsdp_offload import OffloadPolicy, add_masters
 from fsdp_offload.core.attached import engine_of
 from fsdp_offload.plan import Plan, builtin_machines, candidates, machine_of, model_of, plan
 from fsdp_offload.plan.blocks import Blocks
@@ -20,8 +21,8 @@ from fsdp_offload.plan.machine import CONTEXT_BYTES, MACHINES
 from fsdp_offload.plan.memory import Sizes
 from fsdp_offload.plan.model import FAMILIES, builtin_models
 from fsdp_offload.plan.policies import lines_to_write
-from fsdp_offload.plan.training import DTYPES, Training
-from fsdp_offload.policy import MIB, MasterKind
+from fsdp_offload.plan.training import DTYPES, Masters, Training
+from fsdp_offload.policy import MIB
 from tests.parity import attach
 
 LAYERS, WIDTH, VOCABULARY, LENGTH = 3, 256, 1536, 96
@@ -112,7 +113,7 @@ def test_state_and_host_memory_are_those_of_the_largest_shard(ranks: int) -> Non
     ],
 )
 def test_state_of_masters_and_of_other_optimizers(dtype: str, masters: str, optimizer: str, itemsize: int) -> None:
-    made = small_plan(dtype=dtype, master_weights=masters, optimizer=optimizer)
+    made = small_plan(dtype=dtype, masters=masters, optimizer=optimizer)
     assert made.forecasts[0].device.terms["optimizer state"] == itemsize * made.model.numel
 
 
@@ -150,17 +151,19 @@ def test_blocks_and_homes_are_those_that_attaching_makes(
     parameters: bool,
     device_bytes: object,
     dtype: str,
-    masters: MasterKind,
+    masters: Masters,
     optimizer: str,
 ) -> None:
     model = GPT(6, 128, VOCABULARY).to(DTYPES[dtype])
-    training = Training(tokens_per_step=4096, dtype=dtype, master_weights=masters, optimizer=optimizer)
-    policy = OffloadPolicy(parameters=parameters, overlap=overlap, device_bytes=device_bytes, master_weights=masters)
+    training = Training(tokens_per_step=4096, dtype=dtype, masters=masters, optimizer=optimizer)
+    policy = OffloadPolicy(parameters=parameters, overlap=overlap, device_bytes=device_bytes)
     blocks = Blocks(policy, Sizes.of(model_of(model).shapes(), training))
     for module in (*model.blocks, model):
         fully_shard(module, mesh=mesh)
     options = {"momentum": 0.9} if optimizer != "adamw" else {}
     made = (torch.optim.AdamW if optimizer == "adamw" else torch.optim.SGD)(model.parameters(), fused=True, **options)
+    if masters != "none":
+        add_masters(made, masters)
     attach(made, model=model, policy=policy)
     engine = engine_of(made)
     assert blocks.pools
@@ -223,7 +226,7 @@ def test_a_host_that_launches_slowly_is_what_limits() -> None:
     [
         ({}, 16),
         ({"micro_batches": 2}, 24),  # two gathers more
-        ({"dtype": "bf16", "master_weights": "remainder"}, 14),
+        ({"dtype": "bf16", "masters": "remainder"}, 14),
         ({"optimizer": "sgd"}, 8),
     ],
     ids=str,
@@ -276,15 +279,16 @@ def test_a_faster_row_that_is_passed_over_says_why(qwen) -> None:
 
 @pytest.mark.parametrize("masters", ["none", "remainder"])
 @pytest.mark.parametrize("policy", [None, *candidates(10**9)])
-def test_the_lines_to_write_make_the_policy(policy: OffloadPolicy | None, masters: MasterKind) -> None:
-    seen = []
-    names = {"offload_optimizer": lambda *args, policy=None, **kwargs: seen.append(policy or OffloadPolicy())}
-    line = lines_to_write(policy, masters)
-    exec(line, {**names, "OffloadPolicy": OffloadPolicy}, {"optimizer": 0, "model": 0})
-    assert bool(line) == (policy is not None or masters != "none")  # no offload without masters needs none
-    if line:
-        wanted = OffloadPolicy(device_bytes=1 << 60) if policy is None else policy
-        assert seen == [dataclasses.replace(wanted, master_weights=masters)]
+def test_the_lines_to_write_make_the_policy(policy: OffloadPolicy | None, masters: Masters) -> None:
+    seen: list[Any] = []
+    names = {
+        "add_masters": lambda optimizer, kind: seen.append(kind),
+        "offload_optimizer": lambda *args, policy=None, **kwargs: seen.append(policy or OffloadPolicy()),
+        "OffloadPolicy": OffloadPolicy,
+    }
+    exec(lines_to_write(policy, masters), names, {"optimizer": 0, "model": 0})
+    wanted = [] if masters == "none" else [masters]
+    assert seen == (wanted if policy is None else [*wanted, policy])
 
 
 def test_every_number_of_every_machine_says_where_it_is_from(tmp_path: Path) -> None:

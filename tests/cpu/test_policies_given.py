@@ -45,7 +45,6 @@ def test_synchronize_of_a_plain_optimizer_does_nothing() -> None:
 
 
 WITHOUT_EFFECT: dict[str, tuple[dict[str, Any], str]] = {
-    "masters": ({"master_weights": "fp32"}, r"master_weights='fp32' has no effect: no parameter is bf16 or fp16"),
     "snapshot": ({"snapshot_bytes": 16}, r"snapshot_bytes=16 has no effect: no state fits into it"),
     "share": ({"host_fraction": 1e-6}, r"host_fraction=1e-06 has no effect"),
 }
@@ -68,7 +67,6 @@ def test_options_with_an_effect_are_not() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", "offload_optimizer: The parameters are on the CPU")
-        offload_optimizer(adamw(torch.bfloat16), policy={"master_weights": "fp32"})
         offload_optimizer(adamw(), policy={"snapshot_bytes": 1 << 16})
         offload_optimizer(adamw(), policy={"host_fraction": 1.0})
 

@@ -20,10 +20,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultStager, StagingOptions
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.distributed.tensor.debug import CommDebugMode
 
 from fsdp_offload.checkpoint import ShardChunks, ShardTensor, check_storage_writer, chunks_of, with_chunks
-from fsdp_offload.checkpoint.rectangles import Cut, cut_chunks
 from fsdp_offload.torch_compat.dtensor import local_shard, over_local
 
 SHAPE = (5, 3, 2)
@@ -53,13 +51,6 @@ def ragged(plain: DTensor) -> Tensor:
 # --- save and load ---------------------------------------------------------------------------------------------------
 
 
-def test_saved_by_chunks_and_loaded_as_a_plain_shard(tmp_path: Path, ragged: Tensor, plain: DTensor):
-    dcp.save({"a": ragged}, checkpoint_id=tmp_path)
-    loaded = torch.zeros_like(plain)
-    dcp.load({"a": loaded}, checkpoint_id=tmp_path)
-    assert torch.equal(loaded.to_local(), WHOLE)
-
-
 def test_saved_as_a_plain_shard_and_loaded_by_chunks_in_place(tmp_path: Path, ragged: Tensor, plain: DTensor):
     dcp.save({"a": plain}, checkpoint_id=tmp_path)
     memory = torch.zeros(30)
@@ -76,30 +67,6 @@ def test_a_part_is_loaded(tmp_path: Path, ragged: Tensor, plain: DTensor, begin:
     memory = torch.full((end - begin,), -1.0)
     dcp.load({"a": with_chunks(plain, memory, chunks_of(SHAPE, (begin, end)))}, checkpoint_id=tmp_path)
     assert torch.equal(memory, WHOLE.flatten()[begin:end])
-
-
-def test_interleaved_rows_are_saved_where_they_belong(tmp_path: Path, plain: DTensor):
-    """A _StridedShard that leaves one rank several rectangles: torch itself would save them as one."""
-    parts = [cut_chunks(SHAPE, (Cut(0, 2, part, split_factor=2),)) for part in range(2)]
-    assert [len(part.chunks) for part in parts] == [2, 2]
-    local = torch.cat([rows_of(part) for part in parts])
-    dcp.save({"a": with_chunks(plain, local, joined(parts))}, checkpoint_id=tmp_path)
-    loaded = torch.zeros_like(plain)
-    dcp.load({"a": loaded}, checkpoint_id=tmp_path)
-    assert torch.equal(loaded.to_local(), WHOLE)
-
-
-def test_two_saves_are_the_same(ragged: Tensor):
-    items = ragged.__create_write_items__("a", ragged)
-    assert items == ragged.__create_write_items__("a", ragged)
-    assert [item.index.offset for item in items] == [chunk.offsets for chunk in chunks_of(ragged).chunks]
-
-
-def test_metadata_needs_no_collective(ragged: Tensor):
-    with CommDebugMode() as collectives:
-        ragged.__create_write_items__("a", ragged)
-        ragged.__create_chunk_list__()
-    assert collectives.get_total_counts() == 0
 
 
 # --- asynchronous saves ----------------------------------------------------------------------------------------------
@@ -120,15 +87,6 @@ def test_a_staged_copy_is_isolated(ragged: Tensor, stager: str):
     assert torch.equal(local_shard(staged).local, WHOLE.flatten())
     index = MetadataIndex("a", chunks_of(ragged).chunks[-1].offsets)
     assert torch.equal(staged.__get_tensor_shard__(index), WHOLE[3:])
-
-
-@pytest.mark.parametrize("stager", STAGERS)
-def test_async_save(tmp_path: Path, ragged: Tensor, plain: DTensor, stager: str):
-    future = dcp.async_save({"a": ragged}, checkpoint_id=tmp_path, async_stager=STAGERS[stager]())
-    future.result()
-    loaded = torch.zeros_like(plain)
-    dcp.load({"a": loaded}, checkpoint_id=tmp_path)
-    assert torch.equal(loaded.to_local(), WHOLE)
 
 
 def test_a_stager_that_would_lose_the_chunks_fails(ragged: Tensor):
@@ -265,8 +223,3 @@ def joined(parts: list[ShardChunks]) -> ShardChunks:
         chunks += [chunk._replace(local_start=start + chunk.local_start) for chunk in part.chunks]
         start += part.local_numel
     return ShardChunks(parts[0].global_shape, (start,), tuple(chunks))
-
-
-def rows_of(part: ShardChunks) -> Tensor:
-    rows = [WHOLE[chunk.offsets[0] : chunk.offsets[0] + chunk.sizes[0]] for chunk in part.chunks]
-    return torch.cat(rows).flatten()

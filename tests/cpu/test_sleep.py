@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 import fsdp_offload.model.sleep as room
 from fsdp_offload import offload_model, offload_optimizer, reload_model
 from fsdp_offload.model import parking
-from tests.overlapping import POLICIES, SIZES, Loop, adamw, same
+from tests.overlapping import SIZES, Loop, adamw
 from tests.parity import same_bits
 from tests.policies import with_share
 
@@ -262,27 +262,6 @@ def shard(model: Net, mesh: DeviceMesh, **options: Any) -> Net:
     return model
 
 
-def test_a_sharded_model_trains_on(mesh: DeviceMesh) -> None:
-    models = [shard(make(), mesh), shard(make(), mesh)]
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in models]
-    params = list(models[1].parameters())
-    for seed in range(4):
-        for model, optimizer in zip(models, optimizers, strict=True):
-            if model is models[1]:
-                with torch.no_grad():
-                    model.eval()(batch(9))  # generates; the root stays gathered
-                    model.train()
-                assert offload_model(model) > 0
-                reload_model(model)
-                assert all(one is other for one, other in zip(params, model.parameters(), strict=True))
-                assert {type(param) for param in params} == {DTensor}
-            train(model, optimizer, seed)
-            if model is models[1]:
-                offload_model(model)
-                reload_model(model)
-        assert_same(*map(snapshot, models))
-
-
 @pytest.mark.parametrize("when", ["before-first-forward", "gathered", "after-backward"])
 def test_all_memory_of_a_sharded_model_is_away(mesh: DeviceMesh, when: str) -> None:
     model = shard(make(), mesh)
@@ -347,25 +326,6 @@ def test_gradients_that_are_not_reduced_yet(mesh: DeviceMesh) -> None:
     assert_same(snapshot(models[2]), snapshot(fresh))
 
 
-def test_mixed_precision(mesh: DeviceMesh) -> None:
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-
-    def build() -> nn.Module:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(8, 9), nn.Tanh(), nn.Linear(9, 3))
-        fully_shard(model[0], mesh=mesh, mp_policy=policy)
-        return fully_shard(model, mesh=mesh, mp_policy=policy)
-
-    models = [build(), build()]
-    for seed in range(3):
-        for model in models:
-            model(torch.full((2, 8), seed + 0.5)).sum().backward()
-            if model is models[1]:
-                offload_model(model)
-                reload_model(model)
-        assert_same(*map(snapshot, models))
-
-
 def test_what_fully_shard_keeps_on_the_host_is_at_home(mesh: DeviceMesh) -> None:
     model = shard(make(), mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
     assert offload_model(model) == 0
@@ -410,44 +370,6 @@ def test_gradients_that_are_views_of_a_bucket(mesh: DeviceMesh) -> None:
 
 
 # Optimizers ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("fields", [{}, *POLICIES.values()], ids=["default", *POLICIES])
-def test_with_an_offloaded_optimizer(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
-    def sleep_around(loop: Loop, step: int) -> None:
-        nap(loop)
-        loop.backward(step)
-        if fields.get("overlap") != "iteration":
-            nap(loop)
-        loop.optimizer.step()
-        nap(loop)
-        loop.scheduler.step()
-        loop.optimizer.zero_grad()
-        nap(loop)
-
-    def nap(loop: Loop) -> None:
-        loop.optimizer.offload_states()
-        loop.optimizer.release_states()
-        offload_model(loop.model)
-        reload_model(loop.model)
-        loop.optimizer.reload_states()
-
-    plain = Loop(mesh, adamw, None).train(6)
-    offloaded = Loop(mesh, adamw, with_share(**{**SIZES, **fields})).train(6, sleep_around)
-    assert same(plain, offloaded)
-
-
-@pytest.mark.parametrize("fields", [{}, *POLICIES.values()], ids=["step", *POLICIES])
-def test_states_are_reloaded_while_the_model_sleeps(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
-    plain = Loop(mesh, adamw, None).train(6)
-    loop = Loop(mesh, adamw, with_share(**{**SIZES, **fields, "staying": 4096})).train(3)
-    loop.optimizer.offload_states()
-    loop.optimizer.release_states()
-    offload_model(loop.model)
-    loop.optimizer.reload_states()
-    assert loop.optimizer.offload_report().memory.device_bytes > 0
-    reload_model(loop.model)
-    assert same(plain, loop.train(3, first=3))
 
 
 def test_gradients_that_an_update_holds_are_let_go(mesh: DeviceMesh) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim import Optimizer
 
-from fsdp_offload import OffloadPolicy, offload_optimizer, remove_offload
+from fsdp_offload import OffloadPolicy, offload_optimizer
 from tests.tiers import spread
 
 pytestmark = pytest.mark.filterwarnings("ignore:offload_optimizer. The parameters are on the CPU:UserWarning")
@@ -133,13 +133,6 @@ def test_a_state_dict_is_what_it_would_be_without_offload(make: MakeOptimizer, s
     assert_same(ours.optimizer.state_dict(), plain.optimizer.state_dict())
 
 
-def test_after_removing_it_is_still_the_same() -> None:
-    plain, ours = (Run(offload=offload).train(0, 1) for offload in (False, True))
-    remove_offload(ours.optimizer)
-    assert_same_runs(ours, plain)
-    assert_same_runs(ours.train(2), plain.train(2))
-
-
 def test_a_state_dict_is_a_view_and_its_copy_is_not() -> None:
     """As without offload: who wants to keep it while training goes on has to copy it."""
     run = Run(offload=True).train(0)
@@ -168,19 +161,18 @@ def test_training_goes_on_after_a_load_as_it_does_without_offload(
     saver = Run(make, offload=source).train(0, 1)
     loader = Run(make, offload=target).train(*range(10, 10 + steps_before))
     loader.continue_from(saver)
+    addresses = addresses_of(loader)
     loader.optimizer.load_state_dict(saver.optimizer.state_dict())
+    assert not target or addresses_of(loader).items() >= addresses.items()  # it goes straight home
     assert_same_runs(loader, saver)
     plain = Run(make, offload=False).train(0, 1, 2, 3)
     assert_same_runs(loader.train(2, 3), plain)
     assert not target or is_home(loader)
 
 
-def test_loading_its_own_state_dict_changes_nothing() -> None:
-    plain, ours = (Run(offload=offload).train(0, 1) for offload in (False, True))
-    ours.optimizer.load_state_dict(ours.optimizer.state_dict())
-    assert is_home(ours)
-    assert_same_runs(ours, plain)
-    assert_same_runs(ours.train(2), plain.train(2))
+def addresses_of(run: Run) -> dict[Tensor, int]:
+    states = run.optimizer.state.items()
+    return {param: value.data_ptr() for param, state in states for value in state.values() if value.dim()}
 
 
 def test_what_is_loaded_is_copied_and_stays_as_it_was() -> None:
@@ -190,15 +182,6 @@ def test_what_is_loaded_is_copied_and_stays_as_it_was() -> None:
     loader.optimizer.load_state_dict(saved)
     loader.train(2, 3)
     assert_same(saved, kept)
-
-
-def test_state_goes_straight_home_in_its_place() -> None:
-    saver, loader = Run(offload=False).train(0, 1), Run(offload=True).train(5)
-    param = loader.model["up"].weight
-    address = loader.optimizer.state[param]["exp_avg"].data_ptr()
-    loader.optimizer.load_state_dict(saver.optimizer.state_dict())
-    assert loader.optimizer.state[param]["exp_avg"].data_ptr() == address
-    assert len(loader.optimizer._offload_engine.engine.plan.regions) == 1
 
 
 def test_state_that_the_state_dict_does_not_have_is_gone() -> None:
@@ -216,13 +199,6 @@ def test_through_a_file(tmp_path: Path) -> None:
     loader.continue_from(saver)
     loader.optimizer.load_state_dict(torch.load(tmp_path / "optimizer.pt", weights_only=True))
     assert_same_runs(loader.train(2), Run(offload=False).train(0, 1, 2))
-
-
-def test_hyperparameters_come_with_the_groups() -> None:
-    saver, loader = Run(offload=False).train(0), Run(offload=True)
-    saver.optimizer.param_groups[0] |= {"lr": 0.5, "betas": (0.8, 0.9)}
-    loader.optimizer.load_state_dict(saver.optimizer.state_dict())
-    assert_same(loader.optimizer.state_dict(), saver.optimizer.state_dict())
 
 
 @pytest.mark.parametrize("steps_before", [0, 2], ids=["fresh", "used"])
@@ -263,53 +239,6 @@ def test_old_checkpoints_have_counters_that_are_floats() -> None:
     assert_same_runs(loader.train(2), saver.train(2))
 
 
-def test_fused_counters_are_loaded_as_the_optimizer_keeps_them() -> None:
-    def fused(params: Iterable[Any]) -> Optimizer:
-        return torch.optim.AdamW(params, lr=0.01, fused=True)
-
-    saver = Run(fused, offload=False).train(0, 1)
-    loader = Run(fused, offload=True)
-    loader.continue_from(saver)
-    loader.optimizer.load_state_dict(saver.optimizer.state_dict())
-    assert_same_runs(loader.train(2), saver.train(2))
-
-
-class WideState(Optimizer):
-    """Keeps fp32 state for parameters of any dtype, as many optimizers for bf16 training do."""
-
-    def __init__(self, params: Iterable[Any]) -> None:
-        super().__init__(params, {"lr": 0.01})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                state = self.state[param]
-                if not state:
-                    state["master"] = param.float()
-                    state["counter"] = torch.zeros((), dtype=torch.float64)
-                    state["count"] = 0
-                state["master"].sub_(param.grad.float(), alpha=group["lr"])
-                state["counter"] += 1.0 + 2.0**-40
-                state["count"] += 1
-                param.copy_(state["master"])
-
-
-@pytest.mark.filterwarnings("ignore:offload_optimizer. WideState is not in the table")
-def test_state_keeps_its_dtype_where_torchs_own_load_would_cast_it() -> None:
-    saver, loader = (Run(WideState, offload=True, dtype=torch.bfloat16) for _ in range(2))
-    saver.train(0, 1)
-    saved = copy.deepcopy(saver.optimizer.state_dict())
-    loader.continue_from(saver)
-    loader.optimizer.load_state_dict(saved)
-    assert loader.optimizer.state[loader.model["up"].weight]["master"].dtype is torch.float32
-    assert_same(loader.optimizer.state_dict(), saved)
-    plain = Run(WideState, offload=False, dtype=torch.bfloat16).train(0, 1, 2)
-    assert_same_runs(loader.train(2), plain)
-
-
 # Hooks ---------------------------------------------------------------------------------------------------------------
 
 
@@ -340,16 +269,6 @@ def test_hooks_fire_once_and_in_order_and_may_rewrite(offload: bool) -> None:
         run.optimizer.load_state_dict(state_dict)
         assert events == ["save pre", "save post", "load pre", "load post 6.0"]
         del events[2:]
-
-
-def test_hooks_are_the_users_own_after_a_load() -> None:
-    run = Run(offload=True).train(0)
-    before = len(run.optimizer._optimizer_load_state_dict_pre_hooks)
-    run.optimizer.load_state_dict(run.optimizer.state_dict())
-    with pytest.raises(ValueError, match="param groups"):
-        run.optimizer.load_state_dict({"state": {}, "param_groups": []})
-    assert len(run.optimizer._optimizer_load_state_dict_pre_hooks) == before
-    assert len(run.optimizer._optimizer_load_state_dict_post_hooks) == before
 
 
 # What does not fit ---------------------------------------------------------------------------------------------------
@@ -426,12 +345,6 @@ def test_what_does_not_fit_is_named_and_nothing_has_changed(
     assert_same_runs(run.train(1), Run(offload=False).train(0, 1))
 
 
-def test_state_of_another_optimizer_is_refused() -> None:
-    run = Run(offload=True).train(0)
-    with pytest.raises(ValueError, match=r"missing \['exp_avg', 'exp_avg_sq'\].*another optimizer"):
-        run.optimizer.load_state_dict(Run(rmsprop, offload=False).train(0).optimizer.state_dict())
-
-
 # torch.distributed.checkpoint ----------------------------------------------------------------------------------------
 
 
@@ -445,15 +358,6 @@ def test_dcps_state_dicts_go_between_plain_and_offloaded(source: bool, target: b
     set_optimizer_state_dict(loader.model, loader.optimizer, saved)
     assert not target or is_home(loader)
     assert_same_runs(loader.train(2), reference.train(2))
-
-
-def test_dcps_state_dict_of_a_fresh_optimizer_leaves_it_untrained() -> None:
-    """DCP makes state by a step of its own, with zero gradients and without a learning rate."""
-    run, plain = dense(offload=True), dense(offload=False)
-    assert_same(
-        get_optimizer_state_dict(run.model, run.optimizer), get_optimizer_state_dict(plain.model, plain.optimizer)
-    )
-    assert_same_runs(run.train(0, 1), plain.train(0, 1))
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

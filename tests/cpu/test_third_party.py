@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from fsdp_offload import OffloadPolicy
 from fsdp_offload.core.attached import engine_of
 from tests.overlapping import Loop, Net, same
-from tests.parity import SMALL, Pair, Run, Zoo, attach, make_pair, offloaded_names, params_of, train_step
+from tests.parity import Pair, Run, Zoo, attach, make_pair, offloaded_names, params_of, train_step
 
 torchao = pytest.importorskip("torchao.optim")
 schedulefree = pytest.importorskip("schedulefree")
@@ -41,32 +41,6 @@ def eager() -> Iterator[None]:
     torch.compiler.set_stance("default")
 
 
-@pytest.mark.long
-@pytest.mark.usefixtures("eager")
-@pytest.mark.parametrize(
-    ("cls", "kwargs", "quantized"),
-    [
-        (torchao.AdamW8bit, {}, "OptimState8bit"),
-        (torchao.AdamW8bit, {"weight_decay": 0.1, "block_size": 128}, "OptimState8bit"),
-        (torchao.AdamW4bit, {}, "OptimState4bit"),
-        (torchao.AdamWFp8, {}, "OptimStateFp8"),
-        (torchao.Adam8bit, {}, "OptimState8bit"),
-    ],
-    ids=str,
-)
-def test_torchao(cls: type[torch.optim.Optimizer], kwargs: dict[str, Any], quantized: str) -> None:
-    pair = make_pair(Large, lambda params: cls(params, lr=1e-2, **kwargs))
-    pair.train(10)
-    pair.assert_trained()
-    optimizer = pair.offloaded.optimizer
-    kinds = {type(value).__name__ for state in optimizer.state.values() for value in state.values()}
-    assert quantized in kinds  # as their users see it
-    assert offloaded_names(optimizer) >= {"exp_avg", "exp_avg_sq"}
-    assert optimizer.offload_report().kept.buckets > 1
-    pair.detach()
-    pair.train(2)
-
-
 @pytest.mark.usefixtures("eager")
 def test_torchao_stochastic_rounding_draws_the_same_numbers() -> None:
     """One parameter, one bucket: several would share one sequence of random numbers, in the order of buckets."""
@@ -82,13 +56,6 @@ def test_torchao_stochastic_rounding_draws_the_same_numbers() -> None:
         return torchao.AdamW8bit(params, lr=1e-2, bf16_stochastic_round=True)
 
     pair = make_pair(One, make, dtype=torch.bfloat16)
-    pair.train(10)
-    pair.assert_trained()
-
-
-@pytest.mark.long
-def test_torchao_compiled() -> None:
-    pair = make_pair(Large, lambda params: torchao.AdamW8bit(params, lr=1e-2))
     pair.train(10)
     pair.assert_trained()
 
@@ -186,34 +153,6 @@ class Counting(torch.optim.Optimizer):
         return closure() if closure is not None else None
 
 
-def test_counters_in_group_and_object_count_steps_not_buckets() -> None:
-    pair = make_pair(Zoo, Counting)
-    weight_sum = pair.offloaded.optimizer.param_groups[0]["weight_sum"]
-    pair.train(10)
-    pair.assert_trained()
-    for run in pair:
-        assert run.optimizer.updates == 10
-        assert run.optimizer.param_groups[0]["k"] == 10
-    assert pair.offloaded.optimizer.param_groups[0]["weight_sum"] is weight_sum
-    assert offloaded_names(pair.offloaded.optimizer) == {"velocity"}
-
-
-class GlobalNorm(torch.optim.Optimizer):
-    """Every update depends on every gradient."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self) -> None:
-        for group in self.param_groups:
-            params = [param for param in group["params"] if param.grad is not None]
-            norm = sum(param.grad.pow(2).sum() for param in params) if params else 0.0
-            for param in params:
-                self.state[param].setdefault("norms", torch.zeros_like(param)).add_(norm)
-                param.sub_(param.grad * group["lr"] / (1e-6 + norm))
-
-
 class Tallying(torch.optim.Optimizer):
     """A group counter depends on how many parameters there are, while ``tallies`` is set."""
 
@@ -230,13 +169,6 @@ class Tallying(torch.optim.Optimizer):
                 if param.grad is not None:
                     self.state[param].setdefault("seen", torch.zeros_like(param)).add_(param.grad)
                     param.sub_(param.grad * group["lr"])
-
-
-@pytest.mark.parametrize("cls", [GlobalNorm, Tallying])
-def test_what_cannot_be_divided_moves_as_a_whole(cls: type[torch.optim.Optimizer]) -> None:
-    pair = make_pair(Zoo, cls)
-    pair.train(5)
-    pair.assert_trained()
 
 
 # Trusted --------------------------------------------------------------------------------------------------------------
@@ -336,15 +268,6 @@ class MyAdamW(torch.optim.AdamW):
         return super().step(closure)
 
 
-@pytest.mark.parametrize("kwargs", [{}, {"foreach": True}, {"fused": True}], ids=str)
-def test_subclass_with_a_step_around_its_parents(kwargs: dict[str, Any]) -> None:
-    pair = make_pair(Zoo, lambda params: MyAdamW(params, lr=0.01, **kwargs))
-    pair.train(10)
-    pair.assert_trained()
-    assert [run.optimizer.calls for run in pair] == [10, 10]
-    assert isinstance(pair.offloaded.optimizer, MyAdamW)
-
-
 def test_hooks_of_a_subclass_fire_once_per_step() -> None:
     """Its parent's step is one that torch has hooked as well; no hook may see the buckets."""
     torch.optim.AdamW([nn.Parameter(torch.zeros(1))])  # from now on AdamW.step is hooked
@@ -357,56 +280,3 @@ def test_hooks_of_a_subclass_fire_once_per_step() -> None:
         handle.remove()
     assert all(optimizer is pair.offloaded.optimizer for optimizer in seen)
     assert len(seen) == 1
-
-
-def test_a_subclass_sees_tensors_of_its_own_parameters() -> None:
-    """A step that looks parameters up in a table of its own: the parameters it sees are the model's."""
-
-    class Named(torch.optim.SGD):
-        def __init__(self, params: Any) -> None:
-            super().__init__(params, lr=0.1, momentum=0.9)
-            self.table: dict[Tensor, float] = {}
-
-        def step(self, closure: Callable[[], Any] | None = None) -> Any:
-            for param in params_of(self):
-                if param.grad is not None and param in self.table:
-                    param.grad.mul_(self.table[param])
-            return super().step(closure)
-
-    pair = make_pair(Zoo, Named, policy=None)
-    for run in pair:
-        run.optimizer.table.update((param, 0.5 + number) for number, param in enumerate(params_of(run.optimizer)))
-    pair.attach(SMALL)
-    pair.train(10)
-
-
-class CountsInPlace(torch.optim.SGD):
-    """Counts its steps by writing into an object: a list, a tensor, or a group's list."""
-
-    def __init__(self, params: Any, where: str) -> None:
-        super().__init__(params, lr=0.1, momentum=0.9)
-        self.where, self.history, self.steps = where, [0], torch.zeros(1)
-        self.param_groups[0]["log"] = [0]
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        if self.where == "tensor":
-            self.steps += 1
-        else:
-            (self.history if self.where == "list" else self.param_groups[0]["log"]).append(1)
-        return super().step(closure)
-
-
-@pytest.mark.parametrize("where", ["tensor", "list"])
-def test_counting_in_place(where: str) -> None:
-    pair = make_pair(Zoo, lambda params: CountsInPlace(params, where))
-    pair.train(3)
-    counts = [(run.optimizer.history, run.optimizer.steps.item()) for run in pair]
-    assert counts[0] == counts[1]
-    assert counts[0] != ([0], 0)
-
-
-def test_what_a_step_adds_to_a_list_in_its_group_is_added_once() -> None:
-    pair = make_pair(Zoo, lambda params: CountsInPlace(params, "group"))
-    log = pair.offloaded.optimizer.param_groups[0]["log"]
-    pair.train(5)
-    assert log == [0, 1, 1, 1, 1, 1]

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 import pytest
 import torch
-from torch import Tensor, nn, optim
+from torch import nn, optim
 
 from fsdp_offload import OffloadPolicy
 from tests.parity import SMALL, Net, Run, Zoo, make_pair, params_of
@@ -32,26 +32,28 @@ def test_gradients_are_left_as_they_were() -> None:
         assert grad is None or torch.equal(grad, plain.grad)
 
 
-def test_closure_runs_once_with_gradients_enabled_and_its_loss_is_returned() -> None:
-    pair = make_pair(Net, adamw)
-    calls = []
+@pytest.mark.parametrize("kwargs", [{}, {"foreach": True}, {"fused": True}], ids=str)
+def test_a_grad_scaler_skips_the_first_step(kwargs: dict[str, bool]) -> None:
+    """With a fused optimizer state is created all the same, and its counter stays zero."""
 
-    def step_with_closure(run: Run, step: int) -> float:
-        def closure() -> Tensor:
-            assert torch.is_grad_enabled()
-            calls.append(run)
-            run.optimizer.zero_grad()
-            loss = run.loss(step)
-            loss.backward()
-            return loss
+    def scaled_step(run: Run, step: int) -> float:
+        scaler = run.parts.setdefault("scaler", torch.amp.GradScaler("cpu", init_scale=2.0**10))
+        run.optimizer.zero_grad()
+        scaler.scale(run.loss(step)).backward()
+        if step == 0:
+            run.params["up.weight"].grad[0, 0] = float("inf")
+        scaler.step(run.optimizer)
+        scaler.update()
+        return scaler.get_scale()
 
-        loss = run.optimizer.step(closure)
-        assert isinstance(loss, Tensor)
-        assert loss.requires_grad
-        return loss.item()
-
-    pair.train(10, step_with_closure)
-    assert [run is pair.offloaded for run in calls] == [False, True] * 10
+    pair = make_pair(Net, lambda params: optim.AdamW(params, lr=0.01, **kwargs))
+    pair.train(1, scaled_step)
+    counts = {float(state["step"]) for state in pair.offloaded.optimizer.state.values()}
+    assert counts == ({0.0} if kwargs.get("fused") else set())
+    pair.train(3, scaled_step)
+    for run in pair:
+        assert not hasattr(run.optimizer, "grad_scale")
+        assert not hasattr(run.optimizer, "found_inf")
 
 
 STATE_BYTES = 8 * sum(param.numel() for param in Zoo().parameters())

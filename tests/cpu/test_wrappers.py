@@ -123,24 +123,6 @@ def test_methods_on_lightnings_wrapper_run_on_the_real_optimizer(set_to_none: bo
     pair.assert_same()
 
 
-def test_fabrics_wrapper_made_after_attaching() -> None:
-    pair = adamw()
-    pair.attach()
-    wrapper = fabrics(pair.offloaded.optimizer)
-
-    def step(run: Run, number: int) -> float:
-        optimizer = wrapper if run is pair.offloaded else run.optimizer
-        optimizer.zero_grad()
-        loss = run.loss(number)
-        loss.backward()
-        optimizer.step()
-        return loss.item()
-
-    pair.train(3, step)
-    pair.detach()  # the wrapper's class still has our methods
-    pair.train(3, step)
-
-
 # Scalers -------------------------------------------------------------------------------------------------------------
 
 

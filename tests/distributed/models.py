@@ -72,10 +72,6 @@ def shard_even(net: Net) -> None:
     shard_groups(net, mesh=mesh(dist.get_world_size()))
 
 
-def shard_root_only(net: Net) -> None:
-    fully_shard(net, mesh=mesh(dist.get_world_size()))
-
-
 def shard_columns(net: Net) -> None:
     """``Shard(1)`` wherever it divides evenly."""
     size = dist.get_world_size()
@@ -96,11 +92,6 @@ def shard_tensor_parallel(net: Net) -> None:
     for block in net.blocks:
         parallelize_module(block, two_dims["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     shard_groups(net, mesh=two_dims["dp"])
-
-
-def shard_mixed_precision(net: Net) -> None:
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    shard_groups(net, mesh=mesh(dist.get_world_size()), mp_policy=policy)
 
 
 def shard_bfloat16(net: Net) -> None:

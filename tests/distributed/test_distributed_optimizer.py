@@ -14,9 +14,7 @@ import copy
 import functools
 import gc
 import importlib.util
-import json
 import os
-import time
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -86,13 +84,14 @@ def test_same_bits_and_memory_gone_between_steps(world_size: int, every: int, tm
 
 
 def run_all(rank: int, world_size: int, every: int) -> None:
+    del rank, world_size
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     if ON_GPU:
         import transformer_engine.pytorch  # noqa: F401  # before megatron-core, which looks for it
     from megatron.core import parallel_state
 
     parallel_state.initialize_model_parallel()
-    run_cases({name: functools.partial(compare, rank, world_size, name) for name in CASES}, every)
+    run_cases({name: functools.partial(compare, name) for name in CASES}, every)
     parallel_state.destroy_model_parallel()
 
 
@@ -109,11 +108,10 @@ class Seen(NamedTuple):
     """Device memory allocated where the forward begins, in each step but the first."""
     expected_bytes: int
     """Bytes of all state and mains of this rank."""
-    step_ms: float
     saved: tuple[Any, list[Any]]
 
 
-def compare(rank: int, world_size: int, name: str) -> list[str]:
+def compare(name: str) -> list[str]:
     """Find what is different, or stays on the device."""
     with contextlib.nullcontext() if ON_GPU else as_if_on_cuda():
         plain = train(name, offload=False)
@@ -126,21 +124,6 @@ def compare(rank: int, world_size: int, name: str) -> list[str]:
     problems += [] if same_saved(plain.saved, offloaded.saved) else ["what Megatron saves"]
     problems += ["losses"] * (plain.losses != offloaded.losses) + ["norms"] * (plain.norms != offloaded.norms)
     gone = min(before - after for before, after in zip(plain.between_bytes, offloaded.between_bytes, strict=True))
-    if rank == 0:
-        figures = {
-            "case": name,
-            "world_size": world_size,
-            "state_and_mains_bytes": plain.expected_bytes,
-            "between_steps_plain_bytes": plain.between_bytes[-1],
-            "between_steps_offloaded_bytes": offloaded.between_bytes[-1],
-            "gone_bytes": gone,
-            "step_plain_ms": round(plain.step_ms, 2),
-            "step_offloaded_ms": round(offloaded.step_ms, 2),
-            "losses": [plain.losses[0], plain.losses[-1]],
-            "norms": [plain.norms[0], plain.norms[-1]],
-            "tensors_compared": len(plain.values),
-        }
-        print("\nFIGURES", json.dumps(figures), flush=True)  # noqa: T201  # what a run on GPUs is for
     # What comes instead are counters, and what an allocation has more than its tensor.
     if gone < 0.99 * plain.expected_bytes:
         problems.append(f"{gone} of {plain.expected_bytes} bytes are gone between steps")
@@ -167,9 +150,8 @@ def train(name: str, *, offload: bool) -> Seen:
     if offload:
         assert offload_optimizer(chain, policy=OffloadPolicy(bucket_bytes=(32 << 20) if ON_GPU else 4096)) is chain
         model.config.finalize_model_grads_func = reload_before(finalize_model_grads, chain)
-    losses, norms, between, elapsed_ms = [], [], [], []
+    losses, norms, between = [], [], []
     for step in range(STEPS):
-        begin = time.perf_counter()
         model.zero_grad_buffer()
         chain.zero_grad()
         if offload:
@@ -182,9 +164,6 @@ def train(name: str, *, offload: bool) -> Seen:
         successful, norm, _ = chain.step()
         assert successful
         norms.append(norm)
-        if ON_GPU:
-            torch.cuda.synchronize()
-        elapsed_ms.append((time.perf_counter() - begin) * 1000)
     values = read(model, chain)
     saved = chain.state_dict(), [one.get_parameter_state_dp_zero() for one in chain.chained_optimizers]
     expected = sum(value.nbytes for key, value in values.items() if not key.startswith("model."))
@@ -196,8 +175,7 @@ def train(name: str, *, offload: bool) -> Seen:
         assert not any(map(is_offloaded, inners))
         removed = read(model, chain)
         assert all(same_bits(value, removed[key]) for key, value in values.items())
-    elapsed_ms = sorted(elapsed_ms[STEPS // 2 :])
-    seen = Seen(losses, norms, values, between, expected, elapsed_ms[len(elapsed_ms) // 2], saved)
+    seen = Seen(losses, norms, values, between, expected, saved)
     del model, chain
     gc.collect()
     if ON_GPU:

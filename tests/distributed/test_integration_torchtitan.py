@@ -2,6 +2,7 @@
 
 import logging
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp_offload import is_offloaded, offload_report
+from fsdp_offload import OffloadPolicy, is_offloaded, offload_report
 from fsdp_offload.checkpoint import ArenaStager
 from tests.distributed.frameworks import POLICY, SAVED_AT, STEPS, assert_same, everything, record
 from tests.distributed.launch import DEVICE_TYPE, run_cases, spawn, this_device
@@ -28,16 +29,18 @@ def batch(number: int, rank: int) -> Tensor:
     return torch.randint(0, 61, (3, 7), generator=torch.Generator().manual_seed(100 * number + rank)).to(this_device())
 
 
-def container_of(parts: list[Net], policy: dict[str, Any] | None, **config: Any) -> Any:
-    from torchtitan.components.optimizer import build_optimizers
-    from torchtitan.config.job_config import Optimizer
-    from torchtitan.distributed import ParallelDims
+def container_of(parts: list[Net], policy: dict[str, Any] | None) -> Any:
+    """Two groups of AdamW, by name: biases decay by themselves."""
+    from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
 
     from fsdp_offload.integrations.torchtitan import offloaded
 
-    dims = ParallelDims(1, torch.distributed.get_world_size(), 1, 1, 1, 1, 1, torch.distributed.get_world_size())
-    wanted = Optimizer(**{"implementation": "foreach", "lr": 0.01, **config})
-    return (build_optimizers if policy is None else offloaded(build_optimizers, policy))(parts, wanted, dims)
+    groups = [
+        ParamGroupConfig(pattern=pattern, optimizer_name="AdamW", optimizer_kwargs={"lr": 0.01, "weight_decay": decay})
+        for pattern, decay in ((r"bias$", 0.0), (r".*", 0.1))
+    ]
+    config = OptimizersContainer.Config(param_groups=groups, implementation="foreach")
+    return (config if policy is None else offloaded(config, policy)).build(model_parts=parts)
 
 
 def script(
@@ -53,8 +56,7 @@ def script(
 ) -> None:
     del world_size
     from torchtitan.components.checkpoint import CheckpointManager
-    from torchtitan.components.lr_scheduler import build_lr_schedulers
-    from torchtitan.config.job_config import Checkpoint, LRScheduler
+    from torchtitan.components.optimizer import LRSchedulersContainer
     from torchtitan.distributed.utils import clip_grad_norm_
 
     from fsdp_offload.integrations.torchtitan import metrics_of_container, offload_container, save_from_arena
@@ -62,16 +64,20 @@ def script(
     logging.getLogger().setLevel(logging.ERROR)
     net = build(shard_even)
     container = container_of([net], policy)
-    schedulers = build_lr_schedulers(container, LRScheduler(warmup_steps=4, decay_type="cosine"), STEPS)
-    config = Checkpoint(
-        enable=True,
-        folder=load or name,
-        interval=SAVED_AT,
-        async_mode=mode,
-        keep_latest_k=0,
-        enable_ft_dataloader_checkpoints=False,
+    warm_up = LRSchedulersContainer.Config(warmup_steps=4, decay_type="cosine")
+    schedulers = warm_up.build(optimizers=container, training_steps=STEPS)
+    config = CheckpointManager.Config(
+        enable=True, folder=load or name, interval=SAVED_AT, async_mode=mode, keep_latest_k=0
     )
-    manager = CheckpointManager(None, [net], container, schedulers, {}, config, None, str(folder))
+    manager = config.build(
+        dataloader=None,
+        model_parts=[net],
+        optimizers=container,
+        lr_schedulers=schedulers,
+        states={},
+        sd_adapter=None,
+        base_folder=str(folder),
+    )
     if from_arena:
         save_from_arena(manager)
         assert isinstance(manager.stager, ArenaStager)
@@ -95,7 +101,7 @@ def script(
         if step % 4 == 1:
             with torch.no_grad():
                 net(batch(999, rank))
-    manager._async_wait()
+    manager.maybe_wait_for_saving()
     manager.close()
     (optimizer,) = container.optimizers
     assert is_offloaded(optimizer) == (policy is not None)
@@ -174,9 +180,31 @@ def bfloat16_moments() -> list[str]:
 
 
 def refused() -> list[str]:
-    with pytest.raises(ValueError, match="early_step_in_backward makes an optimizer for each parameter"):
-        container_of([build(shard_even)], POLICY, early_step_in_backward=True)
+    from torchtitan.components.optimizer import OptimizersContainer
+
+    from fsdp_offload.integrations.torchtitan import offloaded
+
+    class Own(OptimizersContainer):
+        @dataclass(kw_only=True, slots=True)
+        class Config(OptimizersContainer.Config):
+            pass
+
+    with pytest.raises(TypeError, match=r"offload_container\(self, policy\) at the end"):
+        offloaded(Own.Config())
     return []
+
+
+def options() -> list[str]:
+    """The policy's fields are options of torchtitan's command line."""
+    import tyro
+    from torchtitan.components.optimizer import default_adamw
+
+    from fsdp_offload.integrations.torchtitan import OffloadedOptimizers, offloaded
+
+    given = ["--offload.overlap", "iteration", "--offload.device-bytes", "1000000000"]
+    config = tyro.cli(OffloadedOptimizers.Config, args=given, default=offloaded(default_adamw()))
+    wanted = OffloadPolicy(overlap="iteration", device_bytes=1_000_000_000)
+    return [] if config.offload == wanted else [str(config.offload)]
 
 
 def built_anew() -> list[str]:
@@ -192,8 +220,8 @@ def built_anew() -> list[str]:
 def run_others(rank: int, world_size: int) -> None:
     del rank, world_size
     warnings.filterwarnings("ignore", message="offload_optimizer: ")
-    run_cases({"bf16 moments": bfloat16_moments, "in the backward": refused, "anew": built_anew})
+    run_cases({"bf16 moments": bfloat16_moments, "own containers": refused, "options": options, "anew": built_anew})
 
 
-def test_bfloat16_moments_and_optimizers_in_the_backward(tmp_path: Path) -> None:
+def test_bfloat16_moments_and_configs(tmp_path: Path) -> None:
     spawn(run_others, 2, tmp_path)

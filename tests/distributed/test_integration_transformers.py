@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_offload import is_offloaded, offload_optimizer
+from fsdp_offload import is_offloaded
 from tests.distributed.frameworks import POLICY, SAVED_AT, STEPS, assert_same, everything, record, recorded
 from tests.distributed.launch import DEVICE_TYPE, spawn
 from tests.parity import assert_at_home
@@ -149,26 +149,6 @@ def script(
         if hasattr(module, "reshard"):
             module.reshard()  # an evaluation leaves the root gathered
     record(folder, name, rank, seen, everything(trainer.model, [trainer.optimizer]))
-
-
-def run_wrong_order(rank: int, world_size: int, folder: Path) -> None:
-    """Attached where the optimizer is made: the Trainer prepares it afterwards, which exchanges its parameters."""
-    warnings.filterwarnings("ignore", message="offload_optimizer: ")
-    from transformers import Trainer, TrainingArguments
-
-    class Early(Trainer):
-        def create_optimizer(self, model: Any = None) -> Any:
-            return offload_optimizer(super().create_optimizer(model))
-
-    environment(rank, world_size)
-    arguments = TrainingArguments(**options_of(folder))
-    trainer = on_any_device(Early)(model_of(), arguments, train_dataset=Tokens(64), eval_dataset=Tokens(8))
-    with pytest.raises(RuntimeError, match=r"exchanged after offload_optimizer.*fsdp_offload\.integrations"):
-        trainer.train()
-
-
-def test_attached_before_the_trainer_prepares(tmp_path: Path) -> None:
-    spawn(run_wrong_order, 2, tmp_path, tmp_path)
 
 
 def run_scripts(rank: int, world_size: int, folder: Path, scripts: dict[str, dict[str, Any]]) -> None:

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict as torch_get_optimizer_state_dict
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from fsdp_offload import remove_offload
 from fsdp_offload.checkpoint import get_optimizer_state_dict, load, set_optimizer_state_dict
 from fsdp_offload.torch_compat.dtensor import local_shard, over_local
 from tests.distributed import models
@@ -35,6 +36,7 @@ def make_twins(
     low = build(shard, seed=seed, prepare=lambda net: net.to(dtype))
     full = build(shard, seed=seed, prepare=lambda net: net.to(dtype).float())
     twins = twins_of(full, low, optimizer, kind, dtype)
+    twins.add_masters()
     twins.attach(TINY, with_model=True)
     return twins
 
@@ -57,6 +59,25 @@ def train(twins: Twins, steps: int) -> Iterator[str]:
 
 def adamw(params: Iterable[nn.Parameter], **options: bool) -> optim.Optimizer:
     return optim.AdamW(params, lr=1e-2, **options)
+
+
+# Without offload -----------------------------------------------------------------------------------------------------
+
+
+def test_without_offload(tmp_path: Path) -> None:
+    spawn(run_plain, 2, tmp_path)
+
+
+def run_plain(rank: int, world_size: int) -> None:
+    del rank, world_size
+    shards = {"even": models.shard_even, "columns": models.shard_columns}
+    run_cases({f"{name}, {kind}": partial(plain, shard, kind) for name, shard in shards.items() for kind in KINDS})
+
+
+def plain(shard: models.ShardNet, kind: str) -> Iterator[str]:
+    twins = make_twins(shard, adamw, kind)
+    remove_offload(twins.low.optimizer)
+    yield from train(twins, 4)
 
 
 # Checkpoints ---------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_offload.device import link
-from tests.distributed import launch, nursery
+from tests.distributed import launch
 from tests.distributed.launch import spawn
 
 # On GPUs torch starts the ranks one by one.
@@ -80,21 +80,6 @@ def test_what_a_rank_lacks_skips_the_test(tmp_path: Path) -> None:
         spawn(skip, 2, tmp_path)
     with pytest.raises(pytest.fail.Exception, match="only some skip: skipped-1"):
         spawn(skip, 2, tmp_path, 1)
-
-
-def test_ranks_of_a_process_that_has_died(tmp_path: Path) -> None:
-    assert runs(tmp_path, 2)
-    (living,) = nursery._living.values()
-    living.process.kill()
-    living.process.join()
-    assert runs(tmp_path, 2)
-
-
-def test_the_process_is_kept_for_its_file(tmp_path: Path) -> None:
-    assert runs(tmp_path, 2)
-    before = dict(nursery._living)
-    assert runs(tmp_path, 3)
-    assert nursery._living == before != {}
 
 
 def leave_traces(rank: int, world_size: int) -> None:

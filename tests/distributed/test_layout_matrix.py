@@ -149,12 +149,6 @@ def test_every_layout_is_loaded_by(world_size: int, every: int, checkpoints: Pat
     spawn(run_load, world_size, tmp_path, checkpoints, every)
 
 
-def test_layouts_train_to_different_bits(checkpoints: Path) -> None:
-    """So that a load of the wrong files would show."""
-    full = {name: torch.load(checkpoints / f"{name}.pt", weights_only=False) for name in ("1 rank", "3 ranks")}
-    assert list(not_equal(*full.values(), ""))
-
-
 # State that not every rank can tell --------------------------------------------------------------------------------
 
 

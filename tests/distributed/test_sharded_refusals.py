@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn, optim
+from torch import optim
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import Replicate
 from torch.optim import Optimizer
 
-from fsdp_offload import OffloadedOptimizer, offload_optimizer
+from fsdp_offload import OffloadedOptimizer
 from tests.distributed import models
 from tests.distributed.launch import DEVICE_TYPE, mesh, run_cases, spawn, this_device
 from tests.distributed.models import Net, batch, build
@@ -86,12 +86,6 @@ def adafactor() -> Iterator[str]:
         yield "the optimizer is offloaded nevertheless"
 
 
-def attached_twice() -> Iterator[str]:
-    net = build(models.shard_even)
-    optimizer = attach(optim.AdamW(net.parameters()), model=net)
-    yield from refused(lambda: offload_optimizer(optimizer, model=net), RuntimeError, "offloaded already")
-
-
 def replicated_gradient() -> Iterator[str]:
     """Somebody has gathered a gradient: its local part is not this shard's."""
     net = build(models.shard_even)
@@ -136,15 +130,6 @@ def meta_parameters() -> Iterator[str]:
     yield from refused(lambda: attach(optimizer, model=net), ValueError, "meta device", "to_empty")
 
 
-def _unsharded_is_fine() -> Iterator[str]:
-    """The control: a step on a model that is not sharded, in a process group, is no error."""
-    net: nn.Module = Net().to(this_device())
-    optimizer = attach(optim.AdamW(net.parameters()), model=net)
-    net(batch(0)).backward()
-    optimizer.step()
-    yield from ()
-
-
 CASES = {
     "CPUOffloadPolicy": partial(cpu_offload_policy, with_model=True),
     "optimizer before fully_shard": optimizer_built_before_sharding,
@@ -153,11 +138,9 @@ CASES = {
     **({} if DEVICE_TYPE == "cpu" else {"no model given": partial(cpu_offload_policy, with_model=False)}),
     "parameters of another model": parameters_of_another_model,
     "Adafactor": adafactor,
-    "attached twice": attached_twice,
     "replicated gradient": replicated_gradient,
     "state of another sharding": state_of_another_sharding,
     "meta parameters": meta_parameters,
-    "not sharded": _unsharded_is_fine,
 }
 
 

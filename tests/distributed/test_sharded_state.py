@@ -92,18 +92,6 @@ def keys_are_the_same_on_every_rank(
         yield f"keys are {[name for name, _ in mine]}, on rank 0 {[name for name, _ in everyone[0]]}"
 
 
-def nothing_exists_before_the_first_step() -> Iterator[str]:
-    net = build(models.shard_even)
-    optimizer = attach(optim.AdamW(net.parameters()), model=net, policy=TINY)
-    if len(optimizer.state) or optimizer.state_dict()["state"]:
-        yield f"there is state for {len(optimizer.state)} parameters"
-    net(batch(0), extra=False).backward()
-    optimizer.step()
-    with_state = {names_of(net)[param] for param in optimizer.state}
-    if with_state != set(names_of(net).values()) - {"extra.weight", "extra.bias"}:
-        yield f"after a step without gradients of extra there is state for {sorted(with_state)}"
-
-
 def fused_sgd_works() -> Iterator[str]:
     """Without offload torch has no sharding rule for this kernel; offloaded it runs on locals, as on plain tensors."""
     net = build(models.shard_even)
@@ -127,10 +115,8 @@ CASES = {
     "state, Shard(1)": partial(state_is_sharded_like_parameters, models.shard_columns),
     "state, HSDP": partial(state_is_sharded_like_parameters, models.shard_hybrid),
     "state, TP": partial(state_is_sharded_like_parameters, models.shard_tensor_parallel),
-    "same keys": partial(keys_are_the_same_on_every_rank, TINY),
     "same keys, some kept": partial(keys_are_the_same_on_every_rank, SOME_KEPT),
     "same keys, Muon, some kept": partial(keys_are_the_same_on_every_rank, SOME_KEPT, optim.Muon),
-    "nothing exists before": nothing_exists_before_the_first_step,
     "fused SGD": fused_sgd_works,
 }
 

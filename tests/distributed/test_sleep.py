@@ -1,6 +1,6 @@
 """Sharded models sleep between any two calls of a training loop, on several ranks: the same bits as without."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_offload import offload_model, reload_model
 from tests.distributed import models
 from tests.distributed.launch import mesh, run_cases, spawn
-from tests.distributed.models import Net, ShardNet, batch, build
+from tests.distributed.models import Net, batch, build
 from tests.parity import same_bits
 from tests.tiers import world_sizes
 
@@ -24,32 +24,8 @@ pytestmark = pytest.mark.distributed
 ASLEEP = r"Call reload_model\(model\) first"
 
 
-def shard_and_reshard_to_half(net: Net) -> None:
-    """After the forward, parameters are kept by half of the ranks."""
-    models.shard_groups(net, mesh=mesh(dist.get_world_size()), reshard_after_forward=dist.get_world_size() // 2)
-
-
-def shard_and_keep_gathered(net: Net) -> None:
-    models.shard_groups(net, mesh=mesh(dist.get_world_size()), reshard_after_forward=False)
-
-
 def keep_on_host(net: Net) -> None:
     models.shard_groups(net, mesh=mesh(dist.get_world_size()), offload_policy=CPUOffloadPolicy(pin_memory=False))
-
-
-SHARDINGS: dict[str, ShardNet] = {
-    "even": models.shard_even,
-    "root only": models.shard_root_only,
-    "columns": models.shard_columns,
-    "mixed precision": models.shard_mixed_precision,
-    "kept gathered": shard_and_keep_gathered,
-}
-SHARDINGS_OF_FOUR: dict[str, ShardNet] = {
-    "even": models.shard_even,
-    "hybrid": models.shard_hybrid,
-    "tensor parallel": models.shard_tensor_parallel,
-    "half": shard_and_reshard_to_half,
-}
 
 
 def nap(net: nn.Module) -> None:
@@ -64,52 +40,6 @@ def everything(net: nn.Module) -> list[Tensor]:
     params = list(net.parameters())
     tensors = [*params, *(param.grad for param in params if param.grad is not None)]
     return [tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach() for tensor in tensors]
-
-
-def train(net: Net, between: Callable[[nn.Module], object], *, steps: int = 3) -> Iterable[list[Tensor]]:
-    """Generate, accumulate over two micro-batches (the first without reducing), clip, step."""
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
-    for step in range(steps):
-        with torch.no_grad():
-            net(batch(100 + step))
-        between(net)
-        for micro in range(2):
-            net.set_requires_gradient_sync(micro == 1)
-            net(batch(10 * step + micro), extra=step != 1).backward()
-            between(net)
-        if len({param.device_mesh for param in net.parameters()}) == 1:  # torch clips no others together
-            nn.utils.clip_grad_norm_(net.parameters(), 0.5)
-        optimizer.step()
-        between(net)
-        yield [tensor.clone() for tensor in everything(net)]
-        optimizer.zero_grad()
-
-
-def compare(shard: ShardNet, *, tied: bool) -> list[str]:
-    plain, sleeping = build(shard, tied=tied), build(shard, tied=tied)
-    steps = zip(train(plain, lambda net: None), train(sleeping, nap), strict=True)
-    return [
-        f"step {number}, tensor {index}"
-        for number, (ones, others) in enumerate(steps)
-        for index, (one, other) in enumerate(zip(ones, others, strict=True))
-        if not same_bits(one, other)
-    ]
-
-
-def run_shardings(rank: int, world_size: int) -> None:
-    del rank
-    shardings = SHARDINGS_OF_FOUR if world_size == 4 else SHARDINGS
-    cases = {
-        f"{name}, tied={tied}": partial(compare, shard, tied=tied)
-        for name, shard in shardings.items()
-        for tied in ((False, True) if name == "even" else (False,))
-    }
-    run_cases(cases)
-
-
-@world_sizes(4, 2, 3)
-def test_training_goes_on_with_the_same_bits(world_size: int, tmp_path: Path) -> None:
-    spawn(run_shardings, world_size, tmp_path)
 
 
 # While asleep --------------------------------------------------------------------------------------------------------

@@ -19,8 +19,8 @@ import pytest
             ["step", "--params", "300000", "--tensors", "7", "--equal", "--no-sharded", "--implementation", "foreach"],
             None,
         ),
-        (["step", "--params", "3000000", "--bucket-mib", "4", "--repeats", "2", "--master-weights", "fp32"], None),
-        (["step", "--params", "300000", "--tensors", "9", "--repeats", "2", "--master-weights", "remainder"], None),
+        (["step", "--params", "3000000", "--bucket-mib", "4", "--repeats", "2", "--masters", "fp32"], None),
+        (["step", "--params", "300000", "--tensors", "9", "--repeats", "2", "--masters", "remainder"], None),
     ],
     ids=["link", "step", "step-foreach", "step-masters", "step-remainders"],
 )

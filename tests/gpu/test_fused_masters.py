@@ -1,4 +1,4 @@
-"""The one pass over masters that we keep: it runs, gives the bits of the eager code, or steps aside."""
+"""The one pass over masters: it runs, gives the bits of the eager code, or steps aside."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 
-from fsdp_offload import OffloadPolicy
-from fsdp_offload.optimizers import bucket_update as update
-from fsdp_offload.optimizers import fused_masters
+from fsdp_offload import OffloadPolicy, add_masters
+from fsdp_offload.optimizers import fused_masters, with_masters
 from fsdp_offload.optimizers.fused_masters import AdamWStep, MasterRange, is_exact
 from tests.parity import SMALL, Zoo, attach
 from tests.twins import make_twins
@@ -130,8 +129,8 @@ def test_a_schedule_of_betas_is_not_tried_for_ever() -> None:
 def test_eager_code_and_kernel_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """A parameter with and without the kernel, in the middle of its training: the counters go on."""
     allowed = [True]
-    exact = update.is_exact
-    monkeypatch.setattr(update, "is_exact", lambda *args: allowed[0] and exact(*args))
+    exact = with_masters.is_exact
+    monkeypatch.setattr(with_masters, "is_exact", lambda *args: allowed[0] and exact(*args))
     twins = make_twins(Zoo, lambda params: optim.AdamW(params, lr=0.02, fused=True), "remainder", device="cuda")
     for turn in range(6):
         allowed[0] = turn % 2 == 0
@@ -142,8 +141,8 @@ def test_eager_code_and_kernel_take_turns(monkeypatch: pytest.MonkeyPatch) -> No
 def test_no_temporaries() -> None:
     param = nn.Parameter(torch.randn(1 << 22, device="cuda", dtype=torch.bfloat16))
     optimizer = attach(
-        optim.AdamW([param], lr=1e-3, fused=True),
-        policy=OffloadPolicy(master_weights="remainder", device_bytes=1 << 28),
+        add_masters(optim.AdamW([param], lr=1e-3, fused=True), "remainder"),
+        policy=OffloadPolicy(device_bytes=1 << 28),
     )
     for _ in range(4):
         param.grad = torch.randn_like(param)

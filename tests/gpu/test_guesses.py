@@ -92,19 +92,6 @@ def test_same_bits_whichever_lane_is_slow(
     assert (found.committed > 0) == (clipped != "always")
 
 
-@pytest.mark.parametrize("more", [{"serial": True}, {"device_bytes": "auto"}, {"snapshot_bytes": 1 << 20}], ids=str)
-def test_other_policies(mesh: DeviceMesh, expected: dict[str, list[list[Tensor]]], more: dict[str, Any]) -> None:
-    loop = slow_down(Loop(mesh, adamw, policy_of(**more), net=net), "update")
-    assert equal(train(loop, CLIPPED["once"]), expected["once"])
-    assert guesses_of(loop).taken_back == 1
-
-
-@pytest.mark.parametrize("norm_type", [1.0, float("inf")])
-def test_other_norms(mesh: DeviceMesh, norm_type: float) -> None:
-    plain, loop = (Loop(mesh, adamw, policy, net=net) for policy in (None, policy_of()))
-    assert equal(train(plain, (7,), norm_type), train(loop, (7,), norm_type))
-
-
 def test_other_bits_without_the_wait_for_old_parameters(
     mesh: DeviceMesh, expected: dict[str, list[list[Tensor]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,8 +20,8 @@ from fsdp_offload.cpu_update.mirror import MirroredPart
 from fsdp_offload.cpu_update.updates import HostUpdates
 from fsdp_offload.cpu_update.worker import host_worker
 from tests import host_worker_gate
-from tests.overlapping import POLICIES, Loop, Net, deafen, slow_down
-from tests.parity import Run, Zoo, attach, make_pair, same_bits, train_step
+from tests.overlapping import POLICIES, Loop, Net, deafen
+from tests.parity import attach, same_bits
 
 LONG_CYCLES = 40_000_000  # longer than the host takes to issue what follows, so that a missing wait is surely seen
 HELD_CYCLES = 2_000_000_000  # about 1 s
@@ -141,22 +141,6 @@ def test_same_bits(
     assert differences(reference(mesh, names), loop) == []
 
 
-@EVERY_POLICY
-def test_same_bits_with_a_slow_device(
-    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
-) -> None:
-    for kind in "LUS":
-        slow_down(kind, LONG_CYCLES // 20, monkeypatch.setattr)
-    loop = Loop(mesh, adamw, policy_of(fields, 0.4), net=net).train(8)
-    assert differences(reference(mesh, host_names(loop)), loop) == []
-
-
-@EVERY_POLICY
-def test_same_bits_serially(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
-    loop = Loop(mesh, adamw, policy_of(fields, 0.4, serial=True), net=net).train(8)
-    assert differences(reference(mesh, host_names(loop)), loop) == []
-
-
 def test_other_bits_without_the_wait_for_gradients(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
     """The suite can fail."""
 
@@ -252,19 +236,6 @@ def test_fingerprints_on_the_device(device: torch.device, dtype: torch.dtype) ->
     assert not torch.equal(found[0], found[1])
 
 
-def test_gradients_are_unscaled_as_without_offload(device: torch.device) -> None:
-    sums = []
-    for fraction in (0.0, 0.5, 1.0):
-        pair = make_pair(Zoo, adamw, device=device, policy=OffloadPolicy(**SIZES, host_fraction=fraction))
-        run = pair.offloaded
-        scaler = torch.amp.GradScaler(device.type, init_scale=3000.0, growth_interval=100)
-        run.optimizer.zero_grad()
-        scaler.scale(run.loss(0)).backward()
-        scaler.step(run.optimizer)
-        sums.append([p.grad.clone() for p in run.params.values() if p.grad is not None])
-    assert all(torch.equal(a, b) for other in sums[1:] for a, b in zip(sums[0], other, strict=True))
-
-
 def test_other_bits_without_the_wait_before_the_gather(
     mesh: DeviceMesh, slow_streams: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -310,33 +281,6 @@ def test_counters_are_where_they_are_read(mesh: DeviceMesh) -> None:
     assert all(loop.optimizer.state[param]["step"] == 6 for param in params)
 
 
-@pytest.mark.parametrize("fraction", [0.5, 1.0])
-def test_grad_scaler(device: torch.device, fraction: float) -> None:
-    """Its scale and its verdict come down; a skipped step leaves parameters and counters."""
-    results = []
-    for skipping in (False, True):
-        pair = make_pair(Zoo, adamw, device=device, policy=OffloadPolicy(**SIZES, host_fraction=fraction))
-        run = pair.offloaded
-        scaler = torch.amp.GradScaler(device.type, init_scale=2.0**10, growth_interval=100)
-        for step in range(4):
-            skipped = skipping and step == 2
-            if step == 2 and not skipping:
-                continue
-            run.optimizer.zero_grad()
-            scaler.scale(run.loss(step)).backward()
-            if skipped:
-                run.params["bias"].grad[0] = float("inf")
-            before = [param.detach().clone() for param in run.params.values()]
-            scaler.step(run.optimizer)
-            scaler.update(2.0**10)
-            if skipped:
-                assert all(torch.equal(a, b) for a, b in zip(before, run.params.values(), strict=True))
-        state = run.optimizer.state[run.params["weight"]]
-        assert state["step"] == 3
-        results.append([param.detach().clone() for param in run.params.values()])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
 def test_updates_begin_while_the_backward_runs(mesh: DeviceMesh) -> None:
     """What is final is updated while the device is busy with the layers before it, whenever buffers become free."""
     loop = Loop(mesh, adamw, policy_of({"overlap": "iteration"}, 1.0), net=net).train(4)
@@ -376,28 +320,6 @@ def test_a_device_lr_that_a_scheduler_writes(mesh: DeviceMesh) -> None:
         loop.optimizer.synchronize()
         results.append([local(param).clone() for param in loop.model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
-@pytest.mark.parametrize("cls", [optim.Adam, optim.SGD, optim.Adagrad, optim.RMSprop])
-def test_other_optimizers(device: torch.device, cls: type[Optimizer]) -> None:
-    """The same as the class with its fused CPU kernel, where it has one, on CPU copies."""
-    fused = cls in (optim.Adam, optim.SGD, optim.Adagrad)
-    options: dict[str, Any] = {"momentum": 0.9} if cls is optim.SGD else {}
-    torch.manual_seed(0)
-    run = Run(Zoo().to(device), None, device, torch.float32)  # type: ignore[arg-type]
-    run.optimizer = cls(run.model.parameters(), lr=0.01, **options)
-    attach(run.optimizer, policy=OffloadPolicy(**SIZES, host_fraction=1.0))
-    copies = {param: nn.Parameter(param.detach().cpu()) for param in run.params.values()}
-    plain = cls(copies.values(), lr=0.01, **options, **({"fused": True} if fused else {}))
-    for step in range(5):
-        train_step(run, step)
-        for param, copy in copies.items():
-            copy.grad = param.grad.cpu()
-        plain.step()
-    for param, copy in copies.items():
-        assert same_bits(param.detach().cpu(), copy.detach())
-        for name, value in plain.state[copy].items():
-            assert same_bits(value, run.optimizer.state[param][name].cpu())
 
 
 @FRACTIONS

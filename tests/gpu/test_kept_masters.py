@@ -1,4 +1,4 @@
-"""Masters that we keep, on a device: the same bits as an fp32 model, and device memory against a formula."""
+"""Masters on a device: the same bits as an fp32 model, and device memory against a formula."""
 
 import gc
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn, optim
 
-from fsdp_offload import OffloadPolicy, offload_optimizer
+from fsdp_offload import OffloadPolicy, add_masters, offload_optimizer
 from tests.cpu.test_kept_masters import EVERY_FORMAT, EVERY_KIND, cases, check_remainders, load_own, of_bits
 from tests.gpu.test_parity import ROOMY, on_device
 from tests.parity import SMALL, Net, Run, Zoo, batch
@@ -72,10 +72,10 @@ SHAPES = [(4096, 4096), (4096,), (8192, 2048), (1000, 4099), (32000, 1024), (102
 DEVICE_BYTES, BUCKET_BYTES = 384 * MIB, 64 * MIB
 # Beside the blocks, in bytes for each element of one bucket: what there is at once when there is most.
 TEMPORARIES = {
-    # First step: moments that are being created 8, gradient in fp32 4. Later one kernel does all.
-    "fp32": (8 + 4, 0),
-    # First step: moments 8, gradient 4, master 4, and its rounding 3.
-    "remainder": (8 + 4 + 4 + 3, 0),
+    # First step: moments and master that are being created 8 + 4, gradient in fp32 4. Later one kernel does all.
+    "fp32": (8 + 4 + 4, 0),
+    # First step: moments and remainder 8 + 2, gradient 4, master 4, and its rounding 3.
+    "remainder": (8 + 2 + 4 + 4 + 3, 0),
 }
 BYTES_PER_ELEMENT = {"fp32": 12, "remainder": 10}
 
@@ -89,7 +89,8 @@ def test_device_peak_of_the_first_and_of_later_steps(kind: str, device: torch.de
     gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
-    policy = OffloadPolicy(device_bytes=DEVICE_BYTES, bucket_bytes=BUCKET_BYTES, master_weights=kind)
+    add_masters(optimizer, kind)
+    policy = OffloadPolicy(device_bytes=DEVICE_BYTES, bucket_bytes=BUCKET_BYTES)
     offload_optimizer(optimizer, model=model, policy=policy)
     bucket_numel = BUCKET_BYTES / BYTES_PER_ELEMENT[kind]
     first = TEMPORARIES[kind][0] * bucket_numel - BUCKET_BYTES  # there is a block less
@@ -114,7 +115,8 @@ def test_attaching_late_frees_the_state(kind: str, device: torch.device) -> None
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     optimizer.step()
-    policy = OffloadPolicy(device_bytes=DEVICE_BYTES, bucket_bytes=BUCKET_BYTES, master_weights=kind)
+    add_masters(optimizer, kind)
+    policy = OffloadPolicy(device_bytes=DEVICE_BYTES, bucket_bytes=BUCKET_BYTES)
     offload_optimizer(optimizer, model=model, policy=policy)
     gc.collect()
     assert torch.cuda.memory_allocated() - before < DEVICE_BYTES + 2 * MIB  # counters only

@@ -41,15 +41,6 @@ def expected(mesh: DeviceMesh) -> Loop:
     return Loop(mesh, adamw, None, net=net).train(8)
 
 
-@pytest.mark.parametrize("kind", ["none", "L", "U", "S"])
-@EVERY_POLICY
-def test_same_bits_whichever_lane_is_slow(
-    mesh: DeviceMesh, expected: Loop, slow: Slow, fields: dict[str, Any], kind: str
-) -> None:
-    slow(kind)
-    assert same(expected, offloaded(mesh, fields).train(8))
-
-
 @EVERY_POLICY
 def test_same_bits_serially(mesh: DeviceMesh, expected: Loop, fields: dict[str, Any]) -> None:
     assert same(expected, offloaded(mesh, {**fields, "serial": True}).train(8))

@@ -12,11 +12,10 @@ from fsdp_offload import OffloadPolicy
 from fsdp_offload.core.attached import Engine, engine_of
 from fsdp_offload.core.hooks import ModelHooks
 from fsdp_offload.torch_compat.dtensor import local_shard
-from tests.overlapping import HABITS, POLICIES, Loop, Net, adamw, deafen, same, same_values, slow_down
+from tests.overlapping import POLICIES, Loop, Net, adamw, deafen, same, same_values, save_and_load, slow_down
 
 SLEEP_CYCLES = 2_000_000  # about 1 ms
 LONG_CYCLES = 40_000_000  # longer than the host takes to issue what follows, so that a missing wait is surely seen
-EVERY_POLICY = pytest.mark.parametrize("fields", POLICIES.values(), ids=POLICIES)
 Slow = Callable[..., None]
 
 
@@ -36,16 +35,6 @@ def on_host(mesh: DeviceMesh, fields: dict[str, Any]) -> Loop:
     return Loop(mesh, adamw, OffloadPolicy(**{**sizes, "parameters": True, **fields}), net=net)
 
 
-@pytest.mark.parametrize("kind", ["none", "L", "U", "S"])
-@EVERY_POLICY
-def test_same_bits_whichever_lane_is_slow(mesh: DeviceMesh, slow: Slow, fields: dict[str, Any], kind: str) -> None:
-    plain = Loop(mesh, adamw, None, net=net).train(8, HABITS["evaluate"])
-    slow(kind)
-    loop = on_host(mesh, fields).train(8, HABITS["evaluate"])
-    assert same(plain, loop)
-    assert all(param.detach().to_local().device.type == "cpu" for param in loop.model.parameters())
-
-
 # Each slows down what somebody should wait for.
 @pytest.mark.parametrize(("kind", "deaf"), [("L", "compute"), ("S", "load")])
 def test_other_bits_without_a_wait(
@@ -57,12 +46,6 @@ def test_other_bits_without_a_wait(
     loop = on_host(mesh, POLICIES["iteration"]).train(6)
     torch.cuda.synchronize()
     assert not same(plain, loop)
-
-
-@pytest.mark.parametrize("overlap", ["forward", "iteration"])
-def test_same_bits_where_blocks_come_and_go(mesh: DeviceMesh, overlap: Any) -> None:
-    plain = Loop(mesh, adamw, None, net=net).train(12)
-    assert same(plain, on_host(mesh, {"overlap": overlap, "device_bytes": "auto"}).train(12))
 
 
 def deep() -> Net:
@@ -129,12 +112,12 @@ def limited() -> Iterator[Callable[[int], None]]:
 
 def test_the_first_steps_need_no_room_for_all_gradients(mesh: DeviceMesh, limited: Callable[[int], None]) -> None:
     """Nor those that measure the model alone, and that come after a checkpoint."""
-    wanted = Loop(mesh, adamw, None, net=deep).train(20, HABITS["save-and-load"]).everything()
+    wanted = Loop(mesh, adamw, None, net=deep).train(20, save_and_load).everything()
     gc.collect()
     policy = OffloadPolicy(parameters=True, overlap="iteration")
     loop = Loop(mesh, adamw, policy, net=deep)
     limited(sum(local_shard(param).nbytes for param in loop.model.parameters()) * 2 // 3)
-    assert same_values(wanted, loop.train(20, HABITS["save-and-load"]).everything())
+    assert same_values(wanted, loop.train(20, save_and_load).everything())
 
 
 @pytest.mark.parametrize("nbytes", [1 << 30, 3 << 29])
@@ -152,14 +135,6 @@ def test_what_comes_to_stay_leaves_iterations_their_room(
             loop.optimizer.load_state_dict(loop.optimizer.state_dict())
         loop.train(1, first=step)
     assert engine_of(loop.optimizer).staging_bytes() < nbytes
-
-
-@pytest.mark.parametrize("habit", ["clip", "save-and-load"])
-@EVERY_POLICY
-def test_habits(mesh: DeviceMesh, slow: Slow, fields: dict[str, Any], habit: str) -> None:
-    plain = Loop(mesh, adamw, None, net=net).train(9, HABITS[habit])
-    slow("S")
-    assert same(plain, on_host(mesh, fields).train(9, HABITS[habit]))
 
 
 def test_where_the_parameters_are(mesh: DeviceMesh) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 import fsdp_offload.model.sleep as room
 from fsdp_offload import OffloadPolicy, offload_model, offload_optimizer, reload_model
 from fsdp_offload.device.lanes import StreamLane
-from tests.overlapping import POLICIES, Loop, Net, adamw, same
+from tests.overlapping import Loop, Net, adamw
 
 MIB = 1 << 20
 LONG_CYCLES = 400_000_000  # about 0.2 s: longer than the host takes for what follows
@@ -299,26 +299,6 @@ def test_a_stream_of_the_users_own(device):
         found = model[0].detach().clone()
     side.synchronize()
     assert torch.equal(found, expected)
-
-
-@pytest.mark.parametrize("fields", [{}, *POLICIES.values()], ids=["default", *POLICIES])
-def test_training_with_an_offloaded_optimizer(mesh, fields):
-    def sleep_around(loop: Loop, step: int) -> None:
-        loop.backward(step)
-        if fields.get("overlap") != "iteration":
-            offload_model(loop.model)
-            reload_model(loop.model)
-        loop.step()
-        loop.optimizer.offload_states()
-        loop.optimizer.release_states()
-        offload_model(loop.model)
-        torch.cuda.empty_cache()
-        reload_model(loop.model)
-        loop.optimizer.reload_states()
-
-    plain = Loop(mesh, adamw, None, net=lambda: Net(width=128)).train(6)
-    policy = OffloadPolicy(**{**SIZES, **fields})
-    assert same(plain, Loop(mesh, adamw, policy, net=lambda: Net(width=128)).train(6, sleep_around))
 
 
 @pytest.mark.filterwarnings("default")  # inductor's advice about TensorFloat32

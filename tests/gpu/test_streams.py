@@ -81,10 +81,6 @@ def test_same_bits_whichever_lane_is_slow(slow: Callable[[str], None], kind: str
     assert same(train(make(POLICY), by_turns=by_turns), by_turns=by_turns)
 
 
-def test_same_bits_serially() -> None:
-    assert same(train(make(OffloadPolicy(device_bytes=5 << 20, bucket_bytes=1 << 20, serial=True))))
-
-
 @pytest.mark.parametrize(
     ("slow_kind", "deaf"),
     [("L", "compute"), ("S", "load"), ("U", "store")],

@@ -23,7 +23,7 @@ from torch.optim import AdamW
 
 from fsdp_offload import OffloadPolicy, offload_optimizer
 from fsdp_offload.checkpoint import chunks_of, get_optimizer_state_dict, with_chunks
-from fsdp_offload.checkpoint.rectangles import part_of
+from fsdp_offload.checkpoint.chunks import part_of
 
 Shape = tuple[int, ...]
 

@@ -45,3 +45,12 @@ def test_remainders_are_copied_deeply() -> None:
         assert type(made) is type(value)
         assert torch.equal(local_shard(made), local_shard(value))
         assert local_shard(made).data_ptr() != local_shard(value).data_ptr()
+
+
+def test_what_an_evaluation_is_the_first_to_need_counts_writes() -> None:
+    like = on_the_mesh(torch.zeros(5))
+    with torch.inference_mode():
+        value = over_local(like, local_shard(like))
+    before = value._version
+    value.add_(1)
+    assert value._version > before

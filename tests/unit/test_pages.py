@@ -87,7 +87,7 @@ def reader(block: Block, mesh: DeviceMesh, path: Path) -> dict[str, Any]:
     """The script around a block: a sharded model, trained for two steps, unless the block itself does that."""
     calls = {ast.unparse(node.func) for node in ast.walk(ast.parse(block.code)) if isinstance(node, ast.Call)}
     torch.manual_seed(0)
-    model = Model().to(torch.bfloat16 if "master_weights" in block.code else torch.float32)
+    model = Model().to(torch.bfloat16 if "add_masters" in block.code else torch.float32)
     if "fully_shard" not in calls:
         for layer in model.layers:
             fully_shard(layer, mesh=mesh)

@@ -48,7 +48,7 @@ def test_other_ways_to_say_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     assert policy_from('{"bucket_bytes": 2048, "overlap": "forward"}') == policy_from(
         {"bucket_bytes": 2048.0, "overlap": "forward", "parameters": 0}
     )
-    assert policy_from({"master_weights": "none", "device_bytes": "1e9", "overlap": "Iteration"}) == OffloadPolicy(
+    assert policy_from({"device_bytes": "1e9", "overlap": "Iteration"}) == OffloadPolicy(
         device_bytes=10**9, overlap="iteration"
     )
     monkeypatch.setenv("FSDP_OFFLOAD_OVERLAP", "forward")

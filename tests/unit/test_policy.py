@@ -19,7 +19,6 @@ def test_its_fields_and_their_defaults() -> None:
         "overlap": "step",
         "device_bytes": "auto",
         "bucket_bytes": "auto",
-        "master_weights": "none",
         "host_fraction": 0.0,
         "snapshot_bytes": 0,
         "host_limit_bytes": None,
@@ -83,7 +82,6 @@ def test_a_word_that_is_not_auto_is_told_of_auto() -> None:
     ("name", "choices"),
     [
         ("overlap", "'step', 'forward', 'iteration'"),
-        ("master_weights", "'none', 'fp32', 'remainder'"),
     ],
 )
 @pytest.mark.parametrize("value", ["backward", None, 1])

@@ -4,10 +4,7 @@ The traces are small ones made by hand, in the form in which torch.profiler writ
 the bench's own loop on the CPU.
 """
 
-import gzip
 import itertools
-import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,17 +12,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import typer
-from matplotlib.image import imread
 
-from examples.benchmarks.timeline import Lane, Phase, Span, Timeline, draw, read_trace, timeline_of
+from examples.benchmarks.timeline import Lane, Phase, Span, Timeline, read_trace, timeline_of
 from examples.benchmarks.train import (
-    SETTLE_ITERATIONS,
     Bench,
     chosen_policies,
-    draw_all,
-    measure,
-    trace_path,
 )
 from fsdp_offload import OffloadPolicy
 from tests.policies import with_share
@@ -129,37 +120,6 @@ def test_an_iteration_is_shown_with_what_the_one_before_has_left_running() -> No
     )
 
 
-def test_a_single_iteration_lasts_from_its_first_kernel_to_its_last() -> None:
-    trace = Trace()
-    trace.range("train forward", 0, 1)
-    trace.runs(0.5, COMPUTE, 3, 7)
-    trace.range("train backward", 1, 2)
-    trace.runs(1.5, COMPUTE, 7, 9)
-    trace.runs(1.6, REDUCE, 9, 12, name="ncclDevKernel_ReduceScatter_Sum_f32_RING_LL")
-    assert trace.timeline() == Timeline(
-        ms=9.0,
-        phases=(Phase("forward", 0.0, 4.0), Phase("backward", 4.0, 9.0)),
-        spans=(Span(Lane.COMPUTE, 0.0, 4.0), Span(Lane.COMPUTE, 4.0, 6.0), Span(Lane.REDUCE, 6.0, 9.0)),
-    )
-
-
-def test_collectives_that_wait_for_other_ranks_are_not_the_compute_stream() -> None:
-    trace = Trace()
-    trace.range("train forward", 0, 1)
-    trace.runs(0.1, GATHER, 1, 30, name="ncclDevKernel_AllGather_RING_LL")
-    trace.runs(0.2, COMPUTE, 30, 31)
-    assert [span.lane for span in trace.timeline().spans] == [Lane.GATHER, Lane.COMPUTE]
-
-
-def test_our_own_copies_are_not_the_compute_stream() -> None:
-    trace = Trace()
-    trace.range("train forward", 0, 1)
-    trace.range("fsdp_offload L0", 0.1, 0.2)
-    trace.copies(0.15, LOAD, 1, 30)
-    trace.runs(0.3, COMPUTE, 30, 31)
-    assert [span.lane for span in trace.timeline().spans] == [Lane.LOAD, Lane.COMPUTE]
-
-
 def test_a_kernel_whose_launch_was_before_the_trace_belongs_to_no_range() -> None:
     trace = Trace()
     trace.range("train forward", 0, 1)
@@ -191,62 +151,6 @@ def test_a_trace_that_shows_no_iteration_is_refused(name: str, launched: bool, m
         trace.runs(0.5, COMPUTE, 1, 2)
     with pytest.raises(ValueError, match=message):
         trace.timeline()
-
-
-# Figures and pictures -----------------------------------------------------------------------------------------------
-
-
-def of_loads(*spans: tuple[float, float, int]) -> Timeline:
-    return Timeline(10.0, (Phase("forward", 0.0, 10.0),), tuple(Span(Lane.LOAD, *span) for span in spans))
-
-
-def test_a_lane_is_busy_once_where_two_streams_work() -> None:
-    timeline = of_loads((0, 4, 0), (1, 2, 1), (3, 5, 1), (5, 6, 2), (8, 9, 2))
-    assert (timeline.busy_ms(Lane.LOAD), timeline.busy_ms(Lane.STORE)) == (7.0, 0.0)
-
-
-def test_what_is_seen_as_one_is_one_bar_and_buckets_stay_apart() -> None:
-    timeline = of_loads((0, 2, 0), (2.4, 3, 0), (3, 4, 1), (4.5, 5, 1), (5.2, 6, 1))
-    bars = [(bar.begin_ms, bar.end_ms, bar.bucket) for bar in timeline.bars(Lane.LOAD, 0.5)]
-    assert bars == [(0, 3, 0), (3, 4, 1), (4.5, 6, 1)]
-
-
-def colors_by_column(path: Path) -> list[set[tuple[int, ...]]]:
-    image = imread(path)
-    pixels = torch.from_numpy(image)[:, :, :3].mul(255).round().int()
-    return [{tuple(color) for color in column.unique(dim=0).tolist()} for column in pixels.unbind(1)]
-
-
-def test_a_picture_shows_each_lane_at_its_time(tmp_path: Path) -> None:
-    spans = (Span(Lane.COMPUTE, 0.0, 10.0), Span(Lane.LOAD, 2.5, 5.0, 2), Span(Lane.STORE, 7.5, 10.0, 2))
-    draw({"a policy": Timeline(10.0, (Phase("forward", 0.0, 10.0),), spans)}, tmp_path / "one.png")
-    columns = colors_by_column(tmp_path / "one.png")
-    load, store, compute = (0x2F, 0x7F, 0xC1), (0x2E, 0x8B, 0x57), (0x4C, 0x56, 0x6A)
-    drawn = [number for number, colors in enumerate(columns) if compute in colors]
-    quarter = len(drawn) / 4
-    for color, begin in ((load, drawn[0] + quarter), (store, drawn[0] + 3 * quarter)):
-        found = [number for number, colors in enumerate(columns) if color in colors]
-        assert (found[0], found[-1]) == pytest.approx((begin, begin + quarter), abs=3)
-
-
-def test_all_policies_are_on_one_scale(tmp_path: Path) -> None:
-    ten, five = (
-        Timeline(ms, (Phase("forward", 0.0, ms),), (Span(lane, 0.0, ms, 0),))
-        for ms, lane in ((10.0, Lane.LOAD), (5.0, Lane.STORE))
-    )
-    draw({"ten": ten, "five": five}, tmp_path / "both.png")
-    columns = colors_by_column(tmp_path / "both.png")
-    widths = [sum(color in colors for colors in columns) for color in ((0x2F, 0x7F, 0xC1), (0x2E, 0x8B, 0x57))]
-    assert widths[0] == pytest.approx(2 * widths[1], abs=4)
-
-
-def test_matplotlib_that_is_missing_is_one_line_before_anything_is_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(SystemExit, match="pip install matplotlib"):
-        measure(traces=tmp_path / "traces")
 
 
 # The bench's own loop, traced on the CPU ----------------------------------------------------------------------------
@@ -315,59 +219,7 @@ def test_a_real_trace_says_when_each_bucket_was_loaded_updated_and_stored(
         assert updated[-1][1] <= stored[0][0], bucket
 
 
-def test_a_real_trace_of_the_plain_optimizer_shows_its_update(bench: Bench, tmp_path: Path) -> None:
-    timeline = traced(bench, None, tmp_path / "plain.trace.json.gz")
-    assert begun_in(timeline, Lane.UPDATE) == {"step"}
-    assert {span.lane for span in timeline.spans} == {Lane.COMPUTE, Lane.UPDATE}
-    (step,) = (one for one in timeline.phases if one.name == "step")
-    assert timeline.busy_ms(Lane.UPDATE) <= step.end_ms - step.begin_ms
-
-
-@pytest.mark.long
-def test_settled_training_has_the_same_bits_with_every_policy(bench: Bench) -> None:
-    """The losses that the bench compares come from the same number of iterations."""
-    results = []
-    for policy in (None, with_share(**SIZES), with_share(**SIZES, overlap="forward")):
-        with bench.settled(policy) as (optimizer, _):
-            if policy is not None:
-                optimizer.synchronize()  # type: ignore[attr-defined]
-            steps = {int(state["step"]) for state in optimizer.state.values()}
-            params = [param for group in optimizer.param_groups for param in group["params"]]
-            results.append([param.detach().to_local().clone() for param in params])
-        assert steps == {SETTLE_ITERATIONS}
-    for other in results[1:]:
-        assert all(torch.equal(one, two) for one, two in zip(results[0], other, strict=True))
-
-
-@pytest.mark.long
-def test_files_and_records_of_all_policies(bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    names = ["plain", "forward+limited auto"]
-    traced(bench, None, trace_path(tmp_path, names[0]))
-    traced(bench, with_share(**SIZES, overlap="forward"), trace_path(tmp_path, names[1]))
-    capsys.readouterr()
-    draw_all(tmp_path, names)
-    stems = ["plain", "forward-limited-auto"]
-    files = {"all-policies.png", *(f"{stem}{end}" for stem in stems for end in (".png", ".trace.json.gz"))}
-    assert {path.name for path in tmp_path.iterdir()} == files
-    records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [record["policy"] for record in records] == names
-    assert (records[0]["load_busy_ms"], records[1]["load_busy_ms"] > 0) == (0.0, True)
-    with gzip.open(trace_path(tmp_path, names[1]), "rt") as file:  # what viewers open
-        events = json.load(file)["traceEvents"]
-    # The one in the picture has another one before it, whose updates may still run, and another one behind it.
-    assert sum(event["name"] == "train forward" for event in events) == 3
-
-
 # Options and bounds -------------------------------------------------------------------------------------------------
-
-
-def test_the_limited_policies_have_the_limit() -> None:
-    chosen = chosen_policies("forward,iteration_limited", {"bucket_bytes": 1 << 20}, 3 << 20)
-    assert chosen == {
-        "plain": None,
-        "forward": OffloadPolicy(overlap="forward", bucket_bytes=1 << 20),
-        "iteration_limited": OffloadPolicy(overlap="iteration", bucket_bytes=1 << 20, device_bytes=3 << 20),
-    }
 
 
 def test_a_policy_is_beside_plain_training_that_clips_as_often() -> None:
@@ -378,8 +230,3 @@ def test_a_policy_is_beside_plain_training_that_clips_as_often() -> None:
         "iteration_rarely": OffloadPolicy(overlap="iteration", bucket_bytes=1 << 20),
         "forward_limited_always": OffloadPolicy(overlap="forward", bucket_bytes=1 << 20, device_bytes=3 << 20),
     }
-
-
-def test_a_policy_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(typer.BadParameter, match=r"step, forward, iteration, .*; got forwards"):
-        measure(only="step,forwards")

@@ -44,7 +44,6 @@ class Outcome:
     combination: Combination
     outcome: str
     detail: str = ""
-    attach_cpu_s: float = 0.0
 
 
 @dataclass
@@ -79,19 +78,6 @@ class Row:
         """Why."""
         return self.worst.detail if self.worst else self.problem
 
-    @property
-    def attach_cpu_s(self) -> float:
-        """The longest that attaching took."""
-        return max((one.attach_cpu_s for one in self.outcomes), default=0.0)
-
     def to_json(self) -> dict[str, Any]:
-        """Plain data; :meth:`from_json` is the inverse."""
-        return {**asdict(self), "outcome": self.outcome, "detail": self.detail, "attach_cpu_s": self.attach_cpu_s}
-
-    @staticmethod
-    def from_json(data: dict[str, Any]) -> "Row":
-        """The row that :meth:`to_json` has written."""
-        outcomes = [Outcome(**{**one, "combination": Combination(**one["combination"])}) for one in data["outcomes"]]
-        return Row(
-            data["library"], data["version"], data["cls"], data["recipe"], outcomes, data["problem"], data["verdict"]
-        )
+        """Plain data."""
+        return {**asdict(self), "outcome": self.outcome, "detail": self.detail}

@@ -83,21 +83,6 @@ def _mixes(row: Row) -> str:
     return " *m*" if _verdict(row) == "mixed" else ""
 
 
-def problems_to_markdown(rows: Sequence[Row]) -> str:
-    """Comparisons that are neither the same nor refused, with their combinations; then each refusal's whole reason."""
-    lines = ["# Comparisons that are neither the same nor refused", ""]
-    for row in rows:
-        bad = [one for one in row.outcomes if one.outcome not in (SAME, REFUSED, *DO_NOT_COUNT)]
-        if bad:
-            lines.append(
-                f"- **{row.cls}** ({row.library} {row.version}; {row.recipe}): {len(bad)} of {len(row.outcomes)}"
-            )
-            lines += [f"  - {one.outcome}; {one.combination}: {_cell(one.detail)}" for one in bad[:3]]
-    lines += ["", "# Refused", ""]
-    lines += [f"- {row.cls}: {_cell(row.detail)}" for row in rows if row.outcome == REFUSED]
-    return "\n".join(lines) + "\n"
-
-
 def _name(row: Row) -> str:
     return row.cls.split(":")[1]
 
@@ -116,9 +101,3 @@ def _letter(row: Row) -> str:
 def _listed(names: Iterable[str]) -> str:
     """Each once, with how many classes have that name."""
     return ", ".join(f"{name} ×{number}" if number > 1 else name for name, number in Counter(names).items())
-
-
-def _cell(text: str) -> str:
-    for before, after in (("|", "\\|"), ("<", "&lt;"), (">", "&gt;")):
-        text = text.replace(before, after)
-    return text

@@ -1,7 +1,6 @@
 """Trains one class plain and offloaded from the same seeds, and compares all that training leaves behind."""
 
 import random
-import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -195,28 +194,26 @@ def compare(
 ) -> Outcome:
     """Train with offload from ``combination.attach_after`` on, next to what a plain run has come to."""
     training = Training(cls, recipe, combination.groups)
-    refusal, attach_cpu_s = "", 0.0
+    refusal = ""
     while training.steps < combination.steps:
         if training.steps == combination.attach_after and not refusal:
-            begin = time.process_time()
             try:
                 attach(training.optimizer, policy=POLICIES[combination.buckets])
             except ValueError as error:
                 refusal = say(error)  # and go on without: being refused must not change anything
             except Exception as error:  # noqa: BLE001  # a crash is a result
-                return Outcome(combination, ATTACH_CRASHED, say(error), time.process_time() - begin)
-            attach_cpu_s = time.process_time() - begin
+                return Outcome(combination, ATTACH_CRASHED, say(error))
         try:
             training.step()
             difference = reference.difference(training)
         except Exception as error:  # noqa: BLE001  # a crash is a result
-            return Outcome(combination, CRASHED, f"step {training.steps + 1}: {say(error)}", attach_cpu_s)
+            return Outcome(combination, CRASHED, f"step {training.steps + 1}: {say(error)}")
         if difference:
             after = f"after it was refused ({refusal}): " if refusal else ""
-            return Outcome(combination, WRONG, after + difference, attach_cpu_s)
+            return Outcome(combination, WRONG, after + difference)
     if refusal:
-        return Outcome(combination, REFUSED, refusal, attach_cpu_s)
-    return Outcome(combination, SAME, "", attach_cpu_s)
+        return Outcome(combination, REFUSED, refusal)
+    return Outcome(combination, SAME)
 
 
 def say(error: BaseException) -> str:

@@ -10,16 +10,14 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from checkpoint_tools import Rule, merge_state_dict, preset, split_state_dict
+from checkpoint_tools import Rule, preset, split_state_dict
 from checkpoint_tools.look import verify
 from checkpoint_tools.stored.reading import open_checkpoint
 from fsdp_offload.checkpoint import check_storage_writer
-from tests.checkpoint_tools.checkpoints import save
 
 GATE_UP, GATE, UP = (f"mlp.{name}_proj.weight" for name in ("gate_up", "gate", "up"))
 RULES = preset("hf-gate-up")
@@ -96,23 +94,6 @@ def test_async_save(one: DeviceMesh, tmp_path: Path) -> None:
     assert torch.equal(torch.cat([loaded["model"][GATE], loaded["model"][UP]]), before)
 
 
-def test_hugging_face_writer_of_plain_parts(tmp_path: Path) -> None:
-    model, _ = trained(None)
-    parts, _ = split_state_dict(model.state_dict(), None, RULES)
-    writer = dcp.HuggingFaceStorageWriter(str(tmp_path / "hf"))
-    copies = {key: value.clone() for key, value in parts.items()}  # it wants contiguous tensors of their own
-    save_plain(copies, writer)
-    (file,) = (tmp_path / "hf").glob("*.safetensors")
-    written = load_file(file)
-    assert written.keys() == parts.keys()
-    assert all(torch.equal(written[key], value) for key, value in parts.items())
-
-
-def save_plain(state: dict[str, Any], writer: Any) -> None:
-    with pytest.warns(UserWarning, match="single process"):
-        dcp.save(state, storage_writer=writer, no_dist=True)
-
-
 def test_hugging_face_writer_of_shards(one: DeviceMesh, tmp_path: Path) -> None:
     model, _ = trained(one)
     parts, _ = split_state_dict(dict(model.named_parameters()), None, RULES)
@@ -131,19 +112,3 @@ def test_hugging_face_writer_of_parts_in_blocks_is_refused(one: DeviceMesh, tmp_
     parts, _ = split_state_dict(dict(model.named_parameters()), None, [grouped])
     with pytest.raises(ValueError, match="HuggingFaceStorageWriter"):
         check_storage_writer(parts, dcp.HuggingFaceStorageWriter(str(tmp_path / "hf")))
-
-
-def test_torch_save_to_dcp_and_back(tmp_path: Path) -> None:
-    """A file of torch.save, as a DCP checkpoint; what is split of it, as a file of torch.save again."""
-    model, _ = trained(None)
-    torch.save(model.state_dict(), tmp_path / "fused.pt")
-    torch_save_to_dcp(tmp_path / "fused.pt", tmp_path / "fused")
-    assert_sound(tmp_path / "fused")
-    parts, _ = split_state_dict(torch.load(tmp_path / "fused.pt"), None, RULES)
-    save(tmp_path / "split", parts)
-    dcp_to_torch_save(tmp_path / "split", tmp_path / "split.pt")
-    loaded = torch.load(tmp_path / "split.pt")
-    assert loaded.keys() == parts.keys()
-    assert all(torch.equal(loaded[key], value) for key, value in parts.items())
-    merged, _ = merge_state_dict(loaded, None, RULES)
-    assert all(torch.equal(merged[key], value) for key, value in model.state_dict().items())

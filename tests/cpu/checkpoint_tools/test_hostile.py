@@ -24,8 +24,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from checkpoint_tools.core.sizes import natural_order, parse_bytes
 from checkpoint_tools.core.tables import Table
+from checkpoint_tools.core.text import natural_order, parse_bytes
 from tests.checkpoint_tools.checkpoints import ROOT, save
 from tests.checkpoint_tools.converted import safetensors_file
 from tests.checkpoint_tools.limited import Limited, Ran, limited

@@ -9,7 +9,7 @@ import torch
 from rich.console import Console, RenderableType
 
 from checkpoint_tools.core.errors import CheckpointError
-from checkpoint_tools.core.sizes import block_bounds, human_bytes, natural_order, parse_bytes
+from checkpoint_tools.core.text import block_bounds, human_bytes, natural_order, parse_bytes
 from checkpoint_tools.look.inspect import (
     FileRow,
     GroupRow,

@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from checkpoint_tools import preset
 from checkpoint_tools.core.errors import CheckpointError
-from checkpoint_tools.fused.rules import preset_names
-from checkpoint_tools.fused.split_record import RECORD_FILE, Split, read_record, record_bytes
+from checkpoint_tools.fuse.request import RECORD_FILE, Split, read_record, record_bytes
+from checkpoint_tools.fuse.rules import preset_names
 from checkpoint_tools.look.diff import all_keys, diff
 from checkpoint_tools.stored.reading import open_checkpoint
 from tests.checkpoint_tools.checkpoints import run_here, save
@@ -59,10 +59,7 @@ FULL = {"layer_types": ["full_attention"] * 2}
 
 # Family → the class's name, its options, the presets; and whether some layers have gate and up apart.
 FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[str, ...], bool]] = {
-    "DeepSeek-V2": ("DeepseekV2", {**ROUTED, **LATENT}, ("hf-gate-up", "hf-mla"), True),
     "DeepSeek-V3": ("DeepseekV3", {**ROUTED, **LATENT}, ("hf-gate-up", "hf-mla"), True),
-    "GLM-4.5": ("Glm4Moe", ROUTED, ("hf-gate-up",), True),
-    "Qwen2-MoE": ("Qwen2Moe", {**EXPERTS, "num_experts": 4, "mlp_only_layers": [0]}, ("hf-gate-up",), True),
     "Qwen3-MoE": ("Qwen3Moe", {**EXPERTS, "num_experts": 4, "mlp_only_layers": [0]}, ("hf-gate-up",), True),
     "Qwen3-Next": (
         "Qwen3Next",
@@ -77,8 +74,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[str, ...], bool]] = {
         True,
     ),
     "AFMoE": ("Afmoe", {**EXPERTS, **FULL, "num_experts": 4, "num_dense_layers": 1}, ("hf-gate-up",), True),
-    "LFM2-MoE": ("Lfm2Moe", {**EXPERTS, **FULL, "num_experts": 4, "num_dense_layers": 1}, ("hf-gate-up",), False),
-    "Hunyuan": ("HunYuanMoEV1", {"num_experts": 4, "moe_topk": 2}, ("hf-gate-up",), False),
     "Llama 4": (
         "Llama4",
         {"num_local_experts": 4, "interleave_moe_layer_step": 2, "intermediate_size_mlp": 24},

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from checkpoint_tools.look.verify import check_structure
-from checkpoint_tools.stored.manifest import MANIFEST_FILE, parse_manifest
+from checkpoint_tools.stored.metadata import MANIFEST_FILE, parse_manifest
 from checkpoint_tools.stored.opening import open_checkpoint
 from tests.checkpoint_tools.checkpoints import run_here, save
 from tests.checkpoint_tools.offline import DOWN, FUSED, rewritten, rule

@@ -15,12 +15,12 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from checkpoint_tools import preset, split_state_dict
 from checkpoint_tools.core.errors import CheckpointError
-from checkpoint_tools.fused.rules import preset_names
+from checkpoint_tools.fuse.rules import preset_names
 from checkpoint_tools.look.diff import diff
 from checkpoint_tools.look.verify import check_finite
+from checkpoint_tools.rewrite import rewrite
+from checkpoint_tools.rewrite.save import held, partial_of
 from checkpoint_tools.stored.reading import open_checkpoint
-from checkpoint_tools.write import rewrite
-from checkpoint_tools.write.save import held, partial_of
 from tests.checkpoint_tools.checkpoints import changed, run_here, run_tool, save
 from tests.checkpoint_tools.offline import (
     DOWN,

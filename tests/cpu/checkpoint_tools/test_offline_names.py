@@ -10,13 +10,13 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
 from checkpoint_tools.core.errors import CheckpointError
-from checkpoint_tools.exchange.exchange import find_exchange
-from checkpoint_tools.fused.keys import sorted_out
-from checkpoint_tools.fused.live import merge_state_dict, split_state_dict
-from checkpoint_tools.fused.rules import Rule, preset
+from checkpoint_tools.fuse.files import find_exchange
+from checkpoint_tools.fuse.live import merge_state_dict, split_state_dict
+from checkpoint_tools.fuse.names import sorted_out
+from checkpoint_tools.fuse.rules import Rule, preset
 from checkpoint_tools.look.diff import Tolerance, diff
 from checkpoint_tools.stored.reading import open_checkpoint
-from fsdp_offload.checkpoint.rectangles import ragged_chunks
+from fsdp_offload.checkpoint.chunks import ragged_chunks
 from tests.checkpoint_tools.checkpoints import changed, save
 from tests.checkpoint_tools.offline import (
     DOWN,
@@ -358,7 +358,7 @@ def test_an_object_of_tensors_is_not_copied_to_the_parts(tmp_path: Path) -> None
     fused = "a.mlp.gate_up_proj.weight"
     model = {fused: torch.randn(8, 4), D: torch.randn(4, 4)}
     optim: Any = {"state": {fused: {"exp_avg": (torch.randn(8, 4),)}}, "param_groups": [{"params": [fused, D]}]}
-    with pytest.raises(ValueError, match="is a tuple of tensors"):
+    with pytest.raises(ValueError, match="is an object with tensors in it"):
         split_state_dict(model, optim, preset("hf-gate-up"))
     saved = save(tmp_path / "saved", {"model": model, "optim": optim})
     with pytest.raises(CheckpointError, match="is an object with tensors in it"):

@@ -7,17 +7,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpoint_tools.core.parts import Comb, combs_of, part_chunks
 from checkpoint_tools.core.regions import (
+    Comb,
     Index,
     TensorRegion,
+    combs_of,
     common,
     fused_regions,
     joined,
+    part_chunks,
     stretches,
 )
 from fsdp_offload.checkpoint import Chunk, ShardChunks
-from fsdp_offload.checkpoint.rectangles import contiguous_strides
+from fsdp_offload.checkpoint.chunks import contiguous_strides
 
 SIZES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 

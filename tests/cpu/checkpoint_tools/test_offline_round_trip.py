@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from checkpoint_tools.stored.reading import open_checkpoint
-from fsdp_offload.checkpoint.rectangles import ragged_chunks
+from fsdp_offload.checkpoint.chunks import ragged_chunks
 from tests.checkpoint_tools.checkpoints import save
 from tests.checkpoint_tools.offline import (
     FUSED,

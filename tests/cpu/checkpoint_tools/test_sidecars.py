@@ -11,14 +11,14 @@ import torch
 
 from checkpoint_tools import merge_state_dict, preset, split_state_dict
 from checkpoint_tools.core.errors import CheckpointError
-from checkpoint_tools.fused.split_record import RECORD_FILE
+from checkpoint_tools.fuse.request import RECORD_FILE
 from checkpoint_tools.look.diff import all_keys, diff
 from checkpoint_tools.look.verify import check_structure
+from checkpoint_tools.rewrite.rewrite import open_whole
+from checkpoint_tools.rewrite.sidecars import MAX_BYTES, sidecars_of
 from checkpoint_tools.stored.items import ItemReader
-from checkpoint_tools.stored.manifest import MANIFEST_FILE
+from checkpoint_tools.stored.metadata import MANIFEST_FILE
 from checkpoint_tools.stored.reading import open_checkpoint
-from checkpoint_tools.write.rewrite import open_whole
-from checkpoint_tools.write.sidecars import MAX_BYTES, sidecars_of
 from tests.checkpoint_tools.checkpoints import run_here, save
 from tests.checkpoint_tools.converted import converted
 from tests.checkpoint_tools.flips import save_alone

@@ -1,8 +1,6 @@
 """Everything that can be wrong with a checkpoint is found, and all of it at once."""
 
-import hashlib
 import shutil
-import subprocess
 import uuid
 import warnings
 from collections.abc import Callable
@@ -15,7 +13,6 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
 from checkpoint_tools.core.errors import CheckpointError
-from checkpoint_tools.look.checksums import check_checksums, checksums_of, files_of, read_checksums, write_checksums
 from checkpoint_tools.look.verify import check_finite, check_structure, count_not_finite, finite_bytes
 from checkpoint_tools.stored.reading import open_checkpoint
 from tests.checkpoint_tools.checkpoints import STATE, changed, chunks_in, save, save_on_two_ranks
@@ -255,56 +252,6 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
     assert check_finite(checkpoint, ["__0_0.distcp"], 2, 1 << 20, advanced.append) == []
     assert max(advanced) <= (1 << 20) // 2 // 2
     assert sum(advanced) == finite_bytes(checkpoint) == 4 << 22
-
-
-# Checksums -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("algorithm", "program"), [("sha256", "sha256sum"), ("blake2b", "b2sum")])
-def test_checksums(folder: Path, tmp_path: Path, algorithm: Any, program: str) -> None:
-    checkpoint = open_checkpoint(folder)
-    found = checksums_of(checkpoint, files_of(checkpoint), algorithm)
-    assert set(found) == {file.name for file in folder.iterdir()}
-    assert found[".metadata"] == hashlib.new(algorithm, (folder / ".metadata").read_bytes()).hexdigest()
-    write_checksums(tmp_path / "sums", found)
-    assert read_checksums(tmp_path / "sums") == (algorithm, found)
-    if shutil.which(program):
-        subprocess.run([program, "--check", "--status", tmp_path / "sums"], cwd=folder, check=True)
-
-
-def test_checksums_that_differ(folder: Path) -> None:
-    checkpoint = open_checkpoint(folder)
-    files = files_of(checkpoint)
-    expected = checksums_of(checkpoint, files)
-    assert check_checksums(checkpoint, "sha256", expected, files) == []
-    file = file_of(folder, WEIGHT)
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-    gone, unlisted = [name for name in files[1:] if name != file.name][:2]
-    (folder / gone).unlink()
-    listed = {name: digest for name, digest in expected.items() if name != unlisted} | {"else": "0" * 64}
-    assert check_checksums(checkpoint, "sha256", listed, [name for name in files if name != gone]) == [
-        ("else", "is in the list of checksums, but not in the checkpoint"),
-        (unlisted, "is not in the list of checksums"),
-        (file.name, "has another sha256 checksum: its bytes have changed since the list was written"),
-    ]
-
-
-def test_a_list_is_not_overwritten(tmp_path: Path) -> None:
-    write_checksums(tmp_path / "sums", {"a": "0" * 64})
-    with pytest.raises(CheckpointError, match="exists"):
-        write_checksums(tmp_path / "sums", {"b": "0" * 64})
-    with pytest.raises(CheckpointError, match="cannot be written"):
-        write_checksums(tmp_path / "nowhere" / "sums", {"b": "0" * 64})
-    assert [file.name for file in tmp_path.iterdir()] == ["sums"]
-
-
-@pytest.mark.parametrize("content", ["", "text", "0" * 63 + "  a", "0" * 64 + "  a\n" + "0" * 128 + "  b"])
-def test_what_is_no_list(tmp_path: Path, content: str) -> None:
-    (tmp_path / "sums").write_text(content)
-    with pytest.raises(CheckpointError, match=r"no list|no checksums|two kinds"):
-        read_checksums(tmp_path / "sums")
 
 
 # A damaged .metadata, and no manifest -----------------------------------------------------------------------------

@@ -25,12 +25,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 import checkpoint_tools
 from checkpoint_tools.convert import torch_files
 from checkpoint_tools.core.errors import CheckpointError
-from checkpoint_tools.fused.split_record import RECORD_FILE
+from checkpoint_tools.fuse.request import RECORD_FILE
+from checkpoint_tools.integrity.seal import seal
 from checkpoint_tools.look.verify import check_structure, verify
 from checkpoint_tools.stored.items import ItemReader
-from checkpoint_tools.stored.manifest import Item, manifest_bytes
+from checkpoint_tools.stored.metadata import Item, manifest_bytes
 from checkpoint_tools.stored.opening import open_checkpoint
-from checkpoint_tools.write.seal import seal
 from fsdp_offload.checkpoint import ArenaStager
 from tests.checkpoint_tools.checkpoints import run_here, save
 from tests.checkpoint_tools.flips import (
@@ -357,7 +357,7 @@ def test_what_changes_while_it_is_sealed(
         save(folder, {"a": torch.ones(3)})
         return found
 
-    monkeypatch.setattr("checkpoint_tools.write.seal.check_structure", saved_again)
+    monkeypatch.setattr("checkpoint_tools.integrity.seal.check_structure", saved_again)
     with pytest.raises(CheckpointError, match="was changed while it was read"):
         seal(folder)
     assert not (folder / MANIFEST).exists()

@@ -29,7 +29,7 @@ from checkpoint_tools.look.inspect import as_json, summarize
 from checkpoint_tools.look.verify import check_structure
 from checkpoint_tools.stored.opening import open_checkpoint
 from checkpoint_tools.stored.safetensors_folder import read_header
-from checkpoint_tools.stored.storage import LocalFolder
+from checkpoint_tools.stored.storage import Folder
 from tests.checkpoint_tools.checkpoints import FUSED, save
 from tests.checkpoint_tools.converted import converted
 from tests.checkpoint_tools.offline import values_of
@@ -179,7 +179,7 @@ def save_rows(rank: int, world_size: int, folder: Path, rows: int, tiny_rows: in
 
 def all_that_files_say(folder: Path) -> dict[str, Any]:
     """Headers and data; torch writes the entries of ``__metadata__`` in any order."""
-    headers = {file.name: read_header(LocalFolder(folder), file.name) for file in folder.glob("*.safetensors")}
+    headers = {file.name: read_header(Folder(folder), file.name) for file in folder.glob("*.safetensors")}
     return {name: (header, (folder / name).read_bytes()[header.data_at :]) for name, header in headers.items()}
 
 

@@ -7,19 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from checkpoint_tools.fused.live import split_state_dict
-from checkpoint_tools.fused.rules import Rule
+from checkpoint_tools.fuse.live import split_state_dict
+from checkpoint_tools.fuse.rules import Rule
 from checkpoint_tools.stored.reading import Checkpoint, open_checkpoint
-from fsdp_offload.checkpoint.layouts import flattened
-from fsdp_offload.checkpoint.rectangles import Cut, cut_chunks
-from tests.checkpoint_tools.offline import DOWN, FUSED, GATE, UP, assert_same, chunks_of_keys, rewritten, rule
+from fsdp_offload.checkpoint.chunks import Cut, cut_chunks
+from fsdp_offload.checkpoint.names import flattened
+from tests.checkpoint_tools.offline import DOWN, FUSED, assert_same, chunks_of_keys, rewritten, rule
 from tests.distributed.launch import mesh, run_cases, spawn
 from tests.tiers import world_sizes
 
@@ -124,21 +123,3 @@ def test_the_same_as_when_the_ranks_split(world_size: int, tmp_path: Path) -> No
             assert owners(offline) == owners(online), folder
         merged = rewritten("merge", folder / "offline", folder / "merged", chosen, max_memory_bytes=500)
         assert_same(merged, open_checkpoint(folder / "fused"))
-    spawn(load_plainly, 2, tmp_path, tmp_path / next(tmp_path.glob("*-nested")).name)
-
-
-def load_plainly(rank: int, world_size: int, folder: Path) -> None:
-    """Ordinary shards of the parts, on other ranks than those that saved."""
-    online, offline = ({"model": {}, "optim": {"state": {}}} for _ in range(2))
-    for state, name in ((online, "online"), (offline, "offline")):
-        for part in (GATE, UP, DOWN):
-            shape = open_checkpoint(folder / name).tensors[f"model.{part}"].shape
-            zeros = [distribute_tensor(torch.zeros(shape), mesh(world_size), [Shard(dim)]) for dim in (0, 1)]
-            state["model"][part], state["optim"]["state"][part] = zeros[0], {"exp_avg": zeros[1]}
-        dcp.load(state, checkpoint_id=folder / name)
-    for part, value in online["model"].items():
-        assert torch.equal(value.full_tensor(), offline["model"][part].full_tensor())
-        assert value.full_tensor().any()
-        moments = (state["optim"]["state"][part]["exp_avg"].full_tensor() for state in (online, offline))
-        assert torch.equal(*moments)
-    dist.barrier()

@@ -15,9 +15,9 @@ from checkpoint_tools.convert.translate import Translation, family_names, transl
 from checkpoint_tools.core.errors import CheckpointError
 from checkpoint_tools.look.diff import all_keys, diff
 from checkpoint_tools.look.verify import check_structure
+from checkpoint_tools.rewrite import rewrite
 from checkpoint_tools.stored.opening import open_checkpoint
 from checkpoint_tools.stored.reading import Checkpoint
-from checkpoint_tools.write import rewrite
 from tests.checkpoint_tools.checkpoints import run_here, save
 from tests.checkpoint_tools.converted import converted
 from tests.checkpoint_tools.formats import stepped

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from checkpoint_tools.fused.live import merge_state_dict, split_state_dict
-from checkpoint_tools.fused.rules import Rule, excluding, preset
+from checkpoint_tools.fuse.live import merge_state_dict, split_state_dict
+from checkpoint_tools.fuse.rules import Rule, excluding, preset
 from tests.distributed.launch import mesh, run_cases, spawn
 from tests.tiers import world_sizes
 
@@ -32,11 +32,6 @@ def states(fused: Tensor) -> tuple[dict[str, Any], dict[str, Any]]:
         DOWN: {"step": torch.tensor(3.0), "exp_avg": torch.randn(3, 6)},
     }
     return model, {"state": state, "param_groups": [{"lr": 0.1, "params": [FUSED, DOWN]}]}
-
-
-def flat(optim: dict[str, Any]) -> dict[str, Any]:
-    state = {f"state.{f}.{n}": v for f, values in optim["state"].items() for n, v in values.items()}
-    return state | {f"param_groups.{f}.lr": group["lr"] for group in optim["param_groups"] for f in group["params"]}
 
 
 # In one process ------------------------------------------------------------------------------------------------------
@@ -60,20 +55,13 @@ def test_parts_are_views_and_merging_gives_back_the_fused_tensors() -> None:
     assert list(model) == [FUSED, DOWN]  # the caller's own is untouched
 
 
-def test_flattened_optimizer_state() -> None:
-    model, optim = states(torch.randn(12, 3))
-    _, parts = split_state_dict(model, flat(optim), [rule()])
-    assert {"state.mlp.gate.weight.exp_avg", "param_groups.mlp.up.weight.lr"} <= parts.keys()
-    assert not any("gate_up" in key for key in parts)
-
-
 def test_counters_are_copies_and_have_to_agree_when_merged() -> None:
     model, optim = states(torch.randn(12, 3))
     parts, part_optim = split_state_dict(model, optim, [rule()])
     steps = [part_optim["state"][name]["step"] for name in (GATE, UP)]
     assert steps[0].data_ptr() != steps[1].data_ptr()
     steps[0].fill_(9)
-    with pytest.raises(ValueError, match=r"gate_up\.weight\.step.*cannot be all of them"):
+    with pytest.raises(ValueError, match=r"gate\.weight\.step.*one fused value cannot be both"):
         merge_state_dict(parts, part_optim, [rule()])
 
 
@@ -146,7 +134,7 @@ def test_parts_of_different_tensors_do_not_make_one() -> None:
     [
         (torch.randn(11, 3), r"gate_up\.weight: dimension 0 of size 11 has no 2 equal parts"),
         (torch.tensor(1.0), "has shape \\(\\), and the rule divides dimension 0"),
-        ("a string", "expected a tensor, got str"),
+        ("a string", "rules that match nothing"),
     ],
 )
 def test_what_cannot_be_split_is_an_error_that_names_it(fused: Any, message: str) -> None:
@@ -162,10 +150,10 @@ def test_a_stack_of_numbers_cannot_be_split() -> None:
 @pytest.mark.parametrize(
     ("up", "message"),
     [
-        (torch.randn(6, 3, dtype=torch.float64), "one dtype and device"),
-        (torch.randn(6, 1), "have shapes"),  # would be broadcast
-        (torch.randn(5, 3), "has no 2 equal parts|have shapes"),
-        (torch.randn(6), "have shapes"),
+        (torch.randn(6, 3, dtype=torch.float64), "all of one dtype"),
+        (torch.randn(6, 1), "and they have"),  # would be broadcast
+        (torch.randn(5, 3), "has no 2 equal parts|have the shapes"),
+        (torch.randn(6), "have the shapes"),
     ],
 )
 def test_parts_that_do_not_fit_together(up: Tensor, message: str) -> None:
@@ -176,7 +164,7 @@ def test_parts_that_do_not_fit_together(up: Tensor, message: str) -> None:
 def test_parts_with_different_state() -> None:
     parts, optim = split_state_dict(*states(torch.randn(12, 3)), [rule()])
     del optim["state"][UP]["exp_avg"]
-    with pytest.raises(ValueError, match="its parts have different state"):
+    with pytest.raises(ValueError, match="some of its parts have exp_avg"):
         merge_state_dict(parts, optim, [rule()])
 
 
@@ -186,6 +174,14 @@ def test_state_of_a_fused_parameter_that_the_model_does_not_have() -> None:
     optim["state"]["other.gate_up.weight"] = optim["state"][FUSED]
     with pytest.raises(ValueError, match=r"state of other\.gate_up\.weight, which is fused, and the model"):
         split_state_dict(model, optim, [rule()])
+
+
+def test_parameters_that_are_numbered_are_refused() -> None:
+    """As ``optimizer.state_dict()`` has them: nothing tells which state is of which parameter."""
+    model, optim = states(torch.randn(12, 3))
+    numbered = {"state": {0: optim["state"][FUSED]}, "param_groups": [{"params": [0, 1]}]}
+    with pytest.raises(ValueError, match=r"are numbered \(0\)"):
+        split_state_dict(model, numbered, [rule()])
 
 
 def test_state_that_is_no_ordinary_tensor_is_refused() -> None:

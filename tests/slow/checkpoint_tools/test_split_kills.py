@@ -20,7 +20,7 @@ from tests.cpu.checkpoint_tools.test_offline_command_line import RULES, contents
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-import checkpoint_tools.write.save as save
+import checkpoint_tools.rewrite.save as save
 from checkpoint_tools.__main__ import app
 
 left = int(sys.argv[1])
@@ -126,7 +126,7 @@ MEASURED = """
 import sys
 from pathlib import Path
 import torch
-import checkpoint_tools.write.save
+import checkpoint_tools.rewrite.save
 from checkpoint_tools.__main__ import app
 
 def peak_mib():  # of this process alone; ru_maxrss begins with what the process before it had

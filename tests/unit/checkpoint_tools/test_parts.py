@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from checkpoint_tools.core.parts import Comb, combs_of, part_chunks, span_of
+from checkpoint_tools.core.regions import Comb, combs_of, part_chunks, span_of
 from fsdp_offload.checkpoint import ShardChunks
-from fsdp_offload.checkpoint.rectangles import Cut, cut_chunks, ragged_chunks
+from fsdp_offload.checkpoint.chunks import Cut, cut_chunks, ragged_chunks
 
 
 def indices(comb: Comb) -> list[int]:
@@ -21,12 +21,16 @@ def indices(comb: Comb) -> list[int]:
 # What a layout means -------------------------------------------------------------------------------------------------
 
 
-def test_concatenated() -> None:
-    assert [indices(comb) for comb in combs_of((2, 3), "concatenated")] == [[0, 1], [2, 3, 4]]
-
-
-def test_interleaved() -> None:
-    assert [indices(comb) for comb in combs_of((3, 3), "interleaved")] == [[0, 2, 4], [1, 3, 5]]
+@pytest.mark.parametrize(
+    ("sizes", "layout", "groups", "expected"),
+    [
+        ((2, 3), "concatenated", 1, [[0, 1], [2, 3, 4]]),
+        ((3, 3), "interleaved", 1, [[0, 2, 4], [1, 3, 5]]),
+        ((4, 2), "grouped", 2, [[0, 1, 3, 4], [2, 5]]),
+    ],
+)
+def test_where_the_parts_lie(sizes, layout, groups, expected) -> None:
+    assert [indices(comb) for comb in combs_of(sizes, layout, groups)] == expected
 
 
 def test_stacked_parts_do_not_have_the_dimension() -> None:
@@ -35,10 +39,6 @@ def test_stacked_parts_do_not_have_the_dimension() -> None:
     assert second.part_shape((5, 2, 3), 1) == (5, 3)
     (chunk,) = part_chunks(cut_chunks((6, 2, 3), (Cut(0, 2, 1),)), 1, second).chunks
     assert (chunk.offsets, chunk.sizes, chunk.local_start, chunk.local_strides) == ((3, 0), (3, 3), 3, (6, 1))
-
-
-def test_grouped_has_a_share_of_every_part_in_each_group() -> None:
-    assert [indices(comb) for comb in combs_of((4, 2), "grouped", 2)] == [[0, 1, 3, 4], [2, 5]]
 
 
 @pytest.mark.parametrize(
@@ -142,12 +142,3 @@ def test_a_rank_without_anything_of_a_part_has_one_empty_chunk_at_its_end() -> N
     (empty,) = part_chunks(lower, 0, second).chunks
     assert (empty.offsets, empty.sizes) == ((4, 0), (0, 3))
     assert span_of(part_chunks(lower, 0, second))[1].local_numel == 0
-
-
-def test_a_shard_across_the_boundary_has_a_piece_of_both() -> None:
-    gate, up = combs_of((6, 6), "concatenated")
-    middle = cut_chunks((12, 2), (Cut(0, 4, 1),))  # rows 3 to 6
-    other = cut_chunks((12, 2), (Cut(0, 3, 1),))  # rows 4 to 8
-    assert [(c.offsets, c.sizes) for c in part_chunks(middle, 0, gate).chunks] == [((3, 0), (3, 2))]
-    assert [(c.offsets, c.sizes) for c in part_chunks(other, 0, gate).chunks] == [((4, 0), (2, 2))]
-    assert [(c.offsets, c.sizes) for c in part_chunks(other, 0, up).chunks] == [((0, 0), (2, 2))]

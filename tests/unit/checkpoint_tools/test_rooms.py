@@ -13,13 +13,13 @@ FOLDER = Path(checkpoint_tools.__file__).parent
 MAY_IMPORT: dict[str, set[str]] = {
     "core": set(),
     "stored": {"core"},
-    "fused": {"core", "stored"},
-    "look": {"core", "stored", "fused"},
-    "exchange": {"core", "stored", "fused"},
-    "write": {"core", "stored", "fused", "look", "exchange"},
-    "convert": {"core", "stored", "fused", "look", "exchange", "write"},
-    "": {"core", "stored", "fused", "look", "write"},
-    "cli": {"core", "stored", "fused", "look", "exchange", "write", "convert"},
+    "fuse": {"core", "stored"},
+    "look": {"core", "stored", "fuse"},
+    "integrity": {"core", "stored", "look"},
+    "rewrite": {"core", "stored", "fuse", "look", "integrity"},
+    "convert": {"core", "stored", "fuse", "look", "integrity", "rewrite"},
+    "": {"core", "stored", "fuse", "look", "integrity"},
+    "cli": {"core", "stored", "fuse", "look", "integrity", "rewrite", "convert"},
     "__main__": {"core", "cli"},
 }
 
@@ -42,7 +42,7 @@ def import_graph() -> dict[str, set[str]]:
 
 
 def room_of(module: str) -> str:
-    """``checkpoint_tools.core.sizes`` → ``core``."""
+    """``checkpoint_tools.core.text`` → ``core``."""
     return module.removeprefix("checkpoint_tools").removeprefix(".").partition(".")[0]
 
 

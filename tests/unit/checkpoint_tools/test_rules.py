@@ -4,8 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
-from checkpoint_tools.fused.rules import Rule, excluding, find_matches, find_parts, load_rules, preset, preset_names
+from checkpoint_tools.fuse.live import split_state_dict
+from checkpoint_tools.fuse.rules import Rule, excluding, find_matches, load_rules, preset, preset_names
 
 GATE_UP = Rule(
     fused=r"{prefix}mlp.gate_up{suffix:\.weight|\.bias}",
@@ -14,41 +16,40 @@ GATE_UP = Rule(
 
 
 def test_parts_are_named_with_what_the_placeholders_stand_for() -> None:
-    (match,) = find_matches(["a.0.mlp.gate_up.weight", "a.0.mlp.down.weight"], [GATE_UP])
+    (match,) = find_matches("split", ["a.0.mlp.gate_up.weight", "a.0.mlp.down.weight"], [GATE_UP])
     assert match.fused == "a.0.mlp.gate_up.weight"
     assert match.parts == ("a.0.mlp.gate.weight", "a.0.mlp.up.weight")
 
 
 def test_a_rule_reads_in_both_directions() -> None:
-    (match,) = find_parts(["mlp.gate.bias", "mlp.up.bias", "mlp.down.bias"], [GATE_UP])
+    (match,) = find_matches("merge", ["mlp.gate.bias", "mlp.up.bias", "mlp.down.bias"], [GATE_UP])
     assert match.fused == "mlp.gate_up.bias"
 
 
 @pytest.mark.parametrize(
     ("keys", "rules", "message"),
     [
-        (["a.weight"], [GATE_UP], "match nothing"),
         (["mlp.gate_up.weight"], [GATE_UP, GATE_UP], "matched by several rules"),
         (["mlp.gate_up.weight", "mlp.up.weight"], [GATE_UP], "taken already"),
     ],
 )
 def test_what_does_not_fit_the_keys_is_reported(keys, rules, message) -> None:
     with pytest.raises(ValueError, match=message):
-        find_matches(keys, rules)
+        find_matches("split", keys, rules)
 
 
 def test_merging_reports_missing_parts_and_a_taken_name() -> None:
     with pytest.raises(ValueError, match=r"mlp\.up\.weight.* missing"):
-        find_parts(["mlp.gate.weight"], [GATE_UP])
+        find_matches("merge", ["mlp.gate.weight"], [GATE_UP])
     with pytest.raises(ValueError, match="there already"):
-        find_parts(["mlp.gate.weight", "mlp.up.weight", "mlp.gate_up.weight"], [GATE_UP])
+        find_matches("merge", ["mlp.gate.weight", "mlp.up.weight", "mlp.gate_up.weight"], [GATE_UP])
 
 
 def test_optional_rules_may_match_nothing_but_not_all_of_them() -> None:
     rules = [Rule(fused=f"{name}.ab", parts=(f"{name}.a", f"{name}.b"), optional=True) for name in ("dense", "experts")]
-    assert [match.fused for match in find_matches(["dense.ab"], rules)] == ["dense.ab"]
+    assert [match.fused for match in find_matches("split", ["dense.ab"], rules)] == ["dense.ab"]
     with pytest.raises(ValueError, match=r"match nothing: dense\.ab, experts\.ab"):
-        find_matches(["other"], rules)
+        split_state_dict({"other": torch.ones(2)}, None, rules)
 
 
 # Sizes ---------------------------------------------------------------------------------------------------------------
@@ -96,7 +97,7 @@ def test_sizes_that_do_not_fit_are_errors_that_name_the_key(fields, size, messag
 
 def test_a_module_without_a_gate_is_told_by_its_sibling() -> None:
     rule = Rule(fused="{p}fc1", parts=("{p}fc1_w", "{p}fc1_v"), same_size_as=("{p}fc2", 1))
-    (match,) = find_matches(["mlp.fc1"], [rule])
+    (match,) = find_matches("split", ["mlp.fc1"], [rule])
     match.check_sibling({"mlp.fc2": (4, 8)}, 8)
     with pytest.raises(ValueError, match="is not fused"):
         match.check_sibling({"mlp.fc2": (4, 16)}, 8)
@@ -106,7 +107,7 @@ def test_a_module_without_a_gate_is_told_by_its_sibling() -> None:
 
 def test_a_sibling_of_fewer_dimensions() -> None:
     rule = Rule(fused="{p}fc1", parts=("{p}fc1_w", "{p}fc1_v"), same_size_as=("{p}fc2", 1))
-    (match,) = find_matches(["mlp.fc1"], [rule])
+    (match,) = find_matches("split", ["mlp.fc1"], [rule])
     with pytest.raises(ValueError, match=r"expected mlp\.fc2 to have a dimension 1, got \(8,\)"):
         match.check_sibling({"mlp.fc2": (8,)}, 8)
 
@@ -114,11 +115,11 @@ def test_a_sibling_of_fewer_dimensions() -> None:
 def test_keys_can_be_excluded() -> None:
     chosen = excluding([GATE_UP], "vision.*", "*.9.*")
     keys = ["text.0.mlp.gate_up.weight", "vision.0.mlp.gate_up.weight", "text.9.mlp.gate_up.weight"]
-    assert [match.fused for match in find_matches(keys, chosen)] == keys[:1]
+    assert [match.fused for match in find_matches("split", keys, chosen)] == keys[:1]
     parts = [key.replace("gate_up", part) for key in keys for part in ("gate", "up")]
-    assert [match.fused for match in find_parts(parts, chosen)] == keys[:1]
+    assert [match.fused for match in find_matches("merge", parts, chosen)] == keys[:1]
     with pytest.raises(ValueError, match="match nothing"):
-        find_matches(keys, excluding([GATE_UP], "*"))
+        split_state_dict(dict.fromkeys(keys, torch.ones(2)), None, excluding([GATE_UP], "*"))
 
 
 # Files and presets ---------------------------------------------------------------------------------------------------

@@ -1,0 +1,204 @@
+"""What the commands share: options, printed lines, progress, and errors of one line."""
+
+import functools
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, ParamSpec
+
+import typer
+
+from ..core.errors import NEED_EXTRA, CheckpointError
+from ..core.text import MAX_ITEM_BYTES, parse_bytes, printable, thread_bytes
+
+if TYPE_CHECKING:  # when a command runs: rich takes longer than all that help and wrong options need
+    import rich.console
+
+    from ..core.tables import Table
+
+# Options --------------------------------------------------------------------------------------------------------------
+
+Folder = Annotated[
+    str,
+    typer.Argument(metavar="CHECKPOINT", help="Folder with a .metadata file or with safetensors, or its fsspec URL."),
+]
+Source = Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint: its folder or its fsspec URL.")]
+Destination = Annotated[
+    str, typer.Argument(metavar="DST", help="The new one. A folder that is not there yet, or an fsspec URL.")
+]
+Patterns = Annotated[
+    list[str] | None, typer.Argument(metavar="PATTERN", help="Only keys like these: '*.weight' 'optim.*'.")
+]
+Values = Annotated[
+    list[str] | None,
+    typer.Option("--value", metavar="NAME=NUMBER", help="A value of the model's config that the rules name."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, with all sizes in bytes.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show what would be written.")]
+Threads = Annotated[int, typer.Option(min=1, help="How many files are read at the same time.")]
+WriteThreads = Annotated[int, typer.Option("--threads", min=1, help="How many blocks are in work at the same time.")]
+MaxMemory = Annotated[str, typer.Option(metavar="SIZE", help="For data, over all threads: 512MiB, 2GiB, bytes.")]
+
+
+def parse_memory(text: str, threads: int, least_items: int) -> int:
+    """Return the bytes of --max-memory, of which each thread holds ``least_items`` elements of the largest dtype.
+
+    Raises:
+        CheckpointError: it is no size, or too little.
+    """
+    limit_bytes = parse_bytes(text)
+    thread_bytes(limit_bytes, threads, least_items * MAX_ITEM_BYTES)
+    return limit_bytes
+
+
+def parse_values(values: Sequence[str] | None) -> dict[str, float]:
+    """Return the numbers of all --value by name.
+
+    Raises:
+        CheckpointError: one is not NAME=NUMBER, or a name is there twice.
+    """
+    parsed: dict[str, float] = {}
+    for text in values or ():
+        name, _, number = text.partition("=")
+        try:
+            parsed[name.strip()] = int(number) if number.strip().lstrip("-").isdecimal() else float(number)
+        except ValueError as error:
+            raise CheckpointError(f"--value is NAME=NUMBER, for example tp_size=2, not {text}") from error
+    if len(parsed) < len(values or ()):
+        raise CheckpointError(f"--value gives one name twice: {', '.join(values or ())}; give each once")
+    return parsed
+
+
+# Output ---------------------------------------------------------------------------------------------------------------
+
+
+def say(text: str, *, err: bool = False) -> None:
+    """Print a line, with whatever a checkpoint contains made harmless for the terminal."""
+    typer.echo(printable(text), err=err)
+
+
+def say_notes(notes: Iterable[str]) -> None:
+    """Print each note on a line of its own."""
+    for note in notes:
+        say(f"note: {note}")
+
+
+def say_json(value: Any) -> None:
+    """Print a value as JSON."""
+    typer.echo(json.dumps(value, indent=2))
+
+
+def console() -> "rich.console.Console":
+    """Return rich's console on standard output, as wide as any line where that is a pipe or a file."""
+    import rich.console
+
+    made = rich.console.Console(highlight=False)
+    if not made.is_terminal:
+        made.width = 100_000
+    return made
+
+
+@contextmanager
+def progress(what: str, total_bytes: int) -> Iterator[Callable[[int], object]]:
+    """Show a bar with bytes, rate and time left on standard error, if that is a terminal.
+
+    Yields:
+        A function to call with the bytes that are done, from any thread.
+    """
+    import rich.console
+    import rich.progress
+
+    columns = (
+        rich.progress.TextColumn("{task.description}"),
+        rich.progress.BarColumn(),
+        rich.progress.DownloadColumn(binary_units=True),
+        rich.progress.TransferSpeedColumn(),
+        rich.progress.TimeRemainingColumn(),
+    )
+    errors = rich.console.Console(stderr=True)
+    with rich.progress.Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as shown:
+        task = shown.add_task(what, total=total_bytes)
+        yield lambda done: shown.advance(task, done)
+
+
+@contextmanager
+def write_progress(what: str, total_bytes: int) -> Iterator[Callable[[int], object]]:
+    """Show progress of writing, and say so if it is interrupted; see :func:`progress`."""
+    try:
+        with progress(what, total_bytes) as advance:
+            yield advance
+    except KeyboardInterrupt:
+        say("interrupted: nothing is left of what was written", err=True)
+        raise
+
+
+def say_written(destination: str, headline: str, notes: Iterable[str], begin_s: float) -> None:
+    """Print the notes, and the line that says what was written; ``begin_s`` is on the monotonic clock."""
+    say_notes(notes)
+    say(f"{destination}: {headline} ({time.monotonic() - begin_s:.1f} s)")
+
+
+def check_json(as_json: bool, dry_run: bool) -> None:
+    """Refuse --json without --dry-run: nothing would be printed as JSON."""
+    if as_json and not dry_run:
+        raise CheckpointError("--json is for --dry-run; without it there is nothing to print but one line")
+
+
+def say_plan(plan: "Mapping[str, Any] | Table", notes: Iterable[str], headline: str) -> None:
+    """Print what would be written: as JSON if that is what the plan is, or else as a table and a line."""
+    if isinstance(plan, Mapping):
+        say_json({**plan, "notes": list(notes)})
+        return
+    console().print(plan)
+    say_notes(notes)
+    say(f"to be written: {headline}")
+
+
+# Errors ---------------------------------------------------------------------------------------------------------------
+
+TROUBLE = 2
+"""Exit code of errors and of wrong options. 1 says that something is different, or not whole, as of diff(1)."""
+
+INTERRUPTED = 130
+
+Options = ParamSpec("Options")
+
+
+def with_error_lines(run: Callable[Options, None]) -> Callable[Options, None]:
+    """Wrap a command so that its errors are one line each and no traceback.
+
+    CHECKPOINT_TOOLS_TRACEBACK in the environment lets unexpected ones through.
+    """
+
+    @functools.wraps(run)
+    def guarded(*args: Options.args, **kwargs: Options.kwargs) -> None:
+        try:
+            run(*args, **kwargs)
+        except CheckpointError as error:
+            _fail(str(error))
+        except (BrokenPipeError, typer.Exit):
+            raise  # the reader of our output has left, or the command is done: typer knows what to do
+        except OSError as error:
+            _fail(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error))
+        except KeyboardInterrupt:
+            raise typer.Exit(INTERRUPTED) from None
+        except MemoryError:
+            _fail("there is not enough memory; see --max-memory")
+        except Exception as error:
+            if os.environ.get("CHECKPOINT_TOOLS_TRACEBACK"):
+                raise
+            if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == "rich":
+                _fail(NEED_EXTRA)
+            _fail(
+                f"unexpected {type(error).__name__}: {error}. This should not happen: please report it, with what "
+                "CHECKPOINT_TOOLS_TRACEBACK=1 in the environment shows"
+            )
+
+    return guarded
+
+
+def _fail(message: str) -> NoReturn:
+    say(f"error: {' '.join(message.split())}", err=True)
+    raise typer.Exit(TROUBLE)

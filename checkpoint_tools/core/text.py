@@ -1,0 +1,179 @@
+"""Text that users write and read: sizes, an order of keys, patterns of keys, and what is safe to print.
+
+Keys and names of files may contain anything: escapes that move the cursor or set the title of a window, letters that
+turn the direction of what follows, halves of letters. :func:`printable` escapes them.
+"""
+
+import codecs
+import fnmatch
+import functools
+import math
+import re
+import reprlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from .errors import CheckpointError
+
+MAX_ITEM_BYTES = 16
+"""Size of the largest element of any dtype: complex128."""
+
+MAX_DIMS = 64
+"""Most dimensions of a tensor: numpy's limit."""
+
+MAX_INT64 = 2**63 - 1
+"""Largest size, offset or count that is plausible."""
+
+_DIGITS = re.compile(r"(\d+)")
+
+_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
+_FACTORS = {"": 1} | {
+    f"{letter}{suffix}": base ** (power + 1)
+    for power, letter in enumerate("kmgt")
+    for suffix, base in (("", 1024), ("b", 1000), ("ib", 1024))
+}
+
+
+def human_bytes(count: float) -> str:
+    """Format bytes: ``1536`` → ``1.5 KiB``."""
+    power = 0
+    while power + 1 < len(_UNITS) and count >= 1023.95:  # 1023.95 would be printed as 1024.0
+        count /= 1024
+        power += 1
+    if power == 0:
+        return f"{count:.0f} byte{'' if count == 1 else 's'}"
+    return f"{count:.1f} {_UNITS[power]}"
+
+
+def shortened(text: str, length: int = 200) -> str:
+    """Cut a foreign text to its beginning."""
+    return text if len(text) <= length else f"{text[: length - 1]}…"
+
+
+def short_repr(value: object) -> str:
+    """Show the beginning of a value, which may be large or nested deeply."""
+    return shortened(reprlib.repr(value), 40)
+
+
+def parse_bytes(text: str) -> int:
+    """Parse a size: ``2GiB`` or ``2G`` → 2147483648, ``2GB`` → 2000000000, ``4096`` → 4096.
+
+    Raises:
+        CheckpointError: not a size, or zero.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower())
+    factor = _FACTORS.get(match[2].removesuffix("bytes") if match else "?")
+    size = 0.0 if match is None or factor is None else float(match[1]) * factor
+    if not 1 <= size <= MAX_INT64:
+        raise CheckpointError(f"{shortened(text)!r} is not a size; write for example 512MiB, 2GiB or a number of bytes")
+    return int(size)
+
+
+def thread_bytes(max_memory_bytes: int, threads: int, least_bytes: int) -> int:
+    """Return each thread's share of the memory for data.
+
+    Raises:
+        CheckpointError: it is less than the work of one thread needs, ``least_bytes``.
+    """
+    share = max_memory_bytes // threads
+    if share < least_bytes:
+        raise CheckpointError(
+            f"--max-memory is at least {least_bytes * threads} bytes for {threads} threads, not {max_memory_bytes}; "
+            f"give more, or fewer --threads: each needs {least_bytes} bytes"
+        )
+    return share
+
+
+def counted(count: int, noun: str) -> str:
+    """Format a count: ``1 file``, ``2 files``."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def human_shape(shape: Iterable[int]) -> str:
+    """Format a shape: ``(4, 8)`` → ``4 × 8``; ``()`` → ``scalar``."""
+    return " × ".join(map(str, shape)) or "scalar"
+
+
+@functools.lru_cache(1 << 17)  # keys are sorted when a checkpoint is opened, and again with those of another
+def natural_order(key: str) -> tuple[tuple[bool, int, str], ...]:
+    """Return a sort key in which digits count as numbers."""
+    return tuple([_part_order(part) for part in _DIGITS.split(key) if part])
+
+
+@functools.lru_cache(1 << 14)  # the keys of a model consist of few words and numbers
+def _part_order(part: str) -> tuple[bool, int, str]:
+    if not part.isdecimal():
+        return True, 0, part
+    digits = part.lstrip("0")  # a number may have more digits than Python makes an int of
+    return False, len(digits), digits
+
+
+def block_bounds(total: int, size: int) -> list[tuple[int, int]]:
+    """Yield the bounds of blocks of ``size`` out of ``total``; the last one may be smaller."""
+    return [(start, min(start + size, total)) for start in range(0, total, size)] if math.prod((total, size)) else []
+
+
+def matches(key: str, patterns: Sequence[str]) -> bool:
+    """Tell whether any pattern matches, or there is none: people look at everything until they choose."""
+    return not patterns or is_excluded(key, patterns)
+
+
+def is_excluded(key: str, patterns: Sequence[str]) -> bool:
+    """Tell whether any pattern matches: nothing is left out until people choose."""
+    return any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)
+
+
+def idle_patterns(patterns: Iterable[str], keys: Iterable[str]) -> list[str]:
+    """List the patterns that match no key: typing errors, which would silently choose nothing."""
+    known = list(keys)
+    return [pattern for pattern in patterns if not any(fnmatch.fnmatchcase(key, pattern) for key in known)]
+
+
+def check_excluded(excluded: Iterable[str], keys: Iterable[str]) -> None:
+    """Check that each pattern of keys to leave out matches a key.
+
+    Raises:
+        CheckpointError: names those that have not.
+    """
+    idle = idle_patterns(excluded, keys)
+    if idle:
+        raise CheckpointError(
+            f"--exclude that matches nothing: {', '.join(idle)}. Look at the keys with the command inspect, and take "
+            "out what is not there"
+        )
+
+
+# Control characters but the line's end; marks of direction; halves of letters, which no encoding has.
+_UNPRINTABLE = re.compile("[\0-\x09\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ud800-\udfff\ufeff]")
+
+_PLAIN = {"×": "x", "–": "-", "…": "...", "│": "|", "─": "-", "•": "*"}
+"""ASCII replacements of the tools' own signs."""
+
+
+def printable(text: str) -> str:
+    """Escape the characters that must not reach a terminal."""
+    if text.isascii() and text.isprintable():  # nearly all are, in tables of a million cells
+        return text
+    return _UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape", "surrogatepass").decode(), text)
+
+
+def be_printable(*streams: Any) -> None:
+    """Have streams write something for what their encoding has not, instead of failing."""
+    codecs.register_error(_ERRORS, _replaced)
+    for stream in streams:
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors=_ERRORS)
+
+
+_ERRORS = "checkpoint_tools.plain"
+
+
+def _replaced(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    letters = error.object[error.start : error.end]
+    return "".join(_PLAIN.get(letter) or _escaped(letter) for letter in letters), error.end
+
+
+def _escaped(letter: str) -> str:
+    return letter.encode("ascii", "backslashreplace").decode()

@@ -1,1 +1,0 @@
-"""Decide which keys replace which when fused tensors are split, or parts merged."""

@@ -1,0 +1,133 @@
+"""Plan the exchange of fused tensors and parts in a checkpoint in files."""
+
+import functools
+import io
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..core.errors import CheckpointError
+from ..core.text import is_excluded
+from ..stored.items import ItemReader
+from ..stored.reading import Checkpoint
+from .names import GroupName, sorted_out
+from .plan import Exchange, Source, listed, plan_exchange
+from .rules import ALL, MissingValueError, Rule, Shape, Wanted, Way
+
+Groups = Mapping[GroupName, Any]
+"""Name → content, as it was read."""
+
+
+def find_exchange(
+    way: Way,
+    checkpoint: Checkpoint,
+    rules: Sequence[Rule],
+    values: Mapping[str, float],
+    excluded: Sequence[str] = (),
+    wanted: Wanted = ALL,
+) -> Exchange:
+    """Plan a split or merge of a checkpoint; see :func:`checkpoint_tools.fuse.plan.plan_exchange`.
+
+    Raises:
+        CheckpointError: rules do not fit, state is of another shape than its parameter, names are taken or ambiguous;
+            a rule, a value or a pattern is of no use; or parts are missing, or differ in what there can be only one of.
+    """
+    known = {name for rule in rules for name in rule.value_names}
+    idle = [name for name in values if name not in known]
+    if idle:  # typing errors
+        raise CheckpointError(
+            f"--value that no rule uses: {', '.join(idle)}. The rules name {', '.join(sorted(known)) or 'none'}"
+        )
+    source = _Files(checkpoint, values)
+    try:
+        found = plan_exchange(way, source, rules, excluded, wanted)
+    except MissingValueError as error:
+        raise CheckpointError(error.told(f"--value {error.name}=NUMBER", values)) from error
+    except (ValueError, KeyError) as error:  # the rules' own errors
+        raise CheckpointError(str(error)) from error
+    _check_left(source, found, excluded)
+    objects = {}
+    for name, content in source.groups.items():
+        if any((name.optimizer, str(fqn)) in found.listed for fqn in listed(content, name)):
+            objects[name.key] = relisted(content, name, functools.partial(_listed_as, found, name.optimizer))
+    return found._replace(objects=objects)
+
+
+def _listed_as(found: Exchange, optimizer: str, fqn: Any) -> Sequence[Any]:
+    new: Sequence[Any] = found.listed.get((optimizer, str(fqn)), (fqn,))
+    return new
+
+
+class _Files(Source):
+    def __init__(self, checkpoint: Checkpoint, values: Mapping[str, float]) -> None:
+        names = sorted_out([*checkpoint.tensors, *checkpoint.objects], checkpoint.paths)
+        super().__init__(names, checkpoint.tensors, checkpoint.paths, read_groups(checkpoint, names.groups), values)
+        self._checkpoint = checkpoint
+        self._reader = ItemReader(checkpoint)
+
+    def value(self, key: str) -> Any:
+        if key in self._checkpoint.objects:
+            return self._reader.read_object(self._checkpoint.objects[key])
+        tensor = self._checkpoint.tensors[key]
+        if tensor.shape != ():
+            raise CheckpointError(f"{key} has shape {tensor.shape}, and other parts have a number there")
+        return self._reader.read_chunk(tensor.chunks[0], tensor.dtype)
+
+    def check_state(self, key: str, shape: Shape, fused: str) -> None:
+        found = self._checkpoint.tensors[key].shape
+        if found not in (shape, (torch.Size(shape).numel(),)):
+            raise CheckpointError(
+                f"{key} has shape {found}, its parameter {shape}: it is not known how to split that; leave {fused} "
+                "out, with --exclude"
+            )
+
+
+def read_groups(checkpoint: Checkpoint, names: Iterable[GroupName]) -> Groups:
+    """Read the param groups that are stored as objects.
+
+    Raises:
+        CheckpointError: one cannot be read.
+    """
+    reader = ItemReader(checkpoint)
+    return {name: reader.read_object(checkpoint.objects[name.key]) for name in names if name.key in checkpoint.objects}
+
+
+def relisted(content: Any, name: GroupName, listed_as: Callable[[Any], Sequence[Any]]) -> bytes:
+    """Pickle the content with other FQNs, as ``torch.save`` does; ``listed_as`` maps one to its new ones."""
+
+    def new(found: Any) -> Any:
+        if name.is_list:
+            return [fqn for old in found for fqn in listed_as(old)]
+        if isinstance(found, dict):
+            return {**found, "params": [fqn for old in found.get("params", ()) for fqn in listed_as(old)]}
+        return [new(group) if isinstance(group, dict) else group for group in found]
+
+    buffer = io.BytesIO()
+    torch.save(new(content), buffer)
+    return buffer.getvalue()
+
+
+def _check_left(source: Source, found: Exchange, excluded: Sequence[str]) -> None:
+    """Refuse a key that seems to belong to an exchanged tensor, and would silently stay as it was."""
+    old = {key for fusion in found.fusions for key in (fusion.fused, *fusion.parts) if key in source.tensors}
+    others = source.names.others
+    known = old.intersection(others)
+    known |= {key.partition(".")[2] for key in known if "." in key}
+    for key in others:
+        if key in old or key not in source.tensors or is_excluded(key, excluded):
+            continue
+        inside = next((name for name in _stretches_of(key) if name in known), None)
+        if inside is not None:
+            raise CheckpointError(
+                f"{key} looks as if it belongs to {inside}, and it is not known how; --exclude the one to leave it as "
+                "it is, or the other"
+            )
+
+
+def _stretches_of(key: str) -> Iterator[str]:
+    """Yield every stretch of a key's words, but for the key itself."""
+    words = key.split(".")
+    for start in range(len(words)):
+        for stop in range(start + 1, len(words)):
+            yield ".".join(words[start:stop])

@@ -1,0 +1,404 @@
+"""Splitting and merging fused tensors of state dicts in memory, before saving or loading.
+
+::
+
+    model state, optimizer state ──flat keys──▶ plan_exchange ──▶ Exchange ──▶ parts: views of fused memory
+    parts ──(saved, or loaded into)──▶ merge_state_dict ──▶ the very fused tensors again
+
+No collective, and for shards no copy: what is loaded into the parts is in the fused tensors. A part of a sharded tensor
+is a DTensor whose local tensor carries its chunks (:class:`~fsdp_offload.checkpoint.ShardTensor`), since no placement
+says which rows of it a rank has.
+"""
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from fsdp_offload.checkpoint import ShardChunks, ShardTensor, chunks_of, with_chunks, with_parameter_chunks
+from fsdp_offload.checkpoint.chunks import says_its_chunks, tensor_parallel_ranks
+from fsdp_offload.checkpoint.names import GROUP_META, by_fqn, is_fsdp_dtensor
+from fsdp_offload.checkpoint.state_dict import is_flat_state
+from fsdp_offload.optimizers.masters import MASTER, is_duplicate
+from fsdp_offload.torch_compat.dtensor import is_dtensor, local_shard, over_part
+
+from ..core.regions import Comb, part_chunks, span_of
+from .names import GroupName, Names, Path, sorted_out
+from .plan import Exchange, Fusion, Layout, Source, plan_exchange
+from .rules import DENSE_RANKS, EXPERT_RANKS, Match, MissingValueError, Rule, Way
+
+StateDict = dict[str, Any]
+
+
+class _Origin(NamedTuple):
+    """Link from a part to the fused tensor that it views, or that its copy goes back to.
+
+    ``rule_key`` and ``number`` tell which part of which fused tensor it is; ``ranks`` divide that, as its mesh tells.
+    """
+
+    fused: Tensor
+    rule_key: str
+    number: int
+    layout: Layout
+    memory: Tensor
+    ranks: int | None
+    is_copy: bool
+
+
+_origins: Any = WeakIdKeyDictionary()
+"""Parts made here, while they live. Merging gives back what they were made of."""
+
+
+def split_state_dict(
+    model_state: Mapping[str, Any],
+    optim_state: Mapping[str, Any] | None,
+    rules: Sequence[Rule],
+    *,
+    values: Mapping[str, float] | None = None,
+    model: nn.Module | None = None,
+) -> tuple[StateDict, StateDict | None]:
+    """Exchange every fused tensor for its parts, in the model's and the optimizer's state dict.
+
+    Args:
+        model_state: ``{fqn: tensor}``: DTensors, plain tensors, Megatron-FSDP parameters.
+        optim_state: in any layout of ``get_optimizer_state_dict``, or ``None``. Its names may have ``module.`` in front
+            more often than the model's. State that is shaped like the parameter is split like it, also where it is the
+            flat local part of a Megatron-FSDP buffer; counters and numbers are copied; ``master_param`` of the
+            parameter's own dtype repeats it and is left out. State of other parameters gets their chunks where its own
+            placements are nominal. Megatron's ``param_to_group_meta`` stays as it is: that goes by the names of the
+            fused parameters there.
+        rules: see :mod:`checkpoint_tools.fuse.rules`.
+        values: config values that the rules' sizes name. ``tp_size``, and for experts ``etp_size``, are taken from the
+            mesh of each parameter that tells them; elsewhere ``etp_size`` is ``tp_size`` by default, as in Megatron.
+        model: whose ``state_dict()`` ``model_state`` is, if that is one of Megatron-FSDP: it knows the slices that the
+            values have lost. Where experts are renumbered, call
+            :func:`~fsdp_offload.checkpoint.with_parameter_chunks` before that, instead.
+
+    Returns:
+        New dicts; what is not fused is taken over as it is. Parts are views of the memory of the fused tensors, except
+        where a plain tensor was fused in groups, which no strides can tell: those are copies, and
+        :func:`merge_state_dict` writes them back.
+
+    Raises:
+        ValueError: rules do not fit the keys or the shapes; state of another shape than its parameter, by name.
+    """
+    if model is not None:
+        model_state = with_parameter_chunks(model, model_state)
+    return _exchanged("split", model_state, optim_state, rules, values or {})
+
+
+def merge_state_dict(
+    model_state: Mapping[str, Any],
+    optim_state: Mapping[str, Any] | None,
+    rules: Sequence[Rule],
+    *,
+    values: Mapping[str, float] | None = None,
+) -> tuple[StateDict, StateDict | None]:
+    """Exchange parts for the fused tensors: the inverse of :func:`split_state_dict`.
+
+    Parts that :func:`split_state_dict` made give back the fused tensors themselves, with whatever has been loaded into
+    them. Plain tensors from elsewhere are copied together.
+
+    Raises:
+        ValueError: parts are missing, do not belong together, differ in a counter, or are sharded and were not made by
+            :func:`split_state_dict`: then their rows may be on other ranks.
+    """
+    return _exchanged("merge", model_state, optim_state, rules, values or {})
+
+
+def _exchanged(
+    way: Way,
+    model_state: Mapping[str, Any],
+    optim_state: Mapping[str, Any] | None,
+    rules: Sequence[Rule],
+    values: Mapping[str, float],
+) -> tuple[StateDict, StateDict | None]:
+    source = _StateDicts(model_state, optim_state, values)
+    found = plan_exchange(way, source, rules)
+    if way == "split":
+        _check_owners(found)
+    new = _split(found, source) if way == "split" else _merged(found, source)
+    model = {key: value for old in model_state for key, value in new[old].items()}
+    if optim_state is None:
+        return model, None
+    optim = {key: value for old in source.optim for key, value in new[old].items()}
+    return model, source.nested(optim, found)
+
+
+def _check_owners(found: Exchange) -> None:
+    """Refuse a fused parameter in the optimizer's state alone: no model tells how it is sharded."""
+    for fqn in found.listed:
+        if fqn not in found.owners:
+            raise ValueError(
+                f"the optimizer has state of {fqn[1]}, which is fused, and the model's state dict has no such tensor. "
+                "Give both by the same names; for a model whose state_dict() splits it, dict(model.named_parameters())"
+            )
+
+
+# State dicts under flat keys ------------------------------------------------------------------------------------------
+
+
+class _StateDicts(Source):
+    """The model's state dict under its own keys, and the optimizer's under ``optim.``."""
+
+    def __init__(
+        self, model_state: Mapping[str, Any], optim_state: Mapping[str, Any] | None, values: Mapping[str, float]
+    ) -> None:
+        self._lead = "optim"
+        while any(key.startswith(f"{self._lead}.") for key in model_state):
+            self._lead += "_"
+        self._before = optim_state or {}
+        self.optim: StateDict = {}
+        paths: dict[str, Path] = {}
+        groups: dict[GroupName, Any] = {}
+        if optim_state is not None:
+            saved = by_fqn(optim_state)
+            self._states = saved.state
+            self._is_flat = not is_fsdp_dtensor(optim_state) and "param_groups" not in optim_state
+            name = GroupName(f"{self._lead}.param_groups", self._lead, is_list=False)
+            if self._is_flat:
+                found: dict[tuple[str, ...], Any] = {(key,): value for key, value in optim_state.items()}
+            else:
+                found = {("state", str(fqn), str(at)): v for fqn, of in saved.state.items() for at, v in of.items()}
+                entries = [{**of, "params": [fqn]} for fqn, of in saved.entries.items()]
+                groups = {name: entries if GROUP_META in optim_state else optim_state["param_groups"]}
+            for path, value in found.items():
+                key = ".".join((self._lead, *path))
+                self.optim[key] = value
+                paths[key] = (self._lead, *path)
+        self.all: StateDict = {**model_state, **self.optim}
+        states = sorted_out(self.optim, paths)
+        tensors = {key: value for key, value in self.all.items() if isinstance(value, Tensor)}
+        super().__init__(Names(states.states, (), tuple(model_state)), tensors, paths, groups, values)
+
+    def value(self, key: str) -> Any:
+        value = self.all[key]
+        return local_shard(value).detach() if isinstance(value, Tensor) else value
+
+    def values_for(self, rule: Rule, key: str) -> Mapping[str, float]:
+        value = self.all[key]
+        ranks = _origins[value].ranks if value in _origins else tensor_parallel_ranks(value)
+        return _with_own_ranks(rule, ranks, self.values, key)
+
+    def joined(self, match: Match, keys: Sequence[str], where: str) -> Layout:
+        origins = _origins_of(match.fused, [self.all[key] for key in keys], where)
+        if origins is None:
+            return super().joined(match, keys, where)
+        try:
+            layout = super().joined(match, keys, where)
+        except MissingValueError:  # what only splitting needs
+            return origins[0].layout
+        if layout != origins[0].layout:
+            raise ValueError(
+                f"{where}: its parts were split with another rule; merge them with the one they were split with"
+            )
+        return layout
+
+    def nested(self, optim: StateDict, found: Exchange) -> StateDict:
+        """Return the optimizer's state dict in the layout that it had, of the values under these flat keys."""
+        if self._is_flat:
+            return {key.removeprefix(f"{self._lead}."): value for key, value in optim.items()}
+
+        def listed_as(fqn: str) -> Sequence[str]:
+            return found.listed.get((self._lead, fqn), (fqn,))
+
+        state: StateDict = {new: {} for fqn in self._states for new in listed_as(fqn)}
+        for key, value in optim.items():
+            _, _, fqn, name = found.paths.get(key) or self.paths[key]
+            state[str(fqn)][name] = value
+        if is_fsdp_dtensor(self._before):
+            return {**self._before, "state": state}
+        groups = [
+            {**group, "params": [new for fqn in group["params"] for new in listed_as(fqn)]}
+            for group in self._before["param_groups"]
+        ]
+        return {"state": state, "param_groups": groups}
+
+
+def _with_own_ranks(rule: Rule, ranks: int | None, values: Mapping[str, float], where: str) -> Mapping[str, float]:
+    """Divide by as many tensor-parallel ranks as the parameter's own mesh has, where that tells.
+
+    Experts have a mesh of their own, on which it may be another number than that of dense layers.
+
+    Raises:
+        ValueError: the number given is another.
+    """
+    name = str(rule.groups)
+    if ranks is None or name not in (DENSE_RANKS, EXPERT_RANKS):
+        return values
+    if values.get(name, ranks) != ranks:
+        raise ValueError(
+            f"{where}: expected {name}={ranks}, as many tensor-parallel ranks as its own mesh has, got "
+            f"{name}={values[name]}; leave it out"
+        )
+    return {**values, name: ranks}
+
+
+# Splitting ------------------------------------------------------------------------------------------------------------
+
+
+def _split(found: Exchange, source: _StateDicts) -> dict[str, StateDict]:
+    """Old key → the new keys and values in its place."""
+    fusions = {fusion.fused: fusion for fusion in found.fusions}
+    owners = {name.key: found.owners.get((name.optimizer, name.fqn)) for name in source.names.states}
+    new: dict[str, StateDict] = {}
+    for key, value in source.all.items():
+        fusion, owner = fusions.get(key), owners.get(key)
+        if fusion is not None:
+            param = source.all[fusion.owner or key]
+            is_master = key in owners and key.rpartition(".")[2] == MASTER
+            new[key] = {} if is_master and is_duplicate(param, value.dtype) else _parts_of(fusion, param, value)
+        elif key in found.copies:
+            new[key] = {part: _copied(value) for part in found.copies[key]}
+        else:
+            new[key] = {key: value if owner is None else _with_chunks_of(source.all[owner], value)}
+    return new
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+
+
+def _with_chunks_of(param: Any, value: Any) -> Any:
+    """Give state of an unsplit parameter that parameter's chunks, where its own placements are nominal."""
+    if not all(isinstance(each, Tensor) and is_dtensor(each) for each in (param, value)):
+        return value
+    if says_its_chunks(value) or not says_its_chunks(param):
+        return value
+    chunks = chunks_of(param)
+    is_alike = tuple(value.shape) == chunks.global_shape and local_shard(value).numel() == chunks.local_numel
+    return with_chunks(value, shard_chunks=chunks) if is_alike else value
+
+
+def _parts_of(fusion: Fusion, param: Tensor, value: Tensor) -> dict[str, Tensor]:
+    """Views of ``value``: the fused parameter itself, or state of it."""
+    memory = _memory_of(value, fusion.fused, is_sharded=is_dtensor(value) or is_dtensor(param))
+    own = chunks_of(param)
+    # A whole tensor; beside a sharded parameter, one that is larger than the shard.
+    is_plain = not is_dtensor(value) and (not is_dtensor(param) or memory.numel() != own.local_numel)
+    chunks = _chunks_in(fusion, param, own, value, memory, is_plain=is_plain)
+    if chunks is None:
+        raise ValueError(
+            f"{fusion.fused} has shape {tuple(value.shape)}, its parameter {fusion.shape}: it is not known how to "
+            f"split that. Exclude {fusion.owner}"
+        )
+    layout, ranks = (fusion.shape, fusion.dim, fusion.combs), tensor_parallel_ranks(param)
+    found = {}
+    for number, (key, comb) in enumerate(zip(fusion.parts, fusion.combs, strict=True)):
+        if is_plain:
+            part = _plain_part(memory, fusion.dim, comb)
+        else:
+            begin, of_part = span_of(part_chunks(chunks, fusion.dim, comb))
+            stretch = memory.view(-1)[begin : begin + of_part.local_numel]
+            like = value if is_dtensor(value) else param
+            part = over_part(like, ShardTensor(stretch, of_part), of_part.global_shape)
+        is_copy = not is_dtensor(part) and not _is_view(comb)
+        _origins[part] = _Origin(value, str(fusion.owner), number, layout, memory, ranks, is_copy)
+        found[key] = part
+    return found
+
+
+def _chunks_in(
+    fusion: Fusion, param: Tensor, own: ShardChunks, value: Tensor, memory: Tensor, *, is_plain: bool
+) -> ShardChunks | None:
+    """List what ``memory`` holds of the fused tensor, whose parameter has the chunks ``own``; None if unknown."""
+    is_whole_shape = tuple(value.shape) == fusion.shape
+    if is_plain:
+        return chunks_of(memory) if is_whole_shape else None
+    if is_whole_shape and is_dtensor(value):
+        # Placements of Megatron-FSDP's tensors are nominal: their chunks are the parameter's.
+        is_nominal = says_its_chunks(param) and not says_its_chunks(value)
+        chunks = own if is_nominal else chunks_of(value)
+        return chunks if chunks.local_numel == memory.numel() else None
+    # What some optimizers keep: this rank's elements, shaped as in the parameter or flat, and maybe without a mesh.
+    is_shaped = tuple(memory.shape) == tuple(local_shard(param).shape)
+    is_flat = is_flat_state(param, value) or (memory.dim() == 1 and says_its_chunks(param))
+    return own if memory.numel() == own.local_numel and (is_shaped or is_flat) else None
+
+
+def _memory_of(value: Tensor, where: str, *, is_sharded: bool) -> Tensor:
+    """Return this rank's elements as a plain tensor, without a copy."""
+    local = local_shard(value)
+    memory = (local.local if isinstance(local, ShardTensor) else local).detach()
+    if type(memory) is not Tensor:
+        raise ValueError(f"{where} is a {type(memory).__name__}, of which no views can be taken; convert it first")
+    if is_sharded and not memory.is_contiguous():
+        raise ValueError(f"{where}: expected a contiguous local tensor, got strides {memory.stride()}")
+    return memory
+
+
+def _is_view(comb: Comb) -> bool:
+    """Tell whether strides can express the part of a plain tensor."""
+    return comb.blocks == 1 or comb.length == 1
+
+
+def _plain_part(whole: Tensor, dim: int, comb: Comb) -> Tensor:
+    if comb.is_dropped:
+        return whole.select(dim, comb.start)
+    if comb.length == 1:
+        return whole[(*(slice(None),) * dim, slice(comb.start, None, comb.distance))]
+    blocks = [whole.narrow(dim, comb.start + n * comb.distance, comb.length) for n in range(comb.blocks)]
+    return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim)
+
+
+# Merging --------------------------------------------------------------------------------------------------------------
+
+
+def _merged(found: Exchange, source: _StateDicts) -> dict[str, StateDict]:
+    """Old key → the new keys and values in its place: the fused tensor replaces its first part."""
+    first = {fusion.parts[0]: fusion for fusion in found.fusions}
+    others = {part for fusion in found.fusions for part in fusion.parts[1:]}
+    new: dict[str, StateDict] = {}
+    for key, value in source.all.items():
+        if key in first:
+            fusion = first[key]
+            new[key] = {fusion.fused: _put_together(fusion, [source.all[part] for part in fusion.parts])}
+        else:
+            new[key] = dict.fromkeys(() if key in others else found.copies.get(key, (key,)), value)
+    return new
+
+
+def _origins_of(rule_key: str | None, parts: Sequence[Tensor], where: str) -> list[_Origin] | None:
+    """Return where the parts come from, if they are all the parts of the tensor ``rule_key``, in their order.
+
+    Other parts of a tensor, or parts of others, may be merged into something else: then they are plain tensors.
+    """
+    origins: list[_Origin] = [origin for part in parts if (origin := _origins.get(part)) is not None]
+    if [(each.rule_key, len(each.layout[2])) for each in origins] != [(rule_key, len(parts))] * len(parts):
+        return None
+    if any(each.fused is not origins[0].fused or each.number != number for number, each in enumerate(origins)):
+        raise ValueError(f"{where}: its parts were split from different tensors")
+    return origins
+
+
+def _put_together(fusion: Fusion, parts: Sequence[Tensor]) -> Tensor:
+    origins = _origins_of(fusion.owner, parts, fusion.fused)
+    if origins is not None:
+        for part, origin, comb in zip(parts, origins, fusion.combs, strict=True):
+            if origin.is_copy:
+                _write(origin.memory, fusion.dim, comb, part)
+        return origins[0].fused
+    if any(is_dtensor(part) for part in parts):
+        raise ValueError(
+            f"{fusion.fused}: its parts are sharded and were not made by split_state_dict, so rows that belong "
+            "together may be on different ranks. Split the state dict of the fused model, load into that, then merge"
+        )
+    if len({part.device for part in parts}) > 1:
+        devices = ", ".join(str(part.device) for part in parts)
+        raise ValueError(f"{fusion.fused}: its parts are on {devices}; a fused tensor is all of one dtype and device")
+    whole = parts[0].new_empty(fusion.shape)
+    for part, comb in zip(parts, fusion.combs, strict=True):
+        _write(whole, fusion.dim, comb, part.detach())
+    return whole
+
+
+def _write(whole: Tensor, dim: int, comb: Comb, part: Tensor) -> None:
+    if _is_view(comb):
+        _plain_part(whole, dim, comb).copy_(part)
+        return
+    for block in range(comb.blocks):
+        target = whole.narrow(dim, comb.start + block * comb.distance, comb.length)
+        target.copy_(part.narrow(dim, block * comb.length, comb.length))

@@ -1,0 +1,237 @@
+"""Sort the keys of a checkpoint: tensors of a model, state of an optimizer by FQN, or its param groups.
+
+====================================== ================================================================================
+path or key                            what it is
+====================================== ================================================================================
+``optim`` ``state`` FQN ``exp_avg``    state of a parameter, of a nested optimizer state dict
+``optim`` ``state.FQN.exp_avg``        the same, of a flattened one
+``optimizer.state.exp_avg.FQN``        the same, named by kind first, as Megatron's ``torch_dist`` has it
+``optim`` ``param_groups.FQN.lr``      what a param group says of one parameter, flattened
+``optim`` ``param_groups`` 0           a param group, or one entry of it: ``params`` lists FQNs
+anything else                          a tensor of a model, or something that has no parts: such as Megatron's
+                                       ``param_to_group_meta``, which has the fused names whatever is split
+====================================== ================================================================================
+
+DCP keeps the path of a value in the nested state dict; where another writer has not, the key's own dots are taken. FQNs
+have dots and names of state have none, as :mod:`fsdp_offload.checkpoint.names` reads them too.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Set
+from typing import NamedTuple
+
+Path = tuple[str | int, ...]
+
+_BY_FQN = ("state", "param_groups")
+
+KINDS = frozenset(("exp_avg", "exp_avg_sq", "momentum_buffer", "param", "fp32_param", "master_param"))
+"""Megatron-Core's names of state, for checkpoints without a model that tells which words are the FQN."""
+
+
+class StateName(NamedTuple):
+    """A key that is about one parameter of an optimizer.
+
+    Attributes:
+        key: the whole.
+        before: what comes before the FQN: ``optim.state.``, or ``optimizer.state.exp_avg.``.
+        fqn: of the parameter.
+        after: what comes after it: ``.exp_avg``, or nothing.
+        path: where the value was; empty if that is not known.
+        at: the component of the path that has the FQN in it.
+        around: the rest of that component, before and after the FQN.
+        kind: the entry's name, where it comes before the FQN.
+    """
+
+    key: str
+    before: str
+    fqn: str
+    after: str
+    path: Path = ()
+    at: int = 0
+    around: tuple[str, str] = ("", "")
+    kind: str = ""
+
+    @property
+    def optimizer(self) -> str:
+        """Return the prefix that tells one optimizer's keys from those of others."""
+        return ".".join(self._lead[:-2])
+
+    @property
+    def is_state(self) -> bool:
+        """State, rather than what a group says."""
+        return self._lead[-2] == "state"
+
+    @property
+    def _lead(self) -> list[str]:
+        return self.before.removesuffix(f"{self.kind}." if self.kind else "").split(".")
+
+    @property
+    def name(self) -> str:
+        """Return the entry's name, such as ``exp_avg``."""
+        return self.kind or self.after.removeprefix(".")
+
+    def renamed(self, fqn: str) -> tuple[str, Path]:
+        """Return the key and the path of the same entry of another parameter."""
+        key = f"{self.before}{fqn}{self.after}"
+        if not self.path:
+            return key, ()
+        return key, (*self.path[: self.at], fqn.join(self.around), *self.path[self.at + 1 :])
+
+
+class GroupName(NamedTuple):
+    """A key that is a param group, all of them, or the list of FQNs of one."""
+
+    key: str
+    optimizer: str
+    is_list: bool
+
+
+class Names(NamedTuple):
+    """The keys of a checkpoint, by what they are."""
+
+    states: tuple[StateName, ...]
+    groups: tuple[GroupName, ...]
+    others: tuple[str, ...]
+
+
+def sorted_out(keys: Iterable[str], paths: Mapping[str, Path]) -> Names:
+    """Sort keys into state, param groups and others."""
+    states, groups, others = [], [], []
+    known_keys = dict.fromkeys(keys)
+    for key in known_keys:
+        path = paths.get(key, ())
+        known = path if ".".join(map(str, path)) == key else ()
+        name = _of_path(key, known)
+        if name is None and len(known) < 2:  # nothing is nested there, or nobody knows
+            name = _by_kind_first(key, known, known_keys.keys()) or _of_key(key, known)
+        if isinstance(name, StateName):
+            states.append(name)
+        elif isinstance(name, GroupName):
+            groups.append(name)
+        else:
+            others.append(key)
+    return Names(tuple(states), tuple(groups), tuple(others))
+
+
+def _of_path(key: str, path: Path) -> StateName | GroupName | None:
+    for at, component in enumerate(path):
+        rest = path[at + 1 :]
+        start = "".join(f"{part}." for part in path[:at])
+        if component == "param_groups" and (not rest or isinstance(rest[0], int)):
+            return _group(key, start.removesuffix("."), rest)
+        if component in _BY_FQN and rest:
+            nested = _in_component(key, f"{start}{component}.", "", str(rest[0]), path, at + 1)
+            return nested if isinstance(rest[0], str) else None
+        kind = str(component).partition(".")[0]
+        if kind in _BY_FQN and component != kind:
+            return _in_component(key, f"{start}{kind}.", f"{kind}.", str(component), path, at)
+    return None
+
+
+def _in_component(key: str, before: str, kind: str, component: str, path: Path, at: int) -> StateName | None:
+    rest = "".join(f".{part}" for part in path[at + 1 :])
+    text = component.removeprefix(kind)
+    # With the FQN alone in its component, what follows is the entry; else the entry is the last word.
+    fqn, name = (text, "") if rest and not kind else text.rpartition(".")[::2]
+    if not fqn:
+        return None
+    after = f".{name}" if name else ""
+    return StateName(key, before, fqn, after + rest, path, at, (kind, after))
+
+
+def _of_key(key: str, path: Path) -> StateName | GroupName | None:
+    parts = key.split(".")
+    for at in range(len(parts)):
+        rest = parts[at + 1 :]
+        if parts[at] not in _BY_FQN:
+            continue
+        optimizer = ".".join(parts[:at])
+        if parts[at] == "param_groups" and (not rest or _is_number(rest[0])):
+            return _group(key, optimizer, [int(part) if _is_number(part) else part for part in rest])
+        if len(rest) > 1:
+            before = ".".join([*parts[: at + 1], ""])
+            after = f".{rest[-1]}"
+            return StateName(key, before, ".".join(rest[:-1]), after, path, 0, (before, after))
+    return None
+
+
+def _by_kind_first(key: str, path: Path, known: Set[str]) -> StateName | None:
+    """State of Megatron-Core's ``torch_dist``: what follows the kind is a key of the model itself."""
+    lead, found, rest = key.partition("state.") if key.startswith("state.") else key.partition(".state.")
+    kind, _, fqn = rest.partition(".")
+    if not found or not fqn or not (fqn in known or (kind in KINDS and fqn.rpartition(".")[2] not in KINDS)):
+        return None
+    before = f"{lead}{found}{kind}."
+    return StateName(key, before, fqn, "", path, 0, (before, ""), kind)
+
+
+def _group(key: str, optimizer: str, rest: Iterable[str | int]) -> GroupName | None:
+    inside = [part for part in rest if isinstance(part, str)]
+    if inside and inside != ["params"]:
+        return None  # an entry that all parameters of the group share
+    return GroupName(key, optimizer, bool(inside))
+
+
+def _is_number(part: str) -> bool:
+    return part.isdecimal() and len(part) < 10  # of param groups: nobody has a thousand million
+
+
+# Whose state it is ----------------------------------------------------------------------------------------------------
+
+
+class Owner(NamedTuple):
+    """The tensor of a model that state belongs to: ``key = lead + same``, and the state's ``fqn = own_lead + same``."""
+
+    key: str
+    lead: str
+    own_lead: str
+
+    def own(self, other_key: str, fqn: str) -> str:
+        """Return the state's name for another tensor of the same model.
+
+        Raises:
+            ValueError: the rule changes the beginning of the key.
+        """
+        if not other_key.startswith(self.lead):
+            raise ValueError(
+                f"state of {fqn} belongs to {self.key}, but what becomes of it, {other_key}, does not begin with "
+                f"{self.lead!r} as well; write the rule with a placeholder for the prefix"
+            )
+        return self.own_lead + other_key.removeprefix(self.lead)
+
+
+class Owners:
+    """Index of a model's keys by all of their endings, to find the owner of state."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._by_end: dict[str, list[str]] = {}
+        for key in keys:
+            at = 0
+            while at >= 0:
+                self._by_end.setdefault(key[at:], []).append(key)
+                at = key.find(".", at) + 1 or -1
+
+    def of(self, fqn: str, same: Callable[[str, str], bool]) -> Owner | None:
+        """Return the owner of state of ``fqn``; of several, the one with the shortest prefix before it.
+
+        Args:
+            fqn: as the optimizer has it; it may have ``module.`` in front more often than the model.
+            same: whether the plan changes two of the model's keys alike; if not, either may be the owner.
+
+        Raises:
+            ValueError: several keys may be the owner.
+        """
+        own_lead, end = "", fqn
+        while True:
+            found = self._by_end.get(end, [])
+            if found:
+                depth = min(key.removesuffix(end).count(".") for key in found)
+                nearest = [key for key in found if key.removesuffix(end).count(".") == depth]
+                if not all(same(nearest[0], other) for other in nearest[1:]):
+                    raise ValueError(
+                        f"state of {fqn} may belong to {' or '.join(nearest[:3])}, of which not the same becomes; use "
+                        "rules that match all of them, or --exclude them all"
+                    )
+                return Owner(nearest[0], nearest[0].removesuffix(end), own_lead)
+            if not end.startswith("module."):
+                return None
+            own_lead, end = own_lead + "module.", end.removeprefix("module.")

@@ -1,0 +1,522 @@
+"""Plan what becomes of each key when fused tensors are split or parts are merged: *keys × rules → plan*.
+
+::
+
+    keys ──names.sorted_out──▶ tensors of the model ──rules──▶ Match ──┐
+                               state by FQN ────whose tensor is it?────┴──▶ Exchange: fusions, copies, new names
+
+One plan serves checkpoints in files (:mod:`checkpoint_tools.fuse.files`) and state dicts in memory
+(:mod:`checkpoint_tools.fuse.live`). State follows its parameter: where the model's tensors are among the keys, their
+state is exchanged as they are, even if its FQNs have other prefixes (``model.module.x`` and ``module.module.x``). State
+without a model is matched by its own FQNs. The plan reads shapes, and only those values that it copies or compares.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ..core.regions import Comb
+from ..core.text import check_excluded, is_excluded, short_repr
+from ..core.values import same_values
+from .names import GroupName, Names, Owners, Path, StateName
+from .rules import ALL, Match, Rule, Shape, Wanted, Way, find_matches, match_of, nothing_matches
+
+
+class Fusion(NamedTuple):
+    """One fused tensor and its parts, of which either it or they are stored.
+
+    Attributes:
+        fused: its key.
+        parts: their keys, in the order in which they lie in the fused tensor.
+        shape: of the fused tensor.
+        dtype: of all.
+        dim: the fused dimension, not negative.
+        combs: where each part lies along it.
+        is_flat: it is stored as one dimension of all of its elements.
+        owner: the key of the model's tensor whose state it is, or its own key in the model; ``None`` without a model.
+    """
+
+    fused: str
+    parts: tuple[str, ...]
+    shape: Shape
+    dtype: torch.dtype
+    dim: int
+    combs: tuple[Comb, ...]
+    is_flat: bool = False
+    owner: str | None = None
+
+
+Fqn = tuple[str, str]
+"""An optimizer's prefix, and the FQN of one of its parameters."""
+
+
+class Exchange(NamedTuple):
+    """The plan: what becomes of each key. Keys that it does not name stay.
+
+    Attributes:
+        fusions: fused tensors that are split, or parts that are merged; those of the model come first.
+        copies: key → the keys under which its value is afterwards: several, one or none.
+        objects: key → the bytes that replace it.
+        paths: new key → its path in the nested state dict, if known.
+        parameters: how many of the fusions are tensors of a model.
+        matched: the fused tensors by the names that the rules match: of the model, or of state without one.
+        listed: what param groups list instead of an FQN.
+        owners: the model's tensor to which the state of an FQN belongs.
+    """
+
+    fusions: tuple[Fusion, ...]
+    copies: Mapping[str, tuple[str, ...]]
+    objects: Mapping[str, bytes]
+    paths: Mapping[str, Path]
+    parameters: int
+    matched: tuple[str, ...] = ()
+    listed: Mapping[Fqn, tuple[str, ...]] = {}
+    owners: Mapping[Fqn, str] = {}
+
+
+class _Sized(Protocol):
+    @property
+    def shape(self) -> Any: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
+Layout = tuple[Shape, int, tuple[Comb, ...]]
+"""The shape of a fused tensor, its fused dimension, and where the parts lie along it."""
+
+
+@dataclass
+class Source:
+    """What a plan is made from: values under flat keys.
+
+    Attributes:
+        names: the keys, sorted by what they are.
+        tensors: key → anything with a shape and a dtype.
+        paths: key → its path in the nested state dict, if known.
+        groups: the contents of the param groups.
+        values: of the model's config, which the rules name.
+    """
+
+    names: Names
+    tensors: Mapping[str, _Sized]
+    paths: Mapping[str, Path]
+    groups: Mapping[GroupName, Any]
+    values: Mapping[str, float]
+
+    def value(self, key: str) -> Any:
+        """Return an object or a number, to be copied or compared."""
+        raise NotImplementedError
+
+    def values_for(self, rule: Rule, key: str) -> Mapping[str, float]:
+        """Return the config values that hold for the tensor ``key``."""
+        del rule, key
+        return self.values
+
+    def joined(self, match: Match, keys: Sequence[str], where: str) -> Layout:
+        """Return the layout of the tensor that is fused of these; see :meth:`Match.joined`."""
+        shapes = [tuple(self.tensors[key].shape) for key in keys]
+        return match.joined(shapes, self.values_for(match.rule, keys[0]), where)
+
+    def check_state(self, key: str, shape: Shape, fused: str) -> None:
+        """Refuse state that cannot be split like its parameter, which has this shape."""
+
+
+@dataclass
+class Draft:
+    """Exchange under construction."""
+
+    keys: frozenset[str]
+    paths_before: Mapping[str, Path]
+    fusions: list[Fusion] = field(default_factory=list)
+    copies: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    paths: dict[str, Path] = field(default_factory=dict)
+    old: set[str] = field(default_factory=set)
+
+    def fuse(self, fusion: Fusion, old: Iterable[str]) -> None:
+        """Exchange a fused tensor for its parts, or the other way round; ``old`` are the keys that are stored."""
+        self.fusions.append(fusion)
+        self.old.update(old)
+
+    def copy(self, name: StateName, fqns: Sequence[str]) -> None:
+        """Give an entry of state to these parameters."""
+        self.copies[name.key] = tuple(self.renamed(name, fqn) for fqn in fqns)
+
+    def renamed(self, name: StateName, fqn: str) -> str:
+        """Return the key of the same entry of another parameter, and note its path."""
+        key, path = name.renamed(fqn)
+        if path:
+            self.paths[key] = path
+        return key
+
+    def path_beside(self, key: str, other: str) -> None:
+        """Put the new key ``other`` where ``key`` was in the nested state dict."""
+        path = self.paths_before.get(key, ())
+        if not path or ".".join(map(str, path)) != key:
+            return
+        for at in range(len(path), 0, -1):  # the longest beginning that both have
+            lead = "".join(f"{part}." for part in path[: at - 1])
+            if other.startswith(lead):
+                self.paths[other] = (*path[: at - 1], other.removeprefix(lead))
+                return
+
+    def check_new_keys(self) -> None:
+        """Check that every new key is free.
+
+        Raises:
+            ValueError: two values would have one name.
+        """
+        fused = (key for fusion in self.fusions for key in (fusion.fused, *fusion.parts) if key not in self.old)
+        new = Counter([*fused, *(key for keys in self.copies.values() for key in keys)])
+        left = self.keys - self.old - self.copies.keys()
+        taken = sorted(key for key, count in new.items() if count > 1 or key in left)
+        if taken:
+            raise ValueError(f"there would be two values named {taken[0]} ({len(taken)} such names)")
+
+
+def plan_exchange(
+    way: Way, source: Source, rules: Sequence[Rule], excluded: Sequence[str] = (), wanted: Wanted = ALL
+) -> Exchange:
+    """Plan the exchange of fused tensors for their parts, or of parts for fused tensors.
+
+    Args:
+        way: ``"split"``, or its inverse ``"merge"``.
+        source: the keys, and what is known of their values.
+        rules: those that are not optional have to match something.
+        excluded: patterns of keys that stay.
+        wanted: which of the matches are exchanged.
+
+    Raises:
+        ValueError: rules do not fit, names are taken or ambiguous, parts are missing, or parts differ where one fused
+            tensor has one value.
+    """
+    planner = _Planner(way, source, rules, excluded, wanted)
+    if way == "split":
+        planner.split()
+    else:
+        planner.merge()
+    planner.draft.check_new_keys()
+    return planner.exchange()
+
+
+class _Role(NamedTuple):
+    """The role of a name in a match: the fused tensor (no number), or one of the parts.
+
+    ``fused`` and ``parts`` are named as the model or this optimizer names them; ``owner`` is the model's tensor to
+    which state belongs.
+    """
+
+    match: Match
+    fused: str
+    parts: tuple[str, ...]
+    number: int | None
+    owner: str | None
+
+    @property
+    def exchanged_for(self) -> tuple[str, ...]:
+        """The names that param groups list instead: those of the parts, or the fused one in place of the first part."""
+        if self.number is None:
+            return self.parts
+        return (self.fused,) if self.number == 0 else ()
+
+
+class _Planner:
+    def __init__(
+        self, way: Way, source: Source, rules: Sequence[Rule], excluded: Sequence[str], wanted: Wanted
+    ) -> None:
+        self.way, self.source, self.rules, self.excluded, self.wanted = way, source, rules, excluded, wanted
+        names = source.names
+        model = [key for key in names.others if key in source.tensors]
+        self.shapes: Mapping[str, Shape] = {key: tuple(source.tensors[key].shape) for key in model}
+        fqns = dict.fromkeys((name.optimizer, name.fqn) for name in names.states)
+        for group, content in source.groups.items():
+            fqns.update(dict.fromkeys((group.optimizer, str(fqn)) for fqn in listed(content, group)))
+        self.fqns = tuple(fqns)
+        keys = [*names.others, *(name.key for name in names.states), *(name.key for name in names.groups)]
+        check_excluded(excluded, [*keys, *(name for fqn in fqns for name in (fqn[1], _key_of(fqn)))])
+        self.draft = Draft(frozenset(keys), source.paths)
+        self.layouts: dict[str, Layout] = {}  # of the model's fused tensors
+        self.used: set[int] = set()  # rules that match something
+        self.of_model = self._roles(model)
+        self.owners: dict[Fqn, str] = {}
+        self.of_state = self._roles_of_state(fqns, Owners(model))
+        self._check_rules()
+        self._check_ambiguity()
+
+    # --- the role of each name ---
+
+    def _roles(self, names: Iterable[str]) -> dict[str, _Role]:
+        known = [name for name in names if not is_excluded(name, self.excluded)]
+        roles = {}
+        for match in find_matches(self.way, known, self.rules, self.wanted):
+            self.used.update(number for number, rule in enumerate(self.rules) if rule is match.rule)
+            if self.way == "split":
+                roles[match.fused] = _Role(match, match.fused, match.parts, None, None)
+            else:
+                for number, part in enumerate(match.parts):
+                    roles[part] = _Role(match, match.fused, match.parts, number, None)
+        return roles
+
+    def _roles_of_state(self, fqns: Iterable[Fqn], owners: Owners) -> dict[Fqn, _Role]:
+        roles: dict[Fqn, _Role] = {}
+        alone: dict[str, list[str]] = {}
+        for optimizer, fqn in fqns:
+            owner = owners.of(fqn, self._become_the_same)
+            if owner is None:
+                if not is_excluded(_key_of((optimizer, fqn)), self.excluded):  # users exclude the keys that they see
+                    alone.setdefault(optimizer, []).append(fqn)
+                continue
+            self.owners[optimizer, fqn] = owner.key
+            role = self.of_model.get(owner.key)
+            if role is not None:
+                own = [owner.own(key, fqn) for key in (role.fused, *role.parts)]
+                roles[optimizer, fqn] = _Role(role.match, own[0], tuple(own[1:]), role.number, owner.key)
+        for optimizer, names in alone.items():
+            roles.update(((optimizer, fqn), role) for fqn, role in self._roles(names).items())
+        return roles
+
+    def _become_the_same(self, one: str, other: str) -> bool:
+        """Tell whether two of the model's tensors are exchanged alike, so that state may be of either."""
+        roles = [self.of_model.get(key) for key in (one, other)]
+        if roles[0] is None or roles[1] is None:
+            return roles[0] is roles[1]
+        dtypes = [self.source.tensors[key].dtype for key in (one, other)]
+        return (
+            roles[0].match.rule is roles[1].match.rule
+            and roles[0].number == roles[1].number
+            and self.shapes[one] == self.shapes[other]
+            and dtypes[0] == dtypes[1]
+        )
+
+    def _check_rules(self) -> None:
+        idle = [rule.fused for n, rule in enumerate(self.rules) if n not in self.used and not rule.optional]
+        if not self.used or (idle and self.wanted is ALL):
+            keys = [*self.shapes, *(fqn for _, fqn in self.fqns)]
+            raise ValueError(nothing_matches(self.way, self.rules, idle, keys))
+
+    def _check_ambiguity(self) -> None:
+        for optimizer, param in self.fqns:
+            if param.isdecimal() and self.of_model:
+                raise ValueError(
+                    f"the parameters of the optimizer {optimizer or '(at the top)'} are numbered ({param}), and "
+                    "which state is of which is not known; save it as torch.distributed.checkpoint.state_dict gives it"
+                )
+        for name in self.source.names.states:
+            fqn = name.optimizer, name.fqn
+            is_left = fqn not in self.of_state and fqn not in self.owners and name.key in self.source.tensors
+            if is_left and not is_excluded(name.key, self.excluded) and self._is_matched(name.key):
+                raise ValueError(
+                    f"{name.key} may be a tensor of a model, or state of {name.fqn}; rename the one or --exclude it"
+                )
+
+    def _is_matched(self, key: str) -> bool:
+        matches = (match_of(self.way, rule, key) for rule in self.rules)
+        return any(match is not None and self.wanted(match) for match in matches)
+
+    # --- splitting ---
+
+    def split(self) -> None:
+        tensors = self.source.tensors
+        for key, role in self.of_model.items():
+            self._split_parameter(key, role)
+        alone = self._shapes_of_state()
+        for name in self.source.names.states:
+            of_state = self.of_state.get((name.optimizer, name.fqn))
+            if of_state is None:
+                continue
+            if name.key not in tensors or tensors[name.key].shape == ():
+                self._check_object(name)
+                self.draft.copy(name, of_state.parts)
+            else:
+                self._split_state(name, of_state, alone[name.optimizer])
+
+    def _split_parameter(self, key: str, role: _Role) -> None:
+        shape, dtype = self.shapes[key], self.source.tensors[key].dtype
+        dim, combs = role.match.divided(shape, self.source.values_for(role.match.rule, key), self.shapes)
+        self.layouts[key] = shape, dim, combs
+        self.draft.fuse(Fusion(key, role.parts, shape, dtype, dim, combs, owner=key), [key])
+        for part in role.parts:
+            self.draft.path_beside(key, part)
+
+    def _check_object(self, name: StateName) -> None:
+        if name.key not in self.source.tensors and holds_tensors(self.source.value(name.key)):
+            raise ValueError(
+                f"{name.key} is an object with tensors in it, and it is not known how to split that; --exclude its "
+                "parameter"
+            )
+
+    def _split_state(self, name: StateName, role: _Role, siblings: Mapping[str, Shape]) -> None:
+        tensor = self.source.tensors[name.key]
+        if role.owner is not None:
+            shape, dim, combs = self.layouts[role.owner]
+        else:
+            shape = siblings[name.fqn]
+            values = self.source.values_for(role.match.rule, name.key)
+            dim, combs = role.match.divided(shape, values, siblings)
+        self.source.check_state(name.key, shape, role.fused)
+        parts = tuple(self.draft.renamed(name, part) for part in role.parts)
+        is_flat = len(shape) > 1 and tensor.shape == (torch.Size(shape).numel(),)
+        self.draft.fuse(Fusion(name.key, parts, shape, tensor.dtype, dim, combs, is_flat, role.owner), [name.key])
+
+    def _shapes_of_state(self) -> dict[str, dict[str, Shape]]:
+        """Optimizer → FQN → the shape of the parameter: that of the state with the most dimensions."""
+        shapes: dict[str, dict[str, Shape]] = {name.optimizer: {} for name in self.source.names.states}
+        for name in self.source.names.states:
+            if name.is_state and name.key in self.source.tensors:
+                shape = tuple(self.source.tensors[name.key].shape)
+                known = shapes[name.optimizer].setdefault(name.fqn, shape)
+                if len(shape) > len(known):
+                    shapes[name.optimizer][name.fqn] = shape
+        return shapes
+
+    # --- merging ---
+
+    def merge(self) -> None:
+        for match in {role.fused: role.match for role in self.of_model.values()}.values():
+            fusion = self._fused(match, match.fused, match.parts, match.fused)
+            self.layouts[match.fused] = fusion.shape, fusion.dim, fusion.combs
+            self.draft.fuse(fusion, match.parts)
+            self.draft.path_beside(match.parts[0], match.fused)
+        self._check_options()
+        entries: dict[tuple[str, str, str], dict[int, tuple[StateName, _Role]]] = {}
+        for name in self.source.names.states:
+            role = self.of_state.get((name.optimizer, name.fqn))
+            if role is not None and role.number is not None:
+                entries.setdefault((name.before, role.fused, name.after), {})[role.number] = name, role
+        for by_number in entries.values():
+            self._merge_state(by_number)
+
+    def _merge_state(self, by_number: Mapping[int, tuple[StateName, _Role]]) -> None:
+        name, role = next(iter(by_number.values()))
+        missing = [part for number, part in enumerate(role.parts) if number not in by_number]
+        if missing:
+            raise ValueError(
+                f"{role.fused} cannot be merged: some of its parts have {name.name}, and {', '.join(missing)} have "
+                "not; save them with the same state"
+            )
+        names = [by_number[number][0] for number in range(len(role.parts))]
+        keys = tuple(name.key for name in names)
+        if all(key in self.source.tensors and self.source.tensors[key].shape != () for key in keys):
+            fused = self.draft.renamed(names[0], role.fused)
+            fusion = self._fused(role.match, fused, keys, role.owner and role.match.fused)
+            param = None if role.owner is None else self.layouts[role.match.fused][0]
+            if param is not None and param != fusion.shape:
+                raise ValueError(
+                    f"{fused} would have shape {fusion.shape}, its parameter {param}: it is not known how to merge "
+                    f"that; --exclude {role.fused}"
+                )
+            self.draft.fuse(fusion, keys)
+            return
+        self._check_equal(keys)
+        self.draft.copy(names[0], [role.fused])
+        self.draft.copies.update((key, ()) for key in keys[1:])
+
+    def _fused(self, match: Match, fused: str, keys: tuple[str, ...], owner: str | None) -> Fusion:
+        dtypes = {key: self.source.tensors[key].dtype for key in keys}
+        first = dtypes[keys[0]]
+        for key, dtype in dtypes.items():
+            if dtype != first:
+                raise ValueError(
+                    f"{fused} cannot be merged: {key} is {dtype} and {keys[0]} {first}, and a fused tensor is all of "
+                    "one dtype; convert one of them first"
+                )
+        shape, dim, combs = self.source.joined(match, keys, fused)
+        return Fusion(fused, keys, shape, first, dim, combs, owner=owner)
+
+    def _check_equal(self, keys: Sequence[str]) -> None:
+        first = self.source.value(keys[0])
+        for key in keys[1:]:
+            value = self.source.value(key)
+            if not same_values(first, value):
+                raise ValueError(
+                    f"{keys[0]} is {short_repr(first)} and {key} is {short_repr(value)}; one fused value cannot be both"
+                )
+
+    def _check_options(self) -> None:
+        """Check that the parts of one tensor are in param groups with the same options."""
+        options: dict[Fqn, Mapping[str, Any]] = {}
+        for name, content in self.source.groups.items():
+            for group in groups_in(content, name):
+                entries = {entry: value for entry, value in group.items() if entry != "params"}
+                if name.is_list:  # the options are under keys of their own; groups are taken to differ
+                    entries = {"listed in": name.key}
+                options.update(((name.optimizer, str(fqn)), entries) for fqn in group.get("params", ()))
+        for fused, (optimizer, parts) in {
+            (optimizer, role.fused): (optimizer, role.parts) for (optimizer, _), role in self.of_state.items()
+        }.items():
+            _check_same_options(fused[1], {part: options.get((optimizer, part)) for part in parts})
+
+    # --- the result ---
+
+    def exchange(self) -> Exchange:
+        alone = (role for role in self.of_state.values() if role.owner is None)
+        return Exchange(
+            tuple(self.draft.fusions),
+            self.draft.copies,
+            {},
+            self.draft.paths,
+            len(self.layouts),
+            tuple(dict.fromkeys(role.match.fused for role in (*self.of_model.values(), *alone))),
+            {fqn: role.exchanged_for for fqn, role in self.of_state.items()},
+            self.owners,
+        )
+
+
+def _key_of(fqn: Fqn) -> str:
+    """Return what the keys of a parameter's state begin with."""
+    return f"{fqn[0]}.state.{fqn[1]}".removeprefix(".")
+
+
+# Param groups and objects ---------------------------------------------------------------------------------------------
+
+
+def listed(content: Any, name: GroupName) -> list[Any]:
+    """List the FQNs in a param group, in several, or in the list of one."""
+    return [fqn for group in groups_in(content, name) for fqn in group.get("params", ())]
+
+
+def groups_in(content: Any, name: GroupName) -> list[dict[str, Any]]:
+    """List the param groups; a bare list of names counts as a group without options."""
+    if name.is_list:
+        return [{"params": list(content)}] if isinstance(content, list | tuple) else []
+    groups = content if isinstance(content, list | tuple) else [content]
+    return [group for group in groups if isinstance(group, dict)]
+
+
+def _check_same_options(fused: str, options: Mapping[str, Mapping[str, Any] | None]) -> None:
+    """Check that parts may become one parameter, which has one learning rate and one weight decay.
+
+    ``options``: the entries of the param group that lists each part; ``None`` where none does.
+    """
+    known = {part: entries for part, entries in options.items() if entries is not None}
+    if known and len(known) < len(options):
+        missing = [part for part in options if part not in known]
+        raise ValueError(f"{fused} cannot be merged: param groups list {list(known)}, and not {missing}. Exclude it")
+    parts = list(known)
+    for part in parts[1:]:
+        first, entries = known[parts[0]], known[part]
+        if first.keys() != entries.keys() or not all(_equal(first[name], entries[name]) for name in first):
+            shown = [", ".join(f"{name}={value}" for name, value in each.items()) for each in (first, entries)]
+            raise ValueError(
+                f"{fused} cannot be merged: {parts[0]} and {part} are in param groups with different options, "
+                f"{shown[0]} and {shown[1]}; one parameter has one of each. Exclude it, with --exclude"
+            )
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
+    return bool(one == other)
+
+
+def holds_tensors(value: Any) -> bool:
+    """Tell whether an object of state contains tensors that may be shaped like the parameter."""
+    if isinstance(value, Tensor):
+        return value.dim() > 0
+    if isinstance(value, Mapping):
+        return any(map(holds_tensors, value.values()))
+    return isinstance(value, list | tuple | set) and any(map(holds_tensors, value))

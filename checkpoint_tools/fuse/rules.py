@@ -1,0 +1,527 @@
+r"""Rules: which tensors are fused of which parts, as data.
+
+A rule names the fused tensor and its parts by templates. ``{name}`` stands for any text and ``{name:regex}`` for text
+that matches; the parts are named with the same texts, so a rule reads in both directions::
+
+    fused = "{prefix}.mlp.gate_up_proj{suffix:\\.weight|\\.bias}"
+    parts = ["{prefix}.mlp.gate_proj{suffix}", "{prefix}.mlp.up_proj{suffix}"]
+
+Rules come from Python (:class:`Rule`), from a TOML or JSON file (:func:`load_rules`) or from :func:`preset`.
+"""
+
+import ast
+import dataclasses
+import fnmatch
+import functools
+import json
+import math
+import operator
+import re
+import tomllib
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
+
+from ..core.regions import Comb, Layout, combs_of
+from ..core.text import shortened
+from .preset_files import preset_names, preset_text
+
+Size = int | str
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """One way in which tensors are fused.
+
+    Attributes:
+        fused: template of the fused tensor's key: the whole FQN.
+        parts: templates of the parts' keys, in the order in which they lie in the fused tensor.
+        sizes: of the parts along ``dim``, over all groups: ``"equal"``, or for each part a number or an expression of
+            config values such as ``"num_heads * head_dim"``. One size may be ``"rest"``.
+        dim: the fused dimension; negative counts from the last.
+        layout: ``"concatenated"``; ``"interleaved"`` (one index of each part in turns); ``"grouped"``: for each
+            tensor-parallel rank, or each group of heads, its share of all parts; ``"stacked"``: one index for each
+            part, along a dimension that the parts do not have.
+        groups: for ``grouped``, a number or an expression: how many ranks or groups.
+        same_size_as: ``(template, dim)`` of another tensor whose size along ``dim`` has to be that of the first part.
+            What tells a gated MLP from one without a gate, where ``linear_fc1`` is half as large and must not be split.
+        optional: whether a model may have no such tensor. Of several optional rules one has to match all the same.
+        only: patterns of keys, as a shell's (``*``, ``?``, ``[...]``): the rule is about no others.
+        exclude: patterns of keys that the rule is not about.
+        source: where the layout is defined.
+
+    Raises:
+        ValueError: the rule contradicts itself.
+    """
+
+    fused: str
+    parts: tuple[str, ...]
+    sizes: str | tuple[Size, ...] = "equal"
+    dim: int = 0
+    layout: Layout = "concatenated"
+    groups: Size = 1
+    same_size_as: tuple[str, int] | None = None
+    optional: bool = False
+    only: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        self._check_types()
+        if len(self.parts) < 2:
+            raise ValueError(f"rule for {self.fused}: expected at least two parts, got {list(self.parts)}")
+        if self.layout not in get_args(Layout):
+            raise ValueError(f"rule for {self.fused}: layout must be one of {get_args(Layout)}, got {self.layout!r}")
+        if self.groups != 1 and self.layout != "grouped":
+            raise ValueError(f"rule for {self.fused}: groups are of the layout 'grouped', not of {self.layout!r}")
+        if self.sizes != "equal" and (isinstance(self.sizes, str) or len(self.sizes) != len(self.parts)):
+            raise ValueError(f"rule for {self.fused}: expected 'equal' or {len(self.parts)} sizes, got {self.sizes!r}")
+        if self.layout == "stacked" and (self.sizes != "equal" or self.same_size_as is not None):
+            raise ValueError(f"rule for {self.fused}: stacked parts have no sizes; leave out sizes and same_size_as")
+        names = set(template_pattern(self.fused).groupindex)
+        for part in self.parts:
+            if set(template_pattern(part).groupindex) != names:
+                raise ValueError(f"rule for {self.fused}: the part {part} has other placeholders than {sorted(names)}")
+
+    def _check_types(self) -> None:
+        """Rules come from files, where a string may stand where a list is meant."""
+        for name, (is_right, what) in _FIELD_CHECKS.items():
+            value = getattr(self, name)
+            if not is_right(value):
+                raise ValueError(f"rule for {self.fused}: {name} must be {what}, got {value!r}")
+
+    @property
+    def is_bounded(self) -> bool:
+        """Tell whether every key is matched quickly, whoever has written the rule."""
+        others = () if self.same_size_as is None else (self.same_size_as[0],)
+        return all(map(_is_bounded, (self.fused, *self.parts, *others)))
+
+    @property
+    def value_names(self) -> frozenset[str]:
+        """Name the config values in its sizes and groups, whether or not they can be evaluated."""
+        own = () if self.sizes == "equal" else self.sizes
+        expressions = [size for size in (*own, self.groups) if isinstance(size, str) and size != "rest"]
+        return frozenset(name for text in expressions for name in re.findall(r"\b[^\W\d]\w*", text))
+
+    def dim_of(self, shape: Sequence[int], where: str) -> int:
+        """Return the fused dimension of a tensor of that shape, not negative.
+
+        Raises:
+            ValueError: it has no such dimension, or no other one where parts are stacked.
+        """
+        dim = self.dim + (len(shape) if self.dim < 0 else 0)
+        if not 0 <= dim < len(shape):
+            raise ValueError(f"{where} has shape {tuple(shape)}, and the rule divides dimension {self.dim}")
+        if self.layout == "stacked" and len(shape) == 1:
+            raise ValueError(f"{where} has shape {tuple(shape)}: nothing is left of a stack of numbers without it")
+        return dim
+
+    def match(self, key: str) -> "Match | None":
+        """Return the parts of the fused tensor ``key``, if the rule covers it."""
+        found = template_pattern(self.fused).fullmatch(key) if len(key) <= MAX_KEY else None
+        if found is None or _is_any(key, self.exclude) or (self.only and not _is_any(key, self.only)):
+            return None
+        texts = found.groupdict()
+        return Match(self, key, tuple(template_filled(part, texts) for part in self.parts), texts)
+
+    def match_part(self, key: str, number: int = 0) -> "Match | None":
+        """Return the fused tensor of which ``key`` is part ``number``, if the rule covers it."""
+        typed = _typed(self.parts[number], self.fused)
+        found = template_pattern(typed).fullmatch(key) if len(key) <= MAX_KEY else None
+        return None if found is None else self.match(template_filled(self.fused, found.groupdict()))
+
+    def combs(self, fused_size: int, values: Mapping[str, float], where: str) -> tuple[Comb, ...]:
+        """Locate the parts along the fused dimension.
+
+        Args:
+            fused_size: of the fused tensor along ``dim``.
+            values: the config values that expressions name.
+            where: the key, for messages.
+
+        Raises:
+            ValueError: sizes do not add up, do not divide, or name values that there are not
+                (:class:`MissingValueError`).
+        """
+        groups = _evaluated(self.groups, _with_default_sizes(values), where)
+        if groups < 1:
+            raise ValueError(f"{where}: {self.groups} is {groups}; expected 1 or more, as many as it was divided into")
+        sizes = self._sizes(fused_size, values, where)
+        if sum(sizes) != fused_size or min(sizes) < 0:
+            raise ValueError(
+                f"{where}: its parts have sizes {sizes}, {sum(sizes)} together, but its dimension {self.dim} has "
+                f"{fused_size}. Is it fused as the rule for {self.fused} says?"
+            )
+        try:
+            return combs_of(sizes, self.layout, groups)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
+
+    def _sizes(self, fused_size: int, values: Mapping[str, float], where: str) -> list[int]:
+        count = len(self.parts)
+        if self.layout == "stacked":
+            return [1] * count
+        if self.sizes == "equal":
+            if fused_size % count:
+                raise ValueError(f"{where}: dimension {self.dim} of size {fused_size} has no {count} equal parts")
+            return [fused_size // count] * count
+        known = [None if size == "rest" else _evaluated(size, values, where) for size in self.sizes]
+        rest = fused_size - sum(size for size in known if size is not None)
+        return [rest if size is None else size for size in known]
+
+
+DENSE_RANKS, EXPERT_RANKS = "tp_size", "etp_size"
+"""Config values: over how many tensor-parallel ranks dense layers and experts are divided."""
+
+
+def _with_default_sizes(values: Mapping[str, float]) -> Mapping[str, float]:
+    """Divide experts as dense layers where nothing else is said, which is Megatron's default."""
+    return {EXPERT_RANKS: values[DENSE_RANKS], **values} if DENSE_RANKS in values else values
+
+
+class MissingValueError(ValueError):
+    """A rule needs a value of the model's config that was not given.
+
+    Attributes:
+        name: of the value.
+    """
+
+    def __init__(self, where: str, size: str, name: str, values: Iterable[str]) -> None:
+        self._what = f"{where}: the size {size!r} needs the config value {name!r}"
+        self.name = name
+        super().__init__(self.told(f"values={{{name!r}: ...}}", values))
+
+    def told(self, how: str, values: Iterable[str]) -> str:
+        """Format the message for an interface that takes values as ``how``; ``values`` are those given."""
+        return f"{self._what}; give it with {how}. Given are: {', '.join(sorted(values)) or 'none'}"
+
+
+class Match(NamedTuple):
+    """A fused tensor and its parts.
+
+    ``texts`` are what the placeholders stand for.
+    """
+
+    rule: Rule
+    fused: str
+    parts: tuple[str, ...]
+    texts: dict[str, str]
+
+    def divided(
+        self, shape: Shape, values: Mapping[str, float], siblings: Mapping[str, Sequence[int]]
+    ) -> tuple[int, tuple[Comb, ...]]:
+        """Return the fused dimension of a tensor of that shape, and where the parts lie along it.
+
+        Args:
+            shape: of the fused tensor.
+            values: of the model's config.
+            siblings: the shapes of the model's tensors, one of which ``same_size_as`` may name.
+
+        Raises:
+            ValueError: the rule does not fit the shape.
+        """
+        dim = self.rule.dim_of(shape, self.fused)
+        combs = self.rule.combs(shape[dim], values, self.fused)
+        self.check_sibling(siblings, combs[0].size)
+        return dim, combs
+
+    def joined(
+        self, shapes: Sequence[Shape], values: Mapping[str, float], where: str
+    ) -> tuple[Shape, int, tuple[Comb, ...]]:
+        """Return the shape of the fused tensor of parts of these shapes, its fused dimension, and where they lie.
+
+        Raises:
+            ValueError: the rule gives the parts other shapes.
+        """
+        first, stacked = shapes[0], self.rule.layout == "stacked"
+        dim = self.rule.dim_of((1,) * (len(first) + stacked), where)
+        if any(len(shape) != len(first) for shape in shapes):
+            raise ValueError(f"{where} cannot be merged: its parts have the shapes {list(shapes)}")
+        size = len(shapes) if stacked else sum(shape[dim] for shape in shapes)
+        fused = (*first[:dim], size, *first[dim + (not stacked) :])
+        combs = self.rule.combs(size, values, where)
+        expected = [comb.part_shape(fused, dim) for comb in combs]
+        if list(shapes) != expected:
+            raise ValueError(f"{where}: the rule gives its parts the shapes {expected}, and they have {list(shapes)}")
+        return fused, dim, combs
+
+    def check_sibling(self, shapes: Mapping[str, Sequence[int]], first_size: int) -> None:
+        """Hold the first part's size against the tensor that ``same_size_as`` names.
+
+        Raises:
+            ValueError: that tensor is not there, or says that this one is not fused.
+        """
+        if self.rule.same_size_as is None:
+            return
+        template, dim = self.rule.same_size_as
+        sibling = template_filled(template, self.texts)
+        if sibling not in shapes:
+            raise ValueError(
+                f"{self.fused}: whether it is fused can be told from {sibling}, which is not there. Exclude it, or "
+                "give a rule without same_size_as if you know"
+            )
+        if not -len(shapes[sibling]) <= dim < len(shapes[sibling]):
+            raise ValueError(f"{self.fused}: expected {sibling} to have a dimension {dim}, got {shapes[sibling]}")
+        if shapes[sibling][dim] != first_size:
+            raise ValueError(
+                f"{self.fused} is not fused as the rule says: its first part would have size {first_size}, but "
+                f"{sibling} takes {shapes[sibling][dim]}. A module without a gate? Exclude it"
+            )
+
+
+Wanted = Callable[[Match], bool]
+"""Predicate: which matched fused tensors are exchanged; the others, and their parts, stay."""
+
+ALL: Wanted = lambda match: True  # noqa: E731
+
+
+def excluding(rules: Iterable[Rule], *patterns: str) -> tuple[Rule, ...]:
+    """Return the rules without keys that match a pattern: ``excluding(preset(...), "vision_model.*")``."""
+    return tuple(dataclasses.replace(rule, exclude=(*rule.exclude, *patterns)) for rule in rules)
+
+
+Way = Literal["split", "merge"]
+
+
+def match_of(way: Way, rule: Rule, key: str) -> Match | None:
+    """Match a key by a rule: as the fused tensor that is split, or as the first part of one that is merged."""
+    return rule.match(key) if way == "split" else rule.match_part(key)
+
+
+def find_matches(way: Way, keys: Iterable[str], rules: Sequence[Rule], wanted: Wanted = ALL) -> list[Match]:
+    """Find the wanted fused tensors among ``keys``, or those whose parts are among them.
+
+    Raises:
+        ValueError: two rules match one key, a new key is taken, or parts are missing.
+    """
+    known = dict.fromkeys(keys)
+    matches = []
+    for key in known:
+        found = [match for rule in rules if (match := match_of(way, rule, key)) and wanted(match)]
+        if len(found) > 1:
+            raise ValueError(f"{key} is matched by several rules: {', '.join(match.rule.fused for match in found)}")
+        matches += found
+    parts = [part for match in matches for part in match.parts]
+    taken = {part for part, count in Counter(parts).items() if count > 1}
+    if way == "split":
+        taken |= {part for part in parts if part in known}
+    if taken:
+        raise ValueError(f"part names are taken already: {', '.join(sorted(taken)[:5])}")
+    if way == "merge":
+        active = [rule for rule in rules if any(match.rule is rule for match in matches)]
+        _check_parts(known, matches, active, wanted)
+    return matches
+
+
+def _check_parts(known: Iterable[str], matches: Iterable[Match], rules: Iterable[Rule], wanted: Wanted) -> None:
+    used: set[str] = set()
+    for match in matches:
+        missing = [part for part in match.parts if part not in known]
+        if missing or match.fused in known:
+            why = f"{missing} missing" if missing else "it is there already"
+            raise ValueError(f"{match.fused} cannot be merged: {why}")
+        used.update(match.parts)
+    left = [key for key in known if key not in used]
+    for rule, number in ((each, number) for each in rules for number in range(1, len(each.parts))):
+        for key in left:
+            alone = rule.match_part(key, number)
+            if alone is not None and wanted(alone):
+                raise ValueError(
+                    f"{key} cannot be merged into {alone.fused}: {alone.parts[0]} is missing. Exclude it, if it is no "
+                    "part of anything"
+                )
+
+
+def nothing_matches(way: Way, rules: Sequence[Rule], idle: Sequence[str], keys: Iterable[str]) -> str:
+    """Format the error for rules that match nothing, with the presets that would match some of the keys."""
+    known = list(keys)
+    others = [name for name in preset_names() if not set(preset(name)) <= set(rules)]
+    fit = [name for name in others if any(match_of(way, rule, key) for rule in preset(name) for key in known)]
+    hint = f"; presets that match some of them: {', '.join(fit)}" if fit else ""
+    nothing = ", ".join(idle or dict.fromkeys(rule.fused for rule in rules))
+    return f"rules that match nothing: {nothing}. Look at the keys, and take out what is not there{hint}"
+
+
+# Files and presets ---------------------------------------------------------------------------------------------------
+
+
+def load_rules(path: str | Path) -> tuple[Rule, ...]:
+    """Rules from a file: ``[[rule]]`` tables in TOML, or ``{"rule": [{...}]}`` in JSON, with the fields of ``Rule``.
+
+    Raises:
+        ValueError: it is no such file; names the field.
+        OSError: it cannot be read.
+    """
+    try:
+        text = Path(path).read_text()
+        data = json.loads(text) if str(path).endswith(".json") else tomllib.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{path} is not a rules file: {error}") from None
+    return rules_of(data, str(path))
+
+
+def preset(name: str) -> tuple[Rule, ...]:
+    """Return the rules of a framework by name.
+
+    Raises:
+        ValueError: there is no such preset; names those that there are.
+    """
+    if name not in preset_names():
+        raise ValueError(f"no preset {name!r}; there are {', '.join(preset_names())}")
+    return rules_of(tomllib.loads(preset_text(name)), name)
+
+
+def rules_of(data: Any, where: str) -> tuple[Rule, ...]:
+    """Rules as they are in a file.
+
+    Raises:
+        ValueError: no such data; names the field.
+    """
+    tables = data.get("rule") if isinstance(data, dict) else None
+    if not isinstance(tables, list) or not tables or not all(isinstance(table, dict) for table in tables):
+        raise ValueError(f'{where}: expected [[rule]] tables, or {{"rule": [{{...}}]}} in JSON')
+    known = {field.name for field in fields(Rule)}
+    for table in tables:
+        unknown = table.keys() - known
+        if unknown:
+            raise ValueError(f"{where}: a rule has the unknown fields {sorted(unknown)}; there are {sorted(known)}")
+    frozen = [{name: _frozen(value) for name, value in table.items()} for table in tables]
+    try:
+        return tuple(Rule(**table) for table in frozen)
+    except (TypeError, ValueError) as error:  # TypeError: a field is missing
+        raise ValueError(f"{where}: {error}") from None
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_size(value: object) -> bool:
+    return _is_text(value) or _is_int(value)
+
+
+def _is_tuple_of(is_right: Callable[[object], bool], value: object) -> bool:
+    return isinstance(value, tuple) and all(map(is_right, value))
+
+
+_FIELD_CHECKS: dict[str, tuple[Callable[[object], bool], str]] = {
+    **dict.fromkeys(("fused", "layout", "source"), (_is_text, "a string")),
+    **dict.fromkeys(("parts", "only", "exclude"), (functools.partial(_is_tuple_of, _is_text), "a list of strings")),
+    "sizes": (lambda v: _is_text(v) or _is_tuple_of(_is_size, v), '"equal", or a list of numbers and expressions'),
+    "groups": (_is_size, "a number or an expression"),
+    "dim": (_is_int, "a number"),
+    "optional": (lambda v: isinstance(v, bool), "true or false"),
+    "same_size_as": (
+        lambda v: v is None or (isinstance(v, tuple) and len(v) == 2 and _is_text(v[0]) and _is_int(v[1])),
+        "a template and a dimension",
+    ),
+}
+
+
+# Templates -----------------------------------------------------------------------------------------------------------
+
+MAX_KEY = 1024
+"""Longest key, in characters, that a rule matches; no model has longer ones."""
+
+_MAX_TEMPLATE = 256  # letters
+_MAX_PLACEHOLDERS = (
+    2  # of a template that is not known to be trusted: what more of them take grows with a power of that
+)
+_WORD = r"([\w-]|\\\.)*"
+_SIMPLE = re.compile(rf"(\.\*(\(\?<!{_WORD}\))?)?{_WORD}|{_WORD}\\d[*+]?")  # a word, after any text or before digits
+
+_PLACEHOLDER = re.compile(r"\{(\w+)(?::((?:[^{}]|\{\d+(?:,\d*)?\})*))?\}")
+
+
+@functools.cache
+def template_pattern(template: str) -> re.Pattern[str]:
+    """Compile a template to a regular expression with a named group for each placeholder.
+
+    Raises:
+        ValueError: a placeholder is not whole, is there twice, or has a bad regular expression.
+    """
+    if set("{}") & set(_PLACEHOLDER.sub("", template)):
+        raise ValueError(f"{template}: expected placeholders such as {{name}} or {{name:regex}}")
+    pattern, at = "", 0
+    for found in _PLACEHOLDER.finditer(template):
+        name, regex = found.groups()
+        pattern += re.escape(template[at : found.start()]) + f"(?P<{name}>{regex if regex is not None else '.*'})"
+        at = found.end()
+    try:
+        return re.compile(pattern + re.escape(template[at:]))
+    except re.error as error:
+        raise ValueError(f"{template}: a placeholder cannot be used: {error}") from None
+
+
+def _is_bounded(template: str) -> bool:
+    regexes = [found.group(2) or "" for found in _PLACEHOLDER.finditer(template)]
+    if len(template) > _MAX_TEMPLATE or len(regexes) > _MAX_PLACEHOLDERS:
+        return False
+    return all(_SIMPLE.fullmatch(alternative) for regex in regexes for alternative in regex.split("|"))
+
+
+def template_filled(template: str, texts: Mapping[str, str]) -> str:
+    """Fill a template's placeholders."""
+    return _PLACEHOLDER.sub(lambda found: texts[found.group(1)], template)
+
+
+def _typed(template: str, typed_by: str) -> str:
+    """Rewrite ``template`` with the placeholders, regular expressions included, of the other one."""
+    written = {found.group(1): found.group(0) for found in _PLACEHOLDER.finditer(typed_by)}
+    return _PLACEHOLDER.sub(lambda found: written[found.group(1)], template)
+
+
+def _is_any(key: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)
+
+
+# Expressions ---------------------------------------------------------------------------------------------------------
+
+_OPERATORS: dict[type[ast.operator], Any] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Div: operator.truediv,
+}
+
+
+def _evaluated(size: Size, values: Mapping[str, float], where: str) -> int:
+    if isinstance(size, int):
+        return size
+    if len(size) > _MAX_TEMPLATE:  # which nobody needs, and Python's parser cannot take at any length
+        raise ValueError(f"{where}: the size {shortened(size)!r} has {len(size):,} letters, of at most {_MAX_TEMPLATE}")
+    try:
+        result = _value(ast.parse(size, mode="eval").body, values)
+    except KeyError as error:
+        raise MissingValueError(where, size, error.args[0], values) from None
+    except (SyntaxError, TypeError, ZeroDivisionError, OverflowError, MemoryError, RecursionError) as error:
+        raise ValueError(f"{where}: the size {size!r} cannot be evaluated: {error}") from None
+    if not math.isfinite(result) or result != int(result):
+        raise ValueError(f"{where}: the size {size!r} is {result}, not a whole number")
+    return int(result)
+
+
+def _value(node: ast.expr, values: Mapping[str, float]) -> float:
+    """Sums, products and quotients of numbers and names: nothing that could do anything else."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
+        return node.value
+    if isinstance(node, ast.Name):
+        value = values[node.id]
+        if not isinstance(value, int | float):
+            raise TypeError(f"{node.id} is {value!r}")
+        return value
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        result: float = _OPERATORS[type(node.op)](_value(node.left, values), _value(node.right, values))
+        return result
+    raise TypeError(f"only + - * / // of numbers and config values are allowed, not {ast.unparse(node)!r}")

@@ -1,0 +1,328 @@
+"""The plan of a new checkpoint: pieces of its tensors and objects, each with how it is read from the old one.
+
+::
+
+    Checkpoint, Exchange ──plan_rewrite──▶ Rewrite: files ─▶ pieces: key, rectangle, read(ItemReader) ─▶ tensor or bytes
+
+=========  ============================================================================================================
+direction  piece
+=========  ============================================================================================================
+split      what one stored item has of a part: a view of the bytes of the fused elements
+merge      a rectangle of the fused tensor, put together from the items of the parts, wherever they are
+=========  ============================================================================================================
+
+Each rank keeps a file of its own: its files become one of the new checkpoint. No data are read here.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fsdp_offload.checkpoint import Chunk, ShardChunks, chunks_of
+from fsdp_offload.checkpoint.chunks import contiguous_strides
+
+from ..core.errors import CheckpointError
+from ..core.regions import Index, TensorRegion, fused_regions, joined, nothing_of, part_chunks, stretches
+from ..fuse.plan import Exchange, Fusion
+from ..look.inspect import rank_of
+from ..stored.items import ItemReader, typed
+from ..stored.reading import Checkpoint, Properties, StoredChunk, StoredObject
+
+Shape = tuple[int, ...]
+
+LARGEST_PIECE_BYTES = 128 << 20
+"""Pieces that are put together in memory are not larger."""
+
+
+class NewTensor(NamedTuple):
+    """A key of the new checkpoint that is a tensor."""
+
+    key: str
+    shape: Shape
+    dtype: torch.dtype
+    properties: Properties = Properties()
+
+
+class Piece(NamedTuple):
+    """Something to write: a rectangle of a tensor, or an object."""
+
+    key: str
+    region: TensorRegion | None
+    nbytes: int
+    read: Callable[[ItemReader], Tensor | bytes | memoryview]
+
+
+class Rewrite(NamedTuple):
+    """The whole plan.
+
+    Attributes:
+        tensors: of the new checkpoint.
+        objects: keys of the new checkpoint that are not tensors.
+        files: name → pieces.
+        paths: key → where the value is in the nested state dict, if that is known.
+        exchange: of which it is the plan.
+        heads: name of a file → bytes at its start, for files of safetensors.
+    """
+
+    tensors: Mapping[str, NewTensor]
+    objects: tuple[str, ...]
+    files: Mapping[str, Sequence[Piece]]
+    paths: Mapping[str, tuple[str | int, ...]]
+    exchange: Exchange
+    heads: Mapping[str, bytes] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Return the size of all pieces in bytes."""
+        return sum(self.file_bytes().values())
+
+    def file_bytes(self) -> dict[str, int]:
+        """File → the size of its pieces in bytes; of files of DCP, without what is around them."""
+        heads = self.heads
+        return {
+            file: len(heads.get(file, b"")) + sum(piece.nbytes for piece in pieces)
+            for file, pieces in self.files.items()
+        }
+
+
+def plan_rewrite(checkpoint: Checkpoint, exchange: Exchange) -> Rewrite:
+    """Plan the new checkpoint.
+
+    Raises:
+        CheckpointError: Megatron-Core has kept more in its metadata than they say.
+    """
+    if checkpoint.refusal:
+        raise CheckpointError(checkpoint.refusal)
+    return _RewriteBuilder(checkpoint, exchange).rewrite()
+
+
+class _RewriteBuilder:
+    def __init__(self, checkpoint: Checkpoint, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._checkpoint = checkpoint
+        self._pieces: dict[str, list[Piece]] = {}
+        self._split: dict[str, Fusion] = {}
+        self._merged: dict[str, Fusion] = {}
+        self._tensors: dict[str, NewTensor] = {}
+        self._objects: list[str] = []
+        for fusion in exchange.fusions:
+            if fusion.fused in checkpoint.tensors:
+                self._split[fusion.fused] = fusion
+                like = checkpoint.tensors[fusion.fused].properties
+                for key, comb in zip(fusion.parts, fusion.combs, strict=True):
+                    self._tensors[key] = NewTensor(key, comb.part_shape(fusion.shape, fusion.dim), fusion.dtype, like)
+            else:
+                self._merged.update(dict.fromkeys(fusion.parts, fusion))
+                like = checkpoint.tensors[fusion.parts[0]].properties
+                self._tensors[fusion.fused] = NewTensor(fusion.fused, fusion.shape, fusion.dtype, like)
+
+    def rewrite(self) -> Rewrite:
+        for file, entries in self._checkpoint.items_by_file().items():
+            for key, item in entries:
+                if key in self._merged or key in self._split:
+                    continue
+                if key in self._exchange.objects:
+                    content = self._exchange.objects[key]
+                    self._add_object(file, key, len(content), given(content))
+                else:
+                    for new_key in self._exchange.copies.get(key, (key,)):
+                        self._keep(file, key, new_key, item)
+        for fusion in self._split.values():
+            self._add_split(fusion)
+        for fusion in dict.fromkeys(self._merged.values()):
+            for file, piece in merged_pieces(fusion, self._checkpoint):
+                self._add(file, piece)
+        new = {*self._tensors, *self._objects}
+        paths = {key: path for key, path in self._checkpoint.paths.items() if key in new}
+        paths |= {key: path for key, path in self._exchange.paths.items() if key in new}
+        files = {f"__{number}_0.distcp": pieces for number, pieces in enumerate(self._pieces.values())}
+        return Rewrite(self._tensors, tuple(dict.fromkeys(self._objects)), files, paths, self._exchange)
+
+    def _add(self, file: str, piece: Piece) -> None:
+        self._pieces.setdefault(_writer_of(file), []).append(piece)
+
+    def _add_object(self, file: str, key: str, nbytes: int, read: Callable[[ItemReader], bytes | memoryview]) -> None:
+        self._objects.append(key)
+        self._add(file, Piece(key, None, nbytes, read))
+
+    def _keep(self, file: str, key: str, new_key: str, item: StoredChunk | StoredObject) -> None:
+        if item.transforms:
+            raise CheckpointError(
+                f"{key} was written through {', '.join(item.transforms)}, which these tools do not undo; load the "
+                "checkpoint with DCP and save it without"
+            )
+        if isinstance(item, StoredObject):
+            self._add_object(file, new_key, item.length_bytes, functools.partial(_bytes_of, item))
+            return
+        tensor = self._checkpoint.tensors[key]
+        self._tensors[new_key] = NewTensor(new_key, tensor.shape, tensor.dtype, tensor.properties)
+        nbytes = item.numel * tensor.dtype.itemsize
+        region = TensorRegion(item.offsets, item.sizes)
+        self._add(file, Piece(new_key, region, nbytes, functools.partial(_kept, item, tensor.dtype)))
+
+    def _add_split(self, fusion: Fusion) -> None:
+        has: dict[str, dict[str, str]] = {key: {} for key in fusion.parts}  # part → writer → a file of it
+        writers: dict[str, str] = {}
+        for source in self._checkpoint.tensors[fusion.fused].chunks:
+            writers.setdefault(_writer_of(source.file), source.file)
+            for region, first in _rectangles(fusion, source):
+                for part, chunk in pieces_of(fusion, region):
+                    key = fusion.parts[part]
+                    has[key][_writer_of(source.file)] = source.file
+                    for small in _cut(chunk, fusion.dtype):
+                        read = functools.partial(_carved, fusion.dtype, source, first, small)
+                        nbytes = small.numel * fusion.dtype.itemsize
+                        self._add(source.file, Piece(key, TensorRegion(small.offsets, small.sizes), nbytes, read))
+        for key, own in has.items():
+            # A rank that holds fused rows but none of a part has an empty chunk, as it would have saved it itself; DCP
+            # keeps one of those that several ranks have.
+            without = [file for writer, file in writers.items() if writer not in own]
+            shape = self._tensors[key].shape
+            if without and shape:
+                nothing = nothing_of(shape)
+                self._add(without[0], Piece(key, nothing, 0, functools.partial(_empty, nothing.sizes, fusion.dtype)))
+
+
+def _writer_of(file: str) -> str:
+    rank = rank_of(file)
+    return file if rank is None else str(rank)
+
+
+def _rectangles(fusion: Fusion, source: StoredChunk) -> Iterator[tuple[TensorRegion, int]]:
+    """Yield what a stored chunk has of the fused tensor, and where in its memory each rectangle begins."""
+    if not fusion.is_flat:
+        yield TensorRegion(source.offsets, source.sizes), 0
+        return
+    begin, end = source.offsets[0], source.offsets[0] + source.sizes[0]
+    for chunk in chunks_of(fusion.shape, (begin, end)).chunks:
+        yield TensorRegion(chunk.offsets, chunk.sizes), chunk.local_start
+
+
+def pieces_of(fusion: Fusion, region: TensorRegion) -> Iterator[tuple[int, Chunk]]:
+    """Divide a rectangle of a fused tensor into its parts; strides and starts are of its row-major buffer."""
+    chunk = Chunk(region.offsets, region.sizes, 0, contiguous_strides(region.sizes))
+    if not fusion.shape:  # a single element, and no dimension that parts would lie along
+        yield 0, chunk
+        return
+    shard = ShardChunks(fusion.shape, region.sizes, (chunk,))
+    for part, comb in enumerate(fusion.combs):
+        for piece in part_chunks(shard, fusion.dim, comb).chunks:
+            if piece.numel:
+                yield part, piece
+
+
+def _cut(chunk: Chunk, dtype: torch.dtype) -> Iterator[Chunk]:
+    for small in stretches(TensorRegion(chunk.offsets, chunk.sizes), LARGEST_PIECE_BYTES // dtype.itemsize):
+        moved = zip(small.offsets, chunk.offsets, chunk.local_strides, strict=True)
+        start = chunk.local_start + sum((at - first) * stride for at, first, stride in moved)
+        yield Chunk(small.offsets, small.sizes, start, chunk.local_strides)
+
+
+# --- merging ---------------------------------------------------------------------------------------------------------
+
+
+def merged_pieces(fusion: Fusion, checkpoint: Checkpoint) -> Iterator[tuple[str, Piece]]:
+    """Yield the pieces of a tensor made of parts, each with the old file that has its beginning."""
+    chunks = [checkpoint.tensors[part].chunks for part in fusion.parts]
+    sources = tuple(map(Index, chunks))
+    for file, regions in _merged_regions(fusion, chunks).items():
+        for region in regions:
+            yield from ((file, piece) for piece in gathered(fusion, region, sources))
+
+
+def gathered(
+    fusion: Fusion, region: TensorRegion, sources: Sequence[Index[StoredChunk]], cast: torch.dtype | None = None
+) -> Iterator[Piece]:
+    """Yield a rectangle of a fused tensor in pieces that are put together from the chunks of its parts."""
+    dtype = cast or fusion.dtype
+    for small in stretches(region, LARGEST_PIECE_BYTES // fusion.dtype.itemsize):
+        read = functools.partial(_gathered, fusion, small, sources, dtype)
+        yield Piece(fusion.fused, small, small.numel * dtype.itemsize, read)
+
+
+def _merged_regions(fusion: Fusion, chunks: Sequence[Sequence[StoredChunk]]) -> dict[str, list[TensorRegion]]:
+    """File → rectangles of the fused tensor, which together are all of it."""
+    if not math.prod(fusion.shape):
+        return {chunks[0][0].file: [nothing_of(fusion.shape)]} if chunks[0] else {}
+    takes_turns = all(comb.length == 1 and comb.blocks > 1 for comb in fusion.combs)
+    by_file: dict[str, list[TensorRegion]] = {}
+    # Where the parts take turns along the dimension, the first one says what is stored where: one row each would be
+    # too many chunks. The rows of the others are fetched from wherever they are.
+    for number, stored in enumerate(chunks[:1] if takes_turns else chunks):
+        for chunk in stored:
+            regions = _turns(chunk, fusion) if takes_turns else fused_regions(chunk, fusion.dim, fusion.combs[number])
+            by_file.setdefault(chunk.file, []).extend(regions)
+    return {file: joined(regions, fusion.dim) for file, regions in by_file.items() if regions}
+
+
+def _turns(chunk: StoredChunk, fusion: Fusion) -> Iterable[TensorRegion]:
+    if chunk.numel:
+        count, dim = len(fusion.parts), fusion.dim
+        at, size = chunk.offsets[dim] * count, chunk.sizes[dim] * count
+        yield TensorRegion(
+            (*chunk.offsets[:dim], at, *chunk.offsets[dim + 1 :]), (*chunk.sizes[:dim], size, *chunk.sizes[dim + 1 :])
+        )
+
+
+# --- reading a piece -------------------------------------------------------------------------------------------------
+
+
+def given(content: bytes) -> Callable[[ItemReader], bytes]:
+    """Return what gives these bytes, whatever is read."""
+    return lambda reader: content
+
+
+def _bytes_of(item: StoredObject, reader: ItemReader) -> memoryview:
+    reader.check_data(item)
+    return reader.view(item)
+
+
+def _empty(sizes: Shape, dtype: torch.dtype, reader: ItemReader) -> Tensor:
+    del reader
+    return torch.empty(sizes, dtype=dtype)
+
+
+def _kept(chunk: StoredChunk, dtype: torch.dtype, reader: ItemReader) -> Tensor:
+    # A view of the file, which is not aligned: it is only written.
+    return typed(reader.bits(chunk, dtype).view(*chunk.sizes, dtype.itemsize), dtype)
+
+
+def _carved(dtype: torch.dtype, source: StoredChunk, first: int, part: Chunk, reader: ItemReader) -> Tensor:
+    bits = reader.bits(source, dtype)
+    view = _view(bits, part, first * dtype.itemsize + int(bits.storage_offset()))
+    return typed(torch.empty(view.shape, dtype=torch.uint8).copy_(view), dtype)
+
+
+def _gathered(
+    fusion: Fusion, region: TensorRegion, sources: Sequence[Index[StoredChunk]], dtype: torch.dtype, reader: ItemReader
+) -> Tensor:
+    whole = torch.empty(*region.sizes, fusion.dtype.itemsize, dtype=torch.uint8)
+    for part, piece in pieces_of(fusion, region) if region.numel else ():
+        into = _view(whole.view(-1, fusion.dtype.itemsize), piece, 0)
+        for source in sources[part].overlapping(piece):
+            reader.paste(source, fusion.dtype, TensorRegion(piece.offsets, piece.sizes), into)
+    return typed(whole, fusion.dtype).to(dtype)
+
+
+def _view(bits: Tensor, chunk: Chunk, start: int) -> Tensor:
+    itemsize = bits.shape[-1]
+    strides = (stride * itemsize for stride in chunk.local_strides)
+    return bits.as_strided((*chunk.sizes, itemsize), (*strides, 1), start + chunk.local_start * itemsize)
+
+
+def in_files(pieces: Iterable[Piece], shard_bytes: int) -> Iterator[list[Piece]]:
+    """Divide pieces into files, in their order, as many as fit together."""
+    shard: list[Piece] = []
+    filled = 0
+    for piece in pieces:
+        if shard and filled + piece.nbytes > shard_bytes:
+            yield shard
+            shard, filled = [], 0
+        shard.append(piece)
+        filled += piece.nbytes
+    if shard:
+        yield shard

@@ -1,0 +1,314 @@
+"""Write a new checkpoint with torch's own writer, in a folder beside its place that takes its name at the end.
+
+::
+
+    Rewrite ──a SavePlan for each file──▶ FileSystemWriter ──▶ DST.partial/ ──rename──▶ DST
+
+DST is there as a whole or not at all. What a killed process has left in DST.partial, the next one removes.
+"""
+
+import contextlib
+import dataclasses
+import errno
+import fcntl
+import io
+import itertools
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+
+from ..core.errors import CheckpointError
+from ..core.text import human_bytes
+from ..stored.items import ItemReader
+from ..stored.metadata import METADATA_FILE
+from .rewrite_plan import NewTensor, Piece, Rewrite
+
+Advance = Callable[[int], object]
+
+_MARK = ".being-written"  # in a partial folder: it is one of these tools
+
+
+class _Planner:
+    """Gives each piece when the writer asks for it: all that torch's writer calls of a ``SavePlanner``."""
+
+    def __init__(self, rewrite: Rewrite, reader: ItemReader, advance: Advance) -> None:
+        self._rewrite = rewrite
+        self._reader = reader
+        self._advance = advance
+        self._pieces: dict[MetadataIndex, Piece] = {}
+        # DCP looks for a chunk first at the number that its index has.
+        regions = sorted(piece[:2] for pieces in rewrite.files.values() for piece in pieces if piece.region is not None)
+        self._numbers = {
+            each: number
+            for _, same_key in itertools.groupby(regions, key=lambda each: each[0])
+            for number, each in enumerate(same_key)
+        }
+        self.stop = threading.Event()
+
+    def plan_of(self, pieces: Sequence[Piece]) -> SavePlan:
+        """Return the plan of a file."""
+        return SavePlan([self._item(piece) for piece in pieces])
+
+    def _item(self, piece: Piece) -> WriteItem:
+        if piece.region is None:
+            index = MetadataIndex(piece.key)
+            item = WriteItem(index, WriteItemType.BYTE_IO)
+        else:
+            chunk, tensor = _chunk(piece), self._rewrite.tensors[piece.key]
+            index = MetadataIndex(piece.key, chunk.offsets, self._numbers[piece[:2]])
+            data = TensorWriteData(chunk, _properties(tensor), torch.Size(tensor.shape))
+            item = WriteItem(index, WriteItemType.SHARD, tensor_data=data)
+        self._pieces[index] = piece
+        return item
+
+    def metadata(self) -> Metadata:
+        """Return the metadata of all plans."""
+        entries: dict[str, Any] = {key: BytesStorageMetadata() for key in self._rewrite.objects}
+        for tensor in self._rewrite.tensors.values():
+            entries[tensor.key] = TensorStorageMetadata(_properties(tensor), torch.Size(tensor.shape), [])
+        tensors = (piece for piece in self._pieces.values() if piece.region is not None)
+        for piece in sorted(tensors, key=lambda each: each[:2]):
+            entries[piece.key].chunks.append(_chunk(piece))
+        return Metadata(state_dict_metadata=entries, planner_data=dict(self._rewrite.paths))
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        """Read a piece."""
+        if self.stop.is_set():
+            raise CheckpointError("another file could not be written")
+        piece = self._pieces[write_item.index]
+        found = piece.read(self._reader)
+        self._advance(piece.nbytes)
+        return found if isinstance(found, Tensor) else io.BytesIO(found)
+
+
+_MEMORY_FORMATS = (torch.contiguous_format, torch.channels_last, torch.preserve_format)
+
+
+def _properties(tensor: NewTensor) -> TensorProperties:
+    requires_grad, memory_format, pin_memory = tensor.properties
+    return TensorProperties(
+        dtype=tensor.dtype,
+        requires_grad=requires_grad,
+        memory_format=_MEMORY_FORMATS[memory_format % len(_MEMORY_FORMATS)],
+        pin_memory=pin_memory,
+    )
+
+
+def _chunk(piece: Piece) -> ChunkStorageMetadata:
+    assert piece.region is not None
+    return ChunkStorageMetadata(torch.Size(piece.region.offsets), torch.Size(piece.region.sizes))
+
+
+class _Writer(FileSystemWriter):
+    """Torch's writer, into a folder that is going to have another name."""
+
+    destination = ""
+
+    def storage_meta(self) -> StorageMeta | None:
+        """See :class:`FileSystemWriter`."""
+        found = super().storage_meta()
+        return None if found is None else dataclasses.replace(found, checkpoint_id=self.destination)
+
+
+def save(rewrite: Rewrite, reader: ItemReader, folder: Path, destination: str, threads: int, advance: Advance) -> None:
+    """Write all files of a checkpoint of DCP, and its metadata, or all files of safetensors.
+
+    Raises:
+        CheckpointError: the source cannot be read.
+        OSError: the files cannot be written.
+    """
+    planner = _Planner(rewrite, reader, advance)
+    if rewrite.heads:
+        _in_threads(lambda file: _save_bare(planner, rewrite, folder, file), [*rewrite.files], threads, planner.stop)
+        return
+    writer = _Writer(folder, per_thread_copy_ahead=0)
+    writer.destination = destination
+    writer.set_up_storage_writer(True)
+    plans = [writer.prepare_local_plan(planner.plan_of(pieces)) for pieces in rewrite.files.values()]
+    plans = writer.prepare_global_plan(plans)
+    results = _in_threads(lambda plan: writer.write_data(plan, cast(Any, planner)).wait(), plans, threads, planner.stop)
+    writer.finish(planner.metadata(), results)
+
+
+def _in_threads(run: Callable[[Any], Any], things: Sequence[Any], threads: int, stop: threading.Event) -> list[Any]:
+    with ThreadPoolExecutor(max_workers=threads) as pool:
+        futures = [pool.submit(run, thing) for thing in things]
+        try:
+            return [future.result() for future in futures]
+        except BaseException:
+            stop.set()
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _save_bare(planner: _Planner, rewrite: Rewrite, folder: Path, file: str) -> None:
+    """Write a file of safetensors: elements alone, behind the header."""
+    plan = planner.plan_of(rewrite.files[file])
+    with (folder / file).open("wb") as stream:
+        stream.write(rewrite.heads[file])
+        for item in plan.items:
+            values = planner.resolve_data(item)
+            assert isinstance(values, Tensor)
+            stream.write(values.reshape(-1).view(torch.uint8).numpy().data)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+# --- a folder that appears as a whole --------------------------------------------------------------------------------
+
+
+def partial_of(destination: Path) -> Path:
+    """Return the partial folder of a destination."""
+    return destination.with_name(f"{destination.name}.partial")
+
+
+@contextlib.contextmanager
+def appearing(destination: str, nbytes: int) -> Iterator[Path]:
+    """Give an empty folder that becomes ``destination`` at the end, and is gone after an error.
+
+    Behind a URL, that is a temporary one, whose files are sent at the end, the metadata last.
+
+    Raises:
+        CheckpointError: another process is at it, there is no room, or something has appeared there meanwhile.
+    """
+    if "://" in destination:
+        with tempfile.TemporaryDirectory(prefix="checkpoint-tools-") as spool:
+            check_room(Path(spool), nbytes)
+            yield Path(spool)
+            _send(Path(spool), destination)
+        return
+    path, folder = Path(destination), partial_of(Path(destination))
+    with held(folder) as mark:
+        try:
+            check_room(folder, nbytes)
+            yield folder
+            _sync(folder)
+            if os.path.lexists(path):
+                raise CheckpointError(f"{path} has appeared meanwhile; move it away, and run this again")
+            folder.rename(path)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        _sync(path.parent)
+        (path / mark.name).unlink()
+
+
+def check_room(folder: Path, nbytes: int) -> None:
+    """Check that a disk has room, so that a full one is found now and not in an hour.
+
+    Raises:
+        CheckpointError: it has not.
+    """
+    free = shutil.disk_usage(folder).free
+    if nbytes > free:
+        raise CheckpointError(
+            f"the new checkpoint cannot be written: {human_bytes(nbytes)} are needed, and {human_bytes(free)} are "
+            "free; make room, or choose another disk"
+        )
+
+
+@contextlib.contextmanager
+def held(folder: Path) -> Iterator[Path]:
+    """Hold a folder that no other process holds, and that is empty but for its mark."""
+    mark = folder / _MARK
+    try:
+        folder.mkdir(exist_ok=True)
+        names = os.listdir(folder)
+        if names and _MARK not in names:
+            raise CheckpointError(f"{folder} is there, and not of these tools; remove it, or give another name")
+        lock = os.open(mark, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be made: {error.strerror or error}") from error
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # The one who had it may have finished, and renamed the folder.
+            is_ours = os.path.samestat(os.fstat(lock), os.stat(mark))
+        except OSError:
+            is_ours = False
+        if not is_ours:
+            raise CheckpointError(f"another process is writing to {folder}; wait for it, or end it")
+        for name in os.listdir(folder):
+            if name != _MARK:
+                each = folder / name
+                shutil.rmtree(each) if each.is_dir() and not each.is_symlink() else each.unlink()
+        yield mark
+    finally:
+        os.close(lock)
+
+
+def _sync(folder: Path) -> None:
+    """Make the names in a folder safe on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _send(folder: Path, url: str) -> None:
+    """Send all files; what was sent is removed again if one fails."""
+    from fsspec.core import url_to_fs
+
+    fs, root = url_to_fs(url)
+    files = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+    try:
+        for file in sorted(files, key=lambda name: (name == METADATA_FILE, name)):
+            place = f"{root.rstrip('/')}/{file}"
+            fs.makedirs(place.rpartition("/")[0], exist_ok=True)
+            fs.put_file(str(folder / file), place)
+    except BaseException as error:
+        with contextlib.suppress(Exception):  # what is said is why it did not end well
+            fs.rm(root, recursive=True)
+        if isinstance(error, Exception):
+            raise CheckpointError(f"{url} cannot be written: {type(error).__name__}: {error}") from error
+        raise
+
+
+def check_empty_remote(url: str) -> None:
+    """Check that there is nothing at a URL yet.
+
+    Raises:
+        CheckpointError: there is, or it cannot be opened.
+    """
+    try:
+        from fsspec.core import url_to_fs
+
+        fs, root = url_to_fs(url)
+        fs.invalidate_cache()
+        names = fs.ls(root, detail=False) if fs.exists(root) else []
+    except (ImportError, ValueError) as error:
+        raise CheckpointError(f"{url} cannot be opened ({error}); is the file system's package installed?") from error
+    if names:
+        raise CheckpointError(f"{url} exists; give a name that is not taken, or remove it first")
+
+
+def written(error: OSError | RuntimeError) -> CheckpointError:
+    """Make the error for what could not be written; torch's writer has errors of its own for a full disk."""
+    found: BaseException | None = error
+    while found is not None and not isinstance(found, OSError):
+        found = found.__cause__ or found.__context__
+    error = found or error
+    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    hint = "; make room, or choose another disk" if full else ""
+    reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+    return CheckpointError(f"the new checkpoint cannot be written: {reason}{hint}")

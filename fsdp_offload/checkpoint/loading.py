@@ -1,0 +1,589 @@
+"""Loading with DCP: what would be silently wrong is an error before anything changes.
+
+::
+
+    state dict, metadata ──▶ keys: missing, extra ──▶ values: kind, dtype, destination ──▶ DCP's plan (and its shapes)
+        ──▶ does it write every element once ──▶ are its files there ──▶ all ranks agree ──▶ read
+
+Everything before the last arrow is planning, from metadata and DCP's plan alone. DCP gathers the plans of all ranks,
+with their exceptions, before any rank reads: an error on one rank is one on all, and then nothing has changed on any.
+No collective is added.
+
+Optimizer state is recognised by the ``param_groups`` beside it, below whatever prefix, and may be left out:
+
+=======================================  ==============================================================================
+key                                      left out without asking
+=======================================  ==============================================================================
+missing ``state.{fqn}.*``                if the checkpoint lists the parameter in its groups, and no state of it at all:
+                                         it had none when it was saved. The nested layout lists parameters in values:
+                                         :func:`load` reads those, and a planner alone refuses
+missing ``….master_param``               floating point: the caller rebuilds it from the parameter. The lower bits of a
+                                         parameter, kept as integers, cannot be made from it
+extra ``….master_param``                 the same, if other state of its parameter is requested: a copy of the parameter
+=======================================  ==============================================================================
+"""
+
+import copy
+import io
+import itertools
+import math
+import os
+import re
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from enum import Enum
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader as dcp_loader
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_local_load_plan
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+
+from ..optimizers.masters import MASTER, can_rebuild
+from ..torch_compat.checkpoint import storage_reader_for
+from ..torch_compat.dtensor import is_dtensor, local_shard
+from .chunks import Shape, is_placed_as_dcp_reads
+from .shard_tensor import in_one_dimension
+
+Allowed = bool | Sequence[str]
+
+_GROUPS = re.compile(r"\.(?:param_groups|param_to_group_meta)\.")  # the latter in Megatron's fsdp_dtensor, by FQN
+_NESTED_GROUP = re.compile(r"\d+\.params")  # a group's list of FQNs; the flattened layout has none
+_KEYS_SHOWN = 5
+
+
+class Loaded(NamedTuple):
+    """What a load has done, by flat key, with dots, as in the checkpoint."""
+
+    filled: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    """Requested keys that were left as they were."""
+
+
+LEFT_OUT = "_fsdp_offload_left_out"
+"""Attribute of a tensor of optimizer state that a load has left as it was: ``HAD_NONE`` or ``ALLOWED``."""
+
+HAD_NONE, ALLOWED = "the checkpoint knows its parameter, which had no state", "the caller allows that"
+
+
+class Problem(Enum):
+    """What is wrong with keys, and what to do about it."""
+
+    MISSING = (
+        "requested, but not in the checkpoint",
+        (
+            "Is it of another model, or saved with another flatten_optimizer_state_dict? allow_missing=[patterns] "
+            "leaves such keys as they are. That parameters had no state when they were saved in the nested layout, "
+            "load() alone finds out."
+        ),
+    )
+    EXTRA = (
+        "in the checkpoint, but not requested",
+        (
+            "Request them too (get_optimizer_state_dict(..., for_load=True) requests state that does not exist yet), "
+            "or leave them in the checkpoint with allow_extra=[patterns]."
+        ),
+    )
+    KIND = ("a tensor, where an object was saved", "Put a value of the saved kind into the state dict.")
+    DTYPE = (
+        "of another dtype than in the checkpoint, and would be cast",
+        "Load into tensors of the saved dtype, or cast on purpose with allow_cast=[patterns].",
+    )
+    DESTINATION = (
+        "that DCP cannot load into correctly",
+        "Redistribute them, or give their local tensors chunks with fsdp_offload.checkpoint.with_chunks.",
+    )
+    OVERLAP = ("stored twice in part", "Which of the two is loaded would depend on the order of reading.")
+    HOLE = ("only partly in the checkpoint", "What is not there would keep its old values.")
+    FILE = (
+        "files that this rank needs, which are not as they were saved",
+        "Was the checkpoint copied in part, or did its save not end?",
+    )
+
+
+Found = tuple[Problem, str, str]  # with a key, and details
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """A DCP load planner that refuses what would be silently wrong.
+
+    Refused, with the keys, while planning: keys that are missing or extra; another shape, dtype or kind of value;
+    elements of this rank that no stored chunk has, or that two have; tensors that DCP would fill in the wrong places;
+    a load of nothing.
+
+    State that was saved in one dimension is loaded into tensors of their parameters' shapes, where each rank has one
+    range of the elements.
+
+    Extra keys count if they share their first component with something requested, and if no rank requests them: the
+    model alone can be loaded from a checkpoint of model and optimizer, and every pipeline stage its own part. State
+    that its parameters never had, and masters that can be rebuilt, may be missing without asking.
+
+    What is left out stays as it was in the state dict. So does everything, meta tensors included, after a refusal.
+
+    Checkpoints of PyTorch before 2.4, which kept dicts without tensors as one object, are refused where that matters.
+
+    Args:
+        allow_missing: requested keys that may be missing: all of them, or those that match one of these ``fnmatch``
+            patterns, such as ``["model.head.*"]``. Keys are flat, with dots, as in the checkpoint.
+        allow_extra: the same, for keys that may stay in the checkpoint.
+        allow_cast: the same, for tensors that may be cast to the dtype of what they are loaded into.
+
+    Raises:
+        TypeError: an argument is neither a bool nor a sequence of patterns.
+    """
+
+    loaded: Loaded
+    """What the last load has filled, and left as it was."""
+
+    def __init__(
+        self, *, allow_missing: Allowed = False, allow_extra: Allowed = False, allow_cast: Allowed = False
+    ) -> None:
+        super().__init__()
+        self._may_be_missing = _matcher("allow_missing", allow_missing)
+        self._may_be_extra = _matcher("allow_extra", allow_extra)
+        self._may_be_cast = _matcher("allow_cast", allow_cast)
+        self.loaded = Loaded()
+        self.reader: FileSystemReader | None = None  # whose files are looked at
+
+    # --- called by DCP, in this order --------------------------------------------------------------------------------
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Flatten a copy of the dicts and lists (not of tensors): DCP would change the user's own before any check."""
+        self.loaded = Loaded()
+        self._users_state_dict = state_dict
+        self._shaped: dict[str, Tensor] = {}  # what is loaded in one dimension, as it is requested
+        self._had_none: set[str] = set()
+        super().set_up_planner(_copied(state_dict), metadata, is_coordinator)
+
+    def create_local_plan(self) -> LoadPlan:
+        """DCP's plan for the keys that are there. Extra keys travel with it, for all ranks to look at together.
+
+        Raises:
+            ValueError: names all that is wrong on this rank. DCP's own, if a shape is.
+            RuntimeError: ``.metadata`` is damaged.
+        """
+        requested: dict[str, Any] = self.state_dict
+        assert self.metadata is not None, "DCP has read it, or failed"
+        stored = self.metadata.state_dict_metadata
+        self._check_metadata()
+        common = {key: self._as_stored(key, value, stored[key]) for key, value in requested.items() if key in stored}
+        problems = [*self._missing(requested, stored)]
+        if not common and not problems:
+            raise ValueError(
+                "the state dict is empty, or the checkpoint has nothing of what is requested: requested are "
+                f"{listed([*requested])}; it has {listed([*stored])}. Is the state dict nested as it was saved?"
+            )
+        problems += itertools.chain.from_iterable(self._unfit(key, common[key], stored[key]) for key in common)
+        extra = self._extra(stored)
+        if problems:
+            raise _refusal([*problems, *extra])
+        plan: LoadPlan = create_default_local_load_plan(common, self.metadata)
+        problems = [*_uncovered(common, plan.items), *self._unreadable(plan.items)]
+        if problems:
+            raise _refusal([*problems, *extra])
+        self.state_dict = common
+        return LoadPlan(plan.items, planner_data=tuple(key for _, key, _ in extra))
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """On the coordinator: the plans as they are.
+
+        Raises:
+            ValueError: extra keys that no rank loads.
+        """
+        extra = {key for plan in global_plan for key in plan.planner_data or ()}
+        if extra:
+            extra -= {item.dest_index.fqn for plan in global_plan for item in plan.items}
+        if extra:
+            raise _refusal([(Problem.EXTRA, key, "") for key in sorted(extra)])
+        return global_plan
+
+    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
+        """All ranks agree: from now on, the user's state dict is written to."""
+        self.original_state_dict = self._users_state_dict
+        for key, path in self.mappings.items():
+            container, place = _place(self._users_state_dict, path)
+            value, filled = container[place], self.state_dict.get(key)
+            if not isinstance(value, Tensor):
+                continue
+            if isinstance(filled, Tensor) and value.device == torch.device("meta"):
+                container[place] = self._shaped.get(key, filled)
+            vars(value).pop(LEFT_OUT, None)
+            if key not in self.state_dict and _is_state(key):
+                setattr(value, LEFT_OUT, HAD_NONE if key in self._had_none else ALLOWED)
+        self.loaded = Loaded((*self.state_dict,), tuple(key for key in self.mappings if key not in self.state_dict))
+        return new_plan
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Put an object where it is in the state dict; DCP would put it beside, where a key above is no string."""
+        container, place = _place(self.original_state_dict, self.mappings[read_item.dest_index.fqn])
+        container[place] = torch.load(value, weights_only=False)  # as DCP does: checkpoints have any object
+
+    # --- keys --------------------------------------------------------------------------------------------------------
+
+    def _missing(self, requested: Mapping[str, Any], stored: Mapping[str, Any]) -> Iterator[Found]:
+        missing = [key for key in requested if key not in stored]
+        listed = self._listed_parameters(stored) if any(map(_is_state, missing)) else {}
+        with_state = {_parameter_of(key, listed) for key in stored} if listed else set()
+        for key in missing:
+            parameter = _parameter_of(key, listed)
+            if parameter is not None and parameter not in with_state:
+                self._had_none.add(key)
+            elif not self._may_be_missing(key) and not _is_spare_master(key, requested[key]):
+                yield Problem.MISSING, key, ""
+
+    def _listed_parameters(self, stored: Mapping[str, Any]) -> dict[str, set[str]]:
+        """Root of optimizer state (``…state.``) → the FQNs that the param groups beside it list."""
+        entries = [(key, root, entry) for key in stored for root, entry in _beside_groups(key)]
+        listed: dict[str, set[str]] = {root: set() for _, root, _ in entries}
+        lists = {key: root for key, root, entry in entries if _NESTED_GROUP.fullmatch(entry)}
+        for _, root, entry in entries:
+            if root not in lists.values():
+                listed[root].add(entry.rpartition(".")[0])
+        if lists and self.reader is not None:
+            values: dict[str, Any] = dict.fromkeys(lists, ())
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # on purpose: no collective
+                # A few bytes, on every rank. By a copy, which this load sets up for itself.
+                dcp_loader.load(values, storage_reader=copy.copy(self.reader), no_dist=True)
+            for key, root in lists.items():
+                listed[root].update(map(str, values[key]))
+        return listed
+
+    def _extra(self, stored: Mapping[str, Any]) -> list[Found]:
+        """Stored keys in scope that this rank does not request.
+
+        In scope is what shares its first component with something requested, and the state beside requested
+        ``param_groups``, also where none of it is requested.
+        """
+        roots = {_root(self.mappings[key]) for key in self.state_dict}
+        roots |= {root.removesuffix(".") for key in self.state_dict for root, _ in _beside_groups(key)}
+        parameters = {key.rpartition(".")[0] for key in self.state_dict}
+        return [
+            (Problem.EXTRA, key, "")
+            for key, entry in stored.items()
+            if key not in self.state_dict
+            and not roots.isdisjoint(itertools.accumulate(key.split("."), "{}.{}".format))
+            and not self._may_be_extra(key)
+            and not (_is_spare_master(key, entry) and key.rpartition(".")[0] in parameters)
+            # A tensor without elements is read by nobody, so nobody could be seen to request it; and nothing is lost.
+            and not (isinstance(entry, TensorStorageMetadata) and 0 in entry.size)
+        ]
+
+    # --- values ------------------------------------------------------------------------------------------------------
+
+    def _as_stored(self, key: str, value: Any, entry: object) -> Any:
+        """``value``, or the same memory in one dimension where state was saved so (Megatron-LM's pull request 4623)."""
+        is_flat = isinstance(entry, TensorStorageMetadata) and isinstance(value, Tensor) and _is_state(key)
+        if not is_flat or value.dim() == 1 or tuple(entry.size) != (value.numel(),):  # type: ignore[attr-defined]
+            return value
+        try:
+            flat = in_one_dimension(value)
+        except (TypeError, ValueError):  # what is wrong with it is told below
+            return value
+        if flat is None:
+            return value
+        self._shaped[key] = value
+        return flat
+
+    def _unfit(self, key: str, value: Any, entry: object) -> Iterator[Found]:
+        if not isinstance(value, Tensor):
+            return  # DCP refuses it for a stored tensor
+        if isinstance(entry, BytesStorageMetadata):
+            yield Problem.KIND, key, ""
+            return
+        dtype, stored = local_shard(value).dtype, _dtype_of(entry)
+        if dtype != stored and not self._may_be_cast(key):
+            yield Problem.DTYPE, key, f"{dtype}, saved as {stored}"
+        unfit = why_misread(value)
+        if unfit is not None:
+            yield Problem.DESTINATION, key, unfit
+
+    # --- files -------------------------------------------------------------------------------------------------------
+
+    def _check_metadata(self) -> None:
+        """Refuse what one rank has saved alone, perhaps left over, in the place of a ``.metadata`` that is damaged."""
+        reader = self.reader
+        if reader is None or getattr(reader, "use_collectives", True):
+            return
+        path = reader.fs.concat_path(reader.path, ".metadata")
+        if reader.fs.exists(path):
+            raise RuntimeError(f"{path} cannot be read as the metadata of a checkpoint: it is damaged or cut short")
+
+    def _unreadable(self, items: Iterable[ReadItem]) -> Iterator[Found]:
+        """Files that are gone or short. DCP notices when it comes to one, and has overwritten a part by then."""
+        if self.reader is None:
+            return
+        needed_bytes: dict[str, int] = {}  # by file
+        for item in items:
+            info = self.reader.storage_data.get(item.storage_index)
+            if info is None:
+                yield Problem.FILE, item.storage_index.fqn, "the metadata does not say where it is"
+            else:
+                end = info.offset + info.length
+                needed_bytes[info.relative_path] = max(end, needed_bytes.get(info.relative_path, 0))
+        for path, needed in needed_bytes.items():
+            try:
+                with self.reader.fs.create_stream(self.reader.fs.concat_path(self.reader.path, path), "rb") as stream:
+                    found_bytes = stream.seek(0, io.SEEK_END)
+                if found_bytes < needed:
+                    yield Problem.FILE, path, f"{found_bytes} bytes of at least {needed}"
+            except OSError as error:
+                yield Problem.FILE, path, "it is not there" if isinstance(error, FileNotFoundError) else str(error)
+
+
+def load(
+    state_dict: dict[str, Any],
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_reader: StorageReader | None = None,
+    planner: LoadPlanner | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+) -> Loaded:
+    """Load as ``torch.distributed.checkpoint.load``: what would be silently wrong is an error before anything changes.
+
+    Loads in place into the tensors of ``state_dict``, and replaces its other values. With a ``FileSystemReader``, also
+    one of fsspec, every file that this rank needs is looked at first: it is there, and long enough. Bytes that are
+    damaged within a file are found by ``checkpoint_tools``: seal a checkpoint when it is saved, verify it before.
+
+    Args:
+        state_dict: what to load, and into what.
+        checkpoint_id: a path, or a URL of fsspec.
+        storage_reader: a reader of another kind than ``FileSystemReader`` is used as it is.
+        planner: by default ``LoadPlanner()``.
+        process_group: the ranks that load together; by default all.
+        no_dist: load in this process alone.
+
+    Returns:
+        The keys that were filled, and those that were left as they were.
+
+    Raises:
+        CheckpointException: DCP's own, on all ranks, with the errors of each. If its step is ``plan``, nothing has
+            changed on any rank; if it is ``read``, something may have.
+    """
+    planner = LoadPlanner() if planner is None else planner
+    if storage_reader is None and checkpoint_id is not None:
+        storage_reader = storage_reader_for(checkpoint_id)
+    # The latter has its metadata in the very files, and opens them as a whole.
+    has_files = isinstance(storage_reader, FileSystemReader) and not isinstance(
+        storage_reader, HuggingFaceStorageReader
+    )
+    planner.reader = storage_reader if has_files else None  # type: ignore[assignment]  # mypy does not see through
+    try:
+        dcp_loader.load(
+            state_dict,
+            checkpoint_id=checkpoint_id,
+            storage_reader=storage_reader,
+            planner=planner,
+            process_group=process_group,
+            no_dist=no_dist,
+        )
+    finally:
+        planner.reader = None  # it knows nothing of the planner's next load
+    return planner.loaded
+
+
+# --- what keys say ---------------------------------------------------------------------------------------------------
+
+
+def _matcher(name: str, allowed: Allowed) -> Callable[[str], bool]:
+    if isinstance(allowed, bool):
+        return lambda key: allowed
+    # One string is refused too: its letters would be patterns.
+    if isinstance(allowed, str) or not all(isinstance(pattern, str) for pattern in allowed):
+        raise TypeError(f"{name}: expected a bool or a sequence of patterns such as ['model.head.*'], got {allowed!r}")
+    patterns = tuple(allowed)
+    return lambda key: any(fnmatchcase(key, pattern) for pattern in patterns)
+
+
+def _is_state(key: str) -> bool:
+    return ".state." in f".{key}"
+
+
+def _is_spare_master(key: str, value: object) -> bool:
+    """Return whether ``key`` is that of a higher-precision copy that can be made from its parameter."""
+    dtype = _dtype_of(value)
+    return key.endswith(f".{MASTER}") and dtype is not None and can_rebuild(dtype)
+
+
+def _dtype_of(value: object) -> torch.dtype | None:
+    """The dtype of a tensor, requested or stored; of what is in a DTensor, as that is what is copied into."""
+    if isinstance(value, TensorStorageMetadata):
+        return value.properties.dtype
+    return local_shard(value).dtype if isinstance(value, Tensor) else None
+
+
+def _beside_groups(key: str) -> Iterator[tuple[str, str]]:
+    """Of a key below some ``param_groups``, the root of the state beside it, and the key below that."""
+    dotted = f".{key}"
+    groups = _GROUPS.search(dotted)
+    if groups is not None:
+        yield f"{dotted[: groups.start()]}.state."[1:], dotted[groups.end() :]
+
+
+def _parameter_of(key: str, listed: Mapping[str, set[str]]) -> str | None:
+    """Root and FQN of the listed parameter whose state ``key`` is.
+
+    The longest name that fits: those of state values may have dots as well, where values are dicts.
+    """
+    for root, fqns in listed.items():
+        name = key.removeprefix(root) if key.startswith(root) else ""
+        while name := name.rpartition(".")[0]:
+            if name in fqns:
+                return f"{root}{name}"
+    return None
+
+
+def _root(path: Sequence[object]) -> str:
+    """The outermost key; of a dict that was flattened by its maker, the first component."""
+    first = str(path[0])
+    return first if len(path) > 1 else first.partition(".")[0]
+
+
+# --- what DCP's plan does --------------------------------------------------------------------------------------------
+
+
+def why_misread(value: object) -> str | None:
+    """Why DCP would take a DTensor for other elements than it has, or ``None``.
+
+    It takes every local tensor that does not bring its own chunks for one rectangle, which starts where the placements
+    say from left to right. What is held otherwise (interleaved rows, uneven parts from ``DTensor.from_local``, slices
+    of Megatron-FSDP, mesh dimensions in another order) it would read and fill wrongly.
+    """
+    if not isinstance(value, Tensor) or not is_dtensor(value) or hasattr(local_shard(value), "__create_chunk_list__"):
+        return None
+    try:
+        is_right = is_placed_as_dcp_reads(value)
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return None if is_right else "its local tensor is not the rectangle that its placements, left to right, name"
+
+
+class ReadPart(NamedTuple):
+    """A part of one chunk of the destination, and the offsets of the stored chunk that it is read from."""
+
+    offsets: Shape
+    sizes: Shape
+    stored_at: Shape
+
+
+def _uncovered(requested: Mapping[str, Any], items: Iterable[ReadItem]) -> Iterator[Found]:
+    """Elements of this rank that DCP's plan writes never or twice."""
+    parts: dict[str, dict[Shape, list[ReadPart]]] = {}  # by key and offset of the destination's chunk
+    for item in items:
+        if item.type == LoadItemType.TENSOR and 0 not in item.lengths:
+            part = ReadPart(tuple(item.dest_offsets), tuple(item.lengths), tuple(item.storage_index.offset or ()))
+            chunks = parts.setdefault(item.dest_index.fqn, {})
+            chunks.setdefault(tuple(item.dest_index.offset or ()), []).append(part)
+    for key, value in requested.items():
+        if not isinstance(value, Tensor):
+            continue
+        by_chunk = parts.get(key, {}).values()
+        overlap = next((pair for of_chunk in by_chunk if (pair := overlapping(of_chunk)) is not None), None)
+        if overlap is not None:  # the sum of the sizes says nothing then
+            yield Problem.OVERLAP, key, f"by the stored chunks at {overlap[0].stored_at} and {overlap[1].stored_at}"
+            continue
+        # As many as there are, and no two the same: all of them.
+        covered, needed = sum(math.prod(part.sizes) for of_chunk in by_chunk for part in of_chunk), _local_numel(value)
+        if covered != needed:
+            yield Problem.HOLE, key, f"{covered} of the {needed} elements that this rank needs"
+
+
+def _local_numel(value: Tensor) -> int:
+    local = local_shard(value)
+    local_shards = getattr(local, "local_shards", None)  # of a ShardedTensor, or of LocalShardsWrapper
+    if local_shards is None:
+        return local.numel()
+    return sum(getattr(shard, "tensor", shard).numel() for shard in local_shards())
+
+
+def overlapping(parts: list[ReadPart]) -> tuple[ReadPart, ReadPart] | None:
+    """Two parts that have elements in common, or ``None``.
+
+    Parts that a plane separates cannot overlap, so the list is divided along one dimension after the other until a
+    group has one part: ``n log n`` for rows, columns, grids and ragged parts. Only what no plane divides is compared
+    pair by pair.
+    """
+    undivided = [parts]
+    while undivided:
+        group = undivided.pop()
+        if len(group) < 2:
+            continue
+        divided = _divided(group)
+        if len(divided) > 1:
+            undivided += divided
+            continue
+        for first, second in itertools.combinations(group, 2):
+            if _overlap(first, second):
+                return first, second
+    return None
+
+
+def _divided(parts: list[ReadPart]) -> list[list[ReadPart]]:
+    for dim in range(len(parts[0].offsets)):
+        groups: list[list[ReadPart]] = []
+        end = -1
+        for part in sorted(parts, key=lambda part: part.offsets[dim]):
+            if part.offsets[dim] >= end:
+                groups.append([])
+            groups[-1].append(part)
+            end = max(end, part.offsets[dim] + part.sizes[dim])
+        if len(groups) > 1:
+            return groups
+    return [parts]
+
+
+def _overlap(first: ReadPart, second: ReadPart) -> bool:
+    return all(
+        a < b + b_size and b < a + a_size
+        for a, a_size, b, b_size in zip(first.offsets, first.sizes, second.offsets, second.sizes, strict=True)
+    )
+
+
+# --- messages and containers -----------------------------------------------------------------------------------------
+
+
+def _refusal(found: Iterable[Found]) -> ValueError:
+    """One error for all problems, those of a kind together."""
+    lines = ["this checkpoint is not loaded, and nothing has been changed:"]
+    by_problem: dict[Problem, list[str]] = {}
+    for problem, key, detail in found:
+        by_problem.setdefault(problem, []).append(f"{key} ({detail})" if detail else key)
+    lines += [f"- {len(texts)} {p.value[0]}: {listed(texts)}. {p.value[1]}" for p, texts in by_problem.items()]
+    return ValueError("\n".join(lines))
+
+
+def listed(texts: Sequence[str]) -> str:
+    """The first ones, and how many more there are."""
+    more = len(texts) - _KEYS_SHOWN
+    return ", ".join(texts[:_KEYS_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def _copied(value: Any) -> Any:
+    """Dicts and lists anew, what is in them as it is."""
+    if isinstance(value, Mapping):
+        return {key: _copied(item) for key, item in value.items()}
+    return [_copied(item) for item in value] if isinstance(value, list) else value
+
+
+def _place(root: Any, path: Sequence[Any]) -> tuple[Any, Any]:
+    """The container of what lies at ``path``, and its key there."""
+    for step in path[:-1]:
+        root = root[_key(root, step)]
+    return root, _key(root, path[-1])
+
+
+def _key(container: Any, step: Any) -> Any:
+    """DCP turns all keys of dicts into strings."""
+    if isinstance(container, Mapping) and step not in container:
+        return next(key for key in container if str(key) == step)
+    return step

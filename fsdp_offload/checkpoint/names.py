@@ -1,0 +1,199 @@
+"""Names in checkpoints: layouts of optimizer state, their common denominator by FQN, and global names of experts.
+
+============ ==========================================================================================================
+nested       ``{"state": {fqn: {name: value}}, "param_groups": [{"params": [fqn, ...], entry: value}]}``
+flattened    ``{"state.{fqn}.{name}": value, "param_groups.{fqn}.{entry}": value}``
+fsdp_dtensor ``{"state": {fqn: {name: value}}, "param_to_group_meta": {fqn: {entry: value}}}``
+============ ==========================================================================================================
+
+The first two are those of ``torch.distributed.checkpoint.state_dict`` (``flatten_optimizer_state_dict``), read in torch
+2.13; the third is Megatron-LM's (``DistributedOptimizer.sharded_param_state_fsdp_dtensor``), read at d98e8a64. Its FQNs
+have ``module.`` in front more often than those of the model.
+
+Under expert parallelism, local experts have the same names on every rank: DCP keeps those of one rank and says nothing.
+:class:`Experts` gives each a global name, so that two can never meet under one key. Recognised are, with whatever wraps
+the model in front:
+
+=============================================  ========================================================================
+``experts.linear_fc1.weight2``, ``….bias2``    Megatron's ``TEGroupedMLP``; split, with ``_w`` or ``_v`` behind
+``experts.local_experts.2.linear_fc1.weight``  Megatron's ``SequentialMLP``
+``experts.2.up_proj.weight``                   a ``ModuleList`` of experts
+=============================================  ========================================================================
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from ..torch_compat.checkpoint import canonical_fqn
+from ..torch_compat.dtensor import is_dtensor, may_be_another_ranks
+from ..torch_compat.fully_shard import parameter_names
+
+StateDict = dict[str, Any]
+
+GROUP_META = "param_to_group_meta"
+"""Megatron's name for what param groups say, by parameter."""
+
+_FLAT_STATE, _FLAT_GROUPS = "state.", "param_groups."
+_WRAPPED = "module."
+_NUMBERED = re.compile(r"(?:^|\.)experts\.(?:linear_fc\d+\.(?:weight|bias)|(?:local_experts\.)?)(?P<number>\d+)(?!\d)")
+
+# --- layouts ---------------------------------------------------------------------------------------------------------
+
+
+class SavedByFqn(NamedTuple):
+    """A state dict by FQN."""
+
+    state: dict[str, dict[str, Any]]
+    entries: dict[str, dict[str, Any]]  # of the param group that lists it
+
+    def with_names_of(self, known: Iterable[str]) -> "SavedByFqn":
+        """The same under those of the ``known`` names that differ from its own in the ``module.`` in front alone."""
+        same = set(known)
+        by_bare: dict[str, str | None] = {}
+        for name in same:
+            by_bare[bare_name(name)] = None if bare_name(name) in by_bare else name  # of two, neither
+        own = {fqn: fqn if fqn in same else by_bare.get(bare_name(fqn)) or fqn for fqn in (*self.state, *self.entries)}
+        return SavedByFqn(*({own[fqn]: values for fqn, values in part.items()} for part in self))
+
+
+def bare_name(name: str) -> str:
+    """``name`` without the ``module.`` of wrappers in front."""
+    while name.startswith(_WRAPPED):
+        name = name.removeprefix(_WRAPPED)
+    return name
+
+
+def flattened(nested: StateDict) -> StateDict:
+    """The flattened form of ``nested``; values that are dicts themselves get dotted names."""
+    flat = {key: value for fqn, state in nested["state"].items() for key, value in _flat(_FLAT_STATE + fqn, state)}
+    for fqn, entries in by_fqn(nested).entries.items():
+        flat.update((f"{_FLAT_GROUPS}{fqn}.{name}", value) for name, value in entries.items())
+    return flat
+
+
+def _flat(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(f"{prefix}.{name}", value)
+        else:
+            yield f"{prefix}.{name}", value
+
+
+def as_fsdp_dtensor(nested: StateDict) -> StateDict:
+    """Megatron's form of ``nested``."""
+    return {"state": nested["state"], GROUP_META: by_fqn(nested).entries}
+
+
+def is_fsdp_dtensor(state_dict: Mapping[str, Any]) -> bool:
+    """Return whether ``state_dict`` has Megatron's form."""
+    return isinstance(state_dict.get("state"), Mapping) and isinstance(state_dict.get(GROUP_META), Mapping)
+
+
+def by_fqn(state_dict: Mapping[str, Any]) -> SavedByFqn:
+    """Any of the forms, by FQN.
+
+    Raises:
+        ValueError: it is none of them.
+    """
+    if is_fsdp_dtensor(state_dict):
+        return SavedByFqn(*({fqn: dict(of) for fqn, of in state_dict[key].items()} for key in ("state", GROUP_META)))
+    if isinstance(state_dict.get("state"), Mapping) and isinstance(state_dict.get("param_groups"), Sequence):
+        entries = {
+            fqn: {name: value for name, value in group.items() if name != "params"}
+            for group in state_dict["param_groups"]
+            for fqn in group["params"]
+        }
+        return SavedByFqn({fqn: dict(state) for fqn, state in state_dict["state"].items()}, entries)
+    strange = [key for key in state_dict if not str(key).startswith((_FLAT_STATE, _FLAT_GROUPS))]
+    if strange or not state_dict:
+        raise ValueError(
+            "not the state dict of an optimizer: expected {'state': ..., 'param_groups': ...}, or Megatron's "
+            f"{{'state': ..., '{GROUP_META}': ...}}, or keys that begin with '{_FLAT_STATE}' and '{_FLAT_GROUPS}', as "
+            f"get_optimizer_state_dict gives them; got {strange[:5]}."
+        )
+    found = SavedByFqn({}, {})
+    for key, value in state_dict.items():
+        part, prefix = (found.state, _FLAT_STATE) if key.startswith(_FLAT_STATE) else (found.entries, _FLAT_GROUPS)
+        fqn, _, name = key.removeprefix(prefix).rpartition(".")  # names have no dots, FQNs have
+        part.setdefault(fqn, {})[name] = value
+    return found
+
+
+# --- experts ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The experts of a model that this rank has: ``count`` of them, from the global number ``first`` on."""
+
+    first: int
+    count: int
+
+    def __post_init__(self) -> None:
+        if self.first < 0 or self.count < 1:
+            raise ValueError(f"expected first >= 0 and count >= 1, got {self.first} and {self.count}")
+
+    @classmethod
+    def of_rank(cls, expert_parallel_rank: int, num_local_experts: int) -> "Experts":
+        """Those of a rank that has as many as every other one.
+
+        Args:
+            expert_parallel_rank: Megatron's ``parallel_state.get_expert_model_parallel_rank()``.
+            num_local_experts: on each rank: ``config.num_moe_experts`` over the expert-parallel size.
+        """
+        return cls(expert_parallel_rank * num_local_experts, num_local_experts)
+
+    def global_name(self, name: str) -> str:
+        """``name`` of a parameter with the global number of its expert; other names as they are.
+
+        Raises:
+            ValueError: a number is not that of a local expert.
+        """
+        found = _NUMBERED.search(name)
+        if found is None:
+            return name
+        number = int(found["number"])
+        if number >= self.count:
+            raise ValueError(
+                f"{name}: local experts are 0 to {self.count - 1}. Has it been renumbered already, or is the number of "
+                "local experts another one?"
+            )
+        begin, end = found.span("number")
+        return f"{name[:begin]}{number + self.first}{name[end:]}"
+
+
+def fqns_of(model: nn.Module, experts: Experts | None) -> dict[Tensor, str]:
+    """Names of parameters as checkpoints have them, with global numbers of experts. A tied one has its first name.
+
+    Raises:
+        ValueError: see :func:`check_experts`.
+    """
+    names = {param: canonical_fqn(model, name) for param, name in parameter_names(model).items()}
+    check_experts(((name, param) for param, name in names.items()), experts)
+    return names if experts is None else {param: experts.global_name(name) for param, name in names.items()}
+
+
+def check_experts(named: Iterable[tuple[str, Any]], experts: Experts | None) -> None:
+    """Refuse experts with numbers that may be local ones: outside of their mesh, other ranks may use the same name.
+
+    Raises:
+        ValueError: shows one, and the line to write.
+    """
+    lacking = [name for name, value in named if may_be_local(name, value)] if experts is None else []
+    if lacking:
+        raise ValueError(
+            f"{lacking[0]} and {len(lacking) - 1} other parameters of experts are on a mesh that is not all ranks: "
+            "another rank may have other experts under these names, and a checkpoint would keep those of one rank. "
+            "Give experts=Experts.of_rank(expert_parallel_rank, num_local_experts), which numbers them globally, or "
+            "experts=Experts(0, num_experts) if their numbers are global already."
+        )
+
+
+def may_be_local(name: str, value: object) -> bool:
+    """Return whether ``name`` is a numbered expert's, and ``value`` on a mesh that does not span all ranks."""
+    is_numbered = _NUMBERED.search(name) is not None
+    return is_numbered and isinstance(value, Tensor) and is_dtensor(value) and may_be_another_ranks(value)

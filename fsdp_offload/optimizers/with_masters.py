@@ -1,0 +1,271 @@
+"""Optimizers with masters: the classes that :func:`fsdp_offload.add_masters` gives to those of ``torch.optim``.
+
+A step opens the master of each bf16 or fp16 parameter, lets the plain class update it with an fp32 gradient and fp32
+state, and writes the parameter from it. Other parameters are updated as they are. The state of a parameter is that of
+the plain class and ``master_param``, so an offloaded one is an elementwise optimizer with one more tensor of state.
+
+The plain class sees local tensors, also of sharded parameters: it may, since every class here is elementwise.
+"""
+
+import inspect
+import itertools
+import types
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..torch_compat.dtensor import local_shard, over_local
+from ..torch_compat.optim import plain_step_of, unsupported_gradient
+from .base import Capabilities, Conventions
+from .fused_masters import MasterRange, fits, is_exact, step_of_group, update_masters
+from .masters import LOW_PRECISION, MASTER, MasterKind, can_rebuild, close_master, kept_dtype, new_master, open_master
+
+_OPEN_NUMEL = 1 << 26
+"""Open so many elements together at most: an open remainder takes 8 bytes each, for the master and the gradient."""
+
+_READ_BY_KERNEL = (MASTER, "exp_avg", "exp_avg_sq", "step")
+
+
+class WithMasters(Optimizer):
+    """Mixed into the class of an optimizer by :func:`class_with_masters`.
+
+    Attributes:
+        plain_class: whose arithmetic updates the masters.
+        master_kind: what is kept of them.
+    """
+
+    plain_class: type[Optimizer]
+    master_kind: MasterKind
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        widen_state(self)  # Adagrad makes it here
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update masters as the plain class updates parameters, and round the parameters from them.
+
+        Raises:
+            RuntimeError: a gradient has other placements than its parameter, or is sparse. Nothing has been changed.
+            ValueError: ``"remainder"`` with an fp16 parameter.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        _update(self)
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load as the plain class does, but keep fp32 state: torch casts state to the dtype of its parameter.
+
+        State of an optimizer without masters is widened. fp32 masters that are missing are made from the parameters.
+
+        Raises:
+            ValueError: remainders are missing, or masters have another dtype. Nothing has changed.
+        """
+        loaded: dict[Tensor, Mapping[str, Any]] = {}
+
+        def take(_: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+            ids = (number for group in saved["param_groups"] for number in group["params"])
+            of = {number: param for number, param in zip(ids, _params_of(self), strict=False) if has_master(param)}
+            loaded.update((of[number], saved["state"][number]) for number in of.keys() & saved["state"].keys())
+            for param, state in loaded.items():
+                _check_loaded(self.master_kind, param, state)
+            nothing = torch.empty(0)  # of each tensor: torch would make a rounded copy of it
+            light = {
+                number: {n: nothing if isinstance(v, Tensor) and v.dim() else v for n, v in state.items()}
+                for number, state in saved["state"].items()
+                if number in of
+            }
+            return {**saved, "state": {**saved["state"], **light}}
+
+        def put(_: Optimizer) -> None:
+            for param, saved in loaded.items():
+                values = {n: v for n, v in saved.items() if isinstance(v, Tensor) and n != "step"}  # which torch keeps
+                self.state[param].update(_widened(param, values))
+                _make_master(self.master_kind, param, self.state[param])
+
+        # Behind the user's hooks, which may rewrite what is loaded, and before those that look at the result.
+        last = self.register_load_state_dict_pre_hook(take)
+        first = self.register_load_state_dict_post_hook(put, prepend=True)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            last.remove()
+            first.remove()
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        return _remade, (self.plain_class, self.master_kind), self.__getstate__()
+
+
+_classes: dict[tuple[type[Optimizer], MasterKind], type[WithMasters]] = {}
+
+
+def class_with_masters(cls: type[Optimizer], kind: MasterKind) -> type[WithMasters]:
+    """Return ``Master<Name>``, a subclass of ``cls``; the same class every time."""
+    if (cls, kind) not in _classes:
+        _classes[cls, kind] = _mix_in(cls, kind)
+    return _classes[cls, kind]
+
+
+def _mix_in(cls: type[Optimizer], kind: MasterKind) -> type[WithMasters]:
+    own = {"__module__": __name__, "__signature__": inspect.signature(cls), "plain_class": cls, "master_kind": kind}
+    made: Any = types.new_class(f"Master{cls.__name__}", (WithMasters, cls), {}, lambda body: body.update(own))
+    # Compiled code would trace into attributes that are exchanged and put back. Wrapped as by torch's constructor.
+    made.step = Optimizer.profile_hook_step(torch.compiler.disable(WithMasters.step))
+    made.step.hooked = True
+    result: type[WithMasters] = made
+    return result
+
+
+def plain_class_of(cls: type[Optimizer]) -> type[Optimizer]:
+    """Return the class without masters; ``cls`` itself unless it is exactly one of :func:`class_with_masters`."""
+    plain: type[Optimizer] = vars(cls).get("plain_class", cls)
+    return plain
+
+
+def _remade(cls: type[Optimizer], kind: MasterKind) -> WithMasters:
+    return object.__new__(class_with_masters(cls, kind))
+
+
+def has_master(param: Tensor) -> bool:
+    """Return whether ``param`` needs one: parameters in fp32 and fp64 are their own masters."""
+    return param.dtype in LOW_PRECISION
+
+
+# Existing state ------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def widen_state(optimizer: WithMasters) -> None:
+    """Give a master to each parameter that has state already, and widen that to fp32, which loses nothing."""
+    for param in filter(has_master, _params_of(optimizer)):
+        state = optimizer.state.get(param) or {}
+        narrow = {n: v for n, v in state.items() if isinstance(v, Tensor) and v.dtype == param.dtype}
+        state.update(_widened(param, narrow))
+        _make_master(optimizer.master_kind, param, state)
+
+
+def _params_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    return (param for group in optimizer.param_groups for param in group["params"])
+
+
+def _check_loaded(kind: MasterKind, param: Tensor, state: Mapping[str, Any]) -> None:
+    wanted, master = kept_dtype(kind, param.dtype), state.get(MASTER)
+    found = master.dtype if isinstance(master, Tensor) else None
+    if state and found != wanted and (found is not None or not can_rebuild(wanted)):
+        raise ValueError(
+            f"load_state_dict: expected {MASTER!r} in {wanted}, as add_masters(optimizer, {kind!r}) keeps it, got "
+            f"{found}. The lower bits of a master cannot be made from a parameter: load a state dict of the same kind."
+        )
+
+
+def _widened(param: Tensor, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {n: v.to(param.device, torch.float32 if v.is_floating_point() else v.dtype) for n, v in values.items()}
+
+
+def _make_master(kind: MasterKind, param: Tensor, state: dict[str, Any]) -> None:
+    if state and state.get(MASTER) is None:
+        state[MASTER] = over_local(param, new_master(kind, local_shard(param).detach()))
+
+
+# One step ------------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def _update(optimizer: WithMasters) -> None:
+    with_gradient = [[param for param in group["params"] if param.grad is not None] for group in optimizer.param_groups]
+    for param in itertools.chain.from_iterable(with_gradient):
+        problem = unsupported_gradient(param, param.grad)
+        if problem:
+            raise RuntimeError(f"step() with masters: {problem}. Nothing has been changed.")
+    for group, params in zip(optimizer.param_groups, with_gradient, strict=True):
+        rest = _after_one_pass(optimizer, group, params)
+        ends = itertools.accumulate(local_shard(param).numel() for param in rest)
+        for _, some in itertools.groupby(zip(rest, ends, strict=True), key=lambda pair: pair[1] // _OPEN_NUMEL):
+            _update_by_plain_class(optimizer, group, [param for param, _ in some])
+
+
+def _after_one_pass(optimizer: WithMasters, group: Mapping[str, Any], params: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Update by one kernel what has one with the same bits, and return the rest."""
+    step = step_of_group(optimizer.plain_class, group, vars(optimizer))
+    if step is None:
+        return params
+    parts, rest = [], []
+    for param in params:
+        state = optimizer.state.get(param) or {}
+        values = [local_shard(state[name]) for name in _READ_BY_KERNEL if state.get(name) is not None]
+        if has_master(param) and len(values) == len(_READ_BY_KERNEL):
+            part = MasterRange(local_shard(param).detach(), local_shard(param.grad), *values)  # type: ignore[arg-type]
+            if fits(part) and is_exact(step, optimizer.master_kind, part):
+                parts.append(part)
+                continue
+        rest.append(param)
+    if parts:
+        update_masters(step, optimizer.master_kind, parts)
+        torch._foreach_add_([part.step for part in parts], 1)
+    return rest
+
+
+def _update_by_plain_class(optimizer: WithMasters, group: Mapping[str, Any], params: Sequence[Tensor]) -> None:
+    """Run the plain step with masters for parameters. No class of torch writes into its groups, so they are copied."""
+    kind, groups, states = optimizer.master_kind, optimizer.param_groups, optimizer.state
+    opened: dict[Tensor, tuple[Tensor, dict[str, Any]]] = {}  # what is updated, with its parameter and local state
+    for param in params:
+        state = {n: local_shard(v) if isinstance(v, Tensor) else v for n, v in (states.get(param) or {}).items()}
+        updated, grad = local_shard(param).detach(), local_shard(param.grad)  # type: ignore[arg-type]
+        if has_master(param):
+            if state.get(MASTER) is None:
+                state[MASTER] = new_master(kind, updated)
+            updated = open_master(kind, updated, state[MASTER]).detach()  # an alias, which takes the gradient with it
+            grad = grad.to(torch.float32)
+        Conventions().hand_gradient(updated, grad)
+        opened[updated] = (param, state)
+    seen = {updated: {n: v for n, v in state.items() if n != MASTER} for updated, (_, state) in opened.items()}
+    optimizer.param_groups = [{**group, "params": list(opened)}]
+    optimizer.state = defaultdict(dict, {updated: state for updated, state in seen.items() if state})
+    try:
+        plain_step_of(optimizer.plain_class)(optimizer)
+        after = optimizer.state
+    finally:
+        optimizer.param_groups, optimizer.state = groups, states
+    for updated, (param, state) in opened.items():
+        made = dict(after.get(updated, {}))
+        if has_master(param):
+            close_master(kind, updated, local_shard(param).detach(), state[MASTER])
+            made[MASTER] = state[MASTER]
+        before = states.get(param) or {}
+        for name, value in made.items():
+            if before.get(name) is None or value is not state.get(name):
+                states[param][name] = over_local(param, value) if _is_like(value, updated) else value
+
+
+def _is_like(value: object, updated: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0 and value.shape == updated.shape
+
+
+# For an offload ------------------------------------------------------------------------------------------------------
+
+
+class MasterConventions(Conventions):
+    """Conventions of ``torch.optim``, with a step that lets written weights win by itself."""
+
+    weights_win = True
+
+
+def capabilities_with_masters(capabilities: Capabilities) -> Capabilities:
+    """Capabilities of a class with masters: low-precision parameters are updated as fp32 ones are."""
+    same = {torch.float32: (torch.float32, *LOW_PRECISION), torch.float64: (torch.float64,)}
+    return replace(
+        capabilities,
+        cuttable=frozenset(
+            (how, where, one) for how, where, dtype in capabilities.cuttable for one in same.get(dtype, ())
+        ),
+        wrong_if_fused=capabilities.wrong_if_fused - set(LOW_PRECISION),
+        conventions=MasterConventions(),
+    )

@@ -1,0 +1,344 @@
+"""``add_masters`` without offload: torch's own habits go on, and each step has the bits of the offloaded one."""
+
+import copy
+import io
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn, optim
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from fsdp_offload import OffloadPolicy, add_masters, offload_optimizer, remove_offload
+from fsdp_offload.optimizers import with_masters
+from tests.cpu.test_kept_masters import EVERY_FORMAT, EVERY_KIND, cases, saved
+from tests.cpu.test_wrappers import accelerated, fabrics, lightnings  # noqa: F401  # a fixture
+from tests.parity import Net, Run, Zoo, same_value
+from tests.tiers import every_nth
+from tests.twins import MASTER, Twins, make_twins
+
+pytestmark = pytest.mark.filterwarnings("ignore:offload_optimizer. The parameters are on the CPU:UserWarning")
+
+
+def adamw(params: Any, **options: Any) -> optim.Optimizer:
+    return optim.AdamW(params, lr=0.02, **options)
+
+
+def plain(kind: str, make: Callable[[Any], optim.Optimizer] = adamw, dtype: torch.dtype = torch.bfloat16) -> Twins:
+    return make_twins(Zoo, make, kind, dtype, policy=None)
+
+
+@pytest.mark.parametrize(("cls", "kwargs", "kind", "dtype"), every_nth(cases(), 7))
+def test_same_bits(cls: type[optim.Optimizer], kwargs: dict[str, Any], kind: str, dtype: torch.dtype) -> None:
+    twins = plain(kind, lambda params: cls(params, **kwargs), dtype)
+    twins.train(4)
+    twins.assert_trained()
+
+
+@EVERY_KIND
+def test_portions_give_the_same_bits(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[int] = []
+    update = with_masters._update_by_plain_class
+
+    def counted(optimizer: Any, group: Any, params: list[Tensor]) -> None:
+        opened.append(sum(param.numel() for param in params))
+        update(optimizer, group, params)
+
+    monkeypatch.setattr(with_masters, "_OPEN_NUMEL", 1500)
+    monkeypatch.setattr(with_masters, "_update_by_plain_class", counted)
+    twins = plain(kind)
+    twins.train(3)
+    twins.assert_trained()
+    largest = max(param.numel() for param in twins.low.params.values())
+    assert max(opened) < 1500 + largest < sum(opened) // 3
+
+
+def test_it_stays_the_same_object_of_its_class() -> None:
+    optimizer = adamw(Net().bfloat16().parameters())
+    assert add_masters(optimizer) is optimizer
+    assert isinstance(optimizer, optim.AdamW)
+    assert type(optimizer).__name__ == "MasterAdamW"
+    one, other = (add_masters(adamw(Net().bfloat16().parameters()), kind) for kind in ("remainder", "fp32"))
+    assert type(one) is type(optimizer) is not type(other)
+
+
+@EVERY_FORMAT
+def test_copies_and_pickles_go_on(kind: str, dtype: torch.dtype) -> None:
+    twins = plain(kind, dtype=dtype)
+    twins.train(2)
+    low = twins.low
+    for again in (copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))):
+        # As one object, so that the optimizer has the parameters of the model.
+        low.model, low.optimizer = again((low.model, low.optimizer))
+        assert type(low.optimizer) is with_masters.class_with_masters(optim.AdamW, kind)  # type: ignore[arg-type]
+        twins.assert_same()
+        twins.train(2)
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["scheduler-first", "masters-first"])
+def test_schedulers_hooks_and_closures(early: bool) -> None:
+    twins = plain("fp32") if not early else make_without_masters("fp32")
+    for run in twins:
+        run.parts["scheduler"] = optim.lr_scheduler.ExponentialLR(run.optimizer, 0.5)
+    if early:
+        twins.add_masters()
+    calls: list[Any] = []
+    twins.low.optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    twins.low.optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    for _ in range(3):
+        twins.each(lambda run: run.optimizer.zero_grad())
+        twins.low.loss(twins.steps).backward()
+        twins.hand_over()
+        closure = lambda: calls.append(torch.is_grad_enabled()) or 3.5  # noqa: E731
+        with torch.no_grad():
+            assert twins.low.optimizer.step(closure) == 3.5
+        twins.full.optimizer.step()
+        twins.each(lambda run: run.parts["scheduler"].step())
+        twins.steps += 1
+        twins.assert_same()
+    assert calls == ["before", True, "after"] * 3
+
+
+def make_without_masters(kind: str) -> Twins:
+    twins = plain(kind)
+    low = twins.low
+    low.optimizer = adamw(low.model.parameters())
+    return twins
+
+
+def test_a_compiled_step_runs_as_it_is() -> None:
+    twins = plain("remainder")
+    twins.low.optimizer.step = torch.compile(twins.low.optimizer.step, backend="eager")
+    twins.train(3)
+    twins.assert_trained()
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["wrapped-first", "masters-first"])
+@pytest.mark.parametrize("framework", ["accelerate", "lightning", "fabric"])
+def test_wrappers_are_seen_through(framework: str, first: bool, accelerated: Any) -> None:  # noqa: F811
+    wrap = {"accelerate": accelerated, "lightning": lightnings, "fabric": fabrics}[framework]
+    twins = make_without_masters("fp32")
+    optimizer = twins.low.optimizer
+    wrapper = wrap(optimizer) if first else None
+    assert add_masters(wrapper if first else optimizer, "fp32") is (wrapper if first else optimizer)
+    wrapper = wrapper if first else wrap(optimizer)
+    if framework == "accelerate":  # the step of the others asks a strategy, which calls that of the optimizer
+        twins.low.optimizer = wrapper
+    twins.train(2)
+    twins.low.optimizer = optimizer
+    twins.assert_trained()
+    assert add_masters(wrapper, "fp32") is wrapper
+
+
+# State dicts ---------------------------------------------------------------------------------------------------------
+
+
+def resumed(twins: Twins, checkpoint: dict[str, Any]) -> Twins:
+    """``twins`` with a fresh low-precision side, which had a state of its own and has loaded ``checkpoint``."""
+    fresh = plain(twins.kind, dtype=twins.low.dtype)
+    fresh.train(1)
+    fresh.low.model.load_state_dict(checkpoint["model"])
+    fresh.low.optimizer.load_state_dict(checkpoint["optimizer"])
+    fresh.full, fresh.steps = twins.full, twins.steps
+    return fresh
+
+
+@EVERY_FORMAT
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_a_state_dict_goes_on_bitwise_and_without_the_offload(kind: str, dtype: torch.dtype, offloaded: bool) -> None:
+    twins = plain(kind, dtype=dtype)
+    if offloaded:
+        twins.attach()
+    twins.train(3)
+    checkpoint = saved(twins.low)
+    fresh = resumed(twins, checkpoint)
+    for number, param in enumerate(fresh.low.params.values()):
+        state = fresh.low.optimizer.state[param]
+        assert all(same_value(value, checkpoint["optimizer"]["state"][number][name]) for name, value in state.items())
+    fresh.full.optimizer.load_state_dict(saved(fresh.full)["optimizer"])  # torch lists entries of groups otherwise then
+    fresh.assert_same()
+    fresh.train(3)
+    fresh.assert_trained()
+
+
+def test_counters_are_not_rounded_to_the_parameters() -> None:
+    """torch casts every floating-point number in the state but ``step``: a product of 0.96 would be 0.9609."""
+    twins = plain("remainder", lambda params: optim.NAdam(params, lr=0.02))
+    twins.train(2)
+    before = saved(twins.low)["optimizer"]
+    twins.each(lambda run: run.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict())))
+    for number, state in saved(twins.low)["optimizer"]["state"].items():
+        assert state["mu_product"].dtype is torch.float32
+        assert same_value(state["mu_product"], before["state"][number]["mu_product"])
+    twins.train(2)
+
+
+def test_state_without_masters_is_widened_in_a_load() -> None:
+    """As of a bf16 training that goes on with masters from now on."""
+    twins = make_without_masters("fp32")
+    low = twins.low
+    low.loss(0).backward()
+    low.optimizer.step()
+    checkpoint = saved(low)
+    low.optimizer = add_masters(adamw(low.model.parameters()), "fp32")
+    low.optimizer.load_state_dict(checkpoint["optimizer"])
+    for number, param in enumerate(low.params.values()):
+        state = low.optimizer.state[param]
+        assert same_value(state[MASTER], param.detach().float())
+        assert same_value(state["exp_avg"], checkpoint["optimizer"]["state"][number]["exp_avg"].float())
+    remainders = add_masters(adamw(low.model.parameters()), "remainder")
+    with pytest.raises(ValueError, match=r"expected 'master_param' in torch.int16, .* got None"):
+        remainders.load_state_dict(checkpoint["optimizer"])
+    assert not remainders.state
+
+
+@EVERY_KIND
+def test_masters_of_the_other_kind_are_refused(kind: str) -> None:
+    twins = plain("fp32" if kind == "remainder" else "remainder")
+    twins.train(1)
+    other = plain(kind)
+    with pytest.raises(ValueError, match=r"expected 'master_param' in .* got torch\."):
+        other.low.optimizer.load_state_dict(saved(twins.low)["optimizer"])
+    other.train(2)
+
+
+# Sharded -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def sharded(mesh: DeviceMesh, kind: Any, *, offload: bool = False, dtype: torch.dtype = torch.bfloat16) -> Run:
+    torch.manual_seed(0)
+    model = Net().to(dtype)
+    model.up.bias = nn.Parameter(model.up.bias.detach().float())  # its own master
+    del model.gain
+    model = fully_shard(model, mesh=mesh)
+    optimizer = add_masters(adamw(model.parameters()), kind)
+    if offload:
+        offload_optimizer(optimizer, model=model, policy=OffloadPolicy(bucket_bytes=2048))
+    return Run(model, optimizer, torch.device("cpu"), dtype)
+
+
+def train(run: Run, *steps: int) -> Run:
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        for param in run.params.values():
+            local = torch.randn(param.to_local().shape, generator=generator, dtype=param.dtype)
+            param.grad = DTensor.from_local(local, param.device_mesh, param.placements)
+        run.optimizer.step()
+    return run
+
+
+def content(run: Run) -> dict[str, Tensor]:
+    found = {name: param.detach().to_local() for name, param in run.params.items()}
+    for name, param in run.params.items():
+        for key, value in run.optimizer.state[param].items():
+            found[f"{name}.{key}"] = value.to_local() if isinstance(value, DTensor) else value
+    return found
+
+
+@EVERY_KIND
+def test_sharded_as_offloaded(mesh: DeviceMesh, kind: str) -> None:
+    one, other = (train(sharded(mesh, kind, offload=offload), 0, 1, 2) for offload in (False, True))
+    for param in one.params.values():
+        state = one.optimizer.state[param]
+        assert (MASTER in state) == (param.dtype is torch.bfloat16)
+        assert all(isinstance(value, DTensor) for name, value in state.items() if name != "step")
+        assert all(value.placements == param.placements for name, value in state.items() if name != "step")
+    assert_same(one, other)
+    remove_offload(other.optimizer)
+    assert_same(train(one, 3), train(other, 3))
+
+
+def assert_same(one: Run, other: Run) -> None:
+    first, second = content(one), content(other)
+    assert first.keys() == second.keys()
+    assert all(same_value(value, second[name]) for name, value in first.items())
+
+
+@EVERY_KIND
+def test_files_of_torch_resume(mesh: DeviceMesh, kind: str, tmp_path: Any) -> None:
+    run, fresh = train(sharded(mesh, kind), 0, 1), sharded(mesh, kind)
+    dcp.save(
+        {"model": run.model.state_dict(), "optimizer": get_optimizer_state_dict(run.model, run.optimizer)},
+        checkpoint_id=tmp_path,
+    )
+    state = {"model": fresh.model.state_dict(), "optimizer": get_optimizer_state_dict(fresh.model, fresh.optimizer)}
+    dcp.load(state, checkpoint_id=tmp_path)
+    set_optimizer_state_dict(fresh.model, fresh.optimizer, state["optimizer"])
+    assert_same(run, fresh)
+    assert_same(train(run, 2), train(fresh, 2))
+
+
+def test_a_gradient_with_other_placements_is_refused(mesh: DeviceMesh) -> None:
+    run = train(sharded(mesh, "fp32"), 0)
+    before = {name: value.clone() for name, value in content(run).items()}
+    param = run.params["down.weight"]
+    param.grad = DTensor.from_local(param.grad.to_local(), mesh, [torch.distributed.tensor.Partial()])
+    with pytest.raises(
+        RuntimeError, match=r"step\(\) with masters: its gradient has .*Partial.*Nothing has been changed"
+    ):
+        run.optimizer.step()
+    assert all(same_value(value, before[name]) for name, value in content(run).items())
+
+
+# Asked for wrongly ---------------------------------------------------------------------------------------------------
+
+
+def test_after_the_offload_it_says_what_to_write() -> None:
+    optimizer = offload_optimizer(adamw(Net().bfloat16().parameters()))
+    with pytest.raises(
+        RuntimeError, match=r"offloaded already(.|\n)*add_masters\(optimizer, 'fp32'\)\n *offload_optimizer"
+    ):
+        add_masters(optimizer, "fp32")
+
+
+def test_a_second_call_changes_nothing_and_another_kind_is_refused() -> None:
+    """A framework's hook may run once for each fit."""
+    optimizer = add_masters(adamw(Net().bfloat16().parameters()), "fp32")
+    for _ in range(2):
+        made = type(optimizer)
+        assert add_masters(optimizer, "fp32") is optimizer
+        assert type(optimizer) is made
+        with pytest.raises(RuntimeError, match="MasterAdamW has masters already, of kind 'fp32'"):
+            add_masters(optimizer, "remainder")
+        offload_optimizer(optimizer, exist_ok=True)
+
+
+def test_without_effect_it_warns() -> None:
+    with pytest.warns(UserWarning, match="add_masters has no effect: no parameter is bf16 or fp16"):
+        add_masters(adamw(Net().parameters()))
+
+
+@pytest.mark.parametrize("given", [object(), nn.Linear(1, 1)], ids=["object", "module"])
+def test_something_else_is_refused(given: Any) -> None:
+    with pytest.raises(TypeError, match=r"expected a torch\.optim\.Optimizer, got"):
+        add_masters(given)
+
+
+def test_a_group_of_fp16_that_is_added_to_remainders_is_refused() -> None:
+    optimizer = add_masters(adamw(Net().bfloat16().parameters()), "remainder")
+    half = nn.Parameter(torch.ones(3).half())
+    optimizer.add_param_group({"params": [half]})
+    half.grad = torch.ones_like(half)
+    with pytest.raises(ValueError, match=r"'remainder' are for bf16.*torch\.float16.*'fp32'"):
+        optimizer.step()
+
+
+def test_the_file_of_a_pickled_optimizer_has_no_class_of_ours() -> None:
+    file = io.BytesIO()
+    optimizer = add_masters(adamw(Net().bfloat16().parameters()), "fp32")
+    torch.save(optimizer.state_dict(), file)
+    assert b"fsdp_offload" not in file.getvalue()
