@@ -76,8 +76,7 @@ class Plan:
         fastest_ms = min((one.iteration_ms for one in fitting), default=0.0)
         close = [one for one in fitting if one.iteration_ms <= SAME * fastest_ms]
         # With parameters on the host, the link has more to do that may come late.
-        order = {one.name: (one.policy is not None, "parameters" in one.name, one.needed_bytes) for one in close}
-        return min(close, key=lambda one: order[one.name], default=None)
+        return min(close, key=lambda one: (*_asks(one.policy), one.needed_bytes), default=None)
 
     def passed_over(self, one: Forecast, overlap: OverlapKind | None = None) -> str:
         """Say why a row that is faster than the best, or does not fit, is not the best; empty if it is neither."""
@@ -132,6 +131,10 @@ class Plan:
             for one in self.forecasts
         ]
         return {**names, **settings, "policies": policies}
+
+
+def _asks(policy: OffloadPolicy | None) -> tuple[bool, bool]:
+    return policy is not None, policy is not None and policy.parameters
 
 
 def plan(
