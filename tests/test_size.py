@@ -25,7 +25,7 @@ LIMITS = {
     "fsdp_offload/torch_compat": 1_790,
     "checkpoint_tools": 9_500,  # on its way to 5,500
     "examples/benchmarks": 2_000,
-    "tests": 49_550,  # on its way to 22,000; 300 are the tracer, which the package had, and 320 add_masters
+    "tests": 49_600,  # on its way to 22,000; 300 are the tracer, which the package had, and 350 add_masters
 }
 FEWER = 0.9
 """A limit that is this far above what it limits is lowered."""
