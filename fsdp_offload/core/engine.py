@@ -139,9 +139,11 @@ class Core:
             item.known_to.add(lane.name)
         lane.touch(reads=item.place())
 
-    def _waiting(self, stream: torch.Stream | None) -> contextlib.AbstractContextManager[None]:
+    def _waiting(
+        self, stream: torch.Stream | None, *, in_step: bool = False
+    ) -> contextlib.AbstractContextManager[None]:
         watch = self.cache.stopwatch
-        return contextlib.nullcontext() if watch is None else watch.waiting(stream)
+        return contextlib.nullcontext() if watch is None else watch.waiting(stream, in_step=in_step)
 
     def gathered(self, number: int, stream: torch.Stream | None, *, counts: bool = True) -> None:
         """The read has been issued. ``counts``: it is part of training, and not of an evaluation."""
@@ -284,7 +286,7 @@ class Core:
             guess.guard(bucket)
         lane.wait(*ready)
         items = (state, *bucket.weights)
-        with self._waiting(None) if lane is self.lanes.compute else contextlib.nullcontext():
+        with self._waiting(None, in_step=True) if lane is self.lanes.compute else contextlib.nullcontext():
             for item in items:
                 lane.wait(item.ready)  # R3: loads, or the update before, may still be writing the place
         for item in items:

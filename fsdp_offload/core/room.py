@@ -35,6 +35,7 @@ class Reading(NamedTuple):
 
     Attributes:
         stalled_ms: time for which compute stood still for items.
+        in_step_ms: of that, in updates that run in ``step()``: they wait for all that moves, however much stays.
         iteration_ms: from the end of the step before to the end of its own.
         load_gb_per_s, store_gb_per_s: rates (10**9 bytes) of one large copy each way; ``None``: not measured.
     """
@@ -43,6 +44,12 @@ class Reading(NamedTuple):
     iteration_ms: float
     load_gb_per_s: float | None = None
     store_gb_per_s: float | None = None
+    in_step_ms: float = 0.0
+
+    @property
+    def late_ms(self) -> float:
+        """Time for which compute stood still for what more places would have had there."""
+        return self.stalled_ms - self.in_step_ms
 
 
 @dataclass
@@ -51,15 +58,16 @@ class _Iteration:
 
     begin: StreamMark
     end: StreamMark | None = None
-    waits: list[tuple[StreamMark, StreamMark]] = field(default_factory=list)
+    waits: list[tuple[StreamMark, StreamMark, bool]] = field(default_factory=list)
     copies: dict[str, tuple[int, Mark, Mark]] = field(default_factory=dict)
 
     def read(self) -> Reading:
         """Block the host until the device has come to its end; returns its times."""
         assert self.end is not None
         self.end.synchronize()
-        stalled_ms = sum(end.elapsed_ms_since(begin) for begin, end in self.waits)
-        return Reading(stalled_ms, self.end.elapsed_ms_since(self.begin))
+        waits = [(end.elapsed_ms_since(begin), in_step) for begin, end, in_step in self.waits]
+        in_step_ms = sum(ms for ms, in_step in waits if in_step)
+        return Reading(sum(ms for ms, _ in waits), self.end.elapsed_ms_since(self.begin), in_step_ms=in_step_ms)
 
     def gb_per_s(self, lane: str) -> float | None:
         """Return the rate of the copy that was timed on ``lane``; blocks the host until it has ended."""
@@ -88,12 +96,12 @@ class Stopwatch:
         return mark
 
     @contextmanager
-    def waiting(self, stream: torch.Stream | None) -> Iterator[None]:
-        """Time what ``stream`` waits for in between; ``None``: the current stream."""
+    def waiting(self, stream: torch.Stream | None, *, in_step: bool = False) -> Iterator[None]:
+        """Time what ``stream`` waits for in between; ``None``: the current stream. ``in_step``: for an update."""
         begin = self._mark(stream)
         yield
         if self._now is not None:
-            self._now.waits.append((begin, self._mark(stream)))
+            self._now.waits.append((begin, self._mark(stream), in_step))
 
     @contextmanager
     def copying(self, lane: Lane, nbytes: int) -> Iterator[None]:
@@ -184,9 +192,9 @@ class Room:
         if reading is None or self._rest or self._iterations < UNSETTLED:
             return False
         before = self.extra
-        if reading.stalled_ms > TOLERATED * reading.iteration_ms:
+        if reading.late_ms > TOLERATED * reading.iteration_ms:
             self._floor, self._calm = max(self._floor, self.extra + 1), 0
-            wanted = -(-int(reading.stalled_ms * self.rate / 2) // self.block_bytes)
+            wanted = -(-int(reading.late_ms * self.rate / 2) // self.block_bytes)
             # Half of what is free at most: the next reading says whether more is needed.
             self.extra = min(self.most, self.extra + min(max(1, wanted), max(0, free_bytes()) // 2 // self.block_bytes))
         else:

@@ -28,8 +28,9 @@ from torch import Tensor
 Copy = tuple[Tensor, Tensor]
 """Target and source, both contiguous and of the same ``uint8`` shape ``(nbytes,)``."""
 
-PIECE_BYTES = 16 << 20
-"""To the device. Smaller pieces cost bandwidth (8 MiB: 5 %); larger ones hold up small copies of others for longer."""
+PIECE_BYTES = 8 << 20
+"""To the device. Smaller pieces cost bandwidth, larger ones hold up small copies of others for longer: on an H100,
+pieces of 16 MiB took longer in each of three policies, the one that the link limits included."""
 
 STORED_PIECE_BYTES = 32 << 20
 """To the host. ``fully_shard`` makes no small copies that way, and each piece costs the host time."""

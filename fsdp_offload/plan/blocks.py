@@ -91,7 +91,7 @@ class Blocks:
         room = Room.beside(self.pools) if self.learns else None
         reading = read()
         for _ in range(MOST_READINGS):
-            if room is None or reading.stalled_ms <= TOLERATED * reading.iteration_ms:
+            if room is None or reading.late_ms <= TOLERATED * reading.iteration_ms:
                 return
             if room.end(reading, steady=True, free_bytes=free_bytes):
                 for pool, count in zip(self.pools, room.counts(self.pools), strict=True):

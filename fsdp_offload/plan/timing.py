@@ -73,11 +73,12 @@ class Estimate(NamedTuple):
     ms: float
     limit: str  # compute, gathers, link, or launches
     stalled_ms: float = 0.0
+    in_step_ms: float = 0.0
 
     @property
     def reading(self) -> Reading:
         """What training would measure."""
-        return Reading(self.stalled_ms, self.ms)
+        return Reading(self.stalled_ms, self.ms, in_step_ms=self.in_step_ms)
 
 
 def estimate(blocks: Blocks | None, parts: Parts) -> Estimate:
@@ -102,10 +103,11 @@ def _in_step(blocks: Blocks, parts: Parts, state: int, params: int, host_ms: flo
     if state and not params:  # the first blocks are loaded in the backward
         after_ms *= 1 - min(1.0, blocks.passing_bytes / state, parts.backward_ms / state / parts.one_way)
     after_ms = max(parts.update_ms, after_ms)
-    stalled_ms = max(0.0, slower * gathers_ms - passes) + after_ms - parts.update_ms
+    in_step_ms = after_ms - parts.update_ms
+    stalled_ms = max(0.0, slower * gathers_ms - passes) + in_step_ms
     ms = max(passes + parts.contention * min(gathers_ms, passes), slower * gathers_ms, host_ms)
     ms += parts.clip_ms + after_ms
-    return Estimate(ms, "link" if stalled_ms > 1e-4 * ms else parts.limit, stalled_ms)
+    return Estimate(ms, "link" if stalled_ms > 1e-4 * ms else parts.limit, stalled_ms, in_step_ms)
 
 
 def _beside_passes(blocks: Blocks, parts: Parts, state: int, params: int) -> Estimate:

@@ -236,6 +236,14 @@ def test_room_does_not_grow_from_iterations_that_are_not_steady() -> None:
     assert room.end(Reading(500, 1000), steady=True, free_bytes=lambda: 1 << 40)
 
 
+def test_room_does_not_grow_from_waits_in_step() -> None:
+    """Updates in ``step()`` wait for all that moves: they would only be content with everything on the device."""
+    room = Room(100, 1000, rate=10)
+    settled(room)
+    assert not room.end(Reading(500, 1000, in_step_ms=495), steady=True, free_bytes=lambda: 1 << 40)
+    assert room.end(Reading(500, 1000, in_step_ms=400), steady=True, free_bytes=lambda: 1 << 40)
+
+
 def test_room_takes_half_of_what_is_free_at_most_and_gives_back_what_is_not() -> None:
     room = Room(100, 1000, rate=10)
     settled(room)
