@@ -195,41 +195,39 @@ class Plan:
         self._host_taken = Taken(self._host_taken.host_bytes + host_bytes, self._host_taken.total_bytes + sum(sizes))
 
     def _take_homes(self, shards: Sequence[StateShard]) -> None:
-        updated_there = [shard for shard in shards if shard.on_host]
-        offloaded = [shard for shard in shards if not shard.on_host]
-        there_bytes = host_bucket_bytes(self._bucket_bytes)
-        there = plan_buckets([_spec(shard) for shard in updated_there], there_bytes)
-        there_gradients = [_gradient_nbytes(bucket, updated_there) for bucket in there.buckets]
-        on_host = plan_buckets([_spec(shard) for shard in offloaded], self._bucket_bytes)
-        with_spare = _shards_within(on_host, offloaded, self._policy.snapshot_bytes - self.spare_bytes)
-        left_bytes = self._policy.snapshot_bytes - self.spare_bytes - with_spare.nbytes
-        there_spare = _shards_within(there, updated_there, left_bytes)
-        needed_bytes = on_host.home_nbytes + with_spare.nbytes + there.home_nbytes + there_spare.nbytes
-        mirrors = plan_buckets([_mirror_spec(shard) for shard in updated_there], 1 << 62)
+        cpu_shards = [shard for shard in shards if shard.on_host]
+        streamed = [shard for shard in shards if not shard.on_host]
+        cpu_bucket_bytes = host_bucket_bytes(self._bucket_bytes)
+        cpu_plan = plan_buckets([_spec(shard) for shard in cpu_shards], cpu_bucket_bytes)
+        cpu_gradients = [_gradient_nbytes(bucket, cpu_shards) for bucket in cpu_plan.buckets]
+        plan = plan_buckets([_spec(shard) for shard in streamed], self._bucket_bytes)
+        spare = _shards_within(plan, streamed, self._policy.snapshot_bytes - self.spare_bytes)
+        left_bytes = self._policy.snapshot_bytes - self.spare_bytes - spare.nbytes
+        cpu_spare = _shards_within(cpu_plan, cpu_shards, left_bytes)
+        needed_bytes = plan.home_nbytes + spare.nbytes + cpu_plan.home_nbytes + cpu_spare.nbytes
+        mirrors = plan_buckets([_mirror_spec(shard) for shard in cpu_shards], 1 << 62)
         needed_bytes += mirrors.home_nbytes
         if self._host is not None:
-            needed_bytes += self._host.missing_bytes(there_gradients)
+            needed_bytes += self._host.missing_bytes(cpu_gradients)
         self.check_host_memory(needed_bytes)
         # First what may fail (the driver may refuse to lock pages), so that nothing has to be undone.
-        if self._host is not None and there_gradients:
-            self._host.reserve(there_gradients)
-        there_regions = [self._region(n, there.home_breaks) for n in (there.home_nbytes, there_spare.nbytes)]
-        regions = tuple(
-            self._region(nbytes, on_host.home_breaks) for nbytes in (on_host.home_nbytes, with_spare.nbytes)
-        )
+        if self._host is not None and cpu_gradients:
+            self._host.reserve(cpu_gradients)
+        cpu_regions = [self._region(n, cpu_plan.home_breaks) for n in (cpu_plan.home_nbytes, cpu_spare.nbytes)]
+        regions = tuple(self._region(nbytes, plan.home_breaks) for nbytes in (plan.home_nbytes, spare.nbytes))
         mirror_region = self._region(mirrors.home_nbytes, mirrors.home_breaks)
-        for shard, (offset,) in zip(updated_there, mirrors.home_offsets, strict=True):
+        for shard, (offset,) in zip(cpu_shards, mirrors.home_offsets, strict=True):
             (nbytes,) = _mirror_spec(shard).leaf_nbytes
             shard.mirror = mirror_region.range(offset, nbytes, torch.uint8, (nbytes,), (1,))
-        _settle(offloaded, on_host, partial(_host_leaf, regions[0]))
-        _settle(offloaded, on_host, partial(_host_leaf, regions[1]), with_spare.shards)
-        _settle(updated_there, there, partial(_host_leaf, there_regions[0]))
-        _settle(updated_there, there, partial(_host_leaf, there_regions[1]), there_spare.shards)
-        self.spare_bytes += there_spare.nbytes
-        self._add_buckets(there, updated_there, None)  # nothing of it ever moves
-        self.regions += [region for region in (*regions, *there_regions, mirror_region) if region.nbytes]
-        self.spare_bytes += with_spare.nbytes
-        self._add_buckets(on_host, offloaded, Arena(regions, frozenset(on_host.home_breaks)))
+        _settle(streamed, plan, partial(_host_leaf, regions[0]))
+        _settle(streamed, plan, partial(_host_leaf, regions[1]), spare.shards)
+        _settle(cpu_shards, cpu_plan, partial(_host_leaf, cpu_regions[0]))
+        _settle(cpu_shards, cpu_plan, partial(_host_leaf, cpu_regions[1]), cpu_spare.shards)
+        self.spare_bytes += cpu_spare.nbytes
+        self._add_buckets(cpu_plan, cpu_shards, None)  # nothing of it ever moves
+        self.regions += [region for region in (*regions, *cpu_regions, mirror_region) if region.nbytes]
+        self.spare_bytes += spare.nbytes
+        self._add_buckets(plan, streamed, Arena(regions, frozenset(plan.home_breaks)))
 
     def spare_nbytes(self) -> int:
         """Host memory that :meth:`take_spare_homes` would take."""
