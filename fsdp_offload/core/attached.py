@@ -150,7 +150,7 @@ class Engine(Contents):
         self.core.settle()
 
     def _take_plan(self, states: StateStore | None = None) -> None:
-        """Be about the buckets that there are now. Where they have changed, everything has been brought home before."""
+        """If the plan has changed, hand its buckets to the core; everything has been brought home before."""
         if self._taken != self.plan.generation:
             self._taken = self.plan.generation
             core = self.core
@@ -196,7 +196,7 @@ class Engine(Contents):
         return Bucket(number, item, groups, marks, params, planned.on_host, after)
 
     def take_staging(self) -> None:
-        """Have the blocks before there are activations, so that they do not lie among them."""
+        """Allocate all blocks before there are activations, so that blocks do not lie among these."""
         self._take_plan()
         self._take_blocks()
 
@@ -234,7 +234,7 @@ class Engine(Contents):
         core.away = False
         problem = self._problem_of_early(optimizer, states, kwargs) if core.begun else ""
         if problem and (not guesses.made or early.written()):
-            guesses.take_back()  # which has lost that write
+            guesses.take_back()  # which overwrites what somebody has written, so the step is refused
             self._refuse_step(problem)
         elif problem or (core.begun and guesses.made and guesses.way_back.is_written()):
             guesses.take_back()
@@ -407,9 +407,9 @@ class Engine(Contents):
             self.early.watch(new)
 
     def expect_gradients(self, optimizer: Optimizer, states: StateStore) -> None:
-        """Ahead of the first gradients of a step: where they do not fit together, none may wait for ``step()``.
+        """Before the first reduction of a step: unless all gradients fit together, none may wait for ``step()``.
 
-        Then what was edited since the last step is followed now, as it may divide state anew.
+        Then edits of param groups are followed now and not in ``step()``, as they may divide state anew.
         """
         core = self.core
         if not core.frees_gradients or self.steps.failure or core.done:
@@ -469,7 +469,7 @@ class Engine(Contents):
         raise RuntimeError(message)
 
     def _problem_of_early(self, optimizer: Optimizer, states: StateStore, kwargs: Mapping[str, Any]) -> str:
-        """Say of what else than what the backward has updated this step is; empty: of the same."""
+        """Say what differs between this step and the one that the backward has begun; empty: nothing."""
         problem = self.early.problem(states)
         if not problem and scaler_decides(optimizer, kwargs):
             problem = "a GradScaler decides only now whether there is a step"
@@ -488,7 +488,7 @@ class Engine(Contents):
         )
 
     def before_gather(self, number: int) -> None:
-        """Parameters of a group are about to be read: a guess must not show."""
+        """Parameters of a group are about to be read: take guesses back that have changed them."""
         if self.guesses.made and self.core.has_updated(number):
             self.guesses.take_back()
 

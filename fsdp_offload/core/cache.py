@@ -1,7 +1,7 @@
 """Device memory for what is offloaded: a cache that knows the future.
 
-``fetch`` brings an item to the device, ``put`` stores it home, ``drop`` gives its place to another. Each does nothing
-where nothing is to do.
+``fetch`` loads an item, ``put`` stores it home, ``drop`` frees its place for another. ``fetch`` and ``drop`` do nothing
+where there is nothing to do; ``put`` always stores.
 """
 
 from collections.abc import Iterable
@@ -20,7 +20,7 @@ from .timeline import Timeline
 
 @dataclass
 class Moved:
-    """Bytes and operations in one iteration. ``updates``: of buckets, those on the CPU included."""
+    """Bytes and operations in one iteration. ``updates``: buckets that were updated, also those on the CPU."""
 
     loaded_bytes: int = 0
     stored_bytes: int = 0
@@ -36,9 +36,9 @@ class Cache:
         pools: of all items, those that profit most from another block in front.
         held: items that have a place.
         pinned: items that an update is about to use; nobody evicts them.
-        overflowed: an update could not do without one block more than allowed.
+        overflowed: an update needed a block more than allowed, and took it.
         moved: in this iteration.
-        bound: of each bucket, what updates see of it, by blocks: views that go with their blocks.
+        bound: ``Bucket.bound`` of each bucket; entries are deleted when one of their blocks is given back.
         stopwatch: times it; ``None``: nothing is timed.
     """
 
@@ -51,7 +51,7 @@ class Cache:
         self.moved = Moved()
         self.bound: list[dict[tuple[Block | None, ...], object]] = []
         self.stopwatch: Stopwatch | None = None
-        self._left: Pool | None = None
+        self._lowered: Pool | None = None
 
     @property
     def nbytes(self) -> int:
@@ -59,9 +59,9 @@ class Cache:
         return sum(pool.made * pool.nbytes for pool in self.pools)
 
     def fetch(self, item: Item, *, must: bool = True, distance: int = -1) -> bool:
-        """Have ``item`` on the device, unless what would have to leave is needed sooner than in ``distance`` uses.
+        """Have ``item`` on the device, and return whether it is. Evicts only what is used after ``distance`` uses.
 
-        ``must``: whatever has to leave.
+        ``must``: evicts whatever has to leave.
         """
         if item.block is not None:
             if item.is_fresh():
@@ -81,7 +81,7 @@ class Cache:
             self.moved.loads += len(item.home)
             self.moved.loaded_bytes += item.nbytes
         else:
-            item.ready = load.mark()  # nothing to load; but an update that fills the place comes after R1
+            item.ready = load.mark()  # nothing to load; but the update that fills the place has to come after R1
         item.see()
         item.used.clear()
         item.known_to.clear()
@@ -95,8 +95,8 @@ class Cache:
         """Note that an update has changed the place of ``item``, up to ``mark``."""
         spare = item.spare_home()
         if spare is not None:
-            # R4: a checkpoint's writer reads the home, and this one may be written. Loads and stores of its own ended
-            # before the update, which has waited for them.
+            # R4: a checkpoint's writer reads the old home, and the spare one may be written. The item's loads and
+            # stores ended before the update, which has waited for them.
             item.home, item.home_read = spare, {}
         item.written(mark)
 
@@ -152,29 +152,29 @@ class Cache:
     # Blocks ---------------------------------------------------------------------------------------------------------
 
     def take_all(self) -> None:
-        """Have all blocks that may be there."""
+        """Allocate all blocks that are allowed."""
         for pool in self.pools:
             while pool.made < pool.count:
                 self._take(pool)
 
     def leave_room(self, pool: Pool) -> None:
-        """Have a block less in ``pool`` than allowed while an optimizer creates state, which takes as much."""
-        if self._left is None and pool.count > pool.least:
-            self._left = pool
+        """Allow ``pool`` a block less while an optimizer creates state, which takes as much memory."""
+        if self._lowered is None and pool.count > pool.least:
+            self._lowered = pool
             self.resize(pool, pool.count - 1)
 
     def restore_room(self) -> bool:
         """Undo :meth:`leave_room`; returns whether there is anything to undo."""
-        if self._left is None:
+        if self._lowered is None:
             return False
-        self._left.count += 1
-        self._left = None
+        self._lowered.count += 1
+        self._lowered = None
         return True
 
     def resize(self, pool: Pool, count: int) -> None:
-        """Let ``pool`` have ``count`` blocks from now on; those that must go are the ones needed last.
+        """Allow ``pool`` ``count`` blocks from now on; if it has more, the items that are needed last are evicted.
 
-        On the compute stream, where blocks are allocated: never in a hook of a gradient, which runs on another.
+        To be called on the compute stream, where blocks are allocated; not in a gradient's hook: that runs on another.
         """
         pool.count = count
         while pool.made > count:
@@ -183,7 +183,7 @@ class Cache:
             self._give_back(pool)
 
     def _give_back(self, pool: Pool) -> None:
-        # Blocks are allocated on the compute stream, whose next kernel may take this memory: that comes after R1.
+        # Blocks are allocated on the compute stream, whose next kernel may get this memory: so compute waits (R1).
         block = pool.free.pop(0)
         self.lanes.compute.wait(*block.free)
         self.lanes.freed(block.memory)
@@ -214,9 +214,9 @@ class Cache:
         pool.made += 1
 
     def _evict(self, pool: Pool, distance: int | None) -> bool:
-        """Make room in ``pool`` by dropping what is used last: later than in ``distance`` uses, if there is one.
+        """Drop the item of ``pool`` that is used last, and return whether there was one.
 
-        What is kept goes only for an update that cannot do without, and then last.
+        ``distance``: only one that is not kept, and is used after more uses than that. ``None``: any, kept ones last.
         """
         victim, latest = None, (-1, -1 if distance is None else distance)
         for item in self.held:

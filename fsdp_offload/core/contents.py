@@ -76,7 +76,7 @@ class Contents:
         raise NotImplementedError
 
     def add(self, optimizer: Optimizer, params: Iterable[Tensor], states: StateStore) -> None:
-        """Take over the state of ``params``: what exists moves home, for the rest there is room.
+        """Take over the state of ``params``: what exists moves home, and the rest gets room there.
 
         Raises:
             MemoryError: host memory does not suffice; nothing has changed.
@@ -189,7 +189,7 @@ class Contents:
         }
 
     def has_left_device(self) -> None:
-        """Hand back the memory of what is home now: it came in blocks that activations do not fit."""
+        """Empty the cache of the device's allocator: what is home now has left blocks that activations do not fit."""
         self._link.empty_cache()
 
     def return_to_device(self, states: StateStore) -> None:
@@ -206,7 +206,7 @@ class Contents:
         self._counters_as_made(states)
 
     def _make_zeroed_gradients(self, params: Iterable[Tensor]) -> bool:
-        """Where a gradient was zeroed that was gone by then, and no other has come, make zeros after all."""
+        """Make zeros for gradients that were zeroed once freed, if none has come since; returns whether any were."""
         zeroed = list(filter(is_zeroed, params))
         for param in zeroed:
             param.grad = over_local(param, torch.zeros_like(local_shard(param), device=self.device))
@@ -219,7 +219,7 @@ class Contents:
     # What a step is about ---------------------------------------------------------------------------------------------
 
     def _other_layout(self, param: Tensor) -> str:
-        """Why the buckets of ``param`` are not its ranges any more; empty if they are."""
+        """Say why the ranges in the buckets of ``param`` are not its elements any more; empty: they are."""
         shard = self.plan.shards.get(param)
         if shard is None or len(shard.buckets) < 2 or local_shard(param).is_contiguous():
             return ""

@@ -1,4 +1,4 @@
-"""Gradients with which the backward has updated: whether somebody has touched them since, and whether loops do so."""
+"""Gradients that updates in the backward have used: has somebody touched them since, and does the loop ever do so."""
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 Version = tuple[int, int]
 
 _CLEAN_STEPS = 2
-"""Steps in which nobody touched gradients before ``step()``, until updates move into the backward."""
+"""Updates move into the backward after so many steps in which nobody touched gradients before ``step()``."""
 
 
 class Early:
@@ -27,8 +27,8 @@ class Early:
 
     Attributes:
         freed: parameters whose gradient was let go of with its update, and their versions then.
-        ended: numbers of buckets whose updates belong to a step that a load has ended: their gradients have been used.
-        frees_all: gradients go in the backward of every step, the first one included: they would not fit together.
+        ended: numbers of buckets updated in a step that a load has ended: ``step()`` leaves their used gradients out.
+        frees_all: every backward, the first included, frees gradients after use: they would not fit together.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Early:
         self._core, self._guesses, self._updates, self._plan, self._names = core, guesses, updates, plan, names
         self._used: dict[Tensor, tuple[Tensor, Version, Version]] = {}  # a gradient, its version, the parameter's
         self._touches = _Touches()
-        self._clean_steps = 0
+        self._clean_steps = 0  # -1: somebody has touched gradients, and updates stay in step() for good
 
     @property
     def is_clean(self) -> bool:
@@ -90,13 +90,13 @@ class Early:
                 spend(param)
 
     def forget(self, *, unwatch: bool = True) -> None:
-        """No update of this step has used a gradient, as far as ``step()`` is concerned."""
+        """Forget which gradients updates of this step have used: for ``step()`` it is as if none had been."""
         if unwatch:
             self.unwatch()
         self._used, self.freed, self._touches.written = {}, {}, False
 
     def written(self) -> list[Tensor]:
-        """List parameters that somebody else has written since their update, past what is watched."""
+        """List parameters that somebody else has written since their update, as their versions tell."""
         versions = [*((param, version) for param, (_, _, version) in self._used.items()), *self.freed.items()]
         return [param for param, version in versions if version_of(param) != version]
 

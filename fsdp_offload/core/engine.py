@@ -31,11 +31,11 @@ MODES = {
 }
 
 AHEAD, GATHERS_AHEAD, LOADS_FOR_GATHERS = 16, 4, 2
-"""Uses that are looked ahead: more than places ever hold is of no use. Of gathers fewer, and of loads for them fewer
-yet: more would hold up what else uses the link, the state that updates wait for and fully_shard's own small copies."""
+"""How far prefetches look ahead: in uses, gathers, loads for gathers. More uses than places ever hold would not help.
+More gathers and loads would hold up what else uses the link: state for updates, and fully_shard's own small copies."""
 
 REDUCTIONS_BEHIND = 4
-"""How many reductions may follow an update before compute waits for it: gradients whose update is late pile up."""
+"""How many reductions may follow an update before compute waits for it: else gradients of late updates pile up."""
 
 
 class Updates(Protocol):
@@ -61,7 +61,7 @@ class WayBack(Protocol):
         """Return whether the update of ``bucket`` may be a guess; if not, it waits for ``step()``."""
 
     def guard(self, bucket: Bucket) -> None:
-        """Before the update: the host has to have what take-back will load."""
+        """The update is about to be issued: store what take-back will load, unless it is on the host."""
 
     def updated(self, bucket: Bucket) -> None:
         """The update has been issued."""
@@ -72,17 +72,17 @@ class Core:
 
     Attributes:
         buckets: in forward order.
-        weights: by group: its parameters, or what marks them where they stay.
-        frees_gradients: in the backward, where they are used: there is no room for all of them.
+        weights: by group number, the item of its parameters; without bytes where they stay on the device.
+        frees_gradients: gradients are freed in the backward that uses them: there is no room for all of them.
         done: buckets that this step has updated, in order.
         last_moved: bytes and operations of the last step; ``None``: no step has ended yet.
         begun: updates of this step have begun.
         is_seen: a forward has used parameters that this step has updated before ``step()``.
-        stepping: the point of compute at which ``step()`` was called.
+        stepping: the point of compute at which ``step()`` was called; ``None``: outside of it.
         updated: the end of the last update.
         torn: the bucket whose update runs; after an exception, it may be half updated.
         may_begin_early: updates may begin in the backward.
-        away: everything has left the device, or is on its way: only what is used comes back.
+        away: everything has left the device, or is on its way: what is used comes back, and nothing is prefetched.
         guess: undoes the updates of this backward, which may be wrong; ``None``: they are certain.
     """
 
@@ -103,7 +103,7 @@ class Core:
         self.guess: WayBack | None = None
         self._undone: set[Bucket] = set()  # guesses of this iteration that were taken back
         self._gathers: dict[int, Use] = {}
-        self._used_by: deque[tuple[Mark | None, list[int]]] = deque()  # updates since the reduction before, in order
+        self._used_by: deque[tuple[Mark | None, list[int]]] = deque()  # the updates of each of the last reductions
         self._ready: list[Bucket] = []
         self._of_group: dict[int, list[Bucket]] = {}
         self._followers: dict[int, list[Bucket]] = {}  # by number, those that come after it
@@ -133,13 +133,13 @@ class Core:
         if item.nbytes:
             self.cache.fetch(item)
         if lane.name not in item.known_to and (item.ready is not None or item.beside):
-            with self._waiting(stream):
+            with self._timed_wait(stream):
                 lane.wait(item.ready)  # R3: an update, or a load, may write them. This wait *is* overlap="forward"
                 lane.wait(*item.beside.values())  # R3: so may what comes up from the CPU
             item.known_to.add(lane.name)
         lane.touch(reads=item.place())
 
-    def _waiting(
+    def _timed_wait(
         self, stream: torch.Stream | None, *, in_step: bool = False
     ) -> contextlib.AbstractContextManager[None]:
         watch = self.cache.stopwatch
@@ -170,12 +170,12 @@ class Core:
         return any(number in bucket.groups for bucket in self.done)
 
     def uses(self, number: int) -> None:
-        """Compute is about to use what has been gathered: gradients that its update has read need not be held."""
+        """Compute is about to use a gathered group: wait for its updates, and hold their gradients no longer."""
         for bucket in self._of_group.get(number, ()):
             if bucket.number in self._gradients and bucket not in self.done:
                 late = [item.updated for item in bucket.weights if self.lanes.compute.name not in item.known_to]
                 if late:
-                    with self._waiting(None):
+                    with self._timed_wait(None):
                         self.lanes.compute.wait(*late)
                 del self._gradients[bucket.number]
 
@@ -201,24 +201,24 @@ class Core:
             self._let_go([bucket.number for bucket in list(self.done)[before:]])
 
     def _let_go(self, updated: list[int]) -> None:
-        """Free gradients of updates that ended long ago, unless the link is late: then compute waits for it.
+        """Free gradients of updates issued over ``REDUCTIONS_BEHIND`` reductions ago; if they are late, compute waits.
 
-        Their memory is allocated anew on the stream of the reductions, which waits for compute.
+        Reductions allocate in this memory, on a stream that waits for compute.
         """
         self._used_by.append((self.updated, updated))
         while len(self._used_by) > REDUCTIONS_BEHIND:
             mark, numbers = self._used_by.popleft()
             if numbers:
-                with self._waiting(None):
+                with self._timed_wait(None):
                     self.lanes.compute.wait(mark)
             for number in numbers:
                 self._gradients.pop(number, None)
 
     def step(self, wanted: Sequence[Bucket], again: Container[Bucket] = ()) -> None:
-        """Update those of ``wanted`` that have not been, or not with a late gradient, and end the iteration."""
+        """Update those of ``wanted`` that the backward has not, and those in ``again``, where a gradient came late."""
         self.stepping = self.lanes.compute.mark()
         left = (one for one in wanted if one not in self.done or one in again)
-        # What needs no load goes first: the CPU is at it meanwhile.
+        # Buckets of the CPU need no load: they go first, and the CPU works meanwhile.
         self._ready = sorted(left, key=lambda bucket: not bucket.on_host)
         try:
             self.pump()
@@ -249,7 +249,7 @@ class Core:
         return self.timeline.repeats
 
     def choose_kept(self) -> None:
-        """Choose what stays on the device, of as many blocks as there may be now."""
+        """Choose which items stay on the device, given the blocks that are allowed now."""
         choose_kept([bucket.state for bucket in self.buckets if bucket.state.nbytes])
         choose_kept([item for item in self.weights.values() if item.nbytes])
 
@@ -276,7 +276,7 @@ class Core:
             return
         state, cache = bucket.state, self.cache
         creates = not state.exists
-        # What an optimizer creates it allocates itself, in the memory of the stream it runs in: that of compute.
+        # An optimizer that creates state allocates it itself, on the stream that it runs on: that has to be compute.
         lane = self.lanes.compute if creates else getattr(self.lanes, self.mode.lane)
         cache.pinned = bucket.streamed
         for item in bucket.streamed:
@@ -286,7 +286,7 @@ class Core:
             guess.guard(bucket)
         lane.wait(*ready)
         items = (state, *bucket.weights)
-        with self._waiting(None, in_step=True) if lane is self.lanes.compute else contextlib.nullcontext():
+        with self._timed_wait(None, in_step=True) if lane is self.lanes.compute else contextlib.nullcontext():
             for item in items:
                 lane.wait(item.ready)  # R3: loads, or the update before, may still be writing the place
         for item in items:
@@ -311,7 +311,7 @@ class Core:
         self._send_home(bucket, guess)
 
     def _send_home(self, bucket: Bucket, guess: WayBack | None) -> None:
-        """Store what an update has changed; what is kept as well if it was a guess: the next one needs it at home."""
+        """Store what an update has changed; after a guess also what is kept: the next guess needs it at home."""
         for item in bucket.streamed:
             if (guess is not None or not item.stays) and (item is bucket.state or self._is_updated(item)):
                 self.cache.put(item)
@@ -319,9 +319,9 @@ class Core:
             self.timeline.note(bucket.use)
 
     def _update_on_host(self, bucket: Bucket, ready: Sequence[Mark]) -> None:
-        """Let the CPU update a bucket: its state has no place but its home, and its part of the parameters comes up.
+        """Let the CPU update a bucket: its state stays in its home, and its part of the parameters is copied up.
 
-        Gathers that read them have been waited for by whoever made the gradients.
+        Nobody waits for gathers here: the gradients, which are waited for, were made after them.
         """
         bucket.state.at_home = mark = self.updates.on_host(bucket, ready)  # R2: the update is the store
         bucket.state.exists, bucket.state.exposed = True, False
@@ -332,11 +332,11 @@ class Core:
         self.cache.moved.updates += 1
 
     def _is_updated(self, weights: Item) -> bool:
-        """Return whether no other update of this step will write these parameters, as far as it is known."""
+        """Return whether this step has updated all buckets that have some of these parameters."""
         return all(one in self.done for one in self._of_weights[weights])
 
     def prefetch(self) -> None:
-        """Load what is used next, nearest first, as far as nothing has to leave that is needed sooner."""
+        """Load what is used next, nearest first, until something that is needed sooner would have to leave."""
         if self.away:
             return
         gathers = loads = 0
@@ -361,7 +361,7 @@ class Core:
     def wait_home(self, items: Iterable[Item], *, may_write: bool = True) -> None:
         """Block the host until these are at home; whoever asked may write there, unless ``may_write`` is false.
 
-        Not all writes are counted (``torch._foreach_*`` on DTensors): what is used next is loaded again.
+        Versions do not count all writes (``torch._foreach_*`` on DTensors), so places are loaded again before use.
         """
         items, updated = list(items), self._updated_items()
         self.cache.flush(items)
@@ -384,7 +384,7 @@ class Core:
     def abandon(self, *, is_undone: bool = False) -> None:
         """An exception has ended a step: forget what it has left on the device of a bucket that is half updated.
 
-        ``is_undone``: nothing was written of what is newer there than at home.
+        ``is_undone``: the update has written nothing, so places that are newer than their homes still count.
         """
         if self.updated is not None:
             self.updated.synchronize()

@@ -49,7 +49,7 @@ _Result = TypeVar("_Result")
 
 
 def weakly(method: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
-    """Keep the object of a bound method from being kept alive by those who call it, which it has itself."""
+    """Wrap a bound method so that its callers, which its object has, do not keep that object alive."""
     reference = weakref.WeakMethod(method)
 
     def call(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
@@ -72,23 +72,23 @@ class WayBack:
     def __init__(self, core: Core, pairs_of: Callable[[Bucket], Sequence[Pair]], takes: Callable[[Bucket], bool]):
         self.core, self.pairs_of, self.takes = core, pairs_of, takes
         self._before: dict[Item, tuple[BytesAtHome, object]] = {}  # homes, and their versions if users have looked
-        self._kept: dict[Bucket, object] = {}  # buckets whose old parameters are on the host, or on their way
+        self._stored: dict[Bucket, object] = {}  # versions of the old parameters that are on the host, or on their way
 
     def guard(self, bucket: Bucket) -> None:
-        """Before the update of ``bucket``: the host has to have what take-back will load."""
+        """Before the update of ``bucket``, store what take-back will load, unless it is on the host."""
         for item in bucket.streamed:
             if item not in self._before:
                 if item.dirty:
                     self.core.cache.put(item)
                 self._before[item] = item.home, item.version() if item.exposed else None
         for one in (bucket, *self.core.followers(bucket)):  # the update counts as a write of its parameters
-            if one is bucket or one in self._kept:
+            if one is bucket or one in self._stored:
                 self.keep(one)
 
     def keep(self, bucket: Bucket) -> None:
         """Store the old parameters of ``bucket``, unless that has been done and nobody has written them since."""
         pairs, versions = self.pairs_of(bucket), [version_of(param) for param in bucket.params]
-        if not pairs or self._kept.get(bucket) == versions:
+        if not pairs or self._stored.get(bucket) == versions:
             return
         lanes = self.core.lanes
         lanes.store.wait(lanes.compute.mark())  # R3: compute has waited for the last update; users write there, too
@@ -96,13 +96,13 @@ class WayBack:
         mark = lanes.store.mark()
         for item in bucket.weights:
             item.used["store"] = mark  # R1: the update writes what this reads
-        self._kept[bucket] = versions
+        self._stored[bucket] = versions
 
     def updated(self, bucket: Bucket) -> None:
         """The update of ``bucket`` has written its parameters: for other ranges of these it is not a user's write."""
         for other in self.core.followers(bucket):
-            if other in self._kept:
-                self._kept[other] = [version_of(param) for param in other.params]
+            if other in self._stored:
+                self._stored[other] = [version_of(param) for param in other.params]
 
     def is_written(self) -> bool:
         """Return whether somebody has written a home since its update."""
@@ -132,7 +132,7 @@ class WayBack:
 
     def end(self) -> None:
         """Nothing of this step is to be taken back any more."""
-        self._before, self._kept = {}, {}
+        self._before, self._stored = {}, {}
         self.core.guess = None
 
 
@@ -145,7 +145,7 @@ class UsedGradients(Protocol):
         """Return the gradients that updates of this step have used, or may have."""
 
     def forget(self, *, unwatch: bool = True) -> None:
-        """No update of this step has used a gradient, as far as ``step()`` is concerned."""
+        """Forget which gradients updates of this step have used: for ``step()`` it is as if none had been."""
 
 
 class Owner(Protocol):
@@ -197,7 +197,7 @@ class Guesses:
         self._written: list[TensorWeakRef] = []  # parameters
         self._shared = WeakTensorKeyDictionary()  # gradients of which somebody may have a view, from an earlier step
         self._generation = -1  # of the plan, for which there is memory
-        self._takeable: frozenset[int] = frozenset()
+        self._takeable: frozenset[int] = frozenset()  # numbers of buckets whose updates can be taken back
         self._region: Region | None = None  # old parameters
         self._begins: dict[int, int] = {}
         self._pairs: dict[int, tuple[list[int], list[Pair]]] = {}
@@ -286,7 +286,7 @@ class Guesses:
                 self.way_back.keep(bucket)
 
     def settle(self) -> None:
-        """``step()`` is called: commit the guesses, or take them back. Blocks the host for the factor alone."""
+        """``step()`` is called: commit the guesses, or take them back. The host waits only for the factor."""
         if not self.made:
             return
         if self._all_one is not None and not self._flags[0].get():
@@ -361,7 +361,7 @@ class Guesses:
         self._decide_now()
 
     def put_off(self, is_one: Tensor, scale: Scale) -> set[int]:
-        """Note whether a factor is 1. Returns the ids of gradients that ``scale`` multiplies only if they are used."""
+        """Note whether a factor is 1. Returns ids of gradients that updates have used: only take-back scales these."""
         self._all_one = is_one if self._all_one is None else self._all_one & is_one
         self._flags[0].put(self._all_one)
         if not self.made:

@@ -37,7 +37,7 @@ class Pool:
         count: how many there may be now.
         made: how many there are, used or not.
         free: those that no item has, the one that was freed first in front.
-        least, most: as few must be there, and more would be of no use.
+        least, most: an update needs as many as ``least``, and more than ``most`` would be of no use.
     """
 
     nbytes: int
@@ -59,13 +59,13 @@ class Item:
         nbytes: of its place.
         pool: whose blocks it fits.
         home: its host bytes.
-        stored: asked for those of them that updates change, where they are not all.
-        fixed: parameters that stay, for lanes that look for races.
+        stored: returns the part of ``home`` that updates change; ``None``: they change all of it.
+        fixed: tensors of parameters that stay on the device, for lanes that look for races.
         wait_unread: blocks the host until no checkpoint's writer reads the home (R4, on the host).
-        spare_home: asked when an update has changed the place; returns another home, which is the home from then on,
-            where a checkpoint's writer reads this one and there is a spare one (R4, without a wait).
-        is_held: asked when an update has changed the place: whether somebody still has tensors over the home that stay
-            valid (those of a parameter, not those of state). Then it is stored at once, and writes there count.
+        spare_home: called when an update has changed the place; returns the spare home if it is to be the home from now
+            on, since a checkpoint's writer reads this one (R4, without a wait), or the update is a guess.
+        is_held: called when an update has changed the place; returns whether somebody still has tensors over the home
+            that stay valid (a parameter's do, state's do not). Then the item is stored at once, and writes there count.
         version: counts what others have written into the home. Our own copies do not count.
         exists: there is something at home or in the place; before the first step there is no state.
         block: its place; ``None``: it is not on the device.
@@ -80,9 +80,9 @@ class Item:
         known_to: lanes that have waited for ``ready`` already.
         exposed: somebody has looked at the home since the last update, or still can, and may have written it.
         seen: the version when the home was looked at, or the place was filled or stored after that.
-        lost_write: called where somebody has written the home, through a tensor fetched before the last update, while
-            the place was newer: that is lost.
-        left: the version at the first update after somebody had looked; ``None``: nobody has.
+        lost_write: called when somebody has written the home through a tensor fetched before the last update. The place
+            was newer, so that write is lost.
+        watched_version: that of the first update after somebody had looked; ``None``: nobody has.
     """
 
     name: str
@@ -109,7 +109,7 @@ class Item:
     exposed: bool = False
     seen: object = None
     lost_write: Callable[[], None] | None = None
-    left: object = None
+    watched_version: object = None
 
     @property
     def stays(self) -> bool:
@@ -117,7 +117,7 @@ class Item:
         return self.kept and not self.exposed
 
     def is_fresh(self) -> bool:
-        """Return whether nobody has written the home since the place was filled."""
+        """Return whether the place counts: it is newer than the home, or nobody has written the home since."""
         return not self.exposed or self.dirty or self.seen == self.version()
 
     def see(self) -> None:
@@ -141,11 +141,11 @@ class Item:
 
     def _look_for_lost_writes(self) -> None:
         if self.lost_write is None or not self.kept:
-            return  # what streams is stored behind its update: a later write is to what the next one loads
+            return  # it is stored behind its update: what is written later, the next update loads
         if self.exposed:
-            self.left = self.version()
-        elif self.left is not None and self.dirty and self.left != (now := self.version()):
-            self.left = now
+            self.watched_version = self.version()
+        elif self.watched_version is not None and self.dirty and self.watched_version != (now := self.version()):
+            self.watched_version = now
             self.lost_write()
 
     def copies(self, *, changed: bool = False) -> list[tuple[Tensor, Tensor]]:

@@ -53,7 +53,7 @@ class StreamLane:
     def __init__(
         self, name: str, lane: DeviceLane, in_use: AbstractContextManager[object], stream: torch.Stream | None = None
     ) -> None:
-        """``in_use``: optimizers of several threads share the lanes of a device, which change streams in a copy."""
+        """``in_use``: a lock, since threads share the lanes of a device, and a copy changes a lane's stream."""
         self.name, self._lane, self._in_use, self._stream = name, lane, in_use, stream
 
     def wait(self, *marks: Mark | None) -> None:

@@ -38,7 +38,7 @@ class Lending:
         self.homes_of_parameters: Callable[[], Iterable[tuple[Home, bool]]] = tuple
 
     def homes_by_address(self) -> dict[int, tuple[Home, bool]]:
-        """The place that begins a tensor at an address, and whether the state lives there now. Host memory only."""
+        """By the address of each tensor over a home: that home, and whether state lives there now. Host memory only."""
         shards = self._plan.shards.values()
         of_state = ((place, place is shard.home) for shard in shards for place in shard.places)
         return {
@@ -64,10 +64,10 @@ class Lending:
         reader.when_over(look)
 
     def check_unspoiled(self) -> None:
-        """Whether nobody has written into what was lent. Nothing of ours does; and a write cannot be kept from a file.
+        """Raise if somebody has written into what was lent: the checkpoint may have that write. We ourselves never do.
 
         Raises:
-            RuntimeError: somebody has. Once; training may go on.
+            RuntimeError: somebody has. It is raised once; training may go on.
         """
         if self._is_spoiled:
             self._is_spoiled = False
@@ -80,7 +80,7 @@ class Lending:
         self._readers = []
 
     def adopt_user_tensors(self, shards: Iterable[StateShard], states: StateStore) -> None:
-        """Copy what the user has exchanged for a home into the home. All at once: it may be another one of ours.
+        """Copy tensors that the user has put in place of homes into these. All at once: they may be homes themselves.
 
         Raises:
             RuntimeError: see :meth:`check_unspoiled`; nothing has begun yet.

@@ -1,4 +1,4 @@
-"""Everything leaves the device between steps, and comes back: the three calls of Megatron's loop, and those of RL."""
+"""Between steps everything leaves the device and comes back, as Megatron's loop (in three calls) and RL ask for."""
 
 from ..state.store import StateStore
 from .engine import Core

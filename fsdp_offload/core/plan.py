@@ -1,4 +1,4 @@
-"""Worked out when parameters are added: bucket sizes, buckets and their items, blocks, and what is kept."""
+"""Decisions that are made when parameters are added: size and items of buckets, blocks of pools, what is kept."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,13 +10,13 @@ from ..policy import MIB, OffloadPolicy
 from .items import Block, Item, Pool, Use
 
 LARGEST_BYTES, JOINED_BYTES = 512 * MIB, 64 * MIB
-"""State of small groups is joined up to the one and of large groups cut at the other: few and large operations."""
+"""State of large groups is cut at the first, that of small groups is joined up to the second: few, large operations."""
 
 PASSING = 3
-"""Blocks that pass beside those that are kept: one is loaded, one updated, one stored."""
+"""Blocks for items in transit, beside those of kept items: one is loaded, one updated, one stored."""
 
 ELSEWHERE = -1
-"""The group of parameters that ``fully_shard`` does not gather: they are new when ``step()`` returns."""
+"""The group of parameters that ``fully_shard`` does not gather: in ``step()``, compute waits for their updates."""
 
 Param = TypeVar("Param")
 
@@ -28,14 +28,14 @@ class Bucket:
     Attributes:
         number: in the plan.
         state: the item of their state.
-        groups: numbers of the groups of ``fully_shard`` that have their parameters.
-        weights: what marks the parameters of these groups.
+        groups: numbers of the groups of ``fully_shard`` to which its parameters belong.
+        weights: the items of these groups' parameters.
         params: the parameters of which it has a range.
         on_host: the CPU updates it: its state is updated in its home, and never moves.
         after: numbers of the buckets with earlier ranges of its parameters. Ranges are updated in order: the last one
             commits the parameter's counters, from which all of them start.
         streamed: what its update needs on the device: its state, and parameters that live on the host.
-        bound: what the optimizer sees of it, by the blocks of these.
+        bound: its ranges as the optimizer sees them, by the blocks that ``streamed`` had when they were bound.
     """
 
     number: int
@@ -65,8 +65,9 @@ def bucket_bytes_for(group_bytes: Iterable[int], device_bytes: int | None) -> in
     most = max(LARGEST_BYTES, sum(sizes) // 64)
     if device_bytes is not None:
         most = min(most, device_bytes // (PASSING + 1))
-    # Blocks have one size. So all are cut to the size of those groups that have most of the state, or to equal parts of
-    # it; a little more, for padding and so that no small rest is cut off.
+    # Blocks have one size, so one group size is chosen for all: the largest such that groups of at least that size have
+    # at least half of the state. Buckets have that size or, if it exceeds ``most``, equal parts of it; and an eighth
+    # more, for padding and so that no small rest is cut off.
     usual = next((size for size in reversed(sizes) if 2 * sum(s for s in sizes if s >= size) >= sum(sizes)), 0)
     parts = max(1, -(-usual // most))
     return max(1024, min(most, -(-usual // parts) * 9 // 8) if usual else most)
@@ -75,7 +76,7 @@ def bucket_bytes_for(group_bytes: Iterable[int], device_bytes: int | None) -> in
 def bucketing(
     policy: OffloadPolicy, *, elementwise: bool, together: Mapping[Param, int], group_bytes: Mapping[int, int]
 ) -> tuple[int, dict[Param, int]]:
-    """Choose bytes of state per bucket, and number the groups anew: state of one number may share a bucket.
+    """Choose bytes of state per bucket, and renumber the groups: those that get the same number may share a bucket.
 
     Args:
         policy: in force.
@@ -84,15 +85,16 @@ def bucketing(
         group_bytes: state of each group.
     """
     limit = None if policy.device_bytes == "auto" else policy.device_bytes
-    if limit is not None and policy.parameters:  # parameters pass through it as well, in whole groups
+    if limit is not None and policy.parameters:  # parameters take part of it as well, a whole group each
         usual = sorted(group_bytes.values())[len(group_bytes) // 2] // 2
         limit = max(limit // 4, limit - (PASSING + 1) * usual)
     bucket_bytes = policy.bucket_bytes
     if bucket_bytes == "auto":
         bucket_bytes = bucket_bytes_for(group_bytes.values(), limit)
     if policy.updates_in_backward and (policy.parameters or not elementwise):
-        # Gradients that must go are not to wait for those of a neighbour, which may get none in this step. And sizes
-        # differ between ranks, while collectives of updates come in one order.
+        # Groups are not joined. Gradients that must be freed would wait for those of a neighbour, which may get none in
+        # this step. And what is joined depends on sizes, which differ between ranks; but all ranks have to run the
+        # collectives of updates in one order.
         return bucket_bytes, dict(together)
     return bucket_bytes, joined_groups(together, group_bytes, min(JOINED_BYTES, bucket_bytes))
 
@@ -110,9 +112,9 @@ def joined_groups(together: Mapping[Param, int], group_bytes: Mapping[int, int],
 
 
 def make_pools(items: Sequence[Item], usual_bytes: int) -> list[Pool]:
-    """Plan blocks of one size for ``items`` of one kind; those that are much larger have a size of their own.
+    """Make a pool for ``items`` of one kind, and another for those that are much larger than most.
 
-    ``usual_bytes``: what most of them have.
+    ``usual_bytes``: the size of most of them.
     """
     sizes = [item.nbytes for item in items]
     inside = [size for size in sizes if size <= usual_bytes * 3 // 2] or sizes
@@ -129,9 +131,9 @@ def make_pools(items: Sequence[Item], usual_bytes: int) -> list[Pool]:
 def pools_for(
     state: Sequence[Item], weights: Sequence[Item], buckets: Sequence[Bucket], bucket_bytes: int, nbytes: int | None
 ) -> list[Pool]:
-    """Plan blocks for all items, within ``nbytes`` if that is possible; those that profit most in front.
+    """Make pools for all items. Those of parameters, which profit more from blocks than state, come first.
 
-    Parameters are loaded twice an iteration and stored once: they profit more than state.
+    Parameters are loaded twice an iteration and stored once. What an update needs fits ``nbytes``, if that is possible.
     """
     sizes = sorted(item.nbytes for item in weights)
     usual_bytes = sizes[len(sizes) // 2] if sizes else 0
@@ -145,22 +147,24 @@ def pools_for(
 
 
 def need(pools: Sequence[Pool], buckets: Iterable[Bucket]) -> None:
-    """Have as many blocks at least as one update needs: of parameters it may be about several groups."""
+    """Raise ``least`` to the blocks that one update needs: a bucket may have parameters of several groups."""
     for bucket in buckets:
         for pool in pools:
             pool.least = max(pool.least, sum(item.pool is pool for item in bucket.streamed))
 
 
 def share_out(pools: Sequence[Pool], nbytes: int | None) -> None:
-    """Divide ``nbytes`` among ``pools``, those that profit most in front; ``None``: as few as do well.
+    """Divide ``nbytes`` among ``pools``, those that profit most in front; ``None``: use few blocks.
 
-    Each has the least that there must be, whatever that takes. Then bytes pass through: one block is loaded, one used,
-    one stored. The rest is for what is kept.
+    Each pool gets its least first, even if that exceeds ``nbytes``; then blocks for items in transit, up to
+    ``PASSING``; then, with ``nbytes``, blocks for kept items.
     """
     left = 1 << 62 if nbytes is None else nbytes - sum(pool.least * pool.nbytes for pool in pools)
     for pool in pools:
         pool.count = pool.least
-        if nbytes is None or left < 0:  # something leaves the device, also the only bucket; a block more would keep it
+        if (
+            nbytes is None or left < 0
+        ):  # fewer than ``most`` are allowed: something leaves the device, even the only bucket
             pool.most = max(pool.most, pool.least + 1)
     for limit in (PASSING, PASSING + 1) if nbytes is None else (PASSING, 1 << 30):
         for pool in pools:
@@ -174,7 +178,7 @@ def share_out(pools: Sequence[Pool], nbytes: int | None) -> None:
 
 
 def choose_kept(items: Sequence[Item]) -> None:
-    """Keep the first of ``items``, in forward order, which are needed first, and leave room for those that pass."""
+    """Keep the first of ``items`` in forward order, needed first: all if they fit, else leave ``PASSING`` blocks."""
     left: dict[Pool, int] = {}
     for item in items:
         pool = item.pool

@@ -21,7 +21,7 @@ from .plan import Bucket
 
 
 class SpareHomes:
-    """Those of the state of one optimizer.
+    """Moves the state of one optimizer to spare homes.
 
     Attributes:
         moving: shards that live in their other home once the step is complete.
@@ -34,12 +34,12 @@ class SpareHomes:
         self.guessing = False
 
     def serve(self, number: int, item: Item) -> None:
-        """Let the item of a bucket's state follow."""
+        """Let the item of a bucket's state ask here for its home."""
         item.spare_home = partial(self._spare_home, number)
         item.wait_unread = partial(self._wait_unread, number)
 
     def turn(self, number: int) -> list[StateShard]:
-        """An update is about to change a bucket; returns which of its shards live in their other home afterwards."""
+        """An update changes a bucket; returns which of its shards live in their other home after the step."""
         shards = list(self._plan[number].covers())
         for shard in shards:
             turns = shard not in self.moving and (self.guessing or shard.home.is_read())
@@ -71,7 +71,7 @@ class SpareHomes:
         self.moving = {}
 
     def commit_done(self, buckets: Iterable[Bucket], done: Iterable[Bucket], states: StateStore) -> None:
-        """A step has failed when these were ``done``: what has moved in part lives where it was."""
+        """A step has failed when these were ``done``: shards move if all of their buckets were, and others stay."""
         numbers = {bucket.number for bucket in done}
         moved = [shard for shard in self.moving if numbers.issuperset(shard.buckets)]
         for bucket in buckets if self.moving else ():

@@ -1,8 +1,8 @@
 """How many bytes of what is offloaded may lie on the device, where the policy says ``"auto"``.
 
-It begins with what passes, and grows by ``extra`` where compute stood still waiting for items: a byte that stays saves
-a load and a store, so half of what the link could have moved meanwhile is enough. No model of the iteration, nothing
-measured alone.
+It begins with blocks for items in transit, and ``extra`` grows when compute has stalled for items. A byte that stays
+saves a load and a store, so half of what the link moves in the time of the stall is enough. There is no model of the
+iteration, and no measurement apart from training.
 """
 
 from collections import deque
@@ -48,7 +48,7 @@ class Reading(NamedTuple):
 
     @property
     def late_ms(self) -> float:
-        """Time for which compute stood still for what more places would have had there."""
+        """The part of ``stalled_ms`` that more blocks would have avoided."""
         return self.stalled_ms - self.in_step_ms
 
 
@@ -97,7 +97,7 @@ class Stopwatch:
 
     @contextmanager
     def waiting(self, stream: torch.Stream | None, *, in_step: bool = False) -> Iterator[None]:
-        """Time what ``stream`` waits for in between; ``None``: the current stream. ``in_step``: for an update."""
+        """Time the waits that ``stream`` gets in between; ``None``: the current stream. ``in_step``: of an update."""
         begin = self._mark(stream)
         yield
         if self._now is not None:
@@ -143,7 +143,7 @@ class Stopwatch:
 
 
 class Room:
-    """The blocks that may be there beside the least.
+    """How many blocks are allowed beyond the least.
 
     Attributes:
         extra: how many.
@@ -155,10 +155,10 @@ class Room:
         self.block_bytes, self.most, self.rate = block_bytes, most, rate
         self.extra = 0
         self.sentence = ""
-        self._floor = 0  # fewer than so many have been seen to stall
+        self._floor = 0  # with fewer extra blocks, compute has stalled before
         self._calm = 0
         self._iterations = 0
-        self._rest = 0  # iterations whose readings are of other blocks
+        self._rest = 0  # so many readings more are of iterations with another number of blocks
 
     @classmethod
     def beside(cls, pools: Sequence[Pool]) -> "Room | None":

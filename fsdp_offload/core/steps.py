@@ -1,4 +1,4 @@
-"""The steps of one optimizer, for others: what may be done now, and why the state is only half updated."""
+"""What others ask about the steps of one optimizer: may this be done now, and why is the state only half updated."""
 
 from ..cpu_update.updates import HostUpdates
 from .engine import Core
@@ -39,7 +39,7 @@ class Steps:
             )
 
     def check_usable(self, what: str, *, mid_step: bool = False) -> None:
-        """Refuse to go on with half updated state."""
+        """Refuse to go on with half updated state; with ``mid_step``, not if the backward alone has updated a part."""
         self.check_whole(what)
         if not mid_step:
             self._guesses.take_back()
@@ -50,7 +50,7 @@ class Steps:
             )
 
     def skip(self) -> None:
-        """Gradients are about to be cleared: if there was no ``step()``, there is none for them."""
+        """Gradients are about to be cleared: refuse if the backward has updated, and no ``step()`` came."""
         self._guesses.skip()
         if self._core.done:
             self.failure = (

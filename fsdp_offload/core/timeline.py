@@ -34,7 +34,7 @@ class Timeline:
             self._at = found[later] + 1
 
     def end(self) -> None:
-        """Begin the next iteration: the one that ends is what is expected of it."""
+        """End the iteration: its uses are expected of the next one."""
         if not self._noted:
             return
         self.repeats = list(map(id, self._noted)) == list(map(id, self.cycle))
@@ -67,7 +67,7 @@ class Timeline:
 
 
 class Reductions:
-    """When the gradients of a group are final: after as many reductions as the most of the last four steps."""
+    """When gradients of a group are final: after as many reductions as the one of the last four steps with most had."""
 
     def __init__(self) -> None:
         self._counts: dict[int, int] = defaultdict(int)
@@ -80,7 +80,7 @@ class Reductions:
         return bool(self._counts)
 
     def expect_one(self) -> None:
-        """From now on, what has not been reduced before is final after one reduction: there is no room to keep it."""
+        """Expect one reduction where no earlier step tells how many: there is no room to keep gradients for more."""
         self._least = 1
 
     def count(self, group: int) -> None:

@@ -37,6 +37,7 @@ class BucketUpdates:
         host: updates buckets on the CPU, if it has any.
         first: tells whether the first update of this step has written anything.
         writes_gradients: an update has written the gradients that it was given, so none can be repeated.
+        may_begin: begins the step ahead of ``step()``, if that is allowed; returns whether it has.
     """
 
     def __init__(
@@ -146,7 +147,7 @@ class BucketUpdates:
         """Bind what an update needs now: when it runs, the user may have gone on."""
         assert self.shared is not None and self.logical is not None and self._states is not None
         ranges = self._to_update(bucket)
-        read = list(self.shared.copies)  # if they went now, compute might write their memory before the update reads it
+        read = list(self.shared.copies)  # if they were freed now, compute might write there before the update reads
         for one in ranges:
             grad = self._conventions.gradient(one.shard.param)
             if grad is None:

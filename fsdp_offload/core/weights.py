@@ -36,11 +36,11 @@ class Weights:
 
     Attributes:
         groups: those that have any of them, by number.
-        items: likewise.
+        items: by number, the item of each of these groups.
         parts: by parameter.
         regions: their host memory, and that of their spare homes.
         spare_bytes: of these, what is spare homes.
-        guessed: groups that updates have changed which may be taken back; ``None``: there are no such updates.
+        guessed: groups that guesses of this step have changed; ``None``: updates are no guesses now.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class Weights:
     def place(self, param: Tensor, start: int, stop: int) -> Tensor | None:
         """The elements ``[start, stop)`` of a parameter on the device, where it is now; ``None``: it does not stream.
 
-        All of them have its shape.
+        If these are all of its elements, the result has its shape; else it is flat.
         """
         part = self.parts.get(param)
         if part is None:
@@ -172,7 +172,7 @@ class Weights:
             one.lend(_padded(self.parts[one.param]))
 
     def take_back(self, number: int) -> None:
-        """The gather has been issued."""
+        """End :meth:`lend`: the gather has been issued."""
         for one in self.groups[number]:
             one.take_back()
 

@@ -260,7 +260,7 @@ class _Visit:
             raise RuntimeError(f"step(): {engine.steps.failure}.")
 
     def _put_homes_back(self, states: StateStore) -> None:
-        """Where a value is its place, or was made anew and is laid out so: that goes into the place."""
+        """Exchange places in the state for homes; copy new values of the same layout into their places first."""
         stay = self._staying(states)
         for one in self._bound:
             state = states.get(one.shard.param)
@@ -317,7 +317,7 @@ class _Visit:
         return found
 
     def _others(self, states: StateStore) -> Iterator[tuple[Tensor, str, Any]]:
-        """Yield values of the state that are not the places bound to them: of whom, their names."""
+        """Yield parameter, name and value of what holds tensors in the state and is not a place that is bound to it."""
         own = {(one.shard.param, name): place for one in self._bound for name, place in one.values.items()}
         for param in _params(self._optimizer):
             for name, value in states.get(param).items():
@@ -332,7 +332,7 @@ class _Visit:
         return staying(self._optimizer, states, shards) if is_new else frozenset()
 
     def _part_with_leaked(self, states: StateStore) -> str:
-        """Give places over whose memory the optimizer keeps other tensors, and these, memory of their own.
+        """Give memory of their own to tensors that the optimizer keeps over that of places, and to these places.
 
         They stay on the device as long as the optimizer keeps them. Of a parameter's place that cannot be done: returns
         its name.
